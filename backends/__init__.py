@@ -1,0 +1,27 @@
+"""The targets, by name."""
+
+if __name__ != "fxquant.backends":
+    raise ImportError("import this package as fxquant.backends: under another name every class would exist twice")
+
+import difflib
+
+from fxquant.backends import bpu
+from fxquant.errors import UnknownTarget
+from fxquant.target import Target
+
+TARGETS: dict[str, Target] = {target.name: target for target in bpu.TARGETS}
+
+
+def get(name: str | Target) -> Target:
+    """The target of this name, march or chip. Raises UnknownTarget, which lists the right ones."""
+    if isinstance(name, Target):
+        return name
+    wanted = str(getattr(name, "value", name)).lower().replace("_", "-")
+    for target in TARGETS.values():
+        if wanted == target.name or wanted in target.aliases:
+            return target
+    aliases = {alias: target.name for target in TARGETS.values() for alias in (target.name, *target.aliases)}
+    near = difflib.get_close_matches(wanted, aliases, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    listed = "; ".join(f"{t.name} ({', '.join(t.aliases)})" if t.aliases else t.name for t in TARGETS.values())
+    raise UnknownTarget(f"there is no target {str(name)!r}", because=f"the targets (and chips) are: {listed}", remedy=f"{hint}pass one of these names")

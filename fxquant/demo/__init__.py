@@ -1,0 +1,1 @@
+"""What the demonstration needs: handwritten digits, a small network and its training."""

@@ -1,0 +1,86 @@
+"""Errors with one shape: what / at / module / because / remedy.
+
+Every error a user can cause is an `FxQuantError`. Its text says what went wrong, at which line of the
+user's own code, in which module, why, and what to do about it. The texts are golden-tested.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Located(Protocol):
+    """Anything that knows where it came from; an `fx.Node` does, through its `meta`."""
+
+    name: str
+    meta: dict[str, object]
+
+
+class FxQuantError(Exception):
+    """An error that says what, where, why, and what to do.
+
+    what     one line, without a full stop
+    node     the graph node it is about (its source line and module path are printed), or None
+    because  the reason
+    remedy   what the user can do now
+    """
+
+    def __init__(self, what: str, *, because: str, remedy: str, node: Located | None = None, at: str | None = None, module: str | None = None) -> None:
+        self.what, self.because, self.remedy = what, because, remedy
+        self.node = node
+        meta = node.meta if node is not None else {}
+        self.at = at or _text(meta.get("source"))
+        self.module = module or _text(meta.get("module"))
+        super().__init__(self._render())
+
+    def _render(self) -> str:
+        name = f" (node %{self.node.name})" if self.node is not None else ""
+        rows = [self.what + name]
+        for label, value in (("at", self.at), ("module", self.module), ("because", self.because), ("remedy", self.remedy)):
+            if value:
+                rows.append(f"  {label:<8} " + value.replace("\n", "\n" + " " * 11))
+        return "\n".join(rows)
+
+
+def _text(value: object) -> str | None:
+    return str(value) if value else None
+
+
+class TraceError(FxQuantError):
+    """The model's Python could not be turned into a graph."""
+
+
+class UnsupportedOperator(FxQuantError):
+    """An operator cannot be represented where it stands."""
+
+
+class ScaleConflict(FxQuantError):
+    """Tensors that must share one scale ask for different ones."""
+
+
+class StageViolation(FxQuantError):
+    """A graph holds something its stage does not allow: a defect of a pass."""
+
+
+class CalibrationError(FxQuantError):
+    """Calibration data is missing, malformed or not finite."""
+
+
+class NotCalibrated(FxQuantError):
+    """A scale is needed that no calibration has determined."""
+
+
+class AccumulatorOverflow(FxQuantError):
+    """An accumulator cannot be proved to fit, and no wider path exists."""
+
+
+class UnknownTarget(FxQuantError):
+    """No target has that name."""
+
+
+class ConfigurationError(FxQuantError):
+    """An argument of a public function is not usable."""
+
+
+class ExportError(FxQuantError):
+    """The graph cannot be written as ONNX, or a file is not what it should be."""

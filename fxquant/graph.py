@@ -1,0 +1,295 @@
+"""Facts on nodes, and the few ways passes change a graph.
+
+Everything static that fxquant knows about a node is in `node.meta` and is read and written through this
+module, so no other file spells a key. Facts survive `copy.deepcopy` of a GraphModule.
+
+    fact        `TensorFact` of the node's value, or a tuple/list/dict of them, or a number
+    source      the user's line: "model.py:41 in forward:  y = self.act(y)"
+    module      the dotted path of the user's module the node came from ("layer1.0.conv1")
+    made_by     the pass (or "trace") that created the node
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import fx
+
+# Two batch sizes stand for "any": a dimension that differs between them depends on the batch.
+# Both are even, so that `batch // 2` is exact, and neither is 1, so that nothing broadcasts by accident.
+BATCH_SIZES = (4, 6)
+
+
+@dataclass(frozen=True)
+class BatchDim:
+    """A size that grows with the batch: `coefficient * batch + offset`."""
+
+    coefficient: Fraction = Fraction(1)
+    offset: Fraction = Fraction(0)
+
+    @staticmethod
+    def between(a: int, b: int) -> int | BatchDim:
+        """The size that is `a` and `b` at the two tracing batch sizes: a plain int if they agree."""
+        if a == b:
+            return int(a)
+        coefficient = Fraction(b - a, BATCH_SIZES[1] - BATCH_SIZES[0])
+        return BatchDim(coefficient, a - coefficient * BATCH_SIZES[0])
+
+    def at(self, batch: int) -> int:
+        """The size at this batch size; raises ValueError where it is not a whole number."""
+        value = self.coefficient * batch + self.offset
+        if value.denominator != 1:
+            raise ValueError(f"{self} is not a whole number at batch size {batch}")
+        return int(value)
+
+    def __str__(self) -> str:
+        numerator, denominator = self.coefficient.numerator, self.coefficient.denominator
+        text = ("" if numerator == 1 else str(numerator)) + "B" + ("" if denominator == 1 else f"/{denominator}")
+        return text if self.offset == 0 else f"{text}{self.offset:+}"
+
+
+Size = int | BatchDim
+
+
+@dataclass(frozen=True)
+class TensorFact:
+    """Shape and dtype of a tensor, for every batch size at once."""
+
+    shape: tuple[Size, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def between(a: torch.Tensor, b: torch.Tensor) -> TensorFact:
+        """The fact of a tensor seen at the two tracing batch sizes."""
+        return TensorFact(tuple(BatchDim.between(m, n) for m, n in zip(a.shape, b.shape, strict=True)), a.dtype)
+
+    def at(self, batch: int) -> tuple[int, ...]:
+        """The shape at this batch size."""
+        return tuple(size if isinstance(size, int) else size.at(batch) for size in self.shape)
+
+    def __str__(self) -> str:
+        return f"{DTYPE_NAMES.get(self.dtype, str(self.dtype))}[{','.join(str(size) for size in self.shape)}]"
+
+
+DTYPE_NAMES = {
+    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
+    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool",
+}  # fmt: skip
+
+
+# ---- typed access to node.meta ------------------------------------------------------------------------------------
+
+
+def fact(node: fx.Node) -> Any:
+    """The node's `TensorFact` (or nest of them, or number); None if nothing is known."""
+    return node.meta.get("fact")
+
+
+def set_fact(node: fx.Node, value: Any) -> None:
+    node.meta["fact"] = value
+
+
+def source(node: fx.Node) -> str:
+    """The user's source line, or an empty string."""
+    return str(node.meta.get("source", ""))
+
+
+def module_path(node: fx.Node) -> str:
+    """The dotted path of the user's module this node came from, or an empty string for the model itself."""
+    return str(node.meta.get("module", ""))
+
+
+def made_by(node: fx.Node) -> str:
+    """The pass that created the node, or "trace"."""
+    return str(node.meta.get("made_by", "trace"))
+
+
+def shape_of(node: fx.Node) -> tuple[Size, ...]:
+    """The node's shape; raises TypeError if its value is not one tensor."""
+    value = fact(node)
+    if not isinstance(value, TensorFact):
+        raise TypeError(f"%{node.name} is not a tensor of known shape")
+    return value.shape
+
+
+# ---- what quantization knows about a node -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Annotation:
+    """Whether a node becomes integer, and why.
+
+    dtype    the name of its integer dtype, or None if it stays in float
+    because  the reason, for `explain`
+    config   the QConfig that applies to it
+    group    the id of the group of tensors that share its scale, once scales are shared
+    """
+
+    dtype: str | None
+    because: str
+    config: Any = None
+    group: int | None = None
+
+
+def annotation(node: fx.Node) -> Annotation | None:
+    """The node's annotation; None before `specs.annotate`."""
+    value = node.meta.get("annotation")
+    return value if isinstance(value, Annotation) else None
+
+
+def annotate(node: fx.Node, value: Annotation) -> None:
+    node.meta["annotation"] = value
+
+
+def refusal(node: fx.Node) -> str | None:
+    """Why the node could not be brought to canonical form; None if it was, or was never an operator."""
+    return node.meta.get("refusal")
+
+
+def refuse(node: fx.Node, because: str) -> None:
+    node.meta["refusal"] = because
+
+
+def spelling(node: fx.Node) -> tuple[Any, ...]:
+    """What the user wrote: the function, or the class of the module, the node stood for; several after fusion."""
+    return tuple(node.meta.get("spelling", ()))
+
+
+def spell(node: fx.Node, *written: Any) -> None:
+    node.meta["spelling"] = (*spelling(node), *written)
+
+
+def fused(node: fx.Node) -> tuple[str, ...]:
+    """The names of the nodes fused into this one."""
+    return tuple(node.meta.get("fused", ()))
+
+
+def absorb(node: fx.Node, other: fx.Node) -> None:
+    """Record that `other` is now part of `node`."""
+    node.meta["fused"] = (*fused(node), *fused(other), other.name)
+    spell(node, *spelling(other))
+
+
+def notes(node: fx.Node) -> dict[str, Any]:
+    """Facts recorded while lowering: "accumulator_bits", "residual", "wide"."""
+    value: dict[str, Any] = node.meta.setdefault("notes", {})
+    return value
+
+
+def origin(node: fx.Node) -> str:
+    """The name of the prepared node an integer node was lowered from."""
+    return str(node.meta.get("origin", node.name))
+
+
+# ---- changing a graph -----------------------------------------------------------------------------------------------
+
+
+def inherit(node: fx.Node, parent: fx.Node, made_by: str) -> fx.Node:
+    """Give a new node the source line and module of the node it was made for."""
+    for key in ("source", "module"):
+        if key in parent.meta:
+            node.meta[key] = parent.meta[key]
+    node.meta["made_by"] = made_by
+    return node
+
+
+def resolve(root: torch.nn.Module, path: str) -> Any:
+    """The attribute at a dotted path. Raises AttributeError if there is none."""
+    value: Any = root
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def attach(root: torch.nn.Module, path: str, value: torch.nn.Module | torch.Tensor) -> None:
+    """Register a module, or a buffer, at a dotted path, making plain modules on the way."""
+    *parents, name = path.split(".")
+    for part in parents:
+        if not isinstance(getattr(root, part, None), torch.nn.Module):
+            root.add_module(part, torch.nn.Module())
+        root = getattr(root, part)
+    if isinstance(value, torch.nn.Module):
+        root.add_module(name, value)
+    elif isinstance(value, torch.nn.Parameter):
+        root.register_parameter(name, value)
+    else:
+        root.register_buffer(name, value)
+
+
+def describe(node: fx.Node, fact: Any, source: str, module: str, made_by: str = "trace") -> None:
+    """Write everything that is known about a new node."""
+    meta = node.meta
+    meta["fact"], meta["source"], meta["module"], meta["made_by"] = fact, source, module, made_by
+
+
+class Model(fx.GraphModule):
+    """A GraphModule whose copies keep everything: unused parameters, hooks, and `meta`."""
+
+    @staticmethod
+    def of(root: torch.nn.Module, graph: fx.Graph) -> Model:
+        """A model with the parameters, buffers, submodules and hooks of `root`, which are shared, and this graph.
+
+        It is not compiled yet: call `recompile` before running it.
+        """
+        model = Model(torch.nn.Module(), fx.Graph())
+        for name in ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"):
+            model.__dict__[name] = dict(root.__dict__[name]) if isinstance(root.__dict__[name], dict) else root.__dict__[name]
+        model.meta = dict(getattr(root, "meta", {}))
+        model.training = root.training
+        replace_graph(model, graph)
+        return model
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Model:
+        copied = Model(torch.nn.Module(), fx.Graph())
+        memo[id(self)] = copied
+        state = copy.deepcopy({name: value for name, value in self.__dict__.items() if name != "_graph"}, memo)
+        copied.__dict__.update(state)
+        replace_graph(copied, copy_graph(self.graph))
+        copied.recompile()
+        return copied
+
+
+def replace_graph(gm: fx.GraphModule, graph: fx.Graph) -> None:
+    """Give the module another graph without compiling it; assigning `gm.graph` would compile at once."""
+    gm._graph = graph
+    graph.owning_module = gm
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """The same graph with nodes of its own, their names and facts unchanged."""
+    copied: fx.Graph = copy.deepcopy(graph)
+    return copied
+
+
+def copy_parameters(module: torch.nn.Module) -> torch.nn.Module:
+    """The module tree with parameters and buffers of its own, and everything else shared.
+
+    A tensor or module that stands in several places is one tensor or module in the copy as well.
+    """
+    return _copy_tree(module, {})
+
+
+def _copy_tree(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
+    if id(module) in memo:
+        known: torch.nn.Module = memo[id(module)]
+        return known
+    copied = torch.nn.Module() if isinstance(module, fx.GraphModule) else copy.copy(module)
+    memo[id(module)] = copied
+    copied.__dict__["_parameters"] = {name: _copy_tensor(p, memo) for name, p in module._parameters.items()}
+    copied.__dict__["_buffers"] = {name: _copy_tensor(b, memo) for name, b in module._buffers.items()}
+    copied.__dict__["_modules"] = {name: child if child is None else _copy_tree(child, memo) for name, child in module._modules.items()}
+    return copied
+
+
+def _copy_tensor(tensor: torch.Tensor | None, memo: dict[int, Any]) -> torch.Tensor | None:
+    if tensor is None:
+        return None
+    if id(tensor) not in memo:
+        data = tensor.detach().clone()
+        memo[id(tensor)] = torch.nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else data
+    copied: torch.Tensor = memo[id(tensor)]
+    return copied

@@ -1,0 +1,226 @@
+"""How an operator speaks of its integer meaning: once, for training and for deployment.
+
+An operator's `lower` receives a `Lowering` and its arguments, with every quantized operand as a `Quantized`.
+It composes primitives through the lowering. Two lowerings exist: `EagerLowering` here calls the primitives on
+integer-valued float tensors, so that the prepared model *computes* the integer function and trains through
+it; the pass `integer.lower` writes the same calls into a graph. One function, two readings: that is why
+training, validation and the integer graph agree by construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxquant.errors import AccumulatorOverflow
+from fxquant.graph import Size
+from fxquant.numerics import (
+    INT32_MAX, Arithmetic, IntType, Ratio, bits_of, clamp_bound, fixed_requantization, real_multiplier,
+)  # fmt: skip
+from fxquant.batch_norm import BatchNorm, fold, fold_batch
+from fxquant.primitives import PRIMITIVES
+from fxquant.primitives.boundary import quantize, quantized_value
+from fxquant.primitives.elementwise import align_fixed, align_real
+from fxquant.primitives.requantize import requantize_fixed, requantize_real
+from fxquant.quantizer import Quantizer
+from fxquant.spec import WeightConfig
+
+Clamp = tuple[float | None, float | None]
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A quantized tensor during lowering: its integers (a tensor or a graph node), scale, dtype and shape."""
+
+    value: Any
+    scale: Tensor
+    dtype: IntType
+    shape: tuple[Size, ...]
+
+    def real(self) -> Tensor:
+        """The real tensor it stands for, with gradients; only for eager lowering."""
+        real: Tensor = self.value * self.scale
+        return real
+
+    def with_value(self, value: Any) -> Quantized:
+        """Another value of the same scale and dtype (its shape is no longer that of the operand)."""
+        return replace(self, value=value)
+
+
+class Lowering:
+    """The composition of primitives for one operator. Subclasses say what `call` and `constant` do."""
+
+    def __init__(self, name: str, arithmetic: Arithmetic, output: Quantizer, intermediate: Quantizer | None, weight: WeightConfig) -> None:
+        self.name = name
+        self.arithmetic = arithmetic
+        self.output = output
+        self.intermediate = intermediate
+        self.weight = weight
+        self.training = False
+
+    # -- what a subclass provides ----------------------------------------------------------------------------------
+
+    def call(self, primitive: Callable[..., Tensor], *arguments: Any) -> Any:
+        """Apply a primitive."""
+        raise NotImplementedError
+
+    def constant(self, role: str, value: Tensor, dtype: torch.dtype) -> Any:
+        """A parameter of the operator as an operand of primitives; stored with `dtype` when deployed."""
+        raise NotImplementedError
+
+    def note(self, key: str, value: object) -> None:
+        """Record a fact about how this operator was lowered."""
+
+    def result(self, exact: Callable[[], Any], real: Callable[[], Tensor], to: Quantizer | None = None) -> Quantized:
+        """The operator's output: `exact()` gives its integers, `real()` the real number they stand for.
+
+        `real` is what is observed and what gradients flow through; it is not called when deploying.
+        """
+        to = to or self.output
+        return Quantized(exact(), to.scale, to.dtype, ())
+
+    def fold(self, weight: Tensor, bias: Tensor | None, batch_norm: BatchNorm | None, axis: int,
+             forward: Callable[[Tensor, Tensor | None], Tensor]) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Weight and bias with the batch norm multiplied in, from its running statistics."""
+        return (weight, bias) if batch_norm is None else fold(weight, bias, batch_norm, axis)
+
+    # -- what operators are made of ----------------------------------------------------------------------------------
+
+    def requantize(self, accumulator: Any, ratio: Ratio, clamp: Clamp | None = None, to: Quantizer | None = None, role: str = "") -> Quantized:
+        """The accumulator, whose step is `ratio`, on the scale of `to`, limited to the real interval `clamp`."""
+        target = to or self.output
+
+        def exact() -> Any:
+            low, high = self.bounds(clamp, target)
+            return self._requantize(accumulator, ratio.over(target.scale), low, high, target.dtype, role)
+
+        def real() -> Tensor:
+            value = accumulator * ratio.approximate().to(accumulator.dtype)
+            return value if clamp is None else value.clamp(*clamp)
+
+        return self.result(exact, real, target)
+
+    def bounds(self, clamp: Clamp | None, to: Quantizer) -> tuple[int, int]:
+        """The integers that limit the output: the dtype's, narrowed by a real interval: ⌊bound/scale + ½⌋."""
+        if clamp is None or clamp == (None, None):
+            return to.dtype.low, to.dtype.high
+        scale = 1.0 if clamp in ((0, None), (0.0, None)) else float(to.scale)
+        return clamp_bound(clamp[0], scale, to.dtype.low, to.dtype), clamp_bound(clamp[1], scale, to.dtype.high, to.dtype)
+
+    def _requantize(self, accumulator: Any, ratio: Ratio, low: int, high: int, dtype: IntType, role: str) -> Any:
+        if self.arithmetic.requantize == "real":
+            multiplier = self.constant(role + "multiplier", real_multiplier(ratio), torch.float32)
+            return self.call(requantize_real, accumulator, multiplier, low, high, dtype.storage)
+        widths = self.arithmetic.widths[dtype.name]
+        fixed = fixed_requantization(ratio, widths, dtype)
+        shift, multiplier, right_shift = (
+            self.constant(role + name, value, torch.int32)
+            for name, value in (("shift", fixed.shift), ("multiplier", fixed.multiplier), ("right_shift", fixed.right_shift))
+        )
+        return self.call(
+            requantize_fixed, accumulator, shift, multiplier, right_shift,
+            widths.intermediate_bits, self.arithmetic.final_rounding, low, high, dtype.storage,
+        )  # fmt: skip
+
+    def align(self, operand: Quantized, ratio: Ratio, role: str) -> Any:
+        """The operand's integers times `ratio`, as an accumulator on the finer scale that `ratio` leads to."""
+        if self.arithmetic.requantize == "real":
+            return self.call(align_real, operand.value, self.constant(role + "_multiplier", real_multiplier(ratio), torch.float32))
+        multiplier, shift = ratio.mantissa(self.arithmetic.widths["int8"].multiplier_bits, largest_exponent=31)
+        constants = self.constant(role + "_multiplier", multiplier, torch.int32), self.constant(role + "_right_shift", shift, torch.int32)
+        return self.call(align_fixed, operand.value, *constants)
+
+    def rescale(self, operand: Quantized, to: Quantizer, role: str) -> Any:
+        """The operand's integers on the scale of `to`; the operand's own where the scales are equal."""
+        if operand.dtype == to.dtype and bool(operand.scale == to.scale):
+            return operand.value
+        return self._requantize(operand.value, Ratio((operand.scale,), (to.scale,)), to.dtype.low, to.dtype.high, to.dtype, role)
+
+    def quantize(self, input: Any) -> Quantized:
+        """A real tensor's integers."""
+        to = self.output
+        scale = self.constant("scale", to.scale, torch.float32)
+        return self.result(lambda: self.call(quantize, input, scale, to.dtype.low, to.dtype.high, to.dtype.storage), lambda: input)
+
+    def prove(self, bound: Tensor, what: str) -> float:
+        """The largest element of a bound on |accumulator|, noted. Raises AccumulatorOverflow beyond int32."""
+        largest = float(bound.max())
+        if largest > INT32_MAX:
+            channel = int(bound.flatten().argmax())
+            raise AccumulatorOverflow(
+                f"the accumulator of %{self.name} may overflow int32",
+                at=self.output.source,
+                module=self.output.module_path,
+                because=f"{what} of output channel {channel} can reach {largest:.0f} in magnitude, and int32 ends at {INT32_MAX}",
+                remedy="use fewer inputs per output, a smaller bias, or keep this operator in float",
+            )
+        self.note("accumulator_bits", bits_of(largest))
+        return largest
+
+
+class EagerLowering(Lowering):
+    """Calls the primitives on integer-valued float tensors, with straight-through gradients; observes if told to."""
+
+    def __init__(self, name: str, arithmetic: Arithmetic, output: Quantizer, intermediate: Quantizer | None, weight: WeightConfig, *,
+                 training: bool, observing: bool, live_batch_norm: bool) -> None:  # fmt: skip
+        super().__init__(name, arithmetic, output, intermediate, weight)
+        self.training = training
+        self.observing = observing
+        self.live_batch_norm = live_batch_norm
+
+    def call(self, primitive: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        surrogate = PRIMITIVES[primitive].surrogate
+        if surrogate is None or not torch.is_grad_enabled():
+            return primitive(*arguments)
+        with torch.no_grad():
+            exact = primitive(*arguments)
+        return straight_through(surrogate(*arguments), exact)
+
+    def constant(self, role: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+        return value
+
+    def result(self, exact: Callable[[], Tensor], real: Callable[[], Tensor], to: Quantizer | None = None) -> Quantized:
+        to = to or self.output
+        value = real() if self.observing or torch.is_grad_enabled() else None
+        if self.observing and value is not None:
+            to.observe(value)
+            to.update_scale()
+        with torch.no_grad():
+            integers = exact()
+        if value is not None and value.requires_grad:
+            integers = straight_through((value / to.scale).clamp(to.dtype.low, to.dtype.high), integers)
+        return Quantized(integers, to.scale, to.dtype, tuple(integers.shape))
+
+    def quantize(self, input: Tensor) -> Quantized:
+        to = self.output
+        return self.result(lambda: quantized_value(input, to.scale, to.dtype.low, to.dtype.high), lambda: input)
+
+    def fold(self, weight: Tensor, bias: Tensor | None, batch_norm: BatchNorm | None, axis: int,
+             forward: Callable[[Tensor, Tensor | None], Tensor]) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        if batch_norm is None or not (self.training and self.live_batch_norm):
+            return super().fold(weight, bias, batch_norm, axis, forward)
+        return fold_batch(weight, bias, batch_norm, axis, forward(weight, bias))
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, smooth: Tensor, exact: Tensor) -> Tensor:
+        ctx.dtype = smooth.dtype
+        return exact.view_as(exact)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient.to(ctx.dtype), None
+
+
+def straight_through(smooth: Tensor, exact: Tensor) -> Tensor:
+    """`exact`, bit for bit, with the gradient of `smooth`."""
+    result: Tensor = _StraightThrough.apply(smooth, exact)  # type: ignore[no-untyped-call]
+    return result
+
+
+__all__ = ["Clamp", "EagerLowering", "Lowering", "Quantized", "straight_through"]

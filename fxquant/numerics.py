@@ -1,0 +1,298 @@
+"""Integer types, scales, and the exact arithmetic of requantization parameters.
+
+Nothing here knows graphs or modules. Every function is exact in the sense of its docstring; the
+definitions are those of backends/bpu/ARITHMETIC.md, and the slow oracle in tests/oracle.py holds them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+FLOAT32_EPSILON = 2.0**-23
+FLOAT32_EXACT = 2**24  # integers of smaller magnitude, and sums that stay below, are exact in float32
+INT32_MAX = 2**31 - 1
+BIAS_LIMIT = 2**23  # a bias integer stays below this, so that bias and products fit together
+
+
+@dataclass(frozen=True)
+class IntType:
+    """A range of integers and the torch dtype that stores it."""
+
+    name: str
+    low: int
+    high: int
+    storage: torch.dtype
+
+    @property
+    def divisor(self) -> float:
+        """What the largest magnitude is divided by to give the scale: half the number of steps."""
+        return (self.high - self.low) / 2
+
+    @property
+    def magnitude(self) -> int:
+        """The largest absolute value."""
+        return max(-self.low, self.high)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+INT4 = IntType("int4", -8, 7, torch.int8)
+INT8 = IntType("int8", -128, 127, torch.int8)
+INT16 = IntType("int16", -32768, 32767, torch.int16)
+INT32 = IntType("int32", -(2**31), INT32_MAX, torch.int32)
+WEIGHT_INT4 = IntType("int4", -7, 7, torch.int8)
+WEIGHT_INT8 = IntType("int8", -127, 127, torch.int8)
+WEIGHT_INT16 = IntType("int16", -32767, 32767, torch.int16)
+
+ACTIVATION_TYPES: Mapping[str, IntType] = {t.name: t for t in (INT4, INT8, INT16, INT32)}
+WEIGHT_TYPES: Mapping[str, IntType] = {t.name: t for t in (WEIGHT_INT4, WEIGHT_INT8, WEIGHT_INT16)}
+
+
+# ---- scales -------------------------------------------------------------------------------------------------------
+
+
+def scale_from_range(low: Tensor, high: Tensor, dtype: IntType) -> Tensor:
+    """The float32 scale of a tensor whose values lie in [low, high]: max(|low|, |high|) / dtype.divisor.
+
+    The one function that computes a scale, for observing, training and converting alike. At least
+    float32 epsilon, so that a division by it is always finite.
+    """
+    return (torch.maximum(low.abs(), high.abs()).float() / dtype.divisor).clamp_min(FLOAT32_EPSILON)
+
+
+def scale_from_threshold(threshold: float, dtype: IntType) -> float:
+    """The scale fixed by a threshold: threshold / 128 for int8, threshold / 32768 for int16."""
+    return threshold / -dtype.low
+
+
+def round_half_up(value: float) -> int:
+    """⌊value + ½⌋, the rounding of tables and clamp bounds."""
+    return math.floor(value + 0.5)
+
+
+def clamp_bound(value: float | None, scale: float, default: int, dtype: IntType) -> int:
+    """The integer bound ⌊value/scale + ½⌋ of a clamp, saturated to the dtype; `default` where there is no bound."""
+    if value is None or math.isinf(value):
+        return default
+    return min(max(round_half_up(value / scale), dtype.low), dtype.high)
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """2**exponent as float64, exactly, for integer exponents in [-1022, 1023] (built from the bits; pow is not exact)."""
+    return ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64)
+
+
+# ---- exact ratios -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """An exact positive rational: the product of `numerators` over the product of `denominators`.
+
+    The factors are float32 scales or small whole numbers, as tensors that broadcast together. Kept as
+    factors because a product of them is not a float.
+    """
+
+    numerators: tuple[Tensor, ...]
+    denominators: tuple[Tensor, ...] = ()
+
+    def over(self, *denominators: Tensor) -> Ratio:
+        """This ratio divided by more factors."""
+        return Ratio(self.numerators, self.denominators + denominators)
+
+    def approximate(self) -> Tensor:
+        """The ratio in float64, within a few units in the last place."""
+        value = torch.ones((), dtype=torch.float64, device=self.numerators[0].device)
+        for factor in self.numerators:
+            value = value * factor.double()
+        for factor in self.denominators:
+            value = value / factor.double()
+        return value
+
+    def exact(self) -> list[Fraction]:
+        """The ratio of every element, in order of the broadcast shape, as exact fractions. Slow."""
+        factors = torch.broadcast_tensors(*(f.detach().double().cpu() for f in self.numerators + self.denominators))
+        rows = zip(*(f.flatten().tolist() for f in factors), strict=True)
+        above = len(self.numerators)
+        return [
+            math.prod(map(Fraction, row[:above]), start=Fraction(1)) / math.prod(map(Fraction, row[above:]), start=Fraction(1)) for row in rows
+        ]
+
+    def rounded(self, exponent: Tensor) -> Tensor:
+        """The integers round_half_even(ratio · 2^exponent), exactly, as int64.
+
+        Computed in float64; an element so near a tie that the few roundings on the way could decide it is
+        computed again with fractions. Requires results below 2^31.
+        """
+        approximate = self.approximate() * power_of_two(exponent)
+        result = torch.round(approximate)
+        doubtful = ((approximate - torch.floor(approximate)) - 0.5).abs() <= approximate * 2.0**-48
+        if bool(doubtful.any()):
+            exponents = exponent.expand_as(approximate).flatten().tolist()
+            shape = approximate.shape
+            chosen = torch.nonzero(doubtful.flatten()).flatten().tolist()
+            fractions = Ratio(
+                tuple(f.expand(shape).flatten()[chosen] for f in self.numerators),
+                tuple(f.expand(shape).flatten()[chosen] for f in self.denominators),
+            ).exact()
+            flat = result.flatten()
+            for index, value in zip(chosen, fractions, strict=True):
+                flat[index] = round(value * Fraction(2) ** exponents[index])
+            result = flat.view(shape)
+        return result.to(torch.int64)
+
+    def mantissa(self, bits: int, largest_exponent: int = 1000) -> tuple[Tensor, Tensor]:
+        """(M, k) with ratio ≈ M · 2^-k: M = round_half_even(ratio · 2^k) of `bits` bits, as int64 tensors.
+
+        k is the one that puts M in [2^(bits-1), 2^bits), but at most `largest_exponent`: below that M has
+        fewer bits, down to 0.
+        """
+        k = (bits - torch.frexp(self.approximate()).exponent.to(torch.int64)).clamp_max(largest_exponent)
+        mantissa = self.rounded(k)
+        carried = mantissa >> bits  # 1 where rounding went up to 2^bits
+        return mantissa >> carried, k - carried
+
+
+# ---- arithmetic of a target -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FixedWidths:
+    """The widths of *fixed* requantization for one output dtype."""
+
+    intermediate_bits: int  # of the accumulator after the first shift, saturated
+    multiplier_bits: int  # of M, unsigned
+    first_shift: bool  # whether the accumulator is shifted before it is multiplied
+    largest_shift: int = 31
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How one family of targets computes. Data: a difference from hardware changes a row, not the code."""
+
+    name: str
+    requantize: str  # "fixed" or "real"
+    final_rounding: str  # of *fixed*: "half_up" or "floor"; *real* rounds half to even
+    widths: Mapping[str, FixedWidths] = field(default_factory=dict)  # of *fixed*, by name of the output dtype
+    power_of_two_scales: bool = False
+    share_concat: bool = False  # concat's operands share one scale, instead of being requantized
+    add_fraction_bits: int = 14  # the common scale of an addition is 2^-14 of the larger one
+    resize_fraction_bits: int = 16
+
+
+@dataclass(frozen=True)
+class FixedRequantization:
+    """y = sat(round( sat_t(⌊acc / 2^shift⌋) · multiplier / 2^right_shift )), per channel (int32 tensors)."""
+
+    shift: Tensor
+    multiplier: Tensor
+    right_shift: Tensor
+
+
+def fixed_requantization(ratio: Ratio, widths: FixedWidths, output: IntType) -> FixedRequantization:
+    """The integers of *fixed* for multiplying by `ratio` into `output`.
+
+    The multiplier is the nearest M · 2^-k with M of `multiplier_bits` bits. The first shift a is the smallest
+    one for which the intermediate, times M · 2^(a-k), still covers the output's limit and a half; the last
+    shift is k - a. A ratio of 2^(multiplier_bits-1) or more takes the largest representable multiplier:
+    every non-zero accumulator saturates either way, so no result changes.
+    """
+    bits = widths.multiplier_bits
+    multiplier, k = ratio.mantissa(bits, largest_exponent=1000 if widths.first_shift else widths.largest_shift)
+    largest_intermediate = 2 ** (widths.intermediate_bits - 1) - 1
+    if widths.first_shift:
+        # The largest right shift r with largest_intermediate · M ≥ (high + ½) · 2^r is one of two neighbours.
+        least = (largest_intermediate << (bits - 1)) * 2 // (2 * output.high + 1)
+        smaller = least.bit_length() - 1
+        covers = 2 * largest_intermediate * multiplier >= (2 * output.high + 1) << (smaller + 1)
+        shift = (k - smaller - covers.to(torch.int64)).clamp(0, 31)
+    else:
+        shift = torch.zeros_like(k)
+    right_shift = k - shift
+    overflow = right_shift < 1
+    multiplier = torch.where(overflow, 2**bits - 1, multiplier)
+    right_shift = torch.where(overflow, 1, right_shift)
+    underflow = right_shift > widths.largest_shift  # only where the first shift met its limit of 31: the product rounds to 0
+    multiplier = torch.where(underflow, 0, multiplier)
+    right_shift = torch.where(underflow, widths.largest_shift, right_shift)
+    return FixedRequantization(shift.int(), multiplier.int(), right_shift.int())
+
+
+def real_multiplier(ratio: Ratio) -> Tensor:
+    """The ratio rounded once, half to even, to float32."""
+    mantissa, k = ratio.mantissa(24)
+    return (mantissa.double() * power_of_two(-k)).float()
+
+
+# ---- weights ------------------------------------------------------------------------------------------------------
+
+
+def weight_scale(weight: Tensor, axis: int | None, dtype: IntType) -> Tensor:
+    """The scale of a weight per index of `axis` (or one for the whole tensor): max |w| / dtype.divisor, float32, shape (C,)."""
+    flat = weight.detach().flatten().unsqueeze(0) if axis is None else weight.detach().movedim(axis, 0).flatten(1)
+    largest = flat.abs().amax(dim=1)
+    return scale_from_range(-largest, largest, dtype)
+
+
+def raise_for_bias(scale: Tensor, bias: Tensor, input_scale: Tensor) -> Tensor:
+    """The weight scale, raised where needed so that |round(bias / (input_scale · scale))| < 2^23.
+
+    Only a channel whose weights are tiny beside its bias is touched (a dead channel after folding).
+    """
+    needed = bias.detach().double().abs() / (input_scale.detach().double() * (BIAS_LIMIT - 2))
+    return torch.maximum(scale, needed.float())
+
+
+def bias_integers(bias: Tensor, input_scale: Tensor, scale: Tensor) -> Tensor:
+    """round_half_even(bias / (input_scale · scale)) in float64: the integers, as float64."""
+    return torch.round(bias.double() / (input_scale.double() * scale.double()))
+
+
+# ---- tables -------------------------------------------------------------------------------------------------------
+
+
+def table(function: Callable[[float], float], input_scale: float, output_scale: float, input_type: IntType, output_type: IntType) -> Tensor:
+    """The table of a unary function: entry q - input_type.low is clip(⌊f(q · s_in) / s_out + ½⌋).
+
+    `function` is evaluated in float64, element by element, by Python's `math`; the result is stored and
+    never computed again. A value that is not finite saturates; NaN becomes 0.
+    """
+    entries = [_table_entry(function, q * input_scale, output_scale, output_type) for q in range(input_type.low, input_type.high + 1)]
+    return torch.tensor(entries, dtype=output_type.storage)
+
+
+def _table_entry(function: Callable[[float], float], x: float, output_scale: float, output_type: IntType) -> int:
+    try:
+        value = function(x) / output_scale
+    except OverflowError:
+        value = math.inf
+    if math.isnan(value):
+        return 0
+    if math.isinf(value):
+        return output_type.high if value > 0 else output_type.low
+    return min(max(round_half_up(value), output_type.low), output_type.high)
+
+
+# ---- proofs -------------------------------------------------------------------------------------------------------
+
+
+def accumulator_bound(weight: Tensor, bias: Tensor | None, axis: int, input_magnitude: int) -> Tensor:
+    """The largest |accumulator| any input can cause, per output channel: Σ|w| · max|x| + |bias| (float64, exact below 2^53).
+
+    The bound covers every partial sum in any order, hence every blocking and thread count.
+    """
+    bound = weight.detach().double().abs().movedim(axis, 0).flatten(1).sum(dim=1) * input_magnitude
+    return bound if bias is None else bound + bias.detach().double().abs()
+
+
+def bits_of(bound: float) -> int:
+    """The bits of a signed integer that holds every value of magnitude up to `bound`."""
+    return int(bound).bit_length() + 1
+

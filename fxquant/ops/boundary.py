@@ -1,0 +1,31 @@
+"""The boundary of the integer graph: real numbers in, real numbers out. Inserted by a pass, never written by a user."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fxquant.lowering import Lowering, Quantized
+from fxquant.ops.record import Operator, Scale, register
+from fxquant.primitives import boundary
+
+
+def quantize(input: Tensor) -> Tensor:
+    """The input itself, as the float model sees it; its integers are clip(round(x / s))."""
+    return input
+
+
+def _lower_quantize(lowering: Lowering, input: Tensor) -> Quantized:
+    return lowering.quantize(input)
+
+
+def dequantize(input: Tensor) -> Tensor:
+    """The input itself, as the float model sees it; the integers times their scale."""
+    return input
+
+
+def _lower_dequantize(lowering: Lowering, input: Quantized) -> Quantized:
+    return input.with_value(lowering.call(boundary.dequantize, input.value, lowering.constant("scale", input.scale, input.scale.dtype)))
+
+
+QUANTIZE = register(Operator("quantize", quantize, (), _lower_quantize))
+DEQUANTIZE = register(Operator("dequantize", dequantize, ("input",), _lower_dequantize, Scale.SAME))

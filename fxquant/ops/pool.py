@@ -1,0 +1,277 @@
+"""Pooling and means: sums of integers, with the division inside the requantization multiplier."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from fxquant.graph import TensorFact, fact
+from fxquant.lowering import Clamp, Lowering, Quantized
+from fxquant.numerics import Ratio
+from fxquant.ops.record import Operator, Scale, register
+from fxquant.ops.weighted import sizes
+from fxquant.primitives import pool
+
+MAX_POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+AVG_POOLS: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+ADAPTIVE_AVG_POOLS: dict[int, Callable[..., Tensor]] = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}
+
+
+def _spatial(shape: tuple[Any, ...], rank: int) -> list[int]:
+    """The sizes of the last `rank` dimensions, which do not depend on the batch."""
+    spatial = list(shape[-rank:])
+    assert all(isinstance(size, int) for size in spatial)
+    return spatial
+
+
+def _windows(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> tuple[int, int]:
+    """(number of windows, padding needed at the end) along one dimension, by PyTorch's rule."""
+    extent = dilation * (kernel - 1) + 1
+    free = size + 2 * padding - extent
+    count = (-(-free // stride) if ceil_mode else free // stride) + 1
+    if ceil_mode and (count - 1) * stride >= size + padding:
+        count -= 1  # a window may not start in the padding at the end
+    return count, max((count - 1) * stride + extent - size - padding, 0)
+
+
+def _needs_batch(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
+    def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+        operand = fact(arguments["input"])
+        if isinstance(operand, TensorFact):
+            if len(operand.shape) != rank + 2:
+                return "its input has no batch dimension"
+            if not all(isinstance(size, int) for size in operand.shape[-rank:]):
+                return "its windows would run along the batch"
+        return None
+
+    return refuses
+
+
+# ---- maximum --------------------------------------------------------------------------------------------------------
+
+
+def _max_pool(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized]]:
+    def function(input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False) -> Tensor:
+        result: Tensor = MAX_POOLS[rank](input, kernel_size, stride, padding, dilation, ceil_mode)
+        return result
+
+    def lower(
+        lowering: Lowering, input: Quantized, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
+    ) -> Quantized:
+        kernel, steps = sizes(kernel_size, rank), sizes(kernel_size if stride in (None, []) else stride, rank)
+        begin, spread = sizes(padding, rank), sizes(dilation, rank)
+        end = [
+            _windows(*row, ceil_mode)[1] for row in zip(_spatial(input.shape, rank), kernel, steps, begin, spread, strict=True)
+        ]
+        return input.with_value(lowering.call(pool.max_pool, input.value, kernel, steps, begin, end, spread))
+
+    function.__name__ = function.__qualname__ = f"max_pool{rank}d"
+    function.__doc__ = f"The maximum over windows in {rank} dimensions."
+    return function, lower
+
+
+def _max_pool_module(module: Any) -> dict[str, Any] | str:
+    if module.return_indices:
+        return "return_indices=True has no integer form"
+    return {n: getattr(module, n) for n in ("kernel_size", "stride", "padding", "dilation", "ceil_mode")}
+
+
+def _max_pool_function(
+    input: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False, return_indices: bool = False
+) -> dict[str, Any] | str:
+    if return_indices:
+        return "return_indices=True has no integer form"
+    return {
+        "input": input, "kernel_size": kernel_size, "stride": stride, "padding": padding, "dilation": dilation, "ceil_mode": ceil_mode,
+    }  # fmt: skip
+
+
+max_pool1d, _lower_max_pool1d = _max_pool(1)
+max_pool2d, _lower_max_pool2d = _max_pool(2)
+max_pool3d, _lower_max_pool3d = _max_pool(3)
+for _rank, _function, _lower, _module in (
+    (1, max_pool1d, _lower_max_pool1d, nn.MaxPool1d),
+    (2, max_pool2d, _lower_max_pool2d, nn.MaxPool2d),
+    (3, max_pool3d, _lower_max_pool3d, nn.MaxPool3d),
+):
+    register(
+        Operator(
+            f"max_pool{_rank}d", _function, ("input",), _lower, Scale.SAME,
+            functions={MAX_POOLS[_rank]: _max_pool_function, getattr(torch, f"max_pool{_rank}d"): _max_pool_function},
+            modules={_module: _max_pool_module}, refuses=_needs_batch(_rank),
+        )
+    )  # fmt: skip
+
+
+# ---- average --------------------------------------------------------------------------------------------------------
+
+
+def _avg_pool(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized]]:
+    def function(
+        input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, ceil_mode: bool = False, count_include_pad: bool = True,
+        divisor_override: int | None = None, *, clamp: Clamp | None = None,
+    ) -> Tensor:  # fmt: skip
+        extra = () if rank == 1 else (divisor_override,)
+        value = AVG_POOLS[rank](input, kernel_size, stride, padding, ceil_mode, count_include_pad, *extra)
+        return value if clamp is None else value.clamp(*clamp)
+
+    def lower(
+        lowering: Lowering, input: Quantized, kernel_size: Any, stride: Any, padding: Any, ceil_mode: bool, count_include_pad: bool,
+        divisor_override: int | None, *, clamp: Clamp | None = None,
+    ) -> Quantized:  # fmt: skip
+        kernel, steps = sizes(kernel_size, rank), sizes(kernel_size if stride in (None, []) else stride, rank)
+        begin = sizes(padding, rank)
+        rows = list(zip(_spatial(input.shape, rank), kernel, steps, begin, strict=True))
+        end = [_windows(size, k, s, p, 1, ceil_mode)[1] for size, k, s, p in rows]
+        if divisor_override is not None:
+            divisor = torch.tensor(float(divisor_override))
+        else:
+            divisor = _window_counts(rows, end, count_include_pad)
+        lowering.prove(torch.tensor(float(math.prod(kernel) * input.dtype.magnitude)), "the sum")
+        total = lowering.call(pool.sum_pool, input.value, kernel, steps, begin, end)
+        return lowering.requantize(total, Ratio((input.scale,), (divisor.to(input.scale.device),)), clamp)
+
+    function.__name__ = function.__qualname__ = f"avg_pool{rank}d"
+    function.__doc__ = f"The mean over windows in {rank} dimensions."
+    return function, lower
+
+
+def _window_counts(rows: list[tuple[int, int, int, int]], end: list[int], include_padding: bool) -> Tensor:
+    """How many elements each window's mean divides by: a scalar if all agree, else one number per output position."""
+    counts = torch.ones((), dtype=torch.float32)
+    for (size, kernel, stride, padding), tail in zip(rows, end, strict=True):
+        starts = range(0, size + padding + tail - kernel + 1, stride)
+        low, high = (0, size + 2 * padding) if include_padding else (padding, padding + size)
+        along = torch.tensor([float(min(start + kernel, high) - max(start, low)) for start in starts])
+        counts = counts.unsqueeze(-1) * along
+    return counts.flatten()[0] if bool((counts == counts.flatten()[0]).all()) else counts
+
+
+def _avg_pool_module(module: Any) -> dict[str, Any]:
+    names = ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")
+    return {name: getattr(module, name) for name in names if hasattr(module, name)}
+
+
+avg_pool1d, _lower_avg_pool1d = _avg_pool(1)
+avg_pool2d, _lower_avg_pool2d = _avg_pool(2)
+avg_pool3d, _lower_avg_pool3d = _avg_pool(3)
+for _rank, _function, _lower, _module in (
+    (1, avg_pool1d, _lower_avg_pool1d, nn.AvgPool1d),
+    (2, avg_pool2d, _lower_avg_pool2d, nn.AvgPool2d),
+    (3, avg_pool3d, _lower_avg_pool3d, nn.AvgPool3d),
+):
+    register(
+        Operator(
+            f"avg_pool{_rank}d", _function, ("input",), _lower,
+            functions={AVG_POOLS[_rank]: None}, modules={_module: _avg_pool_module},
+            absorbs=frozenset({"clamp"}), refuses=_needs_batch(_rank),
+        )
+    )  # fmt: skip
+
+
+# ---- adaptive average -----------------------------------------------------------------------------------------------
+
+
+def _adaptive_avg_pool(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized], Callable[[fx.Node, dict[str, Any]], str | None]]:
+    def function(input: Tensor, output_size: Any, *, clamp: Clamp | None = None) -> Tensor:
+        value = ADAPTIVE_AVG_POOLS[rank](input, output_size)
+        return value if clamp is None else value.clamp(*clamp)
+
+    def kernel(shape: tuple[Any, ...], output_size: Any) -> list[int] | None:
+        """The common window, or None where the windows differ."""
+        outputs = list(output_size) if isinstance(output_size, list | tuple) else [output_size] * rank
+        spatial = _spatial(shape, rank)
+        outputs = [size if wanted is None else wanted for wanted, size in zip(outputs, spatial, strict=True)]
+        return None if any(s % o for s, o in zip(spatial, outputs, strict=True)) else [s // o for s, o in zip(spatial, outputs, strict=True)]
+
+    def lower(lowering: Lowering, input: Quantized, output_size: Any, *, clamp: Clamp | None = None) -> Quantized:
+        window = kernel(input.shape, output_size)
+        assert window is not None
+        if window == _spatial(input.shape, rank):
+            return _lower_sum(lowering, input, list(range(-rank, 0)), True, math.prod(window), clamp)
+        return _LOWER_AVG_POOLS[rank](lowering, input, window, None, 0, False, True, None, clamp=clamp)
+
+    def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+        reason = _needs_batch(rank)(node, arguments)
+        if reason is None and kernel(fact(arguments["input"]).shape, arguments["output_size"]) is None:
+            return "its windows differ in size, since the output size does not divide the input size"
+        return reason
+
+    function.__name__ = function.__qualname__ = f"adaptive_avg_pool{rank}d"
+    function.__doc__ = f"The mean over equal windows that give the wanted output size, in {rank} dimensions."
+    return function, lower, refuses
+
+
+_LOWER_AVG_POOLS = {1: _lower_avg_pool1d, 2: _lower_avg_pool2d, 3: _lower_avg_pool3d}
+adaptive_avg_pool1d, _lower_adaptive1d, _refuses_adaptive1d = _adaptive_avg_pool(1)
+adaptive_avg_pool2d, _lower_adaptive2d, _refuses_adaptive2d = _adaptive_avg_pool(2)
+adaptive_avg_pool3d, _lower_adaptive3d, _refuses_adaptive3d = _adaptive_avg_pool(3)
+for _rank, _function, _lower, _module, _refuses in (
+    (1, adaptive_avg_pool1d, _lower_adaptive1d, nn.AdaptiveAvgPool1d, _refuses_adaptive1d),
+    (2, adaptive_avg_pool2d, _lower_adaptive2d, nn.AdaptiveAvgPool2d, _refuses_adaptive2d),
+    (3, adaptive_avg_pool3d, _lower_adaptive3d, nn.AdaptiveAvgPool3d, _refuses_adaptive3d),
+):
+    register(
+        Operator(
+            f"adaptive_avg_pool{_rank}d", _function, ("input",), _lower,
+            functions={ADAPTIVE_AVG_POOLS[_rank]: None},
+            modules={_module: lambda m: {"output_size": m.output_size}},
+            absorbs=frozenset({"clamp"}), refuses=_refuses,
+        )
+    )  # fmt: skip
+
+
+# ---- mean -----------------------------------------------------------------------------------------------------------
+
+
+def mean(input: Tensor, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Tensor:
+    """The mean over dimensions (all of them if `dim` is None)."""
+    value = input.mean() if dim is None else input.mean(dim, keepdim)
+    return value if clamp is None else value.clamp(*clamp)
+
+
+def _dims(shape: tuple[Any, ...], dim: Any) -> list[int]:
+    chosen = range(len(shape)) if dim is None else dim if isinstance(dim, list | tuple) else [dim]
+    return [int(d) for d in chosen]
+
+
+def _lower_mean(lowering: Lowering, input: Quantized, dim: Any, keepdim: bool, *, clamp: Clamp | None = None) -> Quantized:
+    dims = _dims(input.shape, dim)
+    return _lower_sum(lowering, input, dims, keepdim, math.prod(input.shape[d] for d in dims), clamp)  # type: ignore[misc]
+
+
+def _lower_sum(lowering: Lowering, input: Quantized, dims: list[int], keepdim: bool, divisor: int, clamp: Clamp | None) -> Quantized:
+    lowering.prove(torch.tensor(float(divisor * input.dtype.magnitude)), "the sum")
+    total = lowering.call(pool.sum, input.value, dims, keepdim)
+    count = torch.tensor(float(divisor), device=input.scale.device)
+    return lowering.requantize(total, Ratio((input.scale,), (count,)), clamp)
+
+
+def _refuses_mean(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    operand = fact(arguments["input"])
+    if not isinstance(operand, TensorFact):
+        return None
+    reduced = [operand.shape[d] for d in _dims(operand.shape, arguments["dim"])]
+    if not all(isinstance(size, int) for size in reduced):
+        return "it averages over the batch, whose size is not fixed"
+    if math.prod(reduced) >= 2**17:
+        return f"its sum of {math.prod(reduced)} terms may exceed 2^24"
+    return None
+
+
+def _mean_arguments(input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> dict[str, Any] | str:
+    return "a dtype argument has no integer form" if dtype is not None else {"input": input, "dim": dim, "keepdim": keepdim}
+
+
+register(
+    Operator(
+        "mean", mean, ("input",), _lower_mean,
+        functions={torch.mean: _mean_arguments}, methods={"mean": _mean_arguments},
+        absorbs=frozenset({"clamp"}), refuses=_refuses_mean,
+    )
+)  # fmt: skip

@@ -1,0 +1,159 @@
+"""What an operator is: one record.
+
+The record says how the operator is spelled in PyTorch, what it demands of its scales, and how it lowers to
+integer primitives. Its shape function is its float function, run on tensors without data.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from fxquant.lowering import Lowering, Quantized
+
+
+# How the arguments of one spelling become canonical ones, by name; a string is the reason why they cannot.
+Adapt = Callable[..., dict[str, Any] | str]
+
+
+class Scale(enum.Enum):
+    """What an operator demands of its output's scale: a vocabulary of two.
+
+    OWN    the output has a scale of its own
+    SAME   output and operands share one scale
+    """
+
+    OWN = "own"
+    SAME = "same"
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Marks, among the arguments taken from a module, the module's own parameter or buffer of this name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator.
+
+    name       its name, PyTorch's
+    function   its float meaning, differentiable; the target of its canonical node; its signature is the canonical one
+    operands   the parameters that take activations (a tensor, or a list of them)
+    scale      what it demands of its scales
+    lower      its integer meaning: lower(lowering, **arguments) -> Quantized
+    functions  the functions that spell it, each with how its arguments become canonical ones (None: by name)
+    methods    the same for Tensor methods
+    modules    the same for modules, by exact class: module -> arguments
+    absorbs    what may be fused into it: "batch_norm", "residual", "clamp"; each is a keyword of `function`
+    normalize  brings the arguments of a node to their simplest form
+    refuses    says why a particular node must stay in float, or None
+    """
+
+    name: str
+    function: Callable[..., Any]
+    operands: tuple[str, ...]
+    lower: Callable[..., Quantized]
+    scale: Scale = Scale.OWN
+    functions: Mapping[Callable[..., Any], Adapt | None] = field(default_factory=dict)
+    methods: Mapping[str, Adapt | None] = field(default_factory=dict)
+    modules: Mapping[type, Callable[[Any], dict[str, Any] | str]] = field(default_factory=dict)
+    absorbs: frozenset[str] = frozenset()
+    refuses: Callable[[fx.Node, dict[str, Any]], str | None] = lambda node, arguments: None
+    normalize: Callable[[fx.Node, dict[str, Any]], dict[str, Any]] = lambda node, arguments: arguments
+    parameters: tuple[str, ...] = ()
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Canonical arguments by name, defaults filled in. Raises TypeError as a call would."""
+        signature = _SIGNATURES[self.function]
+        if len(args) > len(signature):
+            raise TypeError(f"{self.name} takes {len(signature)} arguments, got {len(args)}")
+        bound = dict(signature)
+        bound.update(zip(signature, args, strict=False))
+        for name, value in kwargs.items():
+            name = _ALIASES.get(name, name) if name not in signature else name
+            if name not in signature:
+                raise TypeError(f"{self.name} has no argument {name!r}")
+            bound[name] = value
+        for name, value in bound.items():
+            if value is inspect.Parameter.empty:
+                raise TypeError(f"{self.name} is missing its argument {name!r}")
+        return bound
+
+    def arguments(self, node: fx.Node) -> dict[str, Any]:
+        """The arguments of a canonical node, by name; keywords that were not given are absent."""
+        return self.bind_call(node.args, node.kwargs)
+
+    def bind_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The same for the arguments of a call to `function` that a canonical node makes."""
+        return {**dict(zip(_SIGNATURES[self.function], args, strict=False)), **kwargs}
+
+
+_SIGNATURES: dict[Callable[..., Any], dict[str, Any]] = {}
+_ALIASES = {"self": "input", "x": "input", "tensor": "input"}
+
+OPERATORS: dict[Callable[..., Any], Operator] = {}  # by canonical function
+FUNCTIONS: dict[Callable[..., Any], tuple[Operator, Adapt | None]] = {}
+METHODS: dict[str, tuple[Operator, Adapt | None]] = {}
+MODULES: dict[type, tuple[Operator, Callable[[Any], dict[str, Any] | str]]] = {}
+
+
+def register(operator: Operator) -> Operator:
+    """Add an operator to the table. Raises ValueError if one of its spellings is taken."""
+    if operator.parameters:
+        _SIGNATURES[operator.function] = dict.fromkeys(operator.parameters, inspect.Parameter.empty)
+    else:
+        signature = inspect.signature(operator.function).parameters.values()
+        _SIGNATURES[operator.function] = {p.name: p.default for p in signature if p.kind is not inspect.Parameter.KEYWORD_ONLY}
+    _claim(OPERATORS, operator.function, operator)
+    for function, adapt in {operator.function: None, **operator.functions}.items():
+        _claim(FUNCTIONS, function, (operator, adapt))
+    for method, adapt in operator.methods.items():
+        _claim(METHODS, method, (operator, adapt))
+    for module, extract in operator.modules.items():
+        _claim(MODULES, module, (operator, extract))
+    return operator
+
+
+def _claim(table: dict[Any, Any], key: Any, value: Any) -> None:
+    if key in table:
+        raise ValueError(f"{key!r} already spells an operator")
+    table[key] = value
+
+
+def operator_of(node: fx.Node) -> Operator | None:
+    """The record of a canonical node; None if the node is no known operator."""
+    return OPERATORS.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
+
+
+def operand_nodes(operator: Operator, arguments: Mapping[str, Any]) -> list[fx.Node]:
+    """The nodes of all activations among the arguments, the residual included, in order."""
+    found: list[fx.Node] = []
+    for name in (*operator.operands, "residual"):
+        value = arguments.get(name)
+        found.extend(value if isinstance(value, list | tuple) else [] if value is None else [value])
+    return [value for value in found if isinstance(value, fx.Node)]
+
+
+def map_operands(operator: Operator, arguments: Mapping[str, Any], function: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """The arguments with `function(parameter, value)` in place of every activation."""
+    mapped = dict(arguments)
+    for name in (*operator.operands, "residual"):
+        value = mapped.get(name)
+        if isinstance(value, list | tuple):
+            mapped[name] = [function(name, item) for item in value]
+        elif value is not None:
+            mapped[name] = function(name, value)
+    return mapped
+
+
+__all__ = [
+    "FUNCTIONS", "METHODS", "MODULES", "OPERATORS", "Lowering", "Operator", "Parameter", "Quantized", "Scale",
+    "map_operands", "operand_nodes", "operator_of", "register",
+]  # fmt: skip

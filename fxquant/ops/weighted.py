@@ -1,0 +1,250 @@
+"""Operators with weights: convolution and linear, and everything that is fused into them.
+
+The integer meaning, per output channel c:
+
+    acc = Σ x·w_q + b_q  (+ r·k_c),   w_q = round(w/s_c),  b_q = round(b/(s_x·s_c)),  k_c = round(s_r/(s_x·s_c))
+    y   = requantize(acc, s_x·s_c/s_y), limited to the fused clamp
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from fxquant.batch_norm import BatchNorm, fold
+from fxquant.graph import TensorFact, fact
+from fxquant.lowering import Clamp, Lowering, Quantized, straight_through
+from fxquant.numerics import FLOAT32_EXACT, Ratio, accumulator_bound, bias_integers, raise_for_bias, weight_scale
+from fxquant.ops.elementwise import lower_add
+from fxquant.ops.record import Operator, Parameter, register
+from fxquant.primitives import accumulate
+from fxquant.primitives.accumulate import CONVOLUTIONS
+
+SMALLEST_RESIDUAL_MULTIPLIER = 256  # below it, rounding k_c to a whole number costs more than 2^-9 of the residual
+
+Tap = Callable[[Tensor], None]
+
+
+def _epilogue(value: Tensor, residual: Tensor | None, clamp: Clamp | None, tap: Tap | None) -> Tensor:
+    """What is fused behind the sum: residual, then clamp. `tap` is shown the value before the residual."""
+    if residual is not None:
+        if tap is not None:
+            tap(value)
+        value = value + residual
+    return value if clamp is None else value.clamp(*clamp)
+
+
+# ---- the integer meaning --------------------------------------------------------------------------------------------
+
+
+def _weight_integers(weight: Tensor, scale: Tensor) -> Tensor:
+    """round_half_even(w / s), float32 integers, gradients straight through."""
+    real = weight / scale.reshape(-1, *[1] * (weight.dim() - 1))
+    exact = torch.round(real.detach())
+    return straight_through(real, exact) if real.requires_grad else exact
+
+
+def _bias_integers(bias: Tensor, input_scale: Tensor, scale: Tensor) -> Tensor:
+    """round_half_even(b / (s_x · s)), float32 integers below 2^23, gradients straight through."""
+    exact = bias_integers(bias.detach(), input_scale, scale).float()
+    return straight_through(bias / (input_scale * scale), exact) if bias.requires_grad else exact
+
+
+def lower_weighted(
+    lowering: Lowering, input: Quantized, weight: Tensor, bias: Tensor | None, residual: Quantized | None, clamp: Clamp | None, *,
+    narrow: Callable[..., Tensor], wide: Callable[..., Tensor], attributes: tuple[Any, ...], trailing: int,
+) -> Quantized:  # fmt: skip
+    """A sum of products; output channels are the weight's dimension 0, followed by `trailing` dimensions in the output.
+
+    `narrow` is the primitive whose sums stay below 2^24, `wide` the one that splits its operand to keep them there.
+    """
+    per_channel = lowering.weight.per_channel
+    scale = weight_scale(weight, 0 if per_channel else None, lowering.weight.type)
+    if bias is not None:
+        scale = raise_for_bias(scale, bias if per_channel else bias.abs().max(), input.scale)
+    integers = _weight_integers(weight, scale)
+    bias_q = None if bias is None else _bias_integers(bias, input.scale, scale)
+
+    bound = accumulator_bound(integers, bias_q, 0, input.dtype.magnitude)
+    multiplier = None
+    if residual is not None:
+        multiplier, bound = _residual_multiplier(lowering, residual, input.scale, scale, bound)
+    largest = lowering.prove(bound, "the sum")
+
+    operands = (
+        input.value,
+        lowering.constant("weight", integers, lowering.weight.type.storage),
+        None if bias_q is None else lowering.constant("bias", bias_q, torch.int32),
+        *attributes,
+    )
+    if largest < FLOAT32_EXACT:
+        accumulator = lowering.call(narrow, *operands)
+    else:
+        lowering.note("wide", f"a sum can reach {largest:.0f}, beyond 2^24, so the operand is split in two")
+        accumulator = lowering.call(wide, *operands, _split_bits(input))
+
+    ratio = Ratio((input.scale, _broadcast(scale, trailing)))
+    if residual is None:
+        return lowering.requantize(accumulator, ratio, clamp)
+    if multiplier is None:
+        return lower_add(lowering, lowering.requantize(accumulator, ratio, to=lowering.intermediate, role="intermediate_"), residual, clamp=clamp)
+    shaped = lowering.constant("residual_multiplier", _broadcast(multiplier, trailing), torch.int32)
+    return lowering.requantize(lowering.call(accumulate.add_residual, accumulator, residual.value, shaped), ratio, clamp)
+
+
+def _broadcast(channels: Tensor, trailing: int) -> Tensor:
+    """Per-channel values, shaped against an output with `trailing` dimensions after the channel; a single one stays a scalar."""
+    return channels.reshape(-1, *[1] * trailing) if channels.numel() > 1 else channels.reshape(())
+
+
+def _split_bits(input: Quantized) -> int:
+    """Where a wide sum splits its operand: in the middle of its bits."""
+    return (input.dtype.high + 1).bit_length() // 2
+
+
+def _residual_multiplier(
+    lowering: Lowering, residual: Quantized, input_scale: Tensor, scale: Tensor, bound: Tensor
+) -> tuple[Tensor | None, Tensor]:
+    """(k_c, bound with the residual), or (None, bound) where the residual has to be added after a requantization."""
+    multiplier = Ratio((residual.scale,), (input_scale, scale)).rounded(torch.zeros_like(scale, dtype=torch.int64))
+    with_residual = bound + multiplier.double() * residual.dtype.magnitude
+    if int(multiplier.min()) < SMALLEST_RESIDUAL_MULTIPLIER:
+        reason = f"its multiplier falls to {int(multiplier.min())}, below {SMALLEST_RESIDUAL_MULTIPLIER}"
+    elif float(with_residual.max()) >= 2**31:
+        reason = f"the accumulator could reach {float(with_residual.max()):.0f}"
+    else:
+        lowering.note("residual", "added in the accumulator")
+        return multiplier, with_residual
+    lowering.note("residual", f"added after a requantization: {reason}")
+    return None, bound
+
+
+# ---- convolution ----------------------------------------------------------------------------------------------------
+
+
+def _convolution(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized]]:
+    """The float function and the lowering of convolution in `rank` dimensions."""
+    kernel = CONVOLUTIONS[rank]
+
+    def function(
+        input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1, *,
+        batch_norm: BatchNorm | None = None, residual: Tensor | None = None, clamp: Clamp | None = None, tap: Tap | None = None,
+    ) -> Tensor:  # fmt: skip
+        if batch_norm is not None:
+            weight, bias = fold(weight, bias, batch_norm, 0)
+        return _epilogue(kernel(input, weight, bias, stride, padding, dilation, groups), residual, clamp, tap)
+
+    def lower(
+        lowering: Lowering, input: Quantized, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int, *,
+        batch_norm: BatchNorm | None = None, residual: Quantized | None = None, clamp: Clamp | None = None,
+    ) -> Quantized:  # fmt: skip
+        attributes = sizes(stride, rank), sizes(padding, rank), sizes(dilation, rank), groups
+        weight, bias = lowering.fold(weight, bias, batch_norm, 0, lambda w, b: kernel(input.real(), w, b, *attributes))
+        return lower_weighted(
+            lowering, input, weight, bias, residual, clamp,
+            narrow=accumulate.convolution, wide=accumulate.convolution_wide, attributes=attributes, trailing=rank,
+        )  # fmt: skip
+
+    function.__name__ = function.__qualname__ = f"conv{rank}d"
+    function.__doc__ = f"{rank}-dimensional convolution, with the batch norm, residual and clamp that are fused into it."
+    return function, lower
+
+
+def sizes(value: Any, rank: int) -> list[int]:
+    """One whole number per dimension."""
+    values = [int(v) for v in value] if isinstance(value, list | tuple) else [int(value)]
+    return values * rank if len(values) == 1 else values
+
+
+def _convolution_module(module: Any) -> dict[str, Any] | str:
+    if module.padding_mode != "zeros":
+        return f"padding_mode={module.padding_mode!r} has no integer form yet"
+    padding = module.padding
+    if padding == "valid":
+        padding = 0
+    elif padding == "same":
+        totals = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
+        if any(total % 2 for total in totals):
+            return "padding='same' with an even kernel is asymmetric, which has no integer form yet"
+        padding = tuple(total // 2 for total in totals)
+    return {
+        "weight": Parameter("weight"), "bias": None if module.bias is None else Parameter("bias"),
+        "stride": module.stride, "padding": padding, "dilation": module.dilation, "groups": module.groups,
+    }  # fmt: skip
+
+
+def _refuses_weighted(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    for name in ("weight", "bias"):
+        value = arguments[name]
+        if isinstance(value, fx.Node) and value.op != "get_attr":
+            return f"its {name} is computed by %{value.name}, not a parameter"
+    return None
+
+
+def _refuses_convolution(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
+    def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+        if isinstance(arguments["padding"], str):
+            return f"padding={arguments['padding']!r} has no integer form yet"
+        operand = fact(arguments["input"])
+        if isinstance(operand, TensorFact) and len(operand.shape) != rank + 2:
+            return "its input has no batch dimension"
+        return _refuses_weighted(node, arguments)
+
+    return refuses
+
+
+ABSORBED = frozenset({"batch_norm", "residual", "clamp"})
+
+conv1d, _lower_conv1d = _convolution(1)
+conv2d, _lower_conv2d = _convolution(2)
+conv3d, _lower_conv3d = _convolution(3)
+for _rank, _function, _lower, _module in (
+    (1, conv1d, _lower_conv1d, nn.Conv1d),
+    (2, conv2d, _lower_conv2d, nn.Conv2d),
+    (3, conv3d, _lower_conv3d, nn.Conv3d),
+):
+    register(
+        Operator(
+            f"conv{_rank}d", _function, ("input",), _lower,
+            functions={CONVOLUTIONS[_rank]: None},
+            modules={_module: _convolution_module}, absorbs=ABSORBED, refuses=_refuses_convolution(_rank),
+        )
+    )  # fmt: skip
+
+
+# ---- linear -----------------------------------------------------------------------------------------------------------
+
+
+def linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, *,
+    batch_norm: BatchNorm | None = None, residual: Tensor | None = None, clamp: Clamp | None = None, tap: Tap | None = None,
+) -> Tensor:  # fmt: skip
+    """x · wᵀ + b over the last dimension, with the batch norm, residual and clamp that are fused into it."""
+    if batch_norm is not None:
+        weight, bias = fold(weight, bias, batch_norm, 0)
+    return _epilogue(F.linear(input, weight, bias), residual, clamp, tap)
+
+
+def _lower_linear(
+    lowering: Lowering, input: Quantized, weight: Tensor, bias: Tensor | None, *,
+    batch_norm: BatchNorm | None = None, residual: Quantized | None = None, clamp: Clamp | None = None,
+) -> Quantized:  # fmt: skip
+    weight, bias = lowering.fold(weight, bias, batch_norm, 0, lambda w, b: F.linear(input.real(), w, b))
+    return lower_weighted(
+        lowering, input, weight, bias, residual, clamp,
+        narrow=accumulate.linear, wide=accumulate.linear_wide, attributes=(), trailing=0,
+    )  # fmt: skip
+
+
+register(
+    Operator(
+        "linear", linear, ("input",), _lower_linear,
+        functions={F.linear: None},
+        modules={nn.Linear: lambda m: {"weight": Parameter("weight"), "bias": None if m.bias is None else Parameter("bias")}},
+        absorbs=ABSORBED, refuses=_refuses_weighted,
+    )
+)  # fmt: skip

@@ -1,0 +1,119 @@
+"""Running passes: the loop, and what watches it.
+
+A pass is a function `(gm, context) -> int` that rewrites the graph in place and says how many changes it
+made. The debug dial: `FXQUANT_DEBUG` 1 (a line per pass), 2 (the graph after each pass that changed it),
+3 (every rewrite and near-miss); `FXQUANT_DUMP` a directory for the graph after each pass.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import fx
+
+from fxquant.errors import ConfigurationError, FxQuantError
+from fxquant.spec import QConfigMapping
+from fxquant.stage import Stage, verify_stage
+from fxquant.target import Target
+from fxquant.text import text
+
+BATCH_NORM_MODES = ("live", "frozen")
+
+
+@dataclass
+class Context:
+    """What every pass may know, besides the graph."""
+
+    target: Target
+    qconfig: QConfigMapping
+    batch_norm: str = "live"
+    debug: int = 0
+    rewrites: list[str] = field(default_factory=list)
+
+    def say(self, line: str) -> None:
+        """Report a rewrite, or a near-miss with its reason; shown at debug level 3."""
+        if self.debug >= 3:
+            print(f"    {line}", file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass of the pipeline: its function, and the stage the graph has reached once it has run."""
+
+    function: Callable[[fx.GraphModule, Context], int]
+    reaches: Stage
+
+    @property
+    def name(self) -> str:
+        """module.verb, as in "batchnorm.fold"."""
+        return f"{self.function.__module__.rsplit('.', 1)[-1]}.{self.function.__name__}"
+
+
+@dataclass
+class Dial:
+    """How much is shown: `debug` 0–3, and the directory graphs are dumped to. The environment gives the defaults."""
+
+    debug: int
+    dump: Path | None
+    count: int = 0
+
+    @staticmethod
+    def of(debug: int | None, dump: str | os.PathLike[str] | None) -> Dial:
+        level = int(os.environ.get("FXQUANT_DEBUG", "0") or 0) if debug is None else debug
+        chosen = dump if dump is not None else os.environ.get("FXQUANT_DUMP") or None
+        return Dial(level, Path(chosen) if chosen is not None else None)
+
+    def show(self, name: str, gm: fx.GraphModule, changes: int, milliseconds: float) -> None:
+        """Called after every pass."""
+        if self.debug >= 1:
+            print(f"{self.count:02d} {name:<22} {changes:6d} rewrites {len(gm.graph.nodes):7d} nodes {milliseconds:9.1f} ms", file=sys.stderr)
+        if self.debug >= 2 and changes:
+            print(text(gm), file=sys.stderr)
+        self.write(name, gm)
+
+    def write(self, name: str, gm: fx.GraphModule) -> None:
+        """Write the graph as NN-name.txt where dumping is on."""
+        if self.dump is not None:
+            self.dump.mkdir(parents=True, exist_ok=True)
+            (self.dump / f"{self.count:02d}-{name}.txt").write_text(text(gm), encoding="utf-8")
+        self.count += 1
+
+
+def run(gm: fx.GraphModule, passes: Sequence[Pass], context: Context, dial: Dial, until: str | Stage | None = None) -> bool:
+    """Run the passes over the graph in place, verifying after each one; recompiled once, at the end.
+
+    `until` names the last pass to run, or the stage to stop at. Returns True if it was met. An error raised
+    in a pass says which one.
+    """
+    for step in passes:
+        start = time.perf_counter()
+        try:
+            changes = step.function(gm, context)
+        except FxQuantError as error:
+            if hasattr(error, "add_note"):
+                error.add_note(f"raised by pass {step.name}")
+            raise
+        verify_stage(gm, step.reaches, step.name)
+        dial.show(step.name, gm, changes, (time.perf_counter() - start) * 1e3)
+        gm.meta["stage"] = step.reaches.name
+        if until == step.name or (isinstance(until, Stage) and until is step.reaches and step is _last(passes, until)):
+            gm.recompile()
+            return True
+    gm.recompile()
+    return False
+
+
+def _last(passes: Sequence[Pass], stage: Stage) -> Pass:
+    return [step for step in passes if step.reaches is stage][-1]
+
+
+def check_until(until: str | Stage | None, passes: Sequence[Pass]) -> None:
+    """Raise ConfigurationError if `until` names no pass."""
+    names = [step.name for step in passes]
+    if isinstance(until, str) and until not in names:
+        raise ConfigurationError(f"until={until!r} names no pass", because=f"the passes are {', '.join(names)}", remedy="pass one of these names, or a fxq.Stage")

@@ -1,0 +1,72 @@
+"""Reductions: sums and maxima over windows and over dimensions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fxquant.primitives.record import Emitter, full_precision, primitive, stored
+
+MAX_POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+
+
+def _window_padding(begin: list[int], end: list[int]) -> list[int]:
+    """PyTorch's padding list: last dimension first, begin before end."""
+    return [p for pair in reversed(list(zip(begin, end, strict=True))) for p in pair]
+
+
+def _onnx_max_pool(e: Emitter, input: str, kernel: list[int], stride: list[int], begin: list[int], end: list[int], dilation: list[int]) -> str:
+    pooled = e.node(
+        "MaxPool", e.node("Cast", input, to=torch.float32),
+        kernel_shape=list(kernel), strides=list(stride), pads=[*begin, *end], dilations=list(dilation),
+    )  # fmt: skip
+    return e.node("Cast", pooled, to=e.dtype(input))
+
+
+@primitive(_onnx_max_pool)
+def max_pool(input: Tensor, kernel: list[int], stride: list[int], begin: list[int], end: list[int], dilation: list[int]) -> Tensor:
+    """The maximum over each window; padding never wins."""
+    value = input.float()
+    if any(begin) or any(end):
+        value = F.pad(value, _window_padding(begin, end), value=-torch.inf)
+    return stored(MAX_POOLS[len(kernel)](value, kernel, stride, 0, dilation), input, input.dtype)
+
+
+def _onnx_sum_pool(e: Emitter, input: str, kernel: list[int], stride: list[int], begin: list[int], end: list[int]) -> str:
+    count = 1
+    for size in kernel:
+        count *= size
+    mean = e.node(
+        "AveragePool", e.node("Cast", input, to=torch.float32),
+        kernel_shape=list(kernel), strides=list(stride), pads=[*begin, *end], count_include_pad=1,
+    )  # fmt: skip
+    # The mean times its count is within half of the whole sum, so Round recovers it exactly.
+    return e.node("Round", e.node("Mul", mean, e.constant(float(count))))
+
+
+@primitive(_onnx_sum_pool, kind="accumulator")
+def sum_pool(input: Tensor, kernel: list[int], stride: list[int], begin: list[int], end: list[int]) -> Tensor:
+    """The sum over each window of the zero-padded input, as int32; below 2^22 in magnitude."""
+    value = input.float()
+    if any(begin) or any(end):
+        value = F.pad(value, _window_padding(begin, end))
+    if len(kernel) == 1:
+        total = F.avg_pool2d(value.unsqueeze(-2), [1, *kernel], [1, *stride], divisor_override=1).squeeze(-2)
+    elif len(kernel) == 2:
+        total = F.avg_pool2d(value, kernel, stride, divisor_override=1)
+    else:
+        total = F.avg_pool3d(value, kernel, stride, divisor_override=1)
+    return stored(total, input, torch.int32)
+
+
+def _onnx_sum(e: Emitter, input: str, dim: list[int], keepdim: bool) -> str:
+    axes = e.constant(torch.tensor(list(dim), dtype=torch.int64))
+    return e.node("ReduceSum", e.node("Cast", input, to=torch.float32), axes, keepdims=int(keepdim))
+
+
+@primitive(_onnx_sum, kind="accumulator")
+def sum(input: Tensor, dim: list[int], keepdim: bool) -> Tensor:
+    """The sum over dimensions, as int32; below 2^24 in magnitude."""
+    with full_precision(input):
+        return stored(torch.sum(input.float(), dim, keepdim=keepdim), input, torch.int32)

@@ -1,0 +1,85 @@
+"""From an accumulator's scale to a tensor's scale: the two arithmetics, *fixed* and *real*.
+
+The parameters come from `numerics.fixed_requantization` and `numerics.real_multiplier`, shaped to broadcast
+against the accumulator.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fxquant.numerics import power_of_two
+from fxquant.primitives.record import Emitter, primitive, stored
+
+
+def _as_float(e: Emitter, value: str) -> str:
+    return value if e.dtype(value).is_floating_point else e.node("Cast", value, to=torch.float32)
+
+
+def _onnx_requantize_fixed(
+    e: Emitter, accumulator: str, shift: Tensor, multiplier: Tensor, right_shift: Tensor,
+    intermediate_bits: int, rounding: str, low: int, high: int, dtype: torch.dtype,
+) -> str:  # fmt: skip
+    value = _as_float(e, accumulator)
+    width = e.dtype(value)
+    limit = 2 ** (intermediate_bits - 1)
+    if intermediate_bits > 24 and width == torch.float32:
+        value, width = e.node("Cast", value, to=torch.float64), torch.float64
+
+    def body(e: Emitter, x: str, first: str, product: str, low: str, high: str) -> str:
+        bounds = e.constant(float(-limit), width), e.constant(float(limit - 1), width)
+        x = e.node("Clip", e.node("Floor", e.node("Mul", x, first)), *bounds)
+        x = e.node("Mul", x if width == torch.float64 else e.node("Cast", x, to=torch.float64), product)
+        if rounding == "half_up":
+            x = e.node("Add", x, e.constant(0.5, torch.float64))
+        return e.node("Cast", e.node("Clip", e.node("Floor", x), low, high), to=dtype)
+
+    first = e.constant(power_of_two(-shift), width)
+    product = e.constant(multiplier.double() * power_of_two(-right_shift), torch.float64)
+    bounds = e.constant(float(low), torch.float64), e.constant(float(high), torch.float64)
+    name = f"requantize_fixed_{intermediate_bits}_{rounding}_{str(width).removeprefix('torch.')}_{str(dtype).removeprefix('torch.')}"
+    return e.call(name, body, value, first, product, *bounds)
+
+
+@primitive(_onnx_requantize_fixed)
+def requantize_fixed(
+    accumulator: Tensor, shift: Tensor, multiplier: Tensor, right_shift: Tensor,
+    intermediate_bits: int, rounding: str, low: int, high: int, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """clip(round( sat(⌊acc / 2^shift⌋) · multiplier / 2^right_shift ), low, high).
+
+    `sat` is to `intermediate_bits` signed bits; the last rounding is "half_up" (⌊v + ½⌋) or "floor".
+    """
+    limit = 2 ** (intermediate_bits - 1)
+    if accumulator.is_floating_point():
+        narrowed = torch.floor(accumulator.double() * power_of_two(-shift)).clamp_(-limit, limit - 1)
+        product = narrowed.mul_(multiplier.double() * power_of_two(-right_shift))
+        return (product.add_(0.5) if rounding == "half_up" else product).floor_().clamp_(low, high).float()
+    # 16 bits times 15 bits and the half fit int32; wider ones take int64.
+    wide = torch.int32 if intermediate_bits <= 16 and accumulator.dtype != torch.int64 else torch.int64
+    value = (accumulator.to(wide) >> shift).clamp_(-limit, limit - 1).mul_(multiplier)
+    if rounding == "half_up":
+        value += torch.ones((), dtype=wide, device=value.device) << (right_shift - 1)
+    return (value >> right_shift).clamp_(low, high).to(dtype)
+
+
+def _onnx_requantize_real(e: Emitter, accumulator: str, multiplier: Tensor, low: int, high: int, dtype: torch.dtype) -> str:
+    width = e.dtype(accumulator)
+
+    def body(e: Emitter, x: str, multiplier: str, low: str, high: str) -> str:
+        x = x if width == torch.float32 else e.node("Cast", x, to=torch.float32)
+        # The accumulator is a whole number, so the first Round changes nothing: it is a barrier that keeps
+        # the runtime from multiplying the constant into the weights.
+        x = e.node("Mul", e.node("Round", x), multiplier)
+        return e.node("Cast", e.node("Clip", e.node("Round", x), low, high), to=dtype)
+
+    name = f"requantize_real_{str(width).removeprefix('torch.')}_{str(dtype).removeprefix('torch.')}"
+    return e.call(name, body, accumulator, e.constant(multiplier), e.constant(float(low)), e.constant(float(high)))
+
+
+@primitive(_onnx_requantize_real)
+def requantize_real(accumulator: Tensor, multiplier: Tensor, low: int, high: int, dtype: torch.dtype) -> Tensor:
+    """clip(round_half_even(float32(acc) · multiplier), low, high): one float32 product, rounded once."""
+    value = accumulator.float() * multiplier
+    return stored(value.round_().clamp_(low, high), accumulator, dtype)

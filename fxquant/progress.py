@@ -1,0 +1,30 @@
+"""Progress on anything that may take over two seconds."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+Item = TypeVar("Item")
+
+
+def progress(items: Iterable[Item], total: int | None, description: str, show: bool | None = None) -> Iterator[Item]:
+    """The items, with a progress bar on standard error while they pass (None: if it is a terminal)."""
+    if not (sys.stderr.isatty() if show is None else show):
+        yield from items
+        return
+    with bar() as shown:
+        task = shown.add_task(description, total=total)
+        for item in items:
+            yield item
+            shown.advance(task)
+
+
+def bar() -> Progress:
+    """A progress bar on standard error that vanishes when it is done."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    return Progress(*columns, console=Console(stderr=True), transient=True)

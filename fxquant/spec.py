@@ -1,0 +1,139 @@
+"""What the user asks for: which dtype, which observer, which scale, and where.
+
+`QConfig` and `QConfigMapping` follow the shape of PyTorch's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fxquant.errors import ConfigurationError
+from fxquant.numerics import ACTIVATION_TYPES, WEIGHT_TYPES, IntType, scale_from_threshold
+from fxquant.observers import MovingAverageMinMaxObserver, Observer
+
+
+@dataclass(frozen=True)
+class ActivationConfig:
+    """How an activation is quantized: dtype, and a scale that is observed, or fixed (directly or by a threshold)."""
+
+    dtype: str = "int8"
+    observer: Callable[[], Observer] = MovingAverageMinMaxObserver
+    scale: float | None = None
+    threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        _check(self.dtype, ACTIVATION_TYPES, "activation")
+        for name, value in (("scale", self.scale), ("threshold", self.threshold)):
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigurationError(f"{name}={value} is not usable", because="a scale is a positive, finite number", remedy=f"pass a positive {name}")
+
+    @property
+    def type(self) -> IntType:
+        return ACTIVATION_TYPES[self.dtype]
+
+    @property
+    def fixed_scale(self) -> float | None:
+        """The scale that was asked for; None if it is to be observed."""
+        return self.scale if self.threshold is None else scale_from_threshold(self.threshold, self.type)
+
+
+@dataclass(frozen=True)
+class WeightConfig:
+    """How a weight is quantized: dtype, and a scale for each output channel or one for all."""
+
+    dtype: str = "int8"
+    per_channel: bool = True
+
+    def __post_init__(self) -> None:
+        _check(self.dtype, WEIGHT_TYPES, "weight")
+
+    @property
+    def type(self) -> IntType:
+        return WEIGHT_TYPES[self.dtype]
+
+
+def _check(dtype: str, known: Any, what: str) -> None:
+    if dtype not in known:
+        raise ConfigurationError(
+            f"{dtype!r} is no {what} dtype", because=f"the {what} dtypes are {', '.join(known)}", remedy="pass one of them by name"
+        )
+
+
+@dataclass(frozen=True)
+class QConfig:
+    """How an operator is quantized: its output, its weight, and its input where that comes from outside."""
+
+    output: ActivationConfig = field(default_factory=ActivationConfig)
+    weight: WeightConfig = field(default_factory=WeightConfig)
+    input: ActivationConfig | None = None
+
+
+Chosen = QConfig | None  # None keeps the operator in float
+
+
+@dataclass
+class QConfigMapping:
+    """Which QConfig applies where: global < operator or module type < name pattern < name.
+
+    Names are dotted module paths ("layer1.0.conv1") or node names; a name also covers everything below it.
+    A QConfig of None keeps what it applies to in float. Setters return the mapping, so calls chain.
+    """
+
+    default: Chosen = field(default_factory=QConfig)
+    types: dict[Any, Chosen] = field(default_factory=dict)
+    patterns: dict[str, Chosen] = field(default_factory=dict)
+    names: dict[str, Chosen] = field(default_factory=dict)
+    used: set[Any] = field(default_factory=set)
+
+    def set_global(self, qconfig: Chosen) -> QConfigMapping:
+        self.default = qconfig
+        return self
+
+    def set_object_type(self, kind: Any, qconfig: Chosen) -> QConfigMapping:
+        self.types[kind] = qconfig
+        return self
+
+    def set_module_name_regex(self, pattern: str, qconfig: Chosen) -> QConfigMapping:
+        self.patterns[pattern] = qconfig
+        return self
+
+    def set_module_name(self, name: str, qconfig: Chosen) -> QConfigMapping:
+        self.names[name] = qconfig
+        return self
+
+    def choose(self, node_name: str, path: str, kinds: tuple[Any, ...]) -> Chosen:
+        """The QConfig of the node with this name, from this module path, spelled by one of these types or functions."""
+        for name in (node_name, *_prefixes(path)):
+            if name in self.names:
+                return self._use(name, self.names[name])
+        for pattern, qconfig in self.patterns.items():
+            if path and re.match(pattern, path):
+                return self._use(pattern, qconfig)
+        for kind in kinds:
+            if kind in self.types:
+                return self._use(kind, self.types[kind])
+        return self.default
+
+    def unused(self) -> list[str]:
+        """The rules that matched nothing so far."""
+        return [str(rule) for rule in (*self.types, *self.patterns, *self.names) if rule not in self.used]
+
+    def _use(self, rule: Any, qconfig: Chosen) -> Chosen:
+        self.used.add(rule)
+        return qconfig
+
+
+def _prefixes(path: str) -> list[str]:
+    """The path, then every path above it, nearest first."""
+    parts = path.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)] if path else []
+
+
+def as_mapping(qconfig: QConfig | QConfigMapping | None) -> QConfigMapping:
+    """The mapping a user means by a mapping, by one QConfig for everything, or by nothing."""
+    if isinstance(qconfig, QConfigMapping):
+        return qconfig
+    return QConfigMapping(default=qconfig or QConfig())

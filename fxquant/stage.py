@@ -1,0 +1,175 @@
+"""Stages: what may stand in the graph, and when. Checked after every pass."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import fx, nn
+
+from fxquant.errors import StageViolation
+from fxquant.graph import TensorFact, annotation, fact, resolve
+from fxquant.ops import OPERATORS, Scale, operator_of
+from fxquant.prepared import QuantizedOperator
+from fxquant.primitives import PRIMITIVES
+
+
+class Stage(enum.IntEnum):
+    """How far the graph has come."""
+
+    TRACED = 0  # the model as it was written
+    CANONICAL = 1  # one spelling per operator
+    ANNOTATED = 2  # every operator knows whether it becomes integer, and its dtype
+    BOUNDED = 3  # quantize and dequantize stand where the integer part begins and ends
+    PREPARED = 4  # operators observe, train and validate
+    INTEGER = 5  # integer primitives between the boundary nodes
+
+
+@dataclass(frozen=True)
+class Violation:
+    node: fx.Node
+    because: str
+
+
+Rule = Callable[[fx.GraphModule], Iterator[Violation]]
+
+
+def canonical_spelling(gm: fx.GraphModule) -> Iterator[Violation]:
+    """No module or function that the operator table knows is left in another spelling."""
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.target in OPERATORS:
+            operator = OPERATORS[node.target]
+            try:
+                operator.bind(node.args, {k: v for k, v in node.kwargs.items() if k not in ("batch_norm", "residual", "clamp")})
+            except TypeError as error:
+                yield Violation(node, f"its arguments are not canonical: {error}")
+
+
+def tensors_have_facts(gm: fx.GraphModule) -> Iterator[Violation]:
+    """Every operator's result has a known shape and dtype."""
+    for node in gm.graph.nodes:
+        if operator_of(node) is not None and fact(node) is None:
+            yield Violation(node, "its shape is unknown")
+
+
+def annotated(gm: fx.GraphModule) -> Iterator[Violation]:
+    """Every operator says whether it becomes integer."""
+    for node in gm.graph.nodes:
+        if operator_of(node) is not None and annotation(node) is None:
+            yield Violation(node, "nothing says whether it becomes integer or stays in float")
+
+
+def bounded(gm: fx.GraphModule) -> Iterator[Violation]:
+    """An integer operator's activations come from integer operators, and float nodes never read integers."""
+    for node in gm.graph.nodes:
+        operator = operator_of(node)
+        integer = is_integer(node)
+        if operator is not None and integer and operator.name == "quantize":
+            continue
+        for operand in node.all_input_nodes:
+            if operand.op == "get_attr" or not isinstance(fact(operand), TensorFact):
+                continue
+            if integer and not is_integer(operand) and fact(operand).dtype.is_floating_point:
+                yield Violation(node, f"it is integer but reads the float %{operand.name}")
+            if not integer and is_integer(operand) and not (operator is not None and operator.name == "dequantize"):
+                yield Violation(node, f"it is float but reads the integer %{operand.name}")
+
+
+def is_integer(node: fx.Node) -> bool:
+    """Whether the annotated node's result is a quantized tensor."""
+    spec = annotation(node)
+    return spec is not None and spec.dtype is not None
+
+
+def one_scale_per_group(gm: fx.GraphModule) -> Iterator[Violation]:
+    """Operators that must share a scale do."""
+    for node in gm.graph.nodes:
+        operator = operator_of(node)
+        if operator is None or operator.scale is not Scale.SAME or not is_integer(node):
+            continue
+        spec = annotation(node)
+        for operand in node.all_input_nodes:
+            if is_integer(operand) and spec is not None and annotation(operand).group != spec.group:  # type: ignore[union-attr]
+                yield Violation(node, f"its scale must be that of %{operand.name}, but they are in different groups")
+
+
+def prepared_operators(gm: fx.GraphModule) -> Iterator[Violation]:
+    """Every integer operator is a QuantizedOperator, and every scale that is set is positive and finite."""
+    for node in gm.graph.nodes:
+        if is_integer(node) and node.op == "call_function":
+            yield Violation(node, "it is annotated as integer but has no quantizer")
+        if node.op == "call_module" and isinstance(module := resolve(gm, str(node.target)), QuantizedOperator):
+            scale = float(module.output.scale)
+            if not math.isnan(scale) and not 0 < scale < math.inf:
+                yield Violation(node, f"its scale is {scale}")
+
+
+def only_primitives(gm: fx.GraphModule) -> Iterator[Violation]:
+    """Between quantize and dequantize stand integer primitives on integers; floats exist only outside."""
+    for node in gm.graph.nodes:
+        if node.op == "call_module" and isinstance(resolve(gm, str(node.target)), QuantizedOperator):
+            yield Violation(node, "it was not lowered")
+        record = PRIMITIVES.get(node.target) if node.op == "call_function" else None
+        if record is None:
+            continue
+        result = fact(node)
+        if not isinstance(result, TensorFact):
+            yield Violation(node, "its dtype is unknown")
+        elif (record.kind == "float") != result.dtype.is_floating_point:
+            yield Violation(node, f"a {record.kind} value has dtype {result.dtype}")
+        for operand in node.all_input_nodes:
+            value = fact(operand)
+            if record.name != "quantize" and operand.op != "get_attr" and isinstance(value, TensorFact) and value.dtype.is_floating_point:
+                yield Violation(node, f"it reads the float %{operand.name}")
+
+
+def consistent(gm: fx.GraphModule) -> Iterator[Violation]:
+    """Targets exist, and every value is defined before it is used."""
+    seen: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        for operand in node.all_input_nodes:
+            if operand not in seen:
+                yield Violation(node, f"it uses %{operand.name} before its definition")
+        if node.op in ("call_module", "get_attr"):
+            try:
+                found = resolve(gm, str(node.target))
+            except AttributeError:
+                yield Violation(node, f"{node.target!r} does not exist")
+            else:
+                if node.op == "call_module" and not isinstance(found, nn.Module):
+                    yield Violation(node, f"{node.target!r} is no module")
+        seen.add(node)
+
+
+SPECS: dict[Stage, tuple[Rule, ...]] = {
+    Stage.TRACED: (consistent,),
+    Stage.CANONICAL: (consistent, canonical_spelling, tensors_have_facts),
+    Stage.ANNOTATED: (consistent, canonical_spelling, tensors_have_facts, annotated),
+    Stage.BOUNDED: (consistent, canonical_spelling, tensors_have_facts, annotated, bounded),
+    Stage.PREPARED: (consistent, prepared_operators),
+    Stage.INTEGER: (consistent, only_primitives),
+}
+
+
+def violations(gm: fx.GraphModule, stage: Stage) -> list[Violation]:
+    """Everything in the graph that its stage does not allow."""
+    return [violation for rule in SPECS[stage] for violation in rule(gm)]
+
+
+def verify_stage(gm: fx.GraphModule, stage: Stage, made_by: str) -> None:
+    """Raise StageViolation, naming every offender, if the graph holds what its stage does not allow."""
+    found = violations(gm, stage)
+    if found:
+        lines = "\n".join(f"%{violation.node.name}: {violation.because}" for violation in found[:20])
+        more = f"\nand {len(found) - 20} more" if len(found) > 20 else ""
+        raise StageViolation(
+            f"the graph is no {stage.name.lower()} graph after {made_by}",
+            node=found[0].node,
+            because=lines + more,
+            remedy=f"this is a defect of {made_by}; run with dump='dir' and compare the graphs before and after it",
+        )
+
+
+__all__ = ["SPECS", "Stage", "Violation", "is_integer", "verify_stage", "violations"]

@@ -1,0 +1,64 @@
+"""The front end: a model's Python becomes an FX graph whose nodes know shapes, types and source lines.
+
+    trace(model, example_inputs)   the graph
+    assumptions(traced)            what was fixed while tracing
+    attach_input_check(traced)     let a graph check its inputs when it runs
+    is_traced(module)              whether `trace` made it
+    default_leaf(module, path)     which modules stay whole
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxquant.errors import ConfigurationError, TraceError
+from fxquant.graph import BATCH_SIZES
+from fxquant.trace.checks import RETRACE_SIZES, compare_recordings, compare_with_model
+from fxquant.trace.inputs import bind_inputs
+from fxquant.trace.leaves import LeafRule, default_leaf
+from fxquant.trace.result import assumptions, attach_input_check, build, is_traced
+from fxquant.trace.tracer import record
+
+__all__ = ["assumptions", "attach_input_check", "default_leaf", "is_traced", "trace"]
+
+
+def trace(
+    model: nn.Module, example_inputs: Any, dynamic_shapes: Any = None, *, leaf: LeafRule | None = None, check: bool = True
+) -> fx.GraphModule:
+    """The graph of a model in eval mode; the model itself is not changed.
+
+    example_inputs   a tuple of forward's arguments, a dict of keyword arguments, or one tensor
+    dynamic_shapes   None: dimension 0 of the inputs varies; {} or False: every size is the example's
+    leaf             which modules stay whole, given the module and its path; `default_leaf` if None
+    check            trace again at other batch sizes and compare; run both on the example and compare
+    """
+    if is_traced(model):
+        assert isinstance(model, fx.GraphModule)
+        return model
+    if not isinstance(model, nn.Module):
+        _refuse_model(model)
+    inputs = bind_inputs(model, example_inputs, dynamic_shapes)
+    recording = record(model, inputs, BATCH_SIZES, leaf, locate=True)
+    if check and inputs.batch is not None:
+        compare_recordings(recording, record(model, inputs, RETRACE_SIZES, leaf, locate=False))
+    traced = build(model, recording)
+    if check:
+        compare_with_model(model, traced, inputs)
+    return traced
+
+
+def _refuse_model(model: object) -> None:
+    if isinstance(model, torch.export.ExportedProgram):
+        raise TraceError(
+            "exported programs cannot be traced yet",
+            because="an ExportedProgram is a graph of ATen operators, without the modules of the model it came from",
+            remedy="pass the nn.Module that was exported",
+        )
+    raise ConfigurationError(
+        f"a {type(model).__name__} cannot be traced",
+        because="a model is an nn.Module",
+        remedy="wrap the function in an nn.Module",
+    )

@@ -1,0 +1,395 @@
+"""The one place where operations on traced tensors become nodes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from types import CodeType
+from typing import Any, NoReturn
+
+import torch
+from torch import fx, nn
+
+from fxquant import graph as facts
+from fxquant.errors import FxQuantError
+from fxquant.trace.arguments import Arguments, is_tracked
+from fxquant.trace.fake import Evaluator, Outcome, Sequenced, is_data_dependent, refuse_batch_condition
+from fxquant.trace.snapshot import Snapshot
+from fxquant.trace.source import user_source
+from fxquant.trace.spelling import Spelling, property_name, property_spelling, python_operator, spelling_of
+from fxquant.trace.values import (
+    Aliases, BatchFloat, BatchInt, BatchNumber, Number, TracedTensor, Value, numeric_fact, refuse,
+)  # fmt: skip
+
+_READS_CONTENT = frozenset((
+    "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "numpy", "__array__", "is_nonzero",
+    "__contains__",
+))  # fmt: skip
+
+
+class Handler:
+    """Records one trace at one pair of batch sizes.
+
+    path       dotted path of the module whose forward is executing
+    rebound    plain tensors that were changed in place with a traced value, by identity
+    notes      what was fixed while tracing, in order
+    paused     true while an operator is evaluated, when nothing is to be recorded
+    """
+
+    def __init__(self, snapshot: Snapshot, evaluator: Evaluator, root_code: CodeType, locate: bool) -> None:
+        self.snapshot = snapshot
+        self.evaluator = evaluator
+        self.graph = fx.Graph()
+        self.path = ""
+        self.rebound: dict[int, TracedTensor] = {}
+        self.known: dict[int, Any] = dict(snapshot.tensors)
+        self.constants: dict[str, torch.Tensor] = {}
+        self.notes: dict[str, None] = {}
+        self.paused = False
+        self._root_code = root_code
+        self._locate = locate
+        self._attributes: dict[int, tuple[fx.Node, Value, int, torch.Tensor]] = {}
+        self._sizes: dict[fx.Node, tuple[Any, ...]] = {}
+        self._autocast = torch._C._is_any_autocast_enabled()
+
+    # ---- entries ---------------------------------------------------------------------------------------------------
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run or record a function that PyTorch was asked for."""
+        if not is_tracked(args, self.known) and not (kwargs and is_tracked(kwargs.values(), self.known)):
+            return func(*args, **kwargs)
+        name = property_name(func)
+        if name is not None:
+            return self._property(name, args[0])
+        if getattr(func, "__name__", "") == "__set__":
+            return self._set_property(func, args)
+        if len(args) == 2 and not kwargs and type(args[0]) is not TracedTensor:
+            function = python_operator(func)
+            if function is not None:
+                result = self.operator(function, args)
+                return self.advance(args[0], result) if func.__name__.endswith("_") else result
+        return self._spelled(spelling_of(func), args, kwargs)
+
+    def operator(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Record one of Python's operators, with a tensor among its operands."""
+        return self.record("call_function", function, function, args, {})
+
+    def rows(self, tensor: TracedTensor) -> Any:
+        """The rows of a tensor that is iterated over."""
+        a, b = tensor.value.shapes
+        if not a:
+            raise TypeError("iteration over a 0-d tensor")
+        if a[0] != b[0]:
+            refuse(
+                "the model iterates over the batch",
+                because="a graph has a fixed number of operations, and the number of rows depends on the batch size",
+                remedy="write the loop as operations on the whole tensor, or trace with dynamic_shapes={} to fix the batch size",
+            )
+        return self.record("call_method", "unbind", torch.Tensor.unbind, (tensor, 0), {})
+
+    def sizes(self, tensor: TracedTensor) -> tuple[Any, ...]:
+        """The shape, with batch numbers for the sizes that depend on the batch."""
+        if tensor.aliases is not None:
+            self.refresh(tensor)
+        shape_a, shape_b = tensor.value.shapes
+        if shape_a == shape_b:
+            return tuple(shape_a)
+        node = tensor.node
+        sizes = self._sizes.get(node)
+        if sizes is None:
+            pairs = enumerate(zip(shape_a, shape_b, strict=True))
+            sizes = self._sizes[node] = tuple(a if a == b else self._size(node, dim, a, b) for dim, (a, b) in pairs)
+        return sizes
+
+    def _size(self, node: fx.Node, dim: int, a: int, b: int) -> BatchInt:
+        size = self.graph.create_node("call_method", "size", (node, dim))
+        self._describe(size, numeric_fact(a, b))
+        return BatchInt(a, b, size)
+
+    def arithmetic(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """A function of numbers, some of which depend on the batch: recorded if its result does, too."""
+        a, b = self._both(function, args)
+        if a == b or (a != a and b != b):
+            return a
+        nodes = tuple(arg.node if isinstance(arg, BatchNumber) else arg for arg in args)
+        node = self.graph.create_node("call_function", function, nodes)
+        self._describe(node, numeric_fact(a, b))
+        return BatchInt(a, b, node) if isinstance(a, int) and isinstance(b, int) else BatchFloat(a, b, node)
+
+    def decide(self, function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+        """A comparison of numbers that depend on the batch; it must come out the same at both batch sizes."""
+        a, b = self._both(function, args)
+        if a != b:
+            refuse_batch_condition(a, b)
+        if self._locate and not any(isinstance(arg, BatchNumber) for arg in args[1:]):
+            self.note(f"a comparison of a size that depends on the batch was resolved as {a}")
+        return bool(a)
+
+    @staticmethod
+    def _both(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Any]:
+        a = function(*(arg.a if isinstance(arg, BatchNumber) else arg for arg in args))
+        return a, function(*(arg.b if isinstance(arg, BatchNumber) else arg for arg in args))
+
+    # ---- recording -------------------------------------------------------------------------------------------------
+
+    def _spelled(self, spelling: Spelling, args: Any, kwargs: Any) -> Any:
+        if spelling.op == "call_method" and spelling.target in ("size", "requires_grad_", "__len__") and isinstance(args[0], TracedTensor):
+            return getattr(args[0], spelling.target)(*args[1:], **kwargs)
+        if spelling.swapped:
+            args = args[::-1]
+        out = kwargs.get("out")
+        target = args[0] if spelling.mutates else out
+        if out is not None:
+            kwargs = {name: value for name, value in kwargs.items() if name != "out"}
+        if spelling.flag is not None:
+            args, kwargs, flag = _without_flag(args, kwargs, spelling.flag)
+            target = args[0] if flag else target
+        result = self.record(spelling.op, spelling.target, spelling.function, args, kwargs, spelling.content)
+        if target is None:
+            return result
+        if isinstance(target, (tuple, list)):
+            return type(result)([self.advance(*pair) for pair in zip(target, result, strict=True)])
+        return self.advance(target, result)
+
+    def record(
+        self, op: str, target: Any, function: Callable[..., Any], args: Any, kwargs: Any, content: bool = True, key: Any = None
+    ) -> Any:
+        """Evaluate an operation and, unless its result is plain Python, add its node."""
+        with torch._C.DisableTorchFunction():
+            return self._record(op, target, function, args, kwargs, content, key)
+
+    def _record(self, op: str, target: Any, function: Callable[..., Any], args: Any, kwargs: Any, content: bool, key: Any) -> Any:
+        arguments = Arguments(self, function if key is None else key)
+        node_args = tuple([arguments.convert(arg) for arg in args])
+        node_kwargs = {name: arguments.convert(arg) for name, arg in kwargs.items()} if kwargs else {}
+        if kwargs:
+            arguments.key.append(tuple(kwargs))
+        outcome = self._evaluate(function, args, kwargs, arguments, content, target)
+        if not outcome.recorded:
+            return _plain(outcome.template)
+        node = self.graph.create_node(op, target, node_args, node_kwargs)
+        self._describe(node, _fact(outcome.template))
+        result = self._wrap(node, outcome.template)
+        if outcome.alias is not None:
+            _share_memory(arguments.traced[outcome.alias], result, outcome.same_place)
+        return result
+
+    def _evaluate(self, function: Any, args: Any, kwargs: Any, arguments: Arguments, content: bool, target: Any) -> Outcome:
+        fake = arguments.fake or not content
+        if not fake:
+            return self._run(function, args, kwargs, arguments, fake, target)
+        key = tuple(arguments.key)
+        try:
+            outcome = self.evaluator.cache.get(key)
+        except TypeError:  # something unhashable among the arguments
+            return self._run(function, args, kwargs, arguments, fake, target)
+        if outcome is None:
+            outcome = self.evaluator.cache[key] = self._run(function, args, kwargs, arguments, fake, target)
+        return outcome
+
+    def _run(self, function: Any, args: Any, kwargs: Any, arguments: Arguments, fake: bool, target: Any) -> Outcome:
+        name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+        if fake and name in _READS_CONTENT:
+            self._refuse_data(name)
+        self.paused = True
+        try:
+            outcome = self.evaluator.run(function, args, kwargs, fake, arguments.substitutes)
+        except FxQuantError:
+            raise
+        except Exception as error:
+            if is_data_dependent(error):
+                self._refuse_data(name)
+            raise
+        finally:
+            self.paused = False
+        if not fake and name in _READS_CONTENT:
+            self.note(f"the content of a constant was read by {name}")
+        return outcome
+
+    def _refuse_data(self, name: str) -> None:
+        refuse(
+            "the model's Python depends on the content of a tensor",
+            because=f"{name} needs numbers that are known only when the graph runs",
+            remedy="use torch.where or a mask instead of a branch or an index, or move the decision out of forward",
+        )
+
+    def _describe(self, node: fx.Node, fact: Any, path: str | None = None) -> None:
+        if torch._C._is_any_autocast_enabled() != self._autocast:
+            refuse(
+                "autocast is switched inside forward",
+                because="a graph has no place for autocast: the numbers would differ from the model's",
+                remedy="remove torch.autocast from forward, or convert explicitly with .to(dtype)",
+            )
+        facts.describe(node, fact, self.source() if self._locate else "", self.path if path is None else path)
+
+    def _wrap(self, node: fx.Node, template: Any) -> Any:
+        if isinstance(template, Value):
+            return TracedTensor(node, template)
+        if isinstance(template, Sequenced):
+            names = template.keys if template.keys is not None else range(len(template.items))
+            return template.rebuild([self._item(node, name, item) for name, item in zip(names, template.items, strict=True)])
+        if isinstance(template, Number):
+            kind = BatchInt if isinstance(template.a, int) else BatchFloat
+            return kind(template.a, template.b, node)  # type: ignore[arg-type]
+        return template
+
+    def _item(self, node: fx.Node, name: Any, template: Any) -> Any:
+        if not isinstance(template, (Value, Number, Sequenced)):
+            return template
+        item = self.graph.create_node("call_function", operator.getitem, (node, name))
+        self._describe(item, _fact(template), node.meta.get("module"))
+        return self._wrap(item, template)
+
+    # ---- properties, parameters, constants -------------------------------------------------------------------------
+
+    def _property(self, name: str, tensor: torch.Tensor) -> Any:
+        tensor = self.rebound.get(id(tensor), tensor)
+        spelling = property_spelling(name)
+        if spelling is not None:
+            args = (tensor, name) if spelling.op == "call_function" else (tensor,)
+            return self.record(spelling.op, spelling.target, _reader(name) if len(args) == 2 else spelling.function, args, {})
+        if not isinstance(tensor, TracedTensor):
+            return getattr(tensor, name)
+        if name == "shape":
+            return tensor.shape
+        return None if name in ("grad", "grad_fn") else getattr(tensor.value.a, name)
+
+    def _set_property(self, func: Any, args: Any) -> None:
+        name = func.__self__.__name__
+        if name not in ("requires_grad", "grad"):
+            refuse(
+                f"the model assigns to .{name} of a tensor",
+                because="a graph computes new tensors and changes none",
+                remedy="compute a new tensor instead of changing one",
+            )
+
+    def attribute(self, tensor: torch.Tensor) -> tuple[fx.Node, Value]:
+        """The `get_attr` node and the value of a parameter, a buffer or a constant."""
+        found = self._attributes.get(id(tensor))
+        if found is not None and found[2] == tensor._version:
+            return found[0], found[1]
+        name = self.snapshot.tensors.get(id(tensor))
+        if name is None:
+            name, value = self._constant(tensor), self.evaluator.known(tensor.detach().clone())
+        elif isinstance(tensor, nn.Parameter):
+            value = self.evaluator.intern(tensor, tensor)
+        else:
+            value = self.evaluator.known(tensor)
+        node = self.graph.create_node("get_attr", name)
+        self._describe(node, value.fact)
+        self._attributes[id(tensor)] = (node, value, tensor._version, tensor)  # the tensor is kept, so that its id stays taken
+        return node, value
+
+    def _constant(self, tensor: torch.Tensor) -> str:
+        name = f"_constant_{len(self.constants)}"
+        while name in self.snapshot.names:
+            name = "_" + name
+        self.constants[name] = tensor.detach().clone()
+        where = self.snapshot.attributes.get(id(tensor))
+        if where is not None:
+            self.note(f"{where} is neither parameter nor buffer: its present content became a constant")
+        return name
+
+    def note(self, text: str) -> None:
+        """Record something that was fixed while tracing."""
+        where = self.source()
+        self.notes[f"{text} ({where})" if where else text] = None
+
+    def source(self) -> str:
+        """The line of the model that is being executed."""
+        return user_source(self._root_code)
+
+    # ---- in-place operations -----------------------------------------------------------------------------------------
+
+    def advance(self, target: torch.Tensor, result: Any) -> torch.Tensor:
+        """Let a tensor that is changed in place stand for `result` from now on."""
+        if not isinstance(target, TracedTensor):
+            return self._rebind(target, result)
+        result = self._as(target.value.fact.dtype, result)
+        target.node, target.value = result.node, result.value
+        if target.aliases is not None:
+            target.aliases.version += 1
+            target.aliases.latest = (target.place, result.node, result.value)
+            target.version = target.aliases.version
+        return target
+
+    def _as(self, dtype: torch.dtype, result: TracedTensor) -> TracedTensor:
+        if result.value.fact.dtype == dtype:
+            return result
+        converted: TracedTensor = self.record("call_method", "to", torch.Tensor.to, (result, dtype), {})
+        return converted
+
+    def _rebind(self, target: torch.Tensor, result: Any) -> torch.Tensor:
+        previous = self.rebound.get(id(target))
+        if previous is not None:
+            self.advance(previous, result)
+            return target
+        name = self.snapshot.tensors.get(id(target))
+        if name is not None:
+            self.note(f"{name} is changed in place by forward: the change is not kept between calls")
+        elif target._is_view() or _is_viewed(target):
+            _refuse_shared()
+        self.rebound[id(target)] = self._as(target.dtype, result)
+        self.known[id(target)] = target
+        return target
+
+    def refresh(self, tensor: TracedTensor) -> None:
+        """Let a tensor whose memory was changed through another one stand for the changed value."""
+        aliases = tensor.aliases
+        if aliases is None or tensor.version == aliases.version:
+            return
+        place, node, value = aliases.latest
+        if place is not tensor.place:
+            _refuse_shared()
+        tensor.node, tensor.value, tensor.version = node, value, aliases.version
+
+
+def _refuse_shared() -> NoReturn:
+    refuse(
+        "a tensor is read after its memory was changed through a view",
+        because="a graph computes new tensors and changes none, so views do not follow an in-place operation",
+        remedy="replace the in-place operation by its out-of-place form (x = x + y), or clone() the tensor first",
+    )
+
+
+def _share_memory(base: TracedTensor, result: Any, same_place: bool) -> None:
+    if base.aliases is None:
+        base.aliases, base.place, base.version = Aliases(), object(), 0
+    for view in result if isinstance(result, (tuple, list)) else (result,):
+        if isinstance(view, TracedTensor):
+            view.aliases, view.version = base.aliases, base.aliases.version
+            view.place = base.place if same_place else object()
+
+
+def _is_viewed(tensor: torch.Tensor) -> bool:
+    # Two references are the tensor's own and that of the storage object asked for here.
+    return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2)  # type: ignore[attr-defined]
+
+
+def _without_flag(args: Any, kwargs: Any, position: int) -> tuple[Any, Any, bool]:
+    if "inplace" in kwargs:
+        return args, {**kwargs, "inplace": False}, bool(kwargs["inplace"])
+    if len(args) > position and args[position]:
+        return (*args[:position], False, *args[position + 1 :]), kwargs, True
+    return args, kwargs, False
+
+
+def _reader(name: str) -> Callable[..., Any]:
+    return _READERS.setdefault(name, lambda tensor, _: getattr(tensor, name))
+
+
+def _fact(template: Any) -> Any:
+    if isinstance(template, Value):
+        return template.fact
+    if isinstance(template, Sequenced):
+        facts_of_items = [_fact(item) for item in template.items]
+        return dict(zip(template.keys, facts_of_items, strict=True)) if template.keys is not None else tuple(facts_of_items)
+    return numeric_fact(template.a, template.b) if isinstance(template, Number) else template
+
+
+def _plain(template: Any) -> Any:
+    return template.rebuild([_plain(item) for item in template.items]) if isinstance(template, Sequenced) else template
+
+
+
+_READERS: dict[str, Callable[..., Any]] = {}

@@ -1,0 +1,134 @@
+"""The example inputs: which tensors become placeholders, what they are called, and which batch they have."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fxquant.errors import ConfigurationError, TraceError
+
+
+@dataclass(frozen=True)
+class ExampleInputs:
+    """The arguments of one forward call.
+
+    leaves     everything in the arguments, flattened
+    names      the placeholder's name for every leaf that is a tensor, else None
+    spec       how to rebuild (args, kwargs) from leaves
+    batch      size of dimension 0 of the inputs; None if it is not to vary
+    """
+
+    leaves: tuple[Any, ...]
+    names: tuple[str | None, ...]
+    spec: Any
+    batch: int | None
+
+    def arguments(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The positional and keyword arguments with other leaves."""
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return tuple(args), kwargs
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The example tensors by placeholder name, in order."""
+        return {name: leaf for name, leaf in zip(self.names, self.leaves, strict=True) if name is not None}
+
+    def has_batch(self, tensor: torch.Tensor) -> bool:
+        """Whether dimension 0 of an input is the batch."""
+        return self.batch is not None and tensor.dim() > 0 and tensor.shape[0] == self.batch
+
+    def with_batch(self, batch: int) -> dict[str, torch.Tensor]:
+        """The example tensors with their rows repeated or truncated to another batch size."""
+        return {name: _resized(tensor, batch) if self.has_batch(tensor) else tensor for name, tensor in self.tensors().items()}
+
+
+def bind_inputs(model: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> ExampleInputs:
+    """Name the tensors of the example inputs after the parameters of the model's forward."""
+    args, kwargs = _as_call(example_inputs)
+    try:
+        bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TraceError(
+            "the example inputs do not fit the model's forward",
+            because=str(error),
+            remedy="pass a tuple of positional arguments, or a dict of keyword arguments",
+        ) from error
+    by_path = {**dict(zip(_positional_names(model, len(args)), args, strict=False)), **kwargs}
+    assert len(bound.arguments) <= len(by_path) or bound.kwargs
+    leaves, spec = pytree.tree_flatten((list(args), kwargs))
+    names = [name for path, value in by_path.items() for name in _leaf_names(path, value)]
+    if not any(name is not None for name in names):
+        raise ConfigurationError(
+            "the example inputs hold no tensor",
+            because="tensors among the inputs become the inputs of the graph",
+            remedy="pass at least one tensor, for example (torch.randn(1, 3, 224, 224),)",
+        )
+    return ExampleInputs(tuple(leaves), tuple(_unique(names)), spec, _batch(leaves) if _is_dynamic(dynamic_shapes) else None)
+
+
+def _as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example_inputs, torch.Tensor):
+        return (example_inputs,), {}
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs), {}
+    if isinstance(example_inputs, dict) and all(isinstance(name, str) for name in example_inputs):
+        return (), dict(example_inputs)
+    raise ConfigurationError(
+        f"example inputs of type {type(example_inputs).__name__} cannot be used",
+        because="forward is called with them",
+        remedy="pass a tuple of positional arguments, or a dict of keyword arguments",
+    )
+
+
+def _is_dynamic(dynamic_shapes: Any) -> bool:
+    if dynamic_shapes is None or dynamic_shapes is True:
+        return True
+    if dynamic_shapes is False or dynamic_shapes == {}:
+        return False
+    raise ConfigurationError(
+        "dynamic_shapes names dimensions one by one",
+        because="only dimension 0, the batch, can vary",
+        remedy="pass None to let the batch vary, or {} to fix every size",
+    )
+
+
+def _positional_names(model: nn.Module, count: int) -> list[str]:
+    names: list[str] = []
+    for parameter in inspect.signature(model.forward).parameters.values():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            names += [f"{parameter.name}_{index}" for index in range(count - len(names))]
+        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            names.append(parameter.name)
+    return names[:count]
+
+
+def _leaf_names(path: str, value: Any) -> list[str | None]:
+    leaves = pytree.tree_leaves(value)
+    if len(leaves) == 1 and leaves[0] is value:
+        return [path if isinstance(value, torch.Tensor) else None]
+    return [f"{path}_{index}" if isinstance(leaf, torch.Tensor) else None for index, leaf in enumerate(leaves)]
+
+
+def _unique(names: list[str | None]) -> list[str | None]:
+    taken: set[str] = set()
+    unique: list[str | None] = []
+    for name in names:
+        while name is not None and name in taken:
+            name += "_"
+        if name is not None:
+            taken.add(name)
+        unique.append(name)
+    return unique
+
+
+def _batch(leaves: list[Any]) -> int | None:
+    return next((int(leaf.shape[0]) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0), None)
+
+
+def _resized(tensor: torch.Tensor, batch: int) -> torch.Tensor:
+    rows = torch.arange(batch, device=tensor.device) % max(tensor.shape[0], 1)
+    return tensor.index_select(0, rows)

@@ -1,0 +1,154 @@
+"""The traced GraphModule: its module tree, what is written on it, and the check of its inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxquant import graph as facts
+from fxquant.errors import ConfigurationError
+from fxquant.graph import BatchDim, TensorFact
+from fxquant.trace.snapshot import Snapshot
+from fxquant.trace.tracer import Recording
+
+_STAGE = "fxquant.stage"
+_ASSUMPTIONS = "fxquant.assumptions"
+_TRANSIENT = "fxquant.transient_buffers"
+
+
+def is_traced(module: object) -> bool:
+    """Whether a module is a GraphModule that `trace` made and no pass has changed the stage of."""
+    return isinstance(module, fx.GraphModule) and module.meta.get(_STAGE) == "traced"
+
+
+def assumptions(module: fx.GraphModule) -> list[str]:
+    """What was fixed while tracing, one sentence each."""
+    found: list[str] = module.meta.get(_ASSUMPTIONS, [])
+    return found
+
+
+def build(model: nn.Module, recording: Recording) -> fx.GraphModule:
+    """A GraphModule with the model's own parameter names, and parameters shared with the model."""
+    snapshot = Snapshot(model, own_buffers=True)
+    called = {node.target for node in recording.graph.nodes if node.op == "call_module"}
+    module = fx.GraphModule(nn.Module(), fx.Graph(), type(model).__name__)
+    shell = _plain_tree(snapshot.root, "", called, {})
+    for kind in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        module.__dict__[kind].update(shell.__dict__[kind])
+    for name, constant in recording.constants.items():
+        module.register_buffer(name, constant, persistent=False)
+    module.eval()
+    module.graph = recording.graph
+    module.meta[_STAGE] = "traced"
+    module.meta[_ASSUMPTIONS] = [*recording.notes, *_fixed_sizes(module), *_unused(module)]
+    module.meta[_TRANSIENT] = sorted(module._non_persistent_buffers_set)
+    attach_input_check(module)
+    return module
+
+
+def _plain_tree(module: nn.Module, path: str, called: set[Any], built: dict[int, nn.Module]) -> nn.Module:
+    """The tree below `module`; what is called stays what it is, everything else becomes a plain `nn.Module`."""
+    known = built.get(id(module))
+    if known is not None:
+        return known
+    if isinstance(module, torch.jit.ScriptModule):
+        return module
+    if path in called:
+        plain = module
+        for name in ("_forward_hooks", "_forward_pre_hooks"):
+            plain.__dict__[name].clear()
+        if plain.__dict__.get("inplace") is True:
+            plain.__dict__["inplace"] = False
+    else:
+        plain = nn.Module()
+        plain.training = False
+        for kind in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
+            plain.__dict__[kind] = module.__dict__[kind]
+    built[id(module)] = plain
+    prefix = path + "." if path else ""
+    children = {
+        name: None if child is None else _plain_tree(child, prefix + name, called, built) for name, child in module._modules.items()
+    }
+    plain.__dict__["_modules"] = children
+    return plain
+
+
+def _fixed_sizes(module: fx.GraphModule) -> list[str]:
+    sizes = []
+    for node in module.graph.find_nodes(op="placeholder"):
+        fact = facts.fact(node)
+        if isinstance(fact, TensorFact):
+            sizes.append(f"input {node.target} is {fact}: every size but B is fixed")
+    return sizes
+
+
+def _unused(module: fx.GraphModule) -> list[str]:
+    used = {node.target for node in module.graph.nodes if node.op == "get_attr"}
+    owners = {node.target for node in module.graph.nodes if node.op == "call_module"}
+    names = []
+    for name, _ in module.named_parameters():
+        parts = name.split(".")
+        if name not in used and not any(".".join(parts[:end]) in owners for end in range(1, len(parts))):
+            names.append(f"parameter {name} is not used by the graph")
+    return names
+
+
+# ---- the check of the inputs ---------------------------------------------------------------------------------------
+
+
+def attach_input_check(module: fx.GraphModule) -> None:
+    """Let the module check its inputs against the facts of its placeholders before it computes anything.
+
+    The check survives `copy.deepcopy`; calling this again replaces it.
+    """
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if hook is _check_inputs:
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+    module.register_forward_pre_hook(_check_inputs, with_kwargs=True)
+    if _restore not in module._deepcopy_hooks:
+        module._deepcopy_hooks.append(_restore)
+
+
+def _restore(copy: fx.GraphModule) -> None:
+    # deepcopy of a GraphModule forgets its hooks, and which of its own buffers are not to be saved.
+    copy._non_persistent_buffers_set.update(set(copy.meta.get(_TRANSIENT, ())) & set(copy._buffers))
+    attach_input_check(copy)
+
+
+def _check_inputs(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    batch: tuple[str, int] | None = None
+    for index, node in enumerate(module.graph.find_nodes(op="placeholder")):
+        fact = facts.fact(node)
+        name = str(node.target)
+        given = args[index] if index < len(args) else kwargs.get(name)
+        if not isinstance(fact, TensorFact) or given is None:
+            continue
+        _check_kind(name, given, fact)
+        for dim, (size, wanted) in enumerate(zip(given.shape, fact.shape, strict=True)):
+            if not isinstance(wanted, BatchDim):
+                if size != wanted:
+                    _refuse_input(name, f"dimension {dim} has size {size}", f"the model was traced with {fact}, and only B can vary")
+            elif batch is None:
+                batch = (name, size)
+            elif batch[1] != size:
+                _refuse_input(name, f"its batch is {size}", f"input {batch[0]} has a batch of {batch[1]}, and all inputs share one")
+
+
+def _check_kind(name: str, given: Any, fact: TensorFact) -> None:
+    if not isinstance(given, torch.Tensor):
+        _refuse_input(name, f"it is a {type(given).__name__}", f"the model was traced with a tensor, {fact}")
+    if given.dim() != len(fact.shape):
+        _refuse_input(name, f"it has {given.dim()} dimensions", f"the model was traced with {fact}")
+    if given.dtype != fact.dtype:
+        _refuse_input(name, f"its type is {given.dtype}", f"the model was traced with {fact}")
+
+
+def _refuse_input(name: str, what: str, because: str) -> None:
+    raise ConfigurationError(
+        f"input {name} does not fit the graph: {what}",
+        because=because,
+        remedy="pass an input of that form, or trace the model again with an example of the new one",
+    )

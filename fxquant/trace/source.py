@@ -1,0 +1,61 @@
+"""The line of the user's code that is being executed, found quickly."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from types import CodeType, FrameType
+
+import torch
+
+_LIBRARIES = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__)))
+
+_foreign: dict[CodeType, bool] = {}
+_texts: dict[tuple[CodeType, int], str] = {}
+
+
+def user_source(root: CodeType) -> str:
+    """The innermost frame outside of torch and fxquant: "model.py:41 in forward:  y = self.act(y)".
+
+    The search ends at a frame of `root`; if there is no user code inside it, the answer is an empty string.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code is root:
+            return ""
+        foreign = _foreign.get(code)
+        if foreign is None:
+            foreign = _foreign[code] = is_library(code.co_filename)
+        if not foreign:
+            return _text(code, frame.f_lineno)
+        frame = frame.f_back
+    return ""
+
+
+def is_library(filename: str) -> bool:
+    """Whether a file belongs to torch, to fxquant or to Python's import machinery."""
+    return filename.startswith(_LIBRARIES) or filename.startswith("<frozen")
+
+
+def _text(code: CodeType, line: int) -> str:
+    text = _texts.get((code, line))
+    if text is None:
+        statement = linecache.getline(code.co_filename, line).strip()
+        text = f"{os.path.basename(code.co_filename)}:{line} in {code.co_name}"
+        text = _texts[code, line] = f"{text}:  {statement}" if statement else text
+    return text
+
+
+def source_of_error(error: BaseException, root: CodeType) -> str | None:
+    """The user's line that was executing inside `root` when an error was raised."""
+    entry, text = error.__traceback__, None
+    inside = False
+    while entry is not None:
+        code = entry.tb_frame.f_code
+        if inside and not is_library(code.co_filename):
+            text = _text(code, entry.tb_lineno)
+        inside = inside or code is root
+        entry = entry.tb_next
+    return text

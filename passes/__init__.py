@@ -1,0 +1,23 @@
+"""The compiler's table of contents: every pass, in order, with a reason wherever the order matters."""
+
+if __name__ != "fxquant.passes":
+    raise ImportError("import this package as fxquant.passes: under another name every class would exist twice")
+
+from fxquant.passes import activation, batchnorm, boundary, canonical, integer, quantizers, residual, scales, specs
+from fxquant.pipeline import Pass
+from fxquant.stage import Stage
+
+PIPELINE = (
+    Pass(canonical.rewrite, Stage.CANONICAL),  # one spelling per operator; everything after this may assume it
+    Pass(batchnorm.fold, Stage.CANONICAL),  # before the fusions: conv-bn-add-relu must become conv-add-relu
+    Pass(residual.fuse, Stage.CANONICAL),  # before clamps: a relu behind the addition belongs to the fused layer
+    Pass(activation.fuse, Stage.CANONICAL),  # a fused clamp needs no scale of its own
+    Pass(specs.annotate, Stage.ANNOTATED),  # on what is left after fusion: one decision per operator
+    Pass(boundary.insert, Stage.BOUNDED),  # where a decision changes, values cross between float and integer
+    Pass(scales.share, Stage.BOUNDED),  # after the boundary, whose nodes take part in sharing
+    Pass(quantizers.insert, Stage.PREPARED),  # here the prepared model is calibrated and trained
+    Pass(integer.lower, Stage.INTEGER),  # operators become integer primitives with the weights of this moment
+)
+
+PREPARE = tuple(step for step in PIPELINE if step.reaches <= Stage.PREPARED)
+CONVERT = tuple(step for step in PIPELINE if step.reaches > Stage.PREPARED)

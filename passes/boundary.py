@@ -1,0 +1,76 @@
+"""Quantize and dequantize stand where the integer part of the graph begins and ends.
+
+    %y = conv2d(%x, %w)                    →    %x_quantize = quantize(%x)
+    return %y                                   %y = conv2d(%x_quantize, %w)
+                                                %y_dequantize = dequantize(%y)
+                                                return %y_dequantize
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from fxquant.graph import Annotation, annotate, annotation, fact, inherit, set_fact
+from fxquant.ops import operand_nodes, operator_of
+from fxquant.ops.boundary import DEQUANTIZE, QUANTIZE
+from fxquant.ops.record import Operator
+from fxquant.pipeline import Context
+from fxquant.stage import is_integer
+
+
+def insert(gm: fx.GraphModule, context: Context) -> int:
+    """Every value crosses between float and integer through one quantize or one dequantize."""
+    quantized: dict[fx.Node, fx.Node] = {}
+    dequantized: dict[fx.Node, fx.Node] = {}
+    for node in list(gm.graph.nodes):
+        operator = operator_of(node)
+        activations = set(operand_nodes(operator, operator.arguments(node))) if operator is not None and is_integer(node) else set()
+
+        def cross(operand: fx.Node, node: fx.Node = node, activations: set[fx.Node] = activations) -> fx.Node:
+            if is_integer(operand) and operand not in activations:
+                if not _reads_values(node):
+                    return operand
+                return _boundary(gm, operand, DEQUANTIZE, dequantized, operand)
+            if operand in activations and not is_integer(operand):
+                return _boundary(gm, operand, QUANTIZE, quantized, node)
+            return operand
+
+        _map_inputs(node, cross)
+    return len(quantized) + len(dequantized)
+
+
+def _reads_values(node: fx.Node) -> bool:
+    """Whether the node reads a tensor's values; asking for its size does not."""
+    return not (node.op == "call_method" and node.target in ("size", "dim"))
+
+
+def _map_inputs(node: fx.Node, function: Any) -> None:
+    args, kwargs = fx.map_arg(node.args, function), fx.map_arg(node.kwargs, function)
+    if args != node.args:
+        node.args = args
+    if kwargs != node.kwargs:
+        node.kwargs = kwargs
+
+
+def _boundary(gm: fx.GraphModule, value: fx.Node, operator: Operator, made: dict[fx.Node, fx.Node], reader: fx.Node) -> fx.Node:
+    """The one quantize or dequantize of this value, made behind it if there is none yet."""
+    if value not in made:
+        with gm.graph.inserting_after(_last_placeholder(gm) if value.op == "placeholder" else value):
+            node = gm.graph.create_node("call_function", operator.function, (value,), {}, name=f"{value.name}_{operator.name}")
+        inherit(node, value, "boundary.insert")
+        set_fact(node, fact(value))
+        spec = annotation(reader)
+        assert spec is not None
+        if operator is QUANTIZE:
+            config = spec.config if value.op != "placeholder" else spec.config
+            annotate(node, Annotation(config.input.dtype if config.input else config.output.dtype, f"the input of %{reader.name}", config))
+        else:
+            annotate(node, Annotation(None, "the end of the integer part", spec.config, spec.group))
+        made[value] = node
+    return made[value]
+
+
+def _last_placeholder(gm: fx.GraphModule) -> fx.Node:
+    return [node for node in gm.graph.nodes if node.op == "placeholder"][-1]

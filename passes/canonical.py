@@ -1,0 +1,91 @@
+"""One spelling per operator; everything after this may assume it.
+
+    %y = call_module conv1(%x)      →   %conv1_weight = [conv1.weight]
+                                        %y = conv2d(%x, %conv1_weight, stride=…)
+    %y = call_method relu(%x)       →   %y = clamp(%x, min=0, max=None)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx, nn
+
+from fxquant.graph import inherit, refuse, resolve, spell
+from fxquant.ops import FUNCTIONS, METHODS, MODULES, Operator, Parameter
+from fxquant.pipeline import Context
+
+
+def rewrite(gm: fx.GraphModule, context: Context) -> int:
+    """Every node an operator of the table recognises is a call of the operator's function, arguments in order."""
+    attributes: dict[str, fx.Node] = {str(node.target): node for node in gm.graph.nodes if node.op == "get_attr"}
+    modules = dict(gm.named_modules(remove_duplicate=False))
+    changes = 0
+    for node in list(gm.graph.nodes):
+        recognised = _recognise(node, modules)
+        if recognised is None:
+            continue
+        operator, arguments, written = recognised
+        spell(node, *written)
+        if isinstance(arguments, str):
+            refuse(node, arguments)
+            context.say(f"%{node.name} stays as it is: {arguments}")
+            continue
+        arguments = operator.normalize(node, arguments)
+        target = str(node.target)
+        values = {name: _attribute(gm, node, target, value, attributes) for name, value in arguments.items()}
+        node.op, node.target = "call_function", operator.function
+        node.args, node.kwargs = tuple(values.values()), {}
+        changes += 1
+    return changes
+
+
+def _recognise(node: fx.Node, modules: dict[str, nn.Module]) -> tuple[Operator, dict[str, Any] | str, tuple[Any, ...]] | None:
+    """The operator a node spells, its canonical arguments (or why there are none), and what the user wrote."""
+    args, kwargs = node.args, node.kwargs
+    if node.op == "call_module":
+        module = modules[str(node.target)]
+        if type(module) not in MODULES:
+            return None
+        operator, extract = MODULES[type(module)]
+        taken = extract(module)
+        if isinstance(taken, str):
+            return operator, taken, (type(module),)
+        return operator, _bind(operator, args, {**taken, **kwargs}), (type(module),)
+    if node.op == "call_function" and node.target in FUNCTIONS:
+        operator, adapt = FUNCTIONS[node.target]  # type: ignore[index]
+    elif node.op == "call_method" and node.target in METHODS:
+        operator, adapt = METHODS[str(node.target)]
+    else:
+        return None
+    if adapt is None:
+        return operator, _bind(operator, args, kwargs), (node.target,)
+    try:
+        adapted = adapt(*args, **kwargs)
+    except TypeError as error:
+        return operator, f"its arguments have no canonical form: {error}", (node.target,)
+    return operator, adapted if isinstance(adapted, str) else _bind(operator, (), adapted), (node.target,)
+
+
+def _bind(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | str:
+    try:
+        return operator.bind(args, kwargs)
+    except TypeError as error:
+        return f"its arguments have no canonical form: {error}"
+
+
+def _attribute(gm: fx.GraphModule, node: fx.Node, target: str, value: Any, attributes: dict[str, fx.Node]) -> Any:
+    """A module's own parameter, as the get_attr node that reads it; other values unchanged.
+
+    One node per parameter: it stands before its first use, and so before every other.
+    """
+    if not isinstance(value, Parameter):
+        return value
+    path = f"{target}.{value.name}" if value.name else target
+    if path not in attributes:
+        with gm.graph.inserting_before(node):
+            attributes[path] = inherit(gm.graph.get_attr(path), node, "canonical.rewrite")
+    return attributes[path]
+
+
+__all__ = ["resolve", "rewrite"]

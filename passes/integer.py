@@ -1,0 +1,164 @@
+"""Operators become integer primitives, with the weights and scales of this moment as constants.
+
+    %y = quantized.y(%x, %w)     →     %y_convolution = convolution(%x, [integer.y.weight], [integer.y.bias], …)
+                                       %y = requantize_fixed(%y_convolution, [integer.y.multiplier], …)
+
+The calls are those the prepared operator makes itself in state VALIDATE; here they are written down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.graph import BATCH_SIZES, TensorFact, attach, fact, inherit, notes, replace_graph, resolve, set_fact
+from fxquant.lowering import Lowering, Quantized
+from fxquant.numerics import Arithmetic
+from fxquant.ops import map_operands, operator_of
+from fxquant.ops.boundary import DEQUANTIZE
+from fxquant.pipeline import Context
+from fxquant.prepared import QuantizedOperator
+from fxquant.primitives import PRIMITIVES
+from fxquant.quantizer import Quantizer
+from fxquant.spec import WeightConfig
+
+CONTAINER = "integer"  # where the constants stand in the integer model
+
+
+class GraphLowering(Lowering):
+    """Writes the primitives of one operator into a graph; the last one takes the operator's name."""
+
+    def __init__(self, gm: fx.GraphModule, graph: fx.Graph, node: fx.Node, module: QuantizedOperator | None, output: Quantizer, arithmetic: Arithmetic, shapes: Shapes) -> None:
+        weight = module.weight if module is not None else WeightConfig()
+        super().__init__(node.name, arithmetic, output, module.intermediate if module is not None else None, weight)
+        self.gm, self.graph, self.node, self.shapes = gm, graph, node, shapes
+        self.made: list[fx.Node] = []
+        self.facts: dict[str, Any] = {}
+
+    def call(self, primitive: Callable[..., Tensor], *arguments: Any) -> fx.Node:
+        made = self.graph.create_node("call_function", primitive, arguments, {}, name=f"{self.name}_{primitive.__name__}")
+        inherit(made, self.node, "integer.lower")
+        made.meta["origin"] = self.name
+        set_fact(made, self.shapes.infer(made))
+        self.made.append(made)
+        return made
+
+    def constant(self, role: str, value: Tensor, dtype: torch.dtype) -> fx.Node:
+        path = f"{CONTAINER}.{self.name}.{role}"
+        attach(self.gm, path, value.detach().to(dtype).contiguous().clone())
+        made = inherit(self.graph.get_attr(path), self.node, "integer.lower")
+        set_fact(made, TensorFact(tuple(value.shape), dtype))
+        return made
+
+    def note(self, key: str, value: object) -> None:
+        self.facts[key] = value
+
+    def finish(self, result: Quantized) -> fx.Node:
+        """The node that holds the operator's result: it takes the operator's name and facts."""
+        node: fx.Node = result.value
+        if node in self.made:
+            node._rename(self.name)
+            notes(node).update(self.facts)
+            node.meta["fused"] = self.node.meta.get("fused", ())
+        return node
+
+
+class Shapes:
+    """Shapes and dtypes of primitives, by running them on tensors without data; equal calls are run once."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, Any] = {}
+
+    def infer(self, node: fx.Node) -> Any:
+        key = (node.target, _key(node.args), _key(node.kwargs))
+        if key not in self.known:
+            a, b = (self._run(node, batch) for batch in BATCH_SIZES)
+            self.known[key] = TensorFact.between(a, b)
+        return self.known[key]
+
+    @staticmethod
+    def _run(node: fx.Node, batch: int) -> Tensor:
+        def example(operand: fx.Node) -> Any:
+            value = fact(operand)
+            return torch.empty(value.at(batch), dtype=value.dtype, device="meta") if isinstance(value, TensorFact) else value
+
+        result: Tensor = node.target(*fx.map_arg(node.args, example), **fx.map_arg(node.kwargs, example))  # type: ignore[operator]
+        return result
+
+
+def _key(value: Any) -> Any:
+    """Arguments as a dictionary key, with nodes replaced by their facts."""
+    if isinstance(value, fx.Node):
+        known = fact(value)
+        return known if isinstance(known, TensorFact) else repr(known)
+    if isinstance(value, list | tuple):
+        return tuple(_key(item) for item in value)
+    if isinstance(value, dict):
+        return tuple((name, _key(item)) for name, item in value.items())
+    return value
+
+
+def lower(gm: fx.GraphModule, context: Context) -> int:
+    """Every quantized operator is replaced by its primitives; what nothing uses any more is gone."""
+    graph = fx.Graph()
+    environment: dict[fx.Node, fx.Node] = {}
+    outputs: dict[fx.Node, Quantizer] = {}  # of the nodes that hold quantized tensors
+    shapes = Shapes()
+    changes = 0
+    with torch.no_grad():
+        for node in gm.graph.nodes:
+            module = resolve(gm, str(node.target)) if node.op == "call_module" else None
+            if isinstance(module, QuantizedOperator):
+                module.output.require()
+                lowering = GraphLowering(gm, graph, node, module, module.output, context.target.arithmetic, shapes)
+                arguments = module.operator.bind_call(node.args, node.kwargs)
+                outputs[node] = module.output
+            elif operator_of(node) is DEQUANTIZE:
+                lowering = GraphLowering(gm, graph, node, None, outputs[node.args[0]], context.target.arithmetic, shapes)  # type: ignore[index]
+                arguments = {"input": node.args[0]}
+            else:
+                environment[node] = graph.node_copy(node, environment.__getitem__)
+                continue
+            operator = module.operator if isinstance(module, QuantizedOperator) else DEQUANTIZE
+            result = operator.lower(lowering, **_concrete(gm, operator, arguments, environment, outputs))
+            environment[node] = lowering.finish(result)
+            changes += 1
+    _eliminate_unused(graph)
+    replace_graph(gm, graph)
+    _drop_unused(gm)
+    return changes
+
+
+def _concrete(gm: fx.GraphModule, operator: Any, arguments: dict[str, Any], environment: dict[fx.Node, fx.Node], outputs: dict[fx.Node, Quantizer]) -> dict[str, Any]:
+    """The arguments with activations as quantized nodes, parameters as tensors, and other nodes as new nodes."""
+    def operand(name: str, value: fx.Node) -> Quantized:
+        quantizer = outputs[value]
+        return Quantized(environment[value], quantizer.scale, quantizer.dtype, fact(value).shape)
+
+    def other(value: fx.Node) -> Any:
+        return resolve(gm, str(value.target)) if value.op == "get_attr" else environment[value]
+
+    activations = {name for name in (*operator.operands, "residual") if arguments.get(name) is not None}
+    rest = {name: fx.map_arg(value, other) for name, value in arguments.items() if name not in activations}
+    taken = map_operands(operator, {name: arguments[name] for name in activations}, operand)
+    return {**rest, **taken}
+
+
+def _eliminate_unused(graph: fx.Graph) -> None:
+    """Parameters of the float model that were turned into constants are no longer read."""
+    for node in reversed(list(graph.nodes)):
+        if not node.users and (node.op == "get_attr" or (node.op == "call_function" and node.target in PRIMITIVES)):
+            graph.erase_node(node)
+
+
+def _drop_unused(gm: fx.GraphModule) -> None:
+    """Keep of the model only what the graph reads."""
+    used = {str(node.target) for node in gm.graph.nodes if node.op in ("get_attr", "call_module")}
+    kept = {path: resolve(gm, path) for path in sorted(used)}
+    for name in (*gm._modules, *gm._parameters, *gm._buffers):
+        delattr(gm, name)
+    for path, value in kept.items():
+        attach(gm, path, value)

@@ -1,0 +1,88 @@
+"""Operators become modules that observe, train and validate.
+
+    %y = conv2d(%x, %w)      →      %y = operators.y(%x, %w)      a QuantizedOperator
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from fxquant.graph import Annotation, annotation, attach, module_path, source
+from fxquant.ops import Operator, Scale, map_operands, operand_nodes, operator_of
+from fxquant.ops.boundary import DEQUANTIZE
+from fxquant.pipeline import Context
+from fxquant.prepared import QuantizedOperator
+from fxquant.quantizer import Quantizer
+from fxquant.spec import ActivationConfig
+from fxquant.stage import is_integer
+
+CONTAINER = "quantized"  # where the operators stand in the prepared model
+
+
+def insert(gm: fx.GraphModule, context: Context) -> int:
+    """Every integer operator is a QuantizedOperator; every group has one quantizer."""
+    quantizers = _quantizers(gm, context)
+    owners: set[int] = set()
+    changes = 0
+    for node in gm.graph.nodes:
+        operator = operator_of(node)
+        spec = annotation(node)
+        if operator is None or spec is None or not is_integer(node):
+            continue
+        assert spec.group is not None
+        arguments = operator.arguments(node)
+        own = operator.scale is Scale.OWN
+        module = QuantizedOperator(
+            node.name, operator, context.target.arithmetic, _inputs(operator, arguments, quantizers), quantizers[spec.group],
+            owns_output=own,
+            intermediate=_quantizer(node, spec.config.output, context) if "residual" in arguments else None,
+            weight=spec.config.weight, live_batch_norm=context.batch_norm == "live", path=module_path(node),
+        )  # fmt: skip
+        owners.add(spec.group)
+        target = f"{CONTAINER}.{node.name}"
+        attach(gm, target, module)
+        node.op, node.target = "call_module", target
+        changes += 1
+    return changes
+
+
+def _quantizers(gm: fx.GraphModule, context: Context) -> dict[int, Quantizer]:
+    """One quantizer per group, configured by its first member that has a scale of its own, or a fixed one."""
+    chosen: dict[int, tuple[fx.Node, ActivationConfig]] = {}
+    for node in gm.graph.nodes:
+        operator, spec = operator_of(node), annotation(node)
+        if operator is None or spec is None or spec.group is None or not is_integer(node) or operator.scale is Scale.SAME:
+            continue
+        config = _output_config(operator, spec)
+        if spec.group not in chosen or (config.fixed_scale is not None and chosen[spec.group][1].fixed_scale is None):
+            chosen[spec.group] = (node, config)
+    return {group: _quantizer(node, config, context) for group, (node, config) in chosen.items()}
+
+
+def _output_config(operator: Operator, spec: Annotation) -> ActivationConfig:
+    config: ActivationConfig = spec.config.input if operator.name == "quantize" and spec.config.input is not None else spec.config.output
+    return config
+
+
+def _quantizer(node: fx.Node, config: ActivationConfig, context: Context) -> Quantizer:
+    return Quantizer(
+        config.type, config.observer() if config.fixed_scale is None else None, scale=config.fixed_scale,
+        power_of_two=context.target.arithmetic.power_of_two_scales, name=node.name, source=source(node), module=module_path(node),
+    )  # fmt: skip
+
+
+def _inputs(operator: Operator, arguments: dict[str, Any], quantizers: dict[int, Quantizer]) -> dict[str, Quantizer | list[Quantizer]]:
+    """The quantizers of the operands, by parameter."""
+    def quantizer(name: str, operand: fx.Node) -> Quantizer:
+        spec = annotation(operand)
+        assert spec is not None
+        assert spec.group is not None
+        return quantizers[spec.group]
+
+    mapped = map_operands(operator, arguments, quantizer)
+    return {name: mapped[name] for name in (*operator.operands, "residual") if mapped.get(name) is not None}
+
+
+__all__ = ["CONTAINER", "DEQUANTIZE", "insert", "operand_nodes"]

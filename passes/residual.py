@@ -1,0 +1,53 @@
+"""An addition becomes part of the layer that feeds it, and is done in its accumulator.
+
+    %conv = conv2d(%x, %w)
+    %y    = add(%conv, %r)                 →    %conv = conv2d(%x, %w, residual=%r)
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fxquant.graph import absorb, fact
+from fxquant.ops import operator_of
+from fxquant.pipeline import Context
+
+
+def fuse(gm: fx.GraphModule, context: Context) -> int:
+    """No addition is left whose operand is a layer that can absorb it."""
+    position = {node: index for index, node in enumerate(gm.graph.nodes)}
+    changes = 0
+    for node in list(gm.graph.nodes):
+        operator = operator_of(node)
+        if operator is None or operator.name != "add" or operator.refuses(node, operator.arguments(node)) is not None:
+            continue
+        # The later layer absorbs: the other operand is then computed already.
+        candidates = sorted((a for a in node.args[:2] if isinstance(a, fx.Node)), key=position.__getitem__, reverse=True)
+        reasons = [_why_not(layer, node) for layer in candidates]
+        if None not in reasons:
+            context.say(f"%{node.name} is not fused: {'; '.join(str(r) for r in reasons)}")
+            continue
+        layer = candidates[reasons.index(None)]
+        residual = node.args[1] if node.args[0] is layer else node.args[0]
+        node.prepend(layer)
+        position[layer] = position[node]
+        layer.kwargs = {**layer.kwargs, "residual": residual}
+        node.replace_all_uses_with(layer)
+        absorb(layer, node)
+        gm.graph.erase_node(node)
+        context.say(f"%{node.name} fused into %{layer.name}")
+        changes += 1
+    return changes
+
+
+def _why_not(layer: fx.Node, addition: fx.Node) -> str | None:
+    operator = operator_of(layer)
+    if operator is None or "residual" not in operator.absorbs:
+        return f"%{layer.name} is no layer with weights"
+    if len(layer.users) > 1 or addition.args[0] is addition.args[1]:
+        return f"%{layer.name} has other users"
+    if set(layer.kwargs) - {"batch_norm"}:
+        return f"%{layer.name} already ends in {', '.join(set(layer.kwargs) - {'batch_norm'})}"
+    if any(fact(a) != fact(addition) for a in addition.args[:2] if isinstance(a, fx.Node)):
+        return "its operands differ in shape"
+    return None

@@ -1,0 +1,86 @@
+"""Operators that must share a scale are put in one group.
+
+The demands form a graph whose vertices are nodes and whose edges say "same scale"; a group is a connected
+component, so the result does not depend on any order. Two members that ask for different fixed scales or
+dtypes are a conflict, and the shortest path between them is its explanation.
+"""
+
+from __future__ import annotations
+
+import networkx as nx
+from torch import fx
+
+from fxquant.errors import ScaleConflict
+from fxquant.graph import annotate, annotation
+from fxquant.ops import Scale, operand_nodes, operator_of
+from fxquant.ops.boundary import DEQUANTIZE
+from fxquant.pipeline import Context
+from fxquant.stage import is_integer
+from dataclasses import replace
+
+
+def share(gm: fx.GraphModule, context: Context) -> int:
+    """Every integer node has a group; nodes of one group have one dtype and at most one fixed scale."""
+    demands = nx.Graph()
+    for node in gm.graph.nodes:
+        operator = operator_of(node)
+        if operator is None or not (is_integer(node) or operator is DEQUANTIZE):
+            continue
+        demands.add_node(node)
+        if _must_share(node, context):
+            demands.add_edges_from((node, operand) for operand in operand_nodes(operator, operator.arguments(node)))
+    order = {node: index for index, node in enumerate(gm.graph.nodes)}
+    groups = sorted((sorted(group, key=order.__getitem__) for group in nx.connected_components(demands)), key=lambda group: order[group[0]])
+    for index, group in enumerate(groups):
+        _check(group, demands)
+        for node in group:
+            spec = annotation(node)
+            assert spec is not None
+            annotate(node, replace(spec, group=index))
+    return sum(len(group) - 1 for group in groups)
+
+
+def _must_share(node: fx.Node, context: Context) -> bool:
+    operator = operator_of(node)
+    assert operator is not None
+    return operator.scale is Scale.SAME or (operator.name == "cat" and context.target.arithmetic.share_concat)
+
+
+def _check(group: list[fx.Node], demands: nx.Graph) -> None:
+    """Raise ScaleConflict if two members of a group cannot have one scale."""
+    asked: dict[fx.Node, tuple[str, float | None]] = {}
+    for node in group:
+        spec = annotation(node)
+        operator = operator_of(node)
+        if spec is None or spec.dtype is None or operator is None:
+            continue
+        chosen = spec.config.input if operator.name == "quantize" and spec.config.input else spec.config.output
+        scale = chosen.fixed_scale if operator.scale is Scale.OWN or operator.name == "quantize" else None
+        asked[node] = (spec.dtype, scale)
+    first: fx.Node | None = None
+    for node, (dtype, scale) in asked.items():
+        if scale is None and first is None:
+            continue
+        if first is None:
+            first = node
+            continue
+        if dtype != asked[first][0] or (scale is not None and scale != asked[first][1]):
+            raise _conflict(first, node, asked, demands)
+    dtypes = {dtype for dtype, _ in asked.values()}
+    if len(dtypes) > 1:
+        one, other = (next(node for node in asked if asked[node][0] == dtype) for dtype in sorted(dtypes)[:2])
+        raise _conflict(one, other, asked, demands)
+
+
+def _conflict(one: fx.Node, other: fx.Node, asked: dict[fx.Node, tuple[str, float | None]], demands: nx.Graph) -> ScaleConflict:
+    def wish(node: fx.Node) -> str:
+        dtype, scale = asked[node]
+        return f"%{node.name} asks for {dtype}" + ("" if scale is None else f" with scale {scale:g}")
+
+    path = " – ".join(f"%{node.name}" for node in nx.shortest_path(demands, one, other))
+    return ScaleConflict(
+        f"%{one.name} and %{other.name} must share one scale but ask for different ones",
+        node=other,
+        because=f"{wish(one)}, {wish(other)}; they are tied by {path}",
+        remedy="give both the same scale and dtype, or keep an operator between them in float",
+    )

@@ -1,0 +1,74 @@
+"""Every operator learns whether it becomes integer, with which dtype, and why."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fxquant.graph import Annotation, TensorFact, annotate as set_annotation, annotation, fact, module_path, refusal, spelling
+from fxquant.ops import Operator, Scale, operand_nodes, operator_of
+from fxquant.pipeline import Context
+from fxquant.spec import QConfig
+
+
+def annotate(gm: fx.GraphModule, context: Context) -> int:
+    """Every node that computes a tensor is annotated; those that stay in float say why."""
+    changes = 0
+    for node in gm.graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output") or not isinstance(fact(node), TensorFact):
+            continue
+        operator = operator_of(node)
+        qconfig = context.qconfig.choose(node.name, module_path(node), spelling(node))
+        reason = _why_float(node, operator, qconfig, context)
+        if reason is not None:
+            set_annotation(node, Annotation(None, reason, qconfig))
+            context.say(f"%{node.name} stays in float: {reason}")
+            continue
+        assert operator is not None
+        assert qconfig is not None
+        set_annotation(node, Annotation(_dtype(node, operator, qconfig), _why_integer(operator), qconfig))
+        changes += 1
+    return changes
+
+
+def _why_float(node: fx.Node, operator: Operator | None, qconfig: QConfig | None, context: Context) -> str | None:
+    """Why the node must stay in float; None if it becomes integer."""
+    because = refusal(node)
+    if because is not None:
+        return because
+    if operator is None:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+        return f"no operator of the table recognises {name}"
+    if qconfig is None:
+        return "the qconfig says so"
+    arguments = operator.arguments(node)
+    operands = operand_nodes(operator, arguments)
+    if not operands:
+        return "it reads no activation"
+    if any(not isinstance(fact(o), TensorFact) or fact(o).dtype not in (torch.float32, torch.float16, torch.bfloat16) for o in operands):
+        return "its operands are not floating-point tensors"
+    because = operator.refuses(node, arguments)
+    if because is not None:
+        return because
+    if operator.scale is Scale.SAME and operands[0].op != "placeholder" and (annotation(operands[0]) or Annotation(None, "")).dtype is None:
+        return f"it only passes on the values of %{operands[0].name}, which is in float"
+    target = context.target
+    if qconfig.output.dtype not in target.activations:
+        return f"{target.name} has no {qconfig.output.dtype} activations"
+    if "weight" in arguments and qconfig.weight.dtype not in target.weights:
+        return f"{target.name} has no {qconfig.weight.dtype} weights"
+    return None
+
+
+def _dtype(node: fx.Node, operator: Operator, qconfig: QConfig) -> str:
+    """An operator on its operand's scale has its operand's dtype; any other the configured one."""
+    if operator.scale is Scale.SAME:
+        operand = operand_nodes(operator, operator.arguments(node))[0]
+        spec = annotation(operand)
+        if spec is not None and spec.dtype is not None:
+            return spec.dtype
+    return qconfig.output.dtype
+
+
+def _why_integer(operator: Operator) -> str:
+    return "on its operand's scale" if operator.scale is Scale.SAME else "with a scale of its own"

@@ -1,0 +1,235 @@
+"""The models and data that other tests stand on: alive, reproducible, and of the architectures they are named after."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from benchmarks import zoo
+from fxquant.demo.digits import DigitsDataset, load_digits_dataset, split_by_class
+from fxquant.demo.network import build_demo_network
+from fxquant.demo.training import accuracy, seeded, train_float, train_quantized
+from fxquant.errors import ConfigurationError
+
+NAMES = ("demo network", "ResNet-18", "MobileNetV2")
+build = cache(lambda name: zoo.zoo()[name]())
+
+
+@pytest.fixture(scope="module")
+def digits() -> DigitsDataset:
+    return load_digits_dataset()
+
+
+def count_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def few(digits: DigitsDataset) -> DigitsDataset:
+    return digits._replace(train_images=digits.train_images[:128], train_labels=digits.train_labels[:128])
+
+
+# -------------------------------------------------------------------------------------------------------- digits
+
+
+def test_digits_have_the_promised_shapes_and_range(digits: DigitsDataset) -> None:
+    assert [tuple(part.shape) for part in digits] == [(1437, 1, 32, 32), (1437,), (360, 1, 32, 32), (360,)]
+    assert [part.dtype for part in digits] == [torch.float32, torch.int64, torch.float32, torch.int64]
+    assert digits.train_images.min() == -1
+    assert digits.train_images.max() == 1
+
+
+def test_digits_split_is_fixed(digits: DigitsDataset) -> None:
+    for part, again in zip(digits, load_digits_dataset(), strict=True):
+        assert torch.equal(part, again)
+    assert digits.test_labels[:20].tolist() == [0, 2, 3, 4, 6, 8, 2, 4, 8, 5, 7, 3, 2, 0, 3, 0, 9, 8, 4, 1]
+
+
+def test_digits_split_is_stratified_and_disjoint(digits: DigitsDataset) -> None:
+    labels = torch.cat([digits.train_labels, digits.test_labels])
+    train, test = split_by_class(labels, test_images_per_class=36, seed=3)
+    assert torch.cat([train, test]).sort().values.tolist() == list(range(1797))
+    assert labels[test].bincount().tolist() == digits.test_labels.bincount().tolist() == [36] * 10
+
+
+def test_split_follows_the_seed(digits: DigitsDataset) -> None:
+    _, one = split_by_class(digits.train_labels, 5, seed=1)
+    _, other = split_by_class(digits.train_labels, 5, seed=2)
+    assert not torch.equal(one, other)
+
+
+def test_missing_scikit_learn_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(ConfigurationError) as caught:
+        load_digits_dataset()
+    assert str(caught.value) == (
+        "the digits cannot be loaded\n"
+        "  because  they come with scikit-learn, which is not installed\n"
+        '  remedy   pip install "fxquant[demo]"'
+    )
+
+
+# -------------------------------------------------------------------------------------------------- demo network
+
+
+def test_demo_network_is_small_and_follows_its_seed() -> None:
+    one, same, other = build_demo_network(1), build_demo_network(1), build_demo_network(2)
+    assert 30_000 <= count_parameters(one) <= 60_000
+    assert torch.equal(one.head.weight, same.head.weight)
+    assert not torch.equal(one.head.weight, other.head.weight)
+
+
+def test_training_is_deterministic_and_leaves_the_global_generator_alone(digits: DigitsDataset) -> None:
+    state = torch.get_rng_state()
+    networks = [build_demo_network(seed=0), build_demo_network(seed=0)]
+    for network in networks:
+        train_float(network, few(digits), epochs=2, seed=0)
+        assert not network.training
+    one, other = (network.state_dict() for network in networks)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_training_reports_each_batch(digits: DigitsDataset) -> None:
+    seen: list[tuple[int, int]] = []
+    losses: list[float] = []
+
+    def on_batch(done: int, total: int, loss: float) -> None:
+        seen.append((done, total))
+        losses.append(loss)
+
+    train_quantized(build_demo_network(seed=0), few(digits), epochs=2, seed=0, on_batch=on_batch)
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert all(loss > 0 for loss in losses)
+
+
+def test_demo_network_learns_the_digits_in_five_epochs(digits: DigitsDataset) -> None:
+    assert accuracy(build("demo network").model, digits.test_images, digits.test_labels) >= 0.97
+
+
+def test_training_on_from_a_trained_network_keeps_its_accuracy(digits: DigitsDataset) -> None:
+    network = build_demo_network(seed=0)
+    network.load_state_dict(build("demo network").model.state_dict())
+    train_quantized(network, digits, epochs=1, seed=0)
+    assert accuracy(network, digits.test_images, digits.test_labels) >= 0.97
+
+
+def test_accuracy_evaluates_in_eval_mode_and_restores_the_mode() -> None:
+    class Constant(nn.Module):
+        def forward(self, images: Tensor) -> Tensor:
+            assert not self.training
+            return torch.tensor([[0.0, 1.0]]).expand(len(images), 2)
+
+    constant = Constant().train()
+    assert accuracy(constant, torch.zeros(5, 1), torch.tensor([1, 1, 1, 1, 0]), batch_size=2) == 0.8
+    assert constant.training
+
+
+# ----------------------------------------------------------------------------------------------------------- zoo
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_zoo_models_are_alive_on_data_they_have_not_seen(name: str) -> None:
+    entry = build(name)
+    zoo.check_alive(entry.model, torch.cat(entry.test_batches))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_zoo_entries_fit_together(name: str) -> None:
+    entry = build(name)
+    assert not any(module.training for module in entry.model.modules())
+    assert len(entry.calibration_batches) == len(entry.test_batches) == 4
+    assert {batch.shape for batch in entry.calibration_batches} == {batch.shape for batch in entry.test_batches}
+    assert not torch.equal(entry.calibration_batches[0], entry.test_batches[0])
+    assert entry.example_inputs[0].shape == entry.test_batches[0][:1].shape
+    logits = entry.model(*entry.example_inputs)
+    assert logits.shape == (1, 10 if name == "demo network" else 100)
+
+
+@pytest.mark.parametrize("name", ["ResNet-18", "MobileNetV2"])
+def test_zoo_builds_the_same_model_again(name: str) -> None:
+    one, other = build(name), zoo.zoo()[name]()
+    assert torch.equal(one.test_batches[0], other.test_batches[0])
+    again = other.model.state_dict()
+    assert all(torch.equal(value, again[key]) for key, value in one.model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_differ_between_images(name: str) -> None:
+    entry = build(name)
+    with torch.no_grad():
+        logits = entry.model(torch.cat(entry.test_batches))
+    assert len(logits.argmax(1).unique()) >= 5
+
+
+def test_parameter_counts_are_those_of_torchvision() -> None:
+    assert count_parameters(zoo.ResNet18()) == 11_689_512
+    assert count_parameters(zoo.MobileNetV2()) == 3_504_872
+    assert count_parameters(zoo.MobileNetV2(width=0.5)) == 1_968_680
+
+
+@pytest.mark.parametrize("model", [zoo.ResNet18, zoo.MobileNetV2])
+def test_small_models_keep_resolution(model: Any) -> None:
+    last_shapes: dict[bool, tuple[int, ...]] = {}
+    for small in (False, True):
+        network = model(num_classes=7, small=small).eval()
+        last_stage = network.layer4 if model is zoo.ResNet18 else network.features
+        last_stage.register_forward_hook(lambda _module, _inputs, out, small=small: last_shapes.update({small: tuple(out.shape[2:])}))
+        assert network(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
+    assert last_shapes == {False: (1, 1), True: (4, 4)}
+
+
+def test_make_alive_uses_cumulative_statistics_and_restores_momentum() -> None:
+    norm = nn.BatchNorm2d(3, momentum=0.25)
+    norm.running_mean = torch.full((3,), 9.0)
+    images = torch.randn(8, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    zoo.make_alive(nn.Sequential(norm), images, batch_size=4)
+    assert norm.running_mean is not None
+    torch.testing.assert_close(norm.running_mean, images.mean((0, 2, 3)))
+    assert norm.momentum == 0.25
+    assert not norm.training
+
+
+class Dead(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.relu6(torch.relu(x) - 100)
+
+
+def test_check_alive_names_the_dead_relu() -> None:
+    with pytest.raises(ValueError, match=r"relu 1: Activity\(zeros=1\.0, std=0\.0\)"):
+        zoo.check_alive(Dead(), torch.linspace(-1, 1, 20))
+
+
+def test_relus_are_counted_however_they_are_spelled() -> None:
+    spellings = [nn.ReLU(), nn.ReLU(inplace=True), nn.ReLU6(), nn.ReLU6(inplace=True)]
+    assert len(zoo.relu_activities(nn.Sequential(*spellings), torch.linspace(-1, 1, 20))) == 4
+    assert len(zoo.relu_activities(Dead(), torch.linspace(-1, 1, 20))) == 2
+
+
+def test_photographs_are_varied_and_normalised() -> None:
+    images = zoo.photographs(32, 48, seed=5)
+    assert images.shape == (32, 3, 48, 48)
+    assert images.dtype == torch.float32
+    assert images.abs().max() < 3
+    assert images.std((1, 2, 3)).min() > 0.05
+    assert torch.equal(images, zoo.photographs(32, 48, seed=5))
+    assert not torch.equal(images, zoo.photographs(32, 48, seed=6))
+
+
+# ------------------------------------------------------------------------------------------------ residual chain
+
+
+@pytest.mark.parametrize("nodes", [9, 100, 350])
+def test_residual_chain_has_the_nodes_asked_for_and_is_alive(nodes: int) -> None:
+    chain = zoo.residual_chain(nodes)
+    assert abs(len(fx.symbolic_trace(chain).graph.nodes) - nodes) <= 3
+    with seeded(1):
+        zoo.check_alive(chain, torch.randn(8, 4, 8, 8))
+
+
+def test_long_residual_chain_stays_finite() -> None:
+    assert zoo.residual_chain(7000)(torch.ones(1, 4, 8, 8)).isfinite().all()
