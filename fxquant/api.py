@@ -19,7 +19,11 @@ from fxquant.spec import QConfig, QConfigMapping, as_mapping
 from fxquant.stage import Stage
 from fxquant.state import State
 from fxquant.target import Target
+from fxquant.backends.export import export_onnx
+from fxquant.backends.runtime import RUNTIME_NAMES, OnnxModel
+from fxquant.progress import progress
 from fxquant.trace import trace
+from fxquant.verify import Form, IntegerForm, OnnxForm, Report, _count, check_batches, compare, form_of
 
 Batches = Iterable[Any]
 
@@ -69,3 +73,45 @@ def convert(
     run(integer, CONVERT, Context(target, QConfigMapping()), dial, until)
     integer.eval()
     return integer
+
+
+def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | None = None) -> Report:
+    """Compare two forms of a model bit for bit: prepared, integer, or the path of an exported ONNX file.
+
+    An ONNX file is run with all optimisations, with none, with one thread and two, and by the reference
+    evaluator. Every quantized tensor is compared, not only the outputs. Where float operators stand between
+    integer segments, each segment is fed from PyTorch and must be equal; what the float operators flipped is
+    counted apart, as `flips`.
+
+    The report is true if nothing differed; `mismatches` counts differing elements; `first` locates the first.
+    """
+    graph = next((m for m in (first, second) if isinstance(m, fx.GraphModule)), None)
+    if graph is None:
+        raise ConfigurationError("two ONNX files cannot be compared", because="the batches are checked against a graph", remedy="pass the integer model as one of the two")
+    integer = next((m for m in (first, second) if isinstance(m, fx.GraphModule) and m.meta.get("stage") == "INTEGER"), None)
+    inputs = list(check_batches(graph, [batches] if isinstance(batches, torch.Tensor) else batches))
+    report = Report()
+    a, *others = (first, second) if isinstance(first, fx.GraphModule) else (second, first)
+    left = form_of(a)
+    feed = left.crossings if isinstance(left, IntegerForm) else []
+    steps: list[tuple[Form, list[str]]] = []
+    if isinstance(others[0], str | os.PathLike):
+        opened = OnnxModel(others[0])
+        steps = [(OnnxForm(opened, runtime, feed), feed) for runtime in RUNTIME_NAMES]
+    else:
+        steps = [(form_of(others[0]), [])]
+    for form, _ in progress(steps, len(steps), "verifying", show_progress):
+        compare(left, form, inputs, integer, report)
+    if feed:
+        report.flips = _flips(left, OnnxForm(OnnxModel(others[0]), RUNTIME_NAMES[0], []), inputs)
+    return report
+
+
+def _flips(left: Form, whole: OnnxForm, inputs: list[list[torch.Tensor]]) -> int:
+    """Elements that differ where float operators hand over, when the file runs on its own."""
+    count = Report()
+    for batch in inputs:
+        a, b = left.run(batch, False), whole.run(batch, False)
+        names = getattr(left, "crossings", [])
+        _count({n: a[n] for n in names}, b, count)
+    return count.mismatches

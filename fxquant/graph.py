@@ -180,6 +180,24 @@ def notes(node: fx.Node) -> dict[str, Any]:
     return value
 
 
+@dataclass(frozen=True)
+class QParams:
+    """The scale and the integer dtype of a quantized tensor in an integer graph."""
+
+    scale: float
+    dtype: str
+
+
+def qparams(node: fx.Node) -> QParams | None:
+    """The scale and dtype of the quantized tensor a node of an integer graph holds; None for any other node."""
+    value = node.meta.get("qparams")
+    return value if isinstance(value, QParams) else None
+
+
+def set_qparams(node: fx.Node, value: QParams) -> None:
+    node.meta["qparams"] = value
+
+
 def origin(node: fx.Node) -> str:
     """The name of the prepared node an integer node was lowered from."""
     return str(node.meta.get("origin", node.name))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.graph import BATCH_SIZES, TensorFact, attach, fact, inherit, notes, replace_graph, resolve, set_fact
+from fxquant.graph import BATCH_SIZES, QParams, TensorFact, attach, fact, inherit, notes, replace_graph, resolve, set_fact, set_qparams
 from fxquant.lowering import Lowering, Quantized
 from fxquant.numerics import Arithmetic
 from fxquant.ops import map_operands, operator_of
@@ -60,6 +60,8 @@ class GraphLowering(Lowering):
         """The node that holds the operator's result: it takes the operator's name and facts."""
         node: fx.Node = result.value
         if node in self.made:
+            if PRIMITIVES[node.target].kind == "quantized":  # type: ignore[index]
+                set_qparams(node, QParams(float(result.scale), result.dtype.name))
             node._rename(self.name)
             notes(node).update(self.facts)
             node.meta["fused"] = self.node.meta.get("fused", ())

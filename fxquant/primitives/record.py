@@ -32,9 +32,6 @@ class Emitter(Protocol):
     def dtype(self, value: str) -> torch.dtype:
         """The element type of a value in the ONNX graph."""
 
-    def rank(self, value: str) -> int:
-        """The number of dimensions of a value."""
-
 
 @dataclass(frozen=True)
 class Primitive:

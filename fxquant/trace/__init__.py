@@ -17,7 +17,8 @@ from torch import fx, nn
 from fxquant.errors import ConfigurationError, TraceError
 from fxquant.graph import BATCH_SIZES
 from fxquant.trace.checks import RETRACE_SIZES, compare_recordings, compare_with_model
-from fxquant.trace.inputs import bind_inputs
+from fxquant.trace.environment import collection_paused
+from fxquant.trace.inputs import ExampleInputs, bind_inputs
 from fxquant.trace.leaves import LeafRule, default_leaf
 from fxquant.trace.result import assumptions, attach_input_check, build, is_traced
 from fxquant.trace.tracer import record
@@ -41,13 +42,18 @@ def trace(
     if not isinstance(model, nn.Module):
         _refuse_model(model)
     inputs = bind_inputs(model, example_inputs, dynamic_shapes)
-    recording = record(model, inputs, BATCH_SIZES, leaf, locate=True)
-    if check and inputs.batch is not None:
-        compare_recordings(recording, record(model, inputs, RETRACE_SIZES, leaf, locate=False))
-    traced = build(model, recording)
+    with collection_paused():
+        traced = _traced(model, inputs, leaf, check)
     if check:
         compare_with_model(model, traced, inputs)
     return traced
+
+
+def _traced(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule | None, check: bool) -> fx.GraphModule:
+    recording = record(model, inputs, (*BATCH_SIZES, *RETRACE_SIZES), leaf, locate=True)
+    if check and inputs.batch is not None:
+        compare_recordings(recording, record(model, inputs, (*RETRACE_SIZES, *BATCH_SIZES), leaf, locate=False))
+    return build(model, recording)
 
 
 def _refuse_model(model: object) -> None:

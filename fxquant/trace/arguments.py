@@ -23,15 +23,16 @@ class Arguments:
 
     key      what the shapes and types of the result depend on
     fake     whether the content of any of the tensors is unknown while tracing
+    known    whether the content of any of the tensors is known while tracing
     traced   the traced tensors among the arguments, in order
     """
 
-    __slots__ = ("fake", "handler", "key", "substitutes", "traced")
+    __slots__ = ("fake", "handler", "key", "known", "substitutes", "traced")
 
     def __init__(self, handler: Handler, function: Any) -> None:
         self.handler = handler
         self.key: list[Any] = [function]
-        self.fake = False
+        self.fake = self.known = False
         self.traced: list[TracedTensor] = []
         self.substitutes: dict[int, Value] = {}
 
@@ -65,7 +66,9 @@ class Arguments:
         if tensor.aliases is not None:
             self.handler.refresh(tensor)
         value = tensor.value
-        if not value.real:
+        if value.real:
+            self.known = True
+        else:
             self.fake = True
         self.key.append(value.abstract)
         self.traced.append(tensor)
@@ -78,7 +81,9 @@ class Arguments:
             self.substitutes[id(tensor)] = rebound.value
             return node
         node, value = self.handler.attribute(tensor)
-        if not value.real:
+        if value.real:
+            self.known = True
+        else:
             self.fake = True
         self.substitutes[id(tensor)] = value
         self.key.append(value.abstract)

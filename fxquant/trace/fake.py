@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -18,13 +18,15 @@ class Outcome:
     alias      which of the traced arguments the first tensor result shares its memory with, or None
     same_place whether it is also the same elements in the same order
     recorded   whether anything in it can only be computed by a node
+    from_content   whether it depends on the content of arguments, not only on their shapes
     """
 
-    __slots__ = ("alias", "recorded", "same_place", "template")
+    __slots__ = ("alias", "from_content", "recorded", "same_place", "template")
 
     def __init__(self, template: Any, alias: int | None, same_place: bool) -> None:
         self.template, self.alias, self.same_place = template, alias, same_place
         self.recorded = _has_values(template)
+        self.from_content = False
 
 
 class Sequenced:
@@ -76,23 +78,35 @@ class Evaluator:
         `fake` says that the content of the arguments is not to be looked at; `substitutes` are the values of plain
         tensors, by identity.
         """
-        a, traced = self._run_side(function, args, kwargs, "a", fake, substitutes)
-        b = a if self.static else self._run_side(function, args, kwargs, "b", fake, substitutes)[0]
-        return Outcome(self._merge(a, b), *_alias(a, traced))
+        a = _Side("a", None if fake else _KNOWN, substitutes)
+        b = _Side("b", None if fake else _KNOWN, substitutes)
+        return self._outcome(function, args, kwargs, a, b)
 
-    def _run_side(
-        self, function: Callable[..., Any], args: Any, kwargs: Any, side: str, fake: bool, substitutes: dict[int, Value]
-    ) -> tuple[Any, list[torch.Tensor]]:
-        traced: list[torch.Tensor] = []
-        args = at_side(args, side, fake, substitutes, traced)
-        kwargs = at_side(kwargs, side, fake, substitutes, traced)
+    def run_on_content(self, function: Callable[..., Any], args: Any, kwargs: Any, substitutes: dict[int, Value]) -> Outcome | None:
+        """As `run`, for a function whose shapes follow from the content of arguments that is known while tracing.
+
+        None if they depend on unknown content as well.
+        """
+        zeros, ones = (
+            self._outcome(function, args, kwargs, _Side("a", fill, substitutes), _Side("b", fill, substitutes)) for fill in (0, 1)
+        )
+        zeros.template, ones.template = _without_content(zeros.template), _without_content(ones.template)
+        zeros.from_content = True
+        same = isinstance(zeros.template, Value) and zeros.template is ones.template
+        return zeros if same else None
+
+    def _outcome(self, function: Callable[..., Any], args: Any, kwargs: Any, side_a: _Side, side_b: _Side) -> Outcome:
+        a = self._run_side(function, args, kwargs, side_a)
+        b = a if self.static else self._run_side(function, args, kwargs, side_b)
+        return Outcome(self._merge(a, b), *_alias(a, side_a.traced))
+
+    def _run_side(self, function: Callable[..., Any], args: Any, kwargs: Any, side: _Side) -> Any:
         with torch._C.DisableTorchFunction():
-            if fake:
-                with self.mode:
-                    result = function(*args, **kwargs)
-            else:
-                result = function(*args, **kwargs)
-            return result, traced
+            args, kwargs = side.arguments(args), side.arguments(kwargs)
+            if side.content is not None:
+                return function(*args, **kwargs)
+            with self.mode:
+                return function(*args, **kwargs)
 
     def _merge(self, a: Any, b: Any) -> Any:
         if isinstance(a, torch.Tensor):
@@ -109,7 +123,7 @@ class Evaluator:
             return Sequenced(type(a), [self._merge(a[key], b[key]) for key in a], list(a))
         if isinstance(a, bool):
             if a is not b:
-                refuse_batch_condition(a, b)
+                refuse_batch_condition()
         elif isinstance(a, (int, float)) and a != b and not (a != a and b != b):
             return Number(a, b)
         return a
@@ -125,11 +139,11 @@ class Evaluator:
         return abstract if isinstance(a, FakeTensor) else Value(a, b, abstract)
 
 
-def refuse_batch_condition(a: bool, b: bool) -> None:
+def refuse_batch_condition() -> NoReturn:
     """Raise the error of a branch that would go both ways."""
     refuse(
         "control flow depends on the batch size",
-        because=f"a condition is {a} at one batch size and {b} at another; a graph has no branches",
+        because="a condition is true at some batch sizes and false at others, and a graph has no branches",
         remedy="make the condition independent of the batch, or trace with dynamic_shapes={} to fix the batch size",
     )
 
@@ -140,27 +154,54 @@ def is_data_dependent(error: BaseException) -> bool:
     return "DataDependent" in name or "DynamicOutput" in name
 
 
-def at_side(arg: Any, side: str, fake: bool, substitutes: dict[int, Value], traced: list[torch.Tensor]) -> Any:
-    """The arguments as they are at one batch size; the tensors that stand for traced ones are collected in `traced`."""
-    if isinstance(arg, TracedTensor):
-        tensor: torch.Tensor = getattr(arg.value.abstract if fake else arg.value, side)
-        traced.append(tensor)
-        return tensor
-    if isinstance(arg, torch.Tensor):
-        value = substitutes.get(id(arg))
-        return arg if value is None else getattr(value.abstract if fake else value, side)
-    if isinstance(arg, BatchNumber):
-        return getattr(arg, side)
-    if isinstance(arg, (tuple, list)):
-        items = [at_side(item, side, fake, substitutes, traced) for item in arg]
-        if hasattr(arg, "_fields"):
-            return type(arg)(*items)
-        return items if isinstance(arg, list) else tuple(items)
-    if isinstance(arg, dict):
-        return {key: at_side(item, side, fake, substitutes, traced) for key, item in arg.items()}
-    if isinstance(arg, slice):
-        return slice(*(at_side(item, side, fake, substitutes, traced) for item in (arg.start, arg.stop, arg.step)))
-    return arg
+_KNOWN = object()
+
+
+class _Side:
+    """The arguments of a call as they are at one batch size.
+
+    content      None for fake tensors, `_KNOWN` for real ones, or the number to fill real tensors of unknown content with
+    traced       the tensors that stand for traced ones, in order
+    """
+
+    __slots__ = ("content", "name", "substitutes", "traced")
+
+    def __init__(self, name: str, content: Any, substitutes: dict[int, Value]) -> None:
+        self.name, self.content, self.substitutes = name, content, substitutes
+        self.traced: list[torch.Tensor] = []
+
+    def arguments(self, arg: Any) -> Any:
+        """One argument, or a nest of them."""
+        if isinstance(arg, TracedTensor):
+            self.traced.append(self._tensor(arg.value))
+            return self.traced[-1]
+        if isinstance(arg, torch.Tensor):
+            value = self.substitutes.get(id(arg))
+            return arg if value is None else self._tensor(value)
+        if isinstance(arg, BatchNumber):
+            return getattr(arg, self.name)
+        if isinstance(arg, (tuple, list)):
+            items = [self.arguments(item) for item in arg]
+            if hasattr(arg, "_fields"):
+                return type(arg)(*items)
+            return items if isinstance(arg, list) else tuple(items)
+        if isinstance(arg, dict):
+            return {key: self.arguments(item) for key, item in arg.items()}
+        if isinstance(arg, slice):
+            return slice(*(self.arguments(item) for item in (arg.start, arg.stop, arg.step)))
+        return arg
+
+    def _tensor(self, value: Value) -> torch.Tensor:
+        if self.content is None:
+            value = value.abstract
+        tensor: torch.Tensor = getattr(value, self.name)
+        if self.content is None or self.content is _KNOWN or value.real:
+            return tensor
+        return torch.full(tensor.shape, self.content, dtype=tensor.dtype, device=tensor.device)
+
+
+def _without_content(template: Any) -> Any:
+    return template.abstract if isinstance(template, Value) else template
 
 
 def _alias(result: Any, traced: list[torch.Tensor]) -> tuple[int | None, bool]:

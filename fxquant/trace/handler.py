@@ -30,14 +30,16 @@ _READS_CONTENT = frozenset((
 class Handler:
     """Records one trace at one pair of batch sizes.
 
+    batches    the two batch sizes of this trace, and two others at which numbers are foreseen
     path       dotted path of the module whose forward is executing
     rebound    plain tensors that were changed in place with a traced value, by identity
     notes      what was fixed while tracing, in order
     paused     true while an operator is evaluated, when nothing is to be recorded
     """
 
-    def __init__(self, snapshot: Snapshot, evaluator: Evaluator, root_code: CodeType, locate: bool) -> None:
+    def __init__(self, snapshot: Snapshot, evaluator: Evaluator, batches: tuple[int, ...], root_code: CodeType, locate: bool) -> None:
         self.snapshot = snapshot
+        self.batches = batches
         self.evaluator = evaluator
         self.graph = fx.Graph()
         self.path = ""
@@ -104,31 +106,37 @@ class Handler:
     def _size(self, node: fx.Node, dim: int, a: int, b: int) -> BatchInt:
         size = self.graph.create_node("call_method", "size", (node, dim))
         self._describe(size, numeric_fact(a, b))
-        return BatchInt(a, b, size)
+        return BatchInt(self._foreseen(a, b), size)
 
     def arithmetic(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """A function of numbers, some of which depend on the batch: recorded if its result does, too."""
-        a, b = self._both(function, args)
-        if a == b or (a != a and b != b):
-            return a
+        values = self._everywhere(function, args)
+        if all(value == values[0] or value != value for value in values):
+            return values[0]
         nodes = tuple(arg.node if isinstance(arg, BatchNumber) else arg for arg in args)
         node = self.graph.create_node("call_function", function, nodes)
-        self._describe(node, numeric_fact(a, b))
-        return BatchInt(a, b, node) if isinstance(a, int) and isinstance(b, int) else BatchFloat(a, b, node)
+        self._describe(node, numeric_fact(*values[:2]) if values[0] != values[1] else None)
+        return BatchInt(values, node) if all(isinstance(value, int) for value in values) else BatchFloat(values, node)
 
     def decide(self, function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-        """A comparison of numbers that depend on the batch; it must come out the same at both batch sizes."""
-        a, b = self._both(function, args)
-        if a != b:
-            refuse_batch_condition(a, b)
+        """A comparison of numbers that depend on the batch; it must come out the same at all batch sizes."""
+        first, *others = self._everywhere(function, args)
+        if any(other != first for other in others):
+            refuse_batch_condition()
         if self._locate and not any(isinstance(arg, BatchNumber) for arg in args[1:]):
-            self.note(f"a comparison of a size that depends on the batch was resolved as {a}")
-        return bool(a)
+            self.note(f"a comparison of a size that depends on the batch was resolved as {first}")
+        return bool(first)
 
-    @staticmethod
-    def _both(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Any]:
-        a = function(*(arg.a if isinstance(arg, BatchNumber) else arg for arg in args))
-        return a, function(*(arg.b if isinstance(arg, BatchNumber) else arg for arg in args))
+    def _everywhere(self, function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(
+            function(*(arg.values[index] if isinstance(arg, BatchNumber) else arg for arg in args)) for index in range(len(self.batches))
+        )
+
+    def _foreseen(self, a: Any, b: Any) -> tuple[Any, ...]:
+        """The values of a size at all batch sizes, supposing that it grows evenly; comparing two traces proves that."""
+        first, second, *others = self.batches
+        rise, run = b - a, second - first
+        return (a, b, *(a + (rise * (other - first) // run if isinstance(a, int) else rise * (other - first) / run) for other in others))
 
     # ---- recording -------------------------------------------------------------------------------------------------
 
@@ -184,7 +192,9 @@ class Handler:
         except TypeError:  # something unhashable among the arguments
             return self._run(function, args, kwargs, arguments, fake, target)
         if outcome is None:
-            outcome = self.evaluator.cache[key] = self._run(function, args, kwargs, arguments, fake, target)
+            outcome = self._run(function, args, kwargs, arguments, fake, target)
+            if not outcome.from_content:
+                self.evaluator.cache[key] = outcome
         return outcome
 
     def _run(self, function: Any, args: Any, kwargs: Any, arguments: Arguments, fake: bool, target: Any) -> Outcome:
@@ -197,16 +207,18 @@ class Handler:
         except FxQuantError:
             raise
         except Exception as error:
-            if is_data_dependent(error):
+            if not is_data_dependent(error):
+                raise
+            outcome = self.evaluator.run_on_content(function, args, kwargs, arguments.substitutes) if arguments.known else None
+            if outcome is None:
                 self._refuse_data(name)
-            raise
         finally:
             self.paused = False
         if not fake and name in _READS_CONTENT:
             self.note(f"the content of a constant was read by {name}")
         return outcome
 
-    def _refuse_data(self, name: str) -> None:
+    def _refuse_data(self, name: str) -> NoReturn:
         refuse(
             "the model's Python depends on the content of a tensor",
             because=f"{name} needs numbers that are known only when the graph runs",
@@ -230,7 +242,7 @@ class Handler:
             return template.rebuild([self._item(node, name, item) for name, item in zip(names, template.items, strict=True)])
         if isinstance(template, Number):
             kind = BatchInt if isinstance(template.a, int) else BatchFloat
-            return kind(template.a, template.b, node)  # type: ignore[arg-type]
+            return kind(self._foreseen(template.a, template.b), node)
         return template
 
     def _item(self, node: fx.Node, name: Any, template: Any) -> Any:

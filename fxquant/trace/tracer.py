@@ -47,10 +47,14 @@ class _Mode(TorchFunctionMode):
         return self._handler.call(func, args, kwargs or {})
 
 
-def record(model: nn.Module, inputs: ExampleInputs, batches: tuple[int, int], leaf: LeafRule | None, locate: bool) -> Recording:
-    """Trace a model in eval mode. Nothing of the model is changed. `locate` says whether nodes are told their source lines."""
+def record(model: nn.Module, inputs: ExampleInputs, batches: tuple[int, ...], leaf: LeafRule | None, locate: bool) -> Recording:
+    """Trace a model in eval mode. Nothing of the model is changed.
+
+    batches   the two batch sizes to trace at, and two others that tell numbers which depend on the batch from those that do not
+    locate    whether nodes are told their source lines
+    """
     snapshot = Snapshot(model)
-    handler = Handler(snapshot, Evaluator(static=inputs.batch is None), _run.__code__, locate)
+    handler = Handler(snapshot, Evaluator(static=inputs.batch is None), batches, _run.__code__, locate)
     args, kwargs = inputs.arguments([
         leaf_ if name is None else _placeholder(handler, name, leaf_, inputs, batches)
         for name, leaf_ in zip(inputs.names, inputs.leaves, strict=True)
@@ -85,14 +89,14 @@ def _raised_at(error: BaseException) -> str | None:
     return source_of_error(error, _run.__code__)
 
 
-def _placeholder(handler: Handler, name: str, example: torch.Tensor, inputs: ExampleInputs, batches: tuple[int, int]) -> TracedTensor:
-    value = _input_value(handler.evaluator, example, batches if inputs.has_batch(example) else None)
+def _placeholder(handler: Handler, name: str, example: torch.Tensor, inputs: ExampleInputs, batches: tuple[int, ...]) -> TracedTensor:
+    value = _input_value(handler.evaluator, example, batches[:2] if inputs.has_batch(example) else None)
     node = handler.graph.placeholder(name)
     facts.describe(node, value.fact, "", "")
     return TracedTensor(node, value)
 
 
-def _input_value(evaluator: Evaluator, example: torch.Tensor, batches: tuple[int, int] | None) -> Value:
+def _input_value(evaluator: Evaluator, example: torch.Tensor, batches: tuple[int, ...] | None) -> Value:
     last = example.dim() == 4 and not example.is_contiguous() and example.is_contiguous(memory_format=torch.channels_last)
     layout = torch.channels_last if last else torch.contiguous_format
 

@@ -191,11 +191,21 @@ for _name in ("neg", "pos", "invert", "abs"):
 
 
 class BatchNumber:
-    """The part that `BatchInt` and `BatchFloat` share: two values, a node, and arithmetic that is recorded."""
+    """The part that `BatchInt` and `BatchFloat` share: arithmetic that is recorded.
 
-    a: Any
-    b: Any
+    values   what the number is at the two batch sizes of the trace, and what it will be at two others
+    """
+
+    values: tuple[Any, ...]
     node: fx.Node
+
+    @property
+    def a(self) -> Any:
+        return self.values[0]
+
+    @property
+    def b(self) -> Any:
+        return self.values[1]
 
     # A cache keyed by a batch number must always miss: entries of other traces, or of eager calls, would be wrong here.
     def __hash__(self) -> int:
@@ -205,7 +215,7 @@ class BatchNumber:
         return bool(active().decide(operator.truth, (self,)))
 
     def __reduce__(self) -> Any:
-        return (type(self.a), (self.a,))
+        return (type(self.values[0]), (self.values[0],))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BatchNumber:
         return self
@@ -235,9 +245,9 @@ class BatchNumber:
 class BatchInt(BatchNumber, int):
     """An integer that depends on the batch size."""
 
-    def __new__(cls, a: int, b: int, node: fx.Node) -> BatchInt:
-        number = int.__new__(cls, a)
-        number.a, number.b, number.node = int(a), int(b), node
+    def __new__(cls, values: tuple[int, ...], node: fx.Node) -> BatchInt:
+        number = int.__new__(cls, values[0])
+        number.values, number.node = values, node
         return number
 
     __hash__ = BatchNumber.__hash__
@@ -246,9 +256,9 @@ class BatchInt(BatchNumber, int):
 class BatchFloat(BatchNumber, float):
     """A float that depends on the batch size."""
 
-    def __new__(cls, a: float, b: float, node: fx.Node) -> BatchFloat:
-        number = float.__new__(cls, a)
-        number.a, number.b, number.node = float(a), float(b), node
+    def __new__(cls, values: tuple[float, ...], node: fx.Node) -> BatchFloat:
+        number = float.__new__(cls, values[0])
+        number.values, number.node = values, node
         return number
 
     __hash__ = BatchNumber.__hash__

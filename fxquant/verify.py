@@ -1,0 +1,266 @@
+"""Proof by running: two forms of one model compared bit for bit at every tensor they share.
+
+The forms are the prepared model (in VALIDATE), the integer model, and an exported ONNX file, which is run
+every way there is. The first difference is located: the node, its inputs, and both values.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.calibration import model_inputs
+from fxquant.errors import ConfigurationError
+from fxquant.graph import fact, origin, qparams
+from fxquant.prepared import QuantizedOperator, quantized_operators
+from fxquant.primitives import PRIMITIVES
+from fxquant.primitives.boundary import quantize
+from fxquant.state import State
+
+Values = dict[str, Tensor]  # by name, integers as int64, floats as they are; in the order they are computed
+
+
+class Form(Protocol):
+    """One form of the model, that runs a batch and shows its tensors."""
+
+    label: str
+
+    def run(self, inputs: list[Tensor], deep: bool) -> Values:
+        """The quantized tensors and the outputs (named "output 0", …); with `deep` the accumulators too."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two forms first differ."""
+
+    name: str
+    operator: str
+    source: str
+    inputs: tuple[str, ...]
+    index: tuple[int, ...]
+    values: tuple[float, float]
+    labels: tuple[str, str]
+    count: int
+    inputs_equal: bool
+
+    def __str__(self) -> str:
+        index = ", ".join(map(str, self.index))
+        rows = [
+            f"first difference at %{self.name} = {self.operator}({', '.join('%' + i for i in self.inputs)})",
+            f"  at       {self.source}" if self.source else "",
+            f"  element  [{index}] is {self.values[0]:g} in {self.labels[0]} and {self.values[1]:g} in {self.labels[1]}",
+            f"  extent   {self.count} elements of this tensor differ; its inputs are {'equal' if self.inputs_equal else 'not comparable'}",
+        ]
+        return "\n".join(row for row in rows if row)
+
+
+@dataclass
+class Report:
+    """What a verification found. True if not one bit differed.
+
+    mismatches  differing elements, over all tensors, batches and runtimes
+    elements    elements compared; tensors: distinct tensors compared
+    flips       elements that differ at a boundary because a float operator before it rounds differently; these
+                are outside the contract and not counted as mismatches
+    first       where the first difference is; None if there is none
+    """
+
+    pairs: list[str] = field(default_factory=list)
+    mismatches: int = 0
+    elements: int = 0
+    flips: int = 0
+    names: set[str] = field(default_factory=set)
+    first: Difference | None = None
+
+    @property
+    def tensors(self) -> int:
+        return len(self.names)
+
+    def __bool__(self) -> bool:
+        return self.mismatches == 0 and self.elements > 0
+
+    def __str__(self) -> str:
+        verdict = "equal" if self else "NOT equal"
+        lines = [f"{verdict}: {self.mismatches} mismatching elements of {self.elements} in {self.tensors} tensors ({'; '.join(self.pairs)})"]
+        if self.flips:
+            lines.append(f"{self.flips} elements flipped at a boundary behind float operators")
+        if self.first is not None:
+            lines.append(str(self.first))
+        return "\n".join(lines)
+
+
+# ---- the forms ------------------------------------------------------------------------------------------------------
+
+
+class PreparedForm:
+    """The prepared model in VALIDATE, whatever its state is; its state is restored afterwards."""
+
+    label = "prepared"
+
+    def __init__(self, prepared: fx.GraphModule) -> None:
+        self.model = prepared
+
+    def run(self, inputs: list[Tensor], deep: bool) -> Values:
+        operators = quantized_operators(self.model)
+        values: Values = {}
+
+        def keep(module: QuantizedOperator) -> Callable[..., None]:
+            def hook(_: Any, __: Any, result: Tensor) -> None:
+                values[module.name] = torch.round(result.double() / module.output.scale.double()).to(torch.int64)
+
+            return hook
+
+        hooks = [operator.register_forward_hook(keep(operator)) for operator in operators.values()]
+        states, training = {name: operator.state for name, operator in operators.items()}, self.model.training
+        try:
+            for operator in operators.values():
+                operator.state = State.VALIDATE
+            with torch.no_grad():
+                result = self.model(*inputs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for name, operator in operators.items():
+                operator.state = states[name]
+            self.model.train(training)
+        return values | _outputs(result)
+
+
+class IntegerForm:
+    """The integer model, node by node."""
+
+    label = "integer"
+
+    def __init__(self, integer: fx.GraphModule) -> None:
+        self.model = integer
+        self.crossings = [  # where float operators on the host hand over to an integer segment
+            node.name for node in integer.graph.nodes
+            if node.target is quantize and node.args[0].op != "placeholder"
+        ]  # fmt: skip
+
+    def run(self, inputs: list[Tensor], deep: bool) -> Values:
+        values: Values = {}
+
+        class Recorder(fx.Interpreter):
+            def run_node(self, n: fx.Node) -> Any:
+                result = super().run_node(n)
+                record = PRIMITIVES.get(n.target) if n.op == "call_function" else None  # type: ignore[arg-type]
+                if record is not None and (record.kind == "quantized" or (deep and record.kind == "accumulator")):
+                    values[n.name] = result.to(torch.int64)
+                return result
+
+        with torch.no_grad():
+            result = Recorder(self.model).run(*inputs)
+        return values | _outputs(result)
+
+
+class OnnxForm:
+    """An exported file in one runtime."""
+
+    def __init__(self, onnx_model: Any, runtime: str, feed: list[str]) -> None:
+        self.onnx, self.runtime, self.feed = onnx_model, runtime, feed
+        self.label = runtime
+        self.runners: dict[bool, Any] = {}
+        self.given: Values = {}
+
+    def run(self, inputs: list[Tensor], deep: bool) -> Values:
+        if deep not in self.runners:
+            kinds = ("quantized", "accumulator") if deep else ("quantized",)
+            self.runners[deep] = self.onnx.runner(self.runtime, self.onnx.names(kinds), self.feed)
+        feeds = dict(zip(self.onnx.input_names, inputs, strict=True))
+        feeds.update({name: self.given[name].to(_STORAGE[self.onnx.tensors[name]["dtype"]]) for name in self.feed})
+        found = self.runners[deep](feeds)
+        values = {name: found[name].to(torch.int64) for name in self.onnx.tensors if name in found and self.onnx.tensors[name]["kind"] != "float"}
+        outputs = {f"output {index}": found[name] for index, name in enumerate(self.onnx.output_names) if name in found}
+        return values | {name: value for name, value in outputs.items()}
+
+
+_STORAGE = {"int4": torch.int8, "int8": torch.int8, "int16": torch.int16, "int32": torch.int32}
+
+
+def _outputs(result: Any) -> Values:
+    found: list[Tensor] = []
+    fx.node.map_aggregate(result, lambda value: found.append(value) if isinstance(value, Tensor) else None)
+    return {f"output {index}": value for index, value in enumerate(found)}
+
+
+# ---- the comparison -------------------------------------------------------------------------------------------------
+
+
+def compare(a: Form, b: Form, batches: Iterable[list[Tensor]], integer: fx.GraphModule | None, report: Report) -> None:
+    """Compare two forms on batches, adding to the report; stops looking deeper once a difference is located."""
+    report.pairs.append(f"{a.label} = {b.label}")
+    for inputs in batches:
+        left = a.run(inputs, False)
+        if isinstance(b, OnnxForm):
+            b.given = left
+        right = b.run(inputs, False)
+        if _count(left, right, report) and report.first is None:
+            deep_left, deep_right = a.run(inputs, True), b.run(inputs, True)
+            report.first = _locate(deep_left, deep_right, (a.label, b.label), integer)
+
+
+def _count(left: Values, right: Values, report: Report) -> int:
+    differing = 0
+    for name in left:
+        if name in right:
+            report.names.add(name)
+            report.elements += left[name].numel()
+            differing += _differing(left[name], right[name])
+    report.mismatches += differing
+    return differing
+
+
+def _differing(one: Tensor, other: Tensor) -> int:
+    if one.shape != other.shape:
+        return max(one.numel(), other.numel())
+    return int((~(one == other) & ~(torch.isnan(one) & torch.isnan(other))).sum()) if one.is_floating_point() else int((one != other).sum())
+
+
+def _locate(left: Values, right: Values, labels: tuple[str, str], integer: fx.GraphModule | None) -> Difference | None:
+    nodes = {node.name: node for node in integer.graph.nodes} if integer is not None else {}
+    equal: set[str] = set()
+    for name in left:
+        if name not in right:
+            continue
+        count = _differing(left[name], right[name])
+        if count == 0:
+            equal.add(name)
+            continue
+        node = nodes.get(name)
+        operands = tuple(o.name for o in node.all_input_nodes if o.op != "get_attr") if node is not None else ()
+        same_shape = left[name].shape == right[name].shape
+        index = tuple(int(i) for i in torch.nonzero(left[name] != right[name])[0]) if same_shape else ()
+        values = (float(left[name][index]), float(right[name][index])) if same_shape else (float("nan"), float("nan"))
+        operator = getattr(node.target, "__name__", str(node.target)) if node is not None else "value"
+        source = str(node.meta.get("source", "")) if node is not None else ""
+        inputs_equal = all(o in equal or (o in nodes and nodes[o].op == "placeholder") for o in operands)
+        return Difference(name, operator, source, operands, index, values, labels, count, inputs_equal)
+    return None
+
+
+def check_batches(model: fx.GraphModule, batches: Iterable[Any]) -> Iterator[list[Tensor]]:
+    """The inputs of each batch. Raises CalibrationError where one does not fit."""
+    for index, batch in enumerate(batches):
+        yield model_inputs(model, batch, index)
+
+
+def form_of(model: Any, runtime: str | None = None, open_onnx: Callable[[str], Any] | None = None) -> Form:
+    """The form of a model object."""
+    stage = getattr(model, "meta", {}).get("stage") if isinstance(model, fx.GraphModule) else None
+    if stage == "PREPARED":
+        return PreparedForm(model)
+    if stage == "INTEGER":
+        return IntegerForm(model)
+    raise ConfigurationError(
+        f"{type(model).__name__} cannot be verified", because="it is neither a prepared model, nor an integer model, nor the path of an ONNX file",
+        remedy="pass the results of fxq.prepare, fxq.convert or fxq.export_onnx",
+    )  # fmt: skip
+
+
+__all__ = ["Difference", "Form", "IntegerForm", "Mapping", "OnnxForm", "PreparedForm", "Report", "check_batches", "compare", "fact", "form_of", "origin", "os", "qparams"]
