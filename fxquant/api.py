@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from fxquant import backends, calibration
+from fxquant.backends.export import export_onnx
+from fxquant.backends.runtime import RUNTIME_NAMES, OnnxModel
 from fxquant.errors import ConfigurationError
+from fxquant.explain import explain, summary
 from fxquant.graph import Model, copy_graph, copy_parameters
 from fxquant.passes import CONVERT, PREPARE
 from fxquant.pipeline import BATCH_NORM_MODES, Context, Dial, check_until, run
 from fxquant.prepared import quantized_operators
+from fxquant.progress import progress
 from fxquant.spec import QConfig, QConfigMapping, as_mapping
 from fxquant.stage import Stage
-from fxquant.state import State
 from fxquant.target import Target
-from fxquant.backends.export import export_onnx
-from fxquant.backends.runtime import RUNTIME_NAMES, OnnxModel
-from fxquant.progress import progress
+from fxquant.text import text
 from fxquant.trace import trace
-from fxquant.verify import Form, IntegerForm, OnnxForm, Report, _count, check_batches, compare, form_of
+from fxquant.verify import IntegerForm, OnnxForm, Report, check_batches, compare, count_flips, form_of
+
+logger = logging.getLogger("fxquant")
 
 Batches = Iterable[Any]
 
@@ -51,7 +58,10 @@ def prepare(
     prepared.meta = {**traced.meta, "target": chosen.name}
     dial.write("trace", prepared)
     context = Context(chosen, as_mapping(qconfig), batch_norm, dial.debug)
-    run(prepared, PREPARE, context, dial, until)
+    stopped = run(prepared, PREPARE, context, dial, until)
+    prepared.meta["unused_rules"] = context.qconfig.unused()
+    if not stopped:
+        logger.info("%s", summary(prepared))
     return prepared
 
 
@@ -75,6 +85,22 @@ def convert(
     return integer
 
 
+def calibrate(
+    prepared: fx.GraphModule, batches: Batches, num_batches: int | None = None, batch_fn: Callable[[Any], Any] | None = None, *,
+    show_progress: bool | None = None,
+) -> fx.GraphModule:  # fmt: skip
+    """Observe the batches, set every scale, and leave the model in state VALIDATE; returns it.
+
+    `batches` yields tensors, tuples or dicts (a DataLoader does): the leading items fill forward's inputs, the
+    rest (labels) is dropped; `batch_fn` maps a batch to the inputs. Memory does not grow with their number.
+
+    Raises CalibrationError if there is no batch, or one does not fit the model, or holds NaN or infinite
+    values; what was observed before stays observed.
+    """
+    calibration.calibrate(prepared, [batches] if isinstance(batches, torch.Tensor) else batches, num_batches, batch_fn, show_progress=show_progress)
+    return prepared
+
+
 def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | None = None) -> Report:
     """Compare two forms of a model bit for bit: prepared, integer, or the path of an exported ONNX file.
 
@@ -85,33 +111,65 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
 
     The report is true if nothing differed; `mismatches` counts differing elements; `first` locates the first.
     """
-    graph = next((m for m in (first, second) if isinstance(m, fx.GraphModule)), None)
-    if graph is None:
-        raise ConfigurationError("two ONNX files cannot be compared", because="the batches are checked against a graph", remedy="pass the integer model as one of the two")
-    integer = next((m for m in (first, second) if isinstance(m, fx.GraphModule) and m.meta.get("stage") == "INTEGER"), None)
-    inputs = list(check_batches(graph, [batches] if isinstance(batches, torch.Tensor) else batches))
-    report = Report()
-    a, *others = (first, second) if isinstance(first, fx.GraphModule) else (second, first)
-    left = form_of(a)
+    if not isinstance(first, fx.GraphModule):
+        first, second = second, first
+    left = form_of(first)
+    inputs = list(check_batches(first, [batches] if isinstance(batches, torch.Tensor) else batches))
     feed = left.crossings if isinstance(left, IntegerForm) else []
-    steps: list[tuple[Form, list[str]]] = []
-    if isinstance(others[0], str | os.PathLike):
-        opened = OnnxModel(others[0])
-        steps = [(OnnxForm(opened, runtime, feed), feed) for runtime in RUNTIME_NAMES]
-    else:
-        steps = [(form_of(others[0]), [])]
-    for form, _ in progress(steps, len(steps), "verifying", show_progress):
-        compare(left, form, inputs, integer, report)
-    if feed:
-        report.flips = _flips(left, OnnxForm(OnnxModel(others[0]), RUNTIME_NAMES[0], []), inputs)
+    integer = next((model for model in (first, second) if isinstance(model, fx.GraphModule) and model.meta["stage"] == "INTEGER"), None)
+    report = Report()
+    if not isinstance(second, str | os.PathLike):
+        compare(left, form_of(second), inputs, integer, report)
+        return report
+    opened = OnnxModel(second)
+    for runtime in progress(RUNTIME_NAMES, len(RUNTIME_NAMES), "verifying", show_progress):
+        compare(left, OnnxForm(opened, runtime, feed), inputs, integer, report)
+    if isinstance(left, IntegerForm) and feed:
+        report.flips = count_flips(left, OnnxForm(opened, RUNTIME_NAMES[0], []), inputs)
     return report
 
 
-def _flips(left: Form, whole: OnnxForm, inputs: list[list[torch.Tensor]]) -> int:
-    """Elements that differ where float operators hand over, when the file runs on its own."""
-    count = Report()
-    for batch in inputs:
-        a, b = left.run(batch, False), whole.run(batch, False)
-        names = getattr(left, "crossings", [])
-        _count({n: a[n] for n in names}, b, count)
-    return count.mismatches
+@dataclass
+class Result:
+    """What `quantize` returns: the model in every form, and how to write and prove it."""
+
+    float: nn.Module
+    prepared: fx.GraphModule
+    integer: fx.GraphModule
+
+    def export(self, path: str | os.PathLike[str], **options: Any) -> Path:
+        """Write the integer model as ONNX; options are those of `export_onnx`."""
+        return export_onnx(self.integer, path, **options)
+
+    def verify(self, path: str | os.PathLike[str], batches: Batches) -> Report:
+        """Compare the integer model with the exported file."""
+        return verify(self.integer, path, batches)
+
+
+def quantize(
+    model: nn.Module, batches: Batches, target: str | Target = "bayes-e", qconfig: QConfig | QConfigMapping | None = None, *,
+    num_batches: int | None = None, batch_fn: Callable[[Any], Any] | None = None, show_progress: bool | None = None,
+) -> Result:  # fmt: skip
+    """Prepare, calibrate and convert in one call. The first batch serves as example input as well.
+
+    Raises what `prepare`, `calibrate` and `convert` raise.
+    """
+    batches = [batches] if isinstance(batches, torch.Tensor) else batches
+    iterator = iter(batches)
+    try:
+        first = next(iterator)
+    except StopIteration:
+        raise calibration.no_batches(num_batches) from None
+    example = calibration.example_inputs(model, first if batch_fn is None else batch_fn(first))
+    prepared = prepare(model, example, target, qconfig)
+    calibrate(prepared, itertools.chain([first], iterator), num_batches, batch_fn, show_progress=show_progress)
+    return Result(model, prepared, convert(prepared))
+
+
+def dump(model: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
+    """Write the graph's text to `path`/graph.txt, and its explanation to `path`/explain.txt; returns the directory."""
+    directory = Path(path)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "graph.txt").write_text(text(model), encoding="utf-8")
+    (directory / "explain.txt").write_text(explain(model), encoding="utf-8")
+    return directory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -93,12 +94,27 @@ def calibrate(
         prepared(*arguments)
         seen += 1
     if seen == 0:
-        raise CalibrationError(
-            "there is nothing to calibrate with",
-            because="`batches` yielded no batch" if num_batches is None else f"`batches` yielded no batch (num_batches={num_batches})",
-            remedy="pass a list, generator or DataLoader with at least one batch; a generator that was used up yields nothing",
-        )
+        raise no_batches(num_batches)
     set_state(prepared, State.VALIDATE)
+
+
+def no_batches(num_batches: int | None) -> CalibrationError:
+    """The error for an empty iterable of batches."""
+    return CalibrationError(
+        "there is nothing to calibrate with",
+        because="`batches` yielded no batch" if num_batches is None else f"`batches` yielded no batch (num_batches={num_batches})",
+        remedy="pass a list, generator or DataLoader with at least one batch; a generator that was used up yields nothing",
+    )
+
+
+def example_inputs(model: nn.Module, batch: Any) -> Any:
+    """The part of a batch that forward requires: its leading items, as many as forward has required parameters."""
+    if not isinstance(batch, list | tuple):
+        return batch
+    parameters = inspect.signature(model.forward).parameters.values()
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
+    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return tuple(batch) if variadic else tuple(batch[: len(positional)])
 
 
 def _length(batches: Iterable[Any]) -> int | None:
@@ -180,3 +196,18 @@ def set_qparams(prepared: nn.Module, scales: Mapping[str, float]) -> None:
         chosen.extend((operator, float(scale)) for operator in _select(operators, [name]))
     for operator, scale in chosen:
         operator.output.set_scale(scale)
+
+
+def freeze(prepared: nn.Module, *, scales: bool = True, batch_norm: bool = True) -> None:
+    """Stop statistics from moving while training: the observed scales, and the batch norms' running statistics.
+
+    Afterwards TRAIN in train mode computes exactly what VALIDATE does, dropout aside.
+    """
+    prepared_target(prepared)
+    for operator in quantized_operators(prepared).values():
+        if batch_norm:
+            operator.live_batch_norm = False
+        if scales:
+            for quantizer in owned_quantizers(operator):
+                quantizer.update_scale()
+                quantizer.frozen = True

@@ -6,8 +6,7 @@ every way there is. The first difference is located: the node, its inputs, and b
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,7 +15,6 @@ from torch import Tensor, fx
 
 from fxquant.calibration import model_inputs
 from fxquant.errors import ConfigurationError
-from fxquant.graph import fact, origin, qparams
 from fxquant.prepared import QuantizedOperator, quantized_operators
 from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.boundary import quantize
@@ -165,19 +163,25 @@ class OnnxForm:
     def __init__(self, onnx_model: Any, runtime: str, feed: list[str]) -> None:
         self.onnx, self.runtime, self.feed = onnx_model, runtime, feed
         self.label = runtime
-        self.runners: dict[bool, Any] = {}
+        self.runners: dict[int, Any] = {}
         self.given: Values = {}
 
     def run(self, inputs: list[Tensor], deep: bool) -> Values:
-        if deep not in self.runners:
-            kinds = ("quantized", "accumulator") if deep else ("quantized",)
-            self.runners[deep] = self.onnx.runner(self.runtime, self.onnx.names(kinds), self.feed)
+        kinds = ("quantized", "accumulator") if deep else ("quantized",)
+        names = self.onnx.names(kinds)
         feeds = dict(zip(self.onnx.input_names, inputs, strict=True))
         feeds.update({name: self.given[name].to(_STORAGE[self.onnx.tensors[name]["dtype"]]) for name in self.feed})
-        found = self.runners[deep](feeds)
-        values = {name: found[name].to(torch.int64) for name in self.onnx.tensors if name in found and self.onnx.tensors[name]["kind"] != "float"}
-        outputs = {f"output {index}": found[name] for index, name in enumerate(self.onnx.output_names) if name in found}
-        return values | {name: value for name, value in outputs.items()}
+        found = self._runner(names)(feeds)
+        values = {name: found[name].to(torch.int64) for name in names if name in found}
+        # Exposing inner values keeps the runtime from some fusions, so the outputs come from the file as it is.
+        plain = self._runner([])(feeds)
+        return values | {f"output {index}": plain[name] for index, name in enumerate(self.onnx.output_names) if name in plain}
+
+    def _runner(self, expose: list[str]) -> Any:
+        key = len(expose)
+        if key not in self.runners:
+            self.runners[key] = self.onnx.runner(self.runtime, expose, self.feed)
+        return self.runners[key]
 
 
 _STORAGE = {"int4": torch.int8, "int8": torch.int8, "int16": torch.int16, "int32": torch.int32}
@@ -190,6 +194,15 @@ def _outputs(result: Any) -> Values:
 
 
 # ---- the comparison -------------------------------------------------------------------------------------------------
+
+
+def count_flips(left: IntegerForm, whole: OnnxForm, batches: Iterable[list[Tensor]]) -> int:
+    """Elements that differ where float operators hand over, when the file runs on its own."""
+    report = Report()
+    for inputs in batches:
+        mine, other = left.run(inputs, False), whole.run(inputs, False)
+        _count({name: mine[name] for name in left.crossings}, other, report)
+    return report.mismatches
 
 
 def compare(a: Form, b: Form, batches: Iterable[list[Tensor]], integer: fx.GraphModule | None, report: Report) -> None:
@@ -250,8 +263,8 @@ def check_batches(model: fx.GraphModule, batches: Iterable[Any]) -> Iterator[lis
         yield model_inputs(model, batch, index)
 
 
-def form_of(model: Any, runtime: str | None = None, open_onnx: Callable[[str], Any] | None = None) -> Form:
-    """The form of a model object."""
+def form_of(model: Any) -> PreparedForm | IntegerForm:
+    """The form of a model object. Raises ConfigurationError if it is neither prepared nor integer."""
     stage = getattr(model, "meta", {}).get("stage") if isinstance(model, fx.GraphModule) else None
     if stage == "PREPARED":
         return PreparedForm(model)
@@ -262,5 +275,3 @@ def form_of(model: Any, runtime: str | None = None, open_onnx: Callable[[str], A
         remedy="pass the results of fxq.prepare, fxq.convert or fxq.export_onnx",
     )  # fmt: skip
 
-
-__all__ = ["Difference", "Form", "IntegerForm", "Mapping", "OnnxForm", "PreparedForm", "Report", "check_batches", "compare", "fact", "form_of", "origin", "os", "qparams"]

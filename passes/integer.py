@@ -49,7 +49,8 @@ class GraphLowering(Lowering):
     def constant(self, role: str, value: Tensor, dtype: torch.dtype) -> fx.Node:
         path = f"{CONTAINER}.{self.name}.{role}"
         attach(self.gm, path, value.detach().to(dtype).contiguous().clone())
-        made = inherit(self.graph.get_attr(path), self.node, "integer.lower")
+        # Naming the node here spares the search for a name that `graph.get_attr` makes.
+        made = inherit(self.graph.create_node("get_attr", path, name=f"{self.name}_{role}"), self.node, "integer.lower")
         set_fact(made, TensorFact(tuple(value.shape), dtype))
         return made
 

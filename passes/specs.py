@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fxquant.graph import Annotation, TensorFact, annotate as set_annotation, annotation, fact, module_path, refusal, spelling
+from fxquant.graph import Annotation, TensorFact, annotate as set_annotation, annotation, fact, module_path, refusal, resolve, spelling
 from fxquant.ops import Operator, Scale, operand_nodes, operator_of
 from fxquant.pipeline import Context
 from fxquant.spec import QConfig
@@ -19,7 +19,7 @@ def annotate(gm: fx.GraphModule, context: Context) -> int:
             continue
         operator = operator_of(node)
         qconfig = context.qconfig.choose(node.name, module_path(node), spelling(node))
-        reason = _why_float(node, operator, qconfig, context)
+        reason = _why_float(gm, node, operator, qconfig, context)
         if reason is not None:
             set_annotation(node, Annotation(None, reason, qconfig))
             context.say(f"%{node.name} stays in float: {reason}")
@@ -31,14 +31,13 @@ def annotate(gm: fx.GraphModule, context: Context) -> int:
     return changes
 
 
-def _why_float(node: fx.Node, operator: Operator | None, qconfig: QConfig | None, context: Context) -> str | None:
+def _why_float(gm: fx.GraphModule, node: fx.Node, operator: Operator | None, qconfig: QConfig | None, context: Context) -> str | None:
     """Why the node must stay in float; None if it becomes integer."""
     because = refusal(node)
     if because is not None:
         return because
     if operator is None:
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-        return f"no operator of the table recognises {name}"
+        return f"no operator of the table recognises {_written(gm, node)}"
     if qconfig is None:
         return "the qconfig says so"
     arguments = operator.arguments(node)
@@ -58,6 +57,13 @@ def _why_float(node: fx.Node, operator: Operator | None, qconfig: QConfig | None
     if "weight" in arguments and qconfig.weight.dtype not in target.weights:
         return f"{target.name} has no {qconfig.weight.dtype} weights"
     return None
+
+
+def _written(gm: fx.GraphModule, node: fx.Node) -> str:
+    """What the user wrote: the module's class, or the function's name."""
+    if node.op == "call_module":
+        return type(resolve(gm, str(node.target))).__name__
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
 def _dtype(node: fx.Node, operator: Operator, qconfig: QConfig) -> str:

@@ -16,7 +16,7 @@ from fxquant.trace.arguments import Arguments, is_tracked
 from fxquant.trace.fake import Evaluator, Outcome, Sequenced, is_data_dependent, refuse_batch_condition
 from fxquant.trace.snapshot import Snapshot
 from fxquant.trace.source import user_source
-from fxquant.trace.spelling import Spelling, property_name, property_spelling, python_operator, spelling_of
+from fxquant.trace.spelling import Spelling, is_random, property_name, property_spelling, python_operator, spelling_of
 from fxquant.trace.values import (
     Aliases, BatchFloat, BatchInt, BatchNumber, Number, TracedTensor, Value, numeric_fact, refuse,
 )  # fmt: skip
@@ -58,7 +58,7 @@ class Handler:
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run or record a function that PyTorch was asked for."""
-        if not is_tracked(args, self.known) and not (kwargs and is_tracked(kwargs.values(), self.known)):
+        if not is_tracked(args, self.known) and not (kwargs and is_tracked(kwargs.values(), self.known)) and not is_random(func):
             return func(*args, **kwargs)
         name = property_name(func)
         if name is not None:

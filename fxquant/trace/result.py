@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ def build(model: nn.Module, recording: Recording) -> fx.GraphModule:
     snapshot = Snapshot(model, own_buffers=True)
     called = {node.target for node in recording.graph.nodes if node.op == "call_module"}
     module = fx.GraphModule(nn.Module(), fx.Graph(), type(model).__name__)
-    shell = _plain_tree(snapshot.root, "", called, {})
+    shell = _PlainTree(snapshot, called).build(snapshot.root)
     for kind in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
         module.__dict__[kind].update(shell.__dict__[kind])
     for name, constant in recording.constants.items():
@@ -48,31 +49,35 @@ def build(model: nn.Module, recording: Recording) -> fx.GraphModule:
     return module
 
 
-def _plain_tree(module: nn.Module, path: str, called: set[Any], built: dict[int, nn.Module]) -> nn.Module:
-    """The tree below `module`; what is called stays what it is, everything else becomes a plain `nn.Module`."""
-    known = built.get(id(module))
-    if known is not None:
-        return known
-    if isinstance(module, torch.jit.ScriptModule):
-        return module
-    if path in called:
-        plain = module
-        for name in ("_forward_hooks", "_forward_pre_hooks"):
-            plain.__dict__[name].clear()
-        if plain.__dict__.get("inplace") is True:
-            plain.__dict__["inplace"] = False
-    else:
-        plain = nn.Module()
-        plain.training = False
-        for kind in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
+class _PlainTree:
+    """Builds the tree of a graph: what is called (or is inside of what is called) stays, anything else becomes a plain `nn.Module`."""
+
+    def __init__(self, snapshot: Snapshot, called: set[Any]) -> None:
+        self._called = {identity for identity, path in snapshot.paths.items() if path in called}
+        self._built: dict[tuple[int, bool], nn.Module] = {}
+
+    def build(self, module: nn.Module, whole: bool = False) -> nn.Module:
+        """The counterpart of a shell; `whole` says that it is inside of what is called."""
+        called = id(module) in self._called
+        whole = whole or called
+        known = self._built.get((id(module), whole))
+        if known is not None or isinstance(module, torch.jit.ScriptModule):
+            return known or module
+        plain: nn.Module = object.__new__(type(module)) if whole else nn.Module()
+        self._built[id(module), whole] = plain
+        if whole:
+            plain.__dict__.update(module.__dict__)
+        if called:
+            # Hooks have been traced, and in-place modules as if they were not.
+            plain.__dict__.update(_forward_hooks=OrderedDict(), _forward_pre_hooks=OrderedDict())
+            if plain.__dict__.get("inplace") is True:
+                plain.__dict__["inplace"] = False
+        for kind in ("training", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             plain.__dict__[kind] = module.__dict__[kind]
-    built[id(module)] = plain
-    prefix = path + "." if path else ""
-    children = {
-        name: None if child is None else _plain_tree(child, prefix + name, called, built) for name, child in module._modules.items()
-    }
-    plain.__dict__["_modules"] = children
-    return plain
+        plain.__dict__["_modules"] = {
+            name: None if child is None else self.build(child, whole) for name, child in module._modules.items()
+        }
+        return plain
 
 
 def _fixed_sizes(module: fx.GraphModule) -> list[str]:

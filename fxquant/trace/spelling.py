@@ -56,9 +56,11 @@ _REFUSED = frozenset((
     "resize_", "resize_as_", "set_", "bernoulli_", "normal_", "uniform_", "random_", "exponential_", "geometric_", "cauchy_",
     "log_normal_", "apply_", "map_", "as_strided_", "fill_diagonal_",
 ))  # fmt: skip
-_WITHOUT_CONTENT = frozenset((
-    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "rand", "rand_like", "randn",
-    "randn_like", "randint", "randint_like", "randperm", "normal", "bernoulli", "multinomial", "poisson",
+_RANDOM = frozenset((
+    "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "normal", "bernoulli", "multinomial", "poisson",
+))  # fmt: skip
+_WITHOUT_CONTENT = _RANDOM | frozenset((
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted",
     "dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d",
 ))  # fmt: skip
 
@@ -69,6 +71,11 @@ def python_operator(func: Any) -> Callable[..., Any] | None:
     in_place = name.endswith("_") and not name.endswith("__")
     found = _OPERATORS.get(name[:-1] if in_place else name)
     return found if found is not None and is_method(func) else None
+
+
+def is_random(func: Any) -> bool:
+    """Whether a function draws random numbers, so that it must be recorded even if its arguments are constants."""
+    return getattr(func, "__name__", None) in _RANDOM
 
 
 def is_method(func: Any) -> bool:

@@ -62,18 +62,19 @@ def record(model: nn.Module, inputs: ExampleInputs, batches: tuple[int, ...], le
     _active.append(handler)
     try:
         with prepared_environment(model, ModuleCalls(handler, leaf)), torch.no_grad(), _Mode(handler):
-            output = _run(snapshot.root, args, kwargs)
-        handler.graph.output(_Output(handler).convert(output))
+            handler.graph.output(_run(handler, args, kwargs))
         _erase_unused(handler.graph)
     finally:
         _active.pop()
     return Recording(handler.graph, handler.constants, list(handler.notes), snapshot)
 
 
-def _run(root: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Call the model; frames outside of this one are not the model's."""
+def _run(handler: Handler, args: Any, kwargs: Any) -> Any:
+    """Call the model and convert what it returns; frames outside of this one are not the model's."""
     try:
-        return root(*args, **kwargs)
+        output = handler.snapshot.root(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            return _Output(handler).convert(output)
     except FxQuantError:
         raise
     except Exception as error:

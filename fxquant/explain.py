@@ -1,0 +1,79 @@
+"""Why every node is integer or float, with which dtype and scale."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+from torch import fx
+
+from fxquant.graph import annotation, fused, module_path, notes, qparams, resolve, source
+from fxquant.prepared import QuantizedOperator
+from fxquant.primitives import PRIMITIVES
+from fxquant.trace import assumptions
+
+NOTES = {"accumulator_bits": "accumulator of {} bits", "residual": "residual {}", "wide": "{}"}
+
+
+def explain(model: fx.GraphModule) -> str:
+    """A table of every operator: integer or float, dtype, scale, and the reason; then what is fixed and what matched nothing.
+
+    For a prepared or an integer model, and any graph between.
+    """
+    rows = [row for node in model.graph.nodes if (row := _row(model, node)) is not None]
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)).rstrip() for row in rows]
+    lines.append("")
+    lines.append(summary(model))
+    lines.extend(f"fixed by the model's Python: {text}" for text in assumptions(model))
+    lines.extend(f"this rule of the qconfig matched nothing: {rule}" for rule in model.meta.get("unused_rules", ()))
+    return "\n".join(lines) + "\n"
+
+
+def _row(model: fx.GraphModule, node: fx.Node) -> tuple[str, str, str, str, str] | None:
+    record = PRIMITIVES.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
+    if record is not None:
+        known = qparams(node)
+        if known is None:
+            return None
+        details = "; ".join(NOTES[key].format(value) for key, value in notes(node).items() if key in NOTES)
+        return f"%{node.name}", "integer", known.dtype, f"{known.scale:.6g}", _where(node, details)
+    spec = annotation(node)
+    if spec is None:
+        return None
+    if spec.dtype is None:
+        return f"%{node.name}", "float", "", "", _where(node, spec.because)
+    scale = ""
+    if node.op == "call_module" and isinstance(module := resolve(model, str(node.target)), QuantizedOperator):
+        value = float(module.output.scale)
+        scale = "not calibrated" if math.isnan(value) else f"{value:.6g}"
+    also = f"; holds {', '.join(fused(node))}" if fused(node) else ""
+    return f"%{node.name}", "integer", spec.dtype, scale, _where(node, spec.because + also)
+
+
+def _where(node: fx.Node, reason: str) -> str:
+    place = source(node) or module_path(node)
+    return f"{reason}   [{place}]" if place and reason else reason or place
+
+
+def left_in_float(model: fx.GraphModule) -> list[tuple[fx.Node, str]]:
+    """The operators that stay in float, and why; the boundary is not among them."""
+    found: list[tuple[fx.Node, str]] = []
+    for node in model.graph.nodes:
+        spec: Any = annotation(node)
+        boundary = node.op == "call_function" and getattr(node.target, "__name__", "") in ("quantize", "dequantize")
+        if spec is not None and spec.dtype is None and not boundary:
+            found.append((node, spec.because))
+    return found
+
+
+def summary(model: fx.GraphModule) -> str:
+    """One line: how many operators are integer, how many are left in float, and which."""
+    integer = sum(1 for node in model.graph.nodes if qparams(node) is not None or (annotation(node) is not None and annotation(node).dtype is not None))  # type: ignore[union-attr]
+    left = left_in_float(model)
+    if not left:
+        return f"{integer} operators are integer, none is left in float"
+    reasons = Counter(reason for _, reason in left)
+    listed = "; ".join(f"{count} because {reason}" for reason, count in reasons.most_common(4))
+    return f"{integer} operators are integer, {len(left)} are left in float: {listed}"
