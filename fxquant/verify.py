@@ -79,6 +79,15 @@ class Report:
     def tensors(self) -> int:
         return len(self.names)
 
+    def merge(self, other: Report) -> None:
+        """Add what another verification found."""
+        self.pairs += other.pairs
+        self.names |= other.names
+        self.mismatches += other.mismatches
+        self.elements += other.elements
+        self.flips += other.flips
+        self.first = self.first or other.first
+
     def __bool__(self) -> bool:
         return self.mismatches == 0 and self.elements > 0
 

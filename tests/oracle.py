@@ -91,7 +91,7 @@ def dequantize(q: int, scale: Fraction) -> Fraction:
     return float32(float32(q) * scale)
 
 
-# ---- weights and biases (section 5) -----------------------------------------------------------------------------------
+# ---- weights, biases and residuals (sections 5 and 7) ----------------------------------------------------------------
 
 
 def weight_integer(weight: Fraction, scale: Fraction) -> int:
@@ -114,7 +114,7 @@ def residual_multiplier(residual_scale: Fraction, input_scale: Fraction, weight_
     return half_even(residual_scale / (input_scale * weight_scale))
 
 
-# ---- multipliers (sections 8 and 9) ---------------------------------------------------------------------------------
+# ---- requantization (sections 8 and 9) -------------------------------------------------------------------------------
 
 
 def mantissa(ratio: Fraction, bits: int, largest_exponent: int | None = None) -> tuple[int, int]:
@@ -174,7 +174,7 @@ def requantize_real(accumulator: int, multiplier: Fraction, low: int, high: int)
     return limited(half_even(float32(float32(accumulator) * multiplier)), low, high)
 
 
-# ---- elementwise (sections 10 to 12) --------------------------------------------------------------------------------
+# ---- clamps, addition and tables (sections 10, 11 and 13) ------------------------------------------------------------
 
 
 def align_fixed(q: int, multiplier: int, shift: int) -> int:
@@ -278,10 +278,8 @@ def convolution(
 
 def linear(rows: list[list[int]], weight: list[list[int]], bias: list[int] | None) -> list[list[int]]:
     """x · wᵀ + bias, row by row."""
-    return [
-        [sum(x * w for x, w in zip(row, column, strict=True)) + (0 if bias is None else bias[channel]) for channel, column in enumerate(weight)]
-        for row in rows
-    ]
+    offsets = [0] * len(weight) if bias is None else bias
+    return [[sum(x * w for x, w in zip(row, column, strict=True)) + b for column, b in zip(weight, offsets, strict=True)] for row in rows]
 
 
 def split(value: int, bits: int) -> tuple[int, int]:

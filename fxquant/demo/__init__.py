@@ -1,1 +1,1 @@
-"""What the demonstration needs: handwritten digits, a small network and its training."""
+"""The demonstration: a real network on real images, from float training to an ONNX file with the same bits."""

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
@@ -27,7 +27,12 @@ __all__ = ["assumptions", "attach_input_check", "default_leaf", "is_traced", "tr
 
 
 def trace(
-    model: nn.Module, example_inputs: Any, dynamic_shapes: Any = None, *, leaf: LeafRule | None = None, check: bool = True
+    model: nn.Module | torch.export.ExportedProgram,
+    example_inputs: Any,
+    dynamic_shapes: Any = None,
+    *,
+    leaf: LeafRule | None = None,
+    check: bool = True,
 ) -> fx.GraphModule:
     """The graph of a model in eval mode; the model itself is not changed.
 
@@ -56,7 +61,7 @@ def _traced(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule | None, chec
     return build(model, recording)
 
 
-def _refuse_model(model: object) -> None:
+def _refuse_model(model: object) -> NoReturn:
     if isinstance(model, torch.export.ExportedProgram):
         raise TraceError(
             "exported programs cannot be traced yet",

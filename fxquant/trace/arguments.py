@@ -64,7 +64,7 @@ class Arguments:
 
     def _traced(self, tensor: TracedTensor) -> Any:
         if tensor.aliases is not None:
-            self.handler.refresh(tensor)
+            self.handler.memory.refresh(tensor)
         value = tensor.value
         if value.real:
             self.known = True
@@ -75,10 +75,10 @@ class Arguments:
         return tensor.node
 
     def _plain(self, tensor: torch.Tensor) -> Any:
-        rebound = self.handler.rebound.get(id(tensor))
-        if rebound is not None:
-            node = self._traced(rebound)
-            self.substitutes[id(tensor)] = rebound.value
+        current = self.handler.memory.current(tensor)
+        if isinstance(current, TracedTensor):
+            node = self._traced(current)
+            self.substitutes[id(tensor)] = current.value
             return node
         node, value = self.handler.attribute(tensor)
         if value.real:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
@@ -26,10 +26,10 @@ def compare_recordings(first: Recording, second: Recording) -> None:
     counterpart: dict[fx.Node, fx.Node] = {}
     second_nodes = iter(second.graph.nodes)
     for node in first.graph.nodes:
-        other = next(second_nodes, None)
+        other: fx.Node | None = next(second_nodes, None)
         if other is None:
             _refuse(node, "the operation is missing at another batch size")
-        if node.op != other.op or node.target is not other.target and node.target != other.target:
+        if node.op != other.op or (node.target is not other.target and node.target != other.target):
             _refuse(node, f"it calls {_name(node)} at one batch size and {_name(other)} at another")
         counterpart[node] = other
         for mine, theirs in ((node.args, other.args), (node.kwargs, other.kwargs)):
@@ -59,7 +59,7 @@ def _difference(mine: Any, theirs: Any, counterpart: dict[fx.Node, fx.Node]) -> 
         return next(filter(None, (_difference(mine[key], theirs[key], counterpart) for key in mine)), None)
     if isinstance(mine, slice) and isinstance(theirs, slice):
         return _difference((mine.start, mine.stop, mine.step), (theirs.start, theirs.stop, theirs.step), counterpart)
-    same = type(mine) is type(theirs) and (mine == theirs or mine != mine and theirs != theirs)
+    same = type(mine) is type(theirs) and (mine == theirs or (mine != mine and theirs != theirs))
     return None if same else (mine, theirs)
 
 
@@ -90,7 +90,7 @@ def _name(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else str(getattr(node.target, "__name__", node.target))
 
 
-def _refuse(node: fx.Node, because: str) -> None:
+def _refuse(node: fx.Node, because: str) -> NoReturn:
     raise TraceError(
         "Python code in the model turned the batch size into a constant",
         node=node,
@@ -146,7 +146,7 @@ def same_tensor(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
     return torch.equal(mine, theirs) or bool(((mine == theirs) | (mine.isnan() & theirs.isnan())).all())
 
 
-def _refuse_numbers(index: int, mine: torch.Tensor, theirs: torch.Tensor, shape: torch.Size) -> None:
+def _refuse_numbers(index: int, mine: torch.Tensor, theirs: torch.Tensor, shape: torch.Size) -> NoReturn:
     difference = ""
     if mine.shape == theirs.shape:
         difference = f" by up to {(mine.double() - theirs.double()).abs().max().item():.3g}"

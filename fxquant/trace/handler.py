@@ -14,11 +14,19 @@ from fxquant import graph as facts
 from fxquant.errors import FxQuantError
 from fxquant.trace.arguments import Arguments, is_tracked
 from fxquant.trace.fake import Evaluator, Outcome, Sequenced, is_data_dependent, refuse_batch_condition
+from fxquant.trace.memory import Memory, share_memory
 from fxquant.trace.snapshot import Snapshot
 from fxquant.trace.source import user_source
 from fxquant.trace.spelling import Spelling, is_random, property_name, property_spelling, python_operator, spelling_of
 from fxquant.trace.values import (
-    Aliases, BatchFloat, BatchInt, BatchNumber, Number, TracedTensor, Value, numeric_fact, refuse,
+    BatchFloat,
+    BatchInt,
+    BatchNumber,
+    Number,
+    TracedTensor,
+    Value,
+    numeric_fact,
+    refuse,
 )  # fmt: skip
 
 _READS_CONTENT = frozenset((
@@ -32,7 +40,8 @@ class Handler:
 
     batches    the two batch sizes of this trace, and two others at which numbers are foreseen
     path       dotted path of the module whose forward is executing
-    rebound    plain tensors that were changed in place with a traced value, by identity
+    memory     what in-place operations have changed
+    known      what is to be recorded when it is an argument, by identity: parameters, buffers, constants changed in place
     notes      what was fixed while tracing, in order
     paused     true while an operator is evaluated, when nothing is to be recorded
     """
@@ -43,7 +52,7 @@ class Handler:
         self.evaluator = evaluator
         self.graph = fx.Graph()
         self.path = ""
-        self.rebound: dict[int, TracedTensor] = {}
+        self.memory = Memory(self)
         self.known: dict[int, Any] = dict(snapshot.tensors)
         self.constants: dict[str, torch.Tensor] = {}
         self.notes: dict[str, None] = {}
@@ -69,7 +78,7 @@ class Handler:
             function = python_operator(func)
             if function is not None:
                 result = self.operator(function, args)
-                return self.advance(args[0], result) if func.__name__.endswith("_") else result
+                return self.memory.advance(args[0], result) if func.__name__.endswith("_") else result
         return self._spelled(spelling_of(func), args, kwargs)
 
     def operator(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -92,7 +101,7 @@ class Handler:
     def sizes(self, tensor: TracedTensor) -> tuple[Any, ...]:
         """The shape, with batch numbers for the sizes that depend on the batch."""
         if tensor.aliases is not None:
-            self.refresh(tensor)
+            self.memory.refresh(tensor)
         shape_a, shape_b = tensor.value.shapes
         if shape_a == shape_b:
             return tuple(shape_a)
@@ -156,8 +165,8 @@ class Handler:
         if target is None:
             return result
         if isinstance(target, (tuple, list)):
-            return type(result)([self.advance(*pair) for pair in zip(target, result, strict=True)])
-        return self.advance(target, result)
+            return type(result)([self.memory.advance(*pair) for pair in zip(target, result, strict=True)])
+        return self.memory.advance(target, result)
 
     def record(
         self, op: str, target: Any, function: Callable[..., Any], args: Any, kwargs: Any, content: bool = True, key: Any = None
@@ -179,7 +188,7 @@ class Handler:
         self._describe(node, _fact(outcome.template))
         result = self._wrap(node, outcome.template)
         if outcome.alias is not None:
-            _share_memory(arguments.traced[outcome.alias], result, outcome.same_place)
+            share_memory(arguments.traced[outcome.alias], result, outcome.same_place)
         return result
 
     def _evaluate(self, function: Any, args: Any, kwargs: Any, arguments: Arguments, content: bool, target: Any) -> Outcome:
@@ -209,9 +218,10 @@ class Handler:
         except Exception as error:
             if not is_data_dependent(error):
                 raise
-            outcome = self.evaluator.run_on_content(function, args, kwargs, arguments.substitutes) if arguments.known else None
-            if outcome is None:
+            found = self.evaluator.run_on_content(function, args, kwargs, arguments.substitutes) if arguments.known else None
+            if found is None:
                 self._refuse_data(name)
+            outcome = found
         finally:
             self.paused = False
         if not fake and name in _READS_CONTENT:
@@ -255,7 +265,7 @@ class Handler:
     # ---- properties, parameters, constants -------------------------------------------------------------------------
 
     def _property(self, name: str, tensor: torch.Tensor) -> Any:
-        tensor = self.rebound.get(id(tensor), tensor)
+        tensor = self.memory.current(tensor)
         spelling = property_spelling(name)
         if spelling is not None:
             args = (tensor, name) if spelling.op == "call_function" else (tensor,)
@@ -310,72 +320,6 @@ class Handler:
     def source(self) -> str:
         """The line of the model that is being executed."""
         return user_source(self._root_code)
-
-    # ---- in-place operations -----------------------------------------------------------------------------------------
-
-    def advance(self, target: torch.Tensor, result: Any) -> torch.Tensor:
-        """Let a tensor that is changed in place stand for `result` from now on."""
-        if not isinstance(target, TracedTensor):
-            return self._rebind(target, result)
-        result = self._as(target.value.fact.dtype, result)
-        target.node, target.value = result.node, result.value
-        if target.aliases is not None:
-            target.aliases.version += 1
-            target.aliases.latest = (target.place, result.node, result.value)
-            target.version = target.aliases.version
-        return target
-
-    def _as(self, dtype: torch.dtype, result: TracedTensor) -> TracedTensor:
-        if result.value.fact.dtype == dtype:
-            return result
-        converted: TracedTensor = self.record("call_method", "to", torch.Tensor.to, (result, dtype), {})
-        return converted
-
-    def _rebind(self, target: torch.Tensor, result: Any) -> torch.Tensor:
-        previous = self.rebound.get(id(target))
-        if previous is not None:
-            self.advance(previous, result)
-            return target
-        name = self.snapshot.tensors.get(id(target))
-        if name is not None:
-            self.note(f"{name} is changed in place by forward: the change is not kept between calls")
-        elif target._is_view() or _is_viewed(target):
-            _refuse_shared()
-        self.rebound[id(target)] = self._as(target.dtype, result)
-        self.known[id(target)] = target
-        return target
-
-    def refresh(self, tensor: TracedTensor) -> None:
-        """Let a tensor whose memory was changed through another one stand for the changed value."""
-        aliases = tensor.aliases
-        if aliases is None or tensor.version == aliases.version:
-            return
-        place, node, value = aliases.latest
-        if place is not tensor.place:
-            _refuse_shared()
-        tensor.node, tensor.value, tensor.version = node, value, aliases.version
-
-
-def _refuse_shared() -> NoReturn:
-    refuse(
-        "a tensor is read after its memory was changed through a view",
-        because="a graph computes new tensors and changes none, so views do not follow an in-place operation",
-        remedy="replace the in-place operation by its out-of-place form (x = x + y), or clone() the tensor first",
-    )
-
-
-def _share_memory(base: TracedTensor, result: Any, same_place: bool) -> None:
-    if base.aliases is None:
-        base.aliases, base.place, base.version = Aliases(), object(), 0
-    for view in result if isinstance(result, (tuple, list)) else (result,):
-        if isinstance(view, TracedTensor):
-            view.aliases, view.version = base.aliases, base.aliases.version
-            view.place = base.place if same_place else object()
-
-
-def _is_viewed(tensor: torch.Tensor) -> bool:
-    # Two references are the tensor's own and that of the storage object asked for here.
-    return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2)  # type: ignore[attr-defined]
 
 
 def _without_flag(args: Any, kwargs: Any, position: int) -> tuple[Any, Any, bool]:

@@ -49,16 +49,17 @@ class ExampleInputs:
 def bind_inputs(model: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> ExampleInputs:
     """Name the tensors of the example inputs after the parameters of the model's forward."""
     args, kwargs = _as_call(example_inputs)
+    order = list(inspect.signature(model.forward).parameters)
+    kwargs = dict(sorted(kwargs.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
     try:
-        bound = inspect.signature(model.forward).bind(*args, **kwargs)
+        inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:
         raise TraceError(
             "the example inputs do not fit the model's forward",
             because=str(error),
             remedy="pass a tuple of positional arguments, or a dict of keyword arguments",
         ) from error
-    by_path = {**dict(zip(_positional_names(model, len(args)), args, strict=False)), **kwargs}
-    assert len(bound.arguments) <= len(by_path) or bound.kwargs
+    by_path = {**dict(zip(_positional_names(model, len(args)), args, strict=True)), **kwargs}
     leaves, spec = pytree.tree_flatten((list(args), kwargs))
     names = [name for path, value in by_path.items() for name in _leaf_names(path, value)]
     if not any(name is not None for name in names):

@@ -68,7 +68,7 @@ class ModuleCalls:
         in_place = module.__dict__.get("inplace") is True
         function = _OutOfPlace(module) if in_place else type(module).forward.__get__(module)
         result = self._handler.record("call_module", path, function, args, kwargs, key=key)
-        return self._handler.advance(args[0], result) if in_place else result
+        return self._handler.memory.advance(args[0], result) if in_place else result
 
 
 class _OutOfPlace:

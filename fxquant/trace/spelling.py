@@ -38,19 +38,19 @@ class Spelling:
 
 
 # Python's operators as PyTorch reports them when the left operand is not a traced tensor.
-_OPERATORS = {
+_OPERATORS: dict[str, Callable[..., Any]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, "true_divide": operator.truediv,
     "matmul": operator.matmul, "remainder": operator.mod, "pow": operator.pow,
     "gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le, "neg": operator.neg,
 }  # fmt: skip
-_DUNDERS = {
+_DUNDERS: dict[str, Callable[..., Any]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, "truediv": operator.truediv,
     "floordiv": operator.floordiv, "mod": operator.mod, "pow": operator.pow, "matmul": operator.matmul, "and": operator.and_,
     "or": operator.or_, "xor": operator.xor, "lshift": operator.lshift, "rshift": operator.rshift, "invert": operator.invert,
     "neg": operator.neg, "pos": operator.pos, "abs": operator.abs, "eq": operator.eq, "ne": operator.ne, "lt": operator.lt,
     "le": operator.le, "gt": operator.gt, "ge": operator.ge, "getitem": operator.getitem,
 }  # fmt: skip
-_FUNCTIONAL = {"setitem": functional.setitem, "copy_": functional.copy, "fill_": functional.fill, "zero_": functional.zero}
+_FUNCTIONAL: dict[str, Callable[..., Any]] = {"copy_": functional.copy, "fill_": functional.fill, "zero_": functional.zero}
 _NOT_MUTATING = frozenset(("requires_grad_", "retain_grad", "share_memory_"))
 _REFUSED = frozenset((
     "resize_", "resize_as_", "set_", "bernoulli_", "normal_", "uniform_", "random_", "exponential_", "geometric_", "cauchy_",
@@ -130,7 +130,7 @@ def _in_place(func: Any, name: str) -> Spelling:
 def _overload(func: torch._ops.OpOverload) -> Spelling:
     if not func._schema.is_mutable:
         return Spelling("call_function", func, func)
-    packet, _, overload = func.name().partition("::")[2].partition(".")
+    packet, overload = func._schema.name.partition("::")[2], func._schema.overload_name
     found = getattr(getattr(torch.ops.aten, packet[:-1], None), overload or "default", None) if packet.endswith("_") else None
     if found is None or found._schema.is_mutable:
         return _refuse_in_place(str(func))

@@ -62,7 +62,8 @@ def record(model: nn.Module, inputs: ExampleInputs, batches: tuple[int, ...], le
     _active.append(handler)
     try:
         with prepared_environment(model, ModuleCalls(handler, leaf)), torch.no_grad(), _Mode(handler):
-            handler.graph.output(_run(handler, args, kwargs))
+            result = _run(handler, args, kwargs)
+        facts.describe(handler.graph.output(result), fx.map_arg(result, facts.fact), "", "")
         _erase_unused(handler.graph)
     finally:
         _active.pop()
@@ -118,13 +119,8 @@ class _Output:
         self._handler = handler
 
     def convert(self, output: Any) -> Any:
-        if isinstance(output, TracedTensor):
-            if output.aliases is not None:
-                self._handler.refresh(output)
-            return output.node
         if isinstance(output, torch.Tensor):
-            rebound = self._handler.rebound.get(id(output))
-            return rebound.node if rebound is not None else self._handler.attribute(output)[0]
+            return self._tensor(self._handler.memory.current(output))
         if isinstance(output, BatchNumber):
             return output.node
         if isinstance(output, Mapping):
@@ -141,6 +137,12 @@ class _Output:
             because="a graph returns tensors, numbers, and tuples, lists and dicts of them",
             remedy="return a tuple or a dict, or wrap the model in a module whose forward does",
         )
+
+    def _tensor(self, tensor: torch.Tensor) -> fx.Node:
+        if not isinstance(tensor, TracedTensor):
+            return self._handler.attribute(tensor)[0]
+        self._handler.memory.refresh(tensor)
+        return tensor.node
 
 
 def _erase_unused(graph: fx.Graph) -> None:

@@ -72,7 +72,7 @@ def is_tracing() -> bool:
     return bool(_active)
 
 
-class TracedTensor(torch.Tensor, fx.Proxy):
+class TracedTensor(torch.Tensor, fx.Proxy):  # type: ignore[misc]
     """A tensor of the model while it is traced.
 
     aliases   the tensors that share its memory; None until there is a view
@@ -88,7 +88,7 @@ class TracedTensor(torch.Tensor, fx.Proxy):
 
     @staticmethod
     def __new__(cls, node: fx.Node, value: Value) -> TracedTensor:
-        tensor: TracedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        tensor: TracedTensor = torch.Tensor._make_wrapper_subclass(
             cls, value.shapes[0], strides=value.strides, dtype=value.dtype, device=value.device
         )
         tensor.node = node
@@ -108,10 +108,10 @@ class TracedTensor(torch.Tensor, fx.Proxy):
         return active().call(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return active().call(func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"TracedTensor(%{self.node.name}, {self.value.fact})"
 
     def __format__(self, spec: str) -> str:
@@ -126,14 +126,14 @@ class TracedTensor(torch.Tensor, fx.Proxy):
     def __iter__(self) -> Iterator[Any]:
         return iter(active().rows(self))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:  # type: ignore[override]
         return self.clone()
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         return torch.Size(active().sizes(self))
 
-    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+    def size(self, dim: int | None = None) -> Any:
         sizes = active().sizes(self)
         return torch.Size(sizes) if dim is None else sizes[dim]
 
@@ -170,7 +170,7 @@ def _unary(name: str) -> Callable[..., Any]:
 
 def _in_place(name: str) -> Callable[..., Any]:
     function = getattr(operator, name)
-    return lambda self, other: active().advance(self, active().operator(function, (self, other)))
+    return lambda self, other: active().memory.advance(self, active().operator(function, (self, other)))
 
 
 _ARITHMETIC = {
@@ -224,7 +224,7 @@ class BatchNumber:
         return active().arithmetic(builtins.round, (self,) if digits is None else (self, digits))
 
     def __divmod__(self, other: Any) -> Any:
-        return self // other, self % other  # type: ignore[operator]
+        return self // other, self % other
 
     def __rdivmod__(self, other: Any) -> Any:
         return other // self, other % self
@@ -242,7 +242,7 @@ class BatchNumber:
         return active().arithmetic(math.ceil, (self,))
 
 
-class BatchInt(BatchNumber, int):
+class BatchInt(BatchNumber, int):  # type: ignore[misc]
     """An integer that depends on the batch size."""
 
     def __new__(cls, values: tuple[int, ...], node: fx.Node) -> BatchInt:
@@ -253,7 +253,7 @@ class BatchInt(BatchNumber, int):
     __hash__ = BatchNumber.__hash__
 
 
-class BatchFloat(BatchNumber, float):
+class BatchFloat(BatchNumber, float):  # type: ignore[misc]
     """A float that depends on the batch size."""
 
     def __new__(cls, values: tuple[float, ...], node: fx.Node) -> BatchFloat:

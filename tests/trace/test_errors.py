@@ -71,7 +71,7 @@ def test_loop_over_the_batch():
 
 
 def test_iteration_over_the_batch():
-    assert refusal(lambda self, x: [row for row in x][0]).splitlines()[0] == "the model iterates over the batch"
+    assert refusal(lambda self, x: next(iter(x))).splitlines()[0] == "the model iterates over the batch"
 
 
 def test_autocast():
@@ -143,7 +143,8 @@ def test_an_error_of_the_model_itself():
         return x.view(x.shape[0], 7)
 
     text = refusal(forward)
-    assert text.startswith("the model's forward raised RuntimeError\n  at       test_errors.py:N in forward:  return x.view(x.shape[0], 7)\n")
+    assert text.startswith("the model's forward raised RuntimeError\n")
+    assert text.splitlines()[1] == "  at       test_errors.py:N in forward:  return x.view(x.shape[0], 7)"
 
 
 def test_a_view_that_went_stale():

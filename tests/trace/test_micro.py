@@ -71,7 +71,7 @@ def arange_of_the_batch(m, x):
 
 
 def new_ones(m, x):
-    return x.new_ones(x.shape[:2] + (4,)) + 1
+    return x.new_ones((*x.shape[:2], 4)) + 1
 
 
 def tensor_of_the_batch(m, x):
@@ -302,7 +302,9 @@ def layer_made_in_forward(m, x):
 
 
 def asserts_on_shapes(m, x):
-    assert x.shape[0] == x.shape[0] and x.shape[1] == 3 and isinstance(x, torch.Tensor) and isinstance(x.shape[0], int)
+    assert x.shape[0] == x.shape[0]
+    assert isinstance(x, torch.Tensor)
+    assert isinstance(x.shape[0], int)
     torch._assert(x.shape[2] == 6, "six columns")
     torch._check(x.shape[0] > 0)
     return m.norm(x)

@@ -1,0 +1,45 @@
+# Every target sets up what it needs in .venv; nothing else has to be installed but Python 3.10 or later.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+TARGET ?= bayes-e
+OUT ?= fxquant-demo
+
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(READY)  ## train, quantize, export and verify a small network (TARGET=bayes-e OUT=fxquant-demo)
+	$(BIN)/fxquant demo --target $(TARGET) --out $(OUT)
+
+test: $(READY)  ## run the whole test suite
+	$(BIN)/python -m pytest -n 2 -q
+
+check: lint types test  ## ruff, mypy and the tests
+
+lint: $(READY)  ## ruff
+	$(BIN)/ruff check .
+
+types: $(READY)  ## mypy, strict, over what the wheel would hold
+	rm -rf build/types && mkdir -p build/types/fxquant
+	ln -s $(CURDIR)/fxquant/* build/types/fxquant/
+	ln -s $(CURDIR)/passes $(CURDIR)/backends build/types/fxquant/
+	MYPYPATH=build/types:. $(BIN)/mypy --strict build/types/fxquant
+
+bench: $(READY)  ## the two short benchmarks
+	$(BIN)/python -m benchmarks.exactness
+	$(BIN)/python -m benchmarks.compile_time
+
+clean:  ## remove what these targets made
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis fxquant-demo
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "fxquant needs Python 3.10 or later; set PYTHON=python3.x")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $(READY)
+
+.PHONY: help demo test check lint types bench clean
