@@ -6,6 +6,7 @@ if __name__ != "fxquant.backends":
 import difflib
 
 from fxquant.backends import bpu
+
 from fxquant.errors import UnknownTarget
 from fxquant.target import Target
 
@@ -24,4 +25,6 @@ def get(name: str | Target) -> Target:
     near = difflib.get_close_matches(wanted, aliases, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     listed = "; ".join(f"{t.name} ({', '.join(t.aliases)})" if t.aliases else t.name for t in TARGETS.values())
-    raise UnknownTarget(f"there is no target {str(name)!r}", because=f"the targets (and chips) are: {listed}", remedy=f"{hint}pass one of these names")
+    raise UnknownTarget(
+        f"there is no target {str(name)!r}", because=f"the targets (and chips) are: {listed}", remedy=f"{hint}pass one of these names"
+    )

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
+from fxquant.backends.float_export import FloatRegions
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, fx
 
-from fxquant.backends.float_export import FloatRegions
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.graph import BatchDim, Size, TensorFact, fact, qparams, resolve
 from fxquant.primitives import PRIMITIVES
@@ -29,10 +29,16 @@ DEFAULT_OPSET = 21
 OPSETS = range(17, 22)
 STYLES = ("exact",)
 TYPES = {
-    torch.float32: TensorProto.FLOAT, torch.float64: TensorProto.DOUBLE, torch.float16: TensorProto.FLOAT16,
-    torch.int8: TensorProto.INT8, torch.uint8: TensorProto.UINT8, torch.int16: TensorProto.INT16,
-    torch.int32: TensorProto.INT32, torch.int64: TensorProto.INT64, torch.bool: TensorProto.BOOL,
-}  # fmt: skip
+    torch.float32: TensorProto.FLOAT,
+    torch.float64: TensorProto.DOUBLE,
+    torch.float16: TensorProto.FLOAT16,
+    torch.int8: TensorProto.INT8,
+    torch.uint8: TensorProto.UINT8,
+    torch.int16: TensorProto.INT16,
+    torch.int32: TensorProto.INT32,
+    torch.int64: TensorProto.INT64,
+    torch.bool: TensorProto.BOOL,
+}
 # The result's element type is that of this input; Cast and the listed constants say theirs themselves.
 _TYPE_INPUT = {"Where": 1, "DequantizeLinear": 1}
 _FIXED_TYPE = {"IsNaN": torch.bool, "Shape": torch.int64}
@@ -113,9 +119,14 @@ class FunctionEmitter(Emitter):
 
 
 def export_onnx(
-    integer: fx.GraphModule, path: str | os.PathLike[str], style: str = "exact", io: str = "float", opset: int | None = None,
-    input_names: Sequence[str] | None = None, output_names: Sequence[str] | None = None,
-) -> Path:  # fmt: skip
+    integer: fx.GraphModule,
+    path: str | os.PathLike[str],
+    style: str = "exact",
+    io: str = "float",
+    opset: int | None = None,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+) -> Path:
     """Write the integer model as an ONNX file that gives the same numbers, and return its path.
 
     io "float" takes and returns what the float model does; "integer" takes and returns the integers, whose
@@ -134,14 +145,20 @@ def export_onnx(
 def _check_arguments(integer: fx.GraphModule, style: str, io: str, opset: int | None) -> None:
     if not isinstance(integer, fx.GraphModule) or integer.meta.get("stage") != "INTEGER":
         raise ConfigurationError(
-            f"{type(integer).__name__} is no integer model", because="only the result of fxq.convert can be exported", remedy="call fxq.convert(prepared) first"
+            f"{type(integer).__name__} is no integer model",
+            because="only the result of fxq.convert can be exported",
+            remedy="call fxq.convert(prepared) first",
         )
     for name, value, known in (("style", style, STYLES), ("io", io, ("float", "integer")), ("opset", opset or DEFAULT_OPSET, list(OPSETS))):
         if value not in known:
-            raise ConfigurationError(f"{name}={value!r} is unknown", because=f"it is one of {', '.join(map(str, known))}", remedy="pass one of these")
+            raise ConfigurationError(
+                f"{name}={value!r} is unknown", because=f"it is one of {', '.join(map(str, known))}", remedy="pass one of these"
+            )
 
 
-def build(integer: fx.GraphModule, io: str, opset: int, input_names: Sequence[str] | None, output_names: Sequence[str] | None) -> onnx.ModelProto:
+def build(
+    integer: fx.GraphModule, io: str, opset: int, input_names: Sequence[str] | None, output_names: Sequence[str] | None
+) -> onnx.ModelProto:
     """The model in memory."""
     return _Writer(integer, io, opset).write(input_names, output_names)
 
@@ -173,18 +190,30 @@ class _Writer:
                 regions.emit(node, self.emitter, self.values)
         outputs = self._outputs(output_names)
         graph = helper.make_graph(
-            self.emitter.nodes, "fxquant", self.inputs, outputs, self.emitter.initializers,
+            self.emitter.nodes,
+            "fxquant",
+            self.inputs,
+            outputs,
+            self.emitter.initializers,
             value_info=[info for info in self.infos if info.name not in {o.name for o in outputs}],
-        )  # fmt: skip
+        )
         opsets = [helper.make_opsetid("", self.opset), helper.make_opsetid(DOMAIN, 1), *regions.opsets]
         model = helper.make_model(
-            graph, opset_imports=opsets, functions=[*(function for function, _ in self.emitter.functions.values()), *regions.functions],
-            producer_name="fxquant", ir_version=onnx.IR_VERSION if self.opset > 21 else 10,
-        )  # fmt: skip
-        helper.set_model_props(model, {
-            "fxquant.style": "exact", "fxquant.io": self.io, "fxquant.target": str(self.integer.meta.get("target", "")),
-            "fxquant.tensors": json.dumps(self.tensors),
-        })  # fmt: skip
+            graph,
+            opset_imports=opsets,
+            functions=[*(function for function, _ in self.emitter.functions.values()), *regions.functions],
+            producer_name="fxquant",
+            ir_version=onnx.IR_VERSION if self.opset > 21 else 10,
+        )
+        helper.set_model_props(
+            model,
+            {
+                "fxquant.style": "exact",
+                "fxquant.io": self.io,
+                "fxquant.target": str(self.integer.meta.get("target", "")),
+                "fxquant.tensors": json.dumps(self.tensors),
+            },
+        )
         return model
 
     def _placeholder(self, node: fx.Node, name: str) -> None:
@@ -192,16 +221,20 @@ class _Writer:
             others = [user.name for user in node.users if user.target is not quantize]
             if others:
                 raise ExportError(
-                    f"io='integer' cannot be used: the input {node.name!r} is also read as a real number", node=node,
-                    because=f"{', '.join('%' + other for other in others)} stays in float", remedy="export with io='float'",
-                )  # fmt: skip
+                    f"io='integer' cannot be used: the input {node.name!r} is also read as a real number",
+                    node=node,
+                    because=f"{', '.join('%' + other for other in others)} stays in float",
+                    remedy="export with io='float'",
+                )
         self.values[node] = name
         if self.io == "float":
             self._declare_input(name, fact(node))
 
     def _declare_input(self, name: str, known: Any) -> None:
         if not isinstance(known, TensorFact):
-            raise ExportError(f"the input {name!r} is no tensor", because="an ONNX input is a tensor of known type", remedy="trace with tensors as inputs")
+            raise ExportError(
+                f"the input {name!r} is no tensor", because="an ONNX input is a tensor of known type", remedy="trace with tensors as inputs"
+            )
         self.inputs.append(_value_info(name, known.dtype, known.shape))
         self.emitter.types[name] = known.dtype
 
@@ -217,7 +250,7 @@ class _Writer:
             self.values[node] = self.values[node.args[0]]  # type: ignore[index]
             return
         args = fx.node.map_aggregate(node.args, lambda value: self.values[value] if isinstance(value, fx.Node) else value)
-        result = record.onnx(self.emitter, *args)  # type: ignore[misc]
+        result = record.onnx(self.emitter, *args)
         name = self._named(result, node.name)
         self.values[node] = name
         self._describe(node, name, record.kind)
@@ -246,7 +279,9 @@ class _Writer:
         defaults = [str(self.values[node]) for node in returned]
         wanted = list(output_names) if output_names is not None else defaults
         if len(wanted) != len(returned):
-            raise ConfigurationError(f"output_names has {len(wanted)} names", because=f"the model has {len(returned)} outputs", remedy="pass one name per output")
+            raise ConfigurationError(
+                f"output_names has {len(wanted)} names", because=f"the model has {len(returned)} outputs", remedy="pass one name per output"
+            )
         outputs, taken = [], {info.name for info in self.inputs}
         for node, value, name in zip(returned, defaults, wanted, strict=True):
             while name in taken:
@@ -261,7 +296,9 @@ class _Writer:
 
 def _names(given: Sequence[str] | None, defaults: list[str], what: str) -> dict[str, str]:
     if given is not None and len(given) != len(defaults):
-        raise ConfigurationError(f"{what} has {len(given)} names", because=f"the model has {len(defaults)} inputs", remedy="pass one name per input")
+        raise ConfigurationError(
+            f"{what} has {len(given)} names", because=f"the model has {len(defaults)} inputs", remedy="pass one name per input"
+        )
     return dict(zip(defaults, given or defaults, strict=True))
 
 

@@ -64,22 +64,31 @@ class FloatRegions:
             import onnxscript  # noqa: F401
         except ImportError:
             raise ExportError(
-                "operators that stay in float cannot be exported", node=region[0],
-                because="PyTorch's ONNX exporter, which writes them, needs onnxscript", remedy='pip install "fxquant[float-export]"',
-            ) from None  # fmt: skip
+                "operators that stay in float cannot be exported",
+                node=region[0],
+                because="PyTorch's ONNX exporter, which writes them, needs onnxscript",
+                remedy='pip install "fxquant[float-export]"',
+            ) from None
         examples = tuple(_example(fact(node)) for node in inputs)
         shapes = tuple(_dynamic(fact(node)) for node in inputs)
         try:
             program = torch.onnx.export(
-                part, examples, dynamo=True, opset_version=self.opset, dynamic_shapes=shapes, verbose=False,
-                input_names=[f"region_input_{i}" for i in range(len(inputs))], output_names=[node.name for node in outputs],
-            )  # fmt: skip
+                part,
+                examples,
+                dynamo=True,
+                opset_version=self.opset,
+                dynamic_shapes=shapes,
+                verbose=False,
+                input_names=[f"region_input_{i}" for i in range(len(inputs))],
+                output_names=[node.name for node in outputs],
+            )
         except Exception as error:
             raise ExportError(
-                "an operator that stays in float cannot be exported", node=region[0],
+                "an operator that stays in float cannot be exported",
+                node=region[0],
                 because=f"PyTorch's ONNX exporter says: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
                 remedy="replace the operator, or cut the model before it",
-            ) from error  # fmt: skip
+            ) from error
         assert program is not None
         return program.model_proto
 

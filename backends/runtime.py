@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,16 @@ class OnnxModel:
             self.model = onnx.load(str(self.path))
         except (OSError, DecodeError) as error:
             raise ExportError(
-                f"{self.path} cannot be read as ONNX", because=str(error).splitlines()[0] or type(error).__name__, remedy="pass a file written by fxq.export_onnx"
+                f"{self.path} cannot be read as ONNX",
+                because=str(error).splitlines()[0] or type(error).__name__,
+                remedy="pass a file written by fxq.export_onnx",
             ) from None
         properties = {entry.key: entry.value for entry in self.model.metadata_props}
         if "fxquant.tensors" not in properties:
             raise ExportError(
-                f"{self.path} was not written by fxquant", because="its metadata has no entry fxquant.tensors", remedy="pass a file written by fxq.export_onnx"
+                f"{self.path} was not written by fxquant",
+                because="its metadata has no entry fxquant.tensors",
+                remedy="pass a file written by fxq.export_onnx",
             )
         self.tensors: dict[str, dict[str, Any]] = json.loads(properties["fxquant.tensors"])
         self.input_names = [info.name for info in self.model.graph.input]
@@ -75,7 +79,7 @@ class Runner:
         self.inputs = [info.name for info in model.graph.input]
         if level is None:
             evaluator = ReferenceEvaluator(model)
-            self._run = lambda feeds: evaluator.run(None, feeds)
+            self._run: Callable[[dict[str, Any]], Any] = lambda feeds: evaluator.run(None, feeds)
             return
         options = onnxruntime.SessionOptions()
         options.graph_optimization_level = level

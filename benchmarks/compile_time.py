@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--torch-ao-up-to", type=int, default=LARGEST_FOR_TORCH_AO)
     parser.add_argument("--runs", type=int, default=3, help="runs up to 1,600 nodes; larger chains run once")
     options = parser.parse_args()
+    torch.set_num_threads(1)  # compiling is sequential; a second thread only adds noise to the small tensors in it
     compile_once(residual_chain(100))  # warm: imports and caches
     torch_ao_once(residual_chain(30))
     table = Table("nodes", "trace", "prepare", "convert", "total", "torch.ao prepare", "convert", "total", "ratio")

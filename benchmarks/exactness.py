@@ -57,7 +57,15 @@ def measure(entry: ZooEntry, target: str) -> list[str]:
     ratio = sqnr(entry.model, prepared, entry.test_batches)
     e3 = train_mismatches(prepared, batches)
     bits = max(notes(node).get("accumulator_bits", 0) for node in integer.graph.nodes)
-    return [str(e1.mismatches), str(e2.mismatches), str(e3), str(e1.tensors), f"{bits} bits", str(count_float_nodes(integer)), f"{ratio:.1f} dB"]
+    return [
+        str(e1.mismatches),
+        str(e2.mismatches),
+        str(e3),
+        str(e1.tensors),
+        f"{bits} bits",
+        str(count_float_nodes(integer)),
+        f"{ratio:.1f} dB",
+    ]
 
 
 def train_mismatches(prepared: fx.GraphModule, batches: list[Tensor]) -> int:

@@ -1,12 +1,12 @@
 """fxquant: an FX graph-mode quantization compiler for PyTorch whose numbers are exact.
 
-    import fxquant as fxq
+import fxquant as fxq
 
-    prepared = fxq.prepare(model, example_inputs, target="bayes-e")
-    fxq.calibrate(prepared, batches)
-    integer = fxq.convert(prepared)
-    path = fxq.export_onnx(integer, "model.onnx")
-    assert fxq.verify(integer, path, batches)
+prepared = fxq.prepare(model, example_inputs, target="bayes-e")
+fxq.calibrate(prepared, batches)
+integer = fxq.convert(prepared)
+path = fxq.export_onnx(integer, "model.onnx")
+assert fxq.verify(integer, path, batches)
 """
 
 from pathlib import Path
@@ -15,12 +15,22 @@ from pathlib import Path
 if (_root := Path(__file__).resolve().parents[1]).joinpath("pyproject.toml").is_file():
     __path__.append(str(_root))
 
-from fxquant.api import Result, calibrate, convert, dump, export_onnx, prepare, quantize, verify
+from fxquant.api import Result, calibrate, convert, dump, prepare, quantize, verify
+from fxquant.backends.export import export_onnx
 from fxquant.calibration import freeze, qparams, set_qparams, set_state
 from fxquant.errors import (
-    AccumulatorOverflow, CalibrationError, ConfigurationError, ExportError, FxQuantError, NotCalibrated, ScaleConflict,
-    StageViolation, TraceError, UnknownTarget, UnsupportedOperator,
-)  # fmt: skip
+    AccumulatorOverflow,
+    CalibrationError,
+    ConfigurationError,
+    ExportError,
+    FxQuantError,
+    NotCalibrated,
+    ScaleConflict,
+    StageViolation,
+    TraceError,
+    UnknownTarget,
+    UnsupportedOperator,
+)
 from fxquant.explain import explain
 from fxquant.observers import MinMaxObserver, MovingAverageMinMaxObserver, Observer
 from fxquant.spec import ActivationConfig, QConfig, QConfigMapping, WeightConfig
@@ -34,9 +44,41 @@ from fxquant.verify import Report
 __version__ = "0.1.0"
 
 __all__ = [
-    "AccumulatorOverflow", "ActivationConfig", "CalibrationError", "ConfigurationError", "ExportError", "FxQuantError",
-    "MinMaxObserver", "MovingAverageMinMaxObserver", "NotCalibrated", "Observer", "QConfig", "QConfigMapping", "Report", "Result",
-    "ScaleConflict", "Stage", "StageViolation", "State", "Target", "TraceError", "UnknownTarget", "UnsupportedOperator", "WeightConfig",
-    "calibrate", "convert", "dump", "explain", "export_onnx", "freeze", "prepare", "qparams", "quantize", "set_qparams", "set_state",
-    "text", "trace", "verify",
-]  # fmt: skip
+    "AccumulatorOverflow",
+    "ActivationConfig",
+    "CalibrationError",
+    "ConfigurationError",
+    "ExportError",
+    "FxQuantError",
+    "MinMaxObserver",
+    "MovingAverageMinMaxObserver",
+    "NotCalibrated",
+    "Observer",
+    "QConfig",
+    "QConfigMapping",
+    "Report",
+    "Result",
+    "ScaleConflict",
+    "Stage",
+    "StageViolation",
+    "State",
+    "Target",
+    "TraceError",
+    "UnknownTarget",
+    "UnsupportedOperator",
+    "WeightConfig",
+    "calibrate",
+    "convert",
+    "dump",
+    "explain",
+    "export_onnx",
+    "freeze",
+    "prepare",
+    "qparams",
+    "quantize",
+    "set_qparams",
+    "set_state",
+    "text",
+    "trace",
+    "verify",
+]

@@ -36,10 +36,17 @@ Batches = Iterable[Any]
 
 
 def prepare(
-    model: nn.Module, example_inputs: Any, target: str | Target = "bayes-e", qconfig: QConfig | QConfigMapping | None = None, *,
-    dynamic_shapes: Any = None, batch_norm: str = "live", until: str | Stage | None = None,
-    debug: int | None = None, dump: str | os.PathLike[str] | None = None,
-) -> fx.GraphModule:  # fmt: skip
+    model: nn.Module,
+    example_inputs: Any,
+    target: str | Target = "bayes-e",
+    qconfig: QConfig | QConfigMapping | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    batch_norm: str = "live",
+    until: str | Stage | None = None,
+    debug: int | None = None,
+    dump: str | os.PathLike[str] | None = None,
+) -> fx.GraphModule:
     """A trainable model of quantized operators, in state CALIBRATE, with parameters of its own.
 
     The caller's model is not modified. `batch_norm` says what batch norms do while training: "live" ones use
@@ -50,7 +57,9 @@ def prepare(
     """
     chosen = backends.get(target)
     if batch_norm not in BATCH_NORM_MODES:
-        raise ConfigurationError(f"batch_norm={batch_norm!r} is unknown", because="it is one of 'live' and 'frozen'", remedy="pass one of these")
+        raise ConfigurationError(
+            f"batch_norm={batch_norm!r} is unknown", because="it is one of 'live' and 'frozen'", remedy="pass one of these"
+        )
     check_until(until, PREPARE)
     dial = Dial.of(debug, dump)
     traced = trace(model, example_inputs, dynamic_shapes)
@@ -86,9 +95,13 @@ def convert(
 
 
 def calibrate(
-    prepared: fx.GraphModule, batches: Batches, num_batches: int | None = None, batch_fn: Callable[[Any], Any] | None = None, *,
+    prepared: fx.GraphModule,
+    batches: Batches,
+    num_batches: int | None = None,
+    batch_fn: Callable[[Any], Any] | None = None,
+    *,
     show_progress: bool | None = None,
-) -> fx.GraphModule:  # fmt: skip
+) -> fx.GraphModule:
     """Observe the batches, set every scale, and leave the model in state VALIDATE; returns it.
 
     `batches` yields tensors, tuples or dicts (a DataLoader does): the leading items fill forward's inputs, the
@@ -97,7 +110,9 @@ def calibrate(
     Raises CalibrationError if there is no batch, or one does not fit the model, or holds NaN or infinite
     values; what was observed before stays observed.
     """
-    calibration.calibrate(prepared, [batches] if isinstance(batches, torch.Tensor) else batches, num_batches, batch_fn, show_progress=show_progress)
+    calibration.calibrate(
+        prepared, [batches] if isinstance(batches, torch.Tensor) else batches, num_batches, batch_fn, show_progress=show_progress
+    )
     return prepared
 
 
@@ -147,9 +162,15 @@ class Result:
 
 
 def quantize(
-    model: nn.Module, batches: Batches, target: str | Target = "bayes-e", qconfig: QConfig | QConfigMapping | None = None, *,
-    num_batches: int | None = None, batch_fn: Callable[[Any], Any] | None = None, show_progress: bool | None = None,
-) -> Result:  # fmt: skip
+    model: nn.Module,
+    batches: Batches,
+    target: str | Target = "bayes-e",
+    qconfig: QConfig | QConfigMapping | None = None,
+    *,
+    num_batches: int | None = None,
+    batch_fn: Callable[[Any], Any] | None = None,
+    show_progress: bool | None = None,
+) -> Result:
     """Prepare, calibrate and convert in one call. The first batch serves as example input as well.
 
     Raises what `prepare`, `calibrate` and `convert` raise.

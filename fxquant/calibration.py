@@ -22,7 +22,9 @@ logger = logging.getLogger("fxquant")
 
 def prepared_target(model: nn.Module) -> str:
     """The name of the target a prepared model was prepared for. Raises ConfigurationError for any other model."""
-    if not isinstance(model, fx.GraphModule) or not any(isinstance(m, QuantizedOperator) for m in model.modules()) and model.meta.get("stage") != "PREPARED":
+    if not isinstance(model, fx.GraphModule) or (
+        not any(isinstance(m, QuantizedOperator) for m in model.modules()) and model.meta.get("stage") != "PREPARED"
+    ):
         raise ConfigurationError(
             f"{type(model).__name__} is no prepared model",
             because="it was not returned by fxq.prepare, or its preparation was stopped early with until=",
@@ -60,9 +62,10 @@ def _select(operators: Mapping[str, QuantizedOperator], names: list[str]) -> lis
     chosen: dict[str, QuantizedOperator] = {}
     for name in names:
         matches = {
-            node: operator for node, operator in operators.items()
+            node: operator
+            for node, operator in operators.items()
             if node == name or operator.path == name or operator.path.startswith(name + ".")
-        }  # fmt: skip
+        }
         if not matches:
             raise ConfigurationError(
                 f"no operator belongs to {name!r}",
@@ -75,7 +78,12 @@ def _select(operators: Mapping[str, QuantizedOperator], names: list[str]) -> lis
 
 @torch.no_grad()
 def calibrate(
-    prepared: fx.GraphModule, batches: Iterable[Any], num_batches: int | None = None, batch_fn: Callable[[Any], Any] | None = None, *, show_progress: bool | None = None
+    prepared: fx.GraphModule,
+    batches: Iterable[Any],
+    num_batches: int | None = None,
+    batch_fn: Callable[[Any], Any] | None = None,
+    *,
+    show_progress: bool | None = None,
 ) -> None:
     """Observe the batches, set every scale, and leave the model in state VALIDATE.
 
@@ -140,12 +148,18 @@ def model_inputs(model: fx.GraphModule, batch: Any, index: int = 0) -> list[Any]
     if isinstance(batch, Mapping):
         missing = [node.name for node in placeholders if node.name not in batch]
         if missing:
-            raise _bad_batch(index, f"it has no {', '.join(missing)}; its keys are {', '.join(map(str, batch))}", "pass a dict with forward's argument names, or batch_fn")
+            raise _bad_batch(
+                index,
+                f"it has no {', '.join(missing)}; its keys are {', '.join(map(str, batch))}",
+                "pass a dict with forward's argument names, or batch_fn",
+            )
         values = [batch[node.name] for node in placeholders]
     else:
         items = list(batch) if isinstance(batch, list | tuple) else [batch]
         if len(items) < len(placeholders):
-            raise _bad_batch(index, f"it has {len(items)} items and the model takes {len(placeholders)} inputs", "yield all inputs, or pass batch_fn")
+            raise _bad_batch(
+                index, f"it has {len(items)} items and the model takes {len(placeholders)} inputs", "yield all inputs, or pass batch_fn"
+            )
         if len(items) > len(placeholders) and not model.meta.get("told_dropped"):
             logger.info("batches have %d items; the model takes the first %d", len(items), len(placeholders))
             model.meta["told_dropped"] = True
@@ -159,17 +173,25 @@ def _check_input(index: int, node: fx.Node, value: Any) -> None:
     expected = fact(node)
     if not isinstance(expected, TensorFact):
         return
-    remedy = f"yield tensors of shape {[str(size) for size in expected.shape]} and dtype {expected.dtype}, or pass batch_fn".replace("'", "")
+    remedy = f"yield tensors of shape {[str(size) for size in expected.shape]} and dtype {expected.dtype}, or pass batch_fn".replace(
+        "'", ""
+    )
     if not isinstance(value, torch.Tensor):
         raise _bad_batch(index, f"its value for {node.name!r} is a {type(value).__name__}, not a tensor", remedy)
     if value.dtype != expected.dtype:
         raise _bad_batch(index, f"its value for {node.name!r} is {value.dtype}, and the model was traced with {expected.dtype}", remedy)
-    fits = value.dim() == len(expected.shape) and all(not isinstance(e, int) or e == v for e, v in zip(expected.shape, value.shape, strict=True))
+    fits = value.dim() == len(expected.shape) and all(
+        not isinstance(e, int) or e == v for e, v in zip(expected.shape, value.shape, strict=True)
+    )
     if not fits:
-        raise _bad_batch(index, f"its value for {node.name!r} has shape {list(value.shape)}, and the model was traced with {expected}", remedy)
+        raise _bad_batch(
+            index, f"its value for {node.name!r} has shape {list(value.shape)}, and the model was traced with {expected}", remedy
+        )
     if value.is_floating_point() and not bool(torch.isfinite(value).all()):
         kind = "NaN" if bool(torch.isnan(value).any()) else "infinite values"
-        raise _bad_batch(index, f"its value for {node.name!r} holds {kind}", "clean the data: a scale computed from such values would be meaningless")
+        raise _bad_batch(
+            index, f"its value for {node.name!r} holds {kind}", "clean the data: a scale computed from such values would be meaningless"
+        )
 
 
 def _bad_batch(index: int, because: str, remedy: str) -> CalibrationError:
@@ -189,10 +211,14 @@ def set_qparams(prepared: nn.Module, scales: Mapping[str, float]) -> None:
     """
     prepared_target(prepared)
     operators = quantized_operators(prepared)
-    chosen = []
+    chosen: list[tuple[QuantizedOperator, float]] = []
     for name, scale in scales.items():
         if not 0 < float(scale) < float("inf"):
-            raise ConfigurationError(f"the scale {scale} for {name!r} is not usable", because="a scale is a positive, finite number", remedy="pass a positive scale")
+            raise ConfigurationError(
+                f"the scale {scale} for {name!r} is not usable",
+                because="a scale is a positive, finite number",
+                remedy="pass a positive scale",
+            )
         chosen.extend((operator, float(scale)) for operator in _select(operators, [name]))
     for operator, scale in chosen:
         operator.output.set_scale(scale)

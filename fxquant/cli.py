@@ -21,7 +21,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="fxquant", description="Quantization whose numbers are exact: training, integer graph and ONNX agree bit for bit.")
+    parser = argparse.ArgumentParser(
+        prog="fxquant", description="Quantization whose numbers are exact: training, integer graph and ONNX agree bit for bit."
+    )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     demo = commands.add_parser("demo", help="train a small network on real digits, quantize it, export it, and prove the bits equal")
     demo.add_argument("--target", default="bayes-e", help="march or chip to compile for (default: bayes-e)")

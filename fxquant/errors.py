@@ -25,7 +25,9 @@ class FxQuantError(Exception):
     remedy   what the user can do now
     """
 
-    def __init__(self, what: str, *, because: str, remedy: str, node: Located | None = None, at: str | None = None, module: str | None = None) -> None:
+    def __init__(
+        self, what: str, *, because: str, remedy: str, node: Located | None = None, at: str | None = None, module: str | None = None
+    ) -> None:
         self.what, self.because, self.remedy = what, because, remedy
         self.node = node
         meta = node.meta if node is not None else {}

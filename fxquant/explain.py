@@ -70,7 +70,9 @@ def left_in_float(model: fx.GraphModule) -> list[tuple[fx.Node, str]]:
 
 def summary(model: fx.GraphModule) -> str:
     """One line: how many operators are integer, how many are left in float, and which."""
-    integer = sum(1 for node in model.graph.nodes if qparams(node) is not None or (annotation(node) is not None and annotation(node).dtype is not None))  # type: ignore[union-attr]
+    integer = sum(
+        qparams(node) is not None or ((spec := annotation(node)) is not None and spec.dtype is not None) for node in model.graph.nodes
+    )
     left = left_in_float(model)
     if not left:
         return f"{integer} operators are integer, none is left in float"

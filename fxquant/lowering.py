@@ -16,12 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxquant.batch_norm import BatchNorm, fold, fold_batch
 from fxquant.errors import AccumulatorOverflow
 from fxquant.graph import Size
-from fxquant.numerics import (
-    INT32_MAX, Arithmetic, IntType, Ratio, bits_of, clamp_bound, fixed_requantization, real_multiplier,
-)  # fmt: skip
-from fxquant.batch_norm import BatchNorm, fold, fold_batch
+from fxquant.numerics import INT32_MAX, Arithmetic, IntType, Ratio, bits_of, clamp_bound, fixed_requantization, real_multiplier
 from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.boundary import quantize, quantized_value
 from fxquant.primitives.elementwise import align_fixed, align_real
@@ -83,14 +81,22 @@ class Lowering:
         to = to or self.output
         return Quantized(exact(), to.scale, to.dtype, ())
 
-    def fold(self, weight: Tensor, bias: Tensor | None, batch_norm: BatchNorm | None, axis: int,
-             forward: Callable[[Tensor, Tensor | None], Tensor]) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    def fold(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        batch_norm: BatchNorm | None,
+        axis: int,
+        forward: Callable[[Tensor, Tensor | None], Tensor],
+    ) -> tuple[Tensor, Tensor | None]:
         """Weight and bias with the batch norm multiplied in, from its running statistics."""
         return (weight, bias) if batch_norm is None else fold(weight, bias, batch_norm, axis)
 
     # -- what operators are made of ----------------------------------------------------------------------------------
 
-    def requantize(self, accumulator: Any, ratio: Ratio, clamp: Clamp | None = None, to: Quantizer | None = None, role: str = "") -> Quantized:
+    def requantize(
+        self, accumulator: Any, ratio: Ratio, clamp: Clamp | None = None, to: Quantizer | None = None, role: str = ""
+    ) -> Quantized:
         """The accumulator, whose step is `ratio`, on the scale of `to`, limited to the real interval `clamp`."""
         target = to or self.output
 
@@ -99,7 +105,7 @@ class Lowering:
             return self._requantize(accumulator, ratio.over(target.scale), low, high, target.dtype, role)
 
         def real() -> Tensor:
-            value = accumulator * ratio.approximate().to(accumulator.dtype)
+            value: Tensor = accumulator * ratio.approximate().to(accumulator.dtype)
             return value if clamp is None else value.clamp(*clamp)
 
         return self.result(exact, real, target)
@@ -122,9 +128,17 @@ class Lowering:
             for name, value in (("shift", fixed.shift), ("multiplier", fixed.multiplier), ("right_shift", fixed.right_shift))
         )
         return self.call(
-            requantize_fixed, accumulator, shift, multiplier, right_shift,
-            widths.intermediate_bits, self.arithmetic.final_rounding, low, high, dtype.storage,
-        )  # fmt: skip
+            requantize_fixed,
+            accumulator,
+            shift,
+            multiplier,
+            right_shift,
+            widths.intermediate_bits,
+            self.arithmetic.final_rounding,
+            low,
+            high,
+            dtype.storage,
+        )
 
     def align(self, operand: Quantized, ratio: Ratio, role: str) -> Any:
         """The operand's integers times `ratio`, as an accumulator on the finer scale that `ratio` leads to."""
@@ -165,8 +179,18 @@ class Lowering:
 class EagerLowering(Lowering):
     """Calls the primitives on integer-valued float tensors, with straight-through gradients; observes if told to."""
 
-    def __init__(self, name: str, arithmetic: Arithmetic, output: Quantizer, intermediate: Quantizer | None, weight: WeightConfig, *,
-                 training: bool, observing: bool, live_batch_norm: bool) -> None:  # fmt: skip
+    def __init__(
+        self,
+        name: str,
+        arithmetic: Arithmetic,
+        output: Quantizer,
+        intermediate: Quantizer | None,
+        weight: WeightConfig,
+        *,
+        training: bool,
+        observing: bool,
+        live_batch_norm: bool,
+    ) -> None:
         super().__init__(name, arithmetic, output, intermediate, weight)
         self.training = training
         self.observing = observing
@@ -199,8 +223,14 @@ class EagerLowering(Lowering):
         to = self.output
         return self.result(lambda: quantized_value(input, to.scale, to.dtype.low, to.dtype.high), lambda: input)
 
-    def fold(self, weight: Tensor, bias: Tensor | None, batch_norm: BatchNorm | None, axis: int,
-             forward: Callable[[Tensor, Tensor | None], Tensor]) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    def fold(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        batch_norm: BatchNorm | None,
+        axis: int,
+        forward: Callable[[Tensor, Tensor | None], Tensor],
+    ) -> tuple[Tensor, Tensor | None]:
         if batch_norm is None or not (self.training and self.live_batch_norm):
             return super().fold(weight, bias, batch_norm, axis, forward)
         return fold_batch(weight, bias, batch_norm, axis, forward(weight, bias))
@@ -213,7 +243,7 @@ class _StraightThrough(torch.autograd.Function):
         return exact.view_as(exact)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient.to(ctx.dtype), None
 
 

@@ -118,11 +118,12 @@ class Ratio:
 
     def exact(self) -> list[Fraction]:
         """The ratio of every element, in order of the broadcast shape, as exact fractions. Slow."""
-        factors = torch.broadcast_tensors(*(f.detach().double().cpu() for f in self.numerators + self.denominators))
+        factors = torch.broadcast_tensors(*(f.detach().double().cpu() for f in self.numerators + self.denominators))  # type: ignore[no-untyped-call]
         rows = zip(*(f.flatten().tolist() for f in factors), strict=True)
         above = len(self.numerators)
         return [
-            math.prod(map(Fraction, row[:above]), start=Fraction(1)) / math.prod(map(Fraction, row[above:]), start=Fraction(1)) for row in rows
+            math.prod(map(Fraction, row[:above]), start=Fraction(1)) / math.prod(map(Fraction, row[above:]), start=Fraction(1))
+            for row in rows
         ]
 
     def rounded(self, exponent: Tensor) -> Tensor:
@@ -295,4 +296,3 @@ def accumulator_bound(weight: Tensor, bias: Tensor | None, axis: int, input_magn
 def bits_of(bound: float) -> int:
     """The bits of a signed integer that holds every value of magnitude up to `bound`."""
     return int(bound).bit_length() + 1
-

@@ -71,7 +71,9 @@ class Dial:
     def show(self, name: str, gm: fx.GraphModule, changes: int, milliseconds: float) -> None:
         """Called after every pass."""
         if self.debug >= 1:
-            print(f"{self.count:02d} {name:<22} {changes:6d} rewrites {len(gm.graph.nodes):7d} nodes {milliseconds:9.1f} ms", file=sys.stderr)
+            print(
+                f"{self.count:02d} {name:<22} {changes:6d} rewrites {len(gm.graph.nodes):7d} nodes {milliseconds:9.1f} ms", file=sys.stderr
+            )
         if self.debug >= 2 and changes:
             print(text(gm), file=sys.stderr)
         self.write(name, gm)
@@ -116,4 +118,6 @@ def check_until(until: str | Stage | None, passes: Sequence[Pass]) -> None:
     """Raise ConfigurationError if `until` names no pass."""
     names = [step.name for step in passes]
     if isinstance(until, str) and until not in names:
-        raise ConfigurationError(f"until={until!r} names no pass", because=f"the passes are {', '.join(names)}", remedy="pass one of these names, or a fxq.Stage")
+        raise ConfigurationError(
+            f"until={until!r} names no pass", because=f"the passes are {', '.join(names)}", remedy="pass one of these names, or a fxq.Stage"
+        )

@@ -33,8 +33,20 @@ class QuantizedOperator(nn.Module):
                   operands, so they are referred to without being registered here.
     """
 
-    def __init__(self, name: str, operator: Operator, arithmetic: Arithmetic, inputs: Inputs, output: Quantizer, *,
-                 owns_output: bool, intermediate: Quantizer | None, weight: WeightConfig, live_batch_norm: bool, path: str = "") -> None:  # fmt: skip
+    def __init__(
+        self,
+        name: str,
+        operator: Operator,
+        arithmetic: Arithmetic,
+        inputs: Inputs,
+        output: Quantizer,
+        *,
+        owns_output: bool,
+        intermediate: Quantizer | None,
+        weight: WeightConfig,
+        live_batch_norm: bool,
+        path: str = "",
+    ) -> None:
         super().__init__()
         self.name = name
         self.path = path
@@ -74,9 +86,15 @@ class QuantizedOperator(nn.Module):
     def _integer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         moving = self.state is State.TRAIN and self.training
         lowering = EagerLowering(
-            self.name, self.arithmetic, self.output, self.intermediate, self.weight,
-            training=moving, observing=moving and self.owns_output and not self.output.frozen, live_batch_norm=self.live_batch_norm,
-        )  # fmt: skip
+            self.name,
+            self.arithmetic,
+            self.output,
+            self.intermediate,
+            self.weight,
+            training=moving,
+            observing=moving and self.owns_output and not self.output.frozen,
+            live_batch_norm=self.live_batch_norm,
+        )
         with torch.autocast(args[0].device.type if isinstance(args[0], Tensor) else "cpu", enabled=False):
             result = self.operator.lower(lowering, **self._operands(self.operator.bind_call(args, kwargs)))
             return result.real() if isinstance(result, Quantized) else result

@@ -19,8 +19,17 @@ class Quantizer(nn.Module):
 
     scale: Tensor
 
-    def __init__(self, dtype: IntType, observer: Observer | None, *, scale: float | None = None, power_of_two: bool = False,
-                 name: str = "", source: str = "", module: str = "") -> None:  # fmt: skip
+    def __init__(
+        self,
+        dtype: IntType,
+        observer: Observer | None,
+        *,
+        scale: float | None = None,
+        power_of_two: bool = False,
+        name: str = "",
+        source: str = "",
+        module: str = "",
+    ) -> None:
         super().__init__()
         self.dtype = dtype
         self.observer = observer

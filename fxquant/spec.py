@@ -28,7 +28,9 @@ class ActivationConfig:
         _check(self.dtype, ACTIVATION_TYPES, "activation")
         for name, value in (("scale", self.scale), ("threshold", self.threshold)):
             if value is not None and not 0 < value < float("inf"):
-                raise ConfigurationError(f"{name}={value} is not usable", because="a scale is a positive, finite number", remedy=f"pass a positive {name}")
+                raise ConfigurationError(
+                    f"{name}={value} is not usable", because="a scale is a positive, finite number", remedy=f"pass a positive {name}"
+                )
 
     @property
     def type(self) -> IntType:

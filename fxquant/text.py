@@ -1,6 +1,6 @@
 """Graphs as text: readable, deterministic, diffable.
 
-    %conv1 = conv2d(%x, %conv1_weight, stride=2, padding=1)   f32[B,8,4,4]   int8 s=0.02351 g1   # conv1, bn1, relu
+%conv1 = conv2d(%x, %conv1_weight, stride=2, padding=1)   f32[B,8,4,4]   int8 s=0.02351 g1   # conv1, bn1, relu
 """
 
 from __future__ import annotations

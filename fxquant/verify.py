@@ -93,7 +93,9 @@ class Report:
 
     def __str__(self) -> str:
         verdict = "equal" if self else "NOT equal"
-        lines = [f"{verdict}: {self.mismatches} mismatching elements of {self.elements} in {self.tensors} tensors ({'; '.join(self.pairs)})"]
+        lines = [
+            f"{verdict}: {self.mismatches} mismatching elements of {self.elements} in {self.tensors} tensors ({'; '.join(self.pairs)})"
+        ]
         if self.flips:
             lines.append(f"{self.flips} elements flipped at a boundary behind float operators")
         if self.first is not None:
@@ -146,9 +148,8 @@ class IntegerForm:
     def __init__(self, integer: fx.GraphModule) -> None:
         self.model = integer
         self.crossings = [  # where float operators on the host hand over to an integer segment
-            node.name for node in integer.graph.nodes
-            if node.target is quantize and node.args[0].op != "placeholder"
-        ]  # fmt: skip
+            node.name for node in integer.graph.nodes if node.target is quantize and node.args[0].op != "placeholder"
+        ]
 
     def run(self, inputs: list[Tensor], deep: bool) -> Values:
         values: Values = {}
@@ -280,7 +281,7 @@ def form_of(model: Any) -> PreparedForm | IntegerForm:
     if stage == "INTEGER":
         return IntegerForm(model)
     raise ConfigurationError(
-        f"{type(model).__name__} cannot be verified", because="it is neither a prepared model, nor an integer model, nor the path of an ONNX file",
+        f"{type(model).__name__} cannot be verified",
+        because="it is neither a prepared model, nor an integer model, nor the path of an ONNX file",
         remedy="pass the results of fxq.prepare, fxq.convert or fxq.export_onnx",
-    )  # fmt: skip
-
+    )

@@ -1,7 +1,7 @@
 """A clamp (relu, relu6, hardtanh) becomes the limits of the operator before it.
 
-    %conv = conv2d(%x, %w)
-    %y    = clamp(%conv, 0, 6)             →    %conv = conv2d(%x, %w, clamp=(0, 6))
+%conv = conv2d(%x, %w)
+%y    = clamp(%conv, 0, 6)             →    %conv = conv2d(%x, %w, clamp=(0, 6))
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Quantize and dequantize stand where the integer part of the graph begins and ends.
 
-    %y = conv2d(%x, %w)                    →    %x_quantize = quantize(%x)
-    return %y                                   %y = conv2d(%x_quantize, %w)
-                                                %y_dequantize = dequantize(%y)
-                                                return %y_dequantize
+%y = conv2d(%x, %w)                    →    %x_quantize = quantize(%x)
+return %y                                   %y = conv2d(%x_quantize, %w)
+                                            %y_dequantize = dequantize(%y)
+                                            return %y_dequantize
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ def _map_inputs(node: fx.Node, function: Any) -> None:
 def _boundary(gm: fx.GraphModule, value: fx.Node, operator: Operator, made: dict[fx.Node, fx.Node], reader: fx.Node) -> fx.Node:
     """The one quantize or dequantize of this value, made behind it if there is none yet."""
     if value not in made:
+        node: fx.Node
         with gm.graph.inserting_after(_last_placeholder(gm) if value.op == "placeholder" else value):
             node = gm.graph.create_node("call_function", operator.function, (value,), {}, name=f"{value.name}_{operator.name}")
         inherit(node, value, "boundary.insert")
@@ -64,12 +65,13 @@ def _boundary(gm: fx.GraphModule, value: fx.Node, operator: Operator, made: dict
         spec = annotation(reader)
         assert spec is not None
         if operator is QUANTIZE:
-            config = spec.config if value.op != "placeholder" else spec.config
-            annotate(node, Annotation(config.input.dtype if config.input else config.output.dtype, f"the input of %{reader.name}", config))
+            chosen = spec.config.input or spec.config.output
+            annotate(node, Annotation(chosen.dtype, f"the input of %{reader.name}", spec.config))
         else:
             annotate(node, Annotation(None, "the end of the integer part", spec.config, spec.group))
         made[value] = node
-    return made[value]
+    crossing: fx.Node = made[value]
+    return crossing
 
 
 def _last_placeholder(gm: fx.GraphModule) -> fx.Node:

@@ -1,8 +1,8 @@
 """One spelling per operator; everything after this may assume it.
 
-    %y = call_module conv1(%x)      →   %conv1_weight = [conv1.weight]
-                                        %y = conv2d(%x, %conv1_weight, stride=…)
-    %y = call_method relu(%x)       →   %y = clamp(%x, min=0, max=None)
+%y = call_module conv1(%x)      →   %conv1_weight = [conv1.weight]
+                                    %y = conv2d(%x, %conv1_weight, stride=…)
+%y = call_method relu(%x)       →   %y = clamp(%x, min=0, max=None)
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _recognise(node: fx.Node, modules: dict[str, nn.Module]) -> tuple[Operator, 
             return operator, taken, (type(module),)
         return operator, _bind(operator, args, {**taken, **kwargs}), (type(module),)
     if node.op == "call_function" and node.target in FUNCTIONS:
-        operator, adapt = FUNCTIONS[node.target]  # type: ignore[index]
+        operator, adapt = FUNCTIONS[node.target]
     elif node.op == "call_method" and node.target in METHODS:
         operator, adapt = METHODS[str(node.target)]
     else:

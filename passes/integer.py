@@ -31,7 +31,16 @@ CONTAINER = "integer"  # where the constants stand in the integer model
 class GraphLowering(Lowering):
     """Writes the primitives of one operator into a graph; the last one takes the operator's name."""
 
-    def __init__(self, gm: fx.GraphModule, graph: fx.Graph, node: fx.Node, module: QuantizedOperator | None, output: Quantizer, arithmetic: Arithmetic, shapes: Shapes) -> None:
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        graph: fx.Graph,
+        node: fx.Node,
+        module: QuantizedOperator | None,
+        output: Quantizer,
+        arithmetic: Arithmetic,
+        shapes: Shapes,
+    ) -> None:
         weight = module.weight if module is not None else WeightConfig()
         super().__init__(node.name, arithmetic, output, module.intermediate if module is not None else None, weight)
         self.gm, self.graph, self.node, self.shapes = gm, graph, node, shapes
@@ -120,7 +129,7 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
                 arguments = module.operator.bind_call(node.args, node.kwargs)
                 outputs[node] = module.output
             elif operator_of(node) is DEQUANTIZE:
-                lowering = GraphLowering(gm, graph, node, None, outputs[node.args[0]], context.target.arithmetic, shapes)  # type: ignore[index]
+                lowering = GraphLowering(gm, graph, node, None, outputs[node.args[0]], context.target.arithmetic, shapes)
                 arguments = {"input": node.args[0]}
             else:
                 environment[node] = graph.node_copy(node, environment.__getitem__)
@@ -135,8 +144,11 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
     return changes
 
 
-def _concrete(gm: fx.GraphModule, operator: Any, arguments: dict[str, Any], environment: dict[fx.Node, fx.Node], outputs: dict[fx.Node, Quantizer]) -> dict[str, Any]:
+def _concrete(
+    gm: fx.GraphModule, operator: Any, arguments: dict[str, Any], environment: dict[fx.Node, fx.Node], outputs: dict[fx.Node, Quantizer]
+) -> dict[str, Any]:
     """The arguments with activations as quantized nodes, parameters as tensors, and other nodes as new nodes."""
+
     def operand(name: str, value: fx.Node) -> Quantized:
         quantizer = outputs[value]
         return Quantized(environment[value], quantizer.scale, quantizer.dtype, fact(value).shape)

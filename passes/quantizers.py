@@ -1,6 +1,6 @@
 """Operators become modules that observe, train and validate.
 
-    %y = conv2d(%x, %w)      →      %y = operators.y(%x, %w)      a QuantizedOperator
+%y = conv2d(%x, %w)      →      %y = operators.y(%x, %w)      a QuantizedOperator
 """
 
 from __future__ import annotations
@@ -35,11 +35,17 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
         arguments = operator.arguments(node)
         own = operator.scale is Scale.OWN
         module = QuantizedOperator(
-            node.name, operator, context.target.arithmetic, _inputs(operator, arguments, quantizers), quantizers[spec.group],
+            node.name,
+            operator,
+            context.target.arithmetic,
+            _inputs(operator, arguments, quantizers),
+            quantizers[spec.group],
             owns_output=own,
             intermediate=_quantizer(node, spec.config.output, context) if "residual" in arguments else None,
-            weight=spec.config.weight, live_batch_norm=context.batch_norm == "live", path=module_path(node),
-        )  # fmt: skip
+            weight=spec.config.weight,
+            live_batch_norm=context.batch_norm == "live",
+            path=module_path(node),
+        )
         owners.add(spec.group)
         target = f"{CONTAINER}.{node.name}"
         attach(gm, target, module)
@@ -68,13 +74,19 @@ def _output_config(operator: Operator, spec: Annotation) -> ActivationConfig:
 
 def _quantizer(node: fx.Node, config: ActivationConfig, context: Context) -> Quantizer:
     return Quantizer(
-        config.type, config.observer() if config.fixed_scale is None else None, scale=config.fixed_scale,
-        power_of_two=context.target.arithmetic.power_of_two_scales, name=node.name, source=source(node), module=module_path(node),
-    )  # fmt: skip
+        config.type,
+        config.observer() if config.fixed_scale is None else None,
+        scale=config.fixed_scale,
+        power_of_two=context.target.arithmetic.power_of_two_scales,
+        name=node.name,
+        source=source(node),
+        module=module_path(node),
+    )
 
 
 def _inputs(operator: Operator, arguments: dict[str, Any], quantizers: dict[int, Quantizer]) -> dict[str, Quantizer | list[Quantizer]]:
     """The quantizers of the operands, by parameter."""
+
     def quantizer(name: str, operand: fx.Node) -> Quantizer:
         spec = annotation(operand)
         assert spec is not None

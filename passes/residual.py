@@ -1,7 +1,7 @@
 """An addition becomes part of the layer that feeds it, and is done in its accumulator.
 
-    %conv = conv2d(%x, %w)
-    %y    = add(%conv, %r)                 →    %conv = conv2d(%x, %w, residual=%r)
+%conv = conv2d(%x, %w)
+%y    = add(%conv, %r)                 →    %conv = conv2d(%x, %w, residual=%r)
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ dtypes are a conflict, and the shortest path between them is its explanation.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import networkx as nx
 from torch import fx
 
@@ -16,7 +18,6 @@ from fxquant.ops import Scale, operand_nodes, operator_of
 from fxquant.ops.boundary import DEQUANTIZE
 from fxquant.pipeline import Context
 from fxquant.stage import is_integer
-from dataclasses import replace
 
 
 def share(gm: fx.GraphModule, context: Context) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fxquant.graph import Annotation, TensorFact, annotate as set_annotation, annotation, fact, module_path, refusal, resolve, spelling
+from fxquant.graph import Annotation, TensorFact, annotation, fact, module_path, refusal, resolve, spelling
+from fxquant.graph import annotate as set_annotation
 from fxquant.ops import Operator, Scale, operand_nodes, operator_of
 from fxquant.pipeline import Context
 from fxquant.spec import QConfig

@@ -45,7 +45,9 @@ class Outcome:
     seconds: float
 
 
-def run_demo(target: str | Target = "bayes-e", out: str | Path = "fxquant-demo", console: Console | None = None, show_progress: bool | None = None) -> Outcome:
+def run_demo(
+    target: str | Target = "bayes-e", out: str | Path = "fxquant-demo", console: Console | None = None, show_progress: bool | None = None
+) -> Outcome:
     """Train, quantize, export and verify; the table is printed and the files are in `out`.
 
     Writes model.onnx, explain.txt and passes/ (the graph after each pass). Raises UnknownTarget before any work.
@@ -56,7 +58,8 @@ def run_demo(target: str | Target = "bayes-e", out: str | Path = "fxquant-demo",
     start = time.perf_counter()
 
     dataset = load_digits_dataset()
-    console.print(f"{len(dataset.train_labels)} handwritten digits to train on, {len(dataset.test_labels)} to test on; target {chosen.name}: {chosen.description}")
+    counts = f"{len(dataset.train_labels)} handwritten digits to train on, {len(dataset.test_labels)} to test on"
+    console.print(f"{counts}; target {chosen.name}: {chosen.description}", soft_wrap=True)
     network = build_demo_network(SEED)
     with _batches("training the float network", show_progress) as step:
         train_float(network, dataset, FLOAT_EPOCHS, SEED, step)
@@ -99,7 +102,13 @@ def _batches(description: str, show: bool | None) -> Iterator[OnBatch]:
 
 
 def _accuracies(
-    dataset: DigitsDataset, network: nn.Module, calibrated: float, prepared: fx.GraphModule, integer: fx.GraphModule, path: Path, show: bool | None
+    dataset: DigitsDataset,
+    network: nn.Module,
+    calibrated: float,
+    prepared: fx.GraphModule,
+    integer: fx.GraphModule,
+    path: Path,
+    show: bool | None,
 ) -> dict[str, float]:
     images, labels = dataset.test_images, dataset.test_labels
     opened = OnnxModel(path)
@@ -126,6 +135,7 @@ def _weight_bytes(integer: fx.GraphModule) -> int:
 
 def count_float_nodes(integer: fx.GraphModule) -> int:
     """The nodes of an integer model that compute floating-point values, besides its boundary."""
+
     def computes_float(node: fx.Node) -> bool:
         if node.op in ("placeholder", "get_attr", "output"):
             return False

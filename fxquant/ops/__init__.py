@@ -8,6 +8,20 @@ from fxquant.ops import boundary, elementwise, normalization, pool, shape, weigh
 from fxquant.ops.record import FUNCTIONS, METHODS, MODULES, OPERATORS, Operator, Parameter, Scale, map_operands, operand_nodes, operator_of
 
 __all__ = [
-    "FUNCTIONS", "METHODS", "MODULES", "OPERATORS", "Operator", "Parameter", "Scale",
-    "boundary", "elementwise", "map_operands", "normalization", "operand_nodes", "operator_of", "pool", "shape", "weighted",
-]  # fmt: skip
+    "FUNCTIONS",
+    "METHODS",
+    "MODULES",
+    "OPERATORS",
+    "Operator",
+    "Parameter",
+    "Scale",
+    "boundary",
+    "elementwise",
+    "map_operands",
+    "normalization",
+    "operand_nodes",
+    "operator_of",
+    "pool",
+    "shape",
+    "weighted",
+]

@@ -56,13 +56,16 @@ def needs_tensors(arguments: dict[str, Any], *names: str) -> str | None:
 
 register(
     Operator(
-        "add", add, ("input", "other"), lower_add,
+        "add",
+        add,
+        ("input", "other"),
+        lower_add,
         functions={torch.add: None, operator.add: None, operator.iadd: None},
         methods={"add": None, "add_": None, "__add__": None, "__radd__": None, "__iadd__": None},
         absorbs=frozenset({"clamp"}),
         refuses=_refuses_add,
     )
-)  # fmt: skip
+)
 
 # ---- clamping -------------------------------------------------------------------------------------------------------
 
@@ -99,10 +102,21 @@ def _hardtanh(input: Any, min_val: float = -1.0, max_val: float = 1.0, inplace: 
 
 register(
     Operator(
-        "clamp", clamp, ("input",), lower_clamp, Scale.SAME,
+        "clamp",
+        clamp,
+        ("input",),
+        lower_clamp,
+        Scale.SAME,
         functions={
-            torch.clamp: None, torch.clip: None, torch.relu: _relu, torch.relu_: _relu, F.relu: _relu, F.relu_: _relu,
-            F.relu6: _relu6, F.hardtanh: _hardtanh, F.hardtanh_: _hardtanh,
+            torch.clamp: None,
+            torch.clip: None,
+            torch.relu: _relu,
+            torch.relu_: _relu,
+            F.relu: _relu,
+            F.relu_: _relu,
+            F.relu6: _relu6,
+            F.hardtanh: _hardtanh,
+            F.hardtanh_: _hardtanh,
         },
         methods={"relu": _relu, "relu_": _relu, "clamp": None, "clamp_": None, "clip": None, "clip_": None},
         modules={
@@ -112,7 +126,7 @@ register(
         },
         refuses=_refuses_clamp,
     )
-)  # fmt: skip
+)
 
 # ---- unary functions by table ---------------------------------------------------------------------------------------
 
@@ -134,13 +148,16 @@ def unary(name: str, function: Callable[[Tensor], Tensor], exact: Callable[[floa
 
     return register(
         Operator(
-            name, function, ("input",), lower,
+            name,
+            function,
+            ("input",),
+            lower,
             functions={s: None for s in spellings if callable(s) and not isinstance(s, type)},
             methods={s: None for s in spellings if isinstance(s, str)},
             modules={s: lambda m: {} for s in spellings if isinstance(s, type)},
             parameters=("input",),
         )
-    )  # fmt: skip
+    )
 
 
 def _sigmoid(x: float) -> float:

@@ -23,7 +23,14 @@ def _unreachable(*arguments: Any, **keywords: Any) -> Quantized:
 
 
 def _functional(
-    input: Any, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5
+    input: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
 ) -> dict[str, Any] | str:
     if training or running_mean is None or running_var is None:
         return "it has no running statistics"
@@ -40,9 +47,12 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 register(
     Operator(
-        "batch_norm", batch_norm, ("input",), _unreachable,
+        "batch_norm",
+        batch_norm,
+        ("input",),
+        _unreachable,
         functions={F.batch_norm: _functional},
         modules={nn.BatchNorm1d: _module, nn.BatchNorm2d: _module, nn.BatchNorm3d: _module, nn.SyncBatchNorm: _module},
         refuses=_refuses,
     )
-)  # fmt: skip
+)

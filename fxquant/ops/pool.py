@@ -56,7 +56,9 @@ def _needs_batch(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
 
 
 def _max_pool(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized]]:
-    def function(input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False) -> Tensor:
+    def function(
+        input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
+    ) -> Tensor:
         result: Tensor = MAX_POOLS[rank](input, kernel_size, stride, padding, dilation, ceil_mode)
         return result
 
@@ -65,9 +67,7 @@ def _max_pool(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized
     ) -> Quantized:
         kernel, steps = sizes(kernel_size, rank), sizes(kernel_size if stride in (None, []) else stride, rank)
         begin, spread = sizes(padding, rank), sizes(dilation, rank)
-        end = [
-            _windows(*row, ceil_mode)[1] for row in zip(_spatial(input.shape, rank), kernel, steps, begin, spread, strict=True)
-        ]
+        end = [_windows(*row, ceil_mode)[1] for row in zip(_spatial(input.shape, rank), kernel, steps, begin, spread, strict=True)]
         return input.with_value(lowering.call(pool.max_pool, input.value, kernel, steps, begin, end, spread))
 
     function.__name__ = function.__qualname__ = f"max_pool{rank}d"
@@ -82,13 +82,17 @@ def _max_pool_module(module: Any) -> dict[str, Any] | str:
 
 
 def _max_pool_function(
-    input: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False, return_indices: bool = False
+    input: Any,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
 ) -> dict[str, Any] | str:
     if return_indices:
         return "return_indices=True has no integer form"
-    return {
-        "input": input, "kernel_size": kernel_size, "stride": stride, "padding": padding, "dilation": dilation, "ceil_mode": ceil_mode,
-    }  # fmt: skip
+    return {"input": input, "kernel_size": kernel_size, "stride": stride, "padding": padding, "dilation": dilation, "ceil_mode": ceil_mode}
 
 
 max_pool1d, _lower_max_pool1d = _max_pool(1)
@@ -101,11 +105,16 @@ for _rank, _function, _lower, _module in (
 ):
     register(
         Operator(
-            f"max_pool{_rank}d", _function, ("input",), _lower, Scale.SAME,
+            f"max_pool{_rank}d",
+            _function,
+            ("input",),
+            _lower,
+            Scale.SAME,
             functions={MAX_POOLS[_rank]: _max_pool_function, getattr(torch, f"max_pool{_rank}d"): _max_pool_function},
-            modules={_module: _max_pool_module}, refuses=_needs_batch(_rank),
+            modules={_module: _max_pool_module},
+            refuses=_needs_batch(_rank),
         )
-    )  # fmt: skip
+    )
 
 
 # ---- average --------------------------------------------------------------------------------------------------------
@@ -113,17 +122,32 @@ for _rank, _function, _lower, _module in (
 
 def _avg_pool(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized]]:
     def function(
-        input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, ceil_mode: bool = False, count_include_pad: bool = True,
-        divisor_override: int | None = None, *, clamp: Clamp | None = None,
-    ) -> Tensor:  # fmt: skip
+        input: Tensor,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+        *,
+        clamp: Clamp | None = None,
+    ) -> Tensor:
         extra = () if rank == 1 else (divisor_override,)
         value = AVG_POOLS[rank](input, kernel_size, stride, padding, ceil_mode, count_include_pad, *extra)
         return value if clamp is None else value.clamp(*clamp)
 
     def lower(
-        lowering: Lowering, input: Quantized, kernel_size: Any, stride: Any, padding: Any, ceil_mode: bool, count_include_pad: bool,
-        divisor_override: int | None, *, clamp: Clamp | None = None,
-    ) -> Quantized:  # fmt: skip
+        lowering: Lowering,
+        input: Quantized,
+        kernel_size: Any,
+        stride: Any,
+        padding: Any,
+        ceil_mode: bool,
+        count_include_pad: bool,
+        divisor_override: int | None,
+        *,
+        clamp: Clamp | None = None,
+    ) -> Quantized:
         kernel, steps = sizes(kernel_size, rank), sizes(kernel_size if stride in (None, []) else stride, rank)
         begin = sizes(padding, rank)
         rows = list(zip(_spatial(input.shape, rank), kernel, steps, begin, strict=True))
@@ -160,24 +184,31 @@ def _avg_pool_module(module: Any) -> dict[str, Any]:
 avg_pool1d, _lower_avg_pool1d = _avg_pool(1)
 avg_pool2d, _lower_avg_pool2d = _avg_pool(2)
 avg_pool3d, _lower_avg_pool3d = _avg_pool(3)
-for _rank, _function, _lower, _module in (
+for _rank, _function, _lower, _avg_module in (
     (1, avg_pool1d, _lower_avg_pool1d, nn.AvgPool1d),
     (2, avg_pool2d, _lower_avg_pool2d, nn.AvgPool2d),
     (3, avg_pool3d, _lower_avg_pool3d, nn.AvgPool3d),
 ):
     register(
         Operator(
-            f"avg_pool{_rank}d", _function, ("input",), _lower,
-            functions={AVG_POOLS[_rank]: None}, modules={_module: _avg_pool_module},
-            absorbs=frozenset({"clamp"}), refuses=_needs_batch(_rank),
+            f"avg_pool{_rank}d",
+            _function,
+            ("input",),
+            _lower,
+            functions={AVG_POOLS[_rank]: None},
+            modules={_avg_module: _avg_pool_module},
+            absorbs=frozenset({"clamp"}),
+            refuses=_needs_batch(_rank),
         )
-    )  # fmt: skip
+    )
 
 
 # ---- adaptive average -----------------------------------------------------------------------------------------------
 
 
-def _adaptive_avg_pool(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized], Callable[[fx.Node, dict[str, Any]], str | None]]:
+def _adaptive_avg_pool(
+    rank: int,
+) -> tuple[Callable[..., Tensor], Callable[..., Quantized], Callable[[fx.Node, dict[str, Any]], str | None]]:
     def function(input: Tensor, output_size: Any, *, clamp: Clamp | None = None) -> Tensor:
         value = ADAPTIVE_AVG_POOLS[rank](input, output_size)
         return value if clamp is None else value.clamp(*clamp)
@@ -187,7 +218,9 @@ def _adaptive_avg_pool(rank: int) -> tuple[Callable[..., Tensor], Callable[..., 
         outputs = list(output_size) if isinstance(output_size, list | tuple) else [output_size] * rank
         spatial = _spatial(shape, rank)
         outputs = [size if wanted is None else wanted for wanted, size in zip(outputs, spatial, strict=True)]
-        return None if any(s % o for s, o in zip(spatial, outputs, strict=True)) else [s // o for s, o in zip(spatial, outputs, strict=True)]
+        return (
+            None if any(s % o for s, o in zip(spatial, outputs, strict=True)) else [s // o for s, o in zip(spatial, outputs, strict=True)]
+        )
 
     def lower(lowering: Lowering, input: Quantized, output_size: Any, *, clamp: Clamp | None = None) -> Quantized:
         window = kernel(input.shape, output_size)
@@ -211,19 +244,23 @@ _LOWER_AVG_POOLS = {1: _lower_avg_pool1d, 2: _lower_avg_pool2d, 3: _lower_avg_po
 adaptive_avg_pool1d, _lower_adaptive1d, _refuses_adaptive1d = _adaptive_avg_pool(1)
 adaptive_avg_pool2d, _lower_adaptive2d, _refuses_adaptive2d = _adaptive_avg_pool(2)
 adaptive_avg_pool3d, _lower_adaptive3d, _refuses_adaptive3d = _adaptive_avg_pool(3)
-for _rank, _function, _lower, _module, _refuses in (
+for _rank, _function, _lower, _adaptive_module, _refuses in (
     (1, adaptive_avg_pool1d, _lower_adaptive1d, nn.AdaptiveAvgPool1d, _refuses_adaptive1d),
     (2, adaptive_avg_pool2d, _lower_adaptive2d, nn.AdaptiveAvgPool2d, _refuses_adaptive2d),
     (3, adaptive_avg_pool3d, _lower_adaptive3d, nn.AdaptiveAvgPool3d, _refuses_adaptive3d),
 ):
     register(
         Operator(
-            f"adaptive_avg_pool{_rank}d", _function, ("input",), _lower,
+            f"adaptive_avg_pool{_rank}d",
+            _function,
+            ("input",),
+            _lower,
             functions={ADAPTIVE_AVG_POOLS[_rank]: None},
-            modules={_module: lambda m: {"output_size": m.output_size}},
-            absorbs=frozenset({"clamp"}), refuses=_refuses,
+            modules={_adaptive_module: lambda m: {"output_size": m.output_size}},
+            absorbs=frozenset({"clamp"}),
+            refuses=_refuses,
         )
-    )  # fmt: skip
+    )
 
 
 # ---- mean -----------------------------------------------------------------------------------------------------------
@@ -256,8 +293,9 @@ def _refuses_mean(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     operand = fact(arguments["input"])
     if not isinstance(operand, TensorFact):
         return None
-    reduced = [operand.shape[d] for d in _dims(operand.shape, arguments["dim"])]
-    if not all(isinstance(size, int) for size in reduced):
+    sizes = [operand.shape[d] for d in _dims(operand.shape, arguments["dim"])]
+    reduced = [size for size in sizes if isinstance(size, int)]
+    if len(reduced) < len(sizes):
         return "it averages over the batch, whose size is not fixed"
     if math.prod(reduced) >= 2**17:
         return f"its sum of {math.prod(reduced)} terms may exceed 2^24"
@@ -270,8 +308,13 @@ def _mean_arguments(input: Any, dim: Any = None, keepdim: bool = False, dtype: A
 
 register(
     Operator(
-        "mean", mean, ("input",), _lower_mean,
-        functions={torch.mean: _mean_arguments}, methods={"mean": _mean_arguments},
-        absorbs=frozenset({"clamp"}), refuses=_refuses_mean,
+        "mean",
+        mean,
+        ("input",),
+        _lower_mean,
+        functions={torch.mean: _mean_arguments},
+        methods={"mean": _mean_arguments},
+        absorbs=frozenset({"clamp"}),
+        refuses=_refuses_mean,
     )
-)  # fmt: skip
+)

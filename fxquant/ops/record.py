@@ -16,7 +16,6 @@ from torch import fx
 
 from fxquant.lowering import Lowering, Quantized
 
-
 # How the arguments of one spelling become canonical ones, by name; a string is the reason why they cannot.
 Adapt = Callable[..., dict[str, Any] | str]
 
@@ -154,6 +153,17 @@ def map_operands(operator: Operator, arguments: Mapping[str, Any], function: Cal
 
 
 __all__ = [
-    "FUNCTIONS", "METHODS", "MODULES", "OPERATORS", "Lowering", "Operator", "Parameter", "Quantized", "Scale",
-    "map_operands", "operand_nodes", "operator_of", "register",
-]  # fmt: skip
+    "FUNCTIONS",
+    "METHODS",
+    "MODULES",
+    "OPERATORS",
+    "Lowering",
+    "Operator",
+    "Parameter",
+    "Quantized",
+    "Scale",
+    "map_operands",
+    "operand_nodes",
+    "operator_of",
+    "register",
+]

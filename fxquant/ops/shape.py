@@ -45,13 +45,17 @@ def _plain_shape(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
 _shape = shape
 register(
     Operator(
-        "reshape", reshape, ("input",), _lower_reshape, Scale.SAME,
+        "reshape",
+        reshape,
+        ("input",),
+        _lower_reshape,
+        Scale.SAME,
         functions=dict.fromkeys((torch.reshape, torch.flatten, torch.squeeze, torch.unsqueeze), _any_sizes),
         methods=dict.fromkeys(("reshape", "view", "flatten", "squeeze", "unsqueeze", "view_as", "reshape_as"), _any_sizes),
         modules={nn.Flatten: lambda m: {"shape": []}},
         normalize=_plain_shape,
     )
-)  # fmt: skip
+)
 
 
 # ---- nothing at all -------------------------------------------------------------------------------------------------
@@ -68,15 +72,20 @@ def _lower_identity(lowering: Lowering, input: Quantized) -> Quantized:
 
 register(
     Operator(
-        "identity", identity, ("input",), _lower_identity, Scale.SAME,
+        "identity",
+        identity,
+        ("input",),
+        _lower_identity,
+        Scale.SAME,
         functions={torch.clone: lambda input, **_: {"input": input}},
         methods={
-            "contiguous": lambda input, **_: {"input": input}, "clone": lambda input, **_: {"input": input},
+            "contiguous": lambda input, **_: {"input": input},
+            "clone": lambda input, **_: {"input": input},
             "detach": lambda input: {"input": input},
         },
         modules={nn.Identity: lambda m: {}},
     )
-)  # fmt: skip
+)
 
 
 # ---- dropout --------------------------------------------------------------------------------------------------------
@@ -97,11 +106,15 @@ def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = 
 
 register(
     Operator(
-        "dropout", dropout, ("input",), _lower_dropout, Scale.SAME,
+        "dropout",
+        dropout,
+        ("input",),
+        _lower_dropout,
+        Scale.SAME,
         functions={F.dropout: _dropout, torch.dropout: lambda input, p, train: {"input": input, "p": p}},
         modules={nn.Dropout: lambda m: {"p": m.p}},
     )
-)  # fmt: skip
+)
 
 
 # ---- concatenation --------------------------------------------------------------------------------------------------
@@ -114,6 +127,7 @@ def cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
 
 def _lower_cat(lowering: Lowering, tensors: list[Quantized], dim: int) -> Quantized:
     """Each operand requantized to the output's scale, then joined."""
+
     def join() -> Any:
         parts = [lowering.rescale(tensor, lowering.output, f"operand{index}_") for index, tensor in enumerate(tensors)]
         return lowering.call(shape.concatenate, parts, dim)
@@ -127,8 +141,6 @@ def _refuses_cat(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 register(
     Operator(
-        "cat", cat, ("tensors",), _lower_cat,
-        functions={torch.cat: None, torch.concat: None, torch.concatenate: None},
-        refuses=_refuses_cat,
+        "cat", cat, ("tensors",), _lower_cat, functions={torch.cat: None, torch.concat: None, torch.concatenate: None}, refuses=_refuses_cat
     )
-)  # fmt: skip
+)

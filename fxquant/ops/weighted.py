@@ -55,9 +55,18 @@ def _bias_integers(bias: Tensor, input_scale: Tensor, scale: Tensor) -> Tensor:
 
 
 def lower_weighted(
-    lowering: Lowering, input: Quantized, weight: Tensor, bias: Tensor | None, residual: Quantized | None, clamp: Clamp | None, *,
-    narrow: Callable[..., Tensor], wide: Callable[..., Tensor], attributes: tuple[Any, ...], trailing: int,
-) -> Quantized:  # fmt: skip
+    lowering: Lowering,
+    input: Quantized,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Quantized | None,
+    clamp: Clamp | None,
+    *,
+    narrow: Callable[..., Tensor],
+    wide: Callable[..., Tensor],
+    attributes: tuple[Any, ...],
+    trailing: int,
+) -> Quantized:
     """A sum of products; output channels are the weight's dimension 0, followed by `trailing` dimensions in the output.
 
     `narrow` is the primitive whose sums stay below 2^24, `wide` the one that splits its operand to keep them there.
@@ -91,7 +100,9 @@ def lower_weighted(
     if residual is None:
         return lowering.requantize(accumulator, ratio, clamp)
     if multiplier is None:
-        return lower_add(lowering, lowering.requantize(accumulator, ratio, to=lowering.intermediate, role="intermediate_"), residual, clamp=clamp)
+        return lower_add(
+            lowering, lowering.requantize(accumulator, ratio, to=lowering.intermediate, role="intermediate_"), residual, clamp=clamp
+        )
     shaped = lowering.constant("residual_multiplier", _broadcast(multiplier, trailing), torch.int32)
     return lowering.requantize(lowering.call(accumulate.add_residual, accumulator, residual.value, shaped), ratio, clamp)
 
@@ -131,23 +142,51 @@ def _convolution(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quanti
     kernel = CONVOLUTIONS[rank]
 
     def function(
-        input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1, *,
-        batch_norm: BatchNorm | None = None, residual: Tensor | None = None, clamp: Clamp | None = None, tap: Tap | None = None,
-    ) -> Tensor:  # fmt: skip
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+        *,
+        batch_norm: BatchNorm | None = None,
+        residual: Tensor | None = None,
+        clamp: Clamp | None = None,
+        tap: Tap | None = None,
+    ) -> Tensor:
         if batch_norm is not None:
             weight, bias = fold(weight, bias, batch_norm, 0)
         return _epilogue(kernel(input, weight, bias, stride, padding, dilation, groups), residual, clamp, tap)
 
     def lower(
-        lowering: Lowering, input: Quantized, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int, *,
-        batch_norm: BatchNorm | None = None, residual: Quantized | None = None, clamp: Clamp | None = None,
-    ) -> Quantized:  # fmt: skip
+        lowering: Lowering,
+        input: Quantized,
+        weight: Tensor,
+        bias: Tensor | None,
+        stride: Any,
+        padding: Any,
+        dilation: Any,
+        groups: int,
+        *,
+        batch_norm: BatchNorm | None = None,
+        residual: Quantized | None = None,
+        clamp: Clamp | None = None,
+    ) -> Quantized:
         attributes = sizes(stride, rank), sizes(padding, rank), sizes(dilation, rank), groups
         weight, bias = lowering.fold(weight, bias, batch_norm, 0, lambda w, b: kernel(input.real(), w, b, *attributes))
         return lower_weighted(
-            lowering, input, weight, bias, residual, clamp,
-            narrow=accumulate.convolution, wide=accumulate.convolution_wide, attributes=attributes, trailing=rank,
-        )  # fmt: skip
+            lowering,
+            input,
+            weight,
+            bias,
+            residual,
+            clamp,
+            narrow=accumulate.convolution,
+            wide=accumulate.convolution_wide,
+            attributes=attributes,
+            trailing=rank,
+        )
 
     function.__name__ = function.__qualname__ = f"conv{rank}d"
     function.__doc__ = f"{rank}-dimensional convolution, with the batch norm, residual and clamp that are fused into it."
@@ -172,9 +211,13 @@ def _convolution_module(module: Any) -> dict[str, Any] | str:
             return "padding='same' with an even kernel is asymmetric, which has no integer form yet"
         padding = tuple(total // 2 for total in totals)
     return {
-        "weight": Parameter("weight"), "bias": None if module.bias is None else Parameter("bias"),
-        "stride": module.stride, "padding": padding, "dilation": module.dilation, "groups": module.groups,
-    }  # fmt: skip
+        "weight": Parameter("weight"),
+        "bias": None if module.bias is None else Parameter("bias"),
+        "stride": module.stride,
+        "padding": padding,
+        "dilation": module.dilation,
+        "groups": module.groups,
+    }
 
 
 def _refuses_weighted(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -209,20 +252,31 @@ for _rank, _function, _lower, _module in (
 ):
     register(
         Operator(
-            f"conv{_rank}d", _function, ("input",), _lower,
+            f"conv{_rank}d",
+            _function,
+            ("input",),
+            _lower,
             functions={CONVOLUTIONS[_rank]: None},
-            modules={_module: _convolution_module}, absorbs=ABSORBED, refuses=_refuses_convolution(_rank),
+            modules={_module: _convolution_module},
+            absorbs=ABSORBED,
+            refuses=_refuses_convolution(_rank),
         )
-    )  # fmt: skip
+    )
 
 
 # ---- linear -----------------------------------------------------------------------------------------------------------
 
 
 def linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, *,
-    batch_norm: BatchNorm | None = None, residual: Tensor | None = None, clamp: Clamp | None = None, tap: Tap | None = None,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    batch_norm: BatchNorm | None = None,
+    residual: Tensor | None = None,
+    clamp: Clamp | None = None,
+    tap: Tap | None = None,
+) -> Tensor:
     """x · wᵀ + b over the last dimension, with the batch norm, residual and clamp that are fused into it."""
     if batch_norm is not None:
         weight, bias = fold(weight, bias, batch_norm, 0)
@@ -230,21 +284,30 @@ def linear(
 
 
 def _lower_linear(
-    lowering: Lowering, input: Quantized, weight: Tensor, bias: Tensor | None, *,
-    batch_norm: BatchNorm | None = None, residual: Quantized | None = None, clamp: Clamp | None = None,
-) -> Quantized:  # fmt: skip
+    lowering: Lowering,
+    input: Quantized,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    batch_norm: BatchNorm | None = None,
+    residual: Quantized | None = None,
+    clamp: Clamp | None = None,
+) -> Quantized:
     weight, bias = lowering.fold(weight, bias, batch_norm, 0, lambda w, b: F.linear(input.real(), w, b))
     return lower_weighted(
-        lowering, input, weight, bias, residual, clamp,
-        narrow=accumulate.linear, wide=accumulate.linear_wide, attributes=(), trailing=0,
-    )  # fmt: skip
+        lowering, input, weight, bias, residual, clamp, narrow=accumulate.linear, wide=accumulate.linear_wide, attributes=(), trailing=0
+    )
 
 
 register(
     Operator(
-        "linear", linear, ("input",), _lower_linear,
+        "linear",
+        linear,
+        ("input",),
+        _lower_linear,
         functions={F.linear: None},
         modules={nn.Linear: lambda m: {"weight": Parameter("weight"), "bias": None if m.bias is None else Parameter("bias")}},
-        absorbs=ABSORBED, refuses=_refuses_weighted,
+        absorbs=ABSORBED,
+        refuses=_refuses_weighted,
     )
-)  # fmt: skip
+)

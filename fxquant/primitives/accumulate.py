@@ -70,13 +70,24 @@ def _convolution_real(
 
 
 def _onnx_convolution_wide(
-    e: Emitter, input: str, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int, bits: int
+    e: Emitter,
+    input: str,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    bits: int,
 ) -> str:
     attributes = _attributes(weight, stride, padding, dilation, groups)
 
     def body(e: Emitter, x: str, w: str, *bias: str) -> str:
         w = e.node("Cast", w, to=torch.float32)
-        halves = [e.node("Cast", e.node("Conv", half, w, **attributes), to=torch.float64) for half in _onnx_split(e, e.node("Cast", x, to=torch.float32), bits)]
+        halves = [
+            e.node("Cast", e.node("Conv", half, w, **attributes), to=torch.float64)
+            for half in _onnx_split(e, e.node("Cast", x, to=torch.float32), bits)
+        ]
         return _onnx_join(e, halves[0], halves[1], bits, *bias)
 
     name = "convolution_wide_" + "_".join(str(v).strip("[]").replace(", ", "x") for v in (*attributes.values(), bits, bias is not None))
@@ -128,7 +139,10 @@ def _linear_real(input: Tensor, weight: Tensor, bias: Tensor | None, bits: int) 
 def _onnx_linear_wide(e: Emitter, input: str, weight: Tensor, bias: Tensor | None, bits: int) -> str:
     def body(e: Emitter, x: str, w: str, *bias: str) -> str:
         w = e.node("Cast", w, to=torch.float32)
-        halves = [e.node("Cast", e.node("MatMul", half, w), to=torch.float64) for half in _onnx_split(e, e.node("Cast", x, to=torch.float32), bits)]
+        halves = [
+            e.node("Cast", e.node("MatMul", half, w), to=torch.float64)
+            for half in _onnx_split(e, e.node("Cast", x, to=torch.float32), bits)
+        ]
         return _onnx_join(e, halves[0], halves[1], bits, *bias)
 
     constants = [e.constant(weight.t().contiguous())] + ([] if bias is None else [e.constant(bias.double())])

@@ -16,11 +16,17 @@ def _window_padding(begin: list[int], end: list[int]) -> list[int]:
     return [p for pair in reversed(list(zip(begin, end, strict=True))) for p in pair]
 
 
-def _onnx_max_pool(e: Emitter, input: str, kernel: list[int], stride: list[int], begin: list[int], end: list[int], dilation: list[int]) -> str:
+def _onnx_max_pool(
+    e: Emitter, input: str, kernel: list[int], stride: list[int], begin: list[int], end: list[int], dilation: list[int]
+) -> str:
     pooled = e.node(
-        "MaxPool", e.node("Cast", input, to=torch.float32),
-        kernel_shape=list(kernel), strides=list(stride), pads=[*begin, *end], dilations=list(dilation),
-    )  # fmt: skip
+        "MaxPool",
+        e.node("Cast", input, to=torch.float32),
+        kernel_shape=list(kernel),
+        strides=list(stride),
+        pads=[*begin, *end],
+        dilations=list(dilation),
+    )
     return e.node("Cast", pooled, to=e.dtype(input))
 
 
@@ -38,9 +44,13 @@ def _onnx_sum_pool(e: Emitter, input: str, kernel: list[int], stride: list[int],
     for size in kernel:
         count *= size
     mean = e.node(
-        "AveragePool", e.node("Cast", input, to=torch.float32),
-        kernel_shape=list(kernel), strides=list(stride), pads=[*begin, *end], count_include_pad=1,
-    )  # fmt: skip
+        "AveragePool",
+        e.node("Cast", input, to=torch.float32),
+        kernel_shape=list(kernel),
+        strides=list(stride),
+        pads=[*begin, *end],
+        count_include_pad=1,
+    )
     # The mean times its count is within half of the whole sum, so Round recovers it exactly.
     return e.node("Round", e.node("Mul", mean, e.constant(float(count))))
 

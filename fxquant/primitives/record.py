@@ -56,7 +56,9 @@ PRIMITIVES: dict[Callable[..., Any], Primitive] = {}
 Function = TypeVar("Function", bound=Callable[..., Tensor])
 
 
-def primitive(onnx: Callable[..., str], *, surrogate: Callable[..., Tensor] | None = None, kind: str = "quantized") -> Callable[[Function], Function]:
+def primitive(
+    onnx: Callable[..., str], *, surrogate: Callable[..., Tensor] | None = None, kind: str = "quantized"
+) -> Callable[[Function], Function]:
     """Declare the decorated function an integer primitive."""
 
     def declare(function: Function) -> Function:

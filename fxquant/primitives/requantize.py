@@ -18,9 +18,17 @@ def _as_float(e: Emitter, value: str) -> str:
 
 
 def _onnx_requantize_fixed(
-    e: Emitter, accumulator: str, shift: Tensor, multiplier: Tensor, right_shift: Tensor,
-    intermediate_bits: int, rounding: str, low: int, high: int, dtype: torch.dtype,
-) -> str:  # fmt: skip
+    e: Emitter,
+    accumulator: str,
+    shift: Tensor,
+    multiplier: Tensor,
+    right_shift: Tensor,
+    intermediate_bits: int,
+    rounding: str,
+    low: int,
+    high: int,
+    dtype: torch.dtype,
+) -> str:
     value = _as_float(e, accumulator)
     width = e.dtype(value)
     limit = 2 ** (intermediate_bits - 1)
@@ -44,9 +52,16 @@ def _onnx_requantize_fixed(
 
 @primitive(_onnx_requantize_fixed)
 def requantize_fixed(
-    accumulator: Tensor, shift: Tensor, multiplier: Tensor, right_shift: Tensor,
-    intermediate_bits: int, rounding: str, low: int, high: int, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+    accumulator: Tensor,
+    shift: Tensor,
+    multiplier: Tensor,
+    right_shift: Tensor,
+    intermediate_bits: int,
+    rounding: str,
+    low: int,
+    high: int,
+    dtype: torch.dtype,
+) -> Tensor:
     """clip(round( sat(⌊acc / 2^shift⌋) · multiplier / 2^right_shift ), low, high).
 
     `sat` is to `intermediate_bits` signed bits; the last rounding is "half_up" (⌊v + ½⌋) or "floor".

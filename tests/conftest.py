@@ -1,0 +1,60 @@
+"""What every test may rely on: fixed seeds, few threads, a clean environment, and golden files."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.register_assert_rewrite("tests.contract")
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="rewrite the files under tests/golden with what the tests see")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)  # the networks are small, and threads that wait for each other cost more than they bring
+
+
+@pytest.fixture(autouse=True)
+def _reproducible(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test starts from the same seeds, and the debug dial of the shell does not reach it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    for name in ("FXQUANT_DEBUG", "FXQUANT_DUMP"):
+        monkeypatch.delenv(name, raising=False)
+
+
+Golden = Callable[[str, str], None]
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Golden:
+    """`golden(text, "name.txt")`: the text is that of tests/golden/<test file>/name.txt; --update-golden rewrites the file."""
+    path: Path = request.path
+    command = f"pytest {path.relative_to(request.config.rootpath)} --update-golden"
+
+    def check(text: str, name: str) -> None:
+        file = GOLDEN / path.stem / name
+        if request.config.getoption("--update-golden"):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+            return
+        if not file.is_file():
+            pytest.fail(f"there is no golden file {file.name}; look at the text and keep it with:  {command}\n\n{text}", pytrace=False)
+        expected = file.read_text(encoding="utf-8")
+        if text != expected:
+            difference = "".join(difflib.unified_diff(expected.splitlines(True), text.splitlines(True), "golden", "now"))
+            pytest.fail(f"{file.name} has changed; if that is right, keep it with:  {command}\n\n{difference}", pytrace=False)
+
+    return check

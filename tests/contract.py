@@ -1,0 +1,167 @@
+"""The contract E1 to E3 as assertions, for any model: used by the tests of whole models, of operators and of random graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import onnxruntime
+import torch
+from torch import Tensor, fx, nn
+
+import fxquant as fxq
+from fxquant.backends.runtime import RUNTIME_NAMES
+from fxquant.graph import qparams
+from fxquant.prepared import quantized_operators
+from fxquant.primitives import PRIMITIVES
+
+TARGETS = ("bayes-e", "nash-e")
+NOT_LOWERED = ("identity", "dropout")  # operators that leave no primitive behind
+
+Inputs = tuple[Tensor, ...]
+
+
+class Compiled(NamedTuple):
+    """A model in two forms."""
+
+    prepared: fx.GraphModule
+    integer: fx.GraphModule
+
+
+def compiled(model: nn.Module, batches: Sequence[Any], target: str = "bayes-e", qconfig: Any = None, **options: Any) -> Compiled:
+    """The model prepared on the first batch, calibrated on all of them, and converted."""
+    prepared = fxq.prepare(model, batches[0], target, qconfig, **options)
+    fxq.calibrate(prepared, batches, show_progress=False)
+    return Compiled(prepared, fxq.convert(prepared))
+
+
+# ---- values ---------------------------------------------------------------------------------------------------------
+
+
+def operator_outputs(prepared: fx.GraphModule, *inputs: Tensor) -> dict[str, Tensor]:
+    """The real tensor that every quantized operator puts out."""
+    found: dict[str, Tensor] = {}
+    hooks = [
+        operator.register_forward_hook(lambda module, _, result: found.update({module.name: result.detach().clone()}))
+        for operator in quantized_operators(prepared).values()
+    ]
+    try:
+        prepared(*inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def graph_values(integer: fx.GraphModule, *inputs: Tensor) -> dict[str, Tensor]:
+    """The value of every node of an integer graph that is a tensor."""
+    found: dict[str, Tensor] = {}
+
+    class Recorder(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            result = super().run_node(n)
+            if isinstance(result, Tensor):
+                found[n.name] = result
+            return result
+
+    with torch.no_grad():
+        Recorder(integer).run(*inputs)
+    return found
+
+
+def primitive_kind(node: fx.Node) -> str | None:
+    """ "quantized", "accumulator" or "float" for a primitive; None for any other node."""
+    record = PRIMITIVES.get(node.target) if node.op == "call_function" else None
+    return None if record is None else record.kind
+
+
+def quantized_names(integer: fx.GraphModule) -> set[str]:
+    """The names of all quantized tensors of an integer graph."""
+    return {node.name for node in integer.graph.nodes if primitive_kind(node) == "quantized"}
+
+
+def flat(result: Any) -> list[Tensor]:
+    """All tensors of a nested result."""
+    found: list[Tensor] = []
+    fx.node.map_aggregate(result, lambda value: found.append(value) if isinstance(value, Tensor) else None)
+    return found
+
+
+def all_equal(one: Any, other: Any) -> bool:
+    """Whether two results hold equal tensors, bit for bit, in the same order."""
+    left, right = flat(one), flat(other)
+    return len(left) == len(right) > 0 and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+# ---- the contract ---------------------------------------------------------------------------------------------------
+
+
+def assert_validate_is_integer(prepared: fx.GraphModule, integer: fx.GraphModule, *inputs: Tensor) -> None:
+    """E2: VALIDATE gives the integers of the integer model, times their scale, at every operator and at the outputs."""
+    fxq.set_state(prepared, fxq.State.VALIDATE)
+    with torch.no_grad():
+        assert all_equal(prepared(*inputs), integer(*inputs))
+        real, integers = operator_outputs(prepared, *inputs), graph_values(integer, *inputs)
+    nodes = {node.name: node for node in integer.graph.nodes}
+    compared = [name for name in real if name in nodes and qparams(nodes[name]) is not None]
+    for name in compared:
+        scale = torch.tensor(qparams(nodes[name]).scale)
+        assert torch.equal(real[name], integers[name].float() * scale), name
+    missing = {name: operator.operator.name for name, operator in quantized_operators(prepared).items() if name not in compared}
+    assert not [name for name, kind in missing.items() if kind not in NOT_LOWERED], missing
+    assert fxq.verify(prepared, integer, [inputs], show_progress=False).mismatches == 0
+
+
+def assert_integer_is_onnx(integer: fx.GraphModule, path: Path, batches: Sequence[Inputs]) -> None:
+    """E1: every runtime gives the integer model's bits at every quantized tensor, and the file as it is gives its outputs."""
+    fxq.export_onnx(integer, path)
+    report = fxq.verify(integer, path, batches, show_progress=False)
+    assert report, str(report)
+    assert len(report.pairs) == len(RUNTIME_NAMES) == 4
+    assert quantized_names(integer) <= report.names
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    for inputs in batches:
+        found = session.run(None, {entry.name: value.numpy() for entry, value in zip(session.get_inputs(), inputs, strict=True)})
+        assert all_equal([torch.from_numpy(value) for value in found], integer(*inputs))
+
+
+def assert_train_is_validate(prepared: fx.GraphModule, *inputs: Tensor) -> None:
+    """E3: with frozen statistics and no dropout, TRAIN in train mode gives VALIDATE's bits; the model is frozen by this."""
+    fxq.set_state(prepared, fxq.State.VALIDATE)
+    prepared.eval()
+    with torch.no_grad():
+        expected, inner = prepared(*inputs), operator_outputs(prepared, *inputs)
+    train_without_noise(prepared)
+    assert all_equal(prepared(*inputs), expected)
+    for name, value in operator_outputs(prepared, *inputs).items():
+        assert torch.equal(value, inner[name]), name
+
+
+def train_without_noise(prepared: fx.GraphModule) -> None:
+    """TRAIN in train mode with everything frozen that VALIDATE keeps fixed."""
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    prepared.train()
+    fxq.freeze(prepared)
+    for operator in quantized_operators(prepared).values():
+        if operator.operator.name == "dropout":
+            operator.eval()
+
+
+def assert_gradients_reach_every_parameter(prepared: fx.GraphModule, *inputs: Tensor) -> None:
+    """All gradients are finite, and none is zero everywhere."""
+    prepared.zero_grad()
+    outputs = flat(prepared(*inputs))
+    generator = torch.Generator().manual_seed(0)
+    sum((output * torch.randn(output.shape, generator=generator)).sum() for output in outputs).backward()
+    for name, parameter in prepared.named_parameters():
+        assert parameter.grad is not None, f"{name} has no gradient"
+        assert bool(torch.isfinite(parameter.grad).all()), f"{name} has a gradient that is not finite"
+        assert bool((parameter.grad != 0).any()), f"{name} has a gradient of zeros"
+
+
+def assert_alive(integer: fx.GraphModule, *inputs: Tensor) -> None:
+    """No quantized tensor is constant: a network that has collapsed agrees with anything."""
+    values = graph_values(integer, *inputs)
+    dead = [name for name in quantized_names(integer) if values[name].numel() > 1 and values[name].float().std() == 0]
+    assert not dead, f"{dead} are constant"

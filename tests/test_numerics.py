@@ -1,0 +1,373 @@
+"""The parameters of the arithmetic (scales, mantissas, shifts, biases, tables, proofs) against the oracle, bit for bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from fxquant.backends.bpu import FIXED
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fxquant import numerics
+from fxquant.numerics import INT4, INT8, INT16, WEIGHT_INT4, WEIGHT_INT8, WEIGHT_INT16, IntType, Ratio
+from fxquant.ops.pool import _window_counts, _windows
+from fxquant.quantizer import round_up_to_power_of_two
+from tests import oracle
+
+EXACT = settings(deadline=None, derandomize=True, max_examples=100)
+SLOW = settings(EXACT, max_examples=30)
+
+
+Row = tuple[Fraction, Fraction, Fraction]
+
+
+def float32(value: Fraction | float) -> Tensor:
+    return torch.tensor(float(value), dtype=torch.float32)
+
+
+def stack(values: Iterable[Fraction | float]) -> Tensor:
+    return torch.tensor([float(value) for value in values], dtype=torch.float32)
+
+
+EDGES = st.sampled_from([2**23, 2**23 + 1, 2**23 + 2, 2**24 - 2, 2**24 - 1])
+# float32 numbers of any mantissa; few significant bits, so that products and quotients meet ties; neighbours of powers of two
+exponents = st.integers(-23, 10)
+any_mantissa = st.builds(lambda m, e: Fraction(m) * Fraction(2) ** (e - 23), st.integers(2**23, 2**24 - 1), exponents)
+short_mantissa = st.builds(lambda m, e: Fraction(m) * Fraction(2) ** e, st.integers(1, 31).map(lambda n: 2 * n - 1), exponents)
+near_power = st.builds(lambda m, e: Fraction(m) * Fraction(2) ** (e - 23), EDGES, exponents)
+power = exponents.map(lambda e: Fraction(2) ** e)
+scales = st.one_of(any_mantissa, short_mantissa, near_power, power)
+# a product of two odd numbers of at most 13 bits has up to 26: half of the time one more than a mantissa holds
+odd_pairs = st.tuples(st.integers(1, 4096).map(lambda n: 2 * n - 1), st.integers(1, 4096).map(lambda n: 2 * n - 1), st.integers(-40, -10))
+triples = st.one_of(
+    st.tuples(scales, scales, scales),
+    odd_pairs.map(lambda row: (Fraction(row[0]), Fraction(row[1]) * Fraction(2) ** row[2], Fraction(1))),
+)
+
+
+def ratio_of(rows: list[Row]) -> tuple[Ratio, list[Fraction]]:
+    """The ratio s_x · s_w / s_y of every row, for the implementation and exactly."""
+    input, weight, output = (stack(column) for column in zip(*rows, strict=True))
+    return Ratio((input, weight), (output,)), [x * w / y for x, w, y in rows]
+
+
+# ---- scales ---------------------------------------------------------------------------------------------------------
+
+
+@EXACT
+@given(st.lists(st.tuples(any_mantissa, any_mantissa), min_size=1, max_size=40), st.sampled_from([INT4, INT8, INT16, WEIGHT_INT8]))
+def test_observed_scale_is_the_correctly_rounded_quotient(ranges: list[tuple[Fraction, Fraction]], dtype: IntType) -> None:
+    low, high = stack(-low for low, _ in ranges), stack(high for _, high in ranges)
+    divisor = Fraction(dtype.high - dtype.low, 2)
+    expected = stack(oracle.scale_from_range(-low, high, divisor) for low, high in ranges)
+    assert torch.equal(numerics.scale_from_range(low, high, dtype), expected)
+    scalars = torch.stack([numerics.scale_from_range(a, b, dtype) for a, b in zip(low, high, strict=True)])
+    assert torch.equal(scalars, expected)  # one by one as together
+
+
+def test_scale_conventions() -> None:
+    assert [dtype.divisor for dtype in (INT8, INT16, INT4, WEIGHT_INT8, WEIGHT_INT16, WEIGHT_INT4)] == [127.5, 32767.5, 7.5, 127, 32767, 7]
+    assert [dtype.magnitude for dtype in (INT8, INT16, WEIGHT_INT8)] == [128, 32768, 127]
+    zero = torch.zeros(())
+    assert numerics.scale_from_range(zero, zero, INT8).item() == numerics.FLOAT32_EPSILON == 2**-23
+    assert numerics.scale_from_threshold(4.0, INT8) == 4 / 128
+    assert numerics.scale_from_threshold(1.1, INT16) == 1.1 / 32768
+    example = numerics.scale_from_range(torch.tensor(-2.5), torch.tensor(3.1), INT8)
+    assert Fraction(example.item()) == Fraction(3263333, 2**27)
+
+
+@EXACT
+@given(scales)
+def test_power_of_two_scale_is_the_smallest_that_is_not_below(scale: Fraction) -> None:
+    assert Fraction(round_up_to_power_of_two(float32(scale)).item()) == oracle.power_of_two_scale(scale)
+
+
+def test_power_of_two_is_exact() -> None:
+    exponent = torch.arange(-1022, 1024)
+    assert numerics.power_of_two(exponent).tolist() == [math.ldexp(1.0, e) for e in exponent.tolist()]
+    assert numerics.power_of_two(exponent.int()).dtype == torch.float64
+
+
+@EXACT
+@given(st.one_of(st.floats(-1e4, 1e4), st.integers(-300, 300).map(lambda n: n / 2)), scales, st.sampled_from([INT8, INT16]))
+def test_clamp_bound(value: float, scale: Fraction, dtype: IntType) -> None:
+    expected = oracle.clamp_bound(value, float(scale), 99, dtype.low, dtype.high)
+    assert numerics.clamp_bound(value, float(scale), 99, dtype) == expected
+
+
+def test_clamp_bound_of_nothing_and_of_ties() -> None:
+    assert numerics.clamp_bound(None, 0.1, 127, INT8) == 127
+    assert numerics.clamp_bound(math.inf, 0.1, 127, INT8) == 127
+    assert numerics.clamp_bound(-math.inf, 0.1, -128, INT8) == -128
+    assert [numerics.clamp_bound(v, 2.0, 0, INT8) for v in (1.0, 3.0, -1.0, -3.0, 5.0)] == [1, 2, 0, -1, 3]
+    assert [numerics.clamp_bound(v, 1.0, 0, INT8) for v in (1e9, -1e9, 0.0)] == [127, -128, 0]
+    assert numerics.clamp_bound(6.0, float(float32(Fraction(59, 1000))), 127, INT8) == 102
+
+
+# ---- ratios ---------------------------------------------------------------------------------------------------------
+
+
+@EXACT
+@given(st.lists(triples, min_size=1, max_size=12))
+def test_exact_ratio(rows: list[Row]) -> None:
+    ratio, exact = ratio_of(rows)
+    assert ratio.exact() == exact
+    assert torch.allclose(ratio.approximate(), torch.tensor([float(value) for value in exact], dtype=torch.float64), rtol=2**-50, atol=0)
+    more = torch.tensor(7.0)
+    assert ratio.over(more).exact() == [value / 7 for value in exact]
+
+
+@EXACT
+@given(st.lists(triples, min_size=1, max_size=12), st.integers(-2, 30))
+def test_rounded_ratio(rows: list[Row], bits: int) -> None:
+    ratio, exact = ratio_of(rows)
+    exponents = [bits - 1 - oracle.exponent_of(value) for value in exact]  # results of `bits` bits
+    expected = [oracle.half_even(value * Fraction(2) ** e) for value, e in zip(exact, exponents, strict=True)]
+    result = ratio.rounded(torch.tensor(exponents))
+    assert result.dtype == torch.int64
+    assert result.tolist() == expected
+
+
+long_odd = st.integers(2**22, 2**23 - 1).map(lambda n: 2 * n + 1)
+
+
+@EXACT
+@given(st.lists(st.tuples(st.integers(0, 2**27), long_odd, st.sampled_from([-1, 0, 1])), min_size=1, max_size=12))
+def test_rounded_ratio_next_to_a_tie(rows: list[tuple[int, int, int]]) -> None:
+    """((2n + 1) · d ± 1) / 2d is nearer to n + ½ than float64 arithmetic can tell for large n."""
+    numerators = [(2 * n + 1) * d + side for n, d, side in rows]
+    ratio = Ratio((torch.tensor(numerators, dtype=torch.float64),), (stack(Fraction(d) for _, d, _ in rows),))
+    expected = [n + (n % 2 if side == 0 else (side + 1) // 2) for n, _, side in rows]
+    assert expected == [oracle.half_even(Fraction(above, 2 * d)) for above, (_, d, _) in zip(numerators, rows, strict=True)]
+    assert ratio.rounded(torch.full((len(rows),), -1)).tolist() == expected
+
+
+@EXACT
+@given(st.lists(triples, min_size=1, max_size=12), st.sampled_from([8, 15, 21, 24]), st.sampled_from([1000, 31, 10]))
+def test_mantissa(rows: list[Row], bits: int, largest: int) -> None:
+    ratio, exact = ratio_of(rows)
+    mantissa, exponent = ratio.mantissa(bits, largest)
+    assert list(zip(mantissa.tolist(), exponent.tolist(), strict=True)) == [oracle.mantissa(value, bits, largest) for value in exact]
+
+
+@EXACT
+@given(st.sampled_from([8, 15, 21]), st.integers(0, 2**6 - 1), st.booleans(), exponents)
+def test_mantissa_at_ties(bits: int, offset: int, at_the_end: bool, exponent: int) -> None:
+    """An odd number one bit longer than M: always a tie, up to the one that carries to 2^bits."""
+    odd = 2 ** (bits + 1) - 1 - 2 * offset if at_the_end else 2**bits + 1 + 2 * offset
+    mantissa, k = Ratio((float32(odd), float32(Fraction(2) ** exponent))).mantissa(bits)
+    even = odd // 2 + (odd // 2) % 2
+    carries = even == 2**bits
+    assert (mantissa.item(), k.item()) == (even // 2 if carries else even, -1 - exponent - carries)
+
+
+def test_ratio_at_the_edges_of_a_power_of_two() -> None:
+    """Where the approximation may fall on the other side of a power of two, M and k come out the same."""
+    one = 2**23
+    rows = [(one + d, one - e) for d in range(4) for e in range(4)] + [(4097 * 2048, 4095 * 2048)]
+    ratio, exact = ratio_of([(Fraction(a, one), Fraction(b, one), Fraction(1)) for a, b in rows])
+    for bits in (2, 15, 21, 24):
+        mantissa, k = ratio.mantissa(bits)
+        assert list(zip(mantissa.tolist(), k.tolist(), strict=True)) == [oracle.mantissa(value, bits) for value in exact]
+    fifth = Ratio((torch.ones(4),), (torch.tensor([1.0, 2.0, 4.0, 5.0]),))
+    assert [column.tolist() for column in fifth.mantissa(15)] == [[16384, 16384, 16384, 26214], [14, 15, 16, 17]]
+
+
+def test_ratio_broadcasts() -> None:
+    channels, window = torch.tensor([0.5, 0.3, 0.7]).reshape(3, 1, 1), torch.tensor([[4.0, 6.0], [6.0, 9.0]])
+    ratio = Ratio((torch.tensor(0.1), channels), (window, torch.tensor(0.2)))
+    mantissa, k = ratio.mantissa(15)
+    assert mantissa.shape == k.shape == (3, 2, 2)
+    exact = [
+        Fraction(torch.tensor(0.1).item()) * Fraction(c) / Fraction(w) / Fraction(torch.tensor(0.2).item())
+        for c in channels.flatten().tolist() for w in window.flatten().tolist()
+    ]  # fmt: skip
+    assert ratio.exact() == exact
+    assert list(zip(mantissa.flatten().tolist(), k.flatten().tolist(), strict=True)) == [oracle.mantissa(value, 15) for value in exact]
+
+
+# ---- requantization parameters -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "dtype", "widths"), [("int8", INT8, oracle.INT8_WIDTHS), ("int16", INT16, oracle.INT16_WIDTHS)])
+@EXACT
+@given(rows=st.lists(triples, min_size=1, max_size=12), exponent=st.integers(-45, 25))
+def test_fixed_parameters(name: str, dtype: IntType, widths: oracle.Widths, rows: list[Row], exponent: int) -> None:
+    rows = [(x, w * Fraction(2) ** exponent, y) for x, w, y in rows]
+    ratio, exact = ratio_of(rows)
+    fixed = numerics.fixed_requantization(ratio, FIXED.widths[name], dtype)
+    assert fixed.shift.dtype == fixed.multiplier.dtype == fixed.right_shift.dtype == torch.int32
+    columns = (fixed.shift.tolist(), fixed.multiplier.tolist(), fixed.right_shift.tolist())
+    assert list(zip(*columns, strict=True)) == [oracle.fixed_parameters(value, widths, dtype.high) for value in exact]
+
+
+def test_first_shift_at_every_multiplier() -> None:
+    """a changes between M = 32640 and 32641; every M of 15 bits, at several exponents, and with the carry."""
+    mantissas = torch.arange(2**14, 2**15, dtype=torch.float32)
+    for k in (1, 13, 22, 23, 24, 25, 40, 53, 54, 55, 62, 63):
+        fixed = numerics.fixed_requantization(Ratio((mantissas, float32(Fraction(1, 2**k)))), FIXED.widths["int8"], INT8)
+        least = [-(-255 * 2**k // (2 * 32767 * m)) for m in mantissas.int().tolist()]  # 2^a is at least this
+        shift = torch.tensor([min((n - 1).bit_length(), 31) for n in least], dtype=torch.int32)
+        assert torch.equal(fixed.shift, shift)
+        assert torch.equal(fixed.right_shift, (k - shift).clamp_max(31))
+        assert torch.equal(fixed.multiplier, torch.where(k - shift > 31, 0, mantissas.int()))
+
+
+@EXACT
+@given(st.lists(triples, min_size=1, max_size=12))
+def test_real_multiplier_is_correctly_rounded(rows: list[Row]) -> None:
+    ratio, exact = ratio_of(rows)
+    multiplier = numerics.real_multiplier(ratio)
+    assert multiplier.dtype == torch.float32
+    assert [Fraction(value) for value in multiplier.tolist()] == [oracle.float32(value) for value in exact]
+
+
+def test_real_multiplier_differs_from_products_and_quotients_in_sequence() -> None:
+    """The test above would notice float32(float32(s_x · s_w) / s_y)."""
+    generator = torch.Generator().manual_seed(0)
+    input, weight, output = (torch.rand(500, generator=generator) + 0.1 for _ in range(3))
+    once = numerics.real_multiplier(Ratio((input, weight), (output,)))
+    assert not torch.equal(once, input * weight / output)
+    rows = zip(input.tolist(), weight.tolist(), output.tolist(), strict=True)
+    assert [Fraction(value) for value in once.tolist()] == [oracle.float32(Fraction(x) * Fraction(w) / Fraction(y)) for x, w, y in rows]
+
+
+@EXACT
+@given(st.lists(triples, min_size=1, max_size=12))
+def test_residual_multiplier(rows: list[Row]) -> None:
+    rows = [(r, x, w) for r, x, w in rows if r / (x * w) < 2**30]
+    if not rows:
+        return
+    residual, input, weight = (stack(column) for column in zip(*rows, strict=True))
+    multiplier = Ratio((residual,), (input, weight)).rounded(torch.zeros(len(rows), dtype=torch.int64))
+    assert multiplier.tolist() == [oracle.residual_multiplier(*row) for row in rows]
+
+
+# ---- weights and biases ----------------------------------------------------------------------------------------------------
+
+
+weight_types = st.sampled_from([WEIGHT_INT8, WEIGHT_INT16, WEIGHT_INT4])
+
+
+@SLOW
+@given(st.lists(st.lists(any_mantissa, min_size=3, max_size=3), min_size=1, max_size=6), weight_types)
+def test_weight_scale(rows: list[list[Fraction]], dtype: IntType) -> None:
+    weight = torch.tensor([[float(v) * (-1) ** i for i, v in enumerate(row)] for row in rows], dtype=torch.float32)
+    expected = [max(oracle.float32(max(row) / dtype.high), oracle.SMALLEST_SCALE) for row in rows]
+    assert torch.equal(numerics.weight_scale(weight, 0, dtype), stack(expected))
+    assert torch.equal(numerics.weight_scale(weight.t().reshape(3, -1, 1), 1, dtype), stack(expected))
+    assert torch.equal(numerics.weight_scale(weight, None, dtype), stack([max(expected)]))
+    scale = numerics.weight_scale(weight, 0, dtype)
+    integers = torch.round(weight / scale.reshape(-1, 1))
+    exact = [[oracle.weight_integer(Fraction(v), Fraction(s)) for v in row] for row, s in zip(weight.tolist(), scale.tolist(), strict=True)]
+    assert integers.tolist() == exact
+    assert integers.abs().max() <= dtype.high
+
+
+biases = st.one_of(any_mantissa, short_mantissa).map(float).flatmap(lambda b: st.sampled_from([b, -b, 0.0]))
+
+
+@EXACT
+@given(st.lists(st.tuples(biases, scales), min_size=1, max_size=12), scales)
+def test_bias_integers_and_the_scale_they_need(rows: list[tuple[float, Fraction]], input_scale: Fraction) -> None:
+    bias, scale = torch.tensor([b for b, _ in rows], dtype=torch.float32), stack(s for _, s in rows)
+    raised = numerics.raise_for_bias(scale, bias, float32(input_scale))
+    assert [Fraction(value) for value in raised.tolist()] == [oracle.raised_scale(s, b, float(input_scale)) for b, s in rows]
+    integers = numerics.bias_integers(bias, float32(input_scale), raised)
+    assert integers.tolist() == [oracle.bias_integer(b, float(input_scale), s) for (b, _), s in zip(rows, raised.tolist(), strict=True)]
+    assert float(integers.abs().max()) < 2**23
+    kept = (bias.double() / (float(input_scale) * scale.double())).abs() < 2**23 - 3
+    assert torch.equal(raised[kept], scale[kept])
+
+
+def test_bias_ties_go_to_even() -> None:
+    bias = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 4194304.5])
+    assert numerics.bias_integers(bias * 0.25, torch.tensor(0.5), torch.full((7,), 0.5)).tolist() == [0, 2, 2, 0, -2, -2, 4194304]
+
+
+# ---- tables -----------------------------------------------------------------------------------------------------------------
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
+
+
+def _broken(x: float) -> float:
+    return math.nan if x < 0 else -math.inf if x < 1 else x
+
+
+@pytest.mark.parametrize("function", [_sigmoid, math.exp, math.tanh, float, _broken])
+@SLOW
+@given(input_scale=scales, output_scale=scales)
+def test_table(function: Callable[[float], float], input_scale: Fraction, output_scale: Fraction) -> None:
+    scales = float(input_scale), float(output_scale)
+    result = numerics.table(function, *scales, INT8, INT8)
+    assert result.dtype == torch.int8
+    assert result.tolist() == oracle.table(function, *scales, range(-128, 128), -128, 127)
+
+
+def test_table_rounds_half_up_and_saturates() -> None:
+    assert numerics.table(lambda x: x / 2, 1.0, 1.0, INT4, INT8).tolist() == [-4, -3, -3, -2, -2, -1, -1, 0, 0, 1, 1, 2, 2, 3, 3, 4]
+    assert numerics.table(lambda x: x * 100, 1.0, 1.0, INT4, INT8).tolist() == [-128] * 7 + [-100, 0, 100] + [127] * 6
+    wide = numerics.table(math.exp, 1.0, 1.0, INT16, INT16)  # overflows float64 at the far end
+    assert wide.dtype == torch.int16
+    assert wide.shape == (65536,)
+    assert wide[-1] == 32767
+    assert wide[:3].tolist() == [0, 0, 0]
+
+
+# ---- proofs -----------------------------------------------------------------------------------------------------------------
+
+
+@SLOW
+@given(st.integers(0, 2**32 - 1), st.sampled_from([128, 32768]))
+def test_accumulator_bound(seed: int, magnitude: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randint(-127, 128, (3, 2, 2, 2), generator=generator)
+    bias = torch.randint(-(2**23), 2**23, (3,), generator=generator)
+    for axis in (0, 1):
+        channels = weight.movedim(axis, 0).flatten(1).tolist()
+        sums = [magnitude * sum(map(abs, row)) for row in channels]
+        assert numerics.accumulator_bound(weight.float(), None, axis, magnitude).tolist() == sums
+    expected = [magnitude * sum(map(abs, row)) + abs(b) for row, b in zip(weight.flatten(1).tolist(), bias.tolist(), strict=True)]
+    assert numerics.accumulator_bound(weight.float(), bias.float(), 0, magnitude).tolist() == expected
+
+
+def test_bits_of() -> None:
+    for bits in range(2, 40):
+        assert numerics.bits_of(2 ** (bits - 1) - 1) == bits
+        assert numerics.bits_of(2 ** (bits - 1)) == bits + 1
+
+
+# ---- windows of pools --------------------------------------------------------------------------------------------------------
+
+windows = st.tuples(st.integers(1, 9), st.integers(1, 4), st.integers(1, 4), st.integers(0, 2), st.integers(1, 2), st.booleans()).filter(
+    lambda row: 2 * row[3] <= row[1] and row[4] * (row[1] - 1) + 1 <= row[0] + 2 * row[3]
+)
+
+
+@EXACT
+@given(windows)
+def test_windows(row: tuple[int, int, int, int, int, bool]) -> None:
+    size, kernel, _stride, _padding, dilation, _ceil_mode = row
+    starts = oracle.window_starts(*row)
+    count, end = _windows(*row)
+    assert count == len(starts)
+    assert end == max(starts[-1] + dilation * (kernel - 1) + 1 - size, 0)
+
+
+@EXACT
+@given(windows, windows, st.booleans(), st.booleans())
+def test_window_counts(first: tuple[int, ...], second: tuple[int, ...], ceil_mode: bool, include_padding: bool) -> None:
+    rows = [(size, kernel, stride, padding) for size, kernel, stride, padding, *_ in (first, second)]
+    end = [_windows(*row, 1, ceil_mode)[1] for row in rows]
+    counts = _window_counts(rows, end, include_padding)
+    expected = np.array(oracle.window_counts(*zip(*rows, strict=True), ceil_mode, include_padding), dtype=np.float32)
+    assert np.array_equal(np.broadcast_to(counts.numpy(), expected.shape), expected)
+    assert (counts.dim() == 0) == bool((expected == expected.flat[0]).all())

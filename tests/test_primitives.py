@@ -1,0 +1,771 @@
+"""Every primitive's two paths, on integers and on integer-valued floats, against the oracle, bit for bit; and the gradients."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from fxquant.backends.bpu import FIXED, REAL
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from fxquant.lowering import EagerLowering, Quantized, straight_through
+from fxquant.numerics import INT8, INT16, Arithmetic, FixedRequantization, IntType, Ratio, fixed_requantization, real_multiplier, table
+from fxquant.ops.elementwise import lower_add
+from fxquant.ops.pool import _lower_avg_pool2d
+from fxquant.ops.shape import _lower_cat
+from fxquant.ops.weighted import lower_weighted
+from fxquant.primitives import PRIMITIVES, accumulate, boundary, elementwise, pool, shape
+from fxquant.primitives.requantize import requantize_fixed, requantize_real
+from fxquant.quantizer import Quantizer
+from fxquant.spec import WeightConfig
+from tests import oracle
+
+EXACT = settings(deadline=None, derandomize=True, max_examples=60)
+SLOW = settings(EXACT, max_examples=30)
+INT32_LOW, INT32_HIGH = -(2**31), 2**31 - 1
+EXTREMES = (-128, -127, -125, -1, 0, 1, 125, 127)  # odd ones: products of -128 share a factor, and hide lost bits
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+def float32(value: Fraction | float) -> Tensor:
+    return torch.tensor(float(value), dtype=torch.float32)
+
+
+def random_integers(seed: int, size: tuple[int, ...], low: int = -128, high: int = 127, dtype: torch.dtype = torch.int8) -> Tensor:
+    """Integers of the range; every other tensor consists of its ends and odd numbers next to them."""
+    generator = torch.Generator().manual_seed(seed)
+    if seed % 2:
+        ends = torch.tensor([low, low + 1, low + 3, high - 2, high])
+        return ends[torch.randint(0, 5, size, generator=generator)].to(dtype)
+    return torch.randint(low, high + 1, size, generator=generator).to(dtype)
+
+
+def both_paths(
+    primitive: Callable[..., Tensor], *operands: Any, storage: torch.dtype, activations: int = 1, wide: bool = False
+) -> list[Any]:
+    """The result of a primitive as a nested list, after comparing its two paths; the first `activations` operands are."""
+    integer = primitive(*operands)
+    assert integer.dtype == storage
+    floating = primitive(*(o.float() if isinstance(o, Tensor) and i < activations else o for i, o in enumerate(operands)))
+    assert floating.dtype == (torch.float64 if wide else torch.float32)
+    assert torch.equal(floating.double(), integer.double())
+    result: list[Any] = integer.tolist()
+    return result
+
+
+# ---- sums of products -----------------------------------------------------------------------------------------------
+
+geometry = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(0, 2), st.integers(1, 2))  # kernel, stride, padding, dilation
+
+
+@st.composite
+def convolutions(draw: Any) -> tuple[Tensor, Tensor, Tensor | None, list[int], list[int], list[int], int]:
+    rank, groups, seed = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(seeds)
+    rows = [draw(geometry) for _ in range(rank)]
+    kernel, stride, padding, dilation = (list(column) for column in zip(*rows, strict=True))
+    extent = [d * (k - 1) + 1 - 2 * p for k, p, d in zip(kernel, padding, dilation, strict=True)]
+    spatial = [max(size, 1) + draw(st.integers(0, 3 - rank + 1)) for size in extent]
+    inputs, outputs = draw(st.integers(1, 2)), groups * draw(st.integers(1, 2))
+    input = random_integers(seed, (draw(st.integers(1, 2)), inputs * groups, *spatial))
+    weight = random_integers(seed + 1, (outputs, inputs, *kernel), -127, 127)
+    bias = random_integers(seed + 2, (outputs,), -(2**20), 2**20, torch.int32) if draw(st.booleans()) else None
+    return input, weight, bias, stride, padding, dilation, groups
+
+
+@SLOW
+@given(convolutions())
+def test_convolution(arguments: tuple[Any, ...]) -> None:
+    input, weight, bias, *rest = arguments
+    expected = oracle.convolution(input.tolist(), weight.tolist(), None if bias is None else bias.tolist(), *rest)
+    assert both_paths(accumulate.convolution, *arguments, storage=torch.int32) == expected
+    assert both_paths(accumulate.convolution_wide, *arguments, 4, storage=torch.int32, wide=True) == expected
+
+
+@SLOW
+@given(convolutions(), seeds)
+def test_convolution_of_int16(arguments: tuple[Any, ...], seed: int) -> None:
+    input, weight, bias, *rest = arguments
+    wide = random_integers(seed, tuple(input.shape), -32768, 32767, torch.int16)
+    expected = oracle.convolution(wide.tolist(), weight.tolist(), None if bias is None else bias.tolist(), *rest)
+    assert both_paths(accumulate.convolution_wide, wide, weight, bias, *rest, 8, storage=torch.int32, wide=True) == expected
+
+
+@SLOW
+@given(seeds, st.sampled_from(EXTREMES), st.booleans())
+def test_wide_convolution_beyond_float32(seed: int, extreme: int, linear: bool) -> None:
+    """Sums beyond 2^24, odd, from operands at the ends of their range: a float32 sum loses bits, the split one none."""
+    channels = 2**13 if linear else 2**10
+    weight = random_integers(seed | 1, (2, channels, 1 if linear else 3), 121, 127)
+    weight = torch.where(weight % 2 == 0, weight - 1, weight)  # all odd
+    input = torch.full((1, channels, 1 if linear else 3), extreme, dtype=torch.int8)
+    input[0, 0, 0] = 1
+    bias = torch.tensor([2**23 - 1, -(2**23) + 1], dtype=torch.int32)
+    expected = (input.long() * weight.long()).sum(dim=(1, 2)) + bias.long()
+    assert abs(extreme) < 100 or expected.abs().max() > 2**25
+    if linear:
+        result = both_paths(accumulate.linear_wide, input[..., 0], weight[..., 0], bias, 4, storage=torch.int32, wide=True)
+        assert result == [expected.tolist()]
+    else:
+        arguments = (input, weight, bias, [1], [0], [1], 1, 4)
+        result = both_paths(accumulate.convolution_wide, *arguments, storage=torch.int32, wide=True)
+        assert result == [[[value] for value in expected.tolist()]]
+
+
+def test_float32_sums_beyond_2_24_would_be_wrong() -> None:
+    """What the proof of the narrow convolution guards against; if this passed, the test above could not fail."""
+    weight = torch.full((1, 4001), 127, dtype=torch.int8)
+    weight[0, ::3] = 125
+    input = torch.full((1, 4001), -127, dtype=torch.int8)
+    input[0, ::2] = -125
+    exact = int((input.long() * weight.long()).sum())
+    assert abs(exact) > 2**24
+    assert exact % 2 == 1
+    assert accumulate.linear(input, weight, None).item() != exact
+    assert accumulate.linear_wide(input, weight, None, 4).item() == exact
+
+
+@EXACT
+@given(seeds, st.integers(1, 9), st.integers(1, 4), st.sampled_from([(1,), (3,), (2, 2)]), st.booleans())
+def test_linear(seed: int, inputs: int, outputs: int, leading: tuple[int, ...], with_bias: bool) -> None:
+    input, weight = random_integers(seed, (*leading, inputs)), random_integers(seed + 1, (outputs, inputs), -127, 127)
+    bias = random_integers(seed + 2, (outputs,), -(2**20), 2**20, torch.int32) if with_bias else None
+    rows = oracle.linear(input.reshape(-1, inputs).tolist(), weight.tolist(), None if bias is None else bias.tolist())
+    expected = torch.tensor(rows).reshape(*leading, outputs).tolist()
+    assert both_paths(accumulate.linear, input, weight, bias, storage=torch.int32) == expected
+    assert both_paths(accumulate.linear_wide, input, weight, bias, 4, storage=torch.int32, wide=True) == expected
+    long = random_integers(seed, (*leading, inputs), -32768, 32767, torch.int16)
+    rows = oracle.linear(long.reshape(-1, inputs).tolist(), weight.tolist(), None if bias is None else bias.tolist())
+    expected = torch.tensor(rows).reshape(*leading, outputs).tolist()
+    assert both_paths(accumulate.linear_wide, long, weight, bias, 8, storage=torch.int32, wide=True) == expected
+
+
+def test_sums_ignore_autocast() -> None:
+    input, weight = random_integers(2, (2, 64, 5)), random_integers(4, (3, 64, 3), -127, 127)
+    convolve = [1], [1], [1], 1
+    expected = (
+        accumulate.convolution(input, weight, None, *convolve),
+        accumulate.linear(input.mT, weight[..., 0], None),
+        pool.sum(input, [1], False),
+    )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(accumulate.convolution(input, weight, None, *convolve), expected[0])
+        assert torch.equal(accumulate.convolution_wide(input, weight, None, *convolve, 4), expected[0])
+        assert torch.equal(accumulate.linear(input.mT, weight[..., 0], None), expected[1])
+        assert torch.equal(accumulate.linear_wide(input.mT, weight[..., 0], None, 4), expected[1])
+        assert torch.equal(pool.sum(input, [1], False), expected[2])
+
+
+def test_split() -> None:
+    for dtype, bits in ((INT8, 4), (INT16, 8)):
+        values = range(dtype.low, dtype.high + 1)
+        high, low = accumulate.split(torch.arange(dtype.low, dtype.high + 1, dtype=torch.float32), bits)
+        assert list(zip(high.tolist(), low.tolist(), strict=True)) == [oracle.split(value, bits) for value in values]
+        assert (low.min(), low.max(), high.abs().max()) == (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1, 2 ** (bits - 1))
+
+
+@EXACT
+@given(seeds, st.sampled_from([INT8, INT16]))
+def test_add_residual(seed: int, dtype: IntType) -> None:
+    residual = random_integers(seed, (2, 3, 4), dtype.low, dtype.high, dtype.storage)
+    multiplier = random_integers(seed + 1, (3, 1), 256, 2**24 // dtype.magnitude // 2, torch.int32)
+    accumulator = random_integers(seed + 2, (2, 3, 4), -(2**22), 2**22, torch.int32)
+    expected = [
+        [[a + r * k[0] for a, r in zip(*rows, strict=True)] for *rows, k in zip(*samples, multiplier.tolist(), strict=True)]
+        for samples in zip(accumulator.tolist(), residual.tolist(), strict=True)
+    ]
+    assert both_paths(accumulate.add_residual, accumulator, residual, multiplier, storage=torch.int32, activations=2) == expected
+    wide = accumulate.add_residual(accumulator.double() * 100, residual.float(), multiplier * 100)
+    assert wide.dtype == torch.float64
+    assert torch.equal(wide, torch.tensor(expected, dtype=torch.float64) * 100)
+
+
+# ---- requantization -------------------------------------------------------------------------------------------------
+
+ends_of_int32 = st.sampled_from([INT32_LOW, INT32_LOW + 1, INT32_HIGH, -1, 0, 1])
+whole = st.one_of(st.integers(INT32_LOW, INT32_HIGH), st.integers(-40000, 40000), ends_of_int32)
+
+
+def odd_between(low: int, high: int) -> st.SearchStrategy[int]:
+    """Odd numbers n with low ≤ n < high, both even."""
+    return st.integers(low // 2, high // 2 - 1).map(lambda n: 2 * n + 1)
+
+
+@st.composite
+def fixed_at_ties(draw: Any) -> tuple[int, int, int, int]:
+    """(acc, a, M, b) with t · M / 2^b equal to n + ½ or one step of t beside it, whatever the bits the first shift drops."""
+    a, twos = draw(st.integers(0, 15)), draw(st.integers(0, 14))
+    multiplier = 2**twos * (1 if twos == 14 else draw(odd_between(2 ** (14 - twos), 2 ** (15 - twos))))
+    b = draw(st.integers(twos + 1, min(twos + 15, 31)))
+    step = 2 ** (b - 1 - twos)
+    t = step * draw(odd_between(-(2**15) // step, 2**15 // step)) + draw(st.sampled_from([-1, 0, 0, 1]))
+    dropped = draw(st.sampled_from([0, 1, 2**a - 1])) % 2**a
+    return t * 2**a + dropped, a, multiplier, b
+
+
+def check_fixed(rows: list[tuple[int, int, int, int]], bits: int, rounding: str, low: int, high: int, storage: torch.dtype) -> None:
+    """Rows of (acc, a, M, b), each its own channel, on every path."""
+    accumulator, a, multiplier, b = (torch.tensor(column, dtype=torch.int32) for column in zip(*rows, strict=True))
+    expected = [oracle.requantize_fixed(*row, bits, rounding, low, high) for row in rows]
+    parameters = a, multiplier, b, bits, rounding, low, high, storage
+    integer = requantize_fixed(accumulator, *parameters)
+    assert integer.dtype == storage
+    assert integer.tolist() == expected
+    floating = requantize_fixed(accumulator.double(), *parameters)
+    assert floating.dtype == torch.float32
+    assert floating.tolist() == expected
+    exact = [index for index, row in enumerate(rows) if abs(row[0]) < 2**24]
+    narrow = requantize_fixed(accumulator[exact].float(), *(p[exact] for p in parameters[:3]), *parameters[3:])
+    assert narrow.tolist() == [expected[index] for index in exact]
+
+
+@EXACT
+@given(
+    st.lists(st.tuples(whole, st.integers(0, 31), st.integers(0, 2**15 - 1), st.integers(1, 31)), min_size=1, max_size=24),
+    st.sampled_from(["half_up", "floor"]), st.sampled_from([(-128, 127), (0, 127), (0, 102), (-50, 50)]),
+)  # fmt: skip
+def test_requantize_fixed(rows: list[tuple[int, int, int, int]], rounding: str, bounds: tuple[int, int]) -> None:
+    check_fixed(rows, 16, rounding, *bounds, torch.int8)
+
+
+@EXACT
+@given(st.lists(fixed_at_ties(), min_size=1, max_size=24), st.sampled_from(["half_up", "floor"]))
+def test_requantize_fixed_at_ties(rows: list[tuple[int, int, int, int]], rounding: str) -> None:
+    check_fixed(rows, 16, rounding, -128, 127, torch.int8)
+    check_fixed(rows, 16, rounding, -(2**20), 2**20, torch.int32)  # nothing saturates: every tie shows
+
+
+@EXACT
+@given(
+    st.lists(st.tuples(whole, st.just(0), st.integers(0, 2**21 - 1), st.integers(1, 31)), min_size=1, max_size=24),
+    st.sampled_from(["half_up", "floor"]),
+)  # fmt: skip
+def test_requantize_fixed_to_int16(rows: list[tuple[int, int, int, int]], rounding: str) -> None:
+    check_fixed(rows, 32, rounding, -32768, 32767, torch.int16)
+    check_fixed([(acc, a, m, 31) for acc, a, m, _ in rows], 32, rounding, -(2**22), 2**22, torch.int32)
+
+
+def test_requantize_fixed_at_the_ends_of_everything() -> None:
+    ends = (INT32_LOW, INT32_LOW + 1, -32769, -32768, -32767, -2, -1, 0, 1, 2, 32767, 32768, INT32_HIGH - 1, INT32_HIGH)
+    rows = list(itertools.product(ends, (0, 1, 6, 16, 31), (0, 1, 2**14, 2**15 - 1), (1, 2, 15, 22, 30, 31)))
+    for rounding in ("half_up", "floor"):
+        check_fixed(rows, 16, rounding, -128, 127, torch.int8)
+        check_fixed(rows, 16, rounding, -(2**24), 2**24, torch.int32)
+        check_fixed([(acc, 0, 2**21 - m // 2**10 - 1, b) for acc, _, m, b in rows], 32, rounding, -32768, 32767, torch.int16)
+
+
+ratio_scales = st.builds(lambda m, e: Fraction(m) * Fraction(2) ** (e - 23), st.integers(2**23, 2**24 - 1), st.integers(-23, 10))
+
+
+@EXACT
+@given(st.lists(st.tuples(ratio_scales, ratio_scales, whole), min_size=1, max_size=8), ratio_scales, st.sampled_from([INT8, INT16]))
+def test_requantization_of_a_ratio(rows: list[tuple[Fraction, Fraction, int]], output: Fraction, dtype: IntType) -> None:
+    """Parameters and values together, per channel, with the channel not last."""
+    weights = torch.tensor([float(w) for _, w, _ in rows]).reshape(-1, 1)
+    accumulator = torch.tensor([acc for *_, acc in rows], dtype=torch.int32).reshape(1, -1, 1).expand(2, -1, 3)
+    input = rows[0][0]
+    ratio = Ratio((float32(input), weights), (float32(output),))
+    exact = [input * w / output for _, w, _ in rows]
+    widths = FIXED.widths[dtype.name]
+    fixed = fixed_requantization(ratio, widths, dtype)
+    bits = oracle.INT8_WIDTHS if dtype is INT8 else oracle.INT16_WIDTHS
+    tail = widths.intermediate_bits, "half_up", dtype.low, dtype.high
+    pairs = [(acc, m) for (*_, acc), m in zip(rows, exact, strict=True)]
+    expected = [oracle.requantize_fixed(acc, *oracle.fixed_parameters(m, bits, dtype.high), *tail) for acc, m in pairs]
+    for operand in (accumulator, accumulator.double()):
+        result = requantize_fixed(operand, fixed.shift, fixed.multiplier, fixed.right_shift, *tail, dtype.storage)
+        assert result.tolist() == [[[value] * 3 for value in expected]] * 2
+    expected = [oracle.requantize_real(acc, oracle.real_multiplier(m), dtype.low, dtype.high) for acc, m in pairs]
+    for operand in (accumulator, accumulator.double()):
+        result = requantize_real(operand, real_multiplier(ratio), dtype.low, dtype.high, dtype.storage)
+        assert result.tolist() == [[[value] * 3 for value in expected]] * 2
+
+
+@EXACT
+@given(st.lists(st.tuples(whole.filter(bool), st.integers(-140, 140), st.integers(-2, 2)), min_size=1, max_size=24))
+def test_requantize_real_next_to_ties(rows: list[tuple[int, int, int]]) -> None:
+    """Multipliers a few float32 steps around (n + ½) / acc: the product rounds onto ties and past them."""
+    multipliers = []
+    for accumulator, n, steps in rows:
+        value = oracle.float32(abs(Fraction(2 * n + 1, 2 * accumulator)))
+        multipliers.append(oracle.float32(value + steps * Fraction(2) ** (oracle.exponent_of(value) - 23)))
+    accumulator = torch.tensor([acc for acc, *_ in rows], dtype=torch.int32)
+    factor = torch.tensor([float(m) for m in multipliers])
+    for low, high, storage in ((-128, 127, torch.int8), (-50, 0, torch.int8), (-32768, 32767, torch.int16)):
+        expected = [oracle.requantize_real(acc, m, low, high) for (acc, *_), m in zip(rows, multipliers, strict=True)]
+        integer = requantize_real(accumulator, factor, low, high, storage)
+        assert integer.dtype == storage
+        assert integer.tolist() == expected
+        floating = requantize_real(accumulator.double(), factor, low, high, storage)
+        assert floating.dtype == torch.float32
+        assert floating.tolist() == expected
+        exact = [index for index, row in enumerate(rows) if abs(row[0]) < 2**24]
+        narrow = requantize_real(accumulator[exact].float(), factor[exact], low, high, storage)
+        assert narrow.tolist() == [expected[index] for index in exact]
+
+
+def test_requantization_leaves_its_operand_alone() -> None:
+    for dtype in (torch.int32, torch.float32, torch.float64):
+        operand = torch.tensor([700, -300], dtype=dtype)
+        before = operand.clone()
+        one = torch.ones(2, dtype=torch.int32)
+        requantize_fixed(operand, one, one * 20000, one * 20, 16, "half_up", -128, 127, torch.int8)
+        requantize_real(operand, torch.tensor(0.1), -128, 127, torch.int8)
+        elementwise.align_real(operand, torch.tensor(0.3))
+        assert torch.equal(operand, before)
+
+
+# ---- boundary -------------------------------------------------------------------------------------------------------
+
+
+numbers = st.one_of(st.floats(width=32), st.integers(-600, 600).map(float))
+
+
+@EXACT
+@given(st.lists(numbers, min_size=1, max_size=24), ratio_scales, st.sampled_from([INT8, INT16]))
+def test_quantize(numbers: list[float], scale: Fraction, dtype: IntType) -> None:
+    halves = [float(oracle.float32(Fraction(n) * scale / 2)) for n in numbers if n == n and abs(n) <= 600]  # next to ties
+    input = torch.tensor(numbers + halves)
+    before = input.clone()
+    expected = [oracle.quantize(x, scale, dtype.low, dtype.high) for x in input.tolist()]
+    result = boundary.quantize(input, float32(scale), dtype.low, dtype.high, dtype.storage)
+    assert result.dtype == dtype.storage
+    assert result.tolist() == expected
+    floating = boundary.quantized_value(input, float32(scale), dtype.low, dtype.high)
+    assert floating.dtype == torch.float32
+    assert floating.tolist() == expected
+    assert torch.equal(input.nan_to_num(), before.nan_to_num())
+
+
+def test_quantize_examples() -> None:
+    numbers = [0.40625, -0.46875, 1e9, -1e30, float("inf"), -float("inf"), float("nan"), 0.03125, 0.09375, -0.03125]
+    expected = torch.tensor([6, -8, 127, -128, 127, -128, 0, 0, 2, 0], dtype=torch.int8)
+    for dtype in (torch.float32, torch.float64):
+        assert torch.equal(boundary.quantize(torch.tensor(numbers, dtype=dtype), torch.tensor(1 / 16), -128, 127, torch.int8), expected)
+
+
+@EXACT
+@given(st.lists(st.integers(-(2**22), 2**22), min_size=1, max_size=24), ratio_scales)
+def test_dequantize(integers: list[int], scale: Fraction) -> None:
+    expected = [float(oracle.dequantize(q, scale)) for q in integers]
+    for dtype in (torch.int32, torch.float32):
+        result = boundary.dequantize(torch.tensor(integers, dtype=dtype), float32(scale))
+        assert result.dtype == torch.float32
+        assert result.tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", [INT8, INT16])
+@SLOW
+@given(scale=ratio_scales)
+def test_quantize_undoes_dequantize(dtype: IntType, scale: Fraction) -> None:
+    integers = torch.arange(dtype.low, dtype.high + 1).to(dtype.storage)
+    real = boundary.dequantize(integers, float32(scale))
+    assert torch.equal(boundary.quantize(real, float32(scale), dtype.low, dtype.high, dtype.storage), integers)
+
+
+# ---- elementwise ----------------------------------------------------------------------------------------------------
+
+EVERY_INT8 = torch.arange(-128, 128).to(torch.int8)
+
+
+@EXACT
+@given(st.one_of(st.just(Fraction(2**14)), st.builds(lambda a, b: 2**14 * min(a, b) / max(a, b), ratio_scales, ratio_scales)))
+def test_align(ratio: Fraction) -> None:
+    """Every int8 operand, at one ratio of scales; 2^14 for the larger operand."""
+    above, below = (torch.tensor(float(part), dtype=torch.float64) for part in ratio.as_integer_ratio())
+    parts = Ratio((above,), (below,))
+    if parts.exact() != [ratio]:  # too long for a float64
+        return
+    multiplier, shift = parts.mantissa(15, largest_exponent=31)
+    assert (multiplier.item(), shift.item()) == oracle.mantissa(ratio, 15, 31)
+    expected = [oracle.align_fixed(q, *oracle.mantissa(ratio, 15, 31)) for q in range(-128, 128)]
+    assert both_paths(elementwise.align_fixed, EVERY_INT8, multiplier.int(), shift.int(), storage=torch.int32) == expected
+    assert elementwise.align_fixed(EVERY_INT8.float(), multiplier, shift).tolist() == expected  # as the prepared model passes them
+    expected = [oracle.align_real(q, oracle.real_multiplier(ratio)) for q in range(-128, 128)]
+    assert both_paths(elementwise.align_real, EVERY_INT8, real_multiplier(parts), storage=torch.int32) == expected
+
+
+@EXACT
+@given(seeds, st.integers(-128, 127), st.integers(-128, 127))
+def test_add_and_clamp(seed: int, one: int, other: int) -> None:
+    input, second = (random_integers(s, (3, 5), -(2**22), 2**22, torch.int32) for s in (seed, seed + 1))
+    expected = [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(input.tolist(), second.tolist(), strict=True)]
+    assert both_paths(elementwise.add, input, second, storage=torch.int32, activations=2) == expected
+    low, high = sorted((one, other))
+    values = random_integers(seed, (3, 5))
+    limited = [[oracle.limited(value, low, high) for value in row] for row in values.tolist()]
+    assert both_paths(elementwise.clamp, values, low, high, storage=torch.int8) == limited
+
+
+@SLOW
+@given(seeds, st.sampled_from([(INT8, INT8), (INT8, INT16), (INT16, INT8), (INT16, INT16)]))
+def test_lookup(seed: int, types: tuple[IntType, IntType]) -> None:
+    source, result = types
+    entries = random_integers(seed & ~1, (source.high - source.low + 1,), result.low, result.high, result.storage)
+    values = random_integers(seed, (2, 3, 7), source.low, source.high, source.storage)
+    expected = [[[entries[q - source.low].item() for q in row] for row in plane] for plane in values.tolist()]
+    assert both_paths(elementwise.lookup, values, entries, storage=result.storage) == expected
+    assert elementwise.lookup(values.transpose(0, 2), entries).tolist() == torch.tensor(expected).transpose(0, 2).tolist()
+
+
+def test_lookup_of_a_table() -> None:
+    entries = table(lambda x: x, 1.0, 1.0, INT8, INT8)
+    assert torch.equal(elementwise.lookup(EVERY_INT8, entries), EVERY_INT8)
+
+
+# ---- pooling --------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def pools(draw: Any) -> tuple[Tensor, list[int], list[int], list[int], list[int], bool]:
+    rank = draw(st.integers(1, 3))
+    rows = [draw(st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(0, 1), st.integers(1, 2))) for _ in range(rank)]
+    rows = [(k, s, min(p, k // 2), d) for k, s, p, d in rows]
+    spatial = [d * (k - 1) + 1 + draw(st.integers(0, 4 - rank)) for k, _, _, d in rows]
+    input = random_integers(draw(seeds), (draw(st.integers(1, 2)), 2, *spatial))
+    kernel, stride, padding, dilation = (list(column) for column in zip(*rows, strict=True))
+    return input, kernel, stride, padding, dilation, draw(st.booleans())
+
+
+def ends(input: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil_mode: bool) -> list[int]:
+    """The padding at the end that the last windows need."""
+    starts = [oracle.window_starts(*row, ceil_mode) for row in zip(input.shape[2:], kernel, stride, padding, dilation, strict=True)]
+    return [
+        max(along[-1] + d * (k - 1) + 1 - size, 0) for along, k, d, size in zip(starts, kernel, dilation, input.shape[2:], strict=True)
+    ]
+
+
+@EXACT
+@given(pools())
+def test_max_pool(arguments: tuple[Any, ...]) -> None:
+    input, kernel, stride, padding, dilation, ceil_mode = arguments
+    expected = oracle.max_pool(input.tolist(), kernel, stride, padding, dilation, ceil_mode)
+    primitive = pool.max_pool, input, kernel, stride, padding, ends(*arguments), dilation
+    assert both_paths(*primitive, storage=torch.int8) == expected
+    lowest = input.clamp_max(-126)  # padding never wins
+    assert pool.max_pool(lowest, *primitive[2:]).tolist() == oracle.max_pool(lowest.tolist(), kernel, stride, padding, dilation, ceil_mode)
+
+
+@EXACT
+@given(pools())
+def test_sum_pool(arguments: tuple[Any, ...]) -> None:
+    input, kernel, stride, padding, _, ceil_mode = arguments
+    expected = oracle.sum_pool(input.tolist(), kernel, stride, padding, ceil_mode)
+    end = ends(input, kernel, stride, padding, [1] * len(kernel), ceil_mode)
+    assert both_paths(pool.sum_pool, input, kernel, stride, padding, end, storage=torch.int32) == expected
+
+
+def test_sum_pool_up_to_its_bound() -> None:
+    """The largest window of 2^15 elements, at odd extremes."""
+    input = random_integers(1, (1, 1, 128, 255))
+    assert pool.sum_pool(input, [128, 255], [1, 1], [0, 0], [0, 0]).item() == sum(input.flatten().tolist())
+    assert pool.sum(input, [2, 3], True).shape == (1, 1, 1, 1)
+
+
+distinct_dimensions = st.sets(st.integers(-3, 2), min_size=1, max_size=3).filter(lambda dims: len({d % 3 for d in dims}) == len(dims))
+
+
+@EXACT
+@given(seeds, distinct_dimensions, st.booleans())
+def test_sum(seed: int, dims: set[int], keepdim: bool) -> None:
+    input = random_integers(seed, (2, 3, 4))
+    expected = torch.zeros([1 if d in {dim % 3 for dim in dims} else size for d, size in enumerate(input.shape)], dtype=torch.int64)
+    for index in oracle.every(input.shape):
+        expected[tuple(0 if d in {dim % 3 for dim in dims} else i for d, i in enumerate(index))] += int(input[index])
+    if not keepdim:
+        expected = expected.squeeze([dim % 3 for dim in dims])
+    assert both_paths(pool.sum, input, sorted(dims), keepdim, storage=torch.int32) == expected.tolist()
+
+
+def test_sum_of_many_odd_extremes() -> None:
+    input = random_integers(1, (1, 2**17 - 1))
+    input[input % 2 == 0] = -127
+    assert both_paths(pool.sum, input, [1], False, storage=torch.int32) == [sum(input[0].tolist())]
+    assert both_paths(pool.sum, torch.full((1, 2**17 - 1), -128, dtype=torch.int8), [1], False, storage=torch.int32) == [-128 * (2**17 - 1)]
+
+
+# ---- moving ---------------------------------------------------------------------------------------------------------
+
+
+def test_moving_values() -> None:
+    input = random_integers(2, (2, 3, 4))
+    rows = input.tolist()
+    assert both_paths(shape.reshape, input, [2, -1], storage=torch.int8) == [[v for row in plane for v in row] for plane in rows]
+    turned = [[[rows[i][j][k] for j in range(3)] for i in range(2)] for k in range(4)]
+    assert both_paths(shape.permute, input, [2, 0, 1], storage=torch.int8) == turned
+    other = random_integers(4, (2, 1, 4))
+    joined = shape.concatenate([input, other], 1)
+    assert joined.dtype == torch.int8
+    assert joined.tolist() == [a + b for a, b in zip(rows, other.tolist(), strict=True)]
+
+
+# ---- operators, made of primitives --------------------------------------------------------------------------------------
+
+
+def lowering(arithmetic: Arithmetic, scale: Fraction, intermediate: Fraction | None = None, dtype: IntType = INT8) -> EagerLowering:
+    def quantizer(value: Fraction) -> Quantizer:
+        return Quantizer(dtype, None, scale=float(value))
+
+    inner = None if intermediate is None else quantizer(intermediate)
+    return EagerLowering("y", arithmetic, quantizer(scale), inner, WeightConfig(), training=False, observing=False, live_batch_norm=False)
+
+
+def quantized(integers: Tensor, scale: Fraction) -> Quantized:
+    return Quantized(integers.float(), float32(scale), INT8, tuple(integers.shape))
+
+
+both_arithmetics = pytest.mark.parametrize("arithmetic", [FIXED, REAL], ids=lambda arithmetic: arithmetic.name)
+near_scales = st.builds(lambda m, e: Fraction(m) * Fraction(2) ** (e - 23), st.integers(2**23, 2**24 - 1), st.integers(-8, 0))
+
+
+@both_arithmetics
+@SLOW
+@given(one=near_scales, other=near_scales, output=near_scales, seed=seeds, clamp=st.sampled_from([None, (0.0, None)]))
+def test_addition(arithmetic: Arithmetic, one: Fraction, other: Fraction, output: Fraction, seed: int, clamp: Any) -> None:
+    input, second = random_integers(seed, (40,)), random_integers(seed + 1, (40,))
+    with torch.no_grad():
+        result = lower_add(lowering(arithmetic, output), quantized(input, one), quantized(second, other), clamp=clamp)
+    low = -128 if clamp is None else 0
+    expected = [
+        oracle.add(q, r, one, other, output, arithmetic.requantize, low, 127) for q, r in zip(input.tolist(), second.tolist(), strict=True)
+    ]
+    assert result.value.tolist() == expected
+
+
+@both_arithmetics
+def test_addition_example(arithmetic: Arithmetic) -> None:
+    rows = [quantized(torch.tensor([q]), oracle.float32(Fraction(s))) for q, s in ((100, "0.1"), (-77, "0.03"))]
+    with torch.no_grad():
+        assert lower_add(lowering(arithmetic, oracle.float32(Fraction("0.12"))), *rows).value.tolist() == [64]
+
+
+def requantized(arithmetic: Arithmetic, accumulator: int, ratio: Fraction, low: int = -128, high: int = 127) -> int:
+    """An int8 output, by the oracle."""
+    if arithmetic.requantize == "real":
+        return oracle.requantize_real(accumulator, oracle.real_multiplier(ratio), low, high)
+    return oracle.requantize_fixed(accumulator, *oracle.fixed_parameters(ratio, oracle.INT8_WIDTHS, 127), 16, "half_up", low, high)
+
+
+@both_arithmetics
+@SLOW
+@given(one=near_scales, other=near_scales, same=st.booleans())
+def test_concatenation(arithmetic: Arithmetic, one: Fraction, other: Fraction, same: bool) -> None:
+    output = other if same else (one + other) / 2
+    output = oracle.float32(output)
+    with torch.no_grad():
+        result = _lower_cat(lowering(arithmetic, output), [quantized(EVERY_INT8, one), quantized(EVERY_INT8, other)], 0)
+    expected = [q if scale == output else requantized(arithmetic, q, scale / output) for scale in (one, other) for q in range(-128, 128)]
+    assert result.value.tolist() == expected
+
+
+def test_concatenation_example() -> None:
+    for arithmetic, expected in ((FIXED, [83, -64, 3]), (REAL, [83, -64, 2])):
+        operand = quantized(torch.tensor([100, -77, 3]), oracle.float32(Fraction("0.1")))
+        with torch.no_grad():
+            assert _lower_cat(lowering(arithmetic, oracle.float32(Fraction("0.12"))), [operand], 0).value.tolist() == expected
+
+
+planes = st.tuples(st.integers(3, 6), st.integers(1, 3), st.integers(1, 3), st.integers(0, 1)).map(lambda r: (*r[:3], min(r[3], r[1] // 2)))
+
+
+@both_arithmetics
+@EXACT
+@given(
+    rows=st.tuples(planes, planes), modes=st.tuples(st.booleans(), st.booleans()), scales=st.tuples(near_scales, near_scales),
+    seed=seeds, divisor=st.sampled_from([None, None, 7]),
+)  # fmt: skip
+def test_average_pool(arithmetic: Arithmetic, rows: Any, modes: Any, scales: Any, seed: int, divisor: int | None) -> None:
+    """The sum, requantized by a ratio that contains the number of elements of each window."""
+    spatial, kernel, stride, padding = (list(column) for column in zip(*rows, strict=True))
+    input = random_integers(seed, (1, 1, *spatial))
+    with torch.no_grad():
+        operator = lowering(arithmetic, scales[1])
+        result = _lower_avg_pool2d(operator, quantized(input, scales[0]), kernel, stride, padding, *modes, divisor)
+    sums = oracle.sum_pool(input.tolist(), kernel, stride, padding, modes[0])[0][0]
+    counts = oracle.window_counts(spatial, kernel, stride, padding, *modes)
+    expected = [
+        [requantized(arithmetic, total, scales[0] / ((divisor or count) * scales[1])) for total, count in zip(*row, strict=True)]
+        for row in zip(sums, counts, strict=True)
+    ]
+    assert result.value.tolist() == [[expected]]
+
+
+@both_arithmetics
+@EXACT
+@given(seed=seeds, scales=st.tuples(near_scales, near_scales, near_scales, near_scales), small=st.booleans(), clamp=st.booleans())
+def test_linear_layer_with_residual(arithmetic: Arithmetic, seed: int, scales: Any, small: bool, clamp: bool) -> None:
+    """Weights, biases, the residual in the accumulator or after a requantization, and the clamp, from real weights."""
+    input_scale, residual_scale, intermediate, output = scales
+    if small:
+        residual_scale /= 2**12
+    generator = torch.Generator().manual_seed(seed)
+    weight, bias = torch.randn(3, 8, generator=generator), torch.randn(3, generator=generator)
+    input, residual = random_integers(seed, (2, 8)), random_integers(seed + 1, (2, 3))
+    operator = lowering(arithmetic, output, intermediate)
+    with torch.no_grad():
+        result = lower_weighted(
+            operator, quantized(input, input_scale), weight, bias, quantized(residual, residual_scale), (0.0, None) if clamp else None,
+            narrow=accumulate.linear, wide=accumulate.linear_wide, attributes=(), trailing=0,
+        )  # fmt: skip
+    weight_scales = [oracle.float32(max(abs(Fraction(w)) for w in row) / 127) for row in weight.tolist()]
+    weight_scales = [oracle.raised_scale(s, b, float(input_scale)) for s, b in zip(weight_scales, bias.tolist(), strict=True)]
+    integers = [[oracle.weight_integer(Fraction(w), s) for w in row] for row, s in zip(weight.tolist(), weight_scales, strict=True)]
+    offsets = [oracle.bias_integer(b, float(input_scale), float(s)) for b, s in zip(bias.tolist(), weight_scales, strict=True)]
+    multipliers = [oracle.residual_multiplier(residual_scale, input_scale, s) for s in weight_scales]
+    bounds = [sum(map(abs, row)) * 128 + abs(b) + k * 128 for row, b, k in zip(integers, offsets, multipliers, strict=True)]
+    fused = min(multipliers) >= 256 and max(bounds) < 2**31
+    low = 0 if clamp else -128
+    expected = []
+    for accumulators, addends in zip(oracle.linear(input.tolist(), integers, offsets), residual.tolist(), strict=True):
+        row = []
+        for accumulator, addend, k, s in zip(accumulators, addends, multipliers, weight_scales, strict=True):
+            if fused:
+                row.append(requantized(arithmetic, accumulator + addend * k, input_scale * s / output, low))
+            else:
+                inner = requantized(arithmetic, accumulator, input_scale * s / intermediate)
+                row.append(oracle.add(inner, addend, intermediate, residual_scale, output, arithmetic.requantize, low, 127))
+        expected.append(row)
+    assert result.value.tolist() == expected
+
+
+# ---- gradients --------------------------------------------------------------------------------------------------------------
+
+
+def gradient(function: Callable[[Tensor], Tensor], at: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
+    """The value of the function, and the gradient of the sum of upstream · function."""
+    variable = at.detach().clone().requires_grad_()
+    value = function(variable)
+    (slope,) = torch.autograd.grad(value, variable, upstream.to(value.dtype))
+    return value.detach(), slope
+
+
+def test_straight_through_has_the_bits_of_one_and_the_gradient_of_the_other() -> None:
+    exact = torch.tensor([3.0, -0.0, 1e-45, -127.0, float("inf"), 2.0**24 + 2])
+    upstream = torch.arange(1.0, 7.0)
+    value, slope = gradient(lambda x: straight_through(x * 0.375, exact), torch.linspace(-9, 9, 6), upstream)
+    assert torch.equal(value.view(torch.int32), exact.view(torch.int32))
+    assert torch.equal(slope, upstream * 0.375)
+    wide = torch.tensor([2.0**30 + 1.5], dtype=torch.float64)
+    value, slope = gradient(lambda x: straight_through(x * 2, wide), torch.zeros(1), torch.ones(1, dtype=torch.float64))
+    assert value.dtype == torch.float64
+    assert torch.equal(value, wide)
+    assert slope.dtype == torch.float32
+    assert torch.equal(slope, torch.tensor([2.0]))
+
+
+@both_arithmetics
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("clamp", [None, (0.0, None), (0.0, 6.0)])
+def test_requantization_gradient(arithmetic: Arithmetic, dtype: torch.dtype, clamp: Any) -> None:
+    """The forward pass is the integer function; the slope is that of acc · ratio / scale inside the range, 0 where it saturates."""
+    scale, ratio = Fraction(1, 16), torch.tensor(0.0007)
+    accumulator = torch.tensor([0, 1, -1, 500, -500, 11000, 11300, 11400, -11300, -11500, 12345678, -12345678], dtype=dtype)
+    operator = lowering(arithmetic, scale)
+    upstream = torch.arange(1.0, 13.0)
+    value, slope = gradient(lambda acc: operator.requantize(acc, Ratio((ratio,)), clamp).value, accumulator, upstream)
+    with torch.no_grad():
+        expected = operator.requantize(accumulator, Ratio((ratio,)), clamp).value
+    integer = operator.requantize(accumulator.int(), Ratio((ratio,)), clamp).value
+    assert torch.equal(value, expected)
+    assert torch.equal(value, integer.float())
+    real = accumulator.double() * float(ratio)
+    low, high = max(-8.0, -9.0 if clamp is None else 0.0), min(127 / 16, 9.0 if clamp is None or clamp[1] is None else 6.0)
+    inside = (real >= low) & (real <= high)
+    assert inside.any()
+    assert not inside.all()
+    wide_ratio = ratio.to(dtype)
+    assert torch.equal(slope, torch.where(inside, upstream.to(dtype) * 16 * wide_ratio, torch.zeros((), dtype=dtype)))
+
+
+def test_quantize_gradient() -> None:
+    operator = lowering(FIXED, Fraction(1, 16))
+    input = torch.tensor([0.03, -0.03, 7.9, 7.9375, 7.95, 100.0, -8.0, -8.01, -1e30, 0.0])
+    upstream = torch.arange(1.0, 11.0)
+    value, slope = gradient(lambda x: operator.quantize(x).value, input, upstream)
+    assert torch.equal(value, boundary.quantize(input, torch.tensor(1 / 16), -128, 127, torch.int8).float())
+    inside = torch.tensor([True, True, True, True, False, False, True, False, False, True])
+    assert torch.equal(slope, upstream * 16 * inside)
+    surrogate = PRIMITIVES[boundary.quantize].surrogate
+    assert surrogate is not None
+    _, same = gradient(lambda x: surrogate(x, torch.tensor(1 / 16), -128, 127, torch.int8), input, upstream)
+    assert torch.equal(same, slope)
+
+
+@pytest.mark.parametrize(
+    ("primitive", "parameters", "slope"),
+    [
+        (elementwise.align_fixed, (torch.tensor(19661, dtype=torch.int32), torch.tensor(2, dtype=torch.int32)), 19661 / 4),
+        (elementwise.align_real, (torch.tensor(4915.19970703125),), 4915.19970703125),
+    ],
+)
+def test_align_gradient(primitive: Callable[..., Tensor], parameters: tuple[Tensor, ...], slope: float) -> None:
+    operator = lowering(FIXED, Fraction(1))
+    value, found = gradient(lambda q: operator.call(primitive, q, *parameters), EVERY_INT8.float(), torch.ones(256))
+    assert torch.equal(value, primitive(EVERY_INT8, *parameters).float())
+    assert torch.equal(found, torch.full((256,), slope))
+
+
+def test_sums_have_the_gradient_of_the_float_operator() -> None:
+    """Integers throughout, so that gradients are exact too; the wide forms give the narrow ones' gradient."""
+    operator = lowering(FIXED, Fraction(1))
+    input, weight, bias = random_integers(2, (2, 4, 6)).float(), random_integers(4, (6, 2, 3), -127, 127).float(), torch.arange(6.0)
+    rest = [2], [1], [1], 2
+    upstream = random_integers(6, (2, 6, 3), -9, 9).float()
+    for index in range(3):
+
+        def with_variable(function: Callable[..., Tensor], *extra: Any, index: int = index) -> tuple[Tensor, Tensor]:
+            def call(variable: Tensor) -> Tensor:
+                operands = [variable if i == index else operand for i, operand in enumerate((input, weight, bias))]
+                return function(*operands, *extra)
+
+            return gradient(call, (input, weight, bias)[index], upstream)
+
+        expected = with_variable(F.conv1d, *rest)
+        for function, extra in (
+            (lambda *a: operator.call(accumulate.convolution, *a), rest),
+            (lambda *a: operator.call(accumulate.convolution_wide, *a), (*rest, 4)),
+        ):
+            value, slope = with_variable(function, *extra)
+            assert torch.equal(value.float(), expected[0])
+            assert torch.equal(slope, expected[1])
+
+
+def test_linear_wide_has_the_gradient_of_linear() -> None:
+    operator = lowering(FIXED, Fraction(1))
+    input, weight, bias = random_integers(2, (3, 5)).float(), random_integers(4, (4, 5), -127, 127).float(), torch.arange(4.0)
+    upstream = random_integers(6, (3, 4), -9, 9).float()
+    expected = gradient(lambda w: F.linear(input, w, bias), weight, upstream)
+    value, slope = gradient(lambda w: operator.call(accumulate.linear_wide, input, w, bias, 4), weight, upstream)
+    assert torch.equal(value.float(), expected[0])
+    assert torch.equal(slope, expected[1])
+
+
+def test_average_pool_and_residual_have_gradients() -> None:
+    input = random_integers(2, (1, 1, 4, 4)).float()
+    _, slope = gradient(lambda x: pool.sum_pool(x, [2, 2], [2, 2], [0, 0], [0, 0]), input, torch.tensor([[[[1.0, 2.0], [3.0, 4.0]]]]))
+    assert slope[0, 0].tolist() == [[1, 1, 2, 2], [1, 1, 2, 2], [3, 3, 4, 4], [3, 3, 4, 4]]
+    accumulator = torch.zeros(1, 3, dtype=torch.float64)
+    k = torch.tensor([256, 300, 999])
+    _, slope = gradient(lambda r: accumulate.add_residual(accumulator, r, k), torch.ones(1, 3), torch.ones(1, 3))
+    assert slope.tolist() == [[256, 300, 999]]
+
+
+def test_a_primitive_has_one_record() -> None:
+    for function, record in PRIMITIVES.items():
+        assert record.function is function
+        assert record.name == function.__name__
+        assert function.__doc__
+        assert record.kind in ("quantized", "accumulator", "float")
+
+
+def test_fixed_requantization_is_a_triple_of_integers() -> None:
+    fixed = fixed_requantization(Ratio((torch.tensor(0.5),)), FIXED.widths["int8"], INT8)
+    assert isinstance(fixed, FixedRequantization)
+    assert (fixed.shift, fixed.multiplier, fixed.right_shift) == (0, 2**14, 15)
