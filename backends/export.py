@@ -40,7 +40,7 @@ TYPES = {
     torch.bool: TensorProto.BOOL,
 }
 # The result's element type is that of this input; Cast and the listed constants say theirs themselves.
-_TYPE_INPUT = {"Where": 1, "DequantizeLinear": 1}
+_TYPE_INPUT = {"Where": 1}
 _FIXED_TYPE = {"IsNaN": torch.bool, "Shape": torch.int64}
 
 

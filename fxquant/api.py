@@ -18,7 +18,7 @@ from fxquant.backends.export import export_onnx
 from fxquant.backends.runtime import RUNTIME_NAMES, OnnxModel
 from fxquant.errors import ConfigurationError
 from fxquant.explain import explain, summary
-from fxquant.graph import Model, copy_graph, copy_parameters
+from fxquant.graph import Model, collection_paused, copy_graph, copy_parameters
 from fxquant.passes import CONVERT, PREPARE
 from fxquant.pipeline import BATCH_NORM_MODES, Context, Dial, check_until, run
 from fxquant.prepared import quantized_operators
@@ -63,12 +63,19 @@ def prepare(
     check_until(until, PREPARE)
     dial = Dial.of(debug, dump)
     traced = trace(model, example_inputs, dynamic_shapes)
+    with collection_paused():
+        return _prepare(traced, chosen, as_mapping(qconfig), batch_norm, dial, until)
+
+
+def _prepare(
+    traced: fx.GraphModule, target: Target, qconfig: QConfigMapping, batch_norm: str, dial: Dial, until: str | Stage | None
+) -> fx.GraphModule:
     prepared = Model.of(copy_parameters(traced), copy_graph(traced.graph))
-    prepared.meta = {**traced.meta, "target": chosen.name}
+    prepared.meta = {**traced.meta, "target": target.name}
     dial.write("trace", prepared)
-    context = Context(chosen, as_mapping(qconfig), batch_norm, dial.debug)
+    context = Context(target, qconfig, batch_norm, dial.debug)
     stopped = run(prepared, PREPARE, context, dial, until)
-    prepared.meta["unused_rules"] = context.qconfig.unused()
+    prepared.meta["unused_rules"] = qconfig.unused()
     if not stopped:
         logger.info("%s", summary(prepared))
     return prepared
@@ -86,10 +93,11 @@ def convert(
     for operator in quantized_operators(prepared).values():
         operator.output.require()
     check_until(until, CONVERT)
-    integer = Model.of(prepared, copy_graph(prepared.graph))
     dial = Dial.of(debug, dump)
     dial.count = len(PREPARE) + 1
-    run(integer, CONVERT, Context(target, QConfigMapping()), dial, until)
+    with collection_paused():
+        integer = Model.of(prepared, copy_graph(prepared.graph))
+        run(integer, CONVERT, Context(target, QConfigMapping()), dial, until)
     integer.eval()
     return integer
 

@@ -85,6 +85,9 @@ class QuantizedOperator(nn.Module):
 
     def _integer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         moving = self.state is State.TRAIN and self.training
+        observing = moving and self.owns_output and not self.output.frozen
+        if not observing:
+            self.output.require()
         lowering = EagerLowering(
             self.name,
             self.arithmetic,
@@ -92,7 +95,7 @@ class QuantizedOperator(nn.Module):
             self.intermediate,
             self.weight,
             training=moving,
-            observing=moving and self.owns_output and not self.output.frozen,
+            observing=observing,
             live_batch_norm=self.live_batch_norm,
         )
         with torch.autocast(args[0].device.type if isinstance(args[0], Tensor) else "cpu", enabled=False):

@@ -6,7 +6,7 @@ every way there is. The first difference is located: the node, its inputs, and b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -256,7 +256,7 @@ def _locate(left: Values, right: Values, labels: tuple[str, str], integer: fx.Gr
             equal.add(name)
             continue
         node = nodes.get(name)
-        operands = tuple(o.name for o in node.all_input_nodes if o.op != "get_attr") if node is not None else ()
+        operands = tuple(_compared_operands(node, left.keys() & right.keys())) if node is not None else ()
         same_shape = left[name].shape == right[name].shape
         index = tuple(int(i) for i in torch.nonzero(left[name] != right[name])[0]) if same_shape else ()
         values = (float(left[name][index]), float(right[name][index])) if same_shape else (float("nan"), float("nan"))
@@ -265,6 +265,15 @@ def _locate(left: Values, right: Values, labels: tuple[str, str], integer: fx.Gr
         inputs_equal = all(o in equal or (o in nodes and nodes[o].op == "placeholder") for o in operands)
         return Difference(name, operator, source, operands, index, values, labels, count, inputs_equal)
     return None
+
+
+def _compared_operands(node: fx.Node, compared: Set[str]) -> Iterator[str]:
+    """The nearest values before a node that both forms show, or that are inputs of the model."""
+    for operand in node.all_input_nodes:
+        if operand.name in compared or operand.op == "placeholder":
+            yield operand.name
+        elif operand.op != "get_attr":
+            yield from _compared_operands(operand, compared)
 
 
 def check_batches(model: fx.GraphModule, batches: Iterable[Any]) -> Iterator[list[Tensor]]:

@@ -57,10 +57,9 @@ def _map_inputs(node: fx.Node, function: Any) -> None:
 def _boundary(gm: fx.GraphModule, value: fx.Node, operator: Operator, made: dict[fx.Node, fx.Node], reader: fx.Node) -> fx.Node:
     """The one quantize or dequantize of this value, made behind it if there is none yet."""
     if value not in made:
-        node: fx.Node
         with gm.graph.inserting_after(_last_placeholder(gm) if value.op == "placeholder" else value):
             node = gm.graph.create_node("call_function", operator.function, (value,), {}, name=f"{value.name}_{operator.name}")
-        inherit(node, value, "boundary.insert")
+        made[value] = inherit(node, value, "boundary.insert")
         set_fact(node, fact(value))
         spec = annotation(reader)
         assert spec is not None
@@ -69,9 +68,7 @@ def _boundary(gm: fx.GraphModule, value: fx.Node, operator: Operator, made: dict
             annotate(node, Annotation(chosen.dtype, f"the input of %{reader.name}", spec.config))
         else:
             annotate(node, Annotation(None, "the end of the integer part", spec.config, spec.group))
-        made[value] = node
-    crossing: fx.Node = made[value]
-    return crossing
+    return made[value]
 
 
 def _last_placeholder(gm: fx.GraphModule) -> fx.Node:

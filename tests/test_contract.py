@@ -196,7 +196,7 @@ def test_frozen_batch_norm_never_moves() -> None:
 
 def test_gradients_stop_where_a_value_saturates() -> None:
     prepared = contract.compiled(nn.Sequential(nn.Conv2d(1, 1, 1)), [torch.randn(4, 1, 2, 2)]).prepared
-    fxq.set_qparams(prepared, {"input_quantize": 0.01, "_0": 1.0})
+    fxq.set_qparams(prepared, {"input_1_quantize": 0.01, "_0": 1.0})
     contract.train_without_noise(prepared)
     batch = torch.tensor([0.5, 1.26, 1.5, -1.5]).reshape(1, 1, 2, 2).requires_grad_()  # 127 · 0.01 is the largest
     prepared(batch).sum().backward()
@@ -361,6 +361,29 @@ def test_a_sum_that_may_overflow_int32_is_refused(target: str) -> None:
         fxq.convert(prepared)
 
 
+class Shortcut(nn.Module):
+    """Its residual is so fine beside the products that it is added after a requantization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(64, 64, 3, padding=1)
+        with torch.no_grad():
+            self.conv.weight.copy_(torch.where(torch.randn_like(self.conv.weight) > 0, 1.0, -1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x) + x
+
+
+def test_the_noted_bits_hold_every_sum_of_a_layer() -> None:
+    integer = contract.compiled(Shortcut(), [torch.rand(2, 64, 4, 4) * 2 - 1]).integer
+    (node, holder), *others = accumulators(integer)
+    assert others
+    assert notes(holder)["residual"].startswith("added after a requantization")
+    weight, bias = constants(integer, node)
+    largest = int(exact_patch_sums(worst_patches(weight, 1), weight, bias).abs().max())
+    assert 2**23 < largest < 2 ** (notes(holder)["accumulator_bits"] - 1)
+
+
 def test_a_bias_beyond_the_accumulator_raises_the_scale_of_its_channel_alone() -> None:
     model = nn.Sequential(nn.Linear(4, 3))
     with torch.no_grad():
@@ -442,9 +465,12 @@ def test_the_runtime_fuses_no_scale_into_a_layer(name: str, target: str, tmp_pat
 
 
 def is_small_integers_times_a_power_of_two(weight: np.ndarray) -> bool:
-    """Whether every weight, by one power of two, is an integer of eight bits; a scale multiplied in would leave 24 bits."""
-    step = np.exp2(np.floor(np.log2(np.abs(weight).max())) - 6)
-    return bool(np.all(weight / step == np.round(weight / step)))
+    """Whether every weight has seven significant bits; a scale multiplied in would leave 24.
+
+    The power may differ between channels: the runtime is free to move the first shift of *fixed* into the weights.
+    """
+    significand, _ = np.frexp(weight)
+    return bool(np.all(significand * 128 == np.round(significand * 128)))
 
 
 def test_a_scaled_weight_is_recognised() -> None:
@@ -458,6 +484,9 @@ def test_a_scaled_weight_is_recognised() -> None:
 
 LAYER = "block4_project_0"  # in the middle of the demo network
 """The layer whose constants the tests below spoil."""
+
+LAST_OF_15_BITS = np.float32(2.0**-14)
+"""The step of a multiplier of 15 bits, relative to it. Of the 24 bits that nash-e's have, the last decides too rarely."""
 
 
 def layer_nodes(integer: fx.GraphModule) -> tuple[fx.Node, fx.Node, fx.Node]:
@@ -515,14 +544,13 @@ def test_a_bias_in_the_file_that_is_off_by_one_is_located(target: str, tmp_path:
 
 
 @every_target
-def test_a_multiplier_in_the_file_that_is_off_by_its_last_bit_is_located(target: str, tmp_path: Path) -> None:
+def test_a_multiplier_in_the_file_that_is_off_by_one_is_located(target: str, tmp_path: Path) -> None:
     integer = compiled("demo network", target).integer
     _, accumulator, result = layer_nodes(integer)
-    last_bit = 2.0**-15 if target == "bayes-e" else 2.0**-23
-    index, change = (2, lambda product: product * (1 + last_bit)) if target == "bayes-e" else (1, lambda m: np.nextafter(m, np.float32(np.inf)))
+    index = 2 if target == "bayes-e" else 1  # after the accumulator, and the first shift where there is one
 
     def spoil(model: onnx.ModelProto) -> None:
-        replace_input(model, onnx_node(model, result.name), index, change)
+        replace_input(model, onnx_node(model, result.name), index, lambda multiplier: multiplier * (1 + LAST_OF_15_BITS))
 
     path = spoiled_file(exported("demo network", target, tmp_path), spoil)
     report = fxq.verify(integer, path, entry("demo network").test_batches, show_progress=False)
@@ -550,7 +578,7 @@ def test_a_constant_of_the_integer_graph_that_is_off_by_one_is_located(target: s
     path = fxq.export_onnx(integer, tmp_path / "model.onnx")
     before, accumulator, result = layer_nodes(integer)
     constant = resolve(integer, f"integer.{LAYER}.{role}")
-    constant.copy_(constant + 1 if not constant.is_floating_point() else torch.nextafter(constant, torch.tensor(1.0)))
+    constant.copy_(constant * (1 + LAST_OF_15_BITS) if constant.is_floating_point() else constant + 1)
     batches = entry("demo network").test_batches
     spoiled, given = (accumulator, before) if role == "bias" else (result, accumulator)
     assert_located(fxq.verify(integer, path, batches, show_progress=False), spoiled.name, given.name)

@@ -44,7 +44,8 @@ def quantized_value(input: Tensor, scale: Tensor, low: int, high: int) -> Tensor
 
 
 def _onnx_dequantize(e: Emitter, input: str, scale: Tensor) -> str:
-    return e.node("DequantizeLinear", input, e.constant(scale))
+    # DequantizeLinear is this very product, but the reference evaluator lacks it before opset 19.
+    return e.node("Mul", e.node("Cast", input, to=torch.float32), e.constant(scale))
 
 
 @primitive(_onnx_dequantize, kind="float")

@@ -1,10 +1,10 @@
 """The front end: a model's Python becomes an FX graph whose nodes know shapes, types and source lines.
 
-    trace(model, example_inputs)   the graph
-    assumptions(traced)            what was fixed while tracing
-    attach_input_check(traced)     let a graph check its inputs when it runs
-    is_traced(module)              whether `trace` made it
-    default_leaf(module, path)     which modules stay whole
+trace(model, example_inputs)   the graph
+assumptions(traced)            what was fixed while tracing
+attach_input_check(traced)     let a graph check its inputs when it runs
+is_traced(module)              whether `trace` made it
+default_leaf(module, path)     which modules stay whole
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import torch
 from torch import fx, nn
 
 from fxquant.errors import ConfigurationError, TraceError
-from fxquant.graph import BATCH_SIZES
+from fxquant.graph import BATCH_SIZES, collection_paused
 from fxquant.trace.checks import RETRACE_SIZES, compare_recordings, compare_with_model
-from fxquant.trace.environment import collection_paused
 from fxquant.trace.inputs import ExampleInputs, bind_inputs
 from fxquant.trace.leaves import LeafRule, default_leaf
 from fxquant.trace.result import assumptions, attach_input_check, build, is_traced
@@ -69,7 +68,5 @@ def _refuse_model(model: object) -> NoReturn:
             remedy="pass the nn.Module that was exported",
         )
     raise ConfigurationError(
-        f"a {type(model).__name__} cannot be traced",
-        because="a model is an nn.Module",
-        remedy="wrap the function in an nn.Module",
+        f"a {type(model).__name__} cannot be traced", because="a model is an nn.Module", remedy="wrap the function in an nn.Module"
     )

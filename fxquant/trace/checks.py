@@ -94,12 +94,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _refuse(node: fx.Node, because: str) -> NoReturn:
-    raise TraceError(
-        "Python code in the model turned the batch size into a constant",
-        node=node,
-        because=because,
-        remedy=_FIX,
-    )
+    raise TraceError("Python code in the model turned the batch size into a constant", node=node, because=because, remedy=_FIX)
 
 
 # ---- comparison with the model itself ------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import gc
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -126,19 +125,6 @@ def undisturbed() -> Iterator[None]:
             yield
         finally:
             torch.backends.mha.set_fastpath_enabled(fastpath)
-
-
-@contextlib.contextmanager
-def collection_paused() -> Iterator[None]:
-    """Inside, nothing is garbage collected: almost all that a trace makes is kept, and looking through it takes half the time."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def _patch_globals(module: ModuleType, undo: contextlib.ExitStack) -> None:

@@ -347,5 +347,4 @@ def _plain(template: Any) -> Any:
     return template.rebuild([_plain(item) for item in template.items]) if isinstance(template, Sequenced) else template
 
 
-
 _READERS: dict[str, Callable[..., Any]] = {}

@@ -74,9 +74,7 @@ class _PlainTree:
                 plain.__dict__["inplace"] = False
         for kind in ("training", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             plain.__dict__[kind] = module.__dict__[kind]
-        plain.__dict__["_modules"] = {
-            name: None if child is None else self.build(child, whole) for name, child in module._modules.items()
-        }
+        plain.__dict__["_modules"] = {name: None if child is None else self.build(child, whole) for name, child in module._modules.items()}
         return plain
 
 

@@ -65,9 +65,7 @@ class Snapshot:
         self._originals.append((module, shell, path))
         prefix = path + "." if path else ""
         state = shell.__dict__
-        state["_modules"] = {
-            name: None if child is None else self._tree(child, prefix + name) for name, child in module._modules.items()
-        }
+        state["_modules"] = {name: None if child is None else self._tree(child, prefix + name) for name, child in module._modules.items()}
         state["_parameters"] = dict(module._parameters)
         for name, parameter in module._parameters.items():
             if parameter is not None:

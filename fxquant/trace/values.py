@@ -310,9 +310,5 @@ def refuse(what: str, because: str, remedy: str) -> NoReturn:
     """Raise a `TraceError` at the line of the model that is being executed."""
     handler = _active[-1] if _active else None
     raise TraceError(
-        what,
-        because=because,
-        remedy=remedy,
-        at=handler.source() if handler else None,
-        module=handler.path if handler else None,
+        what, because=because, remedy=remedy, at=handler.source() if handler else None, module=handler.path if handler else None
     )
