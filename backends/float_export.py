@@ -10,7 +10,7 @@ from onnx import helper
 from torch import Tensor, fx
 
 from fxquant.errors import ExportError
-from fxquant.graph import BATCH_SIZES, BatchDim, Model, TensorFact, fact
+from fxquant.graph import BATCH_SIZES, BatchDim, TensorFact, fact, resolve
 from fxquant.primitives import PRIMITIVES
 
 
@@ -24,6 +24,7 @@ class FloatRegions:
         self.integer, self.opset = integer, opset
         self.opsets: list[onnx.OperatorSetIdProto] = []
         self.functions: list[onnx.FunctionProto] = []
+        self.exported: dict[Any, onnx.ModelProto] = {}  # of regions that differ in nothing but names
         self.region_of: dict[fx.Node, list[fx.Node]] = {}
         current: list[fx.Node] = []
         for node in integer.graph.nodes:
@@ -43,7 +44,10 @@ class FloatRegions:
         inside = set(region)
         inputs = list(dict.fromkeys(o for n in region for o in n.all_input_nodes if o not in inside and o.op != "get_attr"))
         outputs = [n for n in region if any(user not in inside for user in n.users)]
-        exported = self._export(region, inputs, outputs)
+        key = _key(self.integer, region, inputs, outputs)
+        if key is None or key not in self.exported:
+            self.exported[key] = self._export(region, inputs, outputs)
+        exported = self.exported[key]
         self._append(exported, emitter, [values[i] for i in inputs], outputs)
         for output in outputs:
             values[output] = output.name
@@ -57,9 +61,7 @@ class FloatRegions:
                     environment[operand] = graph.node_copy(operand)
             environment[node] = graph.node_copy(node, environment.__getitem__)
         graph.output(tuple(environment[node] for node in outputs))
-        part = Model.of(self.integer, graph)
-        part.recompile()
-        part.eval()
+        part = fx.GraphModule(self.integer, graph).eval()  # holds only what this region reads
         try:
             import onnxscript  # noqa: F401
         except ImportError:
@@ -100,8 +102,10 @@ class FloatRegions:
             return renamed.setdefault(value, f"{outputs[0].name}/{value}") if value else value
 
         for initializer in model.graph.initializer:
-            initializer.name = name(initializer.name)
-            emitter.initializers.append(initializer)
+            copied_tensor = onnx.TensorProto()
+            copied_tensor.CopyFrom(initializer)
+            copied_tensor.name = name(initializer.name)
+            emitter.initializers.append(copied_tensor)
         for node in model.graph.node:
             copied = onnx.NodeProto()
             copied.CopyFrom(node)
@@ -117,6 +121,16 @@ class FloatRegions:
             value = fact(node)
             if isinstance(value, TensorFact):
                 emitter.types[node.name] = value.dtype
+
+
+def _key(integer: fx.GraphModule, region: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> Any:
+    """What determines a region's export besides names; None for a region that reads parameters or buffers."""
+    index = {node: position for position, node in enumerate([*inputs, *region])}
+    modules = {node: resolve(integer, str(node.target)) for node in region if node.op == "call_module"}
+    if any(module.state_dict() for module in modules.values()) or any(o not in index for node in region for o in node.all_input_nodes):
+        return None
+    calls = [(node.op, repr(modules.get(node, node.target)), repr(fx.map_arg((node.args, node.kwargs), lambda operand: index[operand]))) for node in region]
+    return repr([calls, [str(fact(node)) for node in inputs], [index[node] for node in outputs]])
 
 
 def _example(value: Any) -> Tensor | int:

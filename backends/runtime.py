@@ -51,6 +51,7 @@ class OnnxModel:
                 because="its metadata has no entry fxquant.tensors",
                 remedy="pass a file written by fxq.export_onnx",
             )
+        self.io = properties.get("fxquant.io", "float")
         self.tensors: dict[str, dict[str, Any]] = json.loads(properties["fxquant.tensors"])
         self.input_names = [info.name for info in self.model.graph.input]
         self.output_names = [info.name for info in self.model.graph.output]

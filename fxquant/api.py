@@ -28,7 +28,7 @@ from fxquant.stage import Stage
 from fxquant.target import Target
 from fxquant.text import text
 from fxquant.trace import trace
-from fxquant.verify import IntegerForm, OnnxForm, Report, check_batches, compare, count_flips, form_of
+from fxquant.verify import IntegerForm, OnnxForm, Report, check_batches, check_same_model, compare, count_flips, form_of
 
 logger = logging.getLogger("fxquant")
 
@@ -134,7 +134,7 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
 
     The report is true if nothing differed; `mismatches` counts differing elements; `first` locates the first.
     """
-    if not isinstance(first, fx.GraphModule):
+    if isinstance(first, str | os.PathLike):
         first, second = second, first
     left = form_of(first)
     inputs = list(check_batches(first, [batches] if isinstance(batches, torch.Tensor) else batches))
@@ -145,6 +145,7 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
         compare(left, form_of(second), inputs, integer, report)
         return report
     opened = OnnxModel(second)
+    check_same_model(left, opened)
     for runtime in progress(RUNTIME_NAMES, len(RUNTIME_NAMES), "verifying", show_progress):
         compare(left, OnnxForm(opened, runtime, feed), inputs, integer, report)
     if isinstance(left, IntegerForm) and feed:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import fx, nn
 
 from fxquant.errors import CalibrationError, ConfigurationError
 from fxquant.graph import TensorFact, fact
+from fxquant.observers import Observer
 from fxquant.prepared import QuantizedOperator, quantized_operators
 from fxquant.progress import progress
 from fxquant.quantizer import Quantizer
@@ -97,13 +100,27 @@ def calibrate(
     set_state(prepared, State.CALIBRATE)
     seen = 0
     total = num_batches if num_batches is not None else _length(batches)
-    for batch in progress(_first(batches, num_batches), total, "calibrating", show_progress):
+    for batch in progress(itertools.islice(batches, num_batches), total, "calibrating", show_progress):
         arguments = model_inputs(prepared, batch if batch_fn is None else batch_fn(batch), seen)
-        prepared(*arguments)
+        with _all_or_nothing(prepared):
+            prepared(*arguments)
         seen += 1
     if seen == 0:
         raise no_batches(num_batches)
     set_state(prepared, State.VALIDATE)
+
+
+@contextmanager
+def _all_or_nothing(prepared: nn.Module) -> Iterator[None]:
+    """A batch that fails half-way leaves no trace in the observers that had seen it by then."""
+    buffers = [buffer for module in prepared.modules() if isinstance(module, Observer) for buffer in module.buffers()]
+    before = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    except BaseException:
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.copy_(value)
+        raise
 
 
 def no_batches(num_batches: int | None) -> CalibrationError:
@@ -132,13 +149,6 @@ def _length(batches: Iterable[Any]) -> int | None:
         return None
 
 
-def _first(batches: Iterable[Any], count: int | None) -> Iterator[Any]:
-    for index, batch in enumerate(batches):
-        if count is not None and index >= count:
-            return
-        yield batch
-
-
 def model_inputs(model: fx.GraphModule, batch: Any, index: int = 0) -> list[Any]:
     """The model's inputs out of a batch: a tensor, a sequence whose leading items are inputs, or a dict by name.
 
@@ -146,14 +156,14 @@ def model_inputs(model: fx.GraphModule, batch: Any, index: int = 0) -> list[Any]
     """
     placeholders = [node for node in model.graph.nodes if node.op == "placeholder"]
     if isinstance(batch, Mapping):
-        missing = [node.name for node in placeholders if node.name not in batch]
+        missing = [str(node.target) for node in placeholders if node.target not in batch]
         if missing:
             raise _bad_batch(
                 index,
                 f"it has no {', '.join(missing)}; its keys are {', '.join(map(str, batch))}",
                 "pass a dict with forward's argument names, or batch_fn",
             )
-        values = [batch[node.name] for node in placeholders]
+        values = [batch[str(node.target)] for node in placeholders]
     else:
         items = list(batch) if isinstance(batch, list | tuple) else [batch]
         if len(items) < len(placeholders):

@@ -59,6 +59,7 @@ class Lowering:
         self.intermediate = intermediate
         self.weight = weight
         self.training = False
+        self.accumulator_bits = 0  # of the largest accumulator so far
 
     # -- what a subclass provides ----------------------------------------------------------------------------------
 
@@ -160,19 +161,20 @@ class Lowering:
         scale = self.constant("scale", to.scale, torch.float32)
         return self.result(lambda: self.call(quantize, input, scale, to.dtype.low, to.dtype.high, to.dtype.storage), lambda: input)
 
-    def prove(self, bound: Tensor, what: str) -> float:
-        """The largest element of a bound on |accumulator|, noted. Raises AccumulatorOverflow beyond int32."""
+    def prove(self, bound: Tensor, what: str, limit: int = INT32_MAX) -> float:
+        """The largest element of a bound on |accumulator|, noted. Raises AccumulatorOverflow beyond the limit."""
         largest = float(bound.max())
-        if largest > INT32_MAX:
+        if largest > limit:
             channel = int(bound.flatten().argmax())
             raise AccumulatorOverflow(
-                f"the accumulator of %{self.name} may overflow int32",
+                f"the accumulator of %{self.name} cannot be proved to fit",
                 at=self.output.source,
                 module=self.output.module_path,
-                because=f"{what} of output channel {channel} can reach {largest:.0f} in magnitude, and int32 ends at {INT32_MAX}",
+                because=f"{what} of output channel {channel} can reach {largest:.0f} in magnitude, and is exact up to {limit}",
                 remedy="use fewer inputs per output, a smaller bias, or keep this operator in float",
             )
-        self.note("accumulator_bits", bits_of(largest))
+        self.accumulator_bits = max(self.accumulator_bits, bits_of(largest))
+        self.note("accumulator_bits", self.accumulator_bits)
         return largest
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.calibration import model_inputs
-from fxquant.errors import ConfigurationError
+from fxquant.errors import ConfigurationError, ExportError
 from fxquant.prepared import QuantizedOperator, quantized_operators
 from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.boundary import quantize
@@ -280,6 +280,27 @@ def check_batches(model: fx.GraphModule, batches: Iterable[Any]) -> Iterator[lis
     """The inputs of each batch. Raises CalibrationError where one does not fit."""
     for index, batch in enumerate(batches):
         yield model_inputs(model, batch, index)
+
+
+def check_same_model(left: PreparedForm | IntegerForm, opened: Any) -> None:
+    """Raise ExportError if a file cannot be compared with a model: another model's, or one that takes integers."""
+    if opened.io != "float":
+        raise ExportError(
+            f"{opened.path} cannot be verified",
+            because=f"it was exported with io={opened.io!r}, and takes integers where the model takes real numbers",
+            remedy="export with io='float'; the inner nodes of both files are the same",
+        )
+    if isinstance(left, IntegerForm):
+        names = [node.name for node in left.model.graph.nodes if node.target in PRIMITIVES]
+    else:
+        names = [name for name, operator in quantized_operators(left.model).items() if operator.owns_output]
+    missing = [name for name in names if name not in opened.tensors]
+    if missing:
+        raise ExportError(
+            f"{opened.path} is the file of another model",
+            because=f"it has no {', '.join('%' + name for name in missing[:5])}{' …' if len(missing) > 5 else ''}",
+            remedy="pass the file that fxq.export_onnx wrote of this model",
+        )
 
 
 def form_of(model: Any) -> PreparedForm | IntegerForm:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 import random
 from collections.abc import Callable
 from pathlib import Path

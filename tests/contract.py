@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import onnxruntime
 import torch
+from fxquant.backends.runtime import RUNTIME_NAMES
 from torch import Tensor, fx, nn
 
 import fxquant as fxq
-from fxquant.backends.runtime import RUNTIME_NAMES
 from fxquant.graph import qparams
 from fxquant.prepared import quantized_operators
 from fxquant.primitives import PRIMITIVES

@@ -11,13 +11,13 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from fxquant.backends.runtime import OnnxModel
 from onnx import TensorProto, numpy_helper
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
 from benchmarks import zoo
-from fxquant.backends.runtime import OnnxModel
 from fxquant.graph import notes, resolve
 from fxquant.primitives import PRIMITIVES, accumulate
 from tests import contract
@@ -353,12 +353,39 @@ def test_a_wide_convolution_is_exact(target: str, tmp_path: Path) -> None:
     contract.assert_train_is_validate(prepared, batch)
 
 
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (linear_of_large_sums(17_000), (17_000,)),  # beyond what two halves can hold
+        (linear_of_large_sums(140_000), (140_000,)),  # beyond int32
+        (nn.Sequential(nn.AvgPool2d(182)), (1, 182, 182)),
+        (nn.Sequential(nn.AdaptiveAvgPool2d(1)), (1, 256, 512)),
+    ],
+    ids=["halves", "int32", "window", "mean"],
+)
 @every_target
-def test_a_sum_that_may_overflow_int32_is_refused(target: str) -> None:
-    prepared = fxq.prepare(linear_of_large_sums(140_000), torch.rand(1, 140_000), target)
-    fxq.calibrate(prepared, [torch.rand(2, 140_000)], show_progress=False)
-    with pytest.raises(fxq.AccumulatorOverflow, match="the accumulator of %_0 may overflow int32"):
-        fxq.convert(prepared)
+def test_a_sum_that_may_not_fit_is_refused(model: nn.Module, shape: tuple[int, ...], target: str) -> None:
+    with pytest.raises(fxq.AccumulatorOverflow, match="the accumulator of %_0 cannot be proved to fit"):
+        contract.compiled(model, [torch.rand(2, *shape)], target)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [(nn.Linear(16_000, 2), (16_000,)), (nn.AvgPool2d(181), (1, 181, 181)), (nn.AdaptiveAvgPool2d(1), (1, 362, 362))],
+    ids=["halves", "window", "mean"],
+)
+@every_target
+def test_the_largest_sums_that_fit_are_exact(model: nn.Module, shape: tuple[int, ...], target: str, tmp_path: Path) -> None:
+    if isinstance(model, nn.Linear):
+        nn.init.ones_(model.weight)
+    batch = torch.cat([torch.rand(2, *shape) + 0.5, torch.full((1, *shape), -2.0), torch.full((1, *shape), 1.98)])
+    prepared, integer = contract.compiled(nn.Sequential(model), [batch], target)
+    contract.assert_validate_is_integer(prepared, integer, batch)
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(batch,), (batch[:1],)])
+    if not isinstance(model, nn.Linear):
+        (node, _), *_ = accumulators(integer)
+        values = graph_values(integer, batch)
+        assert torch.equal(values[node.name].long().flatten(), values["input_1_quantize"].long().flatten(1).sum(1))
 
 
 class Shortcut(nn.Module):

@@ -149,6 +149,24 @@ def test_rounded_ratio_next_to_a_tie(rows: list[tuple[int, int, int]]) -> None:
 
 
 @EXACT
+@given(st.lists(st.tuples(st.integers(0, 2**11 - 1), st.integers(2**11, 2**12 - 1), long_odd, long_odd), min_size=1, max_size=12))
+def test_ties_that_float64_arithmetic_loses(rows: list[tuple[int, int, int, int]]) -> None:
+    """p · q · c · d / (c · d): an odd number p · q, exactly, but the product needs more than 53 bits on the way."""
+    p, q, c, d = (torch.tensor(column, dtype=torch.float32) for column in zip(*rows, strict=True))
+    p, q = 2 * p + 1, 2 * q + 1
+    ratio = Ratio((p, q, c, d), (d, c))
+    odd = [int(value) for value in (p.double() * q.double()).tolist()]
+    assert ratio.exact() == odd
+    for twos in (1, 2, 9):
+        expected = [oracle.half_even(Fraction(value, 2**twos)) for value in odd]
+        assert ratio.rounded(torch.full((len(rows),), -twos)).tolist() == expected
+    for bits in (8, 12, 15, 21):
+        mantissa, k = ratio.mantissa(bits)
+        assert list(zip(mantissa.tolist(), k.tolist(), strict=True)) == [oracle.mantissa(Fraction(value), bits) for value in odd]
+    assert numerics.real_multiplier(ratio).tolist() == [oracle.float32(value) for value in odd]
+
+
+@EXACT
 @given(st.lists(triples, min_size=1, max_size=12), st.sampled_from([8, 15, 21, 24]), st.sampled_from([1000, 31, 10]))
 def test_mantissa(rows: list[Row], bits: int, largest: int) -> None:
     ratio, exact = ratio_of(rows)
@@ -204,6 +222,19 @@ def test_fixed_parameters(name: str, dtype: IntType, widths: oracle.Widths, rows
     fixed = numerics.fixed_requantization(ratio, FIXED.widths[name], dtype)
     assert fixed.shift.dtype == fixed.multiplier.dtype == fixed.right_shift.dtype == torch.int32
     columns = (fixed.shift.tolist(), fixed.multiplier.tolist(), fixed.right_shift.tolist())
+    assert list(zip(*columns, strict=True)) == [oracle.fixed_parameters(value, widths, dtype.high) for value in exact]
+
+
+@EXACT
+@given(st.lists(triples, min_size=1, max_size=8), st.integers(8, 24), st.integers(8, 24), st.sampled_from([INT4, INT8, INT16]))
+def test_fixed_parameters_of_other_widths(rows: list[Row], intermediate: int, multiplier: int, dtype: IntType) -> None:
+    """The rule is one of the widths, not of 16 and 15: a row of a target can change them."""
+    if 2 ** (intermediate - 1) <= dtype.high:
+        return
+    ratio, exact = ratio_of(rows)
+    fixed = numerics.fixed_requantization(ratio, numerics.FixedWidths(intermediate, multiplier, True), dtype)
+    columns = (fixed.shift.tolist(), fixed.multiplier.tolist(), fixed.right_shift.tolist())
+    widths = oracle.Widths(intermediate, multiplier, True)
     assert list(zip(*columns, strict=True)) == [oracle.fixed_parameters(value, widths, dtype.high) for value in exact]
 
 
@@ -284,6 +315,15 @@ def test_bias_integers_and_the_scale_they_need(rows: list[tuple[float, Fraction]
     assert float(integers.abs().max()) < 2**23
     kept = (bias.double() / (float(input_scale) * scale.double())).abs() < 2**23 - 3
     assert torch.equal(raised[kept], scale[kept])
+
+
+@EXACT
+@given(st.lists(st.tuples(st.integers(-(2**23) + 4, 2**23 - 4), any_mantissa), min_size=1, max_size=12), any_mantissa)
+def test_bias_integers_next_to_ties(rows: list[tuple[int, Fraction]], input_scale: Fraction) -> None:
+    """Biases that are the float32 numbers nearest to n + ½ steps."""
+    bias = [float(oracle.float32((n + oracle.HALF) * s * input_scale)) for n, s in rows]
+    integers = numerics.bias_integers(torch.tensor(bias), float32(input_scale), stack(s for _, s in rows))
+    assert integers.tolist() == [oracle.bias_integer(b, float(input_scale), float(s)) for b, (_, s) in zip(bias, rows, strict=True)]
 
 
 def test_bias_ties_go_to_even() -> None:

@@ -509,12 +509,24 @@ def test_moving_values() -> None:
 # ---- operators, made of primitives --------------------------------------------------------------------------------------
 
 
-def lowering(arithmetic: Arithmetic, scale: Fraction, intermediate: Fraction | None = None, dtype: IntType = INT8) -> EagerLowering:
+class Recording(EagerLowering):
+    """A lowering that keeps the constants it is given."""
+
+    constants: dict[str, Tensor]
+
+    def constant(self, role: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+        self.constants[role] = value
+        return super().constant(role, value, dtype)
+
+
+def lowering(arithmetic: Arithmetic, scale: Fraction, intermediate: Fraction | None = None, dtype: IntType = INT8) -> Recording:
     def quantizer(value: Fraction) -> Quantizer:
         return Quantizer(dtype, None, scale=float(value))
 
     inner = None if intermediate is None else quantizer(intermediate)
-    return EagerLowering("y", arithmetic, quantizer(scale), inner, WeightConfig(), training=False, observing=False, live_batch_norm=False)
+    made = Recording("y", arithmetic, quantizer(scale), inner, WeightConfig(), training=False, observing=False, live_batch_norm=False)
+    made.constants = {}
+    return made
 
 
 def quantized(integers: Tensor, scale: Fraction) -> Quantized:
@@ -560,9 +572,11 @@ def test_concatenation(arithmetic: Arithmetic, one: Fraction, other: Fraction, s
     output = other if same else (one + other) / 2
     output = oracle.float32(output)
     with torch.no_grad():
-        result = _lower_cat(lowering(arithmetic, output), [quantized(EVERY_INT8, one), quantized(EVERY_INT8, other)], 0)
+        operator = lowering(arithmetic, output)
+        result = _lower_cat(operator, [quantized(EVERY_INT8, one), quantized(EVERY_INT8, other)], 0)
     expected = [q if scale == output else requantized(arithmetic, q, scale / output) for scale in (one, other) for q in range(-128, 128)]
     assert result.value.tolist() == expected
+    assert [f"operand{index}_multiplier" in operator.constants for index in (0, 1)] == [one != output, other != output]
 
 
 def test_concatenation_example() -> None:
@@ -595,6 +609,9 @@ def test_average_pool(arithmetic: Arithmetic, rows: Any, modes: Any, scales: Any
         for row in zip(sums, counts, strict=True)
     ]
     assert result.value.tolist() == [[expected]]
+    if arithmetic is REAL:
+        factors = [[float(oracle.real_multiplier(scales[0] / ((divisor or count) * scales[1]))) for count in row] for row in counts]
+        assert torch.equal(operator.constants["multiplier"].expand(len(counts), len(counts[0])), torch.tensor(factors))
 
 
 @both_arithmetics
@@ -621,6 +638,11 @@ def test_linear_layer_with_residual(arithmetic: Arithmetic, seed: int, scales: A
     multipliers = [oracle.residual_multiplier(residual_scale, input_scale, s) for s in weight_scales]
     bounds = [sum(map(abs, row)) * 128 + abs(b) + k * 128 for row, b, k in zip(integers, offsets, multipliers, strict=True)]
     fused = min(multipliers) >= 256 and max(bounds) < 2**31
+    assert operator.constants["weight"].tolist() == integers
+    assert operator.constants["bias"].tolist() == offsets
+    assert ("residual_multiplier" in operator.constants) == fused
+    if fused:
+        assert operator.constants["residual_multiplier"].flatten().tolist() == multipliers
     low = 0 if clamp else -128
     expected = []
     for accumulators, addends in zip(oracle.linear(input.tolist(), integers, offsets), residual.tolist(), strict=True):
@@ -633,6 +655,27 @@ def test_linear_layer_with_residual(arithmetic: Arithmetic, seed: int, scales: A
                 row.append(oracle.add(inner, addend, intermediate, residual_scale, output, arithmetic.requantize, low, 127))
         expected.append(row)
     assert result.value.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("multiplier", "fused"),
+    [("255.5", True), ("255.49", False), ("256.5", True), ("257.5", True), ("1000", True), ("16776000", True), ("16777216", False)],
+)
+def test_where_a_residual_is_added(multiplier: str, fused: bool) -> None:
+    """In the accumulator from a multiplier of 256 on, rounded half to even, while the sum stays within int32."""
+    operator = lowering(FIXED, Fraction(1), Fraction(1))
+    weight, step = torch.tensor([[1.0, -1.0]]), oracle.float32(Fraction(1, 127))
+    residual_scale = oracle.float32(Fraction(multiplier) * step)
+    with torch.no_grad():
+        lower_weighted(
+            operator, quantized(torch.tensor([[5, 7]]), Fraction(1)), weight, None, quantized(torch.tensor([[-3]]), residual_scale), None,
+            narrow=accumulate.linear, wide=accumulate.linear_wide, attributes=(), trailing=0,
+        )  # fmt: skip
+    expected = oracle.residual_multiplier(residual_scale, Fraction(1), step)
+    assert fused == (expected >= 256 and 254 * 128 + expected * 128 < 2**31)
+    assert ("residual_multiplier" in operator.constants) == fused
+    if fused:
+        assert int(operator.constants["residual_multiplier"]) == expected
 
 
 # ---- gradients --------------------------------------------------------------------------------------------------------------

@@ -12,10 +12,12 @@ from torch.nn import functional as F
 
 from fxquant.graph import TensorFact, fact
 from fxquant.lowering import Clamp, Lowering, Quantized
-from fxquant.numerics import Ratio
+from fxquant.numerics import FLOAT32_EXACT, Ratio
 from fxquant.ops.record import Operator, Scale, register
 from fxquant.ops.weighted import sizes
 from fxquant.primitives import pool
+
+POOLED_EXACT = 2**22  # sums over windows stay below, so that ONNX can recover them from a float32 mean
 
 MAX_POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 AVG_POOLS: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
@@ -156,7 +158,7 @@ def _avg_pool(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized
             divisor = torch.tensor(float(divisor_override))
         else:
             divisor = _window_counts(rows, end, count_include_pad)
-        lowering.prove(torch.tensor(float(math.prod(kernel) * input.dtype.magnitude)), "the sum")
+        lowering.prove(torch.tensor(float(math.prod(kernel) * input.dtype.magnitude)), "the sum", limit=POOLED_EXACT - 1)
         total = lowering.call(pool.sum_pool, input.value, kernel, steps, begin, end)
         return lowering.requantize(total, Ratio((input.scale,), (divisor.to(input.scale.device),)), clamp)
 
@@ -283,7 +285,7 @@ def _lower_mean(lowering: Lowering, input: Quantized, dim: Any, keepdim: bool, *
 
 
 def _lower_sum(lowering: Lowering, input: Quantized, dims: list[int], keepdim: bool, divisor: int, clamp: Clamp | None) -> Quantized:
-    lowering.prove(torch.tensor(float(divisor * input.dtype.magnitude)), "the sum")
+    lowering.prove(torch.tensor(float(divisor * input.dtype.magnitude)), "the sum", limit=FLOAT32_EXACT - 1)
     total = lowering.call(pool.sum, input.value, dims, keepdim)
     count = torch.tensor(float(divisor), device=input.scale.device)
     return lowering.requantize(total, Ratio((input.scale,), (count,)), clamp)

@@ -93,8 +93,11 @@ def lower_weighted(
     if largest < FLOAT32_EXACT:
         accumulator = lowering.call(narrow, *operands)
     else:
+        bits = _split_bits(input)
+        halves = accumulator_bound(integers, None, 0, 2 ** (bits - 1))
+        lowering.prove(halves, f"the sum over {bits} of the operand's bits", limit=FLOAT32_EXACT - 1)
         lowering.note("wide", f"a sum can reach {largest:.0f}, beyond 2^24, so the operand is split in two")
-        accumulator = lowering.call(wide, *operands, _split_bits(input))
+        accumulator = lowering.call(wide, *operands, bits)
 
     ratio = Ratio((input.scale, _broadcast(scale, trailing)))
     if residual is None:

@@ -1,0 +1,173 @@
+"""Who may import whom. The tables are the rule; `ast` holds the code to them, imports inside functions included."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# What each module may import of ours. A row covers the module and those below it, the longest row wins, and
+# there is no row that does not have to be there: a new module gets its own.
+BASE = {"errors", "numerics", "observers", "spec"}
+NOUNS = BASE | {
+    "batch_norm", "graph", "lowering", "ops", "pipeline", "prepared", "primitives", "quantizer", "stage", "state", "target", "text",
+}  # fmt: skip
+ALLOWED: dict[str, set[str]] = {
+    # nouns, from the bottom up
+    "fxquant.errors": set(),
+    "fxquant.numerics": {"errors"},
+    "fxquant.observers": {"errors", "numerics"},
+    "fxquant.spec": {"errors", "numerics", "observers"},
+    "fxquant.state": set(),
+    "fxquant.progress": set(),
+    "fxquant.batch_norm": set(),
+    "fxquant.graph": {"errors"},
+    "fxquant.target": {"numerics"},
+    "fxquant.quantizer": BASE,
+    "fxquant.primitives": {"errors", "numerics", "primitives"},
+    "fxquant.lowering": BASE | {"batch_norm", "graph", "primitives", "quantizer"},
+    "fxquant.ops": BASE | {"batch_norm", "graph", "lowering", "ops", "primitives"},
+    "fxquant.prepared": BASE | {"graph", "lowering", "ops", "primitives", "quantizer", "state"},
+    "fxquant.text": {"graph", "numerics", "ops", "prepared", "primitives"},
+    "fxquant.stage": {"errors", "graph", "ops", "prepared", "primitives"},
+    "fxquant.pipeline": BASE | {"graph", "stage", "target", "text"},
+    "fxquant.calibration": BASE | {"graph", "prepared", "progress", "quantizer", "state"},
+    "fxquant.trace": {"errors", "graph", "trace"},
+    "fxquant.explain": {"graph", "prepared", "primitives", "trace"},
+    "fxquant.verify": {"calibration", "errors", "graph", "prepared", "primitives", "state"},
+    # verbs and targets: never each other
+    "fxquant.passes": NOUNS,
+    "fxquant.backends": NOUNS | {"backends"},
+    "fxquant.backends.bpu": {"errors", "numerics", "target", "backends.bpu"},
+    # what joins them
+    "fxquant.api": {"*"},
+    "fxquant.demo": {"", "backends", "demo", "errors", "graph", "primitives", "progress", "target"},
+    "fxquant.cli": {"", "demo", "errors"},
+}
+TABLES_OF_CONTENTS = {"fxquant": {"*"}, "fxquant.passes": NOUNS | {"passes"}}  # rows of an __init__.py alone
+
+# Packages from outside that only these modules may import, if any.
+CONFINED: dict[str, set[str]] = {
+    "onnx": {"fxquant.backends.export", "fxquant.backends.float_export", "fxquant.backends.runtime"},
+    "onnxruntime": {"fxquant.backends.runtime"},
+    "onnxscript": {"fxquant.backends.float_export"},
+    "sklearn": {"fxquant.demo.digits"},
+    "torch.ao": set(),
+    "torch.quantization": set(),
+}
+# PyTorch is removing its quantized tensors: plain int8, uint8 and int32 are used.
+BANNED_ATTRIBUTES = {
+    "torch.ao", "torch.quantization", "torch.ops.quantized",
+    "torch.quint8", "torch.qint8", "torch.qint32", "torch.quint4x2", "torch.quint2x4",
+    "torch.quantize_per_tensor", "torch.quantize_per_channel",
+}  # fmt: skip
+
+
+def library() -> dict[str, str]:
+    """The source of every module, by the name it is imported as; a package's __init__ goes by the package's name."""
+    sources = {}
+    for top, package in (("fxquant", "fxquant"), ("passes", "fxquant.passes"), ("backends", "fxquant.backends")):
+        for file in sorted((ROOT / top).rglob("*.py")):
+            parts = file.relative_to(ROOT / top).with_suffix("").parts
+            sources[".".join([package, *(part for part in parts if part != "__init__")])] = file.read_text(encoding="utf-8")
+    return sources
+
+
+def below(name: str, prefix: str) -> bool:
+    """Whether a dotted name is the prefix or stands below it."""
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def imported(tree: ast.AST, modules: Mapping[str, str]) -> Iterator[str]:
+    """Every module that is imported, as precisely as can be known."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            for alias in node.names:
+                full = f"{module}.{alias.name}"
+                yield full if full in modules or full in CONFINED else module
+
+
+def attributes(tree: ast.AST) -> Iterator[str]:
+    """Every dotted expression, as "torch.ops.quantized"."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            text = ast.unparse(node)
+            if text.replace(".", "").isidentifier():
+                yield text
+
+
+def row_of(name: str) -> set[str] | None:
+    """The row that covers a module."""
+    if name in TABLES_OF_CONTENTS:
+        return TABLES_OF_CONTENTS[name]
+    rows = [row for row in ALLOWED if below(name, row)]
+    return ALLOWED[max(rows, key=len)] if rows else None
+
+
+def violations(modules: Mapping[str, str]) -> list[str]:
+    """Everything the tables do not allow."""
+    found = []
+    for name, source in modules.items():
+        tree = ast.parse(source)
+        row = row_of(name)
+        if row is None:
+            found.append(f"{name} has no row in the table")
+            continue
+        for target in sorted(set(imported(tree, modules))):
+            if target.startswith("."):
+                found.append(f"{name} imports {target}: imports are absolute")
+            elif below(target, "fxquant"):
+                own = target == name and name not in TABLES_OF_CONTENTS
+                if not own and "*" not in row and not any(below(target, f"fxquant.{a}") if a else target == "fxquant" for a in row):
+                    found.append(f"{name} imports {target}")
+            found.extend(f"{name} imports {target}" for c, allowed in CONFINED.items() if below(target, c) and name not in allowed)
+        found.extend(f"{name} uses {text}" for text in sorted(set(attributes(tree)) & BANNED_ATTRIBUTES))
+    return found
+
+
+def test_imports_keep_their_direction() -> None:
+    assert violations(library()) == []
+
+
+def test_every_row_is_about_a_module_that_exists() -> None:
+    modules = library()
+    assert [row for row in (*ALLOWED, *TABLES_OF_CONTENTS) if row not in modules] == []
+    assert [name for names in CONFINED.values() for name in names if name not in modules] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "expected"),
+    [
+        ("fxquant.errors", "import fxquant.graph", "fxquant.errors imports fxquant.graph"),
+        ("fxquant.numerics", "from fxquant import graph", "fxquant.numerics imports fxquant.graph"),
+        ("fxquant.ops.pool", "from fxquant.stage import Stage", "fxquant.ops.pool imports fxquant.stage"),
+        ("fxquant.ops.pool", "def f():\n    from fxquant.backends import bpu", "fxquant.ops.pool imports fxquant.backends.bpu"),
+        ("fxquant.primitives.pool", "import onnx", "fxquant.primitives.pool imports onnx"),
+        ("fxquant.passes.scales", "from fxquant.passes import specs", "fxquant.passes.scales imports fxquant.passes.specs"),
+        ("fxquant.passes.scales", "from fxquant.passes.specs import annotate", "fxquant.passes.scales imports fxquant.passes.specs"),
+        ("fxquant.passes.scales", "from . import specs", "fxquant.passes.scales imports .: imports are absolute"),
+        ("fxquant.passes.scales", "import fxquant.backends", "fxquant.passes.scales imports fxquant.backends"),
+        ("fxquant.passes.scales", "from onnx import helper", "fxquant.passes.scales imports onnx"),
+        ("fxquant.passes.scales", "from fxquant.trace import trace", "fxquant.passes.scales imports fxquant.trace"),
+        ("fxquant.passes.scales", "import fxquant as fxq", "fxquant.passes.scales imports fxquant"),
+        ("fxquant.backends.export", "from fxquant.passes import scales", "fxquant.backends.export imports fxquant.passes.scales"),
+        ("fxquant.backends.export", "import onnxruntime", "fxquant.backends.export imports onnxruntime"),
+        ("fxquant.backends.bpu", "import onnx", "fxquant.backends.bpu imports onnx"),
+        ("fxquant.verify", "from fxquant.api import prepare", "fxquant.verify imports fxquant.api"),
+        ("fxquant.cli", "from fxquant.passes import PIPELINE", "fxquant.cli imports fxquant.passes"),
+        ("fxquant.api", "from torch import ao", "fxquant.api imports torch.ao"),
+        ("fxquant.api", "import torch.ao.quantization", "fxquant.api imports torch.ao.quantization"),
+        ("fxquant.graph", "import torch\nx = torch.quint8", "fxquant.graph uses torch.quint8"),
+        ("fxquant.graph", "import torch\nx = torch.ops.quantized.add(1)", "fxquant.graph uses torch.ops.quantized"),
+        ("fxquant.tuning", "", "fxquant.tuning has no row in the table"),
+    ],
+)
+def test_a_planted_violation_is_found(name: str, source: str, expected: str) -> None:
+    assert violations({**library(), name: source}) == [expected]

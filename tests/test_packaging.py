@@ -1,0 +1,92 @@
+"""What is installed: a wheel puts nothing but `fxquant` into site-packages, and everything that belongs to it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+INSTALLED_AS = {"fxquant": "fxquant", "passes": "fxquant.passes", "backends": "fxquant.backends"}
+
+
+def repository_files() -> list[str]:
+    """Every file of the repository that git does not ignore, whether it is committed yet or not."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return [name for name in listed.split("\0") if name and (ROOT / name).is_file()]
+
+
+def package_folders() -> list[str]:
+    """The dotted names of the folders that hold an __init__.py."""
+    found = []
+    for top, name in INSTALLED_AS.items():
+        for file in (ROOT / top).rglob("__init__.py"):
+            found.append(".".join([name, *file.parent.relative_to(ROOT / top).parts]))
+    return sorted(found)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """The wheel of a copy, so that nothing is left behind in the checkout and nothing left behind gets in."""
+    copy = tmp_path_factory.mktemp("copy")
+    for name in repository_files():
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, copy / name)
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(out), str(copy)]
+    built = subprocess.run(command, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (file,) = out.glob("*.whl")
+    return zipfile.ZipFile(file)
+
+
+def test_the_top_level_is_fxquant_alone(wheel: zipfile.ZipFile) -> None:
+    tops = {name.split("/", 1)[0] for name in wheel.namelist()}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"fxquant"}
+    assert len(tops) == 2
+
+
+def test_everything_is_inside(wheel: zipfile.ZipFile) -> None:
+    names = set(wheel.namelist())
+    assert {"fxquant/py.typed", "fxquant/backends/bpu/ARITHMETIC.md"} <= names
+    for top, package in INSTALLED_AS.items():
+        for file in (ROOT / top).rglob("*.py"):
+            assert "/".join([*package.split("."), *file.relative_to(ROOT / top).parts]) in names
+    assert any(re.fullmatch(r"fxquant-.*\.dist-info/licenses/LICENSE", name) for name in names)
+
+
+def test_the_listed_packages_are_the_folders() -> None:
+    # A table of TOML is read by hand here: Python 3.10 has no tomllib.
+    listed = re.search(r"^packages = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert listed is not None
+    assert sorted(re.findall(r'"([^"]+)"', listed[1])) == package_folders()
+
+
+@pytest.mark.parametrize("name", ["passes", "backends"])
+def test_the_name_without_fxquant_is_refused(name: str) -> None:
+    result = subprocess.run([sys.executable, "-c", f"import {name}"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode != 0
+    assert f"ImportError: import this package as fxquant.{name}" in result.stderr
+
+
+def test_the_wheel_can_be_imported_from_where_it_was_unpacked(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    wheel.extractall(tmp_path)
+    program = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+import fxquant, fxquant.passes, fxquant.backends, fxquant.cli
+missing = [name for name in fxquant.__all__ if not hasattr(fxquant, name)]
+assert not missing, missing
+assert callable(fxquant.prepare)
+assert list(fxquant.__path__) == [{str(tmp_path / "fxquant")!r}], fxquant.__path__
+for module in (fxquant, fxquant.passes, fxquant.backends, fxquant.cli):
+    assert module.__file__.startswith({str(tmp_path)!r}), module.__file__
+"""
+    result = subprocess.run([sys.executable, "-I", "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,132 @@
+"""What the documents show is true: their code runs, prints what they say it prints, and their diffs apply.
+
+README.md: its ```python blocks run in order in one namespace; a ```text block right behind one is what it
+prints, up to numbers; a line of … stands for any lines. CONTRIBUTING.md: its ```diff blocks are applied to a
+copy of the repository, and its ```python blocks run in that copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CODE = ("fxquant", "passes", "backends", "pyproject.toml")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a document: its language, its text, the line it begins at, and whether it follows the block before at once."""
+
+    language: str
+    text: str
+    line: int
+    follows: bool
+
+
+def blocks(document: str) -> list[Block]:
+    """The fenced blocks of a document, in order."""
+    found, end = [], 0
+    for match in re.finditer(r"^```(\w*)\n(.*?)^```$", document, re.MULTILINE | re.DOTALL):
+        follows = bool(found) and document[end : match.start()].strip() == ""
+        found.append(Block(match[1], match[2], document[: match.start()].count("\n") + 2, follows))
+        end = match.end()
+    return found
+
+
+def masked(text: str) -> list[str]:
+    """The lines, with numbers masked and every run of blanks and rules made one blank."""
+    text = re.sub(r"#[0-9a-f]{8}\b", "#hash", text)
+    text = re.sub(r"\d[\d,.]*(e[-+]?\d+)?", "0", text)
+    return [line for line in (re.sub(r"[\s─━]+", " ", line).strip() for line in text.splitlines()) if line]
+
+
+def prints(shown: str, printed: str) -> bool:
+    """Whether the text a document shows is what was printed, up to numbers and to lines left out by …"""
+    pattern = "".join(r"(?:.*\n)*" if line == "…" else re.escape(line) + r"\n" for line in masked(shown))
+    return re.fullmatch(pattern, "".join(line + "\n" for line in masked(printed))) is not None
+
+
+def test_the_code_in_the_readme_runs_and_prints_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    readme = blocks((ROOT / "README.md").read_text(encoding="utf-8"))
+    code = [block for block in readme if block.language == "python"]
+    file = tmp_path / "example.py"  # so that source lines in the outputs are those of one file a reader would have
+    file.write_text("\n".join(block.text for block in code), encoding="utf-8")
+    namespace = {"__name__": "example"}
+    offset, printed, compared = 0, "", 0
+    for block in readme:
+        if block.language == "python":
+            output = io.StringIO()
+            with contextlib.redirect_stdout(output):
+                exec(compile("\n" * offset + block.text, str(file), "exec"), namespace)
+            offset += block.text.count("\n") + 1
+            printed = output.getvalue()
+        elif block.language == "text" and block.follows:
+            assert prints(block.text, printed), f"README.md, line {block.line} shows\n{block.text}\nand what is printed is\n{printed}"
+            compared += 1
+    assert len(code) >= 8
+    assert compared >= 6
+
+
+def test_a_readme_that_is_wrong_is_noticed() -> None:
+    assert prints("a 1.5 b\n…\nc", "a 27 b\nx\ny\nc\n")
+    assert not prints("0 mismatching elements", "0 matching elements")
+    assert not prints("a\nb", "a\nx\nb")
+    assert [block.follows for block in blocks("```python\n1\n```\n\n```text\n2\n```\nwords\n```text\n3\n```\n")] == [False, True, False]
+
+
+def test_the_readme_links_to_files_that_exist() -> None:
+    for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+        links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / name).read_text(encoding="utf-8"))
+        missing = [link for link in links if not (ROOT / link).exists()]
+        assert not missing, f"{name} links to {', '.join(missing)}"
+
+
+def apply(diff: str, root: Path) -> None:
+    """Apply one ```diff block: each hunk's old lines stand in the file exactly once."""
+    header, *hunks = re.split(r"^@@ .* @@\n", diff, flags=re.MULTILINE)
+    path = root / re.findall(r"^\+\+\+ b/(.*)$", header, re.MULTILINE)[0]
+    created = "--- /dev/null" in header
+    assert path.exists() != created, path
+    text = "" if created else path.read_text(encoding="utf-8")
+    for hunk in hunks:
+        lines = [line or " " for line in hunk.splitlines()]
+        old = "".join(line[1:] + "\n" for line in lines if line[0] in " -")
+        new = "".join(line[1:] + "\n" for line in lines if line[0] in " +")
+        assert created or text.count(old) == 1, f"this stands {text.count(old)} times in {path.relative_to(root)}, not once:\n{old}"
+        text = new if created else text.replace(old, new)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def copy_of_the_code(destination: Path) -> Path:
+    for name in CODE:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, destination / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, destination / name)
+    return destination
+
+
+def test_the_changes_in_contributing_apply_and_work(tmp_path: Path) -> None:
+    contributing = blocks((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    repository = copy_of_the_code(tmp_path)
+    for block in contributing:
+        if block.language == "diff":
+            apply(block.text, repository)
+    checks = [block.text for block in contributing if block.language == "python"]
+    script = repository / "check.py"
+    script.write_text("\n".join([*checks, f"assert str(fxq.__file__).startswith({str(repository)!r}), fxq.__file__"]), encoding="utf-8")
+    result = subprocess.run([sys.executable, script], cwd=repository, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert len(checks) == 6
