@@ -129,7 +129,9 @@ def _key(integer: fx.GraphModule, region: list[fx.Node], inputs: list[fx.Node], 
     modules = {node: resolve(integer, str(node.target)) for node in region if node.op == "call_module"}
     if any(module.state_dict() for module in modules.values()) or any(o not in index for node in region for o in node.all_input_nodes):
         return None
-    calls = [(node.op, repr(modules.get(node, node.target)), repr(fx.map_arg((node.args, node.kwargs), lambda operand: index[operand]))) for node in region]
+    calls = [
+        (node.op, modules.get(node, node.target), fx.map_arg((node.args, node.kwargs), lambda operand: index[operand])) for node in region
+    ]
     return repr([calls, [str(fact(node)) for node in inputs], [index[node] for node in outputs]])
 
 

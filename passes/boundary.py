@@ -56,20 +56,24 @@ def _map_inputs(node: fx.Node, function: Any) -> None:
 
 def _boundary(gm: fx.GraphModule, value: fx.Node, operator: Operator, made: dict[fx.Node, fx.Node], reader: fx.Node) -> fx.Node:
     """The one quantize or dequantize of this value, made behind it if there is none yet."""
-    if value not in made:
-        with gm.graph.inserting_after(_last_placeholder(gm) if value.op == "placeholder" else value):
-            node = gm.graph.create_node("call_function", operator.function, (value,), {}, name=f"{value.name}_{operator.name}")
-        made[value] = inherit(node, value, "boundary.insert")
-        set_fact(node, fact(value))
-        spec = annotation(reader)
-        assert spec is not None
-        if operator is QUANTIZE:
-            chosen = spec.config.input or spec.config.output
-            annotate(node, Annotation(chosen.dtype, f"the input of %{reader.name}", spec.config))
-        else:
-            annotate(node, Annotation(None, "the end of the integer part", spec.config, spec.group))
-    return made[value]
+    known = made.get(value)
+    if known is not None:
+        return known
+    with gm.graph.inserting_after(_last_placeholder(gm) if value.op == "placeholder" else value):
+        created = gm.graph.create_node("call_function", operator.function, (value,), {}, name=f"{value.name}_{operator.name}")
+    node: fx.Node = inherit(created, value, "boundary.insert")
+    made[value] = node
+    set_fact(node, fact(value))
+    spec = annotation(reader)
+    assert spec is not None
+    if operator is QUANTIZE:
+        chosen = spec.config.input or spec.config.output
+        annotate(node, Annotation(chosen.dtype, f"the input of %{reader.name}", spec.config))
+    else:
+        annotate(node, Annotation(None, "the end of the integer part", spec.config, spec.group))
+    return node
 
 
 def _last_placeholder(gm: fx.GraphModule) -> fx.Node:
-    return [node for node in gm.graph.nodes if node.op == "placeholder"][-1]
+    placeholders: list[fx.Node] = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    return placeholders[-1]

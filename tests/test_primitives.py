@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
+from fxquant.errors import AccumulatorOverflow
 from fxquant.lowering import EagerLowering, Quantized, straight_through
 from fxquant.numerics import INT8, INT16, Arithmetic, FixedRequantization, IntType, Ratio, fixed_requantization, real_multiplier, table
 from fxquant.ops.elementwise import lower_add
@@ -676,6 +677,45 @@ def test_where_a_residual_is_added(multiplier: str, fused: bool) -> None:
     assert ("residual_multiplier" in operator.constants) == fused
     if fused:
         assert int(operator.constants["residual_multiplier"]) == expected
+
+
+@pytest.mark.parametrize(("inputs", "fits"), [(16513, True), (16514, False)])
+def test_a_split_sum_is_proved_or_refused(inputs: int, fits: bool) -> None:
+    """Σ|w| · 8 < 2^24 is what each half of a split sum needs; the whole is far below 2^31 either way."""
+    operator = lowering(FIXED, Fraction(1, 2**3))
+    integers = random_integers(1, (1, inputs), -127, 126)
+
+    def run() -> Quantized:
+        with torch.no_grad():
+            return lower_weighted(
+                operator, quantized(integers, Fraction(1, 2**24)), torch.ones(1, inputs), None, None, None,
+                narrow=accumulate.linear, wide=accumulate.linear_wide, attributes=(), trailing=0,
+            )  # fmt: skip
+
+    if fits:
+        step = oracle.float32(Fraction(1, 127)) / 2**24
+        assert run().value.tolist() == [[requantized(FIXED, 127 * sum(integers[0].tolist()), step * 2**3)]]
+    else:
+        with pytest.raises(AccumulatorOverflow):
+            run()
+
+
+@pytest.mark.parametrize(("rows", "fits"), [(127, True), (128, False)])
+def test_a_window_is_proved_or_refused(rows: int, fits: bool) -> None:
+    """A window's sum stays below 2^22: fewer than 2^15 int8 elements."""
+    input = random_integers(1, (1, 1, rows, 256))
+
+    def run() -> Quantized:
+        with torch.no_grad():
+            operator = lowering(REAL, Fraction(1, 2**7))
+            return _lower_avg_pool2d(operator, quantized(input, Fraction(1)), [rows, 256], None, 0, False, True, None)
+
+    if fits:
+        expected = requantized(REAL, sum(input.flatten().tolist()), Fraction(2**7, rows * 256))
+        assert run().value.tolist() == [[[[expected]]]]
+    else:
+        with pytest.raises(AccumulatorOverflow):
+            run()
 
 
 # ---- gradients --------------------------------------------------------------------------------------------------------------
