@@ -64,7 +64,9 @@ def scale_from_range(low: Tensor, high: Tensor, dtype: IntType) -> Tensor:
     The one function that computes a scale, for observing, training and converting alike. At least
     float32 epsilon, so that a division by it is always finite.
     """
-    return (torch.maximum(low.abs(), high.abs()).float() / dtype.divisor).clamp_min(FLOAT32_EPSILON)
+    largest = torch.maximum(low.abs(), high.abs()).float()
+    # A tensor divisor: dividing by a Python number may become a product with its reciprocal.
+    return (largest / torch.tensor(dtype.divisor, device=largest.device)).clamp_min(FLOAT32_EPSILON)
 
 
 def scale_from_threshold(threshold: float, dtype: IntType) -> float:

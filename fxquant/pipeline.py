@@ -101,8 +101,8 @@ def run(gm: fx.GraphModule, passes: Sequence[Pass], context: Context, dial: Dial
                 error.add_note(f"raised by pass {step.name}")
             raise
         verify_stage(gm, step.reaches, step.name)
-        dial.show(step.name, gm, changes, (time.perf_counter() - start) * 1e3)
         gm.meta["stage"] = step.reaches.name
+        dial.show(step.name, gm, changes, (time.perf_counter() - start) * 1e3)
         if until == step.name or (isinstance(until, Stage) and until is step.reaches and step is _last(passes, until)):
             gm.recompile()
             return True

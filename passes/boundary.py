@@ -42,8 +42,8 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
 
 
 def _reads_values(node: fx.Node) -> bool:
-    """Whether the node reads a tensor's values; asking for its size does not."""
-    return not (node.op == "call_method" and node.target in ("size", "dim"))
+    """Whether the node reads real numbers; asking for a size does not, and a dequantize reads integers."""
+    return operator_of(node) is not DEQUANTIZE and not (node.op == "call_method" and node.target in ("size", "dim"))
 
 
 def _map_inputs(node: fx.Node, function: Any) -> None:

@@ -259,9 +259,7 @@ def convolution(
     """Σ x·w + bias over every window; what lies outside the input is 0."""
     batch, _, *spatial = shape_of(input)
     outputs, inputs, *kernel = shape_of(weight)
-    sizes = [
-        (size + 2 * p - d * (k - 1) - 1) // s + 1 for size, p, d, k, s in zip(spatial, padding, dilation, kernel, stride, strict=True)
-    ]
+    sizes = [(size + 2 * p - d * (k - 1) - 1) // s + 1 for size, p, d, k, s in zip(spatial, padding, dilation, kernel, stride, strict=True)]
 
     def element(index: tuple[int, ...]) -> int:
         sample, channel, *position = index

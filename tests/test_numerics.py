@@ -46,8 +46,7 @@ scales = st.one_of(any_mantissa, short_mantissa, near_power, power)
 # a product of two odd numbers of at most 13 bits has up to 26: half of the time one more than a mantissa holds
 odd_pairs = st.tuples(st.integers(1, 4096).map(lambda n: 2 * n - 1), st.integers(1, 4096).map(lambda n: 2 * n - 1), st.integers(-40, -10))
 triples = st.one_of(
-    st.tuples(scales, scales, scales),
-    odd_pairs.map(lambda row: (Fraction(row[0]), Fraction(row[1]) * Fraction(2) ** row[2], Fraction(1))),
+    st.tuples(scales, scales, scales), odd_pairs.map(lambda row: (Fraction(row[0]), Fraction(row[1]) * Fraction(2) ** row[2], Fraction(1)))
 )
 
 

@@ -438,9 +438,7 @@ def pools(draw: Any) -> tuple[Tensor, list[int], list[int], list[int], list[int]
 def ends(input: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil_mode: bool) -> list[int]:
     """The padding at the end that the last windows need."""
     starts = [oracle.window_starts(*row, ceil_mode) for row in zip(input.shape[2:], kernel, stride, padding, dilation, strict=True)]
-    return [
-        max(along[-1] + d * (k - 1) + 1 - size, 0) for along, k, d, size in zip(starts, kernel, dilation, input.shape[2:], strict=True)
-    ]
+    return [max(along[-1] + d * (k - 1) + 1 - size, 0) for along, k, d, size in zip(starts, kernel, dilation, input.shape[2:], strict=True)]
 
 
 @EXACT

@@ -77,6 +77,31 @@ def _max_pool(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized
     return function, lower
 
 
+def _refuses_max_pool(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
+    def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+        reason = _needs_batch(rank)(node, arguments)
+        operand = fact(arguments["input"])
+        if reason is not None or not isinstance(operand, TensorFact):
+            return reason
+        kernel = sizes(arguments["kernel_size"], rank)
+        steps = sizes(arguments["kernel_size"] if arguments["stride"] in (None, []) else arguments["stride"], rank)
+        rows = zip(
+            _spatial(operand.shape, rank), kernel, steps, sizes(arguments["padding"], rank), sizes(arguments["dilation"], rank), strict=True
+        )
+        if any(_sees_only_padding(*row, arguments["ceil_mode"]) for row in rows):
+            return "one of its windows lies wholly in the padding"
+        return None
+
+    return refuses
+
+
+def _sees_only_padding(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> bool:
+    """Whether some window along one dimension meets no element; only a dilated one can."""
+    count, _ = _windows(size, kernel, stride, padding, dilation, ceil_mode)
+    starts = range(-padding, -padding + count * stride, stride)
+    return dilation > 1 and any(not any(0 <= start + tap * dilation < size for tap in range(kernel)) for start in starts)
+
+
 def _max_pool_module(module: Any) -> dict[str, Any] | str:
     if module.return_indices:
         return "return_indices=True has no integer form"
@@ -114,7 +139,7 @@ for _rank, _function, _lower, _module in (
             Scale.SAME,
             functions={MAX_POOLS[_rank]: _max_pool_function, getattr(torch, f"max_pool{_rank}d"): _max_pool_function},
             modules={_module: _max_pool_module},
-            refuses=_needs_batch(_rank),
+            refuses=_refuses_max_pool(_rank),
         )
     )
 
@@ -167,6 +192,16 @@ def _avg_pool(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized
     return function, lower
 
 
+def _refuses_avg_pool(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
+    def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+        divisor = arguments["divisor_override"]
+        if divisor is not None and divisor <= 0:
+            return f"divisor_override={divisor} is not positive"
+        return _needs_batch(rank)(node, arguments)
+
+    return refuses
+
+
 def _window_counts(rows: list[tuple[int, int, int, int]], end: list[int], include_padding: bool) -> Tensor:
     """How many elements each window's mean divides by: a scalar if all agree, else one number per output position."""
     counts = torch.ones((), dtype=torch.float32)
@@ -200,7 +235,7 @@ for _rank, _function, _lower, _avg_module in (
             functions={AVG_POOLS[_rank]: None},
             modules={_avg_module: _avg_pool_module},
             absorbs=frozenset({"clamp"}),
-            refuses=_needs_batch(_rank),
+            refuses=_refuses_avg_pool(_rank),
         )
     )
 
