@@ -6,7 +6,6 @@ if __name__ != "fxquant.backends":
 import difflib
 
 from fxquant.backends import bpu
-
 from fxquant.errors import UnknownTarget
 from fxquant.target import Target
 

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
-from fxquant.backends.float_export import FloatRegions
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, fx
 
+from fxquant.backends.float_export import FloatRegions
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.graph import BatchDim, Size, TensorFact, fact, qparams, resolve
 from fxquant.primitives import PRIMITIVES
@@ -210,7 +210,7 @@ class _Writer:
             {
                 "fxquant.style": "exact",
                 "fxquant.io": self.io,
-                "fxquant.target": str(self.integer.meta.get("target", "")),
+                "fxquant.target": self.integer.meta["target"].name,
                 "fxquant.tensors": json.dumps(self.tensors),
             },
         )

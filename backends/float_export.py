@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import onnx
@@ -74,16 +78,17 @@ class FloatRegions:
         examples = tuple(_example(fact(node)) for node in inputs)
         shapes = tuple(_dynamic(fact(node)) for node in inputs)
         try:
-            program = torch.onnx.export(
-                part,
-                examples,
-                dynamo=True,
-                opset_version=self.opset,
-                dynamic_shapes=shapes,
-                verbose=False,
-                input_names=[f"region_input_{i}" for i in range(len(inputs))],
-                output_names=[node.name for node in outputs],
-            )
+            with _quiet():
+                program = torch.onnx.export(
+                    part,
+                    examples,
+                    dynamo=True,
+                    opset_version=self.opset,
+                    dynamic_shapes=shapes,
+                    verbose=False,
+                    input_names=[f"region_input_{i}" for i in range(len(inputs))],
+                    output_names=[node.name for node in outputs],
+                )
         except Exception as error:
             raise ExportError(
                 "an operator that stays in float cannot be exported",
@@ -121,6 +126,20 @@ class FloatRegions:
             value = fact(node)
             if isinstance(value, TensorFact):
                 emitter.types[node.name] = value.dtype
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporter's remarks about its own insides are kept from the user; its errors are not."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def _key(integer: fx.GraphModule, region: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> Any:

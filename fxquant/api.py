@@ -71,7 +71,7 @@ def _prepare(
     traced: fx.GraphModule, target: Target, qconfig: QConfigMapping, batch_norm: str, dial: Dial, until: str | Stage | None
 ) -> fx.GraphModule:
     prepared = Model.of(copy_parameters(traced), copy_graph(traced.graph))
-    prepared.meta = {**traced.meta, "target": target.name}
+    prepared.meta = {**traced.meta, "target": target}
     dial.write("trace", prepared)
     context = Context(target, qconfig, batch_norm, dial.debug)
     stopped = run(prepared, PREPARE, context, dial, until)
@@ -89,7 +89,8 @@ def convert(
     It takes and returns what the float model does. The prepared model is left untouched. Raises
     NotCalibrated where a scale is unknown, and AccumulatorOverflow where a sum cannot be proved to fit.
     """
-    target = backends.get(calibration.prepared_target(prepared))
+    calibration.require_prepared(prepared)
+    target: Target = prepared.meta["target"]
     for operator in quantized_operators(prepared).values():
         operator.output.require()
     check_until(until, CONVERT)

@@ -23,17 +23,14 @@ from fxquant.state import State
 logger = logging.getLogger("fxquant")
 
 
-def prepared_target(model: nn.Module) -> str:
-    """The name of the target a prepared model was prepared for. Raises ConfigurationError for any other model."""
-    if not isinstance(model, fx.GraphModule) or (
-        not any(isinstance(m, QuantizedOperator) for m in model.modules()) and model.meta.get("stage") != "PREPARED"
-    ):
+def require_prepared(model: nn.Module) -> None:
+    """Raise ConfigurationError if this is no prepared model."""
+    if not isinstance(model, fx.GraphModule) or model.meta.get("stage") != "PREPARED":
         raise ConfigurationError(
             f"{type(model).__name__} is no prepared model",
             because="it was not returned by fxq.prepare, or its preparation was stopped early with until=",
             remedy="call fxq.prepare(model, example_inputs, target=...) and pass its result",
         )
-    return str(model.meta["target"])
 
 
 def set_state(prepared: nn.Module, state: State, modules: str | Iterable[str] | None = None) -> None:
@@ -41,7 +38,7 @@ def set_state(prepared: nn.Module, state: State, modules: str | Iterable[str] | 
 
     Leaving CALIBRATE sets the scales from what was observed. Raises ConfigurationError if a name matches nothing.
     """
-    prepared_target(prepared)
+    require_prepared(prepared)
     operators = quantized_operators(prepared)
     chosen = operators.values() if modules is None else _select(operators, [modules] if isinstance(modules, str) else list(modules))
     for operator in chosen:
@@ -96,7 +93,7 @@ def calibrate(
     Raises CalibrationError if there is no batch, or one does not fit the model, or holds NaN or infinite
     values; what was observed before stays observed, and the state is CALIBRATE.
     """
-    prepared_target(prepared)
+    require_prepared(prepared)
     set_state(prepared, State.CALIBRATE)
     seen = 0
     total = num_batches if num_batches is not None else _length(batches)
@@ -210,7 +207,7 @@ def _bad_batch(index: int, because: str, remedy: str) -> CalibrationError:
 
 def qparams(prepared: nn.Module) -> dict[str, float]:
     """The scale of every operator's output by node name, NaN where it is not known yet."""
-    prepared_target(prepared)
+    require_prepared(prepared)
     return {name: float(operator.output.scale) for name, operator in quantized_operators(prepared).items()}
 
 
@@ -219,7 +216,7 @@ def set_qparams(prepared: nn.Module, scales: Mapping[str, float]) -> None:
 
     Raises ConfigurationError, and changes nothing, if a name matches no operator or a scale is not positive and finite.
     """
-    prepared_target(prepared)
+    require_prepared(prepared)
     operators = quantized_operators(prepared)
     chosen: list[tuple[QuantizedOperator, float]] = []
     for name, scale in scales.items():
@@ -239,7 +236,7 @@ def freeze(prepared: nn.Module, *, scales: bool = True, batch_norm: bool = True)
 
     Afterwards TRAIN in train mode computes exactly what VALIDATE does, dropout aside.
     """
-    prepared_target(prepared)
+    require_prepared(prepared)
     for operator in quantized_operators(prepared).values():
         if batch_norm:
             operator.live_batch_norm = False

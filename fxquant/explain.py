@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from fxquant.errors import ConfigurationError
 from fxquant.graph import annotation, fused, module_path, notes, qparams, resolve, source
 from fxquant.prepared import QuantizedOperator
 from fxquant.primitives import PRIMITIVES
@@ -21,6 +22,12 @@ def explain(model: fx.GraphModule) -> str:
 
     For a prepared or an integer model, and any graph between.
     """
+    if not isinstance(model, fx.GraphModule):
+        raise ConfigurationError(
+            f"{type(model).__name__} has no graph",
+            because="only traced, prepared and integer models do",
+            remedy="pass the result of fxq.prepare",
+        )
     rows = [row for node in model.graph.nodes if (row := _row(model, node)) is not None]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)).rstrip() for row in rows]
@@ -78,4 +85,4 @@ def summary(model: fx.GraphModule) -> str:
         return f"{integer} operators are integer, none is left in float"
     reasons = Counter(reason for _, reason in left)
     listed = "; ".join(f"{count} because {reason}" for reason, count in reasons.most_common(4))
-    return f"{integer} operators are integer, {len(left)} are left in float: {listed}"
+    return f"{integer} operators are integer, {len(left)} {'is' if len(left) == 1 else 'are'} left in float: {listed}"

@@ -119,6 +119,10 @@ class QConfigMapping:
                 return self._use(kind, self.types[kind])
         return self.default
 
+    def is_rule(self, qconfig: Chosen) -> bool:
+        """Whether a rule chose this QConfig, rather than nothing but the default."""
+        return qconfig is not self.default
+
     def unused(self) -> list[str]:
         """The rules that matched nothing so far."""
         return [str(rule) for rule in (*self.types, *self.patterns, *self.names) if rule not in self.used]
@@ -138,4 +142,10 @@ def as_mapping(qconfig: QConfig | QConfigMapping | None) -> QConfigMapping:
     """The mapping a user means by a mapping, by one QConfig for everything, or by nothing."""
     if isinstance(qconfig, QConfigMapping):
         return qconfig
+    if qconfig is not None and not isinstance(qconfig, QConfig):
+        raise ConfigurationError(
+            f"a {type(qconfig).__name__} is no qconfig",
+            because="a qconfig is a fxq.QConfig for every operator, a fxq.QConfigMapping, or None for the default",
+            remedy="pass one of these",
+        )
     return QConfigMapping(default=qconfig or QConfig())

@@ -118,7 +118,7 @@ def only_primitives(gm: fx.GraphModule) -> Iterator[Violation]:
         if not isinstance(result, TensorFact):
             yield Violation(node, "its dtype is unknown")
         elif (record.kind == "float") != result.dtype.is_floating_point:
-            yield Violation(node, f"a {record.kind} value has dtype {result.dtype}")
+            yield Violation(node, f"its kind is {record.kind} but its dtype is {result.dtype}")
         for operand in node.all_input_nodes:
             value = fact(operand)
             if record.name != "quantize" and operand.op != "get_attr" and isinstance(value, TensorFact) and value.dtype.is_floating_point:
@@ -147,7 +147,7 @@ SPECS: dict[Stage, tuple[Rule, ...]] = {
     Stage.TRACED: (consistent,),
     Stage.CANONICAL: (consistent, canonical_spelling, tensors_have_facts),
     Stage.ANNOTATED: (consistent, canonical_spelling, tensors_have_facts, annotated),
-    Stage.BOUNDED: (consistent, canonical_spelling, tensors_have_facts, annotated, bounded),
+    Stage.BOUNDED: (consistent, canonical_spelling, tensors_have_facts, annotated, bounded, one_scale_per_group),
     Stage.PREPARED: (consistent, prepared_operators),
     Stage.INTEGER: (consistent, only_primitives),
 }

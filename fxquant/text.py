@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxquant.errors import ConfigurationError
 from fxquant.graph import Annotation, TensorFact, annotation, fact, fused, resolve
 from fxquant.ops import operator_of
 from fxquant.prepared import QuantizedOperator
@@ -20,7 +21,13 @@ from fxquant.primitives import PRIMITIVES
 
 
 def text(gm: fx.GraphModule) -> str:
-    """The graph, one line per node; equal graphs give equal text."""
+    """The graph, one line per node; equal graphs give equal text. Raises ConfigurationError for a model that is no graph."""
+    if not isinstance(gm, fx.GraphModule):
+        raise ConfigurationError(
+            f"{type(gm).__name__} has no graph",
+            because="only traced, prepared and integer models do",
+            remedy="call fxq.trace(model, example_inputs) first",
+        )
     rows = [_row(gm, node) for node in gm.graph.nodes]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
     widths[0] = min(widths[0], 100)

@@ -4,7 +4,6 @@ if __name__ != "fxquant.passes":
     raise ImportError("import this package as fxquant.passes: under another name every class would exist twice")
 
 from fxquant.passes import activation, batchnorm, boundary, canonical, integer, quantizers, residual, scales, specs
-
 from fxquant.pipeline import Pass
 from fxquant.stage import Stage
 

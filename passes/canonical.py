@@ -84,7 +84,10 @@ def _attribute(gm: fx.GraphModule, node: fx.Node, target: str, value: Any, attri
     path = f"{target}.{value.name}" if value.name else target
     if path not in attributes:
         with gm.graph.inserting_before(node):
-            attributes[path] = inherit(gm.graph.get_attr(path), node, "canonical.rewrite")
+            name = path.replace(".", "_") + ("" if value.name else "_module")
+            attributes[path] = inherit(gm.graph.create_node("get_attr", path, name=name), node, "canonical.rewrite")
+    elif node < attributes[path]:
+        node.prepend(attributes[path])
     return attributes[path]
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -59,9 +60,11 @@ def _quantizers(gm: fx.GraphModule, context: Context) -> dict[int, Quantizer]:
     chosen: dict[int, tuple[fx.Node, ActivationConfig]] = {}
     for node in gm.graph.nodes:
         operator, spec = operator_of(node), annotation(node)
-        if operator is None or spec is None or spec.group is None or not is_integer(node) or operator.scale is Scale.SAME:
+        if operator is None or spec is None or spec.group is None or spec.dtype is None:
             continue
-        config = _output_config(operator, spec)
+        config = replace(_output_config(operator, spec), dtype=spec.dtype)
+        if operator.scale is Scale.SAME and (config.fixed_scale is None or not context.qconfig.is_rule(spec.config)):
+            continue
         if spec.group not in chosen or (config.fixed_scale is not None and chosen[spec.group][1].fixed_scale is None):
             chosen[spec.group] = (node, config)
     return {group: _quantizer(node, config, context) for group, (node, config) in chosen.items()}

@@ -33,7 +33,7 @@ def share(gm: fx.GraphModule, context: Context) -> int:
     order = {node: index for index, node in enumerate(gm.graph.nodes)}
     groups = sorted((sorted(group, key=order.__getitem__) for group in nx.connected_components(demands)), key=lambda group: order[group[0]])
     for index, group in enumerate(groups):
-        _check(group, demands)
+        _check(group, demands, context)
         for node in group:
             spec = annotation(node)
             assert spec is not None
@@ -47,7 +47,7 @@ def _must_share(node: fx.Node, context: Context) -> bool:
     return operator.scale is Scale.SAME or (operator.name == "cat" and context.target.arithmetic.share_concat)
 
 
-def _check(group: list[fx.Node], demands: nx.Graph) -> None:
+def _check(group: list[fx.Node], demands: nx.Graph, context: Context) -> None:
     """Raise ScaleConflict if two members of a group cannot have one scale."""
     asked: dict[fx.Node, tuple[str, float | None]] = {}
     for node in group:
@@ -56,7 +56,9 @@ def _check(group: list[fx.Node], demands: nx.Graph) -> None:
         if spec is None or spec.dtype is None or operator is None:
             continue
         chosen = spec.config.input if operator.name == "quantize" and spec.config.input else spec.config.output
-        scale = chosen.fixed_scale if operator.scale is Scale.OWN or operator.name == "quantize" else None
+        # An operator that shares its operand's scale has a wish of its own only where a rule names it.
+        asks = operator.scale is Scale.OWN or context.qconfig.is_rule(spec.config)
+        scale = chosen.fixed_scale if asks else None
         asked[node] = (spec.dtype, scale)
     first: fx.Node | None = None
     for node, (dtype, scale) in asked.items():

@@ -55,8 +55,12 @@ def run_demo(
     chosen = backends.get(target)
     console = console or Console()
     directory = Path(out)
-    start = time.perf_counter()
+    with one_thread():
+        return _run(chosen, directory, console, show_progress)
 
+
+def _run(chosen: Target, directory: Path, console: Console, show_progress: bool | None) -> Outcome:
+    start = time.perf_counter()
     dataset = load_digits_dataset()
     counts = f"{len(dataset.train_labels)} handwritten digits to train on, {len(dataset.test_labels)} to test on"
     console.print(f"{counts}; target {chosen.name}: {chosen.description}", soft_wrap=True)
@@ -88,6 +92,18 @@ def run_demo(
     )  # fmt: skip
     _print(outcome, console)
     return outcome
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside, PyTorch uses one thread: its sums then have one order, so that everyone's table shows the same accuracies,
+    and tensors as small as these gain nothing from a second one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fxquant.graph import TensorFact, fact
 from fxquant.lowering import Clamp, Lowering, Quantized
-from fxquant.numerics import FLOAT32_EXACT, Ratio
+from fxquant.numerics import FLOAT32_EXACT, INT8, Ratio
 from fxquant.ops.record import Operator, Scale, register
 from fxquant.ops.weighted import sizes
 from fxquant.primitives import pool
@@ -192,12 +192,18 @@ def _avg_pool(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized
     return function, lower
 
 
+def _too_many(window: list[int], limit: int) -> str | None:
+    """Why a window of this size cannot be summed below the limit; None if it can."""
+    terms = math.prod(window)
+    return f"its sum of {terms} terms may exceed {limit}" if terms * INT8.magnitude >= limit else None
+
+
 def _refuses_avg_pool(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
     def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         divisor = arguments["divisor_override"]
         if divisor is not None and divisor <= 0:
             return f"divisor_override={divisor} is not positive"
-        return _needs_batch(rank)(node, arguments)
+        return _needs_batch(rank)(node, arguments) or _too_many(sizes(arguments["kernel_size"], rank), POOLED_EXACT)
 
     return refuses
 
@@ -268,9 +274,13 @@ def _adaptive_avg_pool(
 
     def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         reason = _needs_batch(rank)(node, arguments)
-        if reason is None and kernel(fact(arguments["input"]).shape, arguments["output_size"]) is None:
+        if reason is not None:
+            return reason
+        shape = fact(arguments["input"]).shape
+        window = kernel(shape, arguments["output_size"])
+        if window is None:
             return "its windows differ in size, since the output size does not divide the input size"
-        return reason
+        return _too_many(window, FLOAT32_EXACT if window == _spatial(shape, rank) else POOLED_EXACT)
 
     function.__name__ = function.__qualname__ = f"adaptive_avg_pool{rank}d"
     function.__doc__ = f"The mean over equal windows that give the wanted output size, in {rank} dimensions."
@@ -334,9 +344,7 @@ def _refuses_mean(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     reduced = [size for size in sizes if isinstance(size, int)]
     if len(reduced) < len(sizes):
         return "it averages over the batch, whose size is not fixed"
-    if math.prod(reduced) >= 2**17:
-        return f"its sum of {math.prod(reduced)} terms may exceed 2^24"
-    return None
+    return _too_many(reduced, FLOAT32_EXACT)
 
 
 def _mean_arguments(input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> dict[str, Any] | str:
