@@ -14,14 +14,19 @@ Item = TypeVar("Item")
 
 def progress(items: Iterable[Item], total: int | None, description: str, show: bool | None = None) -> Iterator[Item]:
     """The items, with a progress bar on standard error while they pass (None: if it is a terminal)."""
-    if not (sys.stderr.isatty() if show is None else show):
+    if not shown(show):
         yield from items
         return
-    with bar() as shown:
-        task = shown.add_task(description, total=total)
+    with bar() as display:
+        task = display.add_task(description, total=total)
         for item in items:
             yield item
-            shown.advance(task)
+            display.advance(task)
+
+
+def shown(show: bool | None) -> bool:
+    """Whether to show progress: as asked, or, for None, if standard error is a terminal."""
+    return sys.stderr.isatty() if show is None else show
 
 
 def bar() -> Progress:

@@ -22,7 +22,7 @@ from fxquant.demo.network import build_demo_network
 from fxquant.demo.training import OnBatch, accuracy, train_float, train_quantized
 from fxquant.graph import fact
 from fxquant.primitives import PRIMITIVES
-from fxquant.progress import bar, progress
+from fxquant.progress import bar, progress, shown
 from fxquant.target import Target
 
 SEED = 0
@@ -109,12 +109,12 @@ def one_thread() -> Iterator[None]:
 @contextmanager
 def _batches(description: str, show: bool | None) -> Iterator[OnBatch]:
     """A callback that moves a progress bar."""
-    if show is False:
+    if not shown(show):
         yield lambda done, total, loss: None
         return
-    with bar() as shown:
-        task = shown.add_task(description, total=None)
-        yield lambda done, total, loss: shown.update(task, completed=done, total=total)
+    with bar() as display:
+        task = display.add_task(description, total=None)
+        yield lambda done, total, loss: display.update(task, completed=done, total=total)
 
 
 def _accuracies(
