@@ -127,6 +127,11 @@ def shape_of(node: fx.Node) -> tuple[Size, ...]:
     return value.shape
 
 
+def reads_shape_only(node: fx.Node) -> bool:
+    """Whether the node asks a tensor for its size, and not for its values."""
+    return node.op == "call_method" and node.target in ("size", "dim")
+
+
 # ---- what quantization knows about a node -------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import fx, nn
 
 from fxquant.errors import StageViolation
-from fxquant.graph import TensorFact, annotation, fact, resolve
+from fxquant.graph import TensorFact, annotation, fact, reads_shape_only, resolve
 from fxquant.ops import OPERATORS, Scale, operator_of
 from fxquant.prepared import QuantizedOperator
 from fxquant.primitives import PRIMITIVES
@@ -66,7 +66,7 @@ def bounded(gm: fx.GraphModule) -> Iterator[Violation]:
     for node in gm.graph.nodes:
         operator = operator_of(node)
         integer = is_integer(node)
-        if operator is not None and integer and operator.name == "quantize":
+        if reads_shape_only(node) or (operator is not None and integer and operator.name == "quantize"):
             continue
         for operand in node.all_input_nodes:
             if operand.op == "get_attr" or not isinstance(fact(operand), TensorFact):

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from fxquant.graph import Annotation, annotate, annotation, fact, inherit, set_fact
+from fxquant.graph import Annotation, annotate, annotation, fact, inherit, reads_shape_only, set_fact
 from fxquant.ops import operand_nodes, operator_of
 from fxquant.ops.boundary import DEQUANTIZE, QUANTIZE
 from fxquant.ops.record import Operator
@@ -28,9 +28,11 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
         operator = operator_of(node)
         activations = set(operand_nodes(operator, operator.arguments(node))) if operator is not None and is_integer(node) else set()
 
-        def cross(operand: fx.Node, node: fx.Node = node, activations: set[fx.Node] = activations) -> fx.Node:
+        def cross(
+            operand: fx.Node, node: fx.Node = node, operator: Operator | None = operator, activations: set[fx.Node] = activations
+        ) -> fx.Node:
             if is_integer(operand) and operand not in activations:
-                if not _reads_values(node):
+                if reads_shape_only(node) or operator is DEQUANTIZE:
                     return operand
                 return _boundary(gm, operand, DEQUANTIZE, dequantized, operand)
             if operand in activations and not is_integer(operand):
@@ -39,11 +41,6 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
 
         _map_inputs(node, cross)
     return len(quantized) + len(dequantized)
-
-
-def _reads_values(node: fx.Node) -> bool:
-    """Whether the node reads real numbers; asking for a size does not, and a dequantize reads integers."""
-    return operator_of(node) is not DEQUANTIZE and not (node.op == "call_method" and node.target in ("size", "dim"))
 
 
 def _map_inputs(node: fx.Node, function: Any) -> None:

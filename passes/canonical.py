@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from fxquant.graph import inherit, refuse, resolve, spell
+from fxquant.graph import TensorFact, fact, inherit, refuse, resolve, spell
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, Operator, Parameter
 from fxquant.pipeline import Context
 
@@ -37,7 +37,16 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
         node.op, node.target = "call_function", operator.function
         node.args, node.kwargs = tuple(values.values()), {}
         changes += 1
+    _eliminate_unused_sizes(gm.graph)
     return changes
+
+
+def _eliminate_unused_sizes(graph: fx.Graph) -> None:
+    """Sizes, and what was computed from them, that only a reshape read which knows its shape by now."""
+    for node in reversed(list(graph.nodes)):
+        number = fact(node) is not None and not isinstance(fact(node), TensorFact)
+        if number and not node.users and node.op in ("call_method", "call_function"):
+            graph.erase_node(node)
 
 
 def _recognise(node: fx.Node, modules: dict[str, nn.Module]) -> tuple[Operator, dict[str, Any] | str, tuple[Any, ...]] | None:

@@ -101,6 +101,18 @@ class Shapes:
         return result
 
 
+class Environment(dict[fx.Node, fx.Node]):
+    """The new node of each old one; a parameter that something still reads is copied when it is asked for."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        super().__init__()
+        self.graph = graph
+
+    def __missing__(self, node: fx.Node) -> fx.Node:
+        self[node] = self.graph.node_copy(node)
+        return self[node]
+
+
 def _key(value: Any) -> Any:
     """Arguments as a dictionary key, with nodes replaced by their facts."""
     if isinstance(value, fx.Node):
@@ -116,7 +128,7 @@ def _key(value: Any) -> Any:
 def lower(gm: fx.GraphModule, context: Context) -> int:
     """Every quantized operator is replaced by its primitives; what nothing uses any more is gone."""
     graph = fx.Graph()
-    environment: dict[fx.Node, fx.Node] = {}
+    environment = Environment(graph)
     outputs: dict[fx.Node, Quantizer] = {}  # of the nodes that hold quantized tensors
     shapes = Shapes()
     changes = 0
@@ -132,7 +144,8 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
                 lowering = GraphLowering(gm, graph, node, None, outputs[node.args[0]], context.target.arithmetic, shapes)
                 arguments = {"input": node.args[0]}
             else:
-                environment[node] = graph.node_copy(node, environment.__getitem__)
+                if node.op != "get_attr":  # most parameters become constants and are read no more
+                    environment[node] = graph.node_copy(node, environment.__getitem__)
                 continue
             operator = module.operator if isinstance(module, QuantizedOperator) else DEQUANTIZE
             result = operator.lower(lowering, **_concrete(gm, operator, arguments, environment, outputs))

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fxquant.passes import PIPELINE
 
 from fxquant import backends
 from fxquant.cli import main
 from fxquant.demo import run
+from fxquant.passes import PIPELINE
 
 
 def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

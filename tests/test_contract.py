@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -11,13 +12,13 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from fxquant.backends.runtime import OnnxModel
 from onnx import TensorProto, numpy_helper
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
 from benchmarks import zoo
+from fxquant.backends.runtime import OnnxModel
 from fxquant.graph import notes, resolve
 from fxquant.primitives import PRIMITIVES, accumulate
 from tests import contract
@@ -353,20 +354,18 @@ def test_a_wide_convolution_is_exact(target: str, tmp_path: Path) -> None:
     contract.assert_train_is_validate(prepared, batch)
 
 
-@pytest.mark.parametrize(
-    ("model", "shape"),
-    [
-        (linear_of_large_sums(17_000), (17_000,)),  # beyond what two halves can hold
-        (linear_of_large_sums(140_000), (140_000,)),  # beyond int32
-        (nn.Sequential(nn.AvgPool2d(182)), (1, 182, 182)),
-        (nn.Sequential(nn.AdaptiveAvgPool2d(1)), (1, 256, 512)),
-    ],
-    ids=["halves", "int32", "window", "mean"],
-)
+@pytest.mark.parametrize("features", [17_000, 140_000], ids=["beyond two halves", "beyond int32"])
 @every_target
-def test_a_sum_that_may_not_fit_is_refused(model: nn.Module, shape: tuple[int, ...], target: str) -> None:
+def test_a_sum_that_may_not_fit_is_refused(features: int, target: str) -> None:
     with pytest.raises(fxq.AccumulatorOverflow, match="the accumulator of %_0 cannot be proved to fit"):
-        contract.compiled(model, [torch.rand(2, *shape)], target)
+        contract.compiled(linear_of_large_sums(features), [torch.rand(2, features)], target)
+
+
+@pytest.mark.parametrize(("pool", "size"), [(nn.AvgPool2d(182), (182, 182)), (nn.AdaptiveAvgPool2d(1), (256, 512))], ids=["window", "mean"])
+@every_target
+def test_a_mean_whose_sum_may_not_fit_stays_in_float(pool: nn.Module, size: tuple[int, int], target: str) -> None:
+    prepared = fxq.prepare(nn.Sequential(pool), torch.rand(2, 1, *size), target)
+    assert re.search(r"%_0 +float +its sum of \d+ terms may exceed", fxq.explain(prepared))
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from fxquant.backends.bpu import FIXED, REAL
 from torch import Tensor
 
+from fxquant.backends.bpu import FIXED, REAL
 from fxquant.numerics import ACTIVATION_TYPES, Ratio, fixed_requantization, real_multiplier
 from fxquant.primitives.requantize import requantize_fixed, requantize_real
 from tests import oracle

@@ -9,12 +9,12 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from fxquant.backends.bpu import FIXED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from fxquant import numerics
+from fxquant.backends.bpu import FIXED
 from fxquant.numerics import INT4, INT8, INT16, WEIGHT_INT4, WEIGHT_INT8, WEIGHT_INT16, IntType, Ratio
 from fxquant.ops.pool import _window_counts, _windows
 from fxquant.quantizer import round_up_to_power_of_two

@@ -13,15 +13,15 @@ from typing import Any
 import onnx
 import pytest
 import torch
-from fxquant.backends import get as get_target
-from fxquant.backends.runtime import OnnxModel
-from fxquant.passes import CONVERT, PIPELINE, PREPARE
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxquant as fxq
+from fxquant.backends import get as get_target
+from fxquant.backends.runtime import OnnxModel
 from fxquant.graph import Model, annotation, copy_graph, copy_parameters, qparams
+from fxquant.passes import CONVERT, PIPELINE, PREPARE
 from fxquant.pipeline import Context, Dial, Pass, run
 from fxquant.prepared import QuantizedOperator, quantized_operators
 from fxquant.spec import QConfigMapping
@@ -399,9 +399,10 @@ def test_states_by_name_and_below(prepared: fx.GraphModule) -> None:
 
 @pytest.mark.parametrize("alone", ["conv1", "conv2", "head"])
 def test_one_layer_in_float_computes_the_float_function_of_quantized_inputs(prepared: fx.GraphModule, alone: str) -> None:
-    quantized = prepared(batch())
-    fxq.set_state(prepared, fxq.State.FLOAT, alone)
-    mixed = prepared(batch())
+    with torch.no_grad():
+        quantized = prepared(batch())
+        fxq.set_state(prepared, fxq.State.FLOAT, alone)
+        mixed = prepared(batch())
     assert not torch.equal(mixed, quantized)
     scale = fxq.qparams(prepared)["head"]
     assert float((mixed - quantized).abs().max()) < 8 * scale  # a few steps of rounding, no other function
@@ -609,6 +610,29 @@ def test_nested_outputs_keep_their_structure(tmp_path: Path) -> None:
         assert torch.equal(found["parts"][0], found["parts"][1][1])
     assert all_equal(prepared(*inputs), integer(*inputs))
     assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [example], show_progress=False)
+
+
+class Token(nn.Module):
+    """Sizes of the batch are read twice: for a reshape, which needs none in the end, and for a parameter that is expanded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.token, self.head = nn.Conv1d(2, 4, 1), nn.Parameter(torch.randn(1, 4, 1)), nn.Linear(24, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x).relu()
+        x = torch.cat([self.token.expand(x.size(0), -1, -1), x], 2)
+        return self.head(x.view(x.shape[0], -1))
+
+
+def test_sizes_may_be_read_inside_the_integer_part(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    lines = torch.randn(4, 2, 5)
+    prepared, integer = compiled(Token(), [lines])
+    assert [node.name for node in integer.graph.nodes if node.op == "call_method"] == ["size", "expand"]
+    contract.assert_validate_is_integer(prepared, integer, lines)
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(lines,), (lines[:1],)])
+    contract.assert_train_is_validate(prepared, lines)
 
 
 def test_names_of_the_file_are_those_asked_for(tmp_path: Path) -> None:

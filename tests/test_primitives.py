@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from fxquant.backends.bpu import FIXED, REAL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
+from fxquant.backends.bpu import FIXED, REAL
 from fxquant.errors import AccumulatorOverflow
 from fxquant.lowering import EagerLowering, Quantized, straight_through
 from fxquant.numerics import INT8, INT16, Arithmetic, FixedRequantization, IntType, Ratio, fixed_requantization, real_multiplier, table

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import fxquant as fxq
 from benchmarks.zoo import make_alive
 from tests import contract
 from tests.contract import compiled
@@ -168,7 +169,7 @@ def build(plan: Plan) -> tuple[nn.Module, Tensor]:
     return model, batch
 
 
-@settings(max_examples=40, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(plan=plans, target=st.sampled_from(contract.TARGETS))
 def test_a_random_network_holds_the_contract(tmp_path_factory: pytest.TempPathFactory, plan: Plan, target: str) -> None:
     model, batch = build(plan)
@@ -195,7 +196,5 @@ def steps_of_learning(prepared: Any, batch: Tensor) -> None:
 
 
 def compiled_again(prepared: Any) -> Any:
-    import fxquant as fxq
-
     fxq.set_state(prepared, fxq.State.VALIDATE)
     return fxq.convert(prepared)

@@ -48,8 +48,8 @@ def trace(
     inputs = bind_inputs(model, example_inputs, dynamic_shapes)
     with collection_paused():
         traced = _traced(model, inputs, leaf, check)
-    if check:
-        compare_with_model(model, traced, inputs)
+        if check:
+            compare_with_model(model, traced, inputs)
     return traced
 
 
