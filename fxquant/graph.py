@@ -329,9 +329,12 @@ def _copy_tree(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module
         return known
     copied = torch.nn.Module() if isinstance(module, fx.GraphModule) else copy.copy(module)
     memo[id(module)] = copied
+    copied.__dict__.update({name: copy.copy(value) for name, value in copied.__dict__.items() if isinstance(value, dict)})  # hooks too
     copied.__dict__["_parameters"] = {name: _copy_tensor(p, memo) for name, p in module._parameters.items()}
     copied.__dict__["_buffers"] = {name: _copy_tensor(b, memo) for name, b in module._buffers.items()}
     copied.__dict__["_modules"] = {name: child if child is None else _copy_tree(child, memo) for name, child in module._modules.items()}
+    if isinstance(copied, torch.nn.RNNBase):  # holds its parameters a second time, in a list
+        copied._flat_weights = [getattr(copied, name, None) for name in copied._flat_weights_names]
     return copied
 
 

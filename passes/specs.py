@@ -16,7 +16,7 @@ def annotate(gm: fx.GraphModule, context: Context) -> int:
     """Every node that computes a tensor is annotated; those that stay in float say why."""
     changes = 0
     for node in gm.graph.nodes:
-        if node.op in ("placeholder", "get_attr", "output") or not isinstance(fact(node), TensorFact):
+        if node.op in ("placeholder", "get_attr", "output") or not isinstance(fact(node), TensorFact | list | tuple | dict):
             continue
         operator = operator_of(node)
         qconfig = context.qconfig.choose(node.name, module_path(node), spelling(node))

@@ -661,3 +661,25 @@ def test_every_opset_gives_the_same_bits(opset: int, tmp_path: Path) -> None:
     integer = compiled(tiny(), [batch()]).integer
     report = fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx", opset=opset), [batch()], show_progress=False)
     assert report, str(report)
+
+
+class Recurrent(nn.Module):
+    """An LSTM, which stays in float and keeps its parameters a second time in a list, before a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(4, 5, batch_first=True)
+        self.head = nn.Linear(5, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        value: torch.Tensor = self.head(self.recurrent(x)[0])
+        return value
+
+
+def test_a_prepared_model_shares_neither_flat_weights_nor_hooks_with_the_users() -> None:
+    model = Recurrent().eval()
+    prepared = fxq.prepare(model, (torch.randn(2, 3, 4),))
+    assert prepared.recurrent._flat_weights[0] is prepared.recurrent.weight_ih_l0
+    assert prepared.recurrent.weight_ih_l0 is not model.recurrent.weight_ih_l0
+    prepared.recurrent.register_forward_hook(lambda *_: None)
+    assert not model.recurrent._forward_hooks
