@@ -52,7 +52,7 @@ class BatchDim:
     def __str__(self) -> str:
         numerator, denominator = self.coefficient.numerator, self.coefficient.denominator
         text = ("" if numerator == 1 else str(numerator)) + "B" + ("" if denominator == 1 else f"/{denominator}")
-        return text if self.offset == 0 else f"{text}{self.offset:+}"
+        return text if self.offset == 0 else f"{text}{'+' if self.offset > 0 else ''}{self.offset}"
 
 
 Size = int | BatchDim

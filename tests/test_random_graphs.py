@@ -122,6 +122,11 @@ class Random(nn.Module):
             x = self.layer(name + "_shortcut", lambda: nn.Conv2d(x.shape[1], y.shape[1], 1))(x)
         return CLAMPS[after](self, ADDITIONS[spelling](x, y))
 
+    def step_fork(self, name: str, x: Tensor, spelling: str, after: str) -> Tensor:
+        """A layer that is read twice must not absorb what only one of its readers does."""
+        y = self.step_conv(name, x, "3x3", "bn")
+        return ADDITIONS[spelling](self.step_conv(name + "_again", y, "depthwise", "plain"), CLAMPS[after](self, y.clone()))
+
     def step_branch(self, name: str, x: Tensor, spelling: str, third: str) -> Tensor:
         parts = [self.step_conv(name + "_a", x, "1x1", "bn"), self.step_conv(name + "_b", x, "depthwise", "plain").relu()]
         if third == "input":
@@ -138,6 +143,7 @@ norms = choose(("bn", "plain"))
 steps = st.one_of(
     st.tuples(st.just("conv"), choose(("3x3", "1x1", "strided", "depthwise", "twice", "functional")), norms),
     st.tuples(st.just("residual"), choose(ADDITIONS), norms, choose(CLAMPS)),
+    st.tuples(st.just("fork"), choose(ADDITIONS), choose(CLAMPS)),
     st.tuples(st.just("branch"), choose(("cat", "concat")), choose(("input", "none"))),
     st.tuples(st.just("pool"), choose(POOLS)),
     st.tuples(st.just("clamp"), choose(CLAMPS)),
@@ -176,12 +182,20 @@ def test_a_random_network_holds_the_contract(tmp_path_factory: pytest.TempPathFa
     prepared, integer = compiled(model, [batch], target)
     assert {node.op for node in integer.graph.nodes} == {"placeholder", "get_attr", "call_function", "output"}
     assert float(integer(batch).std()) > 0
+    assert_float_state_is_the_model(prepared, model, batch)
     path = tmp_path_factory.getbasetemp() / "random.onnx"
     contract.assert_validate_is_integer(prepared, integer, batch)
     contract.assert_integer_is_onnx(integer, path, [(batch,), (batch[:1],)])
     contract.assert_train_is_validate(prepared, batch)
     steps_of_learning(prepared, batch)
     contract.assert_validate_is_integer(prepared, compiled_again(prepared), batch)
+
+
+def assert_float_state_is_the_model(prepared: Any, model: nn.Module, batch: Tensor) -> None:
+    """Up to the rounding of float32, which folding moves: no pass has changed what the network means."""
+    fxq.set_state(prepared, fxq.State.FLOAT)
+    with torch.no_grad():
+        torch.testing.assert_close(prepared(batch), model(batch), rtol=1e-4, atol=1e-4)
 
 
 def steps_of_learning(prepared: Any, batch: Tensor) -> None:
