@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxquant.graph import absorb
+from fxquant.graph import absorb, shape_of
 from fxquant.ops import operator_of
 from fxquant.pipeline import Context
 
@@ -46,4 +46,6 @@ def _why_not(layer: fx.Node) -> str | None:
         return f"%{layer.name} is no layer with weights"
     if len(layer.users) > 1:
         return f"%{layer.name} has {len(layer.users)} users"
+    if operator.name == "linear" and len(shape_of(layer)) != 2:
+        return f"the channels of %{layer.name} are its last dimension, and a batch norm's are dimension 1"
     return f"%{layer.name} already has fused parts" if layer.kwargs else None

@@ -683,3 +683,27 @@ def test_a_prepared_model_shares_neither_flat_weights_nor_hooks_with_the_users()
     assert prepared.recurrent.weight_ih_l0 is not model.recurrent.weight_ih_l0
     prepared.recurrent.register_forward_hook(lambda *_: None)
     assert not model.recurrent._forward_hooks
+
+
+class TokensNormalised(nn.Module):
+    """A linear layer on (batch, tokens, features), and a batch norm over the tokens, which are dimension 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 5)
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        value: torch.Tensor = self.norm(self.linear(x))
+        return value
+
+
+def test_a_batch_norm_over_another_dimension_is_not_folded() -> None:
+    model = TokensNormalised()
+    model(torch.randn(64, 3, 6))  # running statistics that differ from channel to channel
+    model.eval()
+    x = torch.randn(4, 3, 6)
+    prepared = fxq.prepare(model, (x,))
+    fxq.set_state(prepared, fxq.State.FLOAT)
+    # Folding, where it is right, multiplies in another order than the float model: hence a tolerance.
+    torch.testing.assert_close(prepared(x), model(x), rtol=1e-5, atol=1e-6)
