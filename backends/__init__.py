@@ -4,12 +4,15 @@ if __name__ != "fxquant.backends":
     raise ImportError("import this package as fxquant.backends: under another name every class would exist twice")
 
 import difflib
+import pkgutil
+from importlib import import_module
 
-from fxquant.backends import bpu
 from fxquant.errors import UnknownTarget
 from fxquant.target import Target
 
-TARGETS: dict[str, Target] = {target.name: target for target in bpu.TARGETS}
+# A target is a folder here that says TARGETS; there is no list to keep.
+FAMILIES = [import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__) if found.ispkg]
+TARGETS: dict[str, Target] = {target.name: target for family in FAMILIES for target in family.TARGETS}
 
 
 def get(name: str | Target) -> Target:

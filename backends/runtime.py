@@ -93,7 +93,10 @@ class Runner:
         """The outputs and exposed values, by name."""
         arrays = {name: feeds[name].detach().cpu().numpy() for name in self.inputs}
         results = self._run(arrays)
-        return {name: torch.from_numpy(np.ascontiguousarray(value).reshape(np.shape(value))) for name, value in zip(self.outputs, results, strict=True)}
+        return {
+            name: torch.from_numpy(np.ascontiguousarray(value).reshape(np.shape(value)))
+            for name, value in zip(self.outputs, results, strict=True)
+        }
 
 
 def _with_values(model: onnx.ModelProto, expose: Sequence[str], feed: Sequence[str]) -> onnx.ModelProto:

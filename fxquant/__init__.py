@@ -15,7 +15,7 @@ from pathlib import Path
 if (_root := Path(__file__).resolve().parents[1]).joinpath("pyproject.toml").is_file():
     __path__.append(str(_root))
 
-from fxquant.api import Result, calibrate, convert, dump, prepare, quantize, verify
+from fxquant.api import Result, calibrate, convert, dump, load, prepare, quantize, save, verify
 from fxquant.backends.export import export_onnx
 from fxquant.calibration import freeze, qparams, set_qparams, set_state
 from fxquant.errors import (
@@ -32,7 +32,7 @@ from fxquant.errors import (
     UnsupportedOperator,
 )
 from fxquant.explain import explain
-from fxquant.observers import MinMaxObserver, MovingAverageMinMaxObserver, Observer
+from fxquant.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer, PercentileObserver
 from fxquant.spec import ActivationConfig, QConfig, QConfigMapping, WeightConfig
 from fxquant.stage import Stage
 from fxquant.state import State
@@ -50,10 +50,12 @@ __all__ = [
     "ConfigurationError",
     "ExportError",
     "FxQuantError",
+    "HistogramObserver",
     "MinMaxObserver",
     "MovingAverageMinMaxObserver",
     "NotCalibrated",
     "Observer",
+    "PercentileObserver",
     "QConfig",
     "QConfigMapping",
     "Report",
@@ -73,9 +75,11 @@ __all__ = [
     "explain",
     "export_onnx",
     "freeze",
+    "load",
     "prepare",
     "qparams",
     "quantize",
+    "save",
     "set_qparams",
     "set_state",
     "text",

@@ -23,6 +23,7 @@ from fxquant.passes import CONVERT, PREPARE
 from fxquant.pipeline import BATCH_NORM_MODES, Context, Dial, check_until, run
 from fxquant.prepared import quantized_operators
 from fxquant.progress import progress
+from fxquant.serialization import load_model, save_model
 from fxquant.spec import QConfig, QConfigMapping, as_mapping
 from fxquant.stage import Stage
 from fxquant.target import Target
@@ -204,3 +205,23 @@ def dump(model: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
     (directory / "graph.txt").write_text(text(model), encoding="utf-8")
     (directory / "explain.txt").write_text(explain(model), encoding="utf-8")
     return directory
+
+
+def save(model: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
+    """Write a traced, prepared or integer model to one file, whole or not at all; returns its path.
+
+    The file holds the graph as JSON and the tensors as safetensors, and no code; equal models give equal bytes.
+    A loaded model continues where this one is: its state, scales, observations and frozen statistics are kept.
+
+    Raises ExportError, and writes nothing, if something has no place in a file: hooks, a class or function that
+    is neither PyTorch's nor fxquant's.
+    """
+    return save_model(model, path, backends.get)
+
+
+def load(path: str | os.PathLike[str]) -> fx.GraphModule:
+    """The model that `save` wrote, on the CPU. Nothing a file names is imported.
+
+    Raises ExportError if the file is missing, damaged, or no model that this fxquant reads.
+    """
+    return load_model(path, backends.get)

@@ -19,12 +19,22 @@ from torch import Tensor
 from fxquant.batch_norm import BatchNorm, fold, fold_batch
 from fxquant.errors import AccumulatorOverflow
 from fxquant.graph import Size
-from fxquant.numerics import INT32_MAX, Arithmetic, IntType, Ratio, bits_of, clamp_bound, fixed_requantization, real_multiplier
+from fxquant.numerics import (
+    INT32_MAX,
+    Arithmetic,
+    IntType,
+    Ratio,
+    bits_of,
+    clamp_bound,
+    fixed_requantization,
+    real_multiplier,
+    weight_scale,
+)
 from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.boundary import quantize, quantized_value
 from fxquant.primitives.elementwise import align_fixed, align_real
 from fxquant.primitives.requantize import requantize_fixed, requantize_real
-from fxquant.quantizer import Quantizer
+from fxquant.quantizer import Quantizer, round_up_to_power_of_two
 from fxquant.spec import WeightConfig
 
 Clamp = tuple[float | None, float | None]
@@ -148,6 +158,18 @@ class Lowering:
         multiplier, shift = ratio.mantissa(self.arithmetic.widths["int8"].multiplier_bits, largest_exponent=31)
         constants = self.constant(role + "_multiplier", multiplier, torch.int32), self.constant(role + "_right_shift", shift, torch.int32)
         return self.call(align_fixed, operand.value, *constants)
+
+    def settle(self, scale: Tensor) -> Tensor:
+        """A weight's scale as the target has it: rounded up to a power of two where it has no other."""
+        return round_up_to_power_of_two(scale) if self.arithmetic.power_of_two_weights else scale
+
+    def quantize_constant(self, value: Tensor, role: str) -> Quantized:
+        """A constant tensor as integers with one scale, as a weight is; its gradient passes straight through."""
+        scale = self.settle(weight_scale(value, None, self.weight.type)).reshape(())
+        real = value / scale
+        exact = torch.round(real.detach())
+        integers = straight_through(real, exact) if real.requires_grad else exact
+        return Quantized(self.constant(role, integers, self.weight.type.storage), scale, self.weight.type, tuple(value.shape))
 
     def rescale(self, operand: Quantized, to: Quantizer, role: str) -> Any:
         """The operand's integers on the scale of `to`; the operand's own where the scales are equal."""

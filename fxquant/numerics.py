@@ -105,6 +105,10 @@ class Ratio:
     numerators: tuple[Tensor, ...]
     denominators: tuple[Tensor, ...] = ()
 
+    def times(self, *numerators: Tensor) -> Ratio:
+        """This ratio multiplied by more factors."""
+        return Ratio(self.numerators + numerators, self.denominators)
+
     def over(self, *denominators: Tensor) -> Ratio:
         """This ratio divided by more factors."""
         return Ratio(self.numerators, self.denominators + denominators)
@@ -184,7 +188,8 @@ class Arithmetic:
     requantize: str  # "fixed" or "real"
     final_rounding: str  # of *fixed*: "half_up" or "floor"; *real* rounds half to even
     widths: Mapping[str, FixedWidths] = field(default_factory=dict)  # of *fixed*, by name of the output dtype
-    power_of_two_scales: bool = False
+    power_of_two_scales: bool = False  # of activations
+    power_of_two_weights: bool = False
     share_concat: bool = False  # concat's operands share one scale, instead of being requantized
     add_fraction_bits: int = 14  # the common scale of an addition is 2^-14 of the larger one
     resize_fraction_bits: int = 16

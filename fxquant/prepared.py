@@ -16,7 +16,7 @@ from fxquant.quantizer import Quantizer
 from fxquant.spec import WeightConfig
 from fxquant.state import State
 
-Inputs = Mapping[str, "Quantizer | list[Quantizer]"]
+Inputs = Mapping[str, Any]  # a Quantizer, a list of them, or None for a constant
 
 
 class QuantizedOperator(nn.Module):
@@ -85,7 +85,7 @@ class QuantizedOperator(nn.Module):
 
     def _integer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         moving = self.state is State.TRAIN and self.training
-        observing = moving and self.owns_output and not self.output.frozen
+        observing = moving and self.owns_output and self.output.follows_training
         if not observing:
             self.output.require()
         lowering = EagerLowering(
@@ -105,7 +105,12 @@ class QuantizedOperator(nn.Module):
     def _operands(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments with every activation as its integers."""
         used = {name: iter(q if isinstance(q, list) else [q]) for name, q in self.inputs.items()}
-        return map_operands(self.operator, arguments, lambda name, value: take_integers(value, next(used[name])))
+
+        def take(name: str, value: Tensor) -> Quantized | Tensor:
+            quantizer = next(used[name])
+            return value if quantizer is None else take_integers(value, quantizer)
+
+        return map_operands(self.operator, arguments, take)
 
     def extra_repr(self) -> str:
         return f"{self.operator.name}, {self.state.value}"

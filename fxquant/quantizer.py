@@ -44,6 +44,11 @@ class Quantizer(nn.Module):
         return bool(torch.isfinite(self.scale))
 
     @property
+    def follows_training(self) -> bool:
+        """Whether the scale goes on following what is observed in state TRAIN."""
+        return self.observer is not None and self.observer.follows_training and not self.frozen
+
+    @property
     def fixed(self) -> bool:
         """Whether the scale was given rather than observed."""
         return self.observer is None

@@ -21,3 +21,4 @@ class Target:
     activations: tuple[str, ...] = ("int8",)
     weights: tuple[str, ...] = ("int8",)
     aliases: tuple[str, ...] = ()
+    per_channel_weights: bool = True

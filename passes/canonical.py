@@ -27,11 +27,12 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
             continue
         operator, arguments, written = recognised
         spell(node, *written)
+        if not isinstance(arguments, str):
+            arguments = operator.normalize(node, arguments)
         if isinstance(arguments, str):
             refuse(node, arguments)
             context.say(f"%{node.name} stays as it is: {arguments}")
             continue
-        arguments = operator.normalize(node, arguments)
         target = str(node.target)
         values = {name: _attribute(gm, node, target, value, attributes) for name, value in arguments.items()}
         node.op, node.target = "call_function", operator.function

@@ -162,7 +162,10 @@ def _concrete(
 ) -> dict[str, Any]:
     """The arguments with activations as quantized nodes, parameters as tensors, and other nodes as new nodes."""
 
-    def operand(name: str, value: fx.Node) -> Quantized:
+    def operand(name: str, value: fx.Node) -> Quantized | Tensor:
+        if value.op == "get_attr":
+            constant: Tensor = resolve(gm, str(value.target))
+            return constant
         quantizer = outputs[value]
         return Quantized(environment[value], quantizer.scale, quantizer.dtype, fact(value).shape)
 

@@ -16,7 +16,7 @@ from fxquant.ops.boundary import DEQUANTIZE
 from fxquant.pipeline import Context
 from fxquant.prepared import QuantizedOperator
 from fxquant.quantizer import Quantizer
-from fxquant.spec import ActivationConfig
+from fxquant.spec import ActivationConfig, WeightConfig
 from fxquant.stage import is_integer
 
 CONTAINER = "quantized"  # where the operators stand in the prepared model
@@ -43,7 +43,7 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
             quantizers[spec.group],
             owns_output=own,
             intermediate=_quantizer(node, spec.config.output, context) if "residual" in arguments else None,
-            weight=spec.config.weight,
+            weight=_weight(spec.config.weight, context),
             live_batch_norm=context.batch_norm == "live",
             path=module_path(node),
         )
@@ -70,6 +70,11 @@ def _quantizers(gm: fx.GraphModule, context: Context) -> dict[int, Quantizer]:
     return {group: _quantizer(node, config, context) for group, (node, config) in chosen.items()}
 
 
+def _weight(config: WeightConfig, context: Context) -> WeightConfig:
+    """How weights are quantized: one scale for each layer where the target has no more."""
+    return config if context.target.per_channel_weights else replace(config, per_channel=False)
+
+
 def _output_config(operator: Operator, spec: Annotation) -> ActivationConfig:
     config: ActivationConfig = spec.config.input if operator.name == "quantize" and spec.config.input is not None else spec.config.output
     return config
@@ -87,17 +92,19 @@ def _quantizer(node: fx.Node, config: ActivationConfig, context: Context) -> Qua
     )
 
 
-def _inputs(operator: Operator, arguments: dict[str, Any], quantizers: dict[int, Quantizer]) -> dict[str, Quantizer | list[Quantizer]]:
-    """The quantizers of the operands, by parameter."""
+def _inputs(operator: Operator, arguments: dict[str, Any], quantizers: dict[int, Quantizer]) -> dict[str, Any]:
+    """The quantizers of the operands, by parameter; None for an operand that is a constant."""
 
-    def quantizer(name: str, operand: fx.Node) -> Quantizer:
+    def quantizer(name: str, operand: fx.Node) -> Quantizer | None:
+        if operand.op == "get_attr":
+            return None
         spec = annotation(operand)
         assert spec is not None
         assert spec.group is not None
         return quantizers[spec.group]
 
     mapped = map_operands(operator, arguments, quantizer)
-    return {name: mapped[name] for name in (*operator.operands, "residual") if mapped.get(name) is not None}
+    return {name: mapped[name] for name in (*operator.operands, "residual") if name in mapped}
 
 
 __all__ = ["CONTAINER", "DEQUANTIZE", "insert", "operand_nodes"]

@@ -44,7 +44,7 @@ def share(gm: fx.GraphModule, context: Context) -> int:
 def _must_share(node: fx.Node, context: Context) -> bool:
     operator = operator_of(node)
     assert operator is not None
-    return operator.scale is Scale.SAME or (operator.name == "cat" and context.target.arithmetic.share_concat)
+    return operator.scale is Scale.SAME or (operator.name in ("cat", "stack") and context.target.arithmetic.share_concat)
 
 
 def _check(group: list[fx.Node], demands: nx.Graph, context: Context) -> None:

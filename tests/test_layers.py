@@ -37,12 +37,16 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.pipeline": BASE | {"graph", "stage", "target", "text"},
     "fxquant.calibration": BASE | {"graph", "prepared", "progress", "quantizer", "state"},
     "fxquant.trace": {"errors", "graph", "trace"},
+    "fxquant.serialization": BASE | {
+        "batch_norm", "graph", "ops", "prepared", "primitives", "quantizer", "serialization", "stage", "state", "target", "trace",
+    },
     "fxquant.explain": {"errors", "graph", "prepared", "primitives", "trace"},
     "fxquant.verify": {"calibration", "errors", "graph", "prepared", "primitives", "state"},
     # verbs and targets: never each other
     "fxquant.passes": NOUNS,
     "fxquant.backends": NOUNS | {"backends"},
     "fxquant.backends.bpu": {"errors", "numerics", "target", "backends.bpu"},
+    "fxquant.backends.cpu": {"errors", "numerics", "target", "backends.cpu"},
     # what joins them
     "fxquant.api": {"*"},
     "fxquant.demo": {"", "backends", "demo", "errors", "graph", "primitives", "progress", "target"},

@@ -18,9 +18,9 @@ from fxquant.backends.bpu import FIXED, REAL
 from fxquant.errors import AccumulatorOverflow
 from fxquant.lowering import EagerLowering, Quantized, straight_through
 from fxquant.numerics import INT8, INT16, Arithmetic, FixedRequantization, IntType, Ratio, fixed_requantization, real_multiplier, table
-from fxquant.ops.elementwise import lower_add
+from fxquant.ops.arithmetic import lower_add
+from fxquant.ops.join import _lower_cat
 from fxquant.ops.pool import _lower_avg_pool2d
-from fxquant.ops.shape import _lower_cat
 from fxquant.ops.weighted import lower_weighted
 from fxquant.primitives import PRIMITIVES, accumulate, boundary, elementwise, pool, shape
 from fxquant.primitives.requantize import requantize_fixed, requantize_real

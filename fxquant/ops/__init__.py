@@ -1,10 +1,28 @@
 """The operator table: one record per operator, one file per family.
 
-Importing this package fills the table. Adding a unary function is one line in `elementwise`; adding another
+Importing this package fills the table. Adding a unary function is one line in `unary`; adding another
 operator is one record in one of these files.
 """
 
-from fxquant.ops import boundary, elementwise, normalization, pool, shape, weighted
+from fxquant.ops import (
+    activation,
+    arithmetic,
+    boundary,
+    convolution,
+    extremum,
+    index,
+    join,
+    linear,
+    normalization,
+    pad,
+    pixels,
+    pool,
+    prelu,
+    resize,
+    shape,
+    unary,
+    weighted,
+)
 from fxquant.ops.record import FUNCTIONS, METHODS, MODULES, OPERATORS, Operator, Parameter, Scale, map_operands, operand_nodes, operator_of
 
 __all__ = [
@@ -15,13 +33,24 @@ __all__ = [
     "Operator",
     "Parameter",
     "Scale",
+    "activation",
+    "arithmetic",
     "boundary",
-    "elementwise",
+    "convolution",
+    "extremum",
+    "index",
+    "join",
+    "linear",
     "map_operands",
     "normalization",
     "operand_nodes",
     "operator_of",
+    "pad",
+    "pixels",
     "pool",
+    "prelu",
+    "resize",
     "shape",
+    "unary",
     "weighted",
 ]

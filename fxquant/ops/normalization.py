@@ -1,25 +1,46 @@
-"""Batch normalisation: recognised so that it can be folded into the layer before it."""
+"""Batch normalisation that is not folded into the layer before it: one factor and one bias per channel."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxquant.batch_norm import BatchNorm, BatchNormTensors
-from fxquant.lowering import Quantized
+from fxquant.graph import TensorFact, fact
+from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.ops.record import Operator, Parameter, register
+from fxquant.ops.weighted import epilogue, lower_weighted
+from fxquant.primitives import product
 
 
-def batch_norm(input: Tensor, batch_norm: BatchNorm) -> Tensor:
-    """Batch normalisation with running statistics."""
+def batch_norm(input: Tensor, batch_norm: BatchNorm, *, clamp: Clamp | None = None) -> Tensor:
+    """Batch normalisation with running statistics, and a fused clamp."""
     bn = batch_norm
-    return F.batch_norm(input, bn.running_mean, bn.running_var, bn.weight, bn.bias, False, 0.0, bn.eps)
+    return epilogue(F.batch_norm(input, bn.running_mean, bn.running_var, bn.weight, bn.bias, False, 0.0, bn.eps), None, clamp, None)
 
 
-def _unreachable(*arguments: Any, **keywords: Any) -> Quantized:
-    raise AssertionError("a batch norm that is not folded stays in float")
+def _lower_batch_norm(lowering: Lowering, input: Quantized, batch_norm: BatchNorm, *, clamp: Clamp | None = None) -> Quantized:
+    """It is folded into a layer that multiplies every channel by one; a channel's only weight is then ±127 steps."""
+    mean = batch_norm.running_mean
+    assert mean is not None
+    weight, bias = lowering.fold(torch.ones_like(mean).unsqueeze(1), None, batch_norm, 0, lambda weight, bias: input.real())
+    trailing = len(input.shape) - 2
+    return lower_weighted(
+        lowering,
+        input,
+        weight,
+        bias,
+        None,
+        clamp,
+        narrow=product.scale_channels,
+        wide=product.scale_channels_wide,
+        attributes=(trailing,),
+        trailing=trailing,
+        layout=torch.flatten,
+    )
 
 
 def _functional(
@@ -42,7 +63,11 @@ def _module(module: Any) -> dict[str, Any] | str:
 
 
 def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    return "it follows no convolution or linear layer that it could be folded into"
+    operand, taken = fact(arguments["input"]), arguments["batch_norm"]
+    if isinstance(operand, TensorFact) and (len(operand.shape) < 2 or not isinstance(operand.shape[1], int)):
+        return "its input has no channels of a fixed number"
+    computed = [value.name for value in taken if isinstance(value, fx.Node) and value.op != "get_attr"] if isinstance(taken, tuple) else []
+    return f"its statistics are computed by %{computed[0]}, not stored" if computed else None
 
 
 register(
@@ -50,9 +75,10 @@ register(
         "batch_norm",
         batch_norm,
         ("input",),
-        _unreachable,
+        _lower_batch_norm,
         functions={F.batch_norm: _functional},
         modules={nn.BatchNorm1d: _module, nn.BatchNorm2d: _module, nn.BatchNorm3d: _module, nn.SyncBatchNorm: _module},
+        absorbs=frozenset({"clamp"}),
         refuses=_refuses,
     )
 )

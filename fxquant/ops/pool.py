@@ -269,7 +269,7 @@ def _adaptive_avg_pool(
         window = kernel(input.shape, output_size)
         assert window is not None
         if window == _spatial(input.shape, rank):
-            return _lower_sum(lowering, input, list(range(-rank, 0)), True, math.prod(window), clamp)
+            return _lower_total(lowering, input, list(range(-rank, 0)), True, math.prod(window), clamp)
         return _LOWER_AVG_POOLS[rank](lowering, input, window, None, 0, False, True, None, clamp=clamp)
 
     def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -310,12 +310,18 @@ for _rank, _function, _lower, _adaptive_module, _refuses in (
     )
 
 
-# ---- mean -----------------------------------------------------------------------------------------------------------
+# ---- mean and sum -----------------------------------------------------------------------------------------------------------
 
 
 def mean(input: Tensor, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Tensor:
     """The mean over dimensions (all of them if `dim` is None)."""
     value = input.mean() if dim is None else input.mean(dim, keepdim)
+    return value if clamp is None else value.clamp(*clamp)
+
+
+def sum(input: Tensor, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Tensor:
+    """The sum over dimensions (all of them if `dim` is None)."""
+    value = input.sum() if dim is None else input.sum(dim, keepdim)
     return value if clamp is None else value.clamp(*clamp)
 
 
@@ -326,40 +332,52 @@ def _dims(shape: tuple[Any, ...], dim: Any) -> list[int]:
 
 def _lower_mean(lowering: Lowering, input: Quantized, dim: Any, keepdim: bool, *, clamp: Clamp | None = None) -> Quantized:
     dims = _dims(input.shape, dim)
-    return _lower_sum(lowering, input, dims, keepdim, math.prod(input.shape[d] for d in dims), clamp)  # type: ignore[misc]
+    return _lower_total(lowering, input, dims, keepdim, math.prod(input.shape[d] for d in dims), clamp)  # type: ignore[misc]
 
 
-def _lower_sum(lowering: Lowering, input: Quantized, dims: list[int], keepdim: bool, divisor: int, clamp: Clamp | None) -> Quantized:
-    lowering.prove(torch.tensor(float(divisor * input.dtype.magnitude)), "the sum", limit=FLOAT32_EXACT - 1)
+def _lower_sum(lowering: Lowering, input: Quantized, dim: Any, keepdim: bool, *, clamp: Clamp | None = None) -> Quantized:
+    return _lower_total(lowering, input, _dims(input.shape, dim), keepdim, 1, clamp)
+
+
+def _lower_total(lowering: Lowering, input: Quantized, dims: list[int], keepdim: bool, divisor: int, clamp: Clamp | None) -> Quantized:
+    terms = math.prod(input.shape[d] for d in dims)  # type: ignore[misc]
+    lowering.prove(torch.tensor(float(terms * input.dtype.magnitude)), "the sum", limit=FLOAT32_EXACT - 1)
     total = lowering.call(pool.sum, input.value, dims, keepdim)
     count = torch.tensor(float(divisor), device=input.scale.device)
     return lowering.requantize(total, Ratio((input.scale,), (count,)), clamp)
 
 
-def _refuses_mean(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    operand = fact(arguments["input"])
-    if not isinstance(operand, TensorFact):
-        return None
-    sizes = [operand.shape[d] for d in _dims(operand.shape, arguments["dim"])]
-    reduced = [size for size in sizes if isinstance(size, int)]
-    if len(reduced) < len(sizes):
-        return "it averages over the batch, whose size is not fixed"
-    return _too_many(reduced, FLOAT32_EXACT)
+def _refuses_reduction(verb: str) -> Callable[[fx.Node, dict[str, Any]], str | None]:
+    def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+        operand = fact(arguments["input"])
+        if not isinstance(operand, TensorFact):
+            return None
+        sizes = [operand.shape[d] for d in _dims(operand.shape, arguments["dim"])]
+        reduced = [size for size in sizes if isinstance(size, int)]
+        if len(reduced) < len(sizes):
+            return f"it {verb} over the batch, whose size is not fixed"
+        return _too_many(reduced, FLOAT32_EXACT)
+
+    return refuses
 
 
-def _mean_arguments(input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> dict[str, Any] | str:
+def _reduction_arguments(input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> dict[str, Any] | str:
     return "a dtype argument has no integer form" if dtype is not None else {"input": input, "dim": dim, "keepdim": keepdim}
 
 
-register(
-    Operator(
-        "mean",
-        mean,
-        ("input",),
-        _lower_mean,
-        functions={torch.mean: _mean_arguments},
-        methods={"mean": _mean_arguments},
-        absorbs=frozenset({"clamp"}),
-        refuses=_refuses_mean,
+for _name, _reduction, _lower_reduction, _spelling, _verb in (
+    ("mean", mean, _lower_mean, torch.mean, "averages"),
+    ("sum", sum, _lower_sum, torch.sum, "sums"),
+):
+    register(
+        Operator(
+            _name,
+            _reduction,
+            ("input",),
+            _lower_reduction,
+            functions={_spelling: _reduction_arguments},
+            methods={_name: _reduction_arguments},
+            absorbs=frozenset({"clamp"}),
+            refuses=_refuses_reduction(_verb),
+        )
     )
-)

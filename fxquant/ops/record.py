@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from fxquant.lowering import Lowering, Quantized
 
@@ -51,7 +51,9 @@ class Operator:
     methods    the same for Tensor methods
     modules    the same for modules, by exact class: module -> arguments
     absorbs    what may be fused into it: "batch_norm", "residual", "clamp"; each is a keyword of `function`
-    normalize  brings the arguments of a node to their simplest form
+    normalize  brings the arguments of a node to their simplest form, or says why they have none
+    parameters the canonical parameters with their defaults, where `function` is PyTorch's own; else read off its signature
+    adapt      how the arguments of `function` itself become canonical ones (None: by name)
     refuses    says why a particular node must stay in float, or None
     """
 
@@ -65,8 +67,9 @@ class Operator:
     modules: Mapping[type, Callable[[Any], dict[str, Any] | str]] = field(default_factory=dict)
     absorbs: frozenset[str] = frozenset()
     refuses: Callable[[fx.Node, dict[str, Any]], str | None] = lambda node, arguments: None
-    normalize: Callable[[fx.Node, dict[str, Any]], dict[str, Any]] = lambda node, arguments: arguments
-    parameters: tuple[str, ...] = ()
+    normalize: Callable[[fx.Node, dict[str, Any]], dict[str, Any] | str] = lambda node, arguments: arguments
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    adapt: Adapt | None = None
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Canonical arguments by name, defaults filled in. Raises TypeError as a call would."""
@@ -106,12 +109,12 @@ MODULES: dict[type, tuple[Operator, Callable[[Any], dict[str, Any] | str]]] = {}
 def register(operator: Operator) -> Operator:
     """Add an operator to the table. Raises ValueError if one of its spellings is taken."""
     if operator.parameters:
-        _SIGNATURES[operator.function] = dict.fromkeys(operator.parameters, inspect.Parameter.empty)
+        _SIGNATURES[operator.function] = dict(operator.parameters)
     else:
         signature = inspect.signature(operator.function).parameters.values()
         _SIGNATURES[operator.function] = {p.name: p.default for p in signature if p.kind is not inspect.Parameter.KEYWORD_ONLY}
     _claim(OPERATORS, operator.function, operator)
-    for function, adapt in {operator.function: None, **operator.functions}.items():
+    for function, adapt in {operator.function: operator.adapt, **operator.functions}.items():
         _claim(FUNCTIONS, function, (operator, adapt))
     for method, adapt in operator.methods.items():
         _claim(METHODS, method, (operator, adapt))
@@ -132,12 +135,12 @@ def operator_of(node: fx.Node) -> Operator | None:
 
 
 def operand_nodes(operator: Operator, arguments: Mapping[str, Any]) -> list[fx.Node]:
-    """The nodes of all activations among the arguments, the residual included, in order."""
+    """The nodes of all activations among the arguments, the residual included, in order; parameters are none."""
     found: list[fx.Node] = []
     for name in (*operator.operands, "residual"):
         value = arguments.get(name)
         found.extend(value if isinstance(value, list | tuple) else [] if value is None else [value])
-    return [value for value in found if isinstance(value, fx.Node)]
+    return [value for value in found if isinstance(value, fx.Node) and value.op != "get_attr"]
 
 
 def map_operands(operator: Operator, arguments: Mapping[str, Any], function: Callable[[str, Any], Any]) -> dict[str, Any]:
@@ -147,7 +150,7 @@ def map_operands(operator: Operator, arguments: Mapping[str, Any], function: Cal
         value = mapped.get(name)
         if isinstance(value, list | tuple):
             mapped[name] = [function(name, item) for item in value]
-        elif value is not None:
+        elif isinstance(value, fx.Node | Tensor):
             mapped[name] = function(name, value)
     return mapped
 

@@ -1,17 +1,35 @@
-"""Operators that move values about and leave them as they are."""
+"""Operators that give the same elements another shape or order, or pass them on as they are."""
 
 from __future__ import annotations
 
+import builtins
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxquant.graph import TensorFact, fact
+from fxquant.graph import Size, TensorFact, fact, shape_of
 from fxquant.lowering import Lowering, Quantized
 from fxquant.ops.record import Operator, Scale, register
 from fxquant.primitives import shape
+
+MANY_SIZES = "more than one of its sizes depends on the batch size"
+
+
+def numbers(sizes: Sequence[Size]) -> list[int]:
+    """A shape as numbers, with -1 for the one size that depends on the batch."""
+    plain = [size if isinstance(size, int) else -1 for size in sizes]
+    assert plain.count(-1) <= 1
+    return plain
+
+
+def many_sizes(node: fx.Node) -> bool:
+    """Whether a reshape could not infer the sizes of the result."""
+    result = fact(node)
+    return isinstance(result, TensorFact) and sum(not isinstance(size, int) for size in result.shape) > 1
+
 
 # ---- reshape --------------------------------------------------------------------------------------------------------
 
@@ -32,17 +50,13 @@ def _any_sizes(input: Any, *sizes: Any, **keywords: Any) -> dict[str, Any] | str
     return {"input": input, "shape": list(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], list | tuple) else list(sizes)}
 
 
-def _plain_shape(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The shape as numbers, with -1 for the one size that depends on the batch."""
-    result = fact(node)
-    if isinstance(result, TensorFact):
-        shape = [size if isinstance(size, int) else -1 for size in result.shape]
-        if shape.count(-1) <= 1:
-            return {**arguments, "shape": shape}
-    return arguments
+def _plain_shape(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
+    """The shape as numbers, read off the result."""
+    return MANY_SIZES if many_sizes(node) else {**arguments, "shape": numbers(shape_of(node))}
 
 
 _shape = shape
+_RESHAPES = ("reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as")
 register(
     Operator(
         "reshape",
@@ -50,13 +64,12 @@ register(
         ("input",),
         _lower_reshape,
         Scale.SAME,
-        functions=dict.fromkeys((torch.reshape, torch.flatten, torch.squeeze, torch.unsqueeze), _any_sizes),
-        methods=dict.fromkeys(("reshape", "view", "flatten", "squeeze", "unsqueeze", "view_as", "reshape_as"), _any_sizes),
-        modules={nn.Flatten: lambda m: {"shape": []}},
+        functions=dict.fromkeys((torch.reshape, torch.flatten, torch.unflatten, torch.squeeze, torch.unsqueeze), _any_sizes),
+        methods=dict.fromkeys(_RESHAPES, _any_sizes),
+        modules=dict.fromkeys((nn.Flatten, nn.Unflatten), lambda m: {"shape": []}),
         normalize=_plain_shape,
     )
 )
-
 
 # ---- nothing at all -------------------------------------------------------------------------------------------------
 
@@ -87,7 +100,6 @@ register(
     )
 )
 
-
 # ---- dropout --------------------------------------------------------------------------------------------------------
 
 
@@ -116,31 +128,167 @@ register(
     )
 )
 
-
-# ---- concatenation --------------------------------------------------------------------------------------------------
-
-
-def cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
-    """The tensors one after another along `dim`."""
-    return torch.cat(tensors, dim)
+# ---- permute --------------------------------------------------------------------------------------------------------
 
 
-def _lower_cat(lowering: Lowering, tensors: list[Quantized], dim: int) -> Quantized:
-    """Each operand requantized to the output's scale, then joined."""
-
-    def join() -> Any:
-        parts = [lowering.rescale(tensor, lowering.output, f"operand{index}_") for index, tensor in enumerate(tensors)]
-        return lowering.call(shape.concatenate, parts, dim)
-
-    return lowering.result(join, lambda: torch.cat([tensor.real() for tensor in tensors], dim))
+def permute(input: Tensor, dims: list[int]) -> Tensor:
+    """The same elements with dimensions in another order."""
+    return input.permute(dims)
 
 
-def _refuses_cat(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    return "one of its operands is a parameter or constant" if any(t.op == "get_attr" for t in arguments["tensors"]) else None
+def _lower_permute(lowering: Lowering, input: Quantized, dims: list[int]) -> Quantized:
+    return input.with_value(lowering.call(shape.permute, input.value, dims))
+
+
+def rank_of(input: Any) -> int:
+    return len(shape_of(input))
+
+
+def with_dims(input: Any, *dims: Any, **keywords: Any) -> dict[str, Any]:
+    order = keywords.get("dims", dims[0] if len(dims) == 1 and isinstance(dims[0], list | tuple) else dims)
+    return {"input": input, "dims": [dim % rank_of(input) for dim in order]}
+
+
+def _swapped(input: Any, one: int, other: int) -> dict[str, Any]:
+    dims = list(range(rank_of(input)))
+    dims[one], dims[other] = dims[other], dims[one]
+    return {"input": input, "dims": dims}
+
+
+def _transposed(input: Any, dim0: int, dim1: int) -> dict[str, Any]:
+    return _swapped(input, dim0, dim1)
+
+
+def _swapped_axes(input: Any, axis0: int, axis1: int) -> dict[str, Any]:
+    return _swapped(input, axis0, axis1)
+
+
+def _reversed(input: Any) -> dict[str, Any]:
+    return {"input": input, "dims": list(reversed(range(rank_of(input))))}
+
+
+def _moved(input: Any, source: Any, destination: Any) -> dict[str, Any]:
+    """torch.movedim: the dimensions `source` become the dimensions `destination`; the others keep their order."""
+    rank = rank_of(input)
+    sources, destinations = ([d % rank for d in (dims if isinstance(dims, list | tuple) else [dims])] for dims in (source, destination))
+    rest = iter(dim for dim in range(rank) if dim not in sources)
+    taken = dict(zip(destinations, sources, strict=True))
+    return {"input": input, "dims": [taken[dim] if dim in taken else next(rest) for dim in range(rank)]}
+
+
+def _property(input: Any, name: str) -> dict[str, Any] | str:
+    if not isinstance(fact(input), TensorFact) or name not in ("T", "H", "mT", "mH"):
+        return f"the attribute {name} is no operator"
+    return _reversed(input) if name == "T" else _swapped(input, -1, -2)
 
 
 register(
     Operator(
-        "cat", cat, ("tensors",), _lower_cat, functions={torch.cat: None, torch.concat: None, torch.concatenate: None}, refuses=_refuses_cat
+        "permute",
+        permute,
+        ("input",),
+        _lower_permute,
+        Scale.SAME,
+        functions={
+            torch.permute: with_dims,
+            torch.t: _reversed,
+            builtins.getattr: _property,
+            **dict.fromkeys((torch.transpose, torch.swapdims), _transposed),
+            torch.swapaxes: _swapped_axes,
+            **dict.fromkeys((torch.movedim, torch.moveaxis), _moved),
+            torch.adjoint: lambda input: _swapped(input, -1, -2),
+        },
+        methods={
+            "permute": with_dims,
+            "t": _reversed,
+            **dict.fromkeys(("transpose", "swapdims"), _transposed),
+            "swapaxes": _swapped_axes,
+            **dict.fromkeys(("movedim", "moveaxis"), _moved),
+            "adjoint": lambda input: _swapped(input, -1, -2),
+        },
+    )
+)
+
+# ---- repeating ------------------------------------------------------------------------------------------------------
+
+
+def expand(input: Tensor, sizes: list[int]) -> Tensor:
+    """Dimensions of size 1 repeated to these sizes, new ones in front; -1 keeps a size."""
+    return input.expand(sizes)
+
+
+def _lower_expand(lowering: Lowering, input: Quantized, sizes: list[int]) -> Quantized:
+    kept = [*[None] * (len(sizes) - len(input.shape)), *input.shape]
+    if all(size == -1 or size == old for size, old in zip(sizes, kept, strict=True)):
+        return input
+    return input.with_value(lowering.call(shape.expand, input.value, sizes))
+
+
+def _expanded(input: Any, *sizes: Any, **keywords: Any) -> dict[str, Any] | str:
+    """The wanted sizes, given as numbers or as those of another tensor; -1 where the batch stays as it is."""
+    wanted = keywords.get("size", keywords.get("other", sizes[0] if len(sizes) == 1 else sizes))
+    if isinstance(wanted, fx.Node) and isinstance(fact(wanted), TensorFact):
+        wanted = shape_of(wanted)
+    wanted = list(wanted) if isinstance(wanted, list | tuple) else [wanted]
+    present = [*[1] * (len(wanted) - rank_of(input)), *shape_of(input)]
+    plain = [size if isinstance(size, int) else -1 for size in wanted]
+    if any(size == -1 and known != -1 and old == 1 for size, known, old in zip(plain, wanted, present, strict=True)):
+        return "it is repeated as often as the batch is large"
+    return {"input": input, "sizes": plain}
+
+
+register(
+    Operator(
+        "expand",
+        expand,
+        ("input",),
+        _lower_expand,
+        Scale.SAME,
+        functions={torch.broadcast_to: _expanded},
+        methods=dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expanded),
+    )
+)
+
+
+def repeat(input: Tensor, repeats: list[int]) -> Tensor:
+    """The whole tensor this many times along each dimension, new ones in front."""
+    return input.repeat(repeats)
+
+
+def _lower_repeat(lowering: Lowering, input: Quantized, repeats: list[int]) -> Quantized:
+    value = input.value
+    new = len(repeats) - len(input.shape)
+    if new:
+        value = lowering.call(shape.reshape, value, [*[1] * new, *numbers(input.shape)])
+    if any(count != 1 for count in repeats):
+        value = lowering.call(shape.tile, value, repeats)
+    return input.with_value(value)
+
+
+def _repeated(input: Any, *repeats: Any, **keywords: Any) -> dict[str, Any]:
+    counts = keywords.get("repeats", keywords.get("dims", repeats[0] if len(repeats) == 1 else repeats))
+    counts = list(counts) if isinstance(counts, list | tuple) else [counts]
+    return {"input": input, "repeats": [1] * (rank_of(input) - len(counts)) + counts}
+
+
+def _refuses_repeat(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    repeats = arguments["repeats"]
+    if not all(isinstance(count, int) and count > 0 for count in repeats):
+        return "how often it repeats is computed, or nothing is left"
+    known = fact(arguments["input"])
+    grows = isinstance(known, TensorFact) and len(repeats) > len(known.shape)
+    return MANY_SIZES if grows and sum(not isinstance(size, int) for size in known.shape) > 1 else None
+
+
+register(
+    Operator(
+        "repeat",
+        repeat,
+        ("input",),
+        _lower_repeat,
+        Scale.SAME,
+        functions={torch.tile: _repeated},
+        methods={"repeat": _repeated, "tile": _repeated},
+        refuses=_refuses_repeat,
     )
 )

@@ -1,4 +1,4 @@
-"""Operators with weights: convolution and linear, and everything that is fused into them.
+"""What operators with weights have in common: their sums of products, and everything that is fused into them.
 
 The integer meaning, per output channel c:
 
@@ -12,24 +12,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.nn import functional as F
+from torch import Tensor, fx
 
-from fxquant.batch_norm import BatchNorm, fold
-from fxquant.graph import TensorFact, fact
+from fxquant.graph import Size, TensorFact, fact, resolve
 from fxquant.lowering import Clamp, Lowering, Quantized, straight_through
 from fxquant.numerics import FLOAT32_EXACT, Ratio, accumulator_bound, bias_integers, raise_for_bias, weight_scale
-from fxquant.ops.elementwise import lower_add
-from fxquant.ops.record import Operator, Parameter, register
+from fxquant.ops.arithmetic import lower_add
 from fxquant.primitives import accumulate
-from fxquant.primitives.accumulate import CONVOLUTIONS
 
 SMALLEST_RESIDUAL_MULTIPLIER = 256  # below it, rounding k_c to a whole number costs more than 2^-9 of the residual
+
+ABSORBED = frozenset({"batch_norm", "residual", "clamp"})
 
 Tap = Callable[[Tensor], None]
 
 
-def _epilogue(value: Tensor, residual: Tensor | None, clamp: Clamp | None, tap: Tap | None) -> Tensor:
+def epilogue(value: Tensor, residual: Tensor | None, clamp: Clamp | None, tap: Tap | None) -> Tensor:
     """What is fused behind the sum: residual, then clamp. `tap` is shown the value before the residual."""
     if residual is not None:
         if tap is not None:
@@ -66,15 +64,18 @@ def lower_weighted(
     wide: Callable[..., Tensor],
     attributes: tuple[Any, ...],
     trailing: int,
+    layout: Callable[[Tensor], Tensor] = lambda weight: weight,
 ) -> Quantized:
     """A sum of products; output channels are the weight's dimension 0, followed by `trailing` dimensions in the output.
 
-    `narrow` is the primitive whose sums stay below 2^24, `wide` the one that splits its operand to keep them there.
+    `narrow` is the primitive whose sums stay below 2^24, `wide` the one that splits its operand to keep them there;
+    both take the weight as `layout` arranges it.
     """
     per_channel = lowering.weight.per_channel
     scale = weight_scale(weight, 0 if per_channel else None, lowering.weight.type)
     if bias is not None:
         scale = raise_for_bias(scale, bias if per_channel else bias.abs().max(), input.scale)
+    scale = lowering.settle(scale)
     integers = _weight_integers(weight, scale)
     bias_q = None if bias is None else _bias_integers(bias, input.scale, scale)
 
@@ -86,7 +87,7 @@ def lower_weighted(
 
     operands = (
         input.value,
-        lowering.constant("weight", integers, lowering.weight.type.storage),
+        lowering.constant("weight", layout(integers), lowering.weight.type.storage),
         None if bias_q is None else lowering.constant("bias", bias_q, torch.int32),
         *attributes,
     )
@@ -137,63 +138,7 @@ def _residual_multiplier(
     return None, bound
 
 
-# ---- convolution ----------------------------------------------------------------------------------------------------
-
-
-def _convolution(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized]]:
-    """The float function and the lowering of convolution in `rank` dimensions."""
-    kernel = CONVOLUTIONS[rank]
-
-    def function(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-        *,
-        batch_norm: BatchNorm | None = None,
-        residual: Tensor | None = None,
-        clamp: Clamp | None = None,
-        tap: Tap | None = None,
-    ) -> Tensor:
-        if batch_norm is not None:
-            weight, bias = fold(weight, bias, batch_norm, 0)
-        return _epilogue(kernel(input, weight, bias, stride, padding, dilation, groups), residual, clamp, tap)
-
-    def lower(
-        lowering: Lowering,
-        input: Quantized,
-        weight: Tensor,
-        bias: Tensor | None,
-        stride: Any,
-        padding: Any,
-        dilation: Any,
-        groups: int,
-        *,
-        batch_norm: BatchNorm | None = None,
-        residual: Quantized | None = None,
-        clamp: Clamp | None = None,
-    ) -> Quantized:
-        attributes = sizes(stride, rank), sizes(padding, rank), sizes(dilation, rank), groups
-        weight, bias = lowering.fold(weight, bias, batch_norm, 0, lambda w, b: kernel(input.real(), w, b, *attributes))
-        return lower_weighted(
-            lowering,
-            input,
-            weight,
-            bias,
-            residual,
-            clamp,
-            narrow=accumulate.convolution,
-            wide=accumulate.convolution_wide,
-            attributes=attributes,
-            trailing=rank,
-        )
-
-    function.__name__ = function.__qualname__ = f"conv{rank}d"
-    function.__doc__ = f"{rank}-dimensional convolution, with the batch norm, residual and clamp that are fused into it."
-    return function, lower
+# ---- what their records share ------------------------------------------------------------------------------------------
 
 
 def sizes(value: Any, rank: int) -> list[int]:
@@ -202,115 +147,18 @@ def sizes(value: Any, rank: int) -> list[int]:
     return values * rank if len(values) == 1 else values
 
 
-def _convolution_module(module: Any) -> dict[str, Any] | str:
-    if module.padding_mode != "zeros":
-        return f"padding_mode={module.padding_mode!r} has no integer form yet"
-    padding = module.padding
-    if padding == "valid":
-        padding = 0
-    elif padding == "same":
-        totals = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
-        if any(total % 2 for total in totals):
-            return "padding='same' with an even kernel is asymmetric, which has no integer form yet"
-        padding = tuple(total // 2 for total in totals)
-    return {
-        "weight": Parameter("weight"),
-        "bias": None if module.bias is None else Parameter("bias"),
-        "stride": module.stride,
-        "padding": padding,
-        "dilation": module.dilation,
-        "groups": module.groups,
-    }
+def shape_of(value: Any) -> tuple[Size, ...] | None:
+    """The shape of an argument: a parameter's own, or what was traced; None if it is no tensor."""
+    if isinstance(value, fx.Node) and value.op == "get_attr" and value.graph.owning_module is not None:
+        parameter = resolve(value.graph.owning_module, str(value.target))
+        return tuple(parameter.shape) if isinstance(parameter, Tensor) else None
+    known = fact(value) if isinstance(value, fx.Node) else None
+    return known.shape if isinstance(known, TensorFact) else None
 
 
-def _refuses_weighted(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+def refuses_weighted(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     for name in ("weight", "bias"):
         value = arguments[name]
         if isinstance(value, fx.Node) and value.op != "get_attr":
             return f"its {name} is computed by %{value.name}, not a parameter"
     return None
-
-
-def _refuses_convolution(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
-    def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-        if isinstance(arguments["padding"], str):
-            return f"padding={arguments['padding']!r} has no integer form yet"
-        operand = fact(arguments["input"])
-        if isinstance(operand, TensorFact) and len(operand.shape) != rank + 2:
-            return "its input has no batch dimension"
-        return _refuses_weighted(node, arguments)
-
-    return refuses
-
-
-ABSORBED = frozenset({"batch_norm", "residual", "clamp"})
-
-conv1d, _lower_conv1d = _convolution(1)
-conv2d, _lower_conv2d = _convolution(2)
-conv3d, _lower_conv3d = _convolution(3)
-for _rank, _function, _lower, _module in (
-    (1, conv1d, _lower_conv1d, nn.Conv1d),
-    (2, conv2d, _lower_conv2d, nn.Conv2d),
-    (3, conv3d, _lower_conv3d, nn.Conv3d),
-):
-    register(
-        Operator(
-            f"conv{_rank}d",
-            _function,
-            ("input",),
-            _lower,
-            functions={CONVOLUTIONS[_rank]: None},
-            modules={_module: _convolution_module},
-            absorbs=ABSORBED,
-            refuses=_refuses_convolution(_rank),
-        )
-    )
-
-
-# ---- linear -----------------------------------------------------------------------------------------------------------
-
-
-def linear(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    batch_norm: BatchNorm | None = None,
-    residual: Tensor | None = None,
-    clamp: Clamp | None = None,
-    tap: Tap | None = None,
-) -> Tensor:
-    """x · wᵀ + b over the last dimension, with the batch norm, residual and clamp that are fused into it."""
-    if batch_norm is not None:
-        weight, bias = fold(weight, bias, batch_norm, 0)
-    return _epilogue(F.linear(input, weight, bias), residual, clamp, tap)
-
-
-def _lower_linear(
-    lowering: Lowering,
-    input: Quantized,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    batch_norm: BatchNorm | None = None,
-    residual: Quantized | None = None,
-    clamp: Clamp | None = None,
-) -> Quantized:
-    weight, bias = lowering.fold(weight, bias, batch_norm, 0, lambda w, b: F.linear(input.real(), w, b))
-    return lower_weighted(
-        lowering, input, weight, bias, residual, clamp, narrow=accumulate.linear, wide=accumulate.linear_wide, attributes=(), trailing=0
-    )
-
-
-register(
-    Operator(
-        "linear",
-        linear,
-        ("input",),
-        _lower_linear,
-        functions={F.linear: None},
-        modules={nn.Linear: lambda m: {"weight": Parameter("weight"), "bias": None if m.bias is None else Parameter("bias")}},
-        absorbs=ABSORBED,
-        refuses=_refuses_weighted,
-    )
-)

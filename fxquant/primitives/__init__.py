@@ -4,7 +4,21 @@ A primitive is one function whose body is its meaning; beside it stands its ONNX
 each function to its record.
 """
 
-from fxquant.primitives import accumulate, boundary, elementwise, pool, requantize, shape
+from fxquant.primitives import accumulate, boundary, elementwise, pool, product, requantize, resize, shape, transposed
 from fxquant.primitives.record import PRIMITIVES, Emitter, Primitive, primitive
 
-__all__ = ["PRIMITIVES", "Emitter", "Primitive", "accumulate", "boundary", "elementwise", "pool", "primitive", "requantize", "shape"]
+__all__ = [
+    "PRIMITIVES",
+    "Emitter",
+    "Primitive",
+    "accumulate",
+    "boundary",
+    "elementwise",
+    "pool",
+    "primitive",
+    "product",
+    "requantize",
+    "resize",
+    "shape",
+    "transposed",
+]

@@ -22,7 +22,7 @@ def split(input: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return high, input - high * 2**bits
 
 
-def _onnx_split(e: Emitter, input: str, bits: int) -> tuple[str, str]:
+def onnx_split(e: Emitter, input: str, bits: int) -> tuple[str, str]:
     step = e.constant(float(2**bits))
     high = e.node("Floor", e.node("Mul", e.node("Add", input, e.constant(float(2 ** (bits - 1)))), e.constant(2.0**-bits)))
     return high, e.node("Sub", input, e.node("Mul", high, step))
@@ -86,16 +86,16 @@ def _onnx_convolution_wide(
         w = e.node("Cast", w, to=torch.float32)
         halves = [
             e.node("Cast", e.node("Conv", half, w, **attributes), to=torch.float64)
-            for half in _onnx_split(e, e.node("Cast", x, to=torch.float32), bits)
+            for half in onnx_split(e, e.node("Cast", x, to=torch.float32), bits)
         ]
-        return _onnx_join(e, halves[0], halves[1], bits, *bias)
+        return onnx_join(e, halves[0], halves[1], bits, *bias)
 
     name = "convolution_wide_" + "_".join(str(v).strip("[]").replace(", ", "x") for v in (*attributes.values(), bits, bias is not None))
     shaped = [] if bias is None else [e.constant(bias.double().reshape(-1, *[1] * (weight.dim() - 2)))]
     return e.call(name, body, input, e.constant(weight), *shaped)
 
 
-def _onnx_join(e: Emitter, high: str, low: str, bits: int, *bias: str) -> str:
+def onnx_join(e: Emitter, high: str, low: str, bits: int, *bias: str) -> str:
     total = e.node("Add", e.node("Mul", high, e.constant(float(2**bits), torch.float64)), low)
     return e.node("Add", total, bias[0]) if bias else total
 
@@ -140,10 +140,9 @@ def _onnx_linear_wide(e: Emitter, input: str, weight: Tensor, bias: Tensor | Non
     def body(e: Emitter, x: str, w: str, *bias: str) -> str:
         w = e.node("Cast", w, to=torch.float32)
         halves = [
-            e.node("Cast", e.node("MatMul", half, w), to=torch.float64)
-            for half in _onnx_split(e, e.node("Cast", x, to=torch.float32), bits)
+            e.node("Cast", e.node("MatMul", half, w), to=torch.float64) for half in onnx_split(e, e.node("Cast", x, to=torch.float32), bits)
         ]
-        return _onnx_join(e, halves[0], halves[1], bits, *bias)
+        return onnx_join(e, halves[0], halves[1], bits, *bias)
 
     constants = [e.constant(weight.t().contiguous())] + ([] if bias is None else [e.constant(bias.double())])
     return e.call(f"linear_wide_{bits}_{bias is not None}", body, input, *constants)

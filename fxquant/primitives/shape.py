@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fxquant.primitives.record import Emitter, primitive
 
@@ -42,3 +43,71 @@ def _onnx_concatenate(e: Emitter, tensors: list[str], dim: int) -> str:
 def concatenate(tensors: list[Tensor], dim: int) -> Tensor:
     """The tensors one after another along `dim`."""
     return torch.cat(tensors, dim)
+
+
+# ---- selecting and repeating ------------------------------------------------------------------------------------------
+
+UNBOUNDED = 2**63 - 1  # a stop beyond every size
+
+
+def _vector(e: Emitter, values: list[int]) -> str:
+    return e.constant(torch.tensor(list(values), dtype=torch.int64))
+
+
+def _onnx_crop(e: Emitter, input: str, dims: list[int], starts: list[int], stops: list[int], steps: list[int]) -> str:
+    return e.node("Slice", input, *(_vector(e, values) for values in (starts, stops, dims, steps)))
+
+
+@primitive(_onnx_crop)
+def crop(input: Tensor, dims: list[int], starts: list[int], stops: list[int], steps: list[int]) -> Tensor:
+    """Every `steps`-th element from `starts` up to, not including, `stops` along each of `dims`; negative bounds count from the end."""
+    index = [slice(None)] * input.dim()
+    for dim, start, stop, step in zip(dims, starts, stops, steps, strict=True):
+        index[dim] = slice(start, stop, step)
+    return input[tuple(index)]
+
+
+def _onnx_select(e: Emitter, input: str, dim: int, indices: Tensor) -> str:
+    return e.node("Gather", input, e.constant(indices), axis=dim)
+
+
+@primitive(_onnx_select)
+def select(input: Tensor, dim: int, indices: Tensor) -> Tensor:
+    """The elements at these indices along `dim`, in this order."""
+    return input.index_select(dim, indices)
+
+
+def _onnx_expand(e: Emitter, input: str, sizes: list[int]) -> str:
+    return e.node("Expand", input, _vector(e, [1 if size == -1 else size for size in sizes]))
+
+
+@primitive(_onnx_expand)
+def expand(input: Tensor, sizes: list[int]) -> Tensor:
+    """Dimensions of size 1 repeated to these sizes, new ones in front; -1 keeps a size."""
+    return input.expand(sizes)
+
+
+def _onnx_tile(e: Emitter, input: str, repeats: list[int]) -> str:
+    return e.node("Tile", input, _vector(e, repeats))
+
+
+@primitive(_onnx_tile)
+def tile(input: Tensor, repeats: list[int]) -> Tensor:
+    """The whole tensor this many times along each of its dimensions."""
+    return input.repeat(repeats)
+
+
+def _onnx_pad(e: Emitter, input: str, begin: list[int], end: list[int], value: int) -> str:
+    dtype = e.dtype(input)
+    pads = _vector(e, [*begin, *end])
+    if dtype == torch.int8:
+        return e.node("Pad", input, pads, e.constant(value, dtype))
+    # onnxruntime pads no int16.
+    padded = e.node("Pad", e.node("Cast", input, to=torch.float32), pads, e.constant(float(value)))
+    return e.node("Cast", padded, to=dtype)
+
+
+@primitive(_onnx_pad)
+def pad(input: Tensor, begin: list[int], end: list[int], value: int) -> Tensor:
+    """The tensor with `value` around it: this many times before and behind each dimension."""
+    return F.pad(input, [size for pair in reversed(list(zip(begin, end, strict=True))) for size in pair], value=value)

@@ -1,0 +1,11 @@
+"""Processors: symmetric int8 with float32 requantization, as onnxruntime's integer operators compute it."""
+
+from fxquant.numerics import Arithmetic
+from fxquant.target import Target
+
+REAL = Arithmetic("real", requantize="real", final_rounding="half_even")
+
+TARGETS = (
+    Target("x86", "x86 processors: a weight scale for each output channel", REAL),
+    Target("qnnpack", "ARM processors: one weight scale for each layer", REAL, per_channel_weights=False),
+)

@@ -1,0 +1,72 @@
+"""Clamping: relu, relu6, hardtanh and clamp are one operator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from fxquant.lowering import Lowering, Quantized
+from fxquant.ops.record import Operator, Scale, register
+from fxquant.primitives import elementwise
+
+
+def clamp(input: Tensor, min: float | None = None, max: float | None = None) -> Tensor:
+    """The values, limited to [min, max]; None is no limit. relu is clamp(0, None), relu6 is clamp(0, 6)."""
+    return input.clamp(min, max)
+
+
+def lower_clamp(lowering: Lowering, input: Quantized, min: float | None = None, max: float | None = None) -> Quantized:
+    """The integers limited to ⌊bound/scale + ½⌋, on the operand's own scale."""
+    low, high = lowering.bounds((min, max), lowering.output)
+    return input.with_value(lowering.call(elementwise.clamp, input.value, low, high))
+
+
+def _refuses_clamp(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    for name in ("min", "max"):
+        if not isinstance(arguments[name], int | float | None):
+            return f"its bound {name!r} is a tensor"
+    return None
+
+
+def _relu(input: Any, inplace: bool = False) -> dict[str, Any]:
+    return {"input": input, "min": 0.0, "max": None}
+
+
+def _relu6(input: Any, inplace: bool = False) -> dict[str, Any]:
+    return {"input": input, "min": 0.0, "max": 6.0}
+
+
+def _hardtanh(input: Any, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> dict[str, Any]:
+    return {"input": input, "min": float(min_val), "max": float(max_val)}
+
+
+register(
+    Operator(
+        "clamp",
+        clamp,
+        ("input",),
+        lower_clamp,
+        Scale.SAME,
+        functions={
+            torch.clamp: None,
+            torch.clip: None,
+            torch.relu: _relu,
+            torch.relu_: _relu,
+            F.relu: _relu,
+            F.relu_: _relu,
+            F.relu6: _relu6,
+            F.hardtanh: _hardtanh,
+            F.hardtanh_: _hardtanh,
+        },
+        methods={"relu": _relu, "relu_": _relu, "clamp": None, "clamp_": None, "clip": None, "clip_": None},
+        modules={
+            nn.ReLU: lambda m: {"min": 0.0, "max": None},
+            nn.ReLU6: lambda m: {"min": 0.0, "max": 6.0},
+            nn.Hardtanh: lambda m: {"min": float(m.min_val), "max": float(m.max_val)},
+        },
+        refuses=_refuses_clamp,
+    )
+)

@@ -1,0 +1,212 @@
+"""Addition, subtraction and multiplication: of activations, of constants, of numbers.
+
+Sums are formed on a common scale, 2^-14 of the largest term's, and requantized once; products are formed as
+they are. A constant tensor is quantized like a weight; a number is an exact factor, or a whole number of
+steps of the common scale.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.graph import TensorFact, fact
+from fxquant.lowering import Clamp, Lowering, Quantized
+from fxquant.numerics import Ratio
+from fxquant.ops.record import Operator, register
+from fxquant.primitives import elementwise
+
+Operand = Quantized | Tensor | float
+LARGEST_CONSTANT = 2**22  # steps of the common scale; with the terms beside it the sum stays below 2^24
+
+
+def _clamped(value: Tensor, clamp: Clamp | None) -> Tensor:
+    return value if clamp is None else value.clamp(*clamp)
+
+
+def needs_activation(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    """Why the node must stay in float: one operand has to be an activation, and what is not must be a constant."""
+    operands = [arguments["input"], arguments["other"]]
+    if not any(isinstance(o, fx.Node) and o.op != "get_attr" and isinstance(fact(o), TensorFact) for o in operands):
+        return "it reads no activation"
+    if any(isinstance(o, fx.Node) and not isinstance(fact(o), TensorFact) and o.op != "get_attr" for o in operands):
+        return "one of its operands depends on the batch size"
+    numbers = [arguments.get("alpha", 1), *(o for o in operands if not isinstance(o, fx.Node))]
+    return None if all(isinstance(n, int | float) and math.isfinite(n) for n in numbers) else "one of its numbers is not finite"
+
+
+def constant_operand(lowering: Lowering, operand: Operand, role: str) -> Quantized | float:
+    """A constant tensor as integers with one scale; activations and numbers as they are."""
+    return lowering.quantize_constant(operand, role) if isinstance(operand, Tensor) else operand
+
+
+# ---- sums -----------------------------------------------------------------------------------------------------------
+
+
+def add(input: Tensor, other: Tensor, alpha: float = 1, *, clamp: Clamp | None = None) -> Tensor:
+    """input + alpha · other, and a fused clamp."""
+    return _clamped(torch.add(input, other, alpha=alpha) if isinstance(input, Tensor) else input + alpha * other, clamp)
+
+
+def sub(input: Tensor, other: Tensor, alpha: float = 1, *, clamp: Clamp | None = None) -> Tensor:
+    """input - alpha · other, and a fused clamp."""
+    return _clamped(torch.sub(input, other, alpha=alpha) if isinstance(input, Tensor) else input - alpha * other, clamp)
+
+
+def lower_add(lowering: Lowering, input: Operand, other: Operand, alpha: float = 1, *, clamp: Clamp | None = None) -> Quantized:
+    """The integer meaning of input + alpha · other."""
+    return _lower_sum(lowering, {"input": (input, 1), "other": (other, alpha)}, clamp)
+
+
+def _lower_sub(lowering: Lowering, input: Operand, other: Operand, alpha: float = 1, *, clamp: Clamp | None = None) -> Quantized:
+    return _lower_sum(lowering, {"input": (input, 1), "other": (other, -alpha)}, clamp)
+
+
+def _lower_sum(lowering: Lowering, terms: dict[str, tuple[Operand, float]], clamp: Clamp | None) -> Quantized:
+    prepared = {role: (constant_operand(lowering, operand, role), factor) for role, (operand, factor) in terms.items()}
+    tensors = {role: (operand, factor) for role, (operand, factor) in prepared.items() if isinstance(operand, Quantized)}
+    number = sum(operand * factor for operand, factor in prepared.values() if not isinstance(operand, Quantized))
+    steps = {role: _step(operand, factor) for role, (operand, factor) in tensors.items()}
+    larger = max(steps.values(), key=lambda ratio: float(ratio.approximate()))
+    bits = _fraction_bits(lowering.arithmetic.add_fraction_bits, number, larger)
+    unit = _factor(2.0**bits, larger)
+
+    bound = torch.zeros((), dtype=torch.float64)
+    total: Any = None
+    for role, (operand, factor) in tensors.items():
+        aligned = lowering.align(operand, steps[role].times(unit).over(*larger.numerators), role)
+        if total is None:
+            total = aligned if factor > 0 else lowering.call(elementwise.negate, aligned)
+        else:
+            total = lowering.call(elementwise.add if factor > 0 else elementwise.subtract, total, aligned)
+        bound = bound + 2.0**bits * operand.dtype.magnitude
+    if number:
+        constant = Ratio((_factor(abs(number), larger), unit), larger.numerators).rounded(torch.zeros((), dtype=torch.int64))
+        constant = constant.clamp_max(LARGEST_CONSTANT) * (1 if number > 0 else -1)
+        bound = bound + float(constant.abs())
+        total = lowering.call(elementwise.add_constant, total, lowering.constant("number", constant, torch.int32))
+    lowering.prove(bound, "the sum")
+    return lowering.requantize(total, Ratio(larger.numerators, (unit,)), clamp)
+
+
+def _step(operand: Quantized, factor: float) -> Ratio:
+    return Ratio((operand.scale,) if abs(factor) == 1 else (operand.scale, torch.tensor(abs(float(factor)), dtype=torch.float64)))
+
+
+def _factor(value: float, like: Ratio) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64, device=like.numerators[0].device)
+
+
+def _fraction_bits(most: int, number: float, larger: Ratio) -> int:
+    """How much finer than the larger step the common one is: 2^-most, or coarser where a number would not fit beside the terms."""
+    if not number:
+        return most
+    steps = abs(number) / float(larger.approximate())
+    return max(0, min(most, math.floor(math.log2(LARGEST_CONSTANT / steps))))
+
+
+for _name, _function, _lower, _spellings, _methods in (
+    ("add", add, lower_add, (torch.add, operator.add, operator.iadd), ("add", "add_", "__add__", "__radd__", "__iadd__")),
+    ("sub", sub, _lower_sub, (torch.sub, torch.subtract, operator.sub, operator.isub), ("sub", "sub_", "__sub__", "__isub__")),
+):
+    register(
+        Operator(
+            _name,
+            _function,
+            ("input", "other"),
+            _lower,
+            functions=dict.fromkeys(_spellings),
+            methods=dict.fromkeys(_methods),
+            absorbs=frozenset({"clamp"}),
+            refuses=needs_activation,
+        )
+    )
+
+
+# ---- products -------------------------------------------------------------------------------------------------------
+
+
+def mul(input: Tensor, other: Tensor, *, clamp: Clamp | None = None) -> Tensor:
+    """input · other, and a fused clamp."""
+    return _clamped(input * other, clamp)
+
+
+def _lower_mul(lowering: Lowering, input: Operand, other: Operand, *, clamp: Clamp | None = None) -> Quantized:
+    """The product of the integers; a number only changes the step and, if negative, the sign."""
+    left, right = constant_operand(lowering, input, "input"), constant_operand(lowering, other, "other")
+    if isinstance(left, Quantized) and isinstance(right, Quantized):
+        lowering.prove(torch.tensor(float(left.dtype.magnitude * right.dtype.magnitude)), "the product")
+        product = lowering.call(elementwise.multiply, left.value, right.value)
+        return lowering.requantize(product, Ratio((left.scale, right.scale)), clamp)
+    tensor, number = (left, right) if isinstance(left, Quantized) else (right, left)
+    assert isinstance(tensor, Quantized)
+    assert not isinstance(number, Quantized)
+    step = Ratio((tensor.scale, torch.tensor(abs(float(number)), dtype=torch.float64, device=tensor.scale.device)))
+    return lowering.requantize(lowering.call(elementwise.widen if number > 0 else elementwise.negate, tensor.value), step, clamp)
+
+
+def _refuses_mul(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    return "it multiplies by zero" if 0 in (arguments["input"], arguments["other"]) else needs_activation(node, arguments)
+
+
+def div(input: Tensor, other: float, *, clamp: Clamp | None = None) -> Tensor:
+    """input / other for a number, and a fused clamp."""
+    return _clamped(input / other, clamp)
+
+
+def _lower_div(lowering: Lowering, input: Quantized, other: float, *, clamp: Clamp | None = None) -> Quantized:
+    step = Ratio((input.scale,), (torch.tensor(abs(float(other)), dtype=torch.float64, device=input.scale.device),))
+    return lowering.requantize(lowering.call(elementwise.widen if other > 0 else elementwise.negate, input.value), step, clamp)
+
+
+def _refuses_div(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    other = arguments["other"]
+    if not isinstance(other, int | float) or not math.isfinite(other) or other == 0:
+        return "it divides by something other than a finite number"
+    return None
+
+
+def _true_division(input: Any, other: Any, rounding_mode: str | None = None) -> dict[str, Any] | str:
+    return {"input": input, "other": other} if rounding_mode is None else f"rounding_mode={rounding_mode!r} has no integer form"
+
+
+register(
+    Operator(
+        "mul",
+        mul,
+        ("input", "other"),
+        _lower_mul,
+        functions=dict.fromkeys((torch.mul, torch.multiply, operator.mul, operator.imul)),
+        methods=dict.fromkeys(("mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__")),
+        absorbs=frozenset({"clamp"}),
+        refuses=_refuses_mul,
+    )
+)
+register(
+    Operator(
+        "div",
+        div,
+        ("input",),
+        _lower_div,
+        functions={torch.div: _true_division, torch.true_divide: None, operator.truediv: None},
+        methods={"div": _true_division, "div_": _true_division, "__truediv__": None},
+        absorbs=frozenset({"clamp"}),
+        refuses=_refuses_div,
+    )
+)
+register(
+    Operator(
+        "neg",
+        torch.neg,
+        ("input",),
+        lambda lowering, input: _lower_mul(lowering, input, -1.0),
+        functions={torch.negative: None, operator.neg: None},
+        methods={"neg": None, "neg_": None, "__neg__": None},
+        parameters={"input": inspect.Parameter.empty},
+    )
+)

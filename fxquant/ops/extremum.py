@@ -1,0 +1,119 @@
+"""The larger and the smaller of two tensors, and the largest element along dimensions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.graph import TensorFact, fact
+from fxquant.lowering import Lowering, Quantized
+from fxquant.ops.record import Operator, Scale, register
+from fxquant.primitives import pool, product, shape
+from fxquant.primitives.boundary import quantized_value
+
+# ---- of two tensors -------------------------------------------------------------------------------------------------
+
+
+def _extremum(
+    float_function: Callable[[Tensor, Tensor], Tensor], primitive: Callable[..., Tensor]
+) -> Callable[[Lowering, Quantized | Tensor, Quantized | Tensor], Quantized]:
+    def lower(lowering: Lowering, input: Quantized | Tensor, other: Quantized | Tensor) -> Quantized:
+        """Each operand on the output's scale, then compared."""
+        to = lowering.output
+
+        def integers(operand: Quantized | Tensor, role: str) -> Any:
+            if isinstance(operand, Quantized):
+                return lowering.rescale(operand, to, f"{role}_")
+            return lowering.constant(role, quantized_value(operand, to.scale, to.dtype.low, to.dtype.high), to.dtype.storage)
+
+        def real(operand: Quantized | Tensor) -> Tensor:
+            return operand.real() if isinstance(operand, Quantized) else operand
+
+        return lowering.result(
+            lambda: lowering.call(primitive, integers(input, "input"), integers(other, "other")),
+            lambda: float_function(real(input), real(other)),
+        )
+
+    return lower
+
+
+def maximum(input: Tensor, other: Tensor) -> Tensor:
+    """The larger of two tensors, element by element."""
+    return torch.maximum(input, other)
+
+
+def minimum(input: Tensor, other: Tensor) -> Tensor:
+    """The smaller of two tensors, element by element."""
+    return torch.minimum(input, other)
+
+
+def _refuses_extremum(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    known = all(isinstance(arguments[name], fx.Node) and isinstance(fact(arguments[name]), TensorFact) for name in ("input", "other"))
+    return None if known else "one of its operands is no tensor"
+
+
+def _two_tensors(input: Any, other: Any = None) -> dict[str, Any] | str:
+    """max and min of two tensors; with a dimension or nothing they are something else."""
+    return {"input": input, "other": other} if isinstance(other, fx.Node) else "it reduces its operand"
+
+
+for _name, _function, _primitive, _short in (
+    ("maximum", maximum, product.maximum, torch.max),
+    ("minimum", minimum, product.minimum, torch.min),
+):
+    register(
+        Operator(
+            _name,
+            _function,
+            ("input", "other"),
+            _extremum(_function, _primitive),
+            functions={getattr(torch, _name): None, _short: _two_tensors},
+            methods={_name: None, _short.__name__: _two_tensors},
+            refuses=_refuses_extremum,
+        )
+    )
+
+
+# ---- along dimensions -----------------------------------------------------------------------------------------------
+
+
+def amax(input: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
+    """The largest element along dimensions (all of them if there are none)."""
+    return torch.amax(input, dim, keepdim)
+
+
+def _reduced(rank: int, dim: Any) -> list[int]:
+    chosen = dim if isinstance(dim, list | tuple) else [dim]
+    return sorted(int(d) % rank for d in chosen) or list(range(rank))
+
+
+def _lower_amax(lowering: Lowering, input: Quantized, dim: Any, keepdim: bool) -> Quantized:
+    """The dimensions are brought to the end and pooled as one window, on the operand's own scale."""
+    reduced = _reduced(len(input.shape), dim)
+    kept = [d for d in range(len(input.shape)) if d not in reduced]
+    lengths: list[int] = [input.shape[d] for d in reduced]  # type: ignore[misc]
+    count = math.prod(lengths)
+    sizes = [1 if d in reduced else size if isinstance(size, int) else -1 for d, size in enumerate(input.shape) if keepdim or d in kept]
+    rows = lowering.call(shape.reshape, lowering.call(shape.permute, input.value, [*kept, *reduced]), [-1, 1, count])
+    largest = lowering.call(pool.max_pool, rows, [count], [count], [0], [0], [1])
+    return input.with_value(lowering.call(shape.reshape, largest, sizes))
+
+
+def _refuses_amax(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    operand = fact(arguments["input"])
+    if not isinstance(operand, TensorFact):
+        return "its operand is no tensor"
+    reduced = _reduced(len(operand.shape), arguments["dim"])
+    if any(not isinstance(operand.shape[d], int) for d in reduced):
+        return "it reduces the batch, whose size is not fixed"
+    depending = [size for size in operand.shape if not isinstance(size, int)]
+    return "two of its sizes depend on the batch" if len(depending) > 1 else None
+
+
+register(
+    Operator("amax", amax, ("input",), _lower_amax, Scale.SAME, functions={torch.amax: None}, methods={"amax": None}, refuses=_refuses_amax)
+)

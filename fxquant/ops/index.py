@@ -1,0 +1,289 @@
+"""Choosing elements: indexing, splitting, reversing, rotating."""
+
+from __future__ import annotations
+
+import builtins
+import itertools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.graph import Size, TensorFact, fact, shape_of
+from fxquant.lowering import Lowering, Quantized
+from fxquant.ops.record import Operator, Scale, register
+from fxquant.ops.shape import MANY_SIZES, many_sizes, rank_of, with_dims
+from fxquant.primitives import shape
+
+# ---- indexing -------------------------------------------------------------------------------------------------------
+
+WHOLE = builtins.slice(None)
+
+
+def getitem(input: Tensor, index: list[Any]) -> Tensor:
+    """input[index]: one entry for every dimension (a slice, a number, or a list or constant tensor of them), and None for a new one."""
+    return input[tuple(index)]
+
+
+def _lower_getitem(lowering: Lowering, input: Quantized, index: list[Any]) -> Quantized:
+    """A crop, a selection, and a reshape that drops and makes dimensions; each only where something is left to do."""
+    value = input.value
+    entries = list(zip([entry for entry in index if entry is not None], input.shape, strict=True))
+    crops = {dim: _bounds(entry, size) for dim, (entry, size) in enumerate(entries) if isinstance(entry, int | builtins.slice)}
+    crops = {dim: bounds for dim, bounds in crops.items() if bounds != (0, entries[dim][1], 1) and bounds != (0, shape.UNBOUNDED, 1)}
+    if crops:
+        starts, stops, steps = ([bounds[part] for bounds in crops.values()] for part in range(3))
+        value = lowering.call(shape.crop, value, list(crops), starts, stops, steps)
+    for dim, (entry, size) in enumerate(entries):
+        if not isinstance(entry, int | builtins.slice):
+            assert isinstance(size, int)
+            chosen = torch.as_tensor(entry, dtype=torch.int64, device=input.scale.device) % size
+            value = lowering.call(shape.select, value, dim, lowering.constant("indices", chosen, torch.int64))
+    if any(entry is None or isinstance(entry, int) for entry in index):
+        value = lowering.call(shape.reshape, value, _indexed_sizes(index, input.shape))
+    return input.with_value(value)
+
+
+def _bounds(entry: int | builtins.slice, size: Size) -> tuple[int, int, int]:
+    """(start, stop, step) of an entry; counted from the start where the size is known."""
+    if isinstance(entry, int):
+        entry = builtins.slice(entry, None if entry == -1 else entry + 1)
+    if isinstance(size, int):
+        start, stop, step = entry.indices(size)
+        return start, max(start, stop), step
+    start, stop, step = entry.start, entry.stop, entry.step
+    return start or 0, shape.UNBOUNDED if stop is None else stop, step or 1
+
+
+def _indexed_sizes(index: list[Any], sizes: Sequence[Size]) -> list[int]:
+    """The shape of the result, with -1 for a size that depends on the batch."""
+    remaining = iter(sizes)
+    result = []
+    for entry in index:
+        size = 1 if entry is None else next(remaining)
+        if isinstance(entry, builtins.slice):
+            result.append(len(range(*entry.indices(size))) if isinstance(size, int) else -1)
+        elif entry is None:
+            result.append(1)
+        elif not isinstance(entry, int):
+            result.append(len(entry))
+    return result
+
+
+def _indexed(input: Any, index: Any) -> dict[str, Any] | str:
+    """input[index] for a tensor, and for the pieces of a split one."""
+    known = fact(input)
+    if isinstance(known, list | tuple):
+        return _piece(input, index)
+    if not isinstance(known, TensorFact):
+        return "it indexes something that is no tensor"
+    entries = list(index) if isinstance(index, tuple) else [index]
+    missing = len(known.shape) - sum(entry is not None and entry is not Ellipsis for entry in entries)
+    if missing < 0:
+        return "its index is a mask or has too many entries"
+    position = next((i for i, entry in enumerate(entries) if entry is Ellipsis), len(entries))
+    return {"input": input, "index": [*entries[:position], *[WHOLE] * missing, *entries[position + 1 :]]}
+
+
+def _refuses_getitem(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    index = arguments["index"]
+    known = fact(arguments["input"])
+    if not isinstance(known, TensorFact):
+        return None
+    entries = zip([entry for entry in index if entry is not None], known.shape, strict=True)
+    reason = next((reason for reason in itertools.starmap(_refuses_entry, entries) if reason is not None), None)
+    if reason is not None:
+        return reason
+    if sum(not isinstance(entry, int | builtins.slice | None) for entry in index) > 1:
+        return "it indexes several dimensions by lists"
+    return MANY_SIZES if many_sizes(node) and any(entry is None or isinstance(entry, int) for entry in index) else None
+
+
+def _refuses_entry(entry: Any, size: Size) -> str | None:
+    """Why an index of a dimension of this size has no integer form."""
+    if isinstance(entry, builtins.slice):
+        plain = all(bound is None or isinstance(bound, int) for bound in (entry.start, entry.stop, entry.step))
+        return None if plain else "the bounds of its index are computed"
+    if isinstance(entry, bool):
+        return "its index is a mask"
+    if isinstance(entry, int):
+        return None
+    if isinstance(entry, fx.Node):
+        known = fact(entry)
+        if entry.op != "get_attr" or not isinstance(known, TensorFact):
+            return f"its index is computed by %{entry.name}"
+        if len(known.shape) != 1 or known.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+            return "its index is a constant that is no list of whole numbers"
+    elif not isinstance(entry, list | tuple) or not all(type(number) is int for number in entry):
+        return "its index is no list of whole numbers"
+    return None if isinstance(size, int) else "it picks from the batch by a list"
+
+
+def _along(input: Any, dim: int, entry: Any) -> dict[str, Any]:
+    """input indexed by `entry` along `dim` alone."""
+    index: list[Any] = [WHOLE] * rank_of(input)
+    index[dim] = entry
+    return {"input": input, "index": index}
+
+
+def _narrowed(input: Any, dim: int, start: Any, length: Any) -> dict[str, Any] | str:
+    if not isinstance(start, int) or not isinstance(length, int):
+        return "the bounds of its index are computed"
+    size = shape_of(input)[dim]
+    if start < 0 and not isinstance(size, int):
+        return "it counts from the end of the batch"
+    begin = start % size if isinstance(size, int) and size else start
+    return _along(input, dim, builtins.slice(begin, begin + length))
+
+
+def _selected(input: Any, dim: int, index: Any) -> dict[str, Any]:
+    return _along(input, dim, index)
+
+
+def _interleaved(input: Any, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> dict[str, Any] | str:
+    if dim is None or not isinstance(repeats, int):
+        return "it repeats each element of the flattened tensor, or each a number of times of its own"
+    size = shape_of(input)[dim]
+    if not isinstance(size, int):
+        return "it repeats along the batch"
+    return _along(input, dim, [position for position in range(size) for _ in range(repeats)])
+
+
+# Where the dimension stands among the arguments of what returns a tensor in pieces.
+_SPLITS: dict[Any, int] = {
+    **dict.fromkeys(("chunk", "split", "split_with_sizes", "tensor_split"), 2),
+    **dict.fromkeys((torch.chunk, torch.split, torch.split_with_sizes, torch.tensor_split), 2),
+}
+_UNBINDS: dict[Any, int] = dict.fromkeys(("unbind", torch.unbind), 1)
+
+
+def _piece(pieces: fx.Node, number: Any) -> dict[str, Any] | str:
+    """One piece of a split tensor, as an index of the whole."""
+    position = {**_SPLITS, **_UNBINDS}.get(pieces.target)
+    source = pieces.args[0] if pieces.args else pieces.kwargs.get("input", pieces.kwargs.get("tensor"))
+    if position is None or not isinstance(source, fx.Node) or not isinstance(number, int):
+        return f"no operator of the table recognises %{pieces.name}, whose results it picks from"
+    dim = pieces.kwargs.get("dim", pieces.args[position] if len(pieces.args) > position else 0)
+    assert isinstance(dim, int)
+    known = fact(pieces)
+    number %= len(known)
+    if pieces.target in _UNBINDS:
+        return _along(source, dim, number)
+    sizes = [piece.shape[dim] for piece in known]
+    if not all(isinstance(size, int) for size in sizes):
+        return "it is a piece of the batch, whose size is not fixed"
+    start = sum(sizes[:number])
+    return _along(source, dim, builtins.slice(start, start + sizes[number]))
+
+
+register(
+    Operator(
+        "getitem",
+        getitem,
+        ("input",),
+        _lower_getitem,
+        Scale.SAME,
+        functions={
+            operator.getitem: _indexed,
+            torch.narrow: _narrowed,
+            torch.select: _selected,
+            torch.index_select: _selected,
+            torch.repeat_interleave: _interleaved,
+        },
+        methods={
+            "__getitem__": _indexed,
+            "narrow": _narrowed,
+            "select": _selected,
+            "index_select": _selected,
+            "repeat_interleave": _interleaved,
+        },
+        refuses=_refuses_getitem,
+    )
+)
+
+# ---- reversing and rotating -----------------------------------------------------------------------------------------
+
+
+def flip(input: Tensor, dims: list[int]) -> Tensor:
+    """The elements in reverse order along `dims`."""
+    return input.flip(dims)
+
+
+def _lower_flip(lowering: Lowering, input: Quantized, dims: list[int]) -> Quantized:
+    value = input.value
+    for dim in dims:
+        size = input.shape[dim]
+        assert isinstance(size, int)
+        backwards = torch.arange(size - 1, -1, -1, device=input.scale.device)
+        value = lowering.call(shape.select, value, dim, lowering.constant(f"indices{dim}", backwards, torch.int64))
+    return input.with_value(value)
+
+
+def _refuses_flip(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    known = fact(arguments["input"])
+    flips_batch = isinstance(known, TensorFact) and not all(isinstance(known.shape[dim], int) for dim in arguments["dims"])
+    return "it reverses the batch" if flips_batch else None
+
+
+register(
+    Operator(
+        "flip",
+        flip,
+        ("input",),
+        _lower_flip,
+        Scale.SAME,
+        functions={
+            torch.flip: with_dims,
+            torch.fliplr: lambda input: {"input": input, "dims": [1]},
+            torch.flipud: lambda input: {"input": input, "dims": [0]},
+        },
+        methods={
+            "flip": with_dims,
+            "fliplr": lambda input: {"input": input, "dims": [1]},
+            "flipud": lambda input: {"input": input, "dims": [0]},
+        },
+        refuses=_refuses_flip,
+    )
+)
+
+
+def roll(input: Tensor, shifts: list[int], dims: list[int]) -> Tensor:
+    """The elements moved on by `shifts` along `dims`; what leaves at the end comes in at the start."""
+    return input.roll(shifts, dims)
+
+
+def _lower_roll(lowering: Lowering, input: Quantized, shifts: list[int], dims: list[int]) -> Quantized:
+    """The two parts of each dimension, joined in the other order."""
+    value = input.value
+    for shift, dim in zip(shifts, dims, strict=True):
+        size = input.shape[dim]
+        assert isinstance(size, int)
+        if size and shift % size:
+            cut = size - shift % size
+            ends = ((cut, size), (0, cut))
+            value = lowering.call(shape.concatenate, [lowering.call(shape.crop, value, [dim], [a], [b], [1]) for a, b in ends], dim)
+    return input.with_value(value)
+
+
+def _rolled(input: Any, shifts: Any, dims: Any = None) -> dict[str, Any] | str:
+    rolled = [dims] if isinstance(dims, int) else list(dims or ())
+    if not rolled:
+        return "it rolls the flattened tensor"
+    return {"input": input, "shifts": [shifts] if isinstance(shifts, int) else list(shifts), "dims": [d % rank_of(input) for d in rolled]}
+
+
+def _refuses_roll(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    if not all(isinstance(shift, int) for shift in arguments["shifts"]):
+        return "its shifts are computed"
+    known = fact(arguments["input"])
+    rolls_batch = isinstance(known, TensorFact) and not all(isinstance(known.shape[dim], int) for dim in arguments["dims"])
+    return "it rolls along the batch" if rolls_batch else None
+
+
+register(
+    Operator(
+        "roll", roll, ("input",), _lower_roll, Scale.SAME, functions={torch.roll: _rolled}, methods={"roll": _rolled}, refuses=_refuses_roll
+    )
+)

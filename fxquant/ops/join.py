@@ -1,0 +1,66 @@
+"""Tensors one after another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.lowering import Lowering, Quantized
+from fxquant.ops.record import Operator, register
+from fxquant.ops.shape import MANY_SIZES, many_sizes, numbers
+from fxquant.primitives import shape
+
+# ---- concatenation --------------------------------------------------------------------------------------------------
+
+
+def cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
+    """The tensors one after another along `dim`."""
+    return torch.cat(tensors, dim)
+
+
+def _lower_cat(lowering: Lowering, tensors: list[Quantized], dim: int) -> Quantized:
+    """Each operand requantized to the output's scale, then joined."""
+
+    def join() -> Any:
+        parts = [lowering.rescale(tensor, lowering.output, f"operand{index}_") for index, tensor in enumerate(tensors)]
+        return lowering.call(shape.concatenate, parts, dim)
+
+    return lowering.result(join, lambda: torch.cat([tensor.real() for tensor in tensors], dim))
+
+
+def _refuses_cat(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    return "one of its operands is a parameter or constant" if any(t.op == "get_attr" for t in arguments["tensors"]) else None
+
+
+register(
+    Operator(
+        "cat", cat, ("tensors",), _lower_cat, functions={torch.cat: None, torch.concat: None, torch.concatenate: None}, refuses=_refuses_cat
+    )
+)
+
+
+def stack(tensors: list[Tensor], dim: int = 0) -> Tensor:
+    """The tensors one after another along a new dimension."""
+    return torch.stack(tensors, dim)
+
+
+def _lower_stack(lowering: Lowering, tensors: list[Quantized], dim: int) -> Quantized:
+    """Each operand requantized to the output's scale, given the new dimension, then joined."""
+    position = dim % (len(tensors[0].shape) + 1)
+    sizes = numbers(tensors[0].shape)
+    sizes.insert(position, 1)
+
+    def join() -> Any:
+        parts = [lowering.rescale(tensor, lowering.output, f"operand{index}_") for index, tensor in enumerate(tensors)]
+        return lowering.call(shape.concatenate, [lowering.call(shape.reshape, part, sizes) for part in parts], position)
+
+    return lowering.result(join, lambda: torch.stack([tensor.real() for tensor in tensors], dim))
+
+
+def _refuses_stack(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    return _refuses_cat(node, arguments) or (MANY_SIZES if many_sizes(node) else None)
+
+
+register(Operator("stack", stack, ("tensors",), _lower_stack, functions={torch.stack: None}, refuses=_refuses_stack))

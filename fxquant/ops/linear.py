@@ -1,0 +1,165 @@
+"""Linear layers and matrix products."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from fxquant.batch_norm import BatchNorm, fold
+from fxquant.graph import TensorFact, fact
+from fxquant.lowering import Clamp, Lowering, Quantized
+from fxquant.numerics import FLOAT32_EXACT, Ratio
+from fxquant.ops.record import Operator, Parameter, register
+from fxquant.ops.weighted import ABSORBED, Tap, epilogue, lower_weighted, refuses_weighted, shape_of
+from fxquant.primitives import accumulate, product
+
+LARGEST_PRODUCT = 2**17  # terms of two int8 operands that stay within int32
+
+# ---- linear -----------------------------------------------------------------------------------------------------------
+
+
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    batch_norm: BatchNorm | None = None,
+    residual: Tensor | None = None,
+    clamp: Clamp | None = None,
+    tap: Tap | None = None,
+) -> Tensor:
+    """x · wᵀ + b over the last dimension, with the batch norm, residual and clamp that are fused into it."""
+    if batch_norm is not None:
+        weight, bias = fold(weight, bias, batch_norm, 0)
+    return epilogue(F.linear(input, weight, bias), residual, clamp, tap)
+
+
+def _lower_linear(
+    lowering: Lowering,
+    input: Quantized,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    batch_norm: BatchNorm | None = None,
+    residual: Quantized | None = None,
+    clamp: Clamp | None = None,
+) -> Quantized:
+    weight, bias = lowering.fold(weight, bias, batch_norm, 0, lambda w, b: F.linear(input.real(), w, b))
+    return lower_weighted(
+        lowering, input, weight, bias, residual, clamp, narrow=accumulate.linear, wide=accumulate.linear_wide, attributes=(), trailing=0
+    )
+
+
+register(
+    Operator(
+        "linear",
+        linear,
+        ("input",),
+        _lower_linear,
+        functions={F.linear: None},
+        modules={nn.Linear: lambda m: {"weight": Parameter("weight"), "bias": None if m.bias is None else Parameter("bias")}},
+        absorbs=ABSORBED,
+        refuses=refuses_weighted,
+    )
+)
+
+
+# ---- matrix product -------------------------------------------------------------------------------------------------
+
+
+def matmul(input: Tensor, other: Tensor, bias: Tensor | None = None, transposed: bool = False, *, clamp: Clamp | None = None) -> Tensor:
+    """input · other over the last two dimensions (`other` transposed first if told to), plus bias, and a fused clamp."""
+    value = torch.matmul(input, other.mT if transposed else other)
+    return epilogue(value if bias is None else value + bias, None, clamp, None)
+
+
+def _lower_matmul(
+    lowering: Lowering,
+    input: Quantized | Tensor,
+    other: Quantized | Tensor,
+    bias: Tensor | None,
+    transposed: bool,
+    *,
+    clamp: Clamp | None = None,
+) -> Quantized:
+    """A matrix parameter on the right is a linear layer's weight; a product of two activations has one step, s_x · s_y."""
+    if isinstance(other, Tensor):
+        other = other.mT if transposed else other
+        if isinstance(input, Quantized) and other.dim() == 2:
+            narrow, wide = accumulate.linear, accumulate.linear_wide
+            return lower_weighted(lowering, input, other.t(), bias, None, clamp, narrow=narrow, wide=wide, attributes=(), trailing=0)
+        other = lowering.quantize_constant(other, "other")
+    if isinstance(input, Tensor):
+        input = lowering.quantize_constant(input, "input")
+    terms = float(input.shape[-1])  # type: ignore[arg-type]
+    largest = lowering.prove(torch.tensor(terms * input.dtype.magnitude * other.dtype.magnitude), "the sum")
+    if largest >= FLOAT32_EXACT:
+        lowering.note("wide", f"a sum can reach {largest:.0f}, beyond 2^24, so it is formed in float64")
+    multiply = product.matrix_product if largest < FLOAT32_EXACT else product.matrix_product_wide
+    return lowering.requantize(lowering.call(multiply, input.value, other.value), Ratio((input.scale, other.scale)), clamp)
+
+
+def _weight_of(value: Any) -> fx.Node | None:
+    """The matrix parameter that a node transposes, if that is what it does."""
+    if not isinstance(value, fx.Node) or value.op not in ("call_function", "call_method") or not value.args:
+        return None
+    parameter, known = value.args[0], fact(value)
+    if not isinstance(parameter, fx.Node) or parameter.op != "get_attr" or not isinstance(known, TensorFact) or len(known.shape) != 2:
+        return None
+    name = value.args[1] if value.target is getattr else getattr(value.target, "__name__", value.target)
+    return parameter if name in ("t", "T", "mT", "transpose", "swapaxes") or value.args[1:] == ([1, 0],) else None
+
+
+def _read_transposed(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
+    """A transposed matrix parameter as the parameter itself, marked so."""
+    weight = _weight_of(arguments["other"])
+    return arguments if weight is None else {**arguments, "other": weight, "transposed": True}
+
+
+def _refuses_matmul(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    left, right = shape_of(arguments["input"]), shape_of(arguments["other"])
+    if left is None or right is None:
+        return "one of its operands is no tensor"
+    if min(len(left), len(right)) < 2:
+        return "one of its operands is a vector"
+    terms, weighted = left[-1], arguments["other"].op == "get_attr" and len(right) == 2
+    if not isinstance(terms, int):
+        return "it sums over the batch, whose size is not fixed"
+    if not weighted and terms >= LARGEST_PRODUCT:
+        return f"its sum of {terms} terms may exceed 2^31"
+    bias = arguments["bias"]
+    if bias is None:
+        return None
+    columns = right[-2 if arguments["transposed"] else -1]
+    if not weighted or shape_of(bias) != (columns,):
+        return "what is added to it is no bias of its columns"
+    return refuses_weighted(node, {"weight": None, "bias": bias})
+
+
+def _two(input: Any, mat2: Any) -> dict[str, Any]:
+    return {"input": input, "other": mat2}
+
+
+def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> dict[str, Any] | str:
+    if (beta, alpha) != (1, 1):
+        return "beta and alpha other than 1 have no integer form"
+    return {"input": mat1, "other": mat2, "bias": input}
+
+
+register(
+    Operator(
+        "matmul",
+        matmul,
+        ("input", "other"),
+        _lower_matmul,
+        functions={torch.matmul: None, operator.matmul: None, torch.bmm: _two, torch.mm: _two, torch.addmm: _addmm},
+        methods={"matmul": None, "__matmul__": None, "bmm": _two, "mm": _two, "addmm": _addmm},
+        absorbs=frozenset({"clamp"}),
+        refuses=_refuses_matmul,
+        normalize=_read_transposed,
+    )
+)

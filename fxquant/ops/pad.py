@@ -1,0 +1,120 @@
+"""Padding, with a constant or with the tensor's own elements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from fxquant.graph import TensorFact, fact
+from fxquant.lowering import Lowering, Quantized
+from fxquant.numerics import clamp_bound
+from fxquant.ops.record import Operator, Scale, register
+from fxquant.primitives import shape
+
+# ---- padding --------------------------------------------------------------------------------------------------------
+
+
+def pad(input: Tensor, padding: list[int], mode: str = "constant", value: float = 0.0) -> Tensor:
+    """The tensor with something around it; `padding` is (before, behind) of the last dimension, then of the one before it, …"""
+    return F.pad(input, padding, mode, value if mode == "constant" else None)
+
+
+# The element that stands at each position, which may lie outside, of a dimension of a size.
+_OUTSIDE: dict[str, Callable[[int, int], int]] = {
+    "replicate": lambda position, size: min(max(position, 0), size - 1),
+    "circular": lambda position, size: position % size,
+    "reflect": lambda position, size: abs((position + size - 1) % max(2 * size - 2, 1) - size + 1),
+}
+
+
+def _margins(padding: list[int], rank: int) -> list[tuple[int, int]]:
+    """(before, behind) of every dimension, first to last."""
+    pairs = list(zip(padding[::2], padding[1::2], strict=True))
+    return [(0, 0)] * (rank - len(pairs)) + pairs[::-1]
+
+
+def _lower_pad(lowering: Lowering, input: Quantized, padding: list[int], mode: str, value: float) -> Quantized:
+    """A constant as its integer ⌊value/scale + ½⌋; any other margin is a selection of what is there."""
+    margins = _margins(padding, len(input.shape))
+    if mode == "constant":
+        return _lower_constant_pad(lowering, input, margins, value)
+    result = input.value
+    for dim, (begin, end) in enumerate(margins):
+        if (begin, end) != (0, 0):
+            size = input.shape[dim]
+            assert isinstance(size, int)
+            indices = [_OUTSIDE[mode](position, size) for position in range(-begin, size + end)]
+            chosen = torch.tensor(indices, dtype=torch.int64, device=input.scale.device)
+            result = lowering.call(shape.select, result, dim, lowering.constant(f"indices{dim}", chosen, torch.int64))
+    return input.with_value(result)
+
+
+def _lower_constant_pad(lowering: Lowering, input: Quantized, margins: list[tuple[int, int]], value: float) -> Quantized:
+    result = input.value
+    cropped = {dim: (max(-begin, 0), -max(-end, 0) or shape.UNBOUNDED) for dim, (begin, end) in enumerate(margins) if min(begin, end) < 0}
+    if cropped:
+        starts, stops = ([bounds[part] for bounds in cropped.values()] for part in range(2))
+        result = lowering.call(shape.crop, result, list(cropped), starts, stops, [1] * len(cropped))
+    begin, end = ([max(pair[part], 0) for pair in margins] for part in range(2))
+    if any(begin) or any(end):
+        integer = _padding_integer(input, value)
+        result = lowering.call(shape.pad, result, begin, end, integer)
+    return input.with_value(result)
+
+
+def _padding_integer(input: Quantized, value: float) -> int:
+    if math.isinf(value):
+        return input.dtype.high if value > 0 else input.dtype.low
+    return clamp_bound(value, float(input.scale), 0, input.dtype)
+
+
+def _pad_arguments(input: Any, pad: Any, mode: str = "constant", value: Any = None) -> dict[str, Any]:
+    return {"input": input, "padding": list(pad), "mode": mode, "value": 0.0 if value is None else value}
+
+
+def _refuses_pad(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    padding, mode, value = arguments["padding"], arguments["mode"], arguments["value"]
+    if not all(isinstance(size, int) for size in padding):
+        return "its sizes are computed"
+    if mode == "constant":
+        return None if isinstance(value, int | float) and not math.isnan(value) else "what it pads with is no number"
+    if mode not in _OUTSIDE:
+        return f"mode={mode!r} has no integer form"
+    known = fact(arguments["input"])
+    if not isinstance(known, TensorFact):
+        return None
+    margins = zip(_margins(padding, len(known.shape)), known.shape, strict=True)
+    return "it pads the batch with its own elements" if any(any(m) and not isinstance(size, int) for m, size in margins) else None
+
+
+def _pad_module(mode: str) -> Callable[[Any], dict[str, Any]]:
+    return lambda m: {"padding": list(m.padding), "mode": mode, "value": getattr(m, "value", 0.0)}
+
+
+register(
+    Operator(
+        "pad",
+        pad,
+        ("input",),
+        _lower_pad,
+        Scale.SAME,
+        functions={F.pad: _pad_arguments},
+        modules={
+            getattr(nn, f"{kind}Pad{rank}d"): _pad_module(mode)
+            for kind, mode in (
+                ("Zero", "constant"),
+                ("Constant", "constant"),
+                ("Reflection", "reflect"),
+                ("Replication", "replicate"),
+                ("Circular", "circular"),
+            )
+            for rank in (1, 2, 3)
+        },
+        refuses=_refuses_pad,
+    )
+)

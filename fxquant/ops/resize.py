@@ -1,0 +1,178 @@
+"""Resizing: nearest neighbours as selections, linear interpolation as products with fixed-point weights."""
+
+from __future__ import annotations
+
+import functools
+import math
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from fxquant.graph import TensorFact, fact, shape_of
+from fxquant.lowering import Lowering, Quantized
+from fxquant.numerics import FLOAT32_EXACT
+from fxquant.ops.record import Operator, Scale, register
+from fxquant.primitives import resize, shape
+
+NEAREST = ("nearest", "nearest-exact")
+LINEAR = ("linear", "bilinear")
+FLOAT64_EXACT = 2**53
+HALF = Fraction(1, 2)
+SYMBOLIC_SIZE = "the size of its input or output depends on the batch size"
+
+
+def interpolate(
+    input: Tensor,
+    size: list[int] | None = None,
+    scale_factor: list[float] | None = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+) -> Tensor:
+    """The tensor resized over its spatial dimensions, to `size` or by `scale_factor`."""
+    return F.interpolate(input, size, scale_factor, mode, align_corners)
+
+
+# ---- nearest --------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _nearest(length: int, size: int | None, factor: float | None, mode: str) -> Tensor:
+    """Which of `length` elements stands at each position: PyTorch's own answer, for the positions themselves."""
+    positions = torch.arange(length, dtype=torch.float32).reshape(1, 1, length)
+    return F.interpolate(positions, size, factor, mode).flatten().to(torch.int64)
+
+
+def _lower_nearest(lowering: Lowering, input: Quantized, axes: list[tuple[int, int | None, float | None]], mode: str) -> Quantized:
+    value = input.value
+    for axis, (length, size, factor) in enumerate(axes):
+        indices = _nearest(length, size, factor, mode)
+        if indices.tolist() != list(range(length)):
+            stored = lowering.constant(f"indices{axis}", indices.to(input.scale.device), torch.int64)
+            value = lowering.call(shape.select, value, axis + 2, stored)
+    return input.with_value(value)
+
+
+# ---- linear ---------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _weights(length: int, size: int | None, factor: float | None, align_corners: bool, bits: int) -> Tensor:
+    """The weight, in steps of 2^-bits, of every element in every output: [outputs, length]; each row sums to 2^bits.
+
+    The source of output i lies at (i + ½)/factor - ½, or, with `align_corners`, such that both ends coincide;
+    its two neighbours have the weights of linear interpolation, rounded half up.
+    """
+    count = math.floor(length * factor) if size is None and factor is not None else size
+    assert count is not None
+    if align_corners:
+        step = Fraction(length - 1, max(count - 1, 1))
+    else:
+        step = Fraction(length, count) if factor is None else 1 / Fraction(factor)
+    weights = torch.zeros(count, length)
+    for output in range(count):
+        source = output * step if align_corners else max((output + HALF) * step - HALF, Fraction(0))
+        first = min(math.floor(source), length - 1)
+        if first + 1 < length:
+            weights[output, first + 1] = _second_weight(source - first, bits)
+        weights[output, first] = 2**bits - weights[output].sum()
+    return weights
+
+
+def _second_weight(share: Fraction, bits: int) -> int:
+    """The second of the weights 1 - share and share: both are rounded half up, and the larger one takes what the sum is off by."""
+    if share <= HALF:
+        return int((share * 2**bits + HALF) // 1)
+    return int(2**bits - ((1 - share) * 2**bits + HALF) // 1)
+
+
+def _lower_linear(lowering: Lowering, input: Quantized, axes: list[tuple[int, int | None, float | None]], align_corners: bool) -> Quantized:
+    bits = lowering.arithmetic.resize_fraction_bits
+    matrices: list[Any] = []
+    for role, axis in zip(("columns", "rows"), reversed(axes), strict=False):
+        weights = _weights(*axis, align_corners, bits)
+        unchanged = torch.equal(weights, 2**bits * torch.eye(axis[0]))
+        matrices.append(None if unchanged else lowering.constant(role, weights.to(input.scale.device), torch.int32))
+    largest = float(input.dtype.magnitude * 2 ** (bits * (len(matrices) - matrices.count(None))))
+    wide = largest >= FLOAT32_EXACT
+    lowering.prove(torch.tensor(largest, dtype=torch.float64), "the interpolated sum", limit=(FLOAT64_EXACT if wide else FLOAT32_EXACT) - 1)
+    columns, rows = [*matrices, None][:2]
+    if columns is None and rows is None:
+        return input
+    return input.with_value(lowering.call(resize.resize_linear, input.value, rows, columns, bits, wide))
+
+
+# ---- both -----------------------------------------------------------------------------------------------------------
+
+
+def _lower_interpolate(
+    lowering: Lowering, input: Quantized, size: list[int] | None, scale_factor: list[float] | None, mode: str, align_corners: bool | None
+) -> Quantized:
+    lengths: list[Any] = list(input.shape[2:])
+    unknown: list[Any] = [None] * len(lengths)
+    axes = list(zip(lengths, size or unknown, scale_factor or unknown, strict=True))
+    return _lower_nearest(lowering, input, axes, mode) if mode in NEAREST else _lower_linear(lowering, input, axes, bool(align_corners))
+
+
+def _interpolate_arguments(
+    input: Any,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> dict[str, Any] | str:
+    if antialias:
+        return "antialias=True has no integer form"
+    return {
+        "input": input,
+        "size": size,
+        "scale_factor": None if recompute_scale_factor else scale_factor,
+        "mode": mode,
+        "align_corners": align_corners,
+    }
+
+
+def _interpolate_module(module: Any) -> dict[str, Any] | str:
+    arguments = _interpolate_arguments(
+        None, module.size, module.scale_factor, module.mode, module.align_corners, module.recompute_scale_factor
+    )
+    return arguments if isinstance(arguments, str) else {name: value for name, value in arguments.items() if name != "input"}
+
+
+def _plain_sizes(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
+    """A factor for every spatial dimension, or the sizes, read off the result, where there are no factors."""
+    result, factors = shape_of(node)[2:], arguments["scale_factor"]
+    if factors is not None:
+        factors = list(factors) if isinstance(factors, list | tuple) else [factors] * len(result)
+        plain = all(isinstance(factor, int | float) for factor in factors)
+        return {**arguments, "scale_factor": factors} if plain else "its scale factor is computed"
+    if not all(isinstance(size, int) for size in result):
+        return SYMBOLIC_SIZE
+    return {**arguments, "size": list(result)}
+
+
+def _refuses_interpolate(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    if arguments["mode"] not in (*NEAREST, *LINEAR):
+        return f"mode={arguments['mode']!r} has no integer form"
+    known = fact(arguments["input"])
+    static = isinstance(known, TensorFact) and all(isinstance(size, int) for size in known.shape[2:])
+    return None if static else SYMBOLIC_SIZE
+
+
+register(
+    Operator(
+        "interpolate",
+        interpolate,
+        ("input",),
+        _lower_interpolate,
+        Scale.SAME,
+        functions={F.interpolate: _interpolate_arguments},
+        modules=dict.fromkeys((nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d), _interpolate_module),
+        normalize=_plain_sizes,
+        refuses=_refuses_interpolate,
+    )
+)

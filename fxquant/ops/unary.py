@@ -1,0 +1,139 @@
+"""Unary functions, each by a table: one line each."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from fxquant.lowering import Lowering, Quantized
+from fxquant.numerics import table
+from fxquant.ops.record import Operator, register
+from fxquant.primitives import elementwise
+
+
+def unary(name: str, function: Callable[..., Tensor], exact: Callable[..., float], *spellings: Any, **settings: Any) -> Operator:
+    """Declare a unary function.
+
+    `function` is its float meaning on tensors, `exact` the one on a Python float that the table is made of;
+    `spellings` are further functions, method names and module classes; `settings` are the function's own
+    parameters with their defaults, which `exact` takes as well and a module holds under the same names.
+    """
+
+    def lower(lowering: Lowering, input: Quantized, **chosen: Any) -> Quantized:
+        def look_up() -> Any:
+            scales = float(input.scale), float(lowering.output.scale)
+            entries = table(partial(exact, **chosen), *scales, input.dtype, lowering.output.dtype)
+            return lowering.call(elementwise.lookup, input.value, lowering.constant("table", entries, entries.dtype))
+
+        return lowering.result(look_up, lambda: function(input.real(), **chosen))
+
+    def arguments(input: Any, *given: Any, inplace: bool = False, **named: Any) -> dict[str, Any]:
+        """By name; PyTorch's `inplace` flag says nothing about the value."""
+        return {"input": input, **settings, **dict(zip(settings, given, strict=False)), **named}
+
+    def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+        computed = [setting for setting in settings if isinstance(arguments[setting], fx.Node)]
+        return f"its {computed[0]} is computed, not a number" if computed else None
+
+    return register(
+        Operator(
+            name,
+            function,
+            ("input",),
+            lower,
+            functions={s: arguments for s in spellings if callable(s) and not isinstance(s, type)},
+            methods={s: arguments for s in spellings if isinstance(s, str)},
+            modules={s: lambda m: {setting: getattr(m, setting) for setting in settings} for s in spellings if isinstance(s, type)},
+            refuses=refuses,
+            parameters={"input": inspect.Parameter.empty, **settings},
+            adapt=arguments,
+        )
+    )
+
+
+# ---- the exact functions, on one Python float ------------------------------------------------------------------------
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
+
+
+def _softplus(x: float, beta: float = 1.0, threshold: float = 20.0) -> float:
+    return x if x * beta > threshold else math.log1p(math.exp(x * beta)) / beta
+
+
+def _gelu(x: float, approximate: str = "none") -> float:
+    if approximate == "tanh":
+        return 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    return 0.5 * x * (1 + math.erf(x / math.sqrt(2)))
+
+
+def gelu(input: Tensor, approximate: str = "none") -> Tensor:
+    """PyTorch's gelu, whose setting is a keyword."""
+    return F.gelu(input, approximate=approximate)
+
+
+def _elu(x: float, alpha: float = 1.0) -> float:
+    return x if x > 0 else alpha * math.expm1(x)
+
+
+def _selu(x: float) -> float:
+    return 1.0507009873554804934193349852946 * _elu(x, 1.6732632423543772848170429916717)
+
+
+def _leaky_relu(x: float, negative_slope: float = 0.01) -> float:
+    return x if x > 0 else x * negative_slope
+
+
+def _hardsigmoid(x: float) -> float:
+    return min(max(x + 3, 0), 6) / 6
+
+
+def _power(x: float, exponent: float) -> float:
+    return math.nan if x < 0 and exponent != int(exponent) else math.inf if x == 0 and exponent < 0 else x**exponent
+
+
+def _or_nan(function: Callable[[float], float], defined: Callable[[float], bool]) -> Callable[[float], float]:
+    """The function where it is defined, NaN elsewhere."""
+    return lambda x: function(x) if defined(x) else math.nan
+
+
+def _positive(x: float) -> bool:
+    return x > 0
+
+
+# ---- one line each --------------------------------------------------------------------------------------------------
+
+unary("sigmoid", torch.sigmoid, _sigmoid, F.sigmoid, "sigmoid", "sigmoid_", nn.Sigmoid)
+unary("tanh", torch.tanh, math.tanh, F.tanh, "tanh", "tanh_", nn.Tanh)
+unary("silu", F.silu, lambda x: x * _sigmoid(x), nn.SiLU)
+unary("hardswish", F.hardswish, lambda x: x * _hardsigmoid(x), nn.Hardswish)
+unary("hardsigmoid", F.hardsigmoid, _hardsigmoid, nn.Hardsigmoid)
+unary("mish", F.mish, lambda x: x * math.tanh(_softplus(x)), nn.Mish)
+unary("selu", F.selu, _selu, nn.SELU)
+unary("softsign", F.softsign, lambda x: x / (1 + abs(x)), nn.Softsign)
+unary("tanhshrink", F.tanhshrink, lambda x: x - math.tanh(x), nn.Tanhshrink)
+unary("logsigmoid", F.logsigmoid, lambda x: -_softplus(-x, threshold=math.inf if x > -700 else 0.0), nn.LogSigmoid)
+unary("exp", torch.exp, math.exp, "exp", "exp_")
+unary("log", torch.log, _or_nan(math.log, _positive), "log", "log_")
+unary("sqrt", torch.sqrt, _or_nan(math.sqrt, lambda x: x >= 0), "sqrt", "sqrt_")
+unary("rsqrt", torch.rsqrt, _or_nan(lambda x: 1 / math.sqrt(x), _positive), "rsqrt", "rsqrt_")
+unary("reciprocal", torch.reciprocal, _or_nan(lambda x: 1 / x, lambda x: x != 0), "reciprocal", "reciprocal_")
+unary("erf", torch.erf, math.erf, "erf", "erf_")
+unary("abs", torch.abs, abs, torch.absolute, operator.abs, "abs", "abs_")
+unary("square", torch.square, lambda x: x * x, "square", "square_")
+unary("sin", torch.sin, math.sin, "sin", "sin_")
+unary("cos", torch.cos, math.cos, "cos", "cos_")
+unary("leaky_relu", F.leaky_relu, _leaky_relu, nn.LeakyReLU, negative_slope=0.01)
+unary("elu", F.elu, _elu, nn.ELU, alpha=1.0)
+unary("softplus", F.softplus, _softplus, nn.Softplus, beta=1.0, threshold=20.0)
+unary("gelu", gelu, _gelu, F.gelu, nn.GELU, approximate="none")
+unary("pow", torch.pow, _power, operator.pow, "pow", "pow_", "__pow__", exponent=2.0)

@@ -1,0 +1,55 @@
+"""Linear interpolation: products with matrices of fixed-point weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fxquant.primitives.record import Emitter, full_precision, primitive, stored
+
+
+def _onnx_resize_linear(e: Emitter, input: str, rows: Tensor | None, columns: Tensor | None, bits: int, wide: bool) -> str:
+    dtype, width = e.dtype(input), torch.float64 if wide else torch.float32
+
+    def body(e: Emitter, x: str, *weights: str) -> str:
+        remaining = list(weights)
+        x = e.node("Cast", x, to=width)
+        if columns is not None:
+            x = e.node("MatMul", x, remaining.pop(0))
+        if rows is not None:
+            x = e.node("MatMul", remaining.pop(0), x)
+        # Round is a barrier: without it the runtime may fold the constant into the product.
+        x = e.node("Mul", e.node("Round", x), e.constant(_step(rows, columns, bits), width))
+        return e.node("Cast", e.node("Floor", e.node("Add", x, e.constant(0.5, width))), to=dtype)
+
+    axes = f"{'rows' * (rows is not None)}{'columns' * (columns is not None)}"
+    name = f"resize_linear_{axes}_{bits}_{str(width).removeprefix('torch.')}_{str(dtype).removeprefix('torch.')}"
+    weights = [] if columns is None else [e.constant(columns.t().contiguous(), width)]
+    return e.call(name, body, input, *weights, *([] if rows is None else [e.constant(rows, width)]))
+
+
+def _step(rows: Tensor | None, columns: Tensor | None, bits: int) -> float:
+    """The value of one step of the sum."""
+    return 2.0 ** (-bits * ((rows is not None) + (columns is not None)))
+
+
+def _products(input: Tensor, rows: Tensor | None, columns: Tensor | None, width: torch.dtype) -> Tensor:
+    with full_precision(input):
+        value = input.to(width)
+        if columns is not None:
+            value = value @ columns.to(width).t()
+        return value if rows is None else rows.to(width) @ value
+
+
+def _resize_linear_real(input: Tensor, rows: Tensor | None, columns: Tensor | None, bits: int, wide: bool) -> Tensor:
+    return _products(input, rows, columns, torch.float32) * _step(rows, columns, bits)
+
+
+@primitive(_onnx_resize_linear, surrogate=_resize_linear_real)
+def resize_linear(input: Tensor, rows: Tensor | None, columns: Tensor | None, bits: int, wide: bool) -> Tensor:
+    """⌊rows · input · columnsᵀ + ½⌋ over the last two dimensions; each row of a matrix is weights of 2^-bits that sum to 1.
+
+    None leaves a dimension as it is. The sums stay below 2^24 in magnitude, or, if `wide`, below 2^53.
+    """
+    total = _products(input, rows, columns, torch.float64 if wide else torch.float32)
+    return stored(torch.floor(total * _step(rows, columns, bits) + 0.5), input, input.dtype)

@@ -1,0 +1,158 @@
+"""Transposed convolution: each input element spreads its products over a window of the output.
+
+As in `accumulate`, sums stay below 2^24, or do so after the operand is split in two halves of its bits (`*_wide`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fxquant.primitives.accumulate import onnx_join, onnx_split, split
+from fxquant.primitives.record import Emitter, full_precision, primitive, stored
+
+TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
+
+def swap_channels(weight: Tensor, groups: int) -> Tensor:
+    """(in, out/groups, …) as (out, in/groups, …), and back: the same exchange undoes itself."""
+    return weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:]).transpose(1, 2).flatten(0, 1)
+
+
+class _Form:
+    """How ONNX spells one transposed convolution.
+
+    ConvTranspose where there is one group. With several, the input is spread out with zeros and convolved with
+    the mirrored weight, which is the same sum: ONNX's own evaluator is wrong about groups.
+    """
+
+    def __init__(
+        self, weight: Tensor, stride: list[int], padding: list[int], output_padding: list[int], dilation: list[int], groups: int
+    ) -> None:
+        self.weight = weight if groups == 1 else swap_channels(weight, groups).flip(list(range(2, weight.dim()))).contiguous()
+        self.stride, self.padding, self.output_padding, self.dilation, self.groups = stride, padding, output_padding, dilation, groups
+        self.kernel = list(weight.shape[2:])
+        self.name = "_".join("x".join(map(str, v)) for v in (self.kernel, stride, padding, output_padding, dilation, [groups]))
+
+    def emit(self, e: Emitter, x: str, *weight_and_bias: str) -> str:
+        """The sum, for float32 values."""
+        attributes = {"kernel_shape": self.kernel, "dilations": list(self.dilation), "group": self.groups}
+        if self.groups > 1:
+            return e.node("Conv", self._spread(e, x), *weight_and_bias, **attributes)
+        pads = list(self.padding) * 2
+        return e.node(
+            "ConvTranspose",
+            x,
+            *weight_and_bias,
+            strides=list(self.stride),
+            pads=pads,
+            output_padding=list(self.output_padding),
+            **attributes,
+        )
+
+    def _spread(self, e: Emitter, x: str) -> str:
+        """stride - 1 zeros behind every element, and what the windows of the convolution read beyond the edges."""
+        rank = len(self.kernel)
+        begin, end = [0] * (rank + 2), [0] * (rank + 2)
+        for i in range(rank):
+            x = self._spread_along(e, x, i + 2, self.stride[i])
+            reach = self.dilation[i] * (self.kernel[i] - 1) - self.padding[i]
+            begin[i + 2], end[i + 2] = reach, reach + self.output_padding[i] - (self.stride[i] - 1)
+        x = e.node("Pad", x, _indices(e, [max(p, 0) for p in begin + end]))
+        starts, stops = [max(-p, 0) for p in begin], [min(p, 0) or 2**31 - 1 for p in end]
+        return e.node("Slice", x, _indices(e, starts), _indices(e, stops)) if min(begin + end) < 0 else x
+
+    def _spread_along(self, e: Emitter, x: str, axis: int, stride: int) -> str:
+        if stride == 1:
+            return x
+        rank = len(self.kernel) + 2
+        order = [*(d for d in range(rank) if d != axis), axis]
+        x = e.node("Unsqueeze", e.node("Transpose", x, perm=order), _indices(e, [rank]))
+        x = e.node("Pad", x, _indices(e, [0] * (2 * rank + 1) + [stride - 1]))
+        x = e.node("Reshape", x, _indices(e, [0] * (rank - 1) + [-1]))
+        return e.node("Transpose", x, perm=[order.index(d) for d in range(rank)])
+
+
+def _indices(e: Emitter, values: list[int]) -> str:
+    return e.constant(torch.tensor(values, dtype=torch.int64))
+
+
+def _onnx_transposed_convolution(e: Emitter, input: str, weight: Tensor, bias: Tensor | None, *attributes: Any) -> str:
+    form = _Form(weight, *attributes)
+    constants = [form.weight] if bias is None else [form.weight, bias]
+    return form.emit(
+        e, e.node("Cast", input, to=torch.float32), *(e.node("Cast", e.constant(value), to=torch.float32) for value in constants)
+    )
+
+
+@primitive(_onnx_transposed_convolution, kind="accumulator")
+def transposed_convolution(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    output_padding: list[int],
+    dilation: list[int],
+    groups: int,
+) -> Tensor:
+    """The sums x·w + bias of a transposed convolution, as int32; |result| < 2^24 for every input of its dtype."""
+    result = _kernel(input.float(), weight, bias, stride, padding, output_padding, groups, dilation)
+    return stored(result, input, torch.int32)
+
+
+def _kernel(input: Tensor, weight: Tensor, bias: Tensor | None, *attributes: Any) -> Tensor:
+    with full_precision(input):
+        result: Tensor = TRANSPOSED[weight.dim() - 2](input, weight.float(), None if bias is None else bias.float(), *attributes)
+    return result
+
+
+def _onnx_transposed_convolution_wide(e: Emitter, input: str, weight: Tensor, bias: Tensor | None, *attributes_and_bits: Any) -> str:
+    *attributes, bits = attributes_and_bits
+    form = _Form(weight, *attributes)
+
+    def body(e: Emitter, x: str, w: str, *bias: str) -> str:
+        w = e.node("Cast", w, to=torch.float32)
+        high, low = (form.emit(e, half, w) for half in onnx_split(e, e.node("Cast", x, to=torch.float32), bits))
+        return onnx_join(e, e.node("Cast", high, to=torch.float64), e.node("Cast", low, to=torch.float64), bits, *bias)
+
+    shaped = [] if bias is None else [e.constant(bias.double().reshape(-1, *[1] * (weight.dim() - 2)))]
+    return e.call(f"transposed_convolution_wide_{form.name}_{bits}_{bias is not None}", body, input, e.constant(form.weight), *shaped)
+
+
+def _transposed_convolution_real(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    output_padding: list[int],
+    dilation: list[int],
+    groups: int,
+    bits: int,
+) -> Tensor:
+    return _kernel(input, weight, bias, stride, padding, output_padding, groups, dilation)
+
+
+@primitive(_onnx_transposed_convolution_wide, surrogate=_transposed_convolution_real, kind="accumulator")
+def transposed_convolution_wide(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    output_padding: list[int],
+    dilation: list[int],
+    groups: int,
+    bits: int,
+) -> Tensor:
+    """`transposed_convolution` for accumulators up to int32: the operand is split at `bits`, each half's sum stays below 2^24."""
+    attributes = stride, padding, output_padding, groups, dilation
+    high, low = (_kernel(half, weight, None, *attributes) for half in split(input.float(), bits))
+    total = high.double().mul_(2**bits).add_(low)
+    if bias is not None:
+        total += bias.double().reshape(-1, *[1] * (weight.dim() - 2))
+    return total if input.is_floating_point() else total.to(torch.int32)

@@ -1,0 +1,226 @@
+"""A model as a document of plain JSON values and a dictionary of tensors, and back."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Mapping
+from types import NoneType
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from fxquant.errors import FxQuantError
+from fxquant.graph import Annotation, Model, QParams, replace_graph, spelling
+from fxquant.serialization.archive import as_text
+from fxquant.serialization.names import PROPERTIES, function_name, function_named, is_method
+from fxquant.serialization.tree import TargetOf, TreeReader, TreeWriter
+from fxquant.serialization.values import Malformed, cannot_save, decode, encode, expect
+from fxquant.stage import Stage, violations
+from fxquant.trace import attach_input_check, is_traced
+from fxquant.trace.result import _check_inputs
+
+FORMAT, VERSION = "fxquant model", 1
+_SECTIONS = ["format", "version", "name", "meta", "root", "modules", "tensors", "nodes"]
+
+# What is kept of a node's meta, with the types it may have; `fact` is a nest of facts and numbers.
+_META: Mapping[str, tuple[type, ...] | None] = {
+    "fact": None, "source": (str,), "module": (str,), "made_by": (str,), "annotation": (Annotation,), "refusal": (str,),
+    "spelling": (tuple,), "fused": (tuple,), "notes": (dict,), "qparams": (QParams,), "origin": (str,),
+}  # fmt: skip
+_MODEL_META: Mapping[str, tuple[type, ...]] = {"stage": (str,), "target": (str,), "unused_rules": (list,), "told_dropped": (bool,)}
+_PATH = re.compile(r"[^.\"\\\s]+(\.[^.\"\\\s]+)*")  # stands in the generated code between quotes
+
+
+# ---- writing ----------------------------------------------------------------------------------------------------------
+
+
+def write_model(model: Any, target_of: TargetOf) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The document and the tensors of a model. Raises ExportError, naming what it is, if anything of it has no form there."""
+    if not isinstance(model, fx.GraphModule) or not (is_traced(model) or "stage" in model.meta):
+        cannot_save(f"a {type(model).__name__}", "it is no model of fxquant's at any stage", "save what trace, prepare or convert returned")
+    others = [hook for hook in model._forward_pre_hooks.values() if hook is not _check_inputs]
+    if others or model._forward_hooks or model._backward_hooks or model._backward_pre_hooks:
+        cannot_save("the model", "it has hooks, and a file holds no code", "remove the hooks first")
+    target = model.meta.get("target")
+    if target is not None and target_of(target.name) != target:
+        cannot_save(f"the target {target.name!r}", "it is not known by name, and a file holds no code", "prepare the model for one that is")
+    tree = TreeWriter(None if target is None else target.arithmetic)
+    root = tree.contents(model, "")
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "name": _identifier(type(model).__name__),
+        "meta": {name: encode(value.name if name == "target" else value) for name, value in model.meta.items()},
+        "root": root,
+        "modules": tree.modules,
+        "tensors": tree.roles,
+        "nodes": [_located(node, model) for node in model.graph.nodes],
+    }
+    return document, tree.tensors
+
+
+def _located(node: fx.Node, model: fx.GraphModule) -> dict[str, Any]:
+    try:
+        return _node(node, model)
+    except FxQuantError as error:
+        if error.node is not None:
+            raise
+        raise type(error)(error.what, node=node, because=error.because, remedy=error.remedy) from error
+
+
+def _node(node: fx.Node, model: fx.GraphModule) -> dict[str, Any]:
+    meta = {name: encode(_kept(node, name)) for name in _META if name in node.meta}
+    return {
+        "op": node.op,
+        "name": _identifier(node.name),
+        "target": _target(node, model),
+        "args": [encode(argument) for argument in node.args],
+        "kwargs": {_identifier(name): encode(argument) for name, argument in node.kwargs.items()},
+        "meta": meta,
+    }
+
+
+def _kept(node: fx.Node, name: str) -> Any:
+    if name == "spelling":  # what the user wrote, by name alone
+        return tuple(kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind)) for kind in spelling(node))
+    return node.meta[name]
+
+
+def _identifier(name: str) -> str:
+    # Names become part of generated code.
+    if not name.isidentifier() or keyword.iskeyword(name):
+        cannot_save(f"the name {name[:80]!r}", "it is no Python identifier", "rename it")
+    return name
+
+
+def _target(node: fx.Node, model: fx.GraphModule) -> str:
+    target = node.target
+    if callable(target):
+        name = function_name(target)
+        if name is None:
+            written = getattr(target, "__name__", str(target))
+            cannot_save(f"a call of {written}", "it is not one of the functions a file can name", "use PyTorch's functions", node)
+        if name == "python:getattr" and (len(node.args) != 2 or node.args[1] not in PROPERTIES or node.kwargs):
+            cannot_save("a call of getattr", f"it reads none of {', '.join(sorted(PROPERTIES))}", "use tensor methods", node)
+        return name
+    if node.op == "call_method" and not is_method(target):
+        cannot_save(f"a call of .{target}()", "it is not one of the methods a file can name", "use PyTorch's functions", node)
+    if node.op in ("call_module", "get_attr"):
+        _check_registered(model, node, target)
+    return target if node.op in ("call_method", "call_module", "get_attr") else _identifier(target)
+
+
+def _check_registered(model: fx.GraphModule, node: fx.Node, path: str) -> None:
+    """Refuse a path that leads to anything but a registered module, parameter or buffer."""
+    *parents, name = path.split(".")
+    holder: Any = model
+    for part in parents:
+        holder = holder._modules.get(part) if holder is not None else None
+    if holder is not None and _PATH.fullmatch(path):
+        if isinstance(holder._modules.get(name), nn.Module):
+            return
+        if node.op == "get_attr" and isinstance(holder._parameters.get(name, holder._buffers.get(name)), Tensor):
+            return
+    cannot_save(f"the path {path[:80]!r}", "no module, parameter or buffer is registered there", "register it", node)
+
+
+# ---- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read_model(document: Mapping[str, Any], tensors: Mapping[str, Tensor], target_of: TargetOf) -> fx.GraphModule:
+    """The model a document describes; it is compiled only if writing it again gives this document.
+
+    Raises Malformed, FxQuantError, or what making modules and nodes raises, if it describes none.
+    """
+    if list(document) != _SECTIONS or document["format"] != FORMAT:
+        raise Malformed("it is no model that fxquant saved")
+    if document["version"] != VERSION:
+        raise Malformed(f"it has version {str(document['version'])[:20]}, and this fxquant reads version {VERSION}")
+    meta = _model_meta(expect(document["meta"], dict))
+    if "target" in meta:
+        meta["target"] = target_of(meta["target"])
+    tree = TreeReader(document["tensors"], tensors, meta["target"].arithmetic if "target" in meta else None)
+    tree.read(document["modules"])
+    model = Model(nn.Module(), fx.Graph(), expect(document["name"], str))
+    shell = tree.fill(nn.Module(), expect(document["root"], dict))
+    for part in ("training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        model.__dict__[part] = shell.__dict__[part]
+    model.meta = meta
+    replace_graph(model, _graph(expect(document["nodes"], list)))
+    _check(model, document, target_of)
+    attach_input_check(model)
+    model.recompile()
+    return model
+
+
+def _check(model: Model, document: Mapping[str, Any], target_of: TargetOf) -> None:
+    again, _ = write_model(model, target_of)
+    if as_text(again) != as_text(document):
+        part = next(name for name in _SECTIONS if again[name] != document[name] or str(again[name]) != str(document[name]))
+        raise Malformed(f"its {part} hold something that fxquant does not write")
+    found = violations(model, Stage[model.meta["stage"]] if "stage" in model.meta else Stage.TRACED)
+    if found:
+        raise Malformed(f"%{found[0].node.name}: {found[0].because}")
+
+
+def _model_meta(content: dict[str, Any]) -> dict[str, Any]:
+    meta = {name: decode(value) for name, value in content.items()}
+    for name, kinds in _MODEL_META.items():
+        if name in meta:
+            expect(meta[name], *kinds)
+    if meta.get("stage", "TRACED") not in Stage.__members__:
+        raise Malformed("it is at no stage that fxquant has")
+    lists = [value for value in meta.values() if isinstance(value, list)]
+    if not all(type(item) is str for items in lists for item in items):
+        raise Malformed("a list about the model holds something else than sentences")
+    return meta
+
+
+def _graph(entries: list[Any]) -> fx.Graph:
+    graph = fx.Graph()
+    nodes: dict[str, fx.Node] = {}
+    for entry in entries:
+        if list(expect(entry, dict)) != ["op", "name", "target", "args", "kwargs", "meta"]:
+            raise Malformed("a node has not the parts of a node")
+        name, op = expect(entry["name"], str), expect(entry["op"], str)
+        args = tuple(decode(argument, nodes) for argument in expect(entry["args"], list))
+        kwargs = {key: decode(argument, nodes) for key, argument in expect(entry["kwargs"], dict).items()}
+        node = graph.create_node(op, _resolved(op, expect(entry["target"], str)), args, kwargs, name=name)
+        if node.name != name:
+            raise Malformed(f"the name {name[:80]!r} cannot be given to a node, or is given twice")
+        nodes[name] = node
+        node.meta.update(_node_meta(expect(entry["meta"], dict)))
+    _check_ends(list(graph.nodes))
+    return graph
+
+
+def _check_ends(nodes: list[fx.Node]) -> None:
+    if [node for node in nodes if node.op == "output"] != nodes[-1:] or len(nodes[-1].args) != 1 or nodes[-1].kwargs:
+        raise Malformed("a graph ends in its one output")
+    if any(node.args or node.kwargs for node in nodes if node.op == "get_attr"):
+        raise Malformed("a constant takes no arguments")
+
+
+def _resolved(op: str, target: str) -> Any:
+    if op != "call_function":
+        return target
+    function = function_named(target)
+    if function is None:
+        raise Malformed(f"there is no function called {target[:80]!r}")
+    return function
+
+
+def _node_meta(content: dict[str, Any]) -> dict[str, Any]:
+    meta = {}
+    for name, value in content.items():
+        if name not in _META:
+            raise Malformed(f"nothing about a node is called {name[:80]!r}")
+        kinds = _META[name]
+        meta[name] = decode(value) if kinds is None else expect(decode(value), *kinds)
+    for name in ("spelling", "fused"):
+        if not all(type(item) is str for item in meta.get(name, ())):
+            raise Malformed(f"{name} holds something else than names")
+    if not all(type(item) in (str, int, float, bool, NoneType) for item in meta.get("notes", {}).values()):
+        raise Malformed("notes hold something else than numbers and sentences")
+    return meta

@@ -1,0 +1,291 @@
+"""The tree of modules and its tensors: every module and every tensor once, however many places it stands in.
+
+A module is written after the modules it refers to, and refers to them by their position; so a file holds no cycles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxquant.numerics import ACTIVATION_TYPES, Arithmetic
+from fxquant.observers import Observer
+from fxquant.prepared import QuantizedOperator
+from fxquant.quantizer import Quantizer
+from fxquant.serialization.names import ARGUMENTS, LAYERS, operator_named
+from fxquant.serialization.values import DTYPES, Malformed, cannot_save, decode, encode, expect, look_up
+from fxquant.spec import WeightConfig
+from fxquant.state import State
+from fxquant.target import Target
+
+TargetOf = Callable[[str], Target]  # a target, by its name
+
+_LAYOUTS = {"channels_last": torch.channels_last, "channels_last_3d": torch.channels_last_3d}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OWN = (Quantizer, QuantizedOperator, Observer)
+
+_QUANTIZER = {"dtype": (str,), "power_of_two": (bool,), "frozen": (bool,), "name": (str,), "source": (str,), "module": (str,)}
+_OPERATOR = {"name": (str,), "path": (str,), "owns_output": (bool,), "live_batch_norm": (bool,)}
+
+
+# ---- writing ----------------------------------------------------------------------------------------------------------
+
+
+class TreeWriter:
+    """Collects the modules of a model in `modules`, and its tensors in `tensors` and `roles`."""
+
+    def __init__(self, arithmetic: Arithmetic | None) -> None:
+        self.arithmetic = arithmetic
+        self.modules: list[dict[str, Any]] = []
+        self.tensors: dict[str, Tensor] = {}
+        self.roles: dict[str, dict[str, Any]] = {}
+        self._places: dict[int, int] = {}
+        self._names: dict[int, str] = {}
+
+    def contents(self, module: nn.Module, path: str) -> dict[str, Any]:
+        """What every module holds; empty parts are left out."""
+        parts = {
+            "training": expect(module.training, bool),
+            "parameters": {name: self._tensor(tensor, path + name) for name, tensor in module._parameters.items()},
+            "buffers": {name: self._tensor(tensor, path + name) for name, tensor in module._buffers.items()},
+            "transient": sorted(module._non_persistent_buffers_set),
+            "modules": {name: self._module(child, path + name) for name, child in module._modules.items()},
+        }
+        return {name: part for name, part in parts.items() if part}
+
+    def _module(self, module: nn.Module | None, path: str) -> int | None:
+        if module is None:
+            return None
+        if id(module) not in self._places:
+            if any(module.__dict__.get(hooks) for hooks in _HOOKS):
+                cannot_save(f"the module {path}", "it has hooks, and a file holds no code", "remove the hooks first")
+            entry = {"class": type(module).__name__, "arguments": self._arguments(module, path), **self.contents(module, path + ".")}
+            self._places[id(module)] = len(self.modules)
+            self.modules.append(entry)
+        return self._places[id(module)]
+
+    def _arguments(self, module: nn.Module, path: str) -> dict[str, Any]:
+        if type(module) is Quantizer:
+            return self._quantizer(module, path)
+        if type(module) is QuantizedOperator:
+            return self._operator(module, path)
+        if type(module) not in ARGUMENTS:
+            cannot_save(
+                f"the module {path}",
+                f"its class {type(module).__qualname__} is not one of those a file can name; a file holds no code",
+                "use PyTorch's layers and fxquant's observers, or save state_dict() and prepare the model again",
+            )
+        arguments = {name: _argument(module, name) for name in ARGUMENTS[type(module)]}
+        _check_twin(module, arguments, path)
+        return {name: encode(value) for name, value in arguments.items()}
+
+    def _quantizer(self, module: Quantizer, path: str) -> dict[str, Any]:
+        if ACTIVATION_TYPES.get(module.dtype.name) != module.dtype:
+            cannot_save(f"the quantizer {path}", f"{module.dtype!r} is no type of fxquant's", "use a dtype by name")
+        values = (module.dtype.name, module.power_of_two, module.frozen, module.name, module.source, module.module_path)
+        plain = {name: expect(value, *_QUANTIZER[name]) for name, value in zip(_QUANTIZER, values, strict=True)}
+        return {**plain, "observer": self._module(module.observer, path + ".observer")}
+
+    def _operator(self, module: QuantizedOperator, path: str) -> dict[str, Any]:
+        if operator_named(module.operator.name) is not module.operator or module.arithmetic != self.arithmetic:
+            cannot_save(
+                f"the operator {path}",
+                "its operator or its target's arithmetic is not one of fxquant's own, and a file holds no code",
+                "prepare the model for a target that is known by name",
+            )
+        inputs = {name: self._reference(value, f"{path}.inputs.{name}") for name, value in module.inputs.items()}
+        return {
+            **{name: expect(getattr(module, name), *kinds) for name, kinds in _OPERATOR.items()},
+            "operator": module.operator.name,
+            "state": module.state.value,
+            "weight": encode(module.weight),
+            "inputs": inputs,
+            "output": self._module(module.output, path + ".output"),
+            "intermediate": self._module(module.intermediate, path + ".intermediate"),
+        }
+
+    def _reference(self, value: Any, path: str) -> Any:
+        if isinstance(value, list):
+            return [self._module(item, f"{path}.{index}") for index, item in enumerate(value)]
+        return self._module(value, path)
+
+    def _tensor(self, tensor: Tensor | None, name: str) -> str | None:
+        if tensor is None:
+            return None
+        if id(tensor) not in self._names:
+            if type(tensor) not in (Tensor, nn.Parameter) or str(tensor.dtype).removeprefix("torch.") not in DTYPES or tensor.is_meta:
+                cannot_save(f"the tensor {name}", f"it is a {type(tensor).__name__} of {tensor.dtype}", "use plain tensors with values")
+            layout = _layout(tensor)
+            role = {"parameter": isinstance(tensor, nn.Parameter), "requires_grad": tensor.requires_grad, "layout": layout}
+            self._names[id(tensor)] = name
+            self.roles[name] = role
+            self.tensors[name] = _plain(tensor, layout)
+        return self._names[id(tensor)]
+
+
+def _layout(tensor: Tensor) -> str:
+    # Float kernels may sum in another order for another layout, so it is part of the model.
+    if tensor.is_contiguous():
+        return "contiguous"
+    return next((name for name, layout in _LAYOUTS.items() if tensor.is_contiguous(memory_format=layout)), "contiguous")
+
+
+def _plain(tensor: Tensor, layout: str) -> Tensor:
+    """A contiguous tensor of its own memory; tensors may share memory, and safetensors refuses that."""
+    plain = tensor.detach().cpu()
+    plain = plain if layout == "contiguous" else plain.movedim(1, -1)
+    return plain.clone(memory_format=torch.contiguous_format)
+
+
+def _argument(module: nn.Module, name: str) -> Any:
+    """The constructor argument a module was made with, as far as it is still true."""
+    if isinstance(module, nn.MultiheadAttention) and name in ("bias", "add_bias_kv"):
+        return getattr(module, "in_proj_bias" if name == "bias" else "bias_k") is not None
+    if name != "bias" or isinstance(module, nn.RNNBase | nn.RNNCellBase):
+        return getattr(module, name)
+    return module.bias is not None
+
+
+def _check_twin(module: nn.Module, arguments: Mapping[str, Any], path: str) -> None:
+    """Refuse a module that its constructor would not make again: an attribute was changed afterwards."""
+    twin = _construct(type(module), arguments)
+    for name, value in twin.__dict__.items():
+        if name[0] != "_" and name != "training" and isinstance(value, bool | int | float | str | tuple) and module.__dict__[name] != value:
+            cannot_save(
+                f"the module {path}",
+                f"its {name} is {module.__dict__[name]!r}, and {value!r} in a {type(module).__name__} made with the same arguments",
+                "set such attributes through the constructor",
+            )
+
+
+def _construct(kind: type[nn.Module], arguments: Mapping[str, Any]) -> nn.Module:
+    with torch.device("meta"):  # allocates nothing, and leaves the random numbers alone
+        return kind(**arguments)
+
+
+# ---- reading ----------------------------------------------------------------------------------------------------------
+
+
+class TreeReader:
+    """Makes the modules of a file. Raises Malformed, or what the constructors raise, if they cannot be made."""
+
+    def __init__(self, roles: Any, tensors: Mapping[str, Tensor], arithmetic: Arithmetic | None) -> None:
+        if set(expect(roles, dict)) != set(tensors):
+            raise Malformed("the tensors in the file are not those its graph names")
+        self.arithmetic = arithmetic
+        self._tensors = {name: _restored(tensors[name], role) for name, role in roles.items()}
+        self._modules: list[nn.Module] = []
+
+    def read(self, entries: Any) -> None:
+        """Make every module, in the order of the file."""
+        for entry in expect(entries, list):
+            self._modules.append(self._make(expect(entry, dict)))
+
+    def fill(self, module: nn.Module, entry: Mapping[str, Any]) -> nn.Module:
+        """Put everything the file says into a module, and take out everything else."""
+        module.__dict__["training"] = expect(entry.get("training", False), bool)
+        for part in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            module.__dict__[part].clear()
+        for name, tensor in expect(entry.get("parameters", {}), dict).items():
+            module.register_parameter(name, self._tensor(tensor))  # type: ignore[arg-type]
+        transient = expect(entry.get("transient", []), list)
+        for name, tensor in expect(entry.get("buffers", {}), dict).items():
+            module.register_buffer(name, self._tensor(tensor), persistent=name not in transient)
+        for name, child in expect(entry.get("modules", {}), dict).items():
+            module.add_module(name, self._module(child))
+        return module
+
+    def _make(self, entry: dict[str, Any]) -> nn.Module:
+        name, arguments = entry["class"], expect(entry["arguments"], dict)
+        module: nn.Module
+        if name == "Quantizer":
+            module = self._quantizer(arguments)
+        elif name == "QuantizedOperator":
+            module = self._operator(arguments)
+        else:
+            module = self._layer(look_up(LAYERS, name, "class"), arguments, len(expect(entry.get("parameters", {}), dict)))
+        form = _form(module)
+        self.fill(module, entry)
+        if isinstance(module, _OWN) and _form(module) != form:
+            raise Malformed(f"the buffers of a {name} are not what they should be")
+        if isinstance(module, nn.RNNBase):
+            module._init_flat_weights()
+        return module
+
+    @staticmethod
+    def _layer(kind: type[nn.Module], arguments: dict[str, Any], parameters: int) -> nn.Module:
+        if list(arguments) != list(ARGUMENTS[kind]):
+            raise Malformed(f"a {kind.__name__} is made of {', '.join(ARGUMENTS[kind]) or 'nothing'}")
+        chosen = {name: decode(value) for name, value in arguments.items()}
+        if "num_layers" in chosen and expect(chosen["num_layers"], int) > parameters:
+            raise Malformed(f"a {kind.__name__} has more layers than parameters")
+        return _construct(kind, chosen)
+
+    def _quantizer(self, arguments: dict[str, Any]) -> Quantizer:
+        plain = {name: expect(arguments[name], *kinds) for name, kinds in _QUANTIZER.items()}
+        observer = self._module(arguments["observer"])
+        if not isinstance(observer, Observer | None):
+            raise Malformed("the observer of a Quantizer is no observer")
+        frozen, dtype = plain.pop("frozen"), look_up(ACTIVATION_TYPES, plain.pop("dtype"), "dtype")
+        quantizer = Quantizer(dtype, observer, **plain)
+        quantizer.frozen = frozen
+        return quantizer
+
+    def _operator(self, arguments: dict[str, Any]) -> QuantizedOperator:
+        plain = {name: expect(arguments[name], *kinds) for name, kinds in _OPERATOR.items()}
+        operator = operator_named(expect(arguments["operator"], str))
+        output = self._as_quantizer(arguments["output"])
+        if operator is None or self.arithmetic is None or output is None:
+            raise Malformed("a QuantizedOperator has no operator, no target or no output")
+        module = QuantizedOperator(
+            plain["name"],
+            operator,
+            self.arithmetic,
+            {name: self._inputs(value) for name, value in expect(arguments["inputs"], dict).items()},
+            output,
+            owns_output=plain["owns_output"],
+            intermediate=self._as_quantizer(arguments["intermediate"]),
+            weight=expect(decode(arguments["weight"]), WeightConfig),
+            live_batch_norm=plain["live_batch_norm"],
+            path=plain["path"],
+        )
+        module.state = State(arguments["state"])
+        return module
+
+    def _inputs(self, value: Any) -> Any:
+        return [self._as_quantizer(item) for item in value] if isinstance(value, list) else self._as_quantizer(value)
+
+    def _as_quantizer(self, place: Any) -> Quantizer | None:
+        module = self._module(place)
+        if not isinstance(module, Quantizer | None):
+            raise Malformed(f"a {type(module).__name__} stands where a Quantizer belongs")
+        return module
+
+    def _module(self, place: int | None) -> nn.Module | None:
+        if place is None:
+            return None
+        if not 0 <= expect(place, int) < len(self._modules):
+            raise Malformed(f"module {place} does not stand before the one that refers to it")
+        return self._modules[place]
+
+    def _tensor(self, name: Any) -> Tensor | None:
+        found: Tensor | None = None if name is None else look_up(self._tensors, name, "tensor")
+        return found
+
+
+def _form(module: nn.Module) -> list[tuple[str, torch.Size, torch.dtype]]:
+    return [(name, buffer.shape, buffer.dtype) for name, buffer in module.named_buffers(recurse=False)]
+
+
+def _restored(tensor: Tensor, role: Any) -> Tensor:
+    if list(expect(role, dict)) != ["parameter", "requires_grad", "layout"]:
+        raise Malformed("a tensor says whether it is a parameter, whether it requires a gradient, and its layout")
+    if role["layout"] != "contiguous":
+        look_up(_LAYOUTS, role["layout"], "layout")
+        tensor = tensor.movedim(-1, 1)
+    if expect(role["parameter"], bool):
+        return nn.Parameter(tensor, expect(role["requires_grad"], bool))
+    return tensor.requires_grad_(expect(role["requires_grad"], bool))

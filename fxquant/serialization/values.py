@@ -1,0 +1,232 @@
+"""Values as JSON: numbers, strings, None and lists are themselves, anything else is an object with one key, its kind."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from types import NoneType
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+
+from fxquant.batch_norm import BatchNormTensors
+from fxquant.errors import ExportError, Located
+from fxquant.graph import Annotation, BatchDim, QParams, TensorFact
+from fxquant.serialization.names import ARGUMENTS, OBSERVERS
+from fxquant.spec import ActivationConfig, QConfig, WeightConfig
+
+DEPTH = 32  # how deeply lists, tuples and dicts may be nested
+LARGEST = 2**63  # integers are smaller in magnitude
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
+        torch.bool, torch.complex64, torch.complex128,
+    )
+}  # fmt: skip
+_CONSTANTS: Mapping[str, Any] = {
+    "ellipsis": ...,
+    **{str(constant): constant for constant in (torch.strided, torch.contiguous_format, torch.preserve_format)},
+    **{str(constant): constant for constant in (torch.channels_last, torch.channels_last_3d)},
+}
+_NAMED_TUPLES = {kind.__name__: kind for kind in (BatchNormTensors,)}
+
+_NUMBER = (float, int, NoneType)
+# Records: every field with the types its value may have.
+RECORDS: Mapping[type, Mapping[str, tuple[type, ...]]] = {
+    WeightConfig: {"dtype": (str,), "per_channel": (bool,)},
+    ActivationConfig: {"dtype": (str,), "observer": (type, functools.partial), "scale": _NUMBER, "threshold": _NUMBER},
+    QConfig: {"output": (ActivationConfig,), "weight": (WeightConfig,), "input": (ActivationConfig, NoneType)},
+    Annotation: {"dtype": (str, NoneType), "because": (str,), "config": (QConfig, NoneType), "group": (int, NoneType)},
+    QParams: {"scale": (float,), "dtype": (str,)},
+}
+_RECORDS_BY_NAME = {kind.__name__: kind for kind in RECORDS}
+
+
+class Malformed(ValueError):
+    """A file does not say what a model file says."""
+
+
+def cannot_save(what: str, because: str, remedy: str, node: Located | None = None) -> NoReturn:
+    """Raise the error for something that has no place in a file."""
+    raise ExportError(f"{what} cannot be saved", node=node, because=because, remedy=remedy)
+
+
+def expect(value: Any, *kinds: type) -> Any:
+    """The value, if it is exactly of one of these types. Raises Malformed otherwise."""
+    if type(value) not in kinds:
+        raise Malformed(f"a {type(value).__name__} stands where a {' or '.join(kind.__name__ for kind in kinds)} belongs")
+    return value
+
+
+# ---- writing ----------------------------------------------------------------------------------------------------------
+
+
+def encode(value: Any) -> Any:
+    """The value as JSON. Raises ExportError if it has no form there."""
+    if value is None or isinstance(value, bool) or type(value) is str:
+        return value
+    if type(value) is int and abs(value) < LARGEST:
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {"float": repr(value)}
+    if isinstance(value, fx.Node):
+        return {"node": value.name}
+    if isinstance(value, list):
+        return [encode(item) for item in value]
+    if isinstance(value, tuple):
+        return _encode_tuple(value)
+    if isinstance(value, dict):
+        return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
+    return _encode_other(value)
+
+
+def _encode_tuple(value: tuple[Any, ...]) -> Any:
+    name = type(value).__name__
+    if not hasattr(value, "_fields"):
+        return {"tuple": [encode(item) for item in value]}
+    if _NAMED_TUPLES.get(name) is not type(value):
+        cannot_save(f"a named tuple {name}", "its class is not one of fxquant's own", "return a plain tuple or a dict instead")
+    return {name: [encode(item) for item in value]}
+
+
+def _encode_other(value: Any) -> Any:
+    kind = type(value)
+    if kind is slice:
+        return {"slice": [encode(value.start), encode(value.stop), encode(value.step)]}
+    if kind is torch.dtype and str(value).removeprefix("torch.") in DTYPES:
+        return {"dtype": str(value).removeprefix("torch.")}
+    if kind is torch.device:
+        return {"device": str(value)}
+    if kind is complex:
+        return {"complex": [encode(value.real), encode(value.imag)]}
+    if kind is BatchDim:
+        return {"batch": [*value.coefficient.as_integer_ratio(), *value.offset.as_integer_ratio()]}
+    if kind is TensorFact:
+        return {"tensor": [encode(value.dtype)["dtype"], [encode(size) for size in value.shape]]}
+    if kind in RECORDS:
+        return {kind.__name__: {name: encode(getattr(value, name)) for name in RECORDS[kind]}}
+    for name, constant in _CONSTANTS.items():
+        if value is constant:
+            return {"constant": name}
+    if isinstance(value, type | functools.partial) or callable(value):
+        return _encode_observer(value)
+    cannot_save(f"a {kind.__name__}", f"a file holds no value like {str(value)[:80]}", "use numbers, strings, tuples, lists and dicts")
+
+
+def _encode_observer(value: Any) -> Any:
+    kind, arguments = (value.func, value.keywords) if isinstance(value, functools.partial) and not value.args else (value, {})
+    name = getattr(kind, "__name__", str(kind))
+    if not isinstance(kind, type) or OBSERVERS.get(name) is not kind:
+        cannot_save(
+            f"the observer {name}",
+            f"a file names its observers, and can name {', '.join(OBSERVERS)}; it holds no code",
+            "use one of these, or a functools.partial of one",
+        )
+    return {"observer": [name, {key: encode(item) for key, item in arguments.items()}]}
+
+
+# ---- reading ----------------------------------------------------------------------------------------------------------
+
+
+def decode(value: Any, nodes: Mapping[str, fx.Node] | None = None, depth: int = 0) -> Any:
+    """The value that was encoded; `nodes` are those it can refer to. Raises Malformed if it is none."""
+    if depth > DEPTH:
+        raise Malformed(f"values are nested more than {DEPTH} deep")
+    if isinstance(value, list):
+        return [decode(item, nodes, depth + 1) for item in value]
+    if isinstance(value, dict):
+        return _decode_tagged(value, nodes or {}, depth + 1)
+    if type(value) is int and abs(value) >= LARGEST:
+        raise Malformed("a number is too large")
+    return expect(value, NoneType, bool, int, float, str)
+
+
+def _decode_tagged(value: dict[str, Any], nodes: Mapping[str, fx.Node], depth: int) -> Any:
+    if len(value) != 1:
+        raise Malformed(f"an object has {len(value)} keys where it has one, its kind")
+    ((kind, content),) = value.items()
+    if kind in _RECORDS_BY_NAME:
+        return _decode_record(_RECORDS_BY_NAME[kind], expect(content, dict), depth)
+    if kind in ("tuple", "dict", "slice", *_NAMED_TUPLES):
+        return _decode_group(kind, [decode(item, nodes, depth) for item in expect(content, list)])
+    if kind == "node":
+        return look_up(nodes, content, "node that stands before its use")
+    if kind not in _SIMPLE:
+        raise Malformed(f"there is no kind of value called {kind[:80]!r}")
+    return _SIMPLE[kind](content)
+
+
+def _decode_group(kind: str, items: list[Any]) -> Any:
+    if kind == "tuple":
+        return tuple(items)
+    if kind == "slice":
+        return slice(*_exactly(items, 3))
+    if kind == "dict":
+        return {key: item for key, item in (_exactly(expect(pair, list), 2) for pair in items)}
+    return _NAMED_TUPLES[kind](*items)
+
+
+def _decode_record(kind: type, content: dict[str, Any], depth: int) -> Any:
+    fields = RECORDS[kind]
+    if list(content) != list(fields):
+        raise Malformed(f"a {kind.__name__} has the fields {', '.join(fields)}")
+    return kind(**{name: expect(decode(content[name], None, depth), *kinds) for name, kinds in fields.items()})
+
+
+def _decode_batch(content: Any) -> BatchDim:
+    above, below, offset_above, offset_below = (expect(number, int) for number in _exactly(expect(content, list), 4))
+    return BatchDim(Fraction(above, below), Fraction(offset_above, offset_below))
+
+
+def _decode_tensor(content: Any) -> TensorFact:
+    dtype, shape = _exactly(expect(content, list), 2)
+    return TensorFact(tuple(expect(decode(size), int, BatchDim) for size in expect(shape, list)), look_up(DTYPES, dtype, "dtype"))
+
+
+def _decode_observer(content: Any) -> Any:
+    name, arguments = _exactly(expect(content, list), 2)
+    kind = look_up(OBSERVERS, name, "observer")
+    chosen = {key: expect(item, int, float, bool) for key, item in expect(arguments, dict).items()}
+    if not set(chosen) <= set(ARGUMENTS[kind]):
+        raise Malformed(f"{name} does not take {', '.join(chosen)}")
+    return functools.partial(kind, **chosen) if chosen else kind
+
+
+def _decode_device(content: Any) -> torch.device:
+    return torch.device(expect(content, str))
+
+
+def _decode_complex(content: Any) -> complex:
+    real, imaginary = (expect(decode(part), float) for part in _exactly(expect(content, list), 2))
+    return complex(real, imaginary)
+
+
+_NOT_FINITE = {name: float(name) for name in ("nan", "inf", "-inf")}
+_SIMPLE: Mapping[str, Callable[[Any], Any]] = {
+    "float": lambda content: look_up(_NOT_FINITE, content, "number"),
+    "dtype": lambda content: look_up(DTYPES, content, "dtype"),
+    "constant": lambda content: look_up(_CONSTANTS, content, "constant"),
+    "device": _decode_device,
+    "complex": _decode_complex,
+    "batch": _decode_batch,
+    "tensor": _decode_tensor,
+    "observer": _decode_observer,
+}
+
+
+def look_up(table: Mapping[str, Any], name: Any, what: str) -> Any:
+    """The entry of a table. Raises Malformed if there is none."""
+    if expect(name, str) not in table:
+        raise Malformed(f"there is no {what} called {name[:80]!r}")
+    return table[name]
+
+
+def _exactly(items: list[Any], count: int) -> list[Any]:
+    if len(items) != count:
+        raise Malformed(f"a list has {len(items)} items where it has {count}")
+    return items

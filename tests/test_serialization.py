@@ -1,0 +1,474 @@
+"""Models as files: what is kept, what is refused, and what damaged files do."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import inspect
+import json
+import random
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxquant as fxq
+from fxquant import backends
+from fxquant.ops import OPERATORS
+from fxquant.primitives import PRIMITIVES
+from fxquant.serialization import names
+from fxquant.serialization.archive import GRAPH, TENSORS, as_text, pack, unpack
+from fxquant.serialization.document import write_model
+from fxquant.serialization.values import RECORDS, decode, encode
+
+torch.set_num_threads(1)
+
+Save = Callable[[Any], Path]
+
+
+class Network(nn.Module):
+    """Convolutions, batch norm, a residual, a shared scale, a constant, a float leaf, a tied and a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.block = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())
+        self.again = nn.Conv2d(8, 8, 3, padding=1)
+        self.again.weight = self.block[0].weight  # type: ignore[assignment]
+        self.pool = nn.MaxPool2d(2)
+        self.head = nn.Linear(8, 5)
+        self.head.bias.requires_grad_(False)
+        self.register_buffer("offset", torch.randn(8, 1, 1), persistent=False)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        x = F.relu6(self.norm(self.stem(x)))
+        x = self.pool(self.again(F.hardswish(self.block(x))) + x) + self.offset
+        x = F.silu(torch.cat([x, -x], 1)[:, :8])
+        scores = self.head(x.mean((2, 3)))
+        return {"scores": scores, "ranks": (F.softmax(scores, -1), scores.topk(2).indices)}
+
+
+class Leaves(nn.Module):
+    """Layers that stay in float."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(6, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.recurrent = nn.LSTM(8, 8, 2, batch_first=True, bidirectional=True)
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        x, _ = self.attention(x, x, x, need_weights=False)
+        x, _ = self.recurrent(x)
+        return torch.softmax(self.norm(x).flatten(1).view(x.shape[0], -1), -1)
+
+
+def images(count: int = 2) -> list[Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(4, 3, 8, 8) for _ in range(count)]
+
+
+@functools.cache
+def traced() -> Any:
+    torch.manual_seed(0)
+    return fxq.trace(Network().eval(), (images()[0],))
+
+
+def prepared(calibrated: bool = True, target: str = "bayes-e", **options: Any) -> Any:
+    model = fxq.prepare(traced(), (images()[0],), target, **options)
+    return fxq.calibrate(model, images(), show_progress=False) if calibrated else model
+
+
+def training(steps: int = 2) -> Any:
+    """A model in the middle of training, with operators in several states."""
+    model = prepared()
+    fxq.set_state(model, fxq.State.TRAIN)
+    fxq.set_state(model, fxq.State.FLOAT, "head")
+    train(model, steps)
+    model.again.eval()
+    return model
+
+
+def train(model: Any, steps: int) -> list[Tensor]:
+    model.train()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.01)
+    for x in images(steps):
+        optimizer.zero_grad()
+        model(x)["scores"].square().mean().backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+STAGES: dict[str, Callable[[], Any]] = {
+    "traced": traced,
+    "uncalibrated": lambda: prepared(calibrated=False),
+    "calibrated": prepared,
+    "real": lambda: prepared(target="nash-e"),
+    "training": training,
+    "integer": lambda: fxq.convert(prepared()),
+    "integer real": lambda: fxq.convert(prepared(target="nash-e")),
+    **{f"until {name}": functools.partial(prepared, False, until=name) for name in ("canonical.rewrite", "specs.annotate", "scales.share")},
+}
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Save:
+    return lambda model: fxq.save(model, tmp_path / "model.fxq")
+
+
+def equal(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, dict):
+        return list(first) == list(second) and all(equal(first[name], second[name]) for name in first)
+    return len(first) == len(second) and all(equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+# ---- what is kept -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_saved_loaded_and_saved_again_is_the_same_file(stage: str, save: Save, tmp_path: Path) -> None:
+    model = STAGES[stage]()
+    path = save(model)
+    loaded = fxq.load(path)
+    assert fxq.save(loaded, tmp_path / "again.fxq").read_bytes() == path.read_bytes()
+    assert fxq.text(loaded) == fxq.text(model)
+    assert fxq.explain(loaded) == fxq.explain(model)
+    assert {name: module.training for name, module in loaded.named_modules()} == {n: m.training for n, m in model.named_modules()}
+    assert [(n, p.requires_grad) for n, p in loaded.named_parameters()] == [(n, p.requires_grad) for n, p in model.named_parameters()]
+    assert list(loaded.state_dict()) == list(model.state_dict())
+    model, loaded = copy.deepcopy(model), copy.deepcopy(loaded)
+    with torch.no_grad():
+        assert all(equal(model(x), loaded(x)) for x in images())
+
+
+def test_a_loaded_model_goes_on_where_the_saved_one_was(save: Save) -> None:
+    model = prepared(calibrated=False)
+    loaded = fxq.load(save(model))
+    for each in (model, loaded):
+        fxq.calibrate(each, images(), show_progress=False)
+    assert fxq.qparams(loaded) == fxq.qparams(model)
+
+    model = training()
+    loaded = fxq.load(save(model))
+    assert equal(train(loaded, 3), train(model, 3))
+    for each in (model, loaded):
+        fxq.freeze(each)
+        fxq.set_state(each, fxq.State.VALIDATE)
+    frozen = fxq.load(save(model))
+    assert fxq.qparams(loaded) == fxq.qparams(model) == fxq.qparams(frozen)
+    first, second = fxq.convert(model), fxq.convert(fxq.load(save(loaded)))
+    assert fxq.text(first) == fxq.text(second)
+    assert equal(first(images()[0]), second(images()[0]))
+    assert fxq.verify(frozen, second, images())
+
+
+def test_what_is_shared_stays_shared(save: Save) -> None:
+    for model in (traced(), prepared()):
+        loaded = fxq.load(save(model))
+        assert loaded.again.weight is loaded.block.get_submodule("0").weight
+    operators = {module.name: module for module in loaded.modules() if type(module).__name__ == "QuantizedOperator"}
+    shared = [operator for operator in operators.values() if not operator.owns_output]
+    assert shared
+    quantizers = {id(operator.quantizer) for operator in operators.values() if operator.owns_output}
+    assert all(id(operator.output) in quantizers for operator in shared)
+
+
+def test_a_loaded_model_is_exported_to_the_same_file(save: Save, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    rows = [torch.randn(4, 6)]
+    integer = fxq.quantize(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).eval(), rows, show_progress=False).integer
+    path = fxq.export_onnx(fxq.load(save(integer)), tmp_path / "loaded.onnx")
+    assert path.read_bytes() == fxq.export_onnx(integer, tmp_path / "model.onnx").read_bytes()
+    assert fxq.verify(integer, path, rows, show_progress=False)
+
+
+def test_layers_that_stay_in_float(save: Save) -> None:
+    torch.manual_seed(0)
+    rows = [torch.randn(4, 5, 6)]
+    model = fxq.quantize(Leaves().eval(), rows, show_progress=False)
+    for each in (fxq.trace(Leaves().eval(), (rows[0],)), model.prepared, model.integer):
+        with torch.no_grad():
+            assert torch.equal(fxq.load(save(each))(rows[0]), each(rows[0]))
+
+
+def test_a_layout_is_kept(save: Save) -> None:
+    model = nn.Sequential(nn.ConvTranspose2d(4, 8, 3)).eval().to(memory_format=torch.channels_last)
+    loaded: Any = fxq.load(save(fxq.trace(model, (torch.randn(2, 4, 6, 6),))))
+    weight = loaded.get_submodule("0").weight
+    assert weight.stride() == model[0].weight.stride()
+    assert torch.equal(weight, model[0].weight)
+
+
+def test_a_fresh_process_computes_the_same_bits(save: Save, tmp_path: Path) -> None:
+    model = fxq.convert(prepared())
+    x = images()[0]
+    torch.save((x, model(x)), tmp_path / "expected.pt")
+    code = f"""
+import torch, fxquant as fxq
+torch.set_num_threads(1)
+x, expected = torch.load({str(tmp_path / "expected.pt")!r})
+found = fxq.load({str(save(model))!r})(x)
+assert torch.equal(found["scores"], expected["scores"]) and torch.equal(found["ranks"][0], expected["ranks"][0])
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+
+
+def test_the_random_numbers_are_left_alone(save: Save) -> None:
+    model = prepared()
+    before = torch.random.get_rng_state()
+    fxq.load(save(model))
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in names.ARGUMENTS if issubclass(kind, nn.Module)], ids=lambda kind: kind.__name__)
+def test_the_arguments_of_a_class_are_its_constructors(kind: type[nn.Module]) -> None:
+    """Every listed argument is one of the constructor's: nothing else could be rebuilt."""
+    taken = {"nonlinearity"} if kind is nn.RNN else set()  # taken from its keywords
+    for base in kind.__mro__:
+        if "__init__" in vars(base):
+            taken.update(inspect.signature(vars(base)["__init__"]).parameters)
+    assert set(names.ARGUMENTS[kind]) <= taken
+
+
+VALUES = [
+    None, True, -3, 0.1, -0.0, float("inf"), float("-inf"), "é\n'\"", [1, [2.5]], (1, (None,)), {"a": 1, 2: (3,)}, slice(1, None, 2), ...,
+    torch.float16, torch.device("cpu"), torch.channels_last, torch.strided, 1 + 2j, fxq.QConfig(),
+    fxq.QConfig(fxq.ActivationConfig("int16", functools.partial(fxq.MovingAverageMinMaxObserver, averaging_constant=0.5))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES, ids=str)
+def test_values(value: Any) -> None:
+    again = decode(json.loads(json.dumps(encode(value))))
+    assert repr(again) == repr(value)
+    assert encode(again) == encode(value)
+
+
+def test_records_name_every_field() -> None:
+    for kind, fields in RECORDS.items():
+        assert [field.name for field in dataclasses.fields(kind)] == list(fields)
+
+
+def test_every_operator_and_primitive_has_a_name_of_its_own() -> None:
+    for function in (*OPERATORS, *PRIMITIVES):
+        name = names.function_name(function)
+        assert name is not None
+        assert names.function_named(name) is function
+
+
+# ---- what is refused --------------------------------------------------------------------------------------------------
+
+
+class OwnObserver(fxq.MinMaxObserver):
+    pass
+
+
+def _hooked() -> Any:
+    model = fxq.prepare(Network().eval(), (images()[0],))  # not the shared trace: modules of a copy share its hooks
+    model.head.register_forward_hook(lambda module, inputs, output: None)
+    return model
+
+
+def _foreign_function() -> Any:
+    model = copy.deepcopy(traced())
+    next(node for node in model.graph.nodes if node.op == "call_function").target = foreign
+    return model
+
+
+def foreign(*arguments: Any) -> None:
+    """A function of the user's."""
+
+
+def _altered() -> Any:
+    model = copy.deepcopy(traced())
+    model.stem.output_padding = (1, 1)
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "a float model": (Network, "no model of fxquant's"),
+    "an observer": (lambda: prepared(False, qconfig=fxq.QConfig(fxq.ActivationConfig(observer=OwnObserver))), "OwnObserver"),
+    "a hook": (_hooked, "hooks"),
+    "a function": (_foreign_function, "foreign"),
+    "an altered layer": (_altered, "output_padding"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_saved_is_refused_before_anything_is_written(case: str, tmp_path: Path) -> None:
+    make, words = REFUSED[case]
+    path = tmp_path / "model.fxq"
+    path.write_bytes(b"before")
+    with pytest.raises(fxq.ExportError, match=words) as raised:
+        fxq.save(make(), path)
+    assert raised.value.remedy
+    assert path.read_bytes() == b"before"
+    assert [file.name for file in tmp_path.iterdir()] == ["model.fxq"]
+
+
+def test_paths_that_cannot_be_used(tmp_path: Path) -> None:
+    with pytest.raises(fxq.ExportError, match="cannot be written"):
+        fxq.save(traced(), tmp_path / "missing" / "model.fxq")
+    for path in (tmp_path, tmp_path / "missing.fxq"):
+        with pytest.raises(fxq.ExportError, match="cannot be read"):
+            fxq.load(path)
+
+
+# ---- damaged files ----------------------------------------------------------------------------------------------------
+
+JUNK: list[Any] = [
+    None, True, -1, 0, 7, 10**6, 2**62, 2**80, 1e308, "", "x", "weight", "__class__", "os.system",
+    "x = __import__('os')", "0\"]", [], {}, [[]],
+    {"node": "output"}, {"node": 3}, {"tuple": 1}, {"tuple": []}, {"dict": [[[], 1]]}, {"batch": [1, 0, 1, 1]},
+    {"tensor": ["float32", [2**62] * 9]},
+    {"constant": "ellipsis"}, {"observer": ["os", {}]}, {"slice": [1]}, {"float": "1"}, {"QConfig": {}}, {"device": "no"}, {"unknown": 0},
+]  # fmt: skip
+
+
+def _deep(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def _mutate(document: Any, chance: random.Random) -> None:
+    """Change one place of a JSON document, whatever it is."""
+    places: list[tuple[Any, Any]] = []
+    waiting = [document]
+    while waiting:
+        holder = waiting.pop()
+        for key, value in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
+            places.append((holder, key))
+            if isinstance(value, dict | list):
+                waiting.append(value)
+    holder, key = chance.choice(places)
+    kind = chance.randrange(6)
+    if kind == 0:
+        del holder[key]
+    elif kind == 1:
+        other, name = chance.choice(places)
+        holder[key] = copy.deepcopy(other[name]) if name in other or (isinstance(other, list) and name < len(other)) else None
+    elif kind == 2 and isinstance(holder, dict):
+        holder[chance.choice(["x", "class", "forward", "__init__", "a b", "node"])] = holder.pop(key)
+    elif kind == 3 and isinstance(holder[key], int):
+        holder[key] = holder[key] + chance.choice([-1, 1, 1000, 2**40])
+    elif kind == 4 and isinstance(holder, list):
+        holder.append(copy.deepcopy(holder[key]))
+    else:
+        holder[key] = copy.deepcopy(chance.choice([*JUNK, _deep(40), _deep(300)]))
+
+
+def _mutate_tensors(tensors: dict[str, Tensor], chance: random.Random) -> None:
+    name = chance.choice(list(tensors))
+    kind = chance.randrange(4)
+    if kind == 0:
+        del tensors[name]
+    elif kind == 1:
+        tensors[name + "_"] = tensors.pop(name)
+    elif kind == 2:
+        tensors[name] = tensors[name].to(chance.choice([torch.float64, torch.int32, torch.bool]))
+    else:
+        tensors[name] = tensors[name].flatten()[:1].reshape(chance.choice([(), (1,), (1, 1, 1)]))
+
+
+def _flip(content: bytes, chance: random.Random) -> bytes:
+    changed = bytearray(content)
+    for _ in range(chance.choice([1, 1, 2, 8])):
+        changed[chance.randrange(len(changed))] ^= 1 << chance.randrange(8)
+    return bytes(changed)
+
+
+def _repacked(graph: bytes, tensors: bytes, path: Path) -> bytes:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(GRAPH, graph)
+        archive.writestr(TENSORS, tensors)
+    return path.read_bytes()
+
+
+def _mutated(content: bytes, parts: tuple[bytes, bytes], path: Path, chance: random.Random) -> bytes:
+    kind = chance.randrange(10)
+    if kind == 0:
+        return content[: chance.randrange(len(content))]
+    if kind <= 2:
+        end = chance.random() < 0.5  # the zip's own directory
+        return content[:-300] + _flip(content[-300:], chance) if end else _flip(content, chance)
+    if kind == 3:
+        return _repacked(_flip(parts[0], chance), parts[1], path)
+    if kind == 4:
+        head = 8 + int.from_bytes(parts[1][:8], "little")
+        return _repacked(parts[0], _flip(parts[1][:head], chance) + parts[1][head:], path)
+    document, tensors = unpack(content)
+    if kind == 5:
+        _mutate_tensors(tensors, chance)
+    else:
+        for _ in range(chance.choice([1, 1, 1, 3])):
+            _mutate(document, chance)
+    return pack(document, tensors)
+
+
+
+
+@pytest.mark.parametrize("stage", ["traced", "training", "integer"])
+def test_a_damaged_file_is_an_error_and_nothing_else(stage: str, save: Save, tmp_path: Path) -> None:
+    """Each of 700 mutations is refused, or says something that fxquant writes and is all kept; none hangs or imports."""
+    path = save(STAGES[stage]())
+    content = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        parts = archive.read(GRAPH), archive.read(TENSORS)
+    fxq.load(path)
+    before = set(sys.modules)
+    chance = random.Random(stage)
+    refused = 0
+    for index in range(700):
+        changed = _mutated(content, parts, tmp_path / "repacked", chance)
+        path.write_bytes(changed)
+        start = time.perf_counter()
+        try:
+            loaded = fxq.load(path)
+        except fxq.ExportError:
+            refused += 1
+        else:
+            document, tensors = unpack(changed)
+            again, kept = write_model(loaded, backends.get)
+            assert as_text(again) == as_text(document), index
+            assert set(kept) == set(tensors)
+        assert time.perf_counter() - start < 2, index
+    assert set(sys.modules) == before
+    assert refused > 350
+
+
+def test_code_in_names_is_never_run(save: Save, tmp_path: Path) -> None:
+    """Names become part of the graph's generated code, so none may hold any."""
+    path = save(prepared())
+    document, tensors = unpack(path.read_bytes())
+    evil = f"__import__('pathlib').Path({str(tmp_path / 'evil')!r}).touch()"
+    placeholder, *_, output = document["nodes"]
+    call = next(node for node in document["nodes"] if node["op"] == "call_module")
+    for holder, key, value in (
+        (placeholder, "target", f"x={evil}"), (placeholder, "name", evil), (call, "target", f'a"){evil}#'), (call, "name", f"y={evil}"),
+        (output, "name", evil), (call, "kwargs", {f"a={evil}, b": 1}), (document, "name", evil),
+        (call, "op", "call_method"), (call, "op", "root"),
+    ):  # fmt: skip
+        kept, holder[key] = holder[key], value
+        path.write_bytes(pack(document, tensors))
+        with pytest.raises(fxq.ExportError):
+            fxq.load(path)
+        holder[key] = kept
+    assert not (tmp_path / "evil").exists()
+    path.write_bytes(pack(document, tensors))
+    fxq.load(path)

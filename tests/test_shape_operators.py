@@ -1,0 +1,241 @@
+"""Operators that move values about, and resizing: every spelling is integer, keeps the contract, and means what PyTorch means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxquant as fxq
+from fxquant.graph import annotation, qparams
+from fxquant.ops.resize import _nearest, _weights
+from tests.contract import (
+    TARGETS,
+    all_equal,
+    assert_gradients_reach_every_parameter,
+    assert_integer_is_onnx,
+    assert_train_is_validate,
+    assert_validate_is_integer,
+    compiled,
+    flat,
+)
+
+Body = Callable[[Tensor], Any]
+
+# Operators that only move values: the integer result is the float result of the same integers.
+MOVES: dict[str, Body] = {
+    "Tensor.permute": lambda x: x.permute(0, 2, 3, 1),
+    "torch.permute": lambda x: torch.permute(x, (0, -1, 1, 2)),
+    "Tensor.transpose": lambda x: x.transpose(1, -1),
+    "torch.transpose": lambda x: torch.transpose(x, dim0=1, dim1=2),
+    "Tensor.movedim": lambda x: x.movedim(1, -1),
+    "torch.movedim": lambda x: torch.movedim(x, (1, 2), (3, 1)),
+    "Tensor.swapaxes": lambda x: x.swapaxes(1, 2),
+    "torch.swapdims": lambda x: torch.swapdims(x, 1, 2),
+    "mT": lambda x: x.mT,
+    "T": lambda x: x.flatten(1).T,
+    "t": lambda x: x.flatten(1).t(),
+    "narrow": lambda x: x.narrow(1, 2, 3),
+    "select": lambda x: x.select(1, -1),
+    "x[:, 1]": lambda x: x[:, 1],
+    "x[0]": lambda x: x[0],
+    "x[::2]": lambda x: x[::2],
+    "steps": lambda x: x[:, ::3, 1:-1, None, ::2],
+    "ellipsis": lambda x: x[..., 0],
+    "list": lambda x: x[:, [0, -1, 2]],
+    "constant index": lambda x: x[:, :, torch.tensor([3, -1])],
+    "mixed index": lambda x: x[:, 1, ..., [0, 2], None],
+    "index_select": lambda x: torch.index_select(x, 1, torch.tensor([1, 1, 0])),
+    "repeat_interleave": lambda x: x.repeat_interleave(2, 1),
+    "Tensor.chunk": lambda x: x.chunk(2, 1),
+    "torch.chunk": lambda x: torch.chunk(x, 3, dim=1)[2],
+    "Tensor.split": lambda x: x.split([1, 3, 4], 1),
+    "torch.split": lambda x: torch.split(x, 3, dim=-1),
+    "unbind": lambda x: x.unbind(1)[3],
+    "tensor_split": lambda x: torch.tensor_split(x, (2, 5), dim=1),
+    "squeeze": lambda x: x[:, :1].squeeze(1).unsqueeze(-1),
+    "unflatten": lambda x: x.unflatten(1, (2, 4)),
+    "nn.Unflatten": nn.Unflatten(1, (4, 2)),
+    "Tensor.expand": lambda x: x[:, :1].expand(-1, 4, -1, -1),
+    "expand to the batch": lambda x: x[:, :, :1, :1].expand(x.shape[0], 8, 4, 4),
+    "expand_as": lambda x: x[:, :1].expand_as(x),
+    "broadcast_to": lambda x: torch.broadcast_to(x, (2, *x.shape)),
+    "Tensor.repeat": lambda x: x.repeat(1, 2, 1, 3),
+    "repeat, more dimensions": lambda x: x.repeat(2, 1, 1, 2, 1),
+    "torch.tile": lambda x: torch.tile(x, (2, 1)),
+    "Tensor.tile": lambda x: x.tile(2),
+    "Tensor.roll": lambda x: x.roll((1, -2), (2, 3)),
+    "torch.roll": lambda x: torch.roll(x, 3, 1),
+    "Tensor.flip": lambda x: x.flip(1, 2),
+    "torch.flip": lambda x: torch.flip(x, [-1]),
+    "F.pad": lambda x: F.pad(x, (1, 2)),
+    "F.pad, negative": lambda x: F.pad(x, (-1, 2)),
+    "F.pad, reflect": lambda x: F.pad(x, (2, 3, 1, 0), mode="reflect"),
+    "F.pad, replicate": lambda x: F.pad(x, (2, 3, 1, 0), mode="replicate"),
+    "F.pad, circular": lambda x: F.pad(x, (2, 3, 1, 0), mode="circular"),
+    "nn.ZeroPad2d": nn.ZeroPad2d(1),
+    "nn.ReflectionPad2d": nn.ReflectionPad2d(2),
+    "nn.ReplicationPad2d": nn.ReplicationPad2d((1, 2, 3, 4)),
+    "nn.CircularPad2d": nn.CircularPad2d(1),
+    "nn.PixelShuffle": nn.PixelShuffle(2),
+    "nn.PixelUnshuffle": nn.PixelUnshuffle(2),
+    "nn.ChannelShuffle": nn.ChannelShuffle(4),
+    "F.pixel_shuffle": lambda x: F.pixel_shuffle(x, 2),
+    "nearest": nn.Upsample(scale_factor=2),
+    "nearest, size": nn.Upsample(size=(7, 5)),
+    "nearest-exact": nn.Upsample(scale_factor=1.5, mode="nearest-exact"),
+    "nn.UpsamplingNearest2d": nn.UpsamplingNearest2d(scale_factor=3),
+    "nearest, 1d": lambda x: F.interpolate(x.flatten(2), size=23),
+    "nearest, 3d": lambda x: F.interpolate(x.unflatten(1, (2, 4)), scale_factor=(1, 2, 1.3)),
+}
+
+# Operators that round: the integer result is within some steps of the float result of the same integers.
+ROUNDING: dict[str, tuple[float, Body]] = {
+    "F.pad, value": (1, lambda x: F.pad(x, (1, 2, 0, 1, 3, 0), value=0.37)),
+    "nn.ConstantPad2d": (1, nn.ConstantPad2d((1, 0, 2, 1), -0.5)),
+    "stack": (1, lambda x: torch.stack([x, x.relu()], 1)),
+    "stack, last": (1, lambda x: torch.stack((x, x.flip(1), x), dim=-1)),
+    "nn.UpsamplingBilinear2d": (1.5, nn.UpsamplingBilinear2d(scale_factor=2)),
+    "bilinear": (1.5, nn.Upsample(scale_factor=2, mode="bilinear")),
+    "bilinear, size": (1.5, nn.Upsample(size=5, mode="bilinear")),
+    "bilinear, factors": (1.5, nn.Upsample(scale_factor=(1.7, 0.6), mode="bilinear")),
+    "bilinear, recomputed": (1.5, nn.Upsample(scale_factor=1.7, mode="bilinear", recompute_scale_factor=True)),
+    "bilinear, one dimension": (1.5, lambda x: F.interpolate(x, scale_factor=(2.0, 1.0), mode="bilinear", align_corners=True)),
+    "F.upsample": (1.5, lambda x: F.upsample(x, scale_factor=2, mode="bilinear")),
+    "linear": (1.5, lambda x: F.interpolate(x.flatten(2), scale_factor=2.5, mode="linear")),
+}
+
+REFUSED: dict[str, tuple[str, Body]] = {
+    "bicubic": ("mode='bicubic' has no integer form", lambda x: F.interpolate(x, scale_factor=2, mode="bicubic")),
+    "area": ("mode='area' has no integer form", lambda x: F.interpolate(x, scale_factor=0.5, mode="area")),
+    "antialias": ("antialias=True has no integer form", lambda x: F.interpolate(x, scale_factor=2, mode="bilinear", antialias=True)),
+    "mask": ("its index is a constant that is no list of whole numbers", lambda x: x[:, torch.tensor([True] * 8)]),
+    "two lists": ("it indexes several dimensions by lists", lambda x: x[:, [0, 1], [1, 2]]),
+    "list of the batch": ("it picks from the batch by a list", lambda x: x[[0, 1]]),
+    "roll of the batch": ("it rolls along the batch", lambda x: x.roll(1, 0)),
+    "flip of the batch": ("it reverses the batch", lambda x: x.flip(0)),
+    "roll of everything": ("it rolls the flattened tensor", lambda x: x.roll(1)),
+    "repeats of the batch": ("it repeats along the batch", lambda x: x.repeat_interleave(2, 0)),
+    "piece of the batch": ("it is a piece of the batch, whose size is not fixed", lambda x: x.chunk(2, 0)[0]),
+    "pieces of a sort": ("no operator of the table recognises %sort, whose results it picks from", lambda x: torch.sort(x, 1)[0]),
+}
+
+
+class Net(nn.Module):
+    """A convolution, and what the body makes of it; both are returned."""
+
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 8, 3, padding=1)
+        self.body = body
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.convolution(x)
+        return x, self.body(x)
+
+
+def network(body: Body) -> nn.Module:
+    torch.manual_seed(0)
+    return Net(body).eval()
+
+
+def batches() -> list[tuple[Tensor, ...]]:
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(batch, 3, 8, 8, generator=generator),) for batch in (4, 6)]
+
+
+def left_in_float(body: Body, target: str) -> dict[str, str]:
+    """The reasons of the nodes that stay in float, by name."""
+    graph = fxq.prepare(network(body), batches()[0], target, until="specs.annotate").graph
+    return {node.name: spec.because for node in graph.nodes if (spec := annotation(node)) is not None and spec.dtype is None}
+
+
+def assert_contract(body: Body, target: str, path: Path, steps: float) -> None:
+    """The body is integer as a whole, agrees with itself everywhere, and is within `steps` of its float function."""
+    assert left_in_float(body, target) == {}
+    prepared, integer = compiled(network(body), batches(), target)
+    assert_integer_is_onnx(integer, path / "model.onnx", batches())
+    assert_validate_is_integer(prepared, integer, *batches()[0])
+    source, *found = flat(integer(*batches()[0]))
+    expected = flat(body(source))
+    if steps == 0:
+        assert all_equal(found, expected)
+    step = max(known.scale for node in integer.graph.nodes if (known := qparams(node)) is not None)
+    for one, other in zip(found, expected, strict=True):
+        assert float((one - other).abs().max()) <= steps * step + 1e-6
+    assert_train_is_validate(prepared, *batches()[0])
+    assert_gradients_reach_every_parameter(prepared, *batches()[0])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", MOVES)
+def test_moves_are_exact(name: str, target: str, tmp_path: Path) -> None:
+    assert_contract(MOVES[name], target, tmp_path, 0)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", ROUNDING)
+def test_rounding_operators_keep_the_contract(name: str, target: str, tmp_path: Path) -> None:
+    steps, body = ROUNDING[name]
+    assert_contract(body, target, tmp_path, steps)
+
+
+def test_eight_fraction_bits_keep_the_contract_in_float32(tmp_path: Path) -> None:
+    assert_contract(nn.Upsample(scale_factor=(1.7, 0.6), mode="bilinear"), "bernoulli2", tmp_path, 1.5)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_integer_form_stays_in_float_and_says_why(name: str) -> None:
+    reason, body = REFUSED[name]
+    assert reason in left_in_float(body, "bayes-e").values()
+    prepared, integer = compiled(network(body), batches())
+    assert all_equal(prepared(*batches()[0]), integer(*batches()[0]))
+
+
+def test_infinity_pads_with_the_largest_integer() -> None:
+    _, integer = compiled(network(lambda x: F.pad(x, (1, 1), value=-math.inf)), batches())
+    source, padded = integer(*batches()[0])
+    scale = max(known.scale for node in integer.graph.nodes if node.name == "pad" and (known := qparams(node)) is not None)
+    assert torch.equal(padded[..., 1:-1], source)
+    assert bool((padded[..., 0] == torch.tensor(-128.0) * torch.tensor(scale)).all())
+
+
+# ---- the vectors and matrices of resizing -----------------------------------------------------------------------------
+
+AXES = [(length, size, None) for length in (1, 2, 5, 8, 13) for size in (1, 3, 8, 26)] + [(9, None, factor) for factor in (0.4, 1.3, 2.0)]
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+def test_nearest_neighbours_are_pytorchs(mode: str) -> None:
+    for length, size, factor in AXES:
+        values = torch.randn(1, 2, length)
+        expected = F.interpolate(values, size, factor, mode)
+        assert torch.equal(values.index_select(2, _nearest(length, size, factor, mode)), expected)
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("align_corners", [False, True])
+def test_weights_sum_to_one_and_are_those_of_linear_interpolation(align_corners: bool, bits: int) -> None:
+    for length, size, factor in AXES:
+        weights = _weights(length, size, factor, align_corners, bits)
+        identity = torch.eye(length, dtype=torch.float64).unsqueeze(0)
+        expected = F.interpolate(identity, size, factor, "linear", align_corners)[0].t() * 2**bits
+        assert bool((weights.sum(1) == 2**bits).all())
+        assert bool((weights >= 0).all())
+        # Both weights are rounded, and the larger one takes what their sum is off by: less than one step in all.
+        assert float((weights - expected).abs().max()) <= 0.5 + 1e-6 * 2**bits
+
+
+def test_weights_by_hand() -> None:
+    share = Fraction(1, 2) * Fraction(3, 5) - Fraction(1, 2) + Fraction(3, 5)  # the source of output 1 of 5 from 3
+    second = math.floor(share * 256 + Fraction(1, 2))
+    assert _weights(3, 5, None, False, 8)[1].tolist() == [256 - second, second, 0]
+    assert _weights(2, 4, None, False, 8).tolist() == [[256, 0], [192, 64], [64, 192], [0, 256]]
+    assert _weights(3, 2, None, True, 8).tolist() == [[256, 0, 0], [0, 0, 256]]
