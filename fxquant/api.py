@@ -98,7 +98,9 @@ def convert(
     dial = Dial.of(debug, dump)
     dial.count = len(PREPARE) + 1
     with collection_paused():
-        integer = Model.of(prepared, copy_graph(prepared.graph))
+        # The one pass reads this graph and writes another, so it need not be copied; its owner stays the prepared model.
+        integer = Model.of(prepared, prepared.graph)
+        prepared.graph.owning_module = prepared
         run(integer, CONVERT, Context(target, QConfigMapping()), dial, until)
     integer.eval()
     return integer

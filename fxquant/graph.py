@@ -303,6 +303,13 @@ class Model(fx.GraphModule):
         return copied
 
 
+def free_name(gm: torch.nn.Module, name: str) -> str:
+    """The name, with underscores behind it while the model has an attribute of that name."""
+    while hasattr(gm, name):
+        name += "_"
+    return name
+
+
 def replace_graph(gm: fx.GraphModule, graph: fx.Graph) -> None:
     """Give the module another graph without compiling it; assigning `gm.graph` would compile at once."""
     gm._graph = graph
@@ -329,7 +336,7 @@ def _copy_tree(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module
         return known
     copied = torch.nn.Module() if isinstance(module, fx.GraphModule) else copy.copy(module)
     memo[id(module)] = copied
-    copied.__dict__.update({name: copy.copy(value) for name, value in copied.__dict__.items() if isinstance(value, dict)})  # hooks too
+    copied.__dict__.update({name: value.copy() for name, value in copied.__dict__.items() if isinstance(value, dict)})  # hooks too
     copied.__dict__["_parameters"] = {name: _copy_tensor(p, memo) for name, p in module._parameters.items()}
     copied.__dict__["_buffers"] = {name: _copy_tensor(b, memo) for name, b in module._buffers.items()}
     copied.__dict__["_modules"] = {name: child if child is None else _copy_tree(child, memo) for name, child in module._modules.items()}

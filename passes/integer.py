@@ -14,7 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.graph import BATCH_SIZES, QParams, TensorFact, attach, fact, inherit, notes, replace_graph, resolve, set_fact, set_qparams
+from fxquant.graph import (
+    BATCH_SIZES,
+    QParams,
+    TensorFact,
+    attach,
+    fact,
+    free_name,
+    inherit,
+    notes,
+    replace_graph,
+    resolve,
+    set_fact,
+    set_qparams,
+)
 from fxquant.lowering import Lowering, Quantized
 from fxquant.numerics import Arithmetic
 from fxquant.ops import map_operands, operator_of
@@ -40,10 +53,11 @@ class GraphLowering(Lowering):
         output: Quantizer,
         arithmetic: Arithmetic,
         shapes: Shapes,
+        container: str,
     ) -> None:
         weight = module.weight if module is not None else WeightConfig()
         super().__init__(node.name, arithmetic, output, module.intermediate if module is not None else None, weight)
-        self.gm, self.graph, self.node, self.shapes = gm, graph, node, shapes
+        self.gm, self.graph, self.node, self.shapes, self.container = gm, graph, node, shapes, container
         self.made: list[fx.Node] = []
         self.facts: dict[str, Any] = {}
 
@@ -56,7 +70,7 @@ class GraphLowering(Lowering):
         return made
 
     def constant(self, role: str, value: Tensor, dtype: torch.dtype) -> fx.Node:
-        path = f"{CONTAINER}.{self.name}.{role}"
+        path = f"{self.container}.{self.name}.{role}"
         attach(self.gm, path, value.detach().to(dtype).contiguous().clone())
         # Naming the node here spares the search for a name that `graph.get_attr` makes.
         made = inherit(self.graph.create_node("get_attr", path, name=f"{self.name}_{role}"), self.node, "integer.lower")
@@ -131,17 +145,18 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
     environment = Environment(graph)
     outputs: dict[fx.Node, Quantizer] = {}  # of the nodes that hold quantized tensors
     shapes = Shapes()
+    container = free_name(gm, CONTAINER)
     changes = 0
     with torch.no_grad():
         for node in gm.graph.nodes:
             module = resolve(gm, str(node.target)) if node.op == "call_module" else None
             if isinstance(module, QuantizedOperator):
                 module.output.require()
-                lowering = GraphLowering(gm, graph, node, module, module.output, context.target.arithmetic, shapes)
+                lowering = GraphLowering(gm, graph, node, module, module.output, context.target.arithmetic, shapes, container)
                 arguments = module.operator.bind_call(node.args, node.kwargs)
                 outputs[node] = module.output
             elif operator_of(node) is DEQUANTIZE:
-                lowering = GraphLowering(gm, graph, node, None, outputs[node.args[0]], context.target.arithmetic, shapes)
+                lowering = GraphLowering(gm, graph, node, None, outputs[node.args[0]], context.target.arithmetic, shapes, container)
                 arguments = {"input": node.args[0]}
             else:
                 if node.op != "get_attr":  # most parameters become constants and are read no more
@@ -153,7 +168,7 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
             changes += 1
     _eliminate_unused(graph)
     replace_graph(gm, graph)
-    _drop_unused(gm)
+    _drop_unused(gm, container)
     return changes
 
 
@@ -185,11 +200,12 @@ def _eliminate_unused(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _drop_unused(gm: fx.GraphModule) -> None:
-    """Keep of the model only what the graph reads."""
-    used = {str(node.target) for node in gm.graph.nodes if node.op in ("get_attr", "call_module")}
-    kept = {path: resolve(gm, path) for path in sorted(used)}
+def _drop_unused(gm: fx.GraphModule, container: str) -> None:
+    """Keep of the float model only what the graph reads; the constants, made just now, are all read."""
+    paths = {str(node.target) for node in gm.graph.nodes if node.op in ("get_attr", "call_module")}
+    kept = {path: resolve(gm, path) for path in sorted(paths) if not path.startswith(container + ".")}
     for name in (*gm._modules, *gm._parameters, *gm._buffers):
-        delattr(gm, name)
+        if name != container:
+            delattr(gm, name)
     for path, value in kept.items():
         attach(gm, path, value)

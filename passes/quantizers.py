@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from fxquant.graph import Annotation, annotation, attach, module_path, source
+from fxquant.graph import Annotation, annotation, attach, free_name, module_path, source
 from fxquant.ops import Operator, Scale, map_operands, operand_nodes, operator_of
 from fxquant.ops.boundary import DEQUANTIZE
 from fxquant.pipeline import Context
@@ -25,6 +25,7 @@ CONTAINER = "quantized"  # where the operators stand in the prepared model
 def insert(gm: fx.GraphModule, context: Context) -> int:
     """Every integer operator is a QuantizedOperator; every group has one quantizer."""
     quantizers = _quantizers(gm, context)
+    container = free_name(gm, CONTAINER)
     owners: set[int] = set()
     changes = 0
     for node in gm.graph.nodes:
@@ -48,7 +49,7 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
             path=module_path(node),
         )
         owners.add(spec.group)
-        target = f"{CONTAINER}.{node.name}"
+        target = f"{container}.{node.name}"
         attach(gm, target, module)
         node.op, node.target = "call_module", target
         changes += 1

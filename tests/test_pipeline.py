@@ -707,3 +707,28 @@ def test_a_batch_norm_over_another_dimension_is_not_folded() -> None:
     fxq.set_state(prepared, fxq.State.FLOAT)
     # Folding, where it is right, multiplies in another order than the float model: hence a tolerance.
     torch.testing.assert_close(prepared(x), model(x), rtol=1e-5, atol=1e-6)
+
+
+class Namesake(nn.Module):
+    """A model whose own modules have the names under which the passes put theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quantized = nn.Conv2d(3, 4, 3)
+        self.integer = nn.Softmax(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        value: torch.Tensor = self.integer(self.quantized(x))
+        return value
+
+
+def test_a_model_may_use_the_names_the_passes_use() -> None:
+    model = Namesake().eval()
+    x = torch.randn(2, 3, 6, 6)
+    prepared = fxq.calibrate(fxq.prepare(model, (x,)), [x])
+    before = list(prepared.state_dict())
+    integer = fxq.convert(prepared)
+    assert fxq.verify(prepared, integer, [x])
+    assert torch.equal(integer(x), prepared(x))
+    assert list(prepared.state_dict()) == before
+    assert prepared.graph.owning_module is prepared
