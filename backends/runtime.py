@@ -73,7 +73,7 @@ class OnnxModel:
 
 
 class Runner:
-    """One session."""
+    """One runtime holding one model."""
 
     def __init__(self, model: onnx.ModelProto, level: Any, threads: int) -> None:
         self.outputs = [info.name for info in model.graph.output]
@@ -130,6 +130,3 @@ def _prune(graph: onnx.GraphProto) -> None:
     inputs = [info for info in graph.input if info.name in needed]
     del graph.input[:]
     graph.input.extend(inputs)
-
-
-__all__ = ["RUNTIMES", "RUNTIME_NAMES", "OnnxModel", "Runner"]

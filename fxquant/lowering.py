@@ -275,6 +275,3 @@ def straight_through(smooth: Tensor, exact: Tensor) -> Tensor:
     """`exact`, bit for bit, with the gradient of `smooth`."""
     result: Tensor = _StraightThrough.apply(smooth, exact)  # type: ignore[no-untyped-call]
     return result
-
-
-__all__ = ["Clamp", "EagerLowering", "Lowering", "Quantized", "straight_through"]

@@ -170,6 +170,3 @@ def verify_stage(gm: fx.GraphModule, stage: Stage, made_by: str) -> None:
             because=lines + more,
             remedy=f"this is a defect of {made_by}; run with dump='dir' and compare the graphs before and after it",
         )
-
-
-__all__ = ["SPECS", "Stage", "Violation", "is_integer", "verify_stage", "violations"]

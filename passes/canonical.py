@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from fxquant.graph import TensorFact, fact, inherit, refuse, resolve, spell
+from fxquant.graph import TensorFact, fact, inherit, refuse, spell
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, Operator, Parameter
 from fxquant.pipeline import Context
 
@@ -99,6 +99,3 @@ def _attribute(gm: fx.GraphModule, node: fx.Node, target: str, value: Any, attri
     elif node < attributes[path]:
         node.prepend(attributes[path])
     return attributes[path]
-
-
-__all__ = ["resolve", "rewrite"]

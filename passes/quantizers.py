@@ -11,8 +11,7 @@ from typing import Any
 from torch import fx
 
 from fxquant.graph import Annotation, annotation, attach, free_name, module_path, source
-from fxquant.ops import Operator, Scale, map_operands, operand_nodes, operator_of
-from fxquant.ops.boundary import DEQUANTIZE
+from fxquant.ops import Operator, Scale, map_operands, operator_of
 from fxquant.pipeline import Context
 from fxquant.prepared import QuantizedOperator
 from fxquant.quantizer import Quantizer
@@ -106,6 +105,3 @@ def _inputs(operator: Operator, arguments: dict[str, Any], quantizers: dict[int,
 
     mapped = map_operands(operator, arguments, quantizer)
     return {name: mapped[name] for name in (*operator.operands, "residual") if name in mapped}
-
-
-__all__ = ["CONTAINER", "DEQUANTIZE", "insert", "operand_nodes"]

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from fxquant.lowering import Lowering, Quantized
+from fxquant.lowering import Quantized
 
 # How the arguments of one spelling become canonical ones, by name; a string is the reason why they cannot.
 Adapt = Callable[..., dict[str, Any] | str]
@@ -153,20 +153,3 @@ def map_operands(operator: Operator, arguments: Mapping[str, Any], function: Cal
         elif isinstance(value, fx.Node | Tensor):
             mapped[name] = function(name, value)
     return mapped
-
-
-__all__ = [
-    "FUNCTIONS",
-    "METHODS",
-    "MODULES",
-    "OPERATORS",
-    "Lowering",
-    "Operator",
-    "Parameter",
-    "Quantized",
-    "Scale",
-    "map_operands",
-    "operand_nodes",
-    "operator_of",
-    "register",
-]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxquant.primitives.record import Emitter, primitive, stored
+from fxquant.primitives.record import Emitter, primitive
 
 BOUNDARY_LIMIT = 2.0**20  # inputs are clipped to ±2^20 steps: far outside every dtype here, and safe to convert
 
@@ -52,6 +52,3 @@ def _onnx_dequantize(e: Emitter, input: str, scale: Tensor) -> str:
 def dequantize(input: Tensor, scale: Tensor) -> Tensor:
     """float32(q) · scale."""
     return input.float() * scale
-
-
-__all__ = ["dequantize", "quantize", "quantized_value", "stored"]
