@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx, nn
 
 from fxquant.graph import TensorFact, fact, inherit, refuse, spell
-from fxquant.ops import FUNCTIONS, METHODS, MODULES, Operator, Parameter
+from fxquant.ops import FUNCTIONS, METHODS, MODULES, Operator, Parameter, operator_of
 from fxquant.pipeline import Context
 
 
@@ -38,15 +38,15 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
         node.op, node.target = "call_function", operator.function
         node.args, node.kwargs = tuple(values.values()), {}
         changes += 1
-    _eliminate_unused_sizes(gm.graph)
+    _eliminate_unused(gm.graph)
     return changes
 
 
-def _eliminate_unused_sizes(graph: fx.Graph) -> None:
-    """Sizes, and what was computed from them, that only a reshape read which knows its shape by now."""
+def _eliminate_unused(graph: fx.Graph) -> None:
+    """What only another spelling read: sizes of a reshape that knows its shape by now, the transpose of a matrix that became a weight."""
     for node in reversed(list(graph.nodes)):
         number = fact(node) is not None and not isinstance(fact(node), TensorFact)
-        if number and not node.users and node.op in ("call_method", "call_function"):
+        if not node.users and (operator_of(node) is not None or (number and node.op in ("call_method", "call_function"))):
             graph.erase_node(node)
 
 

@@ -273,4 +273,20 @@ def test_refused(name: str) -> None:
     model, batches = built(make)
     compiled = contract.compiled(model, batches)
     assert because in reason(compiled.prepared, node)
-    torch.testing.assert_close(compiled.integer(*batches[0]), model(*batches[0]), rtol=0, atol=0.5)
+    assert fxq.verify(compiled.prepared, compiled.integer, batches)
+    fxq.set_state(compiled.prepared, fxq.State.FLOAT)
+    # Float in both, with batch norms and constants multiplied in another order: hence a tolerance.
+    torch.testing.assert_close(compiled.prepared(*batches[0]), model(*batches[0]), rtol=1e-5, atol=1e-5)
+
+
+def test_the_transpose_of_a_weight_is_not_left_behind() -> None:
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(5, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.w.t()
+
+    prepared = fxq.prepare(Product(), (torch.randn(4, 8),))
+    assert "none is left in float" in fxq.explain(prepared)
