@@ -14,7 +14,7 @@ from fxquant.prepared import QuantizedOperator
 from fxquant.primitives import PRIMITIVES
 from fxquant.trace import assumptions
 
-NOTES = {"accumulator_bits": "accumulator of {} bits", "residual": "residual {}", "wide": "{}"}
+NOTES = {"accumulator_bits": "accumulator of {} bits", "residual": "residual {}", "wide": "{}", "narrowed": "{}"}
 
 
 def explain(model: fx.GraphModule) -> str:
@@ -45,7 +45,8 @@ def _row(model: fx.GraphModule, node: fx.Node) -> tuple[str, str, str, str, str]
         if known is None:
             return None
         details = "; ".join(NOTES[key].format(value) for key, value in notes(node).items() if key in NOTES)
-        return f"%{node.name}", "integer", known.dtype, f"{known.scale:.6g}", _where(node, details)
+        scale = f"{known.scale:.6g}" if isinstance(known.scale, float) else f"{min(known.scale):.6g}…{max(known.scale):.6g}"
+        return f"%{node.name}", "integer", known.dtype, scale, _where(node, details)
     spec = annotation(node)
     if spec is None:
         return None
@@ -54,7 +55,7 @@ def _row(model: fx.GraphModule, node: fx.Node) -> tuple[str, str, str, str, str]
     scale = ""
     if node.op == "call_module" and isinstance(module := resolve(model, str(node.target)), QuantizedOperator):
         value = float(module.output.scale)
-        scale = "not calibrated" if math.isnan(value) else f"{value:.6g}"
+        scale = "its sum's" if module.output.follows_sum else "not calibrated" if math.isnan(value) else f"{value:.6g}"
     also = f"; holds {', '.join(fused(node))}" if fused(node) else ""
     return f"%{node.name}", "integer", spec.dtype, scale, _where(node, spec.because + also)
 

@@ -198,9 +198,12 @@ def notes(node: fx.Node) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class QParams:
-    """The scale and the integer dtype of a quantized tensor in an integer graph."""
+    """The scale and the integer dtype of a quantized tensor in an integer graph.
 
-    scale: float
+    A 32-bit output may have a scale for each channel, dimension 1 of the tensor (the last one behind a linear layer).
+    """
+
+    scale: float | tuple[float, ...]
     dtype: str
 
 

@@ -9,6 +9,7 @@ training, validation and the integer graph agree by construction.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from fxquant.batch_norm import BatchNorm, fold, fold_batch
 from fxquant.errors import AccumulatorOverflow
 from fxquant.graph import Size
 from fxquant.numerics import (
+    INT32,
     INT32_MAX,
     Arithmetic,
     IntType,
@@ -32,8 +34,8 @@ from fxquant.numerics import (
 )
 from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.boundary import quantize, quantized_value
-from fxquant.primitives.elementwise import align_fixed, align_real
-from fxquant.primitives.requantize import requantize_fixed, requantize_real
+from fxquant.primitives.elementwise import align_fixed, align_real, shift_right
+from fxquant.primitives.requantize import accumulator_output, clamp_accumulator, requantize_fixed, requantize_real
 from fxquant.quantizer import Quantizer, round_up_to_power_of_two
 from fxquant.spec import WeightConfig
 
@@ -42,7 +44,10 @@ Clamp = tuple[float | None, float | None]
 
 @dataclass(frozen=True)
 class Quantized:
-    """A quantized tensor during lowering: its integers (a tensor or a graph node), scale, dtype and shape."""
+    """A quantized tensor during lowering: its integers (a tensor or a graph node), scale, dtype and shape.
+
+    The scale is a scalar; of a 32-bit output it has one number per channel, shaped to broadcast.
+    """
 
     value: Any
     scale: Tensor
@@ -106,20 +111,53 @@ class Lowering:
     # -- what operators are made of ----------------------------------------------------------------------------------
 
     def requantize(
-        self, accumulator: Any, ratio: Ratio, clamp: Clamp | None = None, to: Quantizer | None = None, role: str = ""
+        self, accumulator: Any, ratio: Ratio, clamp: Clamp | None = None, to: Quantizer | None = None, role: str = "", bound: float = 0
     ) -> Quantized:
-        """The accumulator, whose step is `ratio`, on the scale of `to`, limited to the real interval `clamp`."""
+        """The accumulator, whose step is `ratio`, on the scale of `to`, limited to the real interval `clamp`.
+
+        Where `to` is int32, the accumulator itself is the output, and its step the scale. `bound` is the
+        accumulator's where it may exceed 32 bits.
+        """
         target = to or self.output
+        if target.dtype == INT32:
+            return self._keep(accumulator, ratio, clamp, bound)
 
         def exact() -> Any:
             low, high = self.bounds(clamp, target)
-            return self._requantize(accumulator, ratio.over(target.scale), low, high, target.dtype, role)
+            return self._requantize(accumulator, ratio.over(target.scale), low, high, target.dtype, role, 32 if bound <= INT32_MAX else 48)
 
         def real() -> Tensor:
             value: Tensor = accumulator * ratio.approximate().to(accumulator.dtype)
             return value if clamp is None else value.clamp(*clamp)
 
         return self.result(exact, real, target)
+
+    def _keep(self, accumulator: Any, ratio: Ratio, clamp: Clamp | None, bound: float) -> Quantized:
+        """The accumulator as int32, with its step as the scale, rounded once to float32.
+
+        One that may exceed 32 bits is brought to a scale 2^n larger, rounding half up, by the least n that fits.
+        """
+        bits = 0
+        while math.floor(bound / 2**bits + 0.5) > INT32_MAX:
+            bits += 1
+        if bits:
+            self.note("narrowed", f"its sum can have {bits_of(bound)} bits, so the 32-bit output leaves out the last {bits}")
+            accumulator = self.call(shift_right, accumulator, bits)
+            ratio = ratio.times(torch.tensor(2.0**bits, device=ratio.numerators[0].device))
+        scale = real_multiplier(ratio)
+        value = self.call(accumulator_output, accumulator)
+        if clamp is not None and clamp != (None, None):
+            limits = [
+                torch.tensor([clamp_bound(bound, float(s), default, INT32) for s in scale.flatten()], dtype=torch.float64).reshape(
+                    scale.shape
+                )
+                for bound, default in zip(clamp, (INT32.low, INT32.high), strict=True)
+            ]
+            constants = [
+                self.constant(role, limit.to(scale.device), torch.int32) for role, limit in zip(("low", "high"), limits, strict=True)
+            ]
+            value = self.call(clamp_accumulator, value, *constants)
+        return Quantized(value, scale, INT32, ())
 
     def bounds(self, clamp: Clamp | None, to: Quantizer) -> tuple[int, int]:
         """The integers that limit the output: the dtype's, narrowed by a real interval: ⌊bound/scale + ½⌋."""
@@ -128,12 +166,14 @@ class Lowering:
         scale = 1.0 if clamp in ((0, None), (0.0, None)) else float(to.scale)
         return clamp_bound(clamp[0], scale, to.dtype.low, to.dtype), clamp_bound(clamp[1], scale, to.dtype.high, to.dtype)
 
-    def _requantize(self, accumulator: Any, ratio: Ratio, low: int, high: int, dtype: IntType, role: str) -> Any:
+    def _requantize(
+        self, accumulator: Any, ratio: Ratio, low: int, high: int, dtype: IntType, role: str, accumulator_bits: int = 32
+    ) -> Any:
         if self.arithmetic.requantize == "real":
             multiplier = self.constant(role + "multiplier", real_multiplier(ratio), torch.float32)
             return self.call(requantize_real, accumulator, multiplier, low, high, dtype.storage)
         widths = self.arithmetic.widths[dtype.name]
-        fixed = fixed_requantization(ratio, widths, dtype)
+        fixed = fixed_requantization(ratio, widths, dtype, accumulator_bits)
         shift, multiplier, right_shift = (
             self.constant(role + name, value, torch.int32)
             for name, value in (("shift", fixed.shift), ("multiplier", fixed.multiplier), ("right_shift", fixed.right_shift))
@@ -151,13 +191,13 @@ class Lowering:
             dtype.storage,
         )
 
-    def align(self, operand: Quantized, ratio: Ratio, role: str) -> Any:
-        """The operand's integers times `ratio`, as an accumulator on the finer scale that `ratio` leads to."""
+    def align(self, operand: Quantized, ratio: Ratio, role: str, wide: bool) -> Any:
+        """The operand's integers times `ratio`, as an accumulator on the finer scale that `ratio` leads to; `wide` beyond 2^24."""
         if self.arithmetic.requantize == "real":
-            return self.call(align_real, operand.value, self.constant(role + "_multiplier", real_multiplier(ratio), torch.float32))
-        multiplier, shift = ratio.mantissa(self.arithmetic.widths["int8"].multiplier_bits, largest_exponent=31)
+            return self.call(align_real, operand.value, self.constant(role + "_multiplier", real_multiplier(ratio), torch.float32), wide)
+        multiplier, shift = ratio.mantissa(self.arithmetic.widths[operand.dtype.name].multiplier_bits, largest_exponent=31)
         constants = self.constant(role + "_multiplier", multiplier, torch.int32), self.constant(role + "_right_shift", shift, torch.int32)
-        return self.call(align_fixed, operand.value, *constants)
+        return self.call(align_fixed, operand.value, *constants, wide)
 
     def settle(self, scale: Tensor) -> Tensor:
         """A weight's scale as the target has it: rounded up to a power of two where it has no other."""

@@ -17,7 +17,7 @@ from torch import Tensor
 FLOAT32_EPSILON = 2.0**-23
 FLOAT32_EXACT = 2**24  # integers of smaller magnitude, and sums that stay below, are exact in float32
 INT32_MAX = 2**31 - 1
-BIAS_LIMIT = 2**23  # a bias integer stays below this, so that bias and products fit together
+INT48_MAX = 2**47 - 1
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,11 @@ class IntType:
     def magnitude(self) -> int:
         """The largest absolute value."""
         return max(-self.low, self.high)
+
+    @property
+    def bits(self) -> int:
+        """Its width, sign included."""
+        return self.high.bit_length() + 1
 
     def __str__(self) -> str:
         return self.name
@@ -204,30 +209,32 @@ class FixedRequantization:
     right_shift: Tensor
 
 
-def fixed_requantization(ratio: Ratio, widths: FixedWidths, output: IntType) -> FixedRequantization:
-    """The integers of *fixed* for multiplying by `ratio` into `output`.
+def fixed_requantization(ratio: Ratio, widths: FixedWidths, output: IntType, accumulator_bits: int = 32) -> FixedRequantization:
+    """The integers of *fixed* for multiplying an accumulator of so many bits by `ratio` into `output`.
 
     The multiplier is the nearest M · 2^-k with M of `multiplier_bits` bits. The first shift a is the smallest
     one for which the intermediate, times M · 2^(a-k), still covers the output's limit and a half; the last
-    shift is k - a. A ratio of 2^(multiplier_bits-1) or more takes the largest representable multiplier:
-    every non-zero accumulator saturates either way, so no result changes.
+    shift is k - a. An accumulator of more than 32 bits always has a first shift. A ratio of 2^(multiplier_bits-1)
+    or more takes the largest representable multiplier: every non-zero accumulator saturates either way, so no
+    result changes.
     """
     bits = widths.multiplier_bits
-    multiplier, k = ratio.mantissa(bits, largest_exponent=1000 if widths.first_shift else widths.largest_shift)
+    first_shift = widths.first_shift or accumulator_bits > 32
+    multiplier, k = ratio.mantissa(bits, largest_exponent=1000 if first_shift else widths.largest_shift)
     largest_intermediate = 2 ** (widths.intermediate_bits - 1) - 1
-    if widths.first_shift:
+    if first_shift:
         # The largest right shift r with largest_intermediate · M ≥ (high + ½) · 2^r is one of two neighbours.
         least = (largest_intermediate << (bits - 1)) * 2 // (2 * output.high + 1)
         smaller = least.bit_length() - 1
         covers = 2 * largest_intermediate * multiplier >= (2 * output.high + 1) << (smaller + 1)
-        shift = (k - smaller - covers.to(torch.int64)).clamp(0, 31)
+        shift = (k - smaller - covers.to(torch.int64)).clamp(0, accumulator_bits - 1)
     else:
         shift = torch.zeros_like(k)
     right_shift = k - shift
     overflow = right_shift < 1
     multiplier = torch.where(overflow, 2**bits - 1, multiplier)
     right_shift = torch.where(overflow, 1, right_shift)
-    underflow = right_shift > widths.largest_shift  # only where the first shift met its limit of 31: the product rounds to 0
+    underflow = right_shift > widths.largest_shift  # only where the first shift met its limit: the product rounds to 0
     multiplier = torch.where(underflow, 0, multiplier)
     right_shift = torch.where(underflow, widths.largest_shift, right_shift)
     return FixedRequantization(shift.int(), multiplier.int(), right_shift.int())
@@ -249,12 +256,23 @@ def weight_scale(weight: Tensor, axis: int | None, dtype: IntType) -> Tensor:
     return scale_from_range(-largest, largest, dtype)
 
 
-def raise_for_bias(scale: Tensor, bias: Tensor, input_scale: Tensor) -> Tensor:
-    """The weight scale, raised where needed so that |round(bias / (input_scale · scale))| < 2^23.
+def bias_limit(input: IntType, weight: IntType) -> int:
+    """What a bias integer stays below, so that it leaves room in the accumulator.
+
+    2^23 for an int8 operand, where sums are best below 2^24; half of the accumulator, 2^30 of 32 bits and 2^46
+    of the 48 that int16 weights have, where a step is so small that ordinary biases are large numbers of them.
+    """
+    if weight.bits > 8:
+        return 2**46
+    return 2**23 if input.bits <= 8 else 2**30
+
+
+def raise_for_bias(scale: Tensor, bias: Tensor, input_scale: Tensor, limit: int = 2**23) -> Tensor:
+    """The weight scale, raised where needed so that |round(bias / (input_scale · scale))| < limit.
 
     Only a channel whose weights are tiny beside its bias is touched (a dead channel after folding).
     """
-    needed = bias.detach().double().abs() / (input_scale.detach().double() * (BIAS_LIMIT - 2))
+    needed = bias.detach().double().abs() / (input_scale.detach().double() * (limit - limit // 2**22))
     return torch.maximum(scale, needed.float())
 
 
@@ -266,14 +284,32 @@ def bias_integers(bias: Tensor, input_scale: Tensor, scale: Tensor) -> Tensor:
 # ---- tables -------------------------------------------------------------------------------------------------------
 
 
-def table(function: Callable[[float], float], input_scale: float, output_scale: float, input_type: IntType, output_type: IntType) -> Tensor:
+def table(
+    function: Callable[[float], float],
+    input_scale: float,
+    output_scale: float,
+    input_type: IntType,
+    output_type: IntType,
+    on_tensors: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """The table of a unary function: entry q - input_type.low is clip(⌊f(q · s_in) / s_out + ½⌋).
 
     `function` is evaluated in float64, element by element, by Python's `math`; the result is stored and
     never computed again. A value that is not finite saturates; NaN becomes 0.
+
+    `on_tensors` is the same function on float64 tensors, good to 2^-32. It saves time: `function` then decides
+    only the entries that lie within 2^-30 of a tie or are not finite.
     """
-    entries = [_table_entry(function, q * input_scale, output_scale, output_type) for q in range(input_type.low, input_type.high + 1)]
-    return torch.tensor(entries, dtype=output_type.storage)
+    if on_tensors is None:
+        entries = [_table_entry(function, q * input_scale, output_scale, output_type) for q in range(input_type.low, input_type.high + 1)]
+        return torch.tensor(entries, dtype=output_type.storage)
+    x = torch.arange(input_type.low, input_type.high + 1, dtype=torch.float64) * input_scale
+    value = on_tensors(x) / output_scale + 0.5
+    doubtful = ~torch.isfinite(value) | ((value - torch.round(value)).abs() <= value.abs().clamp_min(1) * 2.0**-30)
+    result = torch.nan_to_num(torch.floor(value)).clamp(output_type.low, output_type.high).to(output_type.storage)
+    for index in torch.nonzero(doubtful & ~(value.abs() > 2 * output_type.magnitude)).flatten().tolist():
+        result[index] = _table_entry(function, float(x[index]), output_scale, output_type)
+    return result
 
 
 def _table_entry(function: Callable[[float], float], x: float, output_scale: float, output_type: IntType) -> int:

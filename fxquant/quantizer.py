@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fxquant.errors import CalibrationError, NotCalibrated
-from fxquant.numerics import IntType
+from fxquant.numerics import INT32, IntType
 from fxquant.observers import Observer
 
 
@@ -39,9 +39,14 @@ class Quantizer(nn.Module):
         self.register_buffer("scale", torch.tensor(float("nan") if scale is None else scale, dtype=torch.float32))
 
     @property
+    def follows_sum(self) -> bool:
+        """Whether the tensor is a sum as it stands: a 32-bit output, whose scale is the sum's step and not kept here."""
+        return self.dtype == INT32
+
+    @property
     def calibrated(self) -> bool:
         """Whether the scale is known."""
-        return bool(torch.isfinite(self.scale))
+        return self.follows_sum or bool(torch.isfinite(self.scale))
 
     @property
     def follows_training(self) -> bool:

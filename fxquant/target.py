@@ -11,7 +11,7 @@ from fxquant.numerics import Arithmetic
 class Target:
     """A target to compile for.
 
-    activations and weights name the integer dtypes it computes with; aliases are the chips and other names
+    activations and weights name the integer dtypes it computes with ("int32" is the output of a last layer); aliases are the chips and other names
     that mean it.
     """
 

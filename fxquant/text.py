@@ -127,7 +127,7 @@ def _quantization(gm: fx.GraphModule, node: fx.Node) -> str:
         return "float"
     scale = ""
     if node.op == "call_module" and isinstance(module := resolve(gm, str(node.target)), QuantizedOperator):
-        scale = f" s={float(module.output.scale):.4g}"
+        scale = "" if module.output.follows_sum else f" s={float(module.output.scale):.4g}"
     return f"{spec.dtype}{scale}" + ("" if spec.group is None else f" g{spec.group}")
 
 

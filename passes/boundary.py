@@ -64,8 +64,9 @@ def _boundary(gm: fx.GraphModule, value: fx.Node, operator: Operator, made: dict
     spec = annotation(reader)
     assert spec is not None
     if operator is QUANTIZE:
-        chosen = spec.config.input or spec.config.output
-        annotate(node, Annotation(chosen.dtype, f"the input of %{reader.name}", spec.config))
+        dtype = (spec.config.input or spec.config.output).dtype
+        dtype = "int8" if dtype == "int32" else dtype  # that is asked of a last layer's output, not of its input
+        annotate(node, Annotation(dtype, f"the input of %{reader.name}", spec.config))
     else:
         annotate(node, Annotation(None, "the end of the integer part", spec.config, spec.group))
     return node

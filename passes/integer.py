@@ -80,16 +80,18 @@ class GraphLowering(Lowering):
     def note(self, key: str, value: object) -> None:
         self.facts[key] = value
 
-    def finish(self, result: Quantized) -> fx.Node:
-        """The node that holds the operator's result: it takes the operator's name and facts."""
+    def finish(self, result: Quantized) -> Quantized:
+        """The result, on a node that takes the operator's name and facts."""
         node: fx.Node = result.value
         if node in self.made:
             if PRIMITIVES[node.target].kind == "quantized":  # type: ignore[index]
-                set_qparams(node, QParams(float(result.scale), result.dtype.name))
+                scales = tuple(result.scale.flatten().tolist())
+                set_qparams(node, QParams(scales[0] if len(scales) == 1 else scales, result.dtype.name))
             node._rename(self.name)
             notes(node).update(self.facts)
             node.meta["fused"] = self.node.meta.get("fused", ())
-        return node
+        known = fact(node)
+        return Quantized(node, result.scale, result.dtype, known.shape if isinstance(known, TensorFact) else ())
 
 
 class Shapes:
@@ -143,7 +145,8 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
     """Every quantized operator is replaced by its primitives; what nothing uses any more is gone."""
     graph = fx.Graph()
     environment = Environment(graph)
-    outputs: dict[fx.Node, Quantizer] = {}  # of the nodes that hold quantized tensors
+    results: dict[fx.Node, Quantized] = {}  # of the nodes that hold quantized tensors
+    outputs: dict[fx.Node, Quantizer] = {}  # and their quantizers
     shapes = Shapes()
     container = free_name(gm, CONTAINER)
     changes = 0
@@ -163,8 +166,8 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
                     environment[node] = graph.node_copy(node, environment.__getitem__)
                 continue
             operator = module.operator if isinstance(module, QuantizedOperator) else DEQUANTIZE
-            result = operator.lower(lowering, **_concrete(gm, operator, arguments, environment, outputs))
-            environment[node] = lowering.finish(result)
+            results[node] = lowering.finish(operator.lower(lowering, **_concrete(gm, operator, arguments, environment, results)))
+            environment[node] = results[node].value
             changes += 1
     _eliminate_unused(graph)
     replace_graph(gm, graph)
@@ -173,7 +176,7 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
 
 
 def _concrete(
-    gm: fx.GraphModule, operator: Any, arguments: dict[str, Any], environment: dict[fx.Node, fx.Node], outputs: dict[fx.Node, Quantizer]
+    gm: fx.GraphModule, operator: Any, arguments: dict[str, Any], environment: dict[fx.Node, fx.Node], results: dict[fx.Node, Quantized]
 ) -> dict[str, Any]:
     """The arguments with activations as quantized nodes, parameters as tensors, and other nodes as new nodes."""
 
@@ -181,8 +184,7 @@ def _concrete(
         if value.op == "get_attr":
             constant: Tensor = resolve(gm, str(value.target))
             return constant
-        quantizer = outputs[value]
-        return Quantized(environment[value], quantizer.scale, quantizer.dtype, fact(value).shape)
+        return results[value]
 
     def other(value: fx.Node) -> Any:
         return resolve(gm, str(value.target)) if value.op == "get_attr" else environment[value]

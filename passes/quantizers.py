@@ -42,7 +42,7 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
             _inputs(operator, arguments, quantizers),
             quantizers[spec.group],
             owns_output=own,
-            intermediate=_quantizer(node, spec.config.output, context) if "residual" in arguments else None,
+            intermediate=_intermediate(node, arguments, spec, context) if "residual" in arguments else None,
             weight=_weight(spec.config.weight, context),
             live_batch_norm=context.batch_norm == "live",
             path=module_path(node),
@@ -70,6 +70,14 @@ def _quantizers(gm: fx.GraphModule, context: Context) -> dict[int, Quantizer]:
     return {group: _quantizer(node, config, context) for group, (node, config) in chosen.items()}
 
 
+def _intermediate(node: fx.Node, arguments: dict[str, Any], spec: Annotation, context: Context) -> Quantizer:
+    """The quantizer of what is computed before the residual is added: like the output's, or, where that is 32 bits, the residual's dtype."""
+    residual = annotation(arguments["residual"])
+    assert residual is not None
+    config: ActivationConfig = spec.config.output
+    return _quantizer(node, replace(config, dtype=residual.dtype) if config.dtype == "int32" else config, context)
+
+
 def _weight(config: WeightConfig, context: Context) -> WeightConfig:
     """How weights are quantized: one scale for each layer where the target has no more."""
     return config if context.target.per_channel_weights else replace(config, per_channel=False)
@@ -83,7 +91,7 @@ def _output_config(operator: Operator, spec: Annotation) -> ActivationConfig:
 def _quantizer(node: fx.Node, config: ActivationConfig, context: Context) -> Quantizer:
     return Quantizer(
         config.type,
-        config.observer() if config.fixed_scale is None else None,
+        config.observer() if config.fixed_scale is None and config.dtype != "int32" else None,
         scale=config.fixed_scale,
         power_of_two=context.target.arithmetic.power_of_two_scales,
         name=node.name,

@@ -50,9 +50,14 @@ def _why_float(gm: fx.GraphModule, node: fx.Node, operator: Operator | None, qco
     because = operator.refuses(node, arguments)
     if because is not None:
         return because
+    for operand in operands:
+        if (annotation(operand) or Annotation(None, "")).dtype == "int32":
+            return f"the 32-bit output of %{operand.name} is not computed with any further"
     if operator.scale is Scale.SAME and operands[0].op != "placeholder" and (annotation(operands[0]) or Annotation(None, "")).dtype is None:
         return f"it only passes on the values of %{operands[0].name}, which is in float"
     target = context.target
+    if qconfig.output.dtype == "int32" and operator.scale is Scale.OWN and not operator.sums:
+        return f"{operator.name} has no 32-bit output: it forms no sum of products"
     if qconfig.output.dtype not in target.activations:
         return f"{target.name} has no {qconfig.output.dtype} activations"
     if "weight" in arguments and qconfig.weight.dtype not in target.weights:

@@ -137,16 +137,17 @@ class Widths:
 
 
 INT8_WIDTHS = Widths(16, 15, True)
-INT16_WIDTHS = Widths(32, 21, False)
+INT16_WIDTHS = Widths(32, 21, False, 47)
 
 
-def fixed_parameters(ratio: Fraction, widths: Widths, high: int) -> tuple[int, int, int]:
+def fixed_parameters(ratio: Fraction, widths: Widths, high: int, accumulator_bits: int = 32) -> tuple[int, int, int]:
     """(a, M, b) of *fixed* for multiplying by `ratio` into an output whose largest value is `high`."""
-    multiplier, k = mantissa(ratio, widths.multiplier_bits, None if widths.first_shift else widths.largest_shift)
+    first_shift = widths.first_shift or accumulator_bits > 32
+    multiplier, k = mantissa(ratio, widths.multiplier_bits, None if first_shift else widths.largest_shift)
     a = 0
-    if widths.first_shift:
+    if first_shift:
         largest = 2 ** (widths.intermediate_bits - 1) - 1
-        while a < 31 and largest * 2**a * multiplier * Fraction(2) ** -k < high + HALF:
+        while a < accumulator_bits - 1 and largest * 2**a * multiplier * Fraction(2) ** -k < high + HALF:
             a += 1
     b = k - a
     if b < 1:

@@ -37,9 +37,8 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.pipeline": BASE | {"graph", "stage", "target", "text"},
     "fxquant.calibration": BASE | {"graph", "prepared", "progress", "quantizer", "state"},
     "fxquant.trace": {"errors", "graph", "trace"},
-    "fxquant.serialization": BASE | {
-        "batch_norm", "graph", "ops", "prepared", "primitives", "quantizer", "serialization", "stage", "state", "target", "trace",
-    },
+    "fxquant.serialization": BASE
+    | {"batch_norm", "graph", "ops", "prepared", "primitives", "quantizer", "serialization", "stage", "state", "target", "trace"},
     "fxquant.explain": {"errors", "graph", "prepared", "primitives", "trace"},
     "fxquant.verify": {"calibration", "errors", "graph", "prepared", "primitives", "state"},
     # verbs and targets: never each other

@@ -214,14 +214,14 @@ def test_ratio_broadcasts() -> None:
 
 @pytest.mark.parametrize(("name", "dtype", "widths"), [("int8", INT8, oracle.INT8_WIDTHS), ("int16", INT16, oracle.INT16_WIDTHS)])
 @EXACT
-@given(rows=st.lists(triples, min_size=1, max_size=12), exponent=st.integers(-45, 25))
-def test_fixed_parameters(name: str, dtype: IntType, widths: oracle.Widths, rows: list[Row], exponent: int) -> None:
+@given(rows=st.lists(triples, min_size=1, max_size=12), exponent=st.integers(-45, 25), bits=st.sampled_from([32, 48]))
+def test_fixed_parameters(name: str, dtype: IntType, widths: oracle.Widths, rows: list[Row], exponent: int, bits: int) -> None:
     rows = [(x, w * Fraction(2) ** exponent, y) for x, w, y in rows]
     ratio, exact = ratio_of(rows)
-    fixed = numerics.fixed_requantization(ratio, FIXED.widths[name], dtype)
+    fixed = numerics.fixed_requantization(ratio, FIXED.widths[name], dtype, bits)
     assert fixed.shift.dtype == fixed.multiplier.dtype == fixed.right_shift.dtype == torch.int32
     columns = (fixed.shift.tolist(), fixed.multiplier.tolist(), fixed.right_shift.tolist())
-    assert list(zip(*columns, strict=True)) == [oracle.fixed_parameters(value, widths, dtype.high) for value in exact]
+    assert list(zip(*columns, strict=True)) == [oracle.fixed_parameters(value, widths, dtype.high, bits) for value in exact]
 
 
 @EXACT

@@ -87,7 +87,7 @@ def test_convolution(arguments: tuple[Any, ...]) -> None:
     input, weight, bias, *rest = arguments
     expected = oracle.convolution(input.tolist(), weight.tolist(), None if bias is None else bias.tolist(), *rest)
     assert both_paths(accumulate.convolution, *arguments, storage=torch.int32) == expected
-    assert both_paths(accumulate.convolution_wide, *arguments, 4, storage=torch.int32, wide=True) == expected
+    assert both_paths(accumulate.convolution_wide, *arguments, [2, 4, 1, 8], storage=torch.int32, wide=True) == expected
 
 
 @SLOW
@@ -96,7 +96,7 @@ def test_convolution_of_int16(arguments: tuple[Any, ...], seed: int) -> None:
     input, weight, bias, *rest = arguments
     wide = random_integers(seed, tuple(input.shape), -32768, 32767, torch.int16)
     expected = oracle.convolution(wide.tolist(), weight.tolist(), None if bias is None else bias.tolist(), *rest)
-    assert both_paths(accumulate.convolution_wide, wide, weight, bias, *rest, 8, storage=torch.int32, wide=True) == expected
+    assert both_paths(accumulate.convolution_wide, wide, weight, bias, *rest, [2, 8, 1, 8], storage=torch.int32, wide=True) == expected
 
 
 @SLOW
@@ -112,10 +112,10 @@ def test_wide_convolution_beyond_float32(seed: int, extreme: int, linear: bool) 
     expected = (input.long() * weight.long()).sum(dim=(1, 2)) + bias.long()
     assert abs(extreme) < 100 or expected.abs().max() > 2**25
     if linear:
-        result = both_paths(accumulate.linear_wide, input[..., 0], weight[..., 0], bias, 4, storage=torch.int32, wide=True)
+        result = both_paths(accumulate.linear_wide, input[..., 0], weight[..., 0], bias, storage=torch.int32, wide=True)
         assert result == [expected.tolist()]
     else:
-        arguments = (input, weight, bias, [1], [0], [1], 1, 4)
+        arguments = (input, weight, bias, [1], [0], [1], 1, [2, 4, 1, 8])
         result = both_paths(accumulate.convolution_wide, *arguments, storage=torch.int32, wide=True)
         assert result == [[[value] for value in expected.tolist()]]
 
@@ -130,7 +130,7 @@ def test_float32_sums_beyond_2_24_would_be_wrong() -> None:
     assert abs(exact) > 2**24
     assert exact % 2 == 1
     assert accumulate.linear(input, weight, None).item() != exact
-    assert accumulate.linear_wide(input, weight, None, 4).item() == exact
+    assert accumulate.linear_wide(input, weight, None).item() == exact
 
 
 @EXACT
@@ -141,11 +141,11 @@ def test_linear(seed: int, inputs: int, outputs: int, leading: tuple[int, ...], 
     rows = oracle.linear(input.reshape(-1, inputs).tolist(), weight.tolist(), None if bias is None else bias.tolist())
     expected = torch.tensor(rows).reshape(*leading, outputs).tolist()
     assert both_paths(accumulate.linear, input, weight, bias, storage=torch.int32) == expected
-    assert both_paths(accumulate.linear_wide, input, weight, bias, 4, storage=torch.int32, wide=True) == expected
+    assert both_paths(accumulate.linear_wide, input, weight, bias, storage=torch.int32, wide=True) == expected
     long = random_integers(seed, (*leading, inputs), -32768, 32767, torch.int16)
     rows = oracle.linear(long.reshape(-1, inputs).tolist(), weight.tolist(), None if bias is None else bias.tolist())
     expected = torch.tensor(rows).reshape(*leading, outputs).tolist()
-    assert both_paths(accumulate.linear_wide, long, weight, bias, 8, storage=torch.int32, wide=True) == expected
+    assert both_paths(accumulate.linear_wide, long, weight, bias, storage=torch.int32, wide=True) == expected
 
 
 def test_sums_ignore_autocast() -> None:
@@ -158,18 +158,24 @@ def test_sums_ignore_autocast() -> None:
     )
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(accumulate.convolution(input, weight, None, *convolve), expected[0])
-        assert torch.equal(accumulate.convolution_wide(input, weight, None, *convolve, 4), expected[0])
+        assert torch.equal(accumulate.convolution_wide(input, weight, None, *convolve, [2, 4, 1, 8]), expected[0])
         assert torch.equal(accumulate.linear(input.mT, weight[..., 0], None), expected[1])
-        assert torch.equal(accumulate.linear_wide(input.mT, weight[..., 0], None, 4), expected[1])
+        assert torch.equal(accumulate.linear_wide(input.mT, weight[..., 0], None), expected[1])
         assert torch.equal(pool.sum(input, [1], False), expected[2])
 
 
 def test_split() -> None:
-    for dtype, bits in ((INT8, 4), (INT16, 8)):
-        values = range(dtype.low, dtype.high + 1)
-        high, low = accumulate.split(torch.arange(dtype.low, dtype.high + 1, dtype=torch.float32), bits)
-        assert list(zip(high.tolist(), low.tolist(), strict=True)) == [oracle.split(value, bits) for value in values]
-        assert (low.min(), low.max(), high.abs().max()) == (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1, 2 ** (bits - 1))
+    for dtype, parts in itertools.product((INT8, INT16), (1, 2, 3, 4, 8)):
+        bits = -(-dtype.bits // parts)
+        values = torch.arange(dtype.low, dtype.high + 1, dtype=torch.float32)
+        found = accumulate.split(values, parts, bits)
+        assert torch.equal(sum(part * 2 ** (i * bits) for i, part in enumerate(found)), values)
+        for low in found[:-1]:
+            assert (low.min(), low.max()) == (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+        assert found[-1].abs().max() <= 2 ** (bits - 1)
+        if parts == 2:
+            low, high = found
+            assert list(zip(high.tolist(), low.tolist(), strict=True)) == [oracle.split(int(value), bits) for value in values]
 
 
 @EXACT
@@ -677,9 +683,9 @@ def test_where_a_residual_is_added(multiplier: str, fused: bool) -> None:
         assert int(operator.constants["residual_multiplier"]) == expected
 
 
-@pytest.mark.parametrize(("inputs", "fits"), [(16513, True), (16514, False)])
-def test_a_split_sum_is_proved_or_refused(inputs: int, fits: bool) -> None:
-    """Σ|w| · 8 < 2^24 is what each half of a split sum needs; the whole is far below 2^31 either way."""
+@pytest.mark.parametrize(("inputs", "fits"), [(132_104, True), (132_105, False)])
+def test_a_wide_sum_is_proved_or_refused(inputs: int, fits: bool) -> None:
+    """Σ|w| · 128 < 2^31."""
     operator = lowering(FIXED, Fraction(1, 2**3))
     integers = random_integers(1, (1, inputs), -127, 126)
 
@@ -811,7 +817,7 @@ def test_sums_have_the_gradient_of_the_float_operator() -> None:
         expected = with_variable(F.conv1d, *rest)
         for function, extra in (
             (lambda *a: operator.call(accumulate.convolution, *a), rest),
-            (lambda *a: operator.call(accumulate.convolution_wide, *a), (*rest, 4)),
+            (lambda *a: operator.call(accumulate.convolution_wide, *a), (*rest, [2, 4, 1, 8])),
         ):
             value, slope = with_variable(function, *extra)
             assert torch.equal(value.float(), expected[0])
@@ -823,7 +829,7 @@ def test_linear_wide_has_the_gradient_of_linear() -> None:
     input, weight, bias = random_integers(2, (3, 5)).float(), random_integers(4, (4, 5), -127, 127).float(), torch.arange(4.0)
     upstream = random_integers(6, (3, 4), -9, 9).float()
     expected = gradient(lambda w: F.linear(input, w, bias), weight, upstream)
-    value, slope = gradient(lambda w: operator.call(accumulate.linear_wide, input, w, bias, 4), weight, upstream)
+    value, slope = gradient(lambda w: operator.call(accumulate.linear_wide, input, w, bias), weight, upstream)
     assert torch.equal(value.float(), expected[0])
     assert torch.equal(slope, expected[1])
 

@@ -421,8 +421,6 @@ def _mutated(content: bytes, parts: tuple[bytes, bytes], path: Path, chance: ran
     return pack(document, tensors)
 
 
-
-
 @pytest.mark.parametrize("stage", ["traced", "training", "integer"])
 def test_a_damaged_file_is_an_error_and_nothing_else(stage: str, save: Save, tmp_path: Path) -> None:
     """Each of 700 mutations is refused, or says something that fxquant writes and is all kept; none hangs or imports."""

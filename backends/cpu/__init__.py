@@ -4,8 +4,9 @@ from fxquant.numerics import Arithmetic
 from fxquant.target import Target
 
 REAL = Arithmetic("real", requantize="real", final_rounding="half_even")
+ACTIVATIONS = ("int8", "int32")
 
 TARGETS = (
-    Target("x86", "x86 processors: a weight scale for each output channel", REAL),
-    Target("qnnpack", "ARM processors: one weight scale for each layer", REAL, per_channel_weights=False),
+    Target("x86", "x86 processors: a weight scale for each output channel", REAL, ACTIVATIONS),
+    Target("qnnpack", "ARM processors: one weight scale for each layer", REAL, ACTIVATIONS, per_channel_weights=False),
 )

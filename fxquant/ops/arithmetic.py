@@ -17,12 +17,13 @@ from torch import Tensor, fx
 
 from fxquant.graph import TensorFact, fact
 from fxquant.lowering import Clamp, Lowering, Quantized
-from fxquant.numerics import Ratio
+from fxquant.numerics import FLOAT32_EXACT, Ratio
 from fxquant.ops.record import Operator, register
 from fxquant.primitives import elementwise
 
 Operand = Quantized | Tensor | float
-LARGEST_CONSTANT = 2**22  # steps of the common scale; with the terms beside it the sum stays below 2^24
+LARGEST_CONSTANT = 2**22  # steps of the common scale; with an int8 term beside it the sum stays below 2^24
+LARGEST_CONSTANT_WIDE = 2**29  # the same beside an int16 term, for sums below 2^31
 
 
 def _clamped(value: Tensor, clamp: Clamp | None) -> Tensor:
@@ -73,13 +74,15 @@ def _lower_sum(lowering: Lowering, terms: dict[str, tuple[Operand, float]], clam
     number = sum(operand * factor for operand, factor in prepared.values() if not isinstance(operand, Quantized))
     steps = {role: _step(operand, factor) for role, (operand, factor) in tensors.items()}
     larger = max(steps.values(), key=lambda ratio: float(ratio.approximate()))
-    bits = _fraction_bits(lowering.arithmetic.add_fraction_bits, number, larger)
+    wide = any(operand.dtype.bits > 8 for operand, _ in tensors.values())
+    largest = LARGEST_CONSTANT_WIDE if wide else LARGEST_CONSTANT
+    bits = _fraction_bits(lowering.arithmetic.add_fraction_bits, number, larger, largest)
     unit = _factor(2.0**bits, larger)
 
     bound = torch.zeros((), dtype=torch.float64)
     total: Any = None
     for role, (operand, factor) in tensors.items():
-        aligned = lowering.align(operand, steps[role].times(unit).over(*larger.numerators), role)
+        aligned = lowering.align(operand, steps[role].times(unit).over(*larger.numerators), role, wide)
         if total is None:
             total = aligned if factor > 0 else lowering.call(elementwise.negate, aligned)
         else:
@@ -87,7 +90,7 @@ def _lower_sum(lowering: Lowering, terms: dict[str, tuple[Operand, float]], clam
         bound = bound + 2.0**bits * operand.dtype.magnitude
     if number:
         constant = Ratio((_factor(abs(number), larger), unit), larger.numerators).rounded(torch.zeros((), dtype=torch.int64))
-        constant = constant.clamp_max(LARGEST_CONSTANT) * (1 if number > 0 else -1)
+        constant = constant.clamp_max(largest) * (1 if number > 0 else -1)
         bound = bound + float(constant.abs())
         total = lowering.call(elementwise.add_constant, total, lowering.constant("number", constant, torch.int32))
     lowering.prove(bound, "the sum")
@@ -102,12 +105,12 @@ def _factor(value: float, like: Ratio) -> Tensor:
     return torch.tensor(value, dtype=torch.float64, device=like.numerators[0].device)
 
 
-def _fraction_bits(most: int, number: float, larger: Ratio) -> int:
+def _fraction_bits(most: int, number: float, larger: Ratio, largest: int) -> int:
     """How much finer than the larger step the common one is: 2^-most, or coarser where a number would not fit beside the terms."""
     if not number:
         return most
     steps = abs(number) / float(larger.approximate())
-    return max(0, min(most, math.floor(math.log2(LARGEST_CONSTANT / steps))))
+    return max(0, min(most, math.floor(math.log2(largest / steps))))
 
 
 for _name, _function, _lower, _spellings, _methods in (
@@ -140,8 +143,8 @@ def _lower_mul(lowering: Lowering, input: Operand, other: Operand, *, clamp: Cla
     """The product of the integers; a number only changes the step and, if negative, the sign."""
     left, right = constant_operand(lowering, input, "input"), constant_operand(lowering, other, "other")
     if isinstance(left, Quantized) and isinstance(right, Quantized):
-        lowering.prove(torch.tensor(float(left.dtype.magnitude * right.dtype.magnitude)), "the product")
-        product = lowering.call(elementwise.multiply, left.value, right.value)
+        largest = lowering.prove(torch.tensor(float(left.dtype.magnitude * right.dtype.magnitude)), "the product")
+        product = lowering.call(elementwise.multiply, left.value, right.value, largest >= FLOAT32_EXACT)
         return lowering.requantize(product, Ratio((left.scale, right.scale)), clamp)
     tensor, number = (left, right) if isinstance(left, Quantized) else (right, left)
     assert isinstance(tensor, Quantized)

@@ -68,6 +68,7 @@ def _convolution(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quanti
             wide=accumulate.convolution_wide,
             attributes=attributes,
             trailing=rank,
+            in_parts=True,
         )
 
     function.__name__ = function.__qualname__ = f"conv{rank}d"
@@ -126,6 +127,7 @@ for _rank, _function, _lower, _module in (
             modules={_module: _convolution_module},
             absorbs=ABSORBED,
             refuses=_refuses_convolution(_rank),
+            sums=True,
         )
     )
 
@@ -192,6 +194,7 @@ def _transposed_convolution(rank: int) -> tuple[Callable[..., Tensor], Callable[
             wide=transposed.transposed_convolution_wide,
             attributes=(steps, margins, extra, spread, groups),
             trailing=rank,
+            in_parts=True,
             layout=lambda integers: swap_channels(integers, groups),
         )
 
@@ -248,6 +251,7 @@ for _rank, _function, _lower, _transposed in (
             modules={_transposed: _transposed_module},
             absorbs=ABSORBED,
             refuses=_refuses_transposed(_rank),
+            sums=True,
             normalize=_output_padding,
         )
     )

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from fxquant.batch_norm import BatchNorm, fold
 from fxquant.graph import TensorFact, fact
 from fxquant.lowering import Clamp, Lowering, Quantized
-from fxquant.numerics import FLOAT32_EXACT, Ratio
+from fxquant.numerics import FLOAT32_EXACT, INT32_MAX, INT48_MAX, Ratio
 from fxquant.ops.record import Operator, Parameter, register
 from fxquant.ops.weighted import ABSORBED, Tap, epilogue, lower_weighted, refuses_weighted, shape_of
 from fxquant.primitives import accumulate, product
@@ -64,6 +64,7 @@ register(
         modules={nn.Linear: lambda m: {"weight": Parameter("weight"), "bias": None if m.bias is None else Parameter("bias")}},
         absorbs=ABSORBED,
         refuses=refuses_weighted,
+        sums=True,
     )
 )
 
@@ -96,11 +97,14 @@ def _lower_matmul(
     if isinstance(input, Tensor):
         input = lowering.quantize_constant(input, "input")
     terms = float(input.shape[-1])  # type: ignore[arg-type]
-    largest = lowering.prove(torch.tensor(terms * input.dtype.magnitude * other.dtype.magnitude), "the sum")
+    long = min(input.dtype.bits, other.dtype.bits) > 8  # two int16 operands have accumulators of 48 bits
+    product_bound = torch.tensor(terms * input.dtype.magnitude * other.dtype.magnitude, dtype=torch.float64)
+    largest = lowering.prove(product_bound, "the sum", INT48_MAX if long else INT32_MAX)
     if largest >= FLOAT32_EXACT:
         lowering.note("wide", f"a sum can reach {largest:.0f}, beyond 2^24, so it is formed in float64")
     multiply = product.matrix_product if largest < FLOAT32_EXACT else product.matrix_product_wide
-    return lowering.requantize(lowering.call(multiply, input.value, other.value), Ratio((input.scale, other.scale)), clamp)
+    accumulator = lowering.call(multiply, input.value, other.value)
+    return lowering.requantize(accumulator, Ratio((input.scale, other.scale)), clamp, bound=largest)
 
 
 def _weight_of(value: Any) -> fx.Node | None:
@@ -160,6 +164,7 @@ register(
         methods={"matmul": None, "__matmul__": None, "bmm": _two, "mm": _two, "addmm": _addmm},
         absorbs=frozenset({"clamp"}),
         refuses=_refuses_matmul,
+        sums=True,
         normalize=_read_transposed,
     )
 )

@@ -183,8 +183,9 @@ def _avg_pool(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized
             divisor = torch.tensor(float(divisor_override))
         else:
             divisor = _window_counts(rows, end, count_include_pad)
-        lowering.prove(torch.tensor(float(math.prod(kernel) * input.dtype.magnitude)), "the sum", limit=POOLED_EXACT - 1)
-        total = lowering.call(pool.sum_pool, input.value, kernel, steps, begin, end)
+        largest = lowering.prove(torch.tensor(float(math.prod(kernel) * input.dtype.magnitude)), "the sum")
+        lowering.prove(torch.tensor(math.prod(kernel) * 2.0**7), "the sum over 8 of the operand's bits", POOLED_EXACT - 1)
+        total = lowering.call(pool.sum_pool, input.value, kernel, steps, begin, end, largest >= POOLED_EXACT)
         return lowering.requantize(total, Ratio((input.scale,), (divisor.to(input.scale.device),)), clamp)
 
     function.__name__ = function.__qualname__ = f"avg_pool{rank}d"
@@ -341,8 +342,8 @@ def _lower_sum(lowering: Lowering, input: Quantized, dim: Any, keepdim: bool, *,
 
 def _lower_total(lowering: Lowering, input: Quantized, dims: list[int], keepdim: bool, divisor: int, clamp: Clamp | None) -> Quantized:
     terms = math.prod(input.shape[d] for d in dims)  # type: ignore[misc]
-    lowering.prove(torch.tensor(float(terms * input.dtype.magnitude)), "the sum", limit=FLOAT32_EXACT - 1)
-    total = lowering.call(pool.sum, input.value, dims, keepdim)
+    largest = lowering.prove(torch.tensor(float(terms * input.dtype.magnitude)), "the sum")
+    total = lowering.call(pool.sum, input.value, dims, keepdim, largest >= FLOAT32_EXACT)
     count = torch.tensor(float(divisor), device=input.scale.device)
     return lowering.requantize(total, Ratio((input.scale,), (count,)), clamp)
 

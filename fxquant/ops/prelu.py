@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxquant.lowering import Clamp, Lowering, Quantized, straight_through
-from fxquant.numerics import FLOAT32_EXACT, Ratio
+from fxquant.numerics import FLOAT32_EXACT, INT32_MAX, Ratio
 from fxquant.ops.record import Operator, Parameter, register
 from fxquant.ops.weighted import shape_of
 from fxquant.primitives import product
@@ -25,17 +25,18 @@ def prelu(input: Tensor, weight: Tensor, *, clamp: Clamp | None = None) -> Tenso
 def _lower_prelu(lowering: Lowering, input: Quantized, weight: Tensor, *, clamp: Clamp | None = None) -> Quantized:
     """y = requantize(2^n · max(q, 0) + a_c · min(q, 0), s_x · 2^-n / s_y),  a_c = round_half_even(weight_c · 2^n).
 
-    n is the same for all channels: the largest for which no product reaches 2^23, 15 for int8 and slopes up to
-    one. What is above zero is exact, so a slope of one is the identity.
+    n is the same for all channels: the largest for which no product reaches 2^23 (2^30 for int16), 15 for int8
+    and slopes up to one. What is above zero is exact, so a slope of one is the identity.
     """
-    bits = 23 - math.frexp(input.dtype.magnitude * max(1.0, float(weight.detach().abs().max())))[1]
+    wide = input.dtype.bits > 8
+    bits = (30 if wide else 23) - math.frexp(input.dtype.magnitude * max(1.0, float(weight.detach().abs().max())))[1]
     real = weight * 2.0**bits
     exact = torch.round(real.detach())
     slopes = straight_through(real, exact) if real.requires_grad else exact
     steepest = exact.double().abs().clamp_min(2.0**bits)
-    lowering.prove(steepest * input.dtype.magnitude, "the product", limit=FLOAT32_EXACT - 1)
+    lowering.prove(steepest * input.dtype.magnitude, "the product", INT32_MAX if wide else FLOAT32_EXACT - 1)
     shaped = slopes.reshape(-1, *[1] * (len(input.shape) - 2)) if weight.numel() > 1 else slopes.reshape(())
-    rectified = lowering.call(product.rectify, input.value, 2**bits, lowering.constant("slope", shaped, torch.int32))
+    rectified = lowering.call(product.rectify, input.value, 2**bits, lowering.constant("slope", shaped, torch.int32), wide)
     unit = torch.tensor(2.0**bits, dtype=torch.float64, device=input.scale.device)
     return lowering.requantize(rectified, Ratio((input.scale,), (unit,)), clamp)
 

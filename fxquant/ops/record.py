@@ -55,6 +55,7 @@ class Operator:
     parameters the canonical parameters with their defaults, where `function` is PyTorch's own; else read off its signature
     adapt      how the arguments of `function` itself become canonical ones (None: by name)
     refuses    says why a particular node must stay in float, or None
+    sums       whether it forms a sum of products that may stand as it is, a 32-bit output
     """
 
     name: str
@@ -70,6 +71,7 @@ class Operator:
     normalize: Callable[[fx.Node, dict[str, Any]], dict[str, Any] | str] = lambda node, arguments: arguments
     parameters: Mapping[str, Any] = field(default_factory=dict)
     adapt: Adapt | None = None
+    sums: bool = False
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Canonical arguments by name, defaults filled in. Raises TypeError as a call would."""

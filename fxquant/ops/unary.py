@@ -30,7 +30,8 @@ def unary(name: str, function: Callable[..., Tensor], exact: Callable[..., float
     def lower(lowering: Lowering, input: Quantized, **chosen: Any) -> Quantized:
         def look_up() -> Any:
             scales = float(input.scale), float(lowering.output.scale)
-            entries = table(partial(exact, **chosen), *scales, input.dtype, lowering.output.dtype)
+            on_tensors = partial(function, **chosen)
+            entries = table(partial(exact, **chosen), *scales, input.dtype, lowering.output.dtype, on_tensors).to(input.scale.device)
             return lowering.call(elementwise.lookup, input.value, lowering.constant("table", entries, entries.dtype))
 
         return lowering.result(look_up, lambda: function(input.real(), **chosen))

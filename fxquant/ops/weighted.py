@@ -4,10 +4,13 @@ The integer meaning, per output channel c:
 
     acc = Σ x·w_q + b_q  (+ r·k_c),   w_q = round(w/s_c),  b_q = round(b/(s_x·s_c)),  k_c = round(s_r/(s_x·s_c))
     y   = requantize(acc, s_x·s_c/s_y), limited to the fused clamp
+
+An int16 operand whose sums could exceed the accumulator is first brought to a scale 2^n larger, rounding half up.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +19,22 @@ from torch import Tensor, fx
 
 from fxquant.graph import Size, TensorFact, fact, resolve
 from fxquant.lowering import Clamp, Lowering, Quantized, straight_through
-from fxquant.numerics import FLOAT32_EXACT, Ratio, accumulator_bound, bias_integers, raise_for_bias, weight_scale
+from fxquant.numerics import (
+    FLOAT32_EXACT,
+    INT32_MAX,
+    INT48_MAX,
+    IntType,
+    Ratio,
+    accumulator_bound,
+    bias_integers,
+    bias_limit,
+    raise_for_bias,
+    weight_scale,
+)
 from fxquant.ops.arithmetic import lower_add
-from fxquant.primitives import accumulate
+from fxquant.primitives import accumulate, elementwise
 
+MOST_NARROWED = 8  # bits an int16 operand may give up so that its sums fit the accumulator
 SMALLEST_RESIDUAL_MULTIPLIER = 256  # below it, rounding k_c to a whole number costs more than 2^-9 of the residual
 
 ABSORBED = frozenset({"batch_norm", "residual", "clamp"})
@@ -47,8 +62,8 @@ def _weight_integers(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def _bias_integers(bias: Tensor, input_scale: Tensor, scale: Tensor) -> Tensor:
-    """round_half_even(b / (s_x · s)), float32 integers below 2^23, gradients straight through."""
-    exact = bias_integers(bias.detach(), input_scale, scale).float()
+    """round_half_even(b / (s_x · s)), float64 integers, gradients straight through."""
+    exact = bias_integers(bias.detach(), input_scale, scale)
     return straight_through(bias / (input_scale * scale), exact) if bias.requires_grad else exact
 
 
@@ -64,61 +79,88 @@ def lower_weighted(
     wide: Callable[..., Tensor],
     attributes: tuple[Any, ...],
     trailing: int,
+    in_parts: bool = False,
     layout: Callable[[Tensor], Tensor] = lambda weight: weight,
 ) -> Quantized:
     """A sum of products; output channels are the weight's dimension 0, followed by `trailing` dimensions in the output.
 
-    `narrow` is the primitive whose sums stay below 2^24, `wide` the one that splits its operand to keep them there;
-    both take the weight as `layout` arranges it.
+    `narrow` is the primitive whose sums stay below 2^24, `wide` the one for larger ones; with `in_parts` it takes a
+    `Split` that keeps the sums of parts below 2^24. Both take the weight as `layout` arranges it.
     """
+    dtype = lowering.weight.type
     per_channel = lowering.weight.per_channel
-    scale = weight_scale(weight, 0 if per_channel else None, lowering.weight.type)
+    scale = weight_scale(weight, 0 if per_channel else None, dtype)
     if bias is not None:
-        scale = raise_for_bias(scale, bias if per_channel else bias.abs().max(), input.scale)
+        scale = raise_for_bias(scale, bias if per_channel else bias.abs().max(), input.scale, bias_limit(input.dtype, dtype))
     scale = lowering.settle(scale)
     integers = _weight_integers(weight, scale)
+    limit = INT48_MAX if dtype.bits > 8 else INT32_MAX
+    input, bits = _narrowed(lowering, input, integers, bias, scale, limit)
     bias_q = None if bias is None else _bias_integers(bias, input.scale, scale)
 
-    bound = accumulator_bound(integers, bias_q, 0, input.dtype.magnitude)
+    bound = accumulator_bound(integers, bias_q, 0, 2 ** (bits - 1))
     multiplier = None
     if residual is not None:
         multiplier, bound = _residual_multiplier(lowering, residual, input.scale, scale, bound)
-    largest = lowering.prove(bound, "the sum")
+    largest = lowering.prove(bound, "the sum", limit)
 
     operands = (
         input.value,
-        lowering.constant("weight", layout(integers), lowering.weight.type.storage),
-        None if bias_q is None else lowering.constant("bias", bias_q, torch.int32),
+        lowering.constant("weight", layout(integers), dtype.storage),
+        None if bias_q is None else lowering.constant("bias", bias_q, torch.int64 if dtype.bits > 8 else torch.int32),
         *attributes,
     )
     if largest < FLOAT32_EXACT:
         accumulator = lowering.call(narrow, *operands)
     else:
-        bits = _split_bits(input)
-        halves = accumulator_bound(integers, None, 0, 2 ** (bits - 1))
-        lowering.prove(halves, f"the sum over {bits} of the operand's bits", limit=FLOAT32_EXACT - 1)
-        lowering.note("wide", f"a sum can reach {largest:.0f}, beyond 2^24, so the operand is split in two")
-        accumulator = lowering.call(wide, *operands, bits)
+        cut = [list(_cut(integers.detach(), bits, dtype))] if in_parts else []
+        lowering.note("wide", f"a sum can reach {largest:.0f}, beyond 2^24, so it is formed " + ("in parts" if in_parts else "in float64"))
+        accumulator = lowering.call(wide, *operands, *cut)
 
     ratio = Ratio((input.scale, _broadcast(scale, trailing)))
     if residual is None:
-        return lowering.requantize(accumulator, ratio, clamp)
+        return lowering.requantize(accumulator, ratio, clamp, bound=largest)
     if multiplier is None:
-        return lower_add(
-            lowering, lowering.requantize(accumulator, ratio, to=lowering.intermediate, role="intermediate_"), residual, clamp=clamp
-        )
-    shaped = lowering.constant("residual_multiplier", _broadcast(multiplier, trailing), torch.int32)
-    return lowering.requantize(lowering.call(accumulate.add_residual, accumulator, residual.value, shaped), ratio, clamp)
+        between = lowering.requantize(accumulator, ratio, to=lowering.intermediate, role="intermediate_", bound=largest)
+        return lower_add(lowering, between, residual, clamp=clamp)
+    shaped = lowering.constant("residual_multiplier", _broadcast(multiplier, trailing), torch.int64 if dtype.bits > 8 else torch.int32)
+    accumulator = lowering.call(accumulate.add_residual, accumulator, residual.value, shaped)
+    return lowering.requantize(accumulator, ratio, clamp, bound=largest)
+
+
+def _narrowed(
+    lowering: Lowering, input: Quantized, integers: Tensor, bias: Tensor | None, scale: Tensor, limit: int
+) -> tuple[Quantized, int]:
+    """The operand and its bits: as it is, or, where int16 sums could exceed the limit, on a scale 2^n larger, by the least n that fits."""
+    bits = input.dtype.bits
+    for n in range(MOST_NARROWED + 1 if bits > 8 else 1):
+        raised = input.scale * 2.0**n
+        bias_q = None if bias is None else bias_integers(bias.detach(), raised, scale)
+        if float(accumulator_bound(integers, bias_q, 0, 2 ** (bits - 1 - n)).max()) <= limit:
+            break
+    if n == 0:
+        return input, bits
+    lowering.note("narrowed", f"its operand gives up {n} of its {bits} bits, so that the sum fits the accumulator")
+    value = lowering.call(elementwise.shift_right, input.value, n)
+    return Quantized(value, raised, input.dtype, input.shape), bits - n
+
+
+def _cut(integers: Tensor, bits: int, dtype: IntType) -> accumulate.Split:
+    """The fewest parts of an operand of so many bits, and of the weight, for which every sum of parts stays below 2^24."""
+    largest: dict[int, float] = {}  # Σ|w_j| of the worst part, by the number of the weight's parts
+    for parts, weight_parts in sorted(itertools.product(range(1, bits + 1), range(1, dtype.bits + 1)), key=lambda p: (p[0] * p[1], p[1])):
+        cut = accumulate.Split(parts, -(-bits // parts), weight_parts, -(-dtype.bits // weight_parts))
+        if weight_parts not in largest:
+            factors = accumulate.split(integers, weight_parts, cut.weight_bits)
+            largest[weight_parts] = max(float(accumulator_bound(factor, None, 0, 1).max()) for factor in factors)
+        if largest[weight_parts] * 2 ** (cut.bits - 1) < FLOAT32_EXACT:
+            return cut
+    raise AssertionError("parts of one bit always fit: a channel has fewer than 2^24 weights")
 
 
 def _broadcast(channels: Tensor, trailing: int) -> Tensor:
     """Per-channel values, shaped against an output with `trailing` dimensions after the channel; a single one stays a scalar."""
     return channels.reshape(-1, *[1] * trailing) if channels.numel() > 1 else channels.reshape(())
-
-
-def _split_bits(input: Quantized) -> int:
-    """Where a wide sum splits its operand: in the middle of its bits."""
-    return (input.dtype.high + 1).bit_length() // 2
 
 
 def _residual_multiplier(
@@ -129,7 +171,7 @@ def _residual_multiplier(
     with_residual = bound + multiplier.double() * residual.dtype.magnitude
     if int(multiplier.min()) < SMALLEST_RESIDUAL_MULTIPLIER:
         reason = f"its multiplier falls to {int(multiplier.min())}, below {SMALLEST_RESIDUAL_MULTIPLIER}"
-    elif float(with_residual.max()) >= 2**31:
+    elif float(with_residual.max()) > (INT48_MAX if lowering.weight.type.bits > 8 else INT32_MAX):
         reason = f"the accumulator could reach {float(with_residual.max()):.0f}"
     else:
         lowering.note("residual", "added in the accumulator")

@@ -1,11 +1,15 @@
 """Sums of products: convolution and matrix product, and what is added to them before requantization.
 
 The accumulator is proved, from the actual weights, to stay below 2^24 in magnitude (`convolution`,
-`linear`), where float32 kernels compute integers exactly in any order; or to do so after the operand is
-split in two halves of its bits (`*_wide`), with the halves' sums joined in float64.
+`linear`), where float32 kernels compute integers exactly in any order. Where it can be larger (`*_wide`), a
+matrix product is formed in float64; a convolution, which runtimes have in float32 only, is the sum of
+convolutions of parts of the operand's and the weight's bits, each below 2^24.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,16 +20,69 @@ from fxquant.primitives.record import Emitter, full_precision, primitive, stored
 CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
-def split(input: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """(high, low) with input = high · 2^bits + low and low in [-2^(bits-1), 2^(bits-1) - 1]; floating integers in and out."""
-    high = torch.floor((input + 2 ** (bits - 1)) * 2.0**-bits)
-    return high, input - high * 2**bits
+class Split(NamedTuple):
+    """How a wide sum cuts its operand and its weight: into how many parts, of how many bits each."""
+
+    parts: int
+    bits: int
+    weight_parts: int = 1
+    weight_bits: int = 16
 
 
-def onnx_split(e: Emitter, input: str, bits: int) -> tuple[str, str]:
-    step = e.constant(float(2**bits))
-    high = e.node("Floor", e.node("Mul", e.node("Add", input, e.constant(float(2 ** (bits - 1)))), e.constant(2.0**-bits)))
-    return high, e.node("Sub", input, e.node("Mul", high, step))
+def split(value: Tensor, parts: int, bits: int) -> list[Tensor]:
+    """p_0, p_1, … with value = Σ p_i · 2^(i·bits), every part but the last in [-2^(bits-1), 2^(bits-1) - 1]; floating integers in and out."""
+    found = []
+    for _ in range(parts - 1):
+        high = torch.floor((value + 2 ** (bits - 1)) * 2.0**-bits)
+        found.append(value - high * 2**bits)
+        value = high
+    return [*found, value]
+
+
+def onnx_split(e: Emitter, value: str, parts: int, bits: int) -> list[str]:
+    found = []
+    for _ in range(parts - 1):
+        raised = e.node("Add", value, e.constant(float(2 ** (bits - 1))))
+        high = e.node("Floor", e.node("Mul", raised, e.constant(2.0**-bits)))
+        found.append(e.node("Sub", value, e.node("Mul", high, e.constant(float(2**bits)))))
+        value = high
+    return [*found, value]
+
+
+def sum_parts(input: Tensor, weight: Tensor, bias: Tensor | None, cut: Split, kernel: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Σ kernel(x_i, w_j) · 2^(i·bits + j·weight_bits) + bias in float64; the bias is shaped to broadcast."""
+    total: Tensor | None = None
+    weights = split(weight.float(), cut.weight_parts, cut.weight_bits)
+    for i, part in enumerate(split(input.float(), cut.parts, cut.bits)):
+        for j, factor in enumerate(weights):
+            term = kernel(part, factor).double().mul_(2.0 ** (i * cut.bits + j * cut.weight_bits))
+            total = term if total is None else total.add_(term)
+    assert total is not None
+    return total if bias is None else total.add_(bias.double())
+
+
+def onnx_sum_parts(e: Emitter, x: str, w: str, bias: tuple[str, ...], cut: Split, kernel: Callable[[str, str], str]) -> str:
+    """`sum_parts` on the operands as they are stored; a bias is float64."""
+    parts = onnx_split(e, e.node("Cast", x, to=torch.float32), cut.parts, cut.bits)
+    weights = onnx_split(e, e.node("Cast", w, to=torch.float32), cut.weight_parts, cut.weight_bits)
+    total = ""
+    for i, part in enumerate(parts):
+        for j, factor in enumerate(weights):
+            term = e.node("Cast", kernel(part, factor), to=torch.float64)
+            shift = i * cut.bits + j * cut.weight_bits
+            term = e.node("Mul", term, e.constant(2.0**shift, torch.float64)) if shift else term
+            total = e.node("Add", total, term) if total else term
+    return e.node("Add", total, bias[0]) if bias else total
+
+
+def accumulated(total: Tensor, input: Tensor, weight: Tensor) -> Tensor:
+    """A float64 sum as an accumulator: int32, or int64 (48 bits of it) for int16 weights; as it is where the operand was floating."""
+    return total if input.is_floating_point() else total.to(torch.int64 if weight.dtype == torch.int16 else torch.int32)
+
+
+def per_channel(bias: Tensor | None, trailing: int) -> Tensor | None:
+    """A bias, shaped against a result with `trailing` dimensions after its channels."""
+    return None if bias is None else bias.reshape(-1, *[1] * trailing)
 
 
 # ---- convolution ----------------------------------------------------------------------------------------------------
@@ -63,7 +120,14 @@ def convolution(
 
 
 def _convolution_real(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int, bits: int
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    cut: list[int],
 ) -> Tensor:
     with full_precision(input):
         return CONVOLUTIONS[weight.dim() - 2](input, weight, None if bias is None else bias.float(), stride, padding, dilation, groups)
@@ -78,40 +142,41 @@ def _onnx_convolution_wide(
     padding: list[int],
     dilation: list[int],
     groups: int,
-    bits: int,
+    cut: list[int],
 ) -> str:
     attributes = _attributes(weight, stride, padding, dilation, groups)
 
     def body(e: Emitter, x: str, w: str, *bias: str) -> str:
-        w = e.node("Cast", w, to=torch.float32)
-        halves = [
-            e.node("Cast", e.node("Conv", half, w, **attributes), to=torch.float64)
-            for half in onnx_split(e, e.node("Cast", x, to=torch.float32), bits)
-        ]
-        return onnx_join(e, halves[0], halves[1], bits, *bias)
+        return onnx_sum_parts(e, x, w, bias, Split(*cut), lambda part, factor: e.node("Conv", part, factor, **attributes))
 
-    name = "convolution_wide_" + "_".join(str(v).strip("[]").replace(", ", "x") for v in (*attributes.values(), bits, bias is not None))
-    shaped = [] if bias is None else [e.constant(bias.double().reshape(-1, *[1] * (weight.dim() - 2)))]
-    return e.call(name, body, input, e.constant(weight), *shaped)
-
-
-def onnx_join(e: Emitter, high: str, low: str, bits: int, *bias: str) -> str:
-    total = e.node("Add", e.node("Mul", high, e.constant(float(2**bits), torch.float64)), low)
-    return e.node("Add", total, bias[0]) if bias else total
+    values = (*attributes.values(), list(cut), bias is not None, str(e.dtype(input)).removeprefix("torch."))
+    name = "convolution_wide_" + "_".join(str(v).strip("[]").replace(", ", "x") for v in values)
+    shaped = per_channel(bias, weight.dim() - 2)
+    return e.call(name, body, input, e.constant(weight), *([] if shaped is None else [e.constant(shaped.double())]))
 
 
 @primitive(_onnx_convolution_wide, surrogate=_convolution_real, kind="accumulator")
 def convolution_wide(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int, bits: int
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    cut: list[int],
 ) -> Tensor:
-    """`convolution` for accumulators up to int32: the operand is split at `bits`, each half's sum stays below 2^24."""
+    """`convolution` beyond 2^24: operand and weight are cut into parts (`Split`) whose sums stay below 2^24, joined in float64.
+
+    The result is int32, or int64 for int16 weights.
+    """
+
+    def kernel(part: Tensor, factor: Tensor) -> Tensor:
+        return CONVOLUTIONS[weight.dim() - 2](part, factor, None, stride, padding, dilation, groups)
+
     with full_precision(input):
-        kernel = CONVOLUTIONS[weight.dim() - 2]
-        high, low = (kernel(half, weight.float(), None, stride, padding, dilation, groups) for half in split(input.float(), bits))
-    total = high.double().mul_(2**bits).add_(low)
-    if bias is not None:
-        total += bias.double().reshape(-1, *[1] * (weight.dim() - 2))
-    return total if input.is_floating_point() else total.to(torch.int32)
+        total = sum_parts(input, weight, per_channel(bias, weight.dim() - 2), Split(*cut), kernel)
+    return accumulated(total, input, weight)
 
 
 # ---- linear -----------------------------------------------------------------------------------------------------------
@@ -131,32 +196,24 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return stored(result, input, torch.int32)
 
 
-def _linear_real(input: Tensor, weight: Tensor, bias: Tensor | None, bits: int) -> Tensor:
+def _linear_real(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     with full_precision(input):
         return F.linear(input, weight, None if bias is None else bias.float())
 
 
-def _onnx_linear_wide(e: Emitter, input: str, weight: Tensor, bias: Tensor | None, bits: int) -> str:
-    def body(e: Emitter, x: str, w: str, *bias: str) -> str:
-        w = e.node("Cast", w, to=torch.float32)
-        halves = [
-            e.node("Cast", e.node("MatMul", half, w), to=torch.float64) for half in onnx_split(e, e.node("Cast", x, to=torch.float32), bits)
-        ]
-        return onnx_join(e, halves[0], halves[1], bits, *bias)
-
-    constants = [e.constant(weight.t().contiguous())] + ([] if bias is None else [e.constant(bias.double())])
-    return e.call(f"linear_wide_{bits}_{bias is not None}", body, input, *constants)
+def _onnx_linear_wide(e: Emitter, input: str, weight: Tensor, bias: Tensor | None) -> str:
+    transposed = e.node("Cast", e.constant(weight.t().contiguous()), to=torch.float64)
+    # Round is a barrier: without it the runtime may join the product with the multiplier that follows.
+    product = e.node("Round", e.node("MatMul", e.node("Cast", input, to=torch.float64), transposed))
+    return product if bias is None else e.node("Add", product, e.node("Cast", e.constant(bias), to=torch.float64))
 
 
 @primitive(_onnx_linear_wide, surrogate=_linear_real, kind="accumulator")
-def linear_wide(input: Tensor, weight: Tensor, bias: Tensor | None, bits: int) -> Tensor:
-    """`linear` for accumulators up to int32: the operand is split at `bits`, each half's sum stays below 2^24."""
+def linear_wide(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`linear` beyond 2^24, summed in float64; int32, or int64 for int16 weights."""
     with full_precision(input):
-        high, low = (F.linear(half, weight.float()) for half in split(input.float(), bits))
-    total = high.double().mul_(2**bits).add_(low)
-    if bias is not None:
-        total += bias.double()
-    return total if input.is_floating_point() else total.to(torch.int32)
+        total = F.linear(input.double(), weight.double(), None if bias is None else bias.double())
+    return accumulated(total, input, weight)
 
 
 # ---- residual ---------------------------------------------------------------------------------------------------------
@@ -177,4 +234,4 @@ def add_residual(accumulator: Tensor, residual: Tensor, multiplier: Tensor) -> T
     """accumulator + residual · multiplier, with whole multipliers per channel, shaped to broadcast."""
     if accumulator.is_floating_point():
         return accumulator + residual * multiplier.to(accumulator.dtype)
-    return accumulator + residual.to(torch.int32) * multiplier
+    return accumulator + residual.to(accumulator.dtype) * multiplier

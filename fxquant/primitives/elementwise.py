@@ -9,40 +9,50 @@ from fxquant.numerics import power_of_two
 from fxquant.primitives.record import Emitter, primitive, stored
 
 
-def _onnx_align_fixed(e: Emitter, input: str | Tensor, multiplier: Tensor, right_shift: Tensor) -> str:
+def _width(wide: bool) -> torch.dtype:
+    """What holds a whole number below 2^24, or, if `wide`, below 2^53."""
+    return torch.float64 if wide else torch.float32
+
+
+def _onnx_align_fixed(e: Emitter, input: str | Tensor, multiplier: Tensor, right_shift: Tensor, wide: bool = False) -> str:
+    width = _width(wide)
+
     def body(e: Emitter, x: str, factor: str) -> str:
-        return e.node("Floor", e.node("Mul", e.node("Cast", x, to=torch.float32), factor))
+        return e.node("Floor", e.node("Mul", e.node("Cast", x, to=width), factor))
 
-    return e.call("align_fixed", body, _named(e, input), e.constant(multiplier.double() * power_of_two(-right_shift), torch.float32))
+    name = f"align_fixed_{str(width).removeprefix('torch.')}"
+    return e.call(name, body, _named(e, input), e.constant(multiplier.double() * power_of_two(-right_shift), width))
 
 
-def _align_fixed_real(input: Tensor, multiplier: Tensor, right_shift: Tensor) -> Tensor:
-    return input * (multiplier.double() * power_of_two(-right_shift)).float()
+def _align_fixed_real(input: Tensor, multiplier: Tensor, right_shift: Tensor, wide: bool = False) -> Tensor:
+    return input * (multiplier.double() * power_of_two(-right_shift)).to(_width(wide))
 
 
 @primitive(_onnx_align_fixed, surrogate=_align_fixed_real, kind="accumulator")
-def align_fixed(input: Tensor, multiplier: Tensor, right_shift: Tensor) -> Tensor:
-    """⌊q · multiplier / 2^right_shift⌋ as int32: an operand on a finer common scale. |q · multiplier| < 2^24."""
+def align_fixed(input: Tensor, multiplier: Tensor, right_shift: Tensor, wide: bool = False) -> Tensor:
+    """⌊q · multiplier / 2^right_shift⌋ as int32: an operand on a finer common scale. |q · multiplier| < 2^24 unless `wide`."""
     if input.is_floating_point():
-        return torch.floor(input * (multiplier.double() * power_of_two(-right_shift)).float())
-    return (input.to(torch.int32) * multiplier) >> right_shift
+        return torch.floor(input.to(_width(wide)) * (multiplier.double() * power_of_two(-right_shift)).to(_width(wide)))
+    return ((input.to(torch.int64 if wide else torch.int32) * multiplier) >> right_shift).to(torch.int32)
 
 
-def _onnx_align_real(e: Emitter, input: str | Tensor, multiplier: Tensor) -> str:
+def _onnx_align_real(e: Emitter, input: str | Tensor, multiplier: Tensor, wide: bool = False) -> str:
     def body(e: Emitter, x: str, multiplier: str) -> str:
-        return e.node("Round", e.node("Mul", e.node("Cast", x, to=torch.float32), multiplier))
+        aligned = e.node("Round", e.node("Mul", e.node("Cast", x, to=torch.float32), multiplier))
+        return e.node("Cast", aligned, to=torch.float64) if wide else aligned
 
-    return e.call("align_real", body, _named(e, input), e.constant(multiplier))
+    return e.call("align_real_wide" if wide else "align_real", body, _named(e, input), e.constant(multiplier))
 
 
-def _align_real_real(input: Tensor, multiplier: Tensor) -> Tensor:
-    return input * multiplier
+def _align_real_real(input: Tensor, multiplier: Tensor, wide: bool = False) -> Tensor:
+    return (input * multiplier).to(_width(wide))
 
 
 @primitive(_onnx_align_real, surrogate=_align_real_real, kind="accumulator")
-def align_real(input: Tensor, multiplier: Tensor) -> Tensor:
-    """round_half_even(float32(q) · multiplier) as int32: an operand on a finer common scale."""
-    return stored((input.float() * multiplier).round_(), input, torch.int32)
+def align_real(input: Tensor, multiplier: Tensor, wide: bool = False) -> Tensor:
+    """round_half_even(float32(q) · multiplier) as int32: an operand on a finer common scale. Below 2^24 unless `wide`."""
+    aligned = (input.float() * multiplier).round_()
+    return aligned.to(_width(wide)) if input.is_floating_point() else aligned.to(torch.int32)
 
 
 def _named(e: Emitter, value: str | Tensor) -> str:
@@ -80,17 +90,17 @@ def add_constant(input: Tensor, constant: Tensor) -> Tensor:
     return input + constant.to(input.dtype)
 
 
-def _onnx_multiply(e: Emitter, input: str | Tensor, other: str | Tensor) -> str:
-    operands = [e.node("Cast", _named(e, operand), to=torch.float32) for operand in (input, other)]
+def _onnx_multiply(e: Emitter, input: str | Tensor, other: str | Tensor, wide: bool = False) -> str:
+    operands = [e.node("Cast", _named(e, operand), to=_width(wide)) for operand in (input, other)]
     # Round is a barrier: without it the runtime may join a constant operand with the multiplier that follows.
     return e.node("Round", e.node("Mul", *operands))
 
 
 @primitive(_onnx_multiply, kind="accumulator")
-def multiply(input: Tensor, other: Tensor) -> Tensor:
-    """The product of two quantized tensors as int32; below 2^24 in magnitude."""
+def multiply(input: Tensor, other: Tensor, wide: bool = False) -> Tensor:
+    """The product of two quantized tensors as int32; below 2^24 in magnitude unless `wide`."""
     if input.is_floating_point() or other.is_floating_point():
-        return input.float() * other.float()
+        return input.to(_width(wide)) * other.to(_width(wide))
     return input.to(torch.int32) * other
 
 
@@ -105,13 +115,37 @@ def widen(input: Tensor) -> Tensor:
 
 
 def _onnx_negate(e: Emitter, input: str) -> str:
-    return e.node("Neg", e.node("Cast", input, to=torch.float32))
+    return e.node("Neg", input if e.dtype(input).is_floating_point else e.node("Cast", input, to=torch.float32))
 
 
 @primitive(_onnx_negate, kind="accumulator")
 def negate(input: Tensor) -> Tensor:
     """The negative of a quantized tensor or accumulator, as an accumulator."""
     return -input if input.is_floating_point() else -input.to(torch.int32)
+
+
+def _onnx_shift_right(e: Emitter, input: str, bits: int) -> str:
+    dtype = e.dtype(input)
+    width = dtype if dtype.is_floating_point else torch.float32
+
+    def body(e: Emitter, x: str, step: str) -> str:
+        shifted = e.node("Mul", x if dtype == width else e.node("Cast", x, to=width), step)
+        floor = e.node("Floor", e.node("Add", shifted, e.constant(0.5, width)))
+        return floor if dtype == width else e.node("Cast", floor, to=dtype)
+
+    return e.call(f"shift_right_{str(dtype).removeprefix('torch.')}", body, input, e.constant(2.0**-bits, width))
+
+
+def _shift_right_real(input: Tensor, bits: int) -> Tensor:
+    return input * 2.0**-bits
+
+
+@primitive(_onnx_shift_right, surrogate=_shift_right_real, kind="accumulator")
+def shift_right(input: Tensor, bits: int) -> Tensor:
+    """⌊q / 2^bits + ½⌋ of a quantized tensor or an accumulator: the same values on a scale 2^bits larger."""
+    if input.is_floating_point():
+        return torch.floor(input * 2.0**-bits + 0.5)
+    return ((input.to(torch.int64) + 2 ** (bits - 1)) >> bits).to(input.dtype)
 
 
 def _onnx_clamp(e: Emitter, input: str, low: int, high: int) -> str:

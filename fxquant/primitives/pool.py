@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fxquant.primitives.accumulate import onnx_split
 from fxquant.primitives.record import Emitter, full_precision, primitive, stored
 
+HALF_BITS = 8  # where a wide sum over windows cuts its operand
 MAX_POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 
 
@@ -39,26 +43,28 @@ def max_pool(input: Tensor, kernel: list[int], stride: list[int], begin: list[in
     return stored(MAX_POOLS[len(kernel)](value, kernel, stride, 0, dilation), input, input.dtype)
 
 
-def _onnx_sum_pool(e: Emitter, input: str, kernel: list[int], stride: list[int], begin: list[int], end: list[int]) -> str:
-    count = 1
-    for size in kernel:
-        count *= size
-    mean = e.node(
-        "AveragePool",
-        e.node("Cast", input, to=torch.float32),
-        kernel_shape=list(kernel),
-        strides=list(stride),
-        pads=[*begin, *end],
-        count_include_pad=1,
-    )
-    # The mean times its count is within half of the whole sum, so Round recovers it exactly.
-    return e.node("Round", e.node("Mul", mean, e.constant(float(count))))
+def _onnx_sum_pool(
+    e: Emitter, input: str, kernel: list[int], stride: list[int], begin: list[int], end: list[int], wide: bool = False
+) -> str:
+    count = math.prod(kernel)
+
+    def total(value: str) -> str:
+        pads = [*begin, *end]
+        mean = e.node("AveragePool", value, kernel_shape=list(kernel), strides=list(stride), pads=pads, count_include_pad=1)
+        # The mean times its count is within half of the whole sum, so Round recovers it exactly.
+        return e.node("Round", e.node("Mul", mean, e.constant(float(count))))
+
+    value = e.node("Cast", input, to=torch.float32)
+    if not wide:
+        return total(value)
+    low, high = (e.node("Cast", total(half), to=torch.float64) for half in onnx_split(e, value, 2, HALF_BITS))
+    return e.node("Add", e.node("Mul", high, e.constant(float(2**HALF_BITS), torch.float64)), low)
 
 
 @primitive(_onnx_sum_pool, kind="accumulator")
-def sum_pool(input: Tensor, kernel: list[int], stride: list[int], begin: list[int], end: list[int]) -> Tensor:
-    """The sum over each window of the zero-padded input, as int32; below 2^22 in magnitude."""
-    value = input.float()
+def sum_pool(input: Tensor, kernel: list[int], stride: list[int], begin: list[int], end: list[int], wide: bool = False) -> Tensor:
+    """The sum over each window of the zero-padded input, as int32; below 2^22 in magnitude, or, if `wide`, below 2^30."""
+    value = input.to(torch.float64 if wide else torch.float32)
     if any(begin) or any(end):
         value = F.pad(value, _window_padding(begin, end))
     if len(kernel) == 1:
@@ -67,16 +73,17 @@ def sum_pool(input: Tensor, kernel: list[int], stride: list[int], begin: list[in
         total = F.avg_pool2d(value, kernel, stride, divisor_override=1)
     else:
         total = F.avg_pool3d(value, kernel, stride, divisor_override=1)
-    return stored(total, input, torch.int32)
+    return total if input.is_floating_point() else total.to(torch.int32)
 
 
-def _onnx_sum(e: Emitter, input: str, dim: list[int], keepdim: bool) -> str:
+def _onnx_sum(e: Emitter, input: str, dim: list[int], keepdim: bool, wide: bool = False) -> str:
     axes = e.constant(torch.tensor(list(dim), dtype=torch.int64))
-    return e.node("ReduceSum", e.node("Cast", input, to=torch.float32), axes, keepdims=int(keepdim))
+    return e.node("ReduceSum", e.node("Cast", input, to=torch.float64 if wide else torch.float32), axes, keepdims=int(keepdim))
 
 
 @primitive(_onnx_sum, kind="accumulator")
-def sum(input: Tensor, dim: list[int], keepdim: bool) -> Tensor:
-    """The sum over dimensions, as int32; below 2^24 in magnitude."""
+def sum(input: Tensor, dim: list[int], keepdim: bool, wide: bool = False) -> Tensor:
+    """The sum over dimensions, as int32; below 2^24 in magnitude unless `wide`."""
     with full_precision(input):
-        return stored(torch.sum(input.float(), dim, keepdim=keepdim), input, torch.int32)
+        total = torch.sum(input.to(torch.float64 if wide else torch.float32), dim, keepdim=keepdim)
+    return total if input.is_floating_point() else total.to(torch.int32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxquant.primitives.accumulate import onnx_join, onnx_split, split
+from fxquant.primitives.accumulate import accumulated
 from fxquant.primitives.record import Emitter, full_precision, primitive, stored
 
 # ---- matrix product of activations ------------------------------------------------------------------------------------
@@ -34,10 +34,10 @@ def _onnx_matrix_product_wide(e: Emitter, input: str | Tensor, other: str | Tens
 
 @primitive(_onnx_matrix_product_wide, kind="accumulator")
 def matrix_product_wide(input: Tensor, other: Tensor) -> Tensor:
-    """`matrix_product` for accumulators up to int32, summed in float64."""
+    """`matrix_product` beyond 2^24, summed in float64; int32, or int64 where both operands are int16."""
     with full_precision(input):
         total = torch.matmul(input.double(), other.double())
-    return total if input.is_floating_point() else total.to(torch.int32)
+    return accumulated(total, input, other if input.dtype == torch.int16 else input)
 
 
 # ---- one factor per channel -------------------------------------------------------------------------------------------
@@ -59,43 +59,39 @@ def scale_channels(input: Tensor, weight: Tensor, bias: Tensor, trailing: int) -
     return stored(input.float() * _shaped(weight.float(), trailing) + _shaped(bias.float(), trailing), input, torch.int32)
 
 
-def _onnx_scale_channels_wide(e: Emitter, input: str, weight: Tensor, bias: Tensor, trailing: int, bits: int) -> str:
-    def body(e: Emitter, x: str, weight: str, bias: str) -> str:
-        halves = onnx_split(e, e.node("Cast", x, to=torch.float32), bits)
-        high, low = (e.node("Mul", e.node("Cast", half, to=torch.float64), weight) for half in halves)
-        return onnx_join(e, high, low, bits, bias)
-
-    constants = (e.constant(_shaped(value.double(), trailing)) for value in (weight, bias))
-    return e.call(f"scale_channels_wide_{bits}", body, input, *constants)
+def _onnx_scale_channels_wide(e: Emitter, input: str, weight: Tensor, bias: Tensor, trailing: int) -> str:
+    scaled = e.node("Mul", e.node("Cast", input, to=torch.float64), e.constant(_shaped(weight.double(), trailing)))
+    return e.node("Add", scaled, e.constant(_shaped(bias.double(), trailing)))
 
 
-def _scale_channels_real(input: Tensor, weight: Tensor, bias: Tensor, trailing: int, bits: int) -> Tensor:
-    return input * _shaped(weight, trailing) + _shaped(bias, trailing)
+def _scale_channels_real(input: Tensor, weight: Tensor, bias: Tensor, trailing: int) -> Tensor:
+    return input * _shaped(weight, trailing) + _shaped(bias.float(), trailing)
 
 
 @primitive(_onnx_scale_channels_wide, surrogate=_scale_channels_real, kind="accumulator")
-def scale_channels_wide(input: Tensor, weight: Tensor, bias: Tensor, trailing: int, bits: int) -> Tensor:
-    """`scale_channels` for accumulators up to int32: the operand is split at `bits`, each half's product stays below 2^24."""
-    high, low = (half.double() * _shaped(weight.double(), trailing) for half in split(input.float(), bits))
-    total = high.mul_(2**bits).add_(low).add_(_shaped(bias.double(), trailing))
-    return total if input.is_floating_point() else total.to(torch.int32)
+def scale_channels_wide(input: Tensor, weight: Tensor, bias: Tensor, trailing: int) -> Tensor:
+    """`scale_channels` beyond 2^24, formed in float64; int32, or int64 for int16 weights."""
+    total = input.double() * _shaped(weight.double(), trailing) + _shaped(bias.double(), trailing)
+    return accumulated(total, input, weight)
 
 
 # ---- one factor per sign ----------------------------------------------------------------------------------------------
 
 
-def _onnx_rectify(e: Emitter, input: str, positive: int, negative: Tensor) -> str:
-    value, zero = e.node("Cast", input, to=torch.float32), e.constant(0.0)
-    above = e.node("Mul", e.node("Max", value, zero), e.constant(float(positive)))
-    below = e.node("Mul", e.node("Min", value, zero), e.constant(negative.float()))
+def _onnx_rectify(e: Emitter, input: str, positive: int, negative: Tensor, wide: bool = False) -> str:
+    width = torch.float64 if wide else torch.float32
+    value, zero = e.node("Cast", input, to=width), e.constant(0.0, width)
+    above = e.node("Mul", e.node("Max", value, zero), e.constant(float(positive), width))
+    below = e.node("Mul", e.node("Min", value, zero), e.constant(negative, width))
     return e.node("Add", above, below)
 
 
 @primitive(_onnx_rectify, kind="accumulator")
-def rectify(input: Tensor, positive: int, negative: Tensor) -> Tensor:
-    """positive · max(x, 0) + negative · min(x, 0), as int32; `negative` is shaped to broadcast, and |result| < 2^24."""
-    value = input.float()
-    return stored(positive * value.clamp(min=0) + negative.float() * value.clamp(max=0), input, torch.int32)
+def rectify(input: Tensor, positive: int, negative: Tensor, wide: bool = False) -> Tensor:
+    """positive · max(x, 0) + negative · min(x, 0), as int32; `negative` is shaped to broadcast. |result| < 2^24 unless `wide`."""
+    value = input.double() if wide else input.float()
+    result = positive * value.clamp(min=0) + negative.to(value.dtype) * value.clamp(max=0)
+    return result if input.is_floating_point() else result.to(torch.int32)
 
 
 # ---- the larger and the smaller ---------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ def requantize_fixed(
     wide = torch.int32 if intermediate_bits <= 16 and accumulator.dtype != torch.int64 else torch.int64
     value = (accumulator.to(wide) >> shift).clamp_(-limit, limit - 1).mul_(multiplier)
     if rounding == "half_up":
-        value += torch.ones((), dtype=wide, device=value.device) << (right_shift - 1)
+        value += torch.ones((), dtype=wide, device=value.device) << (right_shift.to(wide) - 1)
     return (value >> right_shift).clamp_(low, high).to(dtype)
 
 
@@ -98,3 +98,25 @@ def requantize_real(accumulator: Tensor, multiplier: Tensor, low: int, high: int
     """clip(round_half_even(float32(acc) · multiplier), low, high): one float32 product, rounded once."""
     value = accumulator.float() * multiplier
     return stored(value.round_().clamp_(low, high), accumulator, dtype)
+
+
+def _onnx_accumulator_output(e: Emitter, accumulator: str) -> str:
+    return e.node("Cast", accumulator, to=torch.int32)
+
+
+@primitive(_onnx_accumulator_output)
+def accumulator_output(accumulator: Tensor) -> Tensor:
+    """The accumulator itself as a quantized tensor, int32: the output of a last layer."""
+    return stored(accumulator, accumulator, torch.int32)
+
+
+def _onnx_clamp_accumulator(e: Emitter, input: str, low: Tensor, high: Tensor) -> str:
+    width = torch.float64  # runtimes clip floats and doubles; int32 does not fit a float
+    value = e.node("Max", e.node("Cast", input, to=width), e.constant(low, width))
+    return e.node("Cast", e.node("Min", value, e.constant(high, width)), to=torch.int32)
+
+
+@primitive(_onnx_clamp_accumulator)
+def clamp_accumulator(input: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """The integers, limited to bounds that may differ between channels."""
+    return torch.minimum(torch.maximum(input, low.to(input.dtype)), high.to(input.dtype))

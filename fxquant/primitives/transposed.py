@@ -1,6 +1,6 @@
 """Transposed convolution: each input element spreads its products over a window of the output.
 
-As in `accumulate`, sums stay below 2^24, or do so after the operand is split in two halves of its bits (`*_wide`).
+As in `accumulate`, sums stay below 2^24, or those of parts of the operand's and the weight's bits do (`*_wide`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxquant.primitives.accumulate import onnx_join, onnx_split, split
+from fxquant.primitives.accumulate import Split, accumulated, onnx_sum_parts, per_channel, sum_parts
 from fxquant.primitives.record import Emitter, full_precision, primitive, stored
 
 TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -110,17 +110,16 @@ def _kernel(input: Tensor, weight: Tensor, bias: Tensor | None, *attributes: Any
     return result
 
 
-def _onnx_transposed_convolution_wide(e: Emitter, input: str, weight: Tensor, bias: Tensor | None, *attributes_and_bits: Any) -> str:
-    *attributes, bits = attributes_and_bits
+def _onnx_transposed_convolution_wide(e: Emitter, input: str, weight: Tensor, bias: Tensor | None, *attributes_and_cut: Any) -> str:
+    *attributes, cut = attributes_and_cut
     form = _Form(weight, *attributes)
 
     def body(e: Emitter, x: str, w: str, *bias: str) -> str:
-        w = e.node("Cast", w, to=torch.float32)
-        high, low = (form.emit(e, half, w) for half in onnx_split(e, e.node("Cast", x, to=torch.float32), bits))
-        return onnx_join(e, e.node("Cast", high, to=torch.float64), e.node("Cast", low, to=torch.float64), bits, *bias)
+        return onnx_sum_parts(e, x, w, bias, Split(*cut), lambda part, factor: form.emit(e, part, factor))
 
-    shaped = [] if bias is None else [e.constant(bias.double().reshape(-1, *[1] * (weight.dim() - 2)))]
-    return e.call(f"transposed_convolution_wide_{form.name}_{bits}_{bias is not None}", body, input, e.constant(form.weight), *shaped)
+    shaped = per_channel(bias, weight.dim() - 2)
+    name = f"transposed_convolution_wide_{form.name}_{'x'.join(map(str, cut))}_{bias is not None}"
+    return e.call(name, body, input, e.constant(form.weight), *([] if shaped is None else [e.constant(shaped.double())]))
 
 
 def _transposed_convolution_real(
@@ -132,7 +131,7 @@ def _transposed_convolution_real(
     output_padding: list[int],
     dilation: list[int],
     groups: int,
-    bits: int,
+    cut: list[int],
 ) -> Tensor:
     return _kernel(input, weight, bias, stride, padding, output_padding, groups, dilation)
 
@@ -147,12 +146,14 @@ def transposed_convolution_wide(
     output_padding: list[int],
     dilation: list[int],
     groups: int,
-    bits: int,
+    cut: list[int],
 ) -> Tensor:
-    """`transposed_convolution` for accumulators up to int32: the operand is split at `bits`, each half's sum stays below 2^24."""
-    attributes = stride, padding, output_padding, groups, dilation
-    high, low = (_kernel(half, weight, None, *attributes) for half in split(input.float(), bits))
-    total = high.double().mul_(2**bits).add_(low)
-    if bias is not None:
-        total += bias.double().reshape(-1, *[1] * (weight.dim() - 2))
-    return total if input.is_floating_point() else total.to(torch.int32)
+    """`transposed_convolution` beyond 2^24: parts of operand and weight (`Split`) whose sums stay below 2^24, joined in float64.
+
+    The result is int32, or int64 for int16 weights.
+    """
+
+    def kernel(part: Tensor, factor: Tensor) -> Tensor:
+        return _kernel(part, factor, None, stride, padding, output_padding, groups, dilation)
+
+    return accumulated(sum_parts(input, weight, per_channel(bias, weight.dim() - 2), Split(*cut), kernel), input, weight)
