@@ -271,6 +271,8 @@ class _Writer:
         known = qparams(node)
         if known is not None:
             entry.update(scale=known.scale, dtype=known.dtype)
+            if known.axis is not None:
+                entry.update(axis=known.axis)
         self.tensors[name] = entry
 
     def _outputs(self, output_names: Sequence[str] | None) -> list[onnx.ValueInfoProto]:

@@ -200,11 +200,12 @@ def notes(node: fx.Node) -> dict[str, Any]:
 class QParams:
     """The scale and the integer dtype of a quantized tensor in an integer graph.
 
-    A 32-bit output may have a scale for each channel, dimension 1 of the tensor (the last one behind a linear layer).
+    A 32-bit output may have several scales, along dimension `axis` of the tensor, counted from the end (-1 is the last).
     """
 
     scale: float | tuple[float, ...]
     dtype: str
+    axis: int | None = None
 
 
 def qparams(node: fx.Node) -> QParams | None:

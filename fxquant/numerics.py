@@ -307,7 +307,8 @@ def table(
     value = on_tensors(x) / output_scale + 0.5
     doubtful = ~torch.isfinite(value) | ((value - torch.round(value)).abs() <= value.abs().clamp_min(1) * 2.0**-30)
     result = torch.nan_to_num(torch.floor(value)).clamp(output_type.low, output_type.high).to(output_type.storage)
-    for index in torch.nonzero(doubtful & ~(value.abs() > 2 * output_type.magnitude)).flatten().tolist():
+    saturated = torch.isfinite(value) & (value.abs() > 2 * output_type.magnitude)
+    for index in torch.nonzero(doubtful & ~saturated).flatten().tolist():
         result[index] = _table_entry(function, float(x[index]), output_scale, output_type)
     return result
 

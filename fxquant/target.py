@@ -11,8 +11,8 @@ from fxquant.numerics import Arithmetic
 class Target:
     """A target to compile for.
 
-    activations and weights name the integer dtypes it computes with ("int32" is the output of a last layer); aliases are the chips and other names
-    that mean it.
+    activations and weights name the integer dtypes it computes with ("int32" is the output of a last layer);
+    aliases are the chips and other names that mean it.
     """
 
     name: str

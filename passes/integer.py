@@ -86,7 +86,8 @@ class GraphLowering(Lowering):
         if node in self.made:
             if PRIMITIVES[node.target].kind == "quantized":  # type: ignore[index]
                 scales = tuple(result.scale.flatten().tolist())
-                set_qparams(node, QParams(scales[0] if len(scales) == 1 else scales, result.dtype.name))
+                one = len(scales) == 1
+                set_qparams(node, QParams(scales[0] if one else scales, result.dtype.name, None if one else -result.scale.dim()))
             node._rename(self.name)
             notes(node).update(self.facts)
             node.meta["fused"] = self.node.meta.get("fused", ())

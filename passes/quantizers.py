@@ -71,11 +71,14 @@ def _quantizers(gm: fx.GraphModule, context: Context) -> dict[int, Quantizer]:
 
 
 def _intermediate(node: fx.Node, arguments: dict[str, Any], spec: Annotation, context: Context) -> Quantizer:
-    """The quantizer of what is computed before the residual is added: like the output's, or, where that is 32 bits, the residual's dtype."""
-    residual = annotation(arguments["residual"])
-    assert residual is not None
+    """The quantizer of what is computed before the residual is added: the output's dtype, or, where that is 32 bits, the residual's."""
     config: ActivationConfig = spec.config.output
-    return _quantizer(node, replace(config, dtype=residual.dtype) if config.dtype == "int32" else config, context)
+    if config.dtype == "int32":
+        residual = annotation(arguments["residual"])
+        assert residual is not None
+        assert residual.dtype is not None
+        config = replace(config, dtype=residual.dtype)
+    return _quantizer(node, config, context)
 
 
 def _weight(config: WeightConfig, context: Context) -> WeightConfig:

@@ -112,7 +112,8 @@ def assert_validate_is_integer(prepared: fx.GraphModule, integer: fx.GraphModule
     nodes = {node.name: node for node in integer.graph.nodes}
     compared = [name for name in real if name in nodes and qparams(nodes[name]) is not None]
     for name in compared:
-        scale = torch.tensor(qparams(nodes[name]).scale)
+        known = qparams(nodes[name])
+        scale = torch.tensor(known.scale).reshape(-1, *[1] * (-known.axis - 1)) if known.axis is not None else torch.tensor(known.scale)
         assert torch.equal(real[name], integers[name].float() * scale), name
     missing = {name: operator.operator.name for name, operator in quantized_operators(prepared).items() if name not in compared}
     assert not [name for name, kind in missing.items() if kind not in NOT_LOWERED], missing

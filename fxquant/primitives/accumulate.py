@@ -30,7 +30,7 @@ class Split(NamedTuple):
 
 
 def split(value: Tensor, parts: int, bits: int) -> list[Tensor]:
-    """p_0, p_1, … with value = Σ p_i · 2^(i·bits), every part but the last in [-2^(bits-1), 2^(bits-1) - 1]; floating integers in and out."""
+    """p_0, p_1, … with value = Σ p_i · 2^(i·bits), each but the last in [-2^(bits-1), 2^(bits-1) - 1]; floating integers in and out."""
     found = []
     for _ in range(parts - 1):
         high = torch.floor((value + 2 ** (bits - 1)) * 2.0**-bits)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fxquant.numerics import power_of_two
-from fxquant.primitives.record import Emitter, primitive, stored
+from fxquant.primitives.record import Emitter, primitive
 
 
 def _width(wide: bool) -> torch.dtype:
@@ -145,7 +145,8 @@ def shift_right(input: Tensor, bits: int) -> Tensor:
     """⌊q / 2^bits + ½⌋ of a quantized tensor or an accumulator: the same values on a scale 2^bits larger."""
     if input.is_floating_point():
         return torch.floor(input * 2.0**-bits + 0.5)
-    return ((input.to(torch.int64) + 2 ** (bits - 1)) >> bits).to(input.dtype)
+    shifted: Tensor = (input.to(torch.int64) + 2 ** (bits - 1)) >> bits
+    return shifted.to(input.dtype)
 
 
 def _onnx_clamp(e: Emitter, input: str, low: int, high: int) -> str:

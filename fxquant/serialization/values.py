@@ -42,7 +42,7 @@ RECORDS: Mapping[type, Mapping[str, tuple[type, ...]]] = {
     ActivationConfig: {"dtype": (str,), "observer": (type, functools.partial), "scale": _NUMBER, "threshold": _NUMBER},
     QConfig: {"output": (ActivationConfig,), "weight": (WeightConfig,), "input": (ActivationConfig, NoneType)},
     Annotation: {"dtype": (str, NoneType), "because": (str,), "config": (QConfig, NoneType), "group": (int, NoneType)},
-    QParams: {"scale": (float, tuple), "dtype": (str,)},
+    QParams: {"scale": (float, tuple), "dtype": (str,), "axis": (int, NoneType)},
 }
 _RECORDS_BY_NAME = {kind.__name__: kind for kind in RECORDS}
 
