@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -179,11 +180,25 @@ def build(plan: Plan) -> tuple[nn.Module, Tensor]:
     return model, batch
 
 
-@settings(max_examples=40, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-@given(plan=plans, target=st.sampled_from(contract.TARGETS))
-def test_a_random_network_holds_the_contract(tmp_path_factory: pytest.TempPathFactory, plan: Plan, target: str) -> None:
+def qconfig_of(model: nn.Module, target: str, precision: str, seed: int) -> fxq.QConfigMapping:
+    """All int8, all int16, or either for each layer, by lot; int16 with int16 weights where the target has them."""
+    lot = random.Random(seed)
+    weights = ["int8", "int16"] if target == "nash-e" else ["int8"]
+    wide = fxq.QConfig(fxq.ActivationConfig("int16"), fxq.WeightConfig(weights[-1]))
+    mapping = fxq.QConfigMapping(wide if precision == "int16" else fxq.QConfig())
+    if precision == "mixed":
+        for name, module in model.named_modules():
+            if not list(module.children()):
+                config = fxq.QConfig(fxq.ActivationConfig(lot.choice(["int8", "int16"])), fxq.WeightConfig(lot.choice(weights)))
+                mapping.set_module_name(name, config)
+    return mapping
+
+
+@settings(max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(plan=plans, target=st.sampled_from(contract.TARGETS), precision=st.sampled_from(["int8", "int16", "mixed"]))
+def test_a_random_network_holds_the_contract(tmp_path_factory: pytest.TempPathFactory, plan: Plan, target: str, precision: str) -> None:
     model, batch = build(plan)
-    prepared, integer = compiled(model, [batch], target)
+    prepared, integer = compiled(model, [batch], target, qconfig_of(model, target, precision, plan.seed))
     assert {node.op for node in integer.graph.nodes} == {"placeholder", "get_attr", "call_function", "output"}
     assert float(integer(batch).std()) > 0
     assert_float_state_is_the_model(prepared, model, batch)
