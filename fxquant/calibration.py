@@ -206,7 +206,7 @@ def _bad_batch(index: int, because: str, remedy: str) -> CalibrationError:
 
 
 def qparams(prepared: nn.Module) -> dict[str, float]:
-    """The scale of every operator's output by node name, NaN where it is not known yet."""
+    """The scale of every operator's output by node name, NaN where it is not known yet, or is that of a 32-bit sum."""
     require_prepared(prepared)
     return {name: float(operator.output.scale) for name, operator in quantized_operators(prepared).items()}
 
@@ -226,7 +226,14 @@ def set_qparams(prepared: nn.Module, scales: Mapping[str, float]) -> None:
                 because="a scale is a positive, finite number",
                 remedy="pass a positive scale",
             )
-        chosen.extend((operator, float(scale)) for operator in _select(operators, [name]))
+        for operator in _select(operators, [name]):
+            if operator.output.follows_sum:
+                raise ConfigurationError(
+                    f"the scale of {name!r} cannot be set",
+                    because=f"%{operator.name} has a 32-bit output, whose scale is that of its weight and its input",
+                    remedy="give it an int8 or int16 output, or leave it out",
+                )
+            chosen.append((operator, float(scale)))
     for operator, scale in chosen:
         operator.output.set_scale(scale)
 

@@ -250,6 +250,15 @@ def test_a_32_bit_output_of_more_bits_leaves_out_the_last(sign: int, tmp_path: P
     assert torch.allclose(integer(batch), model(batch), rtol=1e-3, atol=1e-2)  # the input is clamped to its scale
 
 
+def test_a_32_bit_output_has_no_scale_to_set() -> None:
+    prepared, _ = compiled(HEADS["linear"](), [torch.randn(4, 3, 8, 8)], "bayes-e", with_last("int8"))
+    before = fxq.qparams(prepared)
+    with pytest.raises(fxq.ConfigurationError, match="%last has a 32-bit output"):
+        fxq.set_qparams(prepared, {"first": 0.5, "last": 0.5})
+    assert fxq.qparams(prepared)["first"] == before["first"]
+    assert math.isnan(before["last"])
+
+
 def test_what_reads_a_32_bit_output_stays_in_float_and_says_why() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sigmoid())
     qconfig = fxq.QConfigMapping().set_module_name("0", fxq.QConfig(fxq.ActivationConfig("int32")))
