@@ -133,7 +133,9 @@ def _narrowed(
 ) -> tuple[Quantized, int]:
     """The operand and its bits: as it is, or, where int16 sums could exceed the limit, on a scale 2^n larger, by the least n that fits."""
     bits = input.dtype.bits
-    for n in range(MOST_NARROWED + 1 if bits > 8 else 1):
+    if bits <= 8:
+        return input, bits
+    for n in range(MOST_NARROWED + 1):
         raised = input.scale * 2.0**n
         bias_q = None if bias is None else bias_integers(bias.detach(), raised, scale)
         if float(accumulator_bound(integers, bias_q, 0, 2 ** (bits - 1 - n)).max()) <= limit:
