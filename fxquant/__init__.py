@@ -15,9 +15,10 @@ from pathlib import Path
 if (_root := Path(__file__).resolve().parents[1]).joinpath("pyproject.toml").is_file():
     __path__.append(str(_root))
 
-from fxquant.api import Result, calibrate, convert, dump, load, prepare, quantize, save, verify
+from fxquant.api import Result, calibrate, check, convert, dump, load, prepare, quantize, save, verify
 from fxquant.backends.export import export_onnx
 from fxquant.calibration import freeze, qparams, set_qparams, set_state
+from fxquant.check import Finding, Findings
 from fxquant.errors import (
     AccumulatorOverflow,
     CalibrationError,
@@ -49,6 +50,8 @@ __all__ = [
     "CalibrationError",
     "ConfigurationError",
     "ExportError",
+    "Finding",
+    "Findings",
     "FxQuantError",
     "HistogramObserver",
     "MinMaxObserver",
@@ -70,6 +73,7 @@ __all__ = [
     "UnsupportedOperator",
     "WeightConfig",
     "calibrate",
+    "check",
     "convert",
     "dump",
     "explain",

@@ -16,6 +16,7 @@ from torch import fx, nn
 from fxquant import backends, calibration
 from fxquant.backends.export import export_onnx
 from fxquant.backends.runtime import RUNTIME_NAMES, OnnxModel
+from fxquant.check import Findings, broken_limits, findings
 from fxquant.errors import ConfigurationError
 from fxquant.explain import explain, summary
 from fxquant.graph import Model, collection_paused, copy_graph, copy_parameters
@@ -79,7 +80,34 @@ def _prepare(
     prepared.meta["unused_rules"] = qconfig.unused()
     if not stopped:
         logger.info("%s", summary(prepared))
+        broken = sum(1 for _ in broken_limits(prepared, target))
+        if broken:
+            logger.warning("limits of %s that are broken: %d; fxq.check says where, and what to do", target.name, broken)
     return prepared
+
+
+def check(
+    model: nn.Module,
+    example_inputs: Any,
+    target: str | Target = "bayes-e",
+    qconfig: QConfig | QConfigMapping | None = None,
+    *,
+    dynamic_shapes: Any = None,
+) -> Findings:
+    """What of the model a target does not allow, before anything is calibrated: limits broken, and operators left in float.
+
+    The result is true if there is nothing; it iterates over the findings, and prints as a table of layer, operator,
+    limit, source line and remedy. The model is not changed. A batch size that is not fixed is not
+    checked; pass `dynamic_shapes={}` to check the example's.
+
+    Raises UnknownTarget, TraceError or ConfigurationError.
+    """
+    chosen = backends.get(target)
+    traced = trace(model, example_inputs, dynamic_shapes)
+    with collection_paused():
+        # Fusion comes first: a target's limits are about the operators it runs.
+        annotated = _prepare(traced, chosen, as_mapping(qconfig), "live", Dial(0, None), "boundary.insert")
+    return findings(annotated, chosen)
 
 
 def convert(

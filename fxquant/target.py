@@ -2,9 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
 
 from fxquant.numerics import Arithmetic
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a target allows of some operators.
+
+    operators  the names of the operators it is about; empty: every operator
+    measure    what of the operator is limited, a name of `fxquant.measures.MEASURES`; None: the target has no such operator
+    low, high  the smallest and largest value allowed, None where there is none
+    among      the values allowed, where they are not a range; None otherwise
+    remedy     what the user can do
+    allows     the allowed values in words, where the numbers alone would not say it
+    """
+
+    operators: tuple[str, ...]
+    measure: str | None
+    low: int | Fraction | None = None
+    high: int | Fraction | None = None
+    among: tuple[Any, ...] | None = None
+    remedy: str = ""
+    allows: str = ""
+
+    def broken_by(self, values: Sequence[Any]) -> list[Any]:
+        """Those of the values that are not allowed, each once."""
+        return [value for value in dict.fromkeys(values) if not self._allowed(value)]
+
+    def _allowed(self, value: Any) -> bool:
+        if self.among is not None:
+            return value in self.among
+        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+
+    def __str__(self) -> str:
+        if self.allows:
+            return self.allows
+        if self.among is not None:
+            return ", ".join(map(str, self.among))
+        if self.low is None:
+            return f"at most {self.high}"
+        if self.high is None:
+            return f"at least {self.low}"
+        return str(self.low) if self.low == self.high else f"{self.low} to {self.high}"
 
 
 @dataclass(frozen=True)
@@ -12,7 +56,8 @@ class Target:
     """A target to compile for.
 
     activations and weights name the integer dtypes it computes with ("int32" is the output of a last layer);
-    aliases are the chips and other names that mean it.
+    aliases are the chips and other names that mean it; limits are what it allows of operators, which `fxq.check`
+    holds a model against.
     """
 
     name: str
@@ -22,3 +67,4 @@ class Target:
     weights: tuple[str, ...] = ("int8",)
     aliases: tuple[str, ...] = ()
     per_channel_weights: bool = True
+    limits: tuple[Limit, ...] = ()

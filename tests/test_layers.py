@@ -40,6 +40,8 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.serialization": BASE
     | {"batch_norm", "graph", "ops", "prepared", "primitives", "quantizer", "serialization", "stage", "state", "target", "trace"},
     "fxquant.explain": {"errors", "graph", "prepared", "primitives", "trace"},
+    "fxquant.measures": {"graph", "numerics", "ops"},
+    "fxquant.check": {"explain", "graph", "measures", "ops", "prepared", "spec", "stage", "target"},
     "fxquant.verify": {"calibration", "errors", "graph", "prepared", "primitives", "state"},
     # verbs and targets: never each other
     "fxquant.passes": NOUNS,

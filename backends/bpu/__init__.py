@@ -1,5 +1,6 @@
 """Horizon's BPU, march by march: the whole target in one screen. The arithmetic is specified in ARITHMETIC.md."""
 
+from fxquant.backends.bpu.limits import limited
 from fxquant.numerics import Arithmetic, FixedWidths
 from fxquant.target import Target
 
@@ -25,7 +26,7 @@ ACTIVATIONS = ("int8", "int32")
 ACTIVATIONS_16 = ("int8", "int16", "int32")
 WEIGHTS_16 = ("int8", "int16")
 
-TARGETS = (
+TARGETS = limited(
     Target("bernoulli", "BPU Bernoulli: power-of-two scales, requantization by shifting", SHIFT, ACTIVATIONS, aliases=("xj2",)),
     Target("bernoulli2", "BPU Bernoulli2: fixed-point requantization", FIXED_8, ACTIVATIONS, aliases=("x3", "j3", "rdk-x3")),
     Target("bayes", "BPU Bayes: fixed-point requantization", FIXED, ACTIVATIONS_16, aliases=("j5", "rdk-ultra")),

@@ -1,0 +1,162 @@
+"""What the marches allow of an operator, as far as Horizon's public documents say.
+
+Sources: the operator lists of the RDK X3 (Bernoulli2) and RDK Ultra (Bayes) user guides, those of the conversion
+tool for the same chips where they say more, and, for Nash, the constraints that its export publishes. A number
+the documents give twice and differently stands here at its looser value, with the other beside it.
+
+What is not here is not known to be limited. For Bernoulli no limits are published. For Bayes-e none are published
+apart from those of Bayes, which it is held against. For Nash the published tables give dtypes rather than sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+from fxquant.target import Limit, Target
+
+CONVOLUTION = "conv2d"
+TRANSPOSED = "conv_transpose2d"
+AVERAGES = "avg_pool2d adaptive_avg_pool2d"
+SUMS = "add sub"
+ELEMENTWISE = "add sub mul"
+GIGABYTE = 2**30
+
+
+def _limit(operators: str, measure: str | None, remedy: str, **allowed: Any) -> Limit:
+    return Limit(tuple(operators.split()), measure, remedy=remedy, **allowed)
+
+
+def _absent(operators: str, remedy: str) -> Limit:
+    return Limit(tuple(operators.split()), None, remedy=remedy)
+
+
+SMALLER_KERNEL = "use several smaller kernels one after another"
+SMALLER_STRIDE = "use a smaller stride, or pool in two steps"
+FEWER_CHANNELS = "split the channels, or use fewer"
+UNDILATED = "use stride 1 in the dilated layer, and the stride in the layer before or after it"
+ON_THE_HOST = "replace it, or keep it in float on the host with a QConfig of None"
+
+# Averages divide by the window's size, padding included, on every march.
+COUNTED = (
+    _limit(AVERAGES, "count_include_pad", "pass count_include_pad=True, or pad nothing", among=(True,)),
+    _limit("avg_pool2d", "divisor_override", "multiply by a constant behind the pooling instead", among=(None,)),
+)
+
+BERNOULLI2 = (
+    _limit("", "rank", "reshape to four dimensions: batch, channels, height, width", low=4, high=4),
+    _limit("", "batch", "run smaller batches", high=128),
+    # conv3d, and the modules and functions that the operator list has for Bayes alone
+    _absent("linear", "write it as a convolution with a 1×1 kernel"),
+    _absent("conv3d conv_transpose1d conv_transpose3d avg_pool3d max_pool3d adaptive_avg_pool3d", "use two-dimensional layers"),
+    _absent("reshape permute expand repeat", "leave it out, or do it behind the model's output; pixel and channel shuffles are available"),
+    _absent("div", "multiply by the reciprocal"),
+    _absent("prelu leaky_relu elu selu softplus hardsigmoid", "use relu, relu6, sigmoid, tanh, silu or gelu"),
+    # Its tables serve exp, sigmoid, tanh, silu and gelu; nothing says that they serve another function.
+    _absent(
+        "abs log sqrt rsqrt reciprocal erf sin cos pow square hardswish mish softsign tanhshrink logsigmoid maximum minimum", ON_THE_HOST
+    ),
+    _limit(CONVOLUTION, "kernel", SMALLER_KERNEL, low=1, high=7),
+    _limit(CONVOLUTION, "channels of a kernel without groups", FEWER_CHANNELS, high=4096),
+    _limit(CONVOLUTION, "channels of a kernel with groups", FEWER_CHANNELS, high=2048),
+    _limit(CONVOLUTION, "weights for one output channel", "use a smaller kernel or fewer channels", high=32768),
+    _limit(CONVOLUTION, "dilation", "use a dilation of 1, 2 or 4", among=(1, 2, 4)),
+    _limit(CONVOLUTION, "stride where it is dilated", UNDILATED, high=1),
+    _limit(CONVOLUTION, "stride with a residual added", "add the residual to a layer of stride 1 or 2", high=2),
+    _limit(TRANSPOSED, "kernel", "use a kernel of 2 to 14", low=2, high=14),
+    _limit(TRANSPOSED, "channels", FEWER_CHANNELS, high=2048),
+    _limit(TRANSPOSED, "stride", "use a stride of 2 or 4", low=2, high=4),  # the conversion tool: 2 or 4
+    _limit(TRANSPOSED, "padding beyond half the kernel", "pad less", high=0, allows="at most (kernel - 1) / 2 of padding"),
+    _limit(TRANSPOSED, "dilation", "use dilation 1", high=1),
+    _limit(AVERAGES, "kernel", "pool in two steps", low=1, high=7),
+    _limit(AVERAGES, "stride", SMALLER_STRIDE, high=185),
+    _limit("adaptive_avg_pool2d", "area of a global average", "pool in two steps", high=8192),
+    _limit("max_pool2d", "kernel", "pool in two steps", high=64),
+    _limit("max_pool2d", "stride", SMALLER_STRIDE, high=256),  # the conversion tool: 185
+    _limit(ELEMENTWISE, "channels", FEWER_CHANNELS, high=2048),
+    _limit(ELEMENTWISE, "number of constant operands", "fold the constant into the layer before it", high=0),
+    _limit(SUMS, "broadcasting", "bring both operands to one shape first", among=("equal", "NC11")),
+    _limit("mul", "broadcasting", "bring both operands to one shape first", among=("equal", "NC11", "1111")),
+    _limit("cat", "channels", FEWER_CHANNELS, high=2048),
+    _limit("cat", "output channels", FEWER_CHANNELS, high=2048),
+    _limit("interpolate", "resize factor", "resize in two steps", low=Fraction(1, 256), high=256),
+    _limit("interpolate", "resize factor that is no power of two", "resize by 2, 4, 8, …", among=(), allows="powers of two"),
+    _limit("interpolate", "align_corners", "pass align_corners=False", among=(False,)),
+    _limit("mean", "reduced dimension", "average height and width with adaptive_avg_pool2d(1)", among=(1,)),
+    _limit("sum", "reduced dimension", "average height and width with adaptive_avg_pool2d(1)", among=(0, 1)),
+    _limit("amax", "number of readers inside the model", "take the maximum at the model's output only", high=0),
+    _limit("amax", "reduced dimension", "take the maximum over the channels", among=(1,)),
+    _limit("amax", "reduced size", FEWER_CHANNELS, high=64),
+    _limit("pad", "padding mode", "pad with a constant, or replicate", among=("constant", "replicate")),
+    _limit("exp sigmoid tanh silu gelu", "elements, aligned", "use a smaller image or fewer channels", high=8192),
+    *COUNTED,
+)
+
+BAYES = (
+    _limit("", "batch", "run smaller batches", high=4096),
+    _limit("", "sizes", "split the tensor", high=65536),
+    _limit("", "bytes", "split the tensor", high=GIGABYTE),
+    _limit(CONVOLUTION, "kernel", SMALLER_KERNEL, high=31),
+    _limit(CONVOLUTION, "channels", FEWER_CHANNELS, high=8192),
+    # As the last layer it may have 16384, and 65536 in another place of the documents.
+    _limit(CONVOLUTION, "output channels inside the model", FEWER_CHANNELS, high=8192),
+    _limit(CONVOLUTION, "output channels", FEWER_CHANNELS, high=65536),
+    _limit(CONVOLUTION, "weights for one output channel", "use a smaller kernel or fewer channels", high=65535),
+    _limit(CONVOLUTION, "stride", SMALLER_STRIDE, low=1, high=256),
+    _limit(CONVOLUTION, "dilation", "use a smaller dilation", low=1, high=16),
+    _limit(CONVOLUTION, "stride where it is dilated", UNDILATED, high=1),
+    _limit(CONVOLUTION, "bits of the result where it is dilated", "give its output dtype='int8'", high=8),
+    _limit(CONVOLUTION, "padding", "pad less, or in a layer of its own", high=256),
+    _limit(CONVOLUTION, "stride with a residual added", "add the residual to a layer of stride 1 or 2", high=2),
+    _limit("conv3d", "kernel", SMALLER_KERNEL, high=9),  # the conversion tool: 31 in height and width
+    _limit("conv3d", "stride", SMALLER_STRIDE, low=1, high=2),
+    _limit("conv3d", "number of different strides", "use one stride for all dimensions", high=1),
+    _limit("conv3d", "groups", "use groups=1", high=1),
+    _limit("conv3d", "dilation", "use dilation 1", high=1),
+    _limit("conv3d", "batch", "run smaller batches", high=128),
+    _limit(TRANSPOSED, "kernel", "use a kernel of 1 to 14", low=1, high=14),
+    _limit(TRANSPOSED, "stride", "use a stride of 1 to 14", low=1, high=14),
+    _limit(TRANSPOSED, "stride beyond the kernel", "use a stride no larger than the kernel", high=0, allows="none"),
+    _limit(TRANSPOSED, "channels", FEWER_CHANNELS, high=2048),
+    _limit(TRANSPOSED, "output padding", "use an output padding of 0 or 1", low=0, high=1),
+    _limit(TRANSPOSED, "weights for one output channel", "use a smaller kernel or fewer channels", high=65535),
+    _limit("linear", "features", "split the layer", high=8192),
+    _limit(AVERAGES, "kernel", "pool in two steps", high=256),
+    _limit(AVERAGES, "stride", SMALLER_STRIDE, high=256),
+    _limit("avg_pool2d", "padding", "pad less", high=256),
+    _limit("max_pool2d", "kernel", "pool in two steps", high=256),
+    _limit("max_pool2d", "stride", SMALLER_STRIDE, high=256),
+    _limit("max_pool2d", "padding", "pad less", high=255),
+    _limit(ELEMENTWISE, "rank", "reshape to two to five dimensions", low=2, high=5),
+    _limit(ELEMENTWISE, "dimension that is broadcast", "give both operands the same batch", low=1, allows="all but the batch"),
+    _limit(ELEMENTWISE, "number of constant operands", "combine the constants first", high=1),
+    _limit("cat", "number of operands", "join in two steps", low=2, high=1024),
+    _limit("cat", "elements for each item of the batch", "join along the batch on the host, or split the tensor", high=65536),
+    _limit("cat", "joined dimension", "join along another dimension than the batch", low=1, allows="all but the batch"),
+    _limit("matmul", "matrix sizes", "split the matrices", high=8192),
+    _limit("interpolate", "sizes", "resize in parts", high=8192),
+    _limit("amax", "reduced size", FEWER_CHANNELS, high=64),  # the conversion tool
+    _limit("pad", "padding mode", "pad with a constant, or replicate", among=("constant", "replicate")),
+    # Int16 is for convolutions, elementwise operators and tables; max pooling is listed both ways.
+    _limit("conv3d conv_transpose2d linear interpolate avg_pool2d adaptive_avg_pool2d", "bits", "give its input dtype='int8'", high=8),
+    *COUNTED,
+)
+
+NASH = (
+    # Padding is counted, or there is none; windows of an adaptive pooling are alike, which the arithmetic demands anyway.
+    *COUNTED,
+    _limit("max_pool1d max_pool2d", "dilation", "use dilation 1", high=1),
+    _limit("pad", "padding mode", "pad with a constant, or replicate", among=("constant", "replicate")),
+    _limit("matmul", "rank", "give both operands at least two dimensions", low=2),
+    _limit("mean sum", "number of reduced dimensions", "reduce one dimension after another", high=1),
+    # These are in no published table of operators; an unpublished one may have them.
+    _absent("conv_transpose1d conv_transpose3d avg_pool1d avg_pool3d max_pool3d", "use the two-dimensional layer"),
+)
+
+LIMITS = {"bernoulli2": BERNOULLI2, "bayes": BAYES, "bayes-e": BAYES, "nash-e": NASH, "nash-m": NASH}
+
+
+def limited(*targets: Target) -> tuple[Target, ...]:
+    """The targets, each with the limits that are known of it."""
+    return tuple(replace(target, limits=LIMITS.get(target.name, ())) for target in targets)

@@ -1,0 +1,524 @@
+"""Every limit of every march, just inside and just outside; what a finding says; and that nothing else is reported."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxquant as fxq
+from fxquant.backends import TARGETS
+from fxquant.measures import MEASURES
+from fxquant.ops import OPERATORS
+
+
+class Call(nn.Module):
+    """A function as a model."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.function(x, y)
+
+
+class Alone(nn.Module):
+    """The same with one input."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class Residual(nn.Module):
+    """A convolution that a residual is added to."""
+
+    def __init__(self, stride: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 3, stride)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.conv(x) + y
+
+
+class WithConstants(nn.Module):
+    """Parameters added to each other, to an activation, or neither."""
+
+    def __init__(self, count: int, function: Callable[[Any, Any], Tensor] = torch.add) -> None:
+        super().__init__()
+        self.one, self.count, self.function = nn.Parameter(torch.ones(1, 2, 1, 1)), count, function
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.function(x, self.one if self.count else y)
+
+
+class Built(NamedTuple):
+    """A model, and the shapes of its inputs."""
+
+    model: nn.Module
+    shapes: tuple[tuple[int, ...], ...]
+
+
+def built(model: nn.Module, *shapes: tuple[int, ...]) -> Built:
+    return Built(model, shapes)
+
+
+def image(channels: int = 2, height: int = 8, width: int = 8, batch: int = 4) -> tuple[int, ...]:
+    return batch, channels, height, width
+
+
+def conv(size: tuple[int, ...] = (4, 2, 40, 40), **options: Any) -> Built:
+    options = {"in_channels": size[1], "out_channels": 2, "kernel_size": 1, **options}
+    return built(nn.Conv2d(**options), size)
+
+
+def transposed(size: tuple[int, ...] = (4, 2, 4, 4), **options: Any) -> Built:
+    options = {"in_channels": size[1], "out_channels": 1, "kernel_size": 4, "stride": 2, **options}
+    return built(nn.ConvTranspose2d(**options), size)
+
+
+def conv3d(size: tuple[int, ...] = (4, 2, 12, 12, 12), **options: Any) -> Built:
+    return built(nn.Conv3d(**{"in_channels": 2, "out_channels": 2, "kernel_size": 1, **options}), size)
+
+
+def maximum(pool: nn.Module, size: int) -> Built:
+    return built(pool, image(2, size, size))
+
+
+def joined(count: int) -> Built:
+    return built(Alone(lambda x: torch.cat([x] * count, 1)), image(1, 1, 1))
+
+
+def chain(channels: int) -> Built:
+    """A layer with so many channels that is not the last."""
+    return built(nn.Sequential(nn.Conv2d(1, channels, 1), nn.Conv2d(channels, 1, 1)), image(1, 2, 2))
+
+
+def largest(**options: Any) -> Built:
+    return built(Alone(lambda x: torch.amax(x, **options)), image(4))
+
+
+INT16 = fxq.QConfig(output=fxq.ActivationConfig("int16"))
+
+FAMILIES = {"bernoulli2": ("bernoulli2",), "bayes": ("bayes", "bayes-e"), "nash": ("nash-e", "nash-m")}
+ARITHMETIC: dict[str, Callable[[Any, Any], Tensor]] = {"add": torch.add, "sub": torch.sub, "mul": torch.mul}
+
+
+class Row(NamedTuple):
+    """A limit: whose, of which operator, what of it; a model for a value; a value that is allowed and one that is not."""
+
+    family: str
+    operator: str
+    measure: str
+    model: Callable[[Any], Built]
+    inside: Any
+    outside: Any
+
+
+ROWS = [
+    # ---- Bernoulli2 ----
+    Row("bernoulli2", "", "rank", lambda rank: built(nn.Sigmoid(), (4, *[2] * (rank - 1))), 4, 3),
+    Row("bernoulli2", "", "rank", lambda rank: built(nn.Sigmoid(), (4, *[2] * (rank - 1))), 4, 5),
+    Row("bernoulli2", "", "batch", lambda batch: built(nn.ReLU(), image(batch=batch)), 128, 129),
+    Row("bernoulli2", "conv2d", "kernel", lambda k: conv(kernel_size=(1, k)), 7, 8),
+    Row("bernoulli2", "conv2d", "channels of a kernel without groups", lambda c: conv(image(c, 1, 1)), 4096, 4097),
+    Row("bernoulli2", "conv2d", "channels of a kernel with groups", lambda c: conv(image(2 * c, 1, 1), groups=2), 2048, 2049),
+    Row("bernoulli2", "conv2d", "weights for one output channel", lambda c: conv(image(c, 4, 4), kernel_size=4), 2048, 2049),
+    Row("bernoulli2", "conv2d", "dilation", lambda d: conv(kernel_size=3, dilation=d), 4, 3),
+    Row("bernoulli2", "conv2d", "dilation", lambda d: conv(kernel_size=3, dilation=d), 2, 8),
+    Row("bernoulli2", "conv2d", "stride where it is dilated", lambda s: conv(kernel_size=3, dilation=2, stride=s), 1, 2),
+    Row(
+        "bernoulli2",
+        "conv2d",
+        "stride with a residual added",
+        lambda s: built(Residual(s), image(2, 9, 9), image(2, 6 // s + 1, 6 // s + 1)),
+        2,
+        3,
+    ),
+    Row("bernoulli2", "conv_transpose2d", "kernel", lambda k: transposed(kernel_size=k), 14, 15),
+    Row("bernoulli2", "conv_transpose2d", "kernel", lambda k: transposed(kernel_size=k), 2, 1),
+    Row("bernoulli2", "conv_transpose2d", "channels", lambda c: transposed(image(c, 2, 2)), 2048, 2049),
+    Row("bernoulli2", "conv_transpose2d", "stride", lambda s: transposed(kernel_size=5, stride=s), 4, 5),
+    Row("bernoulli2", "conv_transpose2d", "stride", lambda s: transposed(kernel_size=5, stride=s), 2, 1),
+    Row("bernoulli2", "conv_transpose2d", "padding beyond half the kernel", lambda p: transposed(kernel_size=5, padding=p), 2, 3),
+    Row("bernoulli2", "conv_transpose2d", "dilation", lambda d: transposed(kernel_size=3, dilation=d), 1, 2),
+    Row("bernoulli2", "avg_pool2d", "kernel", lambda k: built(nn.AvgPool2d(k), image(2, 16, 16)), 7, 8),
+    Row("bernoulli2", "adaptive_avg_pool2d", "kernel", lambda k: built(nn.AdaptiveAvgPool2d(2), image(2, 2 * k, 2 * k)), 7, 8),
+    Row("bernoulli2", "avg_pool2d", "stride", lambda s: built(nn.AvgPool2d(2, s), image(1, 200, 4)), 185, 186),
+    Row(
+        "bernoulli2",
+        "adaptive_avg_pool2d",
+        "area of a global average",
+        lambda h: built(nn.AdaptiveAvgPool2d(1), image(1, h, 2)),
+        4096,
+        4097,
+    ),
+    Row("bernoulli2", "max_pool2d", "kernel", lambda k: built(nn.MaxPool2d((k, 1)), image(1, 70, 4)), 64, 65),
+    Row("bernoulli2", "max_pool2d", "stride", lambda s: built(nn.MaxPool2d(2, s), image(1, 300, 4)), 256, 257),
+    *(
+        row
+        for name, function in ARITHMETIC.items()
+        for row in (
+            Row("bernoulli2", name, "channels", lambda c, f=function: built(Call(f), image(c, 1, 1), image(c, 1, 1)), 2048, 2049),
+            Row(
+                "bernoulli2", name, "number of constant operands", lambda n, f=function: built(WithConstants(n, f), image(), image()), 0, 1
+            ),
+            Row("bernoulli2", name, "broadcasting", lambda shape, f=function: built(Call(f), image(), shape), image(), image(1)),
+            Row(
+                "bernoulli2", name, "broadcasting", lambda shape, f=function: built(Call(f), image(), shape), image(2, 1, 1), image(2, 1, 8)
+            ),
+            Row("bayes", name, "rank", lambda r, f=function: built(Call(f), (4, *[2] * (r - 1)), (4, *[2] * (r - 1))), 5, 6),
+            Row("bayes", name, "rank", lambda r, f=function: built(Call(f), (4, *[2] * (r - 1)), (4, *[2] * (r - 1))), 2, 1),
+            Row(
+                "bayes",
+                name,
+                "dimension that is broadcast",
+                lambda shape, f=function: built(Call(f), image(), shape),
+                (4, 1, 1, 1),
+                (1, 2, 8, 8),
+            ),
+        )
+    ),
+    Row("bernoulli2", "mul", "broadcasting", lambda shape: built(Call(torch.mul), image(), shape), (1, 1, 1, 1), (2, 8, 8)),
+    Row("bernoulli2", "cat", "channels", lambda c: built(Alone(lambda x: torch.cat([x, x], 2)), image(c, 1, 1)), 2048, 2049),
+    Row("bernoulli2", "cat", "output channels", lambda c: built(Alone(lambda x: torch.cat([x, x], 1)), image(c, 1, 1)), 1024, 1025),
+    Row("bernoulli2", "interpolate", "resize factor", lambda n: built(nn.Upsample(size=(n, 1)), image(1, 1, 1)), 256, 257),
+    Row("bernoulli2", "interpolate", "resize factor", lambda n: built(nn.Upsample(size=(1, 1)), image(1, n, 1)), 256, 257),
+    Row("bernoulli2", "interpolate", "resize factor that is no power of two", lambda f: built(nn.Upsample(scale_factor=f), image()), 4, 3),
+    Row(
+        "bernoulli2",
+        "interpolate",
+        "resize factor that is no power of two",
+        lambda f: built(nn.Upsample(scale_factor=f), image()),
+        0.5,
+        0.75,
+    ),
+    Row(
+        "bernoulli2",
+        "interpolate",
+        "align_corners",
+        lambda a: built(nn.Upsample(scale_factor=2, mode="bilinear", align_corners=a), image()),
+        False,
+        True,
+    ),
+    Row("bernoulli2", "mean", "reduced dimension", lambda d: built(Alone(lambda x: x.mean(d, keepdim=True)), image()), 1, (2, 3)),
+    Row("bernoulli2", "sum", "reduced dimension", lambda d: built(Alone(lambda x: x.sum(d, keepdim=True)), image()), 1, 2),
+    Row("bernoulli2", "amax", "reduced dimension", lambda d: largest(dim=d, keepdim=True), 1, 2),
+    Row("bernoulli2", "amax", "reduced size", lambda c: built(Alone(lambda x: torch.amax(x, 1, True)), image(c)), 64, 65),
+    Row(
+        "bernoulli2",
+        "amax",
+        "number of readers inside the model",
+        lambda n: built(Alone(lambda x: torch.amax(x, 1, True) if n == 0 else torch.sigmoid(torch.amax(x, 1, True))), image()),
+        0,
+        1,
+    ),
+    Row(
+        "bernoulli2",
+        "pad",
+        "padding mode",
+        lambda mode: built(Alone(lambda x: F.pad(x, [1, 1, 1, 1], mode)), image()),
+        "replicate",
+        "reflect",
+    ),
+    Row(
+        "bernoulli2",
+        "pad",
+        "padding mode",
+        lambda mode: built(Alone(lambda x: F.pad(x, [1, 1, 1, 1], mode)), image()),
+        "constant",
+        "circular",
+    ),
+    *(
+        Row("bernoulli2", kind.__name__.lower(), "elements, aligned", lambda c, kind=kind: built(kind(), image(c, 16, 16)), 32, 33)
+        for kind in (nn.Sigmoid, nn.Tanh, nn.SiLU, nn.GELU)
+    ),
+    Row("bernoulli2", "exp", "elements, aligned", lambda c: built(Alone(torch.exp), image(c, 16, 16)), 32, 33),
+    Row("bernoulli2", "sigmoid", "elements, aligned", lambda w: built(nn.Sigmoid(), image(4, 16, w)), 128, 129),
+    # ---- Bayes ----
+    Row("bayes", "", "batch", lambda batch: built(nn.ReLU(), image(1, 1, 1, batch)), 4096, 4097),
+    Row("bayes", "", "sizes", lambda width: built(nn.ReLU(), image(1, 1, width)), 65536, 65537),
+    Row("bayes", "", "bytes", lambda width: built(nn.ReLU(), image(1, 4096, width)), 65536, 65537),
+    Row("bayes", "conv2d", "kernel", lambda k: conv(kernel_size=(1, k)), 31, 32),
+    Row("bayes", "conv2d", "channels", lambda c: conv(image(c, 1, 1)), 8192, 8193),
+    Row("bayes", "conv2d", "output channels inside the model", chain, 8192, 8193),
+    Row("bayes", "conv2d", "output channels", lambda c: conv(image(1, 1, 1), out_channels=c), 65536, 65537),
+    Row("bayes", "conv2d", "weights for one output channel", lambda k: conv(image(255, 1, k), kernel_size=(1, k)), 257, 258),
+    Row("bayes", "conv2d", "stride", lambda s: conv(image(1, 1, 300), stride=(1, s)), 256, 257),
+    Row("bayes", "conv2d", "dilation", lambda d: conv(kernel_size=2, dilation=d), 16, 17),
+    Row("bayes", "conv2d", "stride where it is dilated", lambda s: conv(kernel_size=3, dilation=2, stride=s), 1, 2),
+    Row("bayes", "conv2d", "padding", lambda p: conv(image(1, 1, 1), padding=(0, p)), 256, 257),
+    Row(
+        "bayes",
+        "conv2d",
+        "stride with a residual added",
+        lambda s: built(Residual(s), image(2, 9, 9), image(2, 6 // s + 1, 6 // s + 1)),
+        2,
+        3,
+    ),
+    Row("bayes", "conv3d", "kernel", lambda k: conv3d(kernel_size=(k, 1, 1)), 9, 10),
+    Row("bayes", "conv3d", "stride", lambda s: conv3d(stride=s), 2, 3),
+    Row("bayes", "conv3d", "number of different strides", lambda s: conv3d(stride=(1, 1, s)), 1, 2),
+    Row("bayes", "conv3d", "groups", lambda g: conv3d(groups=g), 1, 2),
+    Row("bayes", "conv3d", "dilation", lambda d: conv3d(kernel_size=2, dilation=d), 1, 2),
+    Row("bayes", "conv3d", "batch", lambda batch: conv3d((batch, 2, 1, 1, 1)), 128, 129),
+    Row("bayes", "conv_transpose2d", "kernel", lambda k: transposed(kernel_size=k), 14, 15),
+    Row("bayes", "conv_transpose2d", "stride", lambda s: transposed(kernel_size=15, stride=s), 14, 15),
+    Row("bayes", "conv_transpose2d", "stride beyond the kernel", lambda s: transposed(kernel_size=3, stride=s), 3, 4),
+    Row("bayes", "conv_transpose2d", "channels", lambda c: transposed(image(c, 2, 2)), 2048, 2049),
+    Row("bayes", "conv_transpose2d", "output padding", lambda p: transposed(kernel_size=4, stride=3, output_padding=p), 1, 2),
+    Row("bayes", "conv_transpose2d", "weights for one output channel", lambda c: transposed(image(c, 2, 2), kernel_size=6), 1820, 1821),
+    Row("bayes", "linear", "features", lambda n: built(nn.Linear(n, 1), (4, n)), 8192, 8193),
+    Row("bayes", "linear", "features", lambda n: built(nn.Linear(1, n), (4, 1)), 8192, 8193),
+    Row("bayes", "avg_pool2d", "kernel", lambda k: built(nn.AvgPool2d((1, k)), image(1, 1, 300)), 256, 257),
+    Row("bayes", "adaptive_avg_pool2d", "kernel", lambda k: built(nn.AdaptiveAvgPool2d((1, 2)), image(1, 1, 2 * k)), 256, 257),
+    Row("bayes", "avg_pool2d", "stride", lambda s: built(nn.AvgPool2d(1, s), image(1, 1, 300)), 256, 257),
+    Row("bayes", "avg_pool2d", "padding", lambda p: built(nn.AvgPool2d((1, 514), 1, (0, p)), image(1, 1, 8)), 256, 257),
+    Row("bayes", "max_pool2d", "kernel", lambda k: built(nn.MaxPool2d((1, k)), image(1, 1, 300)), 256, 257),
+    Row("bayes", "max_pool2d", "stride", lambda s: built(nn.MaxPool2d(1, s), image(1, 1, 300)), 256, 257),
+    Row("bayes", "max_pool2d", "padding", lambda p: built(nn.MaxPool2d((1, 513), 1, (0, p)), image(1, 1, 8)), 255, 256),
+    Row("bayes", "cat", "number of operands", joined, 1024, 1025),
+    Row("bayes", "cat", "number of operands", joined, 2, 1),
+    Row(
+        "bayes",
+        "cat",
+        "elements for each item of the batch",
+        lambda w: built(Alone(lambda x: torch.cat([x, x], 1)), image(1, 8, w)),
+        4096,
+        4097,
+    ),
+    Row("bayes", "cat", "joined dimension", lambda d: built(Call(lambda x, y: torch.cat([x, y], d)), image(), image()), 1, 0),
+    Row("bayes", "matmul", "matrix sizes", lambda n: built(Call(torch.matmul), (4, 1, n), (4, n, 1)), 8192, 8193),
+    Row("bayes", "interpolate", "sizes", lambda w: built(nn.Upsample(scale_factor=2), image(1, 1, w)), 4096, 4097),
+    Row("bayes", "amax", "reduced size", lambda c: built(Alone(lambda x: torch.amax(x, 1, True)), image(c)), 64, 65),
+    Row("bayes", "pad", "padding mode", lambda mode: built(Alone(lambda x: F.pad(x, [1, 1, 1, 1], mode)), image()), "replicate", "reflect"),
+    # ---- Nash ----
+    Row("nash", "max_pool1d", "dilation", lambda d: built(nn.MaxPool1d(2, 1, 0, d), (4, 2, 8)), 1, 2),
+    Row("nash", "max_pool2d", "dilation", lambda d: built(nn.MaxPool2d(2, 1, 0, d), image()), 1, 2),
+    Row("nash", "pad", "padding mode", lambda mode: built(Alone(lambda x: F.pad(x, [1, 1, 1, 1], mode)), image()), "constant", "reflect"),
+    Row("nash", "mean", "number of reduced dimensions", lambda d: built(Alone(lambda x: x.mean(d)), image()), 2, (2, 3)),
+    Row("nash", "sum", "number of reduced dimensions", lambda d: built(Alone(lambda x: x.sum(d)), image()), 2, (2, 3)),
+    # ---- all of them ----
+    *(
+        row
+        for family in FAMILIES
+        for row in (
+            Row(
+                family, "avg_pool2d", "count_include_pad", lambda c: built(nn.AvgPool2d(3, 1, 1, count_include_pad=c), image()), True, False
+            ),
+            Row(family, "avg_pool2d", "divisor_override", lambda d: built(nn.AvgPool2d(3, divisor_override=d), image()), None, 7),
+        )
+    ),
+]
+
+# Limits that no row holds, and why.
+UNTRIED = {
+    ("bernoulli2", "adaptive_avg_pool2d", "stride"): "it has none",
+    ("bayes", "adaptive_avg_pool2d", "stride"): "it has none",
+    ("bernoulli2", "adaptive_avg_pool2d", "count_include_pad"): "it pads nothing",
+    ("bayes", "adaptive_avg_pool2d", "count_include_pad"): "it pads nothing",
+    ("nash", "adaptive_avg_pool2d", "count_include_pad"): "it pads nothing",
+    ("bayes", "add", "number of constant operands"): "an operator of constants alone stays in float",
+    ("bayes", "sub", "number of constant operands"): "an operator of constants alone stays in float",
+    ("bayes", "mul", "number of constant operands"): "an operator of constants alone stays in float",
+    ("nash", "matmul", "rank"): "a vector stays in float",
+}
+
+
+def check(one: Built, target: str, qconfig: Any = None) -> fxq.Findings:
+    """What a target has against a model, with the batch of these shapes; large tensors have no content."""
+    large = max(torch.Size(shape).numel() for shape in one.shapes) > 2**24
+    inputs = tuple(torch.empty(shape, device="meta" if large else "cpu") for shape in one.shapes)
+    traced = fxq.trace(one.model, inputs, {}, check=False)
+    return fxq.check(traced, inputs, target, qconfig)
+
+
+def broken(found: fxq.Findings, operator: str, measure: str) -> bool:
+    return any(f.limit.startswith(f"its {measure} is ") and operator in ("", f.operator) for f in found if f.kind == "limit")
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.family}-{row.operator or 'any'}-{row.measure}-{row.outside}".replace(" ", "_"))
+def test_just_inside_and_just_outside(row: Row) -> None:
+    for target in FAMILIES[row.family]:
+        inside, outside = check(row.model(row.inside), target), check(row.model(row.outside), target)
+        assert not broken(inside, row.operator, row.measure), str(inside)
+        assert broken(outside, row.operator, row.measure), str(outside)
+        finding = next(f for f in outside if f.limit.startswith(f"its {row.measure} is "))
+        assert f"{target} allows " in finding.limit
+        assert finding.remedy
+        assert finding.layer
+
+
+def test_every_limit_has_a_row() -> None:
+    rows = {(row.family, row.operator, row.measure) for row in ROWS} | UNTRIED.keys() | BITS
+    for family, (name, *_) in FAMILIES.items():
+        for limit in TARGETS[name].limits:
+            for operator in limit.operators or ("",):
+                if limit.measure is not None:
+                    assert (family, operator, limit.measure) in rows
+
+
+def test_limits_speak_of_operators_and_measures_that_exist() -> None:
+    names = {operator.name for operator in OPERATORS.values()}
+    for target in TARGETS.values():
+        for limit in target.limits:
+            assert set(limit.operators) <= names
+            assert limit.measure is None or limit.measure in MEASURES
+            assert limit.remedy
+
+
+BITS = {
+    ("bayes", operator, "bits") for operator in ("conv3d", "conv_transpose2d", "linear", "interpolate", "avg_pool2d", "adaptive_avg_pool2d")
+} | {("bayes", "conv2d", "bits of the result where it is dilated")}
+WIDE = {
+    "conv3d": conv3d(),
+    "conv_transpose2d": transposed(),
+    "linear": built(nn.Linear(4, 4), (4, 4)),
+    "interpolate": built(nn.Upsample(scale_factor=2), image()),
+    "avg_pool2d": built(nn.AvgPool2d(2), image()),
+    "adaptive_avg_pool2d": built(nn.AdaptiveAvgPool2d(2), image()),
+}
+
+
+@pytest.mark.parametrize("operator", WIDE)
+def test_bayes_computes_int16_in_some_operators_only(operator: str) -> None:
+    wide = replace(TARGETS["bayes"], activations=("int8", "int16"))
+    inputs = tuple(torch.zeros(shape) for shape in WIDE[operator].shapes)
+    assert broken(fxq.check(WIDE[operator].model, inputs, wide, INT16), operator, "bits")
+    assert not broken(fxq.check(WIDE[operator].model, inputs, wide), operator, "bits")
+    plain, dilated = nn.Conv2d(2, 2, 3), nn.Conv2d(2, 2, 3, dilation=2)
+    measure = "bits of the result where it is dilated"
+    assert broken(fxq.check(dilated, torch.zeros(4, 2, 8, 8), wide, INT16), "conv2d", measure)
+    assert not broken(fxq.check(dilated, torch.zeros(4, 2, 8, 8), wide), "conv2d", measure)
+    assert len(fxq.check(plain, torch.zeros(4, 2, 8, 8), wide, INT16)) == 0
+
+
+ABSENT: dict[str, tuple[str, Built]] = {
+    "linear": ("bernoulli2", built(nn.Linear(2, 2), (4, 2))),
+    "conv3d": ("bernoulli2", conv3d()),
+    "reshape": ("bernoulli2", built(nn.Flatten(), image())),
+    "permute": ("bernoulli2", built(Alone(lambda x: x.permute(0, 2, 3, 1)), image())),
+    "expand": ("bernoulli2", built(Alone(lambda x: x.expand(4, 2, 8, 8)), image(2, 1, 1))),
+    "repeat": ("bernoulli2", built(Alone(lambda x: x.repeat(1, 2, 1, 1)), image())),
+    "div": ("bernoulli2", built(Alone(lambda x: x / 3.0), image())),
+    "prelu": ("bernoulli2", built(nn.PReLU(), image())),
+    "leaky_relu": ("bernoulli2", built(nn.LeakyReLU(), image())),
+    "elu": ("bernoulli2", built(nn.ELU(), image())),
+    "hardsigmoid": ("bernoulli2", built(nn.Hardsigmoid(), image())),
+    "sqrt": ("bernoulli2", built(Alone(torch.sqrt), image())),
+    "maximum": ("bernoulli2", built(Call(torch.maximum), image(), image())),
+    "conv_transpose1d": ("nash-e", built(nn.ConvTranspose1d(2, 2, 3), (4, 2, 8))),
+    "avg_pool1d": ("nash-m", built(nn.AvgPool1d(2), (4, 2, 8))),
+    "max_pool3d": ("nash-e", built(nn.MaxPool3d(2), (4, 2, 4, 4, 4))),
+}
+
+
+@pytest.mark.parametrize("operator", ABSENT)
+def test_an_operator_the_march_lacks(operator: str) -> None:
+    target, one = ABSENT[operator]
+    found = [f for f in check(one, target) if f.operator == operator]
+    assert [f.limit for f in found] == [f"{target} has no {operator}"], "and nothing else is said of it"
+    assert found[0].remedy
+    assert not any("has no" in f.limit for f in check(one, "bayes"))
+
+
+# ---- the report -------------------------------------------------------------------------------------------------------------
+
+
+class Network(nn.Module):
+    """Two limits broken in one layer, one operator that is unknown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(2, 2, 9), nn.BatchNorm2d(2), nn.ReLU())
+        self.head = nn.Conv2d(2, 2, 3, dilation=3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x)
+        x = torch.atan(x)
+        return self.head(x)
+
+
+def test_a_finding_says_where_and_what_to_do() -> None:
+    found = fxq.check(Network(), torch.randn(2, 2, 20, 20), "x3")
+    assert not found
+    assert len(found) == 3
+    kernel, unknown, dilation = found
+    assert (kernel.layer, kernel.operator, kernel.kind) == ("layers.0", "conv2d", "limit")
+    assert kernel.limit == "its kernel is 9; bernoulli2 allows 1 to 7"
+    assert "test_check.py" in kernel.source
+    assert "x = self.layers(x)" in kernel.source
+    assert unknown.kind == "float"
+    assert "no operator of the table recognises atan" in unknown.limit
+    assert (dilation.layer, dilation.limit) == ("head", "its dilation is 3; bernoulli2 allows 1, 2, 4")
+    assert "self.head(x)" in dilation.source
+    text = str(found)
+    assert text.startswith("2 limits of bernoulli2 are broken, 1 operator would stay in float on bernoulli2\n")
+    for finding in found:
+        assert all(part in text for part in (finding.layer, finding.limit, finding.source, finding.remedy))
+
+
+def test_the_table_of_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    Console(width=200).print(fxq.check(Network(), torch.randn(2, 2, 20, 20), "x3"))
+    shown = capsys.readouterr().out
+    assert "its kernel is 9; bernoulli2 allows 1 to 7" in shown
+    assert "layers.0" in shown
+    Console(width=200).print(fxq.check(nn.Conv2d(2, 2, 3), torch.randn(2, 2, 8, 8), "x3"))
+    assert "within every limit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("target", ["x86", "qnnpack", "bernoulli"])
+def test_targets_without_limits(target: str) -> None:
+    found = fxq.check(nn.Conv2d(2, 2, 9, dilation=3), torch.randn(2, 2, 40, 40), target)
+    assert found
+    assert list(found) == []
+    assert str(found) == f"within every limit of {target} that is known"
+
+
+def test_a_dtype_the_target_lacks() -> None:
+    (found,) = fxq.check(nn.Conv2d(2, 2, 3), torch.randn(2, 2, 8, 8), "bernoulli2", INT16)
+    assert found.limit == "it stays in float: bernoulli2 has no int16 activations"
+    assert "int8" in found.remedy
+
+
+def test_what_the_qconfig_keeps_in_float_is_not_held_against_limits() -> None:
+    mapping = fxq.QConfigMapping().set_module_name("layers", None)
+    found = fxq.check(Network(), torch.randn(2, 2, 20, 20), "x3", mapping)
+    assert not any("kernel" in f.limit for f in found)
+    assert ("layers.0", "give it a QConfig") in [(f.layer, f.remedy) for f in found]
+
+
+def test_prepare_says_in_one_line_that_limits_are_broken(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "fxquant"):
+        fxq.prepare(Network(), torch.randn(2, 2, 20, 20), "x3")
+    assert [record.getMessage() for record in caplog.records] == [
+        "limits of bernoulli2 that are broken: 2; fxq.check says where, and what to do"
+    ]
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "fxquant"):
+        fxq.prepare(Network(), torch.randn(2, 2, 20, 20), "x86")
+    assert caplog.records == []
+
+
+def test_checking_changes_nothing() -> None:
+    model = Network().train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    fxq.check(model, torch.randn(2, 2, 20, 20), "x3")
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_wrong_target() -> None:
+    with pytest.raises(fxq.UnknownTarget):
+        fxq.check(Network(), torch.randn(2, 2, 20, 20), "x4")
