@@ -25,7 +25,7 @@ from fxquant.pipeline import BATCH_NORM_MODES, Context, Dial, check_until, run
 from fxquant.prepared import quantized_operators
 from fxquant.progress import progress
 from fxquant.serialization import load_model, save_model
-from fxquant.spec import QConfig, QConfigMapping, as_mapping
+from fxquant.spec import QConfig, QConfigMapping, as_mapping, attached_qconfigs
 from fxquant.stage import Stage
 from fxquant.target import Target
 from fxquant.text import text
@@ -51,6 +51,8 @@ def prepare(
 ) -> fx.GraphModule:
     """A trainable model of quantized operators, in state CALIBRATE, with parameters of its own.
 
+    `qconfig` says how everything is quantized, or with a mapping what is quantized how; an attribute `qconfig` on one of the
+    model's modules goes before it, for everything below that module (None: float), and the nearest goes first.
     The caller's model is not modified. `batch_norm` says what batch norms do while training: "live" ones use
     and update batch statistics, "frozen" ones keep their running statistics. `until` stops after a pass
     ("activation.fuse") or stage and returns the graph as it is then.
@@ -75,7 +77,7 @@ def _prepare(
     prepared = Model.of(copy_parameters(traced), copy_graph(traced.graph))
     prepared.meta = {**traced.meta, "target": target}
     dial.write("trace", prepared)
-    context = Context(target, qconfig, batch_norm, dial.debug)
+    context = Context(target, qconfig, batch_norm, dial.debug, attached_qconfigs(traced))
     stopped = run(prepared, PREPARE, context, dial, until)
     prepared.meta["unused_rules"] = qconfig.unused()
     if not stopped:

@@ -7,6 +7,7 @@ module, so no other file spells a key. Facts survive `copy.deepcopy` of a GraphM
     source      the user's line: "model.py:41 in forward:  y = self.act(y)"
     module      the dotted path of the user's module the node came from ("layer1.0.conv1")
     made_by     the pass (or "trace") that created the node
+    qconfig     the QConfig (or None) that stands on the nearest of the user's modules the node came from
 """
 
 from __future__ import annotations
@@ -119,6 +120,15 @@ def made_by(node: fx.Node) -> str:
     return str(node.meta.get("made_by", "trace"))
 
 
+def attached_qconfig(node: fx.Node, default: Any = None) -> Any:
+    """The QConfig (or None, for float) of the nearest module around the call that has one; `default` if none has."""
+    return node.meta.get("qconfig", default)
+
+
+def attach_qconfig(node: fx.Node, value: Any) -> None:
+    node.meta["qconfig"] = value
+
+
 def shape_of(node: fx.Node) -> tuple[Size, ...]:
     """The node's shape; raises TypeError if its value is not one tensor."""
     value = fact(node)
@@ -227,8 +237,8 @@ def origin(node: fx.Node) -> str:
 
 
 def inherit(node: fx.Node, parent: fx.Node, made_by: str) -> fx.Node:
-    """Give a new node the source line and module of the node it was made for."""
-    for key in ("source", "module"):
+    """Give a new node the source line, module and attached QConfig of the node it was made for."""
+    for key in ("source", "module", "qconfig"):
         if key in parent.meta:
             node.meta[key] = parent.meta[key]
     node.meta["made_by"] = made_by

@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import fx
 
 from fxquant.errors import ConfigurationError, FxQuantError
-from fxquant.spec import QConfigMapping
+from fxquant.spec import QConfig, QConfigMapping
 from fxquant.stage import Stage, verify_stage
 from fxquant.target import Target
 from fxquant.text import text
@@ -27,12 +27,16 @@ BATCH_NORM_MODES = ("live", "frozen")
 
 @dataclass
 class Context:
-    """What every pass may know, besides the graph."""
+    """What every pass may know, besides the graph.
+
+    attached   the QConfigs that stand on modules of the traced model itself; those of the model it came from are on the nodes
+    """
 
     target: Target
     qconfig: QConfigMapping
     batch_norm: str = "live"
     debug: int = 0
+    attached: Mapping[str, QConfig | None] = field(default_factory=dict)
     rewrites: list[str] = field(default_factory=list)
 
     def say(self, line: str) -> None:

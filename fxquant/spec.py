@@ -5,14 +5,19 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import nn
 
 from fxquant.errors import ConfigurationError
 from fxquant.numerics import ACTIVATION_TYPES, WEIGHT_TYPES, IntType, scale_from_threshold
 from fxquant.observers import MovingAverageMinMaxObserver, Observer
+
+logger = logging.getLogger("fxquant")
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ Chosen = QConfig | None  # None keeps the operator in float
 
 @dataclass
 class QConfigMapping:
-    """Which QConfig applies where: global < operator or module type < name pattern < name.
+    """Which QConfig applies where: global < operator or module type < name pattern < name < the attribute `qconfig` of a module.
 
     Names are dotted module paths ("layer1.0.conv1") or node names; a name also covers everything below it.
     A QConfig of None keeps what it applies to in float. Setters return the mapping, so calls chain.
@@ -136,6 +141,25 @@ def _prefixes(path: str) -> list[str]:
     """The path, then every path above it, nearest first."""
     parts = path.split(".")
     return [".".join(parts[:end]) for end in range(len(parts), 0, -1)] if path else []
+
+
+def attached_qconfigs(model: nn.Module) -> dict[str, Chosen]:
+    """The QConfigs that stand on a model's modules as their attribute `qconfig`, by module path; None keeps a module in float.
+
+    Objects of another library under that name are left out, with one log line; a None beside them is that library's, too.
+    """
+    found = {path: module.__dict__["qconfig"] for path, module in model.named_modules() if "qconfig" in module.__dict__}
+    foreign = {path: qconfig for path, qconfig in found.items() if qconfig is not None and not isinstance(qconfig, QConfig)}
+    if not foreign:
+        return found
+    kinds = ", ".join(sorted({f"{type(qconfig).__module__}.{type(qconfig).__qualname__}" for qconfig in foreign.values()}))
+    logger.warning("the qconfig of %d modules is ignored, since it is no fxquant.QConfig but a %s", len(foreign), kinds)
+    return {path: qconfig for path, qconfig in found.items() if isinstance(qconfig, QConfig)}
+
+
+def nearest(attached: Mapping[str, Chosen], path: str, default: Any) -> Any:
+    """What is attached to the module at a path, or to the nearest module around it; `default` if there is nothing."""
+    return next((attached[name] for name in (*_prefixes(path), "") if name in attached), default)
 
 
 def as_mapping(qconfig: QConfig | QConfigMapping | None) -> QConfigMapping:

@@ -115,4 +115,5 @@ def _inputs(operator: Operator, arguments: dict[str, Any], quantizers: dict[int,
         return quantizers[spec.group]
 
     mapped = map_operands(operator, arguments, quantizer)
-    return {name: mapped[name] for name in (*operator.operands, "residual") if name in mapped}
+    names = (*operator.operands, "residual")
+    return {name: mapped[name] for name in names if isinstance(mapped.get(name, 0), Quantizer | list | None)}  # a number has none

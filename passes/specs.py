@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fxquant.graph import Annotation, TensorFact, annotation, fact, module_path, refusal, resolve, spelling
+from fxquant.graph import Annotation, TensorFact, annotation, attached_qconfig, fact, module_path, refusal, resolve, spelling
 from fxquant.graph import annotate as set_annotation
 from fxquant.ops import Operator, Scale, operand_nodes, operator_of
 from fxquant.pipeline import Context
-from fxquant.spec import QConfig
+from fxquant.spec import QConfig, nearest
+
+MISSING = object()
 
 
 def annotate(gm: fx.GraphModule, context: Context) -> int:
@@ -20,6 +22,10 @@ def annotate(gm: fx.GraphModule, context: Context) -> int:
             continue
         operator = operator_of(node)
         qconfig = context.qconfig.choose(node.name, module_path(node), spelling(node))
+        own = nearest(context.attached, module_path(node), attached_qconfig(node, MISSING))
+        if own is not MISSING:
+            context.say(f"%{node.name}: the qconfig of its module goes before any rule")
+            qconfig = own
         reason = _why_float(gm, node, operator, qconfig, context)
         if reason is not None:
             set_annotation(node, Annotation(None, reason, qconfig))

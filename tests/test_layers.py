@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.stage": {"errors", "graph", "ops", "prepared", "primitives"},
     "fxquant.pipeline": BASE | {"graph", "stage", "target", "text"},
     "fxquant.calibration": BASE | {"graph", "prepared", "progress", "quantizer", "state"},
-    "fxquant.trace": {"errors", "graph", "trace"},
+    "fxquant.trace": {"errors", "graph", "spec", "trace"},
     "fxquant.serialization": BASE
     | {"batch_norm", "graph", "ops", "prepared", "primitives", "quantizer", "serialization", "stage", "state", "target", "trace"},
     "fxquant.explain": {"errors", "graph", "prepared", "primitives", "trace"},

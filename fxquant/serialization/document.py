@@ -16,6 +16,7 @@ from fxquant.serialization.archive import as_text
 from fxquant.serialization.names import PROPERTIES, function_name, function_named, is_method
 from fxquant.serialization.tree import TargetOf, TreeReader, TreeWriter
 from fxquant.serialization.values import Malformed, cannot_save, decode, encode, expect
+from fxquant.spec import QConfig
 from fxquant.stage import Stage, violations
 from fxquant.trace import attach_input_check, is_traced
 from fxquant.trace.result import _check_inputs
@@ -26,7 +27,7 @@ _SECTIONS = ["format", "version", "name", "meta", "root", "modules", "tensors", 
 # What is kept of a node's meta, with the types it may have; `fact` is a nest of facts and numbers.
 _META: Mapping[str, tuple[type, ...] | None] = {
     "fact": None, "source": (str,), "module": (str,), "made_by": (str,), "annotation": (Annotation,), "refusal": (str,),
-    "spelling": (tuple,), "fused": (tuple,), "notes": (dict,), "qparams": (QParams,), "origin": (str,),
+    "qconfig": (QConfig, NoneType), "spelling": (tuple,), "fused": (tuple,), "notes": (dict,), "qparams": (QParams,), "origin": (str,),
 }  # fmt: skip
 _MODEL_META: Mapping[str, tuple[type, ...]] = {"stage": (str,), "target": (str,), "unused_rules": (list,), "told_dropped": (bool,)}
 _PATH = re.compile(r"[^.\"\\\s]+(\.[^.\"\\\s]+)*")  # stands in the generated code between quotes

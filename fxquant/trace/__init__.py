@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from fxquant.errors import ConfigurationError, TraceError
 from fxquant.graph import BATCH_SIZES, collection_paused
+from fxquant.spec import attached_qconfigs
 from fxquant.trace.checks import RETRACE_SIZES, compare_recordings, compare_with_model
 from fxquant.trace.inputs import ExampleInputs, bind_inputs
 from fxquant.trace.leaves import LeafRule, default_leaf
@@ -34,6 +35,8 @@ def trace(
     check: bool = True,
 ) -> fx.GraphModule:
     """The graph of a model in eval mode; the model itself is not changed.
+
+    Every node knows the QConfig that stands on its module, or on the nearest module around the call, as the attribute `qconfig`.
 
     example_inputs   a tuple of forward's arguments, a dict of keyword arguments, or one tensor
     dynamic_shapes   None: dimension 0 of the inputs varies; {} or False: every size is the example's
@@ -54,7 +57,7 @@ def trace(
 
 
 def _traced(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule | None, check: bool) -> fx.GraphModule:
-    recording = record(model, inputs, (*BATCH_SIZES, *RETRACE_SIZES), leaf, locate=True)
+    recording = record(model, inputs, (*BATCH_SIZES, *RETRACE_SIZES), leaf, attached_qconfigs(model), locate=True)
     if check and inputs.batch is not None:
         compare_recordings(recording, record(model, inputs, (*RETRACE_SIZES, *BATCH_SIZES), leaf, locate=False))
     return build(model, recording)

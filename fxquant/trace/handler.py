@@ -52,6 +52,7 @@ class Handler:
         self.evaluator = evaluator
         self.graph = fx.Graph()
         self.path = ""
+        self.qconfig: tuple[Any, ...] = ()  # that of the nearest module being called that has one
         self.memory = Memory(self)
         self.known: dict[int, Any] = dict(snapshot.tensors)
         self.constants: dict[str, torch.Tensor] = {}
@@ -243,6 +244,8 @@ class Handler:
                 remedy="remove torch.autocast from forward, or convert explicitly with .to(dtype)",
             )
         facts.describe(node, fact, self.source() if self._locate else "", self.path if path is None else path)
+        if self.qconfig:
+            facts.attach_qconfig(node, self.qconfig[0])
 
     def _wrap(self, node: fx.Node, template: Any) -> Any:
         if isinstance(template, Value):

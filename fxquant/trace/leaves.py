@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,8 +28,9 @@ def default_leaf(module: nn.Module, path: str) -> bool:
 class ModuleCalls:
     """What happens when a module is called while the model is traced."""
 
-    def __init__(self, handler: Handler, leaf: LeafRule | None) -> None:
+    def __init__(self, handler: Handler, leaf: LeafRule | None, qconfigs: Mapping[str, Any]) -> None:
         self._handler = handler
+        self._qconfigs = qconfigs
         self._rule = leaf or default_leaf
         self._keys: dict[int, Any] = {}  # of leaves by identity; None for other modules
 
@@ -42,6 +43,9 @@ class ModuleCalls:
         if path is None:
             return original(module, *args, **kwargs)
         previous, handler.path = handler.path, path
+        around = handler.qconfig
+        if path in self._qconfigs:
+            handler.qconfig = (self._qconfigs[path],)
         try:
             key = self._key(module, path)
             if key is None or not (is_tracked(args, handler.known) or is_tracked(kwargs.values(), handler.known) or _trainable(module)):
@@ -55,6 +59,7 @@ class ModuleCalls:
                 del module.__dict__["forward"]
         finally:
             handler.path = previous
+            handler.qconfig = around
 
     def _key(self, module: nn.Module, path: str) -> Any:
         key = self._keys.get(id(module), self)

@@ -67,6 +67,7 @@ class _PlainTree:
         self._built[id(module), whole] = plain
         if whole:
             plain.__dict__.update(module.__dict__)
+            plain.__dict__.pop("qconfig", None)  # the nodes know it
         if called:
             # Hooks have been traced, and in-place modules as if they were not.
             plain.__dict__.update(_forward_hooks=OrderedDict(), _forward_pre_hooks=OrderedDict())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -47,10 +48,19 @@ class _Mode(TorchFunctionMode):
         return self._handler.call(func, args, kwargs or {})
 
 
-def record(model: nn.Module, inputs: ExampleInputs, batches: tuple[int, ...], leaf: LeafRule | None, locate: bool) -> Recording:
+def record(
+    model: nn.Module,
+    inputs: ExampleInputs,
+    batches: tuple[int, ...],
+    leaf: LeafRule | None,
+    qconfigs: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    locate: bool,
+) -> Recording:
     """Trace a model in eval mode. Nothing of the model is changed.
 
     batches   the two batch sizes to trace at, and two others that tell numbers which depend on the batch from those that do not
+    qconfigs  what the nodes of calls inside of a module are told, by the module's path
     locate    whether nodes are told their source lines
     """
     snapshot = Snapshot(model)
@@ -61,7 +71,7 @@ def record(model: nn.Module, inputs: ExampleInputs, batches: tuple[int, ...], le
     ])  # fmt: skip
     _active.append(handler)
     try:
-        with prepared_environment(model, ModuleCalls(handler, leaf)), torch.no_grad(), _Mode(handler):
+        with prepared_environment(model, ModuleCalls(handler, leaf, qconfigs)), torch.no_grad(), _Mode(handler):
             result = _run(handler, args, kwargs)
         facts.describe(handler.graph.output(result), fx.map_arg(result, facts.fact), "", "")
         _erase_unused(handler.graph)
