@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from fxquant import backends, calibration
 from fxquant.backends.export import export_onnx
 from fxquant.backends.runtime import RUNTIME_NAMES, OnnxModel
+from fxquant.batches import as_batches, no_batches
+from fxquant.batches import example_inputs as batch_inputs
 from fxquant.check import Findings, broken_limits, findings
 from fxquant.errors import ConfigurationError
 from fxquant.explain import explain, summary
@@ -142,19 +143,24 @@ def calibrate(
     num_batches: int | None = None,
     batch_fn: Callable[[Any], Any] | None = None,
     *,
+    distributed: bool = True,
     show_progress: bool | None = None,
 ) -> fx.GraphModule:
     """Observe the batches, set every scale, and leave the model in state VALIDATE; returns it.
 
-    `batches` yields tensors, tuples or dicts (a DataLoader does): the leading items fill forward's inputs, the
-    rest (labels) is dropped; `batch_fn` maps a batch to the inputs. Memory does not grow with their number.
+    `batches` yields tensors, tuples or dicts (a DataLoader does); a tensor or a dict is one batch. The leading items,
+    nested or not, or those that are named like forward's parameters, fill the model's inputs; the rest (labels) is
+    dropped, with one log line. `batch_fn` maps a batch to the inputs. `num_batches` takes so many and not one more.
+    Memory does not grow with their number.
+
+    Where torch.distributed is in use, every rank calls this with its own shard, as many batches as it has, and all
+    get the same scales, those of everything observed. `distributed=False` is for a rank that calibrates alone.
 
     Raises CalibrationError if there is no batch, or one does not fit the model, or holds NaN or infinite
-    values; what was observed before stays observed.
+    values, and ConfigurationError for arguments it cannot use; what was observed before stays observed.
     """
-    calibration.calibrate(
-        prepared, [batches] if isinstance(batches, torch.Tensor) else batches, num_batches, batch_fn, show_progress=show_progress
-    )
+    batches = as_batches(batches)
+    calibration.calibrate(prepared, batches, num_batches, batch_fn, distributed=distributed, show_progress=show_progress)
     return prepared
 
 
@@ -171,7 +177,7 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
     if isinstance(first, str | os.PathLike):
         first, second = second, first
     left = form_of(first)
-    inputs = list(check_batches(first, [batches] if isinstance(batches, torch.Tensor) else batches))
+    inputs = list(check_batches(first, as_batches(batches)))
     feed = left.crossings if isinstance(left, IntegerForm) else []
     integer = next((model for model in (first, second) if isinstance(model, fx.GraphModule) and model.meta["stage"] == "INTEGER"), None)
     report = Report()
@@ -212,21 +218,22 @@ def quantize(
     *,
     num_batches: int | None = None,
     batch_fn: Callable[[Any], Any] | None = None,
+    distributed: bool = True,
     show_progress: bool | None = None,
 ) -> Result:
     """Prepare, calibrate and convert in one call. The first batch serves as example input as well.
 
-    Raises what `prepare`, `calibrate` and `convert` raise.
+    The arguments are those of `prepare` and `calibrate`. Raises what `prepare`, `calibrate` and `convert` raise.
     """
-    batches = [batches] if isinstance(batches, torch.Tensor) else batches
+    batches = as_batches(batches)
     iterator = iter(batches)
     try:
         first = next(iterator)
     except StopIteration:
-        raise calibration.no_batches(num_batches) from None
-    example = calibration.example_inputs(model, first if batch_fn is None else batch_fn(first))
+        raise no_batches(num_batches) from None
+    example = batch_inputs(model, first if batch_fn is None else batch_fn(first))
     prepared = prepare(model, example, target, qconfig)
-    calibrate(prepared, itertools.chain([first], iterator), num_batches, batch_fn, show_progress=show_progress)
+    calibrate(prepared, itertools.chain([first], iterator), num_batches, batch_fn, distributed=distributed, show_progress=show_progress)
     return Result(model, prepared, convert(prepared))
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import itertools
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,15 +9,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxquant.errors import CalibrationError, ConfigurationError
-from fxquant.graph import TensorFact, fact
+import fxquant.distributed as ranks
+from fxquant.batches import first_batches, length, model_inputs, no_batches
+from fxquant.errors import ConfigurationError, FxQuantError
 from fxquant.observers import Observer
 from fxquant.prepared import QuantizedOperator, quantized_operators
 from fxquant.progress import progress
 from fxquant.quantizer import Quantizer
 from fxquant.state import State
-
-logger = logging.getLogger("fxquant")
 
 
 def require_prepared(model: nn.Module) -> None:
@@ -83,28 +79,56 @@ def calibrate(
     num_batches: int | None = None,
     batch_fn: Callable[[Any], Any] | None = None,
     *,
+    distributed: bool = True,
     show_progress: bool | None = None,
 ) -> None:
     """Observe the batches, set every scale, and leave the model in state VALIDATE.
 
     `batches` yields tensors, tuples or dicts; the leading items fill forward's inputs, and the rest (labels)
-    is dropped. `batch_fn` maps a batch to the inputs. Memory does not grow with the number of batches.
+    is dropped. `batch_fn` maps a batch to the inputs. Memory does not grow with the number of batches. Where
+    torch.distributed is in use, every rank observes its own batches, and all of them get the same scales.
 
     Raises CalibrationError if there is no batch, or one does not fit the model, or holds NaN or infinite
     values; what was observed before stays observed, and the state is CALIBRATE.
     """
     require_prepared(prepared)
     set_state(prepared, State.CALIBRATE)
-    seen = 0
-    total = num_batches if num_batches is not None else _length(batches)
-    for batch in progress(itertools.islice(batches, num_batches), total, "calibrating", show_progress):
-        arguments = model_inputs(prepared, batch if batch_fn is None else batch_fn(batch), seen)
-        with _all_or_nothing(prepared):
-            prepared(*arguments)
-        seen += 1
-    if seen == 0:
+    several = distributed and ranks.count() > 1
+    if several and ranks.index() > 0 and show_progress is None:
+        show_progress = False
+
+    def observe() -> int:
+        seen = 0
+        for batch in progress(first_batches(batches, num_batches), length(batches, num_batches), "calibrating", show_progress):
+            arguments = model_inputs(prepared, batch if batch_fn is None else batch_fn(batch), seen)
+            with _all_or_nothing(prepared):
+                prepared(*arguments)
+            seen += 1
+        return seen
+
+    if not (_on_all_ranks(prepared, observe) if several else observe()):
         raise no_batches(num_batches)
     set_state(prepared, State.VALIDATE)
+
+
+def _on_all_ranks(prepared: nn.Module, observe: Callable[[], int]) -> int:
+    """Observe, and let all ranks know what each has seen; what they knew before counts once, as rank 0 has it."""
+    observers = {path: module for path, module in prepared.named_modules() if isinstance(module, Observer)}
+    before = ranks.copy_of(observers)
+    if ranks.index() > 0:
+        for observer in observers.values():
+            observer.reset()
+    try:
+        seen = observe()
+    except Exception:
+        ranks.restore(observers, before)
+        ranks.merge(observers, None)
+        raise
+    try:
+        return ranks.merge(observers, seen)
+    except FxQuantError:
+        ranks.restore(observers, before)
+        raise
 
 
 @contextmanager
@@ -118,91 +142,6 @@ def _all_or_nothing(prepared: nn.Module) -> Iterator[None]:
         for buffer, value in zip(buffers, before, strict=True):
             buffer.copy_(value)
         raise
-
-
-def no_batches(num_batches: int | None) -> CalibrationError:
-    """The error for an empty iterable of batches."""
-    return CalibrationError(
-        "there is nothing to calibrate with",
-        because="`batches` yielded no batch" if num_batches is None else f"`batches` yielded no batch (num_batches={num_batches})",
-        remedy="pass a list, generator or DataLoader with at least one batch; a generator that was used up yields nothing",
-    )
-
-
-def example_inputs(model: nn.Module, batch: Any) -> Any:
-    """The part of a batch that forward requires: its leading items, as many as forward has required parameters."""
-    if not isinstance(batch, list | tuple):
-        return batch
-    parameters = inspect.signature(model.forward).parameters.values()
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
-    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    return tuple(batch) if variadic else tuple(batch[: len(positional)])
-
-
-def _length(batches: Iterable[Any]) -> int | None:
-    try:
-        return len(batches)  # type: ignore[arg-type]
-    except TypeError:
-        return None
-
-
-def model_inputs(model: fx.GraphModule, batch: Any, index: int = 0) -> list[Any]:
-    """The model's inputs out of a batch: a tensor, a sequence whose leading items are inputs, or a dict by name.
-
-    Raises CalibrationError, naming the batch, if an input is missing, of another shape or dtype, NaN or infinite.
-    """
-    placeholders = [node for node in model.graph.nodes if node.op == "placeholder"]
-    if isinstance(batch, Mapping):
-        missing = [str(node.target) for node in placeholders if node.target not in batch]
-        if missing:
-            raise _bad_batch(
-                index,
-                f"it has no {', '.join(missing)}; its keys are {', '.join(map(str, batch))}",
-                "pass a dict with forward's argument names, or batch_fn",
-            )
-        values = [batch[str(node.target)] for node in placeholders]
-    else:
-        items = list(batch) if isinstance(batch, list | tuple) else [batch]
-        if len(items) < len(placeholders):
-            raise _bad_batch(
-                index, f"it has {len(items)} items and the model takes {len(placeholders)} inputs", "yield all inputs, or pass batch_fn"
-            )
-        if len(items) > len(placeholders) and not model.meta.get("told_dropped"):
-            logger.info("batches have %d items; the model takes the first %d", len(items), len(placeholders))
-            model.meta["told_dropped"] = True
-        values = items[: len(placeholders)]
-    for node, value in zip(placeholders, values, strict=True):
-        _check_input(index, node, value)
-    return values
-
-
-def _check_input(index: int, node: fx.Node, value: Any) -> None:
-    expected = fact(node)
-    if not isinstance(expected, TensorFact):
-        return
-    remedy = f"yield tensors of shape {[str(size) for size in expected.shape]} and dtype {expected.dtype}, or pass batch_fn".replace(
-        "'", ""
-    )
-    if not isinstance(value, torch.Tensor):
-        raise _bad_batch(index, f"its value for {node.name!r} is a {type(value).__name__}, not a tensor", remedy)
-    if value.dtype != expected.dtype:
-        raise _bad_batch(index, f"its value for {node.name!r} is {value.dtype}, and the model was traced with {expected.dtype}", remedy)
-    fits = value.dim() == len(expected.shape) and all(
-        not isinstance(e, int) or e == v for e, v in zip(expected.shape, value.shape, strict=True)
-    )
-    if not fits:
-        raise _bad_batch(
-            index, f"its value for {node.name!r} has shape {list(value.shape)}, and the model was traced with {expected}", remedy
-        )
-    if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-        kind = "NaN" if bool(torch.isnan(value).any()) else "infinite values"
-        raise _bad_batch(
-            index, f"its value for {node.name!r} holds {kind}", "clean the data: a scale computed from such values would be meaningless"
-        )
-
-
-def _bad_batch(index: int, because: str, remedy: str) -> CalibrationError:
-    return CalibrationError(f"batch {index} does not fit the model", because=because, remedy=remedy)
 
 
 def qparams(prepared: nn.Module) -> dict[str, float]:

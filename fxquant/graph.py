@@ -316,6 +316,38 @@ class Model(fx.GraphModule):
         copied.recompile()
         return copied
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A GraphModule would be traced anew from its code, and forget every fact.
+        state = {name: value for name, value in self.__dict__.items() if name != "_graph"}
+        return _unpickle, (state, [_entry(node) for node in self.graph.nodes])
+
+
+def _unpickle(state: dict[str, Any], entries: list[tuple[Any, ...]]) -> Model:
+    model = Model(torch.nn.Module(), fx.Graph())
+    model.__dict__.update(state)
+    graph = fx.Graph()
+    nodes: dict[str, fx.Node] = {}
+    for op, name, target, args, kwargs, meta in entries:
+        args, kwargs = fx.node.map_aggregate((args, kwargs), lambda value: nodes[value.name] if isinstance(value, _Named) else value)
+        nodes[name] = graph.create_node(op, target, args, kwargs, name)
+        nodes[name].meta.update(meta)
+    replace_graph(model, graph)
+    model.recompile()
+    return model
+
+
+@dataclass(frozen=True)
+class _Named:
+    """Stands for a node among the arguments of a pickled one."""
+
+    name: str
+
+
+def _entry(node: fx.Node) -> tuple[Any, ...]:
+    # One by one: pickling a node would recurse through all that it reads.
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: _Named(operand.name))
+    return node.op, node.name, node.target, args, dict(kwargs), node.meta
+
 
 def free_name(gm: torch.nn.Module, name: str) -> str:
     """The name, with underscores behind it while the model has an attribute of that name."""

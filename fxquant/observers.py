@@ -6,6 +6,8 @@ An observer streams: it holds a few numbers however many batches pass. Writing a
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -34,6 +36,19 @@ class Observer(nn.Module):
         """The float32 scale for what was observed."""
         raise NotImplementedError
 
+    def reset(self) -> None:
+        """Forget everything that was observed. Here: every buffer becomes zero."""
+        for buffer in self.buffers():
+            buffer.zero_()
+
+    def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        """Become the observer that has seen what several have: `states` are their buffers by name, this one's among them.
+
+        Called with the same states in the same order on every rank, so that all ranks agree bit for bit. An observer
+        that has seen nothing is left out beforehand. Needed only to calibrate with torch.distributed.
+        """
+        raise NotImplementedError
+
 
 class MinMaxObserver(Observer):
     """Covers every value seen: the scale comes from the smallest and the largest."""
@@ -56,6 +71,11 @@ class MinMaxObserver(Observer):
     def scale(self, dtype: IntType) -> Tensor:
         return scale_from_range(self.low, self.high, dtype)
 
+    def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        self.low.copy_(torch.stack([state["low"] for state in states]).min())
+        self.high.copy_(torch.stack([state["high"] for state in states]).max())
+        self.count.copy_(torch.stack([state["count"] for state in states]).sum())
+
 
 class MovingAverageMinMaxObserver(MinMaxObserver):
     """Covers the average of the batches' ranges.
@@ -73,6 +93,14 @@ class MovingAverageMinMaxObserver(MinMaxObserver):
         weight = torch.clamp_min(1 / self.count, self.averaging_constant)
         self.low += (low - self.low) * weight
         self.high += (high - self.high) * weight
+
+    def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        """Every range counts as many times as there were batches."""
+        counts = torch.stack([state["count"] for state in states])
+        for name in ("low", "high"):
+            values = torch.stack([state[name] for state in states]).double()
+            getattr(self, name).copy_((values * counts).sum() / counts.sum())
+        self.count.copy_(counts.sum())
 
     def extra_repr(self) -> str:
         return f"averaging_constant={self.averaging_constant}"
@@ -135,6 +163,19 @@ class HistogramObserver(Observer):
     def scale(self, dtype: IntType) -> Tensor:
         threshold = self.threshold(dtype).float() if float(self.largest) > 0 else self.largest
         return scale_from_range(-threshold, threshold, dtype)
+
+    def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        """Counts over another reach go to the bins where the middles of theirs lie."""
+        reach = torch.stack([state["reach"] for state in states]).max()
+        middles = torch.arange(self.bins, device=reach.device, dtype=torch.float64) + 0.5
+        counts = torch.zeros_like(self.counts)
+        for state in states:
+            bins = (middles * (state["reach"].double() / reach.double())).long() if float(reach) > 0 else middles.long()
+            counts.index_add_(0, bins, state["counts"])
+        self.counts.copy_(counts)
+        self.reach.copy_(reach)
+        self.largest.copy_(torch.stack([state["largest"] for state in states]).max())
+        self.count.copy_(torch.stack([state["count"] for state in states]).sum())
 
     def extra_repr(self) -> str:
         return f"bins={self.bins}"

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from fxquant.calibration import model_inputs
+from fxquant.batches import model_inputs
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.prepared import QuantizedOperator, quantized_operators
 from fxquant.primitives import PRIMITIVES

@@ -35,14 +35,16 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.text": {"errors", "graph", "numerics", "ops", "prepared", "primitives"},
     "fxquant.stage": {"errors", "graph", "ops", "prepared", "primitives"},
     "fxquant.pipeline": BASE | {"graph", "stage", "target", "text"},
-    "fxquant.calibration": BASE | {"graph", "prepared", "progress", "quantizer", "state"},
+    "fxquant.batches": {"errors", "graph"},
+    "fxquant.distributed": {"errors", "observers"},
+    "fxquant.calibration": BASE | {"batches", "distributed", "graph", "prepared", "progress", "quantizer", "state"},
     "fxquant.trace": {"errors", "graph", "spec", "trace"},
     "fxquant.serialization": BASE
     | {"batch_norm", "graph", "ops", "prepared", "primitives", "quantizer", "serialization", "stage", "state", "target", "trace"},
     "fxquant.explain": {"errors", "graph", "prepared", "primitives", "trace"},
     "fxquant.measures": {"graph", "numerics", "ops"},
     "fxquant.check": {"explain", "graph", "measures", "ops", "prepared", "spec", "stage", "target"},
-    "fxquant.verify": {"calibration", "errors", "graph", "prepared", "primitives", "state"},
+    "fxquant.verify": {"batches", "errors", "graph", "prepared", "primitives", "state"},
     # verbs and targets: never each other
     "fxquant.passes": NOUNS,
     "fxquant.backends": NOUNS | {"backends"},

@@ -73,6 +73,10 @@ class Operator:
     adapt: Adapt | None = None
     sums: bool = False
 
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        # Copied and pickled by name: its functions are code.
+        return (_registered, (self.name,)) if OPERATORS.get(self.function) is self else super().__reduce__()
+
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Canonical arguments by name, defaults filled in. Raises TypeError as a call would."""
         signature = _SIGNATURES[self.function]
@@ -97,6 +101,10 @@ class Operator:
     def bind_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The same for the arguments of a call to `function` that a canonical node makes."""
         return {**dict(zip(_SIGNATURES[self.function], args, strict=False)), **kwargs}
+
+
+def _registered(name: str) -> Operator:
+    return next(operator for operator in OPERATORS.values() if operator.name == name)
 
 
 _SIGNATURES: dict[Callable[..., Any], dict[str, Any]] = {}
