@@ -1,0 +1,325 @@
+"""Several ranks: equal scales from different shards, training in DistributedDataParallel, copies and pickles of a prepared model."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, fx, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fxquant as fxq
+from fxquant.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer, PercentileObserver
+
+RANKS = 2
+OBSERVERS: dict[str, Any] = {
+    "minmax": MinMaxObserver,
+    "average": MovingAverageMinMaxObserver,
+    "histogram": HistogramObserver,
+    "percentile": PercentileObserver,
+}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3), nn.Flatten(), nn.Linear(12, 3)
+    return nn.Sequential(*layers)
+
+
+def shards() -> list[Tensor]:
+    """Five batches; rank 0 has three of them, with the largest values, and rank 1 two."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 2, 6, 6, generator=generator) * scale for scale in (3.0, 1.0, 2.0, 0.5, 0.25)]
+
+
+def shard(rank: int) -> list[Tensor]:
+    return shards()[rank::RANKS]
+
+
+def prepare(observer: type[Observer] = MovingAverageMinMaxObserver, **options: Any) -> fx.GraphModule:
+    config = fxq.QConfig(output=fxq.ActivationConfig(observer=observer))
+    return fxq.prepare(network(), shards()[0], "bayes-e", config, **options)
+
+
+def observations(prepared: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in prepared.state_dict().items() if "quantizer" in name}
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    result: Tensor = model(batch).square().mean()
+    return result
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+# ---- what the ranks do; each writes down what it has found --------------------------------------------------------------
+
+
+def work(rank: int, directory: str, pickled: fx.GraphModule) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
+    )
+    try:
+        found = {
+            "calibrated": {name: calibrated(rank, observer) for name, observer in OBSERVERS.items()},
+            "again": again(rank),
+            "one without": one_without(rank),
+            "failed": failed(rank),
+            "alone": alone(rank),
+            "trained": trained(rank, pickled),
+            "frozen": frozen(rank),
+        }
+        torch.save(found, f"{directory}/{rank}.pt")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def calibrated(rank: int, observer: type[Observer]) -> Any:
+    prepared = prepare(observer)
+    fxq.calibrate(prepared, shard(rank))
+    return fxq.qparams(prepared), observations(prepared)
+
+
+def again(rank: int) -> Any:
+    """What is observed together is not counted twice when a second calibration goes on."""
+    prepared = prepare(HistogramObserver)
+    fxq.calibrate(prepared, shard(rank))
+    fxq.calibrate(prepared, shard(rank))
+    return fxq.qparams(prepared), observations(prepared)
+
+
+def one_without(rank: int) -> Any:
+    """A rank without any batch."""
+    prepared = prepare()
+    fxq.calibrate(prepared, shards() if rank == 0 else [])
+    return fxq.qparams(prepared)
+
+
+def failed(rank: int) -> Any:
+    """One rank has bad data: all of them hear of it, and keep what they knew."""
+    prepared = prepare()
+    fxq.calibrate(prepared, shard(rank))
+    before = observations(prepared)
+    batches = shard(rank) if rank == 0 else [shard(rank)[0], shard(rank)[1] * float("nan")]
+    try:
+        fxq.calibrate(prepared, batches)
+    except fxq.CalibrationError as error:
+        after = observations(prepared)
+        return str(error), all(torch.equal(before[name], after[name]) for name in before)
+    return "no error", False
+
+
+def alone(rank: int) -> Any:
+    prepared = prepare()
+    if rank == 1:
+        fxq.calibrate(prepared, shard(1), distributed=False)
+    return fxq.qparams(prepared)
+
+
+def trained(rank: int, prepared: fx.GraphModule) -> Any:
+    """Three steps with live statistics, each rank on its own shard."""
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    model = DistributedDataParallel(prepared.train())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    grads, start = [], {name: value.clone() for name, value in prepared.state_dict().items()}
+    for batch in shard(rank)[:2] + shard(rank)[:1]:
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        grads.append(gradients(prepared))
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        result = model(shards()[0])
+    integer = fxq.convert(prepared)
+    state = prepared.state_dict()
+    return {
+        "gradients": grads,
+        "state": state,
+        "moved": [name for name, value in state.items() if not torch.equal(value, start[name])],
+        "validate is integer": torch.equal(result, integer(shards()[0])),
+        "result": result,
+    }
+
+
+def frozen(rank: int) -> Any:
+    """One step without statistics: the gradient is that of the ranks' batches together."""
+    prepared = calibrated_alone()
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    fxq.freeze(prepared)
+    model = DistributedDataParallel(prepared.train())
+    loss_of(model, shard(rank)[0]).backward()
+    return gradients(prepared)
+
+
+def calibrated_alone() -> fx.GraphModule:
+    prepared = prepare()
+    fxq.calibrate(prepared, shards(), distributed=False)
+    return prepared
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    directory = tmp_path_factory.mktemp("ranks")
+    mp.spawn(work, (str(directory), calibrated_alone()), RANKS)  # type: ignore[no-untyped-call]
+    return [torch.load(directory / f"{rank}.pt") for rank in range(RANKS)]
+
+
+# ---- calibration --------------------------------------------------------------------------------------------------------
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("name", OBSERVERS)
+def test_every_rank_has_the_same_scales_and_statistics(found: list[dict[str, Any]], name: str) -> None:
+    (scales, seen), (others, others_seen) = (rank["calibrated"][name] for rank in found)
+    assert scales == others
+    assert equal(seen, others_seen)
+    assert all(0 < scale < float("inf") for scale in scales.values())
+    single = prepare(OBSERVERS[name])
+    fxq.calibrate(single, shards())
+    exact = name == "minmax"
+    assert scales == pytest.approx(fxq.qparams(single), rel=0 if exact else 2e-2 if name in ("histogram", "percentile") else 1e-6, abs=0)
+    counts = {name: int(value) for name, value in seen.items() if name.endswith(".count")}
+    assert set(counts.values()) == {len(shards())}
+    apart = prepare(OBSERVERS[name])
+    fxq.calibrate(apart, shard(1))
+    assert fxq.qparams(apart) != scales, "one shard alone has other scales"
+
+
+def test_a_second_calibration_goes_on(found: list[dict[str, Any]]) -> None:
+    (scales, seen), (others, others_seen) = (rank["again"] for rank in found)
+    assert scales == others
+    assert equal(seen, others_seen)
+    assert {int(value) for name, value in seen.items() if name.endswith(".count")} == {2 * len(shards())}
+    once = found[0]["calibrated"]["histogram"][1]
+    total = next(name for name in once if name.endswith(".counts"))
+    assert float(seen[total].sum()) == 2 * float(once[total].sum())
+
+
+def test_a_rank_may_have_no_batch(found: list[dict[str, Any]]) -> None:
+    assert found[0]["one without"] == found[1]["one without"] == fxq.qparams(calibrated_alone())
+
+
+def test_a_failure_reaches_all_ranks(found: list[dict[str, Any]]) -> None:
+    (told, kept), (own, kept_too) = (rank["failed"] for rank in found)
+    assert "the calibration of rank 1 failed" in told
+    assert "batch 1 does not fit the model" in own
+    assert kept
+    assert kept_too
+
+
+def test_a_rank_may_calibrate_alone(found: list[dict[str, Any]]) -> None:
+    assert all(scale != scale for scale in found[0]["alone"].values())
+    assert all(scale == scale for scale in found[1]["alone"].values())
+
+
+# ---- training -----------------------------------------------------------------------------------------------------------
+
+
+def test_gradients_are_equal_on_all_ranks(found: list[dict[str, Any]]) -> None:
+    for one, other in zip(*(rank["trained"]["gradients"] for rank in found), strict=True):
+        assert equal(one, other)
+        assert len(one) == 8
+        assert all(bool(value.abs().sum() > 0) for name, value in one.items() if "0.bias" not in name and "1.bias" not in name)
+
+
+def test_parameters_scales_and_statistics_are_equal_on_all_ranks(found: list[dict[str, Any]]) -> None:
+    one, other = (rank["trained"] for rank in found)
+    assert equal(one["state"], other["state"])
+    assert any(name.endswith("scale") for name in one["moved"])
+    assert {"0.weight", "1.running_mean", "3.weight", "5.bias"} <= set(one["moved"])
+    assert torch.equal(one["result"], other["result"])
+    assert one["validate is integer"]
+    assert other["validate is integer"]
+
+
+def test_the_gradient_is_that_of_all_shards_together(found: list[dict[str, Any]]) -> None:
+    prepared = calibrated_alone()
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    fxq.freeze(prepared)
+    prepared.train()
+    loss_of(prepared, torch.cat([shard(rank)[0] for rank in range(RANKS)])).backward()
+    assert equal(found[0]["frozen"], found[1]["frozen"])
+    for name, value in gradients(prepared).items():
+        torch.testing.assert_close(found[0]["frozen"][name], value)
+
+
+# ---- merging, without any process -------------------------------------------------------------------------------------
+
+
+def test_histograms_of_one_reach_are_joined_exactly() -> None:
+    values = torch.randn(3, 1000)
+    values[:, 0] = 5.0
+    together, parts = HistogramObserver(), [HistogramObserver() for _ in range(3)]
+    for row, part in zip(values, parts, strict=True):
+        together.observe(row)
+        part.observe(row)
+    parts[0].merge([dict(part.named_buffers()) for part in [parts[0], *parts[1:]]][::-1])
+    assert equal(dict(parts[0].named_buffers()), dict(together.named_buffers()))
+
+
+def test_an_observer_that_cannot_be_joined_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fxquant import distributed
+
+    class Own(MinMaxObserver):
+        merge = Observer.merge
+
+    own = Own()
+    own.observe(torch.randn(4))
+
+    def gather(into: list[Any], value: Any) -> None:
+        into[:] = [value, value]
+
+    monkeypatch.setattr(distributed, "count", lambda: 2)
+    monkeypatch.setattr(distributed.dist, "all_gather_object", gather)
+    with pytest.raises(fxq.ConfigurationError, match="cannot be joined") as caught:
+        distributed.merge({"own": own}, 1)
+    assert "distributed=False" in caught.value.remedy
+
+
+# ---- copies -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"])
+def test_copies_of_every_form(copied: Any, tmp_path: Path) -> None:
+    prepared = calibrated_alone()
+    integer = fxq.convert(prepared)
+    batch = shards()[2]
+    for model in (prepared, integer):
+        twin = copied(model)
+        assert torch.equal(twin(batch), model(batch))
+        assert fxq.text(twin) == fxq.text(model)
+        assert fxq.explain(twin) == fxq.explain(model)
+        assert equal(twin.state_dict(), model.state_dict())
+        assert not {value.data_ptr() for value in twin.state_dict().values()} & {v.data_ptr() for v in model.state_dict().values()}
+        assert fxq.save(twin, tmp_path / "twin.fxq").read_bytes() == fxq.save(model, tmp_path / "model.fxq").read_bytes()
+    twin = copied(prepared)
+    assert torch.equal(fxq.convert(twin)(batch), integer(batch))
+    fxq.set_state(twin, fxq.State.TRAIN)
+    optimizer = torch.optim.SGD(twin.train().parameters(), lr=0.1)
+    loss_of(twin, batch).backward()
+    optimizer.step()
+    fxq.set_state(twin, fxq.State.VALIDATE)
+    assert not torch.equal(twin(batch), prepared(batch))
+    assert torch.equal(fxq.convert(twin)(batch), twin.eval()(batch))
+    assert torch.equal(fxq.convert(prepared)(batch), integer(batch)), "the original is left alone"
+
+
+def test_a_deep_model_can_be_pickled() -> None:
+    deep = nn.Sequential(*(nn.Conv2d(1, 1, 1) for _ in range(500)))
+    prepared = fxq.prepare(deep, torch.randn(2, 1, 2, 2))
+    again = pickle.loads(pickle.dumps(prepared))
+    assert fxq.text(again) == fxq.text(prepared)
