@@ -20,7 +20,7 @@ from torch import Tensor, fx
 
 from fxquant.backends.float_export import FloatRegions
 from fxquant.errors import ConfigurationError, ExportError
-from fxquant.graph import BatchDim, Size, TensorFact, fact, qparams, resolve
+from fxquant.graph import BatchDim, Size, TensorFact, annotation, fact, qparams, resolve
 from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.boundary import dequantize, quantize
 
@@ -212,6 +212,7 @@ class _Writer:
                 "fxquant.io": self.io,
                 "fxquant.target": self.integer.meta["target"].name,
                 "fxquant.tensors": json.dumps(self.tensors),
+                "fxquant.float": json.dumps(_in_float(self.integer)),
             },
         )
         return model
@@ -294,6 +295,12 @@ class _Writer:
             known: TensorFact = fact(node)
             outputs.append(_value_info(name, self.emitter.types[value], known.shape))
         return outputs
+
+
+def _in_float(integer: fx.GraphModule) -> dict[str, str]:
+    """Why the operators outside of the integer part are there, by name."""
+    specs = {node.name: annotation(node) for node in integer.graph.nodes if node.target not in PRIMITIVES}
+    return {name: spec.because for name, spec in specs.items() if spec is not None and spec.dtype is None}
 
 
 def _names(given: Sequence[str] | None, defaults: list[str], what: str) -> dict[str, str]:

@@ -31,7 +31,8 @@ RUNTIME_NAMES = tuple(name for name, _, _ in RUNTIMES)
 class OnnxModel:
     """An exported file, read; raises ExportError if it is no ONNX file written by fxquant.
 
-    `tensors` describes its values: kind ("quantized", "accumulator", "float"), scale and dtype.
+    `tensors` describes its values: kind ("quantized", "accumulator", "float"), scale and dtype; `in_float` says why
+    operators are outside of the integer part, by name.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -52,6 +53,8 @@ class OnnxModel:
                 remedy="pass a file written by fxq.export_onnx",
             )
         self.io = properties.get("fxquant.io", "float")
+        self.target = properties.get("fxquant.target", "")
+        self.in_float: dict[str, str] = json.loads(properties.get("fxquant.float", "{}"))
         self.tensors: dict[str, dict[str, Any]] = json.loads(properties["fxquant.tensors"])
         self.input_names = [info.name for info in self.model.graph.input]
         self.output_names = [info.name for info in self.model.graph.output]

@@ -5,8 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from fxquant.errors import FxQuantError
+from fxquant.errors import ConfigurationError, FxQuantError
+
+FILE = "a model that fxq.save wrote (.fxq), or a file that fxq.export_onnx wrote (.onnx)"
+RANDOM_SIZES = (4, 1)  # of the batches that are drawn where no data is given
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,26 +22,125 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FxQuantError as error:
         print(f"fxquant: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever reads the output has seen enough
+        sys.stderr.close()
+        return 0
     return status
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="fxquant", description="Quantization whose numbers are exact: training, integer graph and ONNX agree bit for bit."
+        prog="fxquant",
+        description="Quantization whose numbers are exact: training, integer graph and ONNX agree bit for bit.",
+        epilog="The exit status is 0, 1 if something is not equal, and 2 for an error. `fxquant COMMAND --help` says more of a command.",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
     demo = commands.add_parser("demo", help="train a small network on real digits, quantize it, export it, and prove the bits equal")
     demo.add_argument("--target", default="bayes-e", help="march or chip to compile for (default: bayes-e)")
     demo.add_argument("--out", default="fxquant-demo", help="directory for model.onnx and the graphs (default: fxquant-demo)")
     demo.set_defaults(run=_demo)
+
+    inspect = _command(
+        commands,
+        "inspect",
+        "say what a file holds: stage, target, inputs, operators, dtypes, scales, sizes, and what is left in float and why",
+        "The table lists every quantized tensor in the order they are computed.",
+    )
+    inspect.add_argument("file", type=Path, metavar="FILE", help=FILE)
+    inspect.add_argument("--graph", action="store_true", help="print the graph as text, and nothing else")
+    inspect.set_defaults(run=_inspect)
+
+    diff = _command(
+        commands,
+        "diff",
+        "compare what two files hold: their graphs as text, their scales, their weights",
+        "Both are saved models, or both are ONNX files. The exit status is 0 if they hold the same, and 1 if not.",
+    )
+    diff.add_argument("a", type=Path, metavar="A", help=FILE)
+    diff.add_argument("b", type=Path, metavar="B", help="another of the same kind")
+    diff.set_defaults(run=_diff)
+
+    verify = _command(
+        commands,
+        "verify",
+        "run two forms of one model and compare every quantized tensor, bit for bit",
+        "The forms are a prepared model, an integer model and an ONNX file; at most one is an ONNX file, which is run in every\n"
+        "runtime there is. The first difference is located. The exit status is 0 if not one bit differs, and 1 if one does.",
+    )
+    verify.add_argument("a", type=Path, metavar="A", help=FILE)
+    verify.add_argument("b", type=Path, metavar="B", help="another form of the same model")
+    verify.add_argument(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help="inputs: .npy, .npz or .safetensors, arrays by the names of the inputs with the batch as dimension 0 (default: random ones)",
+    )
+    verify.add_argument("--batch-size", type=_positive, default=32, metavar="N", help="rows run at a time (default: 32)")
+    verify.set_defaults(run=_verify)
     return parser
 
 
+def _command(commands: Any, name: str, purpose: str, more: str) -> argparse.ArgumentParser:
+    described = f"{purpose[0].upper()}{purpose[1:]}.\n{more}"
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=purpose, description=described, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return number
+
+
+# The imports are where they are needed: `fxquant --help` answers at once.
+
+
 def _demo(options: argparse.Namespace) -> int:
-    from fxquant.demo.run import run_demo  # pulls in the training code, which no other command needs
+    from fxquant.demo.run import run_demo
 
     outcome = run_demo(options.target, options.out)
     return 0 if outcome.report and outcome.float_nodes == 0 else 1
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from fxquant.inspection import describe, read
+
+    contents = read(options.file)
+    print(contents.text.rstrip("\n") if options.graph else describe(contents))
+    return 0
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from fxquant.inspection import difference, read
+
+    found = difference(read(options.a), read(options.b))
+    print(found or "equal: the same graph, scales and tensors")
+    return 1 if found else 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    import fxquant as fxq
+    from fxquant.sample import batches_from, random_batches
+
+    first, second = (path if path.suffix.lower() == ".onnx" else fxq.load(path) for path in (options.a, options.b))
+    model = next((form for form in (first, second) if not isinstance(form, Path)), None)
+    if model is None:
+        raise ConfigurationError(
+            "two ONNX files cannot be verified against each other",
+            because="inputs, and where a difference is, are known from the graph of a saved model",
+            remedy="pass the integer model that one of them was exported from: fxq.save(integer, 'model.fxq')",
+        )
+    drawn = options.data is None
+    batches = random_batches(model, RANDOM_SIZES) if drawn else batches_from(options.data, model, options.batch_size)
+    report = fxq.verify(first, second, batches)
+    if drawn:
+        print(f"no --data: {len(batches)} random batches, which fill the range of every input")
+    print(report)
+    return 0 if report else 1
 
 
 if __name__ == "__main__":

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import onnx
 import pytest
+import safetensors.torch
+import torch
+from onnx import numpy_helper
+from torch import Tensor, nn
 
+import fxquant as fxq
 from fxquant import backends
 from fxquant.cli import main
 from fxquant.demo import run
+from fxquant.graph import qparams
 from fxquant.passes import PIPELINE
 
 
@@ -17,10 +26,31 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["--help"])
     assert stopped.value.code == 0
-    assert "demo" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("demo", "inspect", "diff", "verify"))
 
 
-@pytest.mark.parametrize("arguments", [[], ["unknown"], ["demo", "--unknown"]])
+@pytest.mark.parametrize("command", ["demo", "inspect", "diff", "verify"])
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--help"])
+    assert stopped.value.code == 0
+    assert f"usage: fxquant {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["unknown"],
+        ["demo", "--unknown"],
+        ["inspect"],
+        ["diff", "one"],
+        ["verify", "one"],
+        ["verify", "one", "two", "--batch-size", "0"],
+        ["verify", "one", "two", "--batch-size", "many"],
+    ],
+)
 def test_misuse_shows_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
@@ -78,3 +108,310 @@ def test_the_demonstration(target: str, outcomes: list[run.Outcome], tmp_path: P
     shown = capsys.readouterr().out
     assert "mismatching elements" in shown
     assert str(tmp_path / "model.onnx") in shown.replace("\n", "")
+
+
+# ---- files ------------------------------------------------------------------------------------------------------------------
+
+
+class Network(nn.Module):
+    """Two layers, and between them an operator that stays in float."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3)
+        self.head = nn.Conv2d(4, 3, 1)
+
+    def forward(self, image: Tensor, mask: Tensor) -> Tensor:
+        x = torch.atan(self.conv(image) * mask)
+        return self.head(x)
+
+
+def inputs(batch: int = 4) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(batch, 2, 6, 6, generator=generator), torch.rand(batch, 4, 4, 4, generator=generator)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The model in every form; and "changed", the same with one weight that is not."""
+    pytest.importorskip("onnxscript")
+    torch.manual_seed(0)
+    directory = tmp_path_factory.mktemp("files")
+    model = Network()
+    result = fxq.quantize(model, [inputs()])
+    with torch.no_grad():
+        other = Network()
+        other.load_state_dict(model.state_dict())
+        other.head.weight[1, 2] *= 0.5
+    changed = fxq.quantize(other, [inputs()])
+    forms = {"traced": fxq.trace(model, inputs()), "prepared": result.prepared, "integer": result.integer}
+    found = {name: fxq.save(form, directory / f"{name}.fxq") for name, form in forms.items()}
+    found["uncalibrated"] = fxq.save(fxq.prepare(model, inputs()), directory / "uncalibrated.fxq")
+    found["changed"] = fxq.save(changed.integer, directory / "changed.fxq")
+    found["changed-prepared"] = fxq.save(changed.prepared, directory / "changed-prepared.fxq")
+    found["onnx"] = result.export(directory / "model.onnx")
+    found["changed-onnx"] = changed.export(directory / "changed.onnx")
+    return found
+
+
+def called(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str, str]:
+    """The exit status, and what was printed on standard output and on standard error."""
+    status = main([str(argument) for argument in arguments])
+    shown = capsys.readouterr()
+    return status, shown.out, shown.err
+
+
+@pytest.mark.parametrize("form", ["prepared", "integer", "onnx"])
+def test_inspect(form: str, files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    status, shown, _ = called(capsys, "inspect", files[form])
+    assert status == 0
+    lines = shown.splitlines()
+    stage = "exported" if form == "onnx" else form
+    assert stage in lines[0]
+    assert "for bayes-e" in lines[0]
+    assert f"{files[form].stat().st_size:,} bytes" in lines[0]
+    assert any(line.startswith("  inputs") and "image f32[" in line and "mask f32[" in line for line in lines)
+    assert any(line.startswith("  outputs") and "f32[" in line for line in lines)
+    assert any(line.startswith("  in float") and "1 operator" in line for line in lines)
+    assert "%atan: no operator of the table recognises atan" in shown
+    integer = fxq.load(files["integer"])
+    scales = {node.name: known.scale for node in integer.graph.nodes if (known := qparams(node)) is not None}
+    assert len(scales) >= 6
+    for name, scale in scales.items():
+        row = next(line.split() for line in lines if line.split()[:1] == [f"%{name}"])
+        assert row[2] == "int8"
+        assert float(row[3]) == pytest.approx(scale, rel=1e-8)
+        assert "4," in row[4] or "3," in row[4] or "2," in row[4]
+
+
+def test_inspect_what_is_not_calibrated(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    status, shown, _ = called(capsys, "inspect", files["uncalibrated"])
+    assert status == 0
+    assert shown.count("not calibrated") >= 6
+
+
+def test_inspect_a_traced_model(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    status, shown, _ = called(capsys, "inspect", files["traced"])
+    assert status == 0
+    assert "saved model, traced" in shown
+    assert "2 Conv2d" in shown
+    assert "scales" not in shown
+
+
+@pytest.mark.parametrize("form", ["traced", "prepared", "integer"])
+def test_inspect_the_graph(form: str, files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert called(capsys, "inspect", files[form], "--graph") == (0, fxq.text(fxq.load(files[form])), "")
+
+
+def test_inspect_the_graph_of_a_file(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    status, shown, _ = called(capsys, "inspect", files["onnx"], "--graph")
+    assert status == 0
+    model = onnx.load(files["onnx"])
+    for node in model.graph.node:
+        assert f"%{node.output[0]} = {node.op_type}(" in shown
+    for function in model.functions:
+        assert f"function {function.name}(" in shown
+
+
+# ---- diff ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["traced", "prepared", "integer", "onnx", "uncalibrated"])
+def test_a_file_is_equal_to_itself(form: str, files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert called(capsys, "diff", files[form], files[form]) == (0, "equal: the same graph, scales and tensors\n", "")
+
+
+def test_a_difference_of_integer_models(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    status, shown, _ = called(capsys, "diff", files["integer"], files["changed"])
+    assert status == 1
+    one, other = (fxq.load(files[name]).state_dict() for name in ("integer", "changed"))
+    differing = [name for name in one if not torch.equal(one[name], other[name])]
+    tensors = {name: int((one[name] != other[name]).sum()) for name in differing if not name.endswith("quantize.scale")}
+    assert "integer.head.weight" in tensors
+    for name, count in tensors.items():
+        assert f"  {name}: {count} of {one[name].numel()} elements differ" in shown
+    assert "integer.conv.weight" not in shown.partition("tensors differ")[2]
+    assert "-  %head_weight = [integer.head.weight] #" in shown
+    assert "+  %head_weight = [integer.head.weight] #" in shown
+
+
+def test_a_difference_of_prepared_models(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    status, shown, _ = called(capsys, "diff", files["prepared"], files["changed-prepared"])
+    assert status == 1
+    assert "  head.weight: 1 of 12 elements differ" in shown
+    assert "conv.weight" not in shown
+    status, shown, _ = called(capsys, "diff", files["prepared"], files["uncalibrated"])
+    assert status == 1
+    assert "| not calibrated" in shown
+    assert "tensors differ" not in shown
+
+
+def test_a_scale_alone(files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prepared = fxq.load(files["prepared"])
+    before = fxq.qparams(prepared)["head"]
+    fxq.set_qparams(prepared, {"head": before * 1.0000002})
+    after = fxq.qparams(prepared)["head"]
+    assert after != before
+    status, shown, _ = called(capsys, "diff", files["prepared"], fxq.save(prepared, tmp_path / "scaled.fxq"))
+    assert status == 1
+    assert shown.startswith("1 of "), "four digits, which the graph's text shows, are equal"
+    assert f"  head: {before:.9g} | {after:.9g}" in shown
+
+
+def test_a_difference_of_files(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    status, shown, _ = called(capsys, "diff", files["onnx"], files["changed-onnx"])
+    assert status == 1
+    one, other = ({t.name: numpy_helper.to_array(t) for t in onnx.load(files[n]).graph.initializer} for n in ("onnx", "changed-onnx"))
+    differing = {name: int((one[name] != other[name]).sum()) for name in one if not np.array_equal(one[name], other[name])}
+    assert differing
+    for name, count in differing.items():
+        assert f"  {name}: {count} of {one[name].size} elements differ" in shown
+
+
+def test_another_stage_and_another_target(files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nash = fxq.save(fxq.prepare(Network(), inputs(), "nash-e"), tmp_path / "nash.fxq")
+    status, shown, _ = called(capsys, "diff", files["uncalibrated"], nash)
+    assert status == 1
+    assert "target: bayes-e | nash-e" in shown
+    status, shown, _ = called(capsys, "diff", files["traced"], files["integer"])
+    assert status == 1
+    assert "stage: traced | integer" in shown
+    assert "tensors only in" in shown
+
+
+def test_different_kinds_have_no_difference(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    status, shown, error = called(capsys, "diff", files["integer"], files["onnx"])
+    assert (status, shown) == (2, "")
+    assert "fxquant verify" in error
+
+
+# ---- verify -------------------------------------------------------------------------------------------------------------
+
+
+PAIRS = [("integer", "onnx"), ("onnx", "integer"), ("prepared", "integer"), ("prepared", "onnx")]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_verify_on_random_batches(pair: tuple[str, str], files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    status, shown, _ = called(capsys, "verify", *(files[form] for form in pair))
+    assert status == 0, shown
+    assert shown.startswith("no --data: 2 random batches")
+    assert "equal: 0 mismatching elements of " in shown
+
+
+@pytest.mark.parametrize("pair", [("integer", "changed-onnx"), ("prepared", "changed")], ids="-".join)
+def test_verify_locates_a_difference(pair: tuple[str, str], files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    status, shown, _ = called(capsys, "verify", *(files[form] for form in pair))
+    assert status == 1
+    assert "NOT equal" in shown
+    assert "first difference at %head" in shown
+    assert "test_cli.py" in shown
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """The inputs in every format, of ten rows; the names that say so are wrong in some way."""
+    image, mask = (tensor.numpy() for tensor in inputs(10))
+    np.savez(tmp_path / "named.npz", mask=mask, image=image)
+    np.savez(tmp_path / "ordered.npz", image, mask)
+    np.savez(tmp_path / "wrong-names.npz", picture=image, mask=mask)
+    np.savez(tmp_path / "wrong-dtype.npz", image=image.astype(np.float64), mask=mask)
+    np.savez(tmp_path / "wrong-pickled.npz", image=np.array([object()]), mask=mask)
+    np.save(tmp_path / "wrong-single.npy", image)
+    safetensors.torch.save_file({"image": torch.from_numpy(image), "mask": torch.from_numpy(mask)}, tmp_path / "named.safetensors")
+    torch.save({"image": image}, tmp_path / "wrong-format.pt")
+    for name in ("wrong-damaged.npz", "wrong-damaged.npy", "wrong-damaged.safetensors"):
+        (tmp_path / name).write_bytes(b"PK\x03\x04 nothing of the kind")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["named.npz", "ordered.npz", "named.safetensors"])
+@pytest.mark.parametrize("rows", [4, 100])
+def test_verify_on_data(name: str, rows: int, data: Path, files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    status, shown, _ = called(capsys, "verify", files["prepared"], files["integer"], "--data", data / name, "--batch-size", rows)
+    assert status == 0
+    assert "random" not in shown
+    report = fxq.verify(fxq.load(files["prepared"]), fxq.load(files["integer"]), [inputs(10)])
+    assert shown.startswith(f"equal: 0 mismatching elements of {report.elements} in"), "all rows were run, each once"
+
+
+def test_verify_on_the_only_array(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    image = torch.randn(5, 2, 6, 6)
+    result = fxq.quantize(nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU()), [image])
+    saved, path = fxq.save(result.integer, tmp_path / "m.fxq"), result.export(tmp_path / "m.onnx")
+    np.save(tmp_path / "only.npy", image.numpy())
+    status, shown, _ = called(capsys, "verify", saved, path, "--data", tmp_path / "only.npy", "--batch-size", 2)
+    assert status == 0
+    report = fxq.verify(result.integer, path, [image])
+    assert shown.startswith(f"equal: 0 mismatching elements of {report.elements} in")
+
+
+def test_verify_a_model_of_a_fixed_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, image = nn.Conv2d(2, 3, 3), torch.randn(2, 2, 6, 6)
+    prepared = fxq.prepare(model, image, dynamic_shapes={})
+    fxq.calibrate(prepared, image)
+    paths = fxq.save(prepared, tmp_path / "p.fxq"), fxq.save(fxq.convert(prepared), tmp_path / "i.fxq")
+    np.save(tmp_path / "data.npy", torch.randn(6, 2, 6, 6).numpy())
+    assert called(capsys, "verify", *paths, "--data", tmp_path / "data.npy")[0] == 0
+    assert called(capsys, "verify", *paths)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "because"),
+    [
+        ("wrong-names.npz", "it has no image"),
+        ("wrong-dtype.npz", "is torch.float64"),
+        ("wrong-pickled.npz", "allow_pickle=False"),
+        ("wrong-single.npy", "it has no image, mask"),
+        ("wrong-format.pt", "other formats can hold code"),
+        ("wrong-damaged.npz", "cannot be read as data"),
+        ("wrong-damaged.npy", "cannot be read as data"),
+        ("wrong-damaged.safetensors", "cannot be read as data"),
+        ("missing.npz", "No such file"),
+    ],
+)
+def test_bad_data(name: str, because: str, data: Path, files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    status, shown, error = called(capsys, "verify", files["prepared"], files["integer"], "--data", data / name)
+    assert (status, shown) == (2, "")
+    assert error.startswith("fxquant: ")
+    assert because in error
+    assert "remedy" in error
+    assert "Traceback" not in error
+
+
+BAD_FILES = {
+    "missing.fxq": None,
+    "missing.onnx": None,
+    "empty.fxq": b"",
+    "empty.onnx": b"",
+    "text.fxq": b"no model",
+    "text.onnx": b"no model",
+    "text": b"no model",
+}
+
+
+@pytest.mark.parametrize("command", ["inspect", "diff", "verify"])
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_bad_files(command: str, name: str, files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, content = tmp_path / name, BAD_FILES[name]
+    if content is not None:
+        path.write_bytes(content)
+    status, shown, error = called(capsys, command, path, *([] if command == "inspect" else [files["integer"]]))
+    assert (status, shown) == (2, "")
+    assert error.startswith("fxquant: ")
+    assert name in error
+    assert "remedy" in error
+
+
+@pytest.mark.parametrize(("a", "b"), [("onnx", "onnx"), ("traced", "onnx"), ("integer", "traced")])
+def test_forms_that_cannot_be_verified(a: str, b: str, files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, error = called(capsys, "verify", files[a], files[b])
+    assert status == 2
+    assert "cannot be verified" in error
+    assert "remedy" in error
+
+
+def test_verify_before_calibration(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, error = called(capsys, "verify", files["uncalibrated"], files["integer"])
+    assert status == 2
+    assert "fxq.calibrate" in error

@@ -53,13 +53,15 @@ ALLOWED: dict[str, set[str]] = {
     # what joins them
     "fxquant.api": {"*"},
     "fxquant.demo": {"", "backends", "demo", "errors", "graph", "primitives", "progress", "target"},
-    "fxquant.cli": {"", "demo", "errors"},
+    "fxquant.inspection": {"", "backends", "errors", "explain", "graph", "observers", "prepared", "primitives", "quantizer"},
+    "fxquant.cli": {"", "batches", "demo", "errors", "graph", "inspection", "sample"},
+    "fxquant.sample": {"errors", "graph", "numerics", "prepared"},
 }
 TABLES_OF_CONTENTS = {"fxquant": {"*"}, "fxquant.passes": NOUNS | {"passes"}}  # rows of an __init__.py alone
 
 # Packages from outside that only these modules may import, if any.
 CONFINED: dict[str, set[str]] = {
-    "onnx": {"fxquant.backends.export", "fxquant.backends.float_export", "fxquant.backends.runtime"},
+    "onnx": {"fxquant.backends.export", "fxquant.backends.float_export", "fxquant.backends.reading", "fxquant.backends.runtime"},
     "onnxruntime": {"fxquant.backends.runtime"},
     "onnxscript": {"fxquant.backends.float_export"},
     "sklearn": {"fxquant.demo.digits"},
