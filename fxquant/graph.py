@@ -345,7 +345,10 @@ class _Named:
 
 def _entry(node: fx.Node) -> tuple[Any, ...]:
     # One by one: pickling a node would recurse through all that it reads.
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: _Named(operand.name))
+    def named(operand: fx.Node) -> Any:
+        return _Named(operand.name)
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), named)
     return node.op, node.name, node.target, args, dict(kwargs), node.meta
 
 

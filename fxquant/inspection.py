@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,13 +28,17 @@ from fxquant.quantizer import Quantizer
 
 @dataclass(frozen=True)
 class Row:
-    """A quantized tensor: the node's name, its operator, its dtype, its scale (NaN where it is unknown), its shape."""
+    """A quantized tensor.
+
+    scale    one number; one for each channel of a 32-bit output; none where `unknown` says why
+    """
 
     name: str
     operator: str
     dtype: str
-    scale: float
+    scale: tuple[float, ...]
     shape: str
+    unknown: str = ""
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ class Contents:
     text: str
 
     @property
-    def scales(self) -> dict[str, float]:
+    def scales(self) -> dict[str, tuple[float, ...]]:
         """The scale of every quantized tensor, by name."""
         return {row.name: row.scale for row in self.rows}
 
@@ -76,7 +81,7 @@ def read(path: str | os.PathLike[str]) -> Contents:
 def _of_onnx(opened: OnnxModel) -> Contents:
     operators = reading.operators(opened)
     known = [
-        Row(name, operators.get(name, "input"), entry["dtype"], float(entry["scale"]), reading.shape(opened, name))
+        Row(name, operators.get(name, "input"), entry["dtype"], _numbers(entry["scale"]), reading.shape(opened, name))
         for name, entry in opened.tensors.items()
         if entry["kind"] == "quantized"
     ]
@@ -126,12 +131,20 @@ def _operator(model: fx.GraphModule, node: fx.Node) -> str:
 def _row(model: fx.GraphModule, node: fx.Node, operator: str) -> Row | None:
     if node.op == "call_function" and node.target in PRIMITIVES:
         known = qparams(node)
-        return None if known is None else Row(node.name, operator, known.dtype, known.scale, _shape(node))
+        return None if known is None else Row(node.name, operator, known.dtype, _numbers(known.scale), _shape(node))
     spec = annotation(node)
     if node.op != "call_module" or spec is None or spec.dtype is None:
         return None
     module = resolve(model, str(node.target))
-    return Row(node.name, operator, spec.dtype, float(module.output.scale), _shape(node)) if isinstance(module, QuantizedOperator) else None
+    if not isinstance(module, QuantizedOperator):
+        return None
+    value = float(module.output.scale)
+    scale = (value,) if math.isfinite(value) else ()
+    return Row(node.name, operator, spec.dtype, scale, _shape(node), "its sum's" if module.output.follows_sum else "not calibrated")
+
+
+def _numbers(scale: float | Sequence[float]) -> tuple[float, ...]:
+    return (float(scale),) if isinstance(scale, int | float) else tuple(map(float, scale))
 
 
 def _shape(node: fx.Node) -> str:
@@ -180,22 +193,21 @@ def describe(contents: Contents) -> str:
     lines.extend(f"            {text}" for text in contents.floats)
     if contents.rows:
         cells = [("tensor", "operator", "dtype", "scale", "shape")]
-        cells += [(f"%{row.name}", row.operator, row.dtype, _scale(row.scale), row.shape) for row in contents.rows]
+        cells += [(f"%{row.name}", row.operator, row.dtype, _scale(row.scale) or row.unknown, row.shape) for row in contents.rows]
         lines += ["", *_aligned(cells)]
     return "\n".join(lines)
 
 
 def _range(rows: Sequence[Row]) -> str:
-    known = [row for row in rows if row.scale == row.scale]
-    unknown = f"{len(rows) - len(known)} not calibrated" if len(known) < len(rows) else ""
-    if not known:
-        return unknown
-    low, high = min(known, key=lambda row: row.scale), max(known, key=lambda row: row.scale)
-    return f"{_scale(low.scale)} (%{low.name}) to {_scale(high.scale)} (%{high.name})" + (f", {unknown}" if unknown else "")
+    known = [(scale, row.name) for row in rows for scale in row.scale]
+    unknown = [f"{count} {reason}" for reason, count in Counter(row.unknown for row in rows if not row.scale).items()]
+    ends = [f"{scale:.9g} (%{name})" for scale, name in (min(known), max(known))] if known else []
+    return ", ".join([*([" to ".join(ends)] if ends else []), *unknown])
 
 
-def _scale(value: float) -> str:
-    return f"{value:.9g}" if value == value else "not calibrated"
+def _scale(values: Sequence[float]) -> str:
+    """One scale, or the range of several; empty if there is none."""
+    return " to ".join(f"{value:.9g}" for value in dict.fromkeys((min(values), max(values)))) if values else ""
 
 
 def _aligned(cells: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -239,8 +251,11 @@ def _different(what: str, a: Mapping[str, Any], b: Mapping[str, Any], paths: tup
             yield f"{what}s only in {path}: {', '.join(alone)}"
 
 
-def _scale_difference(a: float, b: float) -> str:
-    return "" if a == b or (a != a and b != b) else f"{_scale(a)} | {_scale(b)}"
+def _scale_difference(a: Sequence[float], b: Sequence[float]) -> str:
+    if a == b:
+        return ""
+    count = sum(x != y for x, y in zip(a, b, strict=False)) if len(a) == len(b) > 1 else 0
+    return f"{_scale(a) or 'unknown'} | {_scale(b) or 'unknown'}" + (f", in {count} of {len(a)} channels" if count else "")
 
 
 def _tensor_difference(a: Tensor, b: Tensor) -> str:

@@ -39,7 +39,7 @@ def batches_from(path: Path, model: fx.GraphModule, size: int) -> list[Any]:
     if not isinstance(first, TensorFact) or not first.shape or len(rows) != 1:
         return [arrays]
     size = size if isinstance(first.shape[0], BatchDim) else first.shape[0]
-    pieces = {name: tensor.split(size) if tensor.dim() else [tensor] * -(-max(rows) // size) for name, tensor in arrays.items()}
+    pieces = {name: torch.split(tensor, size) if tensor.dim() else [tensor] * -(-max(rows) // size) for name, tensor in arrays.items()}
     return [dict(zip(pieces, batch, strict=True)) for batch in zip(*pieces.values(), strict=True)]
 
 
@@ -88,7 +88,7 @@ def _input_ranges(model: fx.GraphModule, node: fx.Node) -> Iterator[float]:
     for user in node.users:
         known = qparams(user)
         module = resolve(model, str(user.target)) if user.op == "call_module" else None
-        if known is not None:
+        if known is not None and isinstance(known.scale, float):
             yield known.scale * (ACTIVATION_TYPES[known.dtype].high + 1)
         elif isinstance(module, QuantizedOperator) and module.output.calibrated:
             yield float(module.output.scale) * (module.output.dtype.high + 1)

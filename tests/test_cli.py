@@ -242,7 +242,7 @@ def test_a_difference_of_prepared_models(files: dict[str, Path], capsys: pytest.
     assert "conv.weight" not in shown
     status, shown, _ = called(capsys, "diff", files["prepared"], files["uncalibrated"])
     assert status == 1
-    assert "| not calibrated" in shown
+    assert "| unknown" in shown
     assert "tensors differ" not in shown
 
 
@@ -415,3 +415,17 @@ def test_verify_before_calibration(files: dict[str, Path], capsys: pytest.Captur
     status, _, error = called(capsys, "verify", files["uncalibrated"], files["integer"])
     assert status == 2
     assert "fxq.calibrate" in error
+
+
+def test_the_scales_of_a_32_bit_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = fxq.QConfigMapping().set_module_name("1", fxq.QConfig(output=fxq.ActivationConfig("int32")))
+    result = fxq.quantize(nn.Sequential(nn.Conv2d(2, 4, 3), nn.Conv2d(4, 3, 1)), inputs()[0], qconfig=config)
+    (known,) = [known for node in result.integer.graph.nodes if (known := qparams(node)) is not None and known.dtype == "int32"]
+    assert isinstance(known.scale, tuple)
+    saved, path = fxq.save(result.integer, tmp_path / "m.fxq"), result.export(tmp_path / "m.onnx")
+    for file in (saved, path):
+        shown = called(capsys, "inspect", file)[1]
+        assert f"int32  {min(known.scale):.9g} to {max(known.scale):.9g}" in shown
+    assert "int32  its sum's" in called(capsys, "inspect", fxq.save(result.prepared, tmp_path / "p.fxq"))[1]
+    assert called(capsys, "diff", saved, saved)[0] == 0
+    assert called(capsys, "verify", saved, path)[0] == 0

@@ -101,7 +101,7 @@ class NamedAndTarget(Named):
         return {"image": images()[index], "mask": masks()[index]}, labels()[index]
 
 
-Sample = namedtuple("Sample", "image mask label")  # noqa: PYI024
+Sample = namedtuple("Sample", "image mask label")
 
 
 class Tuples(Named):
