@@ -15,6 +15,7 @@ from pathlib import Path
 if (_root := Path(__file__).resolve().parents[1]).joinpath("pyproject.toml").is_file():
     __path__.append(str(_root))
 
+from fxquant import primitives
 from fxquant.api import Result, calibrate, check, convert, dump, load, prepare, quantize, save, verify
 from fxquant.backends.export import export_onnx
 from fxquant.calibration import freeze, qparams, set_qparams, set_state
@@ -81,6 +82,7 @@ __all__ = [
     "freeze",
     "load",
     "prepare",
+    "primitives",
     "qparams",
     "quantize",
     "save",

@@ -1,8 +1,30 @@
-"""The closed set of integer primitives every operator is lowered to.
+"""The closed set of integer primitives every operator is lowered to; they can be called without a model.
 
 A primitive is one function whose body is its meaning; beside it stands its ONNX form. `PRIMITIVES` maps
-each function to its record.
+each function to its record, and every one of them is an attribute of this package:
+
+>>> import torch
+>>> from fxquant import primitives
+>>> x = torch.tensor([[-3, 4]], dtype=torch.int8)
+>>> w = torch.tensor([[2, 5], [-1, 7]], dtype=torch.int8)
+>>> acc = primitives.linear(x, w, None)
+>>> acc
+tensor([[14, 31]], dtype=torch.int32)
+>>> primitives.requantize_real(acc, torch.tensor([0.25, 0.5]), -128, 127, torch.int8)
+tensor([[ 4, 16]], dtype=torch.int8)
+
+Quantized tensors are stored in the dtype of their range (int8, int16), accumulators in int32, or int64 beyond that;
+given the same integers in a floating-point tensor, a primitive returns the same numbers as floats. What is given per
+channel (a multiplier, a shift) is a tensor shaped to broadcast. The parameters of a requantization come from scales
+by `fxquant.numerics.real_multiplier` and `fixed_requantization`. Bounds that a docstring states are the caller's to
+keep: in a graph they are proved when it is lowered.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
 
 from fxquant.primitives import accumulate, boundary, elementwise, pool, product, requantize, resize, shape, transposed
 from fxquant.primitives.record import PRIMITIVES, Emitter, Primitive, primitive
@@ -22,3 +44,14 @@ __all__ = [
     "shape",
     "transposed",
 ]
+
+
+def __getattr__(name: str) -> Callable[..., Tensor]:
+    for function, record in PRIMITIVES.items():
+        if record.name == name:
+            return function
+    raise AttributeError(f"there is no primitive called {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(record.name for record in PRIMITIVES.values())})

@@ -1,0 +1,157 @@
+"""Every integer primitive called by its public name, without a model, on numbers that can be checked by hand."""
+
+from __future__ import annotations
+
+import doctest
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import fxquant as fxq
+from fxquant import primitives
+from fxquant.numerics import INT8, Ratio, real_multiplier
+from fxquant.primitives import PRIMITIVES
+
+
+def i8(*values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.int8)
+
+
+def i16(*values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.int16)
+
+
+def i32(*values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def f32(*values: float) -> Tensor:
+    return torch.tensor(values)
+
+
+class Call(NamedTuple):
+    """Arguments and what they give: values, and the dtype they are stored in."""
+
+    arguments: tuple[Any, ...]
+    values: Any
+    dtype: torch.dtype
+
+
+def gives(values: Any, dtype: torch.dtype, *arguments: Any) -> Call:
+    return Call(arguments, values, dtype)
+
+
+IMAGE = i8([[[1, 2, 3], [4, 5, 6], [7, 8, -9]]])  # [1, 1, 3, 3]
+KERNEL = i8([[[1, 0], [0, -1]]])  # [1, 1, 2, 2]
+ONES = [1, 1]
+NONE = [0, 0]
+CUT = [2, 8, 1, 8]  # the operand in two parts of 8 bits, the weight whole
+
+CALLS = {
+    "convolution": gives([[[[-4 + 10, -4 + 10], [-4 + 10, 14 + 10]]]], torch.int32, IMAGE, KERNEL, i32(10), ONES, NONE, ONES, 1),
+    "convolution_wide": gives([[[[300 * 100 - 2]]]], torch.int32, i16([[[300]]]), i8([[[100]]]), i32(-2), ONES, NONE, ONES, 1, CUT),
+    "transposed_convolution": gives(
+        [[[[3, 0, 5, 0], [0, -3, 0, -5]]]], torch.int32, i8([[[3, 5]]]), KERNEL, None, [2, 2], NONE, NONE, ONES, 1
+    ),
+    "transposed_convolution_wide": gives(
+        [[[[300 * 100 + 7]]]], torch.int32, i16([[[300]]]), i8([[[100]]]), i32(7), ONES, NONE, NONE, ONES, 1, CUT
+    ),
+    "linear": gives([[2 * 5 - 3 * 7 + 1, 2 * -128 - 3 * 0 + 0]], torch.int32, i8([2, -3]), i8([5, 7], [-128, 0]), i32(1, 0)),
+    "linear_wide": gives([[20000 * 127 * 2]], torch.int32, i16([20000, 20000]), i8([127, 127]), None),
+    "matrix_product": gives([[[1 * 3 + 2 * 4]]], torch.int32, i8([[1, 2]]), i8([[3], [4]])),
+    "matrix_product_wide": gives([[[30000 * 30000 * 2]]], torch.int64, i16([[30000, 30000]]), i16([[30000], [30000]])),
+    "scale_channels": gives([[[2 * 3 + 1], [-4 * 5 - 1]]], torch.int32, i8([[2], [-4]]), i8(3, 5), i32(1, -1), 1),
+    "scale_channels_wide": gives([[[20000 * 127], [-20000 * 100 + 5]]], torch.int32, i16([[20000], [-20000]]), i8(127, 100), i32(0, 5), 1),
+    "rectify": gives([[4 * 10, -3 * 2]], torch.int32, i8([4, -3]), 10, i32(7, 2)),
+    "maximum": gives([3, -1], torch.int8, i8(3, -5), i8(2, -1)),
+    "minimum": gives([2, -5], torch.int8, i8(3, -5), i8(2, -1)),
+    "add_residual": gives([1000 + 3 * 256, -1000 - 2 * 300], torch.int32, i32(1000, -1000), i8(3, -2), i32(256, 300)),
+    "quantize": gives(
+        [0, 2, 2, -128, 127, 0], torch.int8, f32(0.25, 0.75, 1.25, -1e9, 1e9, float("nan")), torch.tensor(0.5), -128, 127, torch.int8
+    ),
+    "dequantize": gives([-64.0, 0.5], torch.float32, i8(-128, 1), torch.tensor(0.5)),
+    "align_fixed": gives([-2, 7], torch.int32, i8(-3, 14), i32(1), i32(1)),
+    "align_real": gives([-2, 2, 4], torch.int32, i8(-3, 5, 7), torch.tensor(0.5)),
+    "add": gives([5, -2], torch.int32, i32(2, -4), i32(3, 2)),
+    "subtract": gives([-1, -6], torch.int32, i32(2, -4), i32(3, 2)),
+    "add_constant": gives([102, 96], torch.int32, i32(2, -4), i32(100)),
+    "multiply": gives([-128 * -128, -6], torch.int32, i8(-128, 2), i8(-128, -3)),
+    "widen": gives([-128, 127], torch.int32, i8(-128, 127)),
+    "negate": gives([128, -127], torch.int32, i8(-128, 127)),
+    "clamp": gives([-2, 0, 6], torch.int8, i8(-100, 0, 100), -2, 6),
+    "lookup": gives([-64, 0, 63], torch.int8, i8(-128, 0, 127), (torch.arange(-128, 128) // 2).to(torch.int8)),
+    "shift_right": gives([-1, 2, 3], torch.int32, i32(-6, 6, 10), 2),
+    "max_pool": gives([[[-1, -7]]], torch.int8, i8([[-5, -1, -7, -9]]), [2], [2], [0], [0], [1]),
+    "sum_pool": gives([[[-5, -8, -9]]], torch.int32, i8([[-5, -1, -7, -9]]), [2], [2], [1], [1]),
+    "sum": gives([[-22]], torch.int32, i8([-5, -1, -7, -9]), [1], True),
+    "requantize_fixed": gives(
+        [(5 * 3 + 2) // 4, (-5 * 3 + 2) // 4, 127], torch.int8, i32(10, -9, 10**6), i32(1), i32(3), i32(2), 16, "half_up", -128, 127, torch.int8
+    ),
+    "requantize_real": gives([0, 2, 2, -128, 127], torch.int8, i32(1, 3, 5, -999, 999), torch.tensor(0.5), -128, 127, torch.int8),
+    "accumulator_output": gives([-(2**31), 2**31 - 1], torch.int32, i32(-(2**31), 2**31 - 1)),
+    "clamp_accumulator": gives([[0, 6, 4]], torch.int32, i32([-5, 10, 4]), i32(0), i32(6)),
+    "resize_linear": gives([[[1, 2, 3]]], torch.int8, i8([[1, 3]]), None, i32([256, 0], [128, 128], [0, 256]), 8, False),
+    "reshape": gives([[1, 2], [3, 4]], torch.int8, i8(1, 2, 3, 4), [2, -1]),
+    "permute": gives([[1, 3], [2, 4]], torch.int8, i8([1, 2], [3, 4]), [1, 0]),
+    "concatenate": gives([1, 2, 3], torch.int8, [i8(1), i8(2, 3)], 0),
+    "crop": gives([[2, 4]], torch.int8, i8([1, 2, 3, 4, 5]), [1], [1], [-1], [2]),
+    "select": gives([[3, 1, 3]], torch.int8, i8([1, 2, 3]), 1, torch.tensor([2, 0, 2])),
+    "expand": gives([[7, 7]], torch.int8, i8([7]), [-1, 2]),
+    "tile": gives([1, 2, 1, 2], torch.int8, i8(1, 2), [2]),
+    "pad": gives([9, 1, 2, 9, 9], torch.int8, i8(1, 2), [1], [2], 9),
+}  # fmt: skip
+
+
+def test_every_primitive_is_tried_under_its_public_name() -> None:
+    names = {record.name for record in PRIMITIVES.values()}
+    assert names == CALLS.keys()
+    assert len(names) == len(PRIMITIVES)
+    assert names <= set(dir(primitives))
+    assert not names & set(primitives.__all__), "no module hides a function"
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_primitive_on_plain_integers(name: str) -> None:
+    function = getattr(fxq.primitives, name)
+    assert PRIMITIVES[function].name == name
+    arguments, values, dtype = CALLS[name]
+    result = function(*arguments)
+    assert result.dtype == dtype
+    assert result.tolist() == values
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_primitive_says_what_it_computes(name: str) -> None:
+    doc = getattr(primitives, name).__doc__
+    assert doc
+    assert doc.strip().splitlines()[0].endswith((".", "float64."))
+
+
+def test_a_name_that_is_none() -> None:
+    with pytest.raises(AttributeError, match="there is no primitive called 'requantise'"):
+        primitives.requantise  # noqa: B018
+
+
+def test_a_layer_made_of_primitives_is_the_layer_of_a_model() -> None:
+    """Quantize, multiply and requantize by hand, with the scales of a model: its own integers come out."""
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(6, 4), torch.randn(8, 6)
+    result = fxq.quantize(model, [x], target="nash-e")
+    scales = fxq.qparams(result.prepared)
+    s_x, s_y = (torch.tensor(scale) for scale in scales.values())  # of the quantized input, and of the output
+    s_w = (model.weight.abs().amax(1) / 127).detach()
+    weight = torch.round(model.weight / s_w[:, None]).to(torch.int8)
+    bias = torch.round(model.bias.double() / (s_x.double() * s_w.double())).to(torch.int32)
+    q = primitives.quantize(x, s_x, INT8.low, INT8.high, torch.int8)
+    acc = primitives.linear(q, weight, bias)
+    y = primitives.requantize_real(acc, real_multiplier(Ratio((s_x, s_w), (s_y,))), INT8.low, INT8.high, torch.int8)
+    assert len(y.unique()) > 10
+    assert torch.equal(primitives.dequantize(y, s_y), result.integer(x))
+
+
+def test_the_example_of_the_documentation() -> None:
+    outcome = doctest.testmod(primitives)
+    assert outcome.attempted >= 6
+    assert outcome.failed == 0
