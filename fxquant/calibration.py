@@ -22,6 +22,12 @@ from fxquant.state import State
 def require_prepared(model: nn.Module) -> None:
     """Raise ConfigurationError if this is no prepared model."""
     if not isinstance(model, fx.GraphModule) or model.meta.get("stage") != "PREPARED":
+        if isinstance(getattr(model, "module", None), fx.GraphModule):
+            raise ConfigurationError(
+                f"a {type(model).__name__} is no prepared model",
+                because="it is wrapped around one",
+                remedy="pass what it wraps, its attribute `module`",
+            )
         raise ConfigurationError(
             f"{type(model).__name__} is no prepared model",
             because="it was not returned by fxq.prepare, or its preparation was stopped early with until=",

@@ -290,6 +290,17 @@ def test_an_observer_that_cannot_be_joined_says_so(monkeypatch: pytest.MonkeyPat
     assert "distributed=False" in caught.value.remedy
 
 
+def test_a_wrapped_model_is_not_the_model() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    with pytest.raises(fxq.ConfigurationError, match="is no prepared model") as caught:
+        fxq.set_state(Wrapper(prepare()), fxq.State.TRAIN)
+    assert "its attribute `module`" in caught.value.remedy
+
+
 # ---- copies -------------------------------------------------------------------------------------------------------------
 
 
