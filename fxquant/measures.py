@@ -97,6 +97,16 @@ def _pools_everything(site: Site) -> bool:
     return all(size == 1 for size in site.result[2:])
 
 
+@measure("kernel in depth and height")
+def _kernel_depth_height(site: Site) -> list[Any]:
+    return _kernel(site)[:-1]
+
+
+@measure("kernel in width")
+def _kernel_width(site: Site) -> list[Any]:
+    return _kernel(site)[-1:]
+
+
 @measure("area of a global average")
 def _global_area(site: Site) -> list[Any]:
     return [math.prod(known(site.shape()[2:]))] if "output_size" in site.arguments and _pools_everything(site) else []
@@ -137,9 +147,20 @@ def _padding(site: Site) -> list[Any]:
     return site.spatial("padding")
 
 
-@measure("padding beyond half the kernel")
-def _padding_beyond(site: Site) -> list[Any]:
+@measure("padding beyond (kernel - 1) / 2")
+def _padding_beyond_middle(site: Site) -> list[Any]:
     return [max(p - (k - 1) // 2, 0) for p, k in zip(site.spatial("padding"), _kernel(site), strict=True)]
+
+
+@measure("padding beyond kernel / 2")
+def _padding_beyond(site: Site) -> list[Any]:
+    return [max(p - k // 2, 0) for p, k in zip(site.spatial("padding"), _kernel(site), strict=True)]
+
+
+@measure("padding beyond kernel / stride")
+def _padding_beyond_step(site: Site) -> list[Any]:
+    rows = zip(site.spatial("padding"), _kernel(site), site.spatial("stride"), strict=True)
+    return [max(math.ceil(p - Fraction(k, s)), 0) for p, k, s in rows]
 
 
 @measure("output padding")
@@ -247,11 +268,6 @@ def _sizes(site: Site) -> list[Any]:
     return sorted(found)
 
 
-@measure("elements for each item of the batch")
-def _elements(site: Site) -> list[Any]:
-    return [math.prod(known(site.result[1:]))]
-
-
 @measure("bytes")
 def _bytes(site: Site) -> list[Any]:
     """Of its result; of one item where the batch is not fixed."""
@@ -328,6 +344,26 @@ def _broadcast_dimensions(site: Site) -> list[Any]:
         missing = len(site.result) - len(shape)
         found.update(d + missing for d, size in enumerate(shape) if size != site.result[d + missing])
     return sorted(found)
+
+
+@measure("number of operands that are broadcast")
+def _broadcast_operands(site: Site) -> list[Any]:
+    return [sum(fact(operand).shape != site.result for operand in site.operands)]
+
+
+@measure("place of the batch")
+def _batch_place(site: Site) -> list[Any]:
+    """Where a permutation puts dimension 0."""
+    dims = site.arguments["dims"]
+    return [[int(d) % len(dims) for d in dims].index(0)]
+
+
+@measure("bounds")
+def _bounds(site: Site) -> list[Any]:
+    """Of a clamp that is an operator by itself, or is fused into one."""
+    if site.operator.name == "clamp":
+        return [(site.arguments["min"], site.arguments["max"])]
+    return [] if site.arguments.get("clamp") is None else [tuple(site.arguments["clamp"])]
 
 
 @measure("resize factor")

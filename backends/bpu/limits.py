@@ -47,6 +47,7 @@ COUNTED = (
 BERNOULLI2 = (
     _limit("", "rank", "reshape to four dimensions: batch, channels, height, width", low=4, high=4),
     _limit("", "batch", "run smaller batches", high=128),
+    _limit("", "bounds", "use relu or relu6", among=((0, None), (0, 6)), allows="relu and relu6"),
     # conv3d, and the modules and functions that the operator list has for Bayes alone
     _absent("linear", "write it as a convolution with a 1×1 kernel"),
     _absent("conv3d conv_transpose1d conv_transpose3d avg_pool3d max_pool3d adaptive_avg_pool3d", "use two-dimensional layers"),
@@ -67,7 +68,7 @@ BERNOULLI2 = (
     _limit(TRANSPOSED, "kernel", "use a kernel of 2 to 14", low=2, high=14),
     _limit(TRANSPOSED, "channels", FEWER_CHANNELS, high=2048),
     _limit(TRANSPOSED, "stride", "use a stride of 2 or 4", low=2, high=4),  # the conversion tool: 2 or 4
-    _limit(TRANSPOSED, "padding beyond half the kernel", "pad less", high=0, allows="at most (kernel - 1) / 2 of padding"),
+    _limit(TRANSPOSED, "padding beyond (kernel - 1) / 2", "pad less", high=0, allows="none"),
     _limit(TRANSPOSED, "dilation", "use dilation 1", high=1),
     _limit(AVERAGES, "kernel", "pool in two steps", low=1, high=7),
     _limit(AVERAGES, "stride", SMALLER_STRIDE, high=185),
@@ -99,7 +100,7 @@ BAYES = (
     _limit("", "bytes", "split the tensor", high=GIGABYTE),
     _limit(CONVOLUTION, "kernel", SMALLER_KERNEL, high=31),
     _limit(CONVOLUTION, "channels", FEWER_CHANNELS, high=8192),
-    # As the last layer it may have 16384, and 65536 in another place of the documents.
+    # As the model's output it may have 16384, or 65536 by the conversion tool.
     _limit(CONVOLUTION, "output channels inside the model", FEWER_CHANNELS, high=8192),
     _limit(CONVOLUTION, "output channels", FEWER_CHANNELS, high=65536),
     _limit(CONVOLUTION, "weights for one output channel", "use a smaller kernel or fewer channels", high=65535),
@@ -109,16 +110,22 @@ BAYES = (
     _limit(CONVOLUTION, "bits of the result where it is dilated", "give its output dtype='int8'", high=8),
     _limit(CONVOLUTION, "padding", "pad less, or in a layer of its own", high=256),
     _limit(CONVOLUTION, "stride with a residual added", "add the residual to a layer of stride 1 or 2", high=2),
-    _limit("conv3d", "kernel", SMALLER_KERNEL, high=9),  # the conversion tool: 31 in height and width
+    _limit("conv3d", "kernel in depth and height", SMALLER_KERNEL, high=9),
+    _limit("conv3d", "kernel in width", SMALLER_KERNEL, high=8191),  # the conversion tool: 31 in height and width
+    _limit("conv3d", "padding beyond kernel / 2", "pad less", high=0, allows="none"),
     _limit("conv3d", "stride", SMALLER_STRIDE, low=1, high=2),
     _limit("conv3d", "number of different strides", "use one stride for all dimensions", high=1),
     _limit("conv3d", "groups", "use groups=1", high=1),
     _limit("conv3d", "dilation", "use dilation 1", high=1),
     _limit("conv3d", "batch", "run smaller batches", high=128),
-    _limit(TRANSPOSED, "kernel", "use a kernel of 1 to 14", low=1, high=14),
+    _limit(TRANSPOSED, "kernel", "use a kernel of 1 to 14", low=1, high=14),  # in another place: 2 to 14
     _limit(TRANSPOSED, "stride", "use a stride of 1 to 14", low=1, high=14),
     _limit(TRANSPOSED, "stride beyond the kernel", "use a stride no larger than the kernel", high=0, allows="none"),
     _limit(TRANSPOSED, "channels", FEWER_CHANNELS, high=2048),
+    _limit(TRANSPOSED, "output channels", FEWER_CHANNELS, high=2048),
+    _limit(TRANSPOSED, "batch", "run smaller batches", high=128),
+    _limit(TRANSPOSED, "dilation", "use dilation 1", high=1),
+    _limit(TRANSPOSED, "padding beyond kernel / stride", "pad less", high=0, allows="none"),
     _limit(TRANSPOSED, "output padding", "use an output padding of 0 or 1", low=0, high=1),
     _limit(TRANSPOSED, "weights for one output channel", "use a smaller kernel or fewer channels", high=65535),
     _limit("linear", "features", "split the layer", high=8192),
@@ -128,16 +135,19 @@ BAYES = (
     _limit("max_pool2d", "kernel", "pool in two steps", high=256),
     _limit("max_pool2d", "stride", SMALLER_STRIDE, high=256),
     _limit("max_pool2d", "padding", "pad less", high=255),
+    _limit("max_pool2d", "sizes", "pool in parts", high=8192),
     _limit(ELEMENTWISE, "rank", "reshape to two to five dimensions", low=2, high=5),
     _limit(ELEMENTWISE, "dimension that is broadcast", "give both operands the same batch", low=1, allows="all but the batch"),
+    _limit(ELEMENTWISE, "number of operands that are broadcast", "expand one of them first", high=1),
     _limit(ELEMENTWISE, "number of constant operands", "combine the constants first", high=1),
     _limit("cat", "number of operands", "join in two steps", low=2, high=1024),
-    _limit("cat", "elements for each item of the batch", "join along the batch on the host, or split the tensor", high=65536),
     _limit("cat", "joined dimension", "join along another dimension than the batch", low=1, allows="all but the batch"),
     _limit("matmul", "matrix sizes", "split the matrices", high=8192),
     _limit("interpolate", "sizes", "resize in parts", high=8192),
+    _limit("interpolate", "align_corners", "pass align_corners=False", among=(False,)),
+    _limit("permute", "place of the batch", "leave the batch in its place", high=0, allows="the first dimension"),
     _limit("amax", "reduced size", FEWER_CHANNELS, high=64),  # the conversion tool
-    _limit("pad", "padding mode", "pad with a constant, or replicate", among=("constant", "replicate")),
+    _limit("pad", "padding mode", "pad with a constant, or replicate", among=("constant", "replicate", "circular")),
     # Int16 is for convolutions, elementwise operators and tables; max pooling is listed both ways.
     _limit("conv3d conv_transpose2d linear interpolate avg_pool2d adaptive_avg_pool2d", "bits", "give its input dtype='int8'", high=8),
     *COUNTED,
