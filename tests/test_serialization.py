@@ -445,7 +445,7 @@ def test_a_damaged_file_is_an_error_and_nothing_else(stage: str, save: Save, tmp
             again, kept = write_model(loaded, backends.get)
             assert as_text(again) == as_text(document), index
             assert set(kept) == set(tensors)
-        assert time.perf_counter() - start < 2, index
+        assert time.perf_counter() - start < 60, index  # a hang, not a slow machine
     assert set(sys.modules) == before
     assert refused > 350
 
