@@ -91,7 +91,7 @@ def main() -> None:
         if options.keep is not None:
             with options.keep.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(row)) + "\n")
-    rows = [kept[name, *pair] for name in options.models for pair in pairs]
+    rows = [kept[(name, *pair)] for name in options.models for pair in pairs]
     show(rows)
     if options.write:
         WRITTEN.parent.mkdir(exist_ok=True)
@@ -291,8 +291,8 @@ def markdown(rows: Sequence[Row]) -> str:
     lines = [
         "# Are the bits equal?",
         "",
-        "Written by `python -m benchmarks.exactness --write`; the columns are described by `--help`. SQNR in dB, of a calibrated model with",
-        "random weights on real data: it compares tools, and says nothing of a model's quality.",
+        "Written by `python -m benchmarks.exactness --write`; the columns are described by `--help`. SQNR in dB, of a calibrated model",
+        "with random weights on real data: it compares tools, and says nothing of a model's quality.",
         "",
         f"{total} of {len(rows)} rows are exact. Python {platform.python_version()}, torch {torch.__version__}, onnx {onnx.__version__}, "
         f"onnxruntime {onnxruntime.__version__}; batches of {SMALL[0]} and {SMALL[1]} for E1, of {LARGE[0]} and {LARGE[1]} for E2 to E4.",
