@@ -72,13 +72,22 @@ def _evaluate(gm: fx.GraphModule, layers: list[fx.Node]) -> None:
     for layer, parameters in made.items():
         nodes = []
         for path, value in parameters.items():
-            attach(gm, path, value)
+            _attach(gm, path, value)
             with gm.graph.inserting_before(layer):
                 name = f"{layer.name}_folded_{'bias' if nodes else 'weight'}"
                 nodes.append(inherit(gm.graph.create_node("get_attr", path, name=name), layer, "batchnorm.fold"))
         layer.args = (layer.args[0], *nodes, *layer.args[3:])
         layer.kwargs = {name: value for name, value in layer.kwargs.items() if name != "batch_norm"}
     _drop_unread(gm)
+
+
+def _attach(gm: fx.GraphModule, path: str, value: torch.Tensor) -> None:
+    """Register the tensor; a bias may have been a buffer, and is a parameter now, or the reverse."""
+    parent, _, name = path.rpartition(".")
+    holder = resolve(gm, parent) if parent else gm
+    if hasattr(holder, name) and (name in holder._parameters) != isinstance(value, nn.Parameter):
+        delattr(holder, name)
+    attach(gm, path, value)
 
 
 def _folded(gm: fx.GraphModule, layer: fx.Node) -> dict[str, torch.Tensor]:
@@ -89,10 +98,17 @@ def _folded(gm: fx.GraphModule, layer: fx.Node) -> dict[str, torch.Tensor]:
     arguments = operator.arguments(layer)
     given = {name: fx.map_arg(value, lambda node: parameter_value(gm, node)) for name, value in arguments.items() if name != "input"}
     paths = _paths(gm, layer, arguments["weight"], arguments["bias"])
-    return {
-        path: nn.Parameter(value, given["weight"].requires_grad) if isinstance(given["weight"], nn.Parameter) else value
-        for path, value in zip(paths, operator.folded(**given), strict=True)
-    }
+    origins = _made_of(gm, arguments["weight"])
+    trained = any(tensor.requires_grad for tensor in origins)
+    parameter = any(isinstance(tensor, nn.Parameter) for tensor in origins)  # a weight that is a buffer stays one
+    return {path: nn.Parameter(value, trained) if parameter else value for path, value in zip(paths, operator.folded(**given), strict=True)}
+
+
+def _made_of(gm: fx.GraphModule, node: fx.Node) -> list[torch.Tensor]:
+    """The parameters and buffers that a parameter is computed from; itself if it is none of these."""
+    if node.op == "get_attr":
+        return [resolve(gm, str(node.target))]
+    return [tensor for operand in node.all_input_nodes for tensor in _made_of(gm, operand)]
 
 
 def _paths(gm: fx.GraphModule, layer: fx.Node, weight: fx.Node, bias: fx.Node | None) -> list[str]:
