@@ -1,19 +1,36 @@
 """Are the bits equal?   python -m benchmarks.exactness
 
-One row per model and target: mismatching elements in E1 (integer graph = ONNX in every runtime), E2 (prepared
-in VALIDATE = integer graph) and E3 (TRAIN with frozen statistics = VALIDATE), over all quantized tensors and two
-batch sizes; the widest proven accumulator; the float nodes between the boundary nodes; and the ratio of signal
-to quantization noise at the output, beside that of torch.ao's FX flow on the same model and data in the same run.
+One row per model and target. Everything up to the fifth column must be zero:
+
+    E1  mismatching elements between the integer graph and its ONNX file in every runtime, over all quantized tensors
+    E2  the same between the prepared model in VALIDATE and the integer graph
+    E3  the same between TRAIN with frozen statistics and VALIDATE, at the outputs
+    E4  accumulators whose values did not fit the bits that were proved for them
+    E5  planted faults that `verify` did not locate: one bias of the middle layer is changed in a copy
+
+each over two batch sizes; then the quantized tensors compared, the widest proven accumulator, the float nodes between the
+boundary nodes, and the ratio of signal to quantization noise at the outputs, beside that of torch.ao's FX flow on the same
+model and data in the same run. With --keep the rows go to a file as well, and those it holds are not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
+import platform
 import tempfile
 import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
+import onnx
+import onnxruntime
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -21,76 +38,186 @@ from torch import Tensor, fx, nn
 
 import fxquant as fxq
 from benchmarks.zoo import ZooEntry, zoo
+from fxquant import backends
 from fxquant.demo.run import count_float_nodes
-from fxquant.graph import notes
-from fxquant.progress import progress
+from fxquant.graph import notes, origin
+from fxquant.primitives import PRIMITIVES
 
-TARGETS = ("bayes-e", "nash-e")
+TARGETS = ("bernoulli", "bernoulli2", "bayes", "bayes-e", "nash-e", "nash-m", "x86", "qnnpack")
+DTYPES = ("int8",)
+ENGINES = ("x86", "qnnpack")
+WRITTEN = Path(__file__).parent / "results" / "exactness.md"
+SMALL, LARGE = (4, 3), (16, 3)  # batch sizes: ONNX's own evaluator, in numpy, runs the small ones
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of one model on one target."""
+
+    model: str
+    target: str
+    dtype: str
+    e1: int
+    e2: int
+    e3: int
+    e4: int
+    e5: int
+    tensors: int
+    accumulator_bits: int
+    float_nodes: int
+    sqnr: float
+    theirs: dict[str, float | str]  # torch.ao's ratio for each engine, or why there is none
+
+    @property
+    def exact(self) -> bool:
+        return not (self.e1 or self.e2 or self.e3 or self.e4 or self.e5)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="*", default=list(zoo()), help="which models of the zoo")
+    parser.add_argument("--models", nargs="*", default=list(zoo()), choices=list(zoo()), metavar="MODEL", help="which models of the zoo")
     parser.add_argument("--targets", nargs="*", default=list(TARGETS))
+    parser.add_argument("--dtype", nargs="*", default=list(DTYPES), help="of the activations; targets that do not have one are left out")
+    parser.add_argument("--processes", type=int, default=1, help="models measured at once, each on one thread")
+    parser.add_argument("--keep", type=Path, help="a file of rows, read first and written as they are measured")
+    parser.add_argument("--write", action="store_true", help=f"write the table to {WRITTEN.parent.name}/{WRITTEN.name} too")
     options = parser.parse_args()
-    table = Table("model", "target", "E1", "E2", "E3", "tensors", "accumulator", "float nodes", "SQNR", "torch.ao x86", "torch.ao qnnpack")
-    for column in table.columns[2:]:
-        column.justify = "right"
-    for name in progress(options.models, len(options.models), "models"):
-        entry = zoo()[name]()
-        theirs = {engine: torch_ao_sqnr(entry, engine) for engine in ("x86", "qnnpack")}
-        for target in options.targets:
-            table.add_row(name, target, *measure(entry, target), *(f"{value:.1f} dB" for value in theirs.values()))
-    Console(width=150).print(table)
+    pairs = [(t, d) for t in options.targets for d in options.dtype if d in backends.get(t).activations]
+    kept = {(row.model, row.target, row.dtype): row for row in read(options.keep)}
+    missing = {name: [pair for pair in pairs if (name, *pair) not in kept] for name in options.models}
+    for row in measured({name: wanted for name, wanted in missing.items() if wanted}, options.processes):
+        kept[row.model, row.target, row.dtype] = row
+        print(line(row), flush=True)
+        if options.keep is not None:
+            with options.keep.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(row)) + "\n")
+    rows = [kept[(name, *pair)] for name in options.models for pair in pairs]
+    show(rows)
+    if options.write:
+        WRITTEN.parent.mkdir(exist_ok=True)
+        WRITTEN.write_text(markdown(rows), encoding="utf-8")
+    raise SystemExit(0 if all(row.exact for row in rows) else 1)
 
 
-def measure(entry: ZooEntry, target: str) -> list[str]:
-    """The row's own columns."""
-    prepared = fxq.prepare(entry.model, entry.example_inputs, target=target)
-    fxq.calibrate(prepared, entry.calibration_batches)
+# ---- measuring ------------------------------------------------------------------------------------------------------
+
+
+def measured(wanted: dict[str, list[tuple[str, str]]], processes: int) -> Iterator[Row]:
+    """The rows as they are done: those of one model one after another, models side by side."""
+    if processes <= 1:
+        for name, pairs in wanted.items():
+            yield from _measure_model(name, pairs)
+        return
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        for done in as_completed([pool.submit(_all_of, name, pairs) for name, pairs in wanted.items()]):
+            yield from done.result()
+
+
+def _all_of(name: str, pairs: list[tuple[str, str]]) -> list[Row]:
+    return list(_measure_model(name, pairs))
+
+
+def _measure_model(name: str, pairs: list[tuple[str, str]]) -> Iterator[Row]:
+    torch.set_num_threads(1)
+    entry = zoo()[name]()
+    theirs = {engine: torch_ao_sqnr(entry, engine) for engine in ENGINES}
+    for target, dtype in pairs:
+        yield measure(name, entry, target, dtype, theirs)
+
+
+def measure(name: str, entry: ZooEntry, target: str, dtype: str, theirs: dict[str, float | str]) -> Row:
+    """One row."""
+    prepared = fxq.prepare(entry.model, entry.example_inputs, target, fxq.QConfig(fxq.ActivationConfig(dtype)))
+    fxq.calibrate(prepared, entry.calibration_batches, show_progress=False)
     integer = fxq.convert(prepared)
-    batches = [entry.test_batches[0], entry.test_batches[1][:3]]
+    small, large = ([entry.test_batches[index][:size] for index, size in enumerate(sizes)] for sizes in (SMALL, LARGE))
     with tempfile.TemporaryDirectory() as directory:
         path = fxq.export_onnx(integer, Path(directory) / "model.onnx")
-        e1 = fxq.verify(integer, path, batches)
-    e2 = fxq.verify(prepared, integer, batches)
-    ratio = sqnr(entry.model, prepared, entry.test_batches)
-    e3 = train_mismatches(prepared, batches)
-    bits = max(notes(node).get("accumulator_bits", 0) for node in integer.graph.nodes)
-    return [
-        str(e1.mismatches),
-        str(e2.mismatches),
-        str(e3),
-        str(e1.tensors),
-        f"{bits} bits",
-        str(count_float_nodes(integer)),
-        f"{ratio:.1f} dB",
-    ]
+        e1 = fxq.verify(integer, path, small, show_progress=False)
+    return Row(
+        name,
+        target,
+        dtype,
+        e1=e1.mismatches,
+        e2=fxq.verify(prepared, integer, large, show_progress=False).mismatches,
+        e4=overflows(integer, large),
+        e5=faults_not_located(integer, small[0]),
+        sqnr=sqnr(entry.model, prepared, entry.test_batches),
+        e3=train_mismatches(prepared, large),  # last, for it freezes the model
+        tensors=e1.tensors,
+        accumulator_bits=max(notes(node).get("accumulator_bits", 0) for node in integer.graph.nodes),
+        float_nodes=count_float_nodes(integer),
+        theirs=theirs,
+    )
 
 
-def train_mismatches(prepared: fx.GraphModule, batches: list[Tensor]) -> int:
+def tensors_of(result: Any) -> list[Tensor]:
+    """All tensors of a model's result."""
+    found: list[Tensor] = []
+    fx.node.map_aggregate(result, lambda value: found.append(value) if isinstance(value, Tensor) else None)
+    return found
+
+
+def train_mismatches(prepared: fx.GraphModule, batches: Sequence[Tensor]) -> int:
     """Elements in which TRAIN, in train mode with frozen statistics, differs from VALIDATE."""
     with torch.no_grad():
-        expected = [prepared(batch) for batch in batches]
+        expected = [tensors_of(prepared(batch)) for batch in batches]
     fxq.freeze(prepared)
     fxq.set_state(prepared, fxq.State.TRAIN)
     prepared.train()
     for module in prepared.modules():
         if isinstance(module, nn.Dropout) or getattr(getattr(module, "operator", None), "name", "") == "dropout":
             module.eval()  # dropout is random by intent
-    return sum(int((prepared(batch) != wanted).sum()) for batch, wanted in zip(batches, expected, strict=True))
+    found = [tensors_of(prepared(batch)) for batch in batches]
+    return sum(int((a != b).sum()) for ours, theirs in zip(found, expected, strict=True) for a, b in zip(ours, theirs, strict=True))
 
 
-def sqnr(model: nn.Module, quantized: nn.Module, batches: list[Tensor]) -> float:
-    """10·log10 of the output's power over that of its error, in dB, over all batches."""
+def overflows(integer: fx.GraphModule, batches: Sequence[Tensor]) -> int:
+    """Accumulators that held a value beyond the bits proved for their operator."""
+    proved = {node.name: notes(node).get("accumulator_bits") for node in integer.graph.nodes}
+    beyond: set[str] = set()
+
+    class Watch(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            result = super().run_node(n)
+            record = PRIMITIVES.get(n.target) if n.op == "call_function" else None  # type: ignore[arg-type]
+            bits = proved.get(origin(n))
+            if record is not None and record.kind == "accumulator" and bits and int(result.abs().max()) >= 2 ** (bits - 1):
+                beyond.add(n.name)
+            return result
+
     with torch.no_grad():
-        exact = torch.cat([model(batch) for batch in batches])
-        error = exact - torch.cat([quantized(batch) for batch in batches])
-    return float(10 * torch.log10(exact.square().mean() / error.square().mean()))
+        for batch in batches:
+            Watch(integer).run(batch)
+    return len(beyond)
 
 
-def torch_ao_sqnr(entry: ZooEntry, engine: str) -> float:
-    """The same for torch.ao's FX graph mode with its default configuration for this engine."""
+def faults_not_located(integer: fx.GraphModule, batch: Tensor) -> int:
+    """0 if `verify` names the layer whose bias is changed in a copy of the model, 1 if it does not."""
+    faulty = copy.deepcopy(integer)
+    biases = [node for node in faulty.graph.nodes if node.op == "get_attr" and str(node.target).endswith(".bias")]
+    chosen = biases[len(biases) // 2]
+    *_, layer, _ = str(chosen.target).split(".")
+    bias = faulty.get_buffer(str(chosen.target))
+    bias += 2**22 if float(bias.flatten()[0]) < 0 else -(2**22)
+    first = fxq.verify(integer, faulty, [batch], show_progress=False).first
+    named = next((node for node in integer.graph.nodes if first is not None and node.name == first.name), None)
+    return 0 if named is not None and origin(named) == layer else 1
+
+
+def sqnr(model: nn.Module, quantized: nn.Module, batches: Sequence[Tensor]) -> float:
+    """10·log10 of the outputs' power over that of their error, in dB, over all batches."""
+    signal = noise = torch.zeros((), dtype=torch.float64)
+    with torch.no_grad():
+        for batch in batches:
+            for exact, found in zip(tensors_of(model(batch)), tensors_of(quantized(batch)), strict=True):
+                signal = signal + exact.double().square().sum()
+                noise = noise + (exact - found).double().square().sum()
+    return float(10 * torch.log10(signal / noise))
+
+
+def torch_ao_sqnr(entry: ZooEntry, engine: str) -> float | str:
+    """The same for torch.ao's FX graph mode with its default configuration for this engine; or why it cannot do the model."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.ao.quantization import get_default_qconfig_mapping
@@ -104,8 +231,85 @@ def torch_ao_sqnr(entry: ZooEntry, engine: str) -> float:
                 for batch in entry.calibration_batches:
                     prepared(batch)
             return sqnr(entry.model, convert_fx(prepared), entry.test_batches)
+        except Exception as error:  # whatever it is, it is theirs to explain
+            return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160]}"
         finally:
             torch.backends.quantized.engine = before
+
+
+# ---- showing --------------------------------------------------------------------------------------------------------
+
+Cell = Callable[[Row], str]
+COLUMNS: dict[str, Cell] = {
+    "model": lambda row: row.model,
+    "target": lambda row: row.target,
+    "dtype": lambda row: row.dtype,
+    "E1": lambda row: str(row.e1),
+    "E2": lambda row: str(row.e2),
+    "E3": lambda row: str(row.e3),
+    "E4": lambda row: str(row.e4),
+    "E5": lambda row: str(row.e5),
+    "tensors": lambda row: str(row.tensors),
+    "accumulator": lambda row: f"{row.accumulator_bits} bits",
+    "float nodes": lambda row: str(row.float_nodes),
+    "SQNR": lambda row: f"{row.sqnr:.1f}",
+    **{f"torch.ao {engine}": partial(lambda row, engine: _ratio(row.theirs[engine]), engine=engine) for engine in ENGINES},
+}
+
+
+def _ratio(value: float | str) -> str:
+    return "–" if isinstance(value, str) else f"{value:.1f}"
+
+
+def line(row: Row) -> str:
+    """The row as one line, for a reader who waits for it."""
+    return "  ".join(f"{name} {cell(row)}" if name not in ("model", "target", "dtype") else cell(row) for name, cell in COLUMNS.items())
+
+
+def show(rows: Sequence[Row]) -> None:
+    """The table in the terminal, and under it why torch.ao has no number somewhere."""
+    table = Table(*COLUMNS)
+    for column in table.columns[3:]:
+        column.justify = "right"
+    for row in rows:
+        table.add_row(*(cell(row) for cell in COLUMNS.values()))
+    console = Console(width=160)
+    console.print(table)
+    for note in footnotes(rows):
+        console.print(note, soft_wrap=True, markup=False)
+
+
+def footnotes(rows: Sequence[Row]) -> list[str]:
+    """Why torch.ao has no number: once for each model and engine."""
+    reasons = {(row.model, engine, why): None for row in rows for engine, why in row.theirs.items() if isinstance(why, str)}
+    return [f"torch.ao, {engine}, on {model}: {why}" for model, engine, why in reasons]
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The table as a page."""
+    total = sum(row.exact for row in rows)
+    lines = [
+        "# Are the bits equal?",
+        "",
+        "Written by `python -m benchmarks.exactness --write`; the columns are described by `--help`. SQNR in dB, of a calibrated model",
+        "with random weights on real data: it compares tools, and says nothing of a model's quality.",
+        "",
+        f"{total} of {len(rows)} rows are exact. Python {platform.python_version()}, torch {torch.__version__}, onnx {onnx.__version__}, "
+        f"onnxruntime {onnxruntime.__version__}; batches of {SMALL[0]} and {SMALL[1]} for E1, of {LARGE[0]} and {LARGE[1]} for E2 to E4.",
+        "",
+        "| " + " | ".join(COLUMNS) + " |",
+        "|" + "|".join("---" if index < 3 else "---:" for index in range(len(COLUMNS))) + "|",
+        *("| " + " | ".join(cell(row) for cell in COLUMNS.values()) + " |" for row in rows),
+    ]
+    notes_below = footnotes(rows)
+    return "\n".join([*lines, *([""] if notes_below else []), *(f"- {note}" for note in notes_below)]) + "\n"
+
+
+def read(path: Path | None) -> list[Row]:
+    """The rows a file holds; none if there is no file."""
+    if path is None or not path.exists():
+        return []
+    return [Row(**json.loads(entry)) for entry in path.read_text(encoding="utf-8").splitlines()]
 
 
 if __name__ == "__main__":

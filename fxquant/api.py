@@ -54,16 +54,24 @@ def prepare(
 
     `qconfig` says how everything is quantized, or with a mapping what is quantized how; an attribute `qconfig` on one of the
     model's modules goes before it, for everything below that module (None: float), and the nearest goes first.
-    The caller's model is not modified. `batch_norm` says what batch norms do while training: "live" ones use
-    and update batch statistics, "frozen" ones keep their running statistics. `until` stops after a pass
-    ("activation.fuse") or stage and returns the graph as it is then.
+    The caller's model is not modified. `until` stops after a pass ("activation.fuse") or stage and returns the
+    graph as it is then.
+
+    `batch_norm` says what batch norms do while training:
+
+        "live"    they use and update batch statistics, as in the float model
+        "frozen"  they keep their running statistics; their weight and bias are trained
+        "folded"  those behind a layer are multiplied into its weight and bias once, here. The layer's parameters keep their
+                  names in `state_dict` (`conv.weight`), a bias that was missing is new (`conv.bias`), and the batch norm's are
+                  gone. A layer called several times has parameters for each call, named after its node (`conv.weight_conv_1`).
+                  Batch norms behind nothing that absorbs them are frozen.
 
     Raises UnknownTarget, TraceError, ScaleConflict or ConfigurationError.
     """
     chosen = backends.get(target)
     if batch_norm not in BATCH_NORM_MODES:
         raise ConfigurationError(
-            f"batch_norm={batch_norm!r} is unknown", because="it is one of 'live' and 'frozen'", remedy="pass one of these"
+            f"batch_norm={batch_norm!r} is unknown", because="it is one of 'live', 'frozen' and 'folded'", remedy="pass one of these"
         )
     check_until(until, PREPARE)
     dial = Dial.of(debug, dump)

@@ -180,6 +180,26 @@ def refuse(node: fx.Node, because: str) -> None:
     node.meta["refusal"] = because
 
 
+def is_parameter(node: fx.Node) -> bool:
+    """Whether the node's value follows from parameters, buffers and constants alone: it is one, or is computed from such."""
+    return node.op == "get_attr" or bool(node.meta.get("parameter"))
+
+
+def mark_parameter(node: fx.Node) -> None:
+    """Record that the node is computed from parameters alone."""
+    node.meta["parameter"] = True
+
+
+def parameter_value(root: torch.nn.Module, node: fx.Node) -> Any:
+    """The value that a parameter, or what is computed from parameters, has at this moment."""
+    if node.op == "get_attr":
+        return resolve(root, str(node.target))
+    args, kwargs = (fx.map_arg(given, lambda operand: parameter_value(root, operand)) for given in (node.args, node.kwargs))
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
 def spelling(node: fx.Node) -> tuple[Any, ...]:
     """What the user wrote: the function, or the class of the module, the node stood for; several after fusion."""
     return tuple(node.meta.get("spelling", ()))

@@ -22,7 +22,7 @@ from fxquant.stage import Stage, verify_stage
 from fxquant.target import Target
 from fxquant.text import text
 
-BATCH_NORM_MODES = ("live", "frozen")
+BATCH_NORM_MODES = ("live", "frozen", "folded")
 
 
 @dataclass

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from torch import fx, nn
 
 from fxquant.errors import StageViolation
-from fxquant.graph import TensorFact, annotation, fact, reads_shape_only, resolve
-from fxquant.ops import OPERATORS, Scale, operator_of
+from fxquant.graph import TensorFact, annotation, fact, is_parameter, reads_shape_only, resolve
+from fxquant.ops import Scale, operator_of
 from fxquant.prepared import QuantizedOperator
 from fxquant.primitives import PRIMITIVES
 
@@ -39,8 +39,8 @@ Rule = Callable[[fx.GraphModule], Iterator[Violation]]
 def canonical_spelling(gm: fx.GraphModule) -> Iterator[Violation]:
     """No module or function that the operator table knows is left in another spelling."""
     for node in gm.graph.nodes:
-        if node.op == "call_function" and node.target in OPERATORS:
-            operator = OPERATORS[node.target]
+        operator = operator_of(node)
+        if operator is not None:
             try:
                 operator.bind(node.args, {k: v for k, v in node.kwargs.items() if k not in ("batch_norm", "residual", "clamp")})
             except TypeError as error:
@@ -69,7 +69,7 @@ def bounded(gm: fx.GraphModule) -> Iterator[Violation]:
         if reads_shape_only(node) or (operator is not None and integer and operator.name == "quantize"):
             continue
         for operand in node.all_input_nodes:
-            if operand.op == "get_attr" or not isinstance(fact(operand), TensorFact):
+            if is_parameter(operand) or not isinstance(fact(operand), TensorFact):
                 continue
             if integer and not is_integer(operand) and fact(operand).dtype.is_floating_point:
                 yield Violation(node, f"it is integer but reads the float %{operand.name}")
@@ -132,6 +132,12 @@ def consistent(gm: fx.GraphModule) -> Iterator[Violation]:
         for operand in node.all_input_nodes:
             if operand not in seen:
                 yield Violation(node, f"it uses %{operand.name} before its definition")
+        if is_parameter(node) and node.op != "get_attr":
+            others = [operand.name for operand in node.all_input_nodes if not is_parameter(operand)]
+            if others or not node.all_input_nodes:
+                yield Violation(
+                    node, "it is said to be computed from parameters alone but " + (f"reads %{others[0]}" if others else "reads none")
+                )
         if node.op in ("call_module", "get_attr"):
             try:
                 found = resolve(gm, str(node.target))

@@ -4,14 +4,18 @@
     %y    = batch_norm(%conv, %bn)         →
 
 The weights are not touched: folding is a function of weight and batch norm, evaluated in every state, so a
-layer that is shared by two batch norms is simply folded twice.
+layer that is shared by two batch norms is simply folded twice. With batch_norm="folded" it is evaluated here,
+once, and the result takes the place of the parameters:
+
+    %conv = conv2d(%x, %w, batch_norm=%bn)  →   %conv = conv2d(%x, %w, %b)
 """
 
 from __future__ import annotations
 
-from torch import fx
+import torch
+from torch import fx, nn
 
-from fxquant.graph import absorb, shape_of
+from fxquant.graph import absorb, attach, free_name, inherit, is_parameter, parameter_value, resolve, shape_of
 from fxquant.ops import operator_of
 from fxquant.pipeline import Context
 
@@ -19,6 +23,7 @@ from fxquant.pipeline import Context
 def fold(gm: fx.GraphModule, context: Context) -> int:
     """No batch norm is left behind a layer that can absorb it."""
     changes = 0
+    layers: list[fx.Node] = []
     for node in list(gm.graph.nodes):
         operator = operator_of(node)
         if operator is None or operator.name != "batch_norm":
@@ -36,7 +41,10 @@ def fold(gm: fx.GraphModule, context: Context) -> int:
         absorb(layer, node)
         gm.graph.erase_node(node)
         context.say(f"%{node.name} folded into %{layer.name}")
+        layers.append(layer)
         changes += 1
+    if context.batch_norm == "folded":
+        _evaluate(gm, layers)
     return changes
 
 
@@ -48,4 +56,81 @@ def _why_not(layer: fx.Node) -> str | None:
         return f"%{layer.name} has {len(layer.users)} users"
     if operator.name == "linear" and len(shape_of(layer)) != 2:
         return f"the channels of %{layer.name} are its last dimension, and a batch norm's are dimension 1"
+    reads = [operand for operand in layer.args[1:3] if isinstance(operand, fx.Node)]
+    if not all(map(is_parameter, reads)):
+        return f"the parameters of %{layer.name} are computed from more than parameters"
     return f"%{layer.name} already has fused parts" if layer.kwargs else None
+
+
+# ---- once and for all -----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _evaluate(gm: fx.GraphModule, layers: list[fx.Node]) -> None:
+    """The weight and bias of these layers are the folded ones; what they were made of is gone unless something else reads it."""
+    made = {layer: _folded(gm, layer) for layer in layers}  # all of them before any parameter changes: one may be read by several
+    for layer, parameters in made.items():
+        nodes = []
+        for path, value in parameters.items():
+            _attach(gm, path, value)
+            with gm.graph.inserting_before(layer):
+                name = f"{layer.name}_folded_{'bias' if nodes else 'weight'}"
+                nodes.append(inherit(gm.graph.create_node("get_attr", path, name=name), layer, "batchnorm.fold"))
+        layer.args = (layer.args[0], *nodes, *layer.args[3:])
+        layer.kwargs = {name: value for name, value in layer.kwargs.items() if name != "batch_norm"}
+    _drop_unread(gm)
+
+
+def _attach(gm: fx.GraphModule, path: str, value: torch.Tensor) -> None:
+    """Register the tensor; a bias may have been a buffer, and is a parameter now, or the reverse."""
+    parent, _, name = path.rpartition(".")
+    holder = resolve(gm, parent) if parent else gm
+    if hasattr(holder, name) and (name in holder._parameters) != isinstance(value, nn.Parameter):
+        delattr(holder, name)
+    attach(gm, path, value)
+
+
+def _folded(gm: fx.GraphModule, layer: fx.Node) -> dict[str, torch.Tensor]:
+    """The folded weight and bias by the paths they are to have."""
+    operator = operator_of(layer)
+    assert operator is not None
+    assert operator.folded is not None
+    arguments = operator.arguments(layer)
+    given = {name: fx.map_arg(value, lambda node: parameter_value(gm, node)) for name, value in arguments.items() if name != "input"}
+    paths = _paths(gm, layer, arguments["weight"], arguments["bias"])
+    origins = _made_of(gm, arguments["weight"])
+    trained = any(tensor.requires_grad for tensor in origins)
+    parameter = any(isinstance(tensor, nn.Parameter) for tensor in origins)  # a weight that is a buffer stays one
+    return {path: nn.Parameter(value, trained) if parameter else value for path, value in zip(paths, operator.folded(**given), strict=True)}
+
+
+def _made_of(gm: fx.GraphModule, node: fx.Node) -> list[torch.Tensor]:
+    """The parameters and buffers that a parameter is computed from; itself if it is none of these."""
+    if node.op == "get_attr":
+        return [resolve(gm, str(node.target))]
+    return [tensor for operand in node.all_input_nodes for tensor in _made_of(gm, operand)]
+
+
+def _paths(gm: fx.GraphModule, layer: fx.Node, weight: fx.Node, bias: fx.Node | None) -> list[str]:
+    """Where the folded parameters stand: in the place of the layer's own, or beside them where others read those as well."""
+    if weight.op != "get_attr" or (bias is not None and bias.op != "get_attr"):
+        return [free_name(gm, f"{layer.name}_{role}") for role in ("weight", "bias")]
+    path = str(weight.target)
+    beside = path[: -len("weight")] + "bias" if path.rpartition(".")[2] == "weight" else f"{path}_bias"
+    paths = [path, beside if bias is None else str(bias.target)]
+    alone = len(weight.users) == 1 and (bias is None or len(bias.users) == 1)
+    return paths if alone else [f"{path}_{layer.name}" for path in paths]
+
+
+def _drop_unread(gm: fx.GraphModule) -> None:
+    """Parameters and batch norms that nothing reads any more are no part of the model."""
+    gone = []
+    for node in reversed(list(gm.graph.nodes)):
+        if is_parameter(node) and not node.users:
+            gone.append(str(node.target) if node.op == "get_attr" else "")
+            gm.graph.erase_node(node)
+    read = {str(node.target) for node in gm.graph.nodes if node.op in ("get_attr", "call_module")}
+    for path in filter(None, gone):
+        if not any(other == path or other.startswith(path + ".") for other in read):
+            parent, _, name = path.rpartition(".")
+            delattr(resolve(gm, parent) if parent else gm, name)

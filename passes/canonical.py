@@ -7,21 +7,29 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+import torch
 from torch import fx, nn
 
-from fxquant.graph import TensorFact, fact, inherit, refuse, spell
+from fxquant.graph import TensorFact, fact, inherit, is_parameter, mark_parameter, refuse, spell
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, Operator, Parameter, operator_of
 from fxquant.pipeline import Context
 
 
 def rewrite(gm: fx.GraphModule, context: Context) -> int:
-    """Every node an operator of the table recognises is a call of the operator's function, arguments in order."""
+    """Every node an operator of the table recognises is a call of the operator's function, arguments in order.
+
+    What is computed from parameters alone (`self.weight * self.gain`, `.t()`) is marked, and is a parameter from here on.
+    """
     attributes: dict[str, fx.Node] = {str(node.target): node for node in gm.graph.nodes if node.op == "get_attr"}
     modules = dict(gm.named_modules(remove_duplicate=False))
     changes = 0
     for node in list(gm.graph.nodes):
+        if _computes_parameter(node):
+            mark_parameter(node)
+            continue
         recognised = _recognise(node, modules)
         if recognised is None:
             continue
@@ -40,6 +48,15 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
         changes += 1
     _eliminate_unused(gm.graph)
     return changes
+
+
+def _computes_parameter(node: fx.Node) -> bool:
+    """Whether a node computes something from parameters alone that is the same every time; it then stays as the user wrote it."""
+    if node.op not in ("call_function", "call_method") or not node.all_input_nodes or not all(map(is_parameter, node.all_input_nodes)):
+        return False
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    packet = getattr(torch.ops.aten, re.sub(r"(?<=dropout)\dd$", "", name), None)  # dropout2d is no aten operator of its own
+    return packet is None or not any(torch.Tag.nondeterministic_seeded in getattr(packet, o).tags for o in packet.overloads())
 
 
 def _eliminate_unused(graph: fx.Graph) -> None:

@@ -22,7 +22,9 @@ from fxquant.graph import (
     fact,
     free_name,
     inherit,
+    is_parameter,
     notes,
+    parameter_value,
     replace_graph,
     resolve,
     set_fact,
@@ -126,7 +128,7 @@ class Environment(dict[fx.Node, fx.Node]):
         self.graph = graph
 
     def __missing__(self, node: fx.Node) -> fx.Node:
-        self[node] = self.graph.node_copy(node)
+        self[node] = self.graph.node_copy(node, self.__getitem__)
         return self[node]
 
 
@@ -163,7 +165,7 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
                 lowering = GraphLowering(gm, graph, node, None, outputs[node.args[0]], context.target.arithmetic, shapes, container)
                 arguments = {"input": node.args[0]}
             else:
-                if node.op != "get_attr":  # most parameters become constants and are read no more
+                if not is_parameter(node):  # most parameters become constants and are read no more
                     environment[node] = graph.node_copy(node, environment.__getitem__)
                 continue
             operator = module.operator if isinstance(module, QuantizedOperator) else DEQUANTIZE
@@ -182,13 +184,13 @@ def _concrete(
     """The arguments with activations as quantized nodes, parameters as tensors, and other nodes as new nodes."""
 
     def operand(name: str, value: fx.Node) -> Quantized | Tensor:
-        if value.op == "get_attr":
-            constant: Tensor = resolve(gm, str(value.target))
+        if is_parameter(value):
+            constant: Tensor = parameter_value(gm, value)
             return constant
         return results[value]
 
     def other(value: fx.Node) -> Any:
-        return resolve(gm, str(value.target)) if value.op == "get_attr" else environment[value]
+        return parameter_value(gm, value) if is_parameter(value) else environment[value]
 
     activations = {name for name in (*operator.operands, "residual") if arguments.get(name) is not None}
     rest = {name: fx.map_arg(value, other) for name, value in arguments.items() if name not in activations}
@@ -199,7 +201,7 @@ def _concrete(
 def _eliminate_unused(graph: fx.Graph) -> None:
     """Parameters of the float model that were turned into constants are no longer read."""
     for node in reversed(list(graph.nodes)):
-        if not node.users and (node.op == "get_attr" or (node.op == "call_function" and node.target in PRIMITIVES)):
+        if not node.users and (is_parameter(node) or (node.op == "call_function" and node.target in PRIMITIVES)):
             graph.erase_node(node)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from fxquant.graph import Annotation, annotation, attach, free_name, module_path, source
+from fxquant.graph import Annotation, annotation, attach, free_name, is_parameter, module_path, source
 from fxquant.ops import Operator, Scale, map_operands, operator_of
 from fxquant.pipeline import Context
 from fxquant.prepared import QuantizedOperator
@@ -107,7 +107,7 @@ def _inputs(operator: Operator, arguments: dict[str, Any], quantizers: dict[int,
     """The quantizers of the operands, by parameter; None for an operand that is a constant."""
 
     def quantizer(name: str, operand: fx.Node) -> Quantizer | None:
-        if operand.op == "get_attr":
+        if is_parameter(operand):
             return None
         spec = annotation(operand)
         assert spec is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxquant.graph import TensorFact, absorb, fact
+from fxquant.graph import TensorFact, absorb, fact, is_parameter
 from fxquant.ops import operator_of
 from fxquant.pipeline import Context
 
@@ -50,7 +50,7 @@ def _why_not(layer: fx.Node, addition: fx.Node) -> str | None:
         return f"%{layer.name} already ends in {', '.join(set(layer.kwargs) - {'batch_norm'})}"
     if operator_of(addition).arguments(addition)["alpha"] != 1:  # type: ignore[union-attr]
         return "its second operand is multiplied by alpha"
-    if not all(isinstance(a, fx.Node) and a.op != "get_attr" and isinstance(fact(a), TensorFact) for a in addition.args[:2]):
+    if not all(isinstance(a, fx.Node) and not is_parameter(a) and isinstance(fact(a), TensorFact) for a in addition.args[:2]):
         return "its other operand is no activation"
     if any(fact(a) != fact(addition) for a in addition.args[:2] if isinstance(a, fx.Node)):
         return "its operands differ in shape"

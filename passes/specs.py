@@ -5,7 +5,18 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fxquant.graph import Annotation, TensorFact, annotation, attached_qconfig, fact, module_path, refusal, resolve, spelling
+from fxquant.graph import (
+    Annotation,
+    TensorFact,
+    annotation,
+    attached_qconfig,
+    fact,
+    is_parameter,
+    module_path,
+    refusal,
+    resolve,
+    spelling,
+)
 from fxquant.graph import annotate as set_annotation
 from fxquant.ops import Operator, Scale, operand_nodes, operator_of
 from fxquant.pipeline import Context
@@ -18,7 +29,7 @@ def annotate(gm: fx.GraphModule, context: Context) -> int:
     """Every node that computes a tensor is annotated; those that stay in float say why."""
     changes = 0
     for node in gm.graph.nodes:
-        if node.op in ("placeholder", "get_attr", "output") or not isinstance(fact(node), TensorFact | list | tuple | dict):
+        if node.op in ("placeholder", "output") or is_parameter(node) or not isinstance(fact(node), TensorFact | list | tuple | dict):
             continue
         operator = operator_of(node)
         qconfig = context.qconfig.choose(node.name, module_path(node), spelling(node))

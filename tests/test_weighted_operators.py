@@ -257,13 +257,13 @@ REFUSED: dict[str, tuple[Callable[[], Case], str, str]] = {
     "batch sum": (lambda: Case((4, 8), lambda s, x: x.sum()), "sum_1", "it sums over the batch"),
     "batch amax": (lambda: Case((4, 8), lambda s, x: x.amax(0)), "amax", "it reduces the batch"),
     "scaled addmm": (lambda: Case((4, 8), lambda s, x: torch.addmm(s.b, x, s.w, beta=2), w=weights(8, 5), b=weights(5)), "addmm", "beta"),
-    "computed slope": (lambda: Case((4, 3), lambda s, x: F.prelu(x, s.w.abs()), w=weights(3)), "prelu", "its weight is computed"),
+    "computed slope": (lambda: Case((4, 3), lambda s, x: F.prelu(x, s.w * x.std()), w=weights(3)), "prelu", "its weight is computed"),
     "batch statistics": (
         lambda: Case((4, 3), lambda s, x: s.norm(x), norm=nn.BatchNorm1d(3, track_running_stats=False)),
         "norm",
         "it has no running statistics",
     ),
-    "computed weight": (lambda: Case((4, 8), lambda s, x: F.linear(x, s.w * 2), w=weights(5, 8)), "linear", "its weight is computed"),
+    "computed weight": (lambda: Case((4, 8), lambda s, x: F.linear(x, s.w * x.std()), w=weights(5, 8)), "linear", "its weight is computed"),
 }
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.graph import TensorFact, fact
+from fxquant.graph import TensorFact, fact, is_parameter
 from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics import FLOAT32_EXACT, Ratio
 from fxquant.ops.record import Operator, register
@@ -33,9 +33,9 @@ def _clamped(value: Tensor, clamp: Clamp | None) -> Tensor:
 def needs_activation(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     """Why the node must stay in float: one operand has to be an activation, and what is not must be a constant."""
     operands = [arguments["input"], arguments["other"]]
-    if not any(isinstance(o, fx.Node) and o.op != "get_attr" and isinstance(fact(o), TensorFact) for o in operands):
+    if not any(isinstance(o, fx.Node) and not is_parameter(o) and isinstance(fact(o), TensorFact) for o in operands):
         return "it reads no activation"
-    if any(isinstance(o, fx.Node) and not isinstance(fact(o), TensorFact) and o.op != "get_attr" for o in operands):
+    if any(isinstance(o, fx.Node) and not isinstance(fact(o), TensorFact) and not is_parameter(o) for o in operands):
         return "one of its operands depends on the batch size"
     numbers = [arguments.get("alpha", 1), *(o for o in operands if not isinstance(o, fx.Node))]
     return None if all(isinstance(n, int | float) and math.isfinite(n) for n in numbers) else "one of its numbers is not finite"

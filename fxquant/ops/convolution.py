@@ -1,62 +1,114 @@
-"""Convolution and transposed convolution in one to three dimensions."""
+"""Convolution and transposed convolution in one to three dimensions: one description, two kinds."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
 from fxquant.batch_norm import BatchNorm, fold
 from fxquant.graph import TensorFact, fact, resolve
 from fxquant.lowering import Clamp, Lowering, Quantized
+from fxquant.ops.pad import lower_pad, pads_the_batch
 from fxquant.ops.record import Operator, Parameter, register
 from fxquant.ops.weighted import ABSORBED, Tap, epilogue, lower_weighted, refuses_weighted, shape_of, sizes
 from fxquant.primitives import accumulate, transposed
 from fxquant.primitives.accumulate import CONVOLUTIONS
 from fxquant.primitives.transposed import TRANSPOSED, swap_channels
 
-# ---- convolution ----------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Kind:
+    """What tells one kind of convolution from the other.
+
+    kernels     the float functions by rank
+    attributes  what follows weight and bias, with defaults, in PyTorch's order
+    order       the attributes as the primitives take them
+    arrange     weight and groups -> the weight as (out, in/groups, …); it undoes itself. Folded and quantized like that, it has one
+                scale per output channel
+    narrow      the primitive for sums below 2^24, wide the other one
+    """
+
+    name: str
+    kernels: dict[int, Callable[..., Tensor]]
+    attributes: dict[str, Any]
+    order: tuple[str, ...]
+    arrange: Callable[[Tensor, int], Tensor]
+    narrow: Callable[..., Tensor]
+    wide: Callable[..., Tensor]
 
 
-def _convolution(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized]]:
-    """The float function and the lowering of convolution in `rank` dimensions."""
-    kernel = CONVOLUTIONS[rank]
+PLAIN = Kind(
+    "conv",
+    CONVOLUTIONS,
+    {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, "padding_mode": "zeros"},
+    ("stride", "padding", "dilation", "groups"),
+    lambda weight, groups: weight,
+    accumulate.convolution,
+    accumulate.convolution_wide,
+)
+REVERSED = Kind(
+    "conv_transpose",
+    TRANSPOSED,
+    {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1},
+    ("stride", "padding", "output_padding", "dilation", "groups"),
+    swap_channels,
+    transposed.transposed_convolution,
+    transposed.transposed_convolution_wide,
+)
+
+
+def _convolution(kind: Kind, rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized], Callable[..., tuple[Tensor, Tensor]]]:
+    """The float function, the lowering, and the folding of one kind of convolution in `rank` dimensions."""
+    kernel = kind.kernels[rank]
+
+    def folded(weight: Tensor, bias: Tensor | None, batch_norm: BatchNorm, groups: int = 1, **_: Any) -> tuple[Tensor, Tensor]:
+        weight, bias = fold(kind.arrange(weight, groups), bias, batch_norm, 0)
+        return kind.arrange(weight, groups), bias
 
     def function(
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-        *,
+        *attributes: Any,
         batch_norm: BatchNorm | None = None,
         residual: Tensor | None = None,
         clamp: Clamp | None = None,
         tap: Tap | None = None,
     ) -> Tensor:
+        given = {**kind.attributes, **dict(zip(kind.attributes, attributes, strict=False))}
         if batch_norm is not None:
-            weight, bias = fold(weight, bias, batch_norm, 0)
-        return epilogue(kernel(input, weight, bias, stride, padding, dilation, groups), residual, clamp, tap)
+            weight, bias = folded(weight, bias, batch_norm, **given)
+        margin, given = _margin(given, rank)
+        if margin is not None:
+            input = F.pad(input, *margin)
+        return epilogue(kernel(input, weight, bias, **given), residual, clamp, tap)
 
     def lower(
         lowering: Lowering,
         input: Quantized,
         weight: Tensor,
         bias: Tensor | None,
-        stride: Any,
-        padding: Any,
-        dilation: Any,
-        groups: int,
         *,
         batch_norm: BatchNorm | None = None,
         residual: Quantized | None = None,
         clamp: Clamp | None = None,
+        **attributes: Any,
     ) -> Quantized:
-        attributes = sizes(stride, rank), sizes(padding, rank), sizes(dilation, rank), groups
-        weight, bias = lowering.fold(weight, bias, batch_norm, 0, lambda w, b: kernel(input.real(), w, b, *attributes))
+        margin, given = _margin(attributes, rank)
+        if margin is not None:
+            input = lower_pad(lowering, input, *margin, 0.0)
+        given = {name: value if name == "groups" else sizes(value, rank) for name, value in given.items()}
+        groups = given["groups"]
+
+        def forward(weight: Tensor, bias: Tensor | None) -> Tensor:
+            return kernel(input.real(), kind.arrange(weight, groups), bias, **given)
+
+        weight, bias = lowering.fold(kind.arrange(weight, groups), bias, batch_norm, 0, forward)
         return lower_weighted(
             lowering,
             input,
@@ -64,151 +116,89 @@ def _convolution(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quanti
             bias,
             residual,
             clamp,
-            narrow=accumulate.convolution,
-            wide=accumulate.convolution_wide,
-            attributes=attributes,
+            narrow=kind.narrow,
+            wide=kind.wide,
+            attributes=tuple(given[name] for name in kind.order),
             trailing=rank,
             in_parts=True,
+            layout=lambda integers: kind.arrange(integers, groups),
         )
 
-    function.__name__ = function.__qualname__ = f"conv{rank}d"
-    function.__doc__ = f"{rank}-dimensional convolution, with the batch norm, residual and clamp that are fused into it."
-    return function, lower
+    function.__name__ = function.__qualname__ = f"{kind.name}{rank}d"
+    function.__doc__ = f"{kind.name}{rank}d, with the batch norm, residual and clamp that are fused into it."
+    function.__signature__ = _signature(function, kind)  # type: ignore[attr-defined]
+    return function, lower, folded
 
 
-def _convolution_module(module: Any) -> dict[str, Any] | str:
-    if module.padding_mode != "zeros":
-        return f"padding_mode={module.padding_mode!r} has no integer form yet"
-    padding = module.padding
+def _signature(function: Callable[..., Tensor], kind: Kind) -> inspect.Signature:
+    """The function's, with the attributes by name."""
+    own = inspect.signature(function)
+    named = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=value) for name, value in kind.attributes.items()]
+    before = [p for p in own.parameters.values() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    behind = [p for p in own.parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    return own.replace(parameters=[*before, *named, *behind])
+
+
+# ---- padding --------------------------------------------------------------------------------------------------------
+
+_MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
+
+
+def _margin(attributes: dict[str, Any], rank: int) -> tuple[tuple[list[int], str] | None, dict[str, Any]]:
+    """(padding and mode, as F.pad takes them, of what is put around the input first; the attributes of the convolution that is left).
+
+    None where the zeros of the convolution itself do: it has as many before a dimension as behind it.
+    """
+    rest = dict(attributes)
+    mode = rest.pop("padding_mode", "zeros")
+    padding = sizes(rest["padding"], rank)
+    if mode == "zeros" and len(padding) == rank:
+        return None, rest
+    around = padding if len(padding) > rank else [size for size in reversed(padding) for _ in range(2)]
+    rest["padding"] = 0
+    return (around, _MODES[mode]), rest
+
+
+def _plain_padding(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
+    """Padding given by name, as numbers."""
+    padding = arguments["padding"]
+    if not isinstance(padding, str):
+        return arguments
+    kernel = shape_of(arguments["weight"])
+    if kernel is None:
+        return f"padding={padding!r} depends on its weight, which is no tensor"
+    return {**arguments, "padding": _numbers(padding, [int(size) for size in kernel[2:]], arguments["dilation"])}  # type: ignore[arg-type]
+
+
+def _numbers(padding: Any, kernel: list[int], dilation: Any) -> Any:
+    """ "valid" and "same" as numbers; where "same" needs one more behind, as F.pad takes them."""
     if padding == "valid":
-        padding = 0
-    elif padding == "same":
-        totals = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
-        if any(total % 2 for total in totals):
-            return "padding='same' with an even kernel is asymmetric, which has no integer form yet"
-        padding = tuple(total // 2 for total in totals)
+        return 0
+    if padding != "same":
+        return padding
+    totals = [taps * (size - 1) for taps, size in zip(sizes(dilation, len(kernel)), kernel, strict=True)]
+    if all(total % 2 == 0 for total in totals):
+        return [total // 2 for total in totals]
+    return [size for total in reversed(totals) for size in (total // 2, total - total // 2)]
+
+
+def _convolution_module(module: Any) -> dict[str, Any]:
     return {
-        "weight": Parameter("weight"),
-        "bias": None if module.bias is None else Parameter("bias"),
-        "stride": module.stride,
-        "padding": padding,
-        "dilation": module.dilation,
-        "groups": module.groups,
+        **_parameters(module),
+        **{name: getattr(module, name) for name in ("stride", "dilation", "groups", "padding_mode")},
+        "padding": _numbers(module.padding, list(module.kernel_size), module.dilation),
     }
 
 
-def _refuses_convolution(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
-    def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-        if isinstance(arguments["padding"], str):
-            return f"padding={arguments['padding']!r} has no integer form yet"
-        operand = fact(arguments["input"])
-        if isinstance(operand, TensorFact) and len(operand.shape) != rank + 2:
-            return "its input has no batch dimension"
-        return refuses_weighted(node, arguments)
-
-    return refuses
-
-
-conv1d, _lower_conv1d = _convolution(1)
-conv2d, _lower_conv2d = _convolution(2)
-conv3d, _lower_conv3d = _convolution(3)
-for _rank, _function, _lower, _module in (
-    (1, conv1d, _lower_conv1d, nn.Conv1d),
-    (2, conv2d, _lower_conv2d, nn.Conv2d),
-    (3, conv3d, _lower_conv3d, nn.Conv3d),
-):
-    register(
-        Operator(
-            f"conv{_rank}d",
-            _function,
-            ("input",),
-            _lower,
-            functions={CONVOLUTIONS[_rank]: None},
-            modules={_module: _convolution_module},
-            absorbs=ABSORBED,
-            refuses=_refuses_convolution(_rank),
-            sums=True,
-        )
-    )
+def _parameters(module: Any) -> dict[str, Any]:
+    return {"weight": Parameter("weight"), "bias": None if module.bias is None else Parameter("bias")}
 
 
 # ---- transposed convolution -----------------------------------------------------------------------------------------
 
 
-def _transposed_convolution(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized]]:
-    """The float function and the lowering of transposed convolution in `rank` dimensions.
-
-    The weight is (in, out/groups, …), so it is folded and quantized as (out, in/groups, …), one scale per output channel.
-    """
-    kernel = TRANSPOSED[rank]
-
-    def function(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        output_padding: Any = 0,
-        groups: int = 1,
-        dilation: Any = 1,
-        *,
-        batch_norm: BatchNorm | None = None,
-        residual: Tensor | None = None,
-        clamp: Clamp | None = None,
-        tap: Tap | None = None,
-    ) -> Tensor:
-        if batch_norm is not None:
-            folded, bias = fold(swap_channels(weight, groups), bias, batch_norm, 0)
-            weight = swap_channels(folded, groups)
-        return epilogue(kernel(input, weight, bias, stride, padding, output_padding, groups, dilation), residual, clamp, tap)
-
-    def lower(
-        lowering: Lowering,
-        input: Quantized,
-        weight: Tensor,
-        bias: Tensor | None,
-        stride: Any,
-        padding: Any,
-        output_padding: Any,
-        groups: int,
-        dilation: Any,
-        *,
-        batch_norm: BatchNorm | None = None,
-        residual: Quantized | None = None,
-        clamp: Clamp | None = None,
-    ) -> Quantized:
-        steps, margins, extra, spread = (sizes(value, rank) for value in (stride, padding, output_padding, dilation))
-
-        def forward(weight: Tensor, bias: Tensor | None) -> Tensor:
-            return kernel(input.real(), swap_channels(weight, groups), bias, steps, margins, extra, groups, spread)
-
-        weight, bias = lowering.fold(swap_channels(weight, groups), bias, batch_norm, 0, forward)
-        return lower_weighted(
-            lowering,
-            input,
-            weight,
-            bias,
-            residual,
-            clamp,
-            narrow=transposed.transposed_convolution,
-            wide=transposed.transposed_convolution_wide,
-            attributes=(steps, margins, extra, spread, groups),
-            trailing=rank,
-            in_parts=True,
-            layout=lambda integers: swap_channels(integers, groups),
-        )
-
-    function.__name__ = function.__qualname__ = f"conv_transpose{rank}d"
-    function.__doc__ = f"{rank}-dimensional transposed convolution, with the batch norm, residual and clamp that are fused into it."
-    return function, lower
-
-
 def _transposed_module(module: Any) -> dict[str, Any]:
-    return {
-        "weight": Parameter("weight"),
-        "bias": None if module.bias is None else Parameter("bias"),
-        **{name: getattr(module, name) for name in ("stride", "padding", "output_padding", "groups", "dilation")},
-    }
+    return {**_parameters(module), **{name: getattr(module, name) for name in REVERSED.attributes}}
 
 
 def _output_padding(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -223,35 +213,45 @@ def _output_padding(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
     return {**arguments, "output_padding": extra}
 
 
-def _refuses_transposed(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
+# ---- the records ----------------------------------------------------------------------------------------------------
+
+
+def _refuses(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
     def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         operand = shape_of(arguments["input"])
         if operand is not None and len(operand) != rank + 2:
             return "its input has no batch dimension"
+        margin, _ = _margin(arguments, rank)
+        if margin is not None and operand is not None and pads_the_batch(*margin, operand):
+            return "it pads the batch with its own elements"
         return refuses_weighted(node, arguments)
 
     return refuses
 
 
-conv_transpose1d, _lower_conv_transpose1d = _transposed_convolution(1)
-conv_transpose2d, _lower_conv_transpose2d = _transposed_convolution(2)
-conv_transpose3d, _lower_conv_transpose3d = _transposed_convolution(3)
-for _rank, _function, _lower, _transposed in (
-    (1, conv_transpose1d, _lower_conv_transpose1d, nn.ConvTranspose1d),
-    (2, conv_transpose2d, _lower_conv_transpose2d, nn.ConvTranspose2d),
-    (3, conv_transpose3d, _lower_conv_transpose3d, nn.ConvTranspose3d),
-):
+def _register(kind: Kind, rank: int, module: type[nn.Module], extract: Callable[[Any], dict[str, Any]], normalize: Any) -> Any:
+    function, lower, folded = _convolution(kind, rank)
     register(
         Operator(
-            f"conv_transpose{_rank}d",
-            _function,
+            f"{kind.name}{rank}d",
+            function,
             ("input",),
-            _lower,
-            functions={TRANSPOSED[_rank]: None},
-            modules={_transposed: _transposed_module},
+            lower,
+            functions={kind.kernels[rank]: None},
+            modules={module: extract},
             absorbs=ABSORBED,
-            refuses=_refuses_transposed(_rank),
+            refuses=_refuses(rank),
             sums=True,
-            normalize=_output_padding,
+            normalize=normalize,
+            folded=folded,
         )
     )
+    return function
+
+
+conv1d = _register(PLAIN, 1, nn.Conv1d, _convolution_module, _plain_padding)
+conv2d = _register(PLAIN, 2, nn.Conv2d, _convolution_module, _plain_padding)
+conv3d = _register(PLAIN, 3, nn.Conv3d, _convolution_module, _plain_padding)
+conv_transpose1d = _register(REVERSED, 1, nn.ConvTranspose1d, _transposed_module, _output_padding)
+conv_transpose2d = _register(REVERSED, 2, nn.ConvTranspose2d, _transposed_module, _output_padding)
+conv_transpose3d = _register(REVERSED, 3, nn.ConvTranspose3d, _transposed_module, _output_padding)

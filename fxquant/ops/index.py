@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.graph import Size, TensorFact, fact, shape_of
+from fxquant.graph import Size, TensorFact, fact, is_parameter, shape_of
 from fxquant.lowering import Lowering, Quantized
 from fxquant.ops.record import Operator, Scale, register
 from fxquant.ops.shape import MANY_SIZES, many_sizes, rank_of, with_dims
@@ -112,7 +112,7 @@ def _refuses_entry(entry: Any, size: Size) -> str | None:
         return None
     if isinstance(entry, fx.Node):
         known = fact(entry)
-        if entry.op != "get_attr" or not isinstance(known, TensorFact):
+        if not is_parameter(entry) or not isinstance(known, TensorFact):
             return f"its index is computed by %{entry.name}"
         if len(known.shape) != 1 or known.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
             return "its index is a constant that is no list of whole numbers"

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxquant.graph import is_parameter
 from fxquant.lowering import Lowering, Quantized
 from fxquant.ops.record import Operator, register
 from fxquant.ops.shape import MANY_SIZES, many_sizes, numbers
@@ -31,7 +32,7 @@ def _lower_cat(lowering: Lowering, tensors: list[Quantized], dim: int) -> Quanti
 
 
 def _refuses_cat(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    return "one of its operands is a parameter or constant" if any(t.op == "get_attr" for t in arguments["tensors"]) else None
+    return "one of its operands is a parameter or constant" if any(is_parameter(t) for t in arguments["tensors"]) else None
 
 
 register(

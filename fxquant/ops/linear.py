@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxquant.batch_norm import BatchNorm, fold
-from fxquant.graph import TensorFact, fact
+from fxquant.graph import is_parameter
 from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics import FLOAT32_EXACT, INT32_MAX, INT48_MAX, Ratio
 from fxquant.ops.record import Operator, Parameter, register
@@ -65,6 +65,7 @@ register(
         absorbs=ABSORBED,
         refuses=refuses_weighted,
         sums=True,
+        folded=lambda weight, bias, batch_norm, **_: fold(weight, bias, batch_norm, 0),
     )
 )
 
@@ -72,24 +73,17 @@ register(
 # ---- matrix product -------------------------------------------------------------------------------------------------
 
 
-def matmul(input: Tensor, other: Tensor, bias: Tensor | None = None, transposed: bool = False, *, clamp: Clamp | None = None) -> Tensor:
-    """input · other over the last two dimensions (`other` transposed first if told to), plus bias, and a fused clamp."""
-    value = torch.matmul(input, other.mT if transposed else other)
+def matmul(input: Tensor, other: Tensor, bias: Tensor | None = None, *, clamp: Clamp | None = None) -> Tensor:
+    """input · other over the last two dimensions, plus bias, and a fused clamp."""
+    value = torch.matmul(input, other)
     return epilogue(value if bias is None else value + bias, None, clamp, None)
 
 
 def _lower_matmul(
-    lowering: Lowering,
-    input: Quantized | Tensor,
-    other: Quantized | Tensor,
-    bias: Tensor | None,
-    transposed: bool,
-    *,
-    clamp: Clamp | None = None,
+    lowering: Lowering, input: Quantized | Tensor, other: Quantized | Tensor, bias: Tensor | None, *, clamp: Clamp | None = None
 ) -> Quantized:
     """A matrix parameter on the right is a linear layer's weight; a product of two activations has one step, s_x · s_y."""
     if isinstance(other, Tensor):
-        other = other.mT if transposed else other
         if isinstance(input, Quantized) and other.dim() == 2:
             narrow, wide = accumulate.linear, accumulate.linear_wide
             return lower_weighted(lowering, input, other.t(), bias, None, clamp, narrow=narrow, wide=wide, attributes=(), trailing=0)
@@ -107,30 +101,13 @@ def _lower_matmul(
     return lowering.requantize(accumulator, Ratio((input.scale, other.scale)), clamp, bound=largest)
 
 
-def _weight_of(value: Any) -> fx.Node | None:
-    """The matrix parameter that a node transposes, if that is what it does."""
-    if not isinstance(value, fx.Node) or value.op not in ("call_function", "call_method") or not value.args:
-        return None
-    parameter, known = value.args[0], fact(value)
-    if not isinstance(parameter, fx.Node) or parameter.op != "get_attr" or not isinstance(known, TensorFact) or len(known.shape) != 2:
-        return None
-    name = value.args[1] if value.target is getattr else getattr(value.target, "__name__", value.target)
-    return parameter if name in ("t", "T", "mT", "transpose", "swapaxes") or value.args[1:] == ([1, 0],) else None
-
-
-def _read_transposed(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
-    """A transposed matrix parameter as the parameter itself, marked so."""
-    weight = _weight_of(arguments["other"])
-    return arguments if weight is None else {**arguments, "other": weight, "transposed": True}
-
-
 def _refuses_matmul(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     left, right = shape_of(arguments["input"]), shape_of(arguments["other"])
     if left is None or right is None:
         return "one of its operands is no tensor"
     if min(len(left), len(right)) < 2:
         return "one of its operands is a vector"
-    terms, weighted = left[-1], arguments["other"].op == "get_attr" and len(right) == 2
+    terms, weighted = left[-1], is_parameter(arguments["other"]) and len(right) == 2
     if not isinstance(terms, int):
         return "it sums over the batch, whose size is not fixed"
     if not weighted and terms >= LARGEST_PRODUCT:
@@ -138,8 +115,7 @@ def _refuses_matmul(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     bias = arguments["bias"]
     if bias is None:
         return None
-    columns = right[-2 if arguments["transposed"] else -1]
-    if not weighted or shape_of(bias) != (columns,):
+    if not weighted or shape_of(bias) != (right[-1],):
         return "what is added to it is no bias of its columns"
     return refuses_weighted(node, {"weight": None, "bias": bias})
 
@@ -165,6 +141,5 @@ register(
         absorbs=frozenset({"clamp"}),
         refuses=_refuses_matmul,
         sums=True,
-        normalize=_read_transposed,
     )
 )

@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxquant.batch_norm import BatchNorm, BatchNormTensors
-from fxquant.graph import TensorFact, fact
+from fxquant.graph import TensorFact, fact, is_parameter
 from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.ops.record import Operator, Parameter, register
 from fxquant.ops.weighted import epilogue, lower_weighted
@@ -66,8 +66,8 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     operand, taken = fact(arguments["input"]), arguments["batch_norm"]
     if isinstance(operand, TensorFact) and (len(operand.shape) < 2 or not isinstance(operand.shape[1], int)):
         return "its input has no channels of a fixed number"
-    computed = [value.name for value in taken if isinstance(value, fx.Node) and value.op != "get_attr"] if isinstance(taken, tuple) else []
-    return f"its statistics are computed by %{computed[0]}, not stored" if computed else None
+    computed = [value.name for value in taken if isinstance(value, fx.Node) and not is_parameter(value)] if isinstance(taken, tuple) else []
+    return f"its statistics are computed by %{computed[0]}, not stored or computed from what is" if computed else None
 
 
 register(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxquant.graph import TensorFact, fact
+from fxquant.graph import Size, TensorFact, fact
 from fxquant.lowering import Lowering, Quantized
 from fxquant.numerics import clamp_bound
 from fxquant.ops.record import Operator, Scale, register
@@ -38,7 +38,7 @@ def _margins(padding: list[int], rank: int) -> list[tuple[int, int]]:
     return [(0, 0)] * (rank - len(pairs)) + pairs[::-1]
 
 
-def _lower_pad(lowering: Lowering, input: Quantized, padding: list[int], mode: str, value: float) -> Quantized:
+def lower_pad(lowering: Lowering, input: Quantized, padding: list[int], mode: str, value: float) -> Quantized:
     """A constant as its integer ⌊value/scale + ½⌋; any other margin is a selection of what is there."""
     margins = _margins(padding, len(input.shape))
     if mode == "constant":
@@ -86,10 +86,15 @@ def _refuses_pad(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     if mode not in _OUTSIDE:
         return f"mode={mode!r} has no integer form"
     known = fact(arguments["input"])
-    if not isinstance(known, TensorFact):
-        return None
-    margins = zip(_margins(padding, len(known.shape)), known.shape, strict=True)
-    return "it pads the batch with its own elements" if any(any(m) and not isinstance(size, int) for m, size in margins) else None
+    return (
+        "it pads the batch with its own elements" if isinstance(known, TensorFact) and pads_the_batch(padding, mode, known.shape) else None
+    )
+
+
+def pads_the_batch(padding: list[int], mode: str, shape: tuple[Size, ...]) -> bool:
+    """Whether a dimension whose size is not fixed is to be continued by its own elements."""
+    margins = zip(_margins(padding, len(shape)), shape, strict=True)
+    return mode != "constant" and any(any(margin) and not isinstance(size, int) for margin, size in margins)
 
 
 def _pad_module(mode: str) -> Callable[[Any], dict[str, Any]]:
@@ -101,7 +106,7 @@ register(
         "pad",
         pad,
         ("input",),
-        _lower_pad,
+        lower_pad,
         Scale.SAME,
         functions={F.pad: _pad_arguments},
         modules={

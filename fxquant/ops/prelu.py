@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from fxquant.graph import is_parameter
 from fxquant.lowering import Clamp, Lowering, Quantized, straight_through
 from fxquant.numerics import FLOAT32_EXACT, INT32_MAX, Ratio
 from fxquant.ops.record import Operator, Parameter, register
@@ -43,7 +44,7 @@ def _lower_prelu(lowering: Lowering, input: Quantized, weight: Tensor, *, clamp:
 
 def _refuses_prelu(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     weight = arguments["weight"]
-    if not isinstance(weight, fx.Node) or weight.op != "get_attr":
+    if not isinstance(weight, fx.Node) or not is_parameter(weight):
         return "its weight is computed, not a parameter"
     operand = shape_of(arguments["input"])
     return "its input has no channels" if operand is not None and len(operand) < 2 and shape_of(weight) != (1,) else None

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from fxquant.graph import is_parameter
 from fxquant.lowering import Quantized
 
 # How the arguments of one spelling become canonical ones, by name; a string is the reason why they cannot.
@@ -56,6 +57,8 @@ class Operator:
     adapt      how the arguments of `function` itself become canonical ones (None: by name)
     refuses    says why a particular node must stay in float, or None
     sums       whether it forms a sum of products that may stand as it is, a 32-bit output
+    folded     weight, bias, batch norm and the other arguments -> weight and bias with the batch norm multiplied in; of operators
+               that absorb one
     """
 
     name: str
@@ -72,6 +75,7 @@ class Operator:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     adapt: Adapt | None = None
     sums: bool = False
+    folded: Callable[..., tuple[Tensor, Tensor]] | None = None
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         # Copied and pickled by name: its functions are code.
@@ -140,8 +144,8 @@ def _claim(table: dict[Any, Any], key: Any, value: Any) -> None:
 
 
 def operator_of(node: fx.Node) -> Operator | None:
-    """The record of a canonical node; None if the node is no known operator."""
-    return OPERATORS.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
+    """The record of a canonical node; None if the node is no known operator, or computes a parameter."""
+    return OPERATORS.get(node.target) if node.op == "call_function" and not is_parameter(node) else None  # type: ignore[arg-type]
 
 
 def operand_nodes(operator: Operator, arguments: Mapping[str, Any]) -> list[fx.Node]:
@@ -150,7 +154,7 @@ def operand_nodes(operator: Operator, arguments: Mapping[str, Any]) -> list[fx.N
     for name in (*operator.operands, "residual"):
         value = arguments.get(name)
         found.extend(value if isinstance(value, list | tuple) else [] if value is None else [value])
-    return [value for value in found if isinstance(value, fx.Node) and value.op != "get_attr"]
+    return [value for value in found if isinstance(value, fx.Node) and not is_parameter(value)]
 
 
 def map_operands(operator: Operator, arguments: Mapping[str, Any], function: Callable[[str, Any], Any]) -> dict[str, Any]:

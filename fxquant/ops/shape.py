@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional as F
 
 from fxquant.graph import Size, TensorFact, fact, shape_of
 from fxquant.lowering import Lowering, Quantized
@@ -97,34 +96,6 @@ register(
             "detach": lambda input: {"input": input},
         },
         modules={nn.Identity: lambda m: {}},
-    )
-)
-
-# ---- dropout --------------------------------------------------------------------------------------------------------
-
-
-def dropout(input: Tensor, p: float = 0.5) -> Tensor:
-    """The input itself; in state TRAIN, in train mode, elements are dropped with probability p."""
-    return input
-
-
-def _lower_dropout(lowering: Lowering, input: Quantized, p: float) -> Quantized:
-    return input.with_value(F.dropout(input.value, p)) if lowering.training else input
-
-
-def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> dict[str, Any]:
-    return {"input": input, "p": p}
-
-
-register(
-    Operator(
-        "dropout",
-        dropout,
-        ("input",),
-        _lower_dropout,
-        Scale.SAME,
-        functions={F.dropout: _dropout, torch.dropout: lambda input, p, train: {"input": input, "p": p}},
-        modules={nn.Dropout: lambda m: {"p": m.p}},
     )
 )
 

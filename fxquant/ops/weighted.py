@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.graph import Size, TensorFact, fact, resolve
+from fxquant.graph import Size, TensorFact, fact, is_parameter, resolve
 from fxquant.lowering import Clamp, Lowering, Quantized, straight_through
 from fxquant.numerics import (
     FLOAT32_EXACT,
@@ -203,6 +203,6 @@ def shape_of(value: Any) -> tuple[Size, ...] | None:
 def refuses_weighted(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     for name in ("weight", "bias"):
         value = arguments[name]
-        if isinstance(value, fx.Node) and value.op != "get_attr":
-            return f"its {name} is computed by %{value.name}, not a parameter"
+        if isinstance(value, fx.Node) and not is_parameter(value):
+            return f"its {name} is computed by %{value.name} from more than parameters"
     return None

@@ -28,6 +28,7 @@ _SECTIONS = ["format", "version", "name", "meta", "root", "modules", "tensors", 
 _META: Mapping[str, tuple[type, ...] | None] = {
     "fact": None, "source": (str,), "module": (str,), "made_by": (str,), "annotation": (Annotation,), "refusal": (str,),
     "qconfig": (QConfig, NoneType), "spelling": (tuple,), "fused": (tuple,), "notes": (dict,), "qparams": (QParams,), "origin": (str,),
+    "parameter": (bool,),
 }  # fmt: skip
 _MODEL_META: Mapping[str, tuple[type, ...]] = {"stage": (str,), "target": (str,), "unused_rules": (list,), "told_dropped": (bool,)}
 _PATH = re.compile(r"[^.\"\\\s]+(\.[^.\"\\\s]+)*")  # stands in the generated code between quotes

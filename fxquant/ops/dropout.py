@@ -1,0 +1,58 @@
+"""Dropout in all its kinds: nothing at all, except while training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fxquant.lowering import Lowering, Quantized
+from fxquant.ops.record import Operator, Scale, register
+
+DROPOUTS: dict[type, str] = {
+    nn.Dropout: "dropout",
+    nn.Dropout1d: "dropout1d",
+    nn.Dropout2d: "dropout2d",
+    nn.Dropout3d: "dropout3d",
+    nn.AlphaDropout: "alpha_dropout",
+    nn.FeatureAlphaDropout: "feature_alpha_dropout",
+}
+
+
+def dropout(input: Tensor, p: float = 0.5, kind: str = "dropout") -> Tensor:
+    """The input itself; in state TRAIN, in train mode, the function of torch.nn.functional named `kind` drops with probability p."""
+    return input
+
+
+def _lower_dropout(lowering: Lowering, input: Quantized, p: float, kind: str) -> Quantized:
+    """What is dropped is noise on real numbers, which need not lie on the grid; the next operator puts them there."""
+    return input.with_value(getattr(F, kind)(input.real(), p, True) / input.scale) if lowering.training else input
+
+
+def _drops(kind: str) -> Callable[..., dict[str, Any]]:
+    """The canonical arguments of one of PyTorch's functions; whether it was told to act says nothing, for the model was traced in eval."""
+
+    def arguments(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True) -> dict[str, Any]:
+        return {"input": input, "p": p, "kind": kind}
+
+    return arguments
+
+
+register(
+    Operator(
+        "dropout",
+        dropout,
+        ("input",),
+        _lower_dropout,
+        Scale.SAME,
+        functions={
+            **{getattr(F, kind): _drops(kind) for kind in DROPOUTS.values()},
+            **{getattr(torch, kind): _drops(kind) for kind in ("dropout", "alpha_dropout", "feature_alpha_dropout")},
+            torch.feature_dropout: _drops("dropout2d"),
+        },
+        modules={module: lambda m: {"p": m.p, "kind": DROPOUTS[type(m)]} for module in DROPOUTS},
+    )
+)
