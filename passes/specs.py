@@ -5,18 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fxquant.graph import (
-    Annotation,
-    TensorFact,
-    annotation,
-    attached_qconfig,
-    fact,
-    is_parameter,
-    module_path,
-    refusal,
-    resolve,
-    spelling,
-)
+from fxquant.graph import Annotation, TensorFact, annotation, attached_qconfig, fact, is_parameter, module_path, refusal, resolve, spelling
 from fxquant.graph import annotate as set_annotation
 from fxquant.ops import Operator, Scale, operand_nodes, operator_of
 from fxquant.pipeline import Context
