@@ -248,6 +248,52 @@ def set_qparams(node: fx.Node, value: QParams) -> None:
     node.meta["qparams"] = value
 
 
+@dataclass(frozen=True)
+class Reference:
+    """Stands, among the arguments of an `Operation`, for the node of this name."""
+
+    node: str
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A parameter as integers: the node that holds them, and what one unit stands for.
+
+    With several scales, they run along dimension `axis`, counted from the end. Those of a transposed convolution's
+    weight are the output channels', group after group.
+    """
+
+    node: str
+    scale: float | tuple[float, ...]
+    axis: int | None = None
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What the primitives that make a quantized tensor compute together: an operator of the table.
+
+    name          the operator's name
+    arguments     its canonical arguments, with a `Reference` for every value of the graph; parameters are absent
+    constants     its parameters, by role ("weight", "bias")
+    intermediate  the scale and dtype of what a residual is added to, where it is not added in the accumulator
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    constants: dict[str, Constant]
+    intermediate: QParams | None = None
+
+
+def operation(node: fx.Node) -> Operation | None:
+    """The operator that a node of an integer graph is the result of; None for any other node."""
+    value = node.meta.get("operation")
+    return value if isinstance(value, Operation) else None
+
+
+def set_operation(node: fx.Node, value: Operation) -> None:
+    node.meta["operation"] = value
+
+
 def origin(node: fx.Node) -> str:
     """The name of the prepared node an integer node was lowered from."""
     return str(node.meta.get("origin", node.name))

@@ -86,6 +86,9 @@ class Lowering:
         """A parameter of the operator as an operand of primitives; stored with `dtype` when deployed."""
         raise NotImplementedError
 
+    def describe(self, role: str, scale: Tensor, axis: int | None = None) -> None:
+        """Record what one unit of a constant stands for; one number for all, or for each index of its dimension `axis` (negative)."""
+
     def note(self, key: str, value: object) -> None:
         """Record a fact about how this operator was lowered."""
 
@@ -209,6 +212,7 @@ class Lowering:
         real = value / scale
         exact = torch.round(real.detach())
         integers = straight_through(real, exact) if real.requires_grad else exact
+        self.describe(role, scale)
         return Quantized(self.constant(role, integers, self.weight.type.storage), scale, self.weight.type, tuple(value.shape))
 
     def rescale(self, operand: Quantized, to: Quantizer, role: str) -> Any:

@@ -16,7 +16,10 @@ from torch import Tensor, fx
 
 from fxquant.graph import (
     BATCH_SIZES,
+    Constant,
+    Operation,
     QParams,
+    Reference,
     TensorFact,
     attach,
     fact,
@@ -28,6 +31,7 @@ from fxquant.graph import (
     replace_graph,
     resolve,
     set_fact,
+    set_operation,
     set_qparams,
 )
 from fxquant.lowering import Lowering, Quantized
@@ -61,6 +65,9 @@ class GraphLowering(Lowering):
         super().__init__(node.name, arithmetic, output, module.intermediate if module is not None else None, weight)
         self.gm, self.graph, self.node, self.shapes, self.container = gm, graph, node, shapes, container
         self.made: list[fx.Node] = []
+        self.constants: dict[str, str] = {}  # node names by role
+        self.scales: dict[str, tuple[float | tuple[float, ...], int | None]] = {}  # of constants, with the axis they run along
+        self.between: QParams | None = None  # of what a residual is added to
         self.facts: dict[str, Any] = {}
 
     def call(self, primitive: Callable[..., Tensor], *arguments: Any) -> fx.Node:
@@ -77,12 +84,28 @@ class GraphLowering(Lowering):
         # Naming the node here spares the search for a name that `graph.get_attr` makes.
         made = inherit(self.graph.create_node("get_attr", path, name=f"{self.name}_{role}"), self.node, "integer.lower")
         set_fact(made, TensorFact(tuple(value.shape), dtype))
+        self.constants[role] = made.name
         return made
+
+    def describe(self, role: str, scale: Tensor, axis: int | None = None) -> None:
+        scales = tuple(scale.detach().flatten().tolist())
+        self.scales[role] = (scales[0], None) if len(scales) == 1 else (scales, axis)
+
+    def result(self, exact: Callable[[], Any], real: Callable[[], Tensor], to: Quantizer | None = None) -> Quantized:
+        result = super().result(exact, real, to)
+        if to is not None and to is self.intermediate:
+            self.between = QParams(float(to.scale), to.dtype.name)
+        return result
+
+    def operation(self, name: str, arguments: dict[str, Any]) -> Operation:
+        """What was lowered, as a fact."""
+        constants = {role: Constant(node, *self.scales[role]) for role, node in self.constants.items() if role in self.scales}
+        return Operation(name, arguments, constants, self.between)
 
     def note(self, key: str, value: object) -> None:
         self.facts[key] = value
 
-    def finish(self, result: Quantized) -> Quantized:
+    def finish(self, result: Quantized, operation: Operation) -> Quantized:
         """The result, on a node that takes the operator's name and facts."""
         node: fx.Node = result.value
         if node in self.made:
@@ -92,6 +115,7 @@ class GraphLowering(Lowering):
                 set_qparams(node, QParams(scales[0] if one else scales, result.dtype.name, None if one else -result.scale.dim()))
             node._rename(self.name)
             notes(node).update(self.facts)
+            set_operation(node, operation)
             node.meta["fused"] = self.node.meta.get("fused", ())
         known = fact(node)
         return Quantized(node, result.scale, result.dtype, known.shape if isinstance(known, TensorFact) else ())
@@ -169,7 +193,8 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
                     environment[node] = graph.node_copy(node, environment.__getitem__)
                 continue
             operator = module.operator if isinstance(module, QuantizedOperator) else DEQUANTIZE
-            results[node] = lowering.finish(operator.lower(lowering, **_concrete(gm, operator, arguments, environment, results)))
+            result = operator.lower(lowering, **_concrete(gm, operator, arguments, environment, results))
+            results[node] = lowering.finish(result, lowering.operation(operator.name, _referring(arguments, environment)))
             environment[node] = results[node].value
             changes += 1
     _eliminate_unused(graph)
@@ -196,6 +221,17 @@ def _concrete(
     rest = {name: fx.map_arg(value, other) for name, value in arguments.items() if name not in activations}
     taken = map_operands(operator, {name: arguments[name] for name in activations}, operand)
     return {**rest, **taken}
+
+
+def _referring(arguments: dict[str, Any], environment: dict[fx.Node, fx.Node]) -> dict[str, Any]:
+    """The arguments with references to the new nodes; parameters, which have become constants, are left out."""
+    plain: dict[str, Any] = {}
+    for name, value in arguments.items():
+        nodes: list[fx.Node] = []
+        fx.map_arg(value, nodes.append)
+        if not any(is_parameter(node) for node in nodes):
+            plain[name] = fx.map_arg(value, lambda node: Reference(environment[node].name)) if nodes else value
+    return plain
 
 
 def _eliminate_unused(graph: fx.Graph) -> None:

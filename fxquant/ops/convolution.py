@@ -30,6 +30,7 @@ class Kind:
     order       the attributes as the primitives take them
     arrange     weight and groups -> the weight as (out, in/groups, …); it undoes itself. Folded and quantized like that, it has one
                 scale per output channel
+    channels    where the weight as it is has its output channels
     narrow      the primitive for sums below 2^24, wide the other one
     """
 
@@ -38,6 +39,7 @@ class Kind:
     attributes: dict[str, Any]
     order: tuple[str, ...]
     arrange: Callable[[Tensor, int], Tensor]
+    channels: int
     narrow: Callable[..., Tensor]
     wide: Callable[..., Tensor]
 
@@ -48,6 +50,7 @@ PLAIN = Kind(
     {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, "padding_mode": "zeros"},
     ("stride", "padding", "dilation", "groups"),
     lambda weight, groups: weight,
+    0,
     accumulate.convolution,
     accumulate.convolution_wide,
 )
@@ -57,6 +60,7 @@ REVERSED = Kind(
     {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1},
     ("stride", "padding", "output_padding", "dilation", "groups"),
     swap_channels,
+    1,
     transposed.transposed_convolution,
     transposed.transposed_convolution_wide,
 )
@@ -122,6 +126,7 @@ def _convolution(kind: Kind, rank: int) -> tuple[Callable[..., Tensor], Callable
             trailing=rank,
             in_parts=True,
             layout=lambda integers: kind.arrange(integers, groups),
+            channels=kind.channels,
         )
 
     function.__name__ = function.__qualname__ = f"{kind.name}{rank}d"

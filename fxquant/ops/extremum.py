@@ -28,6 +28,7 @@ def _extremum(
         def integers(operand: Quantized | Tensor, role: str) -> Any:
             if isinstance(operand, Quantized):
                 return lowering.rescale(operand, to, f"{role}_")
+            lowering.describe(role, to.scale)
             return lowering.constant(role, quantized_value(operand, to.scale, to.dtype.low, to.dtype.high), to.dtype.storage)
 
         def real(operand: Quantized | Tensor) -> Tensor:

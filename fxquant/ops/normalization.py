@@ -40,6 +40,7 @@ def _lower_batch_norm(lowering: Lowering, input: Quantized, batch_norm: BatchNor
         attributes=(trailing,),
         trailing=trailing,
         layout=torch.flatten,
+        channels=1,
     )
 
 

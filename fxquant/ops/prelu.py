@@ -37,8 +37,9 @@ def _lower_prelu(lowering: Lowering, input: Quantized, weight: Tensor, *, clamp:
     steepest = exact.double().abs().clamp_min(2.0**bits)
     lowering.prove(steepest * input.dtype.magnitude, "the product", INT32_MAX if wide else FLOAT32_EXACT - 1)
     shaped = slopes.reshape(-1, *[1] * (len(input.shape) - 2)) if weight.numel() > 1 else slopes.reshape(())
-    rectified = lowering.call(product.rectify, input.value, 2**bits, lowering.constant("slope", shaped, torch.int32), wide)
     unit = torch.tensor(2.0**bits, dtype=torch.float64, device=input.scale.device)
+    lowering.describe("slope", 1 / unit)
+    rectified = lowering.call(product.rectify, input.value, 2**bits, lowering.constant("slope", shaped, torch.int32), wide)
     return lowering.requantize(rectified, Ratio((input.scale,), (unit,)), clamp)
 
 

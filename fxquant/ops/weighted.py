@@ -81,11 +81,13 @@ def lower_weighted(
     trailing: int,
     in_parts: bool = False,
     layout: Callable[[Tensor], Tensor] = lambda weight: weight,
+    channels: int = 0,
 ) -> Quantized:
     """A sum of products; output channels are the weight's dimension 0, followed by `trailing` dimensions in the output.
 
     `narrow` is the primitive whose sums stay below 2^24, `wide` the one for larger ones; with `in_parts` it takes a
-    `Split` that keeps the sums of parts below 2^24. Both take the weight as `layout` arranges it.
+    `Split` that keeps the sums of parts below 2^24. Both take the weight as `layout` arranges it, which puts the output
+    channels at dimension `channels`.
     """
     dtype = lowering.weight.type
     per_channel = lowering.weight.per_channel
@@ -104,6 +106,8 @@ def lower_weighted(
         multiplier, bound = _residual_multiplier(lowering, residual, input.scale, scale, bound)
     largest = lowering.prove(bound, "the sum", limit)
 
+    lowering.describe("weight", scale, channels - weight.dim())
+    lowering.describe("bias", input.scale * scale, -1)
     operands = (
         input.value,
         lowering.constant("weight", layout(integers), dtype.storage),

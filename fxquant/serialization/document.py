@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from fxquant.errors import FxQuantError
-from fxquant.graph import Annotation, Model, QParams, replace_graph, spelling
+from fxquant.graph import Annotation, Model, Operation, QParams, replace_graph, spelling
 from fxquant.serialization.archive import as_text
 from fxquant.serialization.names import PROPERTIES, function_name, function_named, is_method
 from fxquant.serialization.tree import TargetOf, TreeReader, TreeWriter
@@ -28,7 +28,7 @@ _SECTIONS = ["format", "version", "name", "meta", "root", "modules", "tensors", 
 _META: Mapping[str, tuple[type, ...] | None] = {
     "fact": None, "source": (str,), "module": (str,), "made_by": (str,), "annotation": (Annotation,), "refusal": (str,),
     "qconfig": (QConfig, NoneType), "spelling": (tuple,), "fused": (tuple,), "notes": (dict,), "qparams": (QParams,), "origin": (str,),
-    "parameter": (bool,),
+    "parameter": (bool,), "operation": (Operation,),
 }  # fmt: skip
 _MODEL_META: Mapping[str, tuple[type, ...]] = {"stage": (str,), "target": (str,), "unused_rules": (list,), "told_dropped": (bool,)}
 _PATH = re.compile(r"[^.\"\\\s]+(\.[^.\"\\\s]+)*")  # stands in the generated code between quotes

@@ -14,7 +14,7 @@ from torch import fx
 
 from fxquant.batch_norm import BatchNormTensors
 from fxquant.errors import ExportError, Located
-from fxquant.graph import Annotation, BatchDim, QParams, TensorFact
+from fxquant.graph import Annotation, BatchDim, Constant, Operation, QParams, Reference, TensorFact
 from fxquant.serialization.names import ARGUMENTS, OBSERVERS
 from fxquant.spec import ActivationConfig, QConfig, WeightConfig
 
@@ -43,6 +43,9 @@ RECORDS: Mapping[type, Mapping[str, tuple[type, ...]]] = {
     QConfig: {"output": (ActivationConfig,), "weight": (WeightConfig,), "input": (ActivationConfig, NoneType)},
     Annotation: {"dtype": (str, NoneType), "because": (str,), "config": (QConfig, NoneType), "group": (int, NoneType)},
     QParams: {"scale": (float, tuple), "dtype": (str,), "axis": (int, NoneType)},
+    Reference: {"node": (str,)},
+    Constant: {"node": (str,), "scale": (float, tuple), "axis": (int, NoneType)},
+    Operation: {"name": (str,), "arguments": (dict,), "constants": (dict,), "intermediate": (QParams, NoneType)},
 }
 _RECORDS_BY_NAME = {kind.__name__: kind for kind in RECORDS}
 
