@@ -18,6 +18,7 @@ if (_root := Path(__file__).resolve().parents[1]).joinpath("pyproject.toml").is_
 from fxquant import primitives
 from fxquant.api import Result, calibrate, check, convert, dump, load, prepare, quantize, save, verify
 from fxquant.backends.export import export_onnx
+from fxquant.backends.metadata import onnx_metadata
 from fxquant.calibration import freeze, qparams, set_qparams, set_state
 from fxquant.check import Finding, Findings
 from fxquant.errors import (
@@ -41,15 +42,15 @@ from fxquant.state import State
 from fxquant.target import Target
 from fxquant.text import text
 from fxquant.trace import trace
-from fxquant.verify import Report
-
-__version__ = "0.1.0"
+from fxquant.verify import DeviationReport, Report
+from fxquant.version import __version__
 
 __all__ = [
     "AccumulatorOverflow",
     "ActivationConfig",
     "CalibrationError",
     "ConfigurationError",
+    "DeviationReport",
     "ExportError",
     "Finding",
     "Findings",
@@ -73,6 +74,7 @@ __all__ = [
     "UnknownTarget",
     "UnsupportedOperator",
     "WeightConfig",
+    "__version__",
     "calibrate",
     "check",
     "convert",
@@ -81,6 +83,7 @@ __all__ = [
     "export_onnx",
     "freeze",
     "load",
+    "onnx_metadata",
     "prepare",
     "primitives",
     "qparams",

@@ -6,6 +6,7 @@ every way there is. The first difference is located: the node, its inputs, and b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from torch import Tensor, fx
 
 from fxquant.batches import model_inputs
 from fxquant.errors import ConfigurationError, ExportError
+from fxquant.graph import qparams
 from fxquant.prepared import QuantizedOperator, quantized_operators
 from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.boundary import quantize
@@ -103,6 +105,70 @@ class Report:
         return "\n".join(lines)
 
 
+@dataclass
+class Deviation:
+    """How far one output of a file in style "qdq" is from the integer model's, over all batches.
+
+    largest and differing are in steps of the output's scale, or in real numbers where the output is no quantized tensor.
+    """
+
+    name: str
+    scale: Tensor | None
+    elements: int = 0
+    differing: int = 0
+    largest: float = 0.0
+    signal: float = 0.0
+    noise: float = 0.0
+
+    def add(self, wanted: Tensor, found: Tensor) -> None:
+        """Take the values of one more batch into account."""
+        one, other = wanted.double(), found.double()
+        self.signal += float(one.square().sum())
+        self.noise += float((one - other).square().sum())
+        if self.scale is not None:  # whole numbers of steps
+            one, other = torch.round(one / self.scale.double()), torch.round(other / self.scale.double())
+        distance = (one - other).abs()
+        self.elements += distance.numel()
+        self.differing += int((distance != 0).sum())
+        self.largest = max(self.largest, float(distance.max()) if distance.numel() else 0.0)
+
+    @property
+    def share(self) -> float:
+        """The share of elements that differ."""
+        return self.differing / max(self.elements, 1)
+
+    @property
+    def sqnr(self) -> float:
+        """10·log10 of the output's power over that of the difference, in dB."""
+        return 10 * math.log10(self.signal / self.noise) if self.noise and self.signal else math.inf
+
+    def __str__(self) -> str:
+        unit = "steps" if self.scale is not None else "(not quantized)"
+        differing = f"{100 * self.share:.2f} % of {self.elements} elements differ"
+        return f"{self.name}: {differing}, by {self.largest:.4g} {unit} at most; SQNR {self.sqnr:.1f} dB"
+
+
+@dataclass
+class DeviationReport(Report):
+    """The measured distance of a file that is not exact by nature (style "qdq") from the integer model.
+
+    Never true: even where no output differed on these batches, nothing says that none ever will. `outputs` holds a
+    `Deviation` for each runtime and output.
+    """
+
+    outputs: dict[str, list[Deviation]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __str__(self) -> str:
+        lines = ["not exact by nature (style 'qdq'), measured against the integer model:"]
+        for runtime, outputs in self.outputs.items():
+            lines.append(f"  {runtime}")
+            lines.extend(f"    {output}" for output in outputs)
+        return "\n".join(lines)
+
+
 # ---- the forms ------------------------------------------------------------------------------------------------------
 
 
@@ -181,12 +247,19 @@ class OnnxForm:
         kinds = ("quantized", "accumulator") if deep else ("quantized",)
         names = self.onnx.names(kinds)
         feeds = dict(zip(self.onnx.input_names, inputs, strict=True))
-        feeds.update({name: self.given[name].to(_STORAGE[self.onnx.tensors[name]["dtype"]]) for name in self.feed})
+        feeds.update({name: self._stored(name) for name in self.feed})
         found = self._runner(names)(feeds)
-        values = {name: found[name].to(torch.int64) for name in names if name in found}
+        values = {name: found[name].to(torch.int64) - self._zero_point(name) for name in names if name in found}
         # Exposing inner values keeps the runtime from some fusions, so the outputs come from the file as it is.
         plain = self._runner([])(feeds)
         return values | {f"output {index}": plain[name] for index, name in enumerate(self.onnx.output_names) if name in plain}
+
+    def _zero_point(self, name: str) -> int:
+        return int(self.onnx.tensors[name].get("zero_point", 0))
+
+    def _stored(self, name: str) -> Tensor:
+        """A given value as the file stores it."""
+        return (self.given[name] + self._zero_point(name)).to(_STORAGE[self.onnx.tensors[name]["storage"]])
 
     def _runner(self, expose: list[str]) -> Any:
         key = len(expose)
@@ -195,7 +268,7 @@ class OnnxForm:
         return self.runners[key]
 
 
-_STORAGE = {"int4": torch.int8, "int8": torch.int8, "int16": torch.int16, "int32": torch.int32}
+_STORAGE = {"int8": torch.int8, "uint8": torch.uint8, "int16": torch.int16, "int32": torch.int32}
 
 
 def _outputs(result: Any) -> Values:
@@ -227,6 +300,28 @@ def compare(a: Form, b: Form, batches: Iterable[list[Tensor]], integer: fx.Graph
         if _count(left, right, report) and report.first is None:
             deep_left, deep_right = a.run(inputs, True), b.run(inputs, True)
             report.first = _locate(deep_left, deep_right, (a.label, b.label), integer)
+
+
+def measure(a: Form, b: OnnxForm, batches: Iterable[list[Tensor]], report: DeviationReport) -> None:
+    """Add the distance of the outputs of a file in style "qdq" from the model's, in one runtime."""
+    report.pairs.append(f"{a.label} ≈ {b.label}")
+    outputs = [Deviation(entry["name"], _step(b.onnx.tensors.get(entry.get("tensor")))) for entry in b.onnx.metadata["outputs"]]
+    for inputs in batches:
+        wanted, found = a.run(inputs, False), b.run(inputs, False)
+        for index, output in enumerate(outputs):
+            output.add(wanted[f"output {index}"], found[f"output {index}"])
+    report.outputs[b.label] = outputs
+    report.names.update(output.name for output in outputs)
+    report.elements += sum(output.elements for output in outputs)
+    report.mismatches += sum(output.differing for output in outputs)
+
+
+def _step(entry: dict[str, Any] | None) -> Tensor | None:
+    """The scale of a described tensor, shaped to broadcast."""
+    if entry is None or "scale" not in entry:
+        return None
+    scale = torch.tensor(entry["scale"])
+    return scale.reshape(-1, *[1] * (-entry["axis"] - 1)) if "axis" in entry else scale
 
 
 def _count(left: Values, right: Values, report: Report) -> int:
@@ -292,7 +387,7 @@ def check_same_model(left: PreparedForm | IntegerForm, opened: Any) -> None:
             remedy="export with io='float'; the inner nodes of both files are the same",
         )
     if isinstance(left, IntegerForm):
-        names = [node.name for node in left.model.graph.nodes if node.target in PRIMITIVES]
+        names = [node.name for node in left.model.graph.nodes if node.target in PRIMITIVES and qparams(node) is not None]
     else:
         names = [name for name, operator in quantized_operators(left.model).items() if operator.owns_output]
     missing = [name for name in names if name not in opened.tensors]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxquant.graph import TensorFact, fact
+from fxquant.graph import Size, TensorFact, fact
 from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics import FLOAT32_EXACT, INT8, Ratio
 from fxquant.ops.record import Operator, Scale, register
@@ -179,10 +179,8 @@ def _avg_pool(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized
         begin = sizes(padding, rank)
         rows = list(zip(_spatial(input.shape, rank), kernel, steps, begin, strict=True))
         end = [_windows(size, k, s, p, 1, ceil_mode)[1] for size, k, s, p in rows]
-        if divisor_override is not None:
-            divisor = torch.tensor(float(divisor_override))
-        else:
-            divisor = _window_counts(rows, end, count_include_pad)
+        counted = {"divisor_override": divisor_override, "count_include_pad": count_include_pad}
+        divisor = window_divisor(input.shape, counted, kernel, steps, begin, end)
         largest = lowering.prove(torch.tensor(float(math.prod(kernel) * input.dtype.magnitude)), "the sum")
         lowering.prove(torch.tensor(math.prod(kernel) * 2.0**7), "the sum over 8 of the operand's bits", POOLED_EXACT - 1)
         total = lowering.call(pool.sum_pool, input.value, kernel, steps, begin, end, largest >= POOLED_EXACT)
@@ -209,13 +207,20 @@ def _refuses_avg_pool(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | No
     return refuses
 
 
-def _window_counts(rows: list[tuple[int, int, int, int]], end: list[int], include_padding: bool) -> Tensor:
-    """How many elements each window's mean divides by: a scalar if all agree, else one number per output position."""
+def window_divisor(
+    shape: Sequence[Size], arguments: Mapping[str, Any], kernel: list[int], stride: list[int], begin: list[int], end: list[int]
+) -> Tensor:
+    """What each window's sum is divided by: a scalar if all agree, else one number per output position.
+
+    `arguments` are the operator's; the windows begin `begin` before the tensor of this shape, and end `end` behind it.
+    """
+    if arguments.get("divisor_override") is not None:
+        return torch.tensor(float(arguments["divisor_override"]))
     counts = torch.ones((), dtype=torch.float32)
-    for (size, kernel, stride, padding), tail in zip(rows, end, strict=True):
-        starts = range(0, size + padding + tail - kernel + 1, stride)
-        low, high = (0, size + 2 * padding) if include_padding else (padding, padding + size)
-        along = torch.tensor([float(min(start + kernel, high) - max(start, low)) for start in starts])
+    for size, taps, step, padding, tail in zip(_spatial(tuple(shape), len(kernel)), kernel, stride, begin, end, strict=True):
+        starts = range(0, size + padding + tail - taps + 1, step)
+        low, high = (0, size + 2 * padding) if arguments.get("count_include_pad", True) else (padding, padding + size)
+        along = torch.tensor([float(min(start + taps, high) - max(start, low)) for start in starts])
         counts = counts.unsqueeze(-1) * along
     return counts.flatten()[0] if bool((counts == counts.flatten()[0]).all()) else counts
 

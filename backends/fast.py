@@ -1,0 +1,2 @@
+def write_fast(*a):
+    raise NotImplementedError

@@ -1,0 +1,41 @@
+"""Writing a model to disk: whole or not at all, and in two files where one would be too large."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import onnx
+
+LARGEST_FILE = 2**31 - 2**20  # a protobuf message ends at 2 GiB; what is left over is for the graph
+SMALLEST_EXTERNAL = 1024  # bytes; smaller tensors stay in the model itself
+
+
+def save_model(model: onnx.ModelProto, path: Path, external_data: bool | None) -> None:
+    """Check the model and write it to `path`; its tensors to `path`.data if told to, or if one file cannot hold them.
+
+    Raises what onnx raises, and leaves what was there as it was.
+    """
+    size = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
+    external = size > LARGEST_FILE if external_data is None else external_data
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.name + ".data"
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fxquant-") as directory:
+        written = Path(directory) / path.name
+        if external:
+            onnx.save(
+                model,
+                str(written),
+                save_as_external_data=True,
+                all_tensors_to_one_file=True,
+                location=beside,
+                size_threshold=SMALLEST_EXTERNAL,
+            )
+        else:
+            onnx.save(model, str(written))
+        onnx.checker.check_model(str(written), full_check=True)
+        data = Path(directory) / beside
+        if data.exists():
+            os.replace(data, path.parent / beside)
+        os.replace(written, path)
