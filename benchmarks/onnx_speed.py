@@ -1,0 +1,120 @@
+"""How fast do the exported files run?   python -m benchmarks.onnx_speed
+
+One row per model: milliseconds of the float model's file (written by PyTorch's exporter) in onnxruntime, one thread,
+and of the same model's quantized files in each style, as a multiple of it; medians of runs taken in turn. Styles
+"exact" and "fast" are verified in the same run; of "qdq", the signal-to-noise ratio against the integer model is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import onnxruntime
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import fxquant as fxq
+from benchmarks.zoo import zoo
+from fxquant.progress import progress
+
+STYLES = ("exact", "fast", "qdq")
+
+
+def chain() -> tuple[nn.Module, list[Tensor]]:
+    """Six convolutions of 64 channels, 3×3, at 56×56."""
+    layers = [layer for _ in range(6) for layer in (nn.Conv2d(64, 64, 3, padding=1), nn.ReLU())]
+    return nn.Sequential(*layers), [torch.randn(1, 64, 56, 56) for _ in range(4)]
+
+
+def perceptron() -> tuple[nn.Module, list[Tensor]]:
+    """Three linear layers, 256 rows at once."""
+    layers = (nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 512))
+    return nn.Sequential(*layers), [torch.randn(256, 512) for _ in range(4)]
+
+
+def _of_the_zoo(name: str) -> Callable[[], tuple[nn.Module, list[Tensor]]]:
+    def build() -> tuple[nn.Module, list[Tensor]]:
+        entry = zoo()[name]()
+        return entry.model, [batch[:1] for batch in entry.calibration_batches]
+
+    return build
+
+
+MODELS = {"chain": chain, "perceptron": perceptron, **{name: _of_the_zoo(name) for name in zoo()}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", default=list(MODELS), help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--target", default="nash-e", help="a target with float32 requantization")
+    parser.add_argument("--runs", type=int, default=30)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    table = Table("model", "float", *STYLES, "integer kernels", "mismatches", "qdq SQNR")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name in progress(options.models, len(options.models), "models"):
+        table.add_row(name, *measure(*MODELS[name](), options.target, options.runs))
+    Console(width=120).print(table)
+
+
+def measure(model: nn.Module, batches: list[Tensor], target: str, runs: int) -> list[str]:
+    """The row's own columns."""
+    result = fxq.quantize(model.eval(), batches, target=target)
+    input = batches[0]
+    with tempfile.TemporaryDirectory() as directory:
+        files = {"float": _float_file(model, input, Path(directory) / "float.onnx")}
+        files.update({style: result.export(Path(directory) / f"{style}.onnx", style=style) for style in STYLES})
+        times = medians({style: _session(path) for style, path in files.items()}, input, runs)
+        mismatches = [str(result.verify(files[style], [input]).mismatches) for style in ("exact", "fast")]
+        deviation = result.verify(files["qdq"], [input])
+        kernels = fxq.onnx_metadata(files["fast"])["kernels"]
+    assert isinstance(deviation, fxq.DeviationReport)
+    return [
+        f"{1000 * times['float']:.2f} ms",
+        *(f"{times[style] / times['float']:.2f} ×" for style in STYLES),
+        f"{len(kernels['integer'])}",
+        " / ".join(mismatches),
+        f"{min(output.sqnr for outputs in deviation.outputs.values() for output in outputs):.1f} dB",
+    ]
+
+
+def _float_file(model: nn.Module, input: Tensor, path: Path) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(model, (input,), str(path), dynamo=True, verbose=False)
+    return path
+
+
+def _session(path: Path) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 3
+    if path.stem in STYLES:
+        for name, value in fxq.onnx_metadata(path)["session_options"].items():
+            options.add_session_config_entry(name, value)
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def medians(sessions: dict[str, onnxruntime.InferenceSession], input: Tensor, runs: int) -> dict[str, float]:
+    """Seconds of one run of each, taken in turn so that what else the machine does falls on all alike."""
+    times: dict[str, list[float]] = {style: [] for style in sessions}
+    feeds = {style: {session.get_inputs()[0].name: input.numpy()} for style, session in sessions.items()}
+    for _ in range(runs + 3):
+        for style, session in sessions.items():
+            start = time.perf_counter()
+            session.run(None, feeds[style])
+            times[style].append(time.perf_counter() - start)
+    return {style: statistics.median(values[3:]) for style, values in times.items()}
+
+
+if __name__ == "__main__":
+    main()
