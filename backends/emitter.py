@@ -66,6 +66,13 @@ class Emitter:
             self.types[self.constants[key]] = tensor.dtype
         return self.constants[key]
 
+    def own_constant(self, value: Tensor) -> str:
+        """The name of an initializer with this value that is shared with nothing."""
+        name = f"{self.scope}/constant_{len(self.initializers)}"
+        self.initializers.append(numpy_helper.from_array(value.detach().cpu().contiguous().numpy(), name))
+        self.types[name] = value.dtype
+        return name
+
     def _store(self, array: np.ndarray[Any, Any]) -> str:
         name = f"constant_{len(self.constants)}"
         self.initializers.append(numpy_helper.from_array(array, name))

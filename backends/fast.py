@@ -246,16 +246,9 @@ def _convolution(w: FastWriter, kernel: fx.Node, multiplier: Tensor) -> str:
     x, weight, bias, stride, padding, dilation, groups = kernel.args[:7]
     weight, scale = w.values[weight], _channels(multiplier)  # type: ignore[index]
     one, zero = e.constant(1.0), _zero(e)
-    inputs = [
-        w.shifted(x),
-        one,
-        zero,
-        e.constant(weight),
-        e.constant(scale),
-        e.constant(torch.zeros_like(scale, dtype=torch.int8)),
-        one,
-        zero,
-    ]
+    # onnxruntime rewrites weights and their zero points in place for "x64quantprecision", so each kernel has its own.
+    weight_zero = e.own_constant(torch.zeros_like(scale, dtype=torch.int8))
+    inputs = [w.shifted(x), one, zero, e.own_constant(weight), e.constant(scale), weight_zero, one, zero]
     if bias is not None:
         inputs.append(e.constant(w.values[bias]))  # type: ignore[index]
     attributes = {"kernel_shape": list(weight.shape[2:]), "strides": list(stride), "pads": list(padding) * 2}  # type: ignore[arg-type, call-overload]
@@ -265,7 +258,7 @@ def _convolution(w: FastWriter, kernel: fx.Node, multiplier: Tensor) -> str:
 def _linear(w: FastWriter, kernel: fx.Node, multiplier: Tensor) -> str:
     e = w.emitter
     x, weight, bias = kernel.args
-    transposed = e.constant(w.values[weight].t().contiguous())  # type: ignore[index]
+    transposed = e.own_constant(w.values[weight].t().contiguous())  # type: ignore[index]
     total = e.node("MatMulInteger", w.shifted(x), transposed, _zero(e))
     if bias is not None:
         total = e.node("Add", total, e.constant(w.values[bias]))  # type: ignore[index]
