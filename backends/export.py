@@ -35,7 +35,8 @@ def export_onnx(
 
     style  "exact": standard operators on whole numbers, the same bits in every runtime, at any optimisation
            "fast": the same bits by uint8 kernels, proved in onnxruntime before it is written; for targets with
-           float32 requantization (nash-e, nash-m, x86, qnnpack). Run it with the session options in its metadata.
+           float32 requantization (nash-e, nash-m, x86, qnnpack). Its metadata names session options to run it with,
+           above all on x86 processors without VNNI.
            "qdq": float operators between QuantizeLinear and DequantizeLinear, for other compilers. Not the same
            bits: `verify` measures the difference. Below opset 13 weights are floats on their quantized grid.
     io     "float" takes and returns what the float model does; "integer" takes and returns the integers.

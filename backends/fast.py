@@ -13,7 +13,7 @@ written in the form of style "exact" instead, which the metadata and the log say
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import onnx
@@ -34,8 +34,9 @@ from fxquant.primitives.requantize import requantize_real
 logger = logging.getLogger("fxquant")
 
 ZERO_POINT = 128
-# Without it, kernels on x86 processors that lack VNNI add pairs of products in 16 bits, which can saturate.
-SESSION_OPTIONS = {"session.x64quantprecision": "1"}
+# On x86 processors without VNNI, kernels add pairs of products in 16 bits, which can saturate, unless told not to.
+# Elsewhere this only makes them slower.
+PRECISE = {"session.x64quantprecision": "1"}
 
 CONVOLUTIONS = (accumulate.convolution, accumulate.convolution_wide)
 LINEARS = (accumulate.linear, accumulate.linear_wide)
@@ -57,31 +58,43 @@ def write_fast(
     integer: fx.GraphModule, io: str, opset: int, input_names: Sequence[str] | None, output_names: Sequence[str] | None
 ) -> onnx.ModelProto:
     """The model in memory, compared with the integer graph. Raises ExportError if it differs as a whole."""
-    refused: list[str] = []
     kernels = FastWriter(integer, io, opset).kernels()
-    for node in kernels:
-        if not _kernel_is_exact(integer, node, opset):
-            refused.append(node.name)
+    settings: dict[str, str] = {}
+    refused = [node for node in kernels if not _kernel_is_exact(integer, node, opset, settings)]
+    if refused:
+        settings = PRECISE
+        refused = [node for node in kernels if not _kernel_is_exact(integer, node, opset, settings)]
+        logger.warning("style 'fast': onnxruntime needs the session options %s for exact kernels here", settings)
     if refused:
         logger.warning(
-            "style 'fast': onnxruntime's kernels differ here for %d of %d operators, which are written as in style 'exact': %s",
+            "style 'fast': onnxruntime's kernels are not exact here for %d of %d operators, which are written as in style 'exact': %s",
             len(refused),
             len(kernels),
-            ", ".join(refused),
+            ", ".join(node.name for node in refused),
         )
-    model = FastWriter(integer, io, opset, refused).write(input_names, output_names)
-    _check_whole(integer, FastWriter(integer, "float", opset, refused).write(None, None) if io == "integer" else model)
+    names = [node.name for node in refused]
+    model = FastWriter(integer, io, opset, names, settings).write(input_names, output_names)
+    whole = FastWriter(integer, "float", opset, names).write(None, None) if io == "integer" else model
+    for options in (settings, PRECISE):
+        _check_whole(integer, whole, options)
     return model
 
 
 class FastWriter(Writer):
-    """Walks an integer graph once. `refused` names the requantizations that are not to be part of an integer kernel."""
+    """Walks an integer graph once.
+
+    `refused` names the requantizations that are not to be part of an integer kernel; `settings` are the session
+    options without which the kernels are not exact on this machine.
+    """
 
     style = "fast"
 
-    def __init__(self, integer: fx.GraphModule, io: str, opset: int, refused: Collection[str] = ()) -> None:
+    def __init__(
+        self, integer: fx.GraphModule, io: str, opset: int, refused: Collection[str] = (), settings: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(integer, io, opset)
         self.refused = refused
+        self.settings = settings or {}
         self.converted: dict[tuple[str, torch.dtype], str] = {}
 
     def kernels(self) -> list[fx.Node]:
@@ -90,7 +103,8 @@ class FastWriter(Writer):
 
     def metadata(self, outputs: list[onnx.ValueInfoProto]) -> dict[str, Any]:
         kernels = {"integer": [node.name for node in self.kernels()], "refused": list(self.refused)}
-        return {**super().metadata(outputs), "session_options": SESSION_OPTIONS, "kernels": kernels}
+        options = {"session_options": dict(self.settings), "session_options_without_vnni": PRECISE}
+        return {**super().metadata(outputs), **options, "kernels": kernels}
 
     def zero_point(self, name: str) -> int:
         return ZERO_POINT if self._is_shifted(name) else 0
@@ -323,10 +337,10 @@ def _reads_floats(w: FastWriter, node: fx.Node) -> str | None:
 # ---- proof ----------------------------------------------------------------------------------------------------------
 
 
-def _run(model: onnx.ModelProto, feeds: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The model in onnxruntime, with all optimisations and the session options that the file names."""
+def _run(model: onnx.ModelProto, feeds: dict[str, Tensor], settings: Mapping[str, str]) -> dict[str, Tensor]:
+    """The model in onnxruntime, with all optimisations and these session options."""
     _, level, threads = RUNTIMES[0]
-    return Runner(model, level, threads, None, SESSION_OPTIONS)(feeds)
+    return Runner(model, level, threads, None, settings)(feeds)
 
 
 def _whole_range(operand: fx.Node, generator: torch.Generator) -> Tensor:
@@ -339,7 +353,7 @@ def _whole_range(operand: fx.Node, generator: torch.Generator) -> Tensor:
     return values.masked_fill(choice == 0, dtype.low).masked_fill(choice == 1, dtype.high).to(dtype.storage)
 
 
-def _kernel_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int) -> bool:
+def _kernel_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int, settings: Mapping[str, str]) -> bool:
     """Whether one integer kernel, alone, gives PyTorch's integers for operands of the whole range."""
     writer = FastWriter(integer, "integer", opset)
     kernel = writer._sum_of(node)
@@ -368,10 +382,10 @@ def _kernel_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int) -> bool
     with torch.no_grad():
         given[kernel] = kernel.target(*fx.map_arg(kernel.args, given.__getitem__))  # type: ignore[operator]
         wanted: Tensor = node.target(*fx.map_arg(node.args, given.__getitem__))  # type: ignore[operator]
-    return torch.equal(_run(model, fed)[result].to(torch.int16) - ZERO_POINT, wanted.to(torch.int16))
+    return torch.equal(_run(model, fed, settings)[result].to(torch.int16) - ZERO_POINT, wanted.to(torch.int16))
 
 
-def _check_whole(integer: fx.GraphModule, model: onnx.ModelProto) -> None:
+def _check_whole(integer: fx.GraphModule, model: onnx.ModelProto, settings: Mapping[str, str]) -> None:
     """Raise ExportError if the model's outputs differ from the integer graph's on random inputs."""
     generator = torch.Generator().manual_seed(0)
     placeholders = [node for node in integer.graph.nodes if node.op == "placeholder"]
@@ -383,7 +397,7 @@ def _check_whole(integer: fx.GraphModule, model: onnx.ModelProto) -> None:
         device = next((buffer.device for buffer in integer.buffers()), torch.device("cpu"))
         results = integer(*(value.to(device) for value in inputs))
         fx.node.map_aggregate(results, lambda value: wanted.append(value.cpu()) if isinstance(value, Tensor) else None)
-    found = _run(model, dict(zip((info.name for info in model.graph.input), inputs, strict=True)))
+    found = _run(model, dict(zip((info.name for info in model.graph.input), inputs, strict=True)), settings)
     for value, output in zip(wanted, model.graph.output, strict=True):
         if not torch.equal(found[output.name], value):
             raise ExportError(

@@ -15,8 +15,11 @@
                                storage     the element type it is stored with: "int8", or "uint8" in style "fast"
                                zero_point  what stands for 0: real = (stored - zero_point) · scale
     fxquant.float            JSON: why the operators outside of the integer part are there, by name
-    fxquant.session_options  JSON: session options of onnxruntime, by name, that the file's numbers rely on
-    fxquant.kernels          JSON, style "fast": the operators in integer kernels, and those that were asked for but are not
+    fxquant.session_options  JSON: session options of onnxruntime, by name, that the file's numbers rely on where it was written
+    fxquant.session_options_without_vnni
+                             JSON, style "fast": those they rely on where an x86 processor lacks VNNI; elsewhere they cost speed
+    fxquant.kernels          JSON, style "fast": "integer", the operators that became integer kernels, and "refused", those whose
+                             kernels were not exact where it was written, and that are as in style "exact"
 
 The names are stable: what is added later gets names of its own.
 """

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from fxquant import backends, calibration
 from fxquant.backends.export import export_onnx
@@ -216,7 +216,7 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
     return report
 
 
-def _measured(left: Form, opened: OnnxModel, inputs: list[list[torch.Tensor]], show_progress: bool | None) -> DeviationReport:
+def _measured(left: Form, opened: OnnxModel, inputs: list[list[Tensor]], show_progress: bool | None) -> DeviationReport:
     report = DeviationReport()
     for runtime in progress(MEASURED_RUNTIMES, len(MEASURED_RUNTIMES), "measuring", show_progress):
         measure(left, OnnxForm(opened, runtime, []), inputs, report)
