@@ -27,7 +27,13 @@ TYPES = {
 }
 # The result's element type is that of this input; Cast and the listed constants say theirs themselves.
 _TYPE_INPUT = {"Where": 1, "QuantizeLinear": 2, "QLinearConv": 7, "QLinearMatMul": 7}
-_FIXED_TYPE = {"IsNaN": torch.bool, "Shape": torch.int64, "DequantizeLinear": torch.float32, "MatMulInteger": torch.int32}
+_FIXED_TYPE = {
+    "IsNaN": torch.bool,
+    "Greater": torch.bool,
+    "Shape": torch.int64,
+    "DequantizeLinear": torch.float32,
+    "MatMulInteger": torch.int32,
+}
 
 
 class Emitter:

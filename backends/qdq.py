@@ -9,6 +9,7 @@ and other compilers choose kernels of their own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from fxquant.errors import ConfigurationError, ExportError
 from fxquant.graph import Constant, Operation, QParams, Reference, operation, origin, qparams
 from fxquant.numerics import ACTIVATION_TYPES
 from fxquant.primitives import PRIMITIVES, Primitive
+from fxquant.primitives.shape import concatenate
 
 
 class QdqWriter(Writer):
@@ -69,6 +71,9 @@ class QdqWriter(Writer):
         known = self.operations[origin(node)]
         if known.name in MOVING or (known.name == "pad" and known.arguments["mode"] != "constant"):
             value = record.onnx(self.emitter, *fx.node.map_aggregate(node.args, self._moved))
+            if operation(node) is None and any(other.target is concatenate for other in self.lowered[origin(node)]):
+                # Each part is on the result's scale: onnxruntime cannot move QuantizeLinear of opset 21 behind it by itself.
+                value = self._rounding(self.nodes[origin(node)])(value)
             self.reals[node.name] = value
         elif operation(node) is None:
             return None
@@ -110,7 +115,13 @@ class QdqWriter(Writer):
         arguments = {name: fx.node.map_aggregate(value, read) for name, value in known.arguments.items()}
         between = None if known.intermediate is None else self._requantized(known.intermediate)
         constants = {role: self._constant(constant) for role, constant in known.constants.items()}
-        return Call(self.emitter, known.name, arguments, constants, between, node, self.lowered[node.name])
+        return Call(self.emitter, known.name, arguments, constants, between, self._rounding(node), node, self.lowered[node.name])
+
+    def _rounding(self, node: fx.Node) -> Callable[[str], str]:
+        """What quantizes and dequantizes a value on the scale of a node."""
+        described = qparams(node)
+        assert described is not None
+        return self._requantized(described)
 
     # ---- values -----------------------------------------------------------------------------------------------------
 
@@ -143,7 +154,7 @@ class QdqWriter(Writer):
         e = self.emitter
         return e.node("DequantizeLinear", value, e.constant(torch.tensor(described.scale)), e.constant(0, e.dtype(value)))
 
-    def _requantized(self, described: QParams) -> Any:
+    def _requantized(self, described: QParams) -> Callable[[str], str]:
         return lambda value: self._dequantize(self._quantized(value, described), described)
 
     def _constant(self, constant: Constant) -> tuple[Tensor, Tensor, int | None]:

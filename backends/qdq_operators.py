@@ -21,6 +21,7 @@ from fxquant.primitives import pool, shape
 
 PER_CHANNEL_OPSET = 13  # the first in which DequantizeLinear has an axis
 INT16_OPSET = 21  # the first in which DequantizeLinear knows int16
+LARGEST_SOFTPLUS = 20.0  # beyond it, float32 does not tell softplus from its argument
 MOVING = frozenset((
     "reshape", "identity", "dropout", "permute", "expand", "repeat", "getitem", "flip", "roll",
     "pixel_shuffle", "pixel_unshuffle", "channel_shuffle",
@@ -37,6 +38,7 @@ class Call:
     arguments   its canonical arguments, with the names of real values for activations
     constants   its parameters by role: integers, scales, and the axis these run along
     between     quantizes and dequantizes what a residual is added to, where the integer graph does
+    rounded     quantizes and dequantizes a value on the scale of the result
     node        the node of the integer graph that is its result
     primitives  the nodes it was lowered to
     """
@@ -46,6 +48,7 @@ class Call:
     arguments: dict[str, Any]
     constants: dict[str, tuple[Tensor, Tensor, int | None]]
     between: Callable[[str], str] | None
+    rounded: Callable[[str], str]
     node: fx.Node
     primitives: list[fx.Node]
 
@@ -124,14 +127,14 @@ class Call:
             return self.do("Relu", value)
         return self.do("Clip", value, "" if low is None else self.number(low), *([] if high is None else [self.number(high)]))
 
-    def reduced(self, operator: str, axes: Sequence[int] | None, keepdim: bool) -> str:
+    def reduced(self, operator: str, value: str, axes: Sequence[int] | None, keepdim: bool) -> str:
         """A reduction, whose axes were an attribute once."""
         attributes: dict[str, Any] = {"keepdims": int(keepdim)}
         if axes is None:
-            return self.do(operator, self.input, **attributes)
+            return self.do(operator, value, **attributes)
         if self.e.opset < (13 if operator == "ReduceSum" else 18):
-            return self.do(operator, self.input, axes=list(axes), **attributes)
-        return self.do(operator, self.input, self.integers(axes), **attributes)
+            return self.do(operator, value, axes=list(axes), **attributes)
+        return self.do(operator, value, self.integers(axes), **attributes)
 
     def unsqueezed(self, value: str, axis: int) -> str:
         return self.do("Unsqueeze", value, axes=[axis]) if self.e.opset < 13 else self.do("Unsqueeze", value, self.integers([axis]))
@@ -284,14 +287,17 @@ def _average_pool(c: Call) -> str:
 def _reduction(c: Call) -> str:
     dims = c["dim"]
     axes = None if dims is None else list(dims) if isinstance(dims, list | tuple) else [dims]
-    return c.epilogue(c.reduced("ReduceMean" if c.name == "mean" else "ReduceSum", axes or None, c["keepdim"]))
+    return c.epilogue(c.reduced("ReduceMean" if c.name == "mean" else "ReduceSum", c.input, axes or None, c["keepdim"]))
 
 
 @form("amax")
 def _amax(c: Call) -> str:
     dims = c["dim"]
-    axes = list(dims) if isinstance(dims, list | tuple) else [dims]
-    return c.reduced("ReduceMax", axes or None, c["keepdim"])
+    axes = (list(dims) if isinstance(dims, list | tuple) else [dims]) or None
+    if c.e.opset >= 12:
+        return c.reduced("ReduceMax", c.input, axes, c["keepdim"])
+    # onnxruntime would make one operator on int8 of the three, which that opset does not have.
+    return c.do("Neg", c.reduced("ReduceMin", c.do("Neg", c.input), axes, c["keepdim"]))
 
 
 # ---- joining and padding --------------------------------------------------------------------------------------------
@@ -305,7 +311,8 @@ def _cat(c: Call) -> str:
 @form("stack")
 def _stack(c: Call) -> str:
     axis = c["dim"] % len(fact(c.node).shape)
-    return c.do("Concat", *(c.unsqueezed(tensor, axis) for tensor in c["tensors"]), axis=axis)
+    # Each part is on the result's scale already: onnxruntime cannot move QuantizeLinear of opset 21 behind Unsqueeze by itself.
+    return c.do("Concat", *(c.rounded(c.unsqueezed(tensor, axis)) for tensor in c["tensors"]), axis=axis)
 
 
 @form("pad")
@@ -381,8 +388,14 @@ def _hardsigmoid(c: Call, x: str) -> str:
 
 
 def _softplus(c: Call, x: str) -> str:
-    beta = c.arguments.get("beta", 1.0)
-    return c.do("Softplus", x) if beta == 1 else c.do("Div", c.do("Softplus", c.do("Mul", x, c.number(beta))), c.number(beta))
+    """log(1 + exp(beta · x)) / beta, and x itself where beta · x is above the threshold."""
+    beta, threshold = c.arguments.get("beta", 1.0), c.arguments.get("threshold", 20.0)
+    inner = x if beta == 1 else c.do("Mul", x, c.number(beta))
+    value = c.do("Softplus", inner)
+    value = value if beta == 1 else c.do("Div", value, c.number(beta))
+    if threshold >= LARGEST_SOFTPLUS:
+        return value
+    return c.do("Where", c.do("Greater", inner, c.number(threshold)), x, value)
 
 
 def _gelu(c: Call, x: str) -> str:
