@@ -97,7 +97,16 @@ class FloatRegions:
                 remedy="replace the operator, or cut the model before it",
             ) from error
         assert program is not None
-        return program.model_proto
+        model = program.model_proto
+        written = next(entry.version for entry in model.opset_import if entry.domain == "")
+        if written != self.opset:  # it writes a newer one and converts that, and says nothing if it cannot
+            raise ExportError(
+                f"an operator that stays in float cannot be exported with opset={self.opset}",
+                node=region[0],
+                because=f"PyTorch's ONNX exporter writes opset {written}, and cannot convert it",
+                remedy=f"export with opset={written} or later",
+            )
+        return model
 
     def _append(self, model: onnx.ModelProto, emitter: Any, inputs: list[str], outputs: list[fx.Node]) -> None:
         renamed = dict(zip((i.name for i in model.graph.input), inputs, strict=True))
@@ -131,15 +140,17 @@ class FloatRegions:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """The exporter's remarks about its own insides are kept from the user; its errors are not."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    loggers = {logging.getLogger(name): level for name, level in (("torch.onnx", logging.ERROR), ("onnxscript", logging.CRITICAL))}
+    before = {logger: logger.level for logger in loggers}
+    for logger, level in loggers.items():
+        logger.setLevel(level)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in before.items():
+            logger.setLevel(level)
 
 
 def _key(integer: fx.GraphModule, region: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> Any:
