@@ -42,12 +42,12 @@ CONVOLUTIONS = (accumulate.convolution, accumulate.convolution_wide)
 LINEARS = (accumulate.linear, accumulate.linear_wide)
 PRODUCTS = (product.matrix_product, product.matrix_product_wide)
 # Their ONNX forms give the same elements, 128 more, for elements that are 128 more.
-SHIFTED = frozenset((
+SHIFTED: frozenset[Callable[..., Any]] = frozenset((
     shape.reshape, shape.permute, shape.concatenate, shape.crop, shape.select, shape.expand, shape.tile,
     pool.max_pool, product.maximum, product.minimum, resize.resize_linear,
 ))  # fmt: skip
 # Their ONNX forms begin with a cast of their quantized operands to float.
-READ_FLOATS = frozenset((
+READ_FLOATS: frozenset[Callable[..., Any]] = frozenset((
     dequantize, *CONVOLUTIONS, *LINEARS, *PRODUCTS, transposed.transposed_convolution, pool.sum_pool, pool.sum,
     elementwise.align_real, elementwise.multiply, elementwise.widen, elementwise.negate, product.rectify, product.scale_channels,
     accumulate.add_residual,
@@ -99,7 +99,7 @@ class FastWriter(Writer):
 
     def kernels(self) -> list[fx.Node]:
         """The requantizations that become part of an integer kernel."""
-        return [node for node in self.integer.graph.nodes if self._sum_of(node) is not None]
+        return [node for node in self.integer.graph.nodes if self.kernel_of(node) is not None]
 
     def metadata(self, outputs: list[onnx.ValueInfoProto]) -> dict[str, Any]:
         kernels = {"integer": [node.name for node in self.kernels()], "refused": list(self.refused)}
@@ -120,15 +120,19 @@ class FastWriter(Writer):
     def emit(self, node: fx.Node, record: Primitive) -> str | None:
         if self._is_part(node):
             return None
-        form = FORMS.get(node.target)  # type: ignore[arg-type]
-        result = None if form is None else form(self, node)
+        own = FORMS.get(node.target)  # type: ignore[arg-type]
+        result = None if own is None else own(self, node, *node.args)
         return result if result is not None else super().emit(node, record)
+
+    def exact(self, node: fx.Node, take: Callable[[Any], Any]) -> str:
+        """Append a primitive in its own form, with its arguments as `take` gives them."""
+        return PRIMITIVES[node.target].onnx(self.emitter, *fx.node.map_aggregate(node.args, take))  # type: ignore[index]
 
     def _is_part(self, node: fx.Node) -> bool:
         """Whether a sum is part of the kernel that its requantization becomes."""
-        return len(node.users) == 1 and self._sum_of(next(iter(node.users))) is node
+        return len(node.users) == 1 and self.kernel_of(next(iter(node.users))) is node
 
-    def _sum_of(self, node: fx.Node) -> fx.Node | None:
+    def kernel_of(self, node: fx.Node) -> fx.Node | None:
         """The sum of int8 products that becomes one kernel with this requantization; None if there is none."""
         if node.target is not requantize_real or node.args[4] != torch.int8 or node.name in self.refused:
             return None
@@ -181,16 +185,15 @@ class FastWriter(Writer):
 
 
 # ---- forms ----------------------------------------------------------------------------------------------------------
-# Each appends a primitive and returns its value, or None where it is written as in style "exact".
+# Each takes a primitive's node and arguments, appends it and returns its value, or None to have it as in style "exact".
 
-Form = Callable[[FastWriter, fx.Node], str | None]
-FORMS: dict[Callable[..., Any], Form] = {}
+FORMS: dict[Callable[..., Any], Callable[..., str | None]] = {}
 
 
-def form(*primitives: Callable[..., Any]) -> Callable[[Form], Form]:
+def form(*primitives: Callable[..., Any]) -> Callable[[Callable[..., str | None]], Callable[..., str | None]]:
     """Declare the decorated function the form of these primitives."""
 
-    def declare(function: Form) -> Form:
+    def declare(function: Callable[..., str | None]) -> Callable[..., str | None]:
         FORMS.update(dict.fromkeys(primitives, function))
         return function
 
@@ -205,44 +208,45 @@ def _zero(e: Emitter) -> str:
     return e.constant(ZERO_POINT, torch.uint8)
 
 
-def _limited(e: Emitter, value: str, low: int, high: int) -> str:
+def _clipped(e: Emitter, value: str, low: int, high: int) -> str:
     """A uint8 value within these limits of the whole numbers it stands for."""
-    if (low, high) == (-128, 127):
-        return value
     return e.node("Clip", value, e.constant(low + ZERO_POINT, torch.uint8), e.constant(high + ZERO_POINT, torch.uint8))
 
 
+def _limited(e: Emitter, value: str, low: int, high: int) -> str:
+    """The same for a value that lies between -128 and 127 anyhow."""
+    return value if (low, high) == (-128, 127) else _clipped(e, value, low, high)
+
+
 @form(quantize)
-def _quantize(w: FastWriter, node: fx.Node) -> str | None:
-    input, scale, low, high, dtype = node.args
+def _quantize(w: FastWriter, node: fx.Node, input: fx.Node, scale: fx.Node, low: int, high: int, dtype: torch.dtype) -> str | None:
     if dtype != torch.int8:
         return None
-    e, scale = w.emitter, w.values[scale]  # type: ignore[index]
-    value, limit = w.values[input], scale * BOUNDARY_LIMIT  # type: ignore[index]
-    value = e.node("Where", e.node("IsNaN", value), e.constant(0.0), value)
-    value = e.node("Clip", value, e.constant(-limit), e.constant(limit))
-    return _limited(e, e.node("QuantizeLinear", value, e.constant(scale), _zero(e)), low, high)  # type: ignore[arg-type]
+    e, step = w.emitter, w.values[scale]
+    value = e.node("Where", e.node("IsNaN", w.values[input]), e.constant(0.0), w.values[input])
+    value = e.node("Clip", value, e.constant(-step * BOUNDARY_LIMIT), e.constant(step * BOUNDARY_LIMIT))
+    return _limited(e, e.node("QuantizeLinear", value, e.constant(step), _zero(e)), low, high)
 
 
 @form(requantize_real)
-def _requantize(w: FastWriter, node: fx.Node) -> str | None:
-    total, multiplier, low, high, dtype = node.args
+def _requantize(
+    w: FastWriter, node: fx.Node, accumulator: fx.Node, multiplier: fx.Node, low: int, high: int, dtype: torch.dtype
+) -> str | None:
     if dtype != torch.int8:
         return None
-    e, multiplier = w.emitter, w.values[multiplier]  # type: ignore[index]
-    kernel = w._sum_of(node)
+    e, factor = w.emitter, w.values[multiplier]
+    kernel = w.kernel_of(node)
     if kernel is None:
-        value = w.real(total)  # an accumulator, or a quantized tensor that gets another scale
+        value = w.real(accumulator)  # or a quantized tensor that gets another scale
         value = value if e.dtype(value) == torch.float32 else e.node("Cast", value, to=torch.float32)
-        value = e.node("Round", value)  # a barrier, as in `requantize_real`'s own form
-        result = _rounded(e, value, multiplier)
+        result = _rounded(e, e.node("Round", value), factor)  # a barrier, as in `requantize_real`'s own form
     elif kernel.target in CONVOLUTIONS:
-        result = _convolution(w, kernel, multiplier)
+        result = _convolution(w, factor, *kernel.args)
     elif kernel.target in LINEARS:
-        result = _linear(w, kernel, multiplier)
+        result = _linear(w, factor, *kernel.args)
     else:
-        result = _product(w, kernel, multiplier)
-    return _limited(e, result, low, high)  # type: ignore[arg-type]
+        result = _product(w, factor, *kernel.args)
+    return _limited(e, result, low, high)
 
 
 def _rounded(e: Emitter, value: str, multiplier: Tensor) -> str:
@@ -250,46 +254,44 @@ def _rounded(e: Emitter, value: str, multiplier: Tensor) -> str:
     return e.node("QuantizeLinear", e.node("Mul", value, e.constant(multiplier)), e.constant(1.0), _zero(e))
 
 
-def _channels(multiplier: Tensor) -> Tensor:
-    """One multiplier, or one for each channel, as the operators take it."""
-    return multiplier.flatten() if multiplier.numel() > 1 else multiplier.reshape(())
-
-
-def _convolution(w: FastWriter, kernel: fx.Node, multiplier: Tensor) -> str:
-    e = w.emitter
-    x, weight, bias, stride, padding, dilation, groups = kernel.args[:7]
-    weight, scale = w.values[weight], _channels(multiplier)  # type: ignore[index]
-    one, zero = e.constant(1.0), _zero(e)
+def _convolution(
+    w: FastWriter,
+    multiplier: Tensor,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    groups: Any,
+    cut: Any = None,
+) -> str:
+    e, one, zero = w.emitter, w.emitter.constant(1.0), _zero(w.emitter)
+    scale = multiplier.flatten() if multiplier.numel() > 1 else multiplier.reshape(())
     # onnxruntime rewrites weights and their zero points in place for "x64quantprecision", so each kernel has its own.
-    weight_zero = e.own_constant(torch.zeros_like(scale, dtype=torch.int8))
-    inputs = [w.shifted(x), one, zero, e.own_constant(weight), e.constant(scale), weight_zero, one, zero]
-    if bias is not None:
-        inputs.append(e.constant(w.values[bias]))  # type: ignore[index]
-    attributes = {"kernel_shape": list(weight.shape[2:]), "strides": list(stride), "pads": list(padding) * 2}  # type: ignore[arg-type, call-overload]
-    return e.node("QLinearConv", *inputs, dilations=list(dilation), group=groups, **attributes)  # type: ignore[arg-type]
+    stored, weight_zero = e.own_constant(w.values[weight]), e.own_constant(torch.zeros_like(scale, dtype=torch.int8))
+    inputs = [w.shifted(x), one, zero, stored, e.constant(scale), weight_zero, one, zero]
+    inputs += [] if bias is None else [e.constant(w.values[bias])]
+    attributes = {"kernel_shape": list(w.values[weight].shape[2:]), "strides": list(stride), "pads": list(padding) * 2}
+    return e.node("QLinearConv", *inputs, dilations=list(dilation), group=groups, **attributes)
 
 
-def _linear(w: FastWriter, kernel: fx.Node, multiplier: Tensor) -> str:
+def _linear(w: FastWriter, multiplier: Tensor, x: Any, weight: Any, bias: Any) -> str:
     e = w.emitter
-    x, weight, bias = kernel.args
-    transposed = e.own_constant(w.values[weight].t().contiguous())  # type: ignore[index]
-    total = e.node("MatMulInteger", w.shifted(x), transposed, _zero(e))
+    total = e.node("MatMulInteger", w.shifted(x), e.own_constant(w.values[weight].t().contiguous()), _zero(e))
     if bias is not None:
-        total = e.node("Add", total, e.constant(w.values[bias]))  # type: ignore[index]
+        total = e.node("Add", total, e.constant(w.values[bias]))
     return _rounded(e, e.node("Cast", total, to=torch.float32), multiplier)
 
 
-def _product(w: FastWriter, kernel: fx.Node, multiplier: Tensor) -> str:
-    e = w.emitter
-    left, right = (w.shifted(value) for value in kernel.args)
-    one, zero = e.constant(1.0), _zero(e)
-    return e.node("QLinearMatMul", left, one, zero, right, e.constant(multiplier.reshape(())), zero, one, zero)
+def _product(w: FastWriter, multiplier: Tensor, left: Any, right: Any) -> str:
+    e, one, zero = w.emitter, w.emitter.constant(1.0), _zero(w.emitter)
+    return e.node("QLinearMatMul", w.shifted(left), one, zero, w.shifted(right), e.constant(multiplier.reshape(())), zero, one, zero)
 
 
 @form(elementwise.lookup)
-def _lookup(w: FastWriter, node: fx.Node) -> str | None:
-    input, table = node.args
-    entries: Tensor = w.values[table]  # type: ignore[index]
+def _lookup(w: FastWriter, node: fx.Node, input: fx.Node, table: fx.Node) -> str | None:
+    entries: Tensor = w.values[table]
     if not _is_int8(input) or entries.numel() != 256:
         return None
     e = w.emitter
@@ -298,40 +300,32 @@ def _lookup(w: FastWriter, node: fx.Node) -> str | None:
 
 
 @form(elementwise.clamp)
-def _clamp(w: FastWriter, node: fx.Node) -> str | None:
-    input, low, high = node.args
-    if not _is_int8(input):
-        return None
-    e = w.emitter
-    return e.node("Clip", w.shifted(input), e.constant(low + ZERO_POINT, torch.uint8), e.constant(high + ZERO_POINT, torch.uint8))  # type: ignore[operator]
+def _clamp(w: FastWriter, node: fx.Node, input: fx.Node, low: int, high: int) -> str | None:
+    return _clipped(w.emitter, w.shifted(input), low, high) if _is_int8(input) else None
 
 
 @form(shape.pad)
-def _pad(w: FastWriter, node: fx.Node) -> str | None:
-    input, begin, end, value = node.args
+def _pad(w: FastWriter, node: fx.Node, input: fx.Node, begin: list[int], end: list[int], value: int) -> str | None:
     if not _is_int8(input):
         return None
     e = w.emitter
-    margins = e.constant(torch.tensor([*begin, *end], dtype=torch.int64))  # type: ignore[misc]
-    return e.node("Pad", w.shifted(input), margins, e.constant(value + ZERO_POINT, torch.uint8))  # type: ignore[operator]
+    return e.node("Pad", w.shifted(input), e.constant(torch.tensor([*begin, *end])), e.constant(value + ZERO_POINT, torch.uint8))
 
 
 @form(*SHIFTED)
-def _moved(w: FastWriter, node: fx.Node) -> str | None:
+def _moved(w: FastWriter, node: fx.Node, *arguments: Any) -> str | None:
     if fact(node).dtype != torch.int8:
         return None
 
     def take(value: Any) -> Any:
         return w.shifted(value) if _is_int8(value) else w.values[value] if isinstance(value, fx.Node) else value
 
-    record = PRIMITIVES[node.target]  # type: ignore[index]
-    return record.onnx(w.emitter, *fx.node.map_aggregate(node.args, take))
+    return w.exact(node, take)
 
 
 @form(*READ_FLOATS)
-def _reads_floats(w: FastWriter, node: fx.Node) -> str | None:
-    record = PRIMITIVES[node.target]  # type: ignore[index]
-    return record.onnx(w.emitter, *fx.node.map_aggregate(node.args, w.real))
+def _reads_floats(w: FastWriter, node: fx.Node, *arguments: Any) -> str | None:
+    return w.exact(node, w.real)
 
 
 # ---- proof ----------------------------------------------------------------------------------------------------------
@@ -356,7 +350,7 @@ def _whole_range(operand: fx.Node, generator: torch.Generator) -> Tensor:
 def _kernel_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int, settings: Mapping[str, str]) -> bool:
     """Whether one integer kernel, alone, gives PyTorch's integers for operands of the whole range."""
     writer = FastWriter(integer, "integer", opset)
-    kernel = writer._sum_of(node)
+    kernel = writer.kernel_of(node)
     assert kernel is not None
     generator = torch.Generator().manual_seed(0)
     given: dict[fx.Node, Tensor] = {}

@@ -96,6 +96,7 @@ class QdqWriter(Writer):
                     remedy="export with io='float', or with style='exact'",
                 )
             self.reals[node.name] = value
+            self.tensors[node.name] = {"kind": "float"}
             return None
         return self._quantized(value, described)
 

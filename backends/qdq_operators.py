@@ -21,6 +21,7 @@ from fxquant.primitives import pool, shape
 
 PER_CHANNEL_OPSET = 13  # the first in which DequantizeLinear has an axis
 INT16_OPSET = 21  # the first in which DequantizeLinear knows int16
+LARGEST_BIAS = 2**23  # in steps; an operand that was narrowed has up to 2^8 as many steps
 LARGEST_SOFTPLUS = 20.0  # beyond it, float32 does not tell softplus from its argument
 MOVING = frozenset((
     "reshape", "identity", "dropout", "permute", "expand", "repeat", "getitem", "flip", "roll",
@@ -74,7 +75,7 @@ class Call:
         value = self.arguments.get(role)
         if isinstance(value, str):
             return value
-        return self.e.constant(self.real(role)) if role in self.constants else self.number(value)
+        return self.e.constant(self.real(role)) if role in self.constants else self.number(self.arguments[role])
 
     def real(self, role: str) -> Tensor:
         """A parameter's real numbers, float32; its scales must run along its dimension `axis`."""
@@ -158,8 +159,17 @@ def form(*names: str) -> Callable[[Form], Form]:
 # ---- sums of products -----------------------------------------------------------------------------------------------
 
 
-def _bias(c: Call) -> list[str]:
-    return [c.e.constant(c.real("bias"))] if "bias" in c.constants else []
+def _with_bias(c: Call, sum_of: Callable[..., str], trailing: int) -> str:
+    """`sum_of` the bias as an input, if there is one; a large bias is added behind.
+
+    onnxruntime makes a bias int32, in steps of the operand's scale times the weight's, and does not mind an overflow.
+    """
+    if "bias" not in c.constants:
+        return sum_of()
+    bias = c.real("bias")
+    if float(c.constants["bias"][0].abs().max()) < LARGEST_BIAS:
+        return sum_of(c.e.constant(bias))
+    return c.do("Add", sum_of(), c.e.constant(bias.reshape(-1, *[1] * trailing)))
 
 
 def _window(c: Call, rank: int) -> dict[str, Any]:
@@ -174,14 +184,15 @@ def _window(c: Call, rank: int) -> dict[str, Any]:
 @form("conv1d", "conv2d", "conv3d")
 def _convolution(c: Call) -> str:
     kernel = list(c.constants["weight"][0].shape[2:])
-    return c.epilogue(c.do("Conv", c.input, c.weight(), *_bias(c), kernel_shape=kernel, **_window(c, len(kernel))))
+    attributes = {"kernel_shape": kernel, **_window(c, len(kernel))}
+    return c.epilogue(_with_bias(c, lambda *bias: c.do("Conv", c.input, c.weight(), *bias, **attributes), len(kernel)))
 
 
 @form("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def _transposed_convolution(c: Call) -> str:
     kernel = list(c.constants["weight"][0].shape[2:])
-    attributes = {**_window(c, len(kernel)), "output_padding": sizes(c["output_padding"], len(kernel))}
-    return c.epilogue(c.do("ConvTranspose", c.input, c.weight(), *_bias(c), kernel_shape=kernel, **attributes))
+    attributes = {"kernel_shape": kernel, **_window(c, len(kernel)), "output_padding": sizes(c["output_padding"], len(kernel))}
+    return c.epilogue(_with_bias(c, lambda *bias: c.do("ConvTranspose", c.input, c.weight(), *bias, **attributes), len(kernel)))
 
 
 @form("linear", "matmul")
@@ -190,9 +201,9 @@ def _linear(c: Call) -> str:
         return c.epilogue(c.do("MatMul", c.operand("input"), c.operand("other")))
     operand = fact(_operand_node(c))
     if len(operand.shape) == 2:
-        return c.epilogue(c.do("Gemm", c.input, c.weight(), *_bias(c), transB=1))
+        return c.epilogue(_with_bias(c, lambda *bias: c.do("Gemm", c.input, c.weight(), *bias, transB=1), 0))
     product = c.do("MatMul", c.input, c.weight(lambda weight: weight.t()))
-    return c.epilogue(c.do("Add", product, *_bias(c)) if "bias" in c.constants else product)
+    return c.epilogue(c.do("Add", product, c.e.constant(c.real("bias"))) if "bias" in c.constants else product)
 
 
 def _operand_node(c: Call) -> fx.Node:

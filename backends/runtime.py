@@ -43,7 +43,7 @@ def _requantized(sums: np.ndarray[Any, Any], multiplier: Any, zero_point: Any) -
     return result
 
 
-class QLinearConv(OpRun):  # type: ignore[misc]
+class QLinearConv(OpRun):
     """The sum in float64, where it is exact; `x_scale` and `y_scale` are 1 in what fxquant writes."""
 
     def _run(self, *inputs: Any, **attributes: Any) -> tuple[np.ndarray[Any, Any]]:
@@ -52,11 +52,11 @@ class QLinearConv(OpRun):  # type: ignore[misc]
         feeds = {"x": x.astype(np.float64) - x_zero, "w": w.astype(np.float64) - w_zero.astype(np.float64).reshape(-1, *[1] * (w.ndim - 1))}
         if bias:
             feeds["b"] = bias[0].astype(np.float64)
-        (sums,) = ReferenceEvaluator(node).run(None, feeds)
-        return (_requantized(sums, (x_scale * w_scale / y_scale).reshape(-1, *[1] * (w.ndim - 2)), y_zero),)
+        results: Any = ReferenceEvaluator(node).run(None, feeds)
+        return (_requantized(results[0], (x_scale * w_scale / y_scale).reshape(-1, *[1] * (w.ndim - 2)), y_zero),)
 
 
-class QLinearMatMul(OpRun):  # type: ignore[misc]
+class QLinearMatMul(OpRun):
     """The same for a matrix product."""
 
     def _run(self, a: Any, a_scale: Any, a_zero: Any, b: Any, b_scale: Any, b_zero: Any, y_scale: Any, y_zero: Any) -> Any:

@@ -124,11 +124,11 @@ class Writer:
         self.values[node] = name
         self._describe(node, name, record.kind)
         self.infos.append(value_info(name, self.emitter.types[name], fact(node).shape))
-        operand = node.args[0]
-        if node.target is quantize and operand.op == "placeholder":  # type: ignore[union-attr]
-            self.sources[self.values[operand]] = name  # type: ignore[index]
+        operand: Any = node.args[0]
+        if node.target is quantize and operand.op == "placeholder":
+            self.sources[self.values[operand]] = name
         if node.target is dequantize:
-            self.sources[name] = operand.name  # type: ignore[union-attr]
+            self.sources[name] = operand.name
 
     def emit(self, node: fx.Node, record: Primitive) -> str | None:
         """Append what computes a primitive; returns the value's name, or None where a later node computes it too."""

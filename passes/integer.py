@@ -226,11 +226,15 @@ def _concrete(
 def _referring(arguments: dict[str, Any], environment: dict[fx.Node, fx.Node]) -> dict[str, Any]:
     """The arguments with references to the new nodes; parameters, which have become constants, are left out."""
     plain: dict[str, Any] = {}
+
+    def refer(value: Any) -> Any:
+        return Reference(environment[value].name) if isinstance(value, fx.Node) else value
+
     for name, value in arguments.items():
         nodes: list[fx.Node] = []
         fx.map_arg(value, nodes.append)
         if not any(is_parameter(node) for node in nodes):
-            plain[name] = fx.map_arg(value, lambda node: Reference(environment[node].name)) if nodes else value
+            plain[name] = fx.node.map_aggregate(value, refer) if nodes else value
     return plain
 
 
