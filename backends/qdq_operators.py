@@ -173,19 +173,20 @@ def _with_bias(c: Call, sum_of: Callable[..., str], trailing: int) -> str:
 
 
 def _window(c: Call, rank: int) -> dict[str, Any]:
-    return {
-        "strides": sizes(c["stride"], rank),
-        "pads": sizes(c["padding"], rank) * 2,
-        "dilations": sizes(c["dilation"], rank),
-        "group": c["groups"],
-    }
+    padding = sizes(c["padding"], rank)
+    if c.arguments.get("padding_mode", "zeros") != "zeros":
+        padding = [0] * rank  # it is put around the operand first
+    # One size for each dimension, or the sizes before and behind each, the last dimension first.
+    pads = padding * 2 if len(padding) == rank else [*padding[::2][::-1], *padding[1::2][::-1]]
+    return {"strides": sizes(c["stride"], rank), "pads": pads, "dilations": sizes(c["dilation"], rank), "group": c["groups"]}
 
 
 @form("conv1d", "conv2d", "conv3d")
 def _convolution(c: Call) -> str:
     kernel = list(c.constants["weight"][0].shape[2:])
     attributes = {"kernel_shape": kernel, **_window(c, len(kernel))}
-    return c.epilogue(_with_bias(c, lambda *bias: c.do("Conv", c.input, c.weight(), *bias, **attributes), len(kernel)))
+    operand = _selected(c)  # with its own elements around it, where it is padded with those
+    return c.epilogue(_with_bias(c, lambda *bias: c.do("Conv", operand, c.weight(), *bias, **attributes), len(kernel)))
 
 
 @form("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -364,6 +365,7 @@ def _factor(old: int, new: int) -> float:
 
 
 def _selected(c: Call) -> str:
+    """The operand's elements as the integer graph selects them; the operand itself where it does not."""
     value = c.input
     for node in c.primitives:
         if node.target is shape.select:

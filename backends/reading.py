@@ -39,7 +39,7 @@ _NAMES = {torch.empty((), dtype=dtype).numpy().dtype: name for dtype, name in DT
 
 def constants(opened: OnnxModel) -> dict[str, Tensor]:
     """The constants of the graph, by name."""
-    return {tensor.name: _tensor(numpy_helper.to_array(tensor)) for tensor in opened.model.graph.initializer}
+    return {tensor.name: _tensor(numpy_helper.to_array(tensor, str(opened.path.parent))) for tensor in opened.model.graph.initializer}
 
 
 def _tensor(array: np.ndarray[Any, Any]) -> Tensor:

@@ -83,7 +83,7 @@ def _of_onnx(opened: OnnxModel) -> Contents:
     known = [
         Row(name, operators.get(name, "input"), entry["dtype"], _numbers(entry["scale"]), reading.shape(opened, name))
         for name, entry in opened.tensors.items()
-        if entry["kind"] == "quantized"
+        if "scale" in entry  # what is quantized on the way to a result has none of its own
     ]
     return Contents(
         opened.path,

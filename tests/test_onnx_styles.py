@@ -21,6 +21,7 @@ from fxquant.backends import fast, files, qdq_operators
 from fxquant.backends.emitter import Emitter
 from fxquant.backends.runtime import MEASURED_RUNTIMES, RUNTIMES, OnnxModel, Runner
 from fxquant.graph import operation, qparams
+from fxquant.inspection import read
 from fxquant.primitives import elementwise
 from tests.contract import assert_alive, compiled, graph_values
 from tests.test_operators import SAMPLES, covering, inputs_of, model_of
@@ -68,13 +69,18 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "transposed": lambda: Net(lambda n, x: n["b"](F.relu(n["a"](x))), a=conv(3, 8), b=nn.ConvTranspose2d(8, 6, 3, 2, 1, 1)),
     "transposed in groups": lambda: Net(lambda n, x: n["b"](n["a"](x)), a=conv(3, 8), b=nn.ConvTranspose2d(8, 6, 2, 2, groups=2)),
     "products": lambda: Net(lambda n, x: n["a"](x).flatten(2) @ n["b"](x).flatten(2).transpose(1, 2), a=conv(3, 8), b=conv(3, 6)),
+    "margins": lambda: Net(
+        lambda n, x: n["b"](F.relu(n["a"](x))),
+        a=nn.Conv2d(3, 8, (2, 3), padding="same"),
+        b=nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect", groups=2),
+    ),
     "padding": lambda: Net(lambda n, x: n["a"](F.pad(F.pad(x, (1, 2, 0, 1), value=0.5), (1, 1, 1, 1), "reflect")), a=nn.Conv2d(3, 8, 3)),
 }
 KERNELS = {  # that style "fast" makes of each
     "convolution": {"QLinearConv": 1}, "depthwise": {"QLinearConv": 2}, "grouped": {"QLinearConv": 2}, "linear": {"MatMulInteger": 2},
     "rows": {"MatMulInteger": 1}, "residual": {"QLinearConv": 1}, "addition": {"QLinearConv": 1}, "concatenation": {"QLinearConv": 2},
     "pooling": {"QLinearConv": 1}, "resizing": {"QLinearConv": 2}, "silu": {"QLinearConv": 2}, "transposed": {"QLinearConv": 1},
-    "transposed in groups": {"QLinearConv": 1}, "products": {"QLinearConv": 2, "QLinearMatMul": 1}, "padding": {"QLinearConv": 1},
+    "transposed in groups": {"QLinearConv": 1}, "products": {"QLinearConv": 2, "QLinearMatMul": 1}, "padding": {"QLinearConv": 1}, "margins": {"QLinearConv": 2},
 }  # fmt: skip
 
 
@@ -205,7 +211,7 @@ def test_a_kernel_that_saturates_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_file_that_is_wrong_as_a_whole_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(writer: fast.FastWriter, node: fx.Node) -> str:
+    def wrong(writer: fast.FastWriter, node: fx.Node, *arguments: Any) -> str:
         return writer.emitter.node("Identity", writer.shifted(node.args[0]))
 
     monkeypatch.setitem(fast.FORMS, elementwise.lookup, wrong)
@@ -424,6 +430,14 @@ def test_weights_beside_the_file(style: str, tmp_path: Path) -> None:
         report = verified(integer, path)
         assert report, str(report)
         assert len(report.pairs) == 4
+
+
+@pytest.mark.parametrize("style", ["exact", "fast", "qdq"])
+def test_files_with_weights_beside_them_can_be_inspected(style: str, tmp_path: Path) -> None:
+    integer = integer_of("concatenation")
+    one, two = (read(fxq.export_onnx(integer, tmp_path / f"{beside}.onnx", style=style, external_data=beside)) for beside in (True, False))
+    assert [row.name for row in one.rows] == [node.name for node in integer.graph.nodes if qparams(node) is not None]
+    assert {name: value.tolist() for name, value in one.tensors.items()} == {name: value.tolist() for name, value in two.tensors.items()}
 
 
 def test_a_model_that_is_too_large_for_one_file_gets_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
