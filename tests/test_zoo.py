@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
+import weakref
+from collections.abc import Iterator
+from dataclasses import asdict
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from benchmarks import zoo
+import fxquant as fxq
+from benchmarks import calibration_memory, exactness, zoo
 from fxquant.demo.digits import DigitsDataset, load_digits_dataset, split_by_class
 from fxquant.demo.network import build_demo_network
 from fxquant.demo.training import accuracy, seeded, train_float, train_quantized
 from fxquant.errors import ConfigurationError
+from fxquant.graph import notes
+from fxquant.prepared import quantized_operators
 
-NAMES = ("demo network", "ResNet-18", "MobileNetV2")
+NAMES = tuple(zoo.zoo())
+COMPILED = ("U-Net", "signal network (1-d)", "clip network (3-d)")  # the whole zoo is benchmarks.exactness
 build = cache(lambda name: zoo.zoo()[name]())
 
 
@@ -146,8 +156,8 @@ def test_zoo_entries_fit_together(name: str) -> None:
     assert {batch.shape for batch in entry.calibration_batches} == {batch.shape for batch in entry.test_batches}
     assert not torch.equal(entry.calibration_batches[0], entry.test_batches[0])
     assert entry.example_inputs[0].shape == entry.test_batches[0][:1].shape
-    logits = entry.model(*entry.example_inputs)
-    assert logits.shape == (1, 10 if name == "demo network" else 100)
+    classes = {"demo network": 10, "U-Net": 6, "signal network (1-d)": 10, "clip network (3-d)": 10}
+    assert exactness.tensors_of(entry.model(*entry.example_inputs))[0].shape[:2] == (1, classes.get(name, 100))
 
 
 @pytest.mark.parametrize("name", ["ResNet-18", "MobileNetV2"])
@@ -162,7 +172,7 @@ def test_zoo_builds_the_same_model_again(name: str) -> None:
 def test_logits_differ_between_images(name: str) -> None:
     entry = build(name)
     with torch.no_grad():
-        logits = entry.model(torch.cat(entry.test_batches))
+        logits = exactness.tensors_of(entry.model(torch.cat(entry.test_batches)))[0]
     assert len(logits.argmax(1).unique()) >= 5
 
 
@@ -170,6 +180,10 @@ def test_parameter_counts_are_those_of_torchvision() -> None:
     assert count_parameters(zoo.ResNet18()) == 11_689_512
     assert count_parameters(zoo.MobileNetV2()) == 3_504_872
     assert count_parameters(zoo.MobileNetV2(width=0.5)) == 1_968_680
+    assert count_parameters(zoo.ResNet50()) == 25_557_032
+    assert count_parameters(zoo.MobileNetV3Small()) == 2_542_856
+    assert count_parameters(zoo.EfficientNetB0()) == 5_288_548
+    assert count_parameters(zoo.ShuffleNetV2()) == 1_366_792
 
 
 @pytest.mark.parametrize("model", [zoo.ResNet18, zoo.MobileNetV2])
@@ -200,14 +214,29 @@ class Dead(nn.Module):
 
 
 def test_check_alive_names_the_dead_relu() -> None:
-    with pytest.raises(ValueError, match=r"relu 1: Activity\(zeros=1\.0, std=0\.0\)"):
+    with pytest.raises(ValueError, match=r"activation 1: Activity\(silent=1\.0, std=0\.0, gate=False\)"):
         zoo.check_alive(Dead(), torch.linspace(-1, 1, 20))
 
 
-def test_relus_are_counted_however_they_are_spelled() -> None:
-    spellings = [nn.ReLU(), nn.ReLU(inplace=True), nn.ReLU6(), nn.ReLU6(inplace=True)]
-    assert len(zoo.relu_activities(nn.Sequential(*spellings), torch.linspace(-1, 1, 20))) == 4
-    assert len(zoo.relu_activities(Dead(), torch.linspace(-1, 1, 20))) == 2
+def test_activations_are_counted_however_they_are_spelled() -> None:
+    spellings = [
+        nn.ReLU(),
+        nn.ReLU(inplace=True),
+        nn.ReLU6(),
+        nn.ReLU6(inplace=True),
+        nn.Hardswish(),
+        nn.SiLU(),
+        nn.Sigmoid(),
+        nn.LeakyReLU(),
+    ]
+    assert len(zoo.activities(nn.Sequential(*spellings), torch.linspace(-1, 1, 20))) == len(spellings)
+    assert len(zoo.activities(Dead(), torch.linspace(-1, 1, 20))) == 2
+
+
+def test_a_gate_may_always_be_open_but_never_constant() -> None:
+    assert zoo.Activity(silent=0.0, std=0.1, gate=True).is_alive
+    assert not zoo.Activity(silent=0.0, std=0.0, gate=True).is_alive
+    assert not zoo.Activity(silent=0.05, std=0.1).is_alive
 
 
 def test_photographs_are_varied_and_normalised() -> None:
@@ -218,6 +247,105 @@ def test_photographs_are_varied_and_normalised() -> None:
     assert images.std((1, 2, 3)).min() > 0.05
     assert torch.equal(images, zoo.photographs(32, 48, seed=5))
     assert not torch.equal(images, zoo.photographs(32, 48, seed=6))
+
+
+def test_signals_and_clips_are_real_and_varied() -> None:
+    signals, clips = zoo.signals(8, 64, seed=1), zoo.clips(4, 5, 16, seed=1)
+    assert signals.shape == (8, 3, 64)
+    assert clips.shape == (4, 3, 5, 16, 16)
+    for data in (signals, clips):
+        assert data.std(tuple(range(1, data.dim()))).min() > 0.01
+    assert not torch.equal(clips[:, :, 0], clips[:, :, -1])
+    assert torch.equal(clips, zoo.clips(4, 5, 16, seed=1))
+
+
+# ---------------------------------------------------------------------------------------------------- exactness
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "x86"])
+@pytest.mark.parametrize("name", COMPILED)
+def test_zoo_models_are_exact(name: str, target: str) -> None:
+    row = exactness.measure(name, build(name), target, "int8", dict.fromkeys(exactness.ENGINES, "not measured"))
+    assert row.exact, row
+    assert row.float_nodes == 0
+    assert row.tensors > 15
+    assert row.sqnr > 5
+
+
+def integer_signal_network() -> fx.GraphModule:
+    entry = build("signal network (1-d)")
+    prepared = fxq.prepare(entry.model, entry.example_inputs)
+    fxq.calibrate(prepared, entry.calibration_batches)
+    return fxq.convert(prepared)
+
+
+def test_exactness_sees_an_accumulator_that_does_not_fit() -> None:
+    integer, batches = integer_signal_network(), build("signal network (1-d)").test_batches[:1]
+    assert exactness.overflows(integer, batches) == 0
+    noted = next(node for node in integer.graph.nodes if notes(node).get("accumulator_bits", 0) > 16)
+    notes(noted)["accumulator_bits"] = 8
+    assert exactness.overflows(integer, batches) >= 1
+
+
+def test_exactness_sees_a_fault_that_is_not_located(monkeypatch: pytest.MonkeyPatch) -> None:
+    integer, batch = integer_signal_network(), build("signal network (1-d)").test_batches[0]
+    assert exactness.faults_not_located(integer, batch) == 0
+    monkeypatch.setattr(exactness.fxq, "verify", lambda *_, **__: fxq.Report())
+    assert exactness.faults_not_located(integer, batch) == 1
+
+
+def test_exactness_writes_and_reads_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = exactness.Row("a network", "bayes-e", "int8", 0, 0, 0, 0, 0, 20, 24, 0, 30.25, {"x86": 25.0, "qnnpack": "RuntimeError: no"})
+    kept = tmp_path / "rows.jsonl"
+    kept.write_text(json.dumps(asdict(row)) + "\n", encoding="utf-8")
+    assert exactness.read(kept) == [row]
+    monkeypatch.setattr(exactness, "WRITTEN", tmp_path / "results" / "exactness.md")
+    monkeypatch.setattr(exactness, "zoo", lambda: {"a network": None})
+    monkeypatch.setattr(sys, "argv", ["exactness", "--targets", "bayes-e", "--keep", str(kept), "--write"])
+    with pytest.raises(SystemExit) as done:
+        exactness.main()
+    assert done.value.code == 0
+    written = (tmp_path / "results" / "exactness.md").read_text(encoding="utf-8")
+    assert "| a network | bayes-e | int8 | 0 | 0 | 0 | 0 | 0 | 20 | 24 bits | 0 | 30.2 | 25.0 | – |" in written
+    assert "torch.ao, qnnpack, on a network: RuntimeError: no" in written
+
+
+def test_peers_that_cannot_do_a_model_say_why() -> None:
+    entry = zoo.ZooEntry(nn.MaxPool3d(2), (torch.zeros(1, 1, 2, 2, 2),), [torch.randn(2, 1, 2, 2, 2)], [torch.randn(2, 1, 2, 2, 2)])
+    assert "QNNPACK" in str(exactness.torch_ao_sqnr(entry, "qnnpack"))
+    assert isinstance(exactness.torch_ao_sqnr(entry, "x86"), float)
+
+
+# -------------------------------------------------------------------------------------------- calibration's memory
+
+
+@pytest.mark.parametrize("observer", [fxq.MovingAverageMinMaxObserver, fxq.MinMaxObserver, fxq.HistogramObserver, fxq.PercentileObserver])
+def test_calibration_keeps_no_batch(observer: type[fxq.Observer]) -> None:
+    """A generator's batches, and whatever was computed of them, are gone when the next one is asked for."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)).eval()
+    prepared = fxq.prepare(model, (torch.randn(1, 3, 8, 8),), qconfig=fxq.QConfig(fxq.ActivationConfig(observer=observer)))
+    seen: list[weakref.ref[Tensor]] = []
+    for operator in quantized_operators(prepared).values():
+        operator.register_forward_hook(lambda _module, _inputs, result: seen.append(weakref.ref(result)))
+    alive: list[int] = []
+
+    def batches() -> Iterator[Tensor]:
+        for _ in range(6):
+            alive.append(len({id(tensor) for ref in seen if (tensor := ref()) is not None}))
+            seen.append(weakref.ref(batch := torch.randn(4, 3, 8, 8)))
+            yield batch
+            del batch
+
+    fxq.calibrate(prepared, batches(), show_progress=False)
+    assert len(seen) > 6 * 5
+    assert max(alive) <= 1, alive  # the loop over the batches still has the last one in hand
+
+
+def test_the_memory_benchmark_measures_what_is_kept() -> None:
+    code = "import sys; from benchmarks import calibration_memory as m; print('torch' in sys.modules)"
+    light = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert light.stdout.strip() == "False"  # the children's peaks begin with the parent's
+    assert calibration_memory.peak_of_calibration("MinMaxObserver", 0) > 2**26
 
 
 # ------------------------------------------------------------------------------------------------ residual chain

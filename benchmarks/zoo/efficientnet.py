@@ -23,6 +23,11 @@ class MBConv(nn.Module):
         self.block = nn.Sequential(*layers)
         self.use_res_connect = stride == 1 and in_channels == out_channels
 
+    @property
+    def damped(self) -> list[nn.Module]:
+        """What `initialise` makes small: training would as well, and without it sixteen such blocks amplify any noise."""
+        return [self.block[-1][1]] if self.use_res_connect else []
+
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.block(x)
         if self.use_res_connect:

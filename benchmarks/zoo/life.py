@@ -31,6 +31,10 @@ def initialise_with_current_seed(model: nn.Module) -> None:
         elif isinstance(module, nn.Linear):
             nn.init.kaiming_normal_(module.weight, nonlinearity="linear")
             nn.init.normal_(module.bias, 0.0, 0.2)
+    with torch.no_grad():
+        for module in model.modules():
+            for norm in getattr(module, "damped", ()):
+                norm.weight *= 0.25
 
 
 def make_alive(model: nn.Module, images: Tensor, batch_size: int = 32) -> None:
