@@ -194,7 +194,8 @@ def parameter_value(root: torch.nn.Module, node: fx.Node) -> Any:
     """The value that a parameter, or what is computed from parameters, has at this moment."""
     if node.op == "get_attr":
         return resolve(root, str(node.target))
-    args, kwargs = (fx.map_arg(given, lambda operand: parameter_value(root, operand)) for given in (node.args, node.kwargs))
+    args: Any = fx.map_arg(node.args, lambda operand: parameter_value(root, operand))
+    kwargs: Any = fx.map_arg(node.kwargs, lambda operand: parameter_value(root, operand))
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     return node.target(*args, **kwargs)  # type: ignore[operator]

@@ -70,7 +70,7 @@ def _evaluate(gm: fx.GraphModule, layers: list[fx.Node]) -> None:
     """The weight and bias of these layers are the folded ones; what they were made of is gone unless something else reads it."""
     made = {layer: _folded(gm, layer) for layer in layers}  # all of them before any parameter changes: one may be read by several
     for layer, parameters in made.items():
-        nodes = []
+        nodes: list[fx.Node] = []
         for path, value in parameters.items():
             _attach(gm, path, value)
             with gm.graph.inserting_before(layer):
