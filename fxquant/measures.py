@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from fxquant.graph import Size, TensorFact, annotation, fact
+from fxquant.graph import Size, TensorFact, annotation, fact, is_parameter
 from fxquant.numerics import ACTIVATION_TYPES
 from fxquant.ops.boundary import DEQUANTIZE
 from fxquant.ops.record import Operator, operand_nodes
@@ -297,7 +297,7 @@ def _operand_count(site: Site) -> list[Any]:
 def _constants(site: Site) -> list[Any]:
     """Tensors; a number is folded into the scale."""
     values = [site.arguments.get(name) for name in site.operator.operands]
-    return [sum(isinstance(value, fx.Node) and value.op == "get_attr" for value in values)]
+    return [sum(isinstance(value, fx.Node) and is_parameter(value) for value in values)]
 
 
 @measure("joined dimension")

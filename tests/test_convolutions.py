@@ -160,3 +160,16 @@ def test_a_model_with_computed_weights_is_saved(tmp_path: Path) -> None:
         loaded = fxq.load(fxq.save(kept, tmp_path / f"{name}.fxq"))
         assert torch.equal(loaded(*batches[0]), kept(*batches[0]))
     assert torch.equal(fxq.convert(fxq.load(tmp_path / "prepared.fxq"))(*batches[0]), integer(*batches[0]))
+
+
+def test_a_margin_is_an_operator_of_its_own() -> None:
+    """It is explained, follows the rules for its layer, and has the limits of a pad."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect")).eval()
+    batch = torch.randn(2, 3, 6, 6)
+    prepared = fxq.prepare(model, (batch,))
+    assert [node.name for node in prepared.graph.nodes if node.op == "call_module"] == ["input_1_quantize", "_0_pad", "_0"]
+    assert "%_0_pad" in fxq.explain(prepared)
+    for rule in (fxq.QConfigMapping().set_module_name("0", None), fxq.QConfigMapping().set_object_type(nn.Conv2d, None)):
+        in_float = fxq.prepare(model, (batch,), qconfig=rule)
+        assert {"_0_pad", "_0"} <= set(left_in_float(in_float))
+        assert torch.equal(fxq.set_state(in_float, fxq.State.FLOAT) or in_float(batch), model(batch))

@@ -5,15 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
-from torch.nn import functional as F
 
 from fxquant.batch_norm import BatchNorm, fold
 from fxquant.graph import TensorFact, fact, resolve
 from fxquant.lowering import Clamp, Lowering, Quantized
-from fxquant.ops.pad import lower_pad, pads_the_batch
+from fxquant.ops.pad import pad_before
 from fxquant.ops.record import Operator, Parameter, register
 from fxquant.ops.weighted import ABSORBED, Tap, epilogue, lower_weighted, refuses_weighted, shape_of, sizes
 from fxquant.primitives import accumulate, transposed
@@ -47,7 +46,7 @@ class Kind:
 PLAIN = Kind(
     "conv",
     CONVOLUTIONS,
-    {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, "padding_mode": "zeros"},
+    {"stride": 1, "padding": 0, "dilation": 1, "groups": 1},
     ("stride", "padding", "dilation", "groups"),
     lambda weight, groups: weight,
     0,
@@ -87,9 +86,6 @@ def _convolution(kind: Kind, rank: int) -> tuple[Callable[..., Tensor], Callable
         given = {**kind.attributes, **dict(zip(kind.attributes, attributes, strict=False))}
         if batch_norm is not None:
             weight, bias = folded(weight, bias, batch_norm, **given)
-        margin, given = _margin(given, rank)
-        if margin is not None:
-            input = F.pad(input, *margin)
         return epilogue(kernel(input, weight, bias, **given), residual, clamp, tap)
 
     def lower(
@@ -103,10 +99,7 @@ def _convolution(kind: Kind, rank: int) -> tuple[Callable[..., Tensor], Callable
         clamp: Clamp | None = None,
         **attributes: Any,
     ) -> Quantized:
-        margin, given = _margin(attributes, rank)
-        if margin is not None:
-            input = lower_pad(lowering, input, *margin, 0.0)
-        given = {name: value if name == "groups" else sizes(value, rank) for name, value in given.items()}
+        given: dict[str, Any] = {name: value if name == "groups" else sizes(value, rank) for name, value in attributes.items()}
         groups = given["groups"]
 
         def forward(weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -146,52 +139,52 @@ def _signature(function: Callable[..., Tensor], kind: Kind) -> inspect.Signature
 
 # ---- padding --------------------------------------------------------------------------------------------------------
 
+
+class Margin(NamedTuple):
+    """Padding that the convolution's own zeros cannot be: `around` and `mode` are what F.pad takes."""
+
+    around: list[int]
+    mode: str
+
+
 _MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
 
 
-def _margin(attributes: dict[str, Any], rank: int) -> tuple[tuple[list[int], str] | None, dict[str, Any]]:
-    """(padding and mode, as F.pad takes them, of what is put around the input first; the attributes of the convolution that is left).
+def _numbers(padding: Any, kernel: list[int], dilation: Any, mode: str = "zeros") -> Any:
+    """Padding as numbers, or as a margin where it has another mode, or "same" needs one more behind."""
+    rank = len(kernel)
+    if padding == "same":
+        totals = [taps * (size - 1) for taps, size in zip(sizes(dilation, rank), kernel, strict=True)]
+        pairs = [(total // 2, total - total // 2) for total in totals]
+    else:
+        pairs = [(size, size) for size in sizes(0 if padding == "valid" else padding, rank)]
+    if all(before == behind for before, behind in pairs) and (mode == "zeros" or not any(before for before, _ in pairs)):
+        return [before for before, _ in pairs]
+    return Margin([size for pair in reversed(pairs) for size in pair], _MODES[mode])
 
-    None where the zeros of the convolution itself do: it has as many before a dimension as behind it.
+
+def _padded(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
+    """Padding by name as numbers; a margin becomes a pad before the convolution, which then has none.
+
+    %y = conv2d(%x, %w, padding="same")     →       %y_pad = pad(%x, [0, 1, 0, 1])
+                                                    %y = conv2d(%y_pad, %w)
     """
-    rest = dict(attributes)
-    mode = rest.pop("padding_mode", "zeros")
-    padding = sizes(rest["padding"], rank)
-    if mode == "zeros" and len(padding) == rank:
-        return None, rest
-    around = padding if len(padding) > rank else [size for size in reversed(padding) for _ in range(2)]
-    rest["padding"] = 0
-    return (around, _MODES[mode]), rest
-
-
-def _plain_padding(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
-    """Padding given by name, as numbers."""
     padding = arguments["padding"]
-    if not isinstance(padding, str):
-        return arguments
-    kernel = shape_of(arguments["weight"])
-    if kernel is None:
-        return f"padding={padding!r} depends on its weight, which is no tensor"
-    return {**arguments, "padding": _numbers(padding, [int(size) for size in kernel[2:]], arguments["dilation"])}  # type: ignore[arg-type]
-
-
-def _numbers(padding: Any, kernel: list[int], dilation: Any) -> Any:
-    """ "valid" and "same" as numbers; where "same" needs one more behind, as F.pad takes them."""
-    if padding == "valid":
-        return 0
-    if padding != "same":
-        return padding
-    totals = [taps * (size - 1) for taps, size in zip(sizes(dilation, len(kernel)), kernel, strict=True)]
-    if all(total % 2 == 0 for total in totals):
-        return [total // 2 for total in totals]
-    return [size for total in reversed(totals) for size in (total // 2, total - total // 2)]
+    if isinstance(padding, str):
+        kernel = shape_of(arguments["weight"])
+        if kernel is None:
+            return f"padding={padding!r} depends on its weight, which is no tensor"
+        padding = _numbers(padding, [int(size) for size in kernel[2:]], arguments["dilation"])  # type: ignore[arg-type]
+    if not isinstance(padding, Margin):
+        return {**arguments, "padding": padding}
+    return {**arguments, "input": pad_before(node, arguments["input"], padding.around, padding.mode), "padding": 0}
 
 
 def _convolution_module(module: Any) -> dict[str, Any]:
     return {
         **_parameters(module),
-        **{name: getattr(module, name) for name in ("stride", "dilation", "groups", "padding_mode")},
-        "padding": _numbers(module.padding, list(module.kernel_size), module.dilation),
+        **{name: getattr(module, name) for name in ("stride", "dilation", "groups")},
+        "padding": _numbers(module.padding, list(module.kernel_size), module.dilation, module.padding_mode),
     }
 
 
@@ -226,9 +219,6 @@ def _refuses(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
         operand = shape_of(arguments["input"])
         if operand is not None and len(operand) != rank + 2:
             return "its input has no batch dimension"
-        margin, _ = _margin(arguments, rank)
-        if margin is not None and operand is not None and pads_the_batch(*margin, operand):
-            return "it pads the batch with its own elements"
         return refuses_weighted(node, arguments)
 
     return refuses
@@ -254,9 +244,9 @@ def _register(kind: Kind, rank: int, module: type[nn.Module], extract: Callable[
     return function
 
 
-conv1d = _register(PLAIN, 1, nn.Conv1d, _convolution_module, _plain_padding)
-conv2d = _register(PLAIN, 2, nn.Conv2d, _convolution_module, _plain_padding)
-conv3d = _register(PLAIN, 3, nn.Conv3d, _convolution_module, _plain_padding)
+conv1d = _register(PLAIN, 1, nn.Conv1d, _convolution_module, _padded)
+conv2d = _register(PLAIN, 2, nn.Conv2d, _convolution_module, _padded)
+conv3d = _register(PLAIN, 3, nn.Conv3d, _convolution_module, _padded)
 conv_transpose1d = _register(REVERSED, 1, nn.ConvTranspose1d, _transposed_module, _output_padding)
 conv_transpose2d = _register(REVERSED, 2, nn.ConvTranspose2d, _transposed_module, _output_padding)
 conv_transpose3d = _register(REVERSED, 3, nn.ConvTranspose3d, _transposed_module, _output_padding)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxquant.graph import Size, TensorFact, fact
+from fxquant.graph import TensorFact, fact, inherit, set_fact, shape_of, spell, spelling
 from fxquant.lowering import Lowering, Quantized
 from fxquant.numerics import clamp_bound
 from fxquant.ops.record import Operator, Scale, register
@@ -38,7 +39,7 @@ def _margins(padding: list[int], rank: int) -> list[tuple[int, int]]:
     return [(0, 0)] * (rank - len(pairs)) + pairs[::-1]
 
 
-def lower_pad(lowering: Lowering, input: Quantized, padding: list[int], mode: str, value: float) -> Quantized:
+def _lower_pad(lowering: Lowering, input: Quantized, padding: list[int], mode: str, value: float) -> Quantized:
     """A constant as its integer ⌊value/scale + ½⌋; any other margin is a selection of what is there."""
     margins = _margins(padding, len(input.shape))
     if mode == "constant":
@@ -86,15 +87,23 @@ def _refuses_pad(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     if mode not in _OUTSIDE:
         return f"mode={mode!r} has no integer form"
     known = fact(arguments["input"])
-    return (
-        "it pads the batch with its own elements" if isinstance(known, TensorFact) and pads_the_batch(padding, mode, known.shape) else None
-    )
+    if not isinstance(known, TensorFact):
+        return None
+    margins = zip(_margins(padding, len(known.shape)), known.shape, strict=True)
+    return "it pads the batch with its own elements" if any(any(m) and not isinstance(size, int) for m, size in margins) else None
 
 
-def pads_the_batch(padding: list[int], mode: str, shape: tuple[Size, ...]) -> bool:
-    """Whether a dimension whose size is not fixed is to be continued by its own elements."""
-    margins = zip(_margins(padding, len(shape)), shape, strict=True)
-    return mode != "constant" and any(any(margin) and not isinstance(size, int) for margin, size in margins)
+def pad_before(node: fx.Node, operand: fx.Node, padding: list[int], mode: str) -> fx.Node:
+    """A canonical pad of the operand, in front of the node whose part it was, which it takes source, module and spelling from."""
+    shape = shape_of(operand)
+    margins = _margins(padding, len(shape))
+    with node.graph.inserting_before(node):
+        padded: fx.Node = node.graph.create_node("call_function", pad, (operand, padding, mode, 0.0), name=f"{node.name}_pad")
+    inherit(padded, node, "canonical.rewrite")
+    spell(padded, *spelling(node))
+    sizes = [size + begin + end if isinstance(size, int) else size for size, (begin, end) in zip(shape, margins, strict=True)]
+    set_fact(padded, replace(fact(operand), shape=tuple(sizes)))
+    return padded
 
 
 def _pad_module(mode: str) -> Callable[[Any], dict[str, Any]]:
@@ -106,7 +115,7 @@ register(
         "pad",
         pad,
         ("input",),
-        lower_pad,
+        _lower_pad,
         Scale.SAME,
         functions={F.pad: _pad_arguments},
         modules={
