@@ -192,7 +192,9 @@ class PreparedForm:
             return hook
 
         hooks = [operator.register_forward_hook(keep(operator)) for operator in operators.values()]
-        states, training = {name: operator.state for name, operator in operators.items()}, self.model.training
+        states = {name: operator.state for name, operator in operators.items()}
+        training = {module: module.training for module in self.model.modules()}  # float operators on the host may depend on it
+        self.model.eval()
         try:
             for operator in operators.values():
                 operator.state = State.VALIDATE
@@ -203,7 +205,8 @@ class PreparedForm:
                 hook.remove()
             for name, operator in operators.items():
                 operator.state = states[name]
-            self.model.train(training)
+            for module, flag in training.items():
+                module.training = flag
         return values | _outputs(result)
 
 

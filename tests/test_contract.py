@@ -617,3 +617,21 @@ def test_the_report_reads_as_a_place(golden: Callable[[str, str], None]) -> None
     sound = str(fxq.verify(prepared, integer, [torch.randn(4, 1, 5, 5)], show_progress=False))
     resolve(integer, "integer._0.bias").add_(50)
     golden(f"{sound}\n\n{fxq.verify(prepared, integer, [torch.randn(4, 1, 5, 5)], show_progress=False)}\n", "report.txt")
+
+
+def test_verifying_leaves_a_prepared_model_as_it_was() -> None:
+    """The modes of its modules, each its own; and a batch norm that is left in float is not moved by the batches."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Sigmoid(), nn.BatchNorm2d(4, track_running_stats=True), nn.Conv2d(4, 2, 1))
+    qconfig = fxq.QConfigMapping().set_module_name("2", None)
+    batch = torch.randn(4, 3, 8, 8)
+    prepared, integer = contract.compiled(model.eval(), [batch], qconfig=qconfig)
+    prepared.train()
+    for index, module in enumerate(prepared.modules()):
+        module.training = index % 3 != 0
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    flags = [module.training for module in prepared.modules()]
+    before = {name: value.clone() for name, value in prepared.state_dict().items()}
+    assert fxq.verify(prepared, integer, [batch, 2 * batch])
+    assert [module.training for module in prepared.modules()] == flags
+    after = prepared.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
