@@ -2,7 +2,7 @@
 
     y = (conv(x, w) + b - mean) · γ / sqrt(var + ε) + β  =  conv(x, w · g) + (b - mean) · g + β,   g = γ / sqrt(var + ε)
 
-Nothing is ever divided by γ, so a small or zero γ is harmless.
+The layer is never divided by γ; a γ of zero is harmless.
 """
 
 from __future__ import annotations
@@ -37,37 +37,59 @@ class BatchNormTensors(NamedTuple):
     num_batches_tracked: Tensor | None = None
 
 
+def running_gain(batch_norm: BatchNorm) -> Tensor:
+    """g, with the running statistics."""
+    assert batch_norm.running_var is not None
+    gain = torch.rsqrt(batch_norm.running_var + batch_norm.eps)
+    return gain if batch_norm.weight is None else gain * batch_norm.weight
+
+
 def fold(weight: Tensor, bias: Tensor | None, batch_norm: BatchNorm, axis: int) -> tuple[Tensor, Tensor]:
     """Weight and bias of the layer that equals layer then batch norm with running statistics; differentiable.
 
     `axis` is the weight's output channel dimension.
     """
     assert batch_norm.running_mean is not None
-    assert batch_norm.running_var is not None
-    return _fold(weight, bias, batch_norm, axis, batch_norm.running_mean, batch_norm.running_var)
-
-
-def fold_batch(weight: Tensor, bias: Tensor | None, batch_norm: BatchNorm, axis: int, output: Tensor) -> tuple[Tensor, Tensor]:
-    """`fold` with the statistics of this batch, where `output` (N, C, …) is the layer's; the running ones move on."""
-    dims = [d for d in range(output.dim()) if d != 1]
-    variance, mean = torch.var_mean(output, dims, correction=0)
-    _update_running(batch_norm, mean.detach(), variance.detach(), output.numel() // output.shape[1])
-    return _fold(weight, bias, batch_norm, axis, mean, variance)
-
-
-def _fold(weight: Tensor, bias: Tensor | None, batch_norm: BatchNorm, axis: int, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    gain = torch.rsqrt(variance + batch_norm.eps)
-    if batch_norm.weight is not None:
-        gain = gain * batch_norm.weight
+    gain = running_gain(batch_norm)
     shape = [1] * weight.dim()
     shape[axis] = -1
-    offset = -mean if bias is None else bias - mean
+    offset = -batch_norm.running_mean if bias is None else bias - batch_norm.running_mean
     folded = offset * gain
     return weight * gain.reshape(shape), folded if batch_norm.bias is None else folded + batch_norm.bias
 
 
+def correct_batch(
+    batch_norm: BatchNorm, weight_bias: Tensor | None, sums: Tensor, step: Tensor, axis: int, usable: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(c, b) with which (z + b) · c has the statistics of this batch instead of the running ones, which move on; differentiable.
+
+    z = sums · step is the layer with the running statistics folded in, without its bias; channels are dimension
+    `axis` of `sums`, and `step` has one number for each, or is a scalar:
+
+        (z - mean(z)) · c + β  =  (z + β/c - mean(z)) · c,    c = sqrt((running_var + ε) / (var(z)/g² + ε)),   g = γ / sqrt(running_var + ε)
+
+    The statistics are therefore those of the quantized weights. A channel that is not `usable`, or whose γ is 0,
+    shows nothing of them: it keeps the running ones.
+    """
+    assert batch_norm.running_mean is not None
+    assert batch_norm.running_var is not None
+    variance, mean = torch.var_mean(sums, [d for d in range(sums.dim()) if d != axis], correction=0)
+    known = batch_norm.running_var + batch_norm.eps
+    gain = running_gain(batch_norm)
+    usable = usable & (gain != 0)
+    unit = step / torch.where(usable, gain, 1)  # of the layer before its batch norm
+    of_batch = variance.float() * unit.square()
+    correction = torch.where(usable, torch.sqrt(known / (of_batch + batch_norm.eps)), 1)
+    beta = torch.zeros_like(known) if batch_norm.bias is None else batch_norm.bias
+    offset = -batch_norm.running_mean if weight_bias is None else weight_bias - batch_norm.running_mean
+    bias = torch.where(usable, beta / correction - mean.float() * step, offset * gain + beta)
+    center = mean.float() * unit if weight_bias is None else mean.float() * unit + weight_bias
+    _update_running(batch_norm, center.detach(), of_batch.detach(), sums.numel() // sums.shape[axis], usable)
+    return correction, bias
+
+
 @torch.no_grad()
-def _update_running(batch_norm: BatchNorm, mean: Tensor, variance: Tensor, count: int) -> None:
+def _update_running(batch_norm: BatchNorm, mean: Tensor, variance: Tensor, count: int, usable: Tensor) -> None:
     if batch_norm.running_mean is None or batch_norm.running_var is None:
         return
     if batch_norm.num_batches_tracked is not None:
@@ -75,5 +97,5 @@ def _update_running(batch_norm: BatchNorm, mean: Tensor, variance: Tensor, count
     momentum = batch_norm.momentum
     if momentum is None:
         momentum = 1.0 / float(batch_norm.num_batches_tracked) if batch_norm.num_batches_tracked is not None else 0.0
-    batch_norm.running_mean += (mean - batch_norm.running_mean) * momentum
-    batch_norm.running_var += (variance * (count / max(count - 1, 1)) - batch_norm.running_var) * momentum
+    batch_norm.running_mean += (mean - batch_norm.running_mean) * momentum * usable
+    batch_norm.running_var += (variance * (count / max(count - 1, 1)) - batch_norm.running_var) * momentum * usable

@@ -51,6 +51,8 @@ def set_state(prepared: nn.Module, state: State, modules: str | Iterable[str] | 
 
 def update_scales(operator: QuantizedOperator) -> None:
     """Set the scales an operator owns from what was observed."""
+    if operator.weight_scale is not None and operator.output.pending:
+        operator.weight_scale.forget()
     for quantizer in owned_quantizers(operator):
         quantizer.update_scale()
 
@@ -140,7 +142,8 @@ def _on_all_ranks(prepared: nn.Module, observe: Callable[[], int]) -> int:
 @contextmanager
 def _all_or_nothing(prepared: nn.Module) -> Iterator[None]:
     """A batch that fails half-way leaves no trace in the observers that had seen it by then."""
-    buffers = [buffer for module in prepared.modules() if isinstance(module, Observer) for buffer in module.buffers()]
+    watching = [module for module in prepared.modules() if isinstance(module, Observer | Quantizer)]
+    buffers = [buffer for module in watching for buffer in module.buffers(recurse=False)]
     before = [buffer.clone() for buffer in buffers]
     try:
         yield
@@ -184,7 +187,7 @@ def set_qparams(prepared: nn.Module, scales: Mapping[str, float]) -> None:
 
 
 def freeze(prepared: nn.Module, *, scales: bool = True, batch_norm: bool = True) -> None:
-    """Stop statistics from moving while training: the observed scales, and the batch norms' running statistics.
+    """Stop what moves while training besides the model's parameters: scales, followed or learned, and running statistics.
 
     Afterwards TRAIN in train mode computes exactly what VALIDATE does, dropout aside.
     """
@@ -193,6 +196,9 @@ def freeze(prepared: nn.Module, *, scales: bool = True, batch_norm: bool = True)
         if batch_norm:
             operator.live_batch_norm = False
         if scales:
+            if operator.state is State.CALIBRATE:
+                update_scales(operator)
             for quantizer in owned_quantizers(operator):
-                quantizer.update_scale()
-                quantizer.frozen = True
+                quantizer.freeze()
+            if operator.weight_scale is not None:
+                operator.weight_scale.stop()

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxquant.batch_norm import BatchNorm, fold, fold_batch
 from fxquant.errors import AccumulatorOverflow
 from fxquant.graph import Size
+from fxquant.learning import WeightScale, learned_step
 from fxquant.numerics import (
     INT32,
     INT32_MAX,
@@ -67,14 +67,25 @@ class Quantized:
 class Lowering:
     """The composition of primitives for one operator. Subclasses say what `call` and `constant` do."""
 
-    def __init__(self, name: str, arithmetic: Arithmetic, output: Quantizer, intermediate: Quantizer | None, weight: WeightConfig) -> None:
+    def __init__(
+        self,
+        name: str,
+        arithmetic: Arithmetic,
+        output: Quantizer,
+        intermediate: Quantizer | None,
+        weight: WeightConfig,
+        weight_scale: WeightScale | None = None,
+    ) -> None:
         self.name = name
         self.arithmetic = arithmetic
         self.output = output
         self.intermediate = intermediate
         self.weight = weight
-        self.training = False
+        self.learned = weight_scale
+        self.live_batch_norm = False  # whether batch norms use, and move, statistics: in training alone
         self.accumulator_bits = 0  # of the largest accumulator so far
+
+    keeps_start = False  # whether a learned scale that has not started yet starts from the weight at hand
 
     # -- what a subclass provides ----------------------------------------------------------------------------------
 
@@ -99,17 +110,6 @@ class Lowering:
         """
         to = to or self.output
         return Quantized(exact(), to.scale, to.dtype, ())
-
-    def fold(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        batch_norm: BatchNorm | None,
-        axis: int,
-        forward: Callable[[Tensor, Tensor | None], Tensor],
-    ) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias with the batch norm multiplied in, from its running statistics."""
-        return (weight, bias) if batch_norm is None else fold(weight, bias, batch_norm, axis)
 
     # -- what operators are made of ----------------------------------------------------------------------------------
 
@@ -148,6 +148,8 @@ class Lowering:
             accumulator = self.call(shift_right, accumulator, bits)
             ratio = ratio.times(torch.tensor(2.0**bits, device=ratio.numerators[0].device))
         scale = real_multiplier(ratio)
+        if torch.is_grad_enabled() and (real := ratio.approximate()).requires_grad:
+            scale = straight_through(real.float(), scale)
         value = self.call(accumulator_output, accumulator)
         if clamp is not None and clamp != (None, None):
             limits = [
@@ -202,9 +204,18 @@ class Lowering:
         constants = self.constant(role + "_multiplier", multiplier, torch.int32), self.constant(role + "_right_shift", shift, torch.int32)
         return self.call(align_fixed, operand.value, *constants, wide)
 
+    def weight_scale(self, weight: Tensor, gain: Tensor | None) -> Tensor:
+        """The scale of a weight for each channel, its dimension 0, or the one for all: of its values, or learned.
+
+        `gain` is what a batch norm has multiplied the channels by.
+        """
+        if self.learned is not None:
+            return self.learned.of(weight, gain, self.weight.type, keep=self.keeps_start)
+        return weight_scale(weight, 0 if self.weight.per_channel else None, self.weight.type)
+
     def settle(self, scale: Tensor) -> Tensor:
-        """A weight's scale as the target has it: rounded up to a power of two where it has no other."""
-        return round_up_to_power_of_two(scale) if self.arithmetic.power_of_two_weights else scale
+        """A weight's scale as it is used: rounded up to a power of two where the target has no other, or the config wants it."""
+        return round_up_to_power_of_two(scale) if self.arithmetic.power_of_two_weights or self.weight.power_of_two else scale
 
     def quantize_constant(self, value: Tensor, role: str) -> Quantized:
         """A constant tensor as integers with one scale, as a weight is; its gradient passes straight through."""
@@ -247,6 +258,8 @@ class Lowering:
 class EagerLowering(Lowering):
     """Calls the primitives on integer-valued float tensors, with straight-through gradients; observes if told to."""
 
+    keeps_start = True
+
     def __init__(
         self,
         name: str,
@@ -254,13 +267,12 @@ class EagerLowering(Lowering):
         output: Quantizer,
         intermediate: Quantizer | None,
         weight: WeightConfig,
+        weight_scale: WeightScale | None = None,
         *,
-        training: bool,
         observing: bool,
         live_batch_norm: bool,
     ) -> None:
-        super().__init__(name, arithmetic, output, intermediate, weight)
-        self.training = training
+        super().__init__(name, arithmetic, output, intermediate, weight, weight_scale)
         self.observing = observing
         self.live_batch_norm = live_batch_norm
 
@@ -279,29 +291,18 @@ class EagerLowering(Lowering):
         to = to or self.output
         value = real() if self.observing or torch.is_grad_enabled() else None
         if self.observing and value is not None:
-            to.observe(value)
-            to.update_scale()
+            to.follow(value)
         with torch.no_grad():
             integers = exact()
-        if value is not None and value.requires_grad:
+        if value is not None and to.learns and torch.is_grad_enabled():
+            integers = learned_step(value, integers, to.scale, to, to.dtype)
+        elif value is not None and value.requires_grad:
             integers = straight_through((value / to.scale).clamp(to.dtype.low, to.dtype.high), integers)
         return Quantized(integers, to.scale, to.dtype, tuple(integers.shape))
 
     def quantize(self, input: Tensor) -> Quantized:
         to = self.output
         return self.result(lambda: quantized_value(input, to.scale, to.dtype.low, to.dtype.high), lambda: input)
-
-    def fold(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        batch_norm: BatchNorm | None,
-        axis: int,
-        forward: Callable[[Tensor, Tensor | None], Tensor],
-    ) -> tuple[Tensor, Tensor | None]:
-        if batch_norm is None or not (self.training and self.live_batch_norm):
-            return super().fold(weight, bias, batch_norm, axis, forward)
-        return fold_batch(weight, bias, batch_norm, axis, forward(weight, bias))
 
 
 class _StraightThrough(torch.autograd.Function):

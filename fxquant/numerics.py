@@ -143,7 +143,7 @@ class Ratio:
         Computed in float64; an element so near a tie that the few roundings on the way could decide it is
         computed again with fractions. Requires results below 2^31.
         """
-        approximate = self.approximate() * power_of_two(exponent)
+        approximate = self.approximate().detach() * power_of_two(exponent)
         result = torch.round(approximate)
         doubtful = ((approximate - torch.floor(approximate)) - 0.5).abs() <= approximate * 2.0**-48
         if bool(doubtful.any()):
@@ -254,6 +254,22 @@ def weight_scale(weight: Tensor, axis: int | None, dtype: IntType) -> Tensor:
     flat = weight.detach().flatten().unsqueeze(0) if axis is None else weight.detach().movedim(axis, 0).flatten(1)
     largest = flat.abs().amax(dim=1)
     return scale_from_range(-largest, largest, dtype)
+
+
+def least_error_scale(weight: Tensor, axis: int | None, dtype: IntType, candidates: int = 24) -> Tensor:
+    """The scale with which the weight's integers have the least squared error, per index of `axis` (or one), float32, shape (C,).
+
+    The candidates are evenly spaced fractions of `weight_scale`, from that down to a quarter of it.
+    """
+    largest = weight_scale(weight, axis, dtype)
+    flat = weight.detach().reshape(1, -1) if axis is None else weight.detach().movedim(axis, 0).flatten(1)
+    best, least = largest, torch.full_like(largest, math.inf)
+    for step in range(candidates):
+        scale = (largest * (1 - 0.75 * step / candidates)).clamp_min(FLOAT32_EPSILON)
+        column = scale.unsqueeze(1)
+        error = (torch.round(flat / column).clamp_(dtype.low, dtype.high).mul_(column) - flat).square_().sum(dim=1)
+        best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
+    return best
 
 
 def bias_limit(input: IntType, weight: IntType) -> int:

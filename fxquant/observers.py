@@ -17,7 +17,7 @@ from fxquant.numerics import IntType, scale_from_range
 class Observer(nn.Module):
     """What every observer offers. `observed` is False until the first batch."""
 
-    follows_training = True  # whether it goes on observing in state TRAIN
+    averaging_constant = 0.01  # the weight of a batch in the moving average that a scale follows in state TRAIN
     count: Tensor
 
     def __init__(self) -> None:
@@ -112,11 +112,8 @@ class HistogramObserver(Observer):
     Magnitudes are counted in bins over [0, reach]. A larger value doubles the reach, as often as needed, by
     joining neighbouring bins, so counts stay exact and memory constant however many batches pass. Of a large
     tensor an evenly spaced sample is counted; its largest magnitude is always taken from all of it.
-
-    While training the scale stays as it was calibrated.
     """
 
-    follows_training = False
     largest: Tensor
     reach: Tensor
     counts: Tensor

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxquant.learning import WeightScale
 from fxquant.lowering import EagerLowering, Quantized, straight_through
 from fxquant.numerics import Arithmetic
 from fxquant.ops import Operator, map_operands
@@ -29,6 +30,7 @@ class QuantizedOperator(nn.Module):
     output        the quantizer of its result, shared with the operators that must share its scale
     intermediate  the quantizer of what is computed before a fused residual is added, for when it cannot be
                   added in the accumulator
+    weight_scale  the scale of its weight, where that is learned
     inputs        the quantizers of its operands, by parameter name. They belong to the operators that made the
                   operands, so they are referred to without being registered here.
     """
@@ -44,6 +46,7 @@ class QuantizedOperator(nn.Module):
         owns_output: bool,
         intermediate: Quantizer | None,
         weight: WeightConfig,
+        weight_scale: WeightScale | None = None,
         live_batch_norm: bool,
         path: str = "",
     ) -> None:
@@ -59,6 +62,7 @@ class QuantizedOperator(nn.Module):
         self._shared = (output,)  # a tuple hides the module from registration, so that it is registered once
         self.intermediate = intermediate
         self.weight = weight
+        self.weight_scale = weight_scale
         self.live_batch_norm = live_batch_norm
         self.state = State.CALIBRATE
 
@@ -94,9 +98,9 @@ class QuantizedOperator(nn.Module):
             self.output,
             self.intermediate,
             self.weight,
-            training=moving,
+            self.weight_scale,
             observing=observing,
-            live_batch_norm=self.live_batch_norm,
+            live_batch_norm=moving and self.live_batch_norm,
         )
         with torch.autocast(args[0].device.type if isinstance(args[0], Tensor) else "cpu", enabled=False):
             result = self.operator.lower(lowering, **self._operands(self.operator.bind_call(args, kwargs)))

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fxquant.errors import CalibrationError, NotCalibrated
-from fxquant.numerics import INT32, IntType
-from fxquant.observers import Observer
+from fxquant.learning import TrainableScale
+from fxquant.numerics import FLOAT32_EPSILON, INT32, IntType, scale_from_range
+from fxquant.observers import Observer, finite_range
+from fxquant.spec import FROZEN, LEARNED, STATISTICS
 
 
-class Quantizer(nn.Module):
+class Quantizer(TrainableScale):
     """The dtype and the scale of one quantized tensor.
 
-    `scale` is a float32 scalar buffer, NaN until it is known. With an observer it follows what is observed;
-    without one it is fixed. `frozen` stops the following.
+    `scale` is a float32 scalar, NaN until it is known. With an observer, calibration finds it; without one it is
+    fixed. `training` says what it does in state TRAIN (see ActivationConfig); `frozen` ends that.
+
+    reach     float32 scalar: the moving average of the batches' largest magnitudes, which "statistics" follow
+    pending   whether something was observed that is not in the scale yet
     """
 
-    scale: Tensor
+    reach: Tensor
 
     def __init__(
         self,
@@ -25,18 +30,27 @@ class Quantizer(nn.Module):
         observer: Observer | None,
         *,
         scale: float | None = None,
+        training: str = STATISTICS,
         power_of_two: bool = False,
         name: str = "",
         source: str = "",
         module: str = "",
     ) -> None:
-        super().__init__()
+        start = torch.tensor(float("nan") if scale is None else scale, dtype=torch.float32)
+        super().__init__(start, learned=observer is not None and training == LEARNED)
         self.dtype = dtype
         self.observer = observer
+        self.mode = training  # `training` is PyTorch's flag of every module
         self.power_of_two = power_of_two
-        self.frozen = False
+        self.pending = False
         self.name, self.source, self.module_path = name, source, module
-        self.register_buffer("scale", torch.tensor(float("nan") if scale is None else scale, dtype=torch.float32))
+        self.register_buffer("reach", torch.zeros(()))
+
+    @property
+    def scale(self) -> Tensor:
+        """The scale of this moment; one that was not given is a power of two where the target or the config wants it."""
+        scale = self.current()
+        return round_up_to_power_of_two(scale) if self.power_of_two and not self.frozen and self.observer is not None else scale
 
     @property
     def follows_sum(self) -> bool:
@@ -46,12 +60,12 @@ class Quantizer(nn.Module):
     @property
     def calibrated(self) -> bool:
         """Whether the scale is known."""
-        return self.follows_sum or bool(torch.isfinite(self.scale))
+        return self.follows_sum or bool(torch.isfinite(self.base_scale))
 
     @property
     def follows_training(self) -> bool:
-        """Whether the scale goes on following what is observed in state TRAIN."""
-        return self.observer is not None and self.observer.follows_training and not self.frozen
+        """Whether batches in state TRAIN can set the scale."""
+        return self.observer is not None and self.mode != FROZEN and not self.frozen
 
     @property
     def fixed(self) -> bool:
@@ -64,25 +78,67 @@ class Quantizer(nn.Module):
             return
         try:
             self.observer.observe(value)
+            self._move(value)
         except ValueError as error:
-            raise CalibrationError(
-                f"the values of %{self.name} cannot be observed",
-                at=self.source,
-                module=self.module_path,
-                because=f"{error}; a scale computed from them would be meaningless",
-                remedy="look at the batch and at the layers before this one; what was observed earlier is kept",
-            ) from None
+            raise self._cannot_observe(error) from None
+        self.pending = True
 
     def update_scale(self) -> None:
-        """Set the scale from what was observed; unchanged if nothing was, or if it is fixed or frozen."""
-        if self.observer is not None and self.observer.observed and not self.frozen:
-            scale = self.observer.scale(self.dtype)
-            self.scale.copy_(round_up_to_power_of_two(scale) if self.power_of_two else scale)
+        """Set the scale from what was observed since it was set last; unchanged if nothing was, or if it is fixed or frozen."""
+        if self.observer is not None and self.observer.observed and not self.frozen and (self.pending or not self.calibrated):
+            self.assign(self.observer.scale(self.dtype))
+        self.pending = False
+
+    @torch.no_grad()
+    def follow(self, value: Tensor) -> None:
+        """Take in the real values of one batch in state TRAIN. Raises CalibrationError if any is NaN or infinite.
+
+        "statistics" multiply the scale by what the moving average of the largest magnitude is multiplied by: the
+        first batch continues where calibration ended, and a threshold below the largest value stays as far below.
+        A scale that no calibration has set is set by this batch.
+        """
+        if self.observer is None or not self.follows_training:
+            return
+        if not self.calibrated:
+            self.observe(value)
+            self.update_scale()
+        elif self.mode == STATISTICS:
+            before = self.reach.clone()
+            self.observer.count += 1
+            try:
+                self._move(value)
+            except ValueError as error:
+                self.observer.count -= 1
+                raise self._cannot_observe(error) from None
+            moved = (self.base_scale * (self.reach / before)).clamp_min(FLOAT32_EPSILON)
+            self.base_scale.copy_(torch.where(before > 0, moved, scale_from_range(-self.reach, self.reach, self.dtype)))
+
+    def _move(self, value: Tensor) -> None:
+        """Let this batch's largest magnitude enter `reach`: the first 1/averaging_constant batches count equally."""
+        assert self.observer is not None
+        low, high = finite_range(value)
+        weight = torch.clamp_min(1 / self.observer.count.clamp_min(1), self.observer.averaging_constant)
+        self.reach += (torch.maximum(low.abs(), high.abs()) - self.reach) * weight
+
+    def _cannot_observe(self, error: ValueError) -> CalibrationError:
+        return CalibrationError(
+            f"the values of %{self.name} cannot be observed",
+            at=self.source,
+            module=self.module_path,
+            because=f"{error}; a scale computed from them would be meaningless",
+            remedy="look at the batch and at the layers before this one; what was observed earlier is kept",
+        )
 
     def set_scale(self, scale: float) -> None:
-        """Fix the scale at this value; it no longer follows any observation."""
-        self.scale.fill_(scale)
-        self.frozen = True
+        """Fix the scale at this value; it follows nothing any more."""
+        self.assign(torch.full_like(self.base_scale, scale))
+        self.stop()
+
+    def freeze(self) -> None:
+        """Fix the scale at what it is."""
+        if not self.frozen:
+            self.assign(self.scale)
+            self.stop()
 
     def require(self) -> None:
         """Raise NotCalibrated if the scale is unknown."""
@@ -96,8 +152,7 @@ class Quantizer(nn.Module):
             )
 
     def extra_repr(self) -> str:
-        return f"{self.dtype}, scale={self.scale.item():.6g}{', fixed' if self.fixed or self.frozen else ''}"
-
+        return f"{self.dtype}, scale={self.scale.item():.6g}{', fixed' if self.fixed or self.frozen else ', ' + self.mode}"
 
 def round_up_to_power_of_two(scale: Tensor) -> Tensor:
     """The smallest power of two that is not below the scale."""

@@ -15,22 +15,34 @@ from torch import nn
 
 from fxquant.errors import ConfigurationError
 from fxquant.numerics import ACTIVATION_TYPES, WEIGHT_TYPES, IntType, scale_from_threshold
-from fxquant.observers import MovingAverageMinMaxObserver, Observer
+from fxquant.observers import HistogramObserver, Observer
+
+LEARNED, STATISTICS, FROZEN = "learned", "statistics", "frozen"
 
 logger = logging.getLogger("fxquant")
 
 
 @dataclass(frozen=True)
 class ActivationConfig:
-    """How an activation is quantized: dtype, and a scale that is observed, or fixed (directly or by a threshold)."""
+    """How an activation is quantized: dtype, and a scale that is observed, or fixed (directly or by a threshold).
+
+    training       what an observed scale does in state TRAIN, from the calibrated one on:
+                   "statistics"  it grows and shrinks with the moving average of the batches' largest magnitudes
+                   "learned"     it is a parameter with the gradient of LSQ
+                   "frozen"      it stays
+    power_of_two   round an observed or learned scale up to a power of two, as some targets do for all scales
+    """
 
     dtype: str = "int8"
-    observer: Callable[[], Observer] = MovingAverageMinMaxObserver
+    observer: Callable[[], Observer] = HistogramObserver
     scale: float | None = None
     threshold: float | None = None
+    training: str = STATISTICS
+    power_of_two: bool = False
 
     def __post_init__(self) -> None:
         _check(self.dtype, ACTIVATION_TYPES, "activation")
+        _check_training(self.training, (STATISTICS, LEARNED, FROZEN), "an activation's scale")
         for name, value in (("scale", self.scale), ("threshold", self.threshold)):
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigurationError(
@@ -49,13 +61,23 @@ class ActivationConfig:
 
 @dataclass(frozen=True)
 class WeightConfig:
-    """How a weight is quantized: dtype, and a scale for each output channel or one for all."""
+    """How a weight is quantized: dtype, and a scale for each output channel or one for all.
+
+    training       where the scale comes from, in every state:
+                   "statistics"  the largest magnitude of the weight at hand
+                   "learned"     it is a parameter with the gradient of LSQ, of convolutions, linear layers and products with
+                                 a matrix parameter; it starts where the squared error is least
+    power_of_two   round it up to a power of two, as some targets do for all scales
+    """
 
     dtype: str = "int8"
     per_channel: bool = True
+    training: str = STATISTICS
+    power_of_two: bool = False
 
     def __post_init__(self) -> None:
         _check(self.dtype, WEIGHT_TYPES, "weight")
+        _check_training(self.training, (STATISTICS, LEARNED), "a weight's scale")
 
     @property
     def type(self) -> IntType:
@@ -66,6 +88,13 @@ def _check(dtype: str, known: Any, what: str) -> None:
     if dtype not in known:
         raise ConfigurationError(
             f"{dtype!r} is no {what} dtype", because=f"the {what} dtypes are {', '.join(known)}", remedy="pass one of them by name"
+        )
+
+
+def _check_training(training: str, known: tuple[str, ...], what: str) -> None:
+    if training not in known:
+        raise ConfigurationError(
+            f"training={training!r} is unknown", because=f"{what} is, in training, {' or '.join(map(repr, known))}", remedy="pass one of these"
         )
 
 

@@ -62,7 +62,8 @@ class GraphLowering(Lowering):
         container: str,
     ) -> None:
         weight = module.weight if module is not None else WeightConfig()
-        super().__init__(node.name, arithmetic, output, module.intermediate if module is not None else None, weight)
+        intermediate, weight_scale = (None, None) if module is None else (module.intermediate, module.weight_scale)
+        super().__init__(node.name, arithmetic, output, intermediate, weight, weight_scale)
         self.gm, self.graph, self.node, self.shapes, self.container = gm, graph, node, shapes, container
         self.made: list[fx.Node] = []
         self.constants: dict[str, str] = {}  # node names by role

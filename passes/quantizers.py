@@ -10,12 +10,13 @@ from typing import Any
 
 from torch import fx
 
-from fxquant.graph import Annotation, annotation, attach, free_name, is_parameter, module_path, source
+from fxquant.graph import Annotation, annotation, attach, free_name, is_parameter, module_path, shape_of, source
+from fxquant.learning import WeightScale
 from fxquant.ops import Operator, Scale, map_operands, operator_of
 from fxquant.pipeline import Context
 from fxquant.prepared import QuantizedOperator
 from fxquant.quantizer import Quantizer
-from fxquant.spec import ActivationConfig, WeightConfig
+from fxquant.spec import LEARNED, ActivationConfig, WeightConfig
 from fxquant.stage import is_integer
 
 CONTAINER = "quantized"  # where the operators stand in the prepared model
@@ -35,6 +36,7 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
         assert spec.group is not None
         arguments = operator.arguments(node)
         own = operator.scale is Scale.OWN
+        weight = _weight(spec.config.weight, context)
         module = QuantizedOperator(
             node.name,
             operator,
@@ -43,7 +45,8 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
             quantizers[spec.group],
             owns_output=own,
             intermediate=_intermediate(node, arguments, spec, context) if "residual" in arguments else None,
-            weight=_weight(spec.config.weight, context),
+            weight=weight,
+            weight_scale=_weight_scale(node, operator, arguments, weight),
             live_batch_norm=context.batch_norm == "live",
             path=module_path(node),
         )
@@ -71,19 +74,34 @@ def _quantizers(gm: fx.GraphModule, context: Context) -> dict[int, Quantizer]:
 
 
 def _intermediate(node: fx.Node, arguments: dict[str, Any], spec: Annotation, context: Context) -> Quantizer:
-    """The quantizer of what is computed before the residual is added: the output's dtype, or, where that is 32 bits, the residual's."""
+    """The quantizer of what is computed before the residual is added: the output's dtype, or, where that is 32 bits, the residual's.
+
+    Never int4, which is stored as int8 anyway: a sum that is rounded to 16 values before and after the residual loses twice.
+    """
     config: ActivationConfig = spec.config.output
     if config.dtype == "int32":
         residual = annotation(arguments["residual"])
         assert residual is not None
         assert residual.dtype is not None
         config = replace(config, dtype=residual.dtype)
-    return _quantizer(node, config, context)
+    return _quantizer(node, replace(config, dtype="int8") if config.dtype == "int4" else config, context)
 
 
 def _weight(config: WeightConfig, context: Context) -> WeightConfig:
     """How weights are quantized: one scale for each layer where the target has no more."""
     return config if context.target.per_channel_weights else replace(config, per_channel=False)
+
+
+def _weight_scale(node: fx.Node, operator: Operator, arguments: dict[str, Any], config: WeightConfig) -> WeightScale | None:
+    """The learned scale of the operator's weight, if it has one."""
+    parameter = arguments.get("weight", arguments.get("other"))
+    if config.training != LEARNED or operator.weight_channels is None or not isinstance(parameter, fx.Node) or not is_parameter(parameter):
+        return None
+    if "weight" not in arguments and len(shape_of(parameter)) != 2:
+        return None  # a stack of matrices is a constant with one scale, which follows its values
+    channels = shape_of(node)[operator.weight_channels]
+    assert isinstance(channels, int)
+    return WeightScale(channels if config.per_channel else 1)
 
 
 def _output_config(operator: Operator, spec: Annotation) -> ActivationConfig:
@@ -96,7 +114,8 @@ def _quantizer(node: fx.Node, config: ActivationConfig, context: Context) -> Qua
         config.type,
         config.observer() if config.fixed_scale is None and config.dtype != "int32" else None,
         scale=config.fixed_scale,
-        power_of_two=context.target.arithmetic.power_of_two_scales,
+        training=config.training,
+        power_of_two=context.target.arithmetic.power_of_two_scales or config.power_of_two,
         name=node.name,
         source=source(node),
         module=module_path(node),

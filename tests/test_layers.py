@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 # there is no row that does not have to be there: a new module gets its own.
 BASE = {"errors", "numerics", "observers", "spec"}
 NOUNS = BASE | {
-    "batch_norm", "graph", "lowering", "ops", "pipeline", "prepared", "primitives", "quantizer", "stage", "state", "target", "text",
+    "batch_norm", "graph", "learning", "lowering", "ops", "pipeline", "prepared", "primitives", "quantizer", "stage", "state", "target", "text",
 }  # fmt: skip
 ALLOWED: dict[str, set[str]] = {
     # nouns, from the bottom up
@@ -28,11 +28,12 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.batch_norm": set(),
     "fxquant.graph": {"errors"},
     "fxquant.target": {"numerics"},
-    "fxquant.quantizer": BASE,
+    "fxquant.learning": {"numerics"},
+    "fxquant.quantizer": BASE | {"learning"},
     "fxquant.primitives": {"errors", "numerics", "primitives"},
-    "fxquant.lowering": BASE | {"batch_norm", "graph", "primitives", "quantizer"},
-    "fxquant.ops": BASE | {"batch_norm", "graph", "lowering", "ops", "primitives"},
-    "fxquant.prepared": BASE | {"graph", "lowering", "ops", "primitives", "quantizer", "state"},
+    "fxquant.lowering": BASE | {"batch_norm", "graph", "learning", "primitives", "quantizer"},
+    "fxquant.ops": BASE | {"batch_norm", "graph", "learning", "lowering", "ops", "primitives"},
+    "fxquant.prepared": BASE | {"graph", "learning", "lowering", "ops", "primitives", "quantizer", "state"},
     "fxquant.text": {"errors", "graph", "numerics", "ops", "prepared", "primitives"},
     "fxquant.stage": {"errors", "graph", "ops", "prepared", "primitives"},
     "fxquant.pipeline": BASE | {"graph", "stage", "target", "text"},
@@ -41,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.calibration": BASE | {"batches", "distributed", "graph", "prepared", "progress", "quantizer", "state"},
     "fxquant.trace": {"errors", "graph", "spec", "trace"},
     "fxquant.serialization": BASE
-    | {"batch_norm", "graph", "ops", "prepared", "primitives", "quantizer", "serialization", "stage", "state", "target", "trace"},
+    | {"batch_norm", "graph", "learning", "ops", "prepared", "primitives", "quantizer", "serialization", "stage", "state", "target", "trace"},
     "fxquant.explain": {"errors", "graph", "prepared", "primitives", "trace"},
     "fxquant.measures": {"graph", "numerics", "ops"},
     "fxquant.check": {"explain", "graph", "measures", "ops", "prepared", "spec", "stage", "target"},

@@ -89,11 +89,13 @@ def test_zeros_alone_give_the_smallest_scale(observer: type[Observer]) -> None:
     assert observed(observer(), torch.zeros(8)).scale(INT8) == 2.0**-23
 
 
-@pytest.mark.parametrize(("observer", "moves"), [(MovingAverageMinMaxObserver, True), (HistogramObserver, False)])
-def test_while_training_the_scale_follows_or_stays_as_the_observer_says(observer: type[Observer], moves: bool) -> None:
-    torch.manual_seed(0)
+@pytest.mark.parametrize("observer", [MinMaxObserver, MovingAverageMinMaxObserver, HistogramObserver, PercentileObserver])
+@pytest.mark.parametrize(("training", "moves"), [("statistics", True), ("learned", False), ("frozen", False)])
+def test_while_training_batches_move_the_scale_only_where_it_follows_statistics(
+    observer: type[Observer], training: str, moves: bool
+) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
-    qconfig = fxq.QConfig(output=fxq.ActivationConfig(observer=observer))
+    qconfig = fxq.QConfig(output=fxq.ActivationConfig(observer=observer, training=training))
     prepared = fxq.calibrate(fxq.prepare(model, (torch.randn(2, 3, 8, 8),), qconfig=qconfig), [torch.randn(2, 3, 8, 8)])
     before = fxq.qparams(prepared)
     fxq.set_state(prepared, fxq.State.TRAIN)

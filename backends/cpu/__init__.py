@@ -4,9 +4,10 @@ from fxquant.numerics import Arithmetic
 from fxquant.target import Target
 
 REAL = Arithmetic("real", requantize="real", final_rounding="half_even")
-ACTIVATIONS = ("int8", "int32")
+ACTIVATIONS = ("int4", "int8", "int32")
+WEIGHTS = ("int4", "int8")
 
 TARGETS = (
-    Target("x86", "x86 processors: a weight scale for each output channel", REAL, ACTIVATIONS),
-    Target("qnnpack", "ARM processors: one weight scale for each layer", REAL, ACTIVATIONS, per_channel_weights=False),
+    Target("x86", "x86 processors: a weight scale for each output channel", REAL, ACTIVATIONS, WEIGHTS),
+    Target("qnnpack", "ARM processors: one weight scale for each layer", REAL, ACTIVATIONS, WEIGHTS, per_channel_weights=False),
 )

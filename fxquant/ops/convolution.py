@@ -101,18 +101,14 @@ def _convolution(kind: Kind, rank: int) -> tuple[Callable[..., Tensor], Callable
     ) -> Quantized:
         given: dict[str, Any] = {name: value if name == "groups" else sizes(value, rank) for name, value in attributes.items()}
         groups = given["groups"]
-
-        def forward(weight: Tensor, bias: Tensor | None) -> Tensor:
-            return kernel(input.real(), kind.arrange(weight, groups), bias, **given)
-
-        weight, bias = lowering.fold(kind.arrange(weight, groups), bias, batch_norm, 0, forward)
         return lower_weighted(
             lowering,
             input,
-            weight,
+            kind.arrange(weight, groups),
             bias,
             residual,
             clamp,
+            batch_norm=batch_norm,
             narrow=kind.narrow,
             wide=kind.wide,
             attributes=tuple(given[name] for name in kind.order),
@@ -239,6 +235,7 @@ def _register(kind: Kind, rank: int, module: type[nn.Module], extract: Callable[
             sums=True,
             normalize=normalize,
             folded=folded,
+            weight_channels=1,
         )
     )
     return function

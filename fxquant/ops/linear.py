@@ -48,9 +48,18 @@ def _lower_linear(
     residual: Quantized | None = None,
     clamp: Clamp | None = None,
 ) -> Quantized:
-    weight, bias = lowering.fold(weight, bias, batch_norm, 0, lambda w, b: F.linear(input.real(), w, b))
     return lower_weighted(
-        lowering, input, weight, bias, residual, clamp, narrow=accumulate.linear, wide=accumulate.linear_wide, attributes=(), trailing=0
+        lowering,
+        input,
+        weight,
+        bias,
+        residual,
+        clamp,
+        batch_norm=batch_norm,
+        narrow=accumulate.linear,
+        wide=accumulate.linear_wide,
+        attributes=(),
+        trailing=0,
     )
 
 
@@ -66,6 +75,7 @@ register(
         refuses=refuses_weighted,
         sums=True,
         folded=lambda weight, bias, batch_norm, **_: fold(weight, bias, batch_norm, 0),
+        weight_channels=-1,
     )
 )
 
@@ -141,5 +151,6 @@ register(
         absorbs=frozenset({"clamp"}),
         refuses=_refuses_matmul,
         sums=True,
+        weight_channels=-1,
     )
 )

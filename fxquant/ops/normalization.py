@@ -26,15 +26,15 @@ def _lower_batch_norm(lowering: Lowering, input: Quantized, batch_norm: BatchNor
     """It is folded into a layer that multiplies every channel by one; a channel's only weight is then ±127 steps."""
     mean = batch_norm.running_mean
     assert mean is not None
-    weight, bias = lowering.fold(torch.ones_like(mean).unsqueeze(1), None, batch_norm, 0, lambda weight, bias: input.real())
     trailing = len(input.shape) - 2
     return lower_weighted(
         lowering,
         input,
-        weight,
-        bias,
+        torch.ones_like(mean).unsqueeze(1),
+        None,
         None,
         clamp,
+        batch_norm=batch_norm,
         narrow=product.scale_channels,
         wide=product.scale_channels_wide,
         attributes=(trailing,),

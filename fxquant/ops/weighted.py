@@ -17,9 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxquant.batch_norm import BatchNorm, correct_batch, fold, running_gain
 from fxquant.graph import Size, TensorFact, fact, is_parameter, resolve
+from fxquant.learning import learned_step
 from fxquant.lowering import Clamp, Lowering, Quantized, straight_through
 from fxquant.numerics import (
+    FLOAT32_EPSILON,
     FLOAT32_EXACT,
     INT32_MAX,
     INT48_MAX,
@@ -29,13 +32,12 @@ from fxquant.numerics import (
     bias_integers,
     bias_limit,
     raise_for_bias,
-    weight_scale,
 )
 from fxquant.ops.arithmetic import lower_add
 from fxquant.primitives import accumulate, elementwise
 
 MOST_NARROWED = 8  # bits an int16 operand may give up so that its sums fit the accumulator
-SMALLEST_RESIDUAL_MULTIPLIER = 256  # below it, rounding k_c to a whole number costs more than 2^-9 of the residual
+SMALLEST_RESIDUAL_MULTIPLIER = 256  # of int8: below it, rounding k_c to a whole number costs more than half a step of the largest residual
 
 ABSORBED = frozenset({"batch_norm", "residual", "clamp"})
 
@@ -54,11 +56,23 @@ def epilogue(value: Tensor, residual: Tensor | None, clamp: Clamp | None, tap: T
 # ---- the integer meaning --------------------------------------------------------------------------------------------
 
 
-def _weight_integers(weight: Tensor, scale: Tensor) -> Tensor:
-    """round_half_even(w / s), float32 integers, gradients straight through."""
-    real = weight / scale.reshape(-1, *[1] * (weight.dim() - 1))
+def _weight_integers(lowering: Lowering, weight: Tensor, scale: Tensor, used: Tensor, gain: Tensor | None) -> Tensor:
+    """round_half_even(w / s), float32 integers, gradients straight through; on a learned scale limited to the dtype's range.
+
+    `used` says of each scale whether it is the learned one, times `gain`; one that was raised for the bias has no gradient.
+    """
+    shaped = scale.reshape(-1, *[1] * (weight.dim() - 1))
+    real = weight / shaped
     exact = torch.round(real.detach())
-    return straight_through(real, exact) if real.requires_grad else exact
+    if lowering.learned is None:
+        return straight_through(real, exact) if real.requires_grad else exact
+    dtype = lowering.weight.type
+    exact = exact.clamp(dtype.low, dtype.high)
+    if not torch.is_grad_enabled():
+        return exact
+    if lowering.learned.learns:
+        return learned_step(weight, exact, shaped, lowering.learned, dtype, lowering.learned.factor(gain) * used)
+    return straight_through(real.clamp(dtype.low, dtype.high), exact)
 
 
 def _bias_integers(bias: Tensor, input_scale: Tensor, scale: Tensor) -> Tensor:
@@ -75,6 +89,7 @@ def lower_weighted(
     residual: Quantized | None,
     clamp: Clamp | None,
     *,
+    batch_norm: BatchNorm | None = None,
     narrow: Callable[..., Tensor],
     wide: Callable[..., Tensor],
     attributes: tuple[Any, ...],
@@ -88,40 +103,62 @@ def lower_weighted(
     `narrow` is the primitive whose sums stay below 2^24, `wide` the one for larger ones; with `in_parts` it takes a
     `Split` that keeps the sums of parts below 2^24. Both take the weight as `layout` arranges it, which puts the output
     channels at dimension `channels`.
+
+    A batch norm is folded in with its running statistics, in every state, so that the integers of the weight are those
+    that are deployed. Where it is live, the sums then have the statistics of the batch: another bias and another step.
     """
-    dtype = lowering.weight.type
-    per_channel = lowering.weight.per_channel
-    scale = weight_scale(weight, 0 if per_channel else None, dtype)
+    dtype, per_channel = lowering.weight.type, lowering.weight.per_channel
+    unfolded, live, gain = bias, False, None
+    if batch_norm is not None:
+        live, gain = lowering.live_batch_norm, running_gain(batch_norm)
+        weight, bias = fold(weight, bias, batch_norm, 0)
+    chosen = scale = lowering.weight_scale(weight, gain)
     if bias is not None:
         scale = raise_for_bias(scale, bias if per_channel else bias.abs().max(), input.scale, bias_limit(input.dtype, dtype))
+    used = scale == chosen
     scale = lowering.settle(scale)
-    integers = _weight_integers(weight, scale)
+    integers = _weight_integers(lowering, weight, scale, used, gain)
     limit = INT48_MAX if dtype.bits > 8 else INT32_MAX
     input, bits = _narrowed(lowering, input, integers, bias, scale, limit)
+
+    def form(largest: float, bias_q: Tensor | None) -> Any:
+        operands = (
+            input.value,
+            lowering.constant("weight", layout(integers), dtype.storage),
+            None if bias_q is None else lowering.constant("bias", bias_q, torch.int64 if dtype.bits > 8 else torch.int32),
+            *attributes,
+        )
+        if largest < FLOAT32_EXACT:
+            return lowering.call(narrow, *operands)
+        cut = [list(_cut(integers.detach(), bits, dtype))] if in_parts else []
+        lowering.note("wide", f"a sum can reach {largest:.0f}, beyond 2^24, so it is formed " + ("in parts" if in_parts else "in float64"))
+        return lowering.call(wide, *operands, *cut)
+
+    steps = (input.scale, scale)
+    if live:
+        assert batch_norm is not None
+        bound = accumulator_bound(integers, None, 0, 2 ** (bits - 1))
+        sums = form(lowering.prove(bound, "the sum", limit), None)
+        step, axis = input.scale * scale, sums.dim() - 1 - trailing
+        correction, bias = correct_batch(batch_norm, unfolded, sums, step, axis, used & (scale > FLOAT32_EPSILON))
+        steps = (*steps, correction)
     bias_q = None if bias is None else _bias_integers(bias, input.scale, scale)
 
     bound = accumulator_bound(integers, bias_q, 0, 2 ** (bits - 1))
     multiplier = None
     if residual is not None:
-        multiplier, bound = _residual_multiplier(lowering, residual, input.scale, scale, bound)
+        multiplier, bound = _residual_multiplier(lowering, residual, steps, bound)
     largest = lowering.prove(bound, "the sum", limit)
-
     lowering.describe("weight", scale, channels - weight.dim())
     lowering.describe("bias", input.scale * scale, -1)
-    operands = (
-        input.value,
-        lowering.constant("weight", layout(integers), dtype.storage),
-        None if bias_q is None else lowering.constant("bias", bias_q, torch.int64 if dtype.bits > 8 else torch.int32),
-        *attributes,
-    )
-    if largest < FLOAT32_EXACT:
-        accumulator = lowering.call(narrow, *operands)
+    if live:
+        assert bias_q is not None
+        sums = sums if largest < FLOAT32_EXACT else sums.double()
+        accumulator = sums + _broadcast(bias_q, trailing).to(sums.dtype)
     else:
-        cut = [list(_cut(integers.detach(), bits, dtype))] if in_parts else []
-        lowering.note("wide", f"a sum can reach {largest:.0f}, beyond 2^24, so it is formed " + ("in parts" if in_parts else "in float64"))
-        accumulator = lowering.call(wide, *operands, *cut)
+        accumulator = form(largest, bias_q)
 
-    ratio = Ratio((input.scale, _broadcast(scale, trailing)))
+    ratio = Ratio(tuple(_broadcast(factor, trailing) for factor in steps))
     if residual is None:
         return lowering.requantize(accumulator, ratio, clamp, bound=largest)
     if multiplier is None:
@@ -170,18 +207,21 @@ def _broadcast(channels: Tensor, trailing: int) -> Tensor:
 
 
 def _residual_multiplier(
-    lowering: Lowering, residual: Quantized, input_scale: Tensor, scale: Tensor, bound: Tensor
+    lowering: Lowering, residual: Quantized, steps: tuple[Tensor, ...], bound: Tensor
 ) -> tuple[Tensor | None, Tensor]:
     """(k_c, bound with the residual), or (None, bound) where the residual has to be added after a requantization."""
-    multiplier = Ratio((residual.scale,), (input_scale, scale)).rounded(torch.zeros_like(scale, dtype=torch.int64))
+    ratio = Ratio((residual.scale,), steps)
+    multiplier = ratio.rounded(torch.zeros(torch.broadcast_shapes(*(factor.shape for factor in steps)), dtype=torch.int64, device=bound.device))
     with_residual = bound + multiplier.double() * residual.dtype.magnitude
-    if int(multiplier.min()) < SMALLEST_RESIDUAL_MULTIPLIER:
-        reason = f"its multiplier falls to {int(multiplier.min())}, below {SMALLEST_RESIDUAL_MULTIPLIER}"
+    smallest = min(SMALLEST_RESIDUAL_MULTIPLIER, 2**residual.dtype.bits)
+    if int(multiplier.min()) < smallest:
+        reason = f"its multiplier falls to {int(multiplier.min())}, below {smallest}"
     elif float(with_residual.max()) > (INT48_MAX if lowering.weight.type.bits > 8 else INT32_MAX):
         reason = f"the accumulator could reach {float(with_residual.max()):.0f}"
     else:
         lowering.note("residual", "added in the accumulator")
-        return multiplier, with_residual
+        real = ratio.approximate()
+        return straight_through(real, multiplier.double()) if real.requires_grad and torch.is_grad_enabled() else multiplier, with_residual
     lowering.note("residual", f"added after a requantization: {reason}")
     return None, bound
 

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxquant.learning import WeightScale
 from fxquant.numerics import ACTIVATION_TYPES, Arithmetic
 from fxquant.observers import Observer
 from fxquant.prepared import QuantizedOperator
 from fxquant.quantizer import Quantizer
 from fxquant.serialization.names import ARGUMENTS, LAYERS, operator_named
 from fxquant.serialization.values import DTYPES, Malformed, cannot_save, decode, encode, expect, look_up
-from fxquant.spec import WeightConfig
+from fxquant.spec import FROZEN, LEARNED, STATISTICS, WeightConfig
 from fxquant.state import State
 from fxquant.target import Target
 
@@ -25,10 +26,13 @@ TargetOf = Callable[[str], Target]  # a target, by its name
 
 _LAYOUTS = {"channels_last": torch.channels_last, "channels_last_3d": torch.channels_last_3d}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OWN = (Quantizer, QuantizedOperator, Observer)
+_OWN = (Quantizer, QuantizedOperator, WeightScale, Observer)
 
-_QUANTIZER = {"dtype": (str,), "power_of_two": (bool,), "frozen": (bool,), "name": (str,), "source": (str,), "module": (str,)}
+_QUANTIZER = {
+    "mode": (str,), "power_of_two": (bool,), "frozen": (bool,), "pending": (bool,), "name": (str,), "source": (str,), "module_path": (str,),
+}  # fmt: skip
 _OPERATOR = {"name": (str,), "path": (str,), "owns_output": (bool,), "live_batch_norm": (bool,)}
+MODES = (STATISTICS, LEARNED, FROZEN)
 
 
 # ---- writing ----------------------------------------------------------------------------------------------------------
@@ -72,6 +76,8 @@ class TreeWriter:
             return self._quantizer(module, path)
         if type(module) is QuantizedOperator:
             return self._operator(module, path)
+        if type(module) is WeightScale:
+            return {"frozen": expect(module.frozen, bool)}
         if type(module) not in ARGUMENTS:
             cannot_save(
                 f"the module {path}",
@@ -85,9 +91,8 @@ class TreeWriter:
     def _quantizer(self, module: Quantizer, path: str) -> dict[str, Any]:
         if ACTIVATION_TYPES.get(module.dtype.name) != module.dtype:
             cannot_save(f"the quantizer {path}", f"{module.dtype!r} is no type of fxquant's", "use a dtype by name")
-        values = (module.dtype.name, module.power_of_two, module.frozen, module.name, module.source, module.module_path)
-        plain = {name: expect(value, *_QUANTIZER[name]) for name, value in zip(_QUANTIZER, values, strict=True)}
-        return {**plain, "observer": self._module(module.observer, path + ".observer")}
+        plain = {name: expect(getattr(module, name), *kinds) for name, kinds in _QUANTIZER.items()}
+        return {"dtype": module.dtype.name, **plain, "observer": self._module(module.observer, path + ".observer")}
 
     def _operator(self, module: QuantizedOperator, path: str) -> dict[str, Any]:
         if operator_named(module.operator.name) is not module.operator or module.arithmetic != self.arithmetic:
@@ -105,6 +110,7 @@ class TreeWriter:
             "inputs": inputs,
             "output": self._module(module.output, path + ".output"),
             "intermediate": self._module(module.intermediate, path + ".intermediate"),
+            "weight_scale": self._module(module.weight_scale, path + ".weight_scale"),
         }
 
     def _reference(self, value: Any, path: str) -> Any:
@@ -205,6 +211,8 @@ class TreeReader:
             module = self._quantizer(arguments)
         elif name == "QuantizedOperator":
             module = self._operator(arguments)
+        elif name == "WeightScale":
+            module = self._learned(arguments, expect(entry["buffers"], dict))
         else:
             module = self._layer(look_up(LAYERS, name, "class"), arguments, len(expect(entry.get("parameters", {}), dict)))
         form = _form(module)
@@ -226,13 +234,23 @@ class TreeReader:
 
     def _quantizer(self, arguments: dict[str, Any]) -> Quantizer:
         plain = {name: expect(arguments[name], *kinds) for name, kinds in _QUANTIZER.items()}
+        if plain["mode"] not in MODES:
+            raise Malformed("a Quantizer does what no quantizer does in training")
         observer = self._module(arguments["observer"])
         if not isinstance(observer, Observer | None):
             raise Malformed("the observer of a Quantizer is no observer")
-        frozen, dtype = plain.pop("frozen"), look_up(ACTIVATION_TYPES, plain.pop("dtype"), "dtype")
-        quantizer = Quantizer(dtype, observer, **plain)
-        quantizer.frozen = frozen
+        quantizer = Quantizer(look_up(ACTIVATION_TYPES, arguments["dtype"], "dtype"), observer, training=plain["mode"])
+        for name, value in plain.items():
+            setattr(quantizer, name, value)
         return quantizer
+
+    def _learned(self, arguments: dict[str, Any], buffers: dict[str, Any]) -> WeightScale:
+        base_scale = self._tensor(buffers["base_scale"])
+        if base_scale is None:
+            raise Malformed("a WeightScale has no scale")
+        weight_scale = WeightScale(base_scale.numel())
+        weight_scale.frozen = expect(arguments["frozen"], bool)
+        return weight_scale
 
     def _operator(self, arguments: dict[str, Any]) -> QuantizedOperator:
         plain = {name: expect(arguments[name], *kinds) for name, kinds in _OPERATOR.items()}
@@ -249,6 +267,7 @@ class TreeReader:
             owns_output=plain["owns_output"],
             intermediate=self._as_quantizer(arguments["intermediate"]),
             weight=expect(decode(arguments["weight"]), WeightConfig),
+            weight_scale=self._as_weight_scale(arguments["weight_scale"]),
             live_batch_norm=plain["live_batch_norm"],
             path=plain["path"],
         )
@@ -264,6 +283,12 @@ class TreeReader:
             raise Malformed(f"a {type(module).__name__} stands where a Quantizer belongs")
         return module
 
+    def _as_weight_scale(self, place: Any) -> WeightScale | None:
+        module = self._module(place)
+        if not isinstance(module, WeightScale | None):
+            raise Malformed(f"a {type(module).__name__} stands where a WeightScale belongs")
+        return module
+
     def _module(self, place: int | None) -> nn.Module | None:
         if place is None:
             return None
@@ -277,7 +302,8 @@ class TreeReader:
 
 
 def _form(module: nn.Module) -> list[tuple[str, torch.Size, torch.dtype]]:
-    return [(name, buffer.shape, buffer.dtype) for name, buffer in module.named_buffers(recurse=False)]
+    tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    return [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
 
 
 def _restored(tensor: Tensor, role: Any) -> Tensor:

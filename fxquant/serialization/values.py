@@ -38,8 +38,15 @@ _NAMED_TUPLES = {kind.__name__: kind for kind in (BatchNormTensors,)}
 _NUMBER = (float, int, NoneType)
 # Records: every field with the types its value may have.
 RECORDS: Mapping[type, Mapping[str, tuple[type, ...]]] = {
-    WeightConfig: {"dtype": (str,), "per_channel": (bool,)},
-    ActivationConfig: {"dtype": (str,), "observer": (type, functools.partial), "scale": _NUMBER, "threshold": _NUMBER},
+    WeightConfig: {"dtype": (str,), "per_channel": (bool,), "training": (str,), "power_of_two": (bool,)},
+    ActivationConfig: {
+        "dtype": (str,),
+        "observer": (type, functools.partial),
+        "scale": _NUMBER,
+        "threshold": _NUMBER,
+        "training": (str,),
+        "power_of_two": (bool,),
+    },
     QConfig: {"output": (ActivationConfig,), "weight": (WeightConfig,), "input": (ActivationConfig, NoneType)},
     Annotation: {"dtype": (str, NoneType), "because": (str,), "config": (QConfig, NoneType), "group": (int, NoneType)},
     QParams: {"scale": (float, tuple), "dtype": (str,), "axis": (int, NoneType)},

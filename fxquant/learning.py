@@ -1,0 +1,150 @@
+"""Scales that training learns: LSQ, learned step size quantization.
+
+Esser, McKinstry, Bablani, Appuswamy, Modha: Learned Step Size Quantization, ICLR 2020, section 2. For a real
+number v on a scale s, with q = clip(round(v / s), low, high) and v̂ = q · s:
+
+    ∂v̂/∂v = 1 where low ≤ v/s ≤ high, 0 elsewhere
+    ∂v̂/∂s = q - v/s where low ≤ v/s ≤ high, q elsewhere
+
+The gradient of s is summed over the numbers that share it and multiplied by 1 / sqrt(n · high), n being the size of
+the tensor, which keeps its steps in proportion to those of the weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxquant.numerics import FLOAT32_EPSILON, IntType, least_error_scale
+
+
+class TrainableScale(nn.Module):
+    """A scale that may be learned.
+
+    base_scale   float32 buffer of shape () or (C,); the scale that calibration found, NaN until it is known
+    growth       None, or a parameter of that shape, 0 at first: what training has made of it
+
+        scale = base_scale · (1 + growth) where growth ≥ 0,   base_scale / (1 - growth) where growth < 0
+
+    It is positive whatever an optimizer does. The gradient of `growth` is LSQ's gradient of the scale, divided by
+    base_scale: a step of SGD moves the scale by what LSQ says (less and less where it shrinks), and a step of
+    Adam, whose length depends on no gradient, moves it by a fraction of itself, so scales of 0.001 and of 10
+    train alike. Weight decay pulls it to what calibration found.
+    """
+
+    base_scale: Tensor
+    growth: nn.Parameter | None
+
+    def __init__(self, base_scale: Tensor, learned: bool) -> None:
+        super().__init__()
+        self.frozen = False
+        self.register_buffer("base_scale", base_scale)
+        self.register_parameter("growth", nn.Parameter(torch.zeros_like(base_scale)) if learned else None)
+
+    @property
+    def learns(self) -> bool:
+        """Whether gradients reach the scale."""
+        return self.growth is not None and self.growth.requires_grad and not self.frozen
+
+    def current(self) -> Tensor:
+        """The scale of this moment, detached."""
+        if self.growth is None or self.frozen:
+            return self.base_scale
+        return _grown(self.base_scale, self.growth.detach())
+
+    @torch.no_grad()
+    def assign(self, scale: Tensor) -> None:
+        """Make this the scale that training starts from."""
+        self.base_scale.copy_(scale)
+        if self.growth is not None:
+            self.growth.zero_()
+
+    def stop(self) -> None:
+        """The scale stays what it is; an optimizer that knows it moves it no more."""
+        self.assign(self.current())
+        self.frozen = True
+        if self.growth is not None:
+            self.growth.requires_grad_(False)
+            self.growth.grad = None
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Scales that were learned load where they are not, and the other way round."""
+        base, growth = prefix + "base_scale", prefix + "growth"
+        if self.growth is not None:
+            state_dict.setdefault(growth, torch.zeros_like(self.growth))
+        elif growth in state_dict and base in state_dict:
+            state_dict[base] = _grown(state_dict[base], state_dict.pop(growth))
+        super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[no-untyped-call]
+
+
+def _grown(base_scale: Tensor, growth: Tensor) -> Tensor:
+    scale = torch.where(growth < 0, base_scale / (1 + growth.abs()), base_scale * (1 + growth))
+    return scale.clamp_min(FLOAT32_EPSILON)
+
+
+class WeightScale(TrainableScale):
+    """The learned scale of a layer's weight: one number for each of `channels`, or a single one.
+
+    It starts at the scale with the least squared error for the weight of the first batch that passes in TRAIN or
+    VALIDATE; until then it is that of the weight at hand, as convert reads it. Where there is one for each channel,
+    it is the scale of the weight without its batch norm: what that multiplies a channel by, it multiplies its scale by.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(torch.full((channels,), float("nan")), learned=True)
+
+    def of(self, weight: Tensor, gain: Tensor | None, dtype: IntType, keep: bool) -> Tensor:
+        """The scale for this weight, whose channels are its dimension 0, multiplied by `gain`; `keep` makes it the one training starts from."""
+        factor = self.factor(gain)
+        if bool(torch.isfinite(self.base_scale).all()):
+            return (self.current() * factor).clamp_min(FLOAT32_EPSILON)
+        start = least_error_scale(weight, 0 if self.base_scale.numel() > 1 else None, dtype)
+        base = torch.where(factor > 0, start / factor, start)
+        if keep:
+            self.assign(base)
+        return (base * factor).clamp_min(FLOAT32_EPSILON)
+
+    def factor(self, gain: Tensor | None) -> Tensor:
+        """What the learned numbers are multiplied by."""
+        return torch.ones_like(self.base_scale) if gain is None or self.base_scale.numel() == 1 else gain.detach().abs()
+
+    def forget(self) -> None:
+        """Start anew from the weight, as a model does whose calibration goes on."""
+        if not self.frozen:
+            self.assign(torch.full_like(self.base_scale, float("nan")))
+
+    def extra_repr(self) -> str:
+        return f"channels={self.base_scale.numel()}{', fixed' if self.frozen else ''}"
+
+
+class _LearnedStep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, exact: Tensor, scale: Tensor, growth: Tensor, unit: Tensor, low: int, high: int) -> Tensor:
+        ctx.save_for_backward(value, exact, scale, unit)
+        ctx.low, ctx.high, ctx.shape = low, high, growth.shape
+        return exact.view_as(exact)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        value, exact, scale, unit = ctx.saved_tensors
+        real = value / scale
+        inside = (real >= ctx.low) & (real <= ctx.high)
+        of_real = gradient / scale  # of the real number that the integer stands for
+        of_value = (of_real * inside).to(value.dtype) if ctx.needs_input_grad[0] else None
+        of_scale = (of_real * (exact - real * inside)).sum_to_size(scale.shape).reshape(ctx.shape)
+        return of_value, None, None, (of_scale * unit / (value.numel() * ctx.high) ** 0.5).float(), None, None, None
+
+
+def learned_step(
+    value: Tensor, exact: Tensor, scale: Tensor, trained: TrainableScale, dtype: IntType, factor: Tensor | float = 1
+) -> Tensor:
+    """`exact`, the integers of `value` on `scale`, bit for bit, with LSQ's gradients to `value` and to the trained scale.
+
+    `scale` broadcasts against `value` and holds as many numbers as the trained one: that times `factor`. A factor
+    of 0 marks a scale that another took the place of; the trained one then has no gradient.
+    """
+    unit = factor / trained.base_scale
+    result: Tensor = _LearnedStep.apply(value, exact, scale, trained.growth, unit, dtype.low, dtype.high)  # type: ignore[no-untyped-call]
+    return result
