@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import onnx
+from onnx.external_data_helper import set_external_data
 
 LARGEST_FILE = 2**31 - 2**20  # a protobuf message ends at 2 GiB; what is left over is for the graph
 SMALLEST_EXTERNAL = 1024  # bytes; smaller tensors stay in the model itself
@@ -24,16 +25,11 @@ def save_model(model: onnx.ModelProto, path: Path, external_data: bool | None) -
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fxquant-") as directory:
         written = Path(directory) / path.name
         if external:
-            onnx.save(
-                model,
-                str(written),
-                save_as_external_data=True,
-                all_tensors_to_one_file=True,
-                location=beside,
-                size_threshold=SMALLEST_EXTERNAL,
-            )
-        else:
-            onnx.save(model, str(written))
+            # onnx.save's own option refuses a location that exists in the working directory, even a file to be replaced.
+            for tensor in model.graph.initializer:
+                if len(tensor.raw_data) >= SMALLEST_EXTERNAL:
+                    set_external_data(tensor, location=beside)
+        onnx.save(model, str(written))
         onnx.checker.check_model(str(written), full_check=True)
         data = Path(directory) / beside
         if data.exists():

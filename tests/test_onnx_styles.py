@@ -450,6 +450,13 @@ def test_a_model_that_is_too_large_for_one_file_gets_two(tmp_path: Path, monkeyp
     assert not (tmp_path / "one.onnx.data").exists()
 
 
+def test_weights_beside_the_file_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where the model is written is where the program runs
+    for name in ("linear", "silu"):
+        integer = integer_of(name)
+        assert verified(integer, fxq.export_onnx(integer, "model.onnx", external_data=True))
+
+
 def test_a_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     integer = integer_of("linear")
     path = fxq.export_onnx(integer, tmp_path / "model.onnx", external_data=True)
