@@ -1,11 +1,17 @@
 """How accurate is what training leaves?   python -m benchmarks.accuracy
 
-A small residual network on noisy handwritten digits, quantized to 8 and to 4 bits from one float checkpoint, by
-fxquant and by torch.ao: the same batches in the same order, the same number of steps, the same optimizer, the same
-late freezing of observers and batch norms, 8 bits for the first and the last layer on both sides.
+A network of inverted residuals on noisy handwritten digits, quantized to 8 and to 4 bits from one float checkpoint,
+by fxquant and by torch.ao: the same calibration batches, the same batches in the same order, the same number of
+steps, the same optimizer, the same late freezing of observers and batch norms, 8 bits for the first and the last
+layer on both sides.
 
-fxquant's accuracies are those of the integer model, the deployed bits. torch.ao's 8-bit model is converted and
-run by its integer kernels; its other models have no converted form, so their fake-quantized accuracy is shown.
+calibrated      fxquant without training
+statistics      scales follow the batches' ranges; beside torch.ao's FakeQuantize, the same in kind
+learned         scales are learned by LSQ; beside torch.ao's _LearnableFakeQuantize, the same in kind
+
+fxquant's accuracies are those of the integer model, the deployed bits. torch.ao's 8-bit statistics are its default
+qconfig for x86, converted and run by its integer kernels; its other models have no converted form, and their
+fake-quantized accuracy is shown. Nothing was tuned on these seeds.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ import copy
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -26,40 +32,38 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.demo.digits import DigitsDataset, load_digits_dataset, split_by_class
-from fxquant.demo.network import ResidualBlock
+from fxquant.demo.network import InvertedResidual
 from fxquant.demo.training import BATCH_SIZE, accuracy, seeded, train_float
 from fxquant.progress import progress
 
 SEEDS = (0, 1, 2)
 BITS = (8, 4)
 TEST_IMAGES_PER_CLASS = 90
-TEST_COPIES = 6  # of every test image, each with noise of its own
+TEST_COPIES = 20  # of every test image, each with noise of its own
 NOISE = 0.7  # standard deviation; the pixels lie in [-1, 1]
-FLOAT_EPOCHS = 12
+FLOAT_EPOCHS = 20
 EPOCHS = 5
 FREEZE_AFTER = 3  # epochs; then observers and batch norm statistics stand still
-LEARNING_RATE = 0.01
+LEARNING_RATE = 0.003
 MOMENTUM = 0.9
 CALIBRATION_BATCHES = 8
-QUANTIZED = 10  # activations: the input, five layers with a clamp, two additions, and what is added in them
+QUANTIZED = 26  # activations in torch.ao's model: the input, every layer, every addition
 TARGET = "bayes-e"
 
 
 class SmallNetwork(nn.Module):
-    """Digits of shape [batch, 1, 16, 16] to logits of shape [batch, 10]; 7,000 parameters."""
+    """Digits of shape [batch, 1, 16, 16] to logits of shape [batch, 10]; 9,000 parameters in 20 layers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(1, 8, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
-        self.block1 = ResidualBlock(8)
-        self.down = nn.Sequential(nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
-        self.block2 = ResidualBlock(16)
+        shapes = ((8, 8, 1), (8, 8, 1), (8, 16, 2), (16, 16, 1), (16, 16, 1), (16, 16, 1))
+        self.blocks = nn.Sequential(*(InvertedResidual(before, behind, stride, 3) for before, behind, stride in shapes))
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.head = nn.Linear(16, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.block2(self.down(self.block1(self.stem(x))))
-        logits: Tensor = self.head(torch.flatten(self.pool(x), 1))
+        logits: Tensor = self.head(torch.flatten(self.pool(self.blocks(self.stem(x))), 1))
         return logits
 
 

@@ -142,8 +142,7 @@ def _on_all_ranks(prepared: nn.Module, observe: Callable[[], int]) -> int:
 @contextmanager
 def _all_or_nothing(prepared: nn.Module) -> Iterator[None]:
     """A batch that fails half-way leaves no trace in the observers that had seen it by then."""
-    watching = [module for module in prepared.modules() if isinstance(module, Observer | Quantizer)]
-    buffers = [buffer for module in watching for buffer in module.buffers(recurse=False)]
+    buffers = [buffer for module in prepared.modules() if isinstance(module, Observer) for buffer in module.buffers()]
     before = [buffer.clone() for buffer in buffers]
     try:
         yield

@@ -82,6 +82,7 @@ class Lowering:
         self.intermediate = intermediate
         self.weight = weight
         self.learned = weight_scale
+        self.training = False
         self.live_batch_norm = False  # whether batch norms use, and move, statistics: in training alone
         self.accumulator_bits = 0  # of the largest accumulator so far
 
@@ -269,10 +270,12 @@ class EagerLowering(Lowering):
         weight: WeightConfig,
         weight_scale: WeightScale | None = None,
         *,
+        training: bool,
         observing: bool,
         live_batch_norm: bool,
     ) -> None:
         super().__init__(name, arithmetic, output, intermediate, weight, weight_scale)
+        self.training = training
         self.observing = observing
         self.live_batch_norm = live_batch_norm
 

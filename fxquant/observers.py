@@ -61,6 +61,11 @@ class MinMaxObserver(Observer):
         self.register_buffer("low", torch.zeros(()))
         self.register_buffer("high", torch.zeros(()))
 
+    @property
+    def largest(self) -> Tensor:
+        """The largest magnitude of the range."""
+        return torch.maximum(self.low.abs(), self.high.abs())
+
     def observe(self, value: Tensor) -> None:
         low, high = finite_range(value)
         first = self.count == 0

@@ -99,6 +99,7 @@ class QuantizedOperator(nn.Module):
             self.intermediate,
             self.weight,
             self.weight_scale,
+            training=moving,
             observing=observing,
             live_batch_norm=moving and self.live_batch_norm,
         )

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from fxquant.errors import CalibrationError, NotCalibrated
 from fxquant.learning import TrainableScale
-from fxquant.numerics import FLOAT32_EPSILON, INT32, IntType, scale_from_range
-from fxquant.observers import Observer, finite_range
+from fxquant.numerics import FLOAT32_EPSILON, INT32, IntType
+from fxquant.observers import MovingAverageMinMaxObserver, Observer
 from fxquant.spec import FROZEN, LEARNED, STATISTICS
 
 
@@ -18,11 +18,11 @@ class Quantizer(TrainableScale):
     `scale` is a float32 scalar, NaN until it is known. With an observer, calibration finds it; without one it is
     fixed. `training` says what it does in state TRAIN (see ActivationConfig); `frozen` ends that.
 
-    reach     float32 scalar: the moving average of the batches' largest magnitudes, which "statistics" follow
-    pending   whether something was observed that is not in the scale yet
+    range   the moving average of the batches' ranges, which "statistics" follow; None where the scale is fixed
+    taken   int64 scalar: how many batches the scale has taken in; `range` may have seen more
     """
 
-    reach: Tensor
+    taken: Tensor
 
     def __init__(
         self,
@@ -42,9 +42,9 @@ class Quantizer(TrainableScale):
         self.observer = observer
         self.mode = training  # `training` is PyTorch's flag of every module
         self.power_of_two = power_of_two
-        self.pending = False
+        self.range = None if observer is None else MovingAverageMinMaxObserver(observer.averaging_constant)
         self.name, self.source, self.module_path = name, source, module
-        self.register_buffer("reach", torch.zeros(()))
+        self.register_buffer("taken", torch.zeros((), dtype=torch.int64))
 
     @property
     def scale(self) -> Tensor:
@@ -68,57 +68,54 @@ class Quantizer(TrainableScale):
         return self.observer is not None and self.mode != FROZEN and not self.frozen
 
     @property
+    def pending(self) -> bool:
+        """Whether something was observed that is not in the scale yet."""
+        return self.range is not None and bool(self.range.count != self.taken)
+
+    @property
     def fixed(self) -> bool:
         """Whether the scale was given rather than observed."""
         return self.observer is None
 
     def observe(self, value: Tensor) -> None:
         """Let the observer see real values. Raises CalibrationError if any is NaN or infinite."""
-        if self.observer is None or self.frozen:
+        if self.observer is None or self.range is None or self.frozen:
             return
         try:
             self.observer.observe(value)
-            self._move(value)
+            self.range.observe(value)
         except ValueError as error:
             raise self._cannot_observe(error) from None
-        self.pending = True
 
     def update_scale(self) -> None:
         """Set the scale from what was observed since it was set last; unchanged if nothing was, or if it is fixed or frozen."""
         if self.observer is not None and self.observer.observed and not self.frozen and (self.pending or not self.calibrated):
             self.assign(self.observer.scale(self.dtype))
-        self.pending = False
+        if self.range is not None:
+            self.taken.copy_(self.range.count)
 
     @torch.no_grad()
     def follow(self, value: Tensor) -> None:
         """Take in the real values of one batch in state TRAIN. Raises CalibrationError if any is NaN or infinite.
 
-        "statistics" multiply the scale by what the moving average of the largest magnitude is multiplied by: the
+        "statistics" multiply the scale by what the largest magnitude of the moving average is multiplied by: the
         first batch continues where calibration ended, and a threshold below the largest value stays as far below.
         A scale that no calibration has set is set by this batch.
         """
-        if self.observer is None or not self.follows_training:
+        if self.range is None or not self.follows_training:
             return
         if not self.calibrated:
             self.observe(value)
             self.update_scale()
         elif self.mode == STATISTICS:
-            before = self.reach.clone()
-            self.observer.count += 1
+            before = self.range.largest
             try:
-                self._move(value)
+                self.range.observe(value)
             except ValueError as error:
-                self.observer.count -= 1
                 raise self._cannot_observe(error) from None
-            moved = (self.base_scale * (self.reach / before)).clamp_min(FLOAT32_EPSILON)
-            self.base_scale.copy_(torch.where(before > 0, moved, scale_from_range(-self.reach, self.reach, self.dtype)))
-
-    def _move(self, value: Tensor) -> None:
-        """Let this batch's largest magnitude enter `reach`: the first 1/averaging_constant batches count equally."""
-        assert self.observer is not None
-        low, high = finite_range(value)
-        weight = torch.clamp_min(1 / self.observer.count.clamp_min(1), self.observer.averaging_constant)
-        self.reach += (torch.maximum(low.abs(), high.abs()) - self.reach) * weight
+            moved = (self.base_scale * (self.range.largest / before)).clamp_min(FLOAT32_EPSILON)
+            self.base_scale.copy_(torch.where(before > 0, moved, self.range.scale(self.dtype)))
+            self.taken.copy_(self.range.count)
 
     def _cannot_observe(self, error: ValueError) -> CalibrationError:
         return CalibrationError(

@@ -322,7 +322,7 @@ def test_a_copy_of_a_prepared_model_trains_and_converts_on_its_own(prepared: fx.
 def test_the_keys_are_the_float_models_and_the_quantizers(prepared: fx.GraphModule) -> None:
     float_keys, keys = set(tiny().state_dict()), set(prepared.state_dict())
     assert float_keys <= keys
-    assert all(re.fullmatch(r"quantized\.\w+\.(quantizer|intermediate)\.(base_scale|reach|observer\.\w+)", key) for key in keys - float_keys)
+    assert all(re.fullmatch(r"quantized\.\w+\.(quantizer|intermediate)\.(base_scale|taken|(observer|range)\.\w+)", key) for key in keys - float_keys)
     assert {f"quantized.{name}.quantizer.base_scale" for name in ("x_quantize", "conv1", "conv2", "head")} <= keys
 
 
@@ -351,7 +351,7 @@ def test_float_weights_load_into_a_prepared_model() -> None:
 
 
 def observed(prepared: fx.GraphModule) -> dict[str, int]:
-    return {name: int(value) for name, value in prepared.state_dict().items() if name.endswith("observer.count")}
+    return {name: int(value) for name, value in prepared.state_dict().items() if name.endswith("range.count")}
 
 
 def test_a_new_model_calibrates_and_computes_the_float_function() -> None:

@@ -267,14 +267,14 @@ def test_the_first_training_batch_continues_where_calibration_ended() -> None:
     quantizer = prepared.quantized.x_quantize.output
     calibrated = float(quantizer.scale)
     assert calibrated < 0.8 * 12 / 7.5
-    assert float(quantizer.reach) == 12.0
+    assert float(quantizer.range.largest) == 12.0
     fxq.set_state(prepared, fxq.State.TRAIN)
     prepared.train()
     for _ in range(5):
         prepared(batch)
     assert float(quantizer.scale) == calibrated
-    prepared(2 * batch)  # the seventh batch: reach becomes (6 · 12 + 24) / 7
-    torch.testing.assert_close(float(quantizer.reach), 96 / 7)
+    prepared(2 * batch)  # the seventh batch: the average becomes (6 · 12 + 24) / 7
+    torch.testing.assert_close(float(quantizer.range.largest), 96 / 7)
     torch.testing.assert_close(float(quantizer.scale), calibrated * 8 / 7)
 
 

@@ -6,6 +6,7 @@ A module is written after the modules it refers to, and refers to them by their 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import NoneType
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from fxquant.learning import WeightScale
 from fxquant.numerics import ACTIVATION_TYPES, Arithmetic
-from fxquant.observers import Observer
+from fxquant.observers import MovingAverageMinMaxObserver, Observer
 from fxquant.prepared import QuantizedOperator
 from fxquant.quantizer import Quantizer
 from fxquant.serialization.names import ARGUMENTS, LAYERS, operator_named
@@ -29,7 +30,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _OWN = (Quantizer, QuantizedOperator, WeightScale, Observer)
 
 _QUANTIZER = {
-    "mode": (str,), "power_of_two": (bool,), "frozen": (bool,), "pending": (bool,), "name": (str,), "source": (str,), "module_path": (str,),
+    "mode": (str,), "power_of_two": (bool,), "frozen": (bool,), "name": (str,), "source": (str,), "module_path": (str,),
 }  # fmt: skip
 _OPERATOR = {"name": (str,), "path": (str,), "owns_output": (bool,), "live_batch_norm": (bool,)}
 MODES = (STATISTICS, LEARNED, FROZEN)
@@ -92,7 +93,12 @@ class TreeWriter:
         if ACTIVATION_TYPES.get(module.dtype.name) != module.dtype:
             cannot_save(f"the quantizer {path}", f"{module.dtype!r} is no type of fxquant's", "use a dtype by name")
         plain = {name: expect(getattr(module, name), *kinds) for name, kinds in _QUANTIZER.items()}
-        return {"dtype": module.dtype.name, **plain, "observer": self._module(module.observer, path + ".observer")}
+        return {
+            "dtype": module.dtype.name,
+            **plain,
+            "observer": self._module(module.observer, path + ".observer"),
+            "range": self._module(module.range, path + ".range"),
+        }
 
     def _operator(self, module: QuantizedOperator, path: str) -> dict[str, Any]:
         if operator_named(module.operator.name) is not module.operator or module.arithmetic != self.arithmetic:
@@ -236,7 +242,9 @@ class TreeReader:
         plain = {name: expect(arguments[name], *kinds) for name, kinds in _QUANTIZER.items()}
         if plain["mode"] not in MODES:
             raise Malformed("a Quantizer does what no quantizer does in training")
-        observer = self._module(arguments["observer"])
+        observer, range = self._module(arguments["observer"]), self._module(arguments["range"])
+        if not isinstance(range, MovingAverageMinMaxObserver if observer is not None else NoneType):
+            raise Malformed("the range of a Quantizer is no moving average")
         if not isinstance(observer, Observer | None):
             raise Malformed("the observer of a Quantizer is no observer")
         quantizer = Quantizer(look_up(ACTIVATION_TYPES, arguments["dtype"], "dtype"), observer, training=plain["mode"])
