@@ -152,10 +152,7 @@ def ours(task: Task, bits: int, activations: str = "statistics", weights: str = 
     """The calibrated model."""
 
     def qconfig(bits: int) -> fxq.QConfig:
-        return fxq.QConfig(
-            fxq.ActivationConfig(f"int{bits}", training=activations),
-            fxq.WeightConfig(f"int{bits}", training=weights),
-        )
+        return fxq.QConfig(fxq.ActivationConfig(f"int{bits}", training=activations), fxq.WeightConfig(f"int{bits}", training=weights))
 
     mapping = fxq.QConfigMapping(qconfig(bits)).set_module_name("stem", qconfig(8)).set_module_name("head", qconfig(8))
     prepared = fxq.prepare(task.network, task.calibration[0], TARGET, mapping)

@@ -151,6 +151,7 @@ class Quantizer(TrainableScale):
     def extra_repr(self) -> str:
         return f"{self.dtype}, scale={self.scale.item():.6g}{', fixed' if self.fixed or self.frozen else ', ' + self.mode}"
 
+
 def round_up_to_power_of_two(scale: Tensor) -> Tensor:
     """The smallest power of two that is not below the scale."""
     mantissa, exponent = torch.frexp(scale)

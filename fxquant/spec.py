@@ -94,7 +94,9 @@ def _check(dtype: str, known: Any, what: str) -> None:
 def _check_training(training: str, known: tuple[str, ...], what: str) -> None:
     if training not in known:
         raise ConfigurationError(
-            f"training={training!r} is unknown", because=f"{what} is, in training, {' or '.join(map(repr, known))}", remedy="pass one of these"
+            f"training={training!r} is unknown",
+            because=f"{what} is, in training, {' or '.join(map(repr, known))}",
+            remedy="pass one of these",
         )
 
 

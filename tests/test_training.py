@@ -329,7 +329,9 @@ def test_power_of_two_scales_stay_powers_of_two_through_training(mode: str, tmp_
         train(prepared, steps=1, learning_rate=0.1)
         assert all(is_power_of_two(scale) for name, scale in scales(prepared).items() if "weight_scale" not in name)
     integer = fxq.convert(prepared)
-    multipliers = [value for name, value in integer.named_buffers() if name.endswith("multiplier") and "pool" not in name and "mean" not in name]
+    multipliers = [
+        value for name, value in integer.named_buffers() if name.endswith("multiplier") and "pool" not in name and "mean" not in name
+    ]
     assert multipliers
     assert all(is_power_of_two(value) for value in multipliers if value.dtype == torch.float32)
     contract.assert_validate_is_integer(prepared, integer, batches()[0])
@@ -541,5 +543,7 @@ def test_a_live_batch_norm_normalises_what_the_quantized_weights_compute(weights
         left = ~cut if now.dim() > 1 else torch.ones(4, dtype=torch.bool)
         torch.testing.assert_close(now.grad[alive][left], then.grad[alive][left], rtol=0.01, atol=0.05)
     # The gain's passes through the weights: it is that of the weights before rounding, and of those that are not cut off.
-    torch.testing.assert_close(prepared.bn.weight.grad[alive], reference.weight.grad[alive], rtol=0.03 if weights == "statistics" else 0.15, atol=0.1)
+    torch.testing.assert_close(
+        prepared.bn.weight.grad[alive], reference.weight.grad[alive], rtol=0.03 if weights == "statistics" else 0.15, atol=0.1
+    )
     assert bool(torch.isfinite(prepared.conv.weight.grad).all())

@@ -206,12 +206,12 @@ def _broadcast(channels: Tensor, trailing: int) -> Tensor:
     return channels.reshape(-1, *[1] * trailing) if channels.numel() > 1 else channels.reshape(())
 
 
-def _residual_multiplier(
-    lowering: Lowering, residual: Quantized, steps: tuple[Tensor, ...], bound: Tensor
-) -> tuple[Tensor | None, Tensor]:
+def _residual_multiplier(lowering: Lowering, residual: Quantized, steps: tuple[Tensor, ...], bound: Tensor) -> tuple[Tensor | None, Tensor]:
     """(k_c, bound with the residual), or (None, bound) where the residual has to be added after a requantization."""
     ratio = Ratio((residual.scale,), steps)
-    multiplier = ratio.rounded(torch.zeros(torch.broadcast_shapes(*(factor.shape for factor in steps)), dtype=torch.int64, device=bound.device))
+    multiplier = ratio.rounded(
+        torch.zeros(torch.broadcast_shapes(*(factor.shape for factor in steps)), dtype=torch.int64, device=bound.device)
+    )
     with_residual = bound + multiplier.double() * residual.dtype.magnitude
     smallest = min(SMALLEST_RESIDUAL_MULTIPLIER, 2**residual.dtype.bits)
     if int(multiplier.min()) < smallest:

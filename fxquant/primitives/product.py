@@ -48,31 +48,35 @@ def _shaped(channels: Tensor, trailing: int) -> Tensor:
     return channels.reshape(-1, *[1] * trailing)
 
 
-def _onnx_scale_channels(e: Emitter, input: str, weight: Tensor, bias: Tensor, trailing: int) -> str:
-    scaled = e.node("Mul", e.node("Cast", input, to=torch.float32), e.constant(_shaped(weight.float(), trailing)))
-    return e.node("Add", scaled, e.constant(_shaped(bias.float(), trailing)))
+def _onnx_scaled(e: Emitter, input: str, weight: Tensor, bias: Tensor | None, trailing: int, dtype: torch.dtype) -> str:
+    scaled = e.node("Mul", e.node("Cast", input, to=dtype), e.constant(_shaped(weight.to(dtype), trailing)))
+    return scaled if bias is None else e.node("Add", scaled, e.constant(_shaped(bias.to(dtype), trailing)))
+
+
+def _scaled(input: Tensor, weight: Tensor, bias: Tensor | None, trailing: int) -> Tensor:
+    """In the dtype of the input."""
+    scaled = input * _shaped(weight.to(input.dtype), trailing)
+    return scaled if bias is None else scaled + _shaped(bias.to(input.dtype), trailing)
+
+
+def _onnx_scale_channels(e: Emitter, input: str, weight: Tensor, bias: Tensor | None, trailing: int) -> str:
+    return _onnx_scaled(e, input, weight, bias, trailing, torch.float32)
 
 
 @primitive(_onnx_scale_channels, kind="accumulator")
-def scale_channels(input: Tensor, weight: Tensor, bias: Tensor, trailing: int) -> Tensor:
+def scale_channels(input: Tensor, weight: Tensor, bias: Tensor | None, trailing: int) -> Tensor:
     """x · weight + bias per channel, as int32; |result| < 2^24 for every input of its dtype."""
-    return stored(input.float() * _shaped(weight.float(), trailing) + _shaped(bias.float(), trailing), input, torch.int32)
+    return stored(_scaled(input.float(), weight, bias, trailing), input, torch.int32)
 
 
-def _onnx_scale_channels_wide(e: Emitter, input: str, weight: Tensor, bias: Tensor, trailing: int) -> str:
-    scaled = e.node("Mul", e.node("Cast", input, to=torch.float64), e.constant(_shaped(weight.double(), trailing)))
-    return e.node("Add", scaled, e.constant(_shaped(bias.double(), trailing)))
+def _onnx_scale_channels_wide(e: Emitter, input: str, weight: Tensor, bias: Tensor | None, trailing: int) -> str:
+    return _onnx_scaled(e, input, weight, bias, trailing, torch.float64)
 
 
-def _scale_channels_real(input: Tensor, weight: Tensor, bias: Tensor, trailing: int) -> Tensor:
-    return input * _shaped(weight, trailing) + _shaped(bias.float(), trailing)
-
-
-@primitive(_onnx_scale_channels_wide, surrogate=_scale_channels_real, kind="accumulator")
-def scale_channels_wide(input: Tensor, weight: Tensor, bias: Tensor, trailing: int) -> Tensor:
+@primitive(_onnx_scale_channels_wide, surrogate=_scaled, kind="accumulator")
+def scale_channels_wide(input: Tensor, weight: Tensor, bias: Tensor | None, trailing: int) -> Tensor:
     """`scale_channels` beyond 2^24, formed in float64; int32, or int64 for int16 weights."""
-    total = input.double() * _shaped(weight.double(), trailing) + _shaped(bias.double(), trailing)
-    return accumulated(total, input, weight)
+    return accumulated(_scaled(input.double(), weight, bias, trailing), input, weight)
 
 
 # ---- one factor per sign ----------------------------------------------------------------------------------------------
