@@ -76,7 +76,7 @@ class TrainableScale(nn.Module):
             state_dict.setdefault(growth, torch.zeros_like(self.growth))
         elif growth in state_dict and base in state_dict:
             state_dict[base] = _grown(state_dict[base], state_dict.pop(growth))
-        super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 def _grown(base_scale: Tensor, growth: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class WeightScale(TrainableScale):
         super().__init__(torch.full((channels,), float("nan")), learned=True)
 
     def of(self, weight: Tensor, gain: Tensor | None, dtype: IntType, keep: bool) -> Tensor:
-        """The scale for this weight, whose channels are its dimension 0, multiplied by `gain`; `keep` makes it the one training starts from."""
+        """The scale for this weight, whose channels are its dimension 0, times `gain`; `keep` makes it where training starts."""
         factor = self.factor(gain)
         if bool(torch.isfinite(self.base_scale).all()):
             return (self.current() * factor).clamp_min(FLOAT32_EPSILON)

@@ -80,7 +80,8 @@ KERNELS = {  # that style "fast" makes of each
     "convolution": {"QLinearConv": 1}, "depthwise": {"QLinearConv": 2}, "grouped": {"QLinearConv": 2}, "linear": {"MatMulInteger": 2},
     "rows": {"MatMulInteger": 1}, "residual": {"QLinearConv": 1}, "addition": {"QLinearConv": 1}, "concatenation": {"QLinearConv": 2},
     "pooling": {"QLinearConv": 1}, "resizing": {"QLinearConv": 2}, "silu": {"QLinearConv": 2}, "transposed": {"QLinearConv": 1},
-    "transposed in groups": {"QLinearConv": 1}, "products": {"QLinearConv": 2, "QLinearMatMul": 1}, "padding": {"QLinearConv": 1}, "margins": {"QLinearConv": 2},
+    "transposed in groups": {"QLinearConv": 1}, "products": {"QLinearConv": 2, "QLinearMatMul": 1},
+    "padding": {"QLinearConv": 1}, "margins": {"QLinearConv": 2},
 }  # fmt: skip
 
 

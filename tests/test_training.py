@@ -15,7 +15,6 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.learning import TrainableScale, WeightScale, learned_step
 from fxquant.numerics import INT4, INT8, WEIGHT_INT4, WEIGHT_INT8, IntType, least_error_scale, weight_scale
-from fxquant.prepared import quantized_operators
 from fxquant.quantizer import Quantizer
 from tests import contract
 

@@ -134,7 +134,7 @@ def lower_weighted(
         lowering.note("wide", f"a sum can reach {largest:.0f}, beyond 2^24, so it is formed " + ("in parts" if in_parts else "in float64"))
         return lowering.call(wide, *operands, *cut)
 
-    steps = (input.scale, scale)
+    steps: tuple[Tensor, ...] = (input.scale, scale)
     if live:
         assert batch_norm is not None
         bound = accumulator_bound(integers, None, 0, 2 ** (bits - 1))
@@ -209,9 +209,8 @@ def _broadcast(channels: Tensor, trailing: int) -> Tensor:
 def _residual_multiplier(lowering: Lowering, residual: Quantized, steps: tuple[Tensor, ...], bound: Tensor) -> tuple[Tensor | None, Tensor]:
     """(k_c, bound with the residual), or (None, bound) where the residual has to be added after a requantization."""
     ratio = Ratio((residual.scale,), steps)
-    multiplier = ratio.rounded(
-        torch.zeros(torch.broadcast_shapes(*(factor.shape for factor in steps)), dtype=torch.int64, device=bound.device)
-    )
+    shape = torch.broadcast_shapes(*(factor.shape for factor in steps))  # type: ignore[no-untyped-call]
+    multiplier = ratio.rounded(torch.zeros(shape, dtype=torch.int64, device=bound.device))
     with_residual = bound + multiplier.double() * residual.dtype.magnitude
     smallest = min(SMALLEST_RESIDUAL_MULTIPLIER, 2**residual.dtype.bits)
     if int(multiplier.min()) < smallest:
