@@ -20,8 +20,12 @@ from fxquant.backends.writer import Writer
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.graph import Constant, Operation, QParams, Reference, operation, origin, qparams
 from fxquant.numerics import ACTIVATION_TYPES
+from fxquant.ops import OPERATORS, Scale
 from fxquant.primitives import PRIMITIVES, Primitive
 from fxquant.primitives.shape import concatenate
+
+# What these give is within the range of what they are given; onnxruntime stumbles over a Clip behind some of them.
+STAY_IN_RANGE = {record.name for record in OPERATORS.values() if record.scale is Scale.SAME} - {"pad"}
 
 
 class QdqWriter(Writer):
@@ -98,7 +102,7 @@ class QdqWriter(Writer):
             self.reals[node.name] = value
             self.tensors[node.name] = {"kind": "float"}
             return None
-        return self._quantized(value, described)
+        return self._quantized(value, described, limited=known.name in STAY_IN_RANGE)
 
     def _named(self, result: str, name: str) -> str:
         result = super()._named(result, name)
@@ -143,11 +147,12 @@ class QdqWriter(Writer):
             return self.emitter.node("Identity", self.reals[name])
         return self._dequantize(str(self.values[node]), described)
 
-    def _quantized(self, value: str, described: QParams) -> str:
+    def _quantized(self, value: str, described: QParams, limited: bool = False) -> str:
+        """The value's integers; a range that is narrower than its storage is a Clip, unless the value is limited to it anyhow."""
         e, dtype = self.emitter, ACTIVATION_TYPES[described.dtype]
         scale = torch.tensor(described.scale)
         limits = torch.iinfo(dtype.storage)
-        if (dtype.low, dtype.high) != (limits.min, limits.max):
+        if not limited and (dtype.low, dtype.high) != (limits.min, limits.max):
             value = e.node("Clip", value, e.constant(float(scale * dtype.low)), e.constant(float(scale * dtype.high)))
         return e.node("QuantizeLinear", value, e.constant(scale), e.constant(0, dtype.storage))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from fxquant import numerics
 from fxquant.backends.bpu import FIXED
 from fxquant.numerics import INT4, INT8, INT16, WEIGHT_INT4, WEIGHT_INT8, WEIGHT_INT16, IntType, Ratio
-from fxquant.ops.pool import _window_counts, _windows
+from fxquant.ops.pool import _windows, window_divisor
 from fxquant.quantizer import round_up_to_power_of_two
 from tests import oracle
 
@@ -403,10 +403,11 @@ def test_windows(row: tuple[int, int, int, int, int, bool]) -> None:
 
 @EXACT
 @given(windows, windows, st.booleans(), st.booleans())
-def test_window_counts(first: tuple[int, ...], second: tuple[int, ...], ceil_mode: bool, include_padding: bool) -> None:
+def test_window_divisor(first: tuple[int, ...], second: tuple[int, ...], ceil_mode: bool, include_padding: bool) -> None:
     rows = [(size, kernel, stride, padding) for size, kernel, stride, padding, *_ in (first, second)]
     end = [_windows(*row, 1, ceil_mode)[1] for row in rows]
-    counts = _window_counts(rows, end, include_padding)
+    shape, kernel, stride, begin = ([row[part] for row in rows] for part in range(4))
+    counts = window_divisor([2, 3, *shape], {"count_include_pad": include_padding}, kernel, stride, begin, end)
     expected = np.array(oracle.window_counts(*zip(*rows, strict=True), ceil_mode, include_padding), dtype=np.float32)
     assert np.array_equal(np.broadcast_to(counts.numpy(), expected.shape), expected)
     assert (counts.dim() == 0) == bool((expected == expected.flat[0]).all())

@@ -80,8 +80,8 @@ KERNELS = {  # that style "fast" makes of each
     "convolution": {"QLinearConv": 1}, "depthwise": {"QLinearConv": 2}, "grouped": {"QLinearConv": 2}, "linear": {"MatMulInteger": 2},
     "rows": {"MatMulInteger": 1}, "residual": {"QLinearConv": 1}, "addition": {"QLinearConv": 1}, "concatenation": {"QLinearConv": 2},
     "pooling": {"QLinearConv": 1}, "resizing": {"QLinearConv": 2}, "silu": {"QLinearConv": 2}, "transposed": {"QLinearConv": 1},
-    "transposed in groups": {"QLinearConv": 1}, "products": {"QLinearConv": 2, "QLinearMatMul": 1},
-    "padding": {"QLinearConv": 1}, "margins": {"QLinearConv": 2},
+    "transposed in groups": {"QLinearConv": 1}, "products": {"QLinearConv": 2, "QLinearMatMul": 1}, "padding": {"QLinearConv": 1},
+    "margins": {"QLinearConv": 2},
 }  # fmt: skip
 
 
@@ -150,6 +150,20 @@ def test_wider_integers_are_as_in_style_exact(activation: str, weight: str, tmp_
     assert "QLinearConv" not in operators(path)
     report = verified(integer, path)
     assert report, str(report)
+
+
+@pytest.mark.parametrize("name", ["silu", "pooling", "residual", "concatenation"])
+@pytest.mark.parametrize(("activation", "weight"), [("int4", "int4"), ("int8", "int4")])
+def test_narrower_integers_are_stored_as_int8_are(activation: str, weight: str, name: str, tmp_path: Path) -> None:
+    integer = integer_of(name, qconfig=fxq.QConfig(fxq.ActivationConfig(activation), fxq.WeightConfig(weight)))
+    path = fxq.export_onnx(integer, tmp_path / "model.onnx", style="fast")
+    assert fxq.onnx_metadata(path)["tensors"]["x_quantize"]["dtype"] == activation
+    assert len(fxq.onnx_metadata(path)["kernels"]["integer"]) >= 1
+    report = verified(integer, path)
+    assert report, str(report)
+    for opset in (17, 21):
+        near = measured(integer, fxq.export_onnx(integer, tmp_path / "model.onnx", style="qdq", opset=opset))
+        assert worst(near) <= 2, str(near)
 
 
 def test_a_mixture_of_widths_crosses_between_the_storages(tmp_path: Path) -> None:
