@@ -17,7 +17,6 @@ from fxquant.numerics import IntType, scale_from_range
 class Observer(nn.Module):
     """What every observer offers. `observed` is False until the first batch."""
 
-    averaging_constant = 0.01  # the weight of a batch in the moving average that a scale follows in state TRAIN
     count: Tensor
 
     def __init__(self) -> None:
@@ -35,6 +34,10 @@ class Observer(nn.Module):
     def scale(self, dtype: IntType) -> Tensor:
         """The float32 scale for what was observed."""
         raise NotImplementedError
+
+    def follower(self) -> MinMaxObserver:
+        """The observer of the range that this one's scale follows in state TRAIN. Here: a moving average."""
+        return MovingAverageMinMaxObserver()
 
     def reset(self) -> None:
         """Forget everything that was observed. Here: every buffer becomes zero."""
@@ -76,6 +79,9 @@ class MinMaxObserver(Observer):
     def scale(self, dtype: IntType) -> Tensor:
         return scale_from_range(self.low, self.high, dtype)
 
+    def follower(self) -> MinMaxObserver:
+        return MinMaxObserver()
+
     def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
         self.low.copy_(torch.stack([state["low"] for state in states]).min())
         self.high.copy_(torch.stack([state["high"] for state in states]).max())
@@ -106,6 +112,9 @@ class MovingAverageMinMaxObserver(MinMaxObserver):
             values = torch.stack([state[name] for state in states]).double()
             getattr(self, name).copy_((values * counts).sum() / counts.sum())
         self.count.copy_(counts.sum())
+
+    def follower(self) -> MinMaxObserver:
+        return MovingAverageMinMaxObserver(self.averaging_constant)
 
     def extra_repr(self) -> str:
         return f"averaging_constant={self.averaging_constant}"

@@ -8,7 +8,7 @@ from torch import Tensor
 from fxquant.errors import CalibrationError, NotCalibrated
 from fxquant.learning import TrainableScale
 from fxquant.numerics import FLOAT32_EPSILON, INT32, IntType
-from fxquant.observers import MovingAverageMinMaxObserver, Observer
+from fxquant.observers import Observer
 from fxquant.spec import FROZEN, LEARNED, STATISTICS
 
 
@@ -18,7 +18,7 @@ class Quantizer(TrainableScale):
     `scale` is a float32 scalar, NaN until it is known. With an observer, calibration finds it; without one it is
     fixed. `training` says what it does in state TRAIN (see ActivationConfig); `frozen` ends that.
 
-    range   the moving average of the batches' ranges, which "statistics" follow; None where the scale is fixed
+    range   the range of the batches, which "statistics" follow; None where the scale is fixed
     taken   int64 scalar: how many batches the scale has taken in; `range` may have seen more
     """
 
@@ -42,7 +42,7 @@ class Quantizer(TrainableScale):
         self.observer = observer
         self.mode = training  # `training` is PyTorch's flag of every module
         self.power_of_two = power_of_two
-        self.range = None if observer is None else MovingAverageMinMaxObserver(observer.averaging_constant)
+        self.range = None if observer is None else observer.follower()
         self.name, self.source, self.module_path = name, source, module
         self.register_buffer("taken", torch.zeros((), dtype=torch.int64))
 
@@ -98,7 +98,7 @@ class Quantizer(TrainableScale):
     def follow(self, value: Tensor) -> None:
         """Take in the real values of one batch in state TRAIN. Raises CalibrationError if any is NaN or infinite.
 
-        "statistics" multiply the scale by what the largest magnitude of the moving average is multiplied by: the
+        "statistics" multiply the scale by what the largest magnitude of the range is multiplied by: the
         first batch continues where calibration ended, and a threshold below the largest value stays as far below.
         A scale that no calibration has set is set by this batch.
         """

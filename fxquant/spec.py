@@ -27,7 +27,8 @@ class ActivationConfig:
     """How an activation is quantized: dtype, and a scale that is observed, or fixed (directly or by a threshold).
 
     training       what an observed scale does in state TRAIN, from the calibrated one on:
-                   "statistics"  it grows and shrinks with the moving average of the batches' largest magnitudes
+                   "statistics"  it grows and shrinks with the range of the batches: a moving average, or all that was
+                                 seen where MinMaxObserver observes
                    "learned"     it is a parameter with the gradient of LSQ
                    "frozen"      it stays
     power_of_two   round an observed or learned scale up to a power of two, as some targets do for all scales

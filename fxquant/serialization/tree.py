@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fxquant.learning import WeightScale
 from fxquant.numerics import ACTIVATION_TYPES, Arithmetic
-from fxquant.observers import MovingAverageMinMaxObserver, Observer
+from fxquant.observers import MinMaxObserver, Observer
 from fxquant.prepared import QuantizedOperator
 from fxquant.quantizer import Quantizer
 from fxquant.serialization.names import ARGUMENTS, LAYERS, operator_named
@@ -243,8 +243,8 @@ class TreeReader:
         if plain["mode"] not in MODES:
             raise Malformed("a Quantizer does what no quantizer does in training")
         observer, range = self._module(arguments["observer"]), self._module(arguments["range"])
-        if not isinstance(range, MovingAverageMinMaxObserver if observer is not None else NoneType):
-            raise Malformed("the range of a Quantizer is no moving average")
+        if not isinstance(range, MinMaxObserver if observer is not None else NoneType):
+            raise Malformed("the range of a Quantizer is none")
         if not isinstance(observer, Observer | None):
             raise Malformed("the observer of a Quantizer is no observer")
         quantizer = Quantizer(look_up(ACTIVATION_TYPES, arguments["dtype"], "dtype"), observer, training=plain["mode"])
