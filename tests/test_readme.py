@@ -1,6 +1,6 @@
 """What the documents show is true: their code runs, prints what they say it prints, and their diffs apply.
 
-README.md: its ```python blocks run in order in one namespace; a ```text block right behind one is what it
+README.md and GUIDE.md: their ```python blocks run in order in one namespace; a ```text block right behind one is what it
 prints, up to numbers; a line of … stands for any lines. CONTRIBUTING.md: its ```diff blocks are applied to a
 copy of the repository, and its ```python blocks run in that copy.
 """
@@ -55,9 +55,10 @@ def prints(shown: str, printed: str) -> bool:
     return re.fullmatch(pattern, "".join(line + "\n" for line in masked(printed))) is not None
 
 
-def test_the_code_in_the_readme_runs_and_prints_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["README.md", "GUIDE.md"])
+def test_the_code_of_a_page_runs_and_prints_what_it_shows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    readme = blocks((ROOT / "README.md").read_text(encoding="utf-8"))
+    readme = blocks((ROOT / name).read_text(encoding="utf-8"))
     code = [block for block in readme if block.language == "python"]
     file = tmp_path / "example.py"  # so that source lines in the outputs are those of one file a reader would have
     file.write_text("\n".join(block.text for block in code), encoding="utf-8")
@@ -71,7 +72,7 @@ def test_the_code_in_the_readme_runs_and_prints_what_it_shows(tmp_path: Path, mo
             offset += block.text.count("\n") + 1
             printed = output.getvalue()
         elif block.language == "text" and block.follows:
-            assert prints(block.text, printed), f"README.md, line {block.line} shows\n{block.text}\nand what is printed is\n{printed}"
+            assert prints(block.text, printed), f"{name}, line {block.line} shows\n{block.text}\nand what is printed is\n{printed}"
             compared += 1
     assert len(code) >= 8
     assert compared >= 6
@@ -85,7 +86,7 @@ def test_a_readme_that_is_wrong_is_noticed() -> None:
 
 
 def test_the_readme_links_to_files_that_exist() -> None:
-    for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+    for name in ("README.md", "GUIDE.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"):
         links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / name).read_text(encoding="utf-8"))
         missing = [link for link in links if not (ROOT / link).exists()]
         assert not missing, f"{name} links to {', '.join(missing)}"
