@@ -28,8 +28,10 @@ types: $(READY)  ## mypy, strict, over what the wheel would hold
 	ln -s $(CURDIR)/passes $(CURDIR)/backends build/types/fxquant/
 	MYPYPATH=build/types:. $(BIN)/mypy --strict build/types/fxquant
 
-bench: $(READY)  ## the two short benchmarks
-	$(BIN)/python -m benchmarks.exactness
+bench: $(READY)  ## the benchmarks of exactness, accuracy, calibration memory and compile time
+	$(BIN)/python -m benchmarks.exactness --processes 2
+	$(BIN)/python -m benchmarks.accuracy
+	$(BIN)/python -m benchmarks.calibration_memory
 	$(BIN)/python -m benchmarks.compile_time
 
 clean:  ## remove what these targets made
