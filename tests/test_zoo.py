@@ -295,7 +295,8 @@ def test_exactness_sees_a_fault_that_is_not_located(monkeypatch: pytest.MonkeyPa
 
 
 def test_exactness_writes_and_reads_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = exactness.Row("a network", "bayes-e", "int8", 0, 0, 0, 0, 0, 20, 24, 0, 30.25, {"x86": 25.0, "qnnpack": "RuntimeError: no"})
+    theirs = {"x86": 25.0, "qnnpack": "RuntimeError: no"}
+    row = exactness.Row("a network", "bayes-e", "int8", 0, 0, 0, 0, 0, 20, 24, 0, 30.25, "int8", 0.5, 2.0, theirs)
     kept = tmp_path / "rows.jsonl"
     kept.write_text(json.dumps(asdict(row)) + "\n", encoding="utf-8")
     assert exactness.read(kept) == [row]
@@ -306,7 +307,7 @@ def test_exactness_writes_and_reads_its_rows(tmp_path: Path, monkeypatch: pytest
         exactness.main()
     assert done.value.code == 0
     written = (tmp_path / "results" / "exactness.md").read_text(encoding="utf-8")
-    assert "| a network | bayes-e | int8 | 0 | 0 | 0 | 0 | 0 | 20 | 24 bits | 0 | 30.2 | 25.0 | – |" in written
+    assert "| a network | bayes-e | int8 | int8 | 0 | 0 | 0 | 0 | 0 | 20 | 24 bits | 0 | 50.0 %, 2 | 30.2 | 25.0 | – |" in written
     assert "torch.ao, qnnpack, on a network: RuntimeError: no" in written
 
 
