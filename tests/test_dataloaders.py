@@ -253,11 +253,12 @@ def test_the_rest_of_a_generator_can_be_used() -> None:
 
 
 def test_num_batches_is_what_counts() -> None:
-    model = One()
+    model, growing = One(), images().clone()
+    growing[8:] *= 4
     prepared = fxq.prepare(model, images(4))
-    fxq.calibrate(prepared, loader(TensorDataset(images(), labels())), num_batches=2)
-    assert fxq.qparams(prepared) == expected(model, pieces(images()[:8]))
-    assert fxq.qparams(prepared) != expected(model, pieces(images()))
+    fxq.calibrate(prepared, loader(TensorDataset(growing, labels())), num_batches=2)
+    assert fxq.qparams(prepared) == expected(model, pieces(growing[:8]))
+    assert fxq.qparams(prepared) != expected(model, pieces(growing))
 
 
 @pytest.mark.parametrize(
