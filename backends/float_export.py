@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -139,7 +140,16 @@ class FloatRegions:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter's remarks about its own insides are kept from the user; its errors are not."""
+    """The exporter's remarks about its own insides are kept from the user; its errors are not. One thread exports at a time: what is
+    set here, and what the exporter sets, all threads see."""
+    with _exporting:
+        yield from _levels_raised()
+
+
+_exporting = threading.Lock()
+
+
+def _levels_raised() -> Iterator[None]:
     loggers = {logging.getLogger(name): level for name, level in (("torch.onnx", logging.ERROR), ("onnxscript", logging.CRITICAL))}
     before = {logger: logger.level for logger in loggers}
     for logger, level in loggers.items():

@@ -20,7 +20,7 @@ from fxquant.batches import example_inputs as batch_inputs
 from fxquant.check import Findings, broken_limits, findings
 from fxquant.errors import ConfigurationError
 from fxquant.explain import explain, summary
-from fxquant.graph import Model, collection_paused, copy_graph, copy_parameters
+from fxquant.graph import Model, autocast_off, collection_paused, copy_graph, copy_parameters
 from fxquant.passes import CONVERT, PREPARE
 from fxquant.pipeline import BATCH_NORM_MODES, Context, Dial, check_until, run
 from fxquant.prepared import quantized_operators
@@ -88,7 +88,7 @@ def prepare(
     check_until(until, PREPARE)
     dial = Dial.of(debug, dump)
     traced = trace(model, example_inputs, dynamic_shapes)
-    with collection_paused():
+    with collection_paused(), autocast_off():
         return _prepare(traced, chosen, as_mapping(qconfig), batch_norm, dial, until)
 
 
@@ -127,7 +127,7 @@ def check(
     """
     chosen = backends.get(target)
     traced = trace(model, example_inputs, dynamic_shapes)
-    with collection_paused():
+    with collection_paused(), autocast_off():
         # Fusion comes first: a target's limits are about the operators it runs.
         annotated = _prepare(traced, chosen, as_mapping(qconfig), "live", Dial(0, None), "boundary.insert")
     return findings(annotated, chosen)
@@ -148,7 +148,7 @@ def convert(
     check_until(until, CONVERT)
     dial = Dial.of(debug, dump)
     dial.count = len(PREPARE) + 1
-    with collection_paused():
+    with collection_paused(), autocast_off():
         # The one pass reads this graph and writes another, so it need not be copied; its owner stays the prepared model.
         integer = Model.of(prepared, prepared.graph)
         prepared.graph.owning_module = prepared

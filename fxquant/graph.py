@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -343,18 +344,43 @@ def describe(node: fx.Node, fact: Any, source: str, module: str, made_by: str = 
     meta["fact"], meta["source"], meta["module"], meta["made_by"] = fact, source, module, made_by
 
 
+class _Collection:
+    """How many compilations, in all threads together, have paused the garbage collection, and whether it was on before the first."""
+
+    lock = threading.Lock()
+    pauses = 0
+    was_on = False
+
+
 @contextmanager
 def collection_paused() -> Iterator[None]:
     """Inside, nothing is garbage collected: almost all that compiling makes is kept, and looking
-    through it takes half the time."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
+    through it takes half the time. The last compilation to end puts back what the first one found."""
+    with _Collection.lock:
+        if _Collection.pauses == 0:
+            _Collection.was_on = gc.isenabled()
+            gc.disable()
+        _Collection.pauses += 1
     try:
         yield
     finally:
-        gc.enable()
+        with _Collection.lock:
+            _Collection.pauses -= 1
+            if _Collection.pauses == 0 and _Collection.was_on:
+                gc.enable()
+
+
+@contextmanager
+def autocast_off() -> Iterator[None]:
+    """Inside, autocast is off for every device, in this thread: what is compiled does not depend on where the compiler was called."""
+    with ExitStack() as stack:
+        for device in _AUTOCAST_DEVICES:
+            if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+_AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps", "mtia", "hpu", "maia")
 
 
 class Model(fx.GraphModule):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -18,8 +17,6 @@ from fxquant.trace.snapshot import Snapshot
 from fxquant.trace.tracer import Recording
 
 RETRACE_SIZES = (10, 14)
-
-_SMALL = 1 << 14  # elements
 
 _FIX = "keep batch sizes as x.shape[0] or x.size(0) gives them, or trace with dynamic_shapes={} to fix the batch size"
 
@@ -102,25 +99,10 @@ def _refuse(node: fx.Node, because: str) -> NoReturn:
 
 def compare_with_model(model: nn.Module, traced: fx.GraphModule, inputs: ExampleInputs) -> None:
     """Raise a TraceError if the graph and the model do not give the same bits on the example inputs, at two batch sizes."""
-    with _few_threads(inputs):
-        _compare_at(model, traced, inputs, inputs.tensors(), required=True)
-        if inputs.batch is not None:
-            other = 2 if inputs.batch != 2 else 4
-            _compare_at(model, traced, inputs, inputs.with_batch(other), required=False)
-
-
-@contextlib.contextmanager
-def _few_threads(inputs: ExampleInputs) -> Iterator[None]:
-    """One thread where inputs are so small that threads would mostly wait for each other: on a busy machine, for very long."""
-    threads = torch.get_num_threads()
-    if sum(tensor.numel() for tensor in inputs.tensors().values()) > _SMALL:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+    _compare_at(model, traced, inputs, inputs.tensors(), required=True)
+    if inputs.batch is not None:
+        other = 2 if inputs.batch != 2 else 4
+        _compare_at(model, traced, inputs, inputs.with_batch(other), required=False)
 
 
 def _compare_at(model: nn.Module, traced: fx.GraphModule, inputs: ExampleInputs, tensors: dict[str, torch.Tensor], required: bool) -> None:

@@ -43,8 +43,11 @@ class Handler:
     memory     what in-place operations have changed
     known      what is to be recorded when it is an argument, by identity: parameters, buffers, constants changed in place
     notes      what was fixed while tracing, in order
-    paused     true while an operator is evaluated, when nothing is to be recorded
+    paused     true while an operation is being recorded: what is computed for that is not recorded itself
+    call_module   what a call of a module does: given the usual `nn.Module.__call__`, the module, and its arguments
     """
+
+    call_module: Callable[..., Any]
 
     def __init__(self, snapshot: Snapshot, evaluator: Evaluator, batches: tuple[int, ...], root_code: CodeType, locate: bool) -> None:
         self.snapshot = snapshot
@@ -62,12 +65,13 @@ class Handler:
         self._locate = locate
         self._attributes: dict[int, tuple[fx.Node, Value, int, torch.Tensor]] = {}
         self._sizes: dict[fx.Node, tuple[Any, ...]] = {}
-        self._autocast = torch._C._is_any_autocast_enabled()
 
     # ---- entries ---------------------------------------------------------------------------------------------------
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run or record a function that PyTorch was asked for."""
+        if self.paused:
+            return func(*args, **kwargs)
         if not is_tracked(args, self.known) and not (kwargs and is_tracked(kwargs.values(), self.known)) and not is_random(func):
             return func(*args, **kwargs)
         name = property_name(func)
@@ -173,8 +177,12 @@ class Handler:
         self, op: str, target: Any, function: Callable[..., Any], args: Any, kwargs: Any, content: bool = True, key: Any = None
     ) -> Any:
         """Evaluate an operation and, unless its result is plain Python, add its node."""
-        with torch._C.DisableTorchFunction():
-            return self._record(op, target, function, args, kwargs, content, key)
+        paused, self.paused = self.paused, True
+        try:
+            with torch._C.DisableTorchFunctionSubclass():  # modes stay: attention layers ask for them
+                return self._record(op, target, function, args, kwargs, content, key)
+        finally:
+            self.paused = paused
 
     def _record(self, op: str, target: Any, function: Callable[..., Any], args: Any, kwargs: Any, content: bool, key: Any) -> Any:
         arguments = Arguments(self, function if key is None else key)
@@ -211,7 +219,6 @@ class Handler:
         name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
         if fake and name in _READS_CONTENT:
             self._refuse_data(name)
-        self.paused = True
         try:
             outcome = self.evaluator.run(function, args, kwargs, fake, arguments.substitutes)
         except FxQuantError:
@@ -223,8 +230,6 @@ class Handler:
             if found is None:
                 self._refuse_data(name)
             outcome = found
-        finally:
-            self.paused = False
         if not fake and name in _READS_CONTENT:
             self.note(f"the content of a constant was read by {name}")
         return outcome
@@ -237,7 +242,7 @@ class Handler:
         )
 
     def _describe(self, node: fx.Node, fact: Any, path: str | None = None) -> None:
-        if torch._C._is_any_autocast_enabled() != self._autocast:
+        if torch._C._is_any_autocast_enabled():
             refuse(
                 "autocast is switched inside forward",
                 because="a graph has no place for autocast: the numbers would differ from the model's",

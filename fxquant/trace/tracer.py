@@ -20,7 +20,7 @@ from fxquant.trace.inputs import ExampleInputs
 from fxquant.trace.leaves import LeafRule, ModuleCalls
 from fxquant.trace.snapshot import Snapshot
 from fxquant.trace.source import source_of_error
-from fxquant.trace.values import BatchNumber, TracedTensor, Value, _active, refuse
+from fxquant.trace.values import BatchNumber, TracedTensor, Value, refuse, tracing
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,12 @@ def record(
         leaf_ if name is None else _placeholder(handler, name, leaf_, inputs, batches)
         for name, leaf_ in zip(inputs.names, inputs.leaves, strict=True)
     ])  # fmt: skip
-    _active.append(handler)
-    try:
-        with prepared_environment(model, ModuleCalls(handler, leaf, qconfigs)), torch.no_grad(), _Mode(handler):
+    handler.call_module = ModuleCalls(handler, leaf, qconfigs)
+    with tracing(handler):
+        with prepared_environment(model), torch.no_grad(), _Mode(handler):
             result = _run(handler, args, kwargs)
         facts.describe(handler.graph.output(result), fx.map_arg(result, facts.fact), "", "")
         _erase_unused(handler.graph)
-    finally:
-        _active.pop()
     return Recording(handler.graph, handler.constants, list(handler.notes), snapshot)
 
 

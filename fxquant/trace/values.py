@@ -8,8 +8,10 @@ is at two batch sizes. A batch number is an `int` or `float` that knows both of 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import math
 import operator
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -59,17 +61,40 @@ class Aliases:
         self.latest: Any = None
 
 
-_active: list[Any] = []  # the handlers of the traces in progress, innermost last
+class _Traces(threading.local):
+    """The handlers of the traces in progress in this thread, innermost last: no other thread knows of them."""
+
+    def __init__(self) -> None:
+        self.handlers: list[Any] = []
+
+
+_traces = _Traces()
+
+
+@contextlib.contextmanager
+def tracing(handler: Any) -> Iterator[None]:
+    """Inside, what this thread does with tensors of the model is recorded by `handler`."""
+    _traces.handlers.append(handler)
+    try:
+        yield
+    finally:
+        _traces.handlers.pop()
 
 
 def active() -> Any:
-    """The handler of the trace in progress."""
-    return _active[-1]
+    """The handler of the trace in progress in this thread. Raises TraceError if there is none."""
+    if not _traces.handlers:
+        raise TraceError(
+            "a tensor of a trace is used where nothing is traced",
+            because="the model's forward handed it to another thread, or kept it after the trace: it has a shape but no content",
+            remedy="compute in the thread that calls forward, and keep no tensor outside of the model",
+        )
+    return _traces.handlers[-1]
 
 
 def is_tracing() -> bool:
-    """Whether a trace is in progress."""
-    return bool(_active)
+    """Whether a trace is in progress in this thread."""
+    return bool(_traces.handlers)
 
 
 class TracedTensor(torch.Tensor, fx.Proxy):  # type: ignore[misc]
@@ -308,7 +333,7 @@ def numeric_fact(a: float, b: float) -> int | float | BatchDim | None:
 
 def refuse(what: str, because: str, remedy: str) -> NoReturn:
     """Raise a `TraceError` at the line of the model that is being executed."""
-    handler = _active[-1] if _active else None
+    handler = active() if is_tracing() else None
     raise TraceError(
         what, because=because, remedy=remedy, at=handler.source() if handler else None, module=handler.path if handler else None
     )
