@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor
 
+from fxquant.errors import ExportError
 from fxquant.graph import BatchDim, Size
 
 DOMAIN = "fxquant"
@@ -37,12 +38,16 @@ _FIXED_TYPE = {
 
 
 class Emitter:
-    """Collects ONNX nodes; implements `fxquant.primitives.Emitter` for a graph or for a function's body."""
+    """Collects ONNX nodes; implements `fxquant.primitives.Emitter` for a graph or for a function's body.
 
-    def __init__(self, functions: dict[str, tuple[onnx.FunctionProto, torch.dtype]], opset: int, scope: str = "") -> None:
+    No constant gets a name that is in `taken`.
+    """
+
+    def __init__(self, functions: dict[str, onnx.FunctionProto], opset: int, scope: str = "", taken: Collection[str] = ()) -> None:
         self.functions = functions
         self.opset = opset
         self.scope = scope
+        self.taken = taken
         self.nodes: list[onnx.NodeProto] = []
         self.types: dict[str, torch.dtype] = {}
         self.constants: dict[Any, str] = {}
@@ -81,18 +86,29 @@ class Emitter:
 
     def _store(self, array: np.ndarray[Any, Any]) -> str:
         name = f"constant_{len(self.constants)}"
+        while name in self.taken:
+            name += "_"
         self.initializers.append(numpy_helper.from_array(array, name))
         return name
 
     def call(self, name: str, body: Callable[..., str], *inputs: str) -> str:
-        if name not in self.functions:
-            self.functions[name] = self._define(name, body, inputs)
-        output = self._fresh(name)
-        self.nodes.append(helper.make_node(name, list(inputs), [output], name=output, domain=DOMAIN))
-        self.types[output] = self.functions[name][1]
+        function, result_type = self._define(name, body, inputs)
+        called = self._shared(function)
+        output = self._fresh(called)
+        self.nodes.append(helper.make_node(called, list(inputs), [output], name=output, domain=DOMAIN))
+        self.types[output] = result_type
         return output
 
+    def _shared(self, function: onnx.FunctionProto) -> str:
+        """The name of the one function with this body: its own, or with a number where another body has that name."""
+        name, count = function.name, 1
+        while self.functions.setdefault(function.name, function) != function:
+            count += 1
+            function.name = f"{name}_{count}"
+        return str(function.name)
+
     def _define(self, name: str, body: Callable[..., str], inputs: Sequence[str]) -> tuple[onnx.FunctionProto, torch.dtype]:
+        """A function, and the dtype of what it returns for these inputs; a function says nothing of dtypes itself."""
         inner = FunctionEmitter(self.functions, self.opset)
         parameters = [f"input_{index}" for index in range(len(inputs))]
         inner.types.update(zip(parameters, (self.types[value] for value in inputs), strict=True))
@@ -120,6 +136,12 @@ class FunctionEmitter(Emitter):
 def value_info(name: str, dtype: torch.dtype, shape: Sequence[Size]) -> onnx.ValueInfoProto:
     """The type of a value; the batch is symbolic."""
     dims: list[int | str] = [_dimension(size) for size in shape]
+    if dtype not in TYPES:
+        raise ExportError(
+            f"the value {name!r} cannot be written",
+            because=f"it is {str(dtype).removeprefix('torch.')}, for which there is no element type of ONNX that runtimes know",
+            remedy="convert it to another dtype in forward",
+        )
     return helper.make_tensor_value_info(name, TYPES[dtype], dims)
 
 

@@ -28,7 +28,7 @@ from fxquant.errors import ExportError
 from fxquant.graph import BATCH_SIZES, TensorFact, fact, qparams, resolve
 from fxquant.numerics import ACTIVATION_TYPES, INT8
 from fxquant.primitives import PRIMITIVES, Primitive, accumulate, elementwise, pool, product, resize, shape, transposed
-from fxquant.primitives.boundary import BOUNDARY_LIMIT, dequantize, quantize
+from fxquant.primitives.boundary import BOUNDARY_LIMIT, as_float32, dequantize, quantize
 from fxquant.primitives.requantize import requantize_real
 
 logger = logging.getLogger("fxquant")
@@ -113,7 +113,12 @@ class FastWriter(Writer):
         value = str(self.values[node])
         if not self._is_shifted(value):
             return value
-        return self._named(self.emitter.node("Cast", self._as(value, torch.float32), to=torch.int8), f"{node.name}_output")
+        name = f"{node.name}_output"
+        while name in self.emitter.taken:
+            name += "_"
+        returned = self._named(self.emitter.node("Cast", self._as(value, torch.float32), to=torch.int8), name)
+        self._describe(node, returned, "quantized")
+        return returned
 
     # ---- nodes ------------------------------------------------------------------------------------------------------
 
@@ -223,7 +228,8 @@ def _quantize(w: FastWriter, node: fx.Node, input: fx.Node, scale: fx.Node, low:
     if dtype != torch.int8:
         return None
     e, step = w.emitter, w.values[scale]
-    value = e.node("Where", e.node("IsNaN", w.values[input]), e.constant(0.0), w.values[input])
+    value = as_float32(e, w.values[input])
+    value = e.node("Where", e.node("IsNaN", value), e.constant(0.0), value)
     value = e.node("Clip", value, e.constant(-step * BOUNDARY_LIMIT), e.constant(step * BOUNDARY_LIMIT))
     return _limited(e, e.node("QuantizeLinear", value, e.constant(step), _zero(e)), low, high)
 

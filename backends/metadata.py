@@ -6,7 +6,8 @@
     fxquant.target           the target it was compiled for
     fxquant.inputs           JSON: for each input, in order, its name, dtype (the ONNX element type, as "float") and shape, and the
                              name of the quantized tensor it is or is made into, "tensor", where there is one
-    fxquant.outputs          JSON: the same for each output, with the quantized tensor it is or was
+    fxquant.outputs          JSON: the same for each output, with the quantized tensor it is or was. Where it is that tensor (io
+                             "integer"), what fxquant.tensors says of it is true of the numbers taken and returned
     fxquant.tensors          JSON: for each described value, by name, in the order they are computed:
                                kind        "quantized", "accumulator" (between two of them) or "float"
                                and of a quantized one

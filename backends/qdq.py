@@ -22,6 +22,7 @@ from fxquant.graph import Constant, Operation, QParams, Reference, operation, or
 from fxquant.numerics import ACTIVATION_TYPES
 from fxquant.ops import OPERATORS, Scale
 from fxquant.primitives import PRIMITIVES, Primitive
+from fxquant.primitives.boundary import as_float32
 from fxquant.primitives.shape import concatenate
 
 # What these give is within the range of what they are given; onnxruntime stumbles over a Clip behind some of them.
@@ -82,9 +83,11 @@ class QdqWriter(Writer):
         elif operation(node) is None:
             return None
         elif known.name == "dequantize":
-            return self._dequantized(known.arguments["input"].node)
+            value = self._dequantized(known.arguments["input"].node)
+            dtype = known.arguments.get("dtype")
+            return value if dtype is None else self.emitter.node("Cast", value, to=dtype)
         elif known.name == "quantize":
-            value = str(self.values[self.nodes[known.arguments["input"].node]])
+            value = as_float32(self.emitter, str(self.values[self.nodes[known.arguments["input"].node]]))
         else:
             value = FORMS[known.name](self._call(known, node))
         if operation(node) is None:

@@ -11,13 +11,13 @@ from typing import Any
 
 import onnx
 from onnx import helper
-from torch import fx
+from torch import Tensor, fx
 
 from fxquant.backends.emitter import DOMAIN, Emitter, value_info
 from fxquant.backends.float_export import FloatRegions
 from fxquant.backends.metadata import write_metadata
 from fxquant.errors import ConfigurationError, ExportError
-from fxquant.graph import TensorFact, annotation, fact, qparams, resolve
+from fxquant.graph import BatchDim, Size, TensorFact, annotation, fact, qparams, resolve
 from fxquant.primitives import PRIMITIVES, Primitive
 from fxquant.primitives.boundary import dequantize, quantize
 from fxquant.version import __version__
@@ -32,7 +32,7 @@ class Writer:
 
     def __init__(self, integer: fx.GraphModule, io: str, opset: int) -> None:
         self.integer, self.io, self.opset = integer, io, opset
-        self.emitter = Emitter({}, opset)
+        self.emitter = Emitter({}, opset, taken={node.name for node in integer.graph.nodes})
         self.inputs: list[onnx.ValueInfoProto] = []
         self.values: dict[fx.Node, Any] = {}  # names of values, or constant tensors
         self.tensors: dict[str, dict[str, Any]] = {}
@@ -40,8 +40,8 @@ class Writer:
         self.sources: dict[str, str] = {}  # the quantized tensor that an input becomes, or an output was
 
     def write(self, input_names: Sequence[str] | None, output_names: Sequence[str] | None) -> onnx.ModelProto:
-        placeholders = [node for node in self.integer.graph.nodes if node.op == "placeholder"]
-        names = _names(input_names, [node.name for node in placeholders], "input_names")
+        placeholders = [node.name for node in self.integer.graph.nodes if node.op == "placeholder"]
+        names = dict(zip(placeholders, _given(input_names, len(placeholders), "input") or placeholders, strict=True))
         regions = FloatRegions(self.integer, self.opset)
         for node in self.integer.graph.nodes:
             self.emitter.scope, self.emitter.count = node.name, 0
@@ -53,6 +53,7 @@ class Writer:
                 self._primitive(node)
             elif node.op != "output":
                 regions.emit(node, self.emitter, self.values)
+        self._check_input_names()
         outputs = self._outputs(output_names)
         graph = helper.make_graph(
             self.emitter.nodes,
@@ -62,7 +63,7 @@ class Writer:
             self.emitter.initializers,
             value_info=[info for info in self.infos if info.name not in {o.name for o in outputs}],
         )
-        functions = [*(function for function, _ in self.emitter.functions.values()), *regions.functions]
+        functions = [*self.emitter.functions.values(), *regions.functions]
         own = [helper.make_opsetid(DOMAIN, 1)] if self.emitter.functions else []
         standard = helper.make_opsetid("", self.opset)
         oldest: int = helper.find_min_ir_version_for([standard])
@@ -148,13 +149,13 @@ class Writer:
             self.sources[name] = name
             return True
         if node.target is dequantize and all(user.op == "output" for user in node.users):
-            self.values[node] = self.returned_integers(operand)
-            self.sources[self.values[node]] = self.values[operand]
+            name = self.values[node] = self.returned_integers(operand)
+            self.sources[name] = name
             return True
         return False
 
     def returned_integers(self, node: fx.Node) -> str:
-        """The value of a quantized tensor, as the file returns it if it returns integers."""
+        """The value of a quantized tensor, as the file returns it if it returns integers; it is described under this name."""
         return str(self.values[node])
 
     def _named(self, result: str, name: str) -> str:
@@ -182,27 +183,70 @@ class Writer:
         """What stands for 0 in a quantized value."""
         return 0
 
+    def _check_input_names(self) -> None:
+        inner = {name for node in self.emitter.nodes for name in node.output} | {tensor.name for tensor in self.emitter.initializers}
+        for info in self.inputs:
+            if info.name in inner:
+                raise _taken(info.name, "input")
+
     def _outputs(self, output_names: Sequence[str] | None) -> list[onnx.ValueInfoProto]:
-        returned: list[fx.Node] = []
-        fx.map_arg(next(n for n in reversed(list(self.integer.graph.nodes)) if n.op == "output").args[0], returned.append)
-        defaults = [str(self.values[node]) for node in returned]
-        wanted = list(output_names) if output_names is not None else defaults
-        if len(wanted) != len(returned):
-            raise ConfigurationError(
-                f"output_names has {len(wanted)} names", because=f"the model has {len(returned)} outputs", remedy="pass one name per output"
-            )
+        returned = _returned(self.integer)
+        given = _given(output_names, len(returned), "output")
+        known = {node: self._value(node) for node in dict.fromkeys(returned)}
+        values = [known[node][0] for node in returned]
+        inner = {name for node in self.emitter.nodes for name in node.output}
         outputs, taken = [], {info.name for info in self.inputs}
-        for node, value, name in zip(returned, defaults, wanted, strict=True):
-            while name in taken:
+        for (value, shape), name in zip((known[node] for node in returned), given or values, strict=True):
+            if given is not None and (name in taken or (name in inner and name != value)):
+                raise _taken(name, "output")
+            while name in taken or (name in inner and name != value):
                 name += "_output"
             taken.add(name)
             if name != value:
                 self.emitter.nodes.append(helper.make_node("Identity", [value], [name], name=name))
                 if value in self.sources:
                     self.sources[name] = self.sources[value]
-            known: TensorFact = fact(node)
-            outputs.append(value_info(name, self.emitter.types[value], known.shape))
+            outputs.append(value_info(name, self.emitter.types[value], shape))
         return outputs
+
+    def _value(self, node: fx.Node) -> tuple[str, Sequence[Size]]:
+        """The name and the shape of a value that is returned; a constant becomes one."""
+        found, known = self.values.get(node), fact(node)
+        if isinstance(found, Tensor):
+            return self._named(self.emitter.node("Identity", self.emitter.constant(found)), node.name), tuple(found.shape)
+        if not isinstance(found, str) or not isinstance(known, TensorFact):
+            raise ExportError(
+                "what the model returns cannot be written",
+                node=node,
+                because=f"it is {_kind(known)}, and an ONNX file returns tensors",
+                remedy="return tensors alone, or cut this from what the model returns",
+            )
+        return found, known.shape
+
+
+def _kind(value: Any) -> str:
+    """What is known of a value, in words."""
+    return f"a number of type {type(value).__name__}" if isinstance(value, int | float | BatchDim) else f"a {type(value).__name__}"
+
+
+def _returned(integer: fx.GraphModule) -> list[fx.Node]:
+    """The nodes whose values the model returns, in order. Raises ExportError for numbers, which a file cannot return."""
+    result = next(node for node in reversed(integer.graph.nodes) if node.op == "output")
+    returned: list[fx.Node] = []
+
+    def take(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            returned.append(value)
+        elif value is not None:
+            raise ExportError(
+                f"the model returns {value!r}, which cannot be written",
+                because="an ONNX file returns tensors",
+                remedy="return torch.tensor(…) of it, or tensors alone",
+            )
+        return value
+
+    fx.node.map_aggregate(result.args[0], take)
+    return returned
 
 
 def _in_float(integer: fx.GraphModule) -> dict[str, str]:
@@ -219,9 +263,26 @@ def _interface(info: onnx.ValueInfoProto, sources: dict[str, str]) -> dict[str, 
     return {**entry, "tensor": sources[info.name]} if info.name in sources else entry
 
 
-def _names(given: Sequence[str] | None, defaults: list[str], what: str) -> dict[str, str]:
-    if given is not None and len(given) != len(defaults):
-        raise ConfigurationError(
-            f"{what} has {len(given)} names", because=f"the model has {len(defaults)} inputs", remedy="pass one name per input"
-        )
-    return dict(zip(defaults, given or defaults, strict=True))
+def _given(names: Sequence[str] | None, count: int, what: str) -> list[str] | None:
+    """The names asked for the inputs or the outputs; None where none are. Raises ConfigurationError for any that cannot be had."""
+    if names is None:
+        return None
+    remedy = f"pass a list of {count} different names, one per {what}" if count != 1 else f"pass a list of one name, that of the {what}"
+    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise ConfigurationError(f"{what}_names={names!r} is no list of names", because="each name is a string", remedy=remedy)
+    if len(names) != count:
+        raise ConfigurationError(f"{what}_names has {len(names)} names", because=f"the model has {count} {what}s", remedy=remedy)
+    if "" in names:
+        raise ConfigurationError(f"{what}_names has an empty name", because="ONNX takes it for no value at all", remedy=remedy)
+    again = next((name for index, name in enumerate(names) if name in names[:index]), None)
+    if again is not None:
+        raise ConfigurationError(f"{what}_names has {again!r} more than once", because="each value has a name of its own", remedy=remedy)
+    return list(names)
+
+
+def _taken(name: str, what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"the name {name!r} in {what}_names is taken",
+        because="another value of the file has it: those of the graph keep the names that fxq.text(integer) shows",
+        remedy=f"pass another name for this {what}",
+    )

@@ -188,9 +188,9 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
     """Compare two forms of a model bit for bit: prepared, integer, or the path of an exported ONNX file.
 
     An ONNX file is run with all optimisations, with none, with one thread and two, and by the reference
-    evaluator. Every quantized tensor is compared, not only the outputs. Where float operators stand between
-    integer segments, each segment is fed from PyTorch and must be equal; what the float operators flipped is
-    counted apart, as `flips`.
+    evaluator. Every quantized tensor is compared, not only the outputs, byte for byte: 0.0 is not -0.0. Where float
+    operators stand between integer segments, each segment is fed from PyTorch and must be equal; what the float operators
+    flipped, there or in outputs of their own, is counted apart, as `flips`, and `floats` says how far such outputs are apart.
 
     The report is true if nothing differed; `mismatches` counts differing elements; `first` locates the first.
     A file in style "qdq" is not exact by nature: its outputs are measured, and the `DeviationReport` is never true.
@@ -199,7 +199,6 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
         first, second = second, first
     left = form_of(first)
     inputs = list(check_batches(first, as_batches(batches)))
-    feed = left.crossings if isinstance(left, IntegerForm) else []
     integer = next((model for model in (first, second) if isinstance(model, fx.GraphModule) and model.meta["stage"] == "INTEGER"), None)
     report = Report()
     if not isinstance(second, str | os.PathLike):
@@ -210,8 +209,8 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
     if opened.style == "qdq":
         return _measured(left, opened, inputs, show_progress)
     for runtime in progress(RUNTIME_NAMES, len(RUNTIME_NAMES), "verifying", show_progress):
-        compare(left, OnnxForm(opened, runtime, feed), inputs, integer, report)
-    if isinstance(left, IntegerForm) and feed:
+        compare(left, OnnxForm(opened, runtime, left.crossings), inputs, integer, report)
+    if left.crossings or left.float_outputs:
         report.flips = count_flips(left, OnnxForm(opened, RUNTIME_NAMES[0], []), inputs)
     return report
 

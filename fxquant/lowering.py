@@ -55,9 +55,12 @@ class Quantized:
     shape: tuple[Size, ...]
 
     def real(self) -> Tensor:
-        """The real tensor it stands for, with gradients; only for eager lowering."""
+        """The real tensor it stands for, with gradients; only for eager lowering.
+
+        It is the integer model's, byte for byte: a whole number in a float may be -0.0, and no integer is.
+        """
         real: Tensor = self.value * self.scale
-        return real
+        return real.add_(0.0)
 
     def with_value(self, value: Any) -> Quantized:
         """Another value of the same scale and dtype (its shape is no longer that of the operand)."""

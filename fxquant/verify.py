@@ -16,10 +16,11 @@ from torch import Tensor, fx
 
 from fxquant.batches import model_inputs
 from fxquant.errors import ConfigurationError, ExportError
-from fxquant.graph import qparams
+from fxquant.graph import TensorFact, fact, qparams, resolve
+from fxquant.ops.boundary import DEQUANTIZE, QUANTIZE
 from fxquant.prepared import QuantizedOperator, quantized_operators
 from fxquant.primitives import PRIMITIVES
-from fxquant.primitives.boundary import quantize
+from fxquant.primitives.boundary import dequantize, quantize
 from fxquant.state import State
 
 Values = dict[str, Tensor]  # by name, integers as int64, floats as they are; in the order they are computed
@@ -65,8 +66,10 @@ class Report:
 
     mismatches  differing elements, over all tensors, batches and runtimes
     elements    elements compared; tensors: distinct tensors compared
-    flips       elements that differ at a boundary because a float operator before it rounds differently; these
-                are outside the contract and not counted as mismatches
+    flips       elements that differ because a float operator before them rounds differently, when the file runs on its own:
+                at a boundary where float operators hand over, and in outputs that float operators compute. They are outside
+                of the contract and not counted as mismatches
+    floats      how far the outputs that float operators compute are apart, by name, where the integers before them are equal
     first       where the first difference is; None if there is none
     """
 
@@ -76,6 +79,7 @@ class Report:
     flips: int = 0
     names: set[str] = field(default_factory=set)
     first: Difference | None = None
+    floats: dict[str, FloatDifference] = field(default_factory=dict)
 
     @property
     def tensors(self) -> int:
@@ -89,6 +93,8 @@ class Report:
         self.elements += other.elements
         self.flips += other.flips
         self.first = self.first or other.first
+        for name, difference in other.floats.items():
+            self.floats.setdefault(name, FloatDifference(name)).merge(difference)
 
     def __bool__(self) -> bool:
         return self.mismatches == 0 and self.elements > 0
@@ -99,10 +105,56 @@ class Report:
             f"{verdict}: {self.mismatches} mismatching elements of {self.elements} in {self.tensors} tensors ({'; '.join(self.pairs)})"
         ]
         if self.flips:
-            lines.append(f"{self.flips} elements flipped at a boundary behind float operators")
+            lines.append(f"{self.flips} elements flipped behind float operators, which every runtime rounds in its own way")
+        lines.extend(f"  {difference}" for difference in self.floats.values() if difference.differing)
         if self.first is not None:
             lines.append(str(self.first))
         return "\n".join(lines)
+
+
+@dataclass
+class FloatDifference:
+    """How far an output that float operators compute is apart in two forms, over all runtimes and batches.
+
+    largest is the largest absolute difference, infinite where one value is no number or infinite and the other is not; ulps the
+    largest in steps of the dtype, None where it is none of float numbers.
+    """
+
+    name: str
+    elements: int = 0
+    differing: int = 0
+    largest: float = 0.0
+    ulps: int | None = None
+
+    def add(self, one: Tensor, other: Tensor) -> None:
+        """Take the values of one more batch into account."""
+        different = _different(one, other)
+        self.elements += different.numel()
+        self.differing += int(different.sum())
+        if one.shape != other.shape or one.dtype != other.dtype or one.is_complex():
+            self.largest = math.inf if bool(different.any()) else self.largest
+            return
+        left, right = one[different], other[different]
+        distance = torch.nan_to_num((left.double() - right.double()).abs(), nan=math.inf)
+        ulps = None
+        if one.is_floating_point():
+            finite = torch.isfinite(left) & torch.isfinite(right)
+            ulps = max((abs(a - b) for a, b in zip(_steps(left[finite]), _steps(right[finite]), strict=True)), default=0)
+        self._raise(float(distance.max()) if distance.numel() else 0.0, ulps)
+
+    def merge(self, other: FloatDifference) -> None:
+        """Add what was found elsewhere."""
+        self.elements += other.elements
+        self.differing += other.differing
+        self._raise(other.largest, other.ulps)
+
+    def _raise(self, largest: float, ulps: int | None) -> None:
+        self.largest = max(self.largest, largest)
+        self.ulps = ulps if self.ulps is None else max(self.ulps, ulps or 0)
+
+    def __str__(self) -> str:
+        steps = "" if self.ulps is None else f" ({self.ulps} ulp)"
+        return f"{self.name}: {self.differing} of {self.elements} elements differ, by {self.largest:.3g}{steps} at most"
 
 
 @dataclass
@@ -176,9 +228,15 @@ class PreparedForm:
     """The prepared model in VALIDATE, whatever its state is; its state is restored afterwards."""
 
     label = "prepared"
+    crossings: list[str]  # where float operators on the host hand over to an integer segment
+    float_outputs: set[str]  # the outputs that float operators compute
 
     def __init__(self, prepared: fx.GraphModule) -> None:
         self.model = prepared
+        self.crossings = [
+            node.name for node in prepared.graph.nodes if _is_quantize(prepared, node) and node.args[0].op != "placeholder"  # type: ignore[union-attr]
+        ]
+        self.float_outputs = _float_outputs(prepared)
 
     def run(self, inputs: list[Tensor], deep: bool) -> Values:
         operators = quantized_operators(self.model)
@@ -217,9 +275,8 @@ class IntegerForm:
 
     def __init__(self, integer: fx.GraphModule) -> None:
         self.model = integer
-        self.crossings = [  # where float operators on the host hand over to an integer segment
-            node.name for node in integer.graph.nodes if node.target is quantize and node.args[0].op != "placeholder"
-        ]
+        self.crossings = [node.name for node in integer.graph.nodes if node.target is quantize and node.args[0].op != "placeholder"]
+        self.float_outputs = _float_outputs(integer)
 
     def run(self, inputs: list[Tensor], deep: bool) -> Values:
         values: Values = {}
@@ -280,29 +337,58 @@ def _outputs(result: Any) -> Values:
     return {f"output {index}": value for index, value in enumerate(found)}
 
 
+def _is_quantize(prepared: fx.GraphModule, node: fx.Node) -> bool:
+    module = resolve(prepared, str(node.target)) if node.op == "call_module" else None
+    return isinstance(module, QuantizedOperator) and module.operator is QUANTIZE
+
+
+def _float_outputs(model: fx.GraphModule) -> set[str]:
+    """The outputs, by the names of `_outputs`, that are neither the end of an integer segment nor an input nor a constant."""
+    returned: list[fx.Node] = []
+    fx.map_arg(next(node for node in reversed(model.graph.nodes) if node.op == "output").args, returned.append)
+    tensors = [node for node in returned if isinstance(fact(node), TensorFact) or node.op == "get_attr"]
+    ends = (dequantize, DEQUANTIZE.function)
+    return {
+        f"output {index}"
+        for index, node in enumerate(tensors)
+        if node.op not in ("placeholder", "get_attr") and node.target not in ends
+    }
+
+
 # ---- the comparison -------------------------------------------------------------------------------------------------
 
 
-def count_flips(left: IntegerForm, whole: OnnxForm, batches: Iterable[list[Tensor]]) -> int:
-    """Elements that differ where float operators hand over, when the file runs on its own."""
+def count_flips(left: PreparedForm | IntegerForm, whole: OnnxForm, batches: Iterable[list[Tensor]]) -> int:
+    """Elements that differ where float operators hand over, and in the outputs they compute, when the file runs on its own."""
     report = Report()
     for inputs in batches:
         mine, other = left.run(inputs, False), whole.run(inputs, False)
-        _count({name: mine[name] for name in left.crossings}, other, report)
+        _count({name: mine[name] for name in (*left.crossings, *left.float_outputs)}, other, report)
     return report.mismatches
 
 
-def compare(a: Form, b: Form, batches: Iterable[list[Tensor]], integer: fx.GraphModule | None, report: Report) -> None:
-    """Compare two forms on batches, adding to the report; stops looking deeper once a difference is located."""
+def compare(
+    a: PreparedForm | IntegerForm, b: Form, batches: Iterable[list[Tensor]], integer: fx.GraphModule | None, report: Report
+) -> None:
+    """Compare two forms on batches, adding to the report; stops looking deeper once a difference is located.
+
+    The outputs that float operators compute must be equal where PyTorch computes both; those of a file are measured.
+    """
     report.pairs.append(f"{a.label} = {b.label}")
+    measured = a.float_outputs if isinstance(b, OnnxForm) else set()
     for inputs in batches:
         left = a.run(inputs, False)
         if isinstance(b, OnnxForm):
             b.given = left
         right = b.run(inputs, False)
+        for name in sorted(measured):
+            report.names.add(name)
+            report.elements += left[name].numel()
+            report.floats.setdefault(name, FloatDifference(name)).add(left.pop(name), right.pop(name))
         if _count(left, right, report) and report.first is None:
             deep_left, deep_right = a.run(inputs, True), b.run(inputs, True)
-            report.first = _locate(deep_left, deep_right, (a.label, b.label), integer)
+            exact = {name: value for name, value in deep_left.items() if name not in measured}
+            report.first = _locate(exact, deep_right, (a.label, b.label), integer)
 
 
 def measure(a: Form, b: OnnxForm, batches: Iterable[list[Tensor]], report: DeviationReport) -> None:
@@ -338,10 +424,30 @@ def _count(left: Values, right: Values, report: Report) -> int:
     return differing
 
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers as wide as an element, in bytes
+
+
+def _different(one: Tensor, other: Tensor) -> Tensor:
+    """Where two tensors have different bytes, so that 0.0 is not -0.0; what is no number equals what is none."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return torch.ones(max(one.numel(), other.numel()), dtype=torch.bool)
+    if one.is_complex():
+        return _different(torch.view_as_real(one), torch.view_as_real(other)).any(-1)
+    if not one.is_floating_point():
+        return one != other
+    bits = _BITS[one.element_size()]
+    return (one.view(bits) != other.view(bits)) & ~(torch.isnan(one) & torch.isnan(other))
+
+
+def _steps(values: Tensor) -> list[int]:
+    """Finite floats as whole numbers in their order: neighbours differ by one, and 0.0 is what -0.0 is."""
+    raw = values.view(_BITS[values.element_size()]).to(torch.int64)
+    largest = 2 ** (8 * values.element_size() - 1)
+    return [number if number >= 0 else -(number + largest) for number in raw.flatten().tolist()]
+
+
 def _differing(one: Tensor, other: Tensor) -> int:
-    if one.shape != other.shape:
-        return max(one.numel(), other.numel())
-    return int((~(one == other) & ~(torch.isnan(one) & torch.isnan(other))).sum()) if one.is_floating_point() else int((one != other).sum())
+    return int(_different(one, other).sum())
 
 
 def _locate(left: Values, right: Values, labels: tuple[str, str], integer: fx.GraphModule | None) -> Difference | None:
@@ -356,9 +462,9 @@ def _locate(left: Values, right: Values, labels: tuple[str, str], integer: fx.Gr
             continue
         node = nodes.get(name)
         operands = tuple(_compared_operands(node, left.keys() & right.keys())) if node is not None else ()
-        same_shape = left[name].shape == right[name].shape
-        index = tuple(int(i) for i in torch.nonzero(left[name] != right[name])[0]) if same_shape else ()
-        values = (float(left[name][index]), float(right[name][index])) if same_shape else (float("nan"), float("nan"))
+        comparable = left[name].shape == right[name].shape and left[name].dtype == right[name].dtype and not left[name].is_complex()
+        index = tuple(int(i) for i in torch.nonzero(_different(left[name], right[name]))[0]) if comparable else ()
+        values = (float(left[name][index]), float(right[name][index])) if comparable else (float("nan"), float("nan"))
         operator = getattr(node.target, "__name__", str(node.target)) if node is not None else "value"
         source = str(node.meta.get("source", "")) if node is not None else ""
         inputs_equal = all(o in equal or (o in nodes and nodes[o].op == "placeholder") for o in operands)

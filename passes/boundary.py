@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxquant.graph import Annotation, annotate, annotation, fact, inherit, reads_shape_only, set_fact
@@ -56,8 +57,9 @@ def _boundary(gm: fx.GraphModule, value: fx.Node, operator: Operator, made: dict
     known = made.get(value)
     if known is not None:
         return known
+    other = [fact(value).dtype] if operator is DEQUANTIZE and fact(value).dtype != torch.float32 else []
     with gm.graph.inserting_after(_last_placeholder(gm) if value.op == "placeholder" else value):
-        created = gm.graph.create_node("call_function", operator.function, (value,), {}, name=f"{value.name}_{operator.name}")
+        created = gm.graph.create_node("call_function", operator.function, (value, *other), {}, name=f"{value.name}_{operator.name}")
     node: fx.Node = inherit(created, value, "boundary.insert")
     made[value] = node
     set_fact(node, fact(value))

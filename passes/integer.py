@@ -188,7 +188,7 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
                 outputs[node] = module.output
             elif operator_of(node) is DEQUANTIZE:
                 lowering = GraphLowering(gm, graph, node, None, outputs[node.args[0]], context.target.arithmetic, shapes, container)
-                arguments = {"input": node.args[0]}
+                arguments = DEQUANTIZE.bind_call(node.args, node.kwargs)
             else:
                 if not is_parameter(node):  # most parameters become constants and are read no more
                     environment[node] = graph.node_copy(node, environment.__getitem__)

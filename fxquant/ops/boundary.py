@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from fxquant.lowering import Lowering, Quantized
@@ -18,13 +21,14 @@ def _lower_quantize(lowering: Lowering, input: Tensor) -> Quantized:
     return lowering.quantize(input)
 
 
-def dequantize(input: Tensor) -> Tensor:
-    """The input itself, as the float model sees it; the integers times their scale."""
-    return input
+def dequantize(input: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The input itself, as the float model sees it; the integers times their scale, rounded to `dtype` where the float model has another."""
+    return input if dtype is None else input.to(dtype)
 
 
-def _lower_dequantize(lowering: Lowering, input: Quantized) -> Quantized:
-    return input.with_value(lowering.call(boundary.dequantize, input.value, lowering.constant("scale", input.scale, input.scale.dtype)))
+def _lower_dequantize(lowering: Lowering, input: Quantized, dtype: torch.dtype | None = None) -> Quantized:
+    arguments: list[Any] = [input.value, lowering.constant("scale", input.scale, input.scale.dtype)]
+    return input.with_value(lowering.call(boundary.dequantize, *arguments, *([] if dtype is None else [dtype])))
 
 
 QUANTIZE = register(Operator("quantize", quantize, (), _lower_quantize))

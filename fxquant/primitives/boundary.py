@@ -10,6 +10,11 @@ from fxquant.primitives.record import Emitter, primitive
 BOUNDARY_LIMIT = 2.0**20  # inputs are clipped to ±2^20 steps: far outside every dtype here, and safe to convert
 
 
+def as_float32(e: Emitter, input: str) -> str:
+    """A real tensor of any dtype as the boundary reads it."""
+    return input if e.dtype(input) == torch.float32 else e.node("Cast", input, to=torch.float32)
+
+
 def _onnx_quantize(e: Emitter, input: str, scale: Tensor, low: int, high: int, dtype: torch.dtype) -> str:
     def body(e: Emitter, x: str, scale: str, limit: str, low: str, high: str) -> str:
         zero = e.constant(0.0)
@@ -19,7 +24,7 @@ def _onnx_quantize(e: Emitter, input: str, scale: Tensor, low: int, high: int, d
 
     limit = e.constant(scale * BOUNDARY_LIMIT)
     bounds = e.constant(float(low)), e.constant(float(high))
-    return e.call(f"quantize_{str(dtype).removeprefix('torch.')}", body, input, e.constant(scale), limit, *bounds)
+    return e.call(f"quantize_{str(dtype).removeprefix('torch.')}", body, as_float32(e, input), e.constant(scale), limit, *bounds)
 
 
 def _surrogate_quantize(input: Tensor, scale: Tensor, low: int, high: int, dtype: torch.dtype) -> Tensor:
@@ -43,12 +48,13 @@ def quantized_value(input: Tensor, scale: Tensor, low: int, high: int) -> Tensor
     return torch.clamp(x, -limit, limit).div_(scale).round_().clamp_(low, high)
 
 
-def _onnx_dequantize(e: Emitter, input: str, scale: Tensor) -> str:
+def _onnx_dequantize(e: Emitter, input: str, scale: Tensor, dtype: torch.dtype = torch.float32) -> str:
     # DequantizeLinear is this very product, but the reference evaluator lacks it before opset 19.
-    return e.node("Mul", e.node("Cast", input, to=torch.float32), e.constant(scale))
+    product = e.node("Mul", e.node("Cast", input, to=torch.float32), e.constant(scale))
+    return product if dtype == torch.float32 else e.node("Cast", product, to=dtype)
 
 
 @primitive(_onnx_dequantize, kind="float")
-def dequantize(input: Tensor, scale: Tensor) -> Tensor:
-    """float32(q) · scale."""
-    return input.float() * scale
+def dequantize(input: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """float32(q) · scale, rounded to `dtype`."""
+    return (input.float() * scale).to(dtype)

@@ -27,7 +27,7 @@ class Emitter(Protocol):
         """The name of an initializer with this value, shared between equal values."""
 
     def call(self, name: str, body: Callable[..., str], *inputs: str) -> str:
-        """Append one call of the model-local function `name`, defined once by `body(emitter, *inputs)`."""
+        """Append one call of the model-local function that `body(emitter, *inputs)` defines; equal bodies of one name are one function."""
 
     def dtype(self, value: str) -> torch.dtype:
         """The element type of a value in the ONNX graph."""
