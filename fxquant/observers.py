@@ -7,6 +7,7 @@ An observer streams: it holds a few numbers however many batches pass. Writing a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -124,8 +125,8 @@ class HistogramObserver(Observer):
     """Covers the range that loses least: the scale has the smallest mean squared quantization error.
 
     Magnitudes are counted in bins over [0, reach]. A larger value doubles the reach, as often as needed, by
-    joining neighbouring bins, so counts stay exact and memory constant however many batches pass. Of a large
-    tensor an evenly spaced sample is counted; its largest magnitude is always taken from all of it.
+    joining neighbouring bins, so counts stay exact and memory constant however many batches pass. Of a tensor of
+    twice `sample` elements or more that many are counted (see `sampled`); its largest magnitude is always taken from all of it.
     """
 
     largest: Tensor
@@ -145,8 +146,7 @@ class HistogramObserver(Observer):
         low, high = finite_range(value)
         largest = torch.maximum(low.abs(), high.abs())
         self._grow(float(largest))
-        flat = value.detach().flatten()
-        flat = flat[:: max(1, flat.numel() // self.sample)].float().abs()
+        flat = sampled(value.detach(), self.sample).float().abs()
         if float(self.reach) > 0:
             self.counts += torch.histc(flat, self.bins, 0.0, float(self.reach)).double() * (value.numel() / flat.numel())
         self.largest.copy_(torch.maximum(self.largest, largest))
@@ -208,6 +208,27 @@ class PercentileObserver(HistogramObserver):
 
     def extra_repr(self) -> str:
         return f"percentile={self.percentile}, bins={self.bins}"
+
+
+def sampled(value: Tensor, count: int) -> Tensor:
+    """So many of a tensor's elements, one-dimensional; all of them if there are fewer than twice as many.
+
+    The tensor, read in the order of its dimensions, is cut into `count` stretches of one length, and one element is
+    taken at a random place of each: every element is as likely as any other, whatever lies how many elements apart.
+    The places follow from the two numbers alone: neither the layout in memory nor the generators of random numbers
+    take part, so the same values give the same sample on every thread and rank.
+    """
+    size = value.numel()
+    if size < 2 * count:
+        return value.flatten()
+    places = ((torch.arange(count, dtype=torch.float64, device="cpu") + _places(count)) * (size / count)).long().clamp_max_(size - 1)
+    return torch.take(value, places.to(value.device))
+
+
+@lru_cache(maxsize=4)
+def _places(count: int) -> Tensor:
+    """Where in its stretch each element is taken, in [0, 1), float64."""
+    return torch.rand(count, dtype=torch.float64, device="cpu", generator=torch.Generator().manual_seed(0))
 
 
 def finite_range(value: Tensor) -> tuple[Tensor, Tensor]:

@@ -200,6 +200,23 @@ def add(q: int, r: int, scale: Fraction, other: Fraction, output: Fraction, arit
     return requantize_fixed(total, *fixed_parameters(step, INT8_WIDTHS, 127), 16, "half_up", low, high)
 
 
+def add_number(q: int, scale: Fraction, number: Fraction, output: Fraction, arithmetic: str, low: int, high: int) -> int:
+    """q · scale + number on the scale `output`, of the type of q (section 16)."""
+    wide = high > 127
+    fraction_bits = 14
+    while abs(number) * Fraction(2) ** fraction_bits / scale > (2**29 if wide else 2**22):
+        fraction_bits -= 1
+    ratio = Fraction(2) ** fraction_bits
+    unit = scale / ratio
+    held = half_even(abs(number) / unit)
+    constant = held if number > 0 else -held
+    if arithmetic == "real":
+        return requantize_real(align_real(q, real_multiplier(ratio)) + constant, real_multiplier(unit / output), low, high)
+    widths = INT16_WIDTHS if wide else INT8_WIDTHS
+    total = align_fixed(q, *mantissa(ratio, widths.multiplier_bits, 31)) + constant
+    return requantize_fixed(total, *fixed_parameters(unit / output, widths, high), widths.intermediate_bits, "half_up", low, high)
+
+
 def clamp_bound(value: float | None, scale: float, default: int, low: int, high: int) -> int:
     """⌊value / scale + ½⌋ in float64, saturated."""
     if value is None or math.isinf(value):

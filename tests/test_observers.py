@@ -102,3 +102,66 @@ def test_while_training_batches_move_the_scale_only_where_it_follows_statistics(
     prepared.train()
     prepared(3 * torch.randn(2, 3, 8, 8))
     assert (fxq.qparams(prepared) != before) is moves
+
+
+# ---- what a histogram sees of a large tensor ------------------------------------------------------------------------------
+
+SAMPLE = 2**10  # so small that every tensor here is sampled
+SHAPES = ((2048, 3), (SAMPLE * 8, 1), (4, 64, 16, 16), (128, 64, 4), (1, 8192), (7, 11, 13, 17), (2, 3, 32, 33), (5, 4099))
+ERRORS = 5  # standard deviations of a sample in which every element is as likely as any other
+
+
+def histogram(values: torch.Tensor, sample: int) -> torch.Tensor:
+    """The share of the values in each bin."""
+    counts = observed(HistogramObserver(bins=64, sample=sample), values).counts
+    return counts / counts.sum()
+
+
+def assert_sampled_fairly(values: torch.Tensor) -> None:
+    whole, seen = histogram(values, 2 * values.numel()), histogram(values, SAMPLE)
+    deviation = (whole * (1 - whole) / SAMPLE).sqrt()
+    assert bool(((seen - whole).abs() <= ERRORS * deviation + 1 / SAMPLE).all()), (seen - whole).abs().max()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_sample_sees_every_index_of_every_dimension(shape: tuple[int, ...]) -> None:
+    """Values that depend on the index along one dimension alone: one column, one channel or one row has its own magnitude."""
+    for dim, size in enumerate(shape):
+        along = torch.arange(size).reshape(-1, *[1] * (len(shape) - dim - 1))
+        for special in {0, size // 2, size - 1}:
+            assert_sampled_fairly(torch.where(along == special, 0.1, 10.0).expand(shape))
+        assert_sampled_fairly((along % 7 + 1).float().expand(shape))
+
+
+@pytest.mark.parametrize("size", [2 * SAMPLE, 2 * SAMPLE + 1, 8 * SAMPLE, 12 * SAMPLE, 16 * SAMPLE - 1, 10_007])
+def test_a_sample_sees_every_element_of_a_period(size: int) -> None:
+    """Where a fixed distance between samples divides the period, or is a multiple of it, one element of it would be seen alone."""
+    position = torch.arange(size)
+    for period in (2, 3, 4, 5, 7, 8, 12, 16, 31, 32, 64, 100, size // SAMPLE, size // SAMPLE + 1):
+        for special in {0, 1, period - 1}:
+            assert_sampled_fairly(torch.where(position % period == special, 8.0, 1.0))
+
+
+@pytest.mark.parametrize("observer", [HistogramObserver, PercentileObserver])
+def test_the_same_values_give_the_same_scale_in_every_layout(observer: type[HistogramObserver]) -> None:
+    torch.manual_seed(1)
+    image = torch.randn(8, 6, 24, 25)
+    image[:, 2] *= 4
+    wide = torch.randn(8, 6, 24, 50)
+    wide[..., ::2] = image
+    before = torch.get_rng_state()
+    forms = (image, image.contiguous(memory_format=torch.channels_last), wide[..., ::2], image.transpose(1, 2).contiguous().transpose(1, 2))
+    found = [observed(observer(sample=SAMPLE), form) for form in forms]
+    assert len({form.stride() for form in forms}) == len(forms)
+    assert all(torch.equal(other.counts, found[0].counts) and other.scale(INT8) == found[0].scale(INT8) for other in found)
+    assert torch.equal(torch.get_rng_state(), before)  # the random numbers of the user's are left alone
+    torch.manual_seed(2)
+    assert torch.equal(observed(observer(sample=SAMPLE), image).counts, found[0].counts)  # and take no part
+
+
+@pytest.mark.parametrize("observer", [HistogramObserver, PercentileObserver])
+@pytest.mark.parametrize("rows", [2**18 - 1, 2**18, 2**19])
+def test_the_scale_does_not_depend_on_how_many_rows_a_batch_has(observer: type[HistogramObserver], rows: int) -> None:
+    """Three columns of which one is a thousand times smaller: seen alone, it would give a scale a thousand times too small."""
+    points = torch.rand(rows, 3) * torch.tensor([0.01, 10.0, 10.0])
+    assert 0.95 * 10 / 127.5 < float(observed(observer(), points).scale(INT8)) <= 10 / 127.5

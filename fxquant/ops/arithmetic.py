@@ -1,8 +1,8 @@
 """Addition, subtraction and multiplication: of activations, of constants, of numbers.
 
-Sums are formed on a common scale, 2^-14 of the largest term's, and requantized once; products are formed as
-they are. A constant tensor is quantized like a weight; a number is an exact factor, or a whole number of
-steps of the common scale.
+Sums are formed on a common scale, 2^-14 of the largest term's, and requantized once; a number or a constant tensor
+is added in whole steps of that scale, which is coarser where it dwarfs the terms. Products are formed as they are: a
+constant tensor is quantized like a weight, a number is an exact factor.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.graph import TensorFact, fact, is_parameter
-from fxquant.lowering import Clamp, Lowering, Quantized
+from fxquant.lowering import Clamp, Lowering, Quantized, straight_through
 from fxquant.numerics import FLOAT32_EXACT, Ratio
 from fxquant.ops.record import Operator, register
 from fxquant.primitives import elementwise
 
 Operand = Quantized | Tensor | float
-LARGEST_CONSTANT = 2**22  # steps of the common scale; with an int8 term beside it the sum stays below 2^24
+LARGEST_CONSTANT = 2**22  # steps of the common scale; with int8 terms beside it the sum stays below 2^24
 LARGEST_CONSTANT_WIDE = 2**29  # the same beside an int16 term, for sums below 2^31
 
 
@@ -69,14 +69,14 @@ def _lower_sub(lowering: Lowering, input: Operand, other: Operand, alpha: float 
 
 
 def _lower_sum(lowering: Lowering, terms: dict[str, tuple[Operand, float]], clamp: Clamp | None) -> Quantized:
-    prepared = {role: (constant_operand(lowering, operand, role), factor) for role, (operand, factor) in terms.items()}
-    tensors = {role: (operand, factor) for role, (operand, factor) in prepared.items() if isinstance(operand, Quantized)}
-    number = sum(operand * factor for operand, factor in prepared.values() if not isinstance(operand, Quantized))
+    """The terms that are activations on the common scale, and a constant in whole steps of it, requantized once."""
+    tensors = {role: (operand, factor) for role, (operand, factor) in terms.items() if isinstance(operand, Quantized)}
+    constants = {role: (operand, factor) for role, (operand, factor) in terms.items() if not isinstance(operand, Quantized)}
     steps = {role: _step(operand, factor) for role, (operand, factor) in tensors.items()}
     larger = max(steps.values(), key=lambda ratio: float(ratio.approximate()))
     wide = any(operand.dtype.bits > 8 for operand, _ in tensors.values())
-    largest = LARGEST_CONSTANT_WIDE if wide else LARGEST_CONSTANT
-    bits = _fraction_bits(lowering.arithmetic.add_fraction_bits, number, larger, largest)
+    magnitude = max((_magnitude(operand) * abs(factor) for operand, factor in constants.values()), default=0.0)
+    bits = _fraction_bits(lowering.arithmetic.add_fraction_bits, magnitude, larger, LARGEST_CONSTANT_WIDE if wide else LARGEST_CONSTANT)
     unit = _factor(2.0**bits, larger)
 
     bound = torch.zeros((), dtype=torch.float64)
@@ -87,14 +87,34 @@ def _lower_sum(lowering: Lowering, terms: dict[str, tuple[Operand, float]], clam
             total = aligned if factor > 0 else lowering.call(elementwise.negate, aligned)
         else:
             total = lowering.call(elementwise.add if factor > 0 else elementwise.subtract, total, aligned)
-        bound = bound + 2.0**bits * operand.dtype.magnitude
-    if number:
-        constant = Ratio((_factor(abs(number), larger), unit), larger.numerators).rounded(torch.zeros((), dtype=torch.int64))
-        constant = constant.clamp_max(largest) * (1 if number > 0 else -1)
-        bound = bound + float(constant.abs())
-        total = lowering.call(elementwise.add_constant, total, lowering.constant("number", constant, torch.int32))
+        bound = bound + math.ceil(2.0**bits * operand.dtype.magnitude)
+    for role, (operand, factor) in constants.items():
+        if magnitude:
+            held = _held(lowering, role, operand, factor, Ratio((unit,), larger.numerators))
+            bound = bound + float(held.detach().abs().max())
+            name = role if isinstance(operand, Tensor) else "number"
+            total = lowering.call(elementwise.add_constant, total, lowering.constant(name, held, torch.int32))
     lowering.prove(bound, "the sum")
     return lowering.requantize(total, Ratio(larger.numerators, (unit,)), clamp)
+
+
+def _magnitude(constant: Tensor | float) -> float:
+    return float(constant.detach().abs().max()) if isinstance(constant, Tensor) else abs(constant)
+
+
+def _held(lowering: Lowering, role: str, constant: Tensor | float, factor: float, steps: Ratio) -> Tensor:
+    """round_half_even(constant · factor · steps), exactly, with its sign: the constant in whole steps of the common scale.
+
+    The gradient of a tensor passes straight through.
+    """
+    value = constant if isinstance(constant, Tensor) else torch.tensor(float(constant), dtype=torch.float64, device=steps.numerators[0].device)
+    whole = steps.times(value.detach().double().abs(), _factor(abs(factor), steps)).rounded(torch.zeros((), dtype=torch.int64))
+    exact = whole * torch.sign(value.detach() * factor).long()
+    if isinstance(constant, Tensor):
+        lowering.describe(role, (1 / (steps.approximate() * factor)).float())
+    if value.requires_grad and torch.is_grad_enabled():
+        return straight_through(value * (steps.approximate() * factor), exact.double())
+    return exact
 
 
 def _step(operand: Quantized, factor: float) -> Ratio:
@@ -105,12 +125,20 @@ def _factor(value: float, like: Ratio) -> Tensor:
     return torch.tensor(value, dtype=torch.float64, device=like.numerators[0].device)
 
 
-def _fraction_bits(most: int, number: float, larger: Ratio, largest: int) -> int:
-    """How much finer than the larger step the common one is: 2^-most, or coarser where a number would not fit beside the terms."""
-    if not number:
+def _fraction_bits(most: int, magnitude: float, larger: Ratio, largest: int) -> int:
+    """The n for which the common scale is 2^-n of the larger step: the largest, up to `most`, for which a constant has few enough steps.
+
+    It is negative where a constant dwarfs the terms: the output's scale covers the constant, so it is coarser still.
+    """
+    if not magnitude:
         return most
-    steps = abs(number) / float(larger.approximate())
-    return max(0, min(most, math.floor(math.log2(largest / steps))))
+    steps = magnitude / float(larger.approximate())
+    return min(most, math.floor(math.log2(largest / steps)))
+
+
+def _reversed_sub(input: Any, other: Any, alpha: float = 1) -> dict[str, Any]:
+    """torch.rsub: other - alpha · input."""
+    return {"input": other, "other": input, "alpha": alpha}
 
 
 for _name, _function, _lower, _spellings, _methods in (
@@ -123,7 +151,7 @@ for _name, _function, _lower, _spellings, _methods in (
             _function,
             ("input", "other"),
             _lower,
-            functions=dict.fromkeys(_spellings),
+            functions={**dict.fromkeys(_spellings), **({torch.rsub: _reversed_sub} if _name == "sub" else {})},
             methods=dict.fromkeys(_methods),
             absorbs=frozenset({"clamp"}),
             refuses=needs_activation,
