@@ -22,7 +22,8 @@ from fxquant.rules import decide
 from fxquant.spec import DEFAULT, ActivationConfig, Rule
 from fxquant.stage import is_integer
 
-Made = dict[fx.Node, dict[ActivationConfig, fx.Node]]  # the boundary nodes of a value, by the config that was asked for
+# The boundary nodes of a value, by config. None: the one for readers that ask for nothing, which no rule asked for in particular.
+Made = dict[fx.Node, dict[ActivationConfig | None, fx.Node]]
 
 
 def insert(gm: fx.GraphModule, context: Context) -> int:
@@ -54,7 +55,7 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
     for rule, names in unused.items():
         readers = ", ".join(names)
         context.unheard(gm, f"the input= of the qconfig's {rule} is not used by {readers}: what is read there is quantized already")
-    return sum(map(len, (*quantized.values(), *dequantized.values())))
+    return sum(len(set(there.values())) for there in (*quantized.values(), *dequantized.values()))
 
 
 def _input_unused(node: fx.Node, activations: set[fx.Node]) -> bool:
@@ -82,7 +83,7 @@ def _boundary(gm: fx.GraphModule, value: fx.Node, operator: Operator, made: Made
     if config.dtype == "int32":  # that is asked of a last layer's output, not of its input
         config = replace(config, dtype="int8")
     there = made.setdefault(value, {})
-    known = next((node for asked, node in there.items() if wanted is None or asked == wanted), None)
+    known = there.get(config) if wanted is not None or None not in there else there[None]
     if known is not None:
         return known
     with gm.graph.inserting_after(_last_placeholder(gm) if value.op == "placeholder" else value):
@@ -90,6 +91,8 @@ def _boundary(gm: fx.GraphModule, value: fx.Node, operator: Operator, made: Made
         created = gm.graph.create_node("call_function", operator.function, (value,), {}, name=name)
     node: fx.Node = inherit(created, value, "boundary.insert")
     there[config] = node
+    if wanted is None or decide(reader).layer == DEFAULT:
+        there.setdefault(None, node)
     set_fact(node, fact(value))
     if operator is QUANTIZE:
         annotate(node, Annotation(config.dtype, f"the input of %{reader.name}", spec.config))
