@@ -5,9 +5,11 @@ if __name__ != "fxquant.backends":
 
 import difflib
 import pkgutil
+from collections.abc import Iterable
 from importlib import import_module
 
-from fxquant.errors import UnknownTarget
+from fxquant.errors import ConfigurationError, UnknownTarget
+from fxquant.spec import DEFAULT, QConfig, Rule
 from fxquant.target import Target
 
 # A target is a folder here that says TARGETS; there is no list to keep.
@@ -30,3 +32,21 @@ def get(name: str | Target) -> Target:
     raise UnknownTarget(
         f"there is no target {str(name)!r}", because=f"the targets (and chips) are: {listed}", remedy=f"{hint}pass one of these names"
     )
+
+
+def require_dtypes(target: Target, asked: Iterable[tuple[Rule, QConfig | None]]) -> None:
+    """Raise ConfigurationError if a rule asks for a dtype that the target does not compute with; it names the targets that do."""
+    for rule, config in asked:
+        if config is None:
+            continue
+        activations = [part.dtype for part in (config.input, config.output) if part is not None]
+        for kind, dtypes, known in (("activations", activations, target.activations), ("weights", [config.weight.dtype], target.weights)):
+            for dtype in dtypes:
+                if dtype not in known:
+                    able = [other.name for other in TARGETS.values() if dtype in getattr(other, kind)]
+                    raise ConfigurationError(
+                        f"{target.name} has no {dtype} {kind}",
+                        because=f"the qconfig asks for them ({'its default' if rule == DEFAULT else rule}); "
+                        f"{target.name} computes with {', '.join(known)} {kind}",
+                        remedy=f"ask for one of these, or compile for a target that has {dtype} {kind}: {', '.join(able)}",
+                    )

@@ -25,8 +25,9 @@ from fxquant.passes import CONVERT, PREPARE
 from fxquant.pipeline import BATCH_NORM_MODES, Context, Dial, check_until, run
 from fxquant.prepared import quantized_operators
 from fxquant.progress import progress
+from fxquant.rules import attributes
 from fxquant.serialization import load_model, save_model
-from fxquant.spec import QConfig, QConfigMapping, as_mapping, attached_qconfigs
+from fxquant.spec import DEFAULT, QConfig, QConfigMapping, as_mapping, attached_qconfigs
 from fxquant.stage import Stage
 from fxquant.target import Target
 from fxquant.text import text
@@ -95,12 +96,13 @@ def prepare(
 def _prepare(
     traced: fx.GraphModule, target: Target, qconfig: QConfigMapping, batch_norm: str, dial: Dial, until: str | Stage | None
 ) -> fx.GraphModule:
+    attached = attached_qconfigs(traced)
+    backends.require_dtypes(target, [*attributes(traced, attached), *qconfig.rules(), (DEFAULT, qconfig.default)])
     prepared = Model.of(copy_parameters(traced), copy_graph(traced.graph))
     prepared.meta = {**traced.meta, "target": target}
     dial.write("trace", prepared)
-    context = Context(target, qconfig, batch_norm, dial.debug, attached_qconfigs(traced))
+    context = Context(target, qconfig, batch_norm, dial.debug, attached)
     stopped = run(prepared, PREPARE, context, dial, until)
-    prepared.meta["unused_rules"] = qconfig.unused()
     if not stopped:
         logger.info("%s", summary(prepared))
         broken = sum(1 for _ in broken_limits(prepared, target))

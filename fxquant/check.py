@@ -14,7 +14,6 @@ from fxquant.graph import annotation, module_path, resolve, source
 from fxquant.measures import MEASURES, Site
 from fxquant.ops import operator_of
 from fxquant.prepared import QuantizedOperator
-from fxquant.spec import QConfig
 from fxquant.stage import is_integer
 from fxquant.target import Limit, Target
 
@@ -148,13 +147,7 @@ def _in_float(node: fx.Node, because: str, target: Target) -> Finding:
     remedy = FLOAT_REMEDY
     if operator is not None and spec is not None and spec.config is None:
         remedy = "give it a QConfig"
-    elif operator is not None and spec is not None and _lacks(spec.config, target):
-        remedy = f"ask for dtypes that it has: {', '.join(target.activations)} activations, {', '.join(target.weights)} weights"
     return Finding(_layer(node), node.name, written, f"it stays in float: {because}", source(node), remedy, "float")
-
-
-def _lacks(config: QConfig, target: Target) -> bool:
-    return config.output.dtype not in target.activations or config.weight.dtype not in target.weights
 
 
 def _layer(node: fx.Node) -> str:

@@ -10,15 +10,16 @@ from torch import fx
 
 from fxquant.errors import ConfigurationError
 from fxquant.graph import annotation, fused, module_path, notes, qparams, resolve, source
+from fxquant.ops.boundary import DEQUANTIZE, QUANTIZE
 from fxquant.prepared import QuantizedOperator
-from fxquant.primitives import PRIMITIVES
+from fxquant.primitives import PRIMITIVES, boundary
 from fxquant.trace import assumptions
 
 NOTES = {"accumulator_bits": "accumulator of {} bits", "residual": "residual {}", "wide": "{}", "narrowed": "{}"}
 
 
 def explain(model: fx.GraphModule) -> str:
-    """A table of every operator: integer or float, dtype, scale, and the reason; then what is fixed and what matched nothing.
+    """A table of every operator: integer or float, dtype, scale, and the reason; then what is fixed, and what was asked and is not done.
 
     For a prepared or an integer model, and any graph between.
     """
@@ -34,7 +35,7 @@ def explain(model: fx.GraphModule) -> str:
     lines.append("")
     lines.append(summary(model))
     lines.extend(f"fixed by the model's Python: {text}" for text in assumptions(model))
-    lines.extend(f"this rule of the qconfig matched nothing: {rule}" for rule in model.meta.get("unused_rules", ()))
+    lines.extend(model.meta.get("unheard", ()))
     return "\n".join(lines) + "\n"
 
 
@@ -50,13 +51,13 @@ def _row(model: fx.GraphModule, node: fx.Node) -> tuple[str, str, str, str, str]
     spec = annotation(node)
     if spec is None:
         return None
+    also = f"; holds {', '.join(fused(node))}" if fused(node) else ""
     if spec.dtype is None:
-        return f"%{node.name}", "float", "", "", _where(node, spec.because)
+        return f"%{node.name}", "float", "", "", _where(node, spec.because + also)
     scale = ""
     if node.op == "call_module" and isinstance(module := resolve(model, str(node.target)), QuantizedOperator):
         value = float(module.output.scale)
         scale = "its sum's" if module.output.follows_sum else "not calibrated" if math.isnan(value) else f"{value:.6g}"
-    also = f"; holds {', '.join(fused(node))}" if fused(node) else ""
     return f"%{node.name}", "integer", spec.dtype, scale, _where(node, spec.because + also)
 
 
@@ -70,20 +71,28 @@ def left_in_float(model: fx.GraphModule) -> list[tuple[fx.Node, str]]:
     found: list[tuple[fx.Node, str]] = []
     for node in model.graph.nodes:
         spec: Any = annotation(node)
-        boundary = node.op == "call_function" and getattr(node.target, "__name__", "") in ("quantize", "dequantize")
-        if spec is not None and spec.dtype is None and not boundary:
+        if spec is not None and spec.dtype is None and not _is_boundary(model, node):
             found.append((node, spec.because))
     return found
 
 
+def _is_boundary(model: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether the node is a quantize or a dequantize, before or after it became a module or a primitive."""
+    if node.op == "call_module" and isinstance(module := resolve(model, str(node.target)), QuantizedOperator):
+        return module.operator in (QUANTIZE, DEQUANTIZE)
+    return node.op == "call_function" and node.target in (QUANTIZE.function, DEQUANTIZE.function, boundary.quantize, boundary.dequantize)
+
+
 def summary(model: fx.GraphModule) -> str:
-    """One line: how many operators are integer, how many are left in float, and which."""
+    """One line: how many operators are integer, how many are left in float, and why. The boundary between the two is not counted."""
     integer = sum(
-        qparams(node) is not None or ((spec := annotation(node)) is not None and spec.dtype is not None) for node in model.graph.nodes
+        (qparams(node) is not None or ((spec := annotation(node)) is not None and spec.dtype is not None)) and not _is_boundary(model, node)
+        for node in model.graph.nodes
     )
     left = left_in_float(model)
+    counted = f"{integer} operator is integer" if integer == 1 else f"{integer} operators are integer"
     if not left:
-        return f"{integer} operators are integer, none is left in float"
+        return f"{counted}, none is left in float"
     reasons = Counter(reason for _, reason in left)
-    listed = "; ".join(f"{count} because {reason}" for reason, count in reasons.most_common(4))
-    return f"{integer} operators are integer, {len(left)} {'is' if len(left) == 1 else 'are'} left in float: {listed}"
+    listed = "; ".join(f"{count} because {reason}" for reason, count in reasons.most_common())
+    return f"{counted}, {len(left)} {'is' if len(left) == 1 else 'are'} left in float: {listed}"

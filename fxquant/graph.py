@@ -7,7 +7,8 @@ module, so no other file spells a key. Facts survive `copy.deepcopy` of a GraphM
     source      the user's line: "model.py:41 in forward:  y = self.act(y)"
     module      the dotted path of the user's module the node came from ("layer1.0.conv1")
     made_by     the pass (or "trace") that created the node
-    qconfig     the QConfig (or None) that stands on the nearest of the user's modules the node came from
+    qconfig     the QConfigs (or None) that stand on the user's modules around the call, by their paths, nearest first
+    wishes      the rules of the qconfig that cover the node, and each node that was fused into it
 """
 
 from __future__ import annotations
@@ -121,13 +122,22 @@ def made_by(node: fx.Node) -> str:
     return str(node.meta.get("made_by", "trace"))
 
 
-def attached_qconfig(node: fx.Node, default: Any = None) -> Any:
-    """The QConfig (or None, for float) of the nearest module around the call that has one; `default` if none has."""
-    return node.meta.get("qconfig", default)
+def attached_qconfigs(node: fx.Node) -> tuple[tuple[str, Any], ...]:
+    """The QConfigs (or None, for float) that stand on the modules around the call, with their paths: the nearest first."""
+    return tuple(node.meta.get("qconfig", ()))
 
 
-def attach_qconfig(node: fx.Node, value: Any) -> None:
+def attach_qconfigs(node: fx.Node, value: tuple[tuple[str, Any], ...]) -> None:
     node.meta["qconfig"] = value
+
+
+def wishes(node: fx.Node) -> tuple[Any, ...]:
+    """What the user asked of this node, and then of each that was fused into it, in the order they run: a `spec.Wish` for each."""
+    return tuple(node.meta.get("wishes", ()))
+
+
+def wish(node: fx.Node, *asked: Any) -> None:
+    node.meta["wishes"] = asked
 
 
 def shape_of(node: fx.Node) -> tuple[Size, ...]:
@@ -186,6 +196,11 @@ def is_parameter(node: fx.Node) -> bool:
     return node.op == "get_attr" or bool(node.meta.get("parameter"))
 
 
+def computes_tensor(node: fx.Node) -> bool:
+    """Whether the node is something that happens to tensors: neither an input nor the output, a parameter or a number."""
+    return node.op not in ("placeholder", "output") and not is_parameter(node) and isinstance(fact(node), TensorFact | list | tuple | dict)
+
+
 def mark_parameter(node: fx.Node) -> None:
     """Record that the node is computed from parameters alone."""
     node.meta["parameter"] = True
@@ -218,6 +233,7 @@ def fused(node: fx.Node) -> tuple[str, ...]:
 
 def absorb(node: fx.Node, other: fx.Node) -> None:
     """Record that `other` is now part of `node`."""
+    wish(node, *wishes(node), *wishes(other))
     node.meta["fused"] = (*fused(node), *fused(other), other.name)
     spell(node, *spelling(other))
 
@@ -305,8 +321,8 @@ def origin(node: fx.Node) -> str:
 
 
 def inherit(node: fx.Node, parent: fx.Node, made_by: str) -> fx.Node:
-    """Give a new node the source line, module and attached QConfig of the node it was made for."""
-    for key in ("source", "module", "qconfig"):
+    """Give a new node the source line, the module, the attached QConfigs and the wishes of the node it was made for."""
+    for key in ("source", "module", "qconfig", "wishes"):
         if key in parent.meta:
             node.meta[key] = parent.meta[key]
     node.meta["made_by"] = made_by

@@ -7,6 +7,7 @@ made. The debug dial: `FXQUANT_DEBUG` 1 (a line per pass), 2 (the graph after ea
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -21,6 +22,8 @@ from fxquant.spec import QConfig, QConfigMapping
 from fxquant.stage import Stage, verify_stage
 from fxquant.target import Target
 from fxquant.text import text
+
+logger = logging.getLogger("fxquant")
 
 BATCH_NORM_MODES = ("live", "frozen", "folded")
 
@@ -43,6 +46,12 @@ class Context:
         """Report a rewrite, or a near-miss with its reason; shown at debug level 3."""
         if self.debug >= 3:
             print(f"    {line}", file=sys.stderr)
+
+
+    def unheard(self, gm: fx.GraphModule, sentence: str) -> None:
+        """Record that something the user asked for is not done; `explain` ends with these sentences, and each is logged."""
+        gm.meta.setdefault("unheard", []).append(sentence)
+        logger.warning("%s", sentence)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,19 +113,40 @@ class QConfig:
 Chosen = QConfig | None  # None keeps the operator in float
 
 
+@dataclass(frozen=True)
+class Rule:
+    """What chose a QConfig: the attribute of a module, a rule of the mapping, or nothing but its default.
+
+    kind   "attribute", "name", "pattern", "type" or "default"
+    key    the module's path, the name, the pattern, or the type or function
+    """
+
+    kind: str
+    key: Any = ""
+
+    def __str__(self) -> str:
+        written = self.key if isinstance(self.key, str) else getattr(self.key, "__qualname__", str(self.key))
+        return f"{self.kind} {written}".rstrip()
+
+
+DEFAULT = Rule("default")
+Wish = tuple[tuple[Rule, Chosen], ...]  # every rule that covers one of the user's operators with what it chooses: the nearest first
+
+
 @dataclass
 class QConfigMapping:
     """Which QConfig applies where: global < operator or module type < name pattern < name < the attribute `qconfig` of a module.
 
-    Names are dotted module paths ("layer1.0.conv1") or node names; a name also covers everything below it.
-    A QConfig of None keeps what it applies to in float. Setters return the mapping, so calls chain.
+    Names are dotted module paths ("layer1.0.conv1") or node names; a name also covers everything below it, and so does
+    whatever a pattern matches from the start of a path on. A QConfig of None keeps what it applies to in float. Of an
+    operator that several of the model's are fused into, each has its say: see the guide. Setters return the mapping, so
+    calls chain. A mapping is only read when it is used, and serves any number of models.
     """
 
     default: Chosen = field(default_factory=QConfig)
     types: dict[Any, Chosen] = field(default_factory=dict)
     patterns: dict[str, Chosen] = field(default_factory=dict)
     names: dict[str, Chosen] = field(default_factory=dict)
-    used: set[Any] = field(default_factory=set)
 
     def set_global(self, qconfig: Chosen) -> QConfigMapping:
         self.default = qconfig
@@ -143,33 +164,20 @@ class QConfigMapping:
         self.names[name] = qconfig
         return self
 
-    def choose(self, node_name: str, path: str, kinds: tuple[Any, ...]) -> Chosen:
-        """The QConfig of the node with this name, from this module path, spelled by one of these types or functions."""
-        for name in (node_name, *_prefixes(path)):
-            if name in self.names:
-                return self._use(name, self.names[name])
-        for pattern, qconfig in self.patterns.items():
-            if path and re.match(pattern, path):
-                return self._use(pattern, qconfig)
-        for kind in kinds:
-            if kind in self.types:
-                return self._use(kind, self.types[kind])
-        return self.default
+    def rules(self) -> list[tuple[Rule, Chosen]]:
+        """Every rule but the default, with what it chooses."""
+        kinds = (("name", self.names), ("pattern", self.patterns), ("type", self.types))
+        return [(Rule(kind, key), chosen) for kind, rules in kinds for key, chosen in rules.items()]
 
-    def is_rule(self, qconfig: Chosen) -> bool:
-        """Whether a rule chose this QConfig, rather than nothing but the default."""
-        return qconfig is not self.default
-
-    def unused(self) -> list[str]:
-        """The rules that matched nothing so far."""
-        return [str(rule) for rule in (*self.types, *self.patterns, *self.names) if rule not in self.used]
-
-    def _use(self, rule: Any, qconfig: Chosen) -> Chosen:
-        self.used.add(rule)
-        return qconfig
+    def covering(self, node_name: str, path: str, kinds: tuple[Any, ...]) -> Wish:
+        """The rules that cover the node with this name, from this module path, spelled by one of these types or functions."""
+        names = [(Rule("name", name), self.names[name]) for name in dict.fromkeys((node_name, *prefixes(path))) if name in self.names]
+        patterns = [(Rule("pattern", pattern), chosen) for pattern, chosen in self.patterns.items() if path and re.match(pattern, path)]
+        types = [(Rule("type", kind), self.types[kind]) for kind in dict.fromkeys(kinds) if kind in self.types]
+        return *names, *patterns, *types, (DEFAULT, self.default)
 
 
-def _prefixes(path: str) -> list[str]:
+def prefixes(path: str) -> list[str]:
     """The path, then every path above it, nearest first."""
     parts = path.split(".")
     return [".".join(parts[:end]) for end in range(len(parts), 0, -1)] if path else []
@@ -187,11 +195,6 @@ def attached_qconfigs(model: nn.Module) -> dict[str, Chosen]:
     kinds = ", ".join(sorted({f"{type(qconfig).__module__}.{type(qconfig).__qualname__}" for qconfig in foreign.values()}))
     logger.warning("the qconfig of %d modules is ignored, since it is no fxquant.QConfig but a %s", len(foreign), kinds)
     return {path: qconfig for path, qconfig in found.items() if isinstance(qconfig, QConfig)}
-
-
-def nearest(attached: Mapping[str, Chosen], path: str, default: Any) -> Any:
-    """What is attached to the module at a path, or to the nearest module around it; `default` if there is nothing."""
-    return next((attached[name] for name in (*_prefixes(path), "") if name in attached), default)
 
 
 def as_mapping(qconfig: QConfig | QConfigMapping | None) -> QConfigMapping:

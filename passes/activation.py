@@ -11,6 +11,7 @@ from torch import fx
 from fxquant.graph import absorb
 from fxquant.ops import operator_of
 from fxquant.pipeline import Context
+from fxquant.rules import apart
 
 
 def fuse(gm: fx.GraphModule, context: Context) -> int:
@@ -22,7 +23,7 @@ def fuse(gm: fx.GraphModule, context: Context) -> int:
             continue
         producer = node.args[0]
         assert isinstance(producer, fx.Node)
-        reason = _why_not(producer)
+        reason = _why_not(producer) or apart(producer, node)
         if reason is not None:
             context.say(f"%{node.name} is not fused: {reason}")
             continue

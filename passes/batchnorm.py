@@ -18,6 +18,7 @@ from torch import fx, nn
 from fxquant.graph import absorb, attach, free_name, inherit, is_parameter, parameter_value, resolve, shape_of
 from fxquant.ops import operator_of
 from fxquant.pipeline import Context
+from fxquant.rules import apart
 
 
 def fold(gm: fx.GraphModule, context: Context) -> int:
@@ -30,7 +31,7 @@ def fold(gm: fx.GraphModule, context: Context) -> int:
             continue
         layer, batch_norm = node.args
         assert isinstance(layer, fx.Node)
-        reason = _why_not(layer)
+        reason = _why_not(layer) or apart(layer, node)
         if reason is not None:
             context.say(f"%{node.name} is not folded: {reason}")
             continue

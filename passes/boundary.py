@@ -8,6 +8,7 @@ return %y                                   %y = conv2d(%x_quantize, %w)
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,16 +19,27 @@ from fxquant.ops import operand_nodes, operator_of
 from fxquant.ops.boundary import DEQUANTIZE, QUANTIZE
 from fxquant.ops.record import Operator
 from fxquant.pipeline import Context
+from fxquant.rules import decide
+from fxquant.spec import DEFAULT, ActivationConfig, Rule
 from fxquant.stage import is_integer
+
+# The boundary nodes of a value, by config. None: the one for readers that ask for nothing, which no rule asked for in particular.
+Made = dict[fx.Node, dict[ActivationConfig | None, fx.Node]]
 
 
 def insert(gm: fx.GraphModule, context: Context) -> int:
-    """Every value crosses between float and integer through one quantize or one dequantize."""
-    quantized: dict[fx.Node, fx.Node] = {}
-    dequantized: dict[fx.Node, fx.Node] = {}
+    """Every value crosses from integer to float through one dequantize, and from float to integer through one quantize.
+
+    Only where readers of a float value ask for different inputs (`QConfig.input`) does each of these have its own quantize.
+    """
+    quantized: Made = {}
+    dequantized: Made = {}
+    unused: dict[Rule, list[str]] = {}
     for node in list(gm.graph.nodes):
         operator = operator_of(node)
         activations = set(operand_nodes(operator, operator.arguments(node))) if operator is not None and is_integer(node) else set()
+        if _input_unused(node, activations):
+            unused.setdefault(decide(node).layer, []).append(f"%{node.name}")
 
         def cross(
             operand: fx.Node, node: fx.Node = node, operator: Operator | None = operator, activations: set[fx.Node] = activations
@@ -41,7 +53,18 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
             return operand
 
         _map_inputs(node, cross)
-    return len(quantized) + len(dequantized)
+    for rule, names in unused.items():
+        readers = ", ".join(names)
+        context.unheard(gm, f"the input= of the qconfig's {rule} is not used by {readers}: what is read there is quantized already")
+    return sum(len(set(there.values())) for there in (*quantized.values(), *dequantized.values()))
+
+
+def _input_unused(node: fx.Node, activations: set[fx.Node]) -> bool:
+    """Whether a rule asks for an input that means nothing here. The default's is the model's, and no operator's in particular."""
+    spec = annotation(node)
+    if spec is None or spec.config is None or spec.config.input is None or not is_integer(node) or decide(node).layer == DEFAULT:
+        return False
+    return all(map(is_integer, activations))
 
 
 def _map_inputs(node: fx.Node, function: Any) -> None:
@@ -52,23 +75,29 @@ def _map_inputs(node: fx.Node, function: Any) -> None:
         node.kwargs = kwargs
 
 
-def _boundary(gm: fx.GraphModule, value: fx.Node, operator: Operator, made: dict[fx.Node, fx.Node], reader: fx.Node) -> fx.Node:
-    """The one quantize or dequantize of this value, made behind it if there is none yet."""
-    known = made.get(value)
+def _boundary(gm: fx.GraphModule, value: fx.Node, operator: Operator, made: Made, reader: fx.Node) -> fx.Node:
+    """The quantize or dequantize of this value that suits its reader, made behind it if there is none yet."""
+    spec = annotation(reader)
+    assert spec is not None
+    wanted = spec.config.input if operator is QUANTIZE else None
+    config = wanted or spec.config.output
+    if config.dtype == "int32":  # that is asked of a last layer's output, not of its input
+        config = replace(config, dtype="int8")
+    there = made.setdefault(value, {})
+    known = there.get(config) if wanted is not None or None not in there else there[None]
     if known is not None:
         return known
     other = [fact(value).dtype] if operator is DEQUANTIZE and fact(value).dtype != torch.float32 else []
     with gm.graph.inserting_after(_last_placeholder(gm) if value.op == "placeholder" else value):
-        created = gm.graph.create_node("call_function", operator.function, (value, *other), {}, name=f"{value.name}_{operator.name}")
+        name = f"{value.name}_{operator.name}" + (f"_{reader.name}" if there else "")
+        created = gm.graph.create_node("call_function", operator.function, (value, *other), {}, name=name)
     node: fx.Node = inherit(created, value, "boundary.insert")
-    made[value] = node
+    there[config] = node
+    if wanted is None or decide(reader).layer == DEFAULT:
+        there.setdefault(None, node)
     set_fact(node, fact(value))
-    spec = annotation(reader)
-    assert spec is not None
     if operator is QUANTIZE:
-        dtype = (spec.config.input or spec.config.output).dtype
-        dtype = "int8" if dtype == "int32" else dtype  # that is asked of a last layer's output, not of its input
-        annotate(node, Annotation(dtype, f"the input of %{reader.name}", spec.config))
+        annotate(node, Annotation(config.dtype, f"the input of %{reader.name}", spec.config))
     else:
         annotate(node, Annotation(None, "the end of the integer part", spec.config, spec.group))
     return node

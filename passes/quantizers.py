@@ -16,6 +16,7 @@ from fxquant.ops import Operator, Scale, map_operands, operator_of
 from fxquant.pipeline import Context
 from fxquant.prepared import QuantizedOperator
 from fxquant.quantizer import Quantizer
+from fxquant.rules import decide
 from fxquant.spec import LEARNED, ActivationConfig, WeightConfig
 from fxquant.stage import is_integer
 
@@ -66,7 +67,7 @@ def _quantizers(gm: fx.GraphModule, context: Context) -> dict[int, Quantizer]:
         if operator is None or spec is None or spec.group is None or spec.dtype is None:
             continue
         config = replace(_output_config(operator, spec), dtype=spec.dtype)
-        if operator.scale is Scale.SAME and (config.fixed_scale is None or not context.qconfig.is_rule(spec.config)):
+        if operator.scale is Scale.SAME and (config.fixed_scale is None or not decide(node).asked):
             continue
         if spec.group not in chosen or (config.fixed_scale is not None and chosen[spec.group][1].fixed_scale is None):
             chosen[spec.group] = (node, config)

@@ -11,6 +11,7 @@ from torch import fx
 from fxquant.graph import TensorFact, absorb, fact, is_parameter
 from fxquant.ops import operator_of
 from fxquant.pipeline import Context
+from fxquant.rules import apart
 
 
 def fuse(gm: fx.GraphModule, context: Context) -> int:
@@ -23,7 +24,7 @@ def fuse(gm: fx.GraphModule, context: Context) -> int:
             continue
         # The later layer absorbs: the other operand is then computed already.
         candidates = sorted((a for a in node.args[:2] if isinstance(a, fx.Node)), key=position.__getitem__, reverse=True)
-        reasons = [_why_not(layer, node) for layer in candidates]
+        reasons = [_why_not(layer, node) or apart(layer, node) for layer in candidates]
         if None not in reasons:
             context.say(f"%{node.name} is not fused: {'; '.join(str(r) for r in reasons)}")
             continue

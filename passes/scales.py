@@ -17,6 +17,7 @@ from fxquant.graph import annotate, annotation
 from fxquant.ops import Scale, operand_nodes, operator_of
 from fxquant.ops.boundary import DEQUANTIZE
 from fxquant.pipeline import Context
+from fxquant.rules import decide
 from fxquant.stage import is_integer
 
 
@@ -33,7 +34,7 @@ def share(gm: fx.GraphModule, context: Context) -> int:
     order = {node: index for index, node in enumerate(gm.graph.nodes)}
     groups = sorted((sorted(group, key=order.__getitem__) for group in nx.connected_components(demands)), key=lambda group: order[group[0]])
     for index, group in enumerate(groups):
-        _check(group, demands, context)
+        _check(group, demands)
         for node in group:
             spec = annotation(node)
             assert spec is not None
@@ -47,7 +48,7 @@ def _must_share(node: fx.Node, context: Context) -> bool:
     return operator.scale is Scale.SAME or (operator.name in ("cat", "stack") and context.target.arithmetic.share_concat)
 
 
-def _check(group: list[fx.Node], demands: nx.Graph, context: Context) -> None:
+def _check(group: list[fx.Node], demands: nx.Graph) -> None:
     """Raise ScaleConflict if two members of a group cannot have one scale."""
     asked: dict[fx.Node, tuple[str, float | None]] = {}
     for node in group:
@@ -57,7 +58,7 @@ def _check(group: list[fx.Node], demands: nx.Graph, context: Context) -> None:
             continue
         chosen = spec.config.input if operator.name == "quantize" and spec.config.input else spec.config.output
         # An operator that shares its operand's scale has a wish of its own only where a rule names it.
-        asks = operator.scale is Scale.OWN or context.qconfig.is_rule(spec.config)
+        asks = operator.scale is Scale.OWN or decide(node).asked
         scale = chosen.fixed_scale if asks else None
         asked[node] = (spec.dtype, scale)
     first: fx.Node | None = None

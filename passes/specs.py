@@ -5,27 +5,25 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fxquant.graph import Annotation, TensorFact, annotation, attached_qconfig, fact, is_parameter, module_path, refusal, resolve, spelling
+from fxquant.graph import Annotation, TensorFact, annotation, computes_tensor, fact, refusal, resolve, wishes
 from fxquant.graph import annotate as set_annotation
 from fxquant.ops import Operator, Scale, operand_nodes, operator_of
 from fxquant.pipeline import Context
-from fxquant.spec import QConfig, nearest
-
-MISSING = object()
+from fxquant.rules import decide
+from fxquant.spec import DEFAULT, QConfig, Rule
 
 
 def annotate(gm: fx.GraphModule, context: Context) -> int:
     """Every node that computes a tensor is annotated; those that stay in float say why."""
     changes = 0
+    heard: set[Rule] = set()
     for node in gm.graph.nodes:
-        if node.op in ("placeholder", "output") or is_parameter(node) or not isinstance(fact(node), TensorFact | list | tuple | dict):
+        if not computes_tensor(node):
             continue
         operator = operator_of(node)
-        qconfig = context.qconfig.choose(node.name, module_path(node), spelling(node))
-        own = nearest(context.attached, module_path(node), attached_qconfig(node, MISSING))
-        if own is not MISSING:
-            context.say(f"%{node.name}: the qconfig of its module goes before any rule")
-            qconfig = own
+        decision = decide(node)
+        heard |= {decision.output, decision.layer}
+        qconfig = decision.config
         reason = _why_float(gm, node, operator, qconfig, context)
         if reason is not None:
             set_annotation(node, Annotation(None, reason, qconfig))
@@ -33,8 +31,16 @@ def annotate(gm: fx.GraphModule, context: Context) -> int:
             continue
         assert operator is not None
         assert qconfig is not None
-        set_annotation(node, Annotation(_dtype(node, operator, qconfig), _why_integer(operator), qconfig))
+        dtype = _dtype(node, operator, qconfig)
+        if decision.asked and dtype != qconfig.output.dtype:
+            wanted = f"{qconfig.output.dtype} as the qconfig's {decision.output} says"
+            context.unheard(gm, f"%{node.name} is {dtype} as its operand is, whose scale it shares, and not {wanted}")
+        set_annotation(node, Annotation(dtype, _why_integer(operator), qconfig))
         changes += 1
+    asked = dict.fromkeys(rule for node in gm.graph.nodes for wish in wishes(node) for rule, _ in wish)
+    for rule in asked:
+        if rule not in heard and rule != DEFAULT:
+            context.unheard(gm, f"this rule of the qconfig decides nothing, since others go before it wherever it matches: {rule}")
     return changes
 
 
@@ -61,13 +67,8 @@ def _why_float(gm: fx.GraphModule, node: fx.Node, operator: Operator | None, qco
             return f"the 32-bit output of %{operand.name} is not computed with any further"
     if operator.scale is Scale.SAME and operands[0].op != "placeholder" and (annotation(operands[0]) or Annotation(None, "")).dtype is None:
         return f"it only passes on the values of %{operands[0].name}, which is in float"
-    target = context.target
     if qconfig.output.dtype == "int32" and operator.scale is Scale.OWN and not operator.sums:
         return f"{operator.name} has no 32-bit output: it forms no sum of products"
-    if qconfig.output.dtype not in target.activations:
-        return f"{target.name} has no {qconfig.output.dtype} activations"
-    if "weight" in arguments and qconfig.weight.dtype not in target.weights:
-        return f"{target.name} has no {qconfig.weight.dtype} weights"
     return None
 
 

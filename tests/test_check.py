@@ -505,12 +505,6 @@ def test_targets_without_limits(target: str) -> None:
     assert str(found) == f"within every limit of {target} that is known"
 
 
-def test_a_dtype_the_target_lacks() -> None:
-    (found,) = fxq.check(nn.Conv2d(2, 2, 3), torch.randn(2, 2, 8, 8), "bernoulli2", INT16)
-    assert found.limit == "it stays in float: bernoulli2 has no int16 activations"
-    assert "int8" in found.remedy
-
-
 def test_what_the_qconfig_keeps_in_float_is_not_held_against_limits() -> None:
     mapping = fxq.QConfigMapping().set_module_name("layers", None)
     found = fxq.check(Network(), torch.randn(2, 2, 20, 20), "x3", mapping)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 # there is no row that does not have to be there: a new module gets its own.
 BASE = {"errors", "numerics", "observers", "spec"}
 NOUNS = BASE | {
-    "batch_norm", "graph", "learning", "lowering", "ops", "pipeline", "prepared", "primitives", "quantizer", "stage", "state",
+    "batch_norm", "graph", "learning", "lowering", "ops", "pipeline", "prepared", "primitives", "quantizer", "rules", "stage", "state",
     "target", "text",
 }  # fmt: skip
 ALLOWED: dict[str, set[str]] = {
@@ -28,6 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.progress": set(),
     "fxquant.batch_norm": set(),
     "fxquant.graph": {"errors"},
+    "fxquant.rules": {"graph", "spec"},
     "fxquant.target": {"numerics"},
     "fxquant.learning": {"numerics"},
     "fxquant.quantizer": BASE | {"learning"},
@@ -57,7 +58,7 @@ ALLOWED: dict[str, set[str]] = {
         "target",
         "trace",
     },
-    "fxquant.explain": {"errors", "graph", "prepared", "primitives", "trace"},
+    "fxquant.explain": {"errors", "graph", "ops", "prepared", "primitives", "trace"},
     "fxquant.measures": {"graph", "numerics", "ops"},
     "fxquant.check": {"explain", "graph", "measures", "ops", "prepared", "spec", "stage", "target"},
     "fxquant.verify": {"batches", "errors", "graph", "prepared", "primitives", "state"},

@@ -247,14 +247,14 @@ def test_dumps_are_the_graphs_after_every_pass(tmp_path: Path) -> None:
     files = {file.name: file.read_text(encoding="utf-8") for file in tmp_path.iterdir()}
     assert sorted(files) == ["00-trace.txt", *(f"{index:02d}-{step.name}.txt" for index, step in enumerate(PIPELINE, start=1))]
     assert files["00-trace.txt"] == fxq.text(fxq.trace(tiny(), batch()))
-    assert files["09-integer.lower.txt"] == fxq.text(integer)
+    assert files["10-integer.lower.txt"] == fxq.text(integer)
 
 
 def test_dump_by_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FXQUANT_DUMP", str(tmp_path / "new" / "directory"))
     fxq.prepare(tiny(), batch(), until="batchnorm.fold")
     assert sorted(file.name for file in (tmp_path / "new" / "directory").iterdir()) == [
-        "00-trace.txt", "01-canonical.rewrite.txt", "02-batchnorm.fold.txt"
+        "00-trace.txt", "01-canonical.rewrite.txt", "02-rules.match.txt", "03-batchnorm.fold.txt"
     ]  # fmt: skip
 
 
@@ -490,8 +490,8 @@ def test_rules_that_match_nothing_are_listed() -> None:
     prepared = fxq.prepare(tiny(), batch(), qconfig=mapping)
     listed = [line for line in fxq.explain(prepared).splitlines() if "matched nothing" in line]
     assert len(listed) == 2
-    assert "GELU" in listed[0]
-    assert "convv" in listed[1]
+    assert "convv" in listed[0]
+    assert "GELU" in listed[1]
 
 
 def test_a_threshold_fixes_the_scale() -> None:
@@ -516,9 +516,35 @@ def test_weight_scales_per_tensor_and_per_channel_hold_the_contract(per_channel:
     contract.assert_train_is_validate(prepared, batch())
 
 
-def test_a_dtype_the_target_lacks_stays_in_float_with_the_reason() -> None:
-    mapping = fxq.QConfigMapping().set_module_name("head", fxq.QConfig(weight=fxq.WeightConfig("int16")))
-    assert re.search(r"%head +float +bayes-e has no int16 weights", fxq.explain(fxq.prepare(tiny(), batch(), qconfig=mapping)))
+INT16 = fxq.QConfig(output=fxq.ActivationConfig("int16"))
+
+
+@pytest.mark.parametrize(
+    ("target", "qconfig", "kind", "asker", "able"),
+    [
+        ("bernoulli2", INT16, "int16 activations", "its default", "bayes, bayes-e, nash-e, nash-m"),
+        ("bernoulli2", fxq.QConfig(input=fxq.ActivationConfig("int16")), "int16 activations", "its default", "bayes, bayes-e, nash-e, nash-m"),
+        ("x86", fxq.QConfigMapping().set_module_name("head", INT16), "int16 activations", "name head", "bayes, bayes-e, nash-e, nash-m"),
+        ("x86", fxq.QConfigMapping().set_object_type(F.relu, INT16), "int16 activations", "type relu", "bayes, bayes-e, nash-e, nash-m"),
+        ("bayes-e", fxq.QConfigMapping().set_module_name_regex("conv", fxq.QConfig(weight=fxq.WeightConfig("int16"))), "int16 weights",
+         "pattern conv", "nash-e, nash-m"),
+    ],
+)  # fmt: skip
+def test_a_dtype_the_target_lacks_is_an_error_that_names_those_that_have_it(
+    target: str, qconfig: Any, kind: str, asker: str, able: str
+) -> None:
+    for action in (fxq.prepare, fxq.check):
+        with pytest.raises(fxq.ConfigurationError, match=f"^{target} has no {kind}") as caught:
+            action(tiny(), batch(), target, qconfig)
+        assert f"({asker})" in caught.value.because
+        assert caught.value.remedy.endswith(f"{kind}: {able}")
+
+
+def test_an_attribute_that_asks_for_a_dtype_the_target_lacks() -> None:
+    model = tiny()
+    model.head.qconfig = INT16  # type: ignore[assignment]
+    with pytest.raises(fxq.ConfigurationError, match=r"bernoulli has no int16 activations[\s\S]*\(attribute head\)"):
+        fxq.prepare(model, batch(), "bernoulli")
 
 
 # ---- batches ----------------------------------------------------------------------------------------------------------------

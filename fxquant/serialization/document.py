@@ -27,10 +27,12 @@ _SECTIONS = ["format", "version", "name", "meta", "root", "modules", "tensors", 
 # What is kept of a node's meta, with the types it may have; `fact` is a nest of facts and numbers.
 _META: Mapping[str, tuple[type, ...] | None] = {
     "fact": None, "source": (str,), "module": (str,), "made_by": (str,), "annotation": (Annotation,), "refusal": (str,),
-    "qconfig": (QConfig, NoneType), "spelling": (tuple,), "fused": (tuple,), "notes": (dict,), "qparams": (QParams,), "origin": (str,),
+    "qconfig": (tuple,), "spelling": (tuple,), "fused": (tuple,), "notes": (dict,), "qparams": (QParams,), "origin": (str,),
     "parameter": (bool,), "operation": (Operation,),
 }  # fmt: skip
-_MODEL_META: Mapping[str, tuple[type, ...]] = {"stage": (str,), "target": (str,), "unused_rules": (list,), "told_dropped": (bool,)}
+_MODEL_META: Mapping[str, tuple[type, ...]] = {
+    "stage": (str,), "target": (str,), "unheard": (list,), "qconfigs": (list,), "told_dropped": (bool,),
+}  # fmt: skip
 _PATH = re.compile(r"[^.\"\\\s]+(\.[^.\"\\\s]+)*")  # stands in the generated code between quotes
 
 
@@ -220,6 +222,9 @@ def _node_meta(content: dict[str, Any]) -> dict[str, Any]:
             raise Malformed(f"nothing about a node is called {name[:80]!r}")
         kinds = _META[name]
         meta[name] = decode(value) if kinds is None else expect(decode(value), *kinds)
+    for entry in meta.get("qconfig", ()):
+        if not (type(entry) is tuple and len(entry) == 2 and type(entry[0]) is str and isinstance(entry[1], QConfig | None)):
+            raise Malformed("qconfig holds something else than paths with a QConfig each")
     for name in ("spelling", "fused"):
         if not all(type(item) is str for item in meta.get(name, ())):
             raise Malformed(f"{name} holds something else than names")

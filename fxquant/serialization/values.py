@@ -130,6 +130,8 @@ def _encode_other(value: Any) -> Any:
 
 def _encode_observer(value: Any) -> Any:
     kind, arguments = (value.func, value.keywords) if isinstance(value, functools.partial) and not value.args else (value, {})
+    if type(value) in ARGUMENTS:  # an instance, whose settings count
+        kind, arguments = type(value), {name: getattr(value, name) for name in ARGUMENTS[type(value)]}
     name = getattr(kind, "__name__", str(kind))
     if not isinstance(kind, type) or OBSERVERS.get(name) is not kind:
         cannot_save(

@@ -36,7 +36,7 @@ def trace(
 ) -> fx.GraphModule:
     """The graph of a model in eval mode; the model itself is not changed.
 
-    Every node knows the QConfig that stands on its module, or on the nearest module around the call, as the attribute `qconfig`.
+    Every node knows the QConfigs that stand on its module and on those around the call, as the attribute `qconfig`.
 
     example_inputs   a tuple of forward's arguments, a dict of keyword arguments, or one tensor
     dynamic_shapes   None: dimension 0 of the inputs varies; {} or False: every size is the example's
@@ -57,10 +57,14 @@ def trace(
 
 
 def _traced(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule | None, check: bool) -> fx.GraphModule:
-    recording = record(model, inputs, (*BATCH_SIZES, *RETRACE_SIZES), leaf, attached_qconfigs(model), locate=True)
+    qconfigs = attached_qconfigs(model)
+    recording = record(model, inputs, (*BATCH_SIZES, *RETRACE_SIZES), leaf, qconfigs, locate=True)
     if check and inputs.batch is not None:
         compare_recordings(recording, record(model, inputs, (*RETRACE_SIZES, *BATCH_SIZES), leaf, locate=False))
-    return build(model, recording)
+    traced = build(model, recording)
+    if qconfigs:
+        traced.meta["qconfigs"] = list(qconfigs)  # the paths of their modules
+    return traced
 
 
 def _refuse_model(model: object) -> NoReturn:

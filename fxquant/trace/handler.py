@@ -55,7 +55,7 @@ class Handler:
         self.evaluator = evaluator
         self.graph = fx.Graph()
         self.path = ""
-        self.qconfig: tuple[Any, ...] = ()  # that of the nearest module being called that has one
+        self.qconfig: tuple[tuple[str, Any], ...] = ()  # those of the modules being called, by path, the nearest first
         self.memory = Memory(self)
         self.known: dict[int, Any] = dict(snapshot.tensors)
         self.constants: dict[str, torch.Tensor] = {}
@@ -250,7 +250,7 @@ class Handler:
             )
         facts.describe(node, fact, self.source() if self._locate else "", self.path if path is None else path)
         if self.qconfig:
-            facts.attach_qconfig(node, self.qconfig[0])
+            facts.attach_qconfigs(node, self.qconfig)
 
     def _wrap(self, node: fx.Node, template: Any) -> Any:
         if isinstance(template, Value):

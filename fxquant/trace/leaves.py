@@ -45,7 +45,7 @@ class ModuleCalls:
         previous, handler.path = handler.path, path
         around = handler.qconfig
         if path in self._qconfigs:
-            handler.qconfig = (self._qconfigs[path],)
+            handler.qconfig = ((path, self._qconfigs[path]), *around)
         try:
             key = self._key(module, path)
             if key is None or not (is_tracked(args, handler.known) or is_tracked(kwargs.values(), handler.known) or _trainable(module)):

@@ -1,0 +1,36 @@
+"""What the user asks of every operator, by the rules of the qconfig, before operators are fused.
+
+A rule is about what the user wrote: a ReLU that becomes the limits of a convolution has a name, a type and a module of its own until then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from fxquant.graph import computes_tensor, resolve, spelling, wish, wishes
+from fxquant.pipeline import Context
+from fxquant.rules import covering
+from fxquant.spec import Rule
+
+
+def match(gm: fx.GraphModule, context: Context) -> int:
+    """Every node that computes a tensor knows the rules that cover it, and the model those that cover none."""
+    changes = 0
+    for node in gm.graph.nodes:
+        if computes_tensor(node):
+            wish(node, covering(node, spelling(node) or _written(gm, node), context.qconfig, context.attached))
+            changes += 1
+    matched = {rule for node in gm.graph.nodes for wished in wishes(node) for rule, _ in wished}
+    attributes = dict.fromkeys((*gm.meta.get("qconfigs", ()), *context.attached))
+    asked = [*(rule for rule, _ in context.qconfig.rules()), *(Rule("attribute", path) for path in attributes)]
+    for rule in asked:
+        if rule not in matched:
+            context.unheard(gm, f"this rule of the qconfig matched nothing: {rule}")
+    return changes
+
+
+def _written(gm: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
+    """What the user wrote where no operator of the table recognises it."""
+    return (type(resolve(gm, str(node.target))),) if node.op == "call_module" else (node.target,)
