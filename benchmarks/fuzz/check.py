@@ -1,0 +1,360 @@
+"""A case is run block by block and held to the contract; what fails, or is refused, is said with the block it happened in.
+
+The functions of the contract are printed with a program that fails, so they use nothing but the names that `build.IMPORTS` has.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import linecache
+import logging
+import re
+import signal
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+import fxquant as fxq
+from benchmarks.fuzz import build
+from benchmarks.fuzz.generate import Case
+from fxquant.backends.runtime import OnnxModel
+from fxquant.errors import FxQuantError
+from fxquant.graph import notes, origin
+from fxquant.prepared import quantized_operators
+from fxquant.primitives import PRIMITIVES
+
+# ---- the contract: printed as it stands ---------------------------------------------------------------------------------------
+
+
+def bits(result):
+    """Shapes and bytes of all tensors: -0.0 is not 0.0. One NaN is as good as another."""
+    return [(y.shape, (torch.where(y.isnan(), torch.nan, y) if y.is_floating_point() else y).numpy().tobytes()) for y in tree_leaves(result)]
+
+
+def answer(model, batch):
+    """The bits of a model's results; its error where it refuses the batch."""
+    try:
+        with torch.no_grad():
+            return bits(model(*[x.clone() for x in batch]))
+    except fxq.FxQuantError as error:
+        return type(error)
+
+
+def values_of(integer, batch):
+    """Every tensor of the integer graph, by the name of its node."""
+    found = {}
+
+    class Recorder(fx.Interpreter):
+        def run_node(self, node):
+            found[node.name] = super().run_node(node)
+            return found[node.name]
+
+    with torch.no_grad():
+        Recorder(integer).run(*[x.clone() for x in batch])
+    return found
+
+
+def validate_is_integer(model, prepared, integer, batches):
+    """E2: the bytes of the results."""
+    for batch in batches:
+        assert answer(prepared, batch) == answer(integer, batch)
+
+
+def every_tensor_is_integer(model, prepared, integer, batches):
+    """E2: the integers of every tensor in between."""
+    report = fxq.verify(prepared, integer, batches, show_progress=False)
+    assert report.mismatches == 0, report
+
+
+def wild_inputs(model, prepared, integer, batches):
+    """E2 of inputs beyond everything that was observed; refused by both, or the same bits."""
+    for factor in (1e3, 1e30, float("inf"), float("nan"), -0.0):
+        wild = [x * factor for x in batches[0]]
+        assert answer(prepared, wild) == answer(integer, wild), factor
+
+
+def accumulators_fit(model, prepared, integer, batches):
+    """E4: no accumulator holds a value beyond the bits that were proved for its operator."""
+    for batch in batches:
+        values = values_of(integer, batch)
+        for node in integer.graph.nodes:
+            proved = next((notes(n).get("accumulator_bits") for n in integer.graph.nodes if n.name == origin(node)), None)
+            if node.target in PRIMITIVES and PRIMITIVES[node.target].kind == "accumulator" and proved:
+                largest = values[node.name].abs().max()
+                assert largest < 2 ** (proved - 1), f"%{node.name} holds {largest}, and {proved} bits were proved"
+
+
+def integer_is_onnx(model, prepared, integer, batches, style="exact"):
+    """E1: the integers of every tensor in every runtime."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = fxq.export_onnx(integer, Path(folder) / "model.onnx", style=style)
+        report = fxq.verify(integer, path, batches, show_progress=False)
+        assert report.mismatches == 0, report
+
+
+def results_of_onnx(model, prepared, integer, batches, style="exact"):
+    """E1: the bytes of the file's results, where no float operator is in between."""
+    if any(node.op == "call_module" or (node.op == "call_function" and node.target not in PRIMITIVES) for node in integer.graph.nodes):
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        file = OnnxModel(fxq.export_onnx(integer, Path(folder) / "model.onnx", style=style))
+        for runtime in ("onnxruntime", "onnxruntime, no optimisation"):
+            run = file.runner(runtime, [])
+            for batch in batches:
+                found = run(dict(zip(file.input_names, batch, strict=True)))
+                assert bits([found[name] for name in file.output_names]) == answer(integer, batch), runtime
+
+
+def fast_is_integer(model, prepared, integer, batches):
+    """E1 of style "fast"."""
+    integer_is_onnx(model, prepared, integer, batches, "fast")
+    results_of_onnx(model, prepared, integer, batches, "fast")
+
+
+def integers_in_and_out(model, prepared, integer, batches, style="exact"):
+    """The file with io="integer" takes and returns the integers that its metadata says."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = fxq.export_onnx(integer, Path(folder) / "model.onnx", io="integer", style=style)
+        file, facts = OnnxModel(path), fxq.onnx_metadata(path)
+        run = file.runner("onnxruntime", [])
+        for batch in batches:
+            values = values_of(integer, batch)
+
+            def stored(entry, real, values=values):
+                name = entry.get("tensor")
+                if name is None or entry["dtype"] == "float":
+                    return real
+                integers = values[f"{name}_quantize" if values[name].is_floating_point() else name]
+                kinds = {"int8": torch.int8, "uint8": torch.uint8, "int16": torch.int16, "int32": torch.int32}
+                return (integers.int() + file.tensors[name].get("zero_point", 0)).to(kinds[entry["dtype"]])
+
+            found = run({entry["name"]: stored(entry, x) for entry, x in zip(facts["inputs"], batch, strict=True)})
+            for entry in facts["outputs"]:
+                if "tensor" in entry and entry["dtype"] != "float":
+                    assert torch.equal(found[entry["name"]], stored(entry, None)), entry
+
+
+def fast_integers_in_and_out(model, prepared, integer, batches):
+    """The same of style "fast"."""
+    integers_in_and_out(model, prepared, integer, batches, "fast")
+
+
+def qdq_runs(model, prepared, integer, batches):
+    """Style "qdq" is written, loads, runs and is measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = fxq.export_onnx(integer, Path(folder) / "model.onnx", style="qdq")
+        report = fxq.verify(integer, path, batches, show_progress=False)
+        assert report.outputs
+
+
+def saved_is_equal(model, prepared, integer, batches):
+    """Saving and loading keeps the bits of both forms, and the bytes of what is saved again."""
+    with tempfile.TemporaryDirectory() as folder:
+        for form in (prepared, integer):
+            first = fxq.save(form, Path(folder) / "first.fxq")
+            loaded = fxq.load(first)
+            assert answer(loaded, batches[0]) == answer(form, batches[0])
+            assert fxq.save(loaded, Path(folder) / "again.fxq").read_bytes() == first.read_bytes()
+
+
+def copied_is_equal(model, prepared, integer, batches):
+    """So does a deep copy; and a copy of the prepared model converts to the same integer model."""
+    copied = copy.deepcopy(prepared)
+    assert answer(copied, batches[0]) == answer(prepared, batches[0])
+    assert answer(fxq.convert(copied), batches[0]) == answer(integer, batches[0])
+    assert answer(copy.deepcopy(integer), batches[0]) == answer(integer, batches[0])
+
+
+def float_is_the_model(model, prepared, integer, batches):
+    """State FLOAT is the float model, up to the rounding that folding a batch norm moves. For models that were not trained."""
+    fxq.set_state(prepared, fxq.State.FLOAT)
+    try:
+        with torch.no_grad():
+            pairs = zip(*(tree_leaves(form(*[x.clone() for x in batches[0]])) for form in (prepared, model)), strict=True)
+        for found, wanted in pairs:
+            torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()), equal_nan=True)
+    finally:
+        fxq.set_state(prepared, fxq.State.VALIDATE)
+
+
+def train_is_validate(model, prepared, integer, batches):
+    """E3: TRAIN, in train mode, with frozen statistics and without dropout."""
+    expected = [answer(prepared, batch) for batch in batches]
+    fxq.freeze(prepared)
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    prepared.train()
+    operators = quantized_operators(prepared).values()
+    for module in prepared.modules():
+        if module is not prepared and (module not in operators or module.operator.name == "dropout"):
+            module.eval()  # float operators, and dropout, which is random by intent
+    assert [bits([y.detach() for y in tree_leaves(prepared(*[x.clone() for x in batch]))]) for batch in batches] == expected
+
+
+Check = Callable[..., None]
+ALWAYS = ("validate_is_integer", "every_tensor_is_integer", "accumulators_fit", "integer_is_onnx")
+SOMETIMES = ("results_of_onnx", "wild_inputs", "integers_in_and_out", "qdq_runs", "saved_is_equal", "copied_is_equal", "float_is_the_model")
+SOMETIMES_REAL = ("fast_is_integer", "fast_integers_in_and_out")  # of targets with float32 requantization
+UNTRAINED = ("float_is_the_model",)  # of models that were not trained
+LAST = ("train_is_validate",)  # it leaves the model frozen
+CHECKS: dict[str, Check] = {name: globals()[name] for name in (*ALWAYS, *SOMETIMES, *SOMETIMES_REAL, *LAST)}
+
+
+def block(name: str) -> build.Block:
+    """The check as statements: the functions it uses, and its call."""
+    used: list[Any] = []
+
+    def take(function: Any) -> None:
+        source = inspect.getsource(function)
+        for other in (bits, answer, values_of, *CHECKS.values()):
+            if other is not function and other not in used and re.search(rf"\b{other.__name__}\(", source):
+                take(other)
+        used.append(function)
+
+    take(CHECKS[name])
+    return name, "\n\n\n".join(["", *(inspect.getsource(function).rstrip() for function in used), f"{name}(model, prepared, integer, batches)"])
+
+
+# ---- running -------------------------------------------------------------------------------------------------------------------
+
+SECONDS = 120  # that a case may take
+PASSED, REFUSED, FAILED, INVALID = "passed", "refused", "FAILED", "invalid"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a case. `block` is where it ended, `reason` the kind of error there, `text` its message.
+
+    program    as far as it was run, without checks that passed: of a failure, a program that fails
+    operators  the operators of the table that became integer
+    ratios     of signal to quantization noise, in dB, of every output
+    """
+
+    kind: str
+    block: str = ""
+    reason: str = ""
+    text: str = ""
+    program: str = ""
+    operators: tuple[str, ...] = ()
+    ratios: tuple[float, ...] = ()
+
+    @property
+    def like(self) -> tuple[str, str]:
+        """Two failures with the same are taken for one."""
+        return self.block, self.reason
+
+
+def run(case: Case) -> Outcome:
+    """Run the case. Every error that is no FxQuantError is a failure, as is a check that does not hold."""
+    try:
+        parts = build.blocks(case)
+    except Exception as error:
+        return Outcome(INVALID, "model", type(error).__name__, str(error))
+    parts += [block(name) for name in case.checks]
+    scope: dict[str, Any] = {"__name__": "__fuzz__"}
+    exec(build.imports(), scope)
+    done: list[build.Block] = []
+    found: dict[str, Any] = {}
+    with _quiet(), _at_most(SECONDS):
+        for name, text in parts:
+            try:
+                _execute(name, text, case.seed, scope)
+                if name == "model":
+                    _execute(name, "floats = [model(*[x.clone() for x in batch]) for batch in batches]", case.seed, scope)
+                if name == "convert":
+                    found = _facts(scope, case)
+            except BaseException as error:
+                return _ended(name, error, build.program([*done, (name, text)]), found)
+            if name not in CHECKS:
+                done.append((name, text))
+    return Outcome(PASSED, **found)
+
+
+def _execute(name: str, text: str, seed: int, scope: dict[str, Any]) -> None:
+    file = f"<fuzz {seed} {name}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(True), file)
+    try:
+        exec(compile(text, file, "exec"), scope)
+    finally:
+        linecache.cache.pop(file, None)
+
+
+def _ended(name: str, error: BaseException, program: str, found: dict[str, Any]) -> Outcome:
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+    text = str(error) if str(error) else _line(error)
+    if name == "model":
+        return Outcome(INVALID, name, type(error).__name__, text)
+    if isinstance(error, FxQuantError) and type(error).__name__ != "StageViolation":
+        return Outcome(REFUSED, name, type(error).__name__, text, program, **found)
+    return Outcome(FAILED, name, _reason(error), text, program, **found)
+
+
+def _reason(error: BaseException) -> str:
+    """The kind of an error, with the innermost function of fxquant in which it was raised."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/fuzz/check.py" not in frame.filename]
+    ours = [frame for frame in frames if _is_ours(frame.filename)]
+    if isinstance(error, AssertionError) and frames[-1].filename.startswith("<fuzz") or not ours:
+        return type(error).__name__
+    return f"{type(error).__name__} in {Path(ours[-1].filename).name}:{ours[-1].name}"
+
+
+def _is_ours(file: str) -> bool:
+    return any(f"/{folder}/" in file for folder in ("fxquant", "passes", "backends")) and "site-packages" not in file
+
+
+def _line(error: BaseException) -> str:
+    return str(traceback.extract_tb(error.__traceback__)[-1].line)
+
+
+def _facts(scope: dict[str, Any], case: Case) -> dict[str, Any]:
+    """What is known of a converted model: operators that became integer, and how near to the float model it is."""
+    operators = sorted({operator.operator.name for operator in quantized_operators(scope["prepared"]).values()})
+    ratios: list[float] = []
+    if case.optimizer is None:
+        with torch.no_grad():
+            found = tree_leaves(scope["integer"](*[x.clone() for x in scope["batches"][0]]))
+        for one, other in zip(tree_leaves(scope["floats"][0]), found, strict=True):
+            noise, signal = float((one - other).double().square().sum()), float(one.double().square().sum())
+            ratios.append(10 * float(torch.log10(torch.tensor(signal / noise))) if noise and signal else float("inf"))
+    return {"operators": tuple(operators), "ratios": tuple(ratios)}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, no log lines and no warnings; the global generator is what it was afterwards."""
+    logger = logging.getLogger("fxquant")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), torch.random.fork_rng():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
+def _at_most(seconds: int) -> Iterator[None]:
+    """Inside, TimeoutError after so many seconds."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"it takes longer than {seconds} seconds")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
