@@ -11,17 +11,12 @@ from torch import fx, nn
 from fxquant import graph as facts
 from fxquant.errors import ConfigurationError
 from fxquant.graph import BatchDim, TensorFact
+from fxquant.trace.entry import STAGE
 from fxquant.trace.snapshot import Snapshot
 from fxquant.trace.tracer import Recording
 
-_STAGE = "fxquant.stage"
 _ASSUMPTIONS = "fxquant.assumptions"
 _TRANSIENT = "fxquant.transient_buffers"
-
-
-def is_traced(module: object) -> bool:
-    """Whether a module is a GraphModule that `trace` made and no pass has changed the stage of."""
-    return isinstance(module, fx.GraphModule) and module.meta.get(_STAGE) == "traced"
 
 
 def assumptions(module: fx.GraphModule) -> list[str]:
@@ -42,7 +37,7 @@ def build(model: nn.Module, recording: Recording) -> fx.GraphModule:
         module.register_buffer(name, constant, persistent=False)
     module.eval()
     module.graph = recording.graph
-    module.meta[_STAGE] = "traced"
+    module.meta[STAGE] = "traced"
     module.meta[_ASSUMPTIONS] = [*recording.notes, *_fixed_sizes(module), *_unused(module)]
     module.meta[_TRANSIENT] = sorted(module._non_persistent_buffers_set)
     attach_input_check(module)
