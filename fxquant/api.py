@@ -30,7 +30,7 @@ from fxquant.spec import QConfig, QConfigMapping, as_mapping, attached_qconfigs
 from fxquant.stage import Stage
 from fxquant.target import Target
 from fxquant.text import text
-from fxquant.trace import float_model, trace
+from fxquant.trace import attach_signature, float_model, trace
 from fxquant.verify import (
     DeviationReport,
     Form,
@@ -97,6 +97,7 @@ def _prepare(
 ) -> fx.GraphModule:
     prepared = Model.of(copy_parameters(traced), copy_graph(traced.graph))
     prepared.meta = {**traced.meta, "target": target}
+    attach_signature(prepared)
     dial.write("trace", prepared)
     context = Context(target, qconfig, batch_norm, dial.debug, attached_qconfigs(traced))
     stopped = run(prepared, PREPARE, context, dial, until)

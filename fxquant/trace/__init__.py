@@ -3,6 +3,7 @@
 trace(model, example_inputs)   the graph
 assumptions(traced)            what was fixed while tracing
 attach_input_check(traced)     let a graph check its inputs when it runs
+attach_signature(model)        let a graph be called like the float model
 is_traced(module)              whether `trace` made it
 float_model(model)             the float model that is meant, or an error that says what it is instead
 default_leaf(module, path)     which modules stay whole
@@ -22,9 +23,10 @@ from fxquant.trace.entry import float_model, is_traced
 from fxquant.trace.inputs import ExampleInputs, bind_inputs
 from fxquant.trace.leaves import LeafRule, default_leaf
 from fxquant.trace.result import assumptions, attach_input_check, build
+from fxquant.trace.signature import attach_signature
 from fxquant.trace.tracer import record
 
-__all__ = ["assumptions", "attach_input_check", "default_leaf", "float_model", "is_traced", "trace"]
+__all__ = ["assumptions", "attach_input_check", "attach_signature", "default_leaf", "float_model", "is_traced", "trace"]
 
 
 def trace(
