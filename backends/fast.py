@@ -25,7 +25,7 @@ from fxquant.backends.emitter import Emitter, value_info
 from fxquant.backends.runtime import RUNTIMES, Runner
 from fxquant.backends.writer import Writer
 from fxquant.errors import ExportError
-from fxquant.graph import BATCH_SIZES, TensorFact, fact, qparams, resolve
+from fxquant.graph import BATCH_SIZES, TensorFact, by_name, fact, qparams, resolve
 from fxquant.numerics import ACTIVATION_TYPES, INT8
 from fxquant.primitives import PRIMITIVES, Primitive, accumulate, elementwise, pool, product, resize, shape, transposed
 from fxquant.primitives.boundary import BOUNDARY_LIMIT, as_float32, dequantize, quantize
@@ -395,7 +395,7 @@ def _check_whole(integer: fx.GraphModule, model: onnx.ModelProto, settings: Mapp
     with torch.no_grad():
         wanted: list[Tensor] = []
         device = next((buffer.device for buffer in integer.buffers()), torch.device("cpu"))
-        results = integer(*(value.to(device) for value in inputs))
+        results = integer(**by_name(integer, [value.to(device) for value in inputs]))
         fx.node.map_aggregate(results, lambda value: wanted.append(value.cpu()) if isinstance(value, Tensor) else None)
     found = _run(model, dict(zip((info.name for info in model.graph.input), inputs, strict=True)), settings)
     for value, output in zip(wanted, model.graph.output, strict=True):

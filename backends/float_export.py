@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import warnings
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from onnx import helper
 from torch import Tensor, fx
 
 from fxquant.errors import ExportError
-from fxquant.graph import BATCH_SIZES, BatchDim, TensorFact, fact, resolve
+from fxquant.graph import BATCH_SIZES, BatchDim, TensorFact, attach, fact, resolve
 from fxquant.primitives import PRIMITIVES
 
 
@@ -66,7 +67,7 @@ class FloatRegions:
                     environment[operand] = graph.node_copy(operand)
             environment[node] = graph.node_copy(node, environment.__getitem__)
         graph.output(tuple(environment[node] for node in outputs))
-        part = fx.GraphModule(self.integer, graph).eval()  # holds only what this region reads
+        part = self._part(graph)
         try:
             import onnxscript  # noqa: F401
         except ImportError:
@@ -108,6 +109,17 @@ class FloatRegions:
                 remedy=f"export with opset={written} or later",
             )
         return model
+
+    def _part(self, graph: fx.Graph) -> fx.GraphModule:
+        """A model of this graph, which holds only what the graph reads."""
+        root = torch.nn.Module()
+        for node in graph.nodes:
+            if node.op in ("call_module", "get_attr"):
+                held = resolve(self.integer, str(node.target))
+                # The exporter reads attributes by name, so names that mean something else in Python do not reach it.
+                node.target = "held_" + re.sub(r"\W", "_", str(node.target))
+                attach(root, node.target, held)
+        return fx.GraphModule(root, graph).eval()
 
     def _append(self, model: onnx.ModelProto, emitter: Any, inputs: list[str], outputs: list[fx.Node]) -> None:
         renamed = dict(zip((i.name for i in model.graph.input), inputs, strict=True))

@@ -31,7 +31,7 @@ from fxquant.spec import DEFAULT, QConfig, QConfigMapping, as_mapping, attached_
 from fxquant.stage import Stage
 from fxquant.target import Target
 from fxquant.text import text
-from fxquant.trace import trace
+from fxquant.trace import attach_signature, float_model, trace
 from fxquant.verify import (
     DeviationReport,
     Form,
@@ -100,6 +100,7 @@ def _prepare(
     backends.require_dtypes(target, [*attributes(traced, attached), *qconfig.rules(), (DEFAULT, qconfig.default)])
     prepared = Model.of(copy_parameters(traced), copy_graph(traced.graph))
     prepared.meta = {**traced.meta, "target": target}
+    attach_signature(prepared)
     dial.write("trace", prepared)
     context = Context(target, qconfig, batch_norm, dial.debug, attached)
     stopped = run(prepared, PREPARE, context, dial, until)
@@ -247,6 +248,8 @@ def quantize(
     target: str | Target = "bayes-e",
     qconfig: QConfig | QConfigMapping | None = None,
     *,
+    dynamic_shapes: Any = None,
+    batch_norm: str = "live",
     num_batches: int | None = None,
     batch_fn: Callable[[Any], Any] | None = None,
     distributed: bool = True,
@@ -254,16 +257,18 @@ def quantize(
 ) -> Result:
     """Prepare, calibrate and convert in one call. The first batch serves as example input as well.
 
-    The arguments are those of `prepare` and `calibrate`. Raises what `prepare`, `calibrate` and `convert` raise.
+    The arguments are those of `prepare` and `calibrate`; with `dynamic_shapes={}` every batch must have the size of the first.
+    Raises what `prepare`, `calibrate` and `convert` raise.
     """
+    as_written = float_model(model)
     batches = as_batches(batches)
     iterator = iter(batches)
     try:
         first = next(iterator)
     except StopIteration:
         raise no_batches(num_batches) from None
-    example = batch_inputs(model, first if batch_fn is None else batch_fn(first))
-    prepared = prepare(model, example, target, qconfig)
+    example = batch_inputs(as_written, first if batch_fn is None else batch_fn(first))
+    prepared = prepare(as_written, example, target, qconfig, dynamic_shapes=dynamic_shapes, batch_norm=batch_norm)
     calibrate(prepared, itertools.chain([first], iterator), num_batches, batch_fn, distributed=distributed, show_progress=show_progress)
     return Result(model, prepared, convert(prepared))
 

@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fxquant.errors import CalibrationError, ConfigurationError
-from fxquant.graph import TensorFact, fact
+from fxquant.graph import TensorFact, argument_name, fact
 
 logger = logging.getLogger("fxquant")
 
@@ -93,7 +93,7 @@ def model_inputs(model: fx.GraphModule, batch: Any, index: int = 0) -> list[Any]
     Raises CalibrationError, naming the batch, if an input is missing, of another shape or dtype, NaN or infinite.
     """
     placeholders = [node for node in model.graph.nodes if node.op == "placeholder"]
-    names = [str(node.target) for node in placeholders]
+    names = [argument_name(node) for node in placeholders]
     if isinstance(batch, list | tuple) and batch and isinstance(batch[0], Mapping) and set(names) <= _by_name(batch[0]).keys():
         batch = batch[0]  # (inputs, targets), the inputs by name
     if isinstance(batch, Mapping):

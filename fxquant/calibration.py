@@ -12,6 +12,7 @@ from torch import fx, nn
 import fxquant.distributed as ranks
 from fxquant.batches import first_batches, length, model_inputs, no_batches
 from fxquant.errors import ConfigurationError, FxQuantError
+from fxquant.graph import by_name
 from fxquant.observers import Observer
 from fxquant.prepared import QuantizedOperator, quantized_operators
 from fxquant.progress import progress
@@ -110,7 +111,7 @@ def calibrate(
         for batch in progress(first_batches(batches, num_batches), length(batches, num_batches), "calibrating", show_progress):
             arguments = model_inputs(prepared, batch if batch_fn is None else batch_fn(batch), seen)
             with _all_or_nothing(prepared):
-                prepared(*arguments)
+                prepared(**by_name(prepared, arguments))
             seen += 1
         return seen
 

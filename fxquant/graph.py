@@ -9,6 +9,7 @@ module, so no other file spells a key. Facts survive `copy.deepcopy` of a GraphM
     made_by     the pass (or "trace") that created the node
     qconfig     the QConfigs (or None) that stand on the user's modules around the call, by their paths, nearest first
     wishes      the rules of the qconfig that cover the node, and each node that was fused into it
+    argument    what the user calls an input whose name is none in Python, or one that generated code needs ("torch")
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -24,6 +25,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.graph import PythonCode
+
+from fxquant.codegen import Code, own_names, registered
 
 # Two batch sizes stand for "any": a dimension that differs between them depends on the batch.
 # Both are even, so that `batch // 2` is exact, and neither is 1, so that nothing broadcasts by accident.
@@ -110,6 +114,20 @@ def set_fact(node: fx.Node, value: Any) -> None:
 def source(node: fx.Node) -> str:
     """The user's source line, or an empty string."""
     return str(node.meta.get("source", ""))
+
+
+def argument_name(node: fx.Node) -> str:
+    """What the user calls the input that a placeholder stands for; as a rule, its name."""
+    return str(node.meta.get("argument", node.target))
+
+
+def set_argument_name(node: fx.Node, name: str) -> None:
+    node.meta["argument"] = name
+
+
+def by_name(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, Any]:
+    """The inputs of a graph, in its order, as keyword arguments: a call with these is taken as the graph takes it."""
+    return dict(zip((str(node.target) for node in module.graph.find_nodes(op="placeholder")), inputs, strict=True))
 
 
 def module_path(node: fx.Node) -> str:
@@ -330,28 +348,27 @@ def inherit(node: fx.Node, parent: fx.Node, made_by: str) -> fx.Node:
 
 
 def resolve(root: torch.nn.Module, path: str) -> Any:
-    """The attribute at a dotted path. Raises AttributeError if there is none."""
-    value: Any = root
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
+    """What is registered at a dotted path, or else the attribute there. Raises AttributeError if there is none."""
+    return registered(root, path)
 
 
 def attach(root: torch.nn.Module, path: str, value: torch.nn.Module | torch.Tensor) -> None:
-    """Register a module, or a buffer, at a dotted path, making plain modules on the way."""
+    """Register a module, or a buffer, at a dotted path, making plain modules on the way.
+
+    What the path names may be what the GraphModule has an attribute for: a user's module may be called "graph".
+    """
     *parents, name = path.split(".")
     for part in parents:
         child = root._modules.get(part)
         if child is None:
-            child = torch.nn.Module()
-            root.add_module(part, child)
+            child = root._modules[part] = torch.nn.Module()
         root = child
     if isinstance(value, torch.nn.Module):
-        root.add_module(name, value)
+        root._modules[name] = value
     elif isinstance(value, torch.nn.Parameter):
-        root.register_parameter(name, value)
+        root._parameters[name] = value
     else:
-        root.register_buffer(name, value)
+        root._buffers[name] = value
 
 
 def describe(node: fx.Node, fact: Any, source: str, module: str, made_by: str = "trace") -> None:
@@ -400,7 +417,21 @@ _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps", "mtia", "hpu", "maia")
 
 
 class Model(fx.GraphModule):
-    """A GraphModule whose copies keep everything: unused parameters, hooks, and `meta`."""
+    """A GraphModule whose copies keep everything: unused parameters, hooks, and `meta`.
+
+    The user's modules and parameters may have any names, also those of a GraphModule's own attributes ("graph", "meta", "code").
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in own_names() and not isinstance(value, torch.Tensor | torch.nn.Module):
+            object.__setattr__(self, name, value)  # nn.Module would take it for the user's
+        else:
+            super().__setattr__(name, value)
+
+    def recompile(self) -> PythonCode:
+        """Compile the graph anew."""
+        self._graph.set_codegen(Code())
+        return super().recompile()
 
     @staticmethod
     def of(root: torch.nn.Module, graph: fx.Graph) -> Model:
@@ -410,14 +441,14 @@ class Model(fx.GraphModule):
         """
         model = Model(torch.nn.Module(), fx.Graph())
         for name in ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"):
-            model.__dict__[name] = dict(root.__dict__[name]) if isinstance(root.__dict__[name], dict) else root.__dict__[name]
-        model.meta = dict(getattr(root, "meta", {}))
+            model.__dict__[name] = root.__dict__[name].copy()
+        model.meta = dict(root.meta) if isinstance(root, fx.GraphModule) else {}
         model.training = root.training
         replace_graph(model, graph)
         return model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Model:
-        copied = Model(torch.nn.Module(), fx.Graph())
+        copied = Model(torch.nn.Module(), fx.Graph(), type(self).__name__)
         memo[id(self)] = copied
         state = copy.deepcopy({name: value for name, value in self.__dict__.items() if name != "_graph"}, memo)
         copied.__dict__.update(state)

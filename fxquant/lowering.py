@@ -223,6 +223,8 @@ class Lowering:
 
     def quantize_constant(self, value: Tensor, role: str) -> Quantized:
         """A constant tensor as integers with one scale, as a weight is; its gradient passes straight through."""
+        if not value.is_floating_point():  # a mask, or whole numbers: beside an activation they count as real numbers
+            value = value.to(torch.float32)
         scale = self.settle(weight_scale(value, None, self.weight.type)).reshape(())
         real = value / scale
         exact = torch.round(real.detach())

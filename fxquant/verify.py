@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from fxquant.batches import model_inputs
 from fxquant.errors import ConfigurationError, ExportError
-from fxquant.graph import TensorFact, fact, qparams, resolve
+from fxquant.graph import TensorFact, by_name, fact, qparams, resolve
 from fxquant.ops.boundary import DEQUANTIZE, QUANTIZE
 from fxquant.prepared import QuantizedOperator, quantized_operators
 from fxquant.primitives import PRIMITIVES
@@ -257,7 +257,7 @@ class PreparedForm:
             for operator in operators.values():
                 operator.state = State.VALIDATE
             with torch.no_grad():
-                result = self.model(*inputs)
+                result = self.model(**by_name(self.model, inputs))
         finally:
             for hook in hooks:
                 hook.remove()
@@ -288,6 +288,9 @@ class IntegerForm:
                 if record is not None and (record.kind == "quantized" or (deep and record.kind == "accumulator")):
                     values[n.name] = result.to(torch.int64)
                 return result
+
+            def fetch_attr(self, target: str) -> Any:
+                return resolve(self.module, target)
 
         with torch.no_grad():
             result = Recorder(self.model).run(*inputs)

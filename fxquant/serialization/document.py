@@ -20,6 +20,7 @@ from fxquant.spec import QConfig
 from fxquant.stage import Stage, violations
 from fxquant.trace import attach_input_check, is_traced
 from fxquant.trace.result import _check_inputs
+from fxquant.trace.signature import attach_signature, is_signature, take_apart
 
 FORMAT, VERSION = "fxquant model", 1
 _SECTIONS = ["format", "version", "name", "meta", "root", "modules", "tensors", "nodes"]
@@ -28,7 +29,7 @@ _SECTIONS = ["format", "version", "name", "meta", "root", "modules", "tensors", 
 _META: Mapping[str, tuple[type, ...] | None] = {
     "fact": None, "source": (str,), "module": (str,), "made_by": (str,), "annotation": (Annotation,), "refusal": (str,),
     "qconfig": (tuple,), "spelling": (tuple,), "fused": (tuple,), "notes": (dict,), "qparams": (QParams,), "origin": (str,),
-    "parameter": (bool,), "operation": (Operation,),
+    "parameter": (bool,), "operation": (Operation,), "argument": (str,),
 }  # fmt: skip
 _MODEL_META: Mapping[str, tuple[type, ...]] = {
     "stage": (str,), "target": (str,), "unheard": (list,), "qconfigs": (list,), "told_dropped": (bool,),
@@ -43,7 +44,7 @@ def write_model(model: Any, target_of: TargetOf) -> tuple[dict[str, Any], dict[s
     """The document and the tensors of a model. Raises ExportError, naming what it is, if anything of it has no form there."""
     if not isinstance(model, fx.GraphModule) or not (is_traced(model) or "stage" in model.meta):
         cannot_save(f"a {type(model).__name__}", "it is no model of fxquant's at any stage", "save what trace, prepare or convert returned")
-    others = [hook for hook in model._forward_pre_hooks.values() if hook is not _check_inputs]
+    others = [hook for hook in model._forward_pre_hooks.values() if hook not in (_check_inputs, take_apart)]
     if others or model._forward_hooks or model._backward_hooks or model._backward_pre_hooks:
         cannot_save("the model", "it has hooks, and a file holds no code", "remove the hooks first")
     target = model.meta.get("target")
@@ -154,6 +155,7 @@ def read_model(document: Mapping[str, Any], tensors: Mapping[str, Tensor], targe
     replace_graph(model, _graph(expect(document["nodes"], list)))
     _check(model, document, target_of)
     attach_input_check(model)
+    attach_signature(model)
     model.recompile()
     return model
 
@@ -163,6 +165,8 @@ def _check(model: Model, document: Mapping[str, Any], target_of: TargetOf) -> No
     if as_text(again) != as_text(document):
         part = next(name for name in _SECTIONS if again[name] != document[name] or str(again[name]) != str(document[name]))
         raise Malformed(f"its {part} hold something that fxquant does not write")
+    if not is_signature(model.meta, [str(node.target) for node in model.graph.find_nodes(op="placeholder")]):
+        raise Malformed("it does not say how its inputs are given")
     found = violations(model, Stage[model.meta["stage"]] if "stage" in model.meta else Stage.TRACED)
     if found:
         raise Malformed(f"%{found[0].node.name}: {found[0].because}")

@@ -3,27 +3,30 @@
 trace(model, example_inputs)   the graph
 assumptions(traced)            what was fixed while tracing
 attach_input_check(traced)     let a graph check its inputs when it runs
+attach_signature(model)        let a graph be called like the float model
 is_traced(module)              whether `trace` made it
+float_model(model)             the float model that is meant, or an error that says what it is instead
 default_leaf(module, path)     which modules stay whole
 """
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import fx, nn
 
-from fxquant.errors import ConfigurationError, TraceError
 from fxquant.graph import BATCH_SIZES, collection_paused
 from fxquant.spec import attached_qconfigs
 from fxquant.trace.checks import RETRACE_SIZES, compare_recordings, compare_with_model
+from fxquant.trace.entry import float_model, is_traced
 from fxquant.trace.inputs import ExampleInputs, bind_inputs
 from fxquant.trace.leaves import LeafRule, default_leaf
-from fxquant.trace.result import assumptions, attach_input_check, build, is_traced
+from fxquant.trace.result import assumptions, attach_input_check, build
+from fxquant.trace.signature import attach_signature
 from fxquant.trace.tracer import record
 
-__all__ = ["assumptions", "attach_input_check", "default_leaf", "is_traced", "trace"]
+__all__ = ["assumptions", "attach_input_check", "attach_signature", "default_leaf", "float_model", "is_traced", "trace"]
 
 
 def trace(
@@ -34,7 +37,7 @@ def trace(
     leaf: LeafRule | None = None,
     check: bool = True,
 ) -> fx.GraphModule:
-    """The graph of a model in eval mode; the model itself is not changed.
+    """The graph of a model in eval mode; the model itself is not changed. A graph this has made is returned as it is.
 
     Every node knows the QConfigs that stand on its module and on those around the call, as the attribute `qconfig`.
 
@@ -43,11 +46,10 @@ def trace(
     leaf             which modules stay whole, given the module and its path; `default_leaf` if None
     check            trace again at other batch sizes and compare; run both on the example and compare
     """
+    model = float_model(model)
     if is_traced(model):
         assert isinstance(model, fx.GraphModule)
         return model
-    if not isinstance(model, nn.Module):
-        _refuse_model(model)
     inputs = bind_inputs(model, example_inputs, dynamic_shapes)
     with collection_paused():
         traced = _traced(model, inputs, leaf, check)
@@ -65,15 +67,3 @@ def _traced(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule | None, chec
     if qconfigs:
         traced.meta["qconfigs"] = list(qconfigs)  # the paths of their modules
     return traced
-
-
-def _refuse_model(model: object) -> NoReturn:
-    if isinstance(model, torch.export.ExportedProgram):
-        raise TraceError(
-            "exported programs cannot be traced yet",
-            because="an ExportedProgram is a graph of ATen operators, without the modules of the model it came from",
-            remedy="pass the nn.Module that was exported",
-        )
-    raise ConfigurationError(
-        f"a {type(model).__name__} cannot be traced", because="a model is an nn.Module", remedy="wrap the function in an nn.Module"
-    )

@@ -116,7 +116,7 @@ def _compare_at(model: nn.Module, traced: fx.GraphModule, inputs: ExampleInputs,
                 raise
             return
     with torch.no_grad(), undisturbed():
-        found = traced(*(tensor.clone() for tensor in tensors.values()))
+        found = traced(**{name: tensor.clone() for name, tensor in tensors.items()})
     for index, (mine, theirs) in enumerate(zip(flat_tensors(found), flat_tensors(expected), strict=True)):
         if not same_tensor(mine, theirs):
             _refuse_numbers(index, mine, theirs, next(iter(tensors.values())).shape)

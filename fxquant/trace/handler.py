@@ -53,7 +53,7 @@ class Handler:
         self.snapshot = snapshot
         self.batches = batches
         self.evaluator = evaluator
-        self.graph = fx.Graph()
+        self.graph = new_graph()
         self.path = ""
         self.qconfig: tuple[tuple[str, Any], ...] = ()  # those of the modules being called, by path, the nearest first
         self.memory = Memory(self)
@@ -353,6 +353,13 @@ def _fact(template: Any) -> Any:
 
 def _plain(template: Any) -> Any:
     return template.rebuild([_plain(item) for item in template.items]) if isinstance(template, Sequenced) else template
+
+
+def new_graph() -> fx.Graph:
+    """An empty graph, in which no node can take the name of the module itself in the generated code."""
+    graph = fx.Graph()
+    graph._graph_namespace.create_name("self", None)
+    return graph
 
 
 _READERS: dict[str, Callable[..., Any]] = {}

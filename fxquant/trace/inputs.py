@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxquant.errors import ConfigurationError, TraceError
+from fxquant.trace.handler import new_graph
+from fxquant.trace.signature import signature_of
 
 
 @dataclass(frozen=True)
@@ -21,12 +24,16 @@ class ExampleInputs:
     names      the placeholder's name for every leaf that is a tensor, else None
     spec       how to rebuild (args, kwargs) from leaves
     batch      size of dimension 0 of the inputs; None if it is not to vary
+    signature  how forward was called
+    renamed    what the user calls the inputs whose names generated code cannot use, by placeholder name
     """
 
     leaves: tuple[Any, ...]
     names: tuple[str | None, ...]
     spec: Any
     batch: int | None
+    signature: list[list[Any]]
+    renamed: dict[str, str]
 
     def arguments(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The positional and keyword arguments with other leaves."""
@@ -68,7 +75,23 @@ def bind_inputs(model: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> E
             because="tensors among the inputs become the inputs of the graph",
             remedy="pass at least one tensor, for example (torch.randn(1, 3, 224, 224),)",
         )
-    return ExampleInputs(tuple(leaves), tuple(_unique(names)), spec, _batch(leaves) if _is_dynamic(dynamic_shapes) else None)
+    written = _unique(names)
+    names = _legal(written)
+    batch = _batch(leaves)
+    if batch == 0:
+        raise ConfigurationError(
+            "the example inputs hold an empty batch",
+            because="the graph is compared with the model on them, and nothing would be compared",
+            remedy="pass at least one row, for example (torch.randn(1, 3, 224, 224),)",
+        )
+    return ExampleInputs(
+        leaves=tuple(leaves),
+        names=tuple(names),
+        spec=spec,
+        batch=batch if _is_dynamic(dynamic_shapes) else None,
+        signature=signature_of(model, args, kwargs, iter(names)),
+        renamed={new: old for new, old in zip(names, written, strict=True) if new is not None and old is not None and new != old},
+    )
 
 
 def _as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -124,6 +147,20 @@ def _unique(names: list[str | None]) -> list[str | None]:
             taken.add(name)
         unique.append(name)
     return unique
+
+
+# The built-in names that generated code may use. An input may have the name of any other: `input` is a common one.
+_BUILT_IN = frozenset((
+    "Ellipsis", "abs", "bool", "complex", "dict", "float", "frozenset", "getattr", "int", "len", "list", "max", "min", "pow", "range",
+    "round", "set", "slice", "str", "sum", "tuple",
+))  # fmt: skip
+
+
+def _legal(names: list[str | None]) -> list[str | None]:
+    """The names as inputs of a graph: no keywords, and nothing that generated code means something else by."""
+    graph = new_graph()
+    legal = {name: graph.placeholder(name).name for name in names if name is not None}
+    return [name if name is None or (hasattr(builtins, name) and name not in _BUILT_IN) else legal[name] for name in names]
 
 
 def _batch(leaves: list[Any]) -> int | None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fxquant.trace.arguments import ATOMS, is_tracked
+from fxquant.trace.entry import refuse_scripted, uncompiled
 from fxquant.trace.handler import Handler
 
 LeafRule = Callable[[nn.Module, str], bool]
@@ -38,7 +39,9 @@ class ModuleCalls:
         handler = self._handler
         if handler.paused:
             return original(module, *args, **kwargs)
-        module = handler.snapshot.shell(module)
+        module = uncompiled(handler.snapshot.shell(module))
+        if isinstance(module, torch.jit.ScriptModule) and is_tracked((args, kwargs), handler.known):
+            refuse_scripted("a module that forward calls", handler.source())
         path = handler.snapshot.paths.get(id(module))
         if path is None:
             return original(module, *args, **kwargs)

@@ -10,18 +10,14 @@ from torch import fx, nn
 
 from fxquant import graph as facts
 from fxquant.errors import ConfigurationError
-from fxquant.graph import BatchDim, TensorFact
+from fxquant.graph import BatchDim, Model, TensorFact, attach, replace_graph
+from fxquant.trace.entry import STAGE
+from fxquant.trace.signature import attach_signature, set_signature
 from fxquant.trace.snapshot import Snapshot
 from fxquant.trace.tracer import Recording
 
-_STAGE = "fxquant.stage"
 _ASSUMPTIONS = "fxquant.assumptions"
 _TRANSIENT = "fxquant.transient_buffers"
-
-
-def is_traced(module: object) -> bool:
-    """Whether a module is a GraphModule that `trace` made and no pass has changed the stage of."""
-    return isinstance(module, fx.GraphModule) and module.meta.get(_STAGE) == "traced"
 
 
 def assumptions(module: fx.GraphModule) -> list[str]:
@@ -34,18 +30,22 @@ def build(model: nn.Module, recording: Recording) -> fx.GraphModule:
     """A GraphModule with the model's own parameter names, and parameters shared with the model."""
     snapshot = Snapshot(model, own_buffers=True)
     called = {node.target for node in recording.graph.nodes if node.op == "call_module"}
-    module = fx.GraphModule(nn.Module(), fx.Graph(), type(model).__name__)
+    module = Model(nn.Module(), fx.Graph(), type(model).__name__)
     shell = _PlainTree(snapshot, called).build(snapshot.root)
     for kind in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
         module.__dict__[kind].update(shell.__dict__[kind])
     for name, constant in recording.constants.items():
-        module.register_buffer(name, constant, persistent=False)
+        attach(module, name, constant)
+        module._non_persistent_buffers_set.add(name)
     module.eval()
-    module.graph = recording.graph
-    module.meta[_STAGE] = "traced"
+    replace_graph(module, recording.graph)
+    module.recompile()
+    module.meta[STAGE] = "traced"
     module.meta[_ASSUMPTIONS] = [*recording.notes, *_fixed_sizes(module), *_unused(module)]
     module.meta[_TRANSIENT] = sorted(module._non_persistent_buffers_set)
+    set_signature(module, recording.signature)
     attach_input_check(module)
+    attach_signature(module)
     return module
 
 

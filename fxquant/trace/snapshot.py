@@ -89,12 +89,13 @@ class Snapshot:
 
     def _fill(self, original: nn.Module, shell: nn.Module, path: str) -> None:
         state = shell.__dict__
+        state["training"] = False
         for name, value in original.__dict__.items():
-            if name == "training":
-                state[name] = False
-            elif type(value) in ATOMS:
+            if name in state or name == "_compiled_call_impl":  # which `module.compile()` leaves
+                continue
+            if type(value) in ATOMS:
                 state[name] = value
-            elif name not in state:
+            else:
                 state[name] = type(value)() if name in _HOOKS and not value else self._attribute(value, name, path)
 
     def _attribute(self, value: Any, name: str, path: str) -> Any:

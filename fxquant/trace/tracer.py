@@ -31,12 +31,14 @@ class Recording:
     constants   tensors that are neither parameters nor buffers, by target
     notes       what was fixed while tracing
     snapshot    the shells the trace ran on
+    signature   how the model was called
     """
 
     graph: fx.Graph
     constants: dict[str, torch.Tensor]
     notes: list[str]
     snapshot: Snapshot
+    signature: list[list[Any]]
 
 
 class _Mode(TorchFunctionMode):
@@ -75,7 +77,7 @@ def record(
             result = _run(handler, args, kwargs)
         facts.describe(handler.graph.output(result), fx.map_arg(result, facts.fact), "", "")
         _erase_unused(handler.graph)
-    return Recording(handler.graph, handler.constants, list(handler.notes), snapshot)
+    return Recording(handler.graph, handler.constants, list(handler.notes), snapshot, inputs.signature)
 
 
 def _run(handler: Handler, args: Any, kwargs: Any) -> Any:
@@ -103,6 +105,8 @@ def _placeholder(handler: Handler, name: str, example: torch.Tensor, inputs: Exa
     value = _input_value(handler.evaluator, example, batches[:2] if inputs.has_batch(example) else None)
     node = handler.graph.placeholder(name)
     facts.describe(node, value.fact, "", "")
+    if name in inputs.renamed:
+        facts.set_argument_name(node, inputs.renamed[name])
     return TracedTensor(node, value)
 
 

@@ -308,10 +308,11 @@ def test_another_graph_module_is_traced_like_a_model():
 
 def test_the_input_check_survives_deepcopy_and_can_be_attached_again():
     traced = trace(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4))
+    hooks = list(traced._forward_pre_hooks.values())
     attach_input_check(traced)
-    assert len(traced._forward_pre_hooks) == 1
+    assert list(traced._forward_pre_hooks.values()) == hooks
     copied = copy.deepcopy(copy.deepcopy(traced))
-    assert len(copied._forward_pre_hooks) == 1
+    assert list(copied._forward_pre_hooks.values()) == hooks
     with pytest.raises(ConfigurationError):
         copied(torch.randn(2, 5))
 

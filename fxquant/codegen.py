@@ -1,0 +1,69 @@
+"""The Python that runs a graph, also where a name of the user's model is no Python name, or one the GraphModule has for itself."""
+
+from __future__ import annotations
+
+import functools
+import keyword
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx, nn
+from torch.fx.graph import CodeGen, PythonCode
+
+_REGISTERED = "_fxquant_registered"  # what reads such a name, in the generated code
+
+
+def registered(root: nn.Module, path: str) -> Any:
+    """The module, parameter or buffer at a dotted path, or else the attribute. Raises AttributeError if there is none."""
+    value: Any = root
+    for part in path.split("."):
+        value = _member(value, part)
+    return value
+
+
+def _member(holder: Any, name: str) -> Any:
+    if isinstance(holder, nn.Module):
+        state = holder.__dict__
+        for kind in ("_modules", "_parameters", "_buffers"):
+            found = state[kind].get(name)
+            if found is not None:
+                return found
+    return getattr(holder, name)
+
+
+@functools.cache
+def own_names() -> frozenset[str]:
+    """What a GraphModule has attributes for, so that a module or tensor registered under that name is not found as one."""
+    return frozenset((*dir(fx.GraphModule), *vars(fx.GraphModule(nn.Module(), fx.Graph()))))
+
+
+@functools.cache
+def _is_plain(path: str) -> bool:
+    """Whether `self.` and the path is an expression that reads what is registered there."""
+    first, *others = path.split(".")
+    return not (
+        first in own_names()
+        or any(hasattr(nn.Module, part) for part in others)
+        or any(keyword.iskeyword(part) or not part.replace("_", "a").isalnum() for part in (first, *others))
+    )
+
+
+class Code(CodeGen):
+    """As PyTorch generates it; paths that are no plain expressions are looked up where modules and tensors are registered."""
+
+    def _gen_python_code(self, nodes: Any, root_module: str, *args: Any, **kwargs: Any) -> PythonCode:
+        code = super()._gen_python_code(nodes, root_module, *args, **kwargs)
+        for node in nodes:
+            if node.op in ("call_module", "get_attr") and not _is_plain(str(node.target)):
+                written = f"    {node!r} = {_expression(root_module, str(node.target))}"
+                if f"\n{written}" not in code.src:
+                    raise AssertionError(f"%{node.name} is not in the generated code as {written.strip()}")
+                code.src = code.src.replace(f"\n{written}", f"\n    {node!r} = {_REGISTERED}({root_module}, {str(node.target)!r})", 1)
+                code.globals[_REGISTERED] = registered
+        return code
+
+
+def _expression(root: str, path: str) -> str:
+    """How PyTorch writes the path in the generated code."""
+    format_target: Callable[[str, str], str] = fx.graph._format_target
+    return format_target(root, path)

@@ -1,0 +1,110 @@
+"""What may be traced: a float `nn.Module`, and what stands for one. Anything else is met here, before any work."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NoReturn
+
+import torch
+from torch import fx, nn
+
+from fxquant.errors import ConfigurationError, TraceError
+
+STAGE = "fxquant.stage"  # in `meta` of a traced GraphModule
+
+# Classes of torch.ao and of torchao that stand in a model only once it has been prepared or converted there.
+_OBSERVERS = frozenset(("ObserverBase", "FakeQuantizeBase", "AffineQuantizedObserverBase"))
+_HOMES = ("torch.ao.", "torch.quantization.", "torchao.")
+_QUANTIZED = (
+    "torch.ao.nn.quantized.", "torch.ao.nn.qat.", "torch.ao.nn.intrinsic.qat.", "torch.ao.nn.intrinsic.quantized.",
+    "torch.ao.nn.sparse.quantized.",
+)  # fmt: skip
+_WRITTEN_BY_USERS = frozenset(("FloatFunctional", "FXFloatFunctional"))  # float modules, in spite of their home
+
+
+def is_traced(module: object) -> bool:
+    """Whether a module is a GraphModule that `trace` made, and no pass has rewritten."""
+    return isinstance(module, fx.GraphModule) and module.meta.get(STAGE) == "traced" and "stage" not in module.meta
+
+
+def float_model(model: Any) -> nn.Module:
+    """The float model that is meant: the model itself, or the one `torch.compile` has wrapped.
+
+    Raises ConfigurationError for what is no float model: a prepared or an integer model of fxquant's, alone or inside of another
+    module, a model that torch.ao has prepared or converted, a scripted one, and what is no module. Raises TraceError for an
+    ExportedProgram.
+    """
+    if not isinstance(model, nn.Module):
+        _refuse_other(model)
+    model = uncompiled(model)
+    if isinstance(model, torch.jit.ScriptModule):
+        refuse_scripted("the model")
+    for path, module in model.named_modules():
+        if isinstance(module, fx.GraphModule) and "stage" in module.meta:
+            _refuse_stage(path, str(module.meta["stage"]), module.meta.get("target"))
+        if _is_quantized_by_torch(type(module)):
+            _refuse_torch_quantized(path, type(module))
+    return model
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that `torch.compile` has wrapped; any other module itself."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported before somebody compiles
+    while dynamo is not None and isinstance(module, dynamo.OptimizedModule):
+        module = module._modules["_orig_mod"]  # type: ignore[assignment]
+    return module
+
+
+def refuse_scripted(what: str, at: str | None = None) -> NoReturn:
+    """Raise the error for a module whose Python is gone."""
+    raise ConfigurationError(
+        f"{what} is a torch.jit.ScriptModule",
+        because="scripting and torch.jit.trace replace a module's Python, which fxquant traces, by a program of their own",
+        remedy="pass the module it was made from, and script nothing of it",
+        at=at,
+    )
+
+
+def _is_quantized_by_torch(kind: type) -> bool:
+    home = kind.__module__ + "."
+    if home.startswith(_QUANTIZED) and kind.__name__ not in _WRITTEN_BY_USERS:
+        return True
+    return any(base.__name__ in _OBSERVERS and base.__module__.startswith(_HOMES) for base in kind.__mro__)
+
+
+def _at(path: str) -> str:
+    return f"the submodule {path}" if path else "the model"
+
+
+def _refuse_stage(path: str, stage: str, target: Any) -> NoReturn:
+    kinds = {"PREPARED": "a prepared model", "INTEGER": "an integer model"}
+    march = f" for {target.name}" if target is not None else ""
+    going_on = {
+        "PREPARED": "; this one goes on with fxq.calibrate, fxq.set_state and fxq.convert",
+        "INTEGER": "; this one is finished: call it, fxq.export_onnx or fxq.save it",
+    }
+    raise ConfigurationError(
+        f"{_at(path)} is no float model, but {kinds.get(stage, f'a graph that was stopped at stage {stage}')}",
+        because=f"it was compiled{march} already, and quantizing what is quantized would mix two arithmetics",
+        remedy="pass the float nn.Module it was made from, also for another target" + going_on.get(stage, ""),
+    )
+
+
+def _refuse_torch_quantized(path: str, kind: type) -> NoReturn:
+    raise ConfigurationError(
+        "the model is no float model: torch.ao has prepared or converted it",
+        because=f"{_at(path)} is a {kind.__module__}.{kind.__qualname__}, which observes or quantizes by itself",
+        remedy="pass the float nn.Module, as it was before; QuantStub, DeQuantStub and FloatFunctional may stay in it",
+    )
+
+
+def _refuse_other(model: object) -> NoReturn:
+    if isinstance(model, torch.export.ExportedProgram):
+        raise TraceError(
+            "exported programs cannot be traced yet",
+            because="an ExportedProgram is a graph of ATen operators, without the modules of the model it came from",
+            remedy="pass the nn.Module that was exported",
+        )
+    raise ConfigurationError(
+        f"a {type(model).__name__} cannot be traced", because="a model is an nn.Module", remedy="wrap the function in an nn.Module"
+    )
