@@ -167,7 +167,7 @@ def _key(integer: fx.GraphModule, region: list[fx.Node], inputs: list[fx.Node], 
 
 def _example(value: Any) -> Tensor | int:
     if isinstance(value, TensorFact):
-        return torch.zeros(value.at(BATCH_SIZES[0]), dtype=value.dtype)
+        return torch.zeros(value.at(BATCH_SIZES[0]), dtype=value.dtype, device="cpu")
     return value.at(BATCH_SIZES[0]) if isinstance(value, BatchDim) else int(value)
 
 

@@ -93,7 +93,7 @@ class WeightScale(TrainableScale):
     """
 
     def __init__(self, channels: int) -> None:
-        super().__init__(torch.full((channels,), float("nan")), learned=True)
+        super().__init__(torch.full((channels,), float("nan"), dtype=torch.float32, device="cpu"), learned=True)
 
     def of(self, weight: Tensor, gain: Tensor | None, dtype: IntType, keep: bool) -> Tensor:
         """The scale for this weight, whose channels are its dimension 0, times `gain`; `keep` makes it where training starts."""

@@ -150,14 +150,14 @@ class Lowering:
         if bits:
             self.note("narrowed", f"its sum can have {bits_of(bound)} bits, so the 32-bit output leaves out the last {bits}")
             accumulator = self.call(shift_right, accumulator, bits)
-            ratio = ratio.times(torch.tensor(2.0**bits, device=ratio.numerators[0].device))
+            ratio = ratio.times(torch.tensor(2.0**bits, dtype=torch.float32, device=ratio.numerators[0].device))
         scale = real_multiplier(ratio)
         if torch.is_grad_enabled() and (real := ratio.approximate()).requires_grad:
             scale = straight_through(real.float(), scale)
         value = self.call(accumulator_output, accumulator)
         if clamp is not None and clamp != (None, None):
             limits = [
-                torch.tensor([clamp_bound(bound, float(s), default, INT32) for s in scale.flatten()], dtype=torch.float64).reshape(
+                torch.tensor([clamp_bound(bound, float(s), default, INT32) for s in scale.flatten()], dtype=torch.float64, device="cpu").reshape(
                     scale.shape
                 )
                 for bound, default in zip(clamp, (INT32.low, INT32.high), strict=True)

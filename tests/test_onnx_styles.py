@@ -242,8 +242,7 @@ def test_a_fast_file_that_takes_integers_takes_the_same_ones(tmp_path: Path) -> 
     (taken,), (returned,) = model.metadata["inputs"], model.metadata["outputs"]
     assert (taken["dtype"], returned["dtype"]) == ("int8", "int8")
     found = model.runner("onnxruntime", [])({taken["name"]: values["x_quantize"]})[returned["name"]]
-    assert torch.equal(found, values[returned["tensor"]])
-    assert model.tensors[returned["tensor"]]["zero_point"] == 128  # of the inner tensor; what is returned is int8
+    assert torch.equal(found, values["silu_1"])
 
 
 def test_float_operators_among_fast_kernels(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def _lower_sum(lowering: Lowering, terms: dict[str, tuple[Operand, float]], clam
     bits = _fraction_bits(lowering.arithmetic.add_fraction_bits, number, larger, largest)
     unit = _factor(2.0**bits, larger)
 
-    bound = torch.zeros((), dtype=torch.float64)
+    bound = torch.zeros((), dtype=torch.float64, device="cpu")
     total: Any = None
     for role, (operand, factor) in tensors.items():
         aligned = lowering.align(operand, steps[role].times(unit).over(*larger.numerators), role, wide)
@@ -89,7 +89,7 @@ def _lower_sum(lowering: Lowering, terms: dict[str, tuple[Operand, float]], clam
             total = lowering.call(elementwise.add if factor > 0 else elementwise.subtract, total, aligned)
         bound = bound + 2.0**bits * operand.dtype.magnitude
     if number:
-        constant = Ratio((_factor(abs(number), larger), unit), larger.numerators).rounded(torch.zeros((), dtype=torch.int64))
+        constant = Ratio((_factor(abs(number), larger), unit), larger.numerators).rounded(torch.zeros((), dtype=torch.int64, device="cpu"))
         constant = constant.clamp_max(largest) * (1 if number > 0 else -1)
         bound = bound + float(constant.abs())
         total = lowering.call(elementwise.add_constant, total, lowering.constant("number", constant, torch.int32))
@@ -98,7 +98,7 @@ def _lower_sum(lowering: Lowering, terms: dict[str, tuple[Operand, float]], clam
 
 
 def _step(operand: Quantized, factor: float) -> Ratio:
-    return Ratio((operand.scale,) if abs(factor) == 1 else (operand.scale, torch.tensor(abs(float(factor)), dtype=torch.float64)))
+    return Ratio((operand.scale,) if abs(factor) == 1 else (operand.scale, torch.tensor(abs(float(factor)), dtype=torch.float64, device="cpu")))
 
 
 def _factor(value: float, like: Ratio) -> Tensor:
@@ -143,7 +143,7 @@ def _lower_mul(lowering: Lowering, input: Operand, other: Operand, *, clamp: Cla
     """The product of the integers; a number only changes the step and, if negative, the sign."""
     left, right = constant_operand(lowering, input, "input"), constant_operand(lowering, other, "other")
     if isinstance(left, Quantized) and isinstance(right, Quantized):
-        largest = lowering.prove(torch.tensor(float(left.dtype.magnitude * right.dtype.magnitude)), "the product")
+        largest = lowering.prove(torch.tensor(float(left.dtype.magnitude * right.dtype.magnitude), dtype=torch.float64, device="cpu"), "the product")
         product = lowering.call(elementwise.multiply, left.value, right.value, largest >= FLOAT32_EXACT)
         return lowering.requantize(product, Ratio((left.scale, right.scale)), clamp)
     tensor, number = (left, right) if isinstance(left, Quantized) else (right, left)
