@@ -322,7 +322,27 @@ class _StraightThrough(torch.autograd.Function):
         return gradient.to(ctx.dtype), None
 
 
+class _TransformedStraightThrough(torch.autograd.Function):
+    """The same for functorch's transforms, in the form they ask for, whose calls take several times as long."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(smooth: Tensor, exact: Tensor) -> Tensor:
+        return exact.view_as(exact)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.dtype = inputs[0].dtype
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.to(ctx.dtype), None
+
+
 def straight_through(smooth: Tensor, exact: Tensor) -> Tensor:
-    """`exact`, bit for bit, with the gradient of `smooth`."""
-    result: Tensor = _StraightThrough.apply(smooth, exact)  # type: ignore[no-untyped-call]
+    """`exact`, bit for bit, with the gradient of `smooth`; also inside of torch.func's transforms."""
+    transformed = torch._C._are_functorch_transforms_active()
+    function = _TransformedStraightThrough if transformed else _StraightThrough
+    result: Tensor = function.apply(smooth, exact)  # type: ignore[no-untyped-call]
     return result

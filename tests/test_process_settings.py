@@ -361,3 +361,25 @@ def test_vmap_gives_the_same_bytes(target: str, state: str) -> None:
     train_without_noise(prepared) if state == "TRAIN" else fxq.set_state(prepared, fxq.State.VALIDATE)
     with torch.set_grad_enabled(state == "TRAIN"):
         assert all(same_bytes(a, b) for a, b in zip(torch.func.vmap(prepared)(images), wanted, strict=True))
+
+
+@pytest.mark.parametrize("training", ["statistics", "learned"])
+def test_gradients_of_functional_training(training: str) -> None:
+    """torch.func.grad gives what backward gives, for each sample at once as well."""
+    torch.manual_seed(0)
+    config = fxq.QConfig(fxq.ActivationConfig(training=training), fxq.WeightConfig(training=training))
+    model, x = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).eval(), torch.randn(4, 6)
+    prepared = compiled(model, [x], "nash-e", config).prepared
+    train_without_noise(prepared)
+    parameters = {name: value.detach().clone() for name, value in prepared.named_parameters() if value.requires_grad}
+
+    def loss(parameters: dict[str, Tensor], rows: Tensor) -> Tensor:
+        return torch.func.functional_call(prepared, parameters, (rows,)).square().sum()
+
+    found = torch.func.grad(loss)(parameters, x)
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x.unsqueeze(1))
+    prepared(x).square().sum().backward()
+    for name, parameter in prepared.named_parameters():
+        if parameter.requires_grad:
+            assert torch.allclose(found[name], parameter.grad, rtol=1e-5, atol=1e-6), name
+            assert torch.allclose(each[name].sum(0), parameter.grad, rtol=1e-4, atol=1e-5), name
