@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -87,7 +87,7 @@ class FloatRegions:
                     dynamic_shapes=shapes,
                     verbose=False,
                     input_names=[f"region_input_{i}" for i in range(len(inputs))],
-                    output_names=[node.name for node in outputs],
+                    output_names=[f"region_output_{i}" for i in range(len(outputs))],  # no value inside has such a name
                 )
         except Exception as error:
             raise ExportError(
@@ -115,18 +115,11 @@ class FloatRegions:
         def name(value: str) -> str:
             return renamed.setdefault(value, f"{outputs[0].name}/{value}") if value else value
 
-        for initializer in model.graph.initializer:
-            copied_tensor = onnx.TensorProto()
-            copied_tensor.CopyFrom(initializer)
-            copied_tensor.name = name(initializer.name)
-            emitter.initializers.append(copied_tensor)
-        for node in model.graph.node:
-            copied = onnx.NodeProto()
-            copied.CopyFrom(node)
-            copied.input[:] = [name(value) for value in node.input]
-            copied.output[:] = [name(value) for value in node.output]
-            copied.name = f"{outputs[0].name}/{node.name}"
-            emitter.nodes.append(copied)
+        copied = onnx.GraphProto()
+        copied.CopyFrom(model.graph)
+        _rename(copied, name)
+        emitter.initializers.extend(copied.initializer)
+        emitter.nodes.extend(copied.node)
         known = {f.name for f in self.functions}
         self.functions.extend(f for f in model.functions if f.name not in known)
         domains = {o.domain for o in self.opsets} | {""}
@@ -135,6 +128,21 @@ class FloatRegions:
             value = fact(node)
             if isinstance(value, TensorFact):
                 emitter.types[node.name] = value.dtype
+
+
+def _rename(graph: onnx.GraphProto, name: Callable[[str], str]) -> None:
+    """Give every value and node of a graph, and of the graphs inside of its nodes, which see its values, another name."""
+    for tensor in graph.initializer:
+        tensor.name = name(tensor.name)
+    for info in (*graph.input, *graph.output, *graph.value_info):
+        info.name = name(info.name)
+    for node in graph.node:
+        node.input[:] = [name(value) for value in node.input]
+        node.output[:] = [name(value) for value in node.output]
+        node.name = name(node.name)
+        for attribute in node.attribute:
+            for inner in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):
+                _rename(inner, name)
 
 
 @contextmanager

@@ -371,6 +371,7 @@ def test_gradients_of_functional_training(training: str) -> None:
     model, x = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).eval(), torch.randn(4, 6)
     prepared = compiled(model, [x], "nash-e", config).prepared
     train_without_noise(prepared)
+    prepared(x)  # where learned scales start
     parameters = {name: value.detach().clone() for name, value in prepared.named_parameters() if value.requires_grad}
 
     def loss(parameters: dict[str, Tensor], rows: Tensor) -> Tensor:
