@@ -67,9 +67,9 @@ class Emitter:
         return _FIXED_TYPE.get(operator) or self.types[inputs[_TYPE_INPUT.get(operator, 0)]]
 
     def constant(self, value: Tensor | float | int | list[int], dtype: torch.dtype | None = None) -> str:
-        tensor = torch.as_tensor(value, dtype=dtype if dtype is not None else None)
         if isinstance(value, float) and dtype is None:
-            tensor = tensor.float()
+            dtype = torch.float32
+        tensor = torch.as_tensor(value, dtype=dtype, device="cpu")
         array = tensor.detach().cpu().contiguous().numpy()
         key = (array.dtype.str, array.shape, array.tobytes())
         if key not in self.constants:

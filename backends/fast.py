@@ -22,6 +22,7 @@ from onnx import helper
 from torch import Tensor, fx
 
 from fxquant.backends.emitter import Emitter, value_info
+from fxquant.backends.metadata import PRECISE
 from fxquant.backends.runtime import RUNTIMES, Runner
 from fxquant.backends.writer import Writer
 from fxquant.errors import ExportError
@@ -34,9 +35,6 @@ from fxquant.primitives.requantize import requantize_real
 logger = logging.getLogger("fxquant")
 
 ZERO_POINT = 128
-# On x86 processors without VNNI, kernels add pairs of products in 16 bits, which can saturate, unless told not to.
-# Elsewhere this only makes them slower.
-PRECISE = {"session.x64quantprecision": "1"}
 
 CONVOLUTIONS = (accumulate.convolution, accumulate.convolution_wide)
 LINEARS = (accumulate.linear, accumulate.linear_wide)
@@ -315,7 +313,7 @@ def _pad(w: FastWriter, node: fx.Node, input: fx.Node, begin: list[int], end: li
     if not _is_int8(input):
         return None
     e = w.emitter
-    return e.node("Pad", w.shifted(input), e.constant(torch.tensor([*begin, *end])), e.constant(value + ZERO_POINT, torch.uint8))
+    return e.node("Pad", w.shifted(input), e.constant(torch.tensor([*begin, *end], dtype=torch.int64, device="cpu")), e.constant(value + ZERO_POINT, torch.uint8))
 
 
 @form(*SHIFTED)
@@ -348,8 +346,8 @@ def _whole_range(operand: fx.Node, generator: torch.Generator) -> Tensor:
     described = qparams(operand)
     dtype = INT8 if described is None else ACTIVATION_TYPES[described.dtype]
     size = fact(operand).at(BATCH_SIZES[0])
-    values = torch.randint(dtype.low, dtype.high + 1, size, generator=generator)
-    choice = torch.randint(0, 6, size, generator=generator)
+    values = torch.randint(dtype.low, dtype.high + 1, size, generator=generator, device="cpu")
+    choice = torch.randint(0, 6, size, generator=generator, device="cpu")
     return values.masked_fill(choice == 0, dtype.low).masked_fill(choice == 1, dtype.high).to(dtype.storage)
 
 
@@ -422,7 +420,7 @@ def _random_input(integer: fx.GraphModule, node: fx.Node, generator: torch.Gener
     known: TensorFact = fact(node)
     size = known.at(BATCH_SIZES[0])
     if not known.dtype.is_floating_point:
-        return torch.randint(0, 2, size, generator=generator).to(known.dtype)
+        return torch.randint(0, 2, size, generator=generator, device="cpu").to(known.dtype)
     reader = next((user for user in node.users if user.target is quantize), None)
     step = 1.0 if reader is None else float(resolve(integer, str(reader.args[1].target))) * float(reader.args[3]) / 2  # type: ignore[union-attr, arg-type]
-    return (torch.randn(size, generator=generator) * step).to(known.dtype)
+    return (torch.randn(size, generator=generator, dtype=torch.float32, device="cpu") * step).to(known.dtype)

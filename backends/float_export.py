@@ -6,7 +6,7 @@ import logging
 import re
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -89,7 +89,7 @@ class FloatRegions:
                     dynamic_shapes=shapes,
                     verbose=False,
                     input_names=[f"region_input_{i}" for i in range(len(inputs))],
-                    output_names=[node.name for node in outputs],
+                    output_names=[f"region_output_{i}" for i in range(len(outputs))],  # no value inside has such a name
                 )
         except Exception as error:
             raise ExportError(
@@ -128,18 +128,11 @@ class FloatRegions:
         def name(value: str) -> str:
             return renamed.setdefault(value, f"{outputs[0].name}/{value}") if value else value
 
-        for initializer in model.graph.initializer:
-            copied_tensor = onnx.TensorProto()
-            copied_tensor.CopyFrom(initializer)
-            copied_tensor.name = name(initializer.name)
-            emitter.initializers.append(copied_tensor)
-        for node in model.graph.node:
-            copied = onnx.NodeProto()
-            copied.CopyFrom(node)
-            copied.input[:] = [name(value) for value in node.input]
-            copied.output[:] = [name(value) for value in node.output]
-            copied.name = f"{outputs[0].name}/{node.name}"
-            emitter.nodes.append(copied)
+        copied = onnx.GraphProto()
+        copied.CopyFrom(model.graph)
+        _rename(copied, name)
+        emitter.initializers.extend(copied.initializer)
+        emitter.nodes.extend(copied.node)
         known = {f.name for f in self.functions}
         self.functions.extend(f for f in model.functions if f.name not in known)
         domains = {o.domain for o in self.opsets} | {""}
@@ -148,6 +141,21 @@ class FloatRegions:
             value = fact(node)
             if isinstance(value, TensorFact):
                 emitter.types[node.name] = value.dtype
+
+
+def _rename(graph: onnx.GraphProto, name: Callable[[str], str]) -> None:
+    """Give every value and node of a graph, and of the graphs inside of its nodes, which see its values, another name."""
+    for tensor in graph.initializer:
+        tensor.name = name(tensor.name)
+    for info in (*graph.input, *graph.output, *graph.value_info):
+        info.name = name(info.name)
+    for node in graph.node:
+        node.input[:] = [name(value) for value in node.input]
+        node.output[:] = [name(value) for value in node.output]
+        node.name = name(node.name)
+        for attribute in node.attribute:
+            for inner in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):
+                _rename(inner, name)
 
 
 @contextmanager
@@ -189,7 +197,7 @@ def _key(integer: fx.GraphModule, region: list[fx.Node], inputs: list[fx.Node], 
 
 def _example(value: Any) -> Tensor | int:
     if isinstance(value, TensorFact):
-        return torch.zeros(value.at(BATCH_SIZES[0]), dtype=value.dtype)
+        return torch.zeros(value.at(BATCH_SIZES[0]), dtype=value.dtype, device="cpu")
     return value.at(BATCH_SIZES[0]) if isinstance(value, BatchDim) else int(value)
 
 

@@ -153,7 +153,7 @@ class QdqWriter(Writer):
     def _quantized(self, value: str, described: QParams, limited: bool = False) -> str:
         """The value's integers; a range that is narrower than its storage is a Clip, unless the value is limited to it anyhow."""
         e, dtype = self.emitter, ACTIVATION_TYPES[described.dtype]
-        scale = torch.tensor(described.scale)
+        scale = torch.tensor(described.scale, dtype=torch.float32, device="cpu")
         limits = torch.iinfo(dtype.storage)
         if not limited and (dtype.low, dtype.high) != (limits.min, limits.max):
             value = e.node("Clip", value, e.constant(float(scale * dtype.low)), e.constant(float(scale * dtype.high)))
@@ -161,11 +161,11 @@ class QdqWriter(Writer):
 
     def _dequantize(self, value: str, described: QParams) -> str:
         e = self.emitter
-        return e.node("DequantizeLinear", value, e.constant(torch.tensor(described.scale)), e.constant(0, e.dtype(value)))
+        return e.node("DequantizeLinear", value, e.constant(torch.tensor(described.scale, dtype=torch.float32, device="cpu")), e.constant(0, e.dtype(value)))
 
     def _requantized(self, described: QParams) -> Callable[[str], str]:
         return lambda value: self._dequantize(self._quantized(value, described), described)
 
     def _constant(self, constant: Constant) -> tuple[Tensor, Tensor, int | None]:
         """The integers of a parameter, the scale or scales, and the axis these run along, counted from the end."""
-        return self.values[self.nodes[constant.node]], torch.tensor(constant.scale, dtype=torch.float32), constant.axis
+        return self.values[self.nodes[constant.node]], torch.tensor(constant.scale, dtype=torch.float32, device="cpu"), constant.axis

@@ -68,7 +68,7 @@ class Call:
         return self.e.constant(float(value))
 
     def integers(self, values: Sequence[int]) -> str:
-        return self.e.constant(torch.tensor(list(values), dtype=torch.int64))
+        return self.e.constant(torch.tensor(list(values), dtype=torch.int64, device="cpu"))
 
     def operand(self, role: str) -> str:
         """An operand's real value: an activation, a parameter, or a number."""
@@ -95,9 +95,9 @@ class Call:
             return e.constant(arrange(self.grouped(role)))
         attributes = {}
         if axis is not None:
-            channels = arrange(torch.arange(scale.numel()).reshape(-1, *[1] * (-axis - 1)).expand(integers.shape))
+            channels = arrange(torch.arange(scale.numel(), device="cpu").reshape(-1, *[1] * (-axis - 1)).expand(integers.shape))
             attributes["axis"] = next(d for d in range(channels.dim()) if channels.shape[d] == scale.numel() and _runs(channels, d))
-        zero = torch.zeros(scale.shape, dtype=integers.dtype)
+        zero = torch.zeros(scale.shape, dtype=integers.dtype, device="cpu")
         return self.do("DequantizeLinear", e.constant(arrange(integers).contiguous()), e.constant(scale), e.constant(zero), **attributes)
 
     def grouped(self, role: str) -> Tensor:
@@ -143,7 +143,7 @@ class Call:
 
 def _runs(channels: Tensor, dim: int) -> bool:
     """Whether the index of channels is that of this dimension."""
-    return torch.equal(channels, torch.arange(channels.shape[dim]).reshape(-1, *[1] * (channels.dim() - dim - 1)).expand(channels.shape))
+    return torch.equal(channels, torch.arange(channels.shape[dim], device="cpu").reshape(-1, *[1] * (channels.dim() - dim - 1)).expand(channels.shape))
 
 
 def form(*names: str) -> Callable[[Form], Form]:
@@ -351,16 +351,16 @@ def _interpolate(c: Call) -> str:
     attributes: dict[str, Any] = {"mode": "linear", "coordinate_transformation_mode": align}
     if nearest:
         attributes = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
-    scales = c.e.constant(torch.tensor([*one, *factors], dtype=torch.float32))
-    roi = c.e.constant(torch.zeros(0)) if c.e.opset < 13 else ""
+    scales = c.e.constant(torch.tensor([*one, *factors], dtype=torch.float32, device="cpu"))
+    roi = c.e.constant(torch.zeros(0, dtype=torch.float32, device="cpu")) if c.e.opset < 13 else ""
     return c.do("Resize", value, roi, scales, **attributes)
 
 
 def _factor(old: int, new: int) -> float:
     """The least float32 factor, from new/old upwards, that gives the new size."""
-    factor = torch.tensor(new / old, dtype=torch.float32)
+    factor = torch.tensor(new / old, dtype=torch.float32, device="cpu")
     while math.floor(float(factor) * old) < new or math.floor(float(factor * old)) < new:
-        factor = torch.nextafter(factor, torch.tensor(math.inf))
+        factor = torch.nextafter(factor, torch.full_like(factor, math.inf))
     return float(factor)
 
 

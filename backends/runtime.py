@@ -18,6 +18,7 @@ from onnx.reference.op_run import OpRun
 from torch import Tensor
 
 from fxquant.backends.metadata import read_metadata, read_model
+from fxquant.errors import ExportError
 
 # Name, optimisation level, threads. "reference" is ONNX's own evaluator in numpy.
 RUNTIMES = (
@@ -98,7 +99,7 @@ class OnnxModel:
         """A way to run the model: `expose` names values returned besides the outputs, `feed` values given as inputs."""
         model = _with_values(self.model, expose, feed)
         _, level, threads = next(row for row in RUNTIMES if row[0] == runtime)
-        return Runner(model, level, threads, self.path.parent, self.metadata.get("session_options", {}))
+        return Runner(model, level, threads, self.path.parent, self.metadata.get("session_options", {}), str(self.path))
 
     def runners(self, expose: Sequence[str], feed: Sequence[str] = ()) -> Iterator[tuple[str, Runner]]:
         """One runner per runtime."""
@@ -107,13 +108,29 @@ class OnnxModel:
 
 
 class Runner:
-    """One runtime holding one model; `folder` is where its external data stands, `settings` are options of onnxruntime."""
+    """One runtime holding one model; `folder` is where its external data stands, `settings` are options of onnxruntime.
+
+    Raises ExportError, which says `name`, if the model cannot be loaded or run.
+    """
 
     def __init__(
-        self, model: onnx.ModelProto, level: Any, threads: int, folder: Path | None = None, settings: Mapping[str, str] | None = None
+        self,
+        model: onnx.ModelProto,
+        level: Any,
+        threads: int,
+        folder: Path | None = None,
+        settings: Mapping[str, str] | None = None,
+        name: str = "the model",
     ) -> None:
         self.outputs = [info.name for info in model.graph.output]
         self.inputs = [info.name for info in model.graph.input]
+        self.name, self.runtime = name, "ONNX's reference evaluator" if level is None else "onnxruntime"
+        try:
+            self._open(model, level, threads, folder, settings)
+        except Exception as error:  # the runtimes' own errors have no class in common
+            raise self._failed(error) from error
+
+    def _open(self, model: onnx.ModelProto, level: Any, threads: int, folder: Path | None, settings: Mapping[str, str] | None) -> None:
         if level is None:
             if folder is not None:
                 load_external_data_for_model(model, str(folder))
@@ -134,11 +151,23 @@ class Runner:
     def __call__(self, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The outputs and exposed values, by name."""
         arrays = {name: feeds[name].detach().cpu().numpy() for name in self.inputs}
-        results = self._run(arrays)
+        try:
+            results = self._run(arrays)
+        except Exception as error:
+            raise self._failed(error) from error
         return {
             name: torch.from_numpy(np.ascontiguousarray(value).reshape(np.shape(value)))
             for name, value in zip(self.outputs, results, strict=True)
         }
+
+
+    def _failed(self, error: Exception) -> ExportError:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return ExportError(
+            f"{self.name} cannot be run",
+            because=f"{self.runtime} says: {reason}",
+            remedy="export it again with fxq.export_onnx, and keep a .data file beside it where there is one",
+        )
 
 
 def _with_values(model: onnx.ModelProto, expose: Sequence[str], feed: Sequence[str]) -> onnx.ModelProto:

@@ -267,7 +267,7 @@ def _given(names: Sequence[str] | None, count: int, what: str) -> list[str] | No
     """The names asked for the inputs or the outputs; None where none are. Raises ConfigurationError for any that cannot be had."""
     if names is None:
         return None
-    remedy = f"pass a list of {count} different names, one per {what}" if count != 1 else f"pass a list of one name, that of the {what}"
+    remedy = f"pass one name per {what}"
     if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise ConfigurationError(f"{what}_names={names!r} is no list of names", because="each name is a string", remedy=remedy)
     if len(names) != count:

@@ -93,7 +93,7 @@ class WeightScale(TrainableScale):
     """
 
     def __init__(self, channels: int) -> None:
-        super().__init__(torch.full((channels,), float("nan")), learned=True)
+        super().__init__(torch.full((channels,), float("nan"), dtype=torch.float32, device="cpu"), learned=True)
 
     def of(self, weight: Tensor, gain: Tensor | None, dtype: IntType, keep: bool) -> Tensor:
         """The scale for this weight, whose channels are its dimension 0, times `gain`; `keep` makes it where training starts."""
@@ -137,6 +137,24 @@ class _LearnedStep(torch.autograd.Function):
         return of_value, None, None, (of_scale * unit / (value.numel() * ctx.high) ** 0.5).float(), None, None, None
 
 
+class _TransformedLearnedStep(torch.autograd.Function):
+    """The same for functorch's transforms, in the form they ask for, whose calls take several times as long."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(value: Tensor, exact: Tensor, scale: Tensor, growth: Tensor, unit: Tensor, low: int, high: int) -> Tensor:
+        return exact.view_as(exact)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        value, exact, scale, growth, unit, ctx.low, ctx.high = inputs
+        ctx.save_for_backward(value, exact, scale, unit)
+        ctx.shape = growth.shape
+
+    backward = _LearnedStep.backward
+
+
 def learned_step(
     value: Tensor, exact: Tensor, scale: Tensor, trained: TrainableScale, dtype: IntType, factor: Tensor | float = 1
 ) -> Tensor:
@@ -146,5 +164,6 @@ def learned_step(
     of 0 marks a scale that another took the place of; the trained one then has no gradient.
     """
     unit = factor / trained.base_scale
-    result: Tensor = _LearnedStep.apply(value, exact, scale, trained.growth, unit, dtype.low, dtype.high)  # type: ignore[no-untyped-call]
+    function = _TransformedLearnedStep if torch._C._are_functorch_transforms_active() else _LearnedStep
+    result: Tensor = function.apply(value, exact, scale, trained.growth, unit, dtype.low, dtype.high)  # type: ignore[no-untyped-call]
     return result

@@ -150,14 +150,14 @@ class Lowering:
         if bits:
             self.note("narrowed", f"its sum can have {bits_of(bound)} bits, so the 32-bit output leaves out the last {bits}")
             accumulator = self.call(shift_right, accumulator, bits)
-            ratio = ratio.times(torch.tensor(2.0**bits, device=ratio.numerators[0].device))
+            ratio = ratio.times(torch.tensor(2.0**bits, dtype=torch.float32, device=ratio.numerators[0].device))
         scale = real_multiplier(ratio)
         if torch.is_grad_enabled() and (real := ratio.approximate()).requires_grad:
             scale = straight_through(real.float(), scale)
         value = self.call(accumulator_output, accumulator)
         if clamp is not None and clamp != (None, None):
             limits = [
-                torch.tensor([clamp_bound(bound, float(s), default, INT32) for s in scale.flatten()], dtype=torch.float64).reshape(
+                torch.tensor([clamp_bound(bound, float(s), default, INT32) for s in scale.flatten()], dtype=torch.float64, device="cpu").reshape(
                     scale.shape
                 )
                 for bound, default in zip(clamp, (INT32.low, INT32.high), strict=True)
@@ -324,7 +324,27 @@ class _StraightThrough(torch.autograd.Function):
         return gradient.to(ctx.dtype), None
 
 
+class _TransformedStraightThrough(torch.autograd.Function):
+    """The same for functorch's transforms, in the form they ask for, whose calls take several times as long."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(smooth: Tensor, exact: Tensor) -> Tensor:
+        return exact.view_as(exact)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.dtype = inputs[0].dtype
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.to(ctx.dtype), None
+
+
 def straight_through(smooth: Tensor, exact: Tensor) -> Tensor:
-    """`exact`, bit for bit, with the gradient of `smooth`."""
-    result: Tensor = _StraightThrough.apply(smooth, exact)  # type: ignore[no-untyped-call]
+    """`exact`, bit for bit, with the gradient of `smooth`; also inside of torch.func's transforms."""
+    transformed = torch._C._are_functorch_transforms_active()
+    function = _TransformedStraightThrough if transformed else _StraightThrough
+    result: Tensor = function.apply(smooth, exact)  # type: ignore[no-untyped-call]
     return result

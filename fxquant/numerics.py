@@ -71,7 +71,7 @@ def scale_from_range(low: Tensor, high: Tensor, dtype: IntType) -> Tensor:
     """
     largest = torch.maximum(low.abs(), high.abs()).float()
     # A tensor divisor: dividing by a Python number may become a product with its reciprocal.
-    return (largest / torch.tensor(dtype.divisor, device=largest.device)).clamp_min(FLOAT32_EPSILON)
+    return (largest / torch.tensor(dtype.divisor, dtype=torch.float32, device=largest.device)).clamp_min(FLOAT32_EPSILON)
 
 
 def scale_from_threshold(threshold: float, dtype: IntType) -> float:
@@ -318,8 +318,8 @@ def table(
     """
     if on_tensors is None:
         entries = [_table_entry(function, q * input_scale, output_scale, output_type) for q in range(input_type.low, input_type.high + 1)]
-        return torch.tensor(entries, dtype=output_type.storage)
-    x = torch.arange(input_type.low, input_type.high + 1, dtype=torch.float64) * input_scale
+        return torch.tensor(entries, dtype=output_type.storage, device="cpu")
+    x = torch.arange(input_type.low, input_type.high + 1, dtype=torch.float64, device="cpu") * input_scale
     value = on_tensors(x) / output_scale + 0.5
     doubtful = ~torch.isfinite(value) | ((value - torch.round(value)).abs() <= value.abs().clamp_min(1) * 2.0**-30)
     result = torch.nan_to_num(torch.floor(value)).clamp(output_type.low, output_type.high).to(output_type.storage)

@@ -22,7 +22,7 @@ class Observer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64, device="cpu"))
 
     @property
     def observed(self) -> bool:
@@ -62,8 +62,8 @@ class MinMaxObserver(Observer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("low", torch.zeros(()))
-        self.register_buffer("high", torch.zeros(()))
+        self.register_buffer("low", torch.zeros((), dtype=torch.float32, device="cpu"))
+        self.register_buffer("high", torch.zeros((), dtype=torch.float32, device="cpu"))
 
     @property
     def largest(self) -> Tensor:
@@ -138,9 +138,9 @@ class HistogramObserver(Observer):
         if bins < 2 or bins % 2:
             raise ValueError(f"bins={bins} is not an even number of at least 2")
         self.bins, self.sample = bins, sample
-        self.register_buffer("largest", torch.zeros(()))
-        self.register_buffer("reach", torch.zeros(()))
-        self.register_buffer("counts", torch.zeros(bins, dtype=torch.float64))
+        self.register_buffer("largest", torch.zeros((), dtype=torch.float32, device="cpu"))
+        self.register_buffer("reach", torch.zeros((), dtype=torch.float32, device="cpu"))
+        self.register_buffer("counts", torch.zeros(bins, dtype=torch.float64, device="cpu"))
 
     def observe(self, value: Tensor) -> None:
         low, high = finite_range(value)

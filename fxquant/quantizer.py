@@ -36,7 +36,7 @@ class Quantizer(TrainableScale):
         source: str = "",
         module: str = "",
     ) -> None:
-        start = torch.tensor(float("nan") if scale is None else scale, dtype=torch.float32)
+        start = torch.tensor(float("nan") if scale is None else scale, dtype=torch.float32, device="cpu")
         super().__init__(start, learned=observer is not None and training == LEARNED)
         self.dtype = dtype
         self.observer = observer
@@ -44,7 +44,7 @@ class Quantizer(TrainableScale):
         self.power_of_two = power_of_two
         self.range = None if observer is None else observer.follower()
         self.name, self.source, self.module_path = name, source, module
-        self.register_buffer("taken", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("taken", torch.zeros((), dtype=torch.int64, device="cpu"))
 
     @property
     def scale(self) -> Tensor:

@@ -345,11 +345,16 @@ def _is_quantize(prepared: fx.GraphModule, node: fx.Node) -> bool:
     return isinstance(module, QuantizedOperator) and module.operator is QUANTIZE
 
 
-def _float_outputs(model: fx.GraphModule) -> set[str]:
-    """The outputs, by the names of `_outputs`, that are neither the end of an integer segment nor an input nor a constant."""
+def _returned(model: fx.GraphModule) -> list[fx.Node]:
+    """The nodes of the tensors that a model returns, in order."""
     returned: list[fx.Node] = []
     fx.map_arg(next(node for node in reversed(model.graph.nodes) if node.op == "output").args, returned.append)
-    tensors = [node for node in returned if isinstance(fact(node), TensorFact) or node.op == "get_attr"]
+    return [node for node in returned if isinstance(fact(node), TensorFact) or node.op == "get_attr"]
+
+
+def _float_outputs(model: fx.GraphModule) -> set[str]:
+    """The outputs, by the names of `_outputs`, that are neither the end of an integer segment nor an input nor a constant."""
+    tensors = _returned(model)
     ends = (dequantize, DEQUANTIZE.function)
     return {
         f"output {index}"
@@ -412,7 +417,7 @@ def _step(entry: dict[str, Any] | None) -> Tensor | None:
     """The scale of a described tensor, shaped to broadcast."""
     if entry is None or "scale" not in entry:
         return None
-    scale = torch.tensor(entry["scale"])
+    scale = torch.tensor(entry["scale"], dtype=torch.float32, device="cpu")
     return scale.reshape(-1, *[1] * (-entry["axis"] - 1)) if "axis" in entry else scale
 
 
@@ -433,7 +438,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # inte
 def _different(one: Tensor, other: Tensor) -> Tensor:
     """Where two tensors have different bytes, so that 0.0 is not -0.0; what is no number equals what is none."""
     if one.shape != other.shape or one.dtype != other.dtype:
-        return torch.ones(max(one.numel(), other.numel()), dtype=torch.bool)
+        return torch.ones(max(one.numel(), other.numel()), dtype=torch.bool, device="cpu")
     if one.is_complex():
         return _different(torch.view_as_real(one), torch.view_as_real(other)).any(-1)
     if not one.is_floating_point():
@@ -497,6 +502,14 @@ def check_same_model(left: PreparedForm | IntegerForm, opened: Any) -> None:
             f"{opened.path} cannot be verified",
             because=f"it was exported with io={opened.io!r}, and takes integers where the model takes real numbers",
             remedy="export with io='float'; the inner nodes of both files are the same",
+        )
+    sizes = (sum(node.op == "placeholder" for node in left.model.graph.nodes), len(_returned(left.model)))
+    found = (len(opened.input_names), len(opened.output_names))
+    if sizes != found:
+        raise ExportError(
+            f"{opened.path} is the file of another model",
+            because=f"it has {found[0]} inputs and {found[1]} outputs, and this model has {sizes[0]} and {sizes[1]}",
+            remedy="pass the file that fxq.export_onnx wrote of this model",
         )
     if isinstance(left, IntegerForm):
         names = [node.name for node in left.model.graph.nodes if node.target in PRIMITIVES and qparams(node) is not None]

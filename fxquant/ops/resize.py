@@ -41,7 +41,7 @@ def interpolate(
 @functools.cache
 def _nearest(length: int, size: int | None, factor: float | None, mode: str) -> Tensor:
     """Which of `length` elements stands at each position: PyTorch's own answer, for the positions themselves."""
-    positions = torch.arange(length, dtype=torch.float32).reshape(1, 1, length)
+    positions = torch.arange(length, dtype=torch.float32, device="cpu").reshape(1, 1, length)
     return F.interpolate(positions, size, factor, mode).flatten().to(torch.int64)
 
 
@@ -71,7 +71,7 @@ def _weights(length: int, size: int | None, factor: float | None, align_corners:
         step = Fraction(length - 1, max(count - 1, 1))
     else:
         step = Fraction(length, count) if factor is None else 1 / Fraction(factor)
-    weights = torch.zeros(count, length)
+    weights = torch.zeros(count, length, dtype=torch.float32, device="cpu")
     for output in range(count):
         source = output * step if align_corners else max((output + HALF) * step - HALF, Fraction(0))
         first = min(math.floor(source), length - 1)
@@ -93,11 +93,11 @@ def _lower_linear(lowering: Lowering, input: Quantized, axes: list[tuple[int, in
     matrices: list[Any] = []
     for role, axis in zip(("columns", "rows"), reversed(axes), strict=False):
         weights = _weights(*axis, align_corners, bits)
-        unchanged = torch.equal(weights, 2**bits * torch.eye(axis[0]))
+        unchanged = torch.equal(weights, 2**bits * torch.eye(axis[0], dtype=torch.float32, device="cpu"))
         matrices.append(None if unchanged else lowering.constant(role, weights.to(input.scale.device), torch.int32))
     largest = float(input.dtype.magnitude * 2 ** (bits * (len(matrices) - matrices.count(None))))
     wide = largest >= FLOAT32_EXACT
-    lowering.prove(torch.tensor(largest, dtype=torch.float64), "the interpolated sum", limit=(FLOAT64_EXACT if wide else FLOAT32_EXACT) - 1)
+    lowering.prove(torch.tensor(largest, dtype=torch.float64, device="cpu"), "the interpolated sum", limit=(FLOAT64_EXACT if wide else FLOAT32_EXACT) - 1)
     columns, rows = [*matrices, None][:2]
     if columns is None and rows is None:
         return input

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fxquant.primitives.accumulate import onnx_split
-from fxquant.primitives.record import Emitter, full_precision, primitive, stored
+from fxquant.primitives.record import Emitter, primitive, stored
 
 HALF_BITS = 8  # where a wide sum over windows cuts its operand
 MAX_POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
@@ -77,13 +77,12 @@ def sum_pool(input: Tensor, kernel: list[int], stride: list[int], begin: list[in
 
 
 def _onnx_sum(e: Emitter, input: str, dim: list[int], keepdim: bool, wide: bool = False) -> str:
-    axes = e.constant(torch.tensor(list(dim), dtype=torch.int64))
+    axes = e.constant(torch.tensor(list(dim), dtype=torch.int64, device="cpu"))
     return e.node("ReduceSum", e.node("Cast", input, to=torch.float64 if wide else torch.float32), axes, keepdims=int(keepdim))
 
 
 @primitive(_onnx_sum, kind="accumulator")
 def sum(input: Tensor, dim: list[int], keepdim: bool, wide: bool = False) -> Tensor:
     """The sum over dimensions, as int32; below 2^24 in magnitude unless `wide`."""
-    with full_precision(input):
-        total = torch.sum(input.to(torch.float64 if wide else torch.float32), dim, keepdim=keepdim)
+    total = torch.sum(input.to(torch.float64 if wide else torch.float32), dim, keepdim=keepdim)
     return total if input.is_floating_point() else total.to(torch.int32)

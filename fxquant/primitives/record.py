@@ -8,10 +8,12 @@ the same numbers as floats. The operands are bounded by proofs made when the gra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from threading import Lock
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -73,28 +75,99 @@ def stored(value: Tensor, operand: Tensor, dtype: torch.dtype) -> Tensor:
     return value.to(torch.float32 if operand.is_floating_point() else dtype)
 
 
+# ---- float kernels that are exact -----------------------------------------------------------------------------------
+
+
 def full_precision(tensor: Tensor) -> AbstractContextManager[None]:
-    """Float kernels inside are exact on integers below 2^24: no autocast, no TF32, no transformed convolutions."""
-    device = tensor.device.type
-    if device == "meta" or (device == "cpu" and not torch.is_autocast_enabled("cpu")):
+    """Float kernels inside are exact on integers below 2^24: no autocast, no bfloat16 or TF32 within, no transformed convolutions.
+
+    Settings of the whole process that say otherwise are right as long as any thread is inside, and then what they were. Gradients
+    are computed outside, with the precision that the user has set, as those of the float model are.
+    """
+    if torch.compiler.is_compiling():
         return _NOTHING
-    return _full_precision(device)
+    device = tensor.device.type
+    switches = SWITCHES.get(device)
+    if device == "meta" or (not torch.is_autocast_enabled(device) and (switches is None or switches.right)):
+        return _NOTHING
+    return _full_precision(device, switches)
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 @contextmanager
-def _full_precision(device: str) -> Iterator[None]:
-    with torch.autocast(device, enabled=False):
-        if device != "cuda":
-            yield
-            return
-        tf32 = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = False
-        try:
-            # cuDNN may choose Winograd or FFT algorithms, which are not exact on integers.
-            with torch.backends.cudnn.flags(enabled=False):
-                yield
-        finally:
-            torch.backends.cuda.matmul.allow_tf32 = tf32
+def _full_precision(device: str, switches: Switches | None) -> Iterator[None]:
+    with torch.autocast(device, enabled=False), _NOTHING if switches is None else switches:
+        yield
+
+
+class Switch(NamedTuple):
+    """A setting of the process: how it is read and set, the values that leave float32 kernels exact, and the one to set."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
+    exact: tuple[Any, ...]
+    value: Any
+
+
+class Switches(AbstractContextManager[None]):
+    """What lets the float32 kernels of one kind of device round more coarsely; none of it does as long as any thread is inside.
+
+    `deciding` are read to see whether anything is to be done. `switches` are set, those that others inherit from first: what is
+    read of a setting is what it inherits where it has no value of its own.
+    """
+
+    def __init__(self, deciding: Sequence[Switch], switches: Sequence[Switch]) -> None:
+        self.deciding, self.switches = deciding, switches
+        self.lock = Lock()
+        self.inside = 0
+        self.before: dict[Switch, Any] = {}  # the values of the switches that were changed
+
+    @property
+    def right(self) -> bool:
+        """Whether kernels are exact as it is, by no one's making who may leave soon."""
+        with self.lock:
+            return not self.inside and all(switch.get() in switch.exact for switch in self.deciding)
+
+    def __enter__(self) -> None:
+        with self.lock:
+            for switch in self.switches:
+                found = switch.get()
+                if found not in switch.exact:
+                    self.before[switch] = found
+                    switch.set(switch.value)
+            self.inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self.lock:
+            self.inside -= 1
+            if self.inside:
+                return
+            for switch, value in self.before.items():
+                if switch.get() == switch.value:  # unless someone has set it meanwhile
+                    switch.set(value)
+            self.before.clear()
+
+
+def _precision(backend: str, operators: str) -> Switch:
+    """What float32 products of a backend may be rounded to."""
+    get = partial(torch._C._get_fp32_precision_getter, backend, operators)  # type: ignore[attr-defined]
+    return Switch(get, partial(torch._C._set_fp32_precision_setter, backend, operators), ("none", "ieee"), "ieee")  # type: ignore[attr-defined]
+
+
+def _switches() -> dict[str, Switches]:
+    """By kind of device."""
+    # cuDNN may choose Winograd or FFT algorithms, which are not exact on integers.
+    cudnn = Switch(torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled, (False,), False)
+    if not hasattr(torch._C, "_get_fp32_precision_getter"):  # before PyTorch 2.9
+        products = Switch(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, ("highest",), "highest")
+        return {"cpu": Switches([products], [products]), "cuda": Switches([cudnn, products], [cudnn, products])}
+    found = {}
+    for device, backend, others in (("cpu", "mkldnn", []), ("cuda", "cuda", [cudnn])):
+        deciding = [*others, _precision(backend, "matmul"), _precision(backend, "conv")]
+        found[device] = Switches(deciding, [_precision("generic", "all"), _precision(backend, "all"), *deciding])
+    return found
+
+
+SWITCHES = _switches()

@@ -11,10 +11,10 @@ from fxquant.primitives.record import Emitter, primitive
 
 def _onnx_reshape(e: Emitter, input: str, shape: list[int | str]) -> str:
     if all(isinstance(size, int) for size in shape):
-        return e.node("Reshape", input, e.constant(torch.tensor(shape, dtype=torch.int64)))
-    one = e.constant(torch.tensor([1], dtype=torch.int64))
+        return e.node("Reshape", input, e.constant(torch.tensor(shape, dtype=torch.int64, device="cpu")))
+    one = e.constant(torch.tensor([1], dtype=torch.int64, device="cpu"))
     sizes = [
-        e.node("Reshape", size, one) if isinstance(size, str) else e.constant(torch.tensor([size], dtype=torch.int64)) for size in shape
+        e.node("Reshape", size, one) if isinstance(size, str) else e.constant(torch.tensor([size], dtype=torch.int64, device="cpu")) for size in shape
     ]
     return e.node("Reshape", input, e.node("Concat", *sizes, axis=0))
 
@@ -51,7 +51,7 @@ UNBOUNDED = 2**63 - 1  # a stop beyond every size
 
 
 def _vector(e: Emitter, values: list[int]) -> str:
-    return e.constant(torch.tensor(list(values), dtype=torch.int64))
+    return e.constant(torch.tensor(list(values), dtype=torch.int64, device="cpu"))
 
 
 def _onnx_crop(e: Emitter, input: str, dims: list[int], starts: list[int], stops: list[int], steps: list[int]) -> str:

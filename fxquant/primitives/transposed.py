@@ -77,7 +77,7 @@ class _Form:
 
 
 def _indices(e: Emitter, values: list[int]) -> str:
-    return e.constant(torch.tensor(values, dtype=torch.int64))
+    return e.constant(torch.tensor(values, dtype=torch.int64, device="cpu"))
 
 
 def _onnx_transposed_convolution(e: Emitter, input: str, weight: Tensor, bias: Tensor | None, *attributes: Any) -> str:
