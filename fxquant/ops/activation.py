@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,6 +33,18 @@ def _refuses_clamp(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None
 
 
+def both(first: Sequence[float | None], second: Sequence[float | None]) -> tuple[float | None, float | None]:
+    """The limits of the one clamp that does what two do, one after the other; None is no limit."""
+    least, most = interval(*second)
+    low, high = (min(max(bound, least), most) for bound in interval(*first))
+    return None if math.isinf(low) else low, None if math.isinf(high) else high
+
+
+def interval(low: float | None, high: float | None) -> tuple[float, float]:
+    """The limits of a clamp as numbers, infinite where there is none."""
+    return -math.inf if low is None else float(low), math.inf if high is None else float(high)
+
+
 def _relu(input: Any, inplace: bool = False) -> dict[str, Any]:
     return {"input": input, "min": 0.0, "max": None}
 
@@ -50,6 +64,7 @@ register(
         ("input",),
         lower_clamp,
         Scale.SAME,
+        idle=lambda arguments: arguments["min"] in (None, -math.inf) and arguments["max"] in (None, math.inf),
         functions={
             torch.clamp: None,
             torch.clip: None,

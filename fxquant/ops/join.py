@@ -37,7 +37,13 @@ def _refuses_cat(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 register(
     Operator(
-        "cat", cat, ("tensors",), _lower_cat, functions={torch.cat: None, torch.concat: None, torch.concatenate: None}, refuses=_refuses_cat
+        "cat",
+        cat,
+        ("tensors",),
+        _lower_cat,
+        functions={torch.cat: None, torch.concat: None, torch.concatenate: None},
+        refuses=_refuses_cat,
+        idle=lambda arguments: len(arguments["tensors"]) == 1,
     )
 )
 

@@ -117,6 +117,7 @@ register(
         ("input",),
         _lower_pad,
         Scale.SAME,
+        idle=lambda arguments: not any(arguments["padding"]),
         functions={F.pad: _pad_arguments},
         modules={
             getattr(nn, f"{kind}Pad{rank}d"): _pad_module(mode)

@@ -139,6 +139,7 @@ for _rank, _function, _lower, _module in (
             Scale.SAME,
             functions={MAX_POOLS[_rank]: _max_pool_function, getattr(torch, f"max_pool{_rank}d"): _max_pool_function},
             modules={_module: _max_pool_module},
+            idle=lambda arguments: set(sizes(arguments["kernel_size"], 1)) == {1},
             refuses=_refuses_max_pool(_rank),
         )
     )
@@ -246,6 +247,7 @@ for _rank, _function, _lower, _avg_module in (
             _lower,
             functions={AVG_POOLS[_rank]: None},
             modules={_avg_module: _avg_pool_module},
+            idle=lambda arguments: set(sizes(arguments["kernel_size"], 1)) == {1} and arguments["divisor_override"] in (None, 1),
             absorbs=frozenset({"clamp"}),
             refuses=_refuses_avg_pool(_rank),
         )
@@ -310,6 +312,7 @@ for _rank, _function, _lower, _adaptive_module, _refuses in (
             _lower,
             functions={ADAPTIVE_AVG_POOLS[_rank]: None},
             modules={_adaptive_module: lambda m: {"output_size": m.output_size}},
+            idle=lambda arguments: True,
             absorbs=frozenset({"clamp"}),
             refuses=_refuses,
         )

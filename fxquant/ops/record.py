@@ -56,6 +56,7 @@ class Operator:
     parameters the canonical parameters with their defaults, where `function` is PyTorch's own; else read off its signature
     adapt      how the arguments of `function` itself become canonical ones (None: by name)
     refuses    says why a particular node must stay in float, or None
+    idle       whether a particular node whose result has its operand's shape and dtype is its operand's value, too, in every state
     sums       whether it forms a sum of products that may stand as it is, a 32-bit output
     folded     weight, bias, batch norm and the other arguments -> weight and bias with the batch norm multiplied in; of operators
                that absorb one
@@ -72,6 +73,7 @@ class Operator:
     modules: Mapping[type, Callable[[Any], dict[str, Any] | str]] = field(default_factory=dict)
     absorbs: frozenset[str] = frozenset()
     refuses: Callable[[fx.Node, dict[str, Any]], str | None] = lambda node, arguments: None
+    idle: Callable[[dict[str, Any]], bool] = lambda arguments: False
     normalize: Callable[[fx.Node, dict[str, Any]], dict[str, Any] | str] = lambda node, arguments: arguments
     parameters: Mapping[str, Any] = field(default_factory=dict)
     adapt: Adapt | None = None
