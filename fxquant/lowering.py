@@ -40,6 +40,7 @@ from fxquant.quantizer import Quantizer, round_up_to_power_of_two
 from fxquant.spec import WeightConfig
 
 Clamp = tuple[float | None, float | None]
+EVERYTHING = (-math.inf, math.inf)
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,8 @@ class Lowering:
         self.weight = weight
         self.learned = weight_scale
         self.training = False
+        self.shares = False  # whether the output is on the operand's scale
+        self.observed = EVERYTHING  # beyond it, values of the output are observed as the nearer end
         self.live_batch_norm = False  # whether batch norms use, and move, statistics: in training alone
         self.accumulator_bits = 0  # of the largest accumulator so far
 
@@ -294,7 +297,7 @@ class EagerLowering(Lowering):
         to = to or self.output
         value = real() if self.observing or torch.is_grad_enabled() else None
         if self.observing and value is not None:
-            to.follow(value)
+            to.follow(limited(value, self.observed) if to is self.output else value)
         with torch.no_grad():
             integers = exact()
         if value is not None and to.learns and torch.is_grad_enabled():
@@ -306,6 +309,11 @@ class EagerLowering(Lowering):
     def quantize(self, input: Tensor) -> Quantized:
         to = self.output
         return self.result(lambda: quantized_value(input, to.scale, to.dtype.low, to.dtype.high), lambda: input)
+
+
+def limited(value: Tensor, interval: tuple[float, float]) -> Tensor:
+    """The values that matter: what lies beyond the interval as its nearer end."""
+    return value if interval == EVERYTHING else value.clamp(*interval)
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -8,22 +8,29 @@ return %y                                   %y = conv2d(%x_quantize, %w)
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import fx
 
 from fxquant.graph import Annotation, annotate, annotation, fact, inherit, reads_shape_only, set_fact
-from fxquant.ops import operand_nodes, operator_of
+from fxquant.ops import EVERYTHING, Interval, matters, operand_nodes, operator_of
 from fxquant.ops.boundary import DEQUANTIZE, QUANTIZE
 from fxquant.ops.record import Operator
 from fxquant.pipeline import Context
 from fxquant.stage import is_integer
 
 
+Made = dict[tuple[fx.Node, Interval], fx.Node]  # by the value, and which of it matters
+
+
 def insert(gm: fx.GraphModule, context: Context) -> int:
-    """Every value crosses between float and integer through one quantize or one dequantize."""
-    quantized: dict[fx.Node, fx.Node] = {}
-    dequantized: dict[fx.Node, fx.Node] = {}
+    """Every value crosses between float and integer through one quantize or one dequantize.
+
+    A reader that limits it on both sides has a quantize of its own, so that others do not make its scale coarse.
+    """
+    quantized: Made = {}
+    dequantized: Made = {}
     for node in list(gm.graph.nodes):
         operator = operator_of(node)
         activations = set(operand_nodes(operator, operator.arguments(node))) if operator is not None and is_integer(node) else set()
@@ -51,15 +58,17 @@ def _map_inputs(node: fx.Node, function: Any) -> None:
         node.kwargs = kwargs
 
 
-def _boundary(gm: fx.GraphModule, value: fx.Node, operator: Operator, made: dict[fx.Node, fx.Node], reader: fx.Node) -> fx.Node:
-    """The one quantize or dequantize of this value, made behind it if there is none yet."""
-    known = made.get(value)
+def _boundary(gm: fx.GraphModule, value: fx.Node, operator: Operator, made: Made, reader: fx.Node) -> fx.Node:
+    """The one quantize or dequantize of this value for this reader and those alike, made behind it if there is none yet."""
+    limits = matters(reader, EVERYTHING, False) if operator is QUANTIZE else EVERYTHING
+    key = value, limits if all(map(math.isfinite, limits)) else EVERYTHING
+    known = made.get(key)
     if known is not None:
         return known
     with gm.graph.inserting_after(_last_placeholder(gm) if value.op == "placeholder" else value):
         created = gm.graph.create_node("call_function", operator.function, (value,), {}, name=f"{value.name}_{operator.name}")
     node: fx.Node = inherit(created, value, "boundary.insert")
-    made[value] = node
+    made[key] = node
     set_fact(node, fact(value))
     spec = annotation(reader)
     assert spec is not None

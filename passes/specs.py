@@ -7,7 +7,7 @@ from torch import fx
 
 from fxquant.graph import Annotation, TensorFact, annotation, attached_qconfig, fact, is_parameter, module_path, refusal, resolve, spelling
 from fxquant.graph import annotate as set_annotation
-from fxquant.ops import Operator, Scale, operand_nodes, operator_of
+from fxquant.ops import Operator, Scale, demand, operand_nodes, operator_of
 from fxquant.pipeline import Context
 from fxquant.spec import QConfig, nearest
 
@@ -33,7 +33,7 @@ def annotate(gm: fx.GraphModule, context: Context) -> int:
             continue
         assert operator is not None
         assert qconfig is not None
-        set_annotation(node, Annotation(_dtype(node, operator, qconfig), _why_integer(operator), qconfig))
+        set_annotation(node, Annotation(_dtype(node, operator, qconfig), _why_integer(node), qconfig))
         changes += 1
     return changes
 
@@ -59,10 +59,10 @@ def _why_float(gm: fx.GraphModule, node: fx.Node, operator: Operator | None, qco
     for operand in operands:
         if (annotation(operand) or Annotation(None, "")).dtype == "int32":
             return f"the 32-bit output of %{operand.name} is not computed with any further"
-    if operator.scale is Scale.SAME and operands[0].op != "placeholder" and (annotation(operands[0]) or Annotation(None, "")).dtype is None:
+    if demand(node) is Scale.SAME and operands[0].op != "placeholder" and (annotation(operands[0]) or Annotation(None, "")).dtype is None:
         return f"it only passes on the values of %{operands[0].name}, which is in float"
     target = context.target
-    if qconfig.output.dtype == "int32" and operator.scale is Scale.OWN and not operator.sums:
+    if qconfig.output.dtype == "int32" and demand(node) is Scale.OWN and not operator.sums:
         return f"{operator.name} has no 32-bit output: it forms no sum of products"
     if qconfig.output.dtype not in target.activations:
         return f"{target.name} has no {qconfig.output.dtype} activations"
@@ -80,7 +80,7 @@ def _written(gm: fx.GraphModule, node: fx.Node) -> str:
 
 def _dtype(node: fx.Node, operator: Operator, qconfig: QConfig) -> str:
     """An operator on its operand's scale has its operand's dtype; any other the configured one."""
-    if operator.scale is Scale.SAME:
+    if demand(node) is Scale.SAME:
         operand = operand_nodes(operator, operator.arguments(node))[0]
         spec = annotation(operand)
         if spec is not None and spec.dtype is not None:
@@ -88,5 +88,5 @@ def _dtype(node: fx.Node, operator: Operator, qconfig: QConfig) -> str:
     return qconfig.output.dtype
 
 
-def _why_integer(operator: Operator) -> str:
-    return "on its operand's scale" if operator.scale is Scale.SAME else "with a scale of its own"
+def _why_integer(node: fx.Node) -> str:
+    return "on its operand's scale" if demand(node) is Scale.SAME else "with a scale of its own"

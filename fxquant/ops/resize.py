@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from fxquant.graph import TensorFact, fact, shape_of
 from fxquant.lowering import Lowering, Quantized
 from fxquant.numerics import FLOAT32_EXACT
-from fxquant.ops.record import Operator, Scale, register
+from fxquant.ops.record import EVERYTHING, Operator, Scale, register
 from fxquant.primitives import resize, shape
 
 NEAREST = ("nearest", "nearest-exact")
@@ -170,6 +170,7 @@ register(
         ("input",),
         _lower_interpolate,
         Scale.SAME,
+        keeps=lambda arguments, after: after if arguments["mode"] in NEAREST else EVERYTHING,  # what is averaged matters whole
         functions={F.interpolate: _interpolate_arguments},
         modules=dict.fromkeys((nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d), _interpolate_module),
         normalize=_plain_sizes,

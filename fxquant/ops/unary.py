@@ -15,16 +15,24 @@ from torch.nn import functional as F
 
 from fxquant.lowering import Lowering, Quantized
 from fxquant.numerics import table
-from fxquant.ops.record import Operator, register
+from fxquant.ops.record import EVERYTHING, Interval, Operator, register
 from fxquant.primitives import elementwise
 
 
-def unary(name: str, function: Callable[..., Tensor], exact: Callable[..., float], *spellings: Any, **settings: Any) -> Operator:
+def unary(
+    name: str,
+    function: Callable[..., Tensor],
+    exact: Callable[..., float],
+    *spellings: Any,
+    varies: Interval = EVERYTHING,
+    **settings: Any,
+) -> Operator:
     """Declare a unary function.
 
     `function` is its float meaning on tensors, `exact` the one on a Python float that the table is made of;
     `spellings` are further functions, method names and module classes; `settings` are the function's own
-    parameters with their defaults, which `exact` takes as well and a module holds under the same names.
+    parameters with their defaults, which `exact` takes as well and a module holds under the same names. Outside of
+    `varies` the function is constant.
     """
 
     def lower(lowering: Lowering, input: Quantized, **chosen: Any) -> Quantized:
@@ -53,6 +61,7 @@ def unary(name: str, function: Callable[..., Tensor], exact: Callable[..., float
             functions={s: arguments for s in spellings if callable(s) and not isinstance(s, type)},
             methods={s: arguments for s in spellings if isinstance(s, str)},
             modules={s: lambda m: {setting: getattr(m, setting) for setting in settings} for s in spellings if isinstance(s, type)},
+            keeps=None if varies == EVERYTHING else lambda arguments, after: varies,
             refuses=refuses,
             parameters={"input": inspect.Parameter.empty, **settings},
             adapt=arguments,
@@ -116,8 +125,8 @@ def _positive(x: float) -> bool:
 unary("sigmoid", torch.sigmoid, _sigmoid, F.sigmoid, "sigmoid", "sigmoid_", nn.Sigmoid)
 unary("tanh", torch.tanh, math.tanh, F.tanh, "tanh", "tanh_", nn.Tanh)
 unary("silu", F.silu, lambda x: x * _sigmoid(x), nn.SiLU)
-unary("hardswish", F.hardswish, lambda x: x * _hardsigmoid(x), nn.Hardswish)
-unary("hardsigmoid", F.hardsigmoid, _hardsigmoid, nn.Hardsigmoid)
+unary("hardswish", F.hardswish, lambda x: x * _hardsigmoid(x), nn.Hardswish, varies=(-3.0, math.inf))
+unary("hardsigmoid", F.hardsigmoid, _hardsigmoid, nn.Hardsigmoid, varies=(-3.0, 3.0))
 unary("mish", F.mish, lambda x: x * math.tanh(_softplus(x)), nn.Mish)
 unary("selu", F.selu, _selu, nn.SELU)
 unary("softsign", F.softsign, lambda x: x / (1 + abs(x)), nn.Softsign)
