@@ -21,9 +21,11 @@ from fxquant.errors import AccumulatorOverflow
 from fxquant.graph import Size
 from fxquant.learning import WeightScale, learned_step
 from fxquant.numerics import (
+    EVERYTHING,
     INT32,
     INT32_MAX,
     Arithmetic,
+    Interval,
     IntType,
     Ratio,
     bits_of,
@@ -40,7 +42,6 @@ from fxquant.quantizer import Quantizer, round_up_to_power_of_two
 from fxquant.spec import WeightConfig
 
 Clamp = tuple[float | None, float | None]
-EVERYTHING = (-math.inf, math.inf)
 
 
 @dataclass(frozen=True)
@@ -311,7 +312,7 @@ class EagerLowering(Lowering):
         return self.result(lambda: quantized_value(input, to.scale, to.dtype.low, to.dtype.high), lambda: input)
 
 
-def limited(value: Tensor, interval: tuple[float, float]) -> Tensor:
+def limited(value: Tensor, interval: Interval) -> Tensor:
     """The values that matter: what lies beyond the interval as its nearer end."""
     return value if interval == EVERYTHING else value.clamp(*interval)
 

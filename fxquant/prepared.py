@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fxquant.learning import WeightScale
-from fxquant.lowering import EVERYTHING, EagerLowering, Quantized, limited, straight_through
-from fxquant.numerics import Arithmetic
+from fxquant.lowering import EagerLowering, Quantized, limited, straight_through
+from fxquant.numerics import EVERYTHING, Arithmetic, Interval
 from fxquant.ops import Operator, map_operands
 from fxquant.primitives.boundary import quantized_value
 from fxquant.quantizer import Quantizer
@@ -50,7 +50,7 @@ class QuantizedOperator(nn.Module):
         weight_scale: WeightScale | None = None,
         live_batch_norm: bool,
         path: str = "",
-        observed: tuple[float, float] = EVERYTHING,
+        observed: Interval = EVERYTHING,
     ) -> None:
         super().__init__()
         self.name = name

@@ -14,12 +14,12 @@ from typing import Any
 from torch import fx
 
 from fxquant.graph import Annotation, annotate, annotation, fact, inherit, reads_shape_only, set_fact
-from fxquant.ops import EVERYTHING, Interval, matters, operand_nodes, operator_of
+from fxquant.numerics import EVERYTHING, Interval
+from fxquant.ops import matters, operand_nodes, operator_of
 from fxquant.ops.boundary import DEQUANTIZE, QUANTIZE
 from fxquant.ops.record import Operator
 from fxquant.pipeline import Context
 from fxquant.stage import is_integer
-
 
 Made = dict[tuple[fx.Node, Interval], fx.Node]  # by the value, and which of it matters
 

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxquant.graph import TensorFact, fact, inherit, is_parameter, mark_parameter, refuse, spell
+from fxquant.graph import TensorFact, absorb, fact, inherit, is_parameter, mark_parameter, refuse, spell
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, Operator, Parameter, operand_nodes, operator_of
+from fxquant.ops.unary import SHIFTED, with_offset
 from fxquant.pipeline import Context
 
 
@@ -47,6 +48,7 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
         node.op, node.target = "call_function", operator.function
         node.args, node.kwargs = tuple(values.values()), {}
         _pass_by(node, context)
+        _shift(node, context)
         changes += 1
     _eliminate_unused(gm.graph)
     return changes
@@ -72,6 +74,19 @@ def _pass_by(node: fx.Node, context: Context) -> None:
     if fact(operands[0]) == fact(node) and operator.refuses(node, arguments) is None and operator.idle(arguments):
         node.replace_all_uses_with(operands[0])
         context.say(f"%{node.name} passes on %{operands[0].name} as it is, and is gone")
+
+
+def _shift(node: fx.Node, context: Context) -> None:
+    """A unary function of a sum with a number is one table, so that a number below a step of the sum is not lost."""
+    operator = operator_of(node)
+    addition = node.args[0] if node.args else None
+    if operator is None or not isinstance(addition, fx.Node) or operator.refuses(node, operator.arguments(node)) is not None:
+        return
+    arguments = with_offset(operator, operator.arguments(node), addition)
+    if arguments is not None:
+        node.target, node.args = SHIFTED.function, tuple(arguments.values())
+        absorb(node, addition)
+        context.say(f"%{addition.name} is part of the table %{node.name}")
 
 
 def _eliminate_unused(graph: fx.Graph) -> None:

@@ -12,7 +12,8 @@ from torch import fx
 
 from fxquant.graph import Annotation, annotation, attach, free_name, is_parameter, module_path, observed, shape_of, source
 from fxquant.learning import WeightScale
-from fxquant.ops import EVERYTHING, Operator, Scale, demand, map_operands, operator_of
+from fxquant.numerics import EVERYTHING
+from fxquant.ops import Operator, Scale, demand, map_operands, operator_of
 from fxquant.pipeline import Context
 from fxquant.prepared import QuantizedOperator
 from fxquant.quantizer import Quantizer

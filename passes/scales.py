@@ -15,7 +15,8 @@ from torch import fx
 
 from fxquant.errors import ScaleConflict
 from fxquant.graph import annotate, annotation, observed, set_observed
-from fxquant.ops import EVERYTHING, Scale, demand, matters, operand_nodes, operator_of
+from fxquant.numerics import EVERYTHING
+from fxquant.ops import Scale, demand, matters, operand_nodes, operator_of
 from fxquant.ops.boundary import DEQUANTIZE
 from fxquant.pipeline import Context
 from fxquant.stage import is_integer

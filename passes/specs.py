@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
-from fxquant.graph import Annotation, TensorFact, annotation, attached_qconfig, fact, is_parameter, module_path, refusal, resolve, spelling
+from fxquant.graph import (
+    Annotation,
+    TensorFact,
+    annotation,
+    attached_qconfig,
+    fact,
+    is_parameter,
+    module_path,
+    parameter_value,
+    refusal,
+    resolve,
+    spelling,
+)
 from fxquant.graph import annotate as set_annotation
 from fxquant.ops import Operator, Scale, demand, operand_nodes, operator_of
+from fxquant.ops.floating import divisors, in_front_of_softmax, masks
 from fxquant.pipeline import Context
 from fxquant.spec import QConfig, nearest
 
@@ -17,6 +32,7 @@ MISSING = object()
 def annotate(gm: fx.GraphModule, context: Context) -> int:
     """Every node that computes a tensor is annotated; those that stay in float say why."""
     changes = 0
+    needed = _needed_in_float(gm)
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "output") or is_parameter(node) or not isinstance(fact(node), TensorFact | list | tuple | dict):
             continue
@@ -26,7 +42,7 @@ def annotate(gm: fx.GraphModule, context: Context) -> int:
         if own is not MISSING:
             context.say(f"%{node.name}: the qconfig of its module goes before any rule")
             qconfig = own
-        reason = _why_float(gm, node, operator, qconfig, context)
+        reason = _why_float(gm, node, operator, qconfig, context, needed)
         if reason is not None:
             set_annotation(node, Annotation(None, reason, qconfig))
             context.say(f"%{node.name} stays in float: {reason}")
@@ -38,7 +54,19 @@ def annotate(gm: fx.GraphModule, context: Context) -> int:
     return changes
 
 
-def _why_float(gm: fx.GraphModule, node: fx.Node, operator: Operator | None, qconfig: QConfig | None, context: Context) -> str | None:
+def _needed_in_float(gm: fx.GraphModule) -> dict[fx.Node, str]:
+    """What stays in float for the sake of a float operator that reads it, and why; "" where that depends on what the node itself reads."""
+    leading = in_front_of_softmax(gm)
+    return {
+        **dict.fromkeys(leading, ""),
+        **dict.fromkeys(masks(gm, leading), "it adds an attention mask in front of a softmax, which is in float"),
+        **dict.fromkeys(divisors(gm), "it is part of a divisor or a logarithm's operand, which must not be rounded to 0, of a float operator"),
+    }
+
+
+def _why_float(
+    gm: fx.GraphModule, node: fx.Node, operator: Operator | None, qconfig: QConfig | None, context: Context, needed: dict[fx.Node, str]
+) -> str | None:
     """Why the node must stay in float; None if it becomes integer."""
     because = refusal(node)
     if because is not None:
@@ -53,9 +81,15 @@ def _why_float(gm: fx.GraphModule, node: fx.Node, operator: Operator | None, qco
         return "it reads no activation"
     if any(not isinstance(fact(o), TensorFact) or fact(o).dtype not in (torch.float32, torch.float16, torch.bfloat16) for o in operands):
         return "its operands are not floating-point tensors"
-    because = operator.refuses(node, arguments)
+    because = operator.refuses(node, arguments) or needed.get(node) or None
     if because is not None:
         return because
+    given = [value for name in operator.operands for value in _listed(arguments.get(name)) if isinstance(value, fx.Node) and is_parameter(value)]
+    if any(isinstance(value := parameter_value(gm, parameter), torch.Tensor) and not _finite(value) for parameter in given):
+        return "its constant holds values that are not finite"
+    masked = [operand for operand in operands if node in needed and operand.op != "placeholder" and not _integer(operand)]
+    if masked:
+        return f"it stands between %{masked[0].name} and a softmax, which are in float"
     for operand in operands:
         if (annotation(operand) or Annotation(None, "")).dtype == "int32":
             return f"the 32-bit output of %{operand.name} is not computed with any further"
@@ -69,6 +103,19 @@ def _why_float(gm: fx.GraphModule, node: fx.Node, operator: Operator | None, qco
     if "weight" in arguments and qconfig.weight.dtype not in target.weights:
         return f"{target.name} has no {qconfig.weight.dtype} weights"
     return None
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _finite(value: torch.Tensor) -> bool:
+    return not value.is_floating_point() or bool(torch.isfinite(value).all())
+
+
+def _integer(node: fx.Node) -> bool:
+    spec = annotation(node)
+    return spec is not None and spec.dtype is not None
 
 
 def _written(gm: fx.GraphModule, node: fx.Node) -> str:

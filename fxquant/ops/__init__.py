@@ -25,12 +25,10 @@ from fxquant.ops import (
     weighted,
 )
 from fxquant.ops.record import (
-    EVERYTHING,
     FUNCTIONS,
     METHODS,
     MODULES,
     OPERATORS,
-    Interval,
     Operator,
     Parameter,
     Scale,
@@ -42,9 +40,7 @@ from fxquant.ops.record import (
 )
 
 __all__ = [
-    "EVERYTHING",
     "FUNCTIONS",
-    "Interval",
     "METHODS",
     "MODULES",
     "OPERATORS",

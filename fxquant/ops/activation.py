@@ -11,8 +11,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxquant.lowering import Lowering, Quantized
-from fxquant.numerics import Ratio
-from fxquant.ops.record import Interval, Operator, Scale, register
+from fxquant.numerics import Interval, Ratio
+from fxquant.ops.record import Operator, Scale, register
 from fxquant.primitives import elementwise
 
 

@@ -15,7 +15,8 @@ from typing import Any
 from torch import Tensor, fx
 
 from fxquant.graph import is_parameter
-from fxquant.lowering import EVERYTHING, Quantized
+from fxquant.lowering import Quantized
+from fxquant.numerics import EVERYTHING, Interval
 
 # How the arguments of one spelling become canonical ones, by name; a string is the reason why they cannot.
 Adapt = Callable[..., dict[str, Any] | str]
@@ -31,8 +32,6 @@ class Scale(enum.Enum):
     OWN = "own"
     SAME = "same"
 
-
-Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from fxquant.graph import TensorFact, fact, shape_of
 from fxquant.lowering import Lowering, Quantized
 from fxquant.numerics import FLOAT32_EXACT
-from fxquant.ops.record import EVERYTHING, Operator, Scale, register
+from fxquant.ops.record import Operator, Scale, register
 from fxquant.primitives import resize, shape
 
 NEAREST = ("nearest", "nearest-exact")

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fxquant.learning import WeightScale
-from fxquant.lowering import EVERYTHING
-from fxquant.numerics import ACTIVATION_TYPES, Arithmetic
+from fxquant.numerics import ACTIVATION_TYPES, EVERYTHING, Arithmetic, Interval
 from fxquant.observers import MinMaxObserver, Observer
 from fxquant.prepared import QuantizedOperator
 from fxquant.quantizer import Quantizer
@@ -180,7 +179,7 @@ def _construct(kind: type[nn.Module], arguments: Mapping[str, Any]) -> nn.Module
         return kind(**arguments)
 
 
-def _interval(content: Any) -> tuple[float, float]:
+def _interval(content: Any) -> Interval:
     """What of an operator's values is observed; files that do not say so are of a time when all of them were."""
     if content is None:
         return EVERYTHING
