@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -419,6 +419,15 @@ def _gelu(c: Call, x: str) -> str:
     else:
         bent = c.do("Erf", c.do("Div", x, c.number(math.sqrt(2))))
     return c.do("Mul", c.do("Mul", x, c.do("Add", bent, c.number(1))), c.number(0.5))
+
+
+
+
+@form("shifted")
+def _shifted(c: Call) -> str:
+    scaled = c.input if c["factor"] == 1 else c.do("Mul", c.input, c.number(c["factor"]))
+    arguments = {"input": c.do("Add", scaled, c.number(c["offset"])), **c["settings"]}
+    return FORMS[c["function"]](replace(c, name=c["function"], arguments=arguments))
 
 
 _unary("silu", lambda c, x: c.do("Mul", x, c.do("Sigmoid", x)))

@@ -102,6 +102,13 @@ class Writer:
                     because=f"{', '.join('%' + other for other in others)} stays in float",
                     remedy="export with io='float'",
                 )
+            if len(node.users) > 1:
+                raise ExportError(
+                    f"io='integer' cannot be used: the input {node.name!r} is quantized on {len(node.users)} scales",
+                    node=node,
+                    because=f"{', '.join('%' + user.name for user in node.users)} are read by operators that limit it to different ranges",
+                    remedy="export with io='float', or limit the input once, before anything else reads it",
+                )
         self.values[node] = name
         if self.io == "float":
             self._declare_input(name, fact(node))

@@ -200,6 +200,15 @@ def annotate(node: fx.Node, value: Annotation) -> None:
     node.meta["annotation"] = value
 
 
+def observed(node: fx.Node) -> tuple[float, float] | None:
+    """The interval beyond which the node's values make no difference to anything that reads them; None if all of them do."""
+    return node.meta.get("observed")
+
+
+def set_observed(node: fx.Node, interval: tuple[float, float]) -> None:
+    node.meta["observed"] = interval
+
+
 def refusal(node: fx.Node) -> str | None:
     """Why the node could not be brought to canonical form; None if it was, or was never an operator."""
     return node.meta.get("refusal")

@@ -21,9 +21,11 @@ from fxquant.errors import AccumulatorOverflow
 from fxquant.graph import Size
 from fxquant.learning import WeightScale, learned_step
 from fxquant.numerics import (
+    EVERYTHING,
     INT32,
     INT32_MAX,
     Arithmetic,
+    Interval,
     IntType,
     Ratio,
     bits_of,
@@ -86,6 +88,8 @@ class Lowering:
         self.weight = weight
         self.learned = weight_scale
         self.training = False
+        self.shares = False  # whether the output is on the operand's scale
+        self.observed = EVERYTHING  # beyond it, values of the output are observed as the nearer end
         self.live_batch_norm = False  # whether batch norms use, and move, statistics: in training alone
         self.accumulator_bits = 0  # of the largest accumulator so far
 
@@ -299,7 +303,7 @@ class EagerLowering(Lowering):
         to = to or self.output
         value = real() if self.observing or torch.is_grad_enabled() else None
         if self.observing and value is not None:
-            to.follow(value)
+            to.follow(limited(value, self.observed) if to is self.output else value)
         with torch.no_grad():
             integers = exact()
         if value is not None and to.learns and torch.is_grad_enabled():
@@ -311,6 +315,11 @@ class EagerLowering(Lowering):
     def quantize(self, input: Tensor) -> Quantized:
         to = self.output
         return self.result(lambda: quantized_value(input, to.scale, to.dtype.low, to.dtype.high), lambda: input)
+
+
+def limited(value: Tensor, interval: Interval) -> Tensor:
+    """The values that matter: what lies beyond the interval as its nearer end."""
+    return value if interval == EVERYTHING else value.clamp(*interval)
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -19,6 +19,9 @@ FLOAT32_EXACT = 2**24  # integers of smaller magnitude, and sums that stay below
 INT32_MAX = 2**31 - 1
 INT48_MAX = 2**47 - 1
 
+Interval = tuple[float, float]
+EVERYTHING: Interval = (-math.inf, math.inf)
+
 
 @dataclass(frozen=True)
 class IntType:

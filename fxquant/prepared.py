@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fxquant.learning import WeightScale
-from fxquant.lowering import EagerLowering, Quantized, straight_through
-from fxquant.numerics import Arithmetic
+from fxquant.lowering import EagerLowering, Quantized, limited, straight_through
+from fxquant.numerics import EVERYTHING, Arithmetic, Interval
 from fxquant.ops import Operator, map_operands
 from fxquant.primitives.boundary import quantized_value
 from fxquant.quantizer import Quantizer
@@ -31,6 +31,7 @@ class QuantizedOperator(nn.Module):
     intermediate  the quantizer of what is computed before a fused residual is added, for when it cannot be
                   added in the accumulator
     weight_scale  the scale of its weight, where that is learned
+    observed      beyond this interval, values of its result are observed as its nearer end: to what reads them they are no different
     inputs        the quantizers of its operands, by parameter name. They belong to the operators that made the
                   operands, so they are referred to without being registered here.
     """
@@ -49,6 +50,7 @@ class QuantizedOperator(nn.Module):
         weight_scale: WeightScale | None = None,
         live_batch_norm: bool,
         path: str = "",
+        observed: Interval = EVERYTHING,
     ) -> None:
         super().__init__()
         self.name = name
@@ -57,6 +59,7 @@ class QuantizedOperator(nn.Module):
         self.arithmetic = arithmetic
         self.inputs = dict(inputs)
         self.owns_output = owns_output
+        self.observed = observed
         if owns_output:
             self.quantizer = output
         self._shared = (output,)  # a tuple hides the module from registration, so that it is registered once
@@ -84,7 +87,7 @@ class QuantizedOperator(nn.Module):
             kwargs = {**kwargs, "tap": self.intermediate.observe}
         value: Tensor = self.operator.function(*args, **kwargs)
         if self.owns_output:
-            self.output.observe(value)
+            self.output.observe(limited(value, self.observed))
         return value
 
     def _integer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -103,6 +106,7 @@ class QuantizedOperator(nn.Module):
             observing=observing,
             live_batch_norm=moving and self.live_batch_norm,
         )
+        lowering.shares, lowering.observed = not self.owns_output, self.observed
         with torch.autocast(args[0].device.type if isinstance(args[0], Tensor) else "cpu", enabled=False):
             result = self.operator.lower(lowering, **self._operands(self.operator.bind_call(args, kwargs)))
             return result.real() if isinstance(result, Quantized) else result

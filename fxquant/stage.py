@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from fxquant.errors import StageViolation
 from fxquant.graph import TensorFact, annotation, fact, is_parameter, reads_shape_only, resolve
-from fxquant.ops import Scale, operator_of
+from fxquant.ops import Scale, demand, operator_of
 from fxquant.prepared import QuantizedOperator
 from fxquant.primitives import PRIMITIVES
 
@@ -87,7 +87,7 @@ def one_scale_per_group(gm: fx.GraphModule) -> Iterator[Violation]:
     """Operators that must share a scale do."""
     for node in gm.graph.nodes:
         operator = operator_of(node)
-        if operator is None or operator.scale is not Scale.SAME or not is_integer(node):
+        if operator is None or demand(node) is not Scale.SAME or not is_integer(node):
             continue
         spec = annotation(node)
         for operand in node.all_input_nodes:

@@ -1,4 +1,4 @@
-"""A clamp (relu, relu6, hardtanh) becomes the limits of the operator before it.
+"""A clamp (relu, relu6, hardtanh) becomes the limits of the operator before it, or of the clamp that stands there already.
 
 %conv = conv2d(%x, %w)
 %y    = clamp(%conv, 0, 6)             →    %conv = conv2d(%x, %w, clamp=(0, 6))
@@ -6,10 +6,15 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 from torch import fx
 
 from fxquant.graph import absorb
 from fxquant.ops import operator_of
+from fxquant.ops.activation import both
+from fxquant.ops.dropout import SCALING
 from fxquant.pipeline import Context
 from fxquant.rules import apart
 
@@ -21,14 +26,20 @@ def fuse(gm: fx.GraphModule, context: Context) -> int:
         operator = operator_of(node)
         if operator is None or operator.name != "clamp" or operator.refuses(node, operator.arguments(node)) is not None:
             continue
-        producer = node.args[0]
-        assert isinstance(producer, fx.Node)
+        clamp = (node.args[1], node.args[2])
+        operand = node.args[0]
+        assert isinstance(operand, fx.Node)
+        producer = _limited(operand, clamp)
         reason = _why_not(producer) or apart(producer, node)
         if reason is not None:
             context.say(f"%{node.name} is not fused: {reason}")
             continue
-        producer.kwargs = {**producer.kwargs, "clamp": (node.args[1], node.args[2])}
-        node.replace_all_uses_with(producer)
+        if operator_of(producer) is operator:
+            producer.args = (producer.args[0], *both(producer.args[1:3], clamp))
+        else:
+            before = producer.kwargs.get("clamp")
+            producer.kwargs = {**producer.kwargs, "clamp": clamp if before is None else both(before, clamp)}
+        node.replace_all_uses_with(operand)
         absorb(producer, node)
         gm.graph.erase_node(node)
         context.say(f"%{node.name} fused into %{producer.name}")
@@ -36,10 +47,19 @@ def fuse(gm: fx.GraphModule, context: Context) -> int:
     return changes
 
 
+def _limited(operand: fx.Node, clamp: tuple[Any, ...]) -> fx.Node:
+    """The operator whose result is limited: what dropout reads, where the limit is 0 alone, which its positive factor does not move."""
+    operator = operator_of(operand)
+    if operator is None or operator.name != "dropout" or operator.arguments(operand)["kind"] not in SCALING or len(operand.users) > 1:
+        return operand
+    before = operand.args[0]
+    return before if clamp in ((0, None), (0, math.inf)) and isinstance(before, fx.Node) else operand
+
+
 def _why_not(producer: fx.Node) -> str | None:
     operator = operator_of(producer)
-    if operator is None or "clamp" not in operator.absorbs:
+    if operator is None or ("clamp" not in operator.absorbs and operator.name != "clamp"):
         return f"%{producer.name} ends in no requantization"
-    if len(producer.users) > 1:
-        return f"%{producer.name} has {len(producer.users)} users"
-    return f"%{producer.name} already ends in a clamp" if "clamp" in producer.kwargs else None
+    if operator.name == "clamp" and operator.refuses(producer, operator.arguments(producer)) is not None:
+        return f"the limits of %{producer.name} are computed"
+    return f"%{producer.name} has {len(producer.users)} users" if len(producer.users) > 1 else None

@@ -8,6 +8,7 @@ return %y                                   %y = conv2d(%x_quantize, %w)
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch
 from torch import fx
 
 from fxquant.graph import Annotation, annotate, annotation, fact, inherit, reads_shape_only, set_fact
-from fxquant.ops import operand_nodes, operator_of
+from fxquant.numerics import EVERYTHING, Interval
+from fxquant.ops import matters, operand_nodes, operator_of
 from fxquant.ops.boundary import DEQUANTIZE, QUANTIZE
 from fxquant.ops.record import Operator
 from fxquant.pipeline import Context
@@ -23,14 +25,16 @@ from fxquant.rules import decide
 from fxquant.spec import DEFAULT, ActivationConfig, Rule
 from fxquant.stage import is_integer
 
-# The boundary nodes of a value, by config. None: the one for readers that ask for nothing, which no rule asked for in particular.
-Made = dict[fx.Node, dict[ActivationConfig | None, fx.Node]]
+# The boundary nodes of a value, by config and by which of it matters. A config of None: the one for readers that ask for nothing,
+# which no rule asked for in particular.
+Made = dict[fx.Node, dict[tuple[ActivationConfig | None, Interval], fx.Node]]
 
 
 def insert(gm: fx.GraphModule, context: Context) -> int:
     """Every value crosses from integer to float through one dequantize, and from float to integer through one quantize.
 
-    Only where readers of a float value ask for different inputs (`QConfig.input`) does each of these have its own quantize.
+    Only where readers of a float value ask for different inputs (`QConfig.input`) does each of these have its own quantize,
+    and where one limits it on both sides, so that others do not make its scale coarse.
     """
     quantized: Made = {}
     dequantized: Made = {}
@@ -83,8 +87,11 @@ def _boundary(gm: fx.GraphModule, value: fx.Node, operator: Operator, made: Made
     config = wanted or spec.config.output
     if config.dtype == "int32":  # that is asked of a last layer's output, not of its input
         config = replace(config, dtype="int8")
+    limits = matters(reader, EVERYTHING, False) if operator is QUANTIZE else EVERYTHING
+    if not all(map(math.isfinite, limits)):
+        limits = EVERYTHING
     there = made.setdefault(value, {})
-    known = there.get(config) if wanted is not None or None not in there else there[None]
+    known = there.get((config, limits)) if wanted is not None or (None, limits) not in there else there[None, limits]
     if known is not None:
         return known
     other = [fact(value).dtype] if operator is DEQUANTIZE and fact(value).dtype != torch.float32 else []
@@ -92,9 +99,9 @@ def _boundary(gm: fx.GraphModule, value: fx.Node, operator: Operator, made: Made
         name = f"{value.name}_{operator.name}" + (f"_{reader.name}" if there else "")
         created = gm.graph.create_node("call_function", operator.function, (value, *other), {}, name=name)
     node: fx.Node = inherit(created, value, "boundary.insert")
-    there[config] = node
+    there[config, limits] = node
     if wanted is None or decide(reader).layer == DEFAULT:
-        there.setdefault(None, node)
+        there.setdefault((None, limits), node)
     set_fact(node, fact(value))
     if operator is QUANTIZE:
         annotate(node, Annotation(config.dtype, f"the input of %{reader.name}", spec.config))

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxquant.graph import TensorFact, fact, inherit, is_parameter, mark_parameter, refuse, spell
-from fxquant.ops import FUNCTIONS, METHODS, MODULES, Operator, Parameter, operator_of
+from fxquant.graph import TensorFact, absorb, fact, inherit, is_parameter, mark_parameter, refuse, spell
+from fxquant.ops import FUNCTIONS, METHODS, MODULES, Operator, Parameter, operand_nodes, operator_of
+from fxquant.ops.unary import SHIFTED, with_offset
 from fxquant.pipeline import Context
 
 
@@ -22,6 +23,7 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
     """Every node an operator of the table recognises is a call of the operator's function, arguments in order.
 
     What is computed from parameters alone (`self.weight * self.gain`, `.t()`) is marked, and is a parameter from here on.
+    What passes on an operator's result as it is (nn.Identity, `contiguous()`, `+ 0`, `.view` to the same shape) is gone.
     """
     attributes: dict[str, fx.Node] = {str(node.target): node for node in gm.graph.nodes if node.op == "get_attr"}
     modules = dict(gm.named_modules(remove_duplicate=False))
@@ -45,6 +47,8 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
         values = {name: _attribute(gm, node, target, value, attributes) for name, value in arguments.items()}
         node.op, node.target = "call_function", operator.function
         node.args, node.kwargs = tuple(values.values()), {}
+        _pass_by(node, context)
+        _shift(node, context)
         changes += 1
     _eliminate_unused(gm.graph)
     return changes
@@ -57,6 +61,32 @@ def _computes_parameter(node: fx.Node) -> bool:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     packet = getattr(torch.ops.aten, re.sub(r"(?<=dropout)\dd$", "", name), None)  # dropout2d is no aten operator of its own
     return packet is None or not any(torch.Tag.nondeterministic_seeded in getattr(packet, o).tags for o in packet.overloads())
+
+
+def _pass_by(node: fx.Node, context: Context) -> None:
+    """What reads a node that passes on an operator's result as it is reads that result, so that fusions meet the operator."""
+    operator = operator_of(node)
+    assert operator is not None
+    arguments = operator.arguments(node)
+    operands = operand_nodes(operator, arguments)
+    if len(operands) != 1 or operator_of(operands[0]) is None or not isinstance(fact(node), TensorFact):
+        return
+    if fact(operands[0]) == fact(node) and operator.refuses(node, arguments) is None and operator.idle(arguments):
+        node.replace_all_uses_with(operands[0])
+        context.say(f"%{node.name} passes on %{operands[0].name} as it is, and is gone")
+
+
+def _shift(node: fx.Node, context: Context) -> None:
+    """A unary function of a sum with a number is one table, so that a number below a step of the sum is not lost."""
+    operator = operator_of(node)
+    addition = node.args[0] if node.args else None
+    if operator is None or not isinstance(addition, fx.Node) or operator.refuses(node, operator.arguments(node)) is not None:
+        return
+    arguments = with_offset(operator, operator.arguments(node), addition)
+    if arguments is not None:
+        node.target, node.args = SHIFTED.function, tuple(arguments.values())
+        absorb(node, addition)
+        context.say(f"%{addition.name} is part of the table %{node.name}")
 
 
 def _eliminate_unused(graph: fx.Graph) -> None:

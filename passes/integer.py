@@ -64,6 +64,7 @@ class GraphLowering(Lowering):
         weight = module.weight if module is not None else WeightConfig()
         intermediate, weight_scale = (None, None) if module is None else (module.intermediate, module.weight_scale)
         super().__init__(node.name, arithmetic, output, intermediate, weight, weight_scale)
+        self.shares = module is not None and not module.owns_output
         self.gm, self.graph, self.node, self.shapes, self.container = gm, graph, node, shapes, container
         self.made: list[fx.Node] = []
         self.constants: dict[str, str] = {}  # node names by role

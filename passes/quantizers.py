@@ -10,9 +10,10 @@ from typing import Any
 
 from torch import fx
 
-from fxquant.graph import Annotation, annotation, attach, free_name, is_parameter, module_path, shape_of, source
+from fxquant.graph import Annotation, annotation, attach, free_name, is_parameter, module_path, observed, shape_of, source
 from fxquant.learning import WeightScale
-from fxquant.ops import Operator, Scale, map_operands, operator_of
+from fxquant.numerics import EVERYTHING
+from fxquant.ops import Operator, Scale, demand, map_operands, operator_of
 from fxquant.pipeline import Context
 from fxquant.prepared import QuantizedOperator
 from fxquant.quantizer import Quantizer
@@ -36,7 +37,7 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
             continue
         assert spec.group is not None
         arguments = operator.arguments(node)
-        own = operator.scale is Scale.OWN
+        own = demand(node) is Scale.OWN
         weight = _weight(spec.config.weight, context)
         module = QuantizedOperator(
             node.name,
@@ -50,6 +51,7 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
             weight_scale=_weight_scale(node, operator, arguments, weight),
             live_batch_norm=context.batch_norm == "live",
             path=module_path(node),
+            observed=observed(node) or EVERYTHING,
         )
         owners.add(spec.group)
         target = f"{container}.{node.name}"
@@ -67,7 +69,7 @@ def _quantizers(gm: fx.GraphModule, context: Context) -> dict[int, Quantizer]:
         if operator is None or spec is None or spec.group is None or spec.dtype is None:
             continue
         config = replace(_output_config(operator, spec), dtype=spec.dtype)
-        if operator.scale is Scale.SAME and (config.fixed_scale is None or not decide(node).asked):
+        if demand(node) is Scale.SAME and (config.fixed_scale is None or not decide(node).asked):
             continue
         if spec.group not in chosen or (config.fixed_scale is not None and chosen[spec.group][1].fixed_scale is None):
             chosen[spec.group] = (node, config)

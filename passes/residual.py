@@ -10,17 +10,22 @@ from torch import fx
 
 from fxquant.graph import TensorFact, absorb, fact, is_parameter
 from fxquant.ops import operator_of
+from fxquant.ops.floating import in_front_of_softmax, masks
 from fxquant.pipeline import Context
 from fxquant.rules import apart
 
 
 def fuse(gm: fx.GraphModule, context: Context) -> int:
     """No addition is left whose operand is a layer that can absorb it."""
+    masked = masks(gm, in_front_of_softmax(gm))
     position = {node: index for index, node in enumerate(gm.graph.nodes)}
     changes = 0
     for node in list(gm.graph.nodes):
         operator = operator_of(node)
         if operator is None or operator.name != "add" or operator.refuses(node, operator.arguments(node)) is not None:
+            continue
+        if node in masked:
+            context.say(f"%{node.name} is not fused: it adds an attention mask in front of a softmax")
             continue
         # The later layer absorbs: the other operand is then computed already.
         candidates = sorted((a for a in node.args[:2] if isinstance(a, fx.Node)), key=position.__getitem__, reverse=True)

@@ -7,14 +7,16 @@ dtypes are a conflict, and the shortest path between them is its explanation.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import networkx as nx
 from torch import fx
 
 from fxquant.errors import ScaleConflict
-from fxquant.graph import annotate, annotation
-from fxquant.ops import Scale, operand_nodes, operator_of
+from fxquant.graph import annotate, annotation, observed, set_observed
+from fxquant.numerics import EVERYTHING
+from fxquant.ops import Scale, demand, matters, operand_nodes, operator_of
 from fxquant.ops.boundary import DEQUANTIZE
 from fxquant.pipeline import Context
 from fxquant.rules import decide
@@ -31,6 +33,7 @@ def share(gm: fx.GraphModule, context: Context) -> int:
         demands.add_node(node)
         if _must_share(node, context):
             demands.add_edges_from((node, operand) for operand in operand_nodes(operator, operator.arguments(node)))
+    _observe(gm, context)
     order = {node: index for index, node in enumerate(gm.graph.nodes)}
     groups = sorted((sorted(group, key=order.__getitem__) for group in nx.connected_components(demands)), key=lambda group: order[group[0]])
     for index, group in enumerate(groups):
@@ -42,10 +45,36 @@ def share(gm: fx.GraphModule, context: Context) -> int:
     return sum(len(group) - 1 for group in groups)
 
 
+def _observe(gm: fx.GraphModule, context: Context) -> None:
+    """Of every integer node is known which of its values matter to anything that reads it.
+
+    A clamp throws away what lies beyond its limits; a scale that covered that as well would be too coarse for the rest.
+    """
+    for node in reversed(gm.graph.nodes):
+        if not is_integer(node) or not node.users:
+            continue
+        wanted = [
+            matters(reader, observed(reader) or EVERYTHING, _must_share(reader, context)) if is_integer(reader) else EVERYTHING
+            for reader in node.users
+        ]
+        interval = min(low for low, _ in wanted), max(high for _, high in wanted)
+        if interval == EVERYTHING:
+            continue
+        set_observed(node, interval)
+        spec = annotation(node)
+        assert spec is not None
+        if demand(node) is Scale.OWN:
+            annotate(node, replace(spec, because=f"{spec.because}; only its values {_within(*interval)} make a difference"))
+
+
+def _within(low: float, high: float) -> str:
+    return f"above {low:g}" if high == math.inf else f"below {high:g}" if low == -math.inf else f"from {low:g} to {high:g}"
+
+
 def _must_share(node: fx.Node, context: Context) -> bool:
     operator = operator_of(node)
     assert operator is not None
-    return operator.scale is Scale.SAME or (operator.name in ("cat", "stack") and context.target.arithmetic.share_concat)
+    return demand(node) is Scale.SAME or (operator.name in ("cat", "stack") and context.target.arithmetic.share_concat)
 
 
 def _check(group: list[fx.Node], demands: nx.Graph) -> None:
@@ -58,7 +87,7 @@ def _check(group: list[fx.Node], demands: nx.Graph) -> None:
             continue
         chosen = spec.config.input if operator.name == "quantize" and spec.config.input else spec.config.output
         # An operator that shares its operand's scale has a wish of its own only where a rule names it.
-        asks = operator.scale is Scale.OWN or decide(node).asked
+        asks = demand(node) is Scale.OWN or decide(node).asked
         scale = chosen.fixed_scale if asks else None
         asked[node] = (spec.dtype, scale)
     first: fx.Node | None = None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
-from fxquant.graph import Annotation, TensorFact, annotation, computes_tensor, fact, refusal, resolve, wishes
+from fxquant.graph import Annotation, TensorFact, annotation, computes_tensor, fact, is_parameter, parameter_value, refusal, resolve, wishes
 from fxquant.graph import annotate as set_annotation
-from fxquant.ops import Operator, Scale, operand_nodes, operator_of
+from fxquant.ops import Operator, Scale, demand, operand_nodes, operator_of
+from fxquant.ops.floating import divisors, in_front_of_softmax, masks
 from fxquant.pipeline import Context
 from fxquant.rules import decide
 from fxquant.spec import DEFAULT, QConfig, Rule
@@ -17,6 +20,7 @@ def annotate(gm: fx.GraphModule, context: Context) -> int:
     """Every node that computes a tensor is annotated; those that stay in float say why."""
     changes = 0
     heard: set[Rule] = set()
+    needed = _needed_in_float(gm)
     for node in gm.graph.nodes:
         if not computes_tensor(node):
             continue
@@ -24,7 +28,7 @@ def annotate(gm: fx.GraphModule, context: Context) -> int:
         decision = decide(node)
         heard |= {decision.output, decision.layer}
         qconfig = decision.config
-        reason = _why_float(gm, node, operator, qconfig, context)
+        reason = _why_float(gm, node, operator, qconfig, context, needed)
         if reason is not None:
             set_annotation(node, Annotation(None, reason, qconfig))
             context.say(f"%{node.name} stays in float: {reason}")
@@ -35,7 +39,7 @@ def annotate(gm: fx.GraphModule, context: Context) -> int:
         if decision.asked and dtype != qconfig.output.dtype:
             wanted = f"{qconfig.output.dtype} as the qconfig's {decision.output} says"
             context.unheard(gm, f"%{node.name} is {dtype} as its operand is, whose scale it shares, and not {wanted}")
-        set_annotation(node, Annotation(dtype, _why_integer(operator), qconfig))
+        set_annotation(node, Annotation(dtype, _why_integer(node), qconfig))
         changes += 1
     asked = dict.fromkeys(rule for node in gm.graph.nodes for wish in wishes(node) for rule, _ in wish)
     for rule in asked:
@@ -44,7 +48,19 @@ def annotate(gm: fx.GraphModule, context: Context) -> int:
     return changes
 
 
-def _why_float(gm: fx.GraphModule, node: fx.Node, operator: Operator | None, qconfig: QConfig | None, context: Context) -> str | None:
+def _needed_in_float(gm: fx.GraphModule) -> dict[fx.Node, str]:
+    """What stays in float for the sake of a float operator that reads it, and why; "" where that depends on what the node itself reads."""
+    leading = in_front_of_softmax(gm)
+    return {
+        **dict.fromkeys(leading, ""),
+        **dict.fromkeys(masks(gm, leading), "it adds an attention mask in front of a softmax, which is in float"),
+        **dict.fromkeys(divisors(gm), "it is part of a divisor or a logarithm's operand, which must not be rounded to 0, of a float operator"),
+    }
+
+
+def _why_float(
+    gm: fx.GraphModule, node: fx.Node, operator: Operator | None, qconfig: QConfig | None, context: Context, needed: dict[fx.Node, str]
+) -> str | None:
     """Why the node must stay in float; None if it becomes integer."""
     because = refusal(node)
     if because is not None:
@@ -59,17 +75,36 @@ def _why_float(gm: fx.GraphModule, node: fx.Node, operator: Operator | None, qco
         return "it reads no activation"
     if any(not isinstance(fact(o), TensorFact) or fact(o).dtype not in (torch.float32, torch.float16, torch.bfloat16) for o in operands):
         return "its operands are not floating-point tensors"
-    because = operator.refuses(node, arguments)
+    because = operator.refuses(node, arguments) or needed.get(node) or None
     if because is not None:
         return because
+    given = [value for name in operator.operands for value in _listed(arguments.get(name)) if isinstance(value, fx.Node) and is_parameter(value)]
+    if any(isinstance(value := parameter_value(gm, parameter), torch.Tensor) and not _finite(value) for parameter in given):
+        return "its constant holds values that are not finite"
+    masked = [operand for operand in operands if node in needed and operand.op != "placeholder" and not _integer(operand)]
+    if masked:
+        return f"it stands between %{masked[0].name} and a softmax, which are in float"
     for operand in operands:
         if (annotation(operand) or Annotation(None, "")).dtype == "int32":
             return f"the 32-bit output of %{operand.name} is not computed with any further"
-    if operator.scale is Scale.SAME and operands[0].op != "placeholder" and (annotation(operands[0]) or Annotation(None, "")).dtype is None:
+    if demand(node) is Scale.SAME and operands[0].op != "placeholder" and (annotation(operands[0]) or Annotation(None, "")).dtype is None:
         return f"it only passes on the values of %{operands[0].name}, which is in float"
-    if qconfig.output.dtype == "int32" and operator.scale is Scale.OWN and not operator.sums:
+    if qconfig.output.dtype == "int32" and demand(node) is Scale.OWN and not operator.sums:
         return f"{operator.name} has no 32-bit output: it forms no sum of products"
     return None
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _finite(value: torch.Tensor) -> bool:
+    return not value.is_floating_point() or bool(torch.isfinite(value).all())
+
+
+def _integer(node: fx.Node) -> bool:
+    spec = annotation(node)
+    return spec is not None and spec.dtype is not None
 
 
 def _written(gm: fx.GraphModule, node: fx.Node) -> str:
@@ -81,7 +116,7 @@ def _written(gm: fx.GraphModule, node: fx.Node) -> str:
 
 def _dtype(node: fx.Node, operator: Operator, qconfig: QConfig) -> str:
     """An operator on its operand's scale has its operand's dtype; any other the configured one."""
-    if operator.scale is Scale.SAME:
+    if demand(node) is Scale.SAME:
         operand = operand_nodes(operator, operator.arguments(node))[0]
         spec = annotation(operand)
         if spec is not None and spec.dtype is not None:
@@ -89,5 +124,5 @@ def _dtype(node: fx.Node, operator: Operator, qconfig: QConfig) -> str:
     return qconfig.output.dtype
 
 
-def _why_integer(operator: Operator) -> str:
-    return "on its operand's scale" if operator.scale is Scale.SAME else "with a scale of its own"
+def _why_integer(node: fx.Node) -> str:
+    return "on its operand's scale" if demand(node) is Scale.SAME else "with a scale of its own"

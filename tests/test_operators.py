@@ -243,6 +243,7 @@ SAMPLES: dict[Any, list[Sample]] = {
         *unary("sub", ALIGNED, lambda m, x: torch.sub(x, 0.8)),
         *held("sub", ALIGNED, (3, 1, 1), lambda m, x: torch.sub(x, m.layer.value)),
     ],
+    torch.rsub: [*binary("sub", ALIGNED, lambda m, x, y: torch.rsub(x, y, alpha=0.4)), *unary("sub", ALIGNED, lambda m, x: torch.rsub(x, 0.8))],
     torch.subtract: binary("sub", ALIGNED, lambda m, x, y: torch.subtract(x, y)),
     operator.sub: [
         *binary("sub", ALIGNED, lambda m, x, y: x - y),
@@ -526,6 +527,11 @@ SAMPLES: dict[Any, list[Sample]] = {
     nn.UpsamplingNearest2d: layers("interpolate", EXACT, IMAGE, nn.UpsamplingNearest2d(size=8)),
     nn.UpsamplingBilinear2d: layers("interpolate", INTERPOLATED, IMAGE, nn.UpsamplingBilinear2d(scale_factor=2)),
     # ---- nothing at all
+    torch.detach: unary("identity", EXACT, lambda m, x: torch.detach(x).relu()),
+    "to": unary("identity", EXACT, lambda m, x: x.to(torch.float32).relu(), lambda m, x: x.to(x).relu()),
+    "type": unary("identity", EXACT, lambda m, x: x.type(torch.float32).relu()),
+    "type_as": unary("identity", EXACT, lambda m, x: x.type_as(x).relu()),
+    "float": unary("identity", EXACT, lambda m, x: x.float().relu()),
     torch.clone: unary("identity", EXACT, lambda m, x: torch.clone(x).relu()),
     "contiguous": unary("identity", EXACT, lambda m, x: x.contiguous().relu()),
     "clone": unary("identity", EXACT, lambda m, x: x.clone().relu()),

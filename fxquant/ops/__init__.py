@@ -24,7 +24,20 @@ from fxquant.ops import (
     unary,
     weighted,
 )
-from fxquant.ops.record import FUNCTIONS, METHODS, MODULES, OPERATORS, Operator, Parameter, Scale, map_operands, operand_nodes, operator_of
+from fxquant.ops.record import (
+    FUNCTIONS,
+    METHODS,
+    MODULES,
+    OPERATORS,
+    Operator,
+    Parameter,
+    Scale,
+    demand,
+    map_operands,
+    matters,
+    operand_nodes,
+    operator_of,
+)
 
 __all__ = [
     "FUNCTIONS",
@@ -38,12 +51,14 @@ __all__ = [
     "arithmetic",
     "boundary",
     "convolution",
+    "demand",
     "dropout",
     "extremum",
     "index",
     "join",
     "linear",
     "map_operands",
+    "matters",
     "normalization",
     "operand_nodes",
     "operator_of",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxquant.lowering import Lowering, Quantized
+from fxquant.numerics import Interval, Ratio
 from fxquant.ops.record import Operator, Scale, register
 from fxquant.primitives import elementwise
 
@@ -19,7 +22,9 @@ def clamp(input: Tensor, min: float | None = None, max: float | None = None) -> 
 
 
 def lower_clamp(lowering: Lowering, input: Quantized, min: float | None = None, max: float | None = None) -> Quantized:
-    """The integers limited to ⌊bound/scale + ½⌋, on the operand's own scale."""
+    """The integers limited to ⌊bound/scale + ½⌋, on the operand's own scale; requantized where the limits lie beyond what that covers."""
+    if not lowering.shares:
+        return lowering.requantize(lowering.call(elementwise.widen, input.value), Ratio((input.scale,)), (min, max))
     low, high = lowering.bounds((min, max), lowering.output)
     return input.with_value(lowering.call(elementwise.clamp, input.value, low, high))
 
@@ -29,6 +34,37 @@ def _refuses_clamp(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         if not isinstance(arguments[name], int | float | None):
             return f"its bound {name!r} is a tensor"
     return None
+
+
+def both(first: Sequence[float | None], second: Sequence[float | None]) -> tuple[float | None, float | None]:
+    """The limits of the one clamp that does what two do, one after the other; None is no limit."""
+    least, most = interval(*second)
+    low, high = (min(max(bound, least), most) for bound in interval(*first))
+    return None if math.isinf(low) else low, None if math.isinf(high) else high
+
+
+def interval(low: float | None, high: float | None) -> tuple[float, float]:
+    """The limits of a clamp as numbers, infinite where there is none."""
+    return -math.inf if low is None else float(low), math.inf if high is None else float(high)
+
+
+def _moves(node: fx.Node, arguments: dict[str, Any]) -> bool:
+    """Whether the limits leave out 0: values then become larger than they were, and need not lie on the operand's scale."""
+    low, high = interval(arguments["min"], arguments["max"])
+    return low > 0 or high < 0
+
+
+def _kept(arguments: dict[str, Any], after: Interval) -> Interval:
+    low, high = interval(*both((arguments["min"], arguments["max"]), after))
+    return min(low, high), high  # limits that cross leave the upper one
+
+
+def _at_least(input: Any, min: Any) -> dict[str, Any]:
+    return {"input": input, "min": min, "max": None}
+
+
+def _at_most(input: Any, max: Any) -> dict[str, Any]:
+    return {"input": input, "min": None, "max": max}
 
 
 def _relu(input: Any, inplace: bool = False) -> dict[str, Any]:
@@ -50,9 +86,14 @@ register(
         ("input",),
         lower_clamp,
         Scale.SAME,
+        brings=_moves,
+        keeps=_kept,
+        idle=lambda arguments: arguments["min"] in (None, -math.inf) and arguments["max"] in (None, math.inf),
         functions={
             torch.clamp: None,
             torch.clip: None,
+            torch.clamp_min: _at_least,
+            torch.clamp_max: _at_most,
             torch.relu: _relu,
             torch.relu_: _relu,
             F.relu: _relu,
@@ -61,7 +102,12 @@ register(
             F.hardtanh: _hardtanh,
             F.hardtanh_: _hardtanh,
         },
-        methods={"relu": _relu, "relu_": _relu, "clamp": None, "clamp_": None, "clip": None, "clip_": None},
+        methods={
+            **dict.fromkeys(("relu", "relu_"), _relu),
+            **dict.fromkeys(("clamp", "clamp_", "clip", "clip_")),
+            **dict.fromkeys(("clamp_min", "clamp_min_"), _at_least),
+            **dict.fromkeys(("clamp_max", "clamp_max_"), _at_most),
+        },
         modules={
             nn.ReLU: lambda m: {"min": 0.0, "max": None},
             nn.ReLU6: lambda m: {"min": 0.0, "max": 6.0},

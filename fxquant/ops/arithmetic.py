@@ -136,6 +136,18 @@ def _fraction_bits(most: int, magnitude: float, larger: Ratio, largest: int) -> 
     return min(most, math.floor(math.log2(largest / steps)))
 
 
+def _adds_zero(arguments: dict[str, Any]) -> bool:
+    return _is(arguments["input"], 0) or _is(arguments["other"], 0)
+
+
+def _subtracts_zero(arguments: dict[str, Any]) -> bool:
+    return _is(arguments["other"], 0)
+
+
+def _is(value: Any, number: int) -> bool:
+    return isinstance(value, int | float) and value == number
+
+
 def _reversed_sub(input: Any, other: Any, alpha: float = 1) -> dict[str, Any]:
     """torch.rsub: other - alpha · input."""
     return {"input": other, "other": input, "alpha": alpha}
@@ -155,6 +167,7 @@ for _name, _function, _lower, _spellings, _methods in (
             methods=dict.fromkeys(_methods),
             absorbs=frozenset({"clamp"}),
             refuses=needs_activation,
+            idle=_adds_zero if _name == "add" else _subtracts_zero,
         )
     )
 
@@ -214,6 +227,7 @@ register(
         _lower_mul,
         functions=dict.fromkeys((torch.mul, torch.multiply, operator.mul, operator.imul)),
         methods=dict.fromkeys(("mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__")),
+        idle=lambda arguments: _is(arguments["input"], 1) or _is(arguments["other"], 1),
         absorbs=frozenset({"clamp"}),
         refuses=_refuses_mul,
     )
@@ -226,6 +240,7 @@ register(
         _lower_div,
         functions={torch.div: _true_division, torch.true_divide: None, operator.truediv: None},
         methods={"div": _true_division, "div_": _true_division, "__truediv__": None},
+        idle=lambda arguments: _is(arguments["other"], 1),
         absorbs=frozenset({"clamp"}),
         refuses=_refuses_div,
     )

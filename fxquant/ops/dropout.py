@@ -22,6 +22,9 @@ DROPOUTS: dict[type, str] = {
 }
 
 
+SCALING = ("dropout", "dropout1d", "dropout2d", "dropout3d")  # the kinds that multiply by a number that is not negative
+
+
 def dropout(input: Tensor, p: float = 0.5, kind: str = "dropout") -> Tensor:
     """The input itself; in state TRAIN, in train mode, the function of torch.nn.functional named `kind` drops with probability p."""
     return input
@@ -48,6 +51,7 @@ register(
         ("input",),
         _lower_dropout,
         Scale.SAME,
+        idle=lambda arguments: arguments["p"] == 0,
         functions={
             **{getattr(F, kind): _drops(kind) for kind in DROPOUTS.values()},
             **{getattr(torch, kind): _drops(kind) for kind in ("dropout", "alpha_dropout", "feature_alpha_dropout")},

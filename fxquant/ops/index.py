@@ -185,6 +185,7 @@ register(
         ("input",),
         _lower_getitem,
         Scale.SAME,
+        idle=lambda arguments: all(isinstance(entry, builtins.slice) for entry in arguments["index"]),
         functions={
             operator.getitem: _indexed,
             torch.narrow: _narrowed,

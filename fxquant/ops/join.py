@@ -62,6 +62,7 @@ register(
             torch.dstack: _along(2, 3),
         },
         refuses=_refuses_cat,
+        idle=lambda arguments: len(arguments["tensors"]) == 1,
     )
 )
 

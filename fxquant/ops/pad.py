@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from fxquant.graph import TensorFact, fact, inherit, set_fact, shape_of, spell, spelling
 from fxquant.lowering import Lowering, Quantized
 from fxquant.numerics import clamp_bound
-from fxquant.ops.record import Operator, Scale, register
+from fxquant.ops.record import Operator, Scale, operator_of, register
 from fxquant.primitives import shape
 
 # ---- padding --------------------------------------------------------------------------------------------------------
@@ -56,6 +56,17 @@ def _lower_pad(lowering: Lowering, input: Quantized, padding: list[int], mode: s
 
 
 def _lower_constant_pad(lowering: Lowering, input: Quantized, margins: list[tuple[int, int]], value: float) -> Quantized:
+    if lowering.shares:
+        return input.with_value(_padded(lowering, input, margins, value))
+    to, padding = lowering.output, [size for pair in reversed(margins) for size in pair]
+
+    def exact() -> Any:
+        return _padded(lowering, Quantized(lowering.rescale(input, to, ""), to.scale, to.dtype, input.shape), margins, value)
+
+    return lowering.result(exact, lambda: pad(input.real(), padding, value=value))
+
+
+def _padded(lowering: Lowering, input: Quantized, margins: list[tuple[int, int]], value: float) -> Any:
     result = input.value
     cropped = {dim: (max(-begin, 0), -max(-end, 0) or shape.UNBOUNDED) for dim, (begin, end) in enumerate(margins) if min(begin, end) < 0}
     if cropped:
@@ -65,13 +76,36 @@ def _lower_constant_pad(lowering: Lowering, input: Quantized, margins: list[tupl
     if any(begin) or any(end):
         integer = _padding_integer(input, value)
         result = lowering.call(shape.pad, result, begin, end, integer)
-    return input.with_value(result)
+    return result
 
 
 def _padding_integer(input: Quantized, value: float) -> int:
     if math.isinf(value):
         return input.dtype.high if value > 0 else input.dtype.low
     return clamp_bound(value, float(input.scale), 0, input.dtype)
+
+
+def _brings(node: fx.Node, arguments: dict[str, Any]) -> bool:
+    """Whether it pads with a number that has to lie on the scale: not 0, nor infinity, nor one that never is the largest of a window."""
+    value = arguments["value"]
+    if arguments["mode"] != "constant" or value == 0 or math.isinf(value) or max(arguments["padding"]) <= 0:
+        return False
+    margins = _margins(arguments["padding"], len(shape_of(node)))
+    return value > 0 or not node.users or not all(_never_wins(reader, margins) for reader in node.users)
+
+
+def _never_wins(reader: fx.Node, margins: list[tuple[int, int]]) -> bool:
+    """Whether the reader takes the largest of windows that all reach beyond margins of this size.
+
+    Where a negative number is the largest of such a window, the window holds an element further below 0, which the scale covers.
+    """
+    operator = operator_of(reader)
+    if operator is None or operator.window is None:
+        return False
+    extents = operator.window(operator.arguments(reader))
+    return all(max(pair) < extent for pair, extent in zip(margins[len(margins) - len(extents) :], extents, strict=True)) and not any(
+        max(pair) > 0 for pair in margins[: len(margins) - len(extents)]
+    )
 
 
 def _pad_arguments(input: Any, pad: Any, mode: str = "constant", value: Any = None) -> dict[str, Any]:
@@ -117,6 +151,8 @@ register(
         ("input",),
         _lower_pad,
         Scale.SAME,
+        brings=_brings,
+        idle=lambda arguments: not any(arguments["padding"]),
         functions={F.pad: _pad_arguments},
         modules={
             getattr(nn, f"{kind}Pad{rank}d"): _pad_module(mode)

@@ -122,6 +122,16 @@ def _max_pool_function(
     return {"input": input, "kernel_size": kernel_size, "stride": stride, "padding": padding, "dilation": dilation, "ceil_mode": ceil_mode}
 
 
+def _window(rank: int) -> Callable[[dict[str, Any]], list[int]]:
+    """How far the windows reach; 0, which is none, where a dilated one could lie wholly in a margin."""
+
+    def window(arguments: dict[str, Any]) -> list[int]:
+        kernel, dilation = sizes(arguments["kernel_size"], rank), sizes(arguments["dilation"], rank)
+        return [taps if step == 1 else 0 for taps, step in zip(kernel, dilation, strict=True)]
+
+    return window
+
+
 max_pool1d, _lower_max_pool1d = _max_pool(1)
 max_pool2d, _lower_max_pool2d = _max_pool(2)
 max_pool3d, _lower_max_pool3d = _max_pool(3)
@@ -139,6 +149,8 @@ for _rank, _function, _lower, _module in (
             Scale.SAME,
             functions={MAX_POOLS[_rank]: _max_pool_function, getattr(torch, f"max_pool{_rank}d"): _max_pool_function},
             modules={_module: _max_pool_module},
+            idle=lambda arguments: set(sizes(arguments["kernel_size"], 1)) == {1},
+            window=_window(_rank),
             refuses=_refuses_max_pool(_rank),
         )
     )
@@ -247,6 +259,7 @@ for _rank, _function, _lower, _avg_module in (
             _lower,
             functions={AVG_POOLS[_rank]: None},
             modules={_avg_module: _avg_pool_module},
+            idle=lambda arguments: set(sizes(arguments["kernel_size"], 1)) == {1} and arguments["divisor_override"] in (None, 1),
             absorbs=frozenset({"clamp"}),
             refuses=_refuses_avg_pool(_rank),
         )
@@ -311,6 +324,7 @@ for _rank, _function, _lower, _adaptive_module, _refuses in (
             _lower,
             functions={ADAPTIVE_AVG_POOLS[_rank]: None},
             modules={_adaptive_module: lambda m: {"output_size": m.output_size}},
+            idle=lambda arguments: True,
             absorbs=frozenset({"clamp"}),
             refuses=_refuses,
         )

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from fxquant.graph import is_parameter
 from fxquant.lowering import Quantized
+from fxquant.numerics import EVERYTHING, Interval
 
 # How the arguments of one spelling become canonical ones, by name; a string is the reason why they cannot.
 Adapt = Callable[..., dict[str, Any] | str]
@@ -30,6 +31,7 @@ class Scale(enum.Enum):
 
     OWN = "own"
     SAME = "same"
+
 
 
 @dataclass(frozen=True)
@@ -47,15 +49,22 @@ class Operator:
     function   its float meaning, differentiable; the target of its canonical node; its signature is the canonical one
     operands   the parameters that take activations (a tensor, or a list of them)
     scale      what it demands of its scales
+    brings     whether a particular node of an operator on its operand's scale brings in values beyond its operand's: it then has a
+               scale of its own (see `demand`)
+    keeps      which of its operand's values its result tells apart, given which of its result's matter: what lies outside the interval
+               is as good as its nearer end, so no scale has to cover it. None: all of them, or, on its operand's scale, those that
+               matter of its result
     lower      its integer meaning: lower(lowering, **arguments) -> Quantized
     functions  the functions that spell it, each with how its arguments become canonical ones (None: by name)
     methods    the same for Tensor methods
     modules    the same for modules, by exact class: module -> arguments
     absorbs    what may be fused into it: "batch_norm", "residual", "clamp"; each is a keyword of `function`
+    window     of an operator whose result is the largest element of windows: how far these reach along the last dimensions
     normalize  brings the arguments of a node to their simplest form, or says why they have none
     parameters the canonical parameters with their defaults, where `function` is PyTorch's own; else read off its signature
     adapt      how the arguments of `function` itself become canonical ones (None: by name)
     refuses    says why a particular node must stay in float, or None
+    idle       whether a particular node whose result has its operand's shape and dtype is its operand's value, too, in every state
     sums       whether it forms a sum of products that may stand as it is, a 32-bit output
     folded     weight, bias, batch norm and the other arguments -> weight and bias with the batch norm multiplied in; of operators
                that absorb one
@@ -67,11 +76,15 @@ class Operator:
     operands: tuple[str, ...]
     lower: Callable[..., Quantized]
     scale: Scale = Scale.OWN
+    brings: Callable[[fx.Node, dict[str, Any]], bool] = lambda node, arguments: False
+    keeps: Callable[[dict[str, Any], Interval], Interval] | None = None
     functions: Mapping[Callable[..., Any], Adapt | None] = field(default_factory=dict)
     methods: Mapping[str, Adapt | None] = field(default_factory=dict)
     modules: Mapping[type, Callable[[Any], dict[str, Any] | str]] = field(default_factory=dict)
     absorbs: frozenset[str] = frozenset()
     refuses: Callable[[fx.Node, dict[str, Any]], str | None] = lambda node, arguments: None
+    idle: Callable[[dict[str, Any]], bool] = lambda arguments: False
+    window: Callable[[dict[str, Any]], list[int]] | None = None
     normalize: Callable[[fx.Node, dict[str, Any]], dict[str, Any] | str] = lambda node, arguments: arguments
     parameters: Mapping[str, Any] = field(default_factory=dict)
     adapt: Adapt | None = None
@@ -148,6 +161,22 @@ def _claim(table: dict[Any, Any], key: Any, value: Any) -> None:
 def operator_of(node: fx.Node) -> Operator | None:
     """The record of a canonical node; None if the node is no known operator, or computes a parameter."""
     return OPERATORS.get(node.target) if node.op == "call_function" and not is_parameter(node) else None  # type: ignore[arg-type]
+
+
+def demand(node: fx.Node) -> Scale | None:
+    """What a canonical node demands of its output's scale; None if the node is no known operator."""
+    operator = operator_of(node)
+    if operator is None:
+        return None
+    return Scale.OWN if operator.scale is Scale.OWN or operator.brings(node, operator.arguments(node)) else Scale.SAME
+
+
+def matters(node: fx.Node, after: Interval, shares: bool) -> Interval:
+    """Which values of its operands matter to a canonical node of whose result those in `after` do; `shares`: they have one scale."""
+    operator = operator_of(node)
+    if operator is not None and operator.keeps is not None:
+        return operator.keeps(operator.arguments(node), after)
+    return after if shares else EVERYTHING
 
 
 def operand_nodes(operator: Operator, arguments: Mapping[str, Any]) -> list[fx.Node]:

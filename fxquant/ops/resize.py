@@ -170,6 +170,7 @@ register(
         ("input",),
         _lower_interpolate,
         Scale.SAME,
+        keeps=lambda arguments, after: after if arguments["mode"] in NEAREST else EVERYTHING,  # what is averaged matters whole
         functions={F.interpolate: _interpolate_arguments},
         modules=dict.fromkeys((nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d), _interpolate_module),
         normalize=_plain_sizes,

@@ -67,6 +67,7 @@ register(
         methods=dict.fromkeys(_RESHAPES, _any_sizes),
         modules=dict.fromkeys((nn.Flatten, nn.Unflatten), lambda m: {"shape": []}),
         normalize=_plain_shape,
+        idle=lambda arguments: True,
     )
 )
 
@@ -82,6 +83,17 @@ def _lower_identity(lowering: Lowering, input: Quantized) -> Quantized:
     return input
 
 
+def _cast(input: Any, *args: Any, **kwargs: Any) -> dict[str, Any] | str:
+    """x.to(…), x.type(…): nothing at all where the dtype is asked for that the tensor has."""
+    asked = [value for name, value in (*enumerate(args), *kwargs.items()) if name not in ("non_blocking", "copy", "memory_format")]
+    asked = [fact(value) if isinstance(value, fx.Node) else value for value in asked if not isinstance(value, bool)]
+    wanted = [value.dtype if isinstance(value, TensorFact) else value for value in asked]
+    if not all(isinstance(dtype, torch.dtype) for dtype in wanted):
+        return "it may move the tensor to another device"
+    known = fact(input)
+    return {"input": input} if isinstance(known, TensorFact) and set(wanted) <= {known.dtype} else "it changes the dtype"
+
+
 register(
     Operator(
         "identity",
@@ -89,11 +101,14 @@ register(
         ("input",),
         _lower_identity,
         Scale.SAME,
-        functions={torch.clone: lambda input, **_: {"input": input}},
+        idle=lambda arguments: True,
+        functions={torch.clone: lambda input, **_: {"input": input}, torch.detach: None},
         methods={
             "contiguous": lambda input, **_: {"input": input},
             "clone": lambda input, **_: {"input": input},
             "detach": lambda input: {"input": input},
+            **dict.fromkeys(("to", "type", "type_as"), _cast),
+            "float": lambda input, **_: _cast(input, torch.float32),
         },
         modules={nn.Identity: lambda m: {}},
     )
@@ -169,6 +184,7 @@ register(
             **dict.fromkeys((torch.movedim, torch.moveaxis), _moved),
             torch.adjoint: lambda input: _swapped(input, -1, -2),
         },
+        idle=lambda arguments: arguments["dims"] == sorted(arguments["dims"]),
         methods={
             "permute": with_dims,
             "t": _reversed,
@@ -215,6 +231,7 @@ register(
         ("input",),
         _lower_expand,
         Scale.SAME,
+        idle=lambda arguments: True,
         functions={torch.broadcast_to: _expanded},
         methods=dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expanded),
     )
@@ -258,6 +275,7 @@ register(
         ("input",),
         _lower_repeat,
         Scale.SAME,
+        idle=lambda arguments: True,
         functions={torch.tile: _repeated},
         methods={"repeat": _repeated, "tile": _repeated},
         refuses=_refuses_repeat,

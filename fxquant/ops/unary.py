@@ -13,28 +13,47 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from fxquant.graph import fact, is_parameter
 from fxquant.lowering import Lowering, Quantized
-from fxquant.numerics import table
-from fxquant.ops.record import Operator, register
+from fxquant.numerics import EVERYTHING, Interval, table
+from fxquant.ops.record import Operator, operator_of, register
 from fxquant.primitives import elementwise
 
 
-def unary(name: str, function: Callable[..., Tensor], exact: Callable[..., float], *spellings: Any, **settings: Any) -> Operator:
+UNARY: dict[str, tuple[Callable[..., Tensor], Callable[..., float]]] = {}  # on tensors, and on one Python float
+
+
+def _look_up(lowering: Lowering, input: Quantized, function: Callable[[Tensor], Tensor], exact: Callable[[float], float]) -> Quantized:
+    """The integers of a function by a table on the operand's grid."""
+
+    def look_up() -> Any:
+        scales = float(input.scale), float(lowering.output.scale)
+        entries = table(exact, *scales, input.dtype, lowering.output.dtype, function).to(input.scale.device)
+        return lowering.call(elementwise.lookup, input.value, lowering.constant("table", entries, entries.dtype))
+
+    return lowering.result(look_up, lambda: function(input.real()))
+
+
+def unary(
+    name: str,
+    function: Callable[..., Tensor],
+    exact: Callable[..., float],
+    *spellings: Any,
+    varies: Interval = EVERYTHING,
+    **settings: Any,
+) -> Operator:
     """Declare a unary function.
 
     `function` is its float meaning on tensors, `exact` the one on a Python float that the table is made of;
     `spellings` are further functions, method names and module classes; `settings` are the function's own
-    parameters with their defaults, which `exact` takes as well and a module holds under the same names.
+    parameters with their defaults, which `exact` takes as well and a module holds under the same names. Outside of
+    `varies` the function is constant.
     """
 
     def lower(lowering: Lowering, input: Quantized, **chosen: Any) -> Quantized:
-        def look_up() -> Any:
-            scales = float(input.scale), float(lowering.output.scale)
-            on_tensors = partial(function, **chosen)
-            entries = table(partial(exact, **chosen), *scales, input.dtype, lowering.output.dtype, on_tensors).to(input.scale.device)
-            return lowering.call(elementwise.lookup, input.value, lowering.constant("table", entries, entries.dtype))
+        return _look_up(lowering, input, partial(function, **chosen), partial(exact, **chosen))
 
-        return lowering.result(look_up, lambda: function(input.real(), **chosen))
+    UNARY[name] = function, exact
 
     def arguments(input: Any, *given: Any, inplace: bool = False, **named: Any) -> dict[str, Any]:
         """By name; PyTorch's `inplace` flag says nothing about the value."""
@@ -53,6 +72,7 @@ def unary(name: str, function: Callable[..., Tensor], exact: Callable[..., float
             functions={s: arguments for s in spellings if callable(s) and not isinstance(s, type)},
             methods={s: arguments for s in spellings if isinstance(s, str)},
             modules={s: lambda m: {setting: getattr(m, setting) for setting in settings} for s in spellings if isinstance(s, type)},
+            keeps=None if varies == EVERYTHING else lambda arguments, after: varies,
             refuses=refuses,
             parameters={"input": inspect.Parameter.empty, **settings},
             adapt=arguments,
@@ -102,13 +122,9 @@ def _power(x: float, exponent: float) -> float:
     return math.nan if x < 0 and exponent != int(exponent) else math.inf if x == 0 and exponent < 0 else x**exponent
 
 
-def _or_nan(function: Callable[[float], float], defined: Callable[[float], bool]) -> Callable[[float], float]:
-    """The function where it is defined, NaN elsewhere."""
-    return lambda x: function(x) if defined(x) else math.nan
-
-
-def _positive(x: float) -> bool:
-    return x > 0
+def _for_positive(function: Callable[[float], float], at_zero: float) -> Callable[[float], float]:
+    """A function of positive numbers with its limit at 0, NaN below."""
+    return lambda x: function(x) if x > 0 else at_zero if x == 0 else math.nan
 
 
 # ---- one line each --------------------------------------------------------------------------------------------------
@@ -116,18 +132,18 @@ def _positive(x: float) -> bool:
 unary("sigmoid", torch.sigmoid, _sigmoid, F.sigmoid, "sigmoid", "sigmoid_", nn.Sigmoid)
 unary("tanh", torch.tanh, math.tanh, F.tanh, "tanh", "tanh_", nn.Tanh)
 unary("silu", F.silu, lambda x: x * _sigmoid(x), nn.SiLU)
-unary("hardswish", F.hardswish, lambda x: x * _hardsigmoid(x), nn.Hardswish)
-unary("hardsigmoid", F.hardsigmoid, _hardsigmoid, nn.Hardsigmoid)
+unary("hardswish", F.hardswish, lambda x: x * _hardsigmoid(x), nn.Hardswish, varies=(-3.0, math.inf))
+unary("hardsigmoid", F.hardsigmoid, _hardsigmoid, nn.Hardsigmoid, varies=(-3.0, 3.0))
 unary("mish", F.mish, lambda x: x * math.tanh(_softplus(x)), nn.Mish)
 unary("selu", F.selu, _selu, nn.SELU)
 unary("softsign", F.softsign, lambda x: x / (1 + abs(x)), nn.Softsign)
 unary("tanhshrink", F.tanhshrink, lambda x: x - math.tanh(x), nn.Tanhshrink)
 unary("logsigmoid", F.logsigmoid, lambda x: -_softplus(-x, threshold=math.inf if x > -700 else 0.0), nn.LogSigmoid)
 unary("exp", torch.exp, math.exp, "exp", "exp_")
-unary("log", torch.log, _or_nan(math.log, _positive), "log", "log_")
-unary("sqrt", torch.sqrt, _or_nan(math.sqrt, lambda x: x >= 0), "sqrt", "sqrt_")
-unary("rsqrt", torch.rsqrt, _or_nan(lambda x: 1 / math.sqrt(x), _positive), "rsqrt", "rsqrt_")
-unary("reciprocal", torch.reciprocal, _or_nan(lambda x: 1 / x, lambda x: x != 0), "reciprocal", "reciprocal_")
+unary("log", torch.log, _for_positive(math.log, -math.inf), "log", "log_")
+unary("sqrt", torch.sqrt, _for_positive(math.sqrt, 0.0), "sqrt", "sqrt_")
+unary("rsqrt", torch.rsqrt, _for_positive(lambda x: 1 / math.sqrt(x), math.inf), "rsqrt", "rsqrt_")
+unary("reciprocal", torch.reciprocal, lambda x: 1 / x if x else math.inf, "reciprocal", "reciprocal_")
 unary("erf", torch.erf, math.erf, "erf", "erf_")
 unary("abs", torch.abs, abs, torch.absolute, operator.abs, "abs", "abs_")
 unary("square", torch.square, lambda x: x * x, "square", "square_")
@@ -138,3 +154,40 @@ unary("elu", F.elu, _elu, nn.ELU, alpha=1.0)
 unary("softplus", F.softplus, _softplus, nn.Softplus, beta=1.0, threshold=20.0)
 unary("gelu", gelu, _gelu, F.gelu, nn.GELU, approximate="none")
 unary("pow", torch.pow, _power, operator.pow, "pow", "pow_", "__pow__", exponent=2.0)
+
+# ---- with a number added in front -----------------------------------------------------------------------------------
+
+
+def shifted(input: Tensor, function: str, factor: float, offset: float, settings: dict[str, Any]) -> Tensor:
+    """The unary function of this name of factor · input + offset."""
+    return UNARY[function][0]((input if factor == 1 else input * factor) + offset, **settings)
+
+
+def _lower_shifted(lowering: Lowering, input: Quantized, function: str, factor: float, offset: float, settings: dict[str, Any]) -> Quantized:
+    """One table on the operand's own grid: a number far below a step of the sum, the ε under a square root, is not lost."""
+    exact = UNARY[function][1]
+    on_tensors = partial(shifted, function=function, factor=factor, offset=offset, settings=settings)
+    return _look_up(lowering, input, on_tensors, lambda x: exact(factor * x + offset, **settings))
+
+
+SHIFTED = register(Operator("shifted", shifted, ("input",), _lower_shifted))
+
+
+def with_offset(function: Operator, arguments: dict[str, Any], addition: fx.Node) -> dict[str, Any] | None:
+    """The arguments of `shifted` for a unary function of a number and a tensor's sum or difference; None if it is of something else."""
+    operator = operator_of(addition)
+    if operator is None or operator.name not in ("add", "sub") or function.name not in UNARY or len(addition.users) > 1 or addition.kwargs:
+        return None
+    terms = operator.arguments(addition)
+    left, right, alpha = terms["input"], terms["other"], terms["alpha"]
+    sign = 1 if operator.name == "add" else -1
+    settings = {name: value for name, value in arguments.items() if name != "input"}
+    if isinstance(right, int | float) and isinstance(left, fx.Node):
+        tensor, factor, offset = left, 1.0, sign * alpha * right
+    elif isinstance(left, int | float) and isinstance(right, fx.Node):
+        tensor, factor, offset = right, float(sign * alpha), left
+    else:
+        return None
+    if is_parameter(tensor) or fact(tensor) != fact(addition) or not math.isfinite(offset) or not math.isfinite(factor):
+        return None
+    return {"input": tensor, "function": function.name, "factor": factor, "offset": float(offset), "settings": settings}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fxquant.learning import WeightScale
-from fxquant.numerics import ACTIVATION_TYPES, Arithmetic
+from fxquant.numerics import ACTIVATION_TYPES, EVERYTHING, Arithmetic, Interval
 from fxquant.observers import MinMaxObserver, Observer
 from fxquant.prepared import QuantizedOperator
 from fxquant.quantizer import Quantizer
@@ -112,6 +112,7 @@ class TreeWriter:
             **{name: expect(getattr(module, name), *kinds) for name, kinds in _OPERATOR.items()},
             "operator": module.operator.name,
             "state": module.state.value,
+            "observed": [encode(bound) for bound in module.observed],
             "weight": encode(module.weight),
             "inputs": inputs,
             "output": self._module(module.output, path + ".output"),
@@ -176,6 +177,16 @@ def _check_twin(module: nn.Module, arguments: Mapping[str, Any], path: str) -> N
 def _construct(kind: type[nn.Module], arguments: Mapping[str, Any]) -> nn.Module:
     with torch.device("meta"):  # allocates nothing, and leaves the random numbers alone
         return kind(**arguments)
+
+
+def _interval(content: Any) -> Interval:
+    """What of an operator's values is observed; files that do not say so are of a time when all of them were."""
+    if content is None:
+        return EVERYTHING
+    low, high = (expect(decode(bound), float) for bound in expect(content, list))
+    if not low <= high:
+        raise Malformed("the values that are observed are none")
+    return low, high
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------------
@@ -278,6 +289,7 @@ class TreeReader:
             weight_scale=self._as_weight_scale(arguments["weight_scale"]),
             live_batch_norm=plain["live_batch_norm"],
             path=plain["path"],
+            observed=_interval(arguments.get("observed")),
         )
         module.state = State(arguments["state"])
         return module

@@ -1,0 +1,94 @@
+"""Float operators that need real numbers, and what stays in float for their sake.
+
+A softmax ignores what a mask pushes far down, and a quotient is nothing without its divisor: a mask of -1e9 would take
+the whole range of an integer grid, and a small divisor would become 0 on it. Both operators are in float, so what leads
+to nothing else is computed there as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+from fxquant.graph import TensorFact, fact, is_parameter, resolve
+from fxquant.ops.record import operand_nodes, operator_of
+
+RANKING = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softmax2d)
+RANKING_FUNCTIONS = frozenset((
+    torch.softmax, F.softmax, torch.log_softmax, F.log_softmax, F.softmin, F.gumbel_softmax,
+    torch.logsumexp, torch.argmax, torch.topk, torch.sort, torch.argsort,
+))  # fmt: skip
+RANKING_METHODS = frozenset(("softmax", "log_softmax", "logsumexp", "argmax", "topk", "sort", "argsort"))
+DIVISIONS = frozenset(("div", "divide", "true_divide", "floor_divide", "remainder", "fmod"))
+SINGULAR = frozenset(("log2", "log10"))  # at 0; of those the table does not know
+ADDING = ("add", "sub", "maximum", "minimum")  # what a mask is brought in by
+
+Ends = Callable[[fx.Node, fx.Node], bool]
+
+
+def in_front_of_softmax(gm: fx.GraphModule) -> set[fx.Node]:
+    """The nodes whose results lead to softmaxes, and the like, and to nothing else, through operators without weights."""
+    return _leading(gm, lambda reader, node: _ranks(gm, reader))
+
+
+def masks(gm: fx.GraphModule, leading: set[fx.Node]) -> set[fx.Node]:
+    """Of those in front of a softmax, the additions of a mask, and what the masks are computed by.
+
+    A mask is a constant, an input, or computed from such by operators without weights.
+    """
+    plain: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        inputs = node.all_input_nodes
+        given = node.op == "placeholder" or is_parameter(node)
+        if given or (node.op in ("call_function", "call_method") and inputs and plain.issuperset(inputs) and not _sums(node)):
+            plain.add(node)
+    found: set[fx.Node] = set()
+    for node in reversed(gm.graph.nodes):
+        operator = operator_of(node)
+        if operator is None or node not in leading:
+            continue
+        operands = [operand for operand in node.all_input_nodes if isinstance(fact(operand), TensorFact) or is_parameter(operand)]
+        adds = operator.name in ADDING and len(operands) > 1 and not plain.isdisjoint(operands)
+        if adds or (node in plain and found.issuperset(node.users)):
+            found.add(node)
+    return found
+
+
+def divisors(gm: fx.GraphModule) -> set[fx.Node]:
+    """The nodes whose results are part of a float operator's divisor, or of a logarithm's operand, and of nothing else."""
+    return _leading(gm, _divides)
+
+
+def _leading(gm: fx.GraphModule, ends: Ends) -> set[fx.Node]:
+    """The nodes of the table, without sums of products, all of whose readers are ends or lead to ends."""
+    found: set[fx.Node] = set()
+    for node in reversed(gm.graph.nodes):
+        if operator_of(node) is not None and not _sums(node) and node.users:
+            if all(reader in found or ends(reader, node) for reader in node.users):
+                found.add(node)
+    return found
+
+
+def _sums(node: fx.Node) -> bool:
+    operator = operator_of(node)
+    return operator is not None and (operator.sums or "weight" in operator.arguments(node))
+
+
+def _ranks(gm: fx.GraphModule, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        return isinstance(resolve(gm, str(node.target)), RANKING)
+    return node.target in (RANKING_METHODS if node.op == "call_method" else RANKING_FUNCTIONS)
+
+
+def _divides(reader: fx.Node, node: fx.Node) -> bool:
+    """Whether the node is what a float operator divides by, or takes the logarithm of, and nothing else of it."""
+    operator = operator_of(reader)
+    if operator is not None and (operator.name != "div" or node in operand_nodes(operator, operator.arguments(reader))):
+        return False
+    name = reader.target if isinstance(reader.target, str) else getattr(reader.target, "__name__", "")
+    if reader.op not in ("call_function", "call_method"):
+        return False
+    return (name in DIVISIONS and node not in reader.args[:1] and node in reader.args[1:2]) or (name in SINGULAR and node in reader.args[:1])
