@@ -35,6 +35,7 @@ from typing import Any
 import onnx
 from google.protobuf.message import DecodeError
 
+from fxquant.arguments import PATH, checked
 from fxquant.errors import ExportError
 
 PREFIX = "fxquant."
@@ -72,6 +73,7 @@ def read_model(path: Path) -> onnx.ModelProto:
         ) from None
 
 
+@checked(path=PATH)
 def onnx_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     """What a file that `export_onnx` wrote says about itself: version, style, io, target, inputs, outputs, tensors, …
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from fxquant import backends, calibration
+from fxquant.arguments import FOLDER, PATH, checked
 from fxquant.backends.export import export_onnx
 from fxquant.backends.runtime import MEASURED_RUNTIMES, RUNTIME_NAMES, OnnxModel
 from fxquant.batches import as_batches, no_batches
@@ -51,6 +52,7 @@ logger = logging.getLogger("fxquant")
 Batches = Iterable[Any]
 
 
+@checked()
 def prepare(
     model: nn.Module,
     example_inputs: Any,
@@ -81,7 +83,7 @@ def prepare(
 
     Raises UnknownTarget, TraceError, ScaleConflict or ConfigurationError.
     """
-    chosen = backends.get(target)
+    chosen, mapping = backends.get(target), as_mapping(qconfig)
     if batch_norm not in BATCH_NORM_MODES:
         raise ConfigurationError(
             f"batch_norm={batch_norm!r} is unknown", because="it is one of 'live', 'frozen' and 'folded'", remedy="pass one of these"
@@ -90,7 +92,7 @@ def prepare(
     dial = Dial.of(debug, dump)
     traced = trace(model, example_inputs, dynamic_shapes)
     with collection_paused():
-        return _prepare(traced, chosen, as_mapping(qconfig), batch_norm, dial, until)
+        return _prepare(traced, chosen, mapping, batch_norm, dial, until)
 
 
 def _prepare(
@@ -111,6 +113,7 @@ def _prepare(
     return prepared
 
 
+@checked()
 def check(
     model: nn.Module,
     example_inputs: Any,
@@ -127,14 +130,15 @@ def check(
 
     Raises UnknownTarget, TraceError or ConfigurationError.
     """
-    chosen = backends.get(target)
+    chosen, mapping = backends.get(target), as_mapping(qconfig)
     traced = trace(model, example_inputs, dynamic_shapes)
     with collection_paused():
         # Fusion comes first: a target's limits are about the operators it runs.
-        annotated = _prepare(traced, chosen, as_mapping(qconfig), "live", Dial(0, None), "boundary.insert")
+        annotated = _prepare(traced, chosen, mapping, "live", Dial(0, None), "boundary.insert")
     return findings(annotated, chosen)
 
 
+@checked()
 def convert(
     prepared: fx.GraphModule, *, until: str | Stage | None = None, debug: int | None = None, dump: str | os.PathLike[str] | None = None
 ) -> fx.GraphModule:
@@ -159,6 +163,7 @@ def convert(
     return integer
 
 
+@checked()
 def calibrate(
     prepared: fx.GraphModule,
     batches: Batches,
@@ -186,6 +191,7 @@ def calibrate(
     return prepared
 
 
+@checked()
 def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | None = None) -> Report:
     """Compare two forms of a model bit for bit: prepared, integer, or the path of an exported ONNX file.
 
@@ -233,15 +239,18 @@ class Result:
     prepared: fx.GraphModule
     integer: fx.GraphModule
 
+    @checked()
     def export(self, path: str | os.PathLike[str], **options: Any) -> Path:
         """Write the integer model as ONNX; options are those of `export_onnx`."""
         return export_onnx(self.integer, path, **options)
 
+    @checked(path=PATH)
     def verify(self, path: str | os.PathLike[str], batches: Batches) -> Report:
         """Compare the integer model with the exported file."""
         return verify(self.integer, path, batches)
 
 
+@checked()
 def quantize(
     model: nn.Module,
     batches: Batches,
@@ -257,6 +266,7 @@ def quantize(
 
     The arguments are those of `prepare` and `calibrate`. Raises what `prepare`, `calibrate` and `convert` raise.
     """
+    backends.get(target), as_mapping(qconfig)  # before a batch is taken
     batches = as_batches(batches)
     iterator = iter(batches)
     try:
@@ -269,6 +279,7 @@ def quantize(
     return Result(model, prepared, convert(prepared))
 
 
+@checked(path=FOLDER)
 def dump(model: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
     """Write the graph's text to `path`/graph.txt, and its explanation to `path`/explain.txt; returns the directory."""
     directory = Path(path)
@@ -278,6 +289,7 @@ def dump(model: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
     return directory
 
 
+@checked()
 def save(model: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
     """Write a traced, prepared or integer model to one file, whole or not at all; returns its path.
 
@@ -290,6 +302,7 @@ def save(model: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
     return save_model(model, path, backends.get)
 
 
+@checked(path=PATH)
 def load(path: str | os.PathLike[str]) -> fx.GraphModule:
     """The model that `save` wrote, on the CPU. Nothing a file names is imported.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError
 from fxquant.graph import annotation, fused, module_path, notes, qparams, resolve, source
 from fxquant.ops.boundary import DEQUANTIZE, QUANTIZE
@@ -18,6 +19,7 @@ from fxquant.trace import assumptions
 NOTES = {"accumulator_bits": "accumulator of {} bits", "residual": "residual {}", "wide": "{}", "narrowed": "{}"}
 
 
+@checked()
 def explain(model: fx.GraphModule) -> str:
     """A table of every operator: integer or float, dtype, scale, and the reason; then what is fixed, and what was asked and is not done.
 

@@ -66,7 +66,9 @@ def annotated(qconfig: Any, model: nn.Module | None = None) -> fx.GraphModule:
 def parts(gm: fx.GraphModule) -> dict[str, tuple[str | None, tuple[str, ...]]]:
     """Of every operator of the block: its dtype, and what was fused into it."""
     return {
-        node.name: (annotation(node).dtype, fused(node)) for node in gm.graph.nodes if annotation(node) and node.name not in ("stem", "head")
+        node.name: (annotation(node).dtype, fused(node))
+        for node in gm.graph.nodes
+        if annotation(node) and node.name not in ("stem", "head")
     }
 
 
@@ -87,7 +89,12 @@ def rule(how: str, part: str, chosen: Any) -> tuple[str, Any, Any]:
 
 # ---- each part of a fused operator, by every kind of rule ------------------------------------------------------------------
 
-KINDS = [(how, part) for how in ("name", "pattern", "type", "attribute") for part in PARTS if (how, part) not in (("pattern", "add"), ("attribute", "add"))]
+KINDS = [
+    (how, part)
+    for how in ("name", "pattern", "type", "attribute")
+    for part in PARTS
+    if (how, part) not in (("pattern", "add"), ("attribute", "add"))
+]
 
 
 def asked(how: str, part: str, chosen: Any) -> tuple[Any, nn.Module]:
@@ -108,12 +115,15 @@ def test_a_rule_for_any_part_decides_the_output(how: str, part: str) -> None:
 
 @pytest.mark.parametrize(("how", "part"), KINDS)
 def test_none_for_one_part_keeps_it_apart_and_in_float(how: str, part: str) -> None:
-    assert parts(annotated(*asked(how, part, None))) == {
-        "conv": {"block_conv": (None, ("block_bn", "add", "block_relu"))},
-        "bn": {"block_conv": ("int8", ()), "block_bn": (None, ()), "add": ("int8", ("block_relu",))},
-        "add": {"block_conv": ("int8", ("block_bn",)), "add": (None, ("block_relu",))},
-        "relu": {"block_conv": ("int8", ("block_bn", "add")), "block_relu": (None, ())},
-    }[part]
+    assert (
+        parts(annotated(*asked(how, part, None)))
+        == {
+            "conv": {"block_conv": (None, ("block_bn", "add", "block_relu"))},
+            "bn": {"block_conv": ("int8", ()), "block_bn": (None, ()), "add": ("int8", ("block_relu",))},
+            "add": {"block_conv": ("int8", ("block_bn",)), "add": (None, ("block_relu",))},
+            "relu": {"block_conv": ("int8", ("block_bn", "add")), "block_relu": (None, ())},
+        }[part]
+    )
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -197,7 +207,9 @@ def test_the_scale_of_a_relu_rule_is_the_layers() -> None:
 
 def unheard(model: fx.GraphModule) -> list[str]:
     """What explain says was asked for and is not done."""
-    return [line for line in fxq.explain(model).splitlines() if "qconfig" in line and "operator" not in line and not line.startswith("%stem ")]
+    return [
+        line for line in fxq.explain(model).splitlines() if "qconfig" in line and "operator" not in line and not line.startswith("%stem ")
+    ]
 
 
 def test_a_mapping_serves_several_models() -> None:
@@ -233,7 +245,9 @@ def test_rules_and_attributes_that_match_nothing_are_told(caplog: pytest.LogCapt
     made = mapping(("module_name_regex", "blok", WIDE), ("object_type", nn.GELU, None), ("object_type", F.gelu, None))
     with caplog.at_level(logging.WARNING, "fxquant"):
         prepared = fxq.prepare(model, batch(), "nash-e", made)
-    expected = [f"this rule of the qconfig matched nothing: {name}" for name in ("pattern blok", "type GELU", "type gelu", "attribute block.spare")]
+    expected = [
+        f"this rule of the qconfig matched nothing: {name}" for name in ("pattern blok", "type GELU", "type gelu", "attribute block.spare")
+    ]
     assert unheard(prepared) == expected
     assert [record.getMessage() for record in caplog.records] == expected
 
@@ -253,9 +267,7 @@ def test_a_rule_that_others_go_before_everywhere_is_told() -> None:
 def test_a_dtype_that_an_operator_takes_from_its_operand_is_told() -> None:
     model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.MaxPool2d(2))
     prepared = fxq.prepare(model, batch(), "nash-e", mapping(("object_type", nn.MaxPool2d, WIDE)))
-    assert unheard(prepared) == [
-        "%_1 is int8 as its operand is, whose scale it shares, and not int16 as the qconfig's type MaxPool2d says"
-    ]
+    assert unheard(prepared) == ["%_1 is int8 as its operand is, whose scale it shares, and not int16 as the qconfig's type MaxPool2d says"]
 
 
 INPUT = fxq.QConfig(input=ACT("int16", scale=1 / 1024))

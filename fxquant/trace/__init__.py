@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx, nn
 
+from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError, TraceError
 from fxquant.graph import BATCH_SIZES, collection_paused
 from fxquant.spec import attached_qconfigs
@@ -26,6 +27,7 @@ from fxquant.trace.tracer import record
 __all__ = ["assumptions", "attach_input_check", "default_leaf", "is_traced", "trace"]
 
 
+@checked()
 def trace(
     model: nn.Module | torch.export.ExportedProgram,
     example_inputs: Any,
