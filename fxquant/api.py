@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from fxquant import backends, calibration
-from fxquant.arguments import FOLDER, PATH, checked
+from fxquant.arguments import FOLDER, PATH, checked, instance
 from fxquant.backends.export import export_onnx
 from fxquant.backends.runtime import MEASURED_RUNTIMES, RUNTIME_NAMES, OnnxModel
 from fxquant.batches import as_batches, no_batches
@@ -207,6 +207,12 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
         first, second = second, first
     left = form_of(first)
     inputs = list(check_batches(first, as_batches(batches)))
+    if not inputs:
+        raise ConfigurationError(
+            "there is nothing to compare with",
+            because="`batches` yielded no batch",
+            remedy="pass at least one batch; a generator that was used up yields nothing",
+        )
     feed = left.crossings if isinstance(left, IntegerForm) else []
     integer = next((model for model in (first, second) if isinstance(model, fx.GraphModule) and model.meta["stage"] == "INTEGER"), None)
     report = Report()
@@ -250,7 +256,7 @@ class Result:
         return verify(self.integer, path, batches)
 
 
-@checked()
+@checked(model=instance("an nn.Module", nn.Module))
 def quantize(
     model: nn.Module,
     batches: Batches,

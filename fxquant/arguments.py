@@ -197,13 +197,18 @@ def _callable(value: Any) -> Any:
     return value
 
 
-def _names(value: Any) -> list[str]:
+def words(value: Any) -> list[str]:
+    """A list of strings; one string is none."""
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise TypeError
     found = list(value)
-    if not all(isinstance(name, str) and name for name in found):
+    if not all(isinstance(name, str) for name in found):
         raise TypeError
     return found
+
+
+def _names(value: Any) -> list[str]:
+    return [_text(name) for name in words(value)]
 
 
 def _pattern(value: Any) -> str:

@@ -68,7 +68,7 @@ def owned_quantizers(operator: QuantizedOperator) -> list[Quantizer]:
 
 def _scales(value: Any) -> dict[str, float]:
     """Names with numbers; whether the numbers can be scales is told by name."""
-    named = isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+    named = isinstance(value, Mapping) and all(isinstance(name, str) and name for name in value)
     if not named or any(isinstance(scale, str | bytes | bool) for scale in value.values()):
         raise TypeError
     return {name: float(scale) for name, scale in value.items()}

@@ -34,15 +34,14 @@ def _dtype(value: Any) -> str:
 
 def _observer(value: Any) -> Any:
     """An observer to copy, or what makes one. Raises ValueError for anything else."""
-    if not isinstance(value, Observer):
-        try:
-            made = value()
-        except FxQuantError:
-            raise
-        except Exception as error:
-            raise ValueError(f"calling it raises {type(error).__name__}: {error}") from error
-        if type(made) is Observer or not isinstance(made, Observer):
-            raise ValueError(f"calling it gives {shown(made)}")
+    try:
+        made = value if isinstance(value, Observer) else value()
+    except FxQuantError:
+        raise
+    except Exception as error:
+        raise ValueError(f"calling it raises {type(error).__name__}: {error}") from error
+    if type(made) is Observer or not isinstance(made, Observer):
+        raise ValueError(f"{shown(made)} is none")
     return value
 
 
@@ -94,7 +93,11 @@ class ActivationConfig:
 
     def new_observer(self) -> Observer:
         """An observer of its own for a tensor."""
-        return copy.deepcopy(self.observer) if isinstance(self.observer, Observer) else self.observer()
+        if not isinstance(self.observer, Observer):
+            return self.observer()
+        copied = copy.deepcopy(self.observer)
+        copied.reset()
+        return copied
 
     @property
     def fixed_scale(self) -> float | None:

@@ -62,7 +62,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.explain": {"arguments", "errors", "graph", "ops", "prepared", "primitives", "trace"},
     "fxquant.measures": {"graph", "numerics", "ops"},
     "fxquant.check": {"explain", "graph", "measures", "ops", "prepared", "spec", "stage", "target"},
-    "fxquant.verify": {"batches", "errors", "graph", "prepared", "primitives", "state"},
+    "fxquant.verify": {"arguments", "batches", "errors", "graph", "prepared", "primitives", "state"},
     # verbs and targets: never each other
     "fxquant.passes": NOUNS,
     "fxquant.backends": NOUNS | {"backends", "version"},
@@ -70,7 +70,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.backends.cpu": {"errors", "numerics", "target", "backends.cpu"},
     # what joins them
     "fxquant.api": {"*"},
-    "fxquant.demo": {"", "backends", "demo", "errors", "graph", "primitives", "progress", "target"},
+    "fxquant.demo": {"", "arguments", "backends", "demo", "errors", "graph", "primitives", "progress", "target"},
     "fxquant.inspection": {"", "backends", "errors", "explain", "graph", "observers", "prepared", "primitives", "quantizer"},
     "fxquant.cli": {"", "arguments", "batches", "demo", "errors", "graph", "inspection", "sample"},
     "fxquant.sample": {"errors", "graph", "numerics", "prepared"},
