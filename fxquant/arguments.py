@@ -21,7 +21,9 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 from fxquant.errors import ConfigurationError
 
-P, R, T = ParamSpec("P"), TypeVar("R"), TypeVar("T")
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ def checked_class(**special: Kind) -> Callable[[type[T]], type[T]]:
     """The same for what a class is made from."""
 
     def decorate(kind: type[T]) -> type[T]:
-        setattr(kind, "__init__", checked(**special)(kind.__init__))  # noqa: B010
+        changed = cast(Any, kind)
+        changed.__init__ = checked(**special)(changed.__init__)
         return kind
 
     return decorate

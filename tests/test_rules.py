@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import operator
 from pathlib import Path
@@ -319,3 +320,56 @@ def test_an_input_of_the_default_is_for_every_reader() -> None:
     made = fxq.QConfigMapping(default=fxq.QConfig(input=ACT(scale=1 / 64))).set_module_name("right", WIDE)
     scales = fxq.qparams(fxq.prepare(Fork(), batch(), "nash-e", made))
     assert {name: scale for name, scale in scales.items() if "quantize" in name} == {"x_quantize": 1 / 64}
+
+
+# ---- observers: whatever makes one ---------------------------------------------------------------------------------------------------
+
+MAKERS: dict[str, Any] = {
+    "a class": fxq.PercentileObserver,
+    "an instance": fxq.PercentileObserver(99.5, bins=64),
+    "a partial": functools.partial(fxq.PercentileObserver, percentile=99.0),
+    "a function": lambda: fxq.PercentileObserver(98.0),
+}
+
+
+def observers(model: nn.Module) -> list[fxq.PercentileObserver]:
+    return [module for module in model.modules() if isinstance(module, fxq.PercentileObserver)]
+
+
+@pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
+def test_every_tensor_has_an_observer_of_its_own(maker: Any) -> None:
+    prepared = compiled(Network(), [batch()], qconfig=fxq.QConfig(ACT(observer=maker))).prepared
+    made = maker if isinstance(maker, fxq.Observer) else maker()
+    found = observers(prepared)
+    assert len(found) >= 4
+    assert len({id(observer) for observer in found}) == len(found)
+    assert not any(observer is maker for observer in found)
+    assert {(observer.percentile, observer.bins) for observer in found} == {(made.percentile, made.bins)}
+    assert len({float(observer.largest) for observer in found}) > 1
+
+
+def test_a_template_is_copied_without_what_it_has_seen_and_stays_as_it_was() -> None:
+    template = fxq.MinMaxObserver()
+    template.observe(torch.full((3,), 1000.0))
+    prepared = compiled(Network(), [batch()], qconfig=fxq.QConfig(ACT(observer=template))).prepared
+    assert max(fxq.qparams(prepared).values()) < 1
+    assert (int(template.count), float(template.high)) == (1, 1000.0)
+
+
+@pytest.mark.parametrize("maker", ["a class", "an instance", "a partial"])
+def test_observers_are_kept_in_a_file(maker: str, tmp_path: Path) -> None:
+    prepared = fxq.prepare(Network(), batch(), qconfig=fxq.QConfig(ACT(observer=MAKERS[maker])))
+    loaded = fxq.load(fxq.save(prepared, tmp_path / "model.fxq"))
+    assert [observer.extra_repr() for observer in observers(loaded)] == [observer.extra_repr() for observer in observers(prepared)]
+
+
+def test_an_observer_of_the_users() -> None:
+    class Halved(fxq.MinMaxObserver):
+        def scale(self, dtype: Any) -> Tensor:
+            return super().scale(dtype) / 2
+
+    data, model = batch(), nn.Conv2d(2, 2, 1)
+    whole = fxq.qparams(compiled(model, [data], qconfig=fxq.QConfig(ACT(observer=fxq.MinMaxObserver))).prepared)
+    for maker in (Halved, Halved()):
+        halved = fxq.qparams(compiled(model, [data], qconfig=fxq.QConfig(ACT(observer=maker))).prepared)
+        assert halved == {name: scale / 2 for name, scale in whole.items()}
