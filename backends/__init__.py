@@ -8,6 +8,7 @@ import pkgutil
 from collections.abc import Iterable
 from importlib import import_module
 
+from fxquant.arguments import shown
 from fxquant.errors import ConfigurationError, UnknownTarget
 from fxquant.spec import DEFAULT, QConfig, Rule
 from fxquant.target import Target
@@ -21,7 +22,8 @@ def get(name: str | Target) -> Target:
     """The target of this name, march or chip. Raises UnknownTarget, which lists the right ones."""
     if isinstance(name, Target):
         return name
-    wanted = str(getattr(name, "value", name)).lower().replace("_", "-")
+    named = getattr(name, "value", name)
+    wanted = named.lower().replace("_", "-") if isinstance(named, str) else ""
     for target in TARGETS.values():
         if wanted == target.name or wanted in target.aliases:
             return target
@@ -30,7 +32,7 @@ def get(name: str | Target) -> Target:
     hint = f"did you mean {near[0]!r}? " if near else ""
     listed = "; ".join(f"{t.name} ({', '.join(t.aliases)})" if t.aliases else t.name for t in TARGETS.values())
     raise UnknownTarget(
-        f"there is no target {str(name)!r}", because=f"the targets (and chips) are: {listed}", remedy=f"{hint}pass one of these names"
+        f"there is no target {shown(named)}", because=f"the targets (and chips) are: {listed}", remedy=f"{hint}pass one of these names"
     )
 
 

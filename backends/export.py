@@ -9,6 +9,7 @@ from pathlib import Path
 import onnx
 from torch import fx
 
+from fxquant.arguments import checked
 from fxquant.backends.fast import write_fast
 from fxquant.backends.files import save_model
 from fxquant.backends.qdq import QdqWriter
@@ -20,6 +21,7 @@ from fxquant.target import Target
 STYLES = {"exact": (range(17, 22), 21), "fast": (range(17, 22), 21), "qdq": (range(11, 22), 17)}
 
 
+@checked()
 def export_onnx(
     integer: fx.GraphModule,
     path: str | os.PathLike[str],

@@ -37,6 +37,7 @@ from typing import Any
 import onnx
 from google.protobuf.message import DecodeError
 
+from fxquant.arguments import PATH, checked
 from fxquant.errors import ExportError
 from fxquant.numerics import ACTIVATION_TYPES
 from fxquant.version import __version__
@@ -163,6 +164,7 @@ def read_model(path: Path) -> onnx.ModelProto:
         ) from None
 
 
+@checked(path=PATH)
 def onnx_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     """What a file that `export_onnx` wrote says about itself: version, style, io, target, inputs, outputs, tensors, …
 

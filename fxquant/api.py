@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from fxquant import backends, calibration
+from fxquant.arguments import FOLDER, PATH, checked, instance
 from fxquant.backends.export import export_onnx
 from fxquant.backends.runtime import MEASURED_RUNTIMES, RUNTIME_NAMES, OnnxModel
 from fxquant.batches import as_batches, no_batches
@@ -51,6 +52,7 @@ logger = logging.getLogger("fxquant")
 Batches = Iterable[Any]
 
 
+@checked()
 def prepare(
     model: nn.Module,
     example_inputs: Any,
@@ -81,7 +83,7 @@ def prepare(
 
     Raises UnknownTarget, TraceError, ScaleConflict or ConfigurationError.
     """
-    chosen = backends.get(target)
+    chosen, mapping = backends.get(target), as_mapping(qconfig)
     if batch_norm not in BATCH_NORM_MODES:
         raise ConfigurationError(
             f"batch_norm={batch_norm!r} is unknown", because="it is one of 'live', 'frozen' and 'folded'", remedy="pass one of these"
@@ -90,7 +92,7 @@ def prepare(
     dial = Dial.of(debug, dump)
     traced = trace(model, example_inputs, dynamic_shapes)
     with collection_paused(), autocast_off():
-        return _prepare(traced, chosen, as_mapping(qconfig), batch_norm, dial, until)
+        return _prepare(traced, chosen, mapping, batch_norm, dial, until)
 
 
 def _prepare(
@@ -112,6 +114,7 @@ def _prepare(
     return prepared
 
 
+@checked()
 def check(
     model: nn.Module,
     example_inputs: Any,
@@ -128,14 +131,15 @@ def check(
 
     Raises UnknownTarget, TraceError or ConfigurationError.
     """
-    chosen = backends.get(target)
+    chosen, mapping = backends.get(target), as_mapping(qconfig)
     traced = trace(model, example_inputs, dynamic_shapes)
     with collection_paused(), autocast_off():
         # Fusion comes first: a target's limits are about the operators it runs.
-        annotated = _prepare(traced, chosen, as_mapping(qconfig), "live", Dial(0, None), "boundary.insert")
+        annotated = _prepare(traced, chosen, mapping, "live", Dial(0, None), "boundary.insert")
     return findings(annotated, chosen)
 
 
+@checked()
 def convert(
     prepared: fx.GraphModule, *, until: str | Stage | None = None, debug: int | None = None, dump: str | os.PathLike[str] | None = None
 ) -> fx.GraphModule:
@@ -160,6 +164,7 @@ def convert(
     return integer
 
 
+@checked()
 def calibrate(
     prepared: fx.GraphModule,
     batches: Batches,
@@ -187,6 +192,7 @@ def calibrate(
     return prepared
 
 
+@checked()
 def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | None = None) -> Report:
     """Compare two forms of a model bit for bit: prepared, integer, or the path of an exported ONNX file.
 
@@ -202,6 +208,12 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
         first, second = second, first
     left = form_of(first)
     inputs = list(check_batches(first, as_batches(batches)))
+    if not inputs:
+        raise ConfigurationError(
+            "there is nothing to compare with",
+            because="`batches` yielded no batch",
+            remedy="pass at least one batch; a generator that was used up yields nothing",
+        )
     integer = next((model for model in (first, second) if isinstance(model, fx.GraphModule) and model.meta["stage"] == "INTEGER"), None)
     report = Report()
     if not isinstance(second, str | os.PathLike):
@@ -233,15 +245,18 @@ class Result:
     prepared: fx.GraphModule
     integer: fx.GraphModule
 
+    @checked()
     def export(self, path: str | os.PathLike[str], **options: Any) -> Path:
         """Write the integer model as ONNX; options are those of `export_onnx`."""
         return export_onnx(self.integer, path, **options)
 
+    @checked(path=PATH)
     def verify(self, path: str | os.PathLike[str], batches: Batches) -> Report:
         """Compare the integer model with the exported file."""
         return verify(self.integer, path, batches)
 
 
+@checked(model=instance("an nn.Module", nn.Module))
 def quantize(
     model: nn.Module,
     batches: Batches,
@@ -261,6 +276,7 @@ def quantize(
     Raises what `prepare`, `calibrate` and `convert` raise.
     """
     as_written = float_model(model)
+    backends.get(target), as_mapping(qconfig)  # before a batch is taken
     batches = as_batches(batches)
     iterator = iter(batches)
     try:
@@ -273,6 +289,7 @@ def quantize(
     return Result(model, prepared, convert(prepared))
 
 
+@checked(path=FOLDER)
 def dump(model: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
     """Write the graph's text to `path`/graph.txt, and its explanation to `path`/explain.txt; returns the directory."""
     directory = Path(path)
@@ -282,6 +299,7 @@ def dump(model: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
     return directory
 
 
+@checked()
 def save(model: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
     """Write a traced, prepared or integer model to one file, whole or not at all; returns its path.
 
@@ -294,6 +312,7 @@ def save(model: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
     return save_model(model, path, backends.get)
 
 
+@checked(path=PATH)
 def load(path: str | os.PathLike[str]) -> fx.GraphModule:
     """The model that `save` wrote, on the CPU. Nothing a file names is imported.
 

@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 import fxquant.distributed as ranks
+from fxquant.arguments import FLAG, Kind, checked
 from fxquant.batches import first_batches, length, model_inputs, no_batches
 from fxquant.errors import ConfigurationError, FxQuantError
 from fxquant.graph import by_name
@@ -36,18 +37,21 @@ def require_prepared(model: nn.Module) -> None:
         )
 
 
-def set_state(prepared: nn.Module, state: State, modules: str | Iterable[str] | None = None) -> None:
-    """Put all operators, or those of the named modules or nodes and everything below them, into a state.
+@checked()
+def set_state(prepared: nn.Module, state: State | str, modules: str | Iterable[str] | None = None) -> None:
+    """Put all operators, or those of the named modules or nodes and everything below them, into a state, given as such or by its name.
 
-    Leaving CALIBRATE sets the scales from what was observed. Raises ConfigurationError if a name matches nothing.
+    An empty list of modules names none. Leaving CALIBRATE sets the scales from what was observed. Raises ConfigurationError if a
+    name matches nothing.
     """
     require_prepared(prepared)
+    state = State(state)
     operators = quantized_operators(prepared)
-    chosen = operators.values() if modules is None else _select(operators, [modules] if isinstance(modules, str) else list(modules))
+    chosen = operators.values() if modules is None else _select(operators, list(modules))
     for operator in chosen:
         if operator.state is State.CALIBRATE and state is not State.CALIBRATE:
             update_scales(operator)
-        operator.state = State(state)
+        operator.state = state
 
 
 def update_scales(operator: QuantizedOperator) -> None:
@@ -61,6 +65,14 @@ def update_scales(operator: QuantizedOperator) -> None:
 def owned_quantizers(operator: QuantizedOperator) -> list[Quantizer]:
     """The quantizers that belong to an operator: of its output, unless it shares another's, and before its residual."""
     return ([operator.output] if operator.owns_output else []) + ([operator.intermediate] if operator.intermediate is not None else [])
+
+
+def _scales(value: Any) -> dict[str, float]:
+    """Names with numbers; whether the numbers can be scales is told by name."""
+    named = isinstance(value, Mapping) and all(isinstance(name, str) and name for name in value)
+    if not named or any(isinstance(scale, str | bytes | bool) for scale in value.values()):
+        raise TypeError
+    return {name: float(scale) for name, scale in value.items()}
 
 
 def _select(operators: Mapping[str, QuantizedOperator], names: list[str]) -> list[QuantizedOperator]:
@@ -153,12 +165,14 @@ def _all_or_nothing(prepared: nn.Module) -> Iterator[None]:
         raise
 
 
+@checked()
 def qparams(prepared: nn.Module) -> dict[str, float]:
     """The scale of every operator's output by node name, NaN where it is not known yet, or is that of a 32-bit sum."""
     require_prepared(prepared)
     return {name: float(operator.output.scale) for name, operator in quantized_operators(prepared).items()}
 
 
+@checked(scales=Kind("a dict of scales, positive and finite numbers, by module path or node name", _scales))
 def set_qparams(prepared: nn.Module, scales: Mapping[str, float]) -> None:
     """Fix scales by module path or node name; they no longer follow any observation.
 
@@ -168,7 +182,7 @@ def set_qparams(prepared: nn.Module, scales: Mapping[str, float]) -> None:
     operators = quantized_operators(prepared)
     chosen: list[tuple[QuantizedOperator, float]] = []
     for name, scale in scales.items():
-        if not 0 < float(scale) < float("inf"):
+        if not 0 < scale < float("inf"):
             raise ConfigurationError(
                 f"the scale {scale} for {name!r} is not usable",
                 because="a scale is a positive, finite number",
@@ -181,11 +195,12 @@ def set_qparams(prepared: nn.Module, scales: Mapping[str, float]) -> None:
                     because=f"%{operator.name} has a 32-bit output, whose scale is that of its weight and its input",
                     remedy="give it an int8 or int16 output, or leave it out",
                 )
-            chosen.append((operator, float(scale)))
+            chosen.append((operator, scale))
     for operator, scale in chosen:
         operator.output.set_scale(scale)
 
 
+@checked(scales=FLAG, batch_norm=FLAG)
 def freeze(prepared: nn.Module, *, scales: bool = True, batch_norm: bool = True) -> None:
     """Stop what moves while training besides the model's parameters: scales, followed or learned, and running statistics.
 

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fxquant.arguments import Kind, checked, words
 from fxquant.errors import ConfigurationError, FxQuantError
 
 FILE = "a model that fxq.save wrote (.fxq), or a file that fxq.export_onnx wrote (.onnx)"
 RANDOM_SIZES = (4, 1)  # of the batches that are drawn where no data is given
 
 
+@checked(arguments=Kind("a list of strings", words).or_none("those of the process"))
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 1 if something is not equal, 2 for an error the user can mend."""
     options = _parser().parse_args(arguments)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError
 from fxquant.graph import annotation, fused, module_path, notes, qparams, resolve, source
 from fxquant.ops.boundary import DEQUANTIZE, QUANTIZE
@@ -15,9 +16,12 @@ from fxquant.prepared import QuantizedOperator
 from fxquant.primitives import PRIMITIVES, boundary
 from fxquant.trace import assumptions
 
+SHOWN_REASONS = 4  # in the line of the summary; the table has them all
+
 NOTES = {"accumulator_bits": "accumulator of {} bits", "residual": "residual {}", "wide": "{}", "narrowed": "{}"}
 
 
+@checked()
 def explain(model: fx.GraphModule) -> str:
     """A table of every operator: integer or float, dtype, scale, and the reason; then what is fixed, and what was asked and is not done.
 
@@ -94,5 +98,8 @@ def summary(model: fx.GraphModule) -> str:
     if not left:
         return f"{counted}, none is left in float"
     reasons = Counter(reason for _, reason in left)
-    listed = "; ".join(f"{count} because {reason}" for reason, count in reasons.most_common())
-    return f"{counted}, {len(left)} {'is' if len(left) == 1 else 'are'} left in float: {listed}"
+    told = reasons.most_common(SHOWN_REASONS)
+    listed = [f"{count} because {reason}" for reason, count in told]
+    others = len(left) - sum(count for _, count in told)
+    listed += [f"{others} for other reasons"] if others else []
+    return f"{counted}, {len(left)} {'is' if len(left) == 1 else 'are'} left in float: {'; '.join(listed)}"

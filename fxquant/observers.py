@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
+from fxquant.arguments import checked
 from fxquant.numerics import IntType, scale_from_range
 
 
@@ -95,6 +96,7 @@ class MovingAverageMinMaxObserver(MinMaxObserver):
     The first 1/averaging_constant batches count equally; later ones enter with weight `averaging_constant`.
     """
 
+    @checked()
     def __init__(self, averaging_constant: float = 0.01) -> None:
         super().__init__()
         self.averaging_constant = averaging_constant
@@ -133,10 +135,9 @@ class HistogramObserver(Observer):
     reach: Tensor
     counts: Tensor
 
+    @checked()
     def __init__(self, bins: int = 2048, sample: int = 2**18) -> None:
         super().__init__()
-        if bins < 2 or bins % 2:
-            raise ValueError(f"bins={bins} is not an even number of at least 2")
         self.bins, self.sample = bins, sample
         self.register_buffer("largest", torch.zeros((), dtype=torch.float32, device="cpu"))
         self.register_buffer("reach", torch.zeros((), dtype=torch.float32, device="cpu"))
@@ -195,10 +196,9 @@ class HistogramObserver(Observer):
 class PercentileObserver(HistogramObserver):
     """Covers a share of the values: the threshold is the given percentile of the magnitudes."""
 
+    @checked()
     def __init__(self, percentile: float = 99.99, bins: int = 2048, sample: int = 2**18) -> None:
         super().__init__(bins, sample)
-        if not 0 < percentile <= 100:
-            raise ValueError(f"percentile={percentile} is not in (0, 100]")
         self.percentile = percentile
 
     def threshold(self, dtype: IntType) -> Tensor:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from torch import fx
 
+from fxquant.arguments import FOLDER, KINDS, shown, taken
 from fxquant.errors import ConfigurationError, FxQuantError
 from fxquant.spec import QConfig, QConfigMapping
 from fxquant.stage import Stage, verify_stage
@@ -77,9 +78,11 @@ class Dial:
 
     @staticmethod
     def of(debug: int | None, dump: str | os.PathLike[str] | None) -> Dial:
-        level = int(os.environ.get("FXQUANT_DEBUG", "0") or 0) if debug is None else debug
+        """What was asked for by argument, or else by the environment. Raises ConfigurationError if that cannot be used."""
+        written = os.environ.get("FXQUANT_DEBUG", "") or "0"
+        level = debug if debug is not None else taken("the environment", "FXQUANT_DEBUG", written, KINDS["FXQUANT_DEBUG"])
         chosen = dump if dump is not None else os.environ.get("FXQUANT_DUMP") or None
-        return Dial(level, Path(chosen) if chosen is not None else None)
+        return Dial(level, None if chosen is None else Path(taken("the environment", "FXQUANT_DUMP", chosen, FOLDER)))
 
     def show(self, name: str, gm: fx.GraphModule, changes: int, milliseconds: float) -> None:
         """Called after every pass."""
@@ -128,9 +131,11 @@ def _last(passes: Sequence[Pass], stage: Stage) -> Pass:
 
 
 def check_until(until: str | Stage | None, passes: Sequence[Pass]) -> None:
-    """Raise ConfigurationError if `until` names no pass."""
-    names = [step.name for step in passes]
-    if isinstance(until, str) and until not in names:
+    """Raise ConfigurationError if `until` names no pass, and no stage that the passes reach."""
+    names, stages = [step.name for step in passes], dict.fromkeys(step.reaches for step in passes)
+    if until is not None and until not in (stages if isinstance(until, Stage) else names):
         raise ConfigurationError(
-            f"until={until!r} names no pass", because=f"the passes are {', '.join(names)}", remedy="pass one of these names, or a fxq.Stage"
+            f"until={shown(until)} names no pass",
+            because=f"the passes are {', '.join(names)}, and the stages they reach {', '.join(stage.name for stage in stages)}",
+            remedy="pass the name of a pass, or a fxq.Stage that is reached",
         )

@@ -5,15 +5,18 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
-from fxquant.errors import ConfigurationError
+from fxquant.arguments import KINDS, Kind, checked, checked_class, instance, shown, such
+from fxquant.errors import ConfigurationError, FxQuantError
 from fxquant.numerics import ACTIVATION_TYPES, WEIGHT_TYPES, IntType, scale_from_threshold
 from fxquant.observers import HistogramObserver, Observer
 
@@ -22,10 +25,37 @@ LEARNED, STATISTICS, FROZEN = "learned", "statistics", "frozen"
 logger = logging.getLogger("fxquant")
 
 
+def _dtype(value: Any) -> str:
+    """A dtype by name; PyTorch's of that name means the same."""
+    if not isinstance(value, str | torch.dtype):
+        raise TypeError
+    return str(value).removeprefix("torch.")
+
+
+def _observer(value: Any) -> Any:
+    """An observer to copy, or what makes one. Raises ValueError for anything else."""
+    try:
+        made = value if isinstance(value, Observer) else value()
+    except FxQuantError:
+        raise
+    except Exception as error:
+        raise ValueError(f"calling it raises {type(error).__name__}: {error}") from error
+    if type(made) is Observer or not isinstance(made, Observer):
+        raise ValueError(f"{shown(made)} is none")
+    return value
+
+
+DTYPE = Kind("a dtype by name, like 'int8'", _dtype)
+OBSERVER = Kind("a class of observers, an observer that is copied, or a function without arguments that makes one", _observer)
+
+
+@checked_class(dtype=DTYPE, observer=OBSERVER)
 @dataclass(frozen=True)
 class ActivationConfig:
     """How an activation is quantized: dtype, and a scale that is observed, or fixed (directly or by a threshold).
 
+    observer       what finds the scale, each tensor having its own: a class of observers, an observer whose settings are
+                   those of all, PercentileObserver(99.9), or any function without arguments that makes one
     training       what an observed scale does in state TRAIN, from the calibrated one on:
                    "statistics"  it grows and shrinks with the range of the batches: a moving average, or all that was
                                  seen where MinMaxObserver observes
@@ -35,7 +65,7 @@ class ActivationConfig:
     """
 
     dtype: str = "int8"
-    observer: Callable[[], Observer] = HistogramObserver
+    observer: Observer | Callable[[], Observer] = HistogramObserver
     scale: float | None = None
     threshold: float | None = None
     training: str = STATISTICS
@@ -44,15 +74,30 @@ class ActivationConfig:
     def __post_init__(self) -> None:
         _check(self.dtype, ACTIVATION_TYPES, "activation")
         _check_training(self.training, (STATISTICS, LEARNED, FROZEN), "an activation's scale")
-        for name, value in (("scale", self.scale), ("threshold", self.threshold)):
-            if value is not None and not 0 < value < float("inf"):
-                raise ConfigurationError(
-                    f"{name}={value} is not usable", because="a scale is a positive, finite number", remedy=f"pass a positive {name}"
-                )
+        if self.scale is not None and self.threshold is not None:
+            raise ConfigurationError(
+                f"scale={self.scale:g} and threshold={self.threshold:g} are both given",
+                because="a threshold is a way to give the scale: the real number that the largest integer stands for",
+                remedy="pass one of them",
+            )
+        if self.dtype == "int32" and (self.scale, self.threshold) != (None, None):
+            raise ConfigurationError(
+                "an int32 output has no scale to give",
+                because="it is the sum as it stands, with the scale of its weight times that of its input",
+                remedy="leave scale and threshold out, or ask for int8 or int16",
+            )
 
     @property
     def type(self) -> IntType:
         return ACTIVATION_TYPES[self.dtype]
+
+    def new_observer(self) -> Observer:
+        """An observer of its own for a tensor."""
+        if not isinstance(self.observer, Observer):
+            return self.observer()
+        copied = copy.deepcopy(self.observer)
+        copied.reset()
+        return copied
 
     @property
     def fixed_scale(self) -> float | None:
@@ -60,6 +105,7 @@ class ActivationConfig:
         return self.scale if self.threshold is None else scale_from_threshold(self.threshold, self.type)
 
 
+@checked_class(dtype=DTYPE)
 @dataclass(frozen=True)
 class WeightConfig:
     """How a weight is quantized: dtype, and a scale for each output channel or one for all.
@@ -101,9 +147,19 @@ def _check_training(training: str, known: tuple[str, ...], what: str) -> None:
         )
 
 
+OUTPUT = instance("an ActivationConfig, as in QConfig(output=ActivationConfig('int8'))", ActivationConfig)
+
+
+@checked_class(
+    output=OUTPUT,
+    weight=instance("a WeightConfig, as in QConfig(weight=WeightConfig('int8'))", WeightConfig),
+    input=such("an ActivationConfig of any dtype but int32", OUTPUT.take, lambda config: config.dtype != "int32").or_none(
+        "as an output is"
+    ),
+)
 @dataclass(frozen=True)
 class QConfig:
-    """How an operator is quantized: its output, its weight, and its input where that comes from outside."""
+    """How an operator is quantized: its output, its weight, and its input where that is a real number until then."""
 
     output: ActivationConfig = field(default_factory=ActivationConfig)
     weight: WeightConfig = field(default_factory=WeightConfig)
@@ -133,6 +189,28 @@ DEFAULT = Rule("default")
 Wish = tuple[tuple[Rule, Chosen], ...]  # every rule that covers one of the user's operators with what it chooses: the nearest first
 
 
+def _rules(key: Callable[[Any], Any]) -> Kind:
+    def take(value: Any) -> dict[Any, Chosen]:
+        if not isinstance(value, Mapping):
+            raise TypeError
+        return {key(rule): CHOSEN.take(chosen) for rule, chosen in value.items()}
+
+    return Kind("a dict from rules to QConfigs", take)
+
+
+def _spelling(value: Any) -> Any:
+    """What an operator can be written as: a class, a function or the name of a method."""
+    if not (callable(value) or isinstance(value, str)) or isinstance(value, nn.Module):
+        raise TypeError
+    hash(value)
+    return value
+
+
+CHOSEN = instance("a QConfig", QConfig).or_none("stay in float")
+SPELLING = Kind("a module's class, a function like F.relu, or the name of a tensor's method", _spelling)
+
+
+@checked_class(default=CHOSEN, types=_rules(_spelling), patterns=_rules(KINDS["pattern"].take), names=_rules(KINDS["name"].take))
 @dataclass
 class QConfigMapping:
     """Which QConfig applies where: global < operator or module type < name pattern < name < the attribute `qconfig` of a module.
@@ -148,18 +226,22 @@ class QConfigMapping:
     patterns: dict[str, Chosen] = field(default_factory=dict)
     names: dict[str, Chosen] = field(default_factory=dict)
 
+    @checked(qconfig=CHOSEN)
     def set_global(self, qconfig: Chosen) -> QConfigMapping:
         self.default = qconfig
         return self
 
+    @checked(kind=SPELLING, qconfig=CHOSEN)
     def set_object_type(self, kind: Any, qconfig: Chosen) -> QConfigMapping:
         self.types[kind] = qconfig
         return self
 
+    @checked(qconfig=CHOSEN)
     def set_module_name_regex(self, pattern: str, qconfig: Chosen) -> QConfigMapping:
         self.patterns[pattern] = qconfig
         return self
 
+    @checked(qconfig=CHOSEN)
     def set_module_name(self, name: str, qconfig: Chosen) -> QConfigMapping:
         self.names[name] = qconfig
         return self

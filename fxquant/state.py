@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 
+from fxquant.errors import ConfigurationError
+
 
 class State(enum.Enum):
     """What a prepared operator computes.
@@ -18,3 +20,13 @@ class State(enum.Enum):
     CALIBRATE = "calibrate"
     TRAIN = "train"
     VALIDATE = "validate"
+
+    @classmethod
+    def _missing_(cls, value: object) -> State:
+        """A state by its name in any case. Raises ConfigurationError for anything else."""
+        found = cls.__members__.get(value.upper()) if isinstance(value, str) else None
+        if found is None:
+            raise ConfigurationError(
+                f"{value!r} is no state", because=f"the states are {', '.join(cls.__members__)}", remedy="pass a fxq.State, or its name"
+            )
+        return found

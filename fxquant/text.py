@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError
 from fxquant.graph import Annotation, TensorFact, annotation, fact, fused, resolve
 from fxquant.ops import operator_of
@@ -20,6 +21,7 @@ from fxquant.prepared import QuantizedOperator
 from fxquant.primitives import PRIMITIVES
 
 
+@checked()
 def text(gm: fx.GraphModule) -> str:
     """The graph, one line per node; equal graphs give equal text. Raises ConfigurationError for a model that is no graph."""
     if not isinstance(gm, fx.GraphModule):

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
+from fxquant.arguments import checked, such
 from fxquant.batches import model_inputs
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.graph import TensorFact, by_name, fact, qparams, resolve
@@ -85,6 +86,7 @@ class Report:
     def tensors(self) -> int:
         return len(self.names)
 
+    @checked(other=such("a Report", lambda other: other, lambda other: isinstance(other, Report)))
     def merge(self, other: Report) -> None:
         """Add what another verification found."""
         self.pairs += other.pairs

@@ -119,16 +119,21 @@ def _recognise(node: fx.Node, modules: dict[str, nn.Module]) -> tuple[Operator, 
         return operator, _bind(operator, args, kwargs), (node.target,)
     try:
         adapted = adapt(*args, **kwargs)
-    except TypeError as error:
-        return operator, f"its arguments have no canonical form: {error}", (node.target,)
+    except TypeError:
+        return operator, f"{operator.name} has no integer form with {_named(args, kwargs)}", (node.target,)
     return operator, adapted if isinstance(adapted, str) else _bind(operator, (), adapted), (node.target,)
+
+
+def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    given = f"{len(args)} arguments by position" if len(args) != 1 else "one argument by position"
+    return f"{given} and {', '.join(kwargs)} by name" if kwargs else given
 
 
 def _bind(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | str:
     try:
         return operator.bind(args, kwargs)
     except TypeError as error:
-        return f"its arguments have no canonical form: {error}"
+        return f"no integer form is known for its arguments: {error}"
 
 
 def _attribute(gm: fx.GraphModule, node: fx.Node, target: str, value: Any, attributes: dict[str, fx.Node]) -> Any:

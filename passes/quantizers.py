@@ -115,7 +115,7 @@ def _output_config(operator: Operator, spec: Annotation) -> ActivationConfig:
 def _quantizer(node: fx.Node, config: ActivationConfig, context: Context) -> Quantizer:
     return Quantizer(
         config.type,
-        config.observer() if config.fixed_scale is None and config.dtype != "int32" else None,
+        config.new_observer() if config.fixed_scale is None and config.dtype != "int32" else None,
         scale=config.fixed_scale,
         training=config.training,
         power_of_two=context.target.arithmetic.power_of_two_scales or config.power_of_two,

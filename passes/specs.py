@@ -72,9 +72,11 @@ def _why_float(
     arguments = operator.arguments(node)
     operands = operand_nodes(operator, arguments)
     if not operands:
-        return "it reads no activation"
-    if any(not isinstance(fact(o), TensorFact) or fact(o).dtype not in (torch.float32, torch.float16, torch.bfloat16) for o in operands):
-        return "its operands are not floating-point tensors"
+        return _reads_none(arguments)
+    for operand in operands:
+        because = _no_real_numbers(operand)
+        if because is not None:
+            return because
     because = operator.refuses(node, arguments) or needed.get(node) or None
     if because is not None:
         return because
@@ -105,13 +107,30 @@ def _finite(value: torch.Tensor) -> bool:
 def _integer(node: fx.Node) -> bool:
     spec = annotation(node)
     return spec is not None and spec.dtype is not None
+def _reads_none(arguments: dict[str, Any]) -> str:
+    """Why an operator none of whose operands is an activation stays in float."""
+    for name, value in arguments.items():
+        if isinstance(value, fx.Node) and isinstance(fact(value), TensorFact) and not is_parameter(value):
+            return f"its {name!r}, %{value.name}, is an activation, where an integer form takes a constant"
+    return "none of its operands is an activation"
+
+
+def _no_real_numbers(operand: fx.Node) -> str | None:
+    """Why an operand cannot be quantized; None if it can."""
+    known = fact(operand)
+    if not isinstance(known, TensorFact):
+        return f"its operand %{operand.name} is no tensor"
+    if known.dtype in (torch.float32, torch.float16, torch.bfloat16):
+        return None
+    return f"its operand %{operand.name} is {str(known.dtype).removeprefix('torch.')}: float32, float16 and bfloat16 tensors are quantized"
 
 
 def _written(gm: fx.GraphModule, node: fx.Node) -> str:
     """What the user wrote: the module's class, or the function's name."""
     if node.op == "call_module":
         return type(resolve(gm, str(node.target))).__name__
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    name: str = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    return name.lstrip("_") or name  # PyTorch's functions are called by private ones
 
 
 def _dtype(node: fx.Node, operator: Operator, qconfig: QConfig) -> str:

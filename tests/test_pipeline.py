@@ -523,7 +523,7 @@ INT16 = fxq.QConfig(output=fxq.ActivationConfig("int16"))
     ("target", "qconfig", "kind", "asker", "able"),
     [
         ("bernoulli2", INT16, "int16 activations", "its default", "bayes, bayes-e, nash-e, nash-m"),
-        ("bernoulli2", fxq.QConfig(input=fxq.ActivationConfig("int16")), "int16 activations", "its default", "bayes, bayes-e, nash-e, nash-m"),
+        ("bernoulli2", fxq.QConfig(input=INT16.output), "int16 activations", "its default", "bayes, bayes-e, nash-e, nash-m"),
         ("x86", fxq.QConfigMapping().set_module_name("head", INT16), "int16 activations", "name head", "bayes, bayes-e, nash-e, nash-m"),
         ("x86", fxq.QConfigMapping().set_object_type(F.relu, INT16), "int16 activations", "type relu", "bayes, bayes-e, nash-e, nash-m"),
         ("bayes-e", fxq.QConfigMapping().set_module_name_regex("conv", fxq.QConfig(weight=fxq.WeightConfig("int16"))), "int16 weights",

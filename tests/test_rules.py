@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import operator
 from pathlib import Path
@@ -66,7 +67,9 @@ def annotated(qconfig: Any, model: nn.Module | None = None) -> fx.GraphModule:
 def parts(gm: fx.GraphModule) -> dict[str, tuple[str | None, tuple[str, ...]]]:
     """Of every operator of the block: its dtype, and what was fused into it."""
     return {
-        node.name: (annotation(node).dtype, fused(node)) for node in gm.graph.nodes if annotation(node) and node.name not in ("stem", "head")
+        node.name: (annotation(node).dtype, fused(node))
+        for node in gm.graph.nodes
+        if annotation(node) and node.name not in ("stem", "head")
     }
 
 
@@ -87,7 +90,12 @@ def rule(how: str, part: str, chosen: Any) -> tuple[str, Any, Any]:
 
 # ---- each part of a fused operator, by every kind of rule ------------------------------------------------------------------
 
-KINDS = [(how, part) for how in ("name", "pattern", "type", "attribute") for part in PARTS if (how, part) not in (("pattern", "add"), ("attribute", "add"))]
+KINDS = [
+    (how, part)
+    for how in ("name", "pattern", "type", "attribute")
+    for part in PARTS
+    if (how, part) not in (("pattern", "add"), ("attribute", "add"))
+]
 
 
 def asked(how: str, part: str, chosen: Any) -> tuple[Any, nn.Module]:
@@ -108,12 +116,15 @@ def test_a_rule_for_any_part_decides_the_output(how: str, part: str) -> None:
 
 @pytest.mark.parametrize(("how", "part"), KINDS)
 def test_none_for_one_part_keeps_it_apart_and_in_float(how: str, part: str) -> None:
-    assert parts(annotated(*asked(how, part, None))) == {
-        "conv": {"block_conv": (None, ("block_bn", "add", "block_relu"))},
-        "bn": {"block_conv": ("int8", ()), "block_bn": (None, ()), "add": ("int8", ("block_relu",))},
-        "add": {"block_conv": ("int8", ("block_bn",)), "add": (None, ("block_relu",))},
-        "relu": {"block_conv": ("int8", ("block_bn", "add")), "block_relu": (None, ())},
-    }[part]
+    assert (
+        parts(annotated(*asked(how, part, None)))
+        == {
+            "conv": {"block_conv": (None, ("block_bn", "add", "block_relu"))},
+            "bn": {"block_conv": ("int8", ()), "block_bn": (None, ()), "add": ("int8", ("block_relu",))},
+            "add": {"block_conv": ("int8", ("block_bn",)), "add": (None, ("block_relu",))},
+            "relu": {"block_conv": ("int8", ("block_bn", "add")), "block_relu": (None, ())},
+        }[part]
+    )
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -197,7 +208,9 @@ def test_the_scale_of_a_relu_rule_is_the_layers() -> None:
 
 def unheard(model: fx.GraphModule) -> list[str]:
     """What explain says was asked for and is not done."""
-    return [line for line in fxq.explain(model).splitlines() if "qconfig" in line and "operator" not in line and not line.startswith("%stem ")]
+    return [
+        line for line in fxq.explain(model).splitlines() if "qconfig" in line and "operator" not in line and not line.startswith("%stem ")
+    ]
 
 
 def test_a_mapping_serves_several_models() -> None:
@@ -233,7 +246,9 @@ def test_rules_and_attributes_that_match_nothing_are_told(caplog: pytest.LogCapt
     made = mapping(("module_name_regex", "blok", WIDE), ("object_type", nn.GELU, None), ("object_type", F.gelu, None))
     with caplog.at_level(logging.WARNING, "fxquant"):
         prepared = fxq.prepare(model, batch(), "nash-e", made)
-    expected = [f"this rule of the qconfig matched nothing: {name}" for name in ("pattern blok", "type GELU", "type gelu", "attribute block.spare")]
+    expected = [
+        f"this rule of the qconfig matched nothing: {name}" for name in ("pattern blok", "type GELU", "type gelu", "attribute block.spare")
+    ]
     assert unheard(prepared) == expected
     assert [record.getMessage() for record in caplog.records] == expected
 
@@ -253,9 +268,7 @@ def test_a_rule_that_others_go_before_everywhere_is_told() -> None:
 def test_a_dtype_that_an_operator_takes_from_its_operand_is_told() -> None:
     model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.MaxPool2d(2))
     prepared = fxq.prepare(model, batch(), "nash-e", mapping(("object_type", nn.MaxPool2d, WIDE)))
-    assert unheard(prepared) == [
-        "%_1 is int8 as its operand is, whose scale it shares, and not int16 as the qconfig's type MaxPool2d says"
-    ]
+    assert unheard(prepared) == ["%_1 is int8 as its operand is, whose scale it shares, and not int16 as the qconfig's type MaxPool2d says"]
 
 
 INPUT = fxq.QConfig(input=ACT("int16", scale=1 / 1024))
@@ -307,3 +320,56 @@ def test_an_input_of_the_default_is_for_every_reader() -> None:
     made = fxq.QConfigMapping(default=fxq.QConfig(input=ACT(scale=1 / 64))).set_module_name("right", WIDE)
     scales = fxq.qparams(fxq.prepare(Fork(), batch(), "nash-e", made))
     assert {name: scale for name, scale in scales.items() if "quantize" in name} == {"x_quantize": 1 / 64}
+
+
+# ---- observers: whatever makes one ---------------------------------------------------------------------------------------------------
+
+MAKERS: dict[str, Any] = {
+    "a class": fxq.PercentileObserver,
+    "an instance": fxq.PercentileObserver(99.5, bins=64),
+    "a partial": functools.partial(fxq.PercentileObserver, percentile=99.0),
+    "a function": lambda: fxq.PercentileObserver(98.0),
+}
+
+
+def observers(model: nn.Module) -> list[fxq.PercentileObserver]:
+    return [module for module in model.modules() if isinstance(module, fxq.PercentileObserver)]
+
+
+@pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
+def test_every_tensor_has_an_observer_of_its_own(maker: Any) -> None:
+    prepared = compiled(Network(), [batch()], qconfig=fxq.QConfig(ACT(observer=maker))).prepared
+    made = maker if isinstance(maker, fxq.Observer) else maker()
+    found = observers(prepared)
+    assert len(found) >= 4
+    assert len({id(observer) for observer in found}) == len(found)
+    assert not any(observer is maker for observer in found)
+    assert {(observer.percentile, observer.bins) for observer in found} == {(made.percentile, made.bins)}
+    assert len({float(observer.largest) for observer in found}) > 1
+
+
+def test_a_template_is_copied_without_what_it_has_seen_and_stays_as_it_was() -> None:
+    template = fxq.MinMaxObserver()
+    template.observe(torch.full((3,), 1000.0))
+    prepared = compiled(Network(), [batch()], qconfig=fxq.QConfig(ACT(observer=template))).prepared
+    assert max(fxq.qparams(prepared).values()) < 1
+    assert (int(template.count), float(template.high)) == (1, 1000.0)
+
+
+@pytest.mark.parametrize("maker", ["a class", "an instance", "a partial"])
+def test_observers_are_kept_in_a_file(maker: str, tmp_path: Path) -> None:
+    prepared = fxq.prepare(Network(), batch(), qconfig=fxq.QConfig(ACT(observer=MAKERS[maker])))
+    loaded = fxq.load(fxq.save(prepared, tmp_path / "model.fxq"))
+    assert [observer.extra_repr() for observer in observers(loaded)] == [observer.extra_repr() for observer in observers(prepared)]
+
+
+def test_an_observer_of_the_users() -> None:
+    class Halved(fxq.MinMaxObserver):
+        def scale(self, dtype: Any) -> Tensor:
+            return super().scale(dtype) / 2
+
+    data, model = batch(), nn.Conv2d(2, 2, 1)
+    whole = fxq.qparams(compiled(model, [data], qconfig=fxq.QConfig(ACT(observer=fxq.MinMaxObserver))).prepared)
+    for maker in (Halved, Halved()):
+        halved = fxq.qparams(compiled(model, [data], qconfig=fxq.QConfig(ACT(observer=maker))).prepared)
+        assert halved == {name: scale / 2 for name, scale in whole.items()}

@@ -124,7 +124,7 @@ REFUSED: dict[str, tuple[str, Body]] = {
     "roll of everything": ("it rolls the flattened tensor", lambda x: x.roll(1)),
     "repeats of the batch": ("it repeats along the batch", lambda x: x.repeat_interleave(2, 0)),
     "piece of the batch": ("it is a piece of the batch, whose size is not fixed", lambda x: x.chunk(2, 0)[0]),
-    "pieces of a sort": ("no operator of the table recognises %sort, whose results it picks from", lambda x: torch.sort(x, 1)[0]),
+    "pieces of a sort": ("it picks from the results of %sort, which is in float", lambda x: torch.sort(x, 1)[0]),
 }
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 import fxquant as fxq
 from fxquant import backends
+from fxquant.arguments import FOLDER, checked
 from fxquant.backends.runtime import RUNTIME_NAMES, OnnxModel
 from fxquant.demo.digits import DigitsDataset, load_digits_dataset
 from fxquant.demo.network import build_demo_network
@@ -45,6 +46,7 @@ class Outcome:
     seconds: float
 
 
+@checked(out=FOLDER)
 def run_demo(
     target: str | Target = "bayes-e", out: str | Path = "fxquant-demo", console: Console | None = None, show_progress: bool | None = None
 ) -> Outcome:

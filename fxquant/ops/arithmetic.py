@@ -34,7 +34,7 @@ def needs_activation(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     """Why the node must stay in float: one operand has to be an activation, and what is not must be a constant."""
     operands = [arguments["input"], arguments["other"]]
     if not any(isinstance(o, fx.Node) and not is_parameter(o) and isinstance(fact(o), TensorFact) for o in operands):
-        return "it reads no activation"
+        return "none of its operands is an activation"
     if any(isinstance(o, fx.Node) and not isinstance(fact(o), TensorFact) and not is_parameter(o) for o in operands):
         return "one of its operands depends on the batch size"
     numbers = [arguments.get("alpha", 1), *(o for o in operands if not isinstance(o, fx.Node))]
@@ -210,9 +210,10 @@ def _lower_div(lowering: Lowering, input: Quantized, other: float, *, clamp: Cla
 
 def _refuses_div(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     other = arguments["other"]
-    if not isinstance(other, int | float) or not math.isfinite(other) or other == 0:
-        return "it divides by something other than a finite number"
-    return None
+    if isinstance(other, fx.Node):
+        tensor = isinstance(fact(other), TensorFact) or is_parameter(other)
+        return "it divides by a tensor: multiply by torch.reciprocal of it" if tensor else "it divides by a number that is computed"
+    return None if isinstance(other, int | float) and math.isfinite(other) and other != 0 else f"it divides by {other}"
 
 
 def _true_division(input: Any, other: Any, rounding_mode: str | None = None) -> dict[str, Any] | str:

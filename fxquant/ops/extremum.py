@@ -57,9 +57,11 @@ def _refuses_extremum(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None if known else "one of its operands is no tensor"
 
 
-def _two_tensors(input: Any, other: Any = None) -> dict[str, Any] | str:
+def _two_tensors(input: Any, other: Any = None, *rest: Any, **named: Any) -> dict[str, Any] | str:
     """max and min of two tensors; with a dimension or nothing they are something else."""
-    return {"input": input, "other": other} if isinstance(other, fx.Node) else "it reduces its operand"
+    if isinstance(other, fx.Node) and not rest and not named:
+        return {"input": input, "other": other}
+    return "it reduces its operand, as only torch.amax does in integers"
 
 
 for _name, _function, _primitive, _short in (

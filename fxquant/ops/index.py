@@ -164,7 +164,7 @@ def _piece(pieces: fx.Node, number: Any) -> dict[str, Any] | str:
     position = {**_SPLITS, **_UNBINDS}.get(pieces.target)
     source = pieces.args[0] if pieces.args else pieces.kwargs.get("input", pieces.kwargs.get("tensor"))
     if position is None or not isinstance(source, fx.Node) or not isinstance(number, int):
-        return f"no operator of the table recognises %{pieces.name}, whose results it picks from"
+        return f"it picks from the results of %{pieces.name}, which is in float"
     dim = pieces.kwargs.get("dim", pieces.args[position] if len(pieces.args) > position else 0)
     assert isinstance(dim, int)
     known = fact(pieces)

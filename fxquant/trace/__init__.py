@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxquant.arguments import checked
 from fxquant.graph import BATCH_SIZES, collection_paused
 from fxquant.spec import attached_qconfigs
 from fxquant.trace.checks import RETRACE_SIZES, compare_recordings, compare_with_model
@@ -29,6 +30,7 @@ from fxquant.trace.tracer import record
 __all__ = ["assumptions", "attach_input_check", "attach_signature", "default_leaf", "float_model", "is_traced", "trace"]
 
 
+@checked()
 def trace(
     model: nn.Module | torch.export.ExportedProgram,
     example_inputs: Any,

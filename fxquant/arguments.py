@@ -1,0 +1,269 @@
+"""What the arguments of the public functions may be: one table by name, for a name means the same everywhere.
+
+`checked` on a function looks its parameters up here; keywords of `checked` are for what only this function means by a name. What a
+model, an example or batches may be is checked where they are used.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import math
+import numbers
+import operator
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar, cast
+
+from fxquant.errors import ConfigurationError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What an argument may be.
+
+    right  in words
+    take   the value as the function is to see it; raises TypeError or ValueError for one that is not right
+    """
+
+    right: str
+    take: Callable[[Any], Any]
+
+    def or_none(self, meaning: str) -> Kind:
+        """The same, or None, which means something."""
+        return Kind(f"{self.right}, or None: {meaning}", lambda value: None if value is None else self.take(value))
+
+
+def checked(**special: Kind) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A function whose arguments are what the table says, converted where another form is harmless.
+
+    Raises ConfigurationError, which names the argument and what is right, before the function is entered; also for an argument
+    that there is not, or that is missing.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+        kinds = {name: kind for name in signature.parameters if (kind := special.get(name, KINDS.get(name))) is not None}
+        called = function.__qualname__.removesuffix(".__init__")
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                bound = signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise _wrong_call(called, signature, kwargs, error) from None
+            for name in bound.arguments:
+                if name in kinds:
+                    bound.arguments[name] = taken(called, name, bound.arguments[name], kinds[name])
+            return function(*bound.args, **bound.kwargs)
+
+        call.__dict__["checked"] = kinds
+        return cast(Callable[P, R], call)
+
+    return decorate
+
+
+def checked_class(**special: Kind) -> Callable[[type[T]], type[T]]:
+    """The same for what a class is made from."""
+
+    def decorate(kind: type[T]) -> type[T]:
+        changed = cast(Any, kind)
+        changed.__init__ = checked(**special)(changed.__init__)
+        return kind
+
+    return decorate
+
+
+def taken(called: str, name: str, value: Any, kind: Kind) -> Any:
+    """The value as the kind makes it. Raises ConfigurationError, which names the argument, if it is none."""
+    try:
+        return kind.take(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"{name}={shown(value)} is not usable",
+            because=f"{called} takes {kind.right}" + (f"; {error}" if str(error) else ""),
+            remedy=f"pass that instead of this {type(value).__name__}",
+        ) from error.__cause__
+
+
+def _wrong_call(called: str, signature: inspect.Signature, given: Mapping[str, Any], error: TypeError) -> ConfigurationError:
+    known = [name for name in signature.parameters if name != "self"]
+    unknown = [name for name in given if name not in known]
+    near = difflib.get_close_matches(unknown[0], known, n=1) if unknown else []
+    return ConfigurationError(
+        f"{called} cannot be called like this: {error}",
+        because=f"its arguments are {', '.join(known) or 'none'}",
+        remedy=f"did you mean {near[0]!r}?" if near else "pass these",
+    )
+
+
+def shown(value: Any) -> str:
+    """A value in an error: as it is written where that is short, by its type otherwise."""
+    plain = isinstance(value, str | int | float | complex | bytes | list | tuple | dict | set | Path | None)
+    written = repr(value) if plain else getattr(value, "__qualname__", "")
+    return written if 0 < len(written) <= 60 else f"<{type(value).__name__}>"
+
+
+# ---- kinds --------------------------------------------------------------------------------------------------------------
+
+
+def instance(right: str, *kinds: type) -> Kind:
+    """An object of one of these classes, as it is."""
+
+    def take(value: Any) -> Any:
+        if not isinstance(value, kinds):
+            raise TypeError
+        return value
+
+    return Kind(right, take)
+
+
+def such(right: str, take: Callable[[Any], Any], holds: Callable[[Any], bool]) -> Kind:
+    """What `take` makes of a value, if that holds."""
+
+    def narrowed(value: Any) -> Any:
+        taken = take(value)
+        if not holds(taken):
+            raise ValueError
+        return taken
+
+    return Kind(right, narrowed)
+
+
+def choice(*known: str) -> Kind:
+    """One of these names."""
+    return such(f"one of {', '.join(map(repr, known))}", instance("", str).take, lambda value: value in known)
+
+
+def _whole(value: Any) -> int:
+    """A whole number; a bool is none, and one of numpy is."""
+    if isinstance(value, bool):
+        raise TypeError
+    return operator.index(value)
+
+
+def _number(value: Any) -> float:
+    """A finite real number; a bool is none, and one of numpy or a tensor with one element is."""
+    if isinstance(value, bool | str | bytes) or not (isinstance(value, numbers.Real) or hasattr(value, "item")):
+        raise TypeError
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError
+    return number
+
+
+def _flag(value: Any) -> bool:
+    """A bool; numpy's is one."""
+    if not isinstance(value, bool) and type(value).__name__ not in ("bool_", "bool"):
+        raise TypeError
+    return bool(value)
+
+
+def _path(value: Any) -> str:
+    found = os.fspath(value)
+    if not isinstance(found, str) or not found or "\0" in found:
+        raise ValueError
+    return found
+
+
+def _file(value: Any) -> str:
+    """A path where a file can be: no folder, and in one."""
+    found = _path(value)
+    if os.path.isdir(found):
+        raise ValueError
+    _folder(os.path.dirname(os.path.abspath(found)))
+    return found
+
+
+def _folder(value: Any) -> str:
+    """A path where a folder is or can be."""
+    found = _path(value)
+    there = os.path.abspath(found)
+    while not os.path.exists(there):
+        there = os.path.dirname(there)
+    if not os.path.isdir(there):
+        raise ValueError
+    return found
+
+
+def _callable(value: Any) -> Any:
+    if not callable(value):
+        raise TypeError
+    return value
+
+
+def words(value: Any) -> list[str]:
+    """A list of strings; one string is none."""
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise TypeError
+    found = list(value)
+    if not all(isinstance(name, str) for name in found):
+        raise TypeError
+    return found
+
+
+def _names(value: Any) -> list[str]:
+    return [_text(name) for name in words(value)]
+
+
+def _pattern(value: Any) -> str:
+    try:
+        re.compile(_text(value))
+    except re.error:
+        raise ValueError from None
+    return str(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise TypeError
+    return value
+
+
+FLAG = Kind("True or False", _flag)
+COUNT = such("a whole number from 0 on", _whole, lambda value: value >= 0)
+POSITIVE = such("a positive whole number", _whole, lambda value: value > 0)
+NUMBER = such("a positive, finite number", _number, lambda value: value > 0)
+PATH = Kind("the path of a file: a str or a pathlib.Path that is not empty", _path)
+FILE = Kind("the path of a file, a str or a pathlib.Path, in a folder that is there or can be made", _file)
+FOLDER = Kind("the path of a folder, a str or a pathlib.Path, that is there or can be made", _folder)
+NAMES = Kind("a list of names: strings that are not empty", _names)
+CALLABLE = Kind("a function, or anything that can be called", _callable)
+
+KINDS: dict[str, Kind] = {
+    "FXQUANT_DEBUG": such("0, 1, 2 or 3", int, lambda value: 0 <= value <= 3),
+    "batch_fn": CALLABLE.or_none("batches are taken as they are"),
+    "bins": such("an even number of at least 2", _whole, lambda value: value >= 2 and value % 2 == 0),
+    "check": FLAG,
+    "debug": such("0, 1, 2 or 3", _whole, lambda value: 0 <= value <= 3).or_none("as FXQUANT_DEBUG says"),
+    "distributed": FLAG,
+    "dump": FOLDER.or_none("as FXQUANT_DUMP says"),
+    "external_data": FLAG.or_none("only where one file cannot hold the model"),
+    "averaging_constant": such("a number above 0 and at most 1", _number, lambda value: 0 < value <= 1),
+    "input_names": NAMES.or_none("the names of forward's arguments"),
+    "leaf": CALLABLE.or_none("PyTorch's own modules stay whole"),
+    "modules": Kind(
+        "the name of a module or node, or a list of such names", lambda value: [_text(value)] if isinstance(value, str) else _names(value)
+    ).or_none("all of them"),
+    "name": Kind("a module's path or a node's name: a string that is not empty", _text),
+    "num_batches": COUNT.or_none("all there are"),
+    "opset": Kind("a whole number", _whole).or_none("the style's usual one"),
+    "output_names": NAMES.or_none("made from the names of the graph"),
+    "path": FILE,
+    "pattern": Kind("a regular expression that re.compile takes: a string that is not empty", _pattern),
+    "per_channel": FLAG,
+    "percentile": such("a number above 0 and at most 100", _number, lambda value: 0 < value <= 100),
+    "power_of_two": FLAG,
+    "sample": POSITIVE,
+    "scale": NUMBER.or_none("it is observed"),
+    "show_progress": FLAG.or_none("in a terminal"),
+    "threshold": NUMBER.or_none("it is observed"),
+}

@@ -1,0 +1,152 @@
+"""What explain says: every reason is true for the operator as the user wrote it, and operators are counted, not the boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxquant as fxq
+from fxquant.explain import left_in_float, summary
+
+
+class Written(nn.Module):
+    """A layer, and what is written behind it."""
+
+    def __init__(self, body: Callable[[Written, Tensor], Any]) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm, self.recurrent = nn.LayerNorm(8), nn.LSTM(8, 8)
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.body = body
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(self, self.conv(x))
+
+
+Body = Callable[[Any, Tensor], Any]
+# What is written, and what explain says of the first operator that stays in float.
+REASONS: dict[str, tuple[Body, str]] = {
+    "1 / x": (lambda m, x: 1 / x, "its 'other', %conv, is an activation, where an integer form takes a constant"),
+    "parameter / x": (lambda m, x: m.weight / x, "its 'other', %conv, is an activation, where an integer form takes a constant"),
+    "2 ** x": (lambda m, x: 2**x, "its 'exponent', %conv, is an activation, where an integer form takes a constant"),
+    "x / x": (lambda m, x: x / (x * x + 1), "it divides by a tensor: multiply by torch.reciprocal of it"),
+    "x / parameter": (lambda m, x: x / m.weight, "it divides by a tensor: multiply by torch.reciprocal of it"),
+    "x / 0": (lambda m, x: x / 0, "it divides by 0"),
+    "x / inf": (lambda m, x: x / float("inf"), "it divides by inf"),
+    "x / batch": (lambda m, x: x / x.shape[0], "it divides by a number that is computed"),
+    "x // 2": (lambda m, x: x // 2, "no operator of the table recognises floordiv"),
+    "div, rounded": (lambda m, x: torch.div(x, 3, rounding_mode="floor"), "rounding_mode='floor' has no integer form"),
+    "x * 0": (lambda m, x: x * 0, "it multiplies by zero"),
+    "x + nan": (lambda m, x: x + float("nan"), "one of its numbers is not finite"),
+    "max(x, 1, keepdim)": (lambda m, x: torch.max(x, 1, keepdim=True)[0], "it reduces its operand, as only torch.amax does in integers"),
+    "x.max(dim=1)": (lambda m, x: x.max(dim=1)[0], "it reduces its operand, as only torch.amax does in integers"),
+    "x.min(1)": (lambda m, x: x.min(1)[1], "it reduces its operand, as only torch.amax does in integers"),
+    "max(x)": (lambda m, x: torch.max(x), "it reduces its operand, as only torch.amax does in integers"),
+    "cumsum": (lambda m, x: x.cumsum(1), "no operator of the table recognises cumsum"),
+    "threshold": (lambda m, x: F.threshold(x, 0.1, 20.0), "no operator of the table recognises threshold"),
+    "LayerNorm": (lambda m, x: m.norm(x), "no operator of the table recognises LayerNorm"),
+    "LSTM": (lambda m, x: m.recurrent(x.flatten(2).permute(2, 0, 1))[0], "no operator of the table recognises LSTM"),
+    "sum of all": (lambda m, x: x.sum(), "it sums over the batch, whose size is not fixed"),
+    "mean, dtype": (lambda m, x: x.mean(1, dtype=torch.float64), "a dtype argument has no integer form"),
+    "bicubic": (lambda m, x: F.interpolate(x, scale_factor=2, mode="bicubic"), "mode='bicubic' has no integer form"),
+    "pool": (lambda m, x: F.adaptive_avg_pool2d(x, 3), "its windows differ in size, since the output size does not divide the input size"),
+    "clamp to tensors": (lambda m, x: torch.clamp(x, m.weight.min(), m.weight.max()), "its bound 'min' is a tensor"),
+    "a mask": (lambda m, x: x[:, torch.tensor([True] * 8)], "its index is a constant that is no list of whole numbers"),
+}  # fmt: skip
+
+# The second operator that stays in float: one that follows from another.
+FOLLOWING: dict[str, tuple[Body, str]] = {
+    "a piece of topk": (lambda m, x: x.topk(2, 1)[0], "it picks from the results of %topk, which is in float"),
+    "a piece of max": (lambda m, x: torch.max(x, 1)[0], "it picks from the results of %max_1, which is in float"),
+    "float64": (lambda m, x: x.double() * 2, "its operand %double is float64: float32, float16 and bfloat16 tensors are quantized"),
+    "int64": (lambda m, x: x.long() + 1, "its operand %long is int64: float32, float16 and bfloat16 tensors are quantized"),
+    "bool": (lambda m, x: x + (x > 0), "its operand %gt is bool: float32, float16 and bfloat16 tensors are quantized"),
+    "a pool of what is float": (lambda m, x: F.max_pool2d(x.cumsum(1), 2), "it only passes on the values of %cumsum, which is in float"),
+}
+
+
+def example() -> Tensor:
+    return torch.randn(2, 3, 8, 8)
+
+
+def reasons(body: Body) -> list[str]:
+    gm = fxq.prepare(Written(body), example(), until="specs.annotate")
+    found = [reason for _, reason in left_in_float(gm)]
+    assert all(reason in fxq.explain(gm) for reason in found)
+    return found
+
+
+@pytest.mark.parametrize(("body", "reason"), REASONS.values(), ids=REASONS)
+def test_the_reason_for_what_was_written(body: Body, reason: str) -> None:
+    assert reasons(body)[0] == reason
+
+
+@pytest.mark.parametrize(("body", "reason"), FOLLOWING.values(), ids=FOLLOWING)
+def test_the_reason_for_what_follows(body: Body, reason: str) -> None:
+    assert reasons(body)[1] == reason
+
+
+def test_no_reason_names_an_internal_function() -> None:
+    bodies = [*REASONS.values(), *FOLLOWING.values()]
+    assert not [reason for body, _ in bodies for reason in reasons(body) if "()" in reason or " _" in reason]
+
+
+def test_a_float64_model() -> None:
+    gm = fxq.prepare(Written(lambda m, x: x * 2).double(), example().double(), until="specs.annotate")
+    found = [reason for _, reason in left_in_float(gm)]
+    assert found[0] == "its operand %x is float64: float32, float16 and bfloat16 tensors are quantized"
+
+
+def test_an_int32_output_is_not_computed_with() -> None:
+    qconfig = fxq.QConfigMapping().set_module_name("conv", fxq.QConfig(fxq.ActivationConfig("int32"))).set_module_name("sigmoid", None)
+    gm = fxq.prepare(Written(lambda m, x: (x * 2).sigmoid()), example(), qconfig=qconfig, until="specs.annotate")
+    assert [reason for _, reason in left_in_float(gm)] == [
+        "the 32-bit output of %conv is not computed with any further",
+        "the qconfig says so",
+    ]
+
+
+def test_the_boundary_is_not_counted_at_any_stage() -> None:
+    model = Written(lambda m, x: (x.cumsum(1) * 2, x.relu()))
+    for stage in ("boundary.insert", None):
+        gm = fxq.prepare(model, example(), until=stage)
+        assert summary(gm).startswith("3 operators are integer, 1 is left in float: 1 because")
+    fxq.calibrate(gm, [example()], show_progress=False)
+    assert summary(fxq.convert(gm)) == summary(gm)
+
+
+def test_one_operator_is() -> None:
+    assert summary(fxq.prepare(nn.Conv2d(3, 4, 1), example())) == "1 operator is integer, none is left in float"
+
+
+def quantize(x: Tensor) -> Tensor:
+    """A user's function of this name, which a graph can call."""
+    return x.cumsum(1)
+
+
+def test_a_function_of_the_users_called_quantize_is_an_operator() -> None:
+    traced = fxq.trace(Written(lambda m, x: torch.cumsum(x, 1)), example())
+    next(node for node in traced.graph.nodes if node.target is torch.cumsum).target = quantize
+    assert "1 is left in float: 1 because no operator of the table recognises quantize" in summary(
+        fxq.prepare(traced, example(), until="boundary.insert")
+    )
+
+
+def test_the_summary_tells_four_reasons_and_counts_the_others() -> None:
+    def many(m: Any, x: Tensor) -> Any:
+        return x.cumsum(1), x.cumprod(1), x.logcumsumexp(1), x.atan(), x.asinh(), x.acosh(), x.cumsum(2)
+
+    told = summary(fxq.prepare(Written(many), example(), until="specs.annotate"))
+    assert "7 are left in float: 2 because no operator of the table recognises cumsum; 1 because" in told
+    assert told.count("because") == 4
+    assert told.endswith("; 2 for other reasons")
+
+
+def test_what_a_float_operator_holds_is_said() -> None:
+    gm = fxq.prepare(Written(lambda m, x: F.relu(x)), example(), qconfig=fxq.QConfigMapping().set_module_name("conv", None))
+    assert "the qconfig says so; holds relu" in fxq.explain(gm)

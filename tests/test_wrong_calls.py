@@ -1,0 +1,534 @@
+"""Every argument of every public function with a wrong type, name or value, None, or an empty one: an error that says what is right.
+
+Each function has a call that works, and for each of its arguments what is wrong. What looks wrong and is accepted stands in a table of its
+own, with what it means.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxquant as fxq
+from fxquant.cli import main
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.head(self.conv(image).relu().mean((2, 3)))
+
+
+def batch() -> Tensor:
+    return torch.randn(4, 2, 6, 6)
+
+
+class World:
+    """Models in every form, and files, made once; the calls under test are to change none of them."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.model = Network().eval()
+        self.prepared, self.integer = self._compiled()
+        self.onnx, self.file = fxq.export_onnx(self.integer, directory / "model.onnx"), fxq.save(self.integer, directory / "model.fxq")
+        self.text = directory / "text.txt"
+        self.text.write_text("no model", encoding="utf-8")
+        self.result = fxq.Result(self.model, self.prepared, self.integer)
+        self.uncalibrated = fxq.prepare(self.model, batch(), "nash-e")
+        self.report = fxq.Report()
+
+    def _compiled(self) -> tuple[Any, Any]:
+        prepared = fxq.prepare(self.model, batch(), "nash-e")
+        fxq.calibrate(prepared, [batch()], show_progress=False)
+        return prepared, fxq.convert(prepared)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    torch.manual_seed(0)
+    return World(tmp_path_factory.mktemp("world"))
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+UNPRINTABLE = type("Unprintable", (), {"__repr__": lambda self: 1 / 0})()
+FLAGS = ["True", 1, 0, 1.0, [], "", "yes", torch.tensor(True)]
+COUNTS = [True, False, -1, 1.5, "3", float("nan"), [], (1,), torch.tensor([1, 2]), Colour.RED]
+NAMES = [5, [5], [None], b"conv", [""], "", {"a": 1}.values(), 1.5, True]
+NUMBERS = [0, 0.0, -1.0, float("nan"), float("inf"), -float("inf"), True, "1", "", [], [1.0], 1j, Colour.RED, torch.ones(2)]
+PATHS = [None, 5, 1.5, "", b"model", [], ["a", "b"], "a\0b", True, UNPRINTABLE]
+CALLABLES = [5, "identity", [], "", {}, 1.5, True]
+CHOSEN = ["int8", 5, {}, [], True, fxq.QConfig, fxq.ActivationConfig(), fxq.QConfigMapping(), torch.int8]
+MODELS = [None, 5, "model", [], {}, lambda x: x, nn.Module, torch.ones(2), Path("model.fxq"), UNPRINTABLE]
+GRAPHS = [*MODELS, nn.Linear(2, 2)]
+EXAMPLES = [
+    None,
+    5,
+    "image",
+    [],
+    (),
+    {},
+    {"imag": torch.zeros(1)},
+    {5: torch.zeros(1)},
+    (1, 2),
+    (None,),
+    np.zeros((4, 2, 6, 6)),
+    {"image": 5},
+]
+TARGETS = [None, 5, "", "bayse", "bayes e", [], True, 1.5, {}, Colour.RED, UNPRINTABLE]
+BATCHES = [
+    None,
+    5,
+    1.5,
+    True,
+    nn.Linear(2, 2),
+    Colour.RED,
+    "",
+    [],
+    (),
+    {},
+    [5],
+    [None],
+    "images",
+    [[]],
+    [{}],
+    np.zeros((4, 2, 6, 6)),
+    iter(()),
+]
+UNTIL = ["", "activation.fold", "fuse", 5, True, [], 1.5, fxq.Stage.TRACED, "CANONICAL", Colour.RED]
+DEBUGS = [True, -1, 4, "1", "abc", 1.5, [], ""]
+STYLES = [None, "", "qdqq", "EXACT", 5, [], True, ["exact"], Colour.RED]
+
+Call = Callable[..., Any]
+CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str, list[Any]]]] = {
+    "trace": (
+        lambda w: (fxq.trace, {"model": w.model, "example_inputs": batch()}),
+        {
+            "model": MODELS,
+            "example_inputs": EXAMPLES,
+            "dynamic_shapes": [5, "batch", [], {"image": 0}, 1.5, Colour.RED],
+            "leaf": CALLABLES,
+            "check": FLAGS,
+        },
+    ),
+    "prepare": (
+        lambda w: (fxq.prepare, {"model": w.model, "example_inputs": batch()}),
+        {
+            "model": MODELS,
+            "example_inputs": EXAMPLES,
+            "target": TARGETS,
+            "qconfig": [value for value in CHOSEN if not isinstance(value, fxq.QConfigMapping)],
+            "dynamic_shapes": [5, "batch", [], {"image": 0}],
+            "batch_norm": [None, "", "dead", True, 5, [], ["live"]],
+            "until": [*UNTIL, "integer.lower", fxq.Stage.INTEGER],
+            "debug": DEBUGS,
+            "dump": [5, 1.5, "", b"dump", [], True, "a\0b"],
+        },
+    ),
+    "check": (
+        lambda w: (fxq.check, {"model": w.model, "example_inputs": batch()}),
+        {"model": MODELS, "example_inputs": EXAMPLES, "target": TARGETS, "qconfig": CHOSEN[:7], "dynamic_shapes": [5, "batch", []]},
+    ),
+    "convert": (
+        lambda w: (fxq.convert, {"prepared": w.prepared}),
+        {"prepared": GRAPHS, "until": [*UNTIL, "rules.match", fxq.Stage.PREPARED], "debug": DEBUGS, "dump": [5, "", b"dump", []]},
+    ),
+    "calibrate": (
+        lambda w: (fxq.calibrate, {"prepared": w.uncalibrated, "batches": [batch()]}),
+        {
+            "prepared": GRAPHS,
+            "batches": BATCHES,
+            "num_batches": [*COUNTS, 0],
+            "batch_fn": CALLABLES,
+            "distributed": [*FLAGS, None],
+            "show_progress": FLAGS,
+        },
+    ),
+    "quantize": (
+        lambda w: (fxq.quantize, {"model": w.model, "batches": [batch()]}),
+        {
+            "model": MODELS,
+            "batches": BATCHES,
+            "target": TARGETS,
+            "qconfig": CHOSEN[:7],
+            "num_batches": [*COUNTS, 0],
+            "batch_fn": CALLABLES,
+            "distributed": [*FLAGS, None],
+            "show_progress": FLAGS,
+        },
+    ),
+    "verify": (
+        lambda w: (fxq.verify, {"first": w.prepared, "second": w.integer, "batches": [batch()]}),
+        {"first": [*MODELS[:-2], "", "none.onnx"], "second": [*MODELS[:-2], "", "none.onnx"], "batches": BATCHES, "show_progress": FLAGS},
+    ),
+    "set_state": (
+        lambda w: (fxq.set_state, {"prepared": w.prepared, "state": fxq.State.VALIDATE}),
+        {
+            "prepared": GRAPHS,
+            "state": [None, 5, "", "TRAN", "validated", [], True, Colour.RED, fxq.Stage.PREPARED],
+            "modules": [*NAMES, "cnv", ["conv", "cnv"]],
+        },
+    ),
+    "freeze": (
+        lambda w: (fxq.freeze, {"prepared": w.prepared}),
+        {"prepared": GRAPHS, "scales": [*FLAGS, None], "batch_norm": [*FLAGS, None, "live"]},
+    ),
+    "qparams": (lambda w: (fxq.qparams, {"prepared": w.prepared}), {"prepared": GRAPHS}),
+    "set_qparams": (
+        lambda w: (fxq.set_qparams, {"prepared": w.uncalibrated, "scales": {"conv": 0.5}}),
+        {
+            "prepared": GRAPHS,
+            "scales": [
+                None, 5, "conv", 0.5, [], ["conv"], [("conv", 0.5)], {5: 0.5}, {"cnv": 0.5}, {"": 0.5},
+                *({"conv": number} for number in [*NUMBERS, None]),
+            ],
+        },
+    ),
+    "explain": (lambda w: (fxq.explain, {"model": w.integer}), {"model": GRAPHS}),
+    "text": (lambda w: (fxq.text, {"gm": w.integer}), {"gm": GRAPHS}),
+    "dump": (lambda w: (fxq.dump, {"model": w.integer, "path": w.directory / "dump"}), {"model": GRAPHS, "path": PATHS}),
+    "save": (lambda w: (fxq.save, {"model": w.integer, "path": w.directory / "saved.fxq"}), {"model": GRAPHS, "path": PATHS}),
+    "load": (lambda w: (fxq.load, {"path": w.file}), {"path": [*PATHS, "none.fxq"]}),
+    "onnx_metadata": (lambda w: (fxq.onnx_metadata, {"path": w.onnx}), {"path": [*PATHS, "none.onnx"]}),
+    "export_onnx": (
+        lambda w: (fxq.export_onnx, {"integer": w.integer, "path": w.directory / "exported.onnx"}),
+        {
+            "integer": GRAPHS,
+            "path": PATHS,
+            "style": STYLES,
+            "io": [None, "", "int", True, 5, [], ["float"]],
+            "opset": [True, 9, 22, -1, "17", 17.0, [], 1.5, ""],
+            "input_names": [*NAMES, "image", [], ["a", "b"]],
+            "output_names": [*NAMES, "score", [], ["a", "b"]],
+            "external_data": FLAGS,
+        },
+    ),
+    "Result.export": (
+        lambda w: (w.result.export, {"path": w.directory / "exported.onnx"}),
+        {"path": PATHS, "style": STYLES, "opset": ["17", True]},
+    ),
+    "Result.verify": (
+        lambda w: (w.result.verify, {"path": w.onnx, "batches": [batch()]}),
+        {"path": [*PATHS, "none.onnx"], "batches": BATCHES},
+    ),
+    "Report.merge": (lambda w: (fxq.Report().merge, {"other": w.report}), {"other": [None, 5, "report", [], True]}),
+    "ActivationConfig": (
+        lambda w: (fxq.ActivationConfig, {}),
+        {
+            "dtype": [None, "", "int7", "INT8", 8, [], True, torch.float32, torch.uint8, int, Colour.RED],
+            "observer": [
+                None, 5, "max", "", [], int, nn.Linear, nn.Identity(), fxq.Observer, fxq.Observer(), lambda x: x, lambda: 5,
+                functools.partial(fxq.PercentileObserver, 101),
+            ],
+            "scale": NUMBERS,
+            "threshold": NUMBERS,
+            "training": [None, "", "learn", True, 5, []],
+            "power_of_two": [*FLAGS, None],
+        },
+    ),
+    "WeightConfig": (
+        lambda w: (fxq.WeightConfig, {}),
+        {
+            "dtype": [None, "", "int32", "int7", 8, [], True, torch.float32],
+            "per_channel": [*FLAGS, None],
+            "training": [None, "", "frozen", True, 5, []],
+            "power_of_two": [*FLAGS, None],
+        },
+    ),
+    "QConfig": (
+        lambda w: (fxq.QConfig, {}),
+        {
+            "output": [None, "int8", 5, [], {}, fxq.ActivationConfig, fxq.WeightConfig(), fxq.QConfig(), torch.int8],
+            "weight": [None, "int8", 5, [], {}, fxq.WeightConfig, fxq.ActivationConfig(), torch.int8],
+            "input": ["int8", 5, [], fxq.WeightConfig(), fxq.ActivationConfig, fxq.ActivationConfig("int32")],
+        },
+    ),
+    "QConfigMapping": (
+        lambda w: (fxq.QConfigMapping, {}),
+        {
+            "default": CHOSEN,
+            "types": [None, [], 5, "conv", {5: None}, {None: None}, {nn.Conv2d: "int8"}, {nn.Identity(): None}],
+            "patterns": [None, [], 5, {5: None}, {"(": None}, {"": None}, {"conv": "int8"}],
+            "names": [None, [], 5, {5: None}, {"": None}, {"conv": "int8"}, {nn.Conv2d: None}],
+        },
+    ),
+    "QConfigMapping.set_global": (lambda w: (fxq.QConfigMapping().set_global, {"qconfig": None}), {"qconfig": CHOSEN}),
+    "QConfigMapping.set_object_type": (
+        lambda w: (fxq.QConfigMapping().set_object_type, {"kind": nn.Conv2d, "qconfig": None}),
+        {"kind": [None, 5, [], True, nn.Identity(), 1.5, Path("a")], "qconfig": CHOSEN},
+    ),
+    "QConfigMapping.set_module_name": (
+        lambda w: (fxq.QConfigMapping().set_module_name, {"name": "conv", "qconfig": None}),
+        {"name": [None, 5, "", b"conv", ["conv"], True, nn.Conv2d], "qconfig": CHOSEN},
+    ),
+    "QConfigMapping.set_module_name_regex": (
+        lambda w: (fxq.QConfigMapping().set_module_name_regex, {"pattern": "conv.*", "qconfig": None}),
+        {"pattern": [None, 5, "", b"conv", ["conv"], True, "(", "*conv", "[a"], "qconfig": CHOSEN},
+    ),
+    "HistogramObserver": (
+        lambda w: (fxq.HistogramObserver, {}),
+        {"bins": [None, 0, 1, 3, -2, "2048", 2048.0, True, []], "sample": [None, 0, -1, "9", 1.5, True, []]},
+    ),
+    "PercentileObserver": (
+        lambda w: (fxq.PercentileObserver, {}),
+        {"percentile": [None, 0, -1, 101, "99", True, float("nan"), []], "bins": [0, 3, "2", None], "sample": [0, "9", None]},
+    ),
+    "MovingAverageMinMaxObserver": (
+        lambda w: (fxq.MovingAverageMinMaxObserver, {}),
+        {"averaging_constant": [None, 0, -1, 1.5, "1", True, float("nan"), []]},
+    ),
+    "State": (lambda w: (fxq.State, {"value": "train"}), {"value": [None, 5, "", "TRAN", [], True, Colour.RED]}),
+    "main": (lambda w: (main, {"arguments": ["inspect", str(w.file)]}), {"arguments": [5, "inspect", [5], True, 1.5, [None]]}),
+}  # fmt: skip
+
+CASES = [
+    (name, argument, index) for name, (_, wrong) in CALLS.items() for argument, values in wrong.items() for index in range(len(values))
+]
+
+
+def assert_ours(error: fxq.FxQuantError) -> None:
+    """The shape of an error that says what is right."""
+    assert error.what.strip()
+    assert error.because.strip(), error
+    assert error.remedy.strip(), error
+    assert str(error).startswith(error.what.splitlines()[0])
+
+
+def label(case: tuple[str, str, int]) -> str:
+    name, argument, index = case
+    value = CALLS[name][1][argument][index]
+    return f"{name}-{argument}-{index}-{type(value).__name__}"
+
+
+def test_there_are_enough_cases() -> None:
+    assert len(CASES) >= 300
+
+
+@pytest.mark.parametrize("case", CASES, ids=label)
+def test_a_wrong_argument(case: tuple[str, str, int], world: World) -> None:
+    name, argument, index = case
+    call, right = CALLS[name][0](world)
+    value = CALLS[name][1][argument][index]
+    if name == "State":
+        call, right = fxq.State, {"value": value}
+    with pytest.raises(fxq.FxQuantError) as caught:
+        call(**{**right, argument: value})
+    assert_ours(caught.value)
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in ("State", "Result.export")])
+def test_an_argument_that_there_is_not_and_one_that_is_missing(name: str, world: World) -> None:
+    call, right = CALLS[name][0](world)
+    with pytest.raises(fxq.ConfigurationError, match="nonsense") as caught:
+        call(**right, nonsense=1)
+    assert_ours(caught.value)
+    with pytest.raises(fxq.ConfigurationError, match="too many positional") as caught:
+        call(*range(20))
+    assert_ours(caught.value)
+    if any(p.default is p.empty and p.kind is not p.VAR_KEYWORD for p in inspect.signature(call).parameters.values()):
+        with pytest.raises(fxq.ConfigurationError, match="missing"):
+            call()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_argument_is_in_the_table(name: str, world: World) -> None:
+    call, _ = CALLS[name][0](world)
+    if isinstance(call, type) and issubclass(call, enum.Enum):
+        return
+    parameters = [p.name for p in inspect.signature(call).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    assert set(parameters) <= set(CALLS[name][1]) | {"dynamic_shapes"}
+
+
+def test_every_public_name_is_in_the_table() -> None:
+    passive = {
+        "Finding",
+        "Findings",
+        "Observer",
+        "MinMaxObserver",
+        "Stage",
+        "Target",
+        "Result",
+        "Report",
+        "DeviationReport",
+        "__version__",
+        "primitives",
+    }
+    errors = {name for name in fxq.__all__ if isinstance(getattr(fxq, name), type) and issubclass(getattr(fxq, name), Exception)}
+    assert set(fxq.__all__) - errors - passive <= set(CALLS)
+
+
+# ---- what is accepted, and what it means -----------------------------------------------------------------------------------------
+
+
+ACCEPTED: dict[str, Callable[[World], Any]] = {
+    "a state by name": lambda w: fxq.set_state(w.prepared, "VALIDATE"),
+    "a state by its value": lambda w: fxq.set_state(w.prepared, "validate"),
+    "modules: an empty list is none of them": lambda w: fxq.set_state(w.prepared, fxq.State.FLOAT, []),
+    "modules: a generator": lambda w: fxq.set_state(w.prepared, "validate", (name for name in ("conv", "head"))),
+    "a target in another spelling": lambda w: fxq.prepare(w.model, batch(), "Bayes_E"),
+    "a chip": lambda w: fxq.check(w.model, batch(), "x5"),
+    "a pathlib.Path as dump": lambda w: fxq.prepare(w.model, batch(), dump=w.directory / "graphs"),
+    "until: a stage": lambda w: fxq.prepare(w.model, batch(), until=fxq.Stage.CANONICAL),
+    "num_batches: numpy's": lambda w: fxq.calibrate(fxq.prepare(w.model, batch()), [batch()], np.int64(1), show_progress=False),
+    "num_batches: more than there are": lambda w: fxq.calibrate(fxq.prepare(w.model, batch()), [batch()], 9, show_progress=False),
+    "show_progress: numpy's": lambda w: fxq.verify(w.prepared, w.integer, [batch()], show_progress=np.bool_(False)),
+    "scales: numpy's": lambda w: fxq.set_qparams(fxq.prepare(w.model, batch()), {"conv": np.float32(0.5)}),
+    "scales: a tensor": lambda w: fxq.set_qparams(fxq.prepare(w.model, batch()), {"conv": torch.tensor(0.5)}),
+    "scales: none": lambda w: fxq.set_qparams(fxq.prepare(w.model, batch()), {}),
+    "scale: numpy's, an int": lambda w: (fxq.ActivationConfig(scale=np.float64(0.5)), fxq.ActivationConfig(threshold=6)),
+    "a dtype of PyTorch's": lambda w: (fxq.ActivationConfig(torch.int16), fxq.WeightConfig(torch.int8)),
+    "opset: numpy's": lambda w: fxq.export_onnx(w.integer, w.directory / "numpy.onnx", opset=np.int32(17)),
+    "names: a tuple": lambda w: fxq.export_onnx(w.integer, w.directory / "names.onnx", input_names=("a",), output_names=("b",)),
+    "a string as path": lambda w: fxq.load(str(w.file)),
+    "dynamic_shapes: nothing varies": lambda w: fxq.trace(w.model, batch(), {}),
+    "one tensor as batches": lambda w: fxq.calibrate(fxq.prepare(w.model, batch()), batch(), show_progress=False),
+    "a mapping without rules": lambda w: fxq.prepare(w.model, batch(), "bayes", fxq.QConfigMapping()),
+    "types: a class, a function, a method": lambda w: fxq.QConfigMapping(types={nn.Conv2d: None, F.relu: None, "relu": None}),
+    "an observer by class, instance, partial, function": lambda w: [
+        fxq.ActivationConfig(observer=made)
+        for made in (
+            fxq.MinMaxObserver,
+            fxq.MinMaxObserver(),
+            functools.partial(fxq.PercentileObserver, 99.0),
+            lambda: fxq.MinMaxObserver(),
+        )
+    ],
+}
+
+
+@pytest.mark.parametrize("call", ACCEPTED.values(), ids=ACCEPTED)
+def test_what_is_accepted(call: Callable[[World], Any], world: World) -> None:
+    call(world)
+
+
+def test_a_state_by_name_is_that_state(world: World) -> None:
+    assert {fxq.State(name) for name in ("TRAIN", "train", "Train", fxq.State.TRAIN)} == {fxq.State.TRAIN}
+    assert fxq.WeightConfig(torch.int8) == fxq.WeightConfig("int8")
+    assert fxq.WeightConfig(torch.int8).dtype == "int8"
+
+
+# ---- places: files where folders are wanted, and the reverse ----------------------------------------------------------------------
+
+PLACES: dict[str, Callable[[World], Any]] = {
+    "dump: a file": lambda w: fxq.prepare(w.model, batch(), dump=w.text),
+    "dump: below a file": lambda w: fxq.prepare(w.model, batch(), dump=w.text / "graphs"),
+    "dump of a graph: a file": lambda w: fxq.dump(w.integer, w.text),
+    "save: a folder": lambda w: fxq.save(w.integer, w.directory),
+    "save: below a file": lambda w: fxq.save(w.integer, w.text / "model.fxq"),
+    "export: a folder": lambda w: fxq.export_onnx(w.integer, w.directory),
+    "export: below a file": lambda w: fxq.export_onnx(w.integer, w.text / "model.onnx"),
+    "load: a folder": lambda w: fxq.load(w.directory),
+    "load: a text": lambda w: fxq.load(w.text),
+    "load: an ONNX file": lambda w: fxq.load(w.onnx),
+    "metadata: a folder": lambda w: fxq.onnx_metadata(w.directory),
+    "metadata: a text": lambda w: fxq.onnx_metadata(w.text),
+    "verify: a folder": lambda w: fxq.verify(w.integer, w.directory, [batch()]),
+    "verify: a saved model": lambda w: fxq.verify(w.integer, w.file, [batch()]),
+    "verify: two files": lambda w: fxq.verify(w.onnx, w.onnx, [batch()]),
+    "scale and threshold": lambda w: fxq.ActivationConfig(scale=1.0, threshold=1.0),
+    "a scale for a sum": lambda w: fxq.ActivationConfig("int32", scale=1.0),
+    "a threshold for a sum": lambda w: fxq.ActivationConfig("int32", threshold=1.0),
+}
+
+
+@pytest.mark.parametrize("call", PLACES.values(), ids=PLACES)
+def test_a_place_that_does_not_suit(call: Callable[[World], Any], world: World) -> None:
+    with pytest.raises(fxq.FxQuantError) as caught:
+        call(world)
+    assert_ours(caught.value)
+
+
+@pytest.mark.parametrize("level", ["abc", "-1", "4", "1.5", "True", " "])
+def test_the_environment(level: str, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXQUANT_DEBUG", level)
+    with pytest.raises(fxq.ConfigurationError, match="FXQUANT_DEBUG") as caught:
+        fxq.prepare(world.model, batch())
+    assert_ours(caught.value)
+    fxq.prepare(world.model, batch(), debug=0)  # a keyword goes before it
+
+
+def test_a_dump_by_the_environment_that_is_a_file(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXQUANT_DUMP", str(world.text))
+    with pytest.raises(fxq.ConfigurationError, match="FXQUANT_DUMP"):
+        fxq.prepare(world.model, batch())
+
+
+# ---- the command line ---------------------------------------------------------------------------------------------------------------
+
+COMMANDS: dict[str, Callable[[World], list[str]]] = {
+    "no command": lambda w: [],
+    "an unknown command": lambda w: ["inspct", str(w.file)],
+    "inspect without a file": lambda w: ["inspect"],
+    "inspect: no such file": lambda w: ["inspect", "none.fxq"],
+    "inspect: a folder": lambda w: ["inspect", str(w.directory)],
+    "inspect: a text": lambda w: ["inspect", str(w.text)],
+    "inspect: an empty name": lambda w: ["inspect", ""],
+    "inspect: an unknown option": lambda w: ["inspect", str(w.file), "--grph"],
+    "diff: one file": lambda w: ["diff", str(w.file)],
+    "diff: of different kinds": lambda w: ["diff", str(w.file), str(w.onnx)],
+    "diff: a folder": lambda w: ["diff", str(w.file), str(w.directory)],
+    "verify: one file": lambda w: ["verify", str(w.file)],
+    "verify: two ONNX files": lambda w: ["verify", str(w.onnx), str(w.onnx)],
+    "verify: a text": lambda w: ["verify", str(w.file), str(w.text)],
+    "verify: no such data": lambda w: ["verify", str(w.file), str(w.onnx), "--data", "none.npz"],
+    "verify: data that is a folder": lambda w: ["verify", str(w.file), str(w.onnx), "--data", str(w.directory)],
+    "verify: data that is a text": lambda w: ["verify", str(w.file), str(w.onnx), "--data", str(w.text)],
+    "verify: a batch size of zero": lambda w: ["verify", str(w.file), str(w.onnx), "--batch-size", "0"],
+    "verify: a batch size in words": lambda w: ["verify", str(w.file), str(w.onnx), "--batch-size", "many"],
+    "demo: an unknown target": lambda w: ["demo", "--target", "bayse", "--out", str(w.directory / "demo")],
+    "demo: out is a file": lambda w: ["demo", "--out", str(w.text)],
+}
+
+
+@pytest.mark.parametrize("arguments", COMMANDS.values(), ids=COMMANDS)
+def test_the_command_line_ends_with_status_2_and_says_why(
+    arguments: Callable[[World], list[str]], world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status: Any = main(arguments(world))
+    except SystemExit as exit:  # argparse's own
+        status = exit.code
+    assert status == 2
+    said = capsys.readouterr().err
+    assert said.strip()
+    assert "Traceback" not in said
+
+
+# ---- nothing was changed ---------------------------------------------------------------------------------------------------------------
+
+
+def test_wrong_calls_change_nothing(world: World) -> None:
+    def state() -> Iterator[Mapping[str, Any]]:
+        for model in (world.uncalibrated, world.prepared):
+            yield {
+                **model.state_dict(),
+                **{f"{name} state": module.state for name, module in model.named_modules() if hasattr(module, "state")},
+            }
+
+    before = [{name: value.clone() if isinstance(value, Tensor) else value for name, value in found.items()} for found in state()]
+    for name, argument, index in CASES:
+        if name in ("set_state", "set_qparams", "freeze", "calibrate"):
+            call, right = CALLS[name][0](world)
+            with pytest.raises(fxq.FxQuantError):
+                call(**{**right, argument: CALLS[name][1][argument][index]})
+    for one, other in zip(before, state(), strict=True):
+        assert list(one) == list(other)
+        for name, value in one.items():
+            same = torch.equal(value.nan_to_num(-1), other[name].nan_to_num(-1)) if isinstance(value, Tensor) else value == other[name]
+            assert same, name
