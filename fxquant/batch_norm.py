@@ -93,9 +93,11 @@ def _update_running(batch_norm: BatchNorm, mean: Tensor, variance: Tensor, count
     if batch_norm.running_mean is None or batch_norm.running_var is None:
         return
     if batch_norm.num_batches_tracked is not None:
-        batch_norm.num_batches_tracked += 1
+        batch_norm.num_batches_tracked.add_(1)
     momentum = batch_norm.momentum
     if momentum is None:
         momentum = 1.0 / float(batch_norm.num_batches_tracked) if batch_norm.num_batches_tracked is not None else 0.0
-    batch_norm.running_mean += (mean - batch_norm.running_mean) * momentum * usable
-    batch_norm.running_var += (variance * (count / max(count - 1, 1)) - batch_norm.running_var) * momentum * usable
+    unbiased = variance * (count / max(count - 1, 1))
+    for running, seen in ((batch_norm.running_mean, mean), (batch_norm.running_var, unbiased)):
+        if not running.requires_grad:  # what is trained does not follow the batches
+            running.add_((seen - running) * momentum * usable)

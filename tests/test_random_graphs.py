@@ -1,233 +1,189 @@
-"""Random networks: any mixture of operators and spellings, through the whole pipeline, with equal bits everywhere."""
+"""Random networks: any mixture of operators and spellings, through the whole pipeline, with equal bits everywhere.
+
+They are drawn by `benchmarks.fuzz`, which draws fresh ones when it is run by itself; here is a sample that never changes.
+"""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import itertools
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 import fxquant as fxq
-from benchmarks.zoo import make_alive
-from tests import contract
-from tests.contract import compiled
+from benchmarks.fuzz import __main__ as fuzz
+from benchmarks.fuzz.check import ALWAYS, CHECKS, FAILED, INVALID, PASSED, REFUSED, block, run
+from benchmarks.fuzz.generate import TARGETS, Case, Config, Input, Rule, Step, draw, pruned
+from benchmarks.fuzz.shrink import candidates, shrink
+from benchmarks.fuzz.spellings import BOUNDARY, SPELLINGS, by_operator, unspelled
+from fxquant.ops import OPERATORS
+from fxquant.primitives import elementwise
 
-Step = Callable[["Random", Tensor], Tensor]
-
-CLAMPS: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "nn.ReLU": lambda m, x: m.relu(x),
-    "nn.ReLU in place": lambda m, x: m.relu_in_place(x),
-    "F.relu": lambda m, x: F.relu(x),
-    "F.relu in place": lambda m, x: F.relu(x, inplace=True),
-    "relu_": lambda m, x: x.relu_(),
-    "nn.ReLU6": lambda m, x: m.relu6(x),
-    "F.relu6": lambda m, x: F.relu6(x),
-    "hardtanh": lambda m, x: F.hardtanh(x, -0.75, 1.25),
-    "clamp": lambda m, x: x.clamp(-1.5, 2.0),
-    "sigmoid": lambda m, x: x.sigmoid(),
-    "nn.Dropout": lambda m, x: m.dropout(x),
-    "F.dropout": lambda m, x: F.dropout(x, 0.4, m.training),
-}
-
-ADDITIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "+": lambda a, b: a + b,
-    "torch.add": torch.add,
-    "add": lambda a, b: b.add(a),
-    "+=": lambda a, b: a.clone().add_(b),
-}
-
-POOLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "nn.MaxPool2d": lambda m, x: m.pool(x),
-    "F.max_pool2d": lambda m, x: F.max_pool2d(x, 2, ceil_mode=True),
-    "F.avg_pool2d": lambda m, x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False),
-    "avg over padding": lambda m, x: F.avg_pool2d(x, 2, 1, 1),
-}
-
-HEADS: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "nn.AdaptiveAvgPool2d": lambda m, x: m.adaptive(x).flatten(1),
-    "mean": lambda m, x: x.mean((2, 3)),
-    "torch.mean": lambda m, x: torch.mean(x, dim=[-1, -2], keepdim=True).view(x.size(0), -1),
-    "F.adaptive": lambda m, x: torch.flatten(F.adaptive_avg_pool2d(x, 1), 1),
-    "all of it": lambda m, x: x.reshape(x.shape[0], -1),
-}
+SAMPLE = range(12)  # seeds for each target
+NAMES = sorted(record.name for record in OPERATORS.values() if record.name not in BOUNDARY)
 
 
-@dataclass
-class Plan:
-    """What hypothesis draws, readable when an example fails: the steps of the body, each with what it needs."""
-
-    channels: int
-    height: int
-    width: int
-    steps: list[tuple[str, ...]] = field(default_factory=list)
-    head: str = "mean"
-    seed: int = 0
+# ---- the sample ----------------------------------------------------------------------------------------------------------------
 
 
-class Random(nn.Module):
-    """Executes a plan; every layer is made where the plan first needs it, and its channels follow from what reaches it."""
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__()
-        self.plan = plan
-        self.layers = nn.ModuleDict()
-        self.relu, self.relu_in_place, self.relu6, self.dropout = nn.ReLU(), nn.ReLU(inplace=True), nn.ReLU6(), nn.Dropout(0.3)
-        self.pool, self.adaptive = nn.MaxPool2d(3, 2, 1), nn.AdaptiveAvgPool2d((1, 1))
-        with torch.no_grad():
-            self.forward(torch.zeros(2, plan.channels, plan.height, plan.width))  # makes the layers
-
-    def layer(self, name: str, make: Callable[[], nn.Module]) -> Any:
-        if name not in self.layers:
-            self.layers[name] = make()
-        return self.layers[name]
-
-    def forward(self, x: Tensor) -> Tensor:
-        for index, (kind, *details) in enumerate(self.plan.steps):
-            x = getattr(self, f"step_{kind}")(str(index), x, *details)
-        x = HEADS[self.plan.head](self, x)
-        return self.layer("head", lambda: nn.Linear(x.shape[1], 3))(x)
-
-    def step_conv(self, name: str, x: Tensor, form: str, normalise: str) -> Tensor:
-        channels = x.shape[1]
-        outputs = channels if form in ("depthwise", "twice") else 1 + (channels * 5 + len(name)) % 8
-        make = {
-            "3x3": lambda: nn.Conv2d(channels, outputs, 3, padding=1, bias=normalise == "plain"),
-            "1x1": lambda: nn.Conv2d(channels, outputs, 1),
-            "strided": lambda: nn.Conv2d(channels, outputs, (3, 2), stride=(2, 1), padding=1),
-            "depthwise": lambda: nn.Conv2d(channels, channels, 3, padding="same", groups=channels, bias=False),
-            "twice": lambda: nn.Conv2d(channels, channels, 3, padding=1),
-            "functional": lambda: nn.Conv2d(channels, outputs, 3, dilation=2, padding=2),
-        }[form]
-        layer = self.layer(name, make)
-        x = F.conv2d(x, layer.weight, layer.bias, dilation=2, padding=2) if form == "functional" else layer(x)
-        if form == "twice":
-            x = layer(F.relu(x))
-        return self.layer(name + "_bn", lambda: nn.BatchNorm2d(x.shape[1]))(x) if normalise == "bn" else x
-
-    def step_clamp(self, name: str, x: Tensor, spelling: str) -> Tensor:
-        return CLAMPS[spelling](self, x)
-
-    def step_pool(self, name: str, x: Tensor, spelling: str) -> Tensor:
-        return POOLS[spelling](self, x) if min(x.shape[2:]) >= 3 else x
-
-    def step_residual(self, name: str, x: Tensor, spelling: str, normalise: str, after: str) -> Tensor:
-        y = self.step_conv(name, x, "3x3", normalise)
-        if y.shape != x.shape:
-            x = self.layer(name + "_shortcut", lambda: nn.Conv2d(x.shape[1], y.shape[1], 1))(x)
-        return CLAMPS[after](self, ADDITIONS[spelling](x, y))
-
-    def step_fork(self, name: str, x: Tensor, spelling: str, fused: str) -> Tensor:
-        """A layer that is read twice must not absorb what only one of its readers does."""
-        y = self.step_conv(name, x, "depthwise", "plain")
-        if fused == "batch norm":
-            return ADDITIONS[spelling](self.layer(name + "_bn", lambda: nn.BatchNorm2d(y.shape[1]))(y), y)
-        if fused == "clamp":
-            return ADDITIONS[spelling](F.relu(y), y.sigmoid())
-        return ADDITIONS[spelling](x + y, y.sigmoid())
-
-    def step_branch(self, name: str, x: Tensor, spelling: str, third: str) -> Tensor:
-        parts = [self.step_conv(name + "_a", x, "1x1", "bn"), self.step_conv(name + "_b", x, "depthwise", "plain").relu()]
-        if third == "input":
-            parts.append(x)
-        joined = torch.concat(parts, dim=1) if spelling == "concat" else torch.cat(parts, 1)
-        return joined if joined.shape[1] <= 8 else self.layer(name + "_narrow", lambda: nn.Conv2d(joined.shape[1], 8, 1))(joined)
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("seed", SAMPLE)
+def test_a_random_network_holds_the_contract(target: str, seed: int) -> None:
+    case = draw(TARGETS.index(target) * len(SAMPLE) + seed, (target,))
+    outcome = run(case)
+    assert outcome.kind in (PASSED, REFUSED), f"{outcome.block}: {outcome.reason}\n{outcome.text}\n\n{outcome.program}"
 
 
-def choose(names: Any) -> st.SearchStrategy[str]:
-    return st.sampled_from(list(names))
+def test_the_sample_is_seldom_refused_and_never_the_same() -> None:
+    cases = [draw(seed) for seed in range(40)]
+    assert len({repr(replace(case, seed=0)) for case in cases}) == 40
+    assert {len(case.inputs) for case in cases} >= {1, 2}
+    assert max(len(case.steps) for case in cases) > 6
+    assert {bool(case.optimizer) for case in cases} == {True, False}
 
 
-norms = choose(("bn", "plain"))
-steps = st.one_of(
-    st.tuples(st.just("conv"), choose(("3x3", "1x1", "strided", "depthwise", "twice", "functional")), norms),
-    st.tuples(st.just("residual"), choose(ADDITIONS), norms, choose(CLAMPS)),
-    st.tuples(st.just("fork"), choose(ADDITIONS), choose(("batch norm", "addition", "clamp"))),
-    st.tuples(st.just("branch"), choose(("cat", "concat")), choose(("input", "none"))),
-    st.tuples(st.just("pool"), choose(POOLS)),
-    st.tuples(st.just("clamp"), choose(CLAMPS)),
-)
-plans = st.builds(
-    Plan,
-    channels=st.integers(1, 4),
-    height=st.integers(5, 11),
-    width=st.integers(5, 11),
-    # a clamp first would change the caller's input in place, which a layer in between prevents
-    steps=st.tuples(st.tuples(st.just("conv"), choose(("3x3", "1x1", "depthwise")), norms), st.lists(steps, min_size=1, max_size=6)).map(
-        lambda drawn: [drawn[0], *drawn[1]]
-    ),
-    head=choose(HEADS),
-    seed=st.integers(0, 5),
-)
+def test_a_seed_draws_the_same_case_again_whatever_the_other_targets_are() -> None:
+    for seed in range(6):
+        case = draw(seed)
+        assert draw(seed) == case
+        assert draw(seed, (case.target,)) == case
 
 
-def build(plan: Plan) -> tuple[nn.Module, Tensor]:
-    """The network, with batch norms that know their inputs, and a batch."""
-    torch.manual_seed(plan.seed)
-    batch = torch.randn(6, plan.channels, plan.height, plan.width)
-    model = Random(plan)
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            nn.init.uniform_(module.weight, 0.5, 1.5)
-            nn.init.normal_(module.bias, std=0.3)
-    make_alive(model, batch)
-    return model, batch
+# ---- every operator ------------------------------------------------------------------------------------------------------------
 
 
-def qconfig_of(model: nn.Module, target: str, precision: str, seed: int) -> fxq.QConfigMapping:
-    """All int8, all int16, or either for each layer, by lot; int16 with int16 weights where the target has them."""
-    lot = random.Random(seed)
-    weights = ["int8", "int16"] if target == "nash-e" else ["int8"]
-    wide = fxq.QConfig(fxq.ActivationConfig("int16"), fxq.WeightConfig(weights[-1]))
-    mapping = fxq.QConfigMapping(wide if precision == "int16" else fxq.QConfig())
-    if precision == "mixed":
-        for name, module in model.named_modules():
-            if not list(module.children()):
-                config = fxq.QConfig(fxq.ActivationConfig(lot.choice(["int8", "int16"])), fxq.WeightConfig(lot.choice(weights)))
-                mapping.set_module_name(name, config)
-    return mapping
+def test_every_operator_of_the_table_is_written_somehow() -> None:
+    assert unspelled() == []
 
 
-@settings(max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-@given(plan=plans, target=st.sampled_from(contract.TARGETS), precision=st.sampled_from(["int8", "int16", "mixed"]))
-def test_a_random_network_holds_the_contract(tmp_path_factory: pytest.TempPathFactory, plan: Plan, target: str, precision: str) -> None:
-    model, batch = build(plan)
-    prepared, integer = compiled(model, [batch], target, qconfig_of(model, target, precision, plan.seed))
-    assert {node.op for node in integer.graph.nodes} == {"placeholder", "get_attr", "call_function", "output"}
-    assert float(integer(batch).std()) > 0
-    assert_float_state_is_the_model(prepared, model, batch)
-    path = tmp_path_factory.getbasetemp() / "random.onnx"
-    contract.assert_validate_is_integer(prepared, integer, batch)
-    contract.assert_integer_is_onnx(integer, path, [(batch,), (batch[:1],)])
-    contract.assert_train_is_validate(prepared, batch)
-    steps_of_learning(prepared, batch)
-    contract.assert_validate_is_integer(prepared, compiled_again(prepared), batch)
+def test_an_operator_that_nothing_writes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = OPERATORS[torch.erf]
+    monkeypatch.setitem(OPERATORS, len, replace(record, name="new"))
+    assert unspelled() == ["new"]
 
 
-def assert_float_state_is_the_model(prepared: Any, model: nn.Module, batch: Tensor) -> None:
-    """Up to the rounding of float32, which folding moves: no pass has changed what the network means."""
-    fxq.set_state(prepared, fxq.State.FLOAT)
-    with torch.no_grad():
-        torch.testing.assert_close(prepared(batch), model(batch), rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("operator", NAMES)
+def test_an_operator_that_is_asked_for_becomes_integer(operator: str) -> None:
+    seeds = range(8)  # some draw what is refused, or is fused into a layer
+    assert any(operator in run(replace(draw(seed, ("nash-e",), operator), checks=(), rules=())).operators for seed in seeds)
 
 
-def steps_of_learning(prepared: Any, batch: Tensor) -> None:
-    """The weights move, as in training; statistics stay frozen."""
-    loss = prepared(batch).square().sum()
-    loss.backward()
-    with torch.no_grad():
-        for parameter in prepared.parameters():
-            assert parameter.grad is not None
-            assert bool(torch.isfinite(parameter.grad).all())
-            parameter -= 0.01 * parameter.grad.sign()
+def test_a_function_of_one_line_needs_no_line_here() -> None:
+    assert [spelling.call for spelling in by_operator()["sin"]] == ["torch.sin({0})", "{0}.sin()", "{0}.clone().sin_()"]
+    assert [spelling.layer for spelling in by_operator()["mish"]] == ["", "nn.Mish()"]
 
 
-def compiled_again(prepared: Any) -> Any:
-    fxq.set_state(prepared, fxq.State.VALIDATE)
-    return fxq.convert(prepared)
+# ---- what is found, and how it is told -------------------------------------------------------------------------------------------
+
+
+def off_by_one(input: torch.Tensor) -> torch.Tensor:
+    return -input if input.is_floating_point() else 1 - input.to(torch.int32)
+
+
+@pytest.fixture
+def defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A negation is off by one in the integer graph, and right while training."""
+    monkeypatch.setattr(elementwise.negate, "__code__", off_by_one.__code__)
+
+
+def large(operator: str) -> Case:
+    """A case of many operators that ends in another one than that it is about."""
+    cases = (draw(seed, ("nash-e",), operator) for seed in itertools.count())
+    return next(case for case in cases if len(case.steps) >= 6 and case.steps[-1].spelling.operator != operator)
+
+
+@pytest.mark.usefixtures("defect")
+def test_a_planted_defect_is_shrunk_to_a_program_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(large("neg"), checks=("every_tensor_is_integer",))
+    outcome = run(case)
+    assert outcome.kind == FAILED
+    smallest, shrunk = shrink(case, outcome)
+    assert (shrunk.kind, shrunk.like, len(smallest.steps)) == (FAILED, outcome.like, 1)
+    assert smallest.inputs[0].sizes == (1,) * len(smallest.inputs[0].sizes)
+    assert (smallest.target, smallest.config, smallest.rules, smallest.optimizer) == ("bayes-e", Config(), (), None)
+    assert shrunk.program.count("\n") < 30, shrunk.program
+    with pytest.raises(AssertionError, match="first difference at %neg"):
+        exec(shrunk.program, {})
+    monkeypatch.undo()
+    exec(shrunk.program, {})  # and it is the defect that it shows
+
+
+@pytest.mark.usefixtures("defect")
+def test_the_command_prints_the_program_and_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(fuzz, "draw", lambda seed, targets: replace(draw(seed, targets, "neg"), checks=("every_tensor_is_integer",)))
+    seed = next(seed for seed in itertools.count() if len(draw(seed, ("bayes-e",), "neg").steps) == 1)
+    monkeypatch.setattr(sys, "argv", ["fuzz", "--models", "1", "--seed", str(seed), "--target", "bayes-e"])
+    with pytest.raises(SystemExit) as stopped:
+        fuzz.main()
+    said = capsys.readouterr().out
+    assert stopped.value.code == 1
+    assert f"--seed {seed} --target bayes-e" in said
+    assert "fxq.prepare(model, batches[0])" in said
+    monkeypatch.setattr(fuzz, "draw", lambda seed, targets: replace(draw(seed, targets, "abs"), checks=(), steps=()))
+    with pytest.raises(SystemExit) as stopped:
+        fuzz.main()
+    assert stopped.value.code == 0
+
+
+def test_an_error_of_ours_refuses_and_any_other_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(draw(0), checks=())
+
+    def raising(error: Exception) -> Any:
+        def convert(*_: Any) -> None:
+            raise error
+
+        return convert
+
+    monkeypatch.setattr(fxq, "convert", raising(fxq.ScaleConflict("two scales", because="so", remedy="do")))
+    assert (run(case).kind, run(case).like) == (REFUSED, ("convert", "ScaleConflict"))
+    monkeypatch.setattr(fxq, "convert", raising(fxq.StageViolation("a defect of a pass", because="so", remedy="none")))
+    assert run(case).kind == FAILED
+    monkeypatch.setattr(fxq, "convert", raising(KeyError("a name")))
+    assert (run(case).kind, run(case).like) == (FAILED, ("convert", "KeyError"))
+    assert run(case).program.endswith("integer = fxq.convert(prepared)\n")
+
+
+def test_candidates_are_cases_that_are_never_larger() -> None:
+    for seed in range(20):
+        case = draw(seed)
+        for candidate in candidates(case):
+            assert len(candidate.steps) <= len(case.steps)
+            assert len(candidate.rules) <= len(case.rules)
+            assert {operand for step in candidate.steps for operand in step.operands} <= {
+                *(step.name for step in candidate.steps),
+                *(entry.name for entry in candidate.inputs),
+            }
+
+
+def test_what_does_not_run_in_pytorch_is_no_failure() -> None:
+    case = next(case for case in map(draw, itertools.count()) if any("conv2d" in step.spelling.operator for step in case.steps))
+    assert run(replace(case, inputs=tuple(replace(entry, sizes=(1,)) for entry in case.inputs))).kind == INVALID
+
+
+def test_every_check_stands_alone_and_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    case = replace(draw(1, ("bayes-e",), "clamp"), checks=tuple(CHECKS), rules=(), optimizer=None)
+    assert set(ALWAYS) <= set(CHECKS)
+    for name in CHECKS:
+        alone = run(replace(case, checks=(name,)))
+        assert alone.kind in (PASSED, REFUSED), alone.text
+        assert block(name)[1].endswith(f"{name}(model, prepared, integer, batches)")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_layer_that_was_shared_stays_where_only_one_use_is_left() -> None:
+    spelling = next(spelling for spelling in SPELLINGS if spelling.layer.startswith("nn.Linear("))
+    options = {key: values[0] for key, values in spelling.options.items()} | {"outputs": "{channels}"}
+    first = Step("v0", spelling, ("x0",), options)
+    case = Case(0, "bayes-e", (Input("x0", (3,)),), (first, Step("v1", spelling, ("v0",), options, "v0")), ("v1",))
+    assert run(case).program == "" == run(case).text
+    alone = [candidate for candidate in candidates(case) if [step.name for step in candidate.steps] == ["v1"]]
+    assert alone
+    assert all(candidate.steps[0].shares is None and run(candidate).kind == PASSED for candidate in alone)
+    ruled = replace(case, rules=(Rule("set_module_name", "'l0'", None), Rule("attribute", "l7", None)))
+    assert [rule.where for rule in pruned(ruled).rules] == ["'l0'"]

@@ -4,9 +4,9 @@ Models are drawn from fresh seeds: any mixture of operators, shapes, dtypes, con
 Each is compiled and held to the contract: E1 integer = ONNX, E2 VALIDATE = integer, compared as bytes, E3 TRAIN = VALIDATE, E4 no
 accumulator beyond what was proved; saving, loading and copying keep the bits; what is refused is refused by an FxQuantError.
 
-A model that fails is shrunk, and printed as a program that fails in the same way; the exit status is 1 then. `--seed S --models 1`
-draws a model again, with the same `--target`. Outputs far from the float model are listed as suspicious; they are no failure, since
-some functions magnify the smallest error.
+A model that fails is shrunk, and printed as a program that fails in the same way; the exit status is 1 then.
+`--models 1 --seed S --target T` draws a model again. Outputs far from the float model are listed as suspicious; they are no
+failure, since some functions magnify the smallest error.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ import resource
 import sys
 import time
 from collections import Counter
+from collections.abc import Collection
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.fuzz.check import FAILED, INVALID, PASSED, REFUSED, Outcome, run
+from benchmarks.fuzz.check import CHECKS, FAILED, INVALID, PASSED, REFUSED, Outcome, run
 from benchmarks.fuzz.generate import TARGETS, Case, draw
 from benchmarks.fuzz.shrink import shrink
 from benchmarks.fuzz.spellings import BOUNDARY
@@ -89,6 +90,7 @@ def main() -> None:
     parser.add_argument("--models", type=int, help="how many models at most")
     parser.add_argument("--target", choices=TARGETS, help="one target; all by default")
     parser.add_argument("--seed", type=int, help="the seed of the first model; the next ones follow")
+    parser.add_argument("--without", nargs="*", default=[], choices=list(CHECKS), metavar="CHECK", help="checks that are left out")
     parser.add_argument("--processes", type=int, default=1, help="models drawn at once, each on one thread")
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
@@ -96,12 +98,13 @@ def main() -> None:
     print(f"--seed {seed}", flush=True)
     tally = Tally()
     if options.processes <= 1:
-        tally = fuzz(seed, 1, options.minutes, options.models, targets)
+        tally = fuzz(seed, 1, options.minutes, options.models, targets, options.without)
     else:
         models = None if options.models is None else -(-options.models // options.processes)
         with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
             parts = [
-                pool.submit(fuzz, seed + part, options.processes, options.minutes, models, targets) for part in range(options.processes)
+                pool.submit(fuzz, seed + part, options.processes, options.minutes, models, targets, options.without)
+                for part in range(options.processes)
             ]
             for part in parts:
                 tally.merge(part.result())
@@ -109,7 +112,7 @@ def main() -> None:
     raise SystemExit(1 if tally.failures else 0)
 
 
-def fuzz(seed: int, step: int, minutes: float, models: int | None, targets: tuple[str, ...]) -> Tally:
+def fuzz(seed: int, step: int, minutes: float, models: int | None, targets: tuple[str, ...], without: Collection[str] = ()) -> Tally:
     """The models of seed, seed + step, … for so long; failures are printed as they are found."""
     torch.set_num_threads(1)
     faulthandler.enable()  # if a runtime crashes: the file's name has the seed
@@ -118,6 +121,7 @@ def fuzz(seed: int, step: int, minutes: float, models: int | None, targets: tupl
         if time.monotonic() > deadline or count == models:
             break
         case = draw(seed + step * count, targets)
+        case = replace(case, checks=tuple(check for check in case.checks if check not in without))
         outcome = run(case)
         tally.add(case, outcome)
         if outcome.kind == FAILED and tally.failures[outcome.like] <= SHRUNK_OF_A_KIND:
@@ -135,11 +139,10 @@ def report(case: Case, outcome: Outcome, tally: Tally) -> None:
     if key in tally.programs:
         return
     tally.programs.add(key)
-    target = f" --target {case.target}"
     lines = [
         f"==== seed {case.seed} on {case.target}: {outcome.block}: {outcome.reason}",
-        f"# {len(case.steps)} operators, shrunk to {len(smallest.steps)}; drawn again, if that was the target asked for, by",
-        f"# python -m benchmarks.fuzz --seed {case.seed} --models 1{target}",
+        f"# {len(case.steps)} operators, shrunk to {len(smallest.steps)}",
+        f"# drawn again by: python -m benchmarks.fuzz --models 1 --seed {case.seed} --target {case.target}",
         *(f"# {line}" for line in shrunk.text.splitlines()[:6]),
         shrunk.program,
     ]

@@ -94,7 +94,8 @@ def _fields(step: Step, operand: Tensor) -> dict[str, Any]:
 
 # What a layer's constructor need not be told.
 DEFAULTS = (
-    ", stride=1", ", padding=0", ", dilation=1", ", groups=1", ", bias=True", ", padding_mode='zeros'", ", ceil_mode=False", ", mode='nearest'",
+    ", stride=1", ", padding=0", ", dilation=1", ", groups=1", ", bias=True", ", padding_mode='zeros'", ", ceil_mode=False",
+    ", mode='nearest'",
 )  # fmt: skip
 
 
@@ -134,10 +135,10 @@ def blocks(case: Case) -> list[Block]:
 def _model(case: Case, player: Player) -> str:
     names = ", ".join(entry.name for entry in case.inputs)
     result = ", ".join(f"'{name}': {name}" if case.named_outputs else name for name in case.outputs)
-    made = ["    def __init__(self):", "        super().__init__()", *(f"        {line}" for line in player.made), ""] if player.made else []
+    made = ["def __init__(self):", "    super().__init__()", *(f"    {line}" for line in player.made)]
     lines = [
         "class Model(nn.Module):",
-        *made,
+        *([*(f"    {line}" for line in made), ""] if player.made else []),
         f"    def forward(self, {names}):",
         *(f"        {line}" for line in player.said),
         f"        return {f'{{{result}}}' if case.named_outputs else result}",
@@ -195,8 +196,9 @@ def qconfig(config: Config | None) -> str:
     """A QConfig as it is written."""
     if config is None:
         return "None"
-    parts = (("output", "ActivationConfig", config.output), ("weight", "WeightConfig", config.weight), ("input", "ActivationConfig", config.input))
-    return f"fxq.QConfig({', '.join(f'{name}=fxq.{kind}({_keywords(settings)})' for name, kind, settings in parts if settings)})"
+    kinds = {"output": "ActivationConfig", "weight": "WeightConfig", "input": "ActivationConfig"}
+    given = {part: getattr(config, part) for part in kinds if getattr(config, part)}
+    return f"fxq.QConfig({', '.join(f'{part}=fxq.{kinds[part]}({_keywords(settings)})' for part, settings in given.items())})"
 
 
 def _keywords(settings: Settings) -> str:

@@ -39,7 +39,8 @@ from fxquant.primitives import PRIMITIVES
 
 def bits(result):
     """Shapes and bytes of all tensors: -0.0 is not 0.0. One NaN is as good as another."""
-    return [(y.shape, (torch.where(y.isnan(), torch.nan, y) if y.is_floating_point() else y).numpy().tobytes()) for y in tree_leaves(result)]
+    tensors = [torch.where(y.isnan(), torch.nan, y) if y.is_floating_point() else y for y in tree_leaves(result)]
+    return [(y.shape, y.numpy().tobytes()) for y in tensors]
 
 
 def answer(model, batch):
@@ -63,6 +64,11 @@ def values_of(integer, batch):
     with torch.no_grad():
         Recorder(integer).run(*[x.clone() for x in batch])
     return found
+
+
+def is_float_function(node):
+    """Whether a node calls a function that is no primitive."""
+    return node.op == "call_function" and node.target not in PRIMITIVES
 
 
 def validate_is_integer(model, prepared, integer, batches):
@@ -105,7 +111,7 @@ def integer_is_onnx(model, prepared, integer, batches, style="exact"):
 
 def results_of_onnx(model, prepared, integer, batches, style="exact"):
     """E1: the bytes of the file's results, where no float operator is in between."""
-    if any(node.op == "call_module" or (node.op == "call_function" and node.target not in PRIMITIVES) for node in integer.graph.nodes):
+    if any(node.op in ("call_module", "call_method") or is_float_function(node) for node in integer.graph.nodes):
         return
     with tempfile.TemporaryDirectory() as folder:
         file = OnnxModel(fxq.export_onnx(integer, Path(folder) / "model.onnx", style=style))
@@ -205,9 +211,11 @@ Check = Callable[..., None]
 ALWAYS = ("validate_is_integer", "every_tensor_is_integer", "accumulators_fit", "integer_is_onnx")
 SOMETIMES = ("results_of_onnx", "wild_inputs", "integers_in_and_out", "qdq_runs", "saved_is_equal", "copied_is_equal", "float_is_the_model")
 SOMETIMES_REAL = ("fast_is_integer", "fast_integers_in_and_out")  # of targets with float32 requantization
+WRITING = ("integer_is_onnx", "results_of_onnx", "integers_in_and_out", "qdq_runs", *SOMETIMES_REAL)  # an ONNX file
 UNTRAINED = ("float_is_the_model",)  # of models that were not trained
 LAST = ("train_is_validate",)  # it leaves the model frozen
 CHECKS: dict[str, Check] = {name: globals()[name] for name in (*ALWAYS, *SOMETIMES, *SOMETIMES_REAL, *LAST)}
+SOURCES = {function: inspect.getsource(function).rstrip() for function in (bits, answer, values_of, is_float_function, *CHECKS.values())}
 
 
 def block(name: str) -> build.Block:
@@ -215,14 +223,14 @@ def block(name: str) -> build.Block:
     used: list[Any] = []
 
     def take(function: Any) -> None:
-        source = inspect.getsource(function)
-        for other in (bits, answer, values_of, *CHECKS.values()):
-            if other is not function and other not in used and re.search(rf"\b{other.__name__}\(", source):
+        for other in SOURCES:
+            if other is not function and other not in used and re.search(rf"\b{other.__name__}\(", SOURCES[function]):
                 take(other)
         used.append(function)
 
     take(CHECKS[name])
-    return name, "\n\n\n".join(["", *(inspect.getsource(function).rstrip() for function in used), f"{name}(model, prepared, integer, batches)"])
+    sources = "\n\n\n".join(SOURCES[function] for function in used)
+    return name, f"\n\n{sources}\n\n\n{name}(model, prepared, integer, batches)"
 
 
 # ---- running -------------------------------------------------------------------------------------------------------------------
@@ -237,6 +245,7 @@ class Outcome:
 
     program    as far as it was run, without checks that passed: of a failure, a program that fails
     operators  the operators of the table that became integer
+    floats     how many operators stayed in float
     ratios     of signal to quantization noise, in dB, of every output
     """
 
@@ -246,6 +255,7 @@ class Outcome:
     text: str = ""
     program: str = ""
     operators: tuple[str, ...] = ()
+    floats: int = 0
     ratios: tuple[float, ...] = ()
 
     @property
@@ -267,6 +277,8 @@ def run(case: Case) -> Outcome:
     found: dict[str, Any] = {}
     with _quiet(), _at_most(SECONDS):
         for name, text in parts:
+            if name in WRITING and found["floats"] and not case.float_onnx:
+                continue
             try:
                 _execute(name, text, case.seed, scope)
                 if name == "model":
@@ -304,7 +316,7 @@ def _reason(error: BaseException) -> str:
     """The kind of an error, with the innermost function of fxquant in which it was raised."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/fuzz/check.py" not in frame.filename]
     ours = [frame for frame in frames if _is_ours(frame.filename)]
-    if isinstance(error, AssertionError) and frames[-1].filename.startswith("<fuzz") or not ours:
+    if (isinstance(error, AssertionError) and frames[-1].filename.startswith("<fuzz")) or not ours:
         return type(error).__name__
     return f"{type(error).__name__} in {Path(ours[-1].filename).name}:{ours[-1].name}"
 
@@ -327,7 +339,8 @@ def _facts(scope: dict[str, Any], case: Case) -> dict[str, Any]:
         for one, other in zip(tree_leaves(scope["floats"][0]), found, strict=True):
             noise, signal = float((one - other).double().square().sum()), float(one.double().square().sum())
             ratios.append(10 * float(torch.log10(torch.tensor(signal / noise))) if noise and signal else float("inf"))
-    return {"operators": tuple(operators), "ratios": tuple(ratios)}
+    floats = [n for n in scope["integer"].graph.nodes if n.op in ("call_module", "call_method") or is_float_function(n)]
+    return {"operators": tuple(operators), "floats": len(floats), "ratios": tuple(ratios)}
 
 
 @contextmanager

@@ -104,7 +104,8 @@ def _convolutions() -> Iterator[Spelling]:
     yield _held("conv{rank}d", "F.conv{rank}d({0}, {p0}, {p1}, stride={stride})", weight, "torch.randn({outputs})", **options)
     reverse = {**{name: CONVOLUTION[name] for name in ("kernel", "stride", "dilation", "groups", "bias", "outputs")}, "padding": (0, 1)}
     arguments = "{outputs}, {kernel}, {stride}, {padding}, {more}, groups={groups}, bias={bias}, dilation={dilation}"
-    yield _module("conv_transpose{rank}d", f"nn.ConvTranspose{{rank}}d({{channels}}, {arguments})", "{odd}", **reverse, more=(0, 1), odd=ODD)
+    layer = f"nn.ConvTranspose{{rank}}d({{channels}}, {arguments})"
+    yield _module("conv_transpose{rank}d", layer, "{odd}", **reverse, more=(0, 1), odd=ODD)
     weight = "torch.randn({channels}, {outputs}, *[{kernel}] * {rank})"
     call = "F.conv_transpose{rank}d({0}, {p0}, stride={stride})"
     yield _held("conv_transpose{rank}d", call, weight, outputs=OUTPUTS, kernel=(1, 3, 2), stride=(1, 2))
@@ -196,7 +197,8 @@ def _moves() -> Iterator[Spelling]:
     modes = ("replicate", "circular", "reflect")
     yield from _spell("pad", "F.pad({0}, ({margins}))", "F.pad({0}, ({margins}), value={value})", margins=margins, value=values)
     yield from _spell("pad", "F.pad({0}, ({margins}), mode={mode!r})", margins=margins, mode=modes)
-    yield from (_module("pad", f"nn.{kind}Pad{{rank}}d({{size}})", size=(1, 2)) for kind in ("Zero", "Reflection", "Replication", "Circular"))
+    kinds = ("Zero", "Reflection", "Replication", "Circular")
+    yield from (_module("pad", f"nn.{kind}Pad{{rank}}d({{size}})", size=(1, 2)) for kind in kinds)
     yield _module("pad", "nn.ConstantPad{rank}d(1, {value})", value=values)
     yield from _spell("maximum", "torch.maximum({0}, {1})", "{0}.max({1})")
     yield from _spell("minimum", "torch.minimum({0}, {1})", "torch.min({0}, {1})")

@@ -26,13 +26,15 @@ class _Form:
     """How ONNX spells one transposed convolution.
 
     ConvTranspose where there is one group. With several, the input is spread out with zeros and convolved with
-    the mirrored weight, which is the same sum: ONNX's own evaluator is wrong about groups.
+    the mirrored weight, which is the same sum: ONNX's own evaluator is wrong about groups. So it is where the output padding
+    reaches the stride, as PyTorch allows with a dilation and onnxruntime does not.
     """
 
     def __init__(
         self, weight: Tensor, stride: list[int], padding: list[int], output_padding: list[int], dilation: list[int], groups: int
     ) -> None:
-        self.weight = weight if groups == 1 else swap_channels(weight, groups).flip(list(range(2, weight.dim()))).contiguous()
+        self.spreads = groups > 1 or any(more >= step for more, step in zip(output_padding, stride, strict=True))
+        self.weight = swap_channels(weight, groups).flip(list(range(2, weight.dim()))).contiguous() if self.spreads else weight
         self.stride, self.padding, self.output_padding, self.dilation, self.groups = stride, padding, output_padding, dilation, groups
         self.kernel = list(weight.shape[2:])
         self.name = "_".join("x".join(map(str, v)) for v in (self.kernel, stride, padding, output_padding, dilation, [groups]))
@@ -40,7 +42,7 @@ class _Form:
     def emit(self, e: Emitter, x: str, *weight_and_bias: str) -> str:
         """The sum, for float32 values."""
         attributes = {"kernel_shape": self.kernel, "dilations": list(self.dilation), "group": self.groups}
-        if self.groups > 1:
+        if self.spreads:
             return e.node("Conv", self._spread(e, x), *weight_and_bias, **attributes)
         pads = list(self.padding) * 2
         return e.node(
