@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from fxquant import backends, calibration
@@ -30,7 +31,7 @@ from fxquant.spec import QConfig, QConfigMapping, as_mapping, attached_qconfigs
 from fxquant.stage import Stage
 from fxquant.target import Target
 from fxquant.text import text
-from fxquant.trace import trace
+from fxquant.trace import attach_input_check, trace
 from fxquant.verify import (
     DeviationReport,
     Form,
@@ -88,7 +89,7 @@ def prepare(
     check_until(until, PREPARE)
     dial = Dial.of(debug, dump)
     traced = trace(model, example_inputs, dynamic_shapes)
-    with collection_paused():
+    with collection_paused(), torch.inference_mode(False):  # what is made can be trained, wherever it is made
         return _prepare(traced, chosen, as_mapping(qconfig), batch_norm, dial, until)
 
 
@@ -97,6 +98,7 @@ def _prepare(
 ) -> fx.GraphModule:
     prepared = Model.of(copy_parameters(traced), copy_graph(traced.graph))
     prepared.meta = {**traced.meta, "target": target}
+    attach_input_check(prepared)
     dial.write("trace", prepared)
     context = Context(target, qconfig, batch_norm, dial.debug, attached_qconfigs(traced))
     stopped = run(prepared, PREPARE, context, dial, until)
@@ -148,12 +150,13 @@ def convert(
     check_until(until, CONVERT)
     dial = Dial.of(debug, dump)
     dial.count = len(PREPARE) + 1
-    with collection_paused():
+    with collection_paused(), torch.inference_mode(False):
         # The one pass reads this graph and writes another, so it need not be copied; its owner stays the prepared model.
         integer = Model.of(prepared, prepared.graph)
         prepared.graph.owning_module = prepared
         run(integer, CONVERT, Context(target, QConfigMapping()), dial, until)
-    integer.eval()
+    integer.training = False
+    attach_input_check(integer)
     return integer
 
 

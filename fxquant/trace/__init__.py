@@ -2,7 +2,7 @@
 
 trace(model, example_inputs)   the graph
 assumptions(traced)            what was fixed while tracing
-attach_input_check(traced)     let a graph check its inputs when it runs
+attach_input_check(graph)      let a graph check its inputs when it runs, by an InputCheck
 is_traced(module)              whether `trace` made it
 default_leaf(module, path)     which modules stay whole
 """
@@ -18,12 +18,13 @@ from fxquant.errors import ConfigurationError, TraceError
 from fxquant.graph import BATCH_SIZES, collection_paused
 from fxquant.spec import attached_qconfigs
 from fxquant.trace.checks import RETRACE_SIZES, compare_recordings, compare_with_model
+from fxquant.trace.input_check import InputCheck, attach_input_check
 from fxquant.trace.inputs import ExampleInputs, bind_inputs
 from fxquant.trace.leaves import LeafRule, default_leaf
-from fxquant.trace.result import assumptions, attach_input_check, build, is_traced
+from fxquant.trace.result import assumptions, build, is_traced
 from fxquant.trace.tracer import record
 
-__all__ = ["assumptions", "attach_input_check", "default_leaf", "is_traced", "trace"]
+__all__ = ["InputCheck", "assumptions", "attach_input_check", "default_leaf", "is_traced", "trace"]
 
 
 def trace(
