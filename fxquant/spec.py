@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from fxquant.errors import ConfigurationError
-from fxquant.numerics import ACTIVATION_TYPES, WEIGHT_TYPES, IntType, scale_from_threshold
+from fxquant.numerics import ACTIVATION_TYPES, WEIGHT_TYPES, IntType, is_scale, scale_from_threshold
 from fxquant.observers import HistogramObserver, Observer
 
 LEARNED, STATISTICS, FROZEN = "learned", "statistics", "frozen"
@@ -48,6 +48,12 @@ class ActivationConfig:
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigurationError(
                     f"{name}={value} is not usable", because="a scale is a positive, finite number", remedy=f"pass a positive {name}"
+                )
+            if value is not None and not is_scale(value if name == "scale" else scale_from_threshold(value, self.type)):
+                raise ConfigurationError(
+                    f"{name}={value} is not usable",
+                    because="a scale is a float32 number, which lies between 2^-126 (1.2e-38) and 3.4e38",
+                    remedy=f"pass a {name} that is of the size of the tensor's values",
                 )
 
     @property
