@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from fxquant import backends, calibration
@@ -32,11 +33,10 @@ from fxquant.spec import DEFAULT, QConfig, QConfigMapping, as_mapping, attached_
 from fxquant.stage import Stage
 from fxquant.target import Target
 from fxquant.text import text
-from fxquant.trace import attach_signature, float_model, trace
+from fxquant.trace import attach_input_check, attach_signature, float_model, trace
 from fxquant.verify import (
     DeviationReport,
     Form,
-    IntegerForm,
     OnnxForm,
     Report,
     check_batches,
@@ -91,7 +91,7 @@ def prepare(
     check_until(until, PREPARE)
     dial = Dial.of(debug, dump)
     traced = trace(model, example_inputs, dynamic_shapes)
-    with collection_paused(), autocast_off():
+    with collection_paused(), autocast_off(), torch.inference_mode(False):  # what is made can be trained, wherever it is made
         return _prepare(traced, chosen, mapping, batch_norm, dial, until)
 
 
@@ -103,6 +103,7 @@ def _prepare(
     prepared = Model.of(copy_parameters(traced), copy_graph(traced.graph))
     prepared.meta = {**traced.meta, "target": target}
     attach_signature(prepared)
+    attach_input_check(prepared)
     dial.write("trace", prepared)
     context = Context(target, qconfig, batch_norm, dial.debug, attached)
     stopped = run(prepared, PREPARE, context, dial, until)
@@ -155,12 +156,14 @@ def convert(
     check_until(until, CONVERT)
     dial = Dial.of(debug, dump)
     dial.count = len(PREPARE) + 1
-    with collection_paused(), autocast_off():
+    with collection_paused(), autocast_off(), torch.inference_mode(False):
         # The one pass reads this graph and writes another, so it need not be copied; its owner stays the prepared model.
         integer = Model.of(prepared, prepared.graph)
         prepared.graph.owning_module = prepared
         run(integer, CONVERT, Context(target, QConfigMapping()), dial, until)
-    integer.eval()
+    integer.training = False
+    attach_signature(integer)
+    attach_input_check(integer)
     return integer
 
 

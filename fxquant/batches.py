@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fxquant.errors import CalibrationError, ConfigurationError
-from fxquant.graph import TensorFact, argument_name, fact
+from fxquant.graph import BatchDim, TensorFact, argument_name, fact
 
 logger = logging.getLogger("fxquant")
 
@@ -120,7 +120,22 @@ def model_inputs(model: fx.GraphModule, batch: Any, index: int = 0) -> list[Any]
         values = leaves[: len(placeholders)]
     for node, value in zip(placeholders, values, strict=True):
         _check_input(index, node, value)
+    _check_agreement(index, placeholders, values)
     return values
+
+
+def _check_agreement(index: int, placeholders: list[fx.Node], values: list[Any]) -> None:
+    """Raise CalibrationError if inputs of one batch have different batch sizes."""
+    sizes = {
+        node.name: value.shape[dim]
+        for node, value in zip(placeholders, values, strict=True)
+        if isinstance(known := fact(node), TensorFact)
+        for dim, size in enumerate(known.shape)
+        if isinstance(size, BatchDim)
+    }
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{size} for {name!r}" for name, size in sizes.items())
+        raise _bad_batch(index, f"its sizes are {listed}", "yield inputs that share one batch size, or pass batch_fn")
 
 
 def _by_name(batch: Mapping[Any, Any]) -> dict[str, Any]:

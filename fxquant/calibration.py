@@ -14,11 +14,14 @@ from fxquant.arguments import FLAG, Kind, checked
 from fxquant.batches import first_batches, length, model_inputs, no_batches
 from fxquant.errors import ConfigurationError, FxQuantError
 from fxquant.graph import by_name
+from fxquant.numerics import is_scale
 from fxquant.observers import Observer
 from fxquant.prepared import QuantizedOperator, quantized_operators
 from fxquant.progress import progress
 from fxquant.quantizer import Quantizer
 from fxquant.state import State
+
+INTERMEDIATE = ".intermediate"  # behind an operator's name: what its residual is added to
 
 
 def require_prepared(model: nn.Module) -> None:
@@ -167,20 +170,37 @@ def _all_or_nothing(prepared: nn.Module) -> Iterator[None]:
 
 @checked()
 def qparams(prepared: nn.Module) -> dict[str, float]:
-    """The scale of every operator's output by node name, NaN where it is not known yet, or is that of a 32-bit sum."""
+    """The scale of every operator's output by node name, NaN where it is not known yet, or is that of a 32-bit sum.
+
+    Where a residual is fused into an operator, what it is added to has a scale too, "name.intermediate", for when it cannot be
+    added in the accumulator.
+    """
     require_prepared(prepared)
-    return {name: float(operator.output.scale) for name, operator in quantized_operators(prepared).items()}
+    return {name: float(quantizer.scale) for name, quantizer in _by_name(quantized_operators(prepared)).items()}
+
+
+def _by_name(operators: Mapping[str, QuantizedOperator]) -> dict[str, Quantizer]:
+    """The quantizers of outputs, and of what residuals are added to, as `qparams` calls them."""
+    found: dict[str, Quantizer] = {}
+    for name, operator in operators.items():
+        found[name] = operator.output
+        if operator.intermediate is not None:
+            found[name + INTERMEDIATE] = operator.intermediate
+    return found
 
 
 @checked(scales=Kind("a dict of scales, positive and finite numbers, by module path or node name", _scales))
 def set_qparams(prepared: nn.Module, scales: Mapping[str, float]) -> None:
-    """Fix scales by module path or node name; they no longer follow any observation.
+    """Fix scales by module path or by the names of `qparams`; they no longer follow any observation.
+
+    Only what is named is fixed: where a residual is fused into an operator, what it is added to goes on with its own statistics.
 
     Raises ConfigurationError, and changes nothing, if a name matches no operator or a scale is not positive and finite.
     """
     require_prepared(prepared)
     operators = quantized_operators(prepared)
-    chosen: list[tuple[QuantizedOperator, float]] = []
+    named = _by_name(operators)
+    chosen: list[tuple[Quantizer, float]] = []
     for name, scale in scales.items():
         if not 0 < scale < float("inf"):
             raise ConfigurationError(
@@ -188,6 +208,15 @@ def set_qparams(prepared: nn.Module, scales: Mapping[str, float]) -> None:
                 because="a scale is a positive, finite number",
                 remedy="pass a positive scale",
             )
+        if not is_scale(float(scale)):
+            raise ConfigurationError(
+                f"the scale {scale} for {name!r} is not usable",
+                because="a scale is a float32 number, which lies between 2^-126 (1.2e-38) and 3.4e38",
+                remedy="pass a scale that is of the size of the tensor's values",
+            )
+        if name.endswith(INTERMEDIATE) and name in named:
+            chosen.append((named[name], float(scale)))
+            continue
         for operator in _select(operators, [name]):
             if operator.output.follows_sum:
                 raise ConfigurationError(
@@ -195,16 +224,17 @@ def set_qparams(prepared: nn.Module, scales: Mapping[str, float]) -> None:
                     because=f"%{operator.name} has a 32-bit output, whose scale is that of its weight and its input",
                     remedy="give it an int8 or int16 output, or leave it out",
                 )
-            chosen.append((operator, scale))
-    for operator, scale in chosen:
-        operator.output.set_scale(scale)
+            chosen.append((operator.output, scale))
+    for quantizer, scale in chosen:
+        quantizer.set_scale(scale)
 
 
 @checked(scales=FLAG, batch_norm=FLAG)
 def freeze(prepared: nn.Module, *, scales: bool = True, batch_norm: bool = True) -> None:
     """Stop what moves while training besides the model's parameters: scales, followed or learned, and running statistics.
 
-    Afterwards TRAIN in train mode computes exactly what VALIDATE does, dropout aside.
+    Afterwards TRAIN in train mode computes exactly what VALIDATE does, dropout aside. Scales that are frozen stay so through
+    `state_dict`; which statistics are, is no part of it.
     """
     require_prepared(prepared)
     for operator in quantized_operators(prepared).values():

@@ -72,6 +72,10 @@ class NotCalibrated(FxQuantError):
     """A scale is needed that no calibration has determined."""
 
 
+class NotFinite(FxQuantError):
+    """A parameter, or a scale that is learned, is NaN or infinite: there are no integers for it."""
+
+
 class AccumulatorOverflow(FxQuantError):
     """An accumulator cannot be proved to fit, and no wider path exists."""
 

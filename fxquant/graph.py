@@ -17,7 +17,8 @@ from __future__ import annotations
 import copy
 import gc
 import threading
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -28,6 +29,7 @@ from torch import fx
 from torch.fx.graph import PythonCode
 
 from fxquant.codegen import Code, own_names, registered
+from fxquant.errors import ConfigurationError
 
 # Two batch sizes stand for "any": a dimension that differs between them depends on the batch.
 # Both are even, so that `batch // 2` is exact, and neither is 1, so that nothing broadcasts by accident.
@@ -429,6 +431,8 @@ class Model(fx.GraphModule):
     """A GraphModule whose copies keep everything: unused parameters, hooks, and `meta`.
 
     The user's modules and parameters may have any names, also those of a GraphModule's own attributes ("graph", "meta", "code").
+    Its numbers are integers in float32 tensors and scales that are float32, so it moves between devices but not to another
+    float dtype. As an integer model it is what is deployed: always in eval mode.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -444,17 +448,54 @@ class Model(fx.GraphModule):
 
     @staticmethod
     def of(root: torch.nn.Module, graph: fx.Graph) -> Model:
-        """A model with the parameters, buffers, submodules and hooks of `root`, which are shared, and this graph.
+        """A model with the parameters, buffers and submodules of `root`, which are shared, and this graph.
 
         It is not compiled yet: call `recompile` before running it.
         """
         model = Model(torch.nn.Module(), fx.Graph())
-        for name in ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"):
+        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             model.__dict__[name] = root.__dict__[name].copy()
         model.meta = dict(root.meta) if isinstance(root, fx.GraphModule) else {}
         model.training = root.training
         replace_graph(model, graph)
         return model
+
+    def train(self, mode: bool = True) -> Model:
+        """As any module's; an integer model stays in eval mode."""
+        super().train(mode and self.meta.get("stage") != "INTEGER")
+        return self
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Model:
+        """Moves to other devices pass through; a change of the float dtype is refused before anything is changed."""
+        wanted = fn(torch.empty(0, dtype=torch.float32)).dtype
+        if wanted != torch.float32:
+            raise ConfigurationError(
+                f"the model cannot be converted to {wanted}",
+                because="its integers and scales are exact in float32, and would be rounded",
+                remedy="leave it in float32; torch.autocast around a call lets its float operators compute in another type",
+            )
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            result = fn(tensor)
+            return result if result.dtype == tensor.dtype else tensor.to(result.device)  # .float() leaves what is float64
+
+        super()._apply(moved, recurse)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Constants that a state_dict leaves out are passed over where an earlier one has them."""
+        for name in self._non_persistent_buffers_set:
+            state_dict.pop(prefix + name, None)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def __copy__(self) -> Model:
+        # What GraphModule makes, and DataParallel runs, would have neither hooks nor unused parameters.
+        copied = Model.of(self, copy_graph(self.graph))
+        for name, value in self.__dict__.items():
+            if name not in _OF_EVERY_COPY:
+                copied.__dict__[name] = value.copy() if isinstance(value, dict | set) else value
+        copied.recompile()
+        return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Model:
         copied = Model(torch.nn.Module(), fx.Graph(), type(self).__name__)
@@ -469,6 +510,9 @@ class Model(fx.GraphModule):
         # A GraphModule would be traced anew from its code, and forget every fact.
         state = {name: value for name, value in self.__dict__.items() if name != "_graph"}
         return _unpickle, (state, [_entry(node) for node in self.graph.nodes])
+
+
+_OF_EVERY_COPY = ("_graph", "_code", "meta", "training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
 def _unpickle(state: dict[str, Any], entries: list[tuple[Any, ...]]) -> Model:
@@ -521,33 +565,63 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 
 
 def copy_parameters(module: torch.nn.Module) -> torch.nn.Module:
-    """The module tree with parameters and buffers of its own, and everything else shared.
+    """The module tree with tensors and containers of its own; other things its modules refer to are shared. Its root has no hooks.
 
     A tensor or module that stands in several places is one tensor or module in the copy as well.
     """
-    return _copy_tree(module, {})
-
-
-def _copy_tree(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
-    if id(module) in memo:
-        known: torch.nn.Module = memo[id(module)]
-        return known
-    copied = torch.nn.Module() if isinstance(module, fx.GraphModule) else copy.copy(module)
-    memo[id(module)] = copied
-    copied.__dict__.update({name: value.copy() for name, value in copied.__dict__.items() if isinstance(value, dict)})  # hooks too
-    copied.__dict__["_parameters"] = {name: _copy_tensor(p, memo) for name, p in module._parameters.items()}
-    copied.__dict__["_buffers"] = {name: _copy_tensor(b, memo) for name, b in module._buffers.items()}
-    copied.__dict__["_modules"] = {name: child if child is None else _copy_tree(child, memo) for name, child in module._modules.items()}
-    if isinstance(copied, torch.nn.RNNBase):  # holds its parameters a second time, in a list
-        copied._flat_weights = [getattr(copied, name, None) for name in copied._flat_weights_names]
+    copied: torch.nn.Module = _Copier()(module)
     return copied
 
 
-def _copy_tensor(tensor: torch.Tensor | None, memo: dict[int, Any]) -> torch.Tensor | None:
-    if tensor is None:
-        return None
-    if id(tensor) not in memo:
+def own_copies(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Modules and tensors copied as `copy_parameters` does, for good: in eval mode, and nothing in them asks for a gradient."""
+    copier = _Copier()
+    copies = {name: copier(value) for name, value in values.items()}
+    for copied in copies.values():
+        copied.requires_grad_(False)
+        if isinstance(copied, torch.nn.Module):
+            copied.eval()
+    return copies
+
+
+class _Copier:
+    """Copies modules, tensors and the containers that hold them, everything once; what else there is stays what it is."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Any] = {}
+
+    def __call__(self, value: Any) -> Any:
+        if id(value) in self._known:
+            return self._known[id(value)]
+        if isinstance(value, torch.nn.Module):
+            return self._module(value)
+        if isinstance(value, torch.Tensor):
+            return self._keep(value, self._tensor(value))
+        if type(value) in (dict, OrderedDict):
+            copied = self._keep(value, type(value)())
+            copied.update((key, self(item)) for key, item in value.items())
+            return copied
+        if type(value) in (list, tuple, set):
+            return self._keep(value, type(value)(self(item) for item in value))
+        return value
+
+    def _keep(self, value: Any, copied: Any) -> Any:
+        self._known[id(value)] = copied
+        return copied
+
+    def _module(self, module: torch.nn.Module) -> Any:
+        if isinstance(module, torch.jit.ScriptModule):  # its tensors are not in its dictionary
+            return self._keep(module, copy.deepcopy(module))
+        root = isinstance(module, fx.GraphModule)
+        copied: torch.nn.Module = self._keep(module, torch.nn.Module() if root else copy.copy(module))
+        parts = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set") if root else module.__dict__
+        for name in list(parts):
+            copied.__dict__[name] = self(module.__dict__[name])
+        if isinstance(copied, torch.nn.RNNBase):  # holds its parameters a second time, in lists, one of them of weak references
+            copied._init_flat_weights()
+        return copied
+
+    @staticmethod
+    def _tensor(tensor: torch.Tensor) -> torch.Tensor:
         data = tensor.detach().clone()
-        memo[id(tensor)] = torch.nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else data
-    copied: torch.Tensor = memo[id(tensor)]
-    return copied
+        return torch.nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else data

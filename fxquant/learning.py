@@ -25,6 +25,8 @@ class TrainableScale(nn.Module):
 
     base_scale   float32 buffer of shape () or (C,); the scale that calibration found, NaN until it is known
     growth       None, or a parameter of that shape, 0 at first: what training has made of it
+    stopped      bool buffer: whether nothing moves it any more, since it is `frozen` or was `given`. It says so in `state_dict`,
+                 and follows from the two, so that looking at it never waits for a device
 
         scale = base_scale · (1 + growth) where growth ≥ 0,   base_scale / (1 - growth) where growth < 0
 
@@ -35,13 +37,29 @@ class TrainableScale(nn.Module):
     """
 
     base_scale: Tensor
+    stopped: Tensor
     growth: nn.Parameter | None
+
+    derived = ("stopped",)  # buffers that follow from other facts
+    given = False  # whether the scale was given rather than found
 
     def __init__(self, base_scale: Tensor, learned: bool) -> None:
         super().__init__()
-        self.frozen = False
+        self._frozen = False
         self.register_buffer("base_scale", base_scale)
+        self.register_buffer("stopped", torch.zeros((), dtype=torch.bool))
         self.register_parameter("growth", nn.Parameter(torch.zeros_like(base_scale)) if learned else None)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the scale was stopped."""
+        return self._frozen
+
+    @frozen.setter
+    def frozen(self, value: bool) -> None:
+        self._frozen = value
+        with torch.no_grad():
+            self.stopped.fill_(value or self.given)
 
     @property
     def learns(self) -> bool:
@@ -70,12 +88,26 @@ class TrainableScale(nn.Module):
             self.growth.grad = None
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Scales that were learned load where they are not, and the other way round."""
-        base, growth = prefix + "base_scale", prefix + "growth"
+        """Scales that were learned load where they are not, and the other way round; one that stood still does so again.
+
+        A scale that was given here gives way to one that stood still there, and to no other.
+        """
+        base, growth, stopped = prefix + "base_scale", prefix + "growth", prefix + "stopped"
+        if stopped in state_dict:
+            moved = not bool(state_dict[stopped])
+            if moved and self.given:
+                state_dict[base] = self.base_scale.clone()
+                state_dict.pop(growth, None)
+            if self.growth is not None and self.frozen != (not moved):
+                self.growth.requires_grad_(moved)
+            self.frozen = not moved and not self.given
+        state_dict[stopped] = self.stopped.clone()  # a state_dict of an earlier version says nothing
         if self.growth is not None:
             state_dict.setdefault(growth, torch.zeros_like(self.growth))
         elif growth in state_dict and base in state_dict:
-            state_dict[base] = _grown(state_dict[base], state_dict.pop(growth))
+            grown = state_dict.pop(growth)
+            if not self.frozen:
+                state_dict[base] = _grown(state_dict[base], grown)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 

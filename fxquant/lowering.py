@@ -10,14 +10,15 @@ training, validation and the integer graph agree by construction.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxquant.errors import AccumulatorOverflow
+from fxquant.batch_norm import BatchNorm
+from fxquant.errors import AccumulatorOverflow, NotFinite
 from fxquant.graph import Size
 from fxquant.learning import WeightScale, learned_step
 from fxquant.numerics import (
@@ -90,6 +91,7 @@ class Lowering:
         self.training = False
         self.shares = False  # whether the output is on the operand's scale
         self.observed = EVERYTHING  # beyond it, values of the output are observed as the nearer end
+        self.parameters: dict[str, Tensor | None] = {}  # what the operator's integers are made of, for errors
         self.live_batch_norm = False  # whether batch norms use, and move, statistics: in training alone
         self.accumulator_bits = 0  # of the largest accumulator so far
 
@@ -117,7 +119,21 @@ class Lowering:
         `real` is what is observed and what gradients flow through; it is not called when deploying.
         """
         to = to or self.output
+        if to is self.intermediate:
+            to.require()
         return Quantized(exact(), to.scale, to.dtype, ())
+
+    @property
+    def place(self) -> dict[str, str]:
+        """The user's line and module, as errors take them. Operators that share a scale know their module alone."""
+        own = self.output.name == self.name
+        return {"at": self.output.source if own else "", "module": self.output.module_path if own else ""}
+
+    def not_finite(self) -> NotFinite:
+        """The error for integers that cannot be made since a parameter, or what is made of parameters, is NaN or infinite."""
+        growth = None if self.learned is None else self.learned.growth
+        found = first_not_finite({**self.parameters, "the learned scale of its weight": growth})
+        return cannot_be_integers(self.name, found or "its weight, bias and batch norm are finite, but what they give together is NaN or infinite", **self.place)
 
     # -- what operators are made of ----------------------------------------------------------------------------------
 
@@ -229,7 +245,10 @@ class Lowering:
         """A constant tensor as integers with one scale, as a weight is; its gradient passes straight through."""
         if not value.is_floating_point():  # a mask, or whole numbers: beside an activation they count as real numbers
             value = value.to(torch.float32)
+        self.parameters[f"its constant {role!r}"] = value
         scale = self.settle(weight_scale(value, None, self.weight.type)).reshape(())
+        if not bool(torch.isfinite(scale)):
+            raise self.not_finite()
         real = value / scale
         exact = torch.round(real.detach())
         integers = straight_through(real, exact) if real.requires_grad else exact
@@ -249,14 +268,15 @@ class Lowering:
         return self.result(lambda: self.call(quantize, input, scale, to.dtype.low, to.dtype.high, to.dtype.storage), lambda: input)
 
     def prove(self, bound: Tensor, what: str, limit: int = INT32_MAX) -> float:
-        """The largest element of a bound on |accumulator|, noted. Raises AccumulatorOverflow beyond the limit."""
+        """The largest element of a bound on |accumulator|, noted. Raises AccumulatorOverflow beyond the limit, NotFinite if it is no number."""
         largest = float(bound.max())
+        if not math.isfinite(largest):
+            raise self.not_finite()
         if largest > limit:
             channel = int(bound.flatten().argmax())
             raise AccumulatorOverflow(
                 f"the accumulator of %{self.name} cannot be proved to fit",
-                at=self.output.source,
-                module=self.output.module_path,
+                **self.place,
                 because=f"{what} of output channel {channel} can reach {largest:.0f} in magnitude, and is exact up to {limit}",
                 remedy="use fewer inputs per output, a smaller bias, or keep this operator in float",
             )
@@ -265,8 +285,39 @@ class Lowering:
         return largest
 
 
+def first_not_finite(parameters: Mapping[str, Tensor | None]) -> str | None:
+    """Which of the tensors, by what they are, holds NaN or infinite values, in words; None if all are finite."""
+    for name, value in parameters.items():
+        if value is not None and value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            return f"{name} holds {'NaN' if bool(torch.isnan(value).any()) else 'infinite values'}"
+    return None
+
+
+def named_parameters(weight: Tensor | None, bias: Tensor | None, batch_norm: BatchNorm | None) -> dict[str, Tensor | None]:
+    """What the integers of a layer are made of, by what it is."""
+    named = {"its weight": weight, "its bias": bias}
+    if batch_norm is not None:
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            named[f"the {name} of its batch norm"] = getattr(batch_norm, name)
+    return named
+
+
+def cannot_be_integers(name: str, because: str, at: str, module: str) -> NotFinite:
+    """The error for parameters that are not finite."""
+    return NotFinite(
+        f"the parameters of %{name} cannot become integers",
+        at=at,
+        module=module,
+        because=because,
+        remedy="load the last checkpoint whose parameters are finite; if training made them so, lower the learning rate or clip gradients",
+    )
+
+
 class EagerLowering(Lowering):
-    """Calls the primitives on integer-valued float tensors, with straight-through gradients; observes if told to."""
+    """Calls the primitives on integer-valued float tensors, with straight-through gradients.
+
+    If `observing`, each scale that follows training does: the output's, and that of what a residual is added to, by its own statistics.
+    """
 
     keeps_start = True
 
@@ -301,8 +352,11 @@ class EagerLowering(Lowering):
 
     def result(self, exact: Callable[[], Tensor], real: Callable[[], Tensor], to: Quantizer | None = None) -> Quantized:
         to = to or self.output
-        value = real() if self.observing or torch.is_grad_enabled() else None
-        if self.observing and value is not None:
+        follows = self.observing and to.follows_training
+        if to is self.intermediate and not follows:
+            to.require()
+        value = real() if follows or torch.is_grad_enabled() else None
+        if follows and value is not None:
             to.follow(limited(value, self.observed) if to is self.output else value)
         with torch.no_grad():
             integers = exact()

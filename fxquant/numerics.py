@@ -16,6 +16,8 @@ from torch import Tensor
 
 FLOAT32_EPSILON = 2.0**-23
 FLOAT32_EXACT = 2**24  # integers of smaller magnitude, and sums that stay below, are exact in float32
+SMALLEST_SCALE = 2.0**-126  # below it float32 numbers have fewer bits
+LARGEST_FLOAT32 = 2.0**128 - 2.0**104
 INT32_MAX = 2**31 - 1
 INT48_MAX = 2**47 - 1
 
@@ -75,6 +77,11 @@ def scale_from_range(low: Tensor, high: Tensor, dtype: IntType) -> Tensor:
     largest = torch.maximum(low.abs(), high.abs()).float()
     # A tensor divisor: dividing by a Python number may become a product with its reciprocal.
     return (largest / torch.tensor(dtype.divisor, dtype=torch.float32, device=largest.device)).clamp_min(FLOAT32_EPSILON)
+
+
+def is_scale(value: float) -> bool:
+    """Whether a number can be a scale: as a float32 it is positive, finite, and has all its bits."""
+    return SMALLEST_SCALE <= value <= LARGEST_FLOAT32
 
 
 def scale_from_threshold(threshold: float, dtype: IntType) -> float:
@@ -244,9 +251,9 @@ def fixed_requantization(ratio: Ratio, widths: FixedWidths, output: IntType, acc
 
 
 def real_multiplier(ratio: Ratio) -> Tensor:
-    """The ratio rounded once, half to even, to float32."""
+    """The ratio rounded once, half to even, to float32; one beyond is the largest float32, with which every non-zero integer saturates."""
     mantissa, k = ratio.mantissa(24)
-    return (mantissa.double() * power_of_two(-k)).float()
+    return (mantissa.double() * power_of_two(-k)).clamp_max(LARGEST_FLOAT32).float()
 
 
 # ---- weights ------------------------------------------------------------------------------------------------------

@@ -8,8 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxquant.errors import CalibrationError
 from fxquant.learning import WeightScale
-from fxquant.lowering import EagerLowering, Quantized, limited, straight_through
+from fxquant.lowering import (
+    EagerLowering,
+    Quantized,
+    cannot_be_integers,
+    first_not_finite,
+    limited,
+    named_parameters,
+    straight_through,
+)
 from fxquant.numerics import EVERYTHING, Arithmetic, Interval
 from fxquant.ops import Operator, map_operands
 from fxquant.primitives.boundary import quantized_value
@@ -85,15 +94,27 @@ class QuantizedOperator(nn.Module):
     def _calibrate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         if self.intermediate is not None:
             kwargs = {**kwargs, "tap": self.intermediate.observe}
-        value: Tensor = self.operator.function(*args, **kwargs)
-        if self.owns_output:
-            self.output.observe(limited(value, self.observed))
+        try:
+            value: Tensor = self.operator.function(*args, **kwargs)
+            if self.owns_output:
+                self.output.observe(limited(value, self.observed))
+        except CalibrationError as error:
+            because = first_not_finite(self._parameters_of(self.operator.bind_call(args, kwargs)))
+            if because is None:
+                raise
+            raise cannot_be_integers(self.name, because, error.at or "", self.path) from None
         return value
+
+    def _parameters_of(self, arguments: dict[str, Any]) -> dict[str, Tensor | None]:
+        """The tensors among the arguments of a call that are parameters, by what they are."""
+        named = named_parameters(arguments.get("weight"), arguments.get("bias"), arguments.get("batch_norm"))
+        constants = {name for name, quantizer in self.inputs.items() if quantizer is None}
+        return named | {f"its constant {name!r}": value for name in constants if isinstance(value := arguments[name], Tensor)}
 
     def _integer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         moving = self.state is State.TRAIN and self.training
-        observing = moving and self.owns_output and self.output.follows_training
-        if not observing:
+        observing = moving and self.owns_output
+        if not (observing and self.output.follows_training):
             self.output.require()
         lowering = EagerLowering(
             self.name,

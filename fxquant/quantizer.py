@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from fxquant.errors import CalibrationError, NotCalibrated
+from fxquant.errors import CalibrationError, NotCalibrated, NotFinite
 from fxquant.learning import TrainableScale
 from fxquant.numerics import FLOAT32_EPSILON, INT32, IntType
 from fxquant.observers import Observer
@@ -45,6 +47,7 @@ class Quantizer(TrainableScale):
         self.range = None if observer is None else observer.follower()
         self.name, self.source, self.module_path = name, source, module
         self.register_buffer("taken", torch.zeros((), dtype=torch.int64, device="cpu"))
+        self.frozen = False
 
     @property
     def scale(self) -> Tensor:
@@ -73,9 +76,9 @@ class Quantizer(TrainableScale):
         return self.range is not None and bool(self.range.count != self.taken)
 
     @property
-    def fixed(self) -> bool:
+    def given(self) -> bool:  # type: ignore[override]
         """Whether the scale was given rather than observed."""
-        return self.observer is None
+        return self.observer is None and not self.follows_sum
 
     def observe(self, value: Tensor) -> None:
         """Let the observer see real values. Raises CalibrationError if any is NaN or infinite."""
@@ -137,8 +140,24 @@ class Quantizer(TrainableScale):
             self.assign(self.scale)
             self.stop()
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """A scale that was given has no observations; those that are here then stay."""
+        if bool(state_dict.get(prefix + "stopped", False)):
+            for name, value in self.state_dict(prefix=prefix).items():
+                if name.startswith((prefix + "observer.", prefix + "range.")):
+                    state_dict.setdefault(name, value)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     def require(self) -> None:
-        """Raise NotCalibrated if the scale is unknown."""
+        """Raise NotCalibrated if the scale is unknown, and NotFinite if training has made it NaN or infinite."""
+        if self.growth is not None and self.calibrated and not bool(torch.isfinite(self.current())):
+            raise NotFinite(
+                f"the scale of %{self.name} is {float(self.current())}",
+                at=self.source,
+                module=self.module_path,
+                because="it is learned, and training has made its parameter `growth` NaN or infinite",
+                remedy="load the last checkpoint whose parameters are finite; then lower the learning rate or clip gradients",
+            )
         if not self.calibrated:
             raise NotCalibrated(
                 f"%{self.name} has no scale yet",
@@ -149,7 +168,7 @@ class Quantizer(TrainableScale):
             )
 
     def extra_repr(self) -> str:
-        return f"{self.dtype}, scale={self.scale.item():.6g}{', fixed' if self.fixed or self.frozen else ', ' + self.mode}"
+        return f"{self.dtype}, scale={self.scale.item():.6g}{', fixed' if self.observer is None or self.frozen else ', ' + self.mode}"
 
 
 def round_up_to_power_of_two(scale: Tensor) -> Tensor:

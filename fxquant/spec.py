@@ -17,7 +17,7 @@ from torch import nn
 
 from fxquant.arguments import KINDS, Kind, checked, checked_class, instance, shown, such
 from fxquant.errors import ConfigurationError, FxQuantError
-from fxquant.numerics import ACTIVATION_TYPES, WEIGHT_TYPES, IntType, scale_from_threshold
+from fxquant.numerics import ACTIVATION_TYPES, WEIGHT_TYPES, IntType, is_scale, scale_from_threshold
 from fxquant.observers import HistogramObserver, Observer
 
 LEARNED, STATISTICS, FROZEN = "learned", "statistics", "frozen"
@@ -86,6 +86,13 @@ class ActivationConfig:
                 because="it is the sum as it stands, with the scale of its weight times that of its input",
                 remedy="leave scale and threshold out, or ask for int8 or int16",
             )
+        for name, value in (("scale", self.scale), ("threshold", self.threshold)):
+            if value is not None and not is_scale(value if name == "scale" else scale_from_threshold(value, self.type)):
+                raise ConfigurationError(
+                    f"{name}={value} is not usable",
+                    because="a scale is a float32 number, which lies between 2^-126 (1.2e-38) and 3.4e38",
+                    remedy=f"pass a {name} that is of the size of the tensor's values",
+                )
 
     @property
     def type(self) -> IntType:

@@ -26,13 +26,16 @@ from fxquant.graph import (
     free_name,
     inherit,
     is_parameter,
+    module_path,
     notes,
+    own_copies,
     parameter_value,
     replace_graph,
     resolve,
     set_fact,
     set_operation,
     set_qparams,
+    source,
 )
 from fxquant.lowering import Lowering, Quantized
 from fxquant.numerics import Arithmetic
@@ -71,6 +74,10 @@ class GraphLowering(Lowering):
         self.scales: dict[str, tuple[float | tuple[float, ...], int | None]] = {}  # of constants, with the axis they run along
         self.between: QParams | None = None  # of what a residual is added to
         self.facts: dict[str, Any] = {}
+
+    @property
+    def place(self) -> dict[str, str]:
+        return {"at": source(self.node), "module": module_path(self.node)}
 
     def call(self, primitive: Callable[..., Tensor], *arguments: Any) -> fx.Node:
         made = self.graph.create_node("call_function", primitive, arguments, {}, name=f"{self.name}_{primitive.__name__}")
@@ -248,9 +255,9 @@ def _eliminate_unused(graph: fx.Graph) -> None:
 
 
 def _drop_unused(gm: fx.GraphModule, container: str) -> None:
-    """Keep of the float model only what the graph reads; the constants, made just now, are all read."""
+    """Keep of the float model only what the graph reads, as copies; the constants, made just now, are all read."""
     paths = {str(node.target) for node in gm.graph.nodes if node.op in ("get_attr", "call_module")}
-    kept = {path: resolve(gm, path) for path in sorted(paths) if not path.startswith(container + ".")}
+    kept = own_copies({path: resolve(gm, path) for path in sorted(paths) if not path.startswith(container + ".")})
     for name in (*gm._modules, *gm._parameters, *gm._buffers):
         if name != container:
             delattr(gm, name)

@@ -8,10 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
-from fxquant.graph import Annotation, annotation, attach, free_name, is_parameter, module_path, observed, shape_of, source
+from fxquant.graph import Annotation, annotation, attach, free_name, is_parameter, module_path, observed, parameter_value, shape_of, source
 from fxquant.learning import WeightScale
+from fxquant.lowering import cannot_be_integers, first_not_finite, named_parameters
 from fxquant.numerics import EVERYTHING
 from fxquant.ops import Operator, Scale, demand, map_operands, operator_of
 from fxquant.pipeline import Context
@@ -37,6 +39,7 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
             continue
         assert spec.group is not None
         arguments = operator.arguments(node)
+        _require_finite(gm, node, operator, arguments)
         own = demand(node) is Scale.OWN
         weight = _weight(spec.config.weight, context)
         module = QuantizedOperator(
@@ -61,6 +64,21 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
     return changes
 
 
+def _require_finite(gm: fx.GraphModule, node: fx.Node, operator: Operator, arguments: dict[str, Any]) -> None:
+    """Raise NotFinite for NaN and infinite weights, biases and batch norms, and for NaN in any other constant."""
+
+    def value(name: str) -> Any:
+        return fx.map_arg(arguments.get(name), lambda operand: parameter_value(gm, operand) if is_parameter(operand) else None)
+
+    because = first_not_finite(named_parameters(value("weight"), value("bias"), value("batch_norm")))
+    for name in operator.operands:
+        constant = value(name)
+        if isinstance(constant, Tensor) and bool(torch.isnan(constant).any()):
+            because = f"its constant {name!r} holds NaN"
+    if because is not None:
+        raise cannot_be_integers(node.name, because, source(node), module_path(node))
+
+
 def _quantizers(gm: fx.GraphModule, context: Context) -> dict[int, Quantizer]:
     """One quantizer per group, configured by its first member that has a scale of its own, or a fixed one."""
     chosen: dict[int, tuple[fx.Node, ActivationConfig]] = {}
@@ -80,6 +98,7 @@ def _intermediate(node: fx.Node, arguments: dict[str, Any], spec: Annotation, co
     """The quantizer of what is computed before the residual is added: the output's dtype, or, where that is 32 bits, the residual's.
 
     Never int4, which is stored as int8 anyway: a sum that is rounded to 16 values before and after the residual loses twice.
+    It has statistics of its own, so setting the output's scale leaves it as it is; `freeze` stops both.
     """
     config: ActivationConfig = spec.config.output
     if config.dtype == "int32":
@@ -87,7 +106,9 @@ def _intermediate(node: fx.Node, arguments: dict[str, Any], spec: Annotation, co
         assert residual is not None
         assert residual.dtype is not None
         config = replace(config, dtype=residual.dtype)
-    return _quantizer(node, replace(config, dtype="int8") if config.dtype == "int4" else config, context)
+    quantizer = _quantizer(node, replace(config, dtype="int8") if config.dtype == "int4" else config, context)
+    quantizer.name = f"{node.name}.intermediate"
+    return quantizer
 
 
 def _weight(config: WeightConfig, context: Context) -> WeightConfig:

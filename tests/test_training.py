@@ -546,3 +546,157 @@ def test_a_live_batch_norm_normalises_what_the_quantized_weights_compute(weights
         prepared.bn.weight.grad[alive], reference.weight.grad[alive], rtol=0.03 if weights == "statistics" else 0.15, atol=0.1
     )
     assert bool(torch.isfinite(prepared.conv.weight.grad).all())
+
+
+# ---- what stands still stays so ---------------------------------------------------------------------------------------
+
+
+class Skips(nn.Module):
+    """A residual that is too fine to be added in the accumulator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
+        with torch.no_grad():
+            self.second.weight.mul_(100)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        value: torch.Tensor = self.second(x) + 0.001 * x
+        return value
+
+
+def skips(**options: Any) -> fx.GraphModule:
+    torch.manual_seed(0)
+    prepared = fxq.prepare(Skips(), images()[:1], "nash-e", **options)
+    return fxq.calibrate(prepared, [images()], show_progress=False)
+
+
+def images(factor: float = 1.0) -> torch.Tensor:
+    return torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(1)) * factor
+
+
+def train_on(prepared: fx.GraphModule, value: torch.Tensor, steps: int = 3) -> None:
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    prepared.train()
+    for _ in range(steps):
+        prepared(value)
+    fxq.set_state(prepared, fxq.State.VALIDATE)
+    prepared.eval()
+
+
+@pytest.mark.parametrize("stop", ["set", "freeze", "learned", "given"])
+def test_scales_that_stand_still_do_so_through_a_checkpoint(stop: str) -> None:
+    learned = fxq.QConfig(fxq.ActivationConfig(training="learned"), fxq.WeightConfig(training="learned"))
+    given = fxq.QConfig(fxq.ActivationConfig(scale=0.03))
+    qconfig = {"learned": learned, "given": given}.get(stop)
+    prepared = skips(qconfig=qconfig)
+    train_on(prepared, images(2.0), 1)
+    if stop == "set":
+        fxq.set_qparams(prepared, {"second": 0.5})
+    elif stop != "given":
+        fxq.freeze(prepared)
+    loaded = skips(qconfig=qconfig)
+    assert loaded.load_state_dict(prepared.state_dict()) == ([], [])
+    fxq.set_state(loaded, fxq.State.VALIDATE)
+    scales = fxq.qparams(prepared)
+    assert fxq.qparams(loaded) == scales
+    train_on(loaded, images(5.0))
+    after = fxq.qparams(loaded)
+    assert after["second"] == scales["second"]
+    assert (after == scales) == (stop != "set")
+    assert not any(module.frozen and p.requires_grad for module in loaded.modules() if hasattr(module, "frozen") for p in module.parameters(False))
+    assert fxq.verify(loaded, fxq.convert(loaded), [images()], show_progress=False)
+
+
+def test_a_given_scale_loads_where_scales_are_observed_and_stands_still_there() -> None:
+    given = skips(qconfig=fxq.QConfig(fxq.ActivationConfig(scale=0.03)))
+    observed = skips()
+    observed.load_state_dict(given.state_dict())
+    assert fxq.qparams(observed) == fxq.qparams(given)
+    train_on(observed, images(5.0))
+    assert fxq.qparams(observed) == fxq.qparams(given)
+
+
+def test_an_observed_scale_takes_no_given_ones_place() -> None:
+    given = skips(qconfig=fxq.QConfig(fxq.ActivationConfig(scale=0.03)))
+    scales = fxq.qparams(given)
+    missing, unexpected = given.load_state_dict(skips().state_dict(), strict=False)
+    assert missing == []
+    assert all(".observer." in name or ".range." in name for name in unexpected)
+    assert fxq.qparams(given) == scales
+
+
+def test_what_moved_in_a_checkpoint_moves_again() -> None:
+    moving, frozen = skips().state_dict(), skips()
+    fxq.freeze(frozen)
+    frozen.load_state_dict(moving)
+    before = fxq.qparams(frozen)
+    train_on(frozen, images(5.0))
+    assert all(after > before[name] for name, after in fxq.qparams(frozen).items())
+
+
+@pytest.mark.parametrize("training", ["statistics", "learned"])
+def test_a_checkpoint_without_a_word_of_what_stands_still_loads(training: str) -> None:
+    """As earlier versions wrote them."""
+    qconfig = fxq.QConfig(fxq.ActivationConfig(training=training), fxq.WeightConfig(training=training))
+    prepared, loaded = skips(qconfig=qconfig), skips(qconfig=qconfig)
+    train_on(prepared, images(), 1)
+    fxq.set_qparams(loaded, {"second": 0.25})
+    state = {name: value for name, value in prepared.state_dict().items() if not name.endswith(".stopped")}
+    assert len(state) < len(prepared.state_dict())
+    assert loaded.load_state_dict(state) == ([], [])
+    assert fxq.qparams(loaded) == fxq.qparams(prepared)
+    assert loaded.quantized.second.quantizer.frozen
+
+
+def test_a_state_dict_works_with_functional_call() -> None:
+    prepared = skips()
+    found = torch.func.functional_call(prepared, prepared.state_dict(), (images(),))
+    assert torch.equal(found, prepared(images()))
+
+
+# ---- what a residual is added to -----------------------------------------------------------------------------------------
+
+
+def test_what_a_residual_is_added_to_follows_its_own_statistics() -> None:
+    prepared = skips()
+    assert "second.intermediate" in fxq.qparams(prepared)
+    fxq.set_qparams(prepared, {"second": 0.5})
+    before = fxq.qparams(prepared)
+    train_on(prepared, images(3.0))
+    after = fxq.qparams(prepared)
+    assert after["second"] == 0.5
+    assert after["second.intermediate"] > 1.02 * before["second.intermediate"]
+    assert fxq.verify(prepared, fxq.convert(prepared), [images()], show_progress=False)
+    fxq.freeze(prepared)
+    train_on(prepared, images(9.0))
+    assert fxq.qparams(prepared) == after
+
+
+def test_setting_what_a_residual_is_added_to_leaves_the_output_alone() -> None:
+    prepared = skips()
+    fxq.set_qparams(prepared, {"second.intermediate": 0.75})
+    before = fxq.qparams(prepared)
+    train_on(prepared, images(3.0))
+    after = fxq.qparams(prepared)
+    assert after["second.intermediate"] == before["second.intermediate"] == 0.75
+    assert after["second"] > 1.02 * before["second"]
+
+
+def test_scales_that_are_read_and_set_again_give_the_same_bits_with_a_residual_too() -> None:
+    prepared = skips()
+    again = fxq.prepare(Skips(), images()[:1], "nash-e")
+    again.load_state_dict(prepared.state_dict())
+    fresh = fxq.prepare(Skips(), images()[:1], "nash-e")
+    with torch.no_grad():
+        for mine, theirs in zip(fresh.parameters(), prepared.parameters(), strict=True):
+            mine.copy_(theirs)
+    scales = fxq.qparams(prepared)
+    fxq.set_qparams(fresh, {name: scale for name, scale in scales.items() if name != "second.intermediate"})
+    with pytest.raises(fxq.NotCalibrated, match=r"%second\.intermediate has no scale yet"):
+        fxq.convert(fresh)
+    fxq.set_qparams(fresh, scales)
+    fxq.set_state(fresh, fxq.State.VALIDATE)
+    assert torch.equal(fresh(images()), prepared(images()))
+    assert fxq.verify(prepared, fxq.convert(fresh), [images()], show_progress=False)

@@ -24,6 +24,10 @@ def _extremum(
     def lower(lowering: Lowering, input: Quantized | Tensor, other: Quantized | Tensor) -> Quantized:
         """Each operand on the output's scale, then compared."""
         to = lowering.output
+        for role, operand in (("input", input), ("other", other)):
+            if isinstance(operand, Tensor) and bool(torch.isnan(operand).any()):  # an infinite one saturates
+                lowering.parameters[f"its constant {role!r}"] = operand
+                raise lowering.not_finite()
 
         def integers(operand: Quantized | Tensor, role: str) -> Any:
             if isinstance(operand, Quantized):

@@ -29,7 +29,10 @@ def _lower_prelu(lowering: Lowering, input: Quantized, weight: Tensor, *, clamp:
     n is the same for all channels: the largest for which no product reaches 2^23 (2^30 for int16), 15 for int8
     and slopes up to one. What is above zero is exact, so a slope of one is the identity.
     """
+    lowering.parameters["its weight"] = weight
     wide = input.dtype.bits > 8
+    if not bool(torch.isfinite(weight).all()):
+        raise lowering.not_finite()
     bits = (30 if wide else 23) - math.frexp(input.dtype.magnitude * max(1.0, float(weight.detach().abs().max())))[1]
     real = weight * 2.0**bits
     exact = torch.round(real.detach())

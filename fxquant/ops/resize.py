@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fxquant.graph import TensorFact, fact, shape_of
 from fxquant.lowering import Lowering, Quantized
-from fxquant.numerics import FLOAT32_EXACT
+from fxquant.numerics import EVERYTHING, FLOAT32_EXACT
 from fxquant.ops.record import Operator, Scale, register
 from fxquant.primitives import resize, shape
 
@@ -38,19 +38,23 @@ def interpolate(
 # ---- nearest --------------------------------------------------------------------------------------------------------
 
 
+# What is kept from one call to the next are plain numbers: a tensor would belong to the mode, the dtype and the device that
+# the first call was made with, and one of inference mode could never be trained with.
+
+
 @functools.cache
-def _nearest(length: int, size: int | None, factor: float | None, mode: str) -> Tensor:
+def _nearest(length: int, size: int | None, factor: float | None, mode: str) -> tuple[int, ...]:
     """Which of `length` elements stands at each position: PyTorch's own answer, for the positions themselves."""
     positions = torch.arange(length, dtype=torch.float32, device="cpu").reshape(1, 1, length)
-    return F.interpolate(positions, size, factor, mode).flatten().to(torch.int64)
+    return tuple(F.interpolate(positions, size, factor, mode).flatten().int().tolist())
 
 
 def _lower_nearest(lowering: Lowering, input: Quantized, axes: list[tuple[int, int | None, float | None]], mode: str) -> Quantized:
     value = input.value
     for axis, (length, size, factor) in enumerate(axes):
         indices = _nearest(length, size, factor, mode)
-        if indices.tolist() != list(range(length)):
-            stored = lowering.constant(f"indices{axis}", indices.to(input.scale.device), torch.int64)
+        if indices != tuple(range(length)):
+            stored = lowering.constant(f"indices{axis}", torch.tensor(indices, device=input.scale.device), torch.int64)
             value = lowering.call(shape.select, value, axis + 2, stored)
     return input.with_value(value)
 
@@ -59,11 +63,11 @@ def _lower_nearest(lowering: Lowering, input: Quantized, axes: list[tuple[int, i
 
 
 @functools.cache
-def _weights(length: int, size: int | None, factor: float | None, align_corners: bool, bits: int) -> Tensor:
-    """The weight, in steps of 2^-bits, of every element in every output: [outputs, length]; each row sums to 2^bits.
+def _neighbours(length: int, size: int | None, factor: float | None, align_corners: bool, bits: int) -> tuple[tuple[int, int], ...]:
+    """For every output the first of its two neighbours, and the weight of the second in steps of 2^-bits; both weights sum to 2^bits.
 
     The source of output i lies at (i + ½)/factor - ½, or, with `align_corners`, such that both ends coincide;
-    its two neighbours have the weights of linear interpolation, rounded half up.
+    its two neighbours have the weights of linear interpolation, rounded half up. At the end there is no second, and it has no weight.
     """
     count = math.floor(length * factor) if size is None and factor is not None else size
     assert count is not None
@@ -71,14 +75,20 @@ def _weights(length: int, size: int | None, factor: float | None, align_corners:
         step = Fraction(length - 1, max(count - 1, 1))
     else:
         step = Fraction(length, count) if factor is None else 1 / Fraction(factor)
-    weights = torch.zeros(count, length, dtype=torch.float32, device="cpu")
+    found = []
     for output in range(count):
         source = output * step if align_corners else max((output + HALF) * step - HALF, Fraction(0))
         first = min(math.floor(source), length - 1)
-        if first + 1 < length:
-            weights[output, first + 1] = _second_weight(source - first, bits)
-        weights[output, first] = 2**bits - weights[output].sum()
-    return weights
+        found.append((first, _second_weight(source - first, bits) if first + 1 < length else 0))
+    return tuple(found)
+
+
+def _weights(neighbours: tuple[tuple[int, int], ...], length: int, bits: int, device: torch.device) -> Tensor:
+    """The weight, in steps of 2^-bits, of every element in every output: float32 [outputs, length]; each row sums to 2^bits."""
+    first, second = torch.tensor(neighbours, dtype=torch.int64, device=device).reshape(-1, 2).unbind(1)
+    weights = torch.zeros(len(neighbours), length, dtype=torch.float32, device=device)
+    weights.scatter_(1, first.unsqueeze(1), (2**bits - second).float().unsqueeze(1))
+    return weights.scatter_add_(1, (first + 1).clamp_max(length - 1).unsqueeze(1), second.float().unsqueeze(1))
 
 
 def _second_weight(share: Fraction, bits: int) -> int:
@@ -92,9 +102,10 @@ def _lower_linear(lowering: Lowering, input: Quantized, axes: list[tuple[int, in
     bits = lowering.arithmetic.resize_fraction_bits
     matrices: list[Any] = []
     for role, axis in zip(("columns", "rows"), reversed(axes), strict=False):
-        weights = _weights(*axis, align_corners, bits)
-        unchanged = torch.equal(weights, 2**bits * torch.eye(axis[0], dtype=torch.float32, device="cpu"))
-        matrices.append(None if unchanged else lowering.constant(role, weights.to(input.scale.device), torch.int32))
+        neighbours = _neighbours(*axis, align_corners, bits)
+        unchanged = neighbours == tuple((position, 0) for position in range(axis[0]))
+        weights = None if unchanged else _weights(neighbours, axis[0], bits, input.scale.device)
+        matrices.append(None if weights is None else lowering.constant(role, weights, torch.int32))
     largest = float(input.dtype.magnitude * 2 ** (bits * (len(matrices) - matrices.count(None))))
     wide = largest >= FLOAT32_EXACT
     lowering.prove(torch.tensor(largest, dtype=torch.float64, device="cpu"), "the interpolated sum", limit=(FLOAT64_EXACT if wide else FLOAT32_EXACT) - 1)

@@ -19,7 +19,6 @@ from fxquant.numerics import EVERYTHING, Interval, table
 from fxquant.ops.record import Operator, operator_of, register
 from fxquant.primitives import elementwise
 
-
 UNARY: dict[str, tuple[Callable[..., Tensor], Callable[..., float]]] = {}  # on tensors, and on one Python float
 
 

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.batch_norm import BatchNorm, correct_batch, fold, running_gain
+from fxquant.errors import ConfigurationError
 from fxquant.graph import Size, TensorFact, fact, is_parameter, resolve
 from fxquant.learning import learned_step
-from fxquant.lowering import Clamp, Lowering, Quantized, straight_through
+from fxquant.lowering import Clamp, Lowering, Quantized, named_parameters, straight_through
 from fxquant.numerics import (
     FLOAT32_EPSILON,
     FLOAT32_EXACT,
@@ -109,12 +110,15 @@ def lower_weighted(
     """
     dtype, per_channel = lowering.weight.type, lowering.weight.per_channel
     unfolded, live, gain = bias, False, None
+    lowering.parameters.update(named_parameters(weight, bias, batch_norm))
     if batch_norm is not None:
         live, gain = lowering.live_batch_norm, running_gain(batch_norm)
         weight, bias = fold(weight, bias, batch_norm, 0)
     chosen = scale = lowering.weight_scale(weight, gain)
     if bias is not None:
         scale = raise_for_bias(scale, bias if per_channel else bias.abs().max(), input.scale, bias_limit(input.dtype, dtype))
+    if live and not bool(torch.isfinite(scale).all()):  # before any statistics move
+        raise lowering.not_finite()
     used = scale == chosen
     scale = lowering.settle(scale)
     integers = _weight_integers(lowering, weight, scale, used, gain)
@@ -140,6 +144,7 @@ def lower_weighted(
         bound = accumulator_bound(integers, None, 0, 2 ** (bits - 1))
         sums = form(lowering.prove(bound, "the sum", limit), None)
         step, axis = input.scale * scale, sums.dim() - 1 - trailing
+        _check_statistics(lowering, sums.numel() // sums.shape[axis])
         correction, bias = correct_batch(batch_norm, unfolded, sums, step, axis, used & (scale > FLOAT32_EPSILON))
         steps = (*steps, correction)
     bias_q = None if bias is None else _bias_integers(bias, input.scale, scale)
@@ -167,6 +172,16 @@ def lower_weighted(
     shaped = lowering.constant("residual_multiplier", _broadcast(multiplier, trailing), torch.int64 if dtype.bits > 8 else torch.int32)
     accumulator = lowering.call(accumulate.add_residual, accumulator, residual.value, shaped)
     return lowering.requantize(accumulator, ratio, clamp, bound=largest)
+
+
+def _check_statistics(lowering: Lowering, values: int) -> None:
+    if values < 2:
+        raise ConfigurationError(
+            f"the batch norm of %{lowering.name} cannot use the statistics of this batch",
+            **lowering.place,
+            because=f"the batch has {values} value{'' if values == 1 else 's'} for each channel, and the variance of fewer than 2 is nothing",
+            remedy="train with a larger batch (drop_last=True in a DataLoader), or call fxq.freeze(prepared, scales=False) first",
+        )
 
 
 def _narrowed(

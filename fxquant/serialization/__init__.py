@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import torch
 from torch import fx
 
 from fxquant.errors import ExportError, FxQuantError
@@ -41,7 +42,7 @@ def load_model(path: str | os.PathLike[str], target_of: TargetOf) -> fx.GraphMod
     except OSError as error:
         raise ExportError(f"{path} cannot be read", because=str(error), remedy="pass the path of a file that fxq.save wrote") from error
     try:
-        with collection_paused():
+        with collection_paused(), torch.inference_mode(False):
             return read_model(*unpack(content), target_of)
     except Exception as error:  # whatever the readers of the parts say about a file that is damaged, or was made up
         because = f"{error.what}: {error.because}" if isinstance(error, FxQuantError) else str(error) or type(error).__name__

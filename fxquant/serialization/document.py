@@ -18,8 +18,7 @@ from fxquant.serialization.tree import TargetOf, TreeReader, TreeWriter
 from fxquant.serialization.values import Malformed, cannot_save, decode, encode, expect
 from fxquant.spec import QConfig
 from fxquant.stage import Stage, violations
-from fxquant.trace import attach_input_check, is_traced
-from fxquant.trace.result import _check_inputs
+from fxquant.trace import InputCheck, attach_input_check, is_traced
 from fxquant.trace.signature import attach_signature, is_signature, take_apart
 
 FORMAT, VERSION = "fxquant model", 1
@@ -44,7 +43,7 @@ def write_model(model: Any, target_of: TargetOf) -> tuple[dict[str, Any], dict[s
     """The document and the tensors of a model. Raises ExportError, naming what it is, if anything of it has no form there."""
     if not isinstance(model, fx.GraphModule) or not (is_traced(model) or "stage" in model.meta):
         cannot_save(f"a {type(model).__name__}", "it is no model of fxquant's at any stage", "save what trace, prepare or convert returned")
-    others = [hook for hook in model._forward_pre_hooks.values() if hook not in (_check_inputs, take_apart)]
+    others = [hook for hook in model._forward_pre_hooks.values() if not (isinstance(hook, InputCheck) or hook is take_apart)]
     if others or model._forward_hooks or model._backward_hooks or model._backward_pre_hooks:
         cannot_save("the model", "it has hooks, and a file holds no code", "remove the hooks first")
     target = model.meta.get("target")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxquant.learning import WeightScale
+from fxquant.learning import TrainableScale, WeightScale
 from fxquant.numerics import ACTIVATION_TYPES, EVERYTHING, Arithmetic, Interval
 from fxquant.observers import MinMaxObserver, Observer
 from fxquant.prepared import QuantizedOperator
@@ -55,7 +55,7 @@ class TreeWriter:
         parts = {
             "training": expect(module.training, bool),
             "parameters": {name: self._tensor(tensor, path + name) for name, tensor in module._parameters.items()},
-            "buffers": {name: self._tensor(tensor, path + name) for name, tensor in module._buffers.items()},
+            "buffers": {name: self._tensor(tensor, path + name) for name, tensor in module._buffers.items() if name not in _derived(module)},
             "transient": sorted(module._non_persistent_buffers_set),
             "modules": {name: self._module(child, path + name) for name, child in module._modules.items()},
         }
@@ -210,6 +210,8 @@ class TreeReader:
     def fill(self, module: nn.Module, entry: Mapping[str, Any]) -> nn.Module:
         """Put everything the file says into a module, and take out everything else."""
         module.__dict__["training"] = expect(entry.get("training", False), bool)
+        derived = {name: module._buffers[name] for name in _derived(module)}
+        order = list(module._buffers)
         for part in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             module.__dict__[part].clear()
         for name, tensor in expect(entry.get("parameters", {}), dict).items():
@@ -217,6 +219,10 @@ class TreeReader:
         transient = expect(entry.get("transient", []), list)
         for name, tensor in expect(entry.get("buffers", {}), dict).items():
             module.register_buffer(name, self._tensor(tensor), persistent=name not in transient)
+        if derived:
+            found = {**module._buffers, **derived}
+            module.__dict__["_buffers"].clear()
+            module.__dict__["_buffers"].update({name: found.pop(name) for name in order if name in found}, **found)
         for name, child in expect(entry.get("modules", {}), dict).items():
             module.add_module(name, self._module(child))
         return module
@@ -319,6 +325,11 @@ class TreeReader:
     def _tensor(self, name: Any) -> Tensor | None:
         found: Tensor | None = None if name is None else look_up(self._tensors, name, "tensor")
         return found
+
+
+def _derived(module: nn.Module) -> tuple[str, ...]:
+    """The buffers that follow from a module's arguments, and have no place in a file."""
+    return module.derived if isinstance(module, TrainableScale) else ()
 
 
 def _form(module: nn.Module) -> list[tuple[str, torch.Size, torch.dtype]]:

@@ -2,7 +2,7 @@
 
 trace(model, example_inputs)   the graph
 assumptions(traced)            what was fixed while tracing
-attach_input_check(traced)     let a graph check its inputs when it runs
+attach_input_check(graph)      let a graph check its inputs when it runs, by an InputCheck
 attach_signature(model)        let a graph be called like the float model
 is_traced(module)              whether `trace` made it
 float_model(model)             the float model that is meant, or an error that says what it is instead
@@ -21,13 +21,14 @@ from fxquant.graph import BATCH_SIZES, collection_paused
 from fxquant.spec import attached_qconfigs
 from fxquant.trace.checks import RETRACE_SIZES, compare_recordings, compare_with_model
 from fxquant.trace.entry import float_model, is_traced
+from fxquant.trace.input_check import InputCheck, attach_input_check
 from fxquant.trace.inputs import ExampleInputs, bind_inputs
 from fxquant.trace.leaves import LeafRule, default_leaf
-from fxquant.trace.result import assumptions, attach_input_check, build
+from fxquant.trace.result import assumptions, build
 from fxquant.trace.signature import attach_signature
 from fxquant.trace.tracer import record
 
-__all__ = ["assumptions", "attach_input_check", "attach_signature", "default_leaf", "float_model", "is_traced", "trace"]
+__all__ = ["InputCheck", "assumptions", "attach_input_check", "attach_signature", "default_leaf", "float_model", "is_traced", "trace"]
 
 
 @checked()

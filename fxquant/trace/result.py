@@ -1,4 +1,4 @@
-"""The traced GraphModule: its module tree, what is written on it, and the check of its inputs."""
+"""The traced GraphModule: its module tree, and what is written on it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import torch
 from torch import fx, nn
 
 from fxquant import graph as facts
-from fxquant.errors import ConfigurationError
-from fxquant.graph import BatchDim, Model, TensorFact, attach, replace_graph
+from fxquant.graph import Model, TensorFact, attach, replace_graph
 from fxquant.trace.entry import STAGE
+from fxquant.trace.input_check import TRANSIENT, attach_input_check
 from fxquant.trace.signature import attach_signature, set_signature
 from fxquant.trace.snapshot import Snapshot
 from fxquant.trace.tracer import Recording
 
 _ASSUMPTIONS = "fxquant.assumptions"
-_TRANSIENT = "fxquant.transient_buffers"
 
 
 def assumptions(module: fx.GraphModule) -> list[str]:
@@ -42,7 +41,7 @@ def build(model: nn.Module, recording: Recording) -> fx.GraphModule:
     module.recompile()
     module.meta[STAGE] = "traced"
     module.meta[_ASSUMPTIONS] = [*recording.notes, *_fixed_sizes(module), *_unused(module)]
-    module.meta[_TRANSIENT] = sorted(module._non_persistent_buffers_set)
+    module.meta[TRANSIENT] = sorted(module._non_persistent_buffers_set)
     set_signature(module, recording.signature)
     attach_input_check(module)
     attach_signature(module)
@@ -97,62 +96,3 @@ def _unused(module: fx.GraphModule) -> list[str]:
         if name not in used and not any(".".join(parts[:end]) in owners for end in range(1, len(parts))):
             names.append(f"parameter {name} is not used by the graph")
     return names
-
-
-# ---- the check of the inputs ---------------------------------------------------------------------------------------
-
-
-def attach_input_check(module: fx.GraphModule) -> None:
-    """Let the module check its inputs against the facts of its placeholders before it computes anything.
-
-    The check survives `copy.deepcopy`; calling this again replaces it.
-    """
-    for key, hook in list(module._forward_pre_hooks.items()):
-        if hook is _check_inputs:
-            del module._forward_pre_hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
-    module.register_forward_pre_hook(_check_inputs, with_kwargs=True)
-    if _restore not in module._deepcopy_hooks:
-        module._deepcopy_hooks.append(_restore)
-
-
-def _restore(copy: fx.GraphModule) -> None:
-    # deepcopy of a GraphModule forgets its hooks, and which of its own buffers are not to be saved.
-    copy._non_persistent_buffers_set.update(set(copy.meta.get(_TRANSIENT, ())) & set(copy._buffers))
-    attach_input_check(copy)
-
-
-def _check_inputs(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    batch: tuple[str, int] | None = None
-    for index, node in enumerate(module.graph.find_nodes(op="placeholder")):
-        fact = facts.fact(node)
-        name = str(node.target)
-        given = args[index] if index < len(args) else kwargs.get(name)
-        if not isinstance(fact, TensorFact) or given is None:
-            continue
-        _check_kind(name, given, fact)
-        for dim, (size, wanted) in enumerate(zip(given.shape, fact.shape, strict=True)):
-            if not isinstance(wanted, BatchDim):
-                if size != wanted:
-                    _refuse_input(name, f"dimension {dim} has size {size}", f"the model was traced with {fact}, and only B can vary")
-            elif batch is None:
-                batch = (name, size)
-            elif batch[1] != size:
-                _refuse_input(name, f"its batch is {size}", f"input {batch[0]} has a batch of {batch[1]}, and all inputs share one")
-
-
-def _check_kind(name: str, given: Any, fact: TensorFact) -> None:
-    if not isinstance(given, torch.Tensor):
-        _refuse_input(name, f"it is a {type(given).__name__}", f"the model was traced with a tensor, {fact}")
-    if given.dim() != len(fact.shape):
-        _refuse_input(name, f"it has {given.dim()} dimensions", f"the model was traced with {fact}")
-    if given.dtype != fact.dtype:
-        _refuse_input(name, f"its type is {given.dtype}", f"the model was traced with {fact}")
-
-
-def _refuse_input(name: str, what: str, because: str) -> None:
-    raise ConfigurationError(
-        f"input {name} does not fit the graph: {what}",
-        because=because,
-        remedy="pass an input of that form, or trace the model again with an example of the new one",
-    )
