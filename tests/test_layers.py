@@ -27,6 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.version": set(),
     "fxquant.progress": set(),
     "fxquant.batch_norm": set(),
+    "fxquant.carried": set(),
     "fxquant.codegen": set(),
     "fxquant.graph": {"codegen", "errors"},
     "fxquant.target": {"numerics"},
@@ -42,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.batches": {"errors", "graph"},
     "fxquant.distributed": {"errors", "observers"},
     "fxquant.calibration": BASE | {"batches", "distributed", "graph", "prepared", "progress", "quantizer", "state"},
-    "fxquant.trace": {"errors", "graph", "spec", "trace"},
+    "fxquant.trace": {"carried", "errors", "graph", "spec", "trace"},
     "fxquant.serialization": BASE
     | {
         "batch_norm",

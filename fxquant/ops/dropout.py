@@ -39,7 +39,7 @@ def _drops(kind: str) -> Callable[..., dict[str, Any]]:
 
     def arguments(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool | None = None) -> Any:
         if (training if train is None else train) and p > 0:
-            return "it drops at random in eval mode as well (training=True), and an integer graph draws no numbers"
+            return "it drops at random in eval mode as well (training=True), so no two runs are equal"
         return {"input": input, "p": p, "kind": kind}
 
     return arguments

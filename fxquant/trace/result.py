@@ -9,8 +9,9 @@ import torch
 from torch import fx, nn
 
 from fxquant import graph as facts
+from fxquant.carried import Carried
 from fxquant.errors import ConfigurationError
-from fxquant.graph import BatchDim, Model, TensorFact, attach, replace_graph
+from fxquant.graph import CARRIED, BatchDim, Model, TensorFact, attach, replace_graph
 from fxquant.trace.entry import STAGE
 from fxquant.trace.signature import attach_signature, set_signature
 from fxquant.trace.snapshot import Snapshot
@@ -41,8 +42,9 @@ def build(model: nn.Module, recording: Recording) -> fx.GraphModule:
     replace_graph(module, recording.graph)
     module.recompile()
     module.meta[STAGE] = "traced"
-    module.meta[_ASSUMPTIONS] = [*recording.notes, *_fixed_sizes(module), *_unused(module)]
+    module.meta[_ASSUMPTIONS] = [*recording.notes, *_fixed_sizes(module), *_turned_to_eval(model, called), *_unused(module)]
     module.meta[_TRANSIENT] = sorted(module._non_persistent_buffers_set)
+    module.meta[CARRIED] = Carried.of(model)
     set_signature(module, recording.signature)
     attach_input_check(module)
     attach_signature(module)
@@ -86,6 +88,14 @@ def _fixed_sizes(module: fx.GraphModule) -> list[str]:
         if isinstance(fact, TensorFact):
             sizes.append(f"input {node.target} is {fact}: every size but B is fixed")
     return sizes
+
+
+def _turned_to_eval(model: nn.Module, called: set[Any]) -> list[str]:
+    """Layers that alone are in train mode, as for Monte Carlo dropout: the graph has them as in eval mode."""
+    if model.training:
+        return []
+    found = [path for path, module in model.named_modules() if module.training and path in called]
+    return [f"{path} is in train mode, and the model is not: it was traced in eval mode" for path in found]
 
 
 def _unused(module: fx.GraphModule) -> list[str]:
