@@ -227,16 +227,16 @@ class _SlowAttention(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _OwnRandomNumbers(TorchDispatchMode):
+class _OwnRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What draws random numbers draws them from streams of this mode's own; a generator is lent to them for one call at a time."""
 
-    _lock = threading.Lock()
+    _lock = threading.RLock()  # a trace inside of a trace draws through both
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._states: dict[Any, torch.Tensor] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
             return func(*args, **kwargs)

@@ -129,9 +129,10 @@ def share_memory(base: TracedTensor, result: Any, same_place: bool, step: View |
             view.place = base.place if same_place and not several else object()
             if view.place is base.place:
                 view.way = base.way
+            elif base.way is None or step is None:
+                view.way = None
             else:
-                known = base.way is not None and step is not None
-                view.way = (*base.way, replace(step, item=index) if several else step) if known else None  # type: ignore[misc, type-var]
+                view.way = (*base.way, replace(step, item=index) if several else step)
 
 
 def view_step(handler: Handler, op: str, target: Any, function: Any, args: Any, kwargs: Any) -> View | None:
