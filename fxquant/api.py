@@ -69,8 +69,9 @@ def prepare(
 
     `qconfig` says how everything is quantized, or with a mapping what is quantized how; an attribute `qconfig` on one of the
     model's modules goes before it, for everything below that module (None: float), and the nearest goes first.
-    The caller's model is not modified. `until` stops after a pass ("activation.fuse") or stage and returns the
-    graph as it is then.
+    The caller's model is not modified. Its attributes and methods (`class_names`, `postprocess`) are those of the result as well,
+    as far as a GraphModule has none of that name; methods are bound to the result. `until` stops after a pass ("activation.fuse")
+    or stage and returns the graph as it is then.
 
     `batch_norm` says what batch norms do while training:
 
@@ -307,7 +308,8 @@ def save(model: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
     """Write a traced, prepared or integer model to one file, whole or not at all; returns its path.
 
     The file holds the graph as JSON and the tensors as safetensors, and no code; equal models give equal bytes.
-    A loaded model continues where this one is: its state, scales, observations and frozen statistics are kept.
+    A loaded model continues where this one is: its state, scales, observations and frozen statistics are kept. Attributes and
+    methods that the float model had besides are not in the file.
 
     Raises ExportError, and writes nothing, if something has no place in a file: hooks, a class or function that
     is neither PyTorch's nor fxquant's.

@@ -427,6 +427,9 @@ def autocast_off() -> Iterator[None]:
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps", "mtia", "hpu", "maia")
 
 
+CARRIED = "fxquant.carried"  # in `meta` of a model: what else the float model held
+
+
 class Model(fx.GraphModule):
     """A GraphModule whose copies keep everything: unused parameters, hooks, and `meta`.
 
@@ -440,6 +443,21 @@ class Model(fx.GraphModule):
             object.__setattr__(self, name, value)  # nn.Module would take it for the user's
         else:
             super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        """What is registered under that name, or else what the float model carried; no attribute of this model is hidden by that."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            carried = self.__dict__.get("meta", {}).get(CARRIED)
+            if carried is None or (name.startswith("__") and name.endswith("__")):
+                raise
+            try:
+                return carried.find(self, name)
+            except AttributeError as error:
+                if str(error) != name:
+                    raise  # raised by the user's own property
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def recompile(self) -> PythonCode:
         """Compile the graph anew."""
@@ -506,6 +524,11 @@ class Model(fx.GraphModule):
         copied.recompile()
         return copied
 
+    def __copy__(self) -> Model:
+        copied = Model.of(self, copy_graph(self.graph))
+        copied.recompile()
+        return copied
+
     def __reduce__(self) -> tuple[Any, ...]:
         # A GraphModule would be traced anew from its code, and forget every fact.
         state = {name: value for name, value in self.__dict__.items() if name != "_graph"}
@@ -546,8 +569,8 @@ def _entry(node: fx.Node) -> tuple[Any, ...]:
 
 
 def free_name(gm: torch.nn.Module, name: str) -> str:
-    """The name, with underscores behind it while the model has an attribute of that name."""
-    while hasattr(gm, name):
+    """The name, with underscores behind it while something is registered under it, or the GraphModule has an attribute of that name."""
+    while name in own_names() or any(name in registry for registry in (gm._modules, gm._parameters, gm._buffers)):
         name += "_"
     return name
 

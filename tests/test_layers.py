@@ -28,6 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.version": set(),
     "fxquant.progress": set(),
     "fxquant.batch_norm": set(),
+    "fxquant.carried": set(),
     "fxquant.codegen": set(),
     "fxquant.graph": {"codegen", "errors"},
     "fxquant.rules": {"graph", "spec"},
@@ -44,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.batches": {"errors", "graph"},
     "fxquant.distributed": {"errors", "observers"},
     "fxquant.calibration": BASE | {"batches", "distributed", "graph", "prepared", "progress", "quantizer", "state"},
-    "fxquant.trace": {"arguments", "errors", "graph", "spec", "trace"},
+    "fxquant.trace": {"arguments", "carried", "errors", "graph", "spec", "trace"},
     "fxquant.serialization": BASE
     | {
         "batch_norm",

@@ -1,4 +1,4 @@
-"""Dropout in all its kinds: nothing at all, except while training."""
+"""Dropout in all its kinds: nothing at all, except while training. What drops in eval mode, too, is no operator of the table."""
 
 from __future__ import annotations
 
@@ -36,9 +36,13 @@ def _lower_dropout(lowering: Lowering, input: Quantized, p: float, kind: str) ->
 
 
 def _drops(kind: str) -> Callable[..., dict[str, Any]]:
-    """The canonical arguments of one of PyTorch's functions; whether it was told to act says nothing, for the model was traced in eval."""
+    """The canonical arguments of one of PyTorch's functions. One that was told to act acts in eval mode, too, since the model was
+    traced in it: as in Monte Carlo dropout, it is no function of its input, and stays what it is.
+    """
 
-    def arguments(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True) -> dict[str, Any]:
+    def arguments(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool | None = None) -> Any:
+        if (training if train is None else train) and p > 0:
+            return "it drops at random in eval mode as well (training=True), so no two runs are equal"
         return {"input": input, "p": p, "kind": kind}
 
     return arguments

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from fxquant.errors import FxQuantError
-from fxquant.graph import Annotation, Model, Operation, QParams, replace_graph, spelling
+from fxquant.graph import CARRIED, Annotation, Model, Operation, QParams, replace_graph, spelling
 from fxquant.serialization.archive import as_text
 from fxquant.serialization.names import PROPERTIES, function_name, function_named, is_method
 from fxquant.serialization.tree import TargetOf, TreeReader, TreeWriter
@@ -55,7 +55,7 @@ def write_model(model: Any, target_of: TargetOf) -> tuple[dict[str, Any], dict[s
         "format": FORMAT,
         "version": VERSION,
         "name": _identifier(type(model).__name__),
-        "meta": {name: encode(value.name if name == "target" else value) for name, value in model.meta.items()},
+        "meta": {name: encode(value.name if name == "target" else value) for name, value in model.meta.items() if name != CARRIED},
         "root": root,
         "modules": tree.modules,
         "tensors": tree.roles,

@@ -107,7 +107,7 @@ def _functions() -> dict[str, Callable[..., Any]]:
         ("linalg", torch.linalg, _LINALG),
         ("special", torch.special, _SPECIAL),
         ("fft", torch.fft, _FFT),
-        ("fxquant", functional, "setitem copy fill zero"),
+        ("fxquant", functional, "setitem write copy fill zero"),
     ):
         table.update(_listed(space, home, names))
     table.update({f"operator:{record.name}": function for function, record in OPERATORS.items()})

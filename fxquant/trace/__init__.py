@@ -11,12 +11,15 @@ default_leaf(module, path)     which modules stay whole
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from fxquant.arguments import checked
+from fxquant.errors import FxQuantError, TraceError
 from fxquant.graph import BATCH_SIZES, collection_paused
 from fxquant.spec import attached_qconfigs
 from fxquant.trace.checks import RETRACE_SIZES, compare_recordings, compare_with_model
@@ -26,7 +29,7 @@ from fxquant.trace.inputs import ExampleInputs, bind_inputs
 from fxquant.trace.leaves import LeafRule, default_leaf
 from fxquant.trace.result import assumptions, build
 from fxquant.trace.signature import attach_signature
-from fxquant.trace.tracer import record
+from fxquant.trace.tracer import Recording, record
 
 __all__ = ["InputCheck", "assumptions", "attach_input_check", "attach_signature", "default_leaf", "float_model", "is_traced", "trace"]
 
@@ -63,10 +66,33 @@ def trace(
 
 def _traced(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule | None, check: bool) -> fx.GraphModule:
     qconfigs = attached_qconfigs(model)
-    recording = record(model, inputs, (*BATCH_SIZES, *RETRACE_SIZES), leaf, qconfigs, locate=True)
+    recording = _recorded(model, inputs, leaf, qconfigs)
     if check and inputs.batch is not None:
         compare_recordings(recording, record(model, inputs, (*RETRACE_SIZES, *BATCH_SIZES), leaf, locate=False))
     traced = build(model, recording)
     if qconfigs:
         traced.meta["qconfigs"] = list(qconfigs)  # the paths of their modules
     return traced
+
+
+def _recorded(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule | None, qconfigs: Mapping[str, Any]) -> Recording:
+    try:
+        return record(model, inputs, (*BATCH_SIZES, *RETRACE_SIZES), leaf, qconfigs, locate=True)
+    except TraceError as error:
+        if error.__cause__ is None or inputs.batch is None or not _runs_at_one_size(model, inputs, leaf):
+            raise
+        raise TraceError(
+            f"the batch size of the example, {inputs.batch}, is written into forward",
+            at=error.at,
+            because=f"with that size forward runs; with another one this line fails: {error.because}",
+            remedy="write x.shape[0], or -1, in place of the number, or pass dynamic_shapes={} to fix the batch size",
+        ) from error.__cause__
+
+
+def _runs_at_one_size(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule | None) -> bool:
+    """Whether a model that cannot be traced at any batch size can be at the example's."""
+    try:
+        record(model, replace(inputs, batch=None), (*BATCH_SIZES, *RETRACE_SIZES), leaf, locate=False)
+    except FxQuantError:
+        return False
+    return True

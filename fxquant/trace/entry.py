@@ -36,22 +36,22 @@ def float_model(model: Any) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         _refuse_other(model)
-    model = uncompiled(model)
-    if isinstance(model, torch.jit.ScriptModule):
+    found = uncompiled(model)
+    if isinstance(found, torch.jit.ScriptModule):
         refuse_scripted("the model")
-    for path, module in model.named_modules():
+    for path, module in found.named_modules():
         if isinstance(module, fx.GraphModule) and "stage" in module.meta:
             _refuse_stage(path, str(module.meta["stage"]), module.meta.get("target"))
         if _is_quantized_by_torch(type(module)):
             _refuse_torch_quantized(path, type(module))
-    return model
+    return found
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
     """The module that `torch.compile` has wrapped; any other module itself."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported before somebody compiles
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # not imported before somebody compiles
     while dynamo is not None and isinstance(module, dynamo.OptimizedModule):
-        module = module._modules["_orig_mod"]  # type: ignore[assignment]
+        module = module.get_submodule("_orig_mod")
     return module
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import logging
 import math
 import sys
 import threading
@@ -111,6 +112,14 @@ def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return active().call_module(usual, module, args, kwargs) if is_tracing() else usual(module, *args, **kwargs)
 
 
+_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+def _keeps_to_itself(record: logging.LogRecord) -> Any:
+    """Stands in for the filter of a log in which PyTorch reports, with a traceback, an error that a trace turns into one of its own."""
+    return False if is_tracing() else logging.Logger.filter(_FAKE_LOG, record)
+
+
 # ---- replacing, for as long as anyone traces -------------------------------------------------------------------------
 
 
@@ -179,7 +188,8 @@ def prepared_environment(model: nn.Module) -> Iterator[None]:
 
     Other threads may trace at the same time, or run models: they notice nothing.
     """
-    wanted = [(nn.Module, "__call__", _call_module), *(entry for module in _python_modules(model) for entry in _stand_ins(module))]
+    wanted: list[tuple[Any, str, Any]] = [(nn.Module, "__call__", _call_module), (_FAKE_LOG, "filter", _keeps_to_itself)]
+    wanted += [entry for module in _python_modules(model) for entry in _stand_ins(module)]
     with undisturbed(), _replacements.installed(wanted):
         yield
 
@@ -217,16 +227,16 @@ class _SlowAttention(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _OwnRandomNumbers(TorchDispatchMode):
+class _OwnRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What draws random numbers draws them from streams of this mode's own; a generator is lent to them for one call at a time."""
 
-    _lock = threading.Lock()
+    _lock = threading.RLock()  # a trace inside of a trace draws through both
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._states: dict[Any, torch.Tensor] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
             return func(*args, **kwargs)

@@ -27,3 +27,31 @@ def fill(tensor: torch.Tensor, value: Any) -> torch.Tensor:
 def zero(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor like `tensor` that holds zeros."""
     return torch.zeros_like(tensor)
+
+
+def write(tensor: torch.Tensor, value: torch.Tensor, way: Any) -> torch.Tensor:
+    """A copy of `tensor` in which a view of it holds `value`.
+
+    `way` leads there: (name, arguments, keyword arguments) of one method after the other, each one of VIEWS. Raises ValueError for
+    another method.
+    """
+    result = tensor.clone()
+    view: Any = result
+    for name, args, kwargs in way:
+        if name == "getattr" and args in (("T",), ("mT",)):
+            view = getattr(view, args[0])
+        elif name in VIEWS and name != "getattr":
+            view = getattr(view, name)(*args, **kwargs) if isinstance(view, torch.Tensor) else view[args[0]]
+        else:
+            raise ValueError(f"{name} makes no view")
+    view.copy_(value)
+    return result
+
+
+# Methods whose results are views of the tensor, and share its elements out among the items of a sequence.
+PARTITIONS = frozenset(("chunk", "split", "split_with_sizes", "tensor_split", "hsplit", "vsplit", "dsplit", "unbind"))
+# All methods that `write` can follow.
+VIEWS = PARTITIONS | frozenset((
+    "__getitem__", "diagonal", "expand", "expand_as", "flatten", "getattr", "movedim", "moveaxis", "narrow", "permute", "ravel",
+    "reshape", "reshape_as", "select", "squeeze", "swapaxes", "swapdims", "t", "transpose", "unflatten", "unsqueeze", "view", "view_as",
+))  # fmt: skip

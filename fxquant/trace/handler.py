@@ -12,9 +12,10 @@ from torch import fx, nn
 
 from fxquant import graph as facts
 from fxquant.errors import FxQuantError
+from fxquant.trace import functional
 from fxquant.trace.arguments import Arguments, is_tracked
 from fxquant.trace.fake import Evaluator, Outcome, Sequenced, is_data_dependent, refuse_batch_condition
-from fxquant.trace.memory import Memory, share_memory
+from fxquant.trace.memory import Memory, share_memory, view_step
 from fxquant.trace.snapshot import Snapshot
 from fxquant.trace.source import user_source
 from fxquant.trace.spelling import Spelling, is_random, property_name, property_spelling, python_operator, spelling_of
@@ -159,6 +160,8 @@ class Handler:
             return getattr(args[0], spelling.target)(*args[1:], **kwargs)
         if spelling.swapped:
             args = args[::-1]
+        if spelling.function is functional.setitem and self.memory.holds(*args):
+            return None
         out = kwargs.get("out")
         target = args[0] if spelling.mutates else out
         if out is not None:
@@ -171,7 +174,7 @@ class Handler:
             return result
         if isinstance(target, (tuple, list)):
             return type(result)([self.memory.advance(*pair) for pair in zip(target, result, strict=True)])
-        return self.memory.advance(target, result)
+        return self.memory.advance(target, result, spelling.op == "call_method" and spelling.target in functional.VIEWS)
 
     def record(
         self, op: str, target: Any, function: Callable[..., Any], args: Any, kwargs: Any, content: bool = True, key: Any = None
@@ -197,7 +200,8 @@ class Handler:
         self._describe(node, _fact(outcome.template))
         result = self._wrap(node, outcome.template)
         if outcome.alias is not None:
-            share_memory(arguments.traced[outcome.alias], result, outcome.same_place)
+            step = view_step(self, op, target, function, args, kwargs) if outcome.alias == 0 else None
+            share_memory(arguments.traced[outcome.alias], result, outcome.same_place, step)
         return result
 
     def _evaluate(self, function: Any, args: Any, kwargs: Any, arguments: Arguments, content: bool, target: Any) -> Outcome:

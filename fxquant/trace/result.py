@@ -9,7 +9,8 @@ import torch
 from torch import fx, nn
 
 from fxquant import graph as facts
-from fxquant.graph import Model, TensorFact, attach, replace_graph
+from fxquant.carried import Carried
+from fxquant.graph import CARRIED, Model, TensorFact, attach, replace_graph
 from fxquant.trace.entry import STAGE
 from fxquant.trace.input_check import TRANSIENT, attach_input_check
 from fxquant.trace.signature import attach_signature, set_signature
@@ -40,8 +41,9 @@ def build(model: nn.Module, recording: Recording) -> fx.GraphModule:
     replace_graph(module, recording.graph)
     module.recompile()
     module.meta[STAGE] = "traced"
-    module.meta[_ASSUMPTIONS] = [*recording.notes, *_fixed_sizes(module), *_unused(module)]
+    module.meta[_ASSUMPTIONS] = [*recording.notes, *_fixed_sizes(module), *_turned_to_eval(model, called), *_unused(module)]
     module.meta[TRANSIENT] = sorted(module._non_persistent_buffers_set)
+    module.meta[CARRIED] = Carried.of(model)
     set_signature(module, recording.signature)
     attach_input_check(module)
     attach_signature(module)
@@ -85,6 +87,14 @@ def _fixed_sizes(module: fx.GraphModule) -> list[str]:
         if isinstance(fact, TensorFact):
             sizes.append(f"input {node.target} is {fact}: every size but B is fixed")
     return sizes
+
+
+def _turned_to_eval(model: nn.Module, called: set[Any]) -> list[str]:
+    """Layers that alone are in train mode, as for Monte Carlo dropout: the graph has them as in eval mode."""
+    if model.training:
+        return []
+    found = [path for path, module in model.named_modules() if module.training and path in called]
+    return [f"{path} is in train mode, and the model is not: it was traced in eval mode" for path in found]
 
 
 def _unused(module: fx.GraphModule) -> list[str]:

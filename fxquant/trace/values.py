@@ -48,17 +48,46 @@ class Number:
     b: int | float
 
 
+@dataclass(frozen=True)
+class View:
+    """One step from a tensor to a view of it.
+
+    spelled   the method's name and its other arguments, as `functional.write` takes them
+    again     records the same operation on another tensor and returns its result
+    item      which item of a sequence of views it is; None if there is one view
+    """
+
+    spelled: tuple[str, tuple[Any, ...], dict[str, Any]]
+    again: Callable[[TracedTensor], Any]
+    item: int | None = None
+
+
+@dataclass(frozen=True)
+class Change:
+    """An in-place operation: the place that was changed, the way there from the whole memory, and what it holds since then."""
+
+    place: object
+    way: tuple[View, ...] | None
+    result: TracedTensor
+
+
 class Aliases:
     """Tensors that share one memory: an in-place operation on one of them makes the others stale.
 
-    latest   the place that was changed last, with the node and the value it has since then
+    changes   all in-place operations, in order; their number is the version of the memory
+    whole     the memory as a whole, after the first `applied` of them
     """
 
-    __slots__ = ("latest", "version")
+    __slots__ = ("applied", "changes", "whole")
 
-    def __init__(self) -> None:
-        self.version = 0
-        self.latest: Any = None
+    def __init__(self, whole: TracedTensor) -> None:
+        self.changes: list[Change] = []
+        self.whole = whole
+        self.applied = 0
+
+    @property
+    def version(self) -> int:
+        return len(self.changes)
 
 
 class _Traces(threading.local):
@@ -103,6 +132,7 @@ class TracedTensor(torch.Tensor, fx.Proxy):  # type: ignore[misc]
     aliases   the tensors that share its memory; None until there is a view
     version   the version of that memory this tensor stands for
     place     equal objects mean the same elements of that memory
+    way       the views that lead there from the whole memory; None if one of them cannot be taken again
     """
 
     node: fx.Node
@@ -110,6 +140,7 @@ class TracedTensor(torch.Tensor, fx.Proxy):  # type: ignore[misc]
     aliases: Aliases | None
     version: int
     place: object
+    way: tuple[View, ...] | None
 
     @staticmethod
     def __new__(cls, node: fx.Node, value: Value) -> TracedTensor:

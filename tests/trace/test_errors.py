@@ -147,14 +147,31 @@ def test_an_error_of_the_model_itself():
     assert text.splitlines()[1] == "  at       test_errors.py:N in forward:  return x.view(x.shape[0], 7)"
 
 
-def test_a_view_that_went_stale():
+@pytest.mark.parametrize("batch", [4, 7])
+def test_a_batch_size_written_into_forward(batch):
     def forward(self, x):
         y = x * 2
-        row = y[:, 0]
-        row.add_(1)
-        return y
+        return y.view(batch, 3) @ torch.ones(3, 2)
 
-    assert refusal(forward).startswith("a tensor is read after its memory was changed through a view\n")
+    x = torch.randn(batch, 3)
+    assert refusal(forward, x) == (
+        f"the batch size of the example, {batch}, is written into forward\n"
+        "  at       test_errors.py:N in forward:  return y.view(batch, 3) @ torch.ones(3, 2)\n"
+        "  because  with that size forward runs; with another one this line fails: "
+        f"shape '[{batch}, 3]' is invalid for input of size {18 if batch == 4 else 12}\n"
+        "  remedy   write x.shape[0], or -1, in place of the number, or pass dynamic_shapes={} to fix the batch size"
+    )
+    model = type("Model", (nn.Module,), {"forward": forward})()
+    assert torch.equal(trace(model, x, dynamic_shapes={})(x), model(x))
+
+
+def test_a_loop_over_a_batch_size_written_into_forward(caplog):
+    def forward(self, x):
+        return torch.stack([x[index] for index in range(8)]) + torch.zeros(8, 3)
+
+    assert refusal(forward, torch.randn(8, 3)).startswith("the batch size of the example, 8, is written into forward\n")
+    assert refusal(lambda self, x: x + torch.zeros(8, 3), torch.randn(8, 3)).startswith("the batch size of the example, 8,")
+    assert not caplog.records
 
 
 def test_random_in_place():

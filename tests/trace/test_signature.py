@@ -117,7 +117,7 @@ def test_variadic_arguments(tmp_path):
 
 
 WRONG = {
-    "another number": ("number", (A,), {"scale": 2.0}, "argument scale does not fit the graph: it is 2.0\n  because  it was 3.0 in the trace"),
+    "another number": ("number", (A,), {"scale": 2.0}, "argument scale does not fit the graph: it is 2.0"),
     "a number left out": ("number", (A,), {}, "missing a required.* argument: 'scale'"),
     "a mask where none was": ("explicit None", (A, B), {}, "argument mask does not fit the graph: it is a tensor of shape"),
     "no mask where one was": ("mask", (A,), {}, "missing a required argument: 'mask'"),
@@ -125,7 +125,7 @@ WRONG = {
     "an unknown name": ("plain", (A,), {"other": B}, "unexpected keyword argument 'other'"),
     "too many": ("plain", (A, B, C), {}, "too many positional arguments"),
     "another key": ("dict", ({"a": A, "c": B},), {}, r"argument inputs does not fit the graph: it is a dict with the keys a, c"),
-    "a longer list": ("nested", ([A, {"deep": (B, 1)}, A], (True, False), C), {}, "argument images does not fit the graph: it is a list of 3"),
+    "a longer list": ("nested", ([A, {"deep": (B, 1)}, A], (True, False), C), {}, "argument images does not fit .* it is a list of 3"),
     "a flag turned": ("nested", ([A, {"deep": (B, 1)}], (False, False), C), {}, r"argument flags\[0\] does not fit the graph: it is False"),
     "another number inside": ("nested", ([A, {"deep": (B, 2)}],), {"extra": C}, r"argument images\[1\]\['deep'\]\[1\] does not fit"),
 }
