@@ -120,8 +120,18 @@ class FloatRegions:
         _rename(copied, name)
         emitter.initializers.extend(copied.initializer)
         emitter.nodes.extend(copied.node)
-        known = {f.name for f in self.functions}
-        self.functions.extend(f for f in model.functions if f.name not in known)
+        known = {(f.domain, f.name, f.overload): f for f in self.functions}
+        for function in model.functions:
+            other = known.get((function.domain, function.name, function.overload))
+            if other is None:
+                self.functions.append(function)
+            elif other != function:
+                raise ExportError(
+                    "operators that stay in float cannot be exported together",
+                    node=outputs[0],
+                    because=f"PyTorch's ONNX exporter writes two different functions named {function.name}",
+                    remedy="replace one of the operators, or cut the model between them",
+                )
         domains = {o.domain for o in self.opsets} | {""}
         self.opsets.extend(helper.make_opsetid(o.domain, o.version) for o in model.opset_import if o.domain not in domains)
         for node in outputs:
@@ -165,12 +175,20 @@ def _key(integer: fx.GraphModule, region: list[fx.Node], inputs: list[fx.Node], 
     """What determines a region's export besides names; None for a region that reads parameters or buffers."""
     index = {node: position for position, node in enumerate([*inputs, *region])}
     modules = {node: resolve(integer, str(node.target)) for node in region if node.op == "call_module"}
-    if any(module.state_dict() for module in modules.values()) or any(o not in index for node in region for o in node.all_input_nodes):
+    settings = {node: _settings(module) for node, module in modules.items()}
+    if None in settings.values() or any(o not in index for node in region for o in node.all_input_nodes):
         return None
     calls = [
-        (node.op, modules.get(node, node.target), fx.map_arg((node.args, node.kwargs), lambda operand: index[operand])) for node in region
+        (node.op, settings.get(node, node.target), fx.map_arg((node.args, node.kwargs), lambda operand: index[operand])) for node in region
     ]
     return repr([calls, [str(fact(node)) for node in inputs], [index[node] for node in outputs]])
+
+
+def _settings(module: torch.nn.Module) -> Any:
+    """Its class and attributes, all that a module computes by; None for one that has tensors, modules or hooks, too."""
+    if any((module._parameters, module._buffers, module._modules, module._forward_hooks, module._forward_pre_hooks)):
+        return None
+    return type(module), sorted((name, value) for name, value in vars(module).items() if not name.startswith("_") and name != "training")
 
 
 def _example(value: Any) -> Tensor | int:
