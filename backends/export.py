@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import onnx
+import torch
 from torch import fx
 
 from fxquant.arguments import checked
@@ -14,7 +15,9 @@ from fxquant.backends.fast import write_fast
 from fxquant.backends.files import save_model
 from fxquant.backends.qdq import QdqWriter
 from fxquant.backends.writer import Writer
-from fxquant.errors import ConfigurationError
+from fxquant.errors import ConfigurationError, ExportError
+from fxquant.graph import resolve
+from fxquant.primitives import PRIMITIVES
 from fxquant.target import Target
 
 # Of each style: the opsets it can be written in, and the one it is written in unless told otherwise.
@@ -72,6 +75,7 @@ def _check_arguments(integer: fx.GraphModule, style: str, io: str, opset: int | 
             because="only the result of fxq.convert can be exported",
             remedy="call fxq.convert(prepared) first",
         )
+    _check_constants(integer)
     _check_choice("style", style, list(STYLES))
     _check_choice("io", io, ["float", "integer"])
     opsets, default = STYLES[style]
@@ -83,6 +87,21 @@ def _check_arguments(integer: fx.GraphModule, style: str, io: str, opset: int | 
             because="it requantizes by a 15-bit multiplier and shifts, and ONNX's integer operators multiply by a float32 number",
             remedy="use style='exact', or compile for a target with float32 requantization: nash-e, nash-m, x86 or qnnpack",
         )
+
+
+def _check_constants(integer: fx.GraphModule) -> None:
+    """Raise ExportError if something has changed the dtype of what the integer part reads."""
+    for node in integer.graph.nodes:
+        if node.op != "get_attr" or not any(user.op == "call_function" and user.target in PRIMITIVES for user in node.users):
+            continue
+        found = resolve(integer, str(node.target)).dtype
+        if found.is_floating_point and found != torch.float32:
+            raise ExportError(
+                "the integer model has lost the dtypes of its constants",
+                because=f"{node.target} is {str(found).removeprefix('torch.')}: .double(), .half() or .to(dtype) was called on this model, or "
+                "on the prepared one",
+                remedy="convert a prepared model that nothing of the kind was done to; a float model can be of another dtype before prepare",
+            )
 
 
 def _check_choice(name: str, value: object, known: list[object]) -> None:

@@ -15,6 +15,7 @@ import torch
 from onnx import helper
 from torch import Tensor, fx
 
+from fxquant.backends.exportable import replacement
 from fxquant.errors import ExportError
 from fxquant.graph import BATCH_SIZES, BatchDim, TensorFact, attach, fact, resolve
 from fxquant.primitives import PRIMITIVES
@@ -59,47 +60,19 @@ class FloatRegions:
             values[output] = output.name
 
     def _export(self, region: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> onnx.ModelProto:
-        graph = fx.Graph()
-        environment = {node: graph.placeholder(node.name) for node in inputs}
-        for node in region:
-            for operand in node.all_input_nodes:
-                if operand.op == "get_attr" and operand not in environment:
-                    environment[operand] = graph.node_copy(operand)
-            environment[node] = graph.node_copy(node, environment.__getitem__)
-        graph.output(tuple(environment[node] for node in outputs))
-        part = self._part(graph)
-        try:
-            import onnxscript  # noqa: F401
-        except ImportError:
-            raise ExportError(
-                "operators that stay in float cannot be exported",
-                node=region[0],
-                because="PyTorch's ONNX exporter, which writes them, needs onnxscript",
-                remedy='pip install "fxquant[float-export]"',
-            ) from None
-        examples = tuple(_example(fact(node)) for node in inputs)
-        shapes = tuple(_dynamic(fact(node)) for node in inputs)
+        """The region as an ONNX model. Raises ExportError, about the node that cannot be written where one alone cannot."""
+        _require_onnxscript(region[0])
         try:
             with _quiet():
-                program = torch.onnx.export(
-                    part,
-                    examples,
-                    dynamo=True,
-                    opset_version=self.opset,
-                    dynamic_shapes=shapes,
-                    verbose=False,
-                    input_names=[f"region_input_{i}" for i in range(len(inputs))],
-                    output_names=[f"region_output_{i}" for i in range(len(outputs))],  # no value inside has such a name
-                )
+                model = self._written(region, inputs, outputs)
         except Exception as error:
+            found = self._culprit(region)
             raise ExportError(
                 "an operator that stays in float cannot be exported",
-                node=region[0],
-                because=f"PyTorch's ONNX exporter says: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+                node=found or region[0],
+                because=("" if found else "together with those behind it: ") + f"PyTorch's ONNX exporter says: {_reason(error)}",
                 remedy="replace the operator, or cut the model before it",
             ) from error
-        assert program is not None
-        model = program.model_proto
         written = next(entry.version for entry in model.opset_import if entry.domain == "")
         if written != self.opset:  # it writes a newer one and converts that, and says nothing if it cannot
             raise ExportError(
@@ -121,6 +94,45 @@ class FloatRegions:
                 attach(root, node.target, held)
         return fx.GraphModule(root, graph).eval()
 
+    def _culprit(self, region: list[fx.Node]) -> fx.Node | None:
+        """The first node of a region that cannot be exported by itself."""
+        for node in region:
+            inputs = [operand for operand in node.all_input_nodes if operand.op != "get_attr"]
+            if not all(isinstance(fact(operand), TensorFact | int | BatchDim) for operand in inputs):
+                continue  # an element of a sequence: what made that is looked at
+            try:
+                with _quiet():
+                    self._written([node], inputs, [node])
+            except Exception:  # whatever it is, it is said of the region
+                return node
+        return None
+
+    def _written(self, region: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> onnx.ModelProto:
+        graph = fx.Graph()
+        environment = {node: graph.placeholder(node.name) for node in inputs}
+        for node in region:
+            for operand in node.all_input_nodes:
+                if operand.op == "get_attr" and operand not in environment:
+                    environment[operand] = graph.node_copy(operand)
+            copied = environment[node] = graph.node_copy(node, environment.__getitem__)
+            other = replacement(node)
+            if other is not None:
+                copied.op, copied.target = "call_function", other
+        graph.output(tuple(environment[node] for node in outputs))
+        part = self._part(graph)
+        program = torch.onnx.export(
+            part,
+            tuple(_example(fact(node)) for node in inputs),
+            dynamo=True,
+            opset_version=self.opset,
+            dynamic_shapes=tuple(_dynamic(fact(node)) for node in inputs),
+            verbose=False,
+            input_names=[f"region_input_{i}" for i in range(len(inputs))],
+            output_names=[f"region_output_{i}" for i in range(len(outputs))],  # no value inside has such a name
+        )
+        assert program is not None
+        return program.model_proto
+
     def _append(self, model: onnx.ModelProto, emitter: Any, inputs: list[str], outputs: list[fx.Node]) -> None:
         renamed = dict(zip((i.name for i in model.graph.input), inputs, strict=True))
         renamed.update({o.name: node.name for o, node in zip(model.graph.output, outputs, strict=True)})
@@ -133,14 +145,43 @@ class FloatRegions:
         _rename(copied, name)
         emitter.initializers.extend(copied.initializer)
         emitter.nodes.extend(copied.node)
-        known = {f.name for f in self.functions}
-        self.functions.extend(f for f in model.functions if f.name not in known)
+        known = {(f.domain, f.name, f.overload): f for f in self.functions}
+        for function in model.functions:
+            other = known.get((function.domain, function.name, function.overload))
+            if other is None:
+                self.functions.append(function)
+            elif other != function:
+                raise ExportError(
+                    "operators that stay in float cannot be exported together",
+                    node=outputs[0],
+                    because=f"PyTorch's ONNX exporter writes two different functions named {function.name}",
+                    remedy="replace one of the operators, or cut the model between them",
+                )
         domains = {o.domain for o in self.opsets} | {""}
         self.opsets.extend(helper.make_opsetid(o.domain, o.version) for o in model.opset_import if o.domain not in domains)
         for node in outputs:
             value = fact(node)
             if isinstance(value, TensorFact):
                 emitter.types[node.name] = value.dtype
+
+
+def _require_onnxscript(node: fx.Node) -> None:
+    try:
+        import onnxscript  # noqa: F401
+    except ImportError:
+        raise ExportError(
+            "operators that stay in float cannot be exported",
+            node=node,
+            because="PyTorch's ONNX exporter, which writes them, needs onnxscript",
+            remedy='pip install "fxquant[float-export]"',
+        ) from None
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of the innermost cause, where the exporter says what it stumbled over."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def _rename(graph: onnx.GraphProto, name: Callable[[str], str]) -> None:
@@ -187,12 +228,20 @@ def _key(integer: fx.GraphModule, region: list[fx.Node], inputs: list[fx.Node], 
     """What determines a region's export besides names; None for a region that reads parameters or buffers."""
     index = {node: position for position, node in enumerate([*inputs, *region])}
     modules = {node: resolve(integer, str(node.target)) for node in region if node.op == "call_module"}
-    if any(module.state_dict() for module in modules.values()) or any(o not in index for node in region for o in node.all_input_nodes):
+    settings = {node: _settings(module) for node, module in modules.items()}
+    if None in settings.values() or any(o not in index for node in region for o in node.all_input_nodes):
         return None
     calls = [
-        (node.op, modules.get(node, node.target), fx.map_arg((node.args, node.kwargs), lambda operand: index[operand])) for node in region
+        (node.op, settings.get(node, node.target), fx.map_arg((node.args, node.kwargs), lambda operand: index[operand])) for node in region
     ]
     return repr([calls, [str(fact(node)) for node in inputs], [index[node] for node in outputs]])
+
+
+def _settings(module: torch.nn.Module) -> Any:
+    """Its class and attributes, all that a module computes by; None for one that has tensors, modules or hooks, too."""
+    if any((module._parameters, module._buffers, module._modules, module._forward_hooks, module._forward_pre_hooks)):
+        return None
+    return type(module), sorted((name, value) for name, value in vars(module).items() if not name.startswith("_") and name != "training")
 
 
 def _example(value: Any) -> Tensor | int:

@@ -524,11 +524,6 @@ class Model(fx.GraphModule):
         copied.recompile()
         return copied
 
-    def __copy__(self) -> Model:
-        copied = Model.of(self, copy_graph(self.graph))
-        copied.recompile()
-        return copied
-
     def __reduce__(self) -> tuple[Any, ...]:
         # A GraphModule would be traced anew from its code, and forget every fact.
         state = {name: value for name, value in self.__dict__.items() if name != "_graph"}
