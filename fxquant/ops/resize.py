@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fxquant.graph import TensorFact, fact, shape_of
 from fxquant.lowering import Lowering, Quantized
-from fxquant.numerics import FLOAT32_EXACT
+from fxquant.numerics import EVERYTHING, FLOAT32_EXACT
 from fxquant.ops.record import Operator, Scale, register
 from fxquant.primitives import resize, shape
 
