@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fxquant.errors import CalibrationError, ConfigurationError
-from fxquant.graph import BatchDim, TensorFact, argument_name, fact
+from fxquant.graph import BatchDim, TensorFact, annotation, argument_name, fact, qparams
 
 logger = logging.getLogger("fxquant")
 
@@ -187,9 +187,17 @@ def _check_input(index: int, node: fx.Node, value: Any) -> None:
         )
     if value.is_floating_point() and not bool(torch.isfinite(value).all()):
         kind = "NaN" if bool(torch.isnan(value).any()) else "infinite values"
+        if kind != "NaN" and not any(map(_quantized, node.users)):
+            return  # an attention mask, say: nothing derives a scale from it
         raise _bad_batch(
             index, f"its value for {node.name!r} holds {kind}", "clean the data: a scale computed from such values would be meaningless"
         )
+
+
+def _quantized(node: fx.Node) -> bool:
+    """Whether a node of a prepared or an integer model is a quantized tensor."""
+    spec = annotation(node)
+    return qparams(node) is not None or (spec is not None and spec.dtype is not None)
 
 
 def _bad_batch(index: int, because: str, remedy: str) -> CalibrationError:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxquant.numerics import FLOAT32_EPSILON, IntType, least_error_scale
+from fxquant.numerics import SMALLEST_SCALE, IntType, least_error_scale
 
 
 class TrainableScale(nn.Module):
@@ -113,7 +113,7 @@ class TrainableScale(nn.Module):
 
 def _grown(base_scale: Tensor, growth: Tensor) -> Tensor:
     scale = torch.where(growth < 0, base_scale / (1 + growth.abs()), base_scale * (1 + growth))
-    return scale.clamp_min(FLOAT32_EPSILON)
+    return scale.clamp_min(SMALLEST_SCALE)
 
 
 class WeightScale(TrainableScale):
@@ -131,12 +131,12 @@ class WeightScale(TrainableScale):
         """The scale for this weight, whose channels are its dimension 0, times `gain`; `keep` makes it where training starts."""
         factor = self.factor(gain)
         if bool(torch.isfinite(self.base_scale).all()):
-            return (self.current() * factor).clamp_min(FLOAT32_EPSILON)
+            return (self.current() * factor).clamp_min(SMALLEST_SCALE)
         start = least_error_scale(weight, 0 if self.base_scale.numel() > 1 else None, dtype)
         base = torch.where(factor > 0, start / factor, start)
         if keep:
             self.assign(base)
-        return (base * factor).clamp_min(FLOAT32_EPSILON)
+        return (base * factor).clamp_min(SMALLEST_SCALE)
 
     def factor(self, gain: Tensor | None) -> Tensor:
         """What the learned numbers are multiplied by."""

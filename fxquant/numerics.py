@@ -14,9 +14,10 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-FLOAT32_EPSILON = 2.0**-23
+FLOAT32_EPSILON = 2.0**-23  # the scale of what is zero everywhere
+SMALLEST_SCALE = 2.0**-48  # of anything else: products and ratios of a few scales stay normal float32 numbers
 FLOAT32_EXACT = 2**24  # integers of smaller magnitude, and sums that stay below, are exact in float32
-SMALLEST_SCALE = 2.0**-126  # below it float32 numbers have fewer bits
+SMALLEST_NORMAL = 2.0**-126  # below it float32 numbers have fewer bits
 LARGEST_FLOAT32 = 2.0**128 - 2.0**104
 INT32_MAX = 2**31 - 1
 INT48_MAX = 2**47 - 1
@@ -71,17 +72,18 @@ WEIGHT_TYPES: Mapping[str, IntType] = {t.name: t for t in (WEIGHT_INT4, WEIGHT_I
 def scale_from_range(low: Tensor, high: Tensor, dtype: IntType) -> Tensor:
     """The float32 scale of a tensor whose values lie in [low, high]: max(|low|, |high|) / dtype.divisor.
 
-    The one function that computes a scale, for observing, training and converting alike. At least
-    float32 epsilon, so that a division by it is always finite.
+    The one function that computes a scale, for observing, training and converting alike. At least 2^-48, so that a
+    division by it is always finite; 2^-23 where all values are zero.
     """
     largest = torch.maximum(low.abs(), high.abs()).float()
     # A tensor divisor: dividing by a Python number may become a product with its reciprocal.
-    return (largest / torch.tensor(dtype.divisor, dtype=torch.float32, device=largest.device)).clamp_min(FLOAT32_EPSILON)
+    scale = (largest / torch.tensor(dtype.divisor, dtype=torch.float32, device=largest.device)).clamp_min(SMALLEST_SCALE)
+    return torch.where(largest > 0, scale, FLOAT32_EPSILON)
 
 
 def is_scale(value: float) -> bool:
     """Whether a number can be a scale: as a float32 it is positive, finite, and has all its bits."""
-    return SMALLEST_SCALE <= value <= LARGEST_FLOAT32
+    return SMALLEST_NORMAL <= value <= LARGEST_FLOAT32
 
 
 def scale_from_threshold(threshold: float, dtype: IntType) -> float:
@@ -275,7 +277,7 @@ def least_error_scale(weight: Tensor, axis: int | None, dtype: IntType, candidat
     flat = weight.detach().reshape(1, -1) if axis is None else weight.detach().movedim(axis, 0).flatten(1)
     best, least = largest, torch.full_like(largest, math.inf)
     for step in range(candidates):
-        scale = (largest * (1 - 0.75 * step / candidates)).clamp_min(FLOAT32_EPSILON)
+        scale = (largest * (1 - 0.75 * step / candidates)).clamp_min(SMALLEST_SCALE)
         column = scale.unsqueeze(1)
         error = (torch.round(flat / column).clamp_(dtype.low, dtype.high).mul_(column) - flat).square_().sum(dim=1)
         best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
@@ -300,6 +302,15 @@ def raise_for_bias(scale: Tensor, bias: Tensor, input_scale: Tensor, limit: int 
     """
     needed = bias.detach().double().abs() / (input_scale.detach().double() * (limit - limit // 2**22))
     return torch.maximum(scale, needed.float())
+
+
+def raise_for_residual(scale: Tensor, residual_scale: Tensor, magnitude: int, input_scale: Tensor, limit: int) -> Tensor:
+    """The weight scale, raised, at most to 2^-23, so that a residual of this magnitude stays below `limit` in steps of input_scale · scale.
+
+    Only a channel whose weights are tiny beside the residual is touched; it would keep the whole layer from adding its residual.
+    """
+    needed = residual_scale.detach().double() * magnitude / (input_scale.detach().double() * limit)
+    return torch.maximum(scale, needed.float().clamp_max(FLOAT32_EPSILON))
 
 
 def bias_integers(bias: Tensor, input_scale: Tensor, scale: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fxquant.errors import CalibrationError, NotCalibrated, NotFinite
 from fxquant.learning import TrainableScale
-from fxquant.numerics import FLOAT32_EPSILON, INT32, IntType
+from fxquant.numerics import INT32, SMALLEST_SCALE, IntType
 from fxquant.observers import Observer
 from fxquant.spec import FROZEN, LEARNED, STATISTICS
 
@@ -116,7 +116,7 @@ class Quantizer(TrainableScale):
                 self.range.observe(value)
             except ValueError as error:
                 raise self._cannot_observe(error) from None
-            moved = (self.base_scale * (self.range.largest / before)).clamp_min(FLOAT32_EPSILON)
+            moved = (self.base_scale * (self.range.largest / before)).clamp_min(SMALLEST_SCALE)
             self.base_scale.copy_(torch.where(before > 0, moved, self.range.scale(self.dtype)))
             self.taken.copy_(self.range.count)
 

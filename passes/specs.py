@@ -54,7 +54,7 @@ def _needed_in_float(gm: fx.GraphModule) -> dict[fx.Node, str]:
     return {
         **dict.fromkeys(leading, ""),
         **dict.fromkeys(masks(gm, leading), "it adds an attention mask in front of a softmax, which is in float"),
-        **dict.fromkeys(divisors(gm), "it is part of a divisor or a logarithm's operand, which must not be rounded to 0, of a float operator"),
+        **dict.fromkeys(divisors(gm), "it leads to a divisor or a logarithm in float, and must not be rounded to 0"),
     }
 
 
@@ -80,8 +80,8 @@ def _why_float(
     because = operator.refuses(node, arguments) or needed.get(node) or None
     if because is not None:
         return because
-    given = [value for name in operator.operands for value in _listed(arguments.get(name)) if isinstance(value, fx.Node) and is_parameter(value)]
-    if any(isinstance(value := parameter_value(gm, parameter), torch.Tensor) and not _finite(value) for parameter in given):
+    given = [value for name in operator.operands for value in _listed(arguments.get(name))]
+    if any(not _finite(parameter_value(gm, value)) for value in given if isinstance(value, fx.Node) and is_parameter(value)):
         return "its constant holds values that are not finite"
     masked = [operand for operand in operands if node in needed and operand.op != "placeholder" and not _integer(operand)]
     if masked:
@@ -100,8 +100,8 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _finite(value: torch.Tensor) -> bool:
-    return not value.is_floating_point() or bool(torch.isfinite(value).all())
+def _finite(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) or not value.is_floating_point() or bool(torch.isfinite(value).all())
 
 
 def _integer(node: fx.Node) -> bool:

@@ -15,7 +15,8 @@ from fractions import Fraction
 from typing import Any
 
 HALF = Fraction(1, 2)
-SMALLEST_SCALE = Fraction(1, 2**23)
+SCALE_OF_ZEROS = Fraction(1, 2**23)
+SMALLEST_SCALE = Fraction(1, 2**48)
 
 
 # ---- rounding (section 1) -------------------------------------------------------------------------------------------
@@ -64,8 +65,9 @@ def limited(value: int, low: int, high: int) -> int:
 
 
 def scale_from_range(low: Fraction, high: Fraction, divisor: Fraction) -> Fraction:
-    """max(|low|, |high|) / divisor in float32, at least 2^-23."""
-    return max(float32(max(abs(low), abs(high)) / divisor), SMALLEST_SCALE)
+    """max(|low|, |high|) / divisor in float32, at least 2^-48; 2^-23 for zeros."""
+    largest = max(abs(low), abs(high))
+    return max(float32(largest / divisor), SMALLEST_SCALE) if largest else SCALE_OF_ZEROS
 
 
 def power_of_two_scale(scale: Fraction) -> Fraction:

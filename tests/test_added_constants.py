@@ -98,7 +98,8 @@ def test_the_sum_with_a_constant_is_the_oracles(target: str, dtype: str) -> None
         (integers, scale), *sums = quantized(Sums(*constants, forms=("x + c",)), torch.randn(200, 1), target, dtype).values()
         for number, (found, output) in zip(constants, sums, strict=True):
             exact = Fraction(float(number))
-            slow = [oracle.add_number(q, Fraction(scale), exact, Fraction(output), arithmetic, kind.low, kind.high) for q in integers.flatten().tolist()]
+            known = exact, Fraction(output), arithmetic, kind.low, kind.high
+            slow = [oracle.add_number(q, Fraction(scale), *known) for q in integers.flatten().tolist()]
             assert found.flatten().tolist() == slow, number
 
 

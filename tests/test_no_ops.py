@@ -136,7 +136,8 @@ def test_a_relu_behind_dropout_belongs_to_the_layer_and_dropout_still_acts(dropo
     fxq.freeze(prepared)
     dropped = prepared(x)
     assert bool(((dropped == 0) | (dropped == 2 * expected)).all())
-    assert bool(((dropped == 0) & (expected > 0)).any()) and bool((dropped > 0).any())
+    assert bool(((dropped == 0) & (expected > 0)).any())
+    assert bool((dropped > 0).any())
 
 
 @pytest.mark.parametrize(
@@ -176,6 +177,8 @@ def test_clamps_that_follow_one_another_are_one(name: str, layer: nn.Module, tmp
     assert len(kinds(prepared)) == (3 if isinstance(layer, nn.Identity) else 2)  # an identity of the input, whose scale it has
     contract.assert_validate_is_integer(prepared, integer, x)
     contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(x,)])
-    assert float(integer(x).min()) >= float(Model()(x).min()) - 0.01 and float(integer(x).max()) <= float(Model()(x).max()) + 0.01
+    exact = Model()(x).detach()
+    assert float(integer(x).min()) >= float(exact.min()) - 0.01
+    assert float(integer(x).max()) <= float(exact.max()) + 0.01
     fxq.set_state(prepared, fxq.State.FLOAT)
     assert torch.equal(prepared(x), Model()(x))

@@ -243,7 +243,10 @@ SAMPLES: dict[Any, list[Sample]] = {
         *unary("sub", ALIGNED, lambda m, x: torch.sub(x, 0.8)),
         *held("sub", ALIGNED, (3, 1, 1), lambda m, x: torch.sub(x, m.layer.value)),
     ],
-    torch.rsub: [*binary("sub", ALIGNED, lambda m, x, y: torch.rsub(x, y, alpha=0.4)), *unary("sub", ALIGNED, lambda m, x: torch.rsub(x, 0.8))],
+    torch.rsub: [
+        *binary("sub", ALIGNED, lambda m, x, y: torch.rsub(x, y, alpha=0.4)),
+        *unary("sub", ALIGNED, lambda m, x: torch.rsub(x, 0.8)),
+    ],
     torch.subtract: binary("sub", ALIGNED, lambda m, x, y: torch.subtract(x, y)),
     operator.sub: [
         *binary("sub", ALIGNED, lambda m, x, y: x - y),
@@ -302,6 +305,12 @@ SAMPLES: dict[Any, list[Sample]] = {
     torch.sum: unary("sum", ROUNDED, lambda m, x: torch.sum(x, (2, 3)), lambda m, x: torch.sum(x, dim=1, keepdim=True).relu()),
     "sum": unary("sum", ROUNDED, lambda m, x: x.sum(-1)),
     # ---- clamps
+    torch.clamp_min: unary("clamp", BOUND, lambda m, x: torch.clamp_min(x, -0.4)),
+    torch.clamp_max: unary("clamp", BOUND, lambda m, x: torch.clamp_max(x, 0.4)),
+    "clamp_min": unary("clamp", BOUND, lambda m, x: x.clamp_min(-0.4)),
+    "clamp_min_": unary("clamp", BOUND, lambda m, x: x.clone().clamp_min_(-0.4)),
+    "clamp_max": unary("clamp", BOUND, lambda m, x: x.clamp_max(0.4)),
+    "clamp_max_": unary("clamp", BOUND, lambda m, x: x.clone().clamp_max_(0.4)),
     torch.clamp: unary("clamp", BOUND, lambda m, x: torch.clamp(x, -0.5, 0.7), lambda m, x: torch.clamp(x, max=0.3)),
     torch.clip: unary("clamp", BOUND, lambda m, x: torch.clip(x, min=-1)),
     torch.relu: unary("clamp", EXACT, lambda m, x: torch.relu(x)),
@@ -364,7 +373,10 @@ SAMPLES: dict[Any, list[Sample]] = {
     torch.sqrt: positive("sqrt", lambda m, x: torch.sqrt(x)),
     "sqrt": positive("sqrt", lambda m, x: x.sqrt()),
     "sqrt_": positive("sqrt", lambda m, x: x.clone().sqrt_()),
-    torch.rsqrt: positive("rsqrt", lambda m, x: torch.rsqrt(x)),
+    torch.rsqrt: [
+        *positive("rsqrt", lambda m, x: torch.rsqrt(x)),
+        *positive("shifted", lambda m, x: torch.rsqrt(x + 1e-6), lambda m, x: torch.sigmoid(torch.sub(0.5, x, alpha=2.0))),
+    ],
     "rsqrt": positive("rsqrt", lambda m, x: x.rsqrt()),
     "rsqrt_": positive("rsqrt", lambda m, x: x.clone().rsqrt_()),
     torch.reciprocal: positive("reciprocal", lambda m, x: torch.reciprocal(x)),

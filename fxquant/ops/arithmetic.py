@@ -107,7 +107,7 @@ def _held(lowering: Lowering, role: str, constant: Tensor | float, factor: float
 
     The gradient of a tensor passes straight through.
     """
-    value = constant if isinstance(constant, Tensor) else torch.tensor(float(constant), dtype=torch.float64, device=steps.numerators[0].device)
+    value = constant if isinstance(constant, Tensor) else _factor(float(constant), steps)
     whole = steps.times(value.detach().double().abs(), _factor(abs(factor), steps)).rounded(torch.zeros((), dtype=torch.int64, device="cpu"))
     exact = whole * torch.sign(value.detach() * factor).long()
     if isinstance(constant, Tensor):

@@ -66,9 +66,9 @@ def _leading(gm: fx.GraphModule, ends: Ends) -> set[fx.Node]:
     """The nodes of the table, without sums of products, all of whose readers are ends or lead to ends."""
     found: set[fx.Node] = set()
     for node in reversed(gm.graph.nodes):
-        if operator_of(node) is not None and not _sums(node) and node.users:
-            if all(reader in found or ends(reader, node) for reader in node.users):
-                found.add(node)
+        known = operator_of(node) is not None and not _sums(node) and node.users
+        if known and all(reader in found or ends(reader, node) for reader in node.users):
+            found.add(node)
     return found
 
 
@@ -91,4 +91,5 @@ def _divides(reader: fx.Node, node: fx.Node) -> bool:
     name = reader.target if isinstance(reader.target, str) else getattr(reader.target, "__name__", "")
     if reader.op not in ("call_function", "call_method"):
         return False
-    return (name in DIVISIONS and node not in reader.args[:1] and node in reader.args[1:2]) or (name in SINGULAR and node in reader.args[:1])
+    first, second = reader.args[:1], reader.args[1:2]
+    return (name in DIVISIONS and node not in first and node in second) or (name in SINGULAR and node in first)

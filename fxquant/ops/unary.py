@@ -162,7 +162,9 @@ def shifted(input: Tensor, function: str, factor: float, offset: float, settings
     return UNARY[function][0]((input if factor == 1 else input * factor) + offset, **settings)
 
 
-def _lower_shifted(lowering: Lowering, input: Quantized, function: str, factor: float, offset: float, settings: dict[str, Any]) -> Quantized:
+def _lower_shifted(
+    lowering: Lowering, input: Quantized, function: str, factor: float, offset: float, settings: dict[str, Any]
+) -> Quantized:
     """One table on the operand's own grid: a number far below a step of the sum, the ε under a square root, is not lost."""
     exact = UNARY[function][1]
     on_tensors = partial(shifted, function=function, factor=factor, offset=offset, settings=settings)

@@ -23,16 +23,17 @@ from fxquant.graph import Size, TensorFact, fact, is_parameter, resolve
 from fxquant.learning import learned_step
 from fxquant.lowering import Clamp, Lowering, Quantized, named_parameters, straight_through
 from fxquant.numerics import (
-    FLOAT32_EPSILON,
     FLOAT32_EXACT,
     INT32_MAX,
     INT48_MAX,
+    SMALLEST_SCALE,
     IntType,
     Ratio,
     accumulator_bound,
     bias_integers,
     bias_limit,
     raise_for_bias,
+    raise_for_residual,
 )
 from fxquant.ops.arithmetic import lower_add
 from fxquant.primitives import accumulate, elementwise
@@ -119,10 +120,12 @@ def lower_weighted(
         scale = raise_for_bias(scale, bias if per_channel else bias.abs().max(), input.scale, bias_limit(input.dtype, dtype))
     if live and not bool(torch.isfinite(scale).all()):  # before any statistics move
         raise lowering.not_finite()
+    limit = INT48_MAX if dtype.bits > 8 else INT32_MAX
+    if residual is not None:
+        scale = raise_for_residual(scale, residual.scale, residual.dtype.magnitude, input.scale, (limit + 1) // 2)
     used = scale == chosen
     scale = lowering.settle(scale)
     integers = _weight_integers(lowering, weight, scale, used, gain)
-    limit = INT48_MAX if dtype.bits > 8 else INT32_MAX
     input, bits = _narrowed(lowering, input, integers, bias, scale, limit)
 
     def form(largest: float, bias_q: Tensor | None) -> Any:
@@ -145,7 +148,8 @@ def lower_weighted(
         sums = form(lowering.prove(bound, "the sum", limit), None)
         step, axis = input.scale * scale, sums.dim() - 1 - trailing
         _check_statistics(lowering, sums.numel() // sums.shape[axis])
-        correction, bias = correct_batch(batch_norm, unfolded, sums, step, axis, used & (scale > FLOAT32_EPSILON))
+        alive = integers.detach().flatten(1).abs().amax(1) > 0 if scale.numel() > 1 else torch.ones_like(used)
+        correction, bias = correct_batch(batch_norm, unfolded, sums, step, axis, used & alive & (scale > SMALLEST_SCALE))
         steps = (*steps, correction)
     bias_q = None if bias is None else _bias_integers(bias, input.scale, scale)
 

@@ -1,0 +1,230 @@
+"""What integers cannot hold: masks that are far larger than the scores they are added to, and numbers far below a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxquant as fxq
+from fxquant.graph import annotation
+from fxquant.prepared import quantized_operators
+from tests import contract
+from tests.contract import compiled
+
+LENGTH, WIDTH = 8, 16
+LOWEST = torch.finfo(torch.float32).min
+VALUES = (-100.0, -1e4, -1e9, LOWEST, -math.inf)
+
+
+def sqnr(exact: Tensor, found: Tensor) -> float:
+    return float(10 * torch.log10(exact.double().pow(2).sum() / (exact.double() - found.double()).pow(2).sum()))
+
+
+class Attention(nn.Module):
+    """One head; `scores` of the products and a mask that hides what comes later."""
+
+    def __init__(self, scores: Callable[[Tensor, Tensor], Tensor], value: float) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.register_buffer("mask", torch.triu(torch.full((LENGTH, LENGTH), value), 1))
+        self.scores = scores
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend(x, self.mask)
+
+    def attend(self, x: Tensor, mask: Tensor) -> Tensor:
+        scores = self.scores(self.q(x) @ self.k(x).transpose(1, 2), mask)
+        return self.o(torch.softmax(scores, -1) @ self.v(x))
+
+
+class MaskedFromOutside(Attention):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.attend(x, mask)
+
+
+SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "added": lambda s, m: s + m,
+    "added to the scaled": lambda s, m: s / 2.0 + m,
+    "on the left": lambda s, m: m + s,
+    "scaled afterwards": lambda s, m: (s + m) * 0.5,
+    "reshaped between": lambda s, m: (s.view(-1, 1, LENGTH, LENGTH) + m[None, None]).view(-1, LENGTH, LENGTH),
+    "two of them": lambda s, m: s + m + m,
+    "subtracted": lambda s, m: s - (-m),
+    "computed from ones": lambda s, m: s + (1.0 - (m == 0).float()) * -1e9,
+    "filled": lambda s, m: s.masked_fill(m < 0, -math.inf) / 2.0,
+    "chosen": lambda s, m: torch.where(m < 0, torch.full_like(s, LOWEST), s) * 0.5,
+    "limited": lambda s, m: torch.maximum(s + m, torch.tensor(LOWEST)),
+}
+
+
+def batches() -> list[Tensor]:
+    return [torch.randn(4, LENGTH, WIDTH) for _ in range(2)]
+
+
+def quality(model: nn.Module, data: list[tuple[Tensor, ...]], target: str) -> tuple[float, str]:
+    result = fxq.quantize(model.eval(), data, target=target, show_progress=False)
+    with torch.no_grad():
+        return sqnr(model(*data[0]), result.integer(*data[0])), fxq.explain(result.prepared)
+
+
+@pytest.mark.parametrize("target", contract.TARGETS)
+@pytest.mark.parametrize("name", SCORES)
+def test_a_mask_costs_no_accuracy(name: str, target: str) -> None:
+    data = [(x,) for x in batches()]
+    unmasked = quality(Attention(lambda s, m: s + 0 * 0, 0.0), data, target)[0]
+    for value in (-100.0, -math.inf) if name != "added" else VALUES:
+        torch.manual_seed(0)
+        masked, explained = quality(Attention(SCORES[name], value), data, target)
+        assert masked > unmasked - 5, (value, masked, unmasked)  # there are fewer scores to average over
+        if name not in ("filled", "chosen"):
+            assert "an attention mask in front of a softmax" in explained
+
+
+@pytest.mark.parametrize("name", ["added", "scaled afterwards", "reshaped between"])
+def test_a_mask_may_be_an_input_and_infinite(name: str, tmp_path: Path) -> None:
+    mask = torch.triu(torch.full((LENGTH, LENGTH), -math.inf), 1).expand(4, LENGTH, LENGTH)
+    if name == "reshaped between":
+        mask = mask[0]
+    model = MaskedFromOutside(SCORES[name], 0.0).eval()
+    data = [(x, mask) for x in batches()]
+    found, _ = quality(model, data, "nash-e")
+    assert found > 25
+    prepared, integer = compiled(model, data, "nash-e")
+    contract.assert_validate_is_integer(prepared, integer, *data[0])
+    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), data, show_progress=False).mismatches == 0
+
+
+def test_a_bias_that_is_computed_stays_integer_and_so_does_an_addition_that_something_else_reads() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.mask = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4), nn.Parameter(torch.randn(4))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            scores = self.a(x) * 2 + self.mask
+            return torch.softmax(self.a(x) * 2 + self.b(x), -1), torch.softmax(scores, -1) + scores
+
+    prepared = compiled(Model(), batches()).prepared
+    floats = [spec.because for node in prepared.graph.nodes if (spec := annotation(node)) is not None and spec.dtype is None]
+    assert not any("mask" in because for because in floats)
+
+
+def test_an_infinite_constant_elsewhere_keeps_its_operator_in_float() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, 4)
+            self.register_buffer("low", torch.tensor([-math.inf, 0.0, 0.0, math.inf]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) + self.low
+
+    prepared, integer = compiled(Model(), batches())
+    assert "its constant holds values that are not finite" in fxq.explain(prepared)
+    contract.assert_validate_is_integer(prepared, integer, batches()[0])
+
+
+# ---- below a step -------------------------------------------------------------------------------------------------------
+
+
+class Norm(nn.Module):
+    def __init__(self, form: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.form = nn.Linear(WIDTH, WIDTH, bias=False), form
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.form(self.layer(x))
+
+
+def power(y: Tensor) -> Tensor:
+    return y.pow(2).mean(-1, keepdim=True)
+
+
+SMALL: dict[str, Callable[[Tensor], Tensor]] = {
+    "the reciprocal root": lambda y: y * torch.rsqrt(power(y) + 1e-6),
+    "divided by the root": lambda y: y / torch.sqrt(power(y) + 1e-6),
+    "divided by a power": lambda y: y / (1e-6 + power(y)) ** 0.5,
+    "divided by a sum": lambda y: y / (y.abs().sum(-1, keepdim=True) + 1e-6),
+    "divided by a limited sum": lambda y: y / y.abs().sum(-1, keepdim=True).clamp(min=1e-6),
+    "one divided": lambda y: 1 / (y.square() + 1e-3),
+    "a reciprocal": lambda y: torch.reciprocal(1e-3 + y.abs()),
+    "a logarithm": lambda y: torch.log(torch.relu(y) + 1e-6),
+    "another logarithm": lambda y: torch.log2(torch.relu(y) + 1e-6),
+    "a layer norm": lambda y: (y - y.mean(-1, keepdim=True)) / torch.sqrt(power(y - y.mean(-1, keepdim=True)) + 1e-5),
+}
+
+
+@pytest.mark.parametrize("target", contract.TARGETS)
+@pytest.mark.parametrize("name", SMALL)
+def test_nothing_becomes_infinite_that_is_finite_in_float(name: str, target: str) -> None:
+    """Rows from 1 down to a thousandth of a step: the squares of most are 0 as integers, and ε alone is left."""
+    x = torch.randn(64, WIDTH) * torch.logspace(-5, 0, 64).unsqueeze(1)
+    model = Norm(SMALL[name])
+    prepared, integer = compiled(model, [x], target)
+    assert bool(torch.isfinite(model(x)).all())
+    assert bool(torch.isfinite(integer(x)).all())
+    contract.assert_validate_is_integer(prepared, integer, x)
+    ordinary = torch.randn(64, WIDTH)
+    if name == "a reciprocal":
+        return  # the smallest of ordinary numbers decide the largest of its values, and are below a step
+    assert sqnr(model(ordinary).detach(), compiled(model, [ordinary], target).integer(ordinary)) > 14
+
+
+def test_a_number_in_front_of_a_table_is_part_of_it(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> list[Tensor]:
+            return [torch.log(x + 1e-6), torch.sigmoid(2 - x), torch.sqrt(0.5 + x), torch.exp(torch.sub(x, 3, alpha=0.5)), (x - 1).pow(2.0)]
+
+    x = torch.rand(64, 9) * 4
+    prepared, integer = compiled(Model(), [x], "bayes-e")
+    assert {o.operator.name for o in quantized_operators(prepared).values()} == {"quantize", "shifted"}
+    assert "holds add" in fxq.explain(prepared)
+    assert sum(node.name.endswith("_table") for node in integer.graph.nodes) == 5
+    contract.assert_validate_is_integer(prepared, integer, x)
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(x,)])
+    contract.assert_train_is_validate(prepared, x)
+    step = fxq.qparams(prepared)["x_quantize"]
+    exact = Model()((x / step).round().clamp(-128, 127) * step)
+    for name, found, expected in zip(list(fxq.qparams(prepared))[1:], integer(x), exact, strict=True):
+        scale = fxq.qparams(prepared)[name]
+        limits = expected.clamp(-128 * scale, 127 * scale)
+        assert float((found - limits).abs().max()) <= 0.501 * scale, name
+    fxq.save(prepared, tmp_path / "model.fxq")
+    assert torch.equal(fxq.load(tmp_path / "model.fxq")(x)[0], prepared(x)[0])
+    report = fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "qdq.onnx", style="qdq"), [(x,)], show_progress=False)
+    assert not report.mismatches
+
+
+@pytest.mark.parametrize("magnitude", [1.0, 1e-5, 1e-7])
+@pytest.mark.parametrize(("target", "bits", "least"), [("nash-e", 16, 80.0), ("nash-e", 8, 32.0), ("bayes-e", 8, 32.0)])
+def test_small_weights_and_activations_keep_their_bits(target: str, bits: int, least: float, magnitude: float) -> None:
+    """The decibels of an ordinary network: nothing but the scales is small."""
+    dtype = f"int{bits}"
+    qconfig = fxq.QConfig(fxq.ActivationConfig(dtype), fxq.WeightConfig(dtype))
+    layer = nn.Sequential(nn.Linear(32, 32, bias=False), nn.ReLU(), nn.Linear(32, 8, bias=False))
+    with torch.no_grad():
+        layer[0].weight *= magnitude
+    for model, x in ((layer, torch.randn(64, 32)), (nn.Sequential(layer[2]), torch.randn(64, 32) * magnitude * 10)):
+        integer = compiled(model, [x], target, qconfig).integer
+        assert sqnr(model(x).detach(), integer(x)) > least
+
+
+def test_a_dead_channel_does_not_keep_a_layer_from_adding_its_residual() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Conv2d(4, 4, 1)
+            with torch.no_grad():
+                self.layer.weight[1] = 1e-20
+                self.layer.bias[1] = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) + x
+
+    integer = compiled(Model(), [torch.randn(2, 4, 6, 6)], "nash-e").integer
+    assert "added in the accumulator" in fxq.explain(integer)
