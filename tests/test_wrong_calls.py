@@ -92,25 +92,9 @@ EXAMPLES = [
     {"image": 5},
 ]
 TARGETS = [None, 5, "", "bayse", "bayes e", [], True, 1.5, {}, Colour.RED, UNPRINTABLE]
-BATCHES = [
-    None,
-    5,
-    1.5,
-    True,
-    nn.Linear(2, 2),
-    Colour.RED,
-    "",
-    [],
-    (),
-    {},
-    [5],
-    [None],
-    "images",
-    [[]],
-    [{}],
-    np.zeros((4, 2, 6, 6)),
-    iter(()),
-]
+WRONG_BATCHES = [None, 5, 1.5, True, nn.Linear(2, 2), Colour.RED, {}, [5], [None], "images", [[]], [{}], np.zeros((4, 2, 6, 6))]
+NO_BATCHES = ["", [], (), iter(())]
+BATCHES = [*WRONG_BATCHES, *NO_BATCHES]
 UNTIL = ["", "activation.fold", "fuse", 5, True, [], 1.5, fxq.Stage.TRACED, "CANONICAL", Colour.RED]
 DEBUGS = [True, -1, 4, "1", "abc", 1.5, [], ""]
 STYLES = [None, "", "qdqq", "EXACT", 5, [], True, ["exact"], Colour.RED]
@@ -175,7 +159,8 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
     ),
     "verify": (
         lambda w: (fxq.verify, {"first": w.prepared, "second": w.integer, "batches": [batch()]}),
-        {"first": [*MODELS[:-2], "", "none.onnx"], "second": [*MODELS[:-2], "", "none.onnx"], "batches": BATCHES, "show_progress": FLAGS},
+        {"first": [*MODELS[:-2], "", "none.onnx"], "second": [*MODELS[:-2], "", "none.onnx"],
+         "batches": WRONG_BATCHES, "show_progress": FLAGS},
     ),
     "set_state": (
         lambda w: (fxq.set_state, {"prepared": w.prepared, "state": fxq.State.VALIDATE}),
@@ -225,7 +210,7 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
     ),
     "Result.verify": (
         lambda w: (w.result.verify, {"path": w.onnx, "batches": [batch()]}),
-        {"path": [*PATHS, "none.onnx"], "batches": BATCHES},
+        {"path": [*PATHS, "none.onnx"], "batches": WRONG_BATCHES},
     ),
     "Report.merge": (lambda w: (fxq.Report().merge, {"other": w.report}), {"other": [None, 5, "report", [], True]}),
     "ActivationConfig": (
@@ -415,6 +400,11 @@ ACCEPTED: dict[str, Callable[[World], Any]] = {
 @pytest.mark.parametrize("call", ACCEPTED.values(), ids=ACCEPTED)
 def test_what_is_accepted(call: Callable[[World], Any], world: World) -> None:
     call(world)
+
+
+@pytest.mark.parametrize("batches", NO_BATCHES, ids=repr)
+def test_verifying_with_no_batches_is_never_true(batches: Any, world: World) -> None:
+    assert not fxq.verify(world.prepared, world.integer, batches, show_progress=False)
 
 
 def test_a_state_by_name_is_that_state(world: World) -> None:
