@@ -145,6 +145,41 @@ def test_functional_norms_and_computed_weights_are_folded(tmp_path: Path) -> Non
     torch.testing.assert_close(compiled.prepared(*batches[0]), model(*batches[0]), rtol=1e-5, atol=1e-5)
 
 
+class Functional(nn.Module):
+    """A batch norm whose statistics are parts of a tensor."""
+
+    def __init__(self, known: Tensor) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
+        if isinstance(known, nn.Parameter):
+            self.known = known
+        else:
+            self.register_buffer("known", known)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.known[0], self.known[1], self.scale, self.shift)
+
+
+def test_statistics_of_functional_norms_follow_the_batches() -> None:
+    model, batch = Functional(torch.rand(2, 3) + 0.5), torch.randn(4, 3, 6, 6)
+    prepared = contract.compiled(model, [batch]).prepared
+    optimise(prepared, batch, 60)
+    assert bool(((prepared.known[0] - batch.mean((0, 2, 3))).abs() < 0.02).all())
+    assert bool(((prepared.known[1] - batch.var((0, 2, 3))).abs() < 0.02).all())
+    prepared.eval()
+    fxq.set_state(prepared, fxq.State.VALIDATE)
+    contract.assert_validate_is_integer(prepared, fxq.convert(prepared), batch)
+
+
+def test_statistics_that_are_parameters_do_not_follow_the_batches() -> None:
+    model, batch = Functional(nn.Parameter(torch.rand(2, 3) + 0.5)), torch.randn(4, 3, 6, 6)
+    prepared = contract.compiled(model, [batch]).prepared
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    prepared.train()
+    prepared(batch).square().mean().backward()
+    assert torch.equal(prepared.known, model.known)
+
+
 def test_a_weight_that_is_a_buffer_stays_one() -> None:
     model, batches = built(LAYERS["conv2d"])
     weight = model.layer.weight.detach()

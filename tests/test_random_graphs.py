@@ -40,15 +40,15 @@ def test_a_random_network_holds_the_contract(target: str, seed: int) -> None:
 
 
 def test_the_sample_is_seldom_refused_and_never_the_same() -> None:
-    cases = [draw(seed) for seed in range(40)]
-    assert len({repr(replace(case, seed=0)) for case in cases}) == 40
+    cases = [draw(seed) for seed in range(16)]
+    assert len({repr(replace(case, seed=0)) for case in cases}) == 16
     assert {len(case.inputs) for case in cases} >= {1, 2}
     assert max(len(case.steps) for case in cases) > 6
     assert {bool(case.optimizer) for case in cases} == {True, False}
 
 
 def test_a_seed_draws_the_same_case_again_whatever_the_other_targets_are() -> None:
-    for seed in range(6):
+    for seed in range(3):
         case = draw(seed)
         assert draw(seed) == case
         assert draw(seed, (case.target,)) == case
@@ -116,7 +116,7 @@ def test_a_planted_defect_is_shrunk_to_a_program_that_fails(monkeypatch: pytest.
 @pytest.mark.usefixtures("defect")
 def test_the_command_prints_the_program_and_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(fuzz, "draw", lambda seed, targets: replace(draw(seed, targets, "neg"), checks=("every_tensor_is_integer",)))
-    seed = next(seed for seed in itertools.count() if len(draw(seed, ("bayes-e",), "neg").steps) == 1)
+    seed = next(seed for seed in itertools.count() if run(fuzz.draw(seed, ("bayes-e",))).kind == FAILED)
     monkeypatch.setattr(sys, "argv", ["fuzz", "--models", "1", "--seed", str(seed), "--target", "bayes-e"])
     with pytest.raises(SystemExit) as stopped:
         fuzz.main()
@@ -149,7 +149,7 @@ def test_an_error_of_ours_refuses_and_any_other_fails(monkeypatch: pytest.Monkey
 
 
 def test_candidates_are_cases_that_are_never_larger() -> None:
-    for seed in range(20):
+    for seed in range(6):
         case = draw(seed)
         for candidate in candidates(case):
             assert len(candidate.steps) <= len(case.steps)
@@ -161,7 +161,7 @@ def test_candidates_are_cases_that_are_never_larger() -> None:
 
 
 def test_what_does_not_run_in_pytorch_is_no_failure() -> None:
-    case = next(case for case in map(draw, itertools.count()) if any("conv2d" in step.spelling.operator for step in case.steps))
+    case = draw(0, operator="conv2d")
     assert run(replace(case, inputs=tuple(replace(entry, sizes=(1,)) for entry in case.inputs))).kind == INVALID
 
 

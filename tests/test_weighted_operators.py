@@ -52,6 +52,7 @@ CASES: dict[str, Callable[[], Case]] = {
         (4, 4, 5, 6), nn.ConvTranspose2d(4, 8, 3, (2, 3), 1, 1, groups=2, bias=False), nn.BatchNorm2d(8)
     ),
     "conv_transpose2d, dilation": lambda: layer((4, 4, 5, 6), nn.ConvTranspose2d(4, 6, 3, 2, (2, 1), 1, dilation=2)),
+    "conv_transpose2d, output padding of a stride": lambda: layer((4, 4, 5, 6), nn.ConvTranspose2d(4, 6, 3, 1, 1, (1, 0), dilation=2)),
     "conv_transpose2d, groups and dilation": lambda: layer((4, 4, 5, 6), nn.ConvTranspose2d(4, 6, 3, 2, 1, groups=2, dilation=(1, 2))),
     "conv_transpose2d, depthwise": lambda: layer((4, 4, 5, 6), nn.ConvTranspose2d(4, 4, 4, 2, 1, groups=4)),
     "conv_transpose2d, cropped": lambda: layer((4, 4, 5, 6), nn.ConvTranspose2d(4, 4, 2, 2, 2, groups=2)),

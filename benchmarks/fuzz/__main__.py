@@ -101,7 +101,7 @@ def main() -> None:
         tally = fuzz(seed, 1, options.minutes, options.models, targets, options.without)
     else:
         models = None if options.models is None else -(-options.models // options.processes)
-        with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
+        with ProcessPoolExecutor(options.processes, get_context("spawn"), faulthandler.enable) as pool:
             parts = [
                 pool.submit(fuzz, seed + part, options.processes, options.minutes, models, targets, options.without)
                 for part in range(options.processes)
@@ -115,7 +115,6 @@ def main() -> None:
 def fuzz(seed: int, step: int, minutes: float, models: int | None, targets: tuple[str, ...], without: Collection[str] = ()) -> Tally:
     """The models of seed, seed + step, … for so long; failures are printed as they are found."""
     torch.set_num_threads(1)
-    faulthandler.enable()  # if a runtime crashes: the file's name has the seed
     tally, deadline = Tally(), time.monotonic() + 60 * minutes
     for count in itertools.count():
         if time.monotonic() > deadline or count == models:
@@ -182,5 +181,6 @@ def show(tally: Tally) -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.enable()  # if a runtime crashes, the names of the files have the seed
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     main()

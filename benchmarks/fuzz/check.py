@@ -97,7 +97,7 @@ def accumulators_fit(model, prepared, integer, batches):
         for node in integer.graph.nodes:
             proved = next((notes(n).get("accumulator_bits") for n in integer.graph.nodes if n.name == origin(node)), None)
             if node.target in PRIMITIVES and PRIMITIVES[node.target].kind == "accumulator" and proved:
-                largest = values[node.name].abs().max()
+                largest = int(values[node.name].double().abs().max())
                 assert largest < 2 ** (proved - 1), f"%{node.name} holds {largest}, and {proved} bits were proved"
 
 

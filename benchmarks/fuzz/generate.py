@@ -162,8 +162,11 @@ class Drawing:
         lot = self.lot
         name = f"v{len(self.steps)}"
         values = list(self.player.values)
-        first = values[-1] if lot.random() < 0.6 else lot.choice(values)
+        read = {operand for step in self.steps for operand in step.operands}
+        unread = [entry.name for entry in self.inputs if entry.name not in read] or values
+        first = values[-1] if lot.random() < 0.6 else lot.choice(unread if lot.random() < 0.5 else values)
         alike = [value for value in values if self.player.values[value].shape == self.player.values[first].shape]
+        alike = [value for value in alike if value in unread and value != first] or alike
         others = [lot.choice(alike if lot.random() < 0.8 else values) for _ in range(spelling.operands - 1)]
         earlier = [step for step in self.steps if step.spelling is spelling and (spelling.layer or spelling.parameters)]
         if earlier and lot.random() < 0.4:
@@ -203,7 +206,7 @@ def draw(seed: int, targets: Sequence[str] = TARGETS, operator: str | None = Non
 def _configured(lot: random.Random, seed: int, target: str, drawing: Drawing, starred: str) -> Case:
     read = {operand for step in drawing.steps for operand in step.operands}
     loose = [step.name for step in drawing.steps if step.name not in read]
-    outputs = list(dict.fromkeys(lot.sample(loose, min(len(loose), lot.randint(1, 3)))))
+    outputs = list(dict.fromkeys(lot.sample(loose, min(len(loose), lot.randint(1, 4)))))
     reached = {step.name for step in pruned(Case(seed, target, tuple(drawing.inputs), tuple(drawing.steps), tuple(outputs))).steps}
     if starred not in reached:
         outputs.append(starred)
