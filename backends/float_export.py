@@ -17,6 +17,8 @@ from fxquant.errors import ExportError
 from fxquant.graph import BATCH_SIZES, BatchDim, TensorFact, fact, resolve
 from fxquant.primitives import PRIMITIVES
 
+OLDEST_OPSET = 18  # that PyTorch's exporter writes in every version
+
 
 class FloatRegions:
     """The maximal runs of consecutive float nodes of an integer graph, each exported when its first node is met.
@@ -66,29 +68,24 @@ class FloatRegions:
             environment[node] = graph.node_copy(node, environment.__getitem__)
         graph.output(tuple(environment[node] for node in outputs))
         part = fx.GraphModule(self.integer, graph).eval()  # holds only what this region reads
-        try:
-            import onnxscript  # noqa: F401
-        except ImportError:
-            raise ExportError(
-                "operators that stay in float cannot be exported",
-                node=region[0],
-                because="PyTorch's ONNX exporter, which writes them, needs onnxscript",
-                remedy='pip install "fxquant[float-export]"',
-            ) from None
         examples = tuple(_example(fact(node)) for node in inputs)
         shapes = tuple(_dynamic(fact(node)) for node in inputs)
         try:
             with _quiet():
-                program = torch.onnx.export(
+                program: Any = torch.onnx.export(
                     part,
                     examples,
                     dynamo=True,
-                    opset_version=self.opset,
+                    opset_version=max(self.opset, OLDEST_OPSET),
                     dynamic_shapes=shapes,
                     verbose=False,
                     input_names=[f"region_input_{i}" for i in range(len(inputs))],
                     output_names=[node.name for node in outputs],
                 )
+                if self.opset < OLDEST_OPSET:
+                    from onnxscript.version_converter import convert_version  # takes a second, and is seldom wanted
+
+                    convert_version(program.model, self.opset, fallback=True)
         except Exception as error:
             raise ExportError(
                 "an operator that stays in float cannot be exported",
@@ -96,10 +93,9 @@ class FloatRegions:
                 because=f"PyTorch's ONNX exporter says: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
                 remedy="replace the operator, or cut the model before it",
             ) from error
-        assert program is not None
-        model = program.model_proto
+        model: onnx.ModelProto = program.model_proto
         written = next(entry.version for entry in model.opset_import if entry.domain == "")
-        if written != self.opset:  # it writes a newer one and converts that, and says nothing if it cannot
+        if written != self.opset:  # the conversion says nothing if it cannot
             raise ExportError(
                 f"an operator that stays in float cannot be exported with opset={self.opset}",
                 node=region[0],

@@ -41,7 +41,8 @@ def build(model: nn.Module, recording: Recording) -> fx.GraphModule:
     for name, constant in recording.constants.items():
         module.register_buffer(name, constant, persistent=False)
     module.eval()
-    module.graph = recording.graph
+    facts.replace_graph(module, recording.graph)
+    module.recompile()
     module.meta[_STAGE] = "traced"
     module.meta[_ASSUMPTIONS] = [*recording.notes, *_fixed_sizes(module), *_unused(module)]
     module.meta[_TRANSIENT] = sorted(module._non_persistent_buffers_set)
