@@ -128,8 +128,8 @@ def test_the_oldest_versions_are_those_that_are_asked_for(metadata: email.messag
 
 
 def test_the_wheel_can_be_installed_and_imported_without_what_is_optional(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--no-compile", "--target", str(tmp_path), str(wheel.filename)]
-    installed = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--no-compile", "--target", str(tmp_path)]
+    installed = subprocess.run([*command, str(wheel.filename)], capture_output=True, text=True)
     assert installed.returncode == 0, installed.stdout + installed.stderr
     program = f"""
 import sys
