@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+CONSTRAINTS := constraints.txt
+PYTHON_OLDEST ?= python3.10
 TARGET ?= bayes-e
 OUT ?= fxquant-demo
 
@@ -16,6 +18,9 @@ demo: $(READY)  ## train, quantize, export and verify a small network (TARGET=ba
 
 test: $(READY)  ## run the whole test suite
 	$(BIN)/python -m pytest -n 2 -q
+
+test-oldest:  ## the same with Python 3.10 and the oldest version of every dependency, in .venv-oldest (brings gigabytes of CUDA packages)
+	$(MAKE) test PYTHON=$(PYTHON_OLDEST) VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
 
 check: lint types test  ## ruff, mypy and the tests
 
@@ -35,13 +40,13 @@ bench: $(READY)  ## the benchmarks of exactness, accuracy, calibration memory an
 	$(BIN)/python -m benchmarks.compile_time
 
 clean:  ## remove what these targets made
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis fxquant-demo
+	rm -rf $(VENV) .venv-oldest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis fxquant-demo
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "fxquant needs Python 3.10 or later; set PYTHON=python3.x")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $(READY)
 
-.PHONY: help demo test check lint types bench clean
+.PHONY: help demo test test-oldest check lint types bench clean

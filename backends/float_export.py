@@ -20,6 +20,8 @@ from fxquant.errors import ExportError
 from fxquant.graph import BATCH_SIZES, BatchDim, TensorFact, attach, fact, resolve
 from fxquant.primitives import PRIMITIVES
 
+OLDEST_OPSET = 18  # that PyTorch's exporter writes in every version
+
 
 class FloatRegions:
     """The maximal runs of consecutive float nodes of an integer graph, each exported when its first node is met.
@@ -61,7 +63,6 @@ class FloatRegions:
 
     def _export(self, region: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> onnx.ModelProto:
         """The region as an ONNX model. Raises ExportError, about the node that cannot be written where one alone cannot."""
-        _require_onnxscript(region[0])
         try:
             with _quiet():
                 model = self._written(region, inputs, outputs)
@@ -74,7 +75,7 @@ class FloatRegions:
                 remedy="replace the operator, or cut the model before it",
             ) from error
         written = next(entry.version for entry in model.opset_import if entry.domain == "")
-        if written != self.opset:  # it writes a newer one and converts that, and says nothing if it cannot
+        if written != self.opset:  # the conversion says nothing if it cannot
             raise ExportError(
                 f"an operator that stays in float cannot be exported with opset={self.opset}",
                 node=region[0],
@@ -120,18 +121,22 @@ class FloatRegions:
                 copied.op, copied.target = "call_function", other
         graph.output(tuple(environment[node] for node in outputs))
         part = self._part(graph)
-        program = torch.onnx.export(
+        program: Any = torch.onnx.export(
             part,
             tuple(_example(fact(node)) for node in inputs),
             dynamo=True,
-            opset_version=self.opset,
+            opset_version=max(self.opset, OLDEST_OPSET),
             dynamic_shapes=tuple(_dynamic(fact(node)) for node in inputs),
             verbose=False,
             input_names=[f"region_input_{i}" for i in range(len(inputs))],
             output_names=[f"region_output_{i}" for i in range(len(outputs))],  # no value inside has such a name
         )
-        assert program is not None
-        return program.model_proto
+        if self.opset < OLDEST_OPSET:
+            from onnxscript.version_converter import convert_version  # takes a second, and is seldom wanted
+
+            convert_version(program.model, self.opset, fallback=True)
+        model: onnx.ModelProto = program.model_proto
+        return model
 
     def _append(self, model: onnx.ModelProto, emitter: Any, inputs: list[str], outputs: list[fx.Node]) -> None:
         renamed = dict(zip((i.name for i in model.graph.input), inputs, strict=True))
@@ -163,18 +168,6 @@ class FloatRegions:
             value = fact(node)
             if isinstance(value, TensorFact):
                 emitter.types[node.name] = value.dtype
-
-
-def _require_onnxscript(node: fx.Node) -> None:
-    try:
-        import onnxscript  # noqa: F401
-    except ImportError:
-        raise ExportError(
-            "operators that stay in float cannot be exported",
-            node=node,
-            because="PyTorch's ONNX exporter, which writes them, needs onnxscript",
-            remedy='pip install "fxquant[float-export]"',
-        ) from None
 
 
 def _reason(error: BaseException) -> str:

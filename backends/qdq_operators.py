@@ -289,9 +289,11 @@ def _average_pool(c: Call) -> str:
     if node is None:
         return c.epilogue(c.do("GlobalAveragePool", c.input))
     kernel, stride, begin, end = (list(value) for value in node.args[1:5])  # type: ignore[arg-type]
-    mean = c.do("AveragePool", c.input, kernel_shape=kernel, strides=stride, pads=[*begin, *end], count_include_pad=1)
-    divisor = window_divisor(fact(_operand_node(c)).shape, c.arguments, kernel, stride, begin, end)
-    share = math.prod(kernel) / divisor
+    even = len({*begin, *end}) == 1  # onnxruntime 1.21 to 1.23 counts uneven padding wrongly, from opset 19 on: it is left out
+    mean = c.do("AveragePool", c.input, kernel_shape=kernel, strides=stride, pads=[*begin, *end], count_include_pad=int(even))
+    shape = fact(_operand_node(c)).shape
+    elements = math.prod(kernel) if even else window_divisor(shape, {"count_include_pad": False}, kernel, stride, begin, end)
+    share = elements / window_divisor(shape, c.arguments, kernel, stride, begin, end)
     return c.epilogue(mean if bool((share == 1).all()) else c.do("Mul", mean, c.e.constant(share.float())))
 
 

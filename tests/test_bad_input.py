@@ -322,7 +322,8 @@ def test_a_file_that_is_not_the_export_of_the_model(
 ) -> None:
     path = tmp_path / "model.onnx"
     BAD_FILES[name](path)
-    golden(error_text(lambda: fxq.verify(integer, path, [batch()]), fxq.ExportError, tmp_path), f"file-{name}.txt")
+    text = error_text(lambda: fxq.verify(integer, path, [batch()]), fxq.ExportError, tmp_path)
+    golden(re.sub("(?<=Error parsing message).*", " …", text), f"file-{name}.txt")  # some versions of protobuf say more
     error_text(lambda: fxq.verify(path, calibrated, [batch()]), fxq.ExportError, tmp_path)
 
 
@@ -371,7 +372,6 @@ def test_an_unknown_operator_stays_in_float_and_says_so(caplog: pytest.LogCaptur
 
 
 def test_an_unknown_operator_is_exported_and_every_integer_segment_is_equal(tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript")
     prepared, integer = compiled(Odd(), [batch()])
     assert_validate_is_integer(prepared, integer, batch())
     path = fxq.export_onnx(integer, tmp_path / "model.onnx")
@@ -383,7 +383,6 @@ def test_an_unknown_operator_is_exported_and_every_integer_segment_is_equal(tmp_
 
 
 def test_what_float_operators_flip_is_counted_apart(tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript")
     integer = compiled(Odd(), [batch()]).integer
     path = fxq.export_onnx(integer, tmp_path / "model.onnx")
     model = onnx.load(path)

@@ -134,7 +134,6 @@ def inputs(batch: int = 4) -> tuple[Tensor, Tensor]:
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The model in every form; and "changed", the same with one weight that is not."""
-    pytest.importorskip("onnxscript")
     torch.manual_seed(0)
     directory = tmp_path_factory.mktemp("files")
     model = Network()

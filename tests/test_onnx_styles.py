@@ -246,7 +246,6 @@ def test_a_fast_file_that_takes_integers_takes_the_same_ones(tmp_path: Path) -> 
 
 
 def test_float_operators_among_fast_kernels(tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript")
     torch.manual_seed(0)
     model = Net(lambda n, x: n["b"](torch.logaddexp(n["a"](x), 0.5 * n["a"](x))), a=conv(3, 8), b=conv(8, 4)).eval()
     integer = compiled(model, [batch()], "nash-e").integer
@@ -514,7 +513,6 @@ def test_metadata_of_another_file_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_float_operator_needs_an_opset_its_exporter_writes(tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript")
     integer = compiled(
         Net(lambda n, x: torch.logaddexp(n["a"](x), x[:, :1].asinh()).flatten(1), a=conv(3, 4)).eval(), [batch()], "nash-e"
     ).integer

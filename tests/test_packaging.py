@@ -1,7 +1,10 @@
-"""What is installed: a wheel puts nothing but `fxquant` into site-packages, and everything that belongs to it."""
+"""What is installed: a wheel puts nothing but `fxquant` into site-packages, everything that belongs to it, and asks for what it imports."""
 
 from __future__ import annotations
 
+import ast
+import email.message
+import email.parser
 import re
 import shutil
 import subprocess
@@ -11,8 +14,11 @@ from pathlib import Path
 
 import pytest
 
+import fxquant
+
 ROOT = Path(__file__).parents[1]
 INSTALLED_AS = {"fxquant": "fxquant", "passes": "fxquant.passes", "backends": "fxquant.backends"}
+DISTRIBUTIONS = {"sklearn": "scikit-learn", "google": "protobuf"}  # where a package is not named like what brings it
 
 
 def repository_files() -> list[str]:
@@ -46,6 +52,25 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(file)
 
 
+@pytest.fixture(scope="module")
+def metadata(wheel: zipfile.ZipFile) -> email.message.Message:
+    """What the wheel says about itself."""
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    return email.parser.Parser().parsestr(wheel.read(name).decode())
+
+
+def requirements(metadata: email.message.Message, extra: str | None = None) -> dict[str, str]:
+    """What pip installs along, or would for an extra: the version specifier of each distribution."""
+    found = {}
+    for line in metadata.get_all("Requires-Dist", []):
+        requirement, _, marker = line.partition(";")
+        wanted = re.search(r"""extra == ['"]([\w-]+)""", marker)
+        if (wanted[1] if wanted else None) == extra:
+            name, specifier = re.fullmatch(r"([\w.-]+)(?:\[[\w,]+\])?\s*(.*)", requirement.strip()).groups()  # type: ignore[union-attr]
+            found[name] = specifier
+    return found
+
+
 def test_the_top_level_is_fxquant_alone(wheel: zipfile.ZipFile) -> None:
     tops = {name.split("/", 1)[0] for name in wheel.namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"fxquant"}
@@ -75,12 +100,44 @@ def test_the_name_without_fxquant_is_refused(name: str) -> None:
     assert f"ImportError: import this package as fxquant.{name}" in result.stderr
 
 
-def test_the_wheel_can_be_imported_from_where_it_was_unpacked(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
-    wheel.extractall(tmp_path)
+def test_the_version_is_that_of_the_library(metadata: email.message.Message) -> None:
+    assert metadata["Version"] == fxquant.__version__
+
+
+def test_what_is_imported_is_required(metadata: email.message.Message) -> None:
+    imported = set()
+    for top in INSTALLED_AS:
+        for file in (ROOT / top).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Import):
+                    imported |= {alias.name.partition(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and node.module:
+                    imported.add(node.module.partition(".")[0])
+    foreign = {DISTRIBUTIONS.get(name, name) for name in imported - sys.stdlib_module_names - {"fxquant"}}
+    assert foreign - {"scikit-learn"} == set(requirements(metadata))
+    assert set(requirements(metadata, "demo")) == {"scikit-learn"}
+
+
+def test_the_oldest_versions_are_those_that_are_asked_for(metadata: email.message.Message) -> None:
+    """What `make test-oldest` installs is the lower bound of every requirement, so that no bound is a guess."""
+    asked = {name: bound for extra in (None, "demo", "dev") for name, bound in requirements(metadata, extra).items() if name != "fxquant"}
+    lines = (ROOT / "constraints-oldest.txt").read_text(encoding="utf-8").splitlines()
+    oldest = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    assert {name: f">={version}" for name, version in oldest.items()} == asked
+    assert f"requires = [\"setuptools>={oldest['setuptools']}\"]" in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+def test_the_wheel_can_be_installed_and_imported_without_what_is_optional(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--no-compile", "--target", str(tmp_path)]
+    installed = subprocess.run([*command, str(wheel.filename)], capture_output=True, text=True)
+    assert installed.returncode == 0, installed.stdout + installed.stderr
     program = f"""
 import sys
 sys.path.insert(0, {str(tmp_path)!r})
-import fxquant, fxquant.passes, fxquant.backends, fxquant.cli
+sys.modules.update(dict.fromkeys(("sklearn", "PIL", "pytest", "hypothesis")))  # as if they were not installed
+import fxquant, fxquant.passes, fxquant.backends, fxquant.cli, fxquant.demo
+from importlib.metadata import version
+assert version("fxquant") == fxquant.__version__, version("fxquant")
 missing = [name for name in fxquant.__all__ if not hasattr(fxquant, name)]
 assert not missing, missing
 assert callable(fxquant.prepare)

@@ -653,7 +653,6 @@ class Token(nn.Module):
 
 
 def test_sizes_may_be_read_inside_the_integer_part(tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript")
     lines = torch.randn(4, 2, 5)
     prepared, integer = compiled(Token(), [lines])
     assert [node.name for node in integer.graph.nodes if node.op == "call_method"] == ["size", "expand"]

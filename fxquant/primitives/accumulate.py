@@ -201,10 +201,18 @@ def _linear_real(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(input, weight, None if bias is None else bias.float())
 
 
+def onnx_double(e: Emitter, value: str) -> str:
+    """An operand of a float64 matrix product.
+
+    Round is a barrier: without it onnxruntime up to 1.23 joins the product with a transposition before it, which it cannot run in float64.
+    """
+    return e.node("Round", e.node("Cast", value, to=torch.float64))
+
+
 def _onnx_linear_wide(e: Emitter, input: str, weight: Tensor, bias: Tensor | None) -> str:
     transposed = e.node("Cast", e.constant(weight.t().contiguous()), to=torch.float64)
     # Round is a barrier: without it the runtime may join the product with the multiplier that follows.
-    product = e.node("Round", e.node("MatMul", e.node("Cast", input, to=torch.float64), transposed))
+    product = e.node("Round", e.node("MatMul", onnx_double(e, input), transposed))
     return product if bias is None else e.node("Add", product, e.node("Cast", e.constant(bias), to=torch.float64))
 
 

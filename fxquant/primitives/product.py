@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from fxquant.primitives.accumulate import accumulated
+from fxquant.primitives.accumulate import accumulated, onnx_double
 from fxquant.primitives.record import Emitter, full_precision, primitive, stored
 
 # ---- matrix product of activations ------------------------------------------------------------------------------------
 
 
-def _onnx_product(e: Emitter, input: str | Tensor, other: str | Tensor, dtype: torch.dtype) -> str:
-    operands = [e.node("Cast", value if isinstance(value, str) else e.constant(value), to=dtype) for value in (input, other)]
+def _onnx_product(e: Emitter, input: str | Tensor, other: str | Tensor, convert: Callable[[Emitter, str], str]) -> str:
+    operands = [convert(e, value if isinstance(value, str) else e.constant(value)) for value in (input, other)]
     # Round is a barrier: without it the runtime may join the product with the multiplier that follows.
     return e.node("Round", e.node("MatMul", *operands))
 
 
+def _onnx_float(e: Emitter, value: str) -> str:
+    return e.node("Cast", value, to=torch.float32)
+
+
 def _onnx_matrix_product(e: Emitter, input: str | Tensor, other: str | Tensor) -> str:
-    return _onnx_product(e, input, other, torch.float32)
+    return _onnx_product(e, input, other, _onnx_float)
 
 
 @primitive(_onnx_matrix_product, kind="accumulator")
@@ -29,7 +35,7 @@ def matrix_product(input: Tensor, other: Tensor) -> Tensor:
 
 
 def _onnx_matrix_product_wide(e: Emitter, input: str | Tensor, other: str | Tensor) -> str:
-    return _onnx_product(e, input, other, torch.float64)
+    return _onnx_product(e, input, other, onnx_double)
 
 
 @primitive(_onnx_matrix_product_wide, kind="accumulator")
