@@ -19,10 +19,9 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.backends.float_export import _settings
 from fxquant.backends.runtime import OnnxModel
-from fxquant.graph import qparams
 from fxquant.verify import FloatDifference, _differing
-from tests.contract import assert_train_is_validate, compiled, graph_values, same_bytes
-from tests.test_operators import SAMPLES, covering, inputs_of, model_of
+from tests.contract import assert_train_is_validate, compiled, same_bytes
+from tests.test_operators import SAMPLES, inputs_of, model_of
 
 
 class Net(nn.Module):

@@ -279,8 +279,8 @@ UNARY = {
     "gelu, tanh": (partial(F.gelu, approximate="tanh"), partial(unary._gelu, approximate="tanh")),
     "hardswish": (F.hardswish, lambda x: x * unary._hardsigmoid(x)), "elu": (F.elu, unary._elu), "selu": (F.selu, unary._selu),
     "softplus": (F.softplus, unary._softplus), "mish": (F.mish, lambda x: x * math.tanh(unary._softplus(x))),
-    "exp": (torch.exp, math.exp), "log": (torch.log, unary._or_nan(math.log, unary._positive)),
-    "rsqrt": (torch.rsqrt, unary._or_nan(lambda x: 1 / math.sqrt(x), unary._positive)), "square": (torch.square, lambda x: x * x),
+    "exp": (torch.exp, math.exp), "log": (torch.log, unary._for_positive(math.log, -math.inf)),
+    "rsqrt": (torch.rsqrt, unary._for_positive(lambda x: 1 / math.sqrt(x), math.inf)), "square": (torch.square, lambda x: x * x),
     "power": (lambda x: torch.pow(x, 2.5), partial(unary._power, exponent=2.5)), "sin": (torch.sin, math.sin), "erf": (torch.erf, math.erf),
     "leaky": (partial(F.leaky_relu, negative_slope=0.125), partial(unary._leaky_relu, negative_slope=0.125)),
 }  # fmt: skip
