@@ -34,7 +34,6 @@ from fxquant.trace import trace
 from fxquant.verify import (
     DeviationReport,
     Form,
-    IntegerForm,
     OnnxForm,
     Report,
     check_batches,

@@ -1,4 +1,4 @@
-"""What export takes and what verify says: outputs of every kind, names, dtypes, float operators, signed zeros, metadata that was tampered with."""
+"""What export takes and what verify says: outputs of every kind, names, dtypes, float operators, signed zeros, tampered metadata."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.backends.float_export import _settings
 from fxquant.backends.runtime import OnnxModel
-from fxquant.graph import qparams
 from fxquant.verify import FloatDifference, _differing
-from tests.contract import assert_train_is_validate, compiled, graph_values, same_bytes
-from tests.test_operators import SAMPLES, covering, inputs_of, model_of
+from tests.contract import assert_train_is_validate, compiled, same_bytes
+from tests.test_operators import SAMPLES, inputs_of, model_of
 
 
 class Net(nn.Module):
@@ -61,7 +60,9 @@ def linear_of(function: Callable[..., Any], batch: Tensor | None = None) -> fx.G
 @pytest.mark.parametrize("target", ["nash-e", "nash-m", "x86", "qnnpack", "bayes-e", "bernoulli", "bernoulli2"])
 def test_no_form_gives_a_negative_zero(target: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    prepared, integer = compiled(Net(lambda s, x: s.b(F.relu(s.a(x))), a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(4, 4, 1)).eval(), [images()], target)
+    prepared, integer = compiled(
+        Net(lambda s, x: s.b(F.relu(s.a(x))), a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(4, 4, 1)).eval(), [images()], target
+    )
     path = fxq.export_onnx(integer, tmp_path / "model.onnx")
     batch = images(8, seed=2)
     wanted = integer(batch)
@@ -77,7 +78,9 @@ def test_no_form_gives_a_negative_zero(target: str, tmp_path: Path) -> None:
 
 def test_what_a_float_operator_makes_of_zeros_is_equal() -> None:
     torch.manual_seed(0)
-    prepared, integer = compiled(Net(lambda s, x: torch.atan(1 / (s.a(x) - 0.0).relu()), a=nn.Conv2d(3, 4, 1)).eval(), [images(8)], "nash-e")
+    prepared, integer = compiled(
+        Net(lambda s, x: torch.atan(1 / (s.a(x) - 0.0).relu()), a=nn.Conv2d(3, 4, 1)).eval(), [images(8)], "nash-e"
+    )
     assert fxq.verify(prepared, integer, [images(8)], show_progress=False)
 
 
@@ -96,7 +99,9 @@ def test_verify_compares_bytes() -> None:
 def softmax_between() -> fx.GraphModule:
     torch.manual_seed(0)
     return integer_of(
-        Net(lambda s, x: (lambda y: (s.b(y), y.asinh()))(torch.logaddexp(s.a(x), torch.atan(s.a(x)))), a=nn.Linear(8, 6), b=nn.Linear(6, 4)),
+        Net(
+            lambda s, x: (lambda y: (s.b(y), y.asinh()))(torch.logaddexp(s.a(x), torch.atan(s.a(x)))), a=nn.Linear(8, 6), b=nn.Linear(6, 4)
+        ),
         rows(32),
         "bayes-e",
     )
@@ -137,7 +142,9 @@ def plant(path: Path, consumer: Callable[[onnx.NodeProto], bool]) -> None:
     name = next(node.input[1] for node in model.graph.node if consumer(node))
     cast = next((node for node in model.graph.node if name in node.output), None)
     tensor = next(t for t in model.graph.initializer if t.name == (name if cast is None else cast.input[0]))
-    tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor) + np.array(2000, numpy_helper.to_array(tensor).dtype), tensor.name))
+    tensor.CopyFrom(
+        numpy_helper.from_array(numpy_helper.to_array(tensor) + np.array(2000, numpy_helper.to_array(tensor).dtype), tensor.name)
+    )
     onnx.save(model, path)
 
 
@@ -390,7 +397,10 @@ class Flow(nn.Module):
 
 
 FLOAT_MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
-    "joins": (lambda: between(lambda y: torch.hstack([torch.dstack([y, y])[..., :8], torch.vstack([y, -y])[:1].expand_as(y)])[:, 2:6]), None),
+    "joins": (
+        lambda: between(lambda y: torch.hstack([torch.dstack([y, y])[..., :8], torch.vstack([y, -y])[:1].expand_as(y)])[:, 2:6]),
+        None,
+    ),
     "a join of float tensors": (lambda: between(lambda y: torch.column_stack([y.asinh(), y])[:, 2:6]), None),
     "rnn": (lambda: recurrent(nn.RNN), None),
     "lstm": (lambda: recurrent(nn.LSTM), None),
@@ -424,7 +434,9 @@ def test_joins_by_their_other_names_are_integer() -> None:
 
 
 def test_a_float_operator_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    integer = integer_of(between(lambda y: torch.asinh(torch.atan2(y, y + 1)).kthvalue(2, 1, keepdim=True)[0].expand(-1, 4, -1, -1)), images())
+    integer = integer_of(
+        between(lambda y: torch.asinh(torch.atan2(y, y + 1)).kthvalue(2, 1, keepdim=True)[0].expand(-1, 4, -1, -1)), images()
+    )
     with pytest.raises(fxq.ExportError, match="%kthvalue") as caught:
         fxq.export_onnx(integer, tmp_path / "model.onnx")
     text = str(caught.value)
@@ -444,7 +456,9 @@ def test_metadata_is_true_of_what_a_file_takes_and_returns(style: str, io: str, 
         return  # refused, as another test shows
     torch.manual_seed(0)
     last = fxq.QConfigMapping().set_module_name("b", fxq.QConfig(fxq.ActivationConfig(width)))
-    integer = integer_of(Net(lambda s, x: (s.b(F.relu(s.a(x))), F.relu(s.a(x))), a=nn.Linear(8, 8), b=nn.Linear(8, 3)), rows(), "nash-e", last)
+    integer = integer_of(
+        Net(lambda s, x: (s.b(F.relu(s.a(x))), F.relu(s.a(x))), a=nn.Linear(8, 8), b=nn.Linear(8, 3)), rows(), "nash-e", last
+    )
     path = fxq.export_onnx(integer, tmp_path / "model.onnx", style=style, io=io, opset=21, output_names=["scores", "features"])
     said = fxq.onnx_metadata(path)
     session = onnxruntime.InferenceSession(str(path))
@@ -489,7 +503,10 @@ def put(name: str, value: str) -> Callable[[dict[str, str]], object]:
 
 
 TAMPERED: dict[str, tuple[Callable[[dict[str, str]], object], str]] = {
-    **{f"no {name}": (lambda entries, name=name: entries.pop(name), name) for name in ("style", "io", "target", "version", "inputs", "outputs")},
+    **{
+        f"no {name}": (lambda entries, name=name: entries.pop(name), name)
+        for name in ("style", "io", "target", "version", "inputs", "outputs")
+    },
     "no tensors": (lambda entries: entries.pop("tensors"), "was not written by fxquant"),
     "no JSON": (put("tensors", "{"), "Expecting property name"),
     "no JSON of inputs": (put("inputs", "x"), "Expecting value"),
