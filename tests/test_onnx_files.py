@@ -397,10 +397,7 @@ class Flow(nn.Module):
 
 
 FLOAT_MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
-    "joins": (
-        lambda: between(lambda y: torch.hstack([torch.dstack([y, y])[..., :8], torch.vstack([y, -y])[:1].expand_as(y)])[:, 2:6]),
-        None,
-    ),
+    "joins": (lambda: between(lambda y: torch.hstack([torch.dstack([y, y])[:, :, 4:12], torch.vstack([y, -y]).chunk(2)[0]])[:, 2:6]), None),
     "a join of float tensors": (lambda: between(lambda y: torch.column_stack([y.asinh(), y])[:, 2:6]), None),
     "rnn": (lambda: recurrent(nn.RNN), None),
     "lstm": (lambda: recurrent(nn.LSTM), None),
