@@ -98,9 +98,9 @@ def _check_constants(integer: fx.GraphModule) -> None:
         if found.is_floating_point and found != torch.float32:
             raise ExportError(
                 "the integer model has lost the dtypes of its constants",
-                because=f"{node.target} is {str(found).removeprefix('torch.')}: .double(), .half() or .to(dtype) was called on this model, or "
-                "on the prepared one",
-                remedy="convert a prepared model that nothing of the kind was done to; a float model can be of another dtype before prepare",
+                because=f"{node.target} is {str(found).removeprefix('torch.')}: .double(), .half() or .to(dtype) was called on this model, "
+                "or on the prepared one",
+                remedy="convert a prepared model that nothing of the kind was done to; a float model may be of another dtype",
             )
 
 

@@ -313,7 +313,12 @@ def _pad(w: FastWriter, node: fx.Node, input: fx.Node, begin: list[int], end: li
     if not _is_int8(input):
         return None
     e = w.emitter
-    return e.node("Pad", w.shifted(input), e.constant(torch.tensor([*begin, *end], dtype=torch.int64, device="cpu")), e.constant(value + ZERO_POINT, torch.uint8))
+    return e.node(
+        "Pad",
+        w.shifted(input),
+        e.constant(torch.tensor([*begin, *end], dtype=torch.int64, device="cpu")),
+        e.constant(value + ZERO_POINT, torch.uint8),
+    )
 
 
 @form(*SHIFTED)

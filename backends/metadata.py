@@ -114,15 +114,22 @@ def _check(entries: Mapping[str, Any], model: onnx.ModelProto) -> None:
         shown = entry["kind"] == "float" or (name in typed and name in computed)
         _require(shown, f"fxquant.tensors describes {name!r}, a value that the graph does not have")
     for what, infos in (("inputs", graph.input), ("outputs", graph.output)):
-        described = entries.get(what)
-        _require(isinstance(described, list) and all(isinstance(entry, dict) for entry in described), f"fxquant.{what} is no list of objects")
+        described: Any = entries.get(what)
+        _require(
+            isinstance(described, list) and all(isinstance(entry, dict) for entry in described), f"fxquant.{what} is no list of objects"
+        )
         names = [entry.get("name") for entry in described]
         _require(names == [info.name for info in infos], f"fxquant.{what} names {names}, and the graph has {[info.name for info in infos]}")
         for entry in described:
             tensor = entry.get("tensor")
-            _require(tensor is None or (isinstance(tensor, str) and tensor in entries["tensors"]), f"fxquant.{what} names a tensor {tensor!r} that is not described")
+            _require(
+                tensor is None or (isinstance(tensor, str) and tensor in entries["tensors"]),
+                f"fxquant.{what} names a tensor {tensor!r} that is not described",
+            )
     reasons = entries.get("float", {})
-    _require(isinstance(reasons, dict) and all(isinstance(reason, str) for reason in reasons.values()), "fxquant.float is no object of texts")
+    _require(
+        isinstance(reasons, dict) and all(isinstance(reason, str) for reason in reasons.values()), "fxquant.float is no object of texts"
+    )
     for name in ("session_options", "session_options_without_vnni"):
         check_session_options(entries.get(name, {}), f"fxquant.{name}")
 
@@ -134,7 +141,9 @@ def _check_tensor(name: str, entry: object) -> None:
         scale = entry["scale"]
         several = isinstance(scale, list)
         scales = scale if isinstance(scale, list) else [scale]
-        _require(bool(scales) and all(_is_number(number) and number > 0 for number in scales), f"the scale of {name!r} is no positive number")
+        _require(
+            bool(scales) and all(_is_number(number) and number > 0 for number in scales), f"the scale of {name!r} is no positive number"
+        )
         _require(entry.get("dtype") in RANGES, f"the dtype of {name!r} is {entry.get('dtype')!r}, not one of {', '.join(RANGES)}")
         axis = entry.get("axis", -1 if several else None)
         _require(isinstance(axis, int) and axis < 0 if several else axis is None, f"the axis of the scales of {name!r} is {axis!r}")

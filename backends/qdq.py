@@ -161,7 +161,12 @@ class QdqWriter(Writer):
 
     def _dequantize(self, value: str, described: QParams) -> str:
         e = self.emitter
-        return e.node("DequantizeLinear", value, e.constant(torch.tensor(described.scale, dtype=torch.float32, device="cpu")), e.constant(0, e.dtype(value)))
+        return e.node(
+            "DequantizeLinear",
+            value,
+            e.constant(torch.tensor(described.scale, dtype=torch.float32, device="cpu")),
+            e.constant(0, e.dtype(value)),
+        )
 
     def _requantized(self, described: QParams) -> Callable[[str], str]:
         return lambda value: self._dequantize(self._quantized(value, described), described)

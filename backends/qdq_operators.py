@@ -143,7 +143,9 @@ class Call:
 
 def _runs(channels: Tensor, dim: int) -> bool:
     """Whether the index of channels is that of this dimension."""
-    return torch.equal(channels, torch.arange(channels.shape[dim], device="cpu").reshape(-1, *[1] * (channels.dim() - dim - 1)).expand(channels.shape))
+    return torch.equal(
+        channels, torch.arange(channels.shape[dim], device="cpu").reshape(-1, *[1] * (channels.dim() - dim - 1)).expand(channels.shape)
+    )
 
 
 def form(*names: str) -> Callable[[Form], Form]:

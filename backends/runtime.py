@@ -174,7 +174,6 @@ class Runner:
             for name, value in zip(self.outputs, results, strict=True)
         }
 
-
     def _failed(self, error: Exception) -> ExportError:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         return ExportError(

@@ -177,9 +177,9 @@ class Lowering:
         value = self.call(accumulator_output, accumulator)
         if clamp is not None and clamp != (None, None):
             limits = [
-                torch.tensor([clamp_bound(bound, float(s), default, INT32) for s in scale.flatten()], dtype=torch.float64, device="cpu").reshape(
-                    scale.shape
-                )
+                torch.tensor(
+                    [clamp_bound(bound, float(s), default, INT32) for s in scale.flatten()], dtype=torch.float64, device="cpu"
+                ).reshape(scale.shape)
                 for bound, default in zip(clamp, (INT32.low, INT32.high), strict=True)
             ]
             constants = [

@@ -235,9 +235,7 @@ class PreparedForm:
 
     def __init__(self, prepared: fx.GraphModule) -> None:
         self.model = prepared
-        self.crossings = [
-            node.name for node in prepared.graph.nodes if _is_quantize(prepared, node) and node.args[0].op != "placeholder"  # type: ignore[union-attr]
-        ]
+        self.crossings = [node.name for node in prepared.graph.nodes if _is_quantize(prepared, node) and node.args[0].op != "placeholder"]
         self.float_outputs = _float_outputs(prepared)
 
     def run(self, inputs: list[Tensor], deep: bool) -> Values:
@@ -359,9 +357,7 @@ def _float_outputs(model: fx.GraphModule) -> set[str]:
     tensors = _returned(model)
     ends = (dequantize, DEQUANTIZE.function)
     return {
-        f"output {index}"
-        for index, node in enumerate(tensors)
-        if node.op not in ("placeholder", "get_attr") and node.target not in ends
+        f"output {index}" for index, node in enumerate(tensors) if node.op not in ("placeholder", "get_attr") and node.target not in ends
     }
 
 

@@ -64,7 +64,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.explain": {"arguments", "errors", "graph", "ops", "prepared", "primitives", "trace"},
     "fxquant.measures": {"graph", "numerics", "ops"},
     "fxquant.check": {"explain", "graph", "measures", "ops", "prepared", "spec", "stage", "target"},
-    "fxquant.verify": {"arguments", "batches", "errors", "graph", "prepared", "primitives", "state"},
+    "fxquant.verify": {"arguments", "batches", "errors", "graph", "ops", "prepared", "primitives", "state"},
     # verbs and targets: never each other
     "fxquant.passes": NOUNS,
     "fxquant.backends": NOUNS | {"backends", "version"},

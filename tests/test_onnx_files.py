@@ -1,4 +1,4 @@
-"""What export takes and what verify says: outputs of every kind, names, dtypes, float operators, signed zeros, metadata that was tampered with."""
+"""What export takes and what verify says: outputs of every kind, names, dtypes, float operators, signed zeros, tampered metadata."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ def linear_of(function: Callable[..., Any], batch: Tensor | None = None) -> fx.G
 @pytest.mark.parametrize("target", ["nash-e", "nash-m", "x86", "qnnpack", "bayes-e", "bernoulli", "bernoulli2"])
 def test_no_form_gives_a_negative_zero(target: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    prepared, integer = compiled(Net(lambda s, x: s.b(F.relu(s.a(x))), a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(4, 4, 1)).eval(), [images()], target)
+    prepared, integer = compiled(
+        Net(lambda s, x: s.b(F.relu(s.a(x))), a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(4, 4, 1)).eval(), [images()], target
+    )
     path = fxq.export_onnx(integer, tmp_path / "model.onnx")
     batch = images(8, seed=2)
     wanted = integer(batch)
@@ -76,7 +78,9 @@ def test_no_form_gives_a_negative_zero(target: str, tmp_path: Path) -> None:
 
 def test_what_a_float_operator_makes_of_zeros_is_equal() -> None:
     torch.manual_seed(0)
-    prepared, integer = compiled(Net(lambda s, x: torch.atan(1 / (s.a(x) - 0.0).relu()), a=nn.Conv2d(3, 4, 1)).eval(), [images(8)], "nash-e")
+    prepared, integer = compiled(
+        Net(lambda s, x: torch.atan(1 / (s.a(x) - 0.0).relu()), a=nn.Conv2d(3, 4, 1)).eval(), [images(8)], "nash-e"
+    )
     assert fxq.verify(prepared, integer, [images(8)], show_progress=False)
 
 
@@ -95,7 +99,9 @@ def test_verify_compares_bytes() -> None:
 def softmax_between() -> fx.GraphModule:
     torch.manual_seed(0)
     return integer_of(
-        Net(lambda s, x: (lambda y: (s.b(y), y.asinh()))(torch.logaddexp(s.a(x), torch.atan(s.a(x)))), a=nn.Linear(8, 6), b=nn.Linear(6, 4)),
+        Net(
+            lambda s, x: (lambda y: (s.b(y), y.asinh()))(torch.logaddexp(s.a(x), torch.atan(s.a(x)))), a=nn.Linear(8, 6), b=nn.Linear(6, 4)
+        ),
         rows(32),
         "bayes-e",
     )
@@ -136,7 +142,9 @@ def plant(path: Path, consumer: Callable[[onnx.NodeProto], bool]) -> None:
     name = next(node.input[1] for node in model.graph.node if consumer(node))
     cast = next((node for node in model.graph.node if name in node.output), None)
     tensor = next(t for t in model.graph.initializer if t.name == (name if cast is None else cast.input[0]))
-    tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor) + np.array(2000, numpy_helper.to_array(tensor).dtype), tensor.name))
+    tensor.CopyFrom(
+        numpy_helper.from_array(numpy_helper.to_array(tensor) + np.array(2000, numpy_helper.to_array(tensor).dtype), tensor.name)
+    )
     onnx.save(model, path)
 
 
@@ -174,11 +182,11 @@ WIDTHS = ("int4", "int8", "int16")
 
 
 @pytest.mark.parametrize("target", ["nash-e", "bayes-e"])
-@pytest.mark.parametrize("shift", range(3))
-def test_operators_of_every_width_in_one_file(shift: int, target: str, tmp_path: Path) -> None:
+def test_operators_of_every_width_in_one_file(target: str, tmp_path: Path) -> None:
     """Each operator is there twice, in two widths, so what a file names by too little would be shared wrongly."""
     torch.manual_seed(0)
-    samples = [sample for group in SAMPLES.values() for sample in group][shift::3]
+    by_operator = {sample.operator: sample for group in SAMPLES.values() for sample in group}
+    samples = list(by_operator.values())[target == "bayes-e" :: 2]
     inputs = [inputs_of(sample, 2) for sample in samples for _ in range(2)]
     model = Many([model_of(sample) for sample in samples for _ in range(2)], [len(x) for x in inputs]).eval()
     config = fxq.QConfigMapping()
@@ -389,7 +397,7 @@ class Flow(nn.Module):
 
 
 FLOAT_MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
-    "joins": (lambda: between(lambda y: torch.hstack([torch.dstack([y, y])[..., :8], torch.vstack([y, -y])[:1].expand_as(y)])[:, 2:6]), None),
+    "joins": (lambda: between(lambda y: torch.hstack([torch.dstack([y, y])[:, :, 4:12], torch.vstack([y, -y]).chunk(2)[0]])[:, 2:6]), None),
     "a join of float tensors": (lambda: between(lambda y: torch.column_stack([y.asinh(), y])[:, 2:6]), None),
     "rnn": (lambda: recurrent(nn.RNN), None),
     "lstm": (lambda: recurrent(nn.LSTM), None),
@@ -423,7 +431,9 @@ def test_joins_by_their_other_names_are_integer() -> None:
 
 
 def test_a_float_operator_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    integer = integer_of(between(lambda y: torch.asinh(torch.atan2(y, y + 1)).kthvalue(2, 1, keepdim=True)[0].expand(-1, 4, -1, -1)), images())
+    integer = integer_of(
+        between(lambda y: torch.asinh(torch.atan2(y, y + 1)).kthvalue(2, 1, keepdim=True)[0].expand(-1, 4, -1, -1)), images()
+    )
     with pytest.raises(fxq.ExportError, match="%kthvalue") as caught:
         fxq.export_onnx(integer, tmp_path / "model.onnx")
     text = str(caught.value)
@@ -443,7 +453,9 @@ def test_metadata_is_true_of_what_a_file_takes_and_returns(style: str, io: str, 
         return  # refused, as another test shows
     torch.manual_seed(0)
     last = fxq.QConfigMapping().set_module_name("b", fxq.QConfig(fxq.ActivationConfig(width)))
-    integer = integer_of(Net(lambda s, x: (s.b(F.relu(s.a(x))), F.relu(s.a(x))), a=nn.Linear(8, 8), b=nn.Linear(8, 3)), rows(), "nash-e", last)
+    integer = integer_of(
+        Net(lambda s, x: (s.b(F.relu(s.a(x))), F.relu(s.a(x))), a=nn.Linear(8, 8), b=nn.Linear(8, 3)), rows(), "nash-e", last
+    )
     path = fxq.export_onnx(integer, tmp_path / "model.onnx", style=style, io=io, opset=21, output_names=["scores", "features"])
     said = fxq.onnx_metadata(path)
     session = onnxruntime.InferenceSession(str(path))
@@ -488,7 +500,10 @@ def put(name: str, value: str) -> Callable[[dict[str, str]], object]:
 
 
 TAMPERED: dict[str, tuple[Callable[[dict[str, str]], object], str]] = {
-    **{f"no {name}": (lambda entries, name=name: entries.pop(name), name) for name in ("style", "io", "target", "version", "inputs", "outputs")},
+    **{
+        f"no {name}": (lambda entries, name=name: entries.pop(name), name)
+        for name in ("style", "io", "target", "version", "inputs", "outputs")
+    },
     "no tensors": (lambda entries: entries.pop("tensors"), "was not written by fxquant"),
     "no JSON": (put("tensors", "{"), "Expecting property name"),
     "no JSON of inputs": (put("inputs", "x"), "Expecting value"),

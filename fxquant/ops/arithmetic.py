@@ -118,7 +118,9 @@ def _held(lowering: Lowering, role: str, constant: Tensor | float, factor: float
 
 
 def _step(operand: Quantized, factor: float) -> Ratio:
-    return Ratio((operand.scale,) if abs(factor) == 1 else (operand.scale, torch.tensor(abs(float(factor)), dtype=torch.float64, device="cpu")))
+    return Ratio(
+        (operand.scale,) if abs(factor) == 1 else (operand.scale, torch.tensor(abs(float(factor)), dtype=torch.float64, device="cpu"))
+    )
 
 
 def _factor(value: float, like: Ratio) -> Tensor:
@@ -184,7 +186,9 @@ def _lower_mul(lowering: Lowering, input: Operand, other: Operand, *, clamp: Cla
     """The product of the integers; a number only changes the step and, if negative, the sign."""
     left, right = constant_operand(lowering, input, "input"), constant_operand(lowering, other, "other")
     if isinstance(left, Quantized) and isinstance(right, Quantized):
-        largest = lowering.prove(torch.tensor(float(left.dtype.magnitude * right.dtype.magnitude), dtype=torch.float64, device="cpu"), "the product")
+        largest = lowering.prove(
+            torch.tensor(float(left.dtype.magnitude * right.dtype.magnitude), dtype=torch.float64, device="cpu"), "the product"
+        )
         product = lowering.call(elementwise.multiply, left.value, right.value, largest >= FLOAT32_EXACT)
         return lowering.requantize(product, Ratio((left.scale, right.scale)), clamp)
     tensor, number = (left, right) if isinstance(left, Quantized) else (right, left)

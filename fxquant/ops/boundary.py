@@ -22,7 +22,7 @@ def _lower_quantize(lowering: Lowering, input: Tensor) -> Quantized:
 
 
 def dequantize(input: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The input itself, as the float model sees it; the integers times their scale, rounded to `dtype` where the float model has another."""
+    """The input itself, as the float model sees it: the integers times their scale, in `dtype` where that is not float32."""
     return input if dtype is None else input.to(dtype)
 
 

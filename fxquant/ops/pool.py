@@ -193,8 +193,14 @@ def _avg_pool(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized
         end = [_windows(size, k, s, p, 1, ceil_mode)[1] for size, k, s, p in rows]
         counted = {"divisor_override": divisor_override, "count_include_pad": count_include_pad}
         divisor = window_divisor(input.shape, counted, kernel, steps, begin, end)
-        largest = lowering.prove(torch.tensor(float(math.prod(kernel) * input.dtype.magnitude), dtype=torch.float64, device="cpu"), "the sum")
-        lowering.prove(torch.tensor(math.prod(kernel) * 2.0**7, dtype=torch.float64, device="cpu"), "the sum over 8 of the operand's bits", POOLED_EXACT - 1)
+        largest = lowering.prove(
+            torch.tensor(float(math.prod(kernel) * input.dtype.magnitude), dtype=torch.float64, device="cpu"), "the sum"
+        )
+        lowering.prove(
+            torch.tensor(math.prod(kernel) * 2.0**7, dtype=torch.float64, device="cpu"),
+            "the sum over 8 of the operand's bits",
+            POOLED_EXACT - 1,
+        )
         total = lowering.call(pool.sum_pool, input.value, kernel, steps, begin, end, largest >= POOLED_EXACT)
         return lowering.requantize(total, Ratio((input.scale,), (divisor.to(input.scale.device),)), clamp)
 

@@ -152,8 +152,8 @@ class Switches(AbstractContextManager[None]):
 
 def _precision(backend: str, operators: str) -> Switch:
     """What float32 products of a backend may be rounded to."""
-    get = partial(torch._C._get_fp32_precision_getter, backend, operators)  # type: ignore[attr-defined]
-    return Switch(get, partial(torch._C._set_fp32_precision_setter, backend, operators), ("none", "ieee"), "ieee")  # type: ignore[attr-defined]
+    get = partial(torch._C._get_fp32_precision_getter, backend, operators)
+    return Switch(get, partial(torch._C._set_fp32_precision_setter, backend, operators), ("none", "ieee"), "ieee")
 
 
 def _switches() -> dict[str, Switches]:

@@ -14,7 +14,8 @@ def _onnx_reshape(e: Emitter, input: str, shape: list[int | str]) -> str:
         return e.node("Reshape", input, e.constant(torch.tensor(shape, dtype=torch.int64, device="cpu")))
     one = e.constant(torch.tensor([1], dtype=torch.int64, device="cpu"))
     sizes = [
-        e.node("Reshape", size, one) if isinstance(size, str) else e.constant(torch.tensor([size], dtype=torch.int64, device="cpu")) for size in shape
+        e.node("Reshape", size, one) if isinstance(size, str) else e.constant(torch.tensor([size], dtype=torch.int64, device="cpu"))
+        for size in shape
     ]
     return e.node("Reshape", input, e.node("Concat", *sizes, axis=0))
 
