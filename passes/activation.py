@@ -26,7 +26,7 @@ def fuse(gm: fx.GraphModule, context: Context) -> int:
         operator = operator_of(node)
         if operator is None or operator.name != "clamp" or operator.refuses(node, operator.arguments(node)) is not None:
             continue
-        clamp = (node.args[1], node.args[2])
+        clamp: tuple[Any, Any] = (node.args[1], node.args[2])
         operand = node.args[0]
         assert isinstance(operand, fx.Node)
         producer = _limited(operand, clamp)
@@ -35,9 +35,10 @@ def fuse(gm: fx.GraphModule, context: Context) -> int:
             context.say(f"%{node.name} is not fused: {reason}")
             continue
         if operator_of(producer) is operator:
-            producer.args = (producer.args[0], *both(producer.args[1:3], clamp))
+            first: Any = producer.args[1:3]
+            producer.args = (producer.args[0], *both(first, clamp))
         else:
-            before = producer.kwargs.get("clamp")
+            before: Any = producer.kwargs.get("clamp")
             producer.kwargs = {**producer.kwargs, "clamp": clamp if before is None else both(before, clamp)}
         node.replace_all_uses_with(operand)
         absorb(producer, node)

@@ -46,6 +46,8 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
         target = str(node.target)
         values = {name: _attribute(gm, node, target, value, attributes) for name, value in arguments.items()}
         node.op, node.target = "call_function", operator.function
+        if hasattr(nn.Module, node.name):  # as `x.to(…)` is called: its operator is a submodule of the prepared model
+            node._rename(f"{node.name}_1")
         node.args, node.kwargs = tuple(values.values()), {}
         _pass_by(node, context)
         _shift(node, context)

@@ -43,9 +43,9 @@ def both(first: Sequence[float | None], second: Sequence[float | None]) -> tuple
     return None if math.isinf(low) else low, None if math.isinf(high) else high
 
 
-def interval(low: float | None, high: float | None) -> tuple[float, float]:
-    """The limits of a clamp as numbers, infinite where there is none."""
-    return -math.inf if low is None else float(low), math.inf if high is None else float(high)
+def interval(low: Any, high: Any) -> Interval:
+    """The limits of a clamp as numbers, infinite where there is none, or one that is a tensor."""
+    return float(low) if isinstance(low, int | float) else -math.inf, float(high) if isinstance(high, int | float) else math.inf
 
 
 def _moves(node: fx.Node, arguments: dict[str, Any]) -> bool:

@@ -88,11 +88,11 @@ def _lower_sum(lowering: Lowering, terms: dict[str, tuple[Operand, float]], clam
         else:
             total = lowering.call(elementwise.add if factor > 0 else elementwise.subtract, total, aligned)
         bound = bound + math.ceil(2.0**bits * operand.dtype.magnitude)
-    for role, (operand, factor) in constants.items():
+    for role, (constant, factor) in constants.items():
         if magnitude:
-            held = _held(lowering, role, operand, factor, Ratio((unit,), larger.numerators))
+            held = _held(lowering, role, constant, factor, Ratio((unit,), larger.numerators))
             bound = bound + float(held.detach().abs().max())
-            name = role if isinstance(operand, Tensor) else "number"
+            name = role if isinstance(constant, Tensor) else "number"
             total = lowering.call(elementwise.add_constant, total, lowering.constant(name, held, torch.int32))
     lowering.prove(bound, "the sum")
     return lowering.requantize(total, Ratio(larger.numerators, (unit,)), clamp)
