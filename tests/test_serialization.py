@@ -244,6 +244,15 @@ def test_the_arguments_of_a_class_are_its_constructors(kind: type[nn.Module]) ->
     assert set(names.ARGUMENTS[kind]) <= taken
 
 
+def test_a_slope_other_than_the_default_is_kept(save: Save) -> None:
+    model, batch = nn.Sequential(nn.PReLU(3, 0.1)).eval(), torch.randn(2, 3, 4, 4)
+    found = fxq.prepare(model, batch)
+    fxq.calibrate(found, [batch], show_progress=False)
+    loaded = fxq.load(save(found))
+    assert torch.equal(loaded(batch), found(batch))
+    assert loaded.get_submodule("0").init == 0.1
+
+
 VALUES = [
     None, True, -3, 0.1, -0.0, float("inf"), float("-inf"), "é\n'\"", [1, [2.5]], (1, (None,)), {"a": 1, 2: (3,)}, slice(1, None, 2), ...,
     torch.float16, torch.device("cpu"), torch.channels_last, torch.strided, 1 + 2j, fxq.QConfig(),

@@ -182,7 +182,7 @@ _LAYERS: Mapping[type[nn.Module], str] = {
     nn.ReLU: "inplace", nn.ReLU6: "inplace", nn.SiLU: "inplace", nn.Hardswish: "inplace", nn.Hardsigmoid: "inplace", nn.Mish: "inplace",
     nn.SELU: "inplace", nn.Sigmoid: "", nn.Tanh: "", nn.Tanhshrink: "", nn.Softsign: "", nn.LogSigmoid: "", nn.GELU: "approximate",
     nn.ELU: "alpha inplace", nn.CELU: "alpha inplace", nn.LeakyReLU: "negative_slope inplace", nn.Softplus: "beta threshold",
-    nn.Hardtanh: "min_val max_val inplace", nn.Threshold: "threshold value inplace", nn.PReLU: "num_parameters",
+    nn.Hardtanh: "min_val max_val inplace", nn.Threshold: "threshold value inplace", nn.PReLU: "num_parameters init",
     nn.RReLU: "lower upper inplace", nn.GLU: "dim", nn.Hardshrink: "lambd", nn.Softshrink: "lambd",
     nn.Softmax: "dim", nn.LogSoftmax: "dim", nn.Softmin: "dim", nn.Softmax2d: "",
     nn.Dropout: "p inplace", nn.Dropout1d: "p inplace", nn.Dropout2d: "p inplace", nn.Dropout3d: "p inplace",
