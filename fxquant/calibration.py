@@ -19,7 +19,6 @@ from fxquant.progress import progress
 from fxquant.quantizer import Quantizer
 from fxquant.state import State
 
-
 INTERMEDIATE = ".intermediate"  # behind an operator's name: what its residual is added to
 
 

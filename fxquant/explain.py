@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
 
 from fxquant.errors import ConfigurationError
-from fxquant.graph import annotation, fused, module_path, notes, qparams, resolve, source
+from fxquant.graph import QParams, annotation, fused, is_inner, module_path, notes, origin, qparams, resolve, source
 from fxquant.prepared import QuantizedOperator
 from fxquant.primitives import PRIMITIVES
 from fxquant.trace import assumptions
@@ -28,7 +29,8 @@ def explain(model: fx.GraphModule) -> str:
             because="only traced, prepared and integer models do",
             remedy="pass the result of fxq.prepare",
         )
-    rows = [row for node in model.graph.nodes if (row := _row(model, node)) is not None]
+    results = {node.name: qparams(node) for node in model.graph.nodes}
+    rows = [row for node in model.graph.nodes if (row := _row(model, node, results)) is not None]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)).rstrip() for row in rows]
     lines.append("")
@@ -38,13 +40,13 @@ def explain(model: fx.GraphModule) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _row(model: fx.GraphModule, node: fx.Node) -> tuple[str, str, str, str, str] | None:
+def _row(model: fx.GraphModule, node: fx.Node, results: Mapping[str, QParams | None]) -> tuple[str, str, str, str, str] | None:
     record = PRIMITIVES.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
     if record is not None:
         known = qparams(node)
-        if known is None:
+        if known is None or (is_inner(node) and known == results.get(origin(node))):
             return None
-        details = "; ".join(NOTES[key].format(value) for key, value in notes(node).items() if key in NOTES)
+        details = f"inside of %{origin(node)}" if is_inner(node) else "; ".join(NOTES[key].format(value) for key, value in notes(node).items() if key in NOTES)
         scale = f"{known.scale:.6g}" if isinstance(known.scale, float) else f"{min(known.scale):.6g}…{max(known.scale):.6g}"
         return f"%{node.name}", "integer", known.dtype, scale, _where(node, details)
     spec = annotation(node)
@@ -79,7 +81,7 @@ def left_in_float(model: fx.GraphModule) -> list[tuple[fx.Node, str]]:
 def summary(model: fx.GraphModule) -> str:
     """One line: how many operators are integer, how many are left in float, and which."""
     integer = sum(
-        qparams(node) is not None or ((spec := annotation(node)) is not None and spec.dtype is not None) for node in model.graph.nodes
+        (qparams(node) is not None and not is_inner(node)) or ((spec := annotation(node)) is not None and spec.dtype is not None) for node in model.graph.nodes
     )
     left = left_in_float(model)
     if not left:

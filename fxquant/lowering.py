@@ -103,6 +103,10 @@ class Lowering:
     def describe(self, role: str, scale: Tensor, axis: int | None = None) -> None:
         """Record what one unit of a constant stands for; one number for all, or for each index of its dimension `axis` (negative)."""
 
+    def holds(self, value: Any, quantizer: Quantizer) -> Any:
+        """The value, recorded as a quantized tensor on the scale of a quantizer."""
+        return value
+
     def note(self, key: str, value: object) -> None:
         """Record a fact about how this operator was lowered."""
 
@@ -144,7 +148,9 @@ class Lowering:
 
         def exact() -> Any:
             low, high = self.bounds(clamp, target)
-            return self._requantize(accumulator, ratio.over(target.scale), low, high, target.dtype, role, 32 if bound <= INT32_MAX else 48)
+            bits = 32 if bound <= INT32_MAX else 48
+            value = self._requantize(accumulator, ratio.over(target.scale), low, high, target.dtype, role, bits)
+            return self.holds(value, target)
 
         def real() -> Tensor:
             value: Tensor = accumulator * ratio.approximate().to(accumulator.dtype)
@@ -250,7 +256,8 @@ class Lowering:
         """The operand's integers on the scale of `to`; the operand's own where the scales are equal."""
         if operand.dtype == to.dtype and bool(operand.scale == to.scale):
             return operand.value
-        return self._requantize(operand.value, Ratio((operand.scale,), (to.scale,)), to.dtype.low, to.dtype.high, to.dtype, role)
+        ratio = Ratio((operand.scale,), (to.scale,))
+        return self.holds(self._requantize(operand.value, ratio, to.dtype.low, to.dtype.high, to.dtype, role), to)
 
     def quantize(self, input: Any) -> Quantized:
         """A real tensor's integers."""
@@ -259,7 +266,10 @@ class Lowering:
         return self.result(lambda: self.call(quantize, input, scale, to.dtype.low, to.dtype.high, to.dtype.storage), lambda: input)
 
     def prove(self, bound: Tensor, what: str, limit: int = INT32_MAX) -> float:
-        """The largest element of a bound on |accumulator|, noted. Raises AccumulatorOverflow beyond the limit, NotFinite if it is no number."""
+        """The largest element of a bound on |accumulator|, noted.
+
+        Raises AccumulatorOverflow beyond the limit, and NotFinite if it is no number.
+        """
         largest = float(bound.max())
         if not math.isfinite(largest):
             raise self.not_finite()
@@ -307,7 +317,8 @@ def cannot_be_integers(name: str, because: str, at: str, module: str) -> NotFini
 class EagerLowering(Lowering):
     """Calls the primitives on integer-valued float tensors, with straight-through gradients.
 
-    If `observing`, each scale that follows training does: the output's, and that of what a residual is added to, by its own statistics.
+    If `observing`, each scale that follows training does: the output's, and by statistics of its own that of what a residual is
+    added to.
     """
 
     keeps_start = True

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from fxquant.batches import model_inputs
 from fxquant.errors import ConfigurationError, ExportError
-from fxquant.graph import qparams
+from fxquant.graph import is_inner, qparams
 from fxquant.prepared import QuantizedOperator, quantized_operators
 from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.boundary import quantize
@@ -390,7 +390,7 @@ def check_same_model(left: PreparedForm | IntegerForm, opened: Any) -> None:
             remedy="export with io='float'; the inner nodes of both files are the same",
         )
     if isinstance(left, IntegerForm):
-        names = [node.name for node in left.model.graph.nodes if node.target in PRIMITIVES and qparams(node) is not None]
+        names = [node.name for node in left.model.graph.nodes if node.target in PRIMITIVES and qparams(node) is not None and not is_inner(node)]
     else:
         names = [name for name, operator in quantized_operators(left.model).items() if operator.owns_output]
     missing = [name for name in names if name not in opened.tensors]

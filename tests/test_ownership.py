@@ -218,7 +218,8 @@ def test_what_keeps_the_dtype_keeps_the_numbers() -> None:
     assert torch.float64 in dtypes.values()  # histograms count in it
     for model in (found.prepared, found.integer):
         expected = model(batch())
-        for moved in (model.float(), model.to(torch.float32), model.to("cpu"), model.cpu(), model.type(torch.float32), model.share_memory()):
+        moves = (model.float, model.cpu, model.share_memory, lambda m=model: m.to(torch.float32), lambda m=model: m.type(torch.float32))
+        for moved in (move() for move in moves):
             assert moved is model
             assert torch.equal(model(batch()), expected)
         assert torch.equal(model.to(memory_format=torch.channels_last)(batch()), expected)
