@@ -46,7 +46,8 @@ def _row(model: fx.GraphModule, node: fx.Node, results: Mapping[str, QParams | N
         known = qparams(node)
         if known is None or (is_inner(node) and known == results.get(origin(node))):
             return None
-        details = f"inside of %{origin(node)}" if is_inner(node) else "; ".join(NOTES[key].format(value) for key, value in notes(node).items() if key in NOTES)
+        recorded = "; ".join(NOTES[key].format(value) for key, value in notes(node).items() if key in NOTES)
+        details = f"inside of %{origin(node)}" if is_inner(node) else recorded
         scale = f"{known.scale:.6g}" if isinstance(known.scale, float) else f"{min(known.scale):.6g}…{max(known.scale):.6g}"
         return f"%{node.name}", "integer", known.dtype, scale, _where(node, details)
     spec = annotation(node)
@@ -78,11 +79,15 @@ def left_in_float(model: fx.GraphModule) -> list[tuple[fx.Node, str]]:
     return found
 
 
+def _is_integer(node: fx.Node) -> bool:
+    """Whether a node is an integer operator, or the result of one."""
+    spec = annotation(node)
+    return (qparams(node) is not None and not is_inner(node)) or (spec is not None and spec.dtype is not None)
+
+
 def summary(model: fx.GraphModule) -> str:
     """One line: how many operators are integer, how many are left in float, and which."""
-    integer = sum(
-        (qparams(node) is not None and not is_inner(node)) or ((spec := annotation(node)) is not None and spec.dtype is not None) for node in model.graph.nodes
-    )
+    integer = sum(_is_integer(node) for node in model.graph.nodes)
     left = left_in_float(model)
     if not left:
         return f"{integer} operators are integer, none is left in float"

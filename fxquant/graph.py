@@ -410,7 +410,7 @@ class Model(fx.GraphModule):
             result = fn(tensor)
             return result if result.dtype == tensor.dtype else tensor.to(result.device)  # .float() leaves what is float64
 
-        super()._apply(moved, recurse)
+        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:

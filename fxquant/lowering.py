@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -63,6 +63,13 @@ class Quantized:
     def with_value(self, value: Any) -> Quantized:
         """Another value of the same scale and dtype (its shape is no longer that of the operand)."""
         return replace(self, value=value)
+
+
+class Place(TypedDict):
+    """Where an operator came from, as errors take it."""
+
+    at: str
+    module: str
 
 
 class Lowering:
@@ -121,7 +128,7 @@ class Lowering:
         return Quantized(exact(), to.scale, to.dtype, ())
 
     @property
-    def place(self) -> dict[str, str]:
+    def place(self) -> Place:
         """The user's line and module, as errors take them. Operators that share a scale know their module alone."""
         own = self.output.name == self.name
         return {"at": self.output.source if own else "", "module": self.output.module_path if own else ""}
@@ -130,7 +137,8 @@ class Lowering:
         """The error for integers that cannot be made since a parameter, or what is made of parameters, is NaN or infinite."""
         growth = None if self.learned is None else self.learned.growth
         found = first_not_finite({**self.parameters, "the learned scale of its weight": growth})
-        return cannot_be_integers(self.name, found or "its weight, bias and batch norm are finite, but what they give together is NaN or infinite", **self.place)
+        together = "its weight, bias and batch norm are finite, but what they give together is NaN or infinite"
+        return cannot_be_integers(self.name, found or together, **self.place)
 
     # -- what operators are made of ----------------------------------------------------------------------------------
 

@@ -44,8 +44,8 @@ class Shapes:
     def infer(self, node: fx.Node) -> Any:
         key = (node.target, _key(node.args), _key(node.kwargs))
         if key not in self.known:
-            a, b = (self._run(node, batch) for batch in BATCH_SIZES)
-            self.known[key] = TensorFact.between(a, b)
+            known = _requantized(node)
+            self.known[key] = TensorFact.between(*(self._run(node, batch) for batch in BATCH_SIZES)) if known is None else known
         return self.known[key]
 
     @staticmethod
@@ -56,6 +56,23 @@ class Shapes:
 
         result: Tensor = node.target(*fx.map_arg(node.args, example), **fx.map_arg(node.kwargs, example))  # type: ignore[operator]
         return result
+
+
+def _requantized(node: fx.Node) -> TensorFact | None:
+    """The result of a requantization whose parameters broadcast to its operand: most do, and PyTorch takes long to say so."""
+    if node.target not in (requantize.requantize_fixed, requantize.requantize_real, boundary.quantize) or node.kwargs:
+        return None
+    operand, *parameters = (fact(argument) for argument in node.args if isinstance(argument, fx.Node))
+    if not isinstance(operand, TensorFact) or not isinstance(node.args[-1], torch.dtype):
+        return None
+    if operand.dtype.is_floating_point != (node.target is boundary.quantize):
+        return None
+    for parameter in parameters:
+        sizes = parameter.shape if isinstance(parameter, TensorFact) else (None,)
+        behind = operand.shape[len(operand.shape) - len(sizes) :] if len(sizes) <= len(operand.shape) else ()
+        if len(behind) != len(sizes) or any(size not in (1, whole) for size, whole in zip(sizes, behind, strict=True)):
+            return None
+    return TensorFact(operand.shape, node.args[-1])
 
 
 def _key(value: Any) -> Any:
@@ -102,7 +119,9 @@ class Value:
     def size(self, dim: int) -> int:
         """A size, which must not depend on the batch."""
         found = self.fact.shape[dim]
-        return _refuse(f"it reduces or picks from dimension {dim}, whose size depends on the batch") if isinstance(found, BatchDim) else found
+        if isinstance(found, BatchDim):
+            _refuse(f"it reduces or picks from dimension {dim}, whose size depends on the batch")
+        return found
 
 
 @dataclass(frozen=True)
@@ -170,7 +189,8 @@ def _check_cut(x: Value, weight: Tensor, cut: list[int]) -> None:
     _need(min(chosen) >= 1 and max(chosen) <= 64, f"it cuts its operands into {list(chosen)} parts and bits")
     part = 2 ** (chosen.bits - 1)
     _need(x.largest <= part * 2 ** (chosen.bits * (chosen.parts - 1)), "the parts of its operand hold fewer bits than it has")
-    _need(int(weight.abs().max()) < 2 ** (chosen.weight_parts * chosen.weight_bits - 1), "the parts of its weight hold fewer bits than it has")
+    held = 2 ** (chosen.weight_parts * chosen.weight_bits - 1)
+    _need(int(weight.abs().max()) < held, "the parts of its weight hold fewer bits than it has")
     for factor in split(weight.double(), chosen.weight_parts, chosen.weight_bits):
         largest = float(accumulator_bound(factor, None, 0, part).max())
         _need(largest < FLOAT32_EXACT, f"a sum of its parts can reach {largest:.0f}")
@@ -289,7 +309,8 @@ def _lookup(input: Value, table: Value) -> Range:
     entries = _table(table, "table")
     half = entries.numel() // 2
     _need(entries.dim() == 1 and entries.numel() == 2 * half, f"its table has {entries.numel()} entries")
-    _need(-half <= int(input.low.min()) and int(input.high.max()) < half, f"its table of {entries.numel()} entries does not cover its operand")
+    covers = -half <= int(input.low.min()) and int(input.high.max()) < half
+    _need(covers, f"its table of {entries.numel()} entries does not cover its operand")
     return Range(table.low, table.high)
 
 
@@ -452,7 +473,8 @@ def _constant(gm: fx.GraphModule, node: fx.Node) -> Value | None:
     tensor, known = resolve(gm, str(node.target)), fact(node)
     if not isinstance(tensor, Tensor) or not isinstance(known, TensorFact):
         return None
-    _need(TensorFact(tuple(tensor.shape), tensor.dtype) == known, f"it is {TensorFact(tuple(tensor.shape), tensor.dtype)}, and said to be {known}")
+    found = TensorFact(tuple(tensor.shape), tensor.dtype)
+    _need(found == known, f"it is {found}, and said to be {known}")
     if tensor.is_complex() or tensor.numel() == 0:
         zero = torch.zeros((), dtype=torch.float64)
         return Value(zero, zero, known, constant=tensor.detach())
@@ -471,7 +493,12 @@ def _proved(node: fx.Node, values: Mapping[fx.Node, Value], arithmetic: Arithmet
     rule = RULES.get(node.target)  # type: ignore[arg-type]
     if rule is None:
         _refuse(f"nothing is known of the range of {record.name}")
-    arguments = inspect.signature(record.function).bind(*fx.map_arg(node.args, values.get), **fx.map_arg(node.kwargs, values.get)).arguments
+
+    def value_of(operand: fx.Node) -> Any:
+        return values.get(operand)
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+    arguments = inspect.signature(record.function).bind(*args, **kwargs).arguments
     if node.target is requantize.requantize_fixed:
         _need(arithmetic.requantize == "fixed", "its target requantizes by float32 multipliers")
         widths = arithmetic.widths.get("int16" if known.dtype == torch.int16 else "int8")

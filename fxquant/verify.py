@@ -390,7 +390,8 @@ def check_same_model(left: PreparedForm | IntegerForm, opened: Any) -> None:
             remedy="export with io='float'; the inner nodes of both files are the same",
         )
     if isinstance(left, IntegerForm):
-        names = [node.name for node in left.model.graph.nodes if node.target in PRIMITIVES and qparams(node) is not None and not is_inner(node)]
+        described = [node for node in left.model.graph.nodes if node.target in PRIMITIVES and qparams(node) is not None]
+        names = [node.name for node in described if not is_inner(node)]
     else:
         names = [name for name, operator in quantized_operators(left.model).items() if operator.owns_output]
     missing = [name for name in names if name not in opened.tensors]

@@ -38,7 +38,7 @@ from fxquant.graph import (
     set_qparams,
     source,
 )
-from fxquant.lowering import Lowering, Quantized
+from fxquant.lowering import Lowering, Place, Quantized
 from fxquant.numerics import Arithmetic
 from fxquant.ops import map_operands, operator_of
 from fxquant.ops.boundary import DEQUANTIZE
@@ -81,7 +81,7 @@ class GraphLowering(Lowering):
         self.facts: dict[str, Any] = {}
 
     @property
-    def place(self) -> dict[str, str]:
+    def place(self) -> Place:
         return {"at": source(self.node), "module": module_path(self.node)}
 
     def call(self, primitive: Callable[..., Tensor], *arguments: Any) -> fx.Node:

@@ -51,8 +51,12 @@ def _why_float(gm: fx.GraphModule, node: fx.Node, operator: Operator | None, qco
     operands = operand_nodes(operator, arguments)
     if not operands:
         return "it reads no activation"
-    if any(not isinstance(fact(o), TensorFact) or fact(o).dtype not in (torch.float32, torch.float16, torch.bfloat16) for o in operands):
+    dtypes = [fact(o).dtype if isinstance(fact(o), TensorFact) else None for o in operands]
+    if any(dtype is None or not dtype.is_floating_point for dtype in dtypes):
         return "its operands are not floating-point tensors"
+    other = next((dtype for dtype in dtypes if dtype is not torch.float32), None)
+    if other is not None:
+        return f"its operands are {str(other).removeprefix('torch.')}, and only float32 operators become integer: .float() converts them"
     because = operator.refuses(node, arguments)
     if because is not None:
         return because

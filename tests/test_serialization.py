@@ -563,6 +563,10 @@ def say(primitive: str, key: str, edit: Callable[[Any], Any]) -> Callable[[Any, 
     return apply
 
 
+def with_(field: str, value: Any) -> Callable[[Any], Any]:
+    return lambda record: {"QParams": {**record["QParams"], field: value}}
+
+
 def narrow(document: Any, tensors: dict[str, Tensor]) -> None:
     """A sum beyond 2^24 by the primitive for smaller ones."""
     entry = next(entry for entry in document["nodes"] if entry["target"] == "primitive:convolution_wide")
@@ -595,9 +599,9 @@ TAMPERED: dict[str, tuple[str, Callable[[Any, dict[str, Tensor]], None], str]] =
     "a scale of nothing": ("nash-e", change("quantize", 1, lambda t: t * 0), "its scale is"),
     "another scale at the end": ("nash-e", change("dequantize", 1, lambda t: t * 2), "its scale is not that of what it reads"),
     "an accumulator that is said to be small": ("bayes-e", say("requantize_fixed", "notes", lambda n: _bits(n, 3)), "is said to have 3"),
-    "another dtype": ("bayes-e", say("requantize_fixed", "qparams", lambda q: {"QParams": {**q["QParams"], "dtype": "int4"}}), "beyond int4"),
-    "another storage": ("bayes-e", say("lookup", "qparams", lambda q: {"QParams": {**q["QParams"], "dtype": "int8"}}), "said to be int8"),
-    "a scale that is said to be negative": ("bayes-e", say("lookup", "qparams", lambda q: {"QParams": {**q["QParams"], "scale": -1.0}}), "its scale is"),
+    "another dtype": ("bayes-e", say("requantize_fixed", "qparams", with_("dtype", "int4")), "beyond int4"),
+    "another storage": ("bayes-e", say("lookup", "qparams", with_("dtype", "int8")), "said to be int8"),
+    "a scale that is said to be negative": ("bayes-e", say("lookup", "qparams", with_("scale", -1.0)), "its scale is"),
     "another shape": ("bayes-e", say("lookup", "fact", lambda f: {"tensor": [f["tensor"][0], [3, 3]]}), "said to be"),
     "another stride": ("bayes-e", argue("convolution", 3, [2, 2]), "said to be|stride"),
     "indices that do not exist": ("bayes-e", change("select", 2, lambda t: t + 5), "picks elements that do not exist"),
@@ -657,7 +661,7 @@ def test_the_file_of_a_scale_that_stands_still_says_so_in_one_place(save: Save) 
     model = prepared()
     fxq.set_qparams(model, {"head": 0.5})
     path = save(model)
-    document, tensors = unpack(path.read_bytes())
+    tensors = unpack(path.read_bytes())[1]
     assert not [name for name in tensors if name.endswith("stopped")], "files of earlier versions have none"
     loaded = fxq.load(path)
     assert list(loaded.state_dict()) == list(model.state_dict())

@@ -172,13 +172,13 @@ def _check_twin(module: nn.Module, arguments: Mapping[str, Any], path: str) -> N
                 "set such attributes through the constructor",
             )
 
-
     shapes = {name: size for name, size, _ in _form(module)}
     for name, size, _ in _form(twin):
         if shapes.get(name) != size:
             cannot_save(
                 f"the module {path}",
-                f"its {name} is of shape {list(shapes.get(name, ()))}, and of {list(size)} in a {type(module).__name__} made with the same arguments",
+                f"its {name} is of shape {list(shapes.get(name, ()))}, and of {list(size)} in a {type(module).__name__}"
+                " made with the same arguments",
                 "make the module anew with arguments of its present sizes",
             )
 
