@@ -425,8 +425,6 @@ def _gelu(c: Call, x: str) -> str:
     return c.do("Mul", c.do("Mul", x, c.do("Add", bent, c.number(1))), c.number(0.5))
 
 
-
-
 @form("shifted")
 def _shifted(c: Call) -> str:
     scaled = c.input if c["factor"] == 1 else c.do("Mul", c.input, c.number(c["factor"]))

@@ -22,7 +22,7 @@ from fxquant.batches import example_inputs as batch_inputs
 from fxquant.check import Findings, broken_limits, findings
 from fxquant.errors import ConfigurationError
 from fxquant.explain import explain, summary
-from fxquant.graph import Model, autocast_off, collection_paused, copy_graph, copy_parameters
+from fxquant.graph import Model, TensorFact, autocast_off, collection_paused, copy_graph, copy_parameters, fact
 from fxquant.passes import CONVERT, PREPARE
 from fxquant.pipeline import BATCH_NORM_MODES, Context, Dial, check_until, run
 from fxquant.prepared import quantized_operators
@@ -34,18 +34,7 @@ from fxquant.stage import Stage
 from fxquant.target import Target
 from fxquant.text import text
 from fxquant.trace import attach_input_check, attach_signature, float_model, trace
-from fxquant.verify import (
-    DeviationReport,
-    Form,
-    OnnxForm,
-    Report,
-    check_batches,
-    check_same_model,
-    compare,
-    count_flips,
-    form_of,
-    measure,
-)
+from fxquant.verify import DeviationReport, Form, OnnxForm, Report, check_batches, check_same_model, compare, count_flips, form_of, measure
 
 logger = logging.getLogger("fxquant")
 
@@ -99,6 +88,7 @@ def prepare(
 def _prepare(
     traced: fx.GraphModule, target: Target, qconfig: QConfigMapping, batch_norm: str, dial: Dial, until: str | Stage | None
 ) -> fx.GraphModule:
+    _require_float32(traced)
     attached = attached_qconfigs(traced)
     backends.require_dtypes(target, [*attributes(traced, attached), *qconfig.rules(), (DEFAULT, qconfig.default)])
     prepared = Model.of(copy_parameters(traced), copy_graph(traced.graph))
@@ -114,6 +104,18 @@ def _prepare(
         if broken:
             logger.warning("limits of %s that are broken: %d; fxq.check says where, and what to do", target.name, broken)
     return prepared
+
+
+def _require_float32(traced: fx.GraphModule) -> None:
+    for node in traced.graph.find_nodes(op="placeholder"):
+        known = fact(node)
+        if isinstance(known, TensorFact) and known.dtype in (torch.float16, torch.bfloat16):
+            name = str(known.dtype).removeprefix("torch.")
+            raise ConfigurationError(
+                f"a {name} model cannot be prepared",
+                because=f"its input {node.target} is {name}, and integers and scales are those of float32 tensors",
+                remedy="convert model and inputs first: model.float() and x.float()",
+            )
 
 
 @checked()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
 
 from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError
-from fxquant.graph import annotation, fused, module_path, notes, qparams, resolve, source
+from fxquant.graph import QParams, annotation, fused, is_inner, module_path, notes, origin, qparams, resolve, source
 from fxquant.ops.boundary import DEQUANTIZE, QUANTIZE
 from fxquant.prepared import QuantizedOperator
 from fxquant.primitives import PRIMITIVES, boundary
@@ -33,7 +34,8 @@ def explain(model: fx.GraphModule) -> str:
             because="only traced, prepared and integer models do",
             remedy="pass the result of fxq.prepare",
         )
-    rows = [row for node in model.graph.nodes if (row := _row(model, node)) is not None]
+    results = {node.name: qparams(node) for node in model.graph.nodes}
+    rows = [row for node in model.graph.nodes if (row := _row(model, node, results)) is not None]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)).rstrip() for row in rows]
     lines.append("")
@@ -43,13 +45,14 @@ def explain(model: fx.GraphModule) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _row(model: fx.GraphModule, node: fx.Node) -> tuple[str, str, str, str, str] | None:
+def _row(model: fx.GraphModule, node: fx.Node, results: Mapping[str, QParams | None]) -> tuple[str, str, str, str, str] | None:
     record = PRIMITIVES.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
     if record is not None:
         known = qparams(node)
-        if known is None:
+        if known is None or (is_inner(node) and known == results.get(origin(node))):
             return None
-        details = "; ".join(NOTES[key].format(value) for key, value in notes(node).items() if key in NOTES)
+        recorded = "; ".join(NOTES[key].format(value) for key, value in notes(node).items() if key in NOTES)
+        details = f"inside of %{origin(node)}" if is_inner(node) else recorded
         scale = f"{known.scale:.6g}" if isinstance(known.scale, float) else f"{min(known.scale):.6g}…{max(known.scale):.6g}"
         return f"%{node.name}", "integer", known.dtype, scale, _where(node, details)
     spec = annotation(node)
@@ -87,12 +90,15 @@ def _is_boundary(model: fx.GraphModule, node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in (QUANTIZE.function, DEQUANTIZE.function, boundary.quantize, boundary.dequantize)
 
 
+def _is_integer(node: fx.Node) -> bool:
+    """Whether a node is an integer operator, or the result of one."""
+    spec = annotation(node)
+    return (qparams(node) is not None and not is_inner(node)) or (spec is not None and spec.dtype is not None)
+
+
 def summary(model: fx.GraphModule) -> str:
     """One line: how many operators are integer, how many are left in float, and why. The boundary between the two is not counted."""
-    integer = sum(
-        (qparams(node) is not None or ((spec := annotation(node)) is not None and spec.dtype is not None)) and not _is_boundary(model, node)
-        for node in model.graph.nodes
-    )
+    integer = sum(_is_integer(node) and not _is_boundary(model, node) for node in model.graph.nodes)
     left = left_in_float(model)
     counted = f"{integer} operator is integer" if integer == 1 else f"{integer} operators are integer"
     if not left:

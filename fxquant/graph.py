@@ -273,6 +273,11 @@ def notes(node: fx.Node) -> dict[str, Any]:
     return value
 
 
+def noted(node: fx.Node, key: str) -> Any:
+    """One of these facts; None where it was not recorded."""
+    return node.meta.get("notes", {}).get(key)
+
+
 @dataclass(frozen=True)
 class QParams:
     """The scale and the integer dtype of a quantized tensor in an integer graph.
@@ -344,6 +349,11 @@ def set_operation(node: fx.Node, value: Operation) -> None:
 def origin(node: fx.Node) -> str:
     """The name of the prepared node an integer node was lowered from."""
     return str(node.meta.get("origin", node.name))
+
+
+def is_inner(node: fx.Node) -> bool:
+    """Whether a node of an integer graph stands inside of what an operator was lowered to, and is not its result."""
+    return origin(node) != node.name
 
 
 # ---- changing a graph -----------------------------------------------------------------------------------------------
@@ -497,7 +507,7 @@ class Model(fx.GraphModule):
             result = fn(tensor)
             return result if result.dtype == tensor.dtype else tensor.to(result.device)  # .float() leaves what is float64
 
-        super()._apply(moved, recurse)
+        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -70,6 +70,13 @@ class Quantized:
         return replace(self, value=value)
 
 
+class Place(TypedDict):
+    """Where an operator came from, as errors take it."""
+
+    at: str
+    module: str
+
+
 class Lowering:
     """The composition of primitives for one operator. Subclasses say what `call` and `constant` do."""
 
@@ -110,6 +117,10 @@ class Lowering:
     def describe(self, role: str, scale: Tensor, axis: int | None = None) -> None:
         """Record what one unit of a constant stands for; one number for all, or for each index of its dimension `axis` (negative)."""
 
+    def holds(self, value: Any, quantizer: Quantizer) -> Any:
+        """The value, recorded as a quantized tensor on the scale of a quantizer."""
+        return value
+
     def note(self, key: str, value: object) -> None:
         """Record a fact about how this operator was lowered."""
 
@@ -124,7 +135,7 @@ class Lowering:
         return Quantized(exact(), to.scale, to.dtype, ())
 
     @property
-    def place(self) -> dict[str, str]:
+    def place(self) -> Place:
         """The user's line and module, as errors take them. Operators that share a scale know their module alone."""
         own = self.output.name == self.name
         return {"at": self.output.source if own else "", "module": self.output.module_path if own else ""}
@@ -133,7 +144,8 @@ class Lowering:
         """The error for integers that cannot be made since a parameter, or what is made of parameters, is NaN or infinite."""
         growth = None if self.learned is None else self.learned.growth
         found = first_not_finite({**self.parameters, "the learned scale of its weight": growth})
-        return cannot_be_integers(self.name, found or "its weight, bias and batch norm are finite, but what they give together is NaN or infinite", **self.place)
+        together = "its weight, bias and batch norm are finite, but what they give together is NaN or infinite"
+        return cannot_be_integers(self.name, found or together, **self.place)
 
     # -- what operators are made of ----------------------------------------------------------------------------------
 
@@ -151,7 +163,9 @@ class Lowering:
 
         def exact() -> Any:
             low, high = self.bounds(clamp, target)
-            return self._requantize(accumulator, ratio.over(target.scale), low, high, target.dtype, role, 32 if bound <= INT32_MAX else 48)
+            bits = 32 if bound <= INT32_MAX else 48
+            value = self._requantize(accumulator, ratio.over(target.scale), low, high, target.dtype, role, bits)
+            return self.holds(value, target)
 
         def real() -> Tensor:
             value: Tensor = accumulator * ratio.approximate().to(accumulator.dtype)
@@ -259,7 +273,8 @@ class Lowering:
         """The operand's integers on the scale of `to`; the operand's own where the scales are equal."""
         if operand.dtype == to.dtype and bool(operand.scale == to.scale):
             return operand.value
-        return self._requantize(operand.value, Ratio((operand.scale,), (to.scale,)), to.dtype.low, to.dtype.high, to.dtype, role)
+        ratio = Ratio((operand.scale,), (to.scale,))
+        return self.holds(self._requantize(operand.value, ratio, to.dtype.low, to.dtype.high, to.dtype, role), to)
 
     def quantize(self, input: Any) -> Quantized:
         """A real tensor's integers."""
@@ -268,7 +283,10 @@ class Lowering:
         return self.result(lambda: self.call(quantize, input, scale, to.dtype.low, to.dtype.high, to.dtype.storage), lambda: input)
 
     def prove(self, bound: Tensor, what: str, limit: int = INT32_MAX) -> float:
-        """The largest element of a bound on |accumulator|, noted. Raises AccumulatorOverflow beyond the limit, NotFinite if it is no number."""
+        """The largest element of a bound on |accumulator|, noted.
+
+        Raises AccumulatorOverflow beyond the limit, and NotFinite if it is no number.
+        """
         largest = float(bound.max())
         if not math.isfinite(largest):
             raise self.not_finite()
@@ -316,7 +334,8 @@ def cannot_be_integers(name: str, because: str, at: str, module: str) -> NotFini
 class EagerLowering(Lowering):
     """Calls the primitives on integer-valued float tensors, with straight-through gradients.
 
-    If `observing`, each scale that follows training does: the output's, and that of what a residual is added to, by its own statistics.
+    If `observing`, each scale that follows training does: the output's, and by statistics of its own that of what a residual is
+    added to.
     """
 
     keeps_start = True

@@ -48,7 +48,6 @@ class Context:
         if self.debug >= 3:
             print(f"    {line}", file=sys.stderr)
 
-
     def unheard(self, gm: fx.GraphModule, sentence: str) -> None:
         """Record that something the user asked for is not done; `explain` ends with these sentences, and each is logged."""
         gm.meta.setdefault("unheard", []).append(sentence)

@@ -10,15 +10,7 @@ from torch import Tensor, nn
 
 from fxquant.errors import CalibrationError
 from fxquant.learning import WeightScale
-from fxquant.lowering import (
-    EagerLowering,
-    Quantized,
-    cannot_be_integers,
-    first_not_finite,
-    limited,
-    named_parameters,
-    straight_through,
-)
+from fxquant.lowering import EagerLowering, Quantized, cannot_be_integers, first_not_finite, limited, named_parameters, straight_through
 from fxquant.numerics import EVERYTHING, Arithmetic, Interval
 from fxquant.ops import Operator, map_operands
 from fxquant.primitives.boundary import quantized_value

@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from fxquant.errors import StageViolation
 from fxquant.graph import TensorFact, annotation, fact, is_parameter, reads_shape_only, resolve
+from fxquant.numerics import is_scale
 from fxquant.ops import Scale, demand, operator_of
 from fxquant.prepared import QuantizedOperator
 from fxquant.primitives import PRIMITIVES
@@ -96,14 +97,16 @@ def one_scale_per_group(gm: fx.GraphModule) -> Iterator[Violation]:
 
 
 def prepared_operators(gm: fx.GraphModule) -> Iterator[Violation]:
-    """Every integer operator is a QuantizedOperator, and every scale that is set is positive and finite."""
+    """Every integer operator is a QuantizedOperator, and every scale that is set is positive, finite and a float32."""
     for node in gm.graph.nodes:
         if is_integer(node) and node.op == "call_function":
             yield Violation(node, "it is annotated as integer but has no quantizer")
         if node.op == "call_module" and isinstance(module := resolve(gm, str(node.target)), QuantizedOperator):
-            scale = float(module.output.scale)
-            if not math.isnan(scale) and not 0 < scale < math.inf:
-                yield Violation(node, f"its scale is {scale}")
+            for trained in (module.output, module.intermediate, module.weight_scale):
+                scales = [] if trained is None else trained.base_scale.flatten().tolist()
+                wrong = [scale for scale in scales if not math.isnan(scale) and not is_scale(scale)]
+                if wrong:
+                    yield Violation(node, f"its scale is {wrong[0]}")
 
 
 def only_primitives(gm: fx.GraphModule) -> Iterator[Violation]:

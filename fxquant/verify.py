@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from fxquant.arguments import checked, such
 from fxquant.batches import model_inputs
 from fxquant.errors import ConfigurationError, ExportError
-from fxquant.graph import TensorFact, by_name, fact, qparams, resolve
+from fxquant.graph import TensorFact, by_name, fact, is_inner, qparams, resolve
 from fxquant.ops.boundary import DEQUANTIZE, QUANTIZE
 from fxquant.prepared import QuantizedOperator, quantized_operators
 from fxquant.primitives import PRIMITIVES
@@ -510,7 +510,8 @@ def check_same_model(left: PreparedForm | IntegerForm, opened: Any) -> None:
             remedy="pass the file that fxq.export_onnx wrote of this model",
         )
     if isinstance(left, IntegerForm):
-        names = [node.name for node in left.model.graph.nodes if node.target in PRIMITIVES and qparams(node) is not None]
+        described = [node for node in left.model.graph.nodes if node.target in PRIMITIVES and qparams(node) is not None]
+        names = [node.name for node in described if not is_inner(node)]
     else:
         names = [name for name, operator in quantized_operators(left.model).items() if operator.owns_output]
     missing = [name for name in names if name not in opened.tensors]

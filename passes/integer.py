@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxquant.errors import StageViolation
 from fxquant.graph import (
-    BATCH_SIZES,
     Constant,
     Operation,
     QParams,
@@ -30,6 +30,7 @@ from fxquant.graph import (
     notes,
     own_copies,
     parameter_value,
+    qparams,
     replace_graph,
     resolve,
     set_fact,
@@ -37,16 +38,21 @@ from fxquant.graph import (
     set_qparams,
     source,
 )
-from fxquant.lowering import Lowering, Quantized
+from fxquant.lowering import Lowering, Place, Quantized
 from fxquant.numerics import Arithmetic
 from fxquant.ops import map_operands, operator_of
 from fxquant.ops.boundary import DEQUANTIZE
 from fxquant.pipeline import Context
 from fxquant.prepared import QuantizedOperator
-from fxquant.primitives import PRIMITIVES
+from fxquant.primitives import PRIMITIVES, elementwise, pool, product, resize, shape
+from fxquant.proof import Shapes
 from fxquant.quantizer import Quantizer
 from fxquant.spec import WeightConfig
 
+ON_THE_OPERANDS_SCALE: frozenset[Any] = frozenset((
+    shape.reshape, shape.permute, shape.concatenate, shape.crop, shape.select, shape.expand, shape.tile, shape.pad, pool.max_pool,
+    elementwise.clamp, product.maximum, product.minimum, resize.resize_linear,
+))  # fmt: skip
 CONTAINER = "integer"  # where the constants stand in the integer model
 
 
@@ -76,7 +82,7 @@ class GraphLowering(Lowering):
         self.facts: dict[str, Any] = {}
 
     @property
-    def place(self) -> dict[str, str]:
+    def place(self) -> Place:
         return {"at": source(self.node), "module": module_path(self.node)}
 
     def call(self, primitive: Callable[..., Tensor], *arguments: Any) -> fx.Node:
@@ -88,6 +94,13 @@ class GraphLowering(Lowering):
         return made
 
     def constant(self, role: str, value: Tensor, dtype: torch.dtype) -> fx.Node:
+        if role in self.constants:
+            raise StageViolation(
+                f"two constants of one operator have the role {role!r}",
+                node=self.node,
+                because="the second would take the place of the first, which its primitives still read",
+                remedy="this is a defect of the operator's `lower`; give every constant a role of its own",
+            )
         path = f"{self.container}.{self.name}.{role}"
         attach(self.gm, path, value.detach().to(dtype).contiguous().clone())
         # Naming the node here spares the search for a name that `graph.get_attr` makes.
@@ -106,6 +119,10 @@ class GraphLowering(Lowering):
             self.between = QParams(float(to.scale), to.dtype.name)
         return result
 
+    def holds(self, value: fx.Node, quantizer: Quantizer) -> fx.Node:
+        set_qparams(value, QParams(float(quantizer.scale), quantizer.dtype.name))
+        return value
+
     def operation(self, name: str, arguments: dict[str, Any]) -> Operation:
         """What was lowered, as a fact."""
         constants = {role: Constant(node, *self.scales[role]) for role, node in self.constants.items() if role in self.scales}
@@ -117,6 +134,8 @@ class GraphLowering(Lowering):
     def finish(self, result: Quantized, operation: Operation) -> Quantized:
         """The result, on a node that takes the operator's name and facts."""
         node: fx.Node = result.value
+        for inner in self.made:
+            _inherit_scale(inner)
         if node in self.made:
             if PRIMITIVES[node.target].kind == "quantized":  # type: ignore[index]
                 scales = tuple(result.scale.flatten().tolist())
@@ -130,27 +149,12 @@ class GraphLowering(Lowering):
         return Quantized(node, result.scale, result.dtype, known.shape if isinstance(known, TensorFact) else ())
 
 
-class Shapes:
-    """Shapes and dtypes of primitives, by running them on tensors without data; equal calls are run once."""
-
-    def __init__(self) -> None:
-        self.known: dict[Any, Any] = {}
-
-    def infer(self, node: fx.Node) -> Any:
-        key = (node.target, _key(node.args), _key(node.kwargs))
-        if key not in self.known:
-            a, b = (self._run(node, batch) for batch in BATCH_SIZES)
-            self.known[key] = TensorFact.between(a, b)
-        return self.known[key]
-
-    @staticmethod
-    def _run(node: fx.Node, batch: int) -> Tensor:
-        def example(operand: fx.Node) -> Any:
-            value = fact(operand)
-            return torch.empty(value.at(batch), dtype=value.dtype, device="meta") if isinstance(value, TensorFact) else value
-
-        result: Tensor = node.target(*fx.map_arg(node.args, example), **fx.map_arg(node.kwargs, example))  # type: ignore[operator]
-        return result
+def _inherit_scale(node: fx.Node) -> None:
+    """A primitive that only moves or limits integers leaves them on the scale they are on."""
+    operand = node.args[0][0] if isinstance(node.args[0], list | tuple) else node.args[0]
+    known = qparams(operand) if isinstance(operand, fx.Node) else None
+    if qparams(node) is None and known is not None and known.axis is None and node.target in ON_THE_OPERANDS_SCALE:
+        set_qparams(node, known)
 
 
 class Environment(dict[fx.Node, fx.Node]):
@@ -163,18 +167,6 @@ class Environment(dict[fx.Node, fx.Node]):
     def __missing__(self, node: fx.Node) -> fx.Node:
         self[node] = self.graph.node_copy(node, self.__getitem__)
         return self[node]
-
-
-def _key(value: Any) -> Any:
-    """Arguments as a dictionary key, with nodes replaced by their facts."""
-    if isinstance(value, fx.Node):
-        known = fact(value)
-        return known if isinstance(known, TensorFact) else repr(known)
-    if isinstance(value, list | tuple):
-        return tuple(_key(item) for item in value)
-    if isinstance(value, dict):
-        return tuple((name, _key(item)) for name, item in value.items())
-    return value
 
 
 def lower(gm: fx.GraphModule, context: Context) -> int:

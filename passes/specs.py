@@ -107,6 +107,8 @@ def _finite(value: Any) -> bool:
 def _integer(node: fx.Node) -> bool:
     spec = annotation(node)
     return spec is not None and spec.dtype is not None
+
+
 def _reads_none(arguments: dict[str, Any]) -> str:
     """Why an operator none of whose operands is an activation stays in float."""
     for name, value in arguments.items():
@@ -120,9 +122,10 @@ def _no_real_numbers(operand: fx.Node) -> str | None:
     known = fact(operand)
     if not isinstance(known, TensorFact):
         return f"its operand %{operand.name} is no tensor"
-    if known.dtype in (torch.float32, torch.float16, torch.bfloat16):
+    if known.dtype == torch.float32:
         return None
-    return f"its operand %{operand.name} is {str(known.dtype).removeprefix('torch.')}: float32, float16 and bfloat16 tensors are quantized"
+    remedy = ": .float() converts it" if known.dtype.is_floating_point else ""
+    return f"its operand %{operand.name} is {str(known.dtype).removeprefix('torch.')}, and only float32 tensors are quantized{remedy}"
 
 
 def _written(gm: fx.GraphModule, node: fx.Node) -> str:

@@ -63,9 +63,12 @@ REASONS: dict[str, tuple[Body, str]] = {
 FOLLOWING: dict[str, tuple[Body, str]] = {
     "a piece of topk": (lambda m, x: x.topk(2, 1)[0], "it picks from the results of %topk, which is in float"),
     "a piece of max": (lambda m, x: torch.max(x, 1)[0], "it picks from the results of %max_1, which is in float"),
-    "float64": (lambda m, x: x.double() * 2, "its operand %double is float64: float32, float16 and bfloat16 tensors are quantized"),
-    "int64": (lambda m, x: x.long() + 1, "its operand %long is int64: float32, float16 and bfloat16 tensors are quantized"),
-    "bool": (lambda m, x: x + (x > 0), "its operand %gt is bool: float32, float16 and bfloat16 tensors are quantized"),
+    "float64": (
+        lambda m, x: x.double() * 2,
+        "its operand %double is float64, and only float32 tensors are quantized: .float() converts it",
+    ),
+    "int64": (lambda m, x: x.long() + 1, "its operand %long is int64, and only float32 tensors are quantized"),
+    "bool": (lambda m, x: x + (x > 0), "its operand %gt is bool, and only float32 tensors are quantized"),
     "a pool of what is float": (lambda m, x: F.max_pool2d(x.cumsum(1), 2), "it only passes on the values of %cumsum, which is in float"),
 }
 
@@ -99,7 +102,7 @@ def test_no_reason_names_an_internal_function() -> None:
 def test_a_float64_model() -> None:
     gm = fxq.prepare(Written(lambda m, x: x * 2).double(), example().double(), until="specs.annotate")
     found = [reason for _, reason in left_in_float(gm)]
-    assert found[0] == "its operand %x is float64: float32, float16 and bfloat16 tensors are quantized"
+    assert found[0] == "its operand %x is float64, and only float32 tensors are quantized: .float() converts it"
 
 
 def test_an_int32_output_is_not_computed_with() -> None:

@@ -218,9 +218,40 @@ def test_what_keeps_the_dtype_keeps_the_numbers() -> None:
     assert torch.float64 in dtypes.values()  # histograms count in it
     for model in (found.prepared, found.integer):
         expected = model(batch())
-        for moved in (model.float(), model.to(torch.float32), model.to("cpu"), model.cpu(), model.type(torch.float32), model.share_memory()):
+        moves = (model.float, model.cpu, model.share_memory, lambda m=model: m.to(torch.float32), lambda m=model: m.type(torch.float32))
+        for moved in (move() for move in moves):
             assert moved is model
             assert torch.equal(model(batch()), expected)
         assert torch.equal(model.to(memory_format=torch.channels_last)(batch()), expected)
     assert {name: value.dtype for name, value in found.prepared.state_dict().items()} == dtypes
     assert all(tensor.is_meta for tensor in copy.deepcopy(found.prepared).to("meta").state_dict().values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_model_in_half_precision_is_refused_with_the_remedy(dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    model, x = nn.Sequential(nn.Linear(8, 4), nn.ReLU()).to(dtype), torch.randn(2, 8, dtype=dtype)
+    for action in (lambda: fxq.prepare(model, x), lambda: fxq.quantize(model, [x]), lambda: fxq.check(model, x)):
+        with pytest.raises(fxq.ConfigurationError, match=f"a {name} model cannot be prepared") as caught:
+            action()
+        assert "model.float() and x.float()" in caught.value.remedy
+    fxq.prepare(model.float(), x.float())
+
+
+def test_what_is_not_float32_inside_of_a_model_stays_in_float_and_says_why() -> None:
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            value: Tensor = self.last(torch.relu(self.first(x).half()).float())
+            return value
+
+    x = torch.randn(4, 8)
+    found = fxq.quantize(Inside(), [x], show_progress=False)
+    assert "is float16, and only float32 tensors are quantized: .float() converts it" in fxq.explain(found.prepared)
+    assert torch.equal(found.prepared(x), found.integer(x))
+    double = fxq.quantize(nn.Sequential(nn.Linear(8, 4)).double(), [x.double()], show_progress=False)
+    assert "is float64, and only float32 tensors are quantized: .float() converts it" in fxq.explain(double.prepared)
+    assert torch.equal(double.integer(x.double()), double.float(x.double()))

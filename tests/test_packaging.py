@@ -124,7 +124,7 @@ def test_the_oldest_versions_are_those_that_are_asked_for(metadata: email.messag
     lines = (ROOT / "constraints-oldest.txt").read_text(encoding="utf-8").splitlines()
     oldest = dict(line.split("==") for line in lines if line and not line.startswith("#"))
     assert {name: f">={version}" for name, version in oldest.items()} == asked
-    assert f"requires = [\"setuptools>={oldest['setuptools']}\"]" in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'requires = ["setuptools>={oldest["setuptools"]}"]' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 
 def test_the_wheel_can_be_installed_and_imported_without_what_is_optional(wheel: zipfile.ZipFile, tmp_path: Path) -> None:

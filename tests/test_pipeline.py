@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import logging
 import re
@@ -20,10 +21,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import fxquant as fxq
 from fxquant.backends import get as get_target
 from fxquant.backends.runtime import OnnxModel
-from fxquant.graph import Model, annotation, copy_graph, copy_parameters, qparams
+from fxquant.graph import Model, annotation, copy_graph, copy_parameters, is_inner, qparams
 from fxquant.passes import CONVERT, PIPELINE, PREPARE
 from fxquant.pipeline import Context, Dial, Pass, run
 from fxquant.prepared import QuantizedOperator, quantized_operators
+from fxquant.primitives import shape
 from fxquant.spec import QConfigMapping
 from fxquant.stage import Stage
 from tests import contract
@@ -758,3 +760,60 @@ def test_a_model_may_use_the_names_the_passes_use() -> None:
     assert torch.equal(integer(x), prepared(x))
     assert list(prepared.state_dict()) == before
     assert prepared.graph.owning_module is prepared
+
+
+# ---- what an operator is lowered to -----------------------------------------------------------------------------------------
+
+
+class Skipping(nn.Module):
+    """A residual that is too fine to be added in the accumulator, tensors that are joined, and channels that are shuffled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1)
+        with torch.no_grad():
+            self.second.weight.mul_(100)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        y = self.second(x) + 0.001 * x
+        return nn.functional.channel_shuffle(torch.cat((y, x), 1), 2)
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "nash-e"])
+def test_inner_tensors_say_which_scale_they_are_on(target: str, tmp_path: Path) -> None:
+    x = torch.randn(4, 3, 5, 5)
+    torch.manual_seed(0)
+    prepared, integer = compiled(Skipping(), [x], target)
+    inner = [node for node in integer.graph.nodes if contract.primitive_kind(node) == "quantized" and is_inner(node)]
+    assert len(inner) >= 4
+    assert all(qparams(node) is not None for node in inner)
+    between = next(node for node in inner if node.meta["origin"] == "second")
+    scale = fxq.qparams(prepared)["second.intermediate"]
+    assert qparams(between).scale == pytest.approx(scale)
+    assert f"%{between.name}  " in fxq.explain(integer)
+    assert "inside of %second" in fxq.explain(integer)
+    assert sum("inside of" in line for line in fxq.explain(integer).splitlines()) == 1, "the others are on their result's scale"
+    assert fxq.explain(integer).count("operators are integer") == 1
+    assert f"{len(fxq.qparams(prepared)) - 1} operators are integer" in fxq.explain(integer)
+    path = fxq.export_onnx(integer, tmp_path / "model.onnx")
+    entry = fxq.onnx_metadata(path)["tensors"][between.name]
+    assert (entry["kind"], entry["dtype"], entry["scale"]) == ("quantized", "int8", qparams(between).scale)
+    report = fxq.verify(integer, path, [x], show_progress=False)
+    assert report
+    assert between.name in report.names
+    for style in ("qdq", "fast") if target == "nash-e" else ("qdq",):
+        fxq.verify(integer, fxq.export_onnx(integer, tmp_path / f"{style}.onnx", style), [x], show_progress=False)
+
+
+def test_two_constants_of_one_role_are_a_defect_of_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lower(lowering: Any, input: Any, **_: Any) -> Any:
+        for index in (torch.arange(8), torch.arange(8).flip(0)):
+            value = lowering.call(shape.select, input.value, 1, lowering.constant("indices", index, torch.int64))
+        return input.with_value(value)
+
+    prepared, _ = compiled(nn.Sequential(nn.Linear(4, 8), nn.MaxPool1d(1)), [torch.randn(4, 8, 4)])
+    pool = next(operator for operator in operators(prepared).values() if operator.operator.name == "max_pool1d")
+    monkeypatch.setattr(pool, "operator", dataclasses.replace(pool.operator, lower=lower))
+    with pytest.raises(fxq.StageViolation, match="two constants of one operator have the role 'indices'"):
+        fxq.convert(prepared)

@@ -25,6 +25,7 @@ import fxquant as fxq
 from fxquant import backends
 from fxquant.ops import OPERATORS
 from fxquant.primitives import PRIMITIVES
+from fxquant.proof import RULES, unproved
 from fxquant.serialization import names
 from fxquant.serialization.archive import GRAPH, TENSORS, as_text, pack, unpack
 from fxquant.serialization.document import write_model
@@ -479,3 +480,199 @@ def test_code_in_names_is_never_run(save: Save, tmp_path: Path) -> None:
     assert not (tmp_path / "evil").exists()
     path.write_bytes(pack(document, tensors))
     fxq.load(path)
+
+
+# ---- files that claim what is not so ---------------------------------------------------------------------------------------
+
+
+class Everything(nn.Module):
+    """Most primitives: wide and narrow sums, tables, means, interpolation, joins, residuals, constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.act = nn.SiLU()
+        self.again = nn.Conv2d(8, 8, 3, padding=1, groups=2)
+        self.norm = nn.BatchNorm2d(8)
+        self.slope = nn.PReLU(8)
+        self.up = nn.ConvTranspose2d(8, 4, 2, stride=2)
+        self.resize = nn.Upsample(scale_factor=2, mode="bilinear")
+        self.pool, self.mean = nn.MaxPool2d(2, padding=1), nn.AvgPool2d(2)
+        self.offset = nn.Parameter(torch.randn(4, 1, 1))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.conv(x))
+        x = self.slope(self.norm(self.mean(torch.relu(self.again(x) + x))))
+        y = torch.nn.functional.pad(self.resize(self.pool(self.up(x) + self.offset)), (1, 1)).clamp(-1, 1)
+        y = torch.cat((y, y * 0.5 + 1.0), 1)[:, [0, 2, 4, 6, 1, 3, 5, 7]]
+        y = torch.maximum(y, -y).flatten(2)
+        scores = torch.matmul(y, y.transpose(1, 2)) * 0.1
+        return self.head(scores.mean(1))
+
+
+@functools.cache
+def everything(target: str) -> Any:
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 8, 8)
+    wide = fxq.QConfig(fxq.ActivationConfig("int16"), fxq.WeightConfig("int16" if target == "nash-e" else "int8"))
+    mapping = fxq.QConfigMapping().set_module_name("act", wide).set_module_name("again", wide)
+    mapping.set_module_name("head", fxq.QConfig(fxq.ActivationConfig("int32")))
+    return fxq.quantize(Everything().eval(), [x], target, mapping, show_progress=False).integer
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "nash-e"])
+def test_what_is_converted_is_proved_once_more_from_the_graph_alone(target: str, save: Save) -> None:
+    integer = everything(target)
+    assert list(unproved(integer, integer.meta["target"].arithmetic)) == []
+    x = torch.randn(4, 3, 8, 8)
+    assert torch.equal(fxq.load(save(integer))(x), integer(x))
+    for node in integer.graph.nodes:
+        noted = node.meta.get("notes", {}).get("accumulator_bits")
+        assert noted is None or 1 < noted <= 48
+
+
+def test_every_primitive_has_a_rule_of_what_it_can_reach() -> None:
+    without = [record.name for primitive, record in PRIMITIVES.items() if record.kind != "float" and primitive not in RULES]
+    assert not without, "say in fxquant/proof.py what these can reach"
+
+
+def constant_of(document: Any, node: str, position: int) -> str:
+    """The name of the tensor that stands at a place among the arguments of a node."""
+    entries = {entry["name"]: entry for entry in document["nodes"]}
+    return str(entries[entries[node]["args"][position]["node"]]["target"])
+
+
+def first_of(document: Any, primitive: str) -> str:
+    return next(str(entry["name"]) for entry in document["nodes"] if entry["target"] == f"primitive:{primitive}")
+
+
+def change(primitive: str, position: int, edit: Callable[[Tensor], Tensor]) -> Callable[[Any, dict[str, Tensor]], None]:
+    def apply(document: Any, tensors: dict[str, Tensor]) -> None:
+        name = constant_of(document, first_of(document, primitive), position)
+        tensors[name] = edit(tensors[name]).contiguous()
+
+    return apply
+
+
+def argue(primitive: str, position: int, value: Any) -> Callable[[Any, dict[str, Tensor]], None]:
+    def apply(document: Any, tensors: dict[str, Tensor]) -> None:
+        entry = next(entry for entry in document["nodes"] if entry["target"] == f"primitive:{primitive}")
+        assert entry["args"][position] != value
+        entry["args"][position] = value
+
+    return apply
+
+
+def say(primitive: str, key: str, edit: Callable[[Any], Any]) -> Callable[[Any, dict[str, Tensor]], None]:
+    def apply(document: Any, tensors: dict[str, Tensor]) -> None:
+        entry = next(entry for entry in document["nodes"] if entry["target"] == f"primitive:{primitive}" and key in entry["meta"])
+        entry["meta"][key] = edit(entry["meta"][key])
+
+    return apply
+
+
+def with_(field: str, value: Any) -> Callable[[Any], Any]:
+    return lambda record: {"QParams": {**record["QParams"], field: value}}
+
+
+def narrow(document: Any, tensors: dict[str, Tensor]) -> None:
+    """A sum beyond 2^24 by the primitive for smaller ones."""
+    entry = next(entry for entry in document["nodes"] if entry["target"] == "primitive:convolution_wide")
+    entry["target"] = "primitive:convolution"
+    entry["args"] = entry["args"][:7]
+
+
+TAMPERED: dict[str, tuple[str, Callable[[Any, dict[str, Tensor]], None], str]] = {
+    "a bias beyond 2^24": ("bayes-e", change("convolution", 2, lambda t: torch.full_like(t, 2**30)), "is exact below 16777216"),
+    "a bias beyond int32": ("nash-e", change("linear", 2, lambda t: torch.full_like(t, 2**31 - 1)), "its sum can reach"),
+    "a weight of another shape": ("bayes-e", change("convolution", 1, lambda t: t[..., :1]), "said to be"),
+    "a weight of another dtype": ("bayes-e", change("convolution", 1, lambda t: t.to(torch.int16)), "said to be"),
+    "a bias of another length": ("bayes-e", change("convolution", 2, lambda t: t[:1]), "said to be"),
+    "a narrow sum": ("bayes-e", narrow, "is exact below 16777216"),
+    "parts that are too few": ("bayes-e", argue("convolution_wide", 7, [1, 16, 1, 8]), "a sum of its parts can reach"),
+    "parts without all bits": ("bayes-e", argue("convolution_wide", 7, [1, 4, 8, 1]), "fewer bits than it has"),
+    "a short table": ("bayes-e", change("lookup", 1, lambda t: t[:200]), "said to be"),
+    "limits beyond the dtype": ("bayes-e", argue("requantize_fixed", 7, 300), "beyond int8|does not hold"),
+    "limits the wrong way round": ("nash-e", argue("requantize_real", 2, 200), "its limits are|beyond int8|does not hold"),
+    "a clamp the wrong way round": ("bayes-e", argue("clamp", 1, 120), "its limits are"),
+    "a multiplier that is too wide": ("bayes-e", change("requantize_fixed", 2, lambda t: t + 2**15), "its multiplier is not in 0…32767"),
+    "a negative multiplier": ("bayes-e", change("requantize_fixed", 2, lambda t: -t), "its multiplier is not in"),
+    "a negative shift": ("bayes-e", change("requantize_fixed", 1, lambda t: t - 64), "its shift is not in"),
+    "a right shift of nothing": ("bayes-e", change("requantize_fixed", 3, lambda t: t * 0), "its right shift is not in"),
+    "another rounding": ("bayes-e", argue("requantize_fixed", 5, "floor"), "not requantized as its target does"),
+    "another width": ("bayes-e", argue("requantize_fixed", 4, 24), "not requantized as its target does"),
+    "a multiplier that is NaN": ("nash-e", change("requantize_real", 1, lambda t: t * float("nan")), "its multiplier is out of range"),
+    "an infinite multiplier": ("nash-e", change("requantize_real", 1, lambda t: t * float("inf")), "its multiplier is out of range"),
+    "a negative scale": ("nash-e", change("quantize", 1, lambda t: -t), "its scale is"),
+    "a scale of nothing": ("nash-e", change("quantize", 1, lambda t: t * 0), "its scale is"),
+    "another scale at the end": ("nash-e", change("dequantize", 1, lambda t: t * 2), "its scale is not that of what it reads"),
+    "an accumulator that is said to be small": ("bayes-e", say("requantize_fixed", "notes", lambda n: _bits(n, 3)), "is said to have 3"),
+    "another dtype": ("bayes-e", say("requantize_fixed", "qparams", with_("dtype", "int4")), "beyond int4"),
+    "another storage": ("bayes-e", say("lookup", "qparams", with_("dtype", "int8")), "said to be int8"),
+    "a scale that is said to be negative": ("bayes-e", say("lookup", "qparams", with_("scale", -1.0)), "its scale is"),
+    "another shape": ("bayes-e", say("lookup", "fact", lambda f: {"tensor": [f["tensor"][0], [3, 3]]}), "said to be"),
+    "another stride": ("bayes-e", argue("convolution", 3, [2, 2]), "said to be|stride"),
+    "indices that do not exist": ("bayes-e", change("select", 2, lambda t: t + 5), "picks elements that do not exist"),
+    "weights of neighbours": ("bayes-e", change("resize_linear", 1, lambda t: t + 1), "do not sum to 1"),
+    "a residual beyond all": ("nash-e", change("add_residual", 2, lambda t: torch.full_like(t, 2**46)), "its sum can reach"),
+    "a number beyond all": ("bayes-e", change("add_constant", 1, lambda t: t * 0 + 2**31 - 1), "its sum can reach"),
+}  # fmt: skip
+
+
+def _bits(notes: Any, bits: int) -> Any:
+    return {"dict": [[key, bits if key == "accumulator_bits" else value] for key, value in notes["dict"]]}
+
+
+@pytest.mark.parametrize("claim", TAMPERED)
+def test_a_file_that_claims_what_is_not_so_is_refused(claim: str, tmp_path: Path) -> None:
+    target, tamper, because = TAMPERED[claim]
+    path = fxq.save(everything(target), tmp_path / "model.fxq")
+    document, tensors = unpack(path.read_bytes())
+    tamper(document, tensors)
+    path.write_bytes(pack(document, tensors))
+    with pytest.raises(fxq.ExportError, match=because) as caught:
+        fxq.load(path)
+    assert "holds no model that can be loaded" in caught.value.what
+
+
+PREPARED_CLAIMS: dict[str, tuple[str, Callable[[Tensor], Tensor], str]] = {
+    "a parameter of another shape": ("head.weight", lambda t: t[:1], "has not the shape that its arguments give it"),
+    "a parameter of another dtype": ("head.weight", lambda t: t.double(), "its result is f64"),
+    "a negative scale": ("quantized.head.output.base_scale", lambda t: -t, "its scale is -"),
+    "a scale of nothing": ("quantized.head.output.base_scale", lambda t: t * 0, "its scale is 0"),
+    "an infinite scale": ("quantized.head.output.base_scale", lambda t: t * float("inf"), "its scale is inf"),
+    "a scale below float32": ("quantized.head.output.base_scale", lambda t: t * 0 + 1e-42, "its scale is 1"),
+}
+
+
+@pytest.mark.parametrize("claim", PREPARED_CLAIMS)
+def test_a_prepared_model_that_claims_what_is_not_so_is_refused(claim: str, save: Save) -> None:
+    name, edit, because = PREPARED_CLAIMS[claim]
+    path = save(prepared())
+    document, tensors = unpack(path.read_bytes())
+    assert name in tensors, sorted(tensors)
+    tensors[name] = edit(tensors[name]).contiguous()
+    path.write_bytes(pack(document, tensors))
+    with pytest.raises(fxq.ExportError, match=because):
+        fxq.load(path)
+
+
+def test_a_layer_that_was_cut_is_not_saved(tmp_path: Path) -> None:
+    model = fxq.prepare(Leaves().eval(), torch.randn(4, 3, 6))
+    with torch.no_grad():
+        model.norm.weight = nn.Parameter(model.norm.weight[:4])
+    with pytest.raises(fxq.ExportError, match=r"its weight is of shape \[4\], and of \[16\] in a LayerNorm"):
+        fxq.save(model, tmp_path / "model.fxq")
+
+
+def test_the_file_of_a_scale_that_stands_still_says_so_in_one_place(save: Save) -> None:
+    model = prepared()
+    fxq.set_qparams(model, {"head": 0.5})
+    path = save(model)
+    tensors = unpack(path.read_bytes())[1]
+    assert not [name for name in tensors if name.endswith("stopped")], "files of earlier versions have none"
+    loaded = fxq.load(path)
+    assert list(loaded.state_dict()) == list(model.state_dict())
+    assert equal(dict(loaded.state_dict()), dict(model.state_dict()))
+    assert loaded.quantized.head.quantizer.frozen

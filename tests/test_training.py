@@ -605,7 +605,8 @@ def test_scales_that_stand_still_do_so_through_a_checkpoint(stop: str) -> None:
     after = fxq.qparams(loaded)
     assert after["second"] == scales["second"]
     assert (after == scales) == (stop != "set")
-    assert not any(module.frozen and p.requires_grad for module in loaded.modules() if hasattr(module, "frozen") for p in module.parameters(False))
+    scales_of = [module for module in loaded.modules() if isinstance(module, TrainableScale)]
+    assert not any(module.frozen and module.growth is not None and module.growth.requires_grad for module in scales_of)
     assert fxq.verify(loaded, fxq.convert(loaded), [images()], show_progress=False)
 
 

@@ -402,7 +402,7 @@ def test_what_is_accepted(call: Callable[[World], Any], world: World) -> None:
     call(world)
 
 
-@pytest.mark.parametrize("batches", NO_BATCHES, ids=repr)
+@pytest.mark.parametrize("batches", NO_BATCHES, ids=lambda batches: type(batches).__name__)
 def test_verifying_with_no_batches_is_never_true(batches: Any, world: World) -> None:
     assert not fxq.verify(world.prepared, world.integer, batches, show_progress=False)
 

@@ -108,7 +108,9 @@ def _held(lowering: Lowering, role: str, constant: Tensor | float, factor: float
     The gradient of a tensor passes straight through.
     """
     value = constant if isinstance(constant, Tensor) else _factor(float(constant), steps)
-    whole = steps.times(value.detach().double().abs(), _factor(abs(factor), steps)).rounded(torch.zeros((), dtype=torch.int64, device="cpu"))
+    whole = steps.times(value.detach().double().abs(), _factor(abs(factor), steps)).rounded(
+        torch.zeros((), dtype=torch.int64, device="cpu")
+    )
     exact = whole * torch.sign(value.detach() * factor).long()
     if isinstance(constant, Tensor):
         lowering.describe(role, (1 / (steps.approximate() * factor)).float())

@@ -33,7 +33,6 @@ class Scale(enum.Enum):
     SAME = "same"
 
 
-
 @dataclass(frozen=True)
 class Parameter:
     """Marks, among the arguments taken from a module, the module's own parameter or buffer of this name."""

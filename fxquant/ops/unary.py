@@ -34,12 +34,7 @@ def _look_up(lowering: Lowering, input: Quantized, function: Callable[[Tensor], 
 
 
 def unary(
-    name: str,
-    function: Callable[..., Tensor],
-    exact: Callable[..., float],
-    *spellings: Any,
-    varies: Interval = EVERYTHING,
-    **settings: Any,
+    name: str, function: Callable[..., Tensor], exact: Callable[..., float], *spellings: Any, varies: Interval = EVERYTHING, **settings: Any
 ) -> Operator:
     """Declare a unary function.
 

@@ -183,7 +183,7 @@ def _check_statistics(lowering: Lowering, values: int) -> None:
         raise ConfigurationError(
             f"the batch norm of %{lowering.name} cannot use the statistics of this batch",
             **lowering.place,
-            because=f"the batch has {values} value{'' if values == 1 else 's'} for each channel, and the variance of fewer than 2 is nothing",
+            because=f"the batch has {values} value{'' if values == 1 else 's'} for each channel, and fewer than 2 have no variance",
             remedy="train with a larger batch (drop_last=True in a DataLoader), or call fxq.freeze(prepared, scales=False) first",
         )
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import keyword
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import NoneType
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from fxquant.errors import FxQuantError
-from fxquant.graph import CARRIED, Annotation, Model, Operation, QParams, replace_graph, spelling
+from fxquant.graph import BATCH_SIZES, CARRIED, Annotation, Model, Operation, QParams, TensorFact, fact, replace_graph, resolve, spelling
+from fxquant.prepared import QuantizedOperator
+from fxquant.proof import unproved
 from fxquant.serialization.archive import as_text
 from fxquant.serialization.names import PROPERTIES, function_name, function_named, is_method
 from fxquant.serialization.tree import TargetOf, TreeReader, TreeWriter
@@ -166,9 +170,49 @@ def _check(model: Model, document: Mapping[str, Any], target_of: TargetOf) -> No
         raise Malformed(f"its {part} hold something that fxquant does not write")
     if not is_signature(model.meta, [str(node.target) for node in model.graph.find_nodes(op="placeholder")]):
         raise Malformed("it does not say how its inputs are given")
-    found = violations(model, Stage[model.meta["stage"]] if "stage" in model.meta else Stage.TRACED)
+    stage = Stage[model.meta["stage"]] if "stage" in model.meta else Stage.TRACED
+    found = [(violation.node, violation.because) for violation in violations(model, stage)] or list(_contradictions(model, stage))
     if found:
-        raise Malformed(f"%{found[0].node.name}: {found[0].because}")
+        raise Malformed(f"%{found[0][0].name}: {found[0][1]}")
+
+
+def _contradictions(model: Model, stage: Stage) -> Iterator[tuple[fx.Node, str]]:
+    """Where the tensors are not what the graph says, or, in an integer graph, where they do not give what it says for every input."""
+    if stage is Stage.INTEGER:
+        if "target" not in model.meta:
+            raise Malformed("an integer model has no target")
+        yield from unproved(model, model.meta["target"].arithmetic)
+        return
+    for node in model.graph.nodes:
+        known = fact(node)
+        if node.op == "get_attr" and isinstance(known, TensorFact):
+            tensor = resolve(model, str(node.target))
+            found = TensorFact(tuple(tensor.shape), tensor.dtype) if isinstance(tensor, Tensor) else None
+            if found != known:
+                yield node, f"it is {found}, and said to be {known}"
+        if stage is Stage.PREPARED and node.op == "call_module" and isinstance(known, TensorFact):
+            module = resolve(model, str(node.target))
+            if isinstance(module, QuantizedOperator) and (found := _computed(model, node, module)) != known:
+                yield node, f"its result is {found}, and said to be {known}"
+
+
+def _computed(model: Model, node: fx.Node, module: QuantizedOperator) -> TensorFact:
+    """The shape and dtype of what an operator computes from its operands and parameters; raises what its float function raises."""
+
+    def example(operand: fx.Node, batch: int) -> Any:
+        if operand.op == "get_attr":
+            value = resolve(model, str(operand.target))
+            return value.to("meta") if isinstance(value, Tensor) else copy.deepcopy(value).to("meta")
+        known = fact(operand)
+        return torch.empty(known.at(batch), dtype=known.dtype, device="meta") if isinstance(known, TensorFact) else known
+
+    def run(batch: int) -> Tensor:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: example(operand, batch))
+        result: Tensor = module.operator.function(*args, **kwargs)
+        return result
+
+    with torch.no_grad():
+        return TensorFact.between(*(run(batch) for batch in BATCH_SIZES))
 
 
 def _model_meta(content: dict[str, Any]) -> dict[str, Any]:

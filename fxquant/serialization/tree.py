@@ -55,7 +55,7 @@ class TreeWriter:
         parts = {
             "training": expect(module.training, bool),
             "parameters": {name: self._tensor(tensor, path + name) for name, tensor in module._parameters.items()},
-            "buffers": {name: self._tensor(tensor, path + name) for name, tensor in module._buffers.items() if name not in _derived(module)},
+            "buffers": {n: self._tensor(tensor, path + n) for n, tensor in module._buffers.items() if n not in _derived(module)},
             "transient": sorted(module._non_persistent_buffers_set),
             "modules": {name: self._module(child, path + name) for name, child in module._modules.items()},
         }
@@ -173,6 +173,16 @@ def _check_twin(module: nn.Module, arguments: Mapping[str, Any], path: str) -> N
                 "set such attributes through the constructor",
             )
 
+    shapes = {name: size for name, size, _ in _form(module)}
+    for name, size, _ in _form(twin):
+        if shapes.get(name) != size:
+            cannot_save(
+                f"the module {path}",
+                f"its {name} is of shape {list(shapes.get(name, ()))}, and of {list(size)} in a {type(module).__name__}"
+                " made with the same arguments",
+                "make the module anew with arguments of its present sizes",
+            )
+
 
 def _construct(kind: type[nn.Module], arguments: Mapping[str, Any]) -> nn.Module:
     with torch.device("meta"):  # allocates nothing, and leaves the random numbers alone
@@ -242,6 +252,10 @@ class TreeReader:
         self.fill(module, entry)
         if isinstance(module, _OWN) and _form(module) != form:
             raise Malformed(f"the buffers of a {name} are not what they should be")
+        shapes = {tensor: size for tensor, size, _ in _form(module)}
+        for tensor, size, _ in form:
+            if shapes.get(tensor) != size:
+                raise Malformed(f"the {tensor} of a {name} has not the shape that its arguments give it")
         if isinstance(module, nn.RNNBase):
             module._init_flat_weights()
         return module

@@ -39,7 +39,7 @@ class Input:
 
 @dataclass(frozen=True)
 class InputCheck:
-    """A forward pre-hook: raises ConfigurationError unless a graph module is given its inputs, flat, as they were traced, with any batch size.
+    """A forward pre-hook: ConfigurationError unless a graph module is given its inputs, flat, as they were traced, with any batch size.
 
     made  what was done with the model to get the graph: "traced" or "prepared"
     """
