@@ -15,6 +15,7 @@ from onnx import helper
 from onnx.external_data_helper import load_external_data_for_model
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
+from onnx.reference.ops import op_max_pool
 from torch import Tensor
 
 from fxquant.backends.metadata import read_metadata, read_model
@@ -72,7 +73,25 @@ class Gather(OpRun):
         return (np.take(x, indices, axis=axis or 0),)
 
 
-CORRECTED = (QLinearConv, QLinearMatMul, Gather)
+class MaxPool(op_max_pool.MaxPool):
+    """Where strides and dilations are all 1, it forgets the padding when it computes the output's shape."""
+
+    def _run(self, x: Any, **given: Any) -> Any:
+        kernel = given["kernel_shape"]
+        rank = len(kernel)
+        if given.get("ceil_mode") or (given.get("auto_pad") or "NOTSET") != "NOTSET" or len(self.onnx_node.output) > 1:
+            return super()._run(x, **given)
+        pads = given.get("pads") or [0] * (2 * rank)
+        strides, dilations = (given.get(name) or [1] * rank for name in ("strides", "dilations"))
+        margin = [(0, 0), (0, 0), *zip(pads[:rank], pads[rank:], strict=True)]
+        padded = np.pad(x, margin, constant_values=-np.inf)
+        reach = tuple(dilation * (size - 1) + 1 for size, dilation in zip(kernel, dilations, strict=True))
+        windows = np.lib.stride_tricks.sliding_window_view(padded, reach, axis=tuple(range(2, 2 + rank)))
+        taken = windows[(slice(None), slice(None), *(slice(None, None, step) for step in (*strides, *dilations)))]
+        return (taken.max(axis=tuple(range(-rank, 0))),)
+
+
+CORRECTED = (QLinearConv, QLinearMatMul, Gather, MaxPool)
 
 
 class Evaluator(ReferenceEvaluator):

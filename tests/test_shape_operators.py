@@ -239,3 +239,13 @@ def test_weights_by_hand() -> None:
     assert _weights(3, 5, None, False, 8)[1].tolist() == [256 - second, second, 0]
     assert _weights(2, 4, None, False, 8).tolist() == [[256, 0], [192, 64], [64, 192], [0, 256]]
     assert _weights(3, 2, None, True, 8).tolist() == [[256, 0, 0], [0, 0, 256]]
+
+
+@pytest.mark.parametrize(("pool", "shape"), [(nn.MaxPool1d(3, 1, 1), (2, 3, 9)), (nn.MaxPool3d(3, 1, 1), (2, 3, 4, 5, 6))])
+def test_padded_pools_that_move_by_one_run_in_every_runtime(pool: nn.Module, shape: tuple[int, ...], tmp_path: Path) -> None:
+    """ONNX's own evaluator forgets their padding, but for that of images."""
+    x = torch.randn(shape)
+    _, integer = compiled(pool.eval(), [x])
+    report = fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [x], show_progress=False)
+    assert report, str(report)
+    assert len(report.pairs) == 4
