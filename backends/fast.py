@@ -116,6 +116,7 @@ class FastWriter(Writer):
             name += "_"
         returned = self._named(self.emitter.node("Cast", self._as(value, torch.float32), to=torch.int8), name)
         self._describe(node, returned, "quantized")
+        self.infos.append(value_info(returned, torch.int8, fact(node).shape))
         return returned
 
     # ---- nodes ------------------------------------------------------------------------------------------------------
