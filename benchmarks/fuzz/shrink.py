@@ -98,9 +98,7 @@ def _renamed(case: Case, removed: Step, name: str) -> Case:
     )
     heir = next((step for step in steps if step.shares == removed.name), None)  # makes the layer itself, and the others share that
     if heir is not None:
-        steps = tuple(
-            replace(step, shares=None if step is heir else heir.name) if step.shares == removed.name else step for step in steps
-        )
+        steps = tuple(replace(step, shares=None if step is heir else heir.name) if step.shares == removed.name else step for step in steps)
     return replace(case, steps=steps, outputs=tuple(dict.fromkeys(name if output == removed.name else output for output in case.outputs)))
 
 
