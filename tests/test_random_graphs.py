@@ -6,6 +6,7 @@ They are drawn by `benchmarks.fuzz`, which draws fresh ones when it is run by it
 from __future__ import annotations
 
 import itertools
+import pickle
 import sys
 import tempfile
 from dataclasses import replace
@@ -16,7 +17,8 @@ import pytest
 import torch
 
 import fxquant as fxq
-from benchmarks.fuzz import __main__ as fuzz
+from benchmarks.fuzz import __main__ as command
+from benchmarks.fuzz import loop
 from benchmarks.fuzz.check import ALWAYS, CHECKS, FAILED, INVALID, PASSED, REFUSED, block, run
 from benchmarks.fuzz.generate import TARGETS, Case, Config, Input, Rule, Step, draw, pruned
 from benchmarks.fuzz.shrink import candidates, shrink
@@ -115,19 +117,26 @@ def test_a_planted_defect_is_shrunk_to_a_program_that_fails(monkeypatch: pytest.
 
 @pytest.mark.usefixtures("defect")
 def test_the_command_prints_the_program_and_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(fuzz, "draw", lambda seed, targets: replace(draw(seed, targets, "neg"), checks=("every_tensor_is_integer",)))
-    seed = next(seed for seed in itertools.count() if run(fuzz.draw(seed, ("bayes-e",))).kind == FAILED)
+    monkeypatch.setattr(loop, "draw", lambda seed, targets: replace(draw(seed, targets, "neg"), checks=("every_tensor_is_integer",)))
+    seed = next(seed for seed in itertools.count() if run(loop.draw(seed, ("bayes-e",))).kind == FAILED)
     monkeypatch.setattr(sys, "argv", ["fuzz", "--models", "1", "--seed", str(seed), "--target", "bayes-e"])
     with pytest.raises(SystemExit) as stopped:
-        fuzz.main()
+        command.main()
     said = capsys.readouterr().out
     assert stopped.value.code == 1
     assert f"--seed {seed} --target bayes-e" in said
     assert "fxq.prepare(model, batches[0])" in said
-    monkeypatch.setattr(fuzz, "draw", lambda seed, targets: replace(draw(seed, targets, "abs"), checks=(), steps=()))
+    monkeypatch.setattr(loop, "draw", lambda seed, targets: replace(draw(seed, targets, "abs"), checks=(), steps=()))
     with pytest.raises(SystemExit) as stopped:
-        fuzz.main()
+        command.main()
     assert stopped.value.code == 0
+
+
+def test_other_processes_can_import_what_they_run() -> None:
+    """They import no module of the name __main__ that stands in a package."""
+    assert command.fuzz is loop.fuzz
+    assert pickle.loads(pickle.dumps(loop.fuzz)) is loop.fuzz
+    assert loop.fuzz.__module__ == loop.Tally.__module__ == "benchmarks.fuzz.loop"
 
 
 def test_an_error_of_ours_refuses_and_any_other_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,4 +5,5 @@ generate    a seed -> a `Case`, a small description of a model, its configuratio
 build       a case -> the text of a Python program
 check       runs the program block by block; says what fails, or was refused
 shrink      a case that fails -> the smallest one found that fails in the same way
+loop        one after another, counted, and printed where one fails
 """
