@@ -211,6 +211,8 @@ def words(value: Any) -> list[str]:
 
 
 def _names(value: Any) -> list[str]:
+    if isinstance(value, set | frozenset):
+        raise TypeError  # they have no order
     return [_text(name) for name in words(value)]
 
 

@@ -80,7 +80,8 @@ def _why_float(
     because = operator.refuses(node, arguments) or needed.get(node) or None
     if because is not None:
         return because
-    given = [value for name in operator.operands for value in _listed(arguments.get(name))]
+    # A mask may hold -inf; the matrix of a product is a weight, which is refused where it is prepared.
+    given = [value for name in operator.operands for value in _listed(arguments.get(name)) if not operator.sums]
     if any(not _finite(parameter_value(gm, value)) for value in given if isinstance(value, fx.Node) and is_parameter(value)):
         return "its constant holds values that are not finite"
     masked = [operand for operand in operands if node in needed and operand.op != "placeholder" and not _integer(operand)]
@@ -124,7 +125,7 @@ def _no_real_numbers(operand: fx.Node) -> str | None:
         return f"its operand %{operand.name} is no tensor"
     if known.dtype == torch.float32:
         return None
-    remedy = ": .float() converts it" if known.dtype.is_floating_point else ""
+    remedy = "; convert it to float32" if known.dtype.is_floating_point else ""
     return f"its operand %{operand.name} is {str(known.dtype).removeprefix('torch.')}, and only float32 tensors are quantized{remedy}"
 
 

@@ -327,7 +327,7 @@ def test_what_yields_no_batches(batches: Any) -> None:
 
 
 def test_a_negative_number_of_batches() -> None:
-    with pytest.raises(fxq.ConfigurationError, match="num_batches=-1 is negative"):
+    with pytest.raises(fxq.ConfigurationError, match="num_batches=-1 is not usable"):
         fxq.calibrate(fxq.prepare(One(), images(4)), [images()], -1)
 
 

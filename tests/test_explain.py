@@ -34,7 +34,7 @@ REASONS: dict[str, tuple[Body, str]] = {
     "1 / x": (lambda m, x: 1 / x, "its 'other', %conv, is an activation, where an integer form takes a constant"),
     "parameter / x": (lambda m, x: m.weight / x, "its 'other', %conv, is an activation, where an integer form takes a constant"),
     "2 ** x": (lambda m, x: 2**x, "its 'exponent', %conv, is an activation, where an integer form takes a constant"),
-    "x / x": (lambda m, x: x / (x * x + 1), "it divides by a tensor: multiply by torch.reciprocal of it"),
+    "x / x": (lambda m, x: x / (x * x + 1), "it leads to a divisor or a logarithm in float, and must not be rounded to 0"),
     "x / parameter": (lambda m, x: x / m.weight, "it divides by a tensor: multiply by torch.reciprocal of it"),
     "x / 0": (lambda m, x: x / 0, "it divides by 0"),
     "x / inf": (lambda m, x: x / float("inf"), "it divides by inf"),
@@ -65,7 +65,7 @@ FOLLOWING: dict[str, tuple[Body, str]] = {
     "a piece of max": (lambda m, x: torch.max(x, 1)[0], "it picks from the results of %max_1, which is in float"),
     "float64": (
         lambda m, x: x.double() * 2,
-        "its operand %double is float64, and only float32 tensors are quantized: .float() converts it",
+        "its operand %double is float64, and only float32 tensors are quantized; convert it to float32",
     ),
     "int64": (lambda m, x: x.long() + 1, "its operand %long is int64, and only float32 tensors are quantized"),
     "bool": (lambda m, x: x + (x > 0), "its operand %gt is bool, and only float32 tensors are quantized"),
@@ -102,7 +102,7 @@ def test_no_reason_names_an_internal_function() -> None:
 def test_a_float64_model() -> None:
     gm = fxq.prepare(Written(lambda m, x: x * 2).double(), example().double(), until="specs.annotate")
     found = [reason for _, reason in left_in_float(gm)]
-    assert found[0] == "its operand %x is float64, and only float32 tensors are quantized: .float() converts it"
+    assert found[0] == "its operand %x is float64, and only float32 tensors are quantized; convert it to float32"
 
 
 def test_an_int32_output_is_not_computed_with() -> None:

@@ -273,10 +273,10 @@ BAD_NAMES: dict[str, tuple[dict[str, Any], str]] = {
     "the input's": ({"output_names": ["x"]}, "'x' in output_names is taken"),
     "too many": ({"output_names": ["a", "b"]}, "output_names has 2 names"),
     "none": ({"input_names": []}, "input_names has 0 names"),
-    "an empty one": ({"output_names": [""]}, "has an empty name"),
-    "a text": ({"output_names": "y"}, "is no list of names"),
-    "a number": ({"input_names": [1]}, "is no list of names"),
-    "a set": ({"input_names": {"a"}}, "is no list of names"),
+    "an empty one": ({"output_names": [""]}, "is not usable"),
+    "a text": ({"output_names": "y"}, "is not usable"),
+    "a number": ({"input_names": [1]}, "is not usable"),
+    "a set": ({"input_names": {"a"}}, "is not usable"),
 }
 
 
@@ -299,28 +299,6 @@ def test_names_that_can_be_had(tmp_path: Path) -> None:
     path = fxq.export_onnx(integer, tmp_path / "model.onnx", input_names=("image",), output_names=["x", "l_dequantize_2"])
     assert [entry["name"] for entry in fxq.onnx_metadata(path)["outputs"]] == ["x", "l_dequantize_2"]
     assert fxq.verify(integer, path, [rows()], show_progress=False)
-
-
-@pytest.mark.parametrize("style", ["exact", "fast", "qdq"])
-def test_float16_models(style: str, tmp_path: Path) -> None:
-    """A float16 model takes and returns float16 in every form, and so do its float operators."""
-    torch.manual_seed(0)
-    model = Net(lambda s, x: s.b(F.logsigmoid(s.a(x)).asinh()), a=nn.Linear(8, 8), b=nn.Linear(8, 4)).half().eval()
-    prepared, integer = compiled(model, [rows().half()], "nash-e")
-    assert prepared(rows().half()).dtype == integer(rows().half()).dtype == torch.float16
-    assert fxq.verify(prepared, integer, [rows().half()], show_progress=False)
-    path = fxq.export_onnx(integer, tmp_path / "model.onnx", style=style)
-    (found,) = onnxruntime.InferenceSession(str(path)).run(None, {"x": rows().half().numpy()})
-    assert found.dtype == np.float16
-    if style != "qdq":
-        assert fxq.verify(integer, path, [rows().half()], show_progress=False)
-
-
-def test_bfloat16_inputs_are_refused(tmp_path: Path) -> None:
-    integer = integer_of(nn.Linear(8, 4).bfloat16(), rows().bfloat16())
-    assert integer(rows().bfloat16()).dtype == torch.bfloat16
-    with pytest.raises(fxq.ExportError, match="it is bfloat16"):
-        fxq.export_onnx(integer, tmp_path / "model.onnx")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])

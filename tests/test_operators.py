@@ -568,6 +568,11 @@ SAMPLES: dict[Any, list[Sample]] = {
     # ---- concatenation
     torch.cat: binary("cat", ROUNDED, lambda m, x, y: torch.cat([x, y], 1), lambda m, x, y: torch.cat((y, x, y), dim=-1)),
     torch.concat: binary("cat", ROUNDED, lambda m, x, y: torch.concat([x, y], dim=2)),
+    torch.hstack: binary("cat", ROUNDED, lambda m, x, y: torch.hstack([x, y])),
+    torch.column_stack: binary("cat", ROUNDED, lambda m, x, y: torch.column_stack((x, y))),
+    torch.vstack: binary("cat", ROUNDED, lambda m, x, y: torch.vstack((x, y))),
+    torch.row_stack: binary("cat", ROUNDED, lambda m, x, y: torch.row_stack((x, y))),
+    torch.dstack: binary("cat", ROUNDED, lambda m, x, y: torch.dstack([x, y])),
     torch.concatenate: binary("cat", ROUNDED, lambda m, x, y: torch.concatenate((x, y), 1)),
     torch.stack: binary("stack", ROUNDED, lambda m, x, y: torch.stack([x, y], 1), lambda m, x, y: torch.stack((y, x, y), dim=-1)),
 }  # fmt: skip

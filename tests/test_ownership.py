@@ -250,8 +250,8 @@ def test_what_is_not_float32_inside_of_a_model_stays_in_float_and_says_why() -> 
 
     x = torch.randn(4, 8)
     found = fxq.quantize(Inside(), [x], show_progress=False)
-    assert "is float16, and only float32 tensors are quantized: .float() converts it" in fxq.explain(found.prepared)
+    assert "is float16, and only float32 tensors are quantized; convert it to float32" in fxq.explain(found.prepared)
     assert torch.equal(found.prepared(x), found.integer(x))
     double = fxq.quantize(nn.Sequential(nn.Linear(8, 4)).double(), [x.double()], show_progress=False)
-    assert "is float64, and only float32 tensors are quantized: .float() converts it" in fxq.explain(double.prepared)
+    assert "is float64, and only float32 tensors are quantized; convert it to float32" in fxq.explain(double.prepared)
     assert torch.equal(double.integer(x.double()), double.float(x.double()))

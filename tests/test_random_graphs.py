@@ -22,12 +22,12 @@ from benchmarks.fuzz import loop
 from benchmarks.fuzz.check import ALWAYS, CHECKS, FAILED, INVALID, PASSED, REFUSED, block, run
 from benchmarks.fuzz.generate import TARGETS, Case, Config, Input, Rule, Step, draw, pruned
 from benchmarks.fuzz.shrink import candidates, shrink
-from benchmarks.fuzz.spellings import BOUNDARY, SPELLINGS, by_operator, unspelled
+from benchmarks.fuzz.spellings import SPELLINGS, UNWRITTEN, by_operator, unspelled
 from fxquant.ops import OPERATORS
 from fxquant.primitives import elementwise
 
 SAMPLE = range(12)  # seeds for each target
-NAMES = sorted(record.name for record in OPERATORS.values() if record.name not in BOUNDARY)
+NAMES = sorted(record.name for record in OPERATORS.values() if record.name not in UNWRITTEN)
 
 
 # ---- the sample ----------------------------------------------------------------------------------------------------------------

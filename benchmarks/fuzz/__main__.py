@@ -24,7 +24,7 @@ from rich.table import Table
 from benchmarks.fuzz.check import CHECKS, FAILED, INVALID, PASSED, REFUSED
 from benchmarks.fuzz.generate import TARGETS
 from benchmarks.fuzz.loop import Tally, fuzz
-from benchmarks.fuzz.spellings import BOUNDARY
+from benchmarks.fuzz.spellings import UNWRITTEN
 from fxquant.ops import OPERATORS
 
 
@@ -73,7 +73,7 @@ def show(tally: Tally) -> None:
             for (during, error), number in counted.most_common():
                 table.add_row(during, error, str(number))
             console.print(table)
-    known = [record.name for record in OPERATORS.values() if record.name not in BOUNDARY]
+    known = [record.name for record in OPERATORS.values() if record.name not in UNWRITTEN]
     reached = [name for name in known if tally.operators[name]]
     missing = ", ".join(name for name in known if name not in reached) or "none"
     console.print(f"operators that became integer: {len(reached)} of {len(known)}; not reached: {missing}")

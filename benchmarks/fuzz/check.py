@@ -141,7 +141,8 @@ def integers_in_and_out(model, prepared, integer, batches, style="exact"):
                 name = entry.get("tensor")
                 if name is None or entry["dtype"] == "float":
                     return real
-                integers = values[f"{name}_quantize" if values[name].is_floating_point() else name]
+                node = name if name in values else name.removesuffix("_output")  # stored in another way than inside
+                integers = values[f"{node}_quantize" if values[node].is_floating_point() else node]
                 kinds = {"int8": torch.int8, "uint8": torch.uint8, "int16": torch.int16, "int32": torch.int32}
                 return (integers.int() + file.tensors[name].get("zero_point", 0)).to(kinds[entry["dtype"]])
 
@@ -329,9 +330,15 @@ def _line(error: BaseException) -> str:
     return str(traceback.extract_tb(error.__traceback__)[-1].line)
 
 
+def _is_shifted(prepared: fx.GraphModule, node: fx.Node) -> bool:
+    return node.op == "call_module" and getattr(getattr(prepared.get_submodule(str(node.target)), "operator", None), "name", "") == "shifted"
+
+
 def _facts(scope: dict[str, Any], case: Case) -> dict[str, Any]:
     """What is known of a converted model: operators that became integer, and how near to the float model it is."""
-    operators = sorted({operator.operator.name for operator in quantized_operators(scope["prepared"]).values()})
+    prepared = scope["prepared"]
+    operators = {operator.operator.name for operator in quantized_operators(prepared).values()}
+    operators |= {str(node.args[1]) for node in prepared.graph.nodes if _is_shifted(prepared, node)}  # a function with a number before it
     ratios: list[float] = []
     if case.optimizer is None:
         with torch.no_grad():
@@ -340,7 +347,7 @@ def _facts(scope: dict[str, Any], case: Case) -> dict[str, Any]:
             noise, signal = float((one - other).double().square().sum()), float(one.double().square().sum())
             ratios.append(10 * float(torch.log10(torch.tensor(signal / noise))) if noise and signal else float("inf"))
     floats = [n for n in scope["integer"].graph.nodes if n.op in ("call_module", "call_method") or is_float_function(n)]
-    return {"operators": tuple(operators), "floats": len(floats), "ratios": tuple(ratios)}
+    return {"operators": tuple(sorted(operators)), "floats": len(floats), "ratios": tuple(ratios)}
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Operator
 from fxquant.ops.boundary import DEQUANTIZE, QUANTIZE
 
 FLOAT = "float"  # the operator of what the table may not know
-BOUNDARY = (QUANTIZE.name, DEQUANTIZE.name)  # inserted by a pass, never written by a user
+UNWRITTEN = (QUANTIZE.name, DEQUANTIZE.name, "shifted")  # made by passes, never written by a user
 
 Options = Mapping[str, tuple[Any, ...]]
 
@@ -203,7 +203,7 @@ def _moves() -> Iterator[Spelling]:
     yield from _spell("maximum", "torch.maximum({0}, {1})", "{0}.max({1})")
     yield from _spell("minimum", "torch.minimum({0}, {1})", "torch.min({0}, {1})")
     yield _held("maximum", "torch.maximum({0}, {p0})", "torch.randn({channels}{ones})")
-    yield from _spell("dropout", "F.dropout({0}, 0.4, self.training)")
+    yield from _spell("dropout", "F.dropout({0}, 0.4, self.training)", "F.dropout1d({0}, 0.4, self.training)")
     yield from (_module("dropout", f"nn.{kind}(0.3)") for kind in ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout"))
 
 
@@ -278,7 +278,7 @@ def _all() -> Iterator[Spelling]:
     for family in (_convolutions, _arithmetic, _clamps, _products, _normalizations, _pools, _moves, _resizes, _settings, _floats):
         yield from family()
     for record in OPERATORS.values():
-        if record.name not in BOUNDARY:
+        if record.name not in (*UNWRITTEN, "dropout"):  # functional dropout acts unless it is told not to
             yield from plain(record)
 
 
@@ -298,4 +298,4 @@ def by_operator() -> dict[str, list[Spelling]]:
 def unspelled() -> list[str]:
     """The operators of the table that nothing here writes."""
     known = by_operator()
-    return [record.name for record in OPERATORS.values() if record.name not in known and record.name not in BOUNDARY]
+    return [record.name for record in OPERATORS.values() if record.name not in known and record.name not in UNWRITTEN]

@@ -75,7 +75,10 @@ def _lower_sum(lowering: Lowering, terms: dict[str, tuple[Operand, float]], clam
     steps = {role: _step(operand, factor) for role, (operand, factor) in tensors.items()}
     larger = max(steps.values(), key=lambda ratio: float(ratio.approximate()))
     wide = any(operand.dtype.bits > 8 for operand, _ in tensors.values())
+    lowering.parameters |= {f"its constant {role!r}": operand for role, (operand, _) in constants.items() if isinstance(operand, Tensor)}
     magnitude = max((_magnitude(operand) * abs(factor) for operand, factor in constants.values()), default=0.0)
+    if not math.isfinite(magnitude):
+        raise lowering.not_finite()
     bits = _fraction_bits(lowering.arithmetic.add_fraction_bits, magnitude, larger, LARGEST_CONSTANT_WIDE if wide else LARGEST_CONSTANT)
     unit = _factor(2.0**bits, larger)
 

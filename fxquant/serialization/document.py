@@ -23,7 +23,7 @@ from fxquant.serialization.values import Malformed, cannot_save, decode, encode,
 from fxquant.spec import QConfig
 from fxquant.stage import Stage, violations
 from fxquant.trace import InputCheck, attach_input_check, is_traced
-from fxquant.trace.signature import attach_signature, is_signature, take_apart
+from fxquant.trace.signature import CallSignature, attach_signature, is_signature
 
 FORMAT, VERSION = "fxquant model", 1
 _SECTIONS = ["format", "version", "name", "meta", "root", "modules", "tensors", "nodes"]
@@ -47,7 +47,7 @@ def write_model(model: Any, target_of: TargetOf) -> tuple[dict[str, Any], dict[s
     """The document and the tensors of a model. Raises ExportError, naming what it is, if anything of it has no form there."""
     if not isinstance(model, fx.GraphModule) or not (is_traced(model) or "stage" in model.meta):
         cannot_save(f"a {type(model).__name__}", "it is no model of fxquant's at any stage", "save what trace, prepare or convert returned")
-    others = [hook for hook in model._forward_pre_hooks.values() if not (isinstance(hook, InputCheck) or hook is take_apart)]
+    others = [hook for hook in model._forward_pre_hooks.values() if not (isinstance(hook, InputCheck | CallSignature))]
     if others or model._forward_hooks or model._backward_hooks or model._backward_pre_hooks:
         cannot_save("the model", "it has hooks, and a file holds no code", "remove the hooks first")
     target = model.meta.get("target")

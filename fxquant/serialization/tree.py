@@ -175,10 +175,10 @@ def _check_twin(module: nn.Module, arguments: Mapping[str, Any], path: str) -> N
 
     shapes = {name: size for name, size, _ in _form(module)}
     for name, size, _ in _form(twin):
-        if shapes.get(name) != size:
+        if shapes.get(name, size) != size:  # one that is gone was folded away
             cannot_save(
                 f"the module {path}",
-                f"its {name} is of shape {list(shapes.get(name, ()))}, and of {list(size)} in a {type(module).__name__}"
+                f"its {name} is of shape {list(shapes[name])}, and of {list(size)} in a {type(module).__name__}"
                 " made with the same arguments",
                 "make the module anew with arguments of its present sizes",
             )
@@ -254,7 +254,7 @@ class TreeReader:
             raise Malformed(f"the buffers of a {name} are not what they should be")
         shapes = {tensor: size for tensor, size, _ in _form(module)}
         for tensor, size, _ in form:
-            if shapes.get(tensor) != size:
+            if shapes.get(tensor, size) != size:  # one that is gone was folded away
                 raise Malformed(f"the {tensor} of a {name} has not the shape that its arguments give it")
         if isinstance(module, nn.RNNBase):
             module._init_flat_weights()

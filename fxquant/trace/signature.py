@@ -8,7 +8,8 @@ or without, the model takes them apart. What is no tensor is fixed in the graph,
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -73,35 +74,54 @@ def _form(value: Any, names: Iterator[str | None]) -> Form:
 # ---- calling ---------------------------------------------------------------------------------------------------------
 
 
-def attach_signature(module: fx.GraphModule) -> None:
-    """Let the module be called like the float model. Calling this again changes nothing; copies keep it."""
-    if all(hook is not take_apart for hook in module._forward_pre_hooks.values()):
-        module.register_forward_pre_hook(take_apart, prepend=True, with_kwargs=True)
-
-
-def take_apart(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The inputs of the graph out of the arguments of a call.
+@dataclass(frozen=True)
+class CallSignature:
+    """A forward pre-hook: the inputs of the graph out of the arguments of a call.
 
     They may also be given as the graph takes them: by the inputs' names, or, where arguments hold several, one after the other.
     Raises ConfigurationError if they are not what forward takes, or what is no tensor is not what it was.
+
+    parameters  those of forward, as `signature_of` gives them
+    names       the inputs of the graph
+    placed      those of them that are an argument each, and can be given by their places
     """
-    if _SIGNATURE not in module.meta:
-        return None
-    signature = module.meta[_SIGNATURE]["parameters"]
-    names = [str(node.target) for node in module.graph.find_nodes(op="placeholder")]
-    tops = [form[1] for _, kind, _, form in signature if form[0] == "tensor" and kind != inspect.Parameter.KEYWORD_ONLY]
-    if not kwargs and tops == names and len(args) == len(names) == len(signature):
-        return None
-    if kwargs and not args and kwargs.keys() == set(names):
-        return tuple(kwargs[name] for name in names), {}
-    inputs: dict[str, Any] = {}
-    try:
-        _bind(signature, args, kwargs, inputs)
-    except ConfigurationError:
-        if not kwargs and len(args) == len(names) and not set(tops) >= set(names) and all(isinstance(arg, torch.Tensor) for arg in args):
+
+    parameters: tuple[list[Any], ...]
+    names: tuple[str, ...]
+    placed: tuple[str, ...]
+
+    @staticmethod
+    def of(parameters: Sequence[list[Any]], names: Sequence[str]) -> CallSignature:
+        """That of a graph with these inputs."""
+        placed = [form[1] for _, kind, _, form in parameters if form[0] == "tensor" and kind != inspect.Parameter.KEYWORD_ONLY]
+        return CallSignature(tuple(parameters), tuple(names), tuple(placed))
+
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        names = self.names
+        if not kwargs and self.placed == names and len(args) == len(names) == len(self.parameters):
             return None
-        raise
-    return tuple(inputs[name] for name in names), {}
+        if kwargs and not args and kwargs.keys() == set(names):
+            return tuple(kwargs[name] for name in names), {}
+        inputs: dict[str, Any] = {}
+        try:
+            _bind(list(self.parameters), args, kwargs, inputs)
+        except ConfigurationError:
+            plain = not kwargs and len(args) == len(names) and all(isinstance(arg, torch.Tensor) for arg in args)
+            if plain and not set(self.placed) >= set(names):
+                return None
+            raise
+        return tuple(inputs[name] for name in names), {}
+
+
+def attach_signature(module: fx.GraphModule) -> None:
+    """Let the module be called like the float model; calling this again replaces it. Copies keep it."""
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if isinstance(hook, CallSignature):
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+    if _SIGNATURE in module.meta:
+        names = [str(node.target) for node in module.graph.find_nodes(op="placeholder")]
+        module.register_forward_pre_hook(CallSignature.of(module.meta[_SIGNATURE]["parameters"], names), prepend=True, with_kwargs=True)
 
 
 def _bind(signature: list[list[Any]], args: tuple[Any, ...], kwargs: dict[str, Any], inputs: dict[str, Any]) -> None:
