@@ -331,7 +331,8 @@ def _line(error: BaseException) -> str:
 
 
 def _is_shifted(prepared: fx.GraphModule, node: fx.Node) -> bool:
-    return node.op == "call_module" and getattr(getattr(prepared.get_submodule(str(node.target)), "operator", None), "name", "") == "shifted"
+    module = prepared.get_submodule(str(node.target)) if node.op == "call_module" else None
+    return getattr(getattr(module, "operator", None), "name", "") == "shifted"
 
 
 def _facts(scope: dict[str, Any], case: Case) -> dict[str, Any]:
