@@ -305,7 +305,8 @@ def test_names_that_can_be_had(tmp_path: Path) -> None:
 def test_float16_models(style: str, tmp_path: Path) -> None:
     """A float16 model takes and returns float16 in every form, and so do its float operators."""
     torch.manual_seed(0)
-    model = Net(lambda s, x: s.b(F.logsigmoid(s.a(x)).asinh()), a=nn.Linear(8, 8), b=nn.Linear(8, 4)).half().eval()
+    inner = Tensor.asinh if style == "exact" else F.silu  # the first is a float operator
+    model = Net(lambda s, x: s.b(inner(s.a(x))), a=nn.Linear(8, 8), b=nn.Linear(8, 4)).half().eval()
     prepared, integer = compiled(model, [rows().half()], "nash-e")
     assert prepared(rows().half()).dtype == integer(rows().half()).dtype == torch.float16
     assert fxq.verify(prepared, integer, [rows().half()], show_progress=False)
@@ -400,8 +401,6 @@ FLOAT_MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "joins": (lambda: between(lambda y: torch.hstack([torch.dstack([y, y])[:, :, 4:12], torch.vstack([y, -y]).chunk(2)[0]])[:, 2:6]), None),
     "a join of float tensors": (lambda: between(lambda y: torch.column_stack([y.asinh(), y])[:, 2:6]), None),
     "rnn": (lambda: recurrent(nn.RNN), None),
-    "lstm": (lambda: recurrent(nn.LSTM), None),
-    "gru": (lambda: recurrent(nn.GRU), None),
     "embedding bag": (
         lambda: Net(lambda s, i: s.b(s.e(i)), e=nn.EmbeddingBag(10, 8, mode="sum"), b=nn.Linear(8, 4)),
         torch.randint(0, 10, (4, 6), generator=torch.Generator().manual_seed(0)),
