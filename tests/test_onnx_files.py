@@ -378,8 +378,6 @@ FLOAT_MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "joins": (lambda: between(lambda y: torch.hstack([torch.dstack([y, y])[:, :, 4:12], torch.vstack([y, -y]).chunk(2)[0]])[:, 2:6]), None),
     "a join of float tensors": (lambda: between(lambda y: torch.column_stack([y.asinh(), y])[:, 2:6]), None),
     "rnn": (lambda: recurrent(nn.RNN), None),
-    "lstm": (lambda: recurrent(nn.LSTM), None),
-    "gru": (lambda: recurrent(nn.GRU), None),
     "embedding bag": (
         lambda: Net(lambda s, i: s.b(s.e(i)), e=nn.EmbeddingBag(10, 8, mode="sum"), b=nn.Linear(8, 4)),
         torch.randint(0, 10, (4, 6), generator=torch.Generator().manual_seed(0)),
