@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 from collections.abc import Callable
 from contextlib import suppress
@@ -41,10 +43,15 @@ def batch() -> Tensor:
     return torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 
 
-def prepared(**options: Any) -> fx.GraphModule:
+@functools.cache
+def made(qconfig: fxq.QConfig | None) -> fx.GraphModule:
     torch.manual_seed(0)
-    model = fxq.prepare(Layers().eval(), batch(), "nash-e", **options)
+    model = fxq.prepare(Layers().eval(), batch(), "nash-e", qconfig)
     return fxq.calibrate(model, [batch()], show_progress=False)
+
+
+def prepared(qconfig: fxq.QConfig | None = None) -> fx.GraphModule:
+    return copy.deepcopy(made(qconfig))
 
 
 PLACES = {  # a parameter, the node and the module that the error names, what it says
@@ -158,7 +165,7 @@ def test_a_scale_is_a_float32_number(scale: float) -> None:
 
 
 @pytest.mark.parametrize("scales", [(1e-37, 3e38), (3e38, 1e-37), (1e-37, 1e-37), (3e38, 3e38)])
-@pytest.mark.parametrize("target", ["nash-e", "bayes-e", "bernoulli"])
+@pytest.mark.parametrize("target", ["nash-e", "bayes-e"])
 def test_extreme_scales_saturate_alike_everywhere(scales: tuple[float, float], target: str) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.SiLU(), nn.Conv2d(4, 2, 1))
     ready = fxq.prepare(model, batch(), target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -566,10 +567,15 @@ class Skips(nn.Module):
         return value
 
 
-def skips(**options: Any) -> fx.GraphModule:
+@functools.cache
+def skipping(qconfig: fxq.QConfig | None) -> fx.GraphModule:
     torch.manual_seed(0)
-    prepared = fxq.prepare(Skips(), images()[:1], "nash-e", **options)
+    prepared = fxq.prepare(Skips(), images()[:1], "nash-e", qconfig)
     return fxq.calibrate(prepared, [images()], show_progress=False)
+
+
+def skips(qconfig: fxq.QConfig | None = None) -> fx.GraphModule:
+    return copy.deepcopy(skipping(qconfig))
 
 
 def images(factor: float = 1.0) -> torch.Tensor:
