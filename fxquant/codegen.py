@@ -49,7 +49,33 @@ def _is_plain(path: str) -> bool:
 
 
 class Code(CodeGen):
-    """As PyTorch generates it; paths that are no plain expressions are looked up where modules and tensors are registered."""
+    """As PyTorch generates it, with two things it does not always get right.
+
+    Paths that are no plain expressions are looked up where modules and tensors are registered, and named tuples that are returned
+    have their classes among the globals.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._classes: dict[type, str] = {}
+
+    def generate_output(self, output_args: Any, **_: Any) -> str:
+        return f"return {self._written(output_args)}"
+
+    def additional_globals(self) -> list[tuple[str, Any]]:
+        return [*super().additional_globals(), *((name, found) for found, name in self._classes.items())]
+
+    def _written(self, value: Any) -> str:
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{key!r}: {self._written(item)}" for key, item in value.items()) + "}"
+        if isinstance(value, list):
+            return "[" + ", ".join(map(self._written, value)) + "]"
+        if not isinstance(value, tuple):
+            return repr(value)
+        items = "(" + "".join(f"{self._written(item)}, " for item in value) + ")"
+        if not hasattr(value, "_fields"):
+            return items
+        return self._classes.setdefault(type(value), f"{type(value).__name__}__{len(self._classes)}") + items
 
     def _gen_python_code(self, nodes: Any, root_module: str, *args: Any, **kwargs: Any) -> PythonCode:
         code = super()._gen_python_code(nodes, root_module, *args, **kwargs)

@@ -580,35 +580,8 @@ def free_name(gm: torch.nn.Module, name: str) -> str:
     return name
 
 
-class _Code(fx.graph.CodeGen):
-    """Writes the code of a graph that returns named tuples; PyTorch's own does not always import their classes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._classes: dict[type, str] = {}
-
-    def generate_output(self, output_args: Any, **_: Any) -> str:
-        return f"return {self._written(output_args)}"
-
-    def additional_globals(self) -> list[tuple[str, Any]]:
-        return [*super().additional_globals(), *((name, found) for found, name in self._classes.items())]
-
-    def _written(self, value: Any) -> str:
-        if isinstance(value, dict):
-            return "{" + ", ".join(f"{key!r}: {self._written(item)}" for key, item in value.items()) + "}"
-        if isinstance(value, list):
-            return "[" + ", ".join(map(self._written, value)) + "]"
-        if not isinstance(value, tuple):
-            return repr(value)
-        items = "(" + "".join(f"{self._written(item)}, " for item in value) + ")"
-        if not hasattr(value, "_fields"):
-            return items
-        return self._classes.setdefault(type(value), f"{type(value).__name__}__{len(self._classes)}") + items
-
-
 def replace_graph(gm: fx.GraphModule, graph: fx.Graph) -> None:
     """Give the module another graph without compiling it; assigning `gm.graph` would compile at once."""
-    graph.set_codegen(_Code())
     gm._graph = graph
     graph.owning_module = gm
 

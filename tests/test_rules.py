@@ -195,7 +195,7 @@ def test_a_functional_relu_by_type_name_and_node() -> None:
         gm = fxq.prepare(Functional(), batch(), "nash-e", made, until="activation.fuse")
         assert "relu" in fxq.text(gm)
         config = {node.name: annotation(node) for node in annotated(made, Functional()).graph.nodes}["conv"].config
-        assert config.output.dtype == ("int8" if "relu" in made.types else "int16")
+        assert config.output.dtype == "int16"  # clamps in a chain are one, and so is what is asked of them
 
 
 def test_the_scale_of_a_relu_rule_is_the_layers() -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.graph import annotation, qparams
-from fxquant.ops.resize import _nearest, _weights
+from fxquant.ops.resize import _nearest, _neighbours, _weights
 from tests.contract import (
     TARGETS,
     all_equal,
@@ -212,19 +212,24 @@ def test_infinity_pads_with_the_largest_integer() -> None:
 AXES = [(length, size, None) for length in (1, 2, 5, 8, 13) for size in (1, 3, 8, 26)] + [(9, None, factor) for factor in (0.4, 1.3, 2.0)]
 
 
+def weights_of(length: int, size: int | None, factor: float | None, align_corners: bool, bits: int) -> Tensor:
+    """The matrix that an interpolation of so many elements multiplies by."""
+    return _weights(_neighbours(length, size, factor, align_corners, bits), length, bits, torch.device("cpu"))
+
+
 @pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
 def test_nearest_neighbours_are_pytorchs(mode: str) -> None:
     for length, size, factor in AXES:
         values = torch.randn(1, 2, length)
         expected = F.interpolate(values, size, factor, mode)
-        assert torch.equal(values.index_select(2, _nearest(length, size, factor, mode)), expected)
+        assert torch.equal(values.index_select(2, torch.tensor(_nearest(length, size, factor, mode))), expected)
 
 
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("align_corners", [False, True])
 def test_weights_sum_to_one_and_are_those_of_linear_interpolation(align_corners: bool, bits: int) -> None:
     for length, size, factor in AXES:
-        weights = _weights(length, size, factor, align_corners, bits)
+        weights = weights_of(length, size, factor, align_corners, bits)
         identity = torch.eye(length, dtype=torch.float64).unsqueeze(0)
         expected = F.interpolate(identity, size, factor, "linear", align_corners)[0].t() * 2**bits
         assert bool((weights.sum(1) == 2**bits).all())
@@ -236,9 +241,9 @@ def test_weights_sum_to_one_and_are_those_of_linear_interpolation(align_corners:
 def test_weights_by_hand() -> None:
     share = Fraction(1, 2) * Fraction(3, 5) - Fraction(1, 2) + Fraction(3, 5)  # the source of output 1 of 5 from 3
     second = math.floor(share * 256 + Fraction(1, 2))
-    assert _weights(3, 5, None, False, 8)[1].tolist() == [256 - second, second, 0]
-    assert _weights(2, 4, None, False, 8).tolist() == [[256, 0], [192, 64], [64, 192], [0, 256]]
-    assert _weights(3, 2, None, True, 8).tolist() == [[256, 0, 0], [0, 0, 256]]
+    assert weights_of(3, 5, None, False, 8)[1].tolist() == [256 - second, second, 0]
+    assert weights_of(2, 4, None, False, 8).tolist() == [[256, 0], [192, 64], [64, 192], [0, 256]]
+    assert weights_of(3, 2, None, True, 8).tolist() == [[256, 0, 0], [0, 0, 256]]
 
 
 @pytest.mark.parametrize(("pool", "shape"), [(nn.MaxPool1d(3, 1, 1), (2, 3, 9)), (nn.MaxPool3d(3, 1, 1), (2, 3, 4, 5, 6))])

@@ -102,7 +102,7 @@ def _lower_sum(lowering: Lowering, terms: dict[str, tuple[Operand, float]], clam
 
 
 def _magnitude(constant: Tensor | float) -> float:
-    return float(constant.detach().abs().max()) if isinstance(constant, Tensor) else abs(constant)
+    return float(constant.detach().double().abs().max()) if isinstance(constant, Tensor) else abs(constant)
 
 
 def _held(lowering: Lowering, role: str, constant: Tensor | float, factor: float, steps: Ratio) -> Tensor:
