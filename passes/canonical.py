@@ -123,7 +123,17 @@ def _recognise(node: fx.Node, modules: dict[str, nn.Module]) -> tuple[Operator, 
         adapted = adapt(*args, **kwargs)
     except TypeError:
         return operator, f"{operator.name} has no integer form with {_named(args, kwargs)}", (node.target,)
+    except (IndexError, ZeroDivisionError):
+        if not _is_scalar(args):
+            raise
+        return operator, "its operand has no dimensions", (node.target,)
     return operator, adapted if isinstance(adapted, str) else _bind(operator, (), adapted), (node.target,)
+
+
+def _is_scalar(args: tuple[Any, ...]) -> bool:
+    """Whether the operand is a tensor without dimensions, of which PyTorch takes dimension 0 and -1 all the same."""
+    known = fact(args[0]) if args and isinstance(args[0], fx.Node) else None
+    return isinstance(known, TensorFact) and not known.shape
 
 
 def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

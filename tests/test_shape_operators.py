@@ -254,3 +254,43 @@ def test_padded_pools_that_move_by_one_run_in_every_runtime(pool: nn.Module, sha
     report = fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [x], show_progress=False)
     assert report, str(report)
     assert len(report.pairs) == 4
+
+
+SCALARS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda x: x.amax().mean(-1),
+    "sum": lambda x: x.amax().sum(0) + 1,
+    "amax": lambda x: x.amax().amax(-1),
+    "transpose": lambda x: x.amax().transpose(0, -1),
+    "flip": lambda x: x.amax().flip(0),
+    "roll": lambda x: x.amax().roll(1),
+    "stack": lambda x: torch.stack([x.amax(), x.amax()]),
+    "expand": lambda x: x.amax().expand(3),
+    "unsqueeze": lambda x: x.amax().unsqueeze(0),
+    "its product with many": lambda x: x.amax() * x,
+    "many times it": lambda x: x * x.amax(),
+    "its sum with many": lambda x: x.amax() + x,
+    "the larger": lambda x: torch.maximum(x.amax() / 2, x),
+}
+
+
+@pytest.mark.parametrize("dynamic_shapes", [None, {}], ids=["batch", "fixed"])
+@pytest.mark.parametrize("name", SCALARS)
+def test_tensors_without_dimensions(name: str, dynamic_shapes: Any, tmp_path: Path) -> None:
+    """PyTorch promotes them differently, and lets dimension 0 of them be named."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 5)
+    prepared, integer = compiled(Written(SCALARS[name]), [x], "nash-e", dynamic_shapes=dynamic_shapes)
+    assert_validate_is_integer(prepared, integer, x)
+    if "none is left in float" in fxq.explain(integer):
+        assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [x], show_progress=False)
+    with torch.no_grad():
+        torch.testing.assert_close(integer(x), SCALARS[name](x), atol=0.1, rtol=0.02)  # a few steps of eight bits
+
+
+class Written(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)

@@ -114,6 +114,8 @@ def _refuses_amax(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     operand = fact(arguments["input"])
     if not isinstance(operand, TensorFact):
         return "its operand is no tensor"
+    if not operand.shape:
+        return "its operand has no dimensions"
     reduced = _reduced(len(operand.shape), arguments["dim"])
     if any(not isinstance(operand.shape[d], int) for d in reduced):
         return "it reduces the batch, whose size is not fixed"

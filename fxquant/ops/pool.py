@@ -379,6 +379,8 @@ def _refuses_reduction(verb: str) -> Callable[[fx.Node, dict[str, Any]], str | N
         operand = fact(arguments["input"])
         if not isinstance(operand, TensorFact):
             return None
+        if not operand.shape:
+            return "its operand has no dimensions"
         sizes = [operand.shape[d] for d in _dims(operand.shape, arguments["dim"])]
         reduced = [size for size in sizes if isinstance(size, int)]
         if len(reduced) < len(sizes):

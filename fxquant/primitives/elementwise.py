@@ -101,7 +101,7 @@ def multiply(input: Tensor, other: Tensor, wide: bool = False) -> Tensor:
     """The product of two quantized tensors as int32; below 2^24 in magnitude unless `wide`."""
     if input.is_floating_point() or other.is_floating_point():
         return input.to(_width(wide)) * other.to(_width(wide))
-    return input.to(torch.int32) * other
+    return input.to(torch.int32) * other.to(torch.int32)  # both: a tensor without dimensions would not widen another
 
 
 def _onnx_widen(e: Emitter, input: str) -> str:
