@@ -76,19 +76,19 @@ class Gather(OpRun):
 class MaxPool(op_max_pool.MaxPool):
     """Where strides and dilations are all 1, it forgets the padding when it computes the output's shape."""
 
-    def _run(self, x: Any, **given: Any) -> Any:
+    def _run(self, x: Any, **given: Any) -> Any:  # type: ignore[override]
         kernel = given["kernel_shape"]
         rank = len(kernel)
         if given.get("ceil_mode") or (given.get("auto_pad") or "NOTSET") != "NOTSET" or len(self.onnx_node.output) > 1:
-            return super()._run(x, **given)
+            return super()._run(x, **given)  # type: ignore[no-untyped-call]
         pads = given.get("pads") or [0] * (2 * rank)
         strides, dilations = (given.get(name) or [1] * rank for name in ("strides", "dilations"))
         margin = [(0, 0), (0, 0), *zip(pads[:rank], pads[rank:], strict=True)]
         padded = np.pad(x, margin, constant_values=-np.inf)
         reach = tuple(dilation * (size - 1) + 1 for size, dilation in zip(kernel, dilations, strict=True))
         windows = np.lib.stride_tricks.sliding_window_view(padded, reach, axis=tuple(range(2, 2 + rank)))
-        taken = windows[(slice(None), slice(None), *(slice(None, None, step) for step in (*strides, *dilations)))]
-        return (taken.max(axis=tuple(range(-rank, 0))),)
+        steps = (slice(None), slice(None), *(slice(None, None, step) for step in (*strides, *dilations)))
+        return (windows[steps].max(axis=tuple(range(-rank, 0))),)
 
 
 CORRECTED = (QLinearConv, QLinearMatMul, Gather, MaxPool)
