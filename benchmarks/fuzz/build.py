@@ -47,8 +47,11 @@ class Player:
             for line in _made(step, fields) if step.shares is None else ():
                 exec(line, self.scope)
                 self.made.append(line)
-            self.self.eval()
             call = _filled(step.spelling.call, fields, step.operands)
+            if step.spelling.operator == "dropout":  # it acts in training alone, and only then refuses what it cannot take
+                self.self.train()
+                eval(call, self.scope)
+            self.self.eval()
             value = eval(call, self.scope)
         if not isinstance(value, Tensor):
             raise TypeError(f"{call} is no tensor")
