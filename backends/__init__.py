@@ -10,12 +10,12 @@ from importlib import import_module
 
 from fxquant.arguments import shown
 from fxquant.errors import ConfigurationError, UnknownTarget
-from fxquant.spec import DEFAULT, QConfig, Rule
+from fxquant.quantization.spec import DEFAULT, QConfig, Rule
 from fxquant.target import Target
 
-# A target is a folder here that says TARGETS; there is no list to keep.
-FAMILIES = [import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__) if found.ispkg]
-TARGETS: dict[str, Target] = {target.name: target for family in FAMILIES for target in family.TARGETS}
+# A family of targets is a folder here that says TARGETS; there is no list to keep.
+_FOLDERS = [import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__) if found.ispkg]
+TARGETS: dict[str, Target] = {target.name: target for folder in _FOLDERS for target in getattr(folder, "TARGETS", ())}
 
 
 def get(name: str | Target) -> Target:

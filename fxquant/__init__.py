@@ -16,11 +16,13 @@ if (_root := Path(__file__).resolve().parents[1]).joinpath("pyproject.toml").is_
     __path__.append(str(_root))
 
 from fxquant import primitives
+from fxquant.analysis.check import Finding, Findings
+from fxquant.analysis.explain import explain
+from fxquant.analysis.text import text
+from fxquant.analysis.verify import DeviationReport, Report
 from fxquant.api import Result, calibrate, check, convert, dump, load, prepare, quantize, save, verify
-from fxquant.backends.export import export_onnx
-from fxquant.backends.metadata import onnx_metadata
-from fxquant.calibration import freeze, qparams, set_qparams, set_state
-from fxquant.check import Finding, Findings
+from fxquant.backends.onnx.export import export_onnx
+from fxquant.backends.onnx.metadata import onnx_metadata
 from fxquant.errors import (
     AccumulatorOverflow,
     CalibrationError,
@@ -35,15 +37,13 @@ from fxquant.errors import (
     UnknownTarget,
     UnsupportedOperator,
 )
-from fxquant.explain import explain
-from fxquant.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer, PercentileObserver
-from fxquant.spec import ActivationConfig, QConfig, QConfigMapping, WeightConfig
+from fxquant.frontend import trace
+from fxquant.quantization.calibration import freeze, qparams, set_qparams, set_state
+from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer, PercentileObserver
+from fxquant.quantization.spec import ActivationConfig, QConfig, QConfigMapping, WeightConfig
+from fxquant.quantization.state import State
 from fxquant.stage import Stage
-from fxquant.state import State
 from fxquant.target import Target
-from fxquant.text import text
-from fxquant.trace import trace
-from fxquant.verify import DeviationReport, Report
 from fxquant.version import __version__
 
 __all__ = [

@@ -13,28 +13,43 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxquant import backends, calibration
+from fxquant import backends
+from fxquant.analysis.check import Findings, broken_limits, findings
+from fxquant.analysis.explain import explain, summary
+from fxquant.analysis.text import text
+from fxquant.analysis.verify import (
+    DeviationReport,
+    Form,
+    OnnxForm,
+    Report,
+    check_batches,
+    check_same_model,
+    compare,
+    count_flips,
+    form_of,
+    measure,
+)
 from fxquant.arguments import FOLDER, PATH, checked, instance
-from fxquant.backends.export import export_onnx
-from fxquant.backends.runtime import MEASURED_RUNTIMES, RUNTIME_NAMES, OnnxModel
-from fxquant.batches import as_batches, no_batches
-from fxquant.batches import example_inputs as batch_inputs
-from fxquant.check import Findings, broken_limits, findings
+from fxquant.backends.onnx.export import export_onnx
+from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIME_NAMES, OnnxModel
+from fxquant.copying import copy_parameters
 from fxquant.errors import ConfigurationError
-from fxquant.explain import explain, summary
-from fxquant.graph import Model, TensorFact, autocast_off, collection_paused, copy_graph, copy_parameters, fact
+from fxquant.facts import TensorFact
+from fxquant.frontend import attach_input_check, attach_signature, float_model, trace
+from fxquant.graph import fact
+from fxquant.model import Model, autocast_off, collection_paused, copy_graph
 from fxquant.passes import CONVERT, PREPARE
 from fxquant.pipeline import BATCH_NORM_MODES, Context, Dial, check_until, run
-from fxquant.prepared import quantized_operators
 from fxquant.progress import progress
-from fxquant.rules import attributes
+from fxquant.quantization import calibration
+from fxquant.quantization.batches import as_batches, no_batches
+from fxquant.quantization.batches import example_inputs as batch_inputs
+from fxquant.quantization.prepared import quantized_operators
+from fxquant.quantization.rules import attributes
+from fxquant.quantization.spec import DEFAULT, QConfig, QConfigMapping, as_mapping, attached_qconfigs
 from fxquant.serialization import load_model, save_model
-from fxquant.spec import DEFAULT, QConfig, QConfigMapping, as_mapping, attached_qconfigs
 from fxquant.stage import Stage
 from fxquant.target import Target
-from fxquant.text import text
-from fxquant.trace import attach_input_check, attach_signature, float_model, trace
-from fxquant.verify import DeviationReport, Form, OnnxForm, Report, check_batches, check_same_model, compare, count_flips, form_of, measure
 
 logger = logging.getLogger("fxquant")
 

@@ -109,7 +109,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from fxquant.inspection import describe, read
+    from fxquant.analysis.inspection import describe, read
 
     contents = read(options.file)
     print(contents.text.rstrip("\n") if options.graph else describe(contents))
@@ -117,7 +117,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    from fxquant.inspection import difference, read
+    from fxquant.analysis.inspection import difference, read
 
     found = difference(read(options.a), read(options.b))
     print(found or "equal: the same graph, scales and tensors")
@@ -126,7 +126,7 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     import fxquant as fxq
-    from fxquant.sample import batches_from, random_batches
+    from fxquant.analysis.sample import batches_from, random_batches
 
     first, second = (path if path.suffix.lower() == ".onnx" else fxq.load(path) for path in (options.a, options.b))
     model = next((form for form in (first, second) if not isinstance(form, Path)), None)

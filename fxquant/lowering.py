@@ -17,10 +17,8 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from fxquant.batch_norm import BatchNorm
 from fxquant.errors import AccumulatorOverflow, NotFinite
-from fxquant.graph import Size
-from fxquant.learning import WeightScale, learned_step
+from fxquant.facts import Size
 from fxquant.numerics import (
     EVERYTHING,
     INT32,
@@ -39,8 +37,10 @@ from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.boundary import quantize, quantized_value
 from fxquant.primitives.elementwise import align_fixed, align_real, shift_right
 from fxquant.primitives.requantize import accumulator_output, clamp_accumulator, requantize_fixed, requantize_real
-from fxquant.quantizer import Quantizer, round_up_to_power_of_two
-from fxquant.spec import WeightConfig
+from fxquant.quantization.batch_norm import BatchNorm
+from fxquant.quantization.learning import WeightScale, learned_step
+from fxquant.quantization.quantizer import Quantizer, round_up_to_power_of_two
+from fxquant.quantization.spec import WeightConfig
 
 Clamp = tuple[float | None, float | None]
 

@@ -17,12 +17,12 @@ from pathlib import Path
 
 from torch import fx
 
+from fxquant.analysis.text import text
 from fxquant.arguments import FOLDER, KINDS, shown, taken
 from fxquant.errors import ConfigurationError, FxQuantError
-from fxquant.spec import QConfig, QConfigMapping
+from fxquant.quantization.spec import QConfig, QConfigMapping
 from fxquant.stage import Stage, verify_stage
 from fxquant.target import Target
-from fxquant.text import text
 
 logger = logging.getLogger("fxquant")
 

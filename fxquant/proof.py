@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx
 
-from fxquant.graph import BATCH_SIZES, BatchDim, QParams, TensorFact, fact, noted, origin, qparams, resolve
+from fxquant.facts import BATCH_SIZES, BatchDim, TensorFact
+from fxquant.graph import QParams, fact, noted, origin, qparams, resolve
 from fxquant.numerics import (
     ACTIVATION_TYPES,
     FLOAT32_EXACT,

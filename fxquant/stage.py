@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from torch import fx, nn
 
 from fxquant.errors import StageViolation
-from fxquant.graph import TensorFact, annotation, fact, is_parameter, reads_shape_only, resolve
+from fxquant.facts import TensorFact
+from fxquant.graph import annotation, fact, is_parameter, reads_shape_only, resolve
 from fxquant.numerics import is_scale
 from fxquant.ops import Scale, demand, operator_of
-from fxquant.prepared import QuantizedOperator
 from fxquant.primitives import PRIMITIVES
+from fxquant.quantization.prepared import QuantizedOperator
 
 
 class Stage(enum.IntEnum):

@@ -16,7 +16,7 @@ from fxquant.ops import operator_of
 from fxquant.ops.activation import both
 from fxquant.ops.dropout import SCALING
 from fxquant.pipeline import Context
-from fxquant.rules import apart
+from fxquant.quantization.rules import apart
 
 
 def fuse(gm: fx.GraphModule, context: Context) -> int:

@@ -15,10 +15,11 @@ from __future__ import annotations
 import torch
 from torch import fx, nn
 
-from fxquant.graph import absorb, attach, free_name, inherit, is_parameter, parameter_value, resolve, shape_of
+from fxquant.graph import absorb, attach, inherit, is_parameter, parameter_value, resolve, shape_of
+from fxquant.model import free_name
 from fxquant.ops import operator_of
 from fxquant.pipeline import Context
-from fxquant.rules import apart
+from fxquant.quantization.rules import apart
 
 
 def fold(gm: fx.GraphModule, context: Context) -> int:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxquant.graph import TensorFact, absorb, fact, inherit, is_parameter, mark_parameter, refuse, spell
+from fxquant.facts import TensorFact
+from fxquant.graph import absorb, fact, inherit, is_parameter, mark_parameter, refuse, spell
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, Operator, Parameter, operand_nodes, operator_of
 from fxquant.ops.unary import SHIFTED, with_offset
 from fxquant.pipeline import Context

@@ -14,24 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxquant.copying import own_copies
 from fxquant.errors import StageViolation
+from fxquant.facts import TensorFact
 from fxquant.graph import (
     Constant,
     Operation,
     QParams,
     Reference,
-    TensorFact,
     attach,
     fact,
-    free_name,
     inherit,
     is_parameter,
     module_path,
     notes,
-    own_copies,
     parameter_value,
     qparams,
-    replace_graph,
     resolve,
     set_fact,
     set_operation,
@@ -39,15 +37,16 @@ from fxquant.graph import (
     source,
 )
 from fxquant.lowering import Lowering, Place, Quantized
+from fxquant.model import free_name, replace_graph
 from fxquant.numerics import Arithmetic
 from fxquant.ops import map_operands, operator_of
 from fxquant.ops.boundary import DEQUANTIZE
 from fxquant.pipeline import Context
-from fxquant.prepared import QuantizedOperator
 from fxquant.primitives import PRIMITIVES, elementwise, pool, product, resize, shape
 from fxquant.proof import Shapes
-from fxquant.quantizer import Quantizer
-from fxquant.spec import WeightConfig
+from fxquant.quantization.prepared import QuantizedOperator
+from fxquant.quantization.quantizer import Quantizer
+from fxquant.quantization.spec import WeightConfig
 
 ON_THE_OPERANDS_SCALE: frozenset[Any] = frozenset((
     shape.reshape, shape.permute, shape.concatenate, shape.crop, shape.select, shape.expand, shape.tile, shape.pad, pool.max_pool,

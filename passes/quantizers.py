@@ -11,16 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.graph import Annotation, annotation, attach, free_name, is_parameter, module_path, observed, parameter_value, shape_of, source
-from fxquant.learning import WeightScale
+from fxquant.graph import Annotation, annotation, attach, is_parameter, module_path, observed, parameter_value, shape_of, source
 from fxquant.lowering import cannot_be_integers, first_not_finite, named_parameters
+from fxquant.model import free_name
 from fxquant.numerics import EVERYTHING
 from fxquant.ops import Operator, Scale, demand, map_operands, operator_of
 from fxquant.pipeline import Context
-from fxquant.prepared import QuantizedOperator
-from fxquant.quantizer import Quantizer
-from fxquant.rules import decide
-from fxquant.spec import LEARNED, ActivationConfig, WeightConfig
+from fxquant.quantization.learning import WeightScale
+from fxquant.quantization.prepared import QuantizedOperator
+from fxquant.quantization.quantizer import Quantizer
+from fxquant.quantization.rules import decide
+from fxquant.quantization.spec import LEARNED, ActivationConfig, WeightConfig
 from fxquant.stage import is_integer
 
 CONTAINER = "quantized"  # where the operators stand in the prepared model

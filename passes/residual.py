@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxquant.graph import TensorFact, absorb, fact, is_parameter
+from fxquant.facts import TensorFact
+from fxquant.graph import absorb, fact, is_parameter
 from fxquant.ops import operator_of
 from fxquant.ops.floating import in_front_of_softmax, masks
 from fxquant.pipeline import Context
-from fxquant.rules import apart
+from fxquant.quantization.rules import apart
 
 
 def fuse(gm: fx.GraphModule, context: Context) -> int:

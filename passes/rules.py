@@ -11,8 +11,8 @@ from torch import fx
 
 from fxquant.graph import computes_tensor, resolve, spelling, wish, wishes
 from fxquant.pipeline import Context
-from fxquant.rules import covering
-from fxquant.spec import Rule
+from fxquant.quantization.rules import covering
+from fxquant.quantization.spec import Rule
 
 
 def match(gm: fx.GraphModule, context: Context) -> int:

@@ -19,7 +19,7 @@ from fxquant.numerics import EVERYTHING
 from fxquant.ops import Scale, demand, matters, operand_nodes, operator_of
 from fxquant.ops.boundary import DEQUANTIZE
 from fxquant.pipeline import Context
-from fxquant.rules import decide
+from fxquant.quantization.rules import decide
 from fxquant.stage import is_integer
 
 

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.graph import Annotation, TensorFact, annotation, computes_tensor, fact, is_parameter, parameter_value, refusal, resolve, wishes
+from fxquant.facts import TensorFact
+from fxquant.graph import Annotation, annotation, computes_tensor, fact, is_parameter, parameter_value, refusal, resolve, wishes
 from fxquant.graph import annotate as set_annotation
 from fxquant.ops import Operator, Scale, demand, operand_nodes, operator_of
 from fxquant.ops.floating import divisors, in_front_of_softmax, masks
 from fxquant.pipeline import Context
-from fxquant.rules import decide
-from fxquant.spec import DEFAULT, QConfig, Rule
+from fxquant.quantization.rules import decide
+from fxquant.quantization.spec import DEFAULT, QConfig, Rule
 
 
 def annotate(gm: fx.GraphModule, context: Context) -> int:

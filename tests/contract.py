@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxquant as fxq
-from fxquant.backends.runtime import RUNTIME_NAMES
+from fxquant.backends.onnx.runtime import RUNTIME_NAMES
 from fxquant.graph import qparams
-from fxquant.prepared import quantized_operators
 from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.boundary import quantize
+from fxquant.quantization.prepared import quantized_operators
 
 TARGETS = ("bayes-e", "nash-e")
 NOT_LOWERED = ("identity", "dropout")  # operators that leave no primitive behind

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fxquant as fxq
 from fxquant.graph import qparams
 from fxquant.numerics import ACTIVATION_TYPES
-from fxquant.observers import MinMaxObserver
+from fxquant.quantization.observers import MinMaxObserver
 from tests import contract, oracle
 from tests.contract import compiled, graph_values
 

@@ -16,7 +16,7 @@ from onnx import TensorProto, helper
 from torch import Tensor, fx, nn
 
 import fxquant as fxq
-from fxquant.backends.runtime import OnnxModel
+from fxquant.backends.onnx.runtime import OnnxModel
 from tests.conftest import Golden
 from tests.contract import assert_validate_is_integer, compiled, graph_values
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
+from fxquant.analysis.measures import MEASURES
 from fxquant.backends import TARGETS
-from fxquant.measures import MEASURES
 from fxquant.ops import OPERATORS
 
 

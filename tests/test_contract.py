@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from benchmarks import zoo
-from fxquant.backends.runtime import OnnxModel
+from fxquant.backends.onnx.runtime import OnnxModel
 from fxquant.graph import notes, resolve
 from fxquant.primitives import PRIMITIVES, accumulate
 from tests import contract

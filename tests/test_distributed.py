@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fxquant as fxq
-from fxquant.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer, PercentileObserver
+from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer, PercentileObserver
 
 RANKS = 2
 OBSERVERS: dict[str, Any] = {

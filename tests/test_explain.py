@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.explain import left_in_float, summary
+from fxquant.analysis.explain import left_in_float, summary
 
 
 class Written(nn.Module):

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from fxquant.graph import BATCH_SIZES, BatchDim
+from fxquant.facts import BATCH_SIZES, BatchDim
 
 
 @pytest.mark.parametrize(

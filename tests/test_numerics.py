@@ -17,7 +17,7 @@ from fxquant import numerics
 from fxquant.backends.bpu import FIXED
 from fxquant.numerics import INT4, INT8, INT16, WEIGHT_INT4, WEIGHT_INT8, WEIGHT_INT16, IntType, Ratio
 from fxquant.ops.pool import _windows, window_divisor
-from fxquant.quantizer import round_up_to_power_of_two
+from fxquant.quantization.quantizer import round_up_to_power_of_two
 from tests import oracle
 
 EXACT = settings(deadline=None, derandomize=True, max_examples=100)

@@ -8,7 +8,7 @@ from torch import nn
 
 import fxquant as fxq
 from fxquant.numerics import INT8
-from fxquant.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer, PercentileObserver
+from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer, PercentileObserver
 
 
 def observed(observer: Observer, *batches: torch.Tensor) -> Observer:

@@ -17,9 +17,9 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.backends.float_export import _settings
-from fxquant.backends.runtime import OnnxModel
-from fxquant.verify import FloatDifference, _differing
+from fxquant.analysis.verify import FloatDifference, _differing
+from fxquant.backends.onnx.float_export import _settings
+from fxquant.backends.onnx.runtime import OnnxModel
 from tests.contract import assert_train_is_validate, compiled, same_bytes
 from tests.test_operators import SAMPLES, inputs_of, model_of
 

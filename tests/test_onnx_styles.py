@@ -17,11 +17,11 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.backends import fast, files, qdq_operators
-from fxquant.backends.emitter import Emitter
-from fxquant.backends.runtime import MEASURED_RUNTIMES, RUNTIMES, OnnxModel, Runner
+from fxquant.analysis.inspection import read
+from fxquant.backends.onnx import fast, files, qdq_operators
+from fxquant.backends.onnx.emitter import Emitter
+from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIMES, OnnxModel, Runner
 from fxquant.graph import is_inner, operation, qparams
-from fxquant.inspection import read
 from fxquant.primitives import elementwise
 from tests.contract import assert_alive, compiled, graph_values
 from tests.test_operators import SAMPLES, covering, inputs_of, model_of

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.graph import annotation, qparams
-from fxquant.observers import MinMaxObserver
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS
+from fxquant.quantization.observers import MinMaxObserver
 from tests import contract
 from tests.contract import all_equal, compiled, graph_values
 

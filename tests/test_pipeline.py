@@ -20,13 +20,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fxquant as fxq
 from fxquant.backends import get as get_target
-from fxquant.backends.runtime import OnnxModel
-from fxquant.graph import Model, annotation, copy_graph, copy_parameters, is_inner, qparams
+from fxquant.backends.onnx.runtime import OnnxModel
+from fxquant.copying import copy_parameters
+from fxquant.graph import annotation, is_inner, qparams
+from fxquant.model import Model, copy_graph
 from fxquant.passes import CONVERT, PIPELINE, PREPARE
 from fxquant.pipeline import Context, Dial, Pass, run
-from fxquant.prepared import QuantizedOperator, quantized_operators
 from fxquant.primitives import shape
-from fxquant.spec import QConfigMapping
+from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
+from fxquant.quantization.spec import QConfigMapping
 from fxquant.stage import Stage
 from tests import contract
 from tests.conftest import Golden

@@ -24,8 +24,8 @@ from fxquant.ops.pool import _lower_avg_pool2d
 from fxquant.ops.weighted import lower_weighted
 from fxquant.primitives import PRIMITIVES, accumulate, boundary, elementwise, pool, shape
 from fxquant.primitives.requantize import requantize_fixed, requantize_real
-from fxquant.quantizer import Quantizer
-from fxquant.spec import WeightConfig
+from fxquant.quantization.quantizer import Quantizer
+from fxquant.quantization.spec import WeightConfig
 from tests import oracle
 
 EXACT = settings(deadline=None, derandomize=True, max_examples=60)

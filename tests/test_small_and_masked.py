@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fxquant as fxq
 from fxquant.graph import annotation
-from fxquant.prepared import quantized_operators
+from fxquant.quantization.prepared import quantized_operators
 from tests import contract
 from tests.contract import compiled
 

@@ -14,11 +14,12 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.backends import get as get_target
-from fxquant.graph import Annotation, TensorFact, annotate, annotation, fact, inherit, set_fact
+from fxquant.facts import TensorFact
+from fxquant.graph import Annotation, annotate, annotation, fact, inherit, set_fact
 from fxquant.ops import OPERATORS
 from fxquant.passes import PREPARE
 from fxquant.pipeline import Context, Dial, Pass, run
-from fxquant.spec import QConfigMapping
+from fxquant.quantization.spec import QConfigMapping
 from fxquant.stage import SPECS, Stage, verify_stage, violations
 from tests.conftest import Golden
 from tests.contract import compiled

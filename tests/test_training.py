@@ -14,9 +14,9 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.learning import TrainableScale, WeightScale, learned_step
 from fxquant.numerics import INT4, INT8, WEIGHT_INT4, WEIGHT_INT8, IntType, least_error_scale, weight_scale
-from fxquant.quantizer import Quantizer
+from fxquant.quantization.learning import TrainableScale, WeightScale, learned_step
+from fxquant.quantization.quantizer import Quantizer
 from tests import contract
 
 MODES = ("statistics", "learned", "frozen")

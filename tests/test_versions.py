@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.backends.runtime import RUNTIMES, Runner
+from fxquant.backends.onnx.runtime import RUNTIMES, Runner
 from tests.contract import assert_integer_is_onnx, assert_validate_is_integer, compiled
 
 

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.graph import annotation
-from fxquant.observers import MinMaxObserver
-from fxquant.prepared import quantized_operators
 from fxquant.primitives.transposed import swap_channels
+from fxquant.quantization.observers import MinMaxObserver
+from fxquant.quantization.prepared import quantized_operators
 from tests import contract
 
 Parameter = nn.Parameter

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.graph import notes, qparams, resolve
 from fxquant.numerics import INT8, INT16, WEIGHT_INT8, WEIGHT_INT16, accumulator_bound, table
-from fxquant.observers import MinMaxObserver
 from fxquant.ops import unary, weighted
 from fxquant.primitives import accumulate, elementwise, requantize, transposed
+from fxquant.quantization.observers import MinMaxObserver
 from tests import contract
 from tests.contract import compiled, graph_values
 

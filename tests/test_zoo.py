@@ -23,7 +23,7 @@ from fxquant.demo.network import build_demo_network
 from fxquant.demo.training import accuracy, seeded, train_float, train_quantized
 from fxquant.errors import ConfigurationError
 from fxquant.graph import notes
-from fxquant.prepared import quantized_operators
+from fxquant.quantization.prepared import quantized_operators
 
 NAMES = tuple(zoo.zoo())
 COMPILED = ("U-Net", "signal network (1-d)", "clip network (3-d)")  # the whole zoo is benchmarks.exactness

@@ -220,9 +220,9 @@ IMPORTS = {
     "F": "from torch.nn import functional as F",
     "tree_leaves": "from torch.utils._pytree import tree_leaves",
     "fxq": "import fxquant as fxq",
-    "OnnxModel": "from fxquant.backends.runtime import OnnxModel",
+    "OnnxModel": "from fxquant.backends.onnx.runtime import OnnxModel",
     "notes": "from fxquant.graph import notes, origin",
-    "quantized_operators": "from fxquant.prepared import quantized_operators",
+    "quantized_operators": "from fxquant.quantization.prepared import quantized_operators",
     "PRIMITIVES": "from fxquant.primitives import PRIMITIVES",
 }
 

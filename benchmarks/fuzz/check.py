@@ -28,11 +28,11 @@ from torch.utils._pytree import tree_leaves
 import fxquant as fxq
 from benchmarks.fuzz import build
 from benchmarks.fuzz.generate import Case
-from fxquant.backends.runtime import OnnxModel
+from fxquant.backends.onnx.runtime import OnnxModel
 from fxquant.errors import FxQuantError
 from fxquant.graph import notes, origin
-from fxquant.prepared import quantized_operators
 from fxquant.primitives import PRIMITIVES
+from fxquant.quantization.prepared import quantized_operators
 
 # ---- the contract: printed as it stands ---------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 import fxquant as fxq
 from fxquant import backends
 from fxquant.arguments import FOLDER, checked
-from fxquant.backends.runtime import RUNTIME_NAMES, OnnxModel
+from fxquant.backends.onnx.runtime import RUNTIME_NAMES, OnnxModel
 from fxquant.demo.digits import DigitsDataset, load_digits_dataset
 from fxquant.demo.network import build_demo_network
 from fxquant.demo.training import OnBatch, accuracy, train_float, train_quantized

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.graph import TensorFact, fact, is_parameter
+from fxquant.facts import TensorFact
+from fxquant.graph import fact, is_parameter
 from fxquant.lowering import Clamp, Lowering, Quantized, straight_through
 from fxquant.numerics import FLOAT32_EXACT, Ratio
 from fxquant.ops.record import Operator, register

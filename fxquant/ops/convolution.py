@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
 
-from fxquant.batch_norm import BatchNorm, fold
-from fxquant.graph import TensorFact, fact, resolve
+from fxquant.facts import TensorFact
+from fxquant.graph import fact, resolve
 from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.ops.pad import pad_before
 from fxquant.ops.record import Operator, Parameter, register
@@ -18,6 +18,7 @@ from fxquant.ops.weighted import ABSORBED, Tap, epilogue, lower_weighted, refuse
 from fxquant.primitives import accumulate, transposed
 from fxquant.primitives.accumulate import CONVOLUTIONS
 from fxquant.primitives.transposed import TRANSPOSED, swap_channels
+from fxquant.quantization.batch_norm import BatchNorm, fold
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.graph import TensorFact, fact
+from fxquant.facts import TensorFact
+from fxquant.graph import fact
 from fxquant.lowering import Lowering, Quantized
 from fxquant.ops.record import Operator, Scale, register
 from fxquant.primitives import pool, product, shape

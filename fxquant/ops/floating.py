@@ -13,7 +13,8 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from fxquant.graph import TensorFact, fact, is_parameter, resolve
+from fxquant.facts import TensorFact
+from fxquant.graph import fact, is_parameter, resolve
 from fxquant.ops.record import operand_nodes, operator_of
 
 RANKING = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softmax2d)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.graph import Size, TensorFact, fact, is_parameter, shape_of
+from fxquant.facts import Size, TensorFact
+from fxquant.graph import fact, is_parameter, shape_of
 from fxquant.lowering import Lowering, Quantized
 from fxquant.ops.record import Operator, Scale, register
 from fxquant.ops.shape import MANY_SIZES, many_sizes, rank_of, with_dims

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxquant.batch_norm import BatchNorm, fold
 from fxquant.graph import is_parameter
 from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics import FLOAT32_EXACT, INT32_MAX, INT48_MAX, Ratio
 from fxquant.ops.record import Operator, Parameter, register
 from fxquant.ops.weighted import ABSORBED, Tap, epilogue, lower_weighted, refuses_weighted, shape_of
 from fxquant.primitives import accumulate, product
+from fxquant.quantization.batch_norm import BatchNorm, fold
 
 LARGEST_PRODUCT = 2**17  # terms of two int8 operands that stay within int32
 

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxquant.batch_norm import BatchNorm, BatchNormTensors
-from fxquant.graph import TensorFact, fact, is_parameter
+from fxquant.facts import TensorFact
+from fxquant.graph import fact, is_parameter
 from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.ops.record import Operator, Parameter, register
 from fxquant.ops.weighted import epilogue, lower_weighted
 from fxquant.primitives import product
+from fxquant.quantization.batch_norm import BatchNorm, BatchNormTensors
 
 
 def batch_norm(input: Tensor, batch_norm: BatchNorm, *, clamp: Clamp | None = None) -> Tensor:

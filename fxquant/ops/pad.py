@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxquant.graph import TensorFact, fact, inherit, set_fact, shape_of, spell, spelling
+from fxquant.facts import TensorFact
+from fxquant.graph import fact, inherit, set_fact, shape_of, spell, spelling
 from fxquant.lowering import Lowering, Quantized
 from fxquant.numerics import clamp_bound
 from fxquant.ops.record import Operator, Scale, operator_of, register

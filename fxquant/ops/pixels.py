@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxquant.graph import TensorFact, fact
+from fxquant.facts import TensorFact
+from fxquant.graph import fact
 from fxquant.lowering import Lowering, Quantized
 from fxquant.ops.record import Operator, Scale, register
 from fxquant.ops.shape import MANY_SIZES, many_sizes, numbers

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxquant.graph import Size, TensorFact, fact
+from fxquant.facts import Size, TensorFact
+from fxquant.graph import fact
 from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics import FLOAT32_EXACT, INT8, Ratio
 from fxquant.ops.record import Operator, Scale, register

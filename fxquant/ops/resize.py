@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxquant.graph import TensorFact, fact, shape_of
+from fxquant.facts import TensorFact
+from fxquant.graph import fact, shape_of
 from fxquant.lowering import Lowering, Quantized
 from fxquant.numerics import EVERYTHING, FLOAT32_EXACT
 from fxquant.ops.record import Operator, Scale, register

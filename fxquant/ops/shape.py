@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxquant.graph import Size, TensorFact, fact, shape_of
+from fxquant.facts import Size, TensorFact
+from fxquant.graph import fact, shape_of
 from fxquant.lowering import Lowering, Quantized
 from fxquant.ops.record import Operator, Scale, register
 from fxquant.primitives import shape

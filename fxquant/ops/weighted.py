@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.batch_norm import BatchNorm, correct_batch, fold, running_gain
 from fxquant.errors import ConfigurationError
-from fxquant.graph import Size, TensorFact, fact, is_parameter, resolve
-from fxquant.learning import learned_step
+from fxquant.facts import Size, TensorFact
+from fxquant.graph import fact, is_parameter, resolve
 from fxquant.lowering import Clamp, Lowering, Quantized, named_parameters, straight_through
 from fxquant.numerics import (
     FLOAT32_EXACT,
@@ -37,6 +36,8 @@ from fxquant.numerics import (
 )
 from fxquant.ops.arithmetic import lower_add
 from fxquant.primitives import accumulate, elementwise
+from fxquant.quantization.batch_norm import BatchNorm, correct_batch, fold, running_gain
+from fxquant.quantization.learning import learned_step
 
 MOST_NARROWED = 8  # bits an int16 operand may give up so that its sums fit the accumulator
 SMALLEST_RESIDUAL_MULTIPLIER = 256  # of int8: below it, rounding k_c to a whole number costs more than half a step of the largest residual

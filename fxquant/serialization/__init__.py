@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from fxquant.errors import ExportError, FxQuantError
-from fxquant.graph import collection_paused
+from fxquant.model import collection_paused
 from fxquant.serialization.archive import pack, unpack, write
 from fxquant.serialization.document import read_model, write_model
 from fxquant.serialization.tree import TargetOf

@@ -13,17 +13,19 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxquant.errors import FxQuantError
-from fxquant.graph import BATCH_SIZES, CARRIED, Annotation, Model, Operation, QParams, TensorFact, fact, replace_graph, resolve, spelling
-from fxquant.prepared import QuantizedOperator
+from fxquant.facts import BATCH_SIZES, TensorFact
+from fxquant.frontend import InputCheck, attach_input_check, is_traced
+from fxquant.frontend.signature import CallSignature, attach_signature, is_signature
+from fxquant.graph import Annotation, Operation, QParams, fact, resolve, spelling
+from fxquant.model import CARRIED, Model, replace_graph
 from fxquant.proof import unproved
+from fxquant.quantization.prepared import QuantizedOperator
+from fxquant.quantization.spec import QConfig
 from fxquant.serialization.archive import as_text
 from fxquant.serialization.names import PROPERTIES, function_name, function_named, is_method
 from fxquant.serialization.tree import TargetOf, TreeReader, TreeWriter
 from fxquant.serialization.values import Malformed, cannot_save, decode, encode, expect
-from fxquant.spec import QConfig
 from fxquant.stage import Stage, violations
-from fxquant.trace import InputCheck, attach_input_check, is_traced
-from fxquant.trace.signature import CallSignature, attach_signature, is_signature
 
 FORMAT, VERSION = "fxquant model", 1
 _SECTIONS = ["format", "version", "name", "meta", "root", "modules", "tensors", "nodes"]

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fxquant.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer, PercentileObserver
+from fxquant.frontend import functional
 from fxquant.ops import OPERATORS, Operator
 from fxquant.primitives import PRIMITIVES
-from fxquant.trace import functional
+from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer, PercentileObserver
 
 # ---- functions ------------------------------------------------------------------------------------------------------
 

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxquant.learning import TrainableScale, WeightScale
 from fxquant.numerics import ACTIVATION_TYPES, EVERYTHING, Arithmetic, Interval
-from fxquant.observers import MinMaxObserver, Observer
-from fxquant.prepared import QuantizedOperator
-from fxquant.quantizer import Quantizer
+from fxquant.quantization.learning import TrainableScale, WeightScale
+from fxquant.quantization.observers import MinMaxObserver, Observer
+from fxquant.quantization.prepared import QuantizedOperator
+from fxquant.quantization.quantizer import Quantizer
+from fxquant.quantization.spec import FROZEN, LEARNED, STATISTICS, WeightConfig
+from fxquant.quantization.state import State
 from fxquant.serialization.names import ARGUMENTS, LAYERS, operator_named
 from fxquant.serialization.values import DTYPES, Malformed, cannot_save, decode, encode, expect, look_up
-from fxquant.spec import FROZEN, LEARNED, STATISTICS, WeightConfig
-from fxquant.state import State
 from fxquant.target import Target
 
 TargetOf = Callable[[str], Target]  # a target, by its name

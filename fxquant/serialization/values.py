@@ -12,11 +12,12 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from fxquant.batch_norm import BatchNormTensors
 from fxquant.errors import ExportError, Located
-from fxquant.graph import Annotation, BatchDim, Constant, Operation, QParams, Reference, TensorFact
+from fxquant.facts import BatchDim, TensorFact
+from fxquant.graph import Annotation, Constant, Operation, QParams, Reference
+from fxquant.quantization.batch_norm import BatchNormTensors
+from fxquant.quantization.spec import ActivationConfig, QConfig, WeightConfig
 from fxquant.serialization.names import ARGUMENTS, OBSERVERS
-from fxquant.spec import ActivationConfig, QConfig, WeightConfig
 
 DEPTH = 32  # how deeply lists, tuples and dicts may be nested
 LARGEST = 2**63  # integers are smaller in magnitude

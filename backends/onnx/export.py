@@ -1,0 +1,111 @@
+"""Writing an integer graph as an ONNX file, in one of three styles."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import onnx
+import torch
+from torch import fx
+
+from fxquant.arguments import checked
+from fxquant.backends.onnx.fast import write_fast
+from fxquant.backends.onnx.files import save_model
+from fxquant.backends.onnx.qdq import QdqWriter
+from fxquant.backends.onnx.writer import Writer
+from fxquant.errors import ConfigurationError, ExportError
+from fxquant.graph import resolve
+from fxquant.primitives import PRIMITIVES
+from fxquant.target import Target
+
+# Of each style: the opsets it can be written in, and the one it is written in unless told otherwise.
+STYLES = {"exact": (range(17, 22), 21), "fast": (range(17, 22), 21), "qdq": (range(11, 22), 17)}
+
+
+@checked()
+def export_onnx(
+    integer: fx.GraphModule,
+    path: str | os.PathLike[str],
+    style: str = "exact",
+    io: str = "float",
+    opset: int | None = None,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    *,
+    external_data: bool | None = None,
+) -> Path:
+    """Write the integer model as an ONNX file, and return its path.
+
+    style  "exact": standard operators on whole numbers, the same bits in every runtime, at any optimisation
+           "fast": the same bits by uint8 kernels, proved in onnxruntime before it is written; for targets with
+           float32 requantization (nash-e, nash-m, x86, qnnpack). Its metadata names session options to run it with,
+           above all on x86 processors without VNNI.
+           "qdq": float operators between QuantizeLinear and DequantizeLinear, for other compilers. Not the same
+           bits: `verify` measures the difference. Below opset 13 weights are floats on their quantized grid.
+    io     "float" takes and returns what the float model does; "integer" takes and returns the integers.
+    opset  17 to 21, and 21 unless given; in style "qdq" 11 to 21, and 17 unless given.
+    external_data  True writes tensors of a kilobyte and more to `path`.data, False never does; by default it is
+           done where one file cannot hold the model.
+
+    What the file says about itself is read by `onnx_metadata`: scales, zero points and dtypes of its inputs, outputs
+    and inner tensors. The batch is dynamic where the model was traced so. The file is checked before it appears, and
+    appears whole or not at all. Raises ConfigurationError or ExportError.
+    """
+    _check_arguments(integer, style, io, opset)
+    version = STYLES[style][1] if opset is None else opset
+    save_model(build(integer, style, io, version, input_names, output_names), Path(path), external_data)
+    return Path(path)
+
+
+def build(
+    integer: fx.GraphModule, style: str, io: str, opset: int, input_names: Sequence[str] | None, output_names: Sequence[str] | None
+) -> onnx.ModelProto:
+    """The model in memory."""
+    if style == "fast":
+        return write_fast(integer, io, opset, input_names, output_names)
+    return (QdqWriter if style == "qdq" else Writer)(integer, io, opset).write(input_names, output_names)
+
+
+def _check_arguments(integer: fx.GraphModule, style: str, io: str, opset: int | None) -> None:
+    if not isinstance(integer, fx.GraphModule) or integer.meta.get("stage") != "INTEGER":
+        raise ConfigurationError(
+            f"{type(integer).__name__} is no integer model",
+            because="only the result of fxq.convert can be exported",
+            remedy="call fxq.convert(prepared) first",
+        )
+    _check_constants(integer)
+    _check_choice("style", style, list(STYLES))
+    _check_choice("io", io, ["float", "integer"])
+    opsets, default = STYLES[style]
+    _check_choice("opset", default if opset is None else opset, list(opsets))
+    target: Target = integer.meta["target"]
+    if style == "fast" and target.arithmetic.requantize != "real":
+        raise ConfigurationError(
+            f"style='fast' cannot be used for {target.name}",
+            because="it requantizes by a 15-bit multiplier and shifts, and ONNX's integer operators multiply by a float32 number",
+            remedy="use style='exact', or compile for a target with float32 requantization: nash-e, nash-m, x86 or qnnpack",
+        )
+
+
+def _check_constants(integer: fx.GraphModule) -> None:
+    """Raise ExportError if something has changed the dtype of what the integer part reads."""
+    for node in integer.graph.nodes:
+        if node.op != "get_attr" or not any(user.op == "call_function" and user.target in PRIMITIVES for user in node.users):
+            continue
+        found = resolve(integer, str(node.target)).dtype
+        if found.is_floating_point and found != torch.float32:
+            raise ExportError(
+                "the integer model has lost the dtypes of its constants",
+                because=f"{node.target} is {str(found).removeprefix('torch.')}: .double(), .half() or .to(dtype) was called on this model, "
+                "or on the prepared one",
+                remedy="convert a prepared model that nothing of the kind was done to; a float model may be of another dtype",
+            )
+
+
+def _check_choice(name: str, value: object, known: list[object]) -> None:
+    if value not in known:
+        raise ConfigurationError(
+            f"{name}={value!r} is unknown", because=f"it is one of {', '.join(map(str, known))}", remedy="pass one of these"
+        )

@@ -1,0 +1,56 @@
+"""Float operators that PyTorch's ONNX exporter cannot write, said in others that it can: the same numbers up to rounding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn import functional as F
+
+from fxquant.facts import BatchDim, TensorFact
+from fxquant.graph import fact
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """`F.scaled_dot_product_attention` of tensors with any number of dimensions."""
+    scores = (query * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)) @ key.transpose(-2, -1)
+    if is_causal:
+        attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    return torch.softmax(scores, -1) @ value
+
+
+def chunk(input: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
+    """`torch.chunk` along a dimension whose size is not fixed, into exactly so many chunks."""
+    size = input.shape[dim]
+    step = (size + chunks - 1) // chunks
+    return tuple(input.narrow(dim, index * step, step if index + 1 < chunks else size - index * step) for index in range(chunks))
+
+
+def replacement(node: fx.Node) -> Callable[..., Any] | None:
+    """What a node is to call instead; None if the exporter writes it as it is."""
+    if node.target is F.scaled_dot_product_attention:
+        ranks = {len(known.shape) for operand in node.args[:3] if isinstance(known := _fact(operand), TensorFact)}
+        return attention if ranks != {4} and "enable_gqa" not in node.kwargs and not node.kwargs.get("dropout_p") else None
+    if node.target is torch.chunk or (node.op == "call_method" and node.target == "chunk"):
+        known, dim = _fact(node.args[0]), node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0)
+        count = node.kwargs.get("chunks", node.args[1] if len(node.args) > 1 else None)
+        moving = isinstance(known, TensorFact) and isinstance(dim, int) and isinstance(known.shape[dim], BatchDim)
+        return chunk if moving and isinstance(fact(node), tuple | list) and len(fact(node)) == count else None
+    return None
+
+
+def _fact(value: Any) -> Any:
+    return fact(value) if isinstance(value, fx.Node) else None

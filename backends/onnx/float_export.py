@@ -1,0 +1,250 @@
+"""Operators that stay in float, as ONNX: PyTorch's own exporter writes them, one region at a time."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import onnx
+import torch
+from onnx import helper
+from torch import Tensor, fx
+
+from fxquant.backends.onnx.exportable import replacement
+from fxquant.errors import ExportError
+from fxquant.facts import BATCH_SIZES, BatchDim, TensorFact
+from fxquant.graph import attach, fact, resolve
+from fxquant.primitives import PRIMITIVES
+
+OLDEST_OPSET = 18  # that PyTorch's exporter writes in every version
+
+
+class FloatRegions:
+    """The maximal runs of consecutive float nodes of an integer graph, each exported when its first node is met.
+
+    Consecutive in the graph's order means that no value leaves a region and comes back.
+    """
+
+    def __init__(self, integer: fx.GraphModule, opset: int) -> None:
+        self.integer, self.opset = integer, opset
+        self.opsets: list[onnx.OperatorSetIdProto] = []
+        self.functions: list[onnx.FunctionProto] = []
+        self.exported: dict[Any, onnx.ModelProto] = {}  # of regions that differ in nothing but names
+        self.region_of: dict[fx.Node, list[fx.Node]] = {}
+        current: list[fx.Node] = []
+        for node in integer.graph.nodes:
+            if node.op in ("placeholder", "get_attr", "output"):
+                continue
+            if node.op == "call_function" and node.target in PRIMITIVES:
+                current = []
+                continue
+            current.append(node)
+            self.region_of[node] = current
+
+    def emit(self, node: fx.Node, emitter: Any, values: dict[fx.Node, Any]) -> None:
+        """Append the region that begins with this node; nothing for any later node of it."""
+        region = self.region_of[node]
+        if node is not region[0]:
+            return
+        inside = set(region)
+        inputs = list(dict.fromkeys(o for n in region for o in n.all_input_nodes if o not in inside and o.op != "get_attr"))
+        outputs = [n for n in region if any(user not in inside for user in n.users)]
+        key = _key(self.integer, region, inputs, outputs)
+        if key is None or key not in self.exported:
+            self.exported[key] = self._export(region, inputs, outputs)
+        exported = self.exported[key]
+        self._append(exported, emitter, [values[i] for i in inputs], outputs)
+        for output in outputs:
+            values[output] = output.name
+
+    def _export(self, region: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> onnx.ModelProto:
+        """The region as an ONNX model. Raises ExportError, about the node that cannot be written where one alone cannot."""
+        try:
+            with _quiet():
+                model = self._written(region, inputs, outputs)
+        except Exception as error:
+            found = self._culprit(region)
+            raise ExportError(
+                "an operator that stays in float cannot be exported",
+                node=found or region[0],
+                because=("" if found else "together with those behind it: ") + f"PyTorch's ONNX exporter says: {_reason(error)}",
+                remedy="replace the operator, or cut the model before it",
+            ) from error
+        written = next(entry.version for entry in model.opset_import if entry.domain == "")
+        if written != self.opset:  # the conversion says nothing if it cannot
+            raise ExportError(
+                f"an operator that stays in float cannot be exported with opset={self.opset}",
+                node=region[0],
+                because=f"PyTorch's ONNX exporter writes opset {written}, and cannot convert it",
+                remedy=f"export with opset={written} or later",
+            )
+        return model
+
+    def _part(self, graph: fx.Graph) -> fx.GraphModule:
+        """A model of this graph, which holds only what the graph reads."""
+        root = torch.nn.Module()
+        for node in graph.nodes:
+            if node.op in ("call_module", "get_attr"):
+                held = resolve(self.integer, str(node.target))
+                # The exporter reads attributes by name, so names that mean something else in Python do not reach it.
+                node.target = "held_" + re.sub(r"\W", "_", str(node.target))
+                attach(root, node.target, held)
+        return fx.GraphModule(root, graph).eval()
+
+    def _culprit(self, region: list[fx.Node]) -> fx.Node | None:
+        """The first node of a region that cannot be exported by itself."""
+        for node in region:
+            inputs = [operand for operand in node.all_input_nodes if operand.op != "get_attr"]
+            if not all(isinstance(fact(operand), TensorFact | int | BatchDim) for operand in inputs):
+                continue  # an element of a sequence: what made that is looked at
+            try:
+                with _quiet():
+                    self._written([node], inputs, [node])
+            except Exception:  # whatever it is, it is said of the region
+                return node
+        return None
+
+    def _written(self, region: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> onnx.ModelProto:
+        graph = fx.Graph()
+        environment = {node: graph.placeholder(node.name) for node in inputs}
+        for node in region:
+            for operand in node.all_input_nodes:
+                if operand.op == "get_attr" and operand not in environment:
+                    environment[operand] = graph.node_copy(operand)
+            copied = environment[node] = graph.node_copy(node, environment.__getitem__)
+            other = replacement(node)
+            if other is not None:
+                copied.op, copied.target = "call_function", other
+        graph.output(tuple(environment[node] for node in outputs))
+        part = self._part(graph)
+        program: Any = torch.onnx.export(
+            part,
+            tuple(_example(fact(node)) for node in inputs),
+            dynamo=True,
+            opset_version=max(self.opset, OLDEST_OPSET),
+            dynamic_shapes=tuple(_dynamic(fact(node)) for node in inputs),
+            verbose=False,
+            input_names=[f"region_input_{i}" for i in range(len(inputs))],
+            output_names=[f"region_output_{i}" for i in range(len(outputs))],  # no value inside has such a name
+        )
+        if self.opset < OLDEST_OPSET:
+            from onnxscript.version_converter import convert_version  # takes a second, and is seldom wanted
+
+            convert_version(program.model, self.opset, fallback=True)
+        model: onnx.ModelProto = program.model_proto
+        return model
+
+    def _append(self, model: onnx.ModelProto, emitter: Any, inputs: list[str], outputs: list[fx.Node]) -> None:
+        renamed = dict(zip((i.name for i in model.graph.input), inputs, strict=True))
+        renamed.update({o.name: node.name for o, node in zip(model.graph.output, outputs, strict=True)})
+
+        def name(value: str) -> str:
+            return renamed.setdefault(value, f"{outputs[0].name}/{value}") if value else value
+
+        copied = onnx.GraphProto()
+        copied.CopyFrom(model.graph)
+        _rename(copied, name)
+        emitter.initializers.extend(copied.initializer)
+        emitter.nodes.extend(copied.node)
+        known = {(f.domain, f.name, f.overload): f for f in self.functions}
+        for function in model.functions:
+            other = known.get((function.domain, function.name, function.overload))
+            if other is None:
+                self.functions.append(function)
+            elif other != function:
+                raise ExportError(
+                    "operators that stay in float cannot be exported together",
+                    node=outputs[0],
+                    because=f"PyTorch's ONNX exporter writes two different functions named {function.name}",
+                    remedy="replace one of the operators, or cut the model between them",
+                )
+        domains = {o.domain for o in self.opsets} | {""}
+        self.opsets.extend(helper.make_opsetid(o.domain, o.version) for o in model.opset_import if o.domain not in domains)
+        for node in outputs:
+            value = fact(node)
+            if isinstance(value, TensorFact):
+                emitter.types[node.name] = value.dtype
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of the innermost cause, where the exporter says what it stumbled over."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _rename(graph: onnx.GraphProto, name: Callable[[str], str]) -> None:
+    """Give every value and node of a graph, and of the graphs inside of its nodes, which see its values, another name."""
+    for tensor in graph.initializer:
+        tensor.name = name(tensor.name)
+    for info in (*graph.input, *graph.output, *graph.value_info):
+        info.name = name(info.name)
+    for node in graph.node:
+        node.input[:] = [name(value) for value in node.input]
+        node.output[:] = [name(value) for value in node.output]
+        node.name = name(node.name)
+        for attribute in node.attribute:
+            for inner in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):
+                _rename(inner, name)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporter's remarks about its own insides are kept from the user; its errors are not. One thread exports at a time: what is
+    set here, and what the exporter sets, all threads see."""
+    with _exporting:
+        yield from _levels_raised()
+
+
+_exporting = threading.Lock()
+
+
+def _levels_raised() -> Iterator[None]:
+    loggers = {logging.getLogger(name): level for name, level in (("torch.onnx", logging.ERROR), ("onnxscript", logging.CRITICAL))}
+    before = {logger: logger.level for logger in loggers}
+    for logger, level in loggers.items():
+        logger.setLevel(level)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in before.items():
+            logger.setLevel(level)
+
+
+def _key(integer: fx.GraphModule, region: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> Any:
+    """What determines a region's export besides names; None for a region that reads parameters or buffers."""
+    index = {node: position for position, node in enumerate([*inputs, *region])}
+    modules = {node: resolve(integer, str(node.target)) for node in region if node.op == "call_module"}
+    settings = {node: _settings(module) for node, module in modules.items()}
+    if None in settings.values() or any(o not in index for node in region for o in node.all_input_nodes):
+        return None
+    calls = [
+        (node.op, settings.get(node, node.target), fx.map_arg((node.args, node.kwargs), lambda operand: index[operand])) for node in region
+    ]
+    return repr([calls, [str(fact(node)) for node in inputs], [index[node] for node in outputs]])
+
+
+def _settings(module: torch.nn.Module) -> Any:
+    """Its class and attributes, all that a module computes by; None for one that has tensors, modules or hooks, too."""
+    if any((module._parameters, module._buffers, module._modules, module._forward_hooks, module._forward_pre_hooks)):
+        return None
+    return type(module), sorted((name, value) for name, value in vars(module).items() if not name.startswith("_") and name != "training")
+
+
+def _example(value: Any) -> Tensor | int:
+    if isinstance(value, TensorFact):
+        return torch.zeros(value.at(BATCH_SIZES[0]), dtype=value.dtype, device="cpu")
+    return value.at(BATCH_SIZES[0]) if isinstance(value, BatchDim) else int(value)
+
+
+def _dynamic(value: Any) -> Any:
+    if not isinstance(value, TensorFact):
+        return torch.export.Dim.DYNAMIC if isinstance(value, BatchDim) else None
+    return {index: torch.export.Dim.DYNAMIC for index, size in enumerate(value.shape) if isinstance(size, BatchDim)} or None

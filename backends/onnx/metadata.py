@@ -1,0 +1,183 @@
+"""What an exported file says about itself, in its `metadata_props`.
+
+    fxquant.version          the fxquant that wrote it
+    fxquant.style            "exact", "fast" or "qdq"
+    fxquant.io               "float" or "integer": what the file takes and returns
+    fxquant.target           the target it was compiled for
+    fxquant.inputs           JSON: for each input, in order, its name, dtype (the ONNX element type, as "float") and shape, and the
+                             name of the quantized tensor it is or is made into, "tensor", where there is one
+    fxquant.outputs          JSON: the same for each output, with the quantized tensor it is or was. Where it is that tensor (io
+                             "integer"), what fxquant.tensors says of it is true of the numbers taken and returned
+    fxquant.tensors          JSON: for each described value, by name, in the order they are computed:
+                               kind        "quantized", "accumulator" (between two of them) or "float"
+                               and of a quantized one
+                               scale       a number, or a list along the dimension `axis`, counted from the end
+                               dtype       its range: "int8", "int16", …
+                               storage     the element type it is stored with: "int8", or "uint8" in style "fast"
+                               zero_point  what stands for 0: real = (stored - zero_point) · scale
+    fxquant.float            JSON: why the operators outside of the integer part are there, by name
+    fxquant.session_options  JSON: session options of onnxruntime, by name, that the file's numbers rely on where it was written
+    fxquant.session_options_without_vnni
+                             JSON, style "fast": those they rely on where an x86 processor lacks VNNI; elsewhere they cost speed
+    fxquant.kernels          JSON, style "fast": "integer", the operators that became integer kernels, and "refused", those whose
+                             kernels were not exact where it was written, and that are as in style "exact"
+
+The names are stable: what is added later gets names of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx
+from google.protobuf.message import DecodeError
+
+from fxquant.arguments import PATH, checked
+from fxquant.errors import ExportError
+from fxquant.numerics import ACTIVATION_TYPES
+from fxquant.version import __version__
+
+PREFIX = "fxquant."
+_PLAIN = ("version", "style", "io", "target")  # the others are JSON
+_ALLOWED = {"style": ("exact", "fast", "qdq"), "io": ("float", "integer")}
+KINDS = ("quantized", "accumulator", "float")
+STORAGES = ("int8", "uint8", "int16", "int32")
+RANGES = tuple(ACTIVATION_TYPES)
+# On x86 processors without VNNI, kernels add pairs of products in 16 bits, which can saturate, unless told not to.
+# Elsewhere this only makes them slower.
+PRECISE = {"session.x64quantprecision": "1"}
+SESSION_OPTIONS = {name: (value,) for name, value in PRECISE.items()}  # those a file may ask for, and their values
+
+
+def write_metadata(model: onnx.ModelProto, entries: Mapping[str, Any]) -> None:
+    """Give the model these properties, by their names without the prefix."""
+    onnx.helper.set_model_props(
+        model, {PREFIX + name: value if name in _PLAIN else json.dumps(value, ensure_ascii=False) for name, value in entries.items()}
+    )
+
+
+def read_metadata(model: onnx.ModelProto, path: Path) -> dict[str, Any]:
+    """The properties of a model that was read from this path. Raises ExportError if fxquant did not write it."""
+    found = {entry.key.removeprefix(PREFIX): entry.value for entry in model.metadata_props if entry.key.startswith(PREFIX)}
+    if "tensors" not in found:
+        raise ExportError(
+            f"{path} was not written by fxquant",
+            because="its metadata has no entry fxquant.tensors",
+            remedy="pass a file written by fxq.export_onnx",
+        )
+    try:
+        entries = {name: value if name in _PLAIN else json.loads(value) for name, value in found.items()}
+        _check(entries, model)
+    except (Unusable, json.JSONDecodeError, RecursionError, OverflowError) as error:
+        version = found.get("version", "")
+        raise ExportError(
+            f"{path} says things about itself that cannot be used",
+            because=str(error) + (f"; it was written by fxquant {version}, and this is {__version__}" if version != __version__ else ""),
+            remedy="export the model again with fxq.export_onnx",
+        ) from None
+    return entries
+
+
+# ---- what must be true of it ----------------------------------------------------------------------------------------
+
+
+class Unusable(ValueError):
+    """What is wrong with the metadata of a file."""
+
+
+def _require(condition: bool, reason: str) -> None:
+    if not condition:
+        raise Unusable(reason)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check(entries: Mapping[str, Any], model: onnx.ModelProto) -> None:
+    """Raise Unusable unless everything that fxquant reads is there, of its type, and about values of this model."""
+    for name, allowed in _ALLOWED.items():
+        _require(entries.get(name) in allowed, f"fxquant.{name} is {entries.get(name)!r}, not one of {', '.join(allowed)}")
+    for name in ("version", "target"):
+        _require(name in entries, f"it has no entry fxquant.{name}")
+    graph = model.graph
+    typed = {info.name for info in (*graph.input, *graph.output, *graph.value_info)}
+    computed = {name for node in graph.node for name in node.output} | {info.name for info in graph.input}
+    _require(isinstance(entries["tensors"], dict), "fxquant.tensors is no object")
+    for name, entry in entries["tensors"].items():
+        _check_tensor(name, entry)
+        shown = entry["kind"] == "float" or (name in typed and name in computed)
+        _require(shown, f"fxquant.tensors describes {name!r}, a value that the graph does not have")
+    for what, infos in (("inputs", graph.input), ("outputs", graph.output)):
+        described: Any = entries.get(what)
+        _require(
+            isinstance(described, list) and all(isinstance(entry, dict) for entry in described), f"fxquant.{what} is no list of objects"
+        )
+        names = [entry.get("name") for entry in described]
+        _require(names == [info.name for info in infos], f"fxquant.{what} names {names}, and the graph has {[info.name for info in infos]}")
+        for entry in described:
+            tensor = entry.get("tensor")
+            _require(
+                tensor is None or (isinstance(tensor, str) and tensor in entries["tensors"]),
+                f"fxquant.{what} names a tensor {tensor!r} that is not described",
+            )
+    reasons = entries.get("float", {})
+    _require(
+        isinstance(reasons, dict) and all(isinstance(reason, str) for reason in reasons.values()), "fxquant.float is no object of texts"
+    )
+    for name in ("session_options", "session_options_without_vnni"):
+        check_session_options(entries.get(name, {}), f"fxquant.{name}")
+
+
+def _check_tensor(name: str, entry: object) -> None:
+    _require(isinstance(entry, dict) and entry.get("kind") in KINDS, f"fxquant.tensors does not say what kind of value {name!r} is")
+    assert isinstance(entry, dict)
+    if "scale" in entry:
+        scale = entry["scale"]
+        several = isinstance(scale, list)
+        scales = scale if isinstance(scale, list) else [scale]
+        _require(
+            bool(scales) and all(_is_number(number) and number > 0 for number in scales), f"the scale of {name!r} is no positive number"
+        )
+        _require(entry.get("dtype") in RANGES, f"the dtype of {name!r} is {entry.get('dtype')!r}, not one of {', '.join(RANGES)}")
+        axis = entry.get("axis", -1 if several else None)
+        _require(isinstance(axis, int) and axis < 0 if several else axis is None, f"the axis of the scales of {name!r} is {axis!r}")
+    if entry["kind"] == "quantized":
+        storage, zero = entry.get("storage"), entry.get("zero_point")
+        _require(storage in STORAGES, f"the storage of {name!r} is {storage!r}, not one of {', '.join(STORAGES)}")
+        _require(isinstance(zero, int) and not isinstance(zero, bool), f"the zero point of {name!r} is {zero!r}, no whole number")
+
+
+def check_session_options(options: object, what: str) -> None:
+    """Raise Unusable for options that fxquant never writes: a file must not choose how onnxruntime behaves beyond what exactness needs."""
+    _require(isinstance(options, dict), f"{what} is no object")
+    assert isinstance(options, dict)
+    for name, value in options.items():
+        _require(value in SESSION_OPTIONS.get(name, ()), f"{what} asks for {name!r} = {value!r}, which fxquant never writes")
+
+
+def read_model(path: Path) -> onnx.ModelProto:
+    """The model in a file, without its external data. Raises ExportError if it is none."""
+    try:
+        return onnx.load(str(path), load_external_data=False)
+    except (OSError, DecodeError) as error:
+        raise ExportError(
+            f"{path} cannot be read as ONNX",
+            because=str(error).splitlines()[0] or type(error).__name__,
+            remedy="pass a file written by fxq.export_onnx",
+        ) from None
+
+
+@checked(path=PATH)
+def onnx_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a file that `export_onnx` wrote says about itself: version, style, io, target, inputs, outputs, tensors, …
+
+    The keys are the properties' names without "fxquant."; their JSON is read. backends/onnx/metadata.py documents them.
+    Raises ExportError if the file cannot be read, or was not written by fxquant.
+    """
+    return read_metadata(read_model(Path(path)), Path(path))

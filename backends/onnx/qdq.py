@@ -1,0 +1,176 @@
+"""Style "qdq": every operator as a float operator of ONNX between QuantizeLinear and DequantizeLinear.
+
+%y = conv2d(%x, …)     →     y = QuantizeLinear(Clip(Conv(x/real, w/real, bias)))      y/real = DequantizeLinear(y)
+
+It is written from the operators that an integer graph's nodes are the results of, with the graph's own integers as
+weights. Quantized tensors keep their names. The numbers are not those of the integer graph: float sums are rounded,
+and other compilers choose kernels of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.backends.onnx.qdq_operators import FORMS, INT16_OPSET, MOVING, Call
+from fxquant.backends.onnx.writer import Writer
+from fxquant.errors import ConfigurationError, ExportError
+from fxquant.graph import Constant, Operation, QParams, Reference, operation, origin, qparams
+from fxquant.numerics import ACTIVATION_TYPES
+from fxquant.ops import OPERATORS, Scale
+from fxquant.primitives import PRIMITIVES, Primitive
+from fxquant.primitives.boundary import as_float32
+from fxquant.primitives.shape import concatenate
+
+# What these give is within the range of what they are given; onnxruntime stumbles over a Clip behind some of them.
+STAY_IN_RANGE = {record.name for record in OPERATORS.values() if record.scale is Scale.SAME} - {"pad"}
+
+
+class QdqWriter(Writer):
+    """Walks an integer graph once, and writes what its nodes stand for."""
+
+    style = "qdq"
+
+    def __init__(self, integer: fx.GraphModule, io: str, opset: int) -> None:
+        super().__init__(integer, io, opset)
+        self.nodes = {node.name: node for node in integer.graph.nodes}
+        self.operations = {node.name: found for node in integer.graph.nodes if (found := operation(node)) is not None}
+        self.lowered: dict[str, list[fx.Node]] = {}  # the primitives of each operator
+        for node in integer.graph.nodes:
+            if node.op == "call_function" and node.target in PRIMITIVES:
+                self.lowered.setdefault(origin(node), []).append(node)
+        self.reals: dict[str, str] = {}  # the real value of each node, by the node's name
+        self._check()
+
+    def _check(self) -> None:
+        for name, known in self.operations.items():
+            node = self.nodes[name]
+            if known.name not in FORMS and known.name not in MOVING and known.name not in ("quantize", "dequantize"):
+                raise ExportError(
+                    f"{known.name} has no form in style 'qdq'",
+                    node=node,
+                    because="it is no operator of ONNX, and backends/onnx/qdq_operators.py says nothing of it",
+                    remedy="export with style='exact', or keep this operator in float",
+                )
+            described = qparams(node)
+            if described is not None and described.dtype == "int16" and self.opset < INT16_OPSET:
+                raise ConfigurationError(
+                    f"opset={self.opset} is too old for this model",
+                    because=f"%{name} is int16, which QuantizeLinear and DequantizeLinear know since opset {INT16_OPSET}",
+                    remedy=f"export with opset={INT16_OPSET}",
+                )
+        missing = next((name for name in self.lowered if name not in self.operations), None)
+        if missing is not None:
+            raise ExportError(
+                "this integer model cannot be written in style 'qdq'",
+                because=f"it does not say which operator %{missing} is the result of",
+                remedy="convert the prepared model again",
+            )
+
+    # ---- nodes ------------------------------------------------------------------------------------------------------
+
+    def emit(self, node: fx.Node, record: Primitive) -> str | None:
+        known = self.operations[origin(node)]
+        if known.name in MOVING or (known.name == "pad" and known.arguments["mode"] != "constant"):
+            value = record.onnx(self.emitter, *fx.node.map_aggregate(node.args, self._moved))
+            if operation(node) is None and any(other.target is concatenate for other in self.lowered[origin(node)]):
+                # Each part is on the result's scale: onnxruntime cannot move QuantizeLinear of opset 21 behind it by itself.
+                value = self._rounding(self.nodes[origin(node)])(value)
+            self.reals[node.name] = value
+        elif operation(node) is None:
+            return None
+        elif known.name == "dequantize":
+            value = self._dequantized(known.arguments["input"].node)
+            dtype = known.arguments.get("dtype")
+            return value if dtype is None else self.emitter.node("Cast", value, to=dtype)
+        elif known.name == "quantize":
+            value = as_float32(self.emitter, str(self.values[self.nodes[known.arguments["input"].node]]))
+        else:
+            value = FORMS[known.name](self._call(known, node))
+        if operation(node) is None:
+            return None
+        described = qparams(node)
+        assert described is not None
+        if described.dtype == "int32":  # the sum of a last layer stays as it is
+            if self.io == "integer":
+                raise ExportError(
+                    "io='integer' cannot be used",
+                    node=node,
+                    because="its 32-bit output is a float in style 'qdq'",
+                    remedy="export with io='float', or with style='exact'",
+                )
+            self.reals[node.name] = value
+            self.tensors[node.name] = {"kind": "float"}
+            return None
+        return self._quantized(value, described, limited=known.name in STAY_IN_RANGE)
+
+    def _named(self, result: str, name: str) -> str:
+        result = super()._named(result, name)
+        if name in self.operations and self.operations[name].name != "dequantize":
+            self.reals.pop(name, None)  # what reads it reads its quantized values
+        return result
+
+    def _moved(self, value: Any) -> Any:
+        return self._real(value.name) if isinstance(value, fx.Node) and value.op != "get_attr" else self.operand(value)
+
+    def _call(self, known: Operation, node: fx.Node) -> Call:
+        def read(value: Any) -> Any:
+            return self._real(value.node) if isinstance(value, Reference) else value
+
+        arguments = {name: fx.node.map_aggregate(value, read) for name, value in known.arguments.items()}
+        between = None if known.intermediate is None else self._requantized(known.intermediate)
+        constants = {role: self._constant(constant) for role, constant in known.constants.items()}
+        return Call(self.emitter, known.name, arguments, constants, between, self._rounding(node), node, self.lowered[node.name])
+
+    def _rounding(self, node: fx.Node) -> Callable[[str], str]:
+        """What quantizes and dequantizes a value on the scale of a node."""
+        described = qparams(node)
+        assert described is not None
+        return self._requantized(described)
+
+    # ---- values -----------------------------------------------------------------------------------------------------
+
+    def _real(self, name: str) -> str:
+        """The real value of a node: dequantized once, by the first that reads it; a host operator's as it is."""
+        if name not in self.reals:
+            node = self.nodes[name]
+            described = qparams(node)
+            self.reals[name] = str(self.values[node]) if described is None else self._dequantize(str(self.values[node]), described)
+        return self.reals[name]
+
+    def _dequantized(self, name: str) -> str:
+        """A value of its own for the real number at the end of an integer part."""
+        node = self.nodes[name]
+        described = qparams(node)
+        assert described is not None
+        if described.dtype == "int32":
+            return self.emitter.node("Identity", self.reals[name])
+        return self._dequantize(str(self.values[node]), described)
+
+    def _quantized(self, value: str, described: QParams, limited: bool = False) -> str:
+        """The value's integers; a range that is narrower than its storage is a Clip, unless the value is limited to it anyhow."""
+        e, dtype = self.emitter, ACTIVATION_TYPES[described.dtype]
+        scale = torch.tensor(described.scale, dtype=torch.float32, device="cpu")
+        limits = torch.iinfo(dtype.storage)
+        if not limited and (dtype.low, dtype.high) != (limits.min, limits.max):
+            value = e.node("Clip", value, e.constant(float(scale * dtype.low)), e.constant(float(scale * dtype.high)))
+        return e.node("QuantizeLinear", value, e.constant(scale), e.constant(0, dtype.storage))
+
+    def _dequantize(self, value: str, described: QParams) -> str:
+        e = self.emitter
+        return e.node(
+            "DequantizeLinear",
+            value,
+            e.constant(torch.tensor(described.scale, dtype=torch.float32, device="cpu")),
+            e.constant(0, e.dtype(value)),
+        )
+
+    def _requantized(self, described: QParams) -> Callable[[str], str]:
+        return lambda value: self._dequantize(self._quantized(value, described), described)
+
+    def _constant(self, constant: Constant) -> tuple[Tensor, Tensor, int | None]:
+        """The integers of a parameter, the scale or scales, and the axis these run along, counted from the end."""
+        return self.values[self.nodes[constant.node]], torch.tensor(constant.scale, dtype=torch.float32, device="cpu"), constant.axis

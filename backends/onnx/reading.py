@@ -1,0 +1,74 @@
+"""Looking into an exported file: its graph as text, its constants, its shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from onnx import helper, numpy_helper
+from torch import Tensor
+
+from fxquant.backends.onnx.runtime import OnnxModel
+from fxquant.facts import DTYPE_NAMES
+
+
+def operators(opened: OnnxModel) -> dict[str, str]:
+    """The operator of every node of the graph, by the name of its first output."""
+    return {node.output[0]: node.op_type for node in opened.model.graph.node}
+
+
+def shape(opened: OnnxModel, name: str) -> str:
+    """The element type and shape of a value, as in f32[batch,3,8,8]; empty if the file does not say."""
+    graph = opened.model.graph
+    for info in (*graph.input, *graph.output, *graph.value_info):
+        if info.name == name:
+            return _type(info.type.tensor_type)
+    return ""
+
+
+def _type(tensor: Any) -> str:
+    array = helper.tensor_dtype_to_np_dtype(tensor.elem_type)
+    sizes = ",".join(dim.dim_param or str(dim.dim_value) for dim in tensor.shape.dim)
+    return f"{_NAMES.get(np.dtype(array), str(array))}[{sizes}]"
+
+
+_NAMES = {torch.empty((), dtype=dtype).numpy().dtype: name for dtype, name in DTYPE_NAMES.items() if dtype != torch.bfloat16}
+
+
+def constants(opened: OnnxModel) -> dict[str, Tensor]:
+    """The constants of the graph, by name."""
+    return {tensor.name: _tensor(numpy_helper.to_array(tensor, str(opened.path.parent))) for tensor in opened.model.graph.initializer}
+
+
+def _tensor(array: np.ndarray[Any, Any]) -> Tensor:
+    # Types that numpy and PyTorch do not share, as int4, are shown in wider ones.
+    return torch.from_numpy(array.copy() if array.dtype in _NAMES else array.astype(np.int8 if "int" in str(array.dtype) else np.float32))
+
+
+def text(opened: OnnxModel) -> str:
+    """The graph and its functions, one line for each node."""
+    model = opened.model
+    versions = ", ".join(f"{entry.domain or 'onnx'} {entry.version}" for entry in model.opset_import)
+    lines = [f"graph   # {versions}", *(f"  %{info.name} = input   {_type(info.type.tensor_type)}" for info in model.graph.input)]
+    lines += [f"  {_node(node)}" for node in model.graph.node]
+    lines.append(f"  return {', '.join('%' + info.name for info in model.graph.output)}")
+    for function in sorted(model.functions, key=lambda function: function.name):
+        lines += [f"function {function.name}({', '.join('%' + name for name in function.input)})"]
+        lines += [f"  {_node(node)}" for node in function.node]
+        lines += [f"  return {', '.join('%' + name for name in function.output)}"]
+    return "\n".join(lines) + "\n"
+
+
+def _node(node: onnx.NodeProto) -> str:
+    arguments = [f"%{name}" if name else "none" for name in node.input]
+    arguments += [f"{attribute.name}={_value(helper.get_attribute_value(attribute))}" for attribute in node.attribute]
+    return f"{', '.join('%' + name for name in node.output)} = {node.op_type}({', '.join(arguments)})"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, onnx.TensorProto):
+        array = numpy_helper.to_array(value)
+        return str(array.tolist()) if array.size <= 4 else f"{array.dtype}{list(array.shape)}"
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)

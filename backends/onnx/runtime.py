@@ -1,0 +1,235 @@
+"""Running an exported model every way there is, with its inner tensors in view."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import torch
+from onnx import helper
+from onnx.external_data_helper import load_external_data_for_model
+from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
+from onnx.reference.ops import op_max_pool
+from torch import Tensor
+
+from fxquant.backends.onnx.metadata import read_metadata, read_model
+from fxquant.errors import ExportError
+
+# Name, optimisation level, threads. "reference" is ONNX's own evaluator in numpy.
+RUNTIMES = (
+    ("onnxruntime", onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL, 1),
+    ("onnxruntime, 2 threads", onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL, 2),
+    ("onnxruntime, no optimisation", onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL, 1),
+    ("reference", None, 1),
+)
+RUNTIME_NAMES = tuple(name for name, _, _ in RUNTIMES)
+MEASURED_RUNTIMES = ("onnxruntime", "onnxruntime, no optimisation")  # where a file is measured that is not exact by nature
+DATA_FOLDER = "session.model_external_initializers_file_folder_path"
+
+
+# ---- what ONNX's own evaluator gets wrong ---------------------------------------------------------------------------
+# It multiplies sums by float32 scales in float64, and adds the zero point before it rounds; the operators' kernels, and
+# style "fast", mean one product in float32, rounded half to even.
+
+
+def _requantized(sums: np.ndarray[Any, Any], multiplier: Any, zero_point: Any) -> np.ndarray[Any, Any]:
+    limits = np.iinfo(zero_point.dtype)
+    rounded = np.rint(sums.astype(np.float32) * multiplier.astype(np.float32)).astype(np.float64) + zero_point
+    result: np.ndarray[Any, Any] = np.clip(rounded, limits.min, limits.max).astype(zero_point.dtype)
+    return result
+
+
+class QLinearConv(OpRun):
+    """The sum in float64, where it is exact; `x_scale` and `y_scale` are 1 in what fxquant writes."""
+
+    def _run(self, *inputs: Any, **attributes: Any) -> tuple[np.ndarray[Any, Any]]:
+        x, x_scale, x_zero, w, w_scale, w_zero, y_scale, y_zero, *bias = inputs
+        node = helper.make_node("Conv", ["x", "w", "b"][: 2 + len(bias)], ["y"], **{n: v for n, v in attributes.items() if v is not None})
+        feeds = {"x": x.astype(np.float64) - x_zero, "w": w.astype(np.float64) - w_zero.astype(np.float64).reshape(-1, *[1] * (w.ndim - 1))}
+        if bias:
+            feeds["b"] = bias[0].astype(np.float64)
+        results: Any = ReferenceEvaluator(node).run(None, feeds)
+        return (_requantized(results[0], (x_scale * w_scale / y_scale).reshape(-1, *[1] * (w.ndim - 2)), y_zero),)
+
+
+class QLinearMatMul(OpRun):
+    """The same for a matrix product."""
+
+    def _run(self, a: Any, a_scale: Any, a_zero: Any, b: Any, b_scale: Any, b_zero: Any, y_scale: Any, y_zero: Any) -> Any:
+        sums = (a.astype(np.float64) - a_zero) @ (b.astype(np.float64) - b_zero)
+        return (_requantized(sums, a_scale * b_scale / y_scale, y_zero),)
+
+
+class Gather(OpRun):
+    """Before onnx 1.23 it fails where the indices are not contiguous."""
+
+    def _run(self, x: Any, indices: Any, axis: int | None = None) -> Any:
+        return (np.take(x, indices, axis=axis or 0),)
+
+
+class MaxPool(op_max_pool.MaxPool):
+    """Where strides and dilations are all 1, it forgets the padding when it computes the output's shape."""
+
+    def _run(self, x: Any, **given: Any) -> Any:  # type: ignore[override]
+        kernel = given["kernel_shape"]
+        rank = len(kernel)
+        if given.get("ceil_mode") or (given.get("auto_pad") or "NOTSET") != "NOTSET" or len(self.onnx_node.output) > 1:
+            return super()._run(x, **given)  # type: ignore[no-untyped-call]
+        pads = given.get("pads") or [0] * (2 * rank)
+        strides, dilations = (given.get(name) or [1] * rank for name in ("strides", "dilations"))
+        margin = [(0, 0), (0, 0), *zip(pads[:rank], pads[rank:], strict=True)]
+        padded = np.pad(x, margin, constant_values=-np.inf)
+        reach = tuple(dilation * (size - 1) + 1 for size, dilation in zip(kernel, dilations, strict=True))
+        windows = np.lib.stride_tricks.sliding_window_view(padded, reach, axis=tuple(range(2, 2 + rank)))
+        steps = (slice(None), slice(None), *(slice(None, None, step) for step in (*strides, *dilations)))
+        return (windows[steps].max(axis=tuple(range(-rank, 0))),)
+
+
+CORRECTED = (QLinearConv, QLinearMatMul, Gather, MaxPool)
+
+
+class Evaluator(ReferenceEvaluator):
+    """ONNX's own evaluator with these operators, inside of functions as well, which it evaluates by further ones of its class."""
+
+    def __init__(self, proto: Any, **settings: Any) -> None:
+        super().__init__(proto, **settings, new_ops=list(CORRECTED))
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+class OnnxModel:
+    """An exported file, read; raises ExportError if it is no ONNX file written by fxquant.
+
+    `tensors` describes its values, `metadata` everything it says about itself: see `fxquant.backends.metadata`;
+    `in_float` says why operators are outside of the integer part, by name.
+    Tensors that stand in a file beside it are read when they are needed.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.model = read_model(self.path)
+        self.metadata = read_metadata(self.model, self.path)
+        self.style: str = self.metadata.get("style", "exact")
+        self.io: str = self.metadata.get("io", "float")
+        self.target: str = self.metadata.get("target", "")
+        self.in_float: dict[str, str] = self.metadata.get("float", {})
+        self.tensors: dict[str, dict[str, Any]] = self.metadata["tensors"]
+        self.input_names = [info.name for info in self.model.graph.input]
+        self.output_names = [info.name for info in self.model.graph.output]
+
+    def names(self, kinds: Sequence[str]) -> list[str]:
+        """The described values of these kinds, in the order they are computed."""
+        return [name for name, entry in self.tensors.items() if entry["kind"] in kinds]
+
+    def runner(self, runtime: str, expose: Sequence[str], feed: Sequence[str] = ()) -> Runner:
+        """A way to run the model: `expose` names values returned besides the outputs, `feed` values given as inputs."""
+        model = _with_values(self.model, expose, feed)
+        _, level, threads = next(row for row in RUNTIMES if row[0] == runtime)
+        return Runner(model, level, threads, self.path.parent, self.metadata.get("session_options", {}), str(self.path))
+
+    def runners(self, expose: Sequence[str], feed: Sequence[str] = ()) -> Iterator[tuple[str, Runner]]:
+        """One runner per runtime."""
+        for name in RUNTIME_NAMES:
+            yield name, self.runner(name, expose, feed)
+
+
+class Runner:
+    """One runtime holding one model; `folder` is where its external data stands, `settings` are options of onnxruntime.
+
+    Raises ExportError, which says `name`, if the model cannot be loaded or run.
+    """
+
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        level: Any,
+        threads: int,
+        folder: Path | None = None,
+        settings: Mapping[str, str] | None = None,
+        name: str = "the model",
+    ) -> None:
+        self.outputs = [info.name for info in model.graph.output]
+        self.inputs = [info.name for info in model.graph.input]
+        self.name, self.runtime = name, "ONNX's reference evaluator" if level is None else "onnxruntime"
+        try:
+            self._open(model, level, threads, folder, settings)
+        except Exception as error:  # the runtimes' own errors have no class in common
+            raise self._failed(error) from error
+
+    def _open(self, model: onnx.ModelProto, level: Any, threads: int, folder: Path | None, settings: Mapping[str, str] | None) -> None:
+        if level is None:
+            if folder is not None:
+                load_external_data_for_model(model, str(folder))
+            evaluator = Evaluator(model)
+            self._run: Callable[[dict[str, Any]], Any] = lambda feeds: evaluator.run(None, feeds)
+            return
+        options = onnxruntime.SessionOptions()
+        options.graph_optimization_level = level
+        options.intra_op_num_threads = threads
+        options.log_severity_level = 3
+        for name, value in (settings or {}).items():
+            options.add_session_config_entry(name, value)
+        if folder is not None:
+            options.add_session_config_entry(DATA_FOLDER, str(folder))
+        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        self._run = lambda feeds: session.run(None, feeds)
+
+    def __call__(self, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The outputs and exposed values, by name."""
+        arrays = {name: feeds[name].detach().cpu().numpy() for name in self.inputs}
+        try:
+            results = self._run(arrays)
+        except Exception as error:
+            raise self._failed(error) from error
+        return {
+            name: torch.from_numpy(np.ascontiguousarray(value).reshape(np.shape(value)))
+            for name, value in zip(self.outputs, results, strict=True)
+        }
+
+    def _failed(self, error: Exception) -> ExportError:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return ExportError(
+            f"{self.name} cannot be run",
+            because=f"{self.runtime} says: {reason}",
+            remedy="export it again with fxq.export_onnx, and keep a .data file beside it where there is one",
+        )
+
+
+def _with_values(model: onnx.ModelProto, expose: Sequence[str], feed: Sequence[str]) -> onnx.ModelProto:
+    """A copy whose outputs include `expose` and whose inputs include `feed`, with what computed those cut off."""
+    copied = onnx.ModelProto()
+    copied.CopyFrom(model)
+    graph = copied.graph
+    known = {info.name: info for info in (*graph.value_info, *graph.output, *graph.input)}
+    cut = set(feed)
+    kept = [node for node in graph.node if not (cut & set(node.output))]
+    del graph.node[:]
+    graph.node.extend(kept)
+    present = {info.name for info in graph.output}
+    graph.output.extend(known[name] for name in expose if name not in present and name not in cut)
+    graph.input.extend(known[name] for name in feed)
+    if cut:
+        _prune(graph)
+    return copied
+
+
+def _prune(graph: onnx.GraphProto) -> None:
+    """Drop the nodes and inputs that no output needs; float nodes before the cut are not run in vain."""
+    needed = {info.name for info in graph.output}
+    kept = []
+    for node in reversed(graph.node):
+        if needed & set(node.output):
+            needed.update(node.input)
+            kept.append(node)
+    del graph.node[:]
+    graph.node.extend(reversed(kept))
+    inputs = [info for info in graph.input if info.name in needed]
+    del graph.input[:]
+    graph.input.extend(inputs)

@@ -1,0 +1,296 @@
+"""An integer graph as ONNX, style "exact": standard operators, every value a whole number, equal bits everywhere.
+
+Requantization, table look-up and the splitting of wide sums are each one node that calls a model-local
+function. Every node of the integer graph is a value of the same name in the ONNX graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx
+from onnx import helper
+from torch import Tensor, fx
+
+from fxquant.backends.onnx.emitter import DOMAIN, Emitter, value_info
+from fxquant.backends.onnx.float_export import FloatRegions
+from fxquant.backends.onnx.metadata import write_metadata
+from fxquant.errors import ConfigurationError, ExportError
+from fxquant.facts import BatchDim, Size, TensorFact
+from fxquant.graph import annotation, fact, qparams, resolve
+from fxquant.primitives import PRIMITIVES, Primitive
+from fxquant.primitives.boundary import dequantize, quantize
+from fxquant.version import __version__
+
+IR_VERSION_OF_FUNCTIONS = 8  # the first in which a model can have functions of its own
+
+
+class Writer:
+    """Walks an integer graph once. Other styles write primitives in their own way."""
+
+    style = "exact"
+
+    def __init__(self, integer: fx.GraphModule, io: str, opset: int) -> None:
+        self.integer, self.io, self.opset = integer, io, opset
+        self.emitter = Emitter({}, opset, taken={node.name for node in integer.graph.nodes})
+        self.inputs: list[onnx.ValueInfoProto] = []
+        self.values: dict[fx.Node, Any] = {}  # names of values, or constant tensors
+        self.tensors: dict[str, dict[str, Any]] = {}
+        self.infos: list[onnx.ValueInfoProto] = []
+        self.sources: dict[str, str] = {}  # the quantized tensor that an input becomes, or an output was
+
+    def write(self, input_names: Sequence[str] | None, output_names: Sequence[str] | None) -> onnx.ModelProto:
+        placeholders = [node.name for node in self.integer.graph.nodes if node.op == "placeholder"]
+        names = dict(zip(placeholders, _given(input_names, len(placeholders), "input") or placeholders, strict=True))
+        regions = FloatRegions(self.integer, self.opset)
+        for node in self.integer.graph.nodes:
+            self.emitter.scope, self.emitter.count = node.name, 0
+            if node.op == "placeholder":
+                self._placeholder(node, names[node.name])
+            elif node.op == "get_attr":
+                self.values[node] = resolve(self.integer, str(node.target))
+            elif node.op == "call_function" and node.target in PRIMITIVES:
+                self._primitive(node)
+            elif node.op != "output":
+                regions.emit(node, self.emitter, self.values)
+        self._check_input_names()
+        outputs = self._outputs(output_names)
+        graph = helper.make_graph(
+            self.emitter.nodes,
+            "fxquant",
+            self.inputs,
+            outputs,
+            self.emitter.initializers,
+            value_info=[info for info in self.infos if info.name not in {o.name for o in outputs}],
+        )
+        functions = [*self.emitter.functions.values(), *regions.functions]
+        own = [helper.make_opsetid(DOMAIN, 1)] if self.emitter.functions else []
+        standard = helper.make_opsetid("", self.opset)
+        oldest: int = helper.find_min_ir_version_for([standard])
+        model = helper.make_model(
+            graph,
+            opset_imports=[standard, *own, *regions.opsets],
+            functions=functions,
+            producer_name="fxquant",
+            producer_version=__version__,
+            ir_version=max(oldest, IR_VERSION_OF_FUNCTIONS) if functions else oldest,
+        )
+        write_metadata(model, self.metadata(outputs))
+        return model
+
+    def metadata(self, outputs: list[onnx.ValueInfoProto]) -> dict[str, Any]:
+        """What the file says about itself."""
+        return {
+            "version": __version__,
+            "style": self.style,
+            "io": self.io,
+            "target": self.integer.meta["target"].name,
+            "inputs": [_interface(info, self.sources) for info in self.inputs],
+            "outputs": [_interface(info, self.sources) for info in outputs],
+            "tensors": self.tensors,
+            "float": _in_float(self.integer),
+            "session_options": {},
+        }
+
+    def _placeholder(self, node: fx.Node, name: str) -> None:
+        if self.io == "integer":
+            others = [user.name for user in node.users if user.target is not quantize]
+            if others:
+                raise ExportError(
+                    f"io='integer' cannot be used: the input {node.name!r} is also read as a real number",
+                    node=node,
+                    because=f"{', '.join('%' + other for other in others)} stays in float",
+                    remedy="export with io='float'",
+                )
+            if len(node.users) > 1:
+                raise ExportError(
+                    f"io='integer' cannot be used: the input {node.name!r} is quantized on {len(node.users)} scales",
+                    node=node,
+                    because=f"{', '.join('%' + user.name for user in node.users)} are read by operators that limit it to different ranges",
+                    remedy="export with io='float', or limit the input once, before anything else reads it",
+                )
+        self.values[node] = name
+        if self.io == "float":
+            self._declare_input(name, fact(node))
+
+    def _declare_input(self, name: str, known: Any) -> None:
+        if not isinstance(known, TensorFact):
+            raise ExportError(
+                f"the input {name!r} is no tensor", because="an ONNX input is a tensor of known type", remedy="trace with tensors as inputs"
+            )
+        self.inputs.append(value_info(name, known.dtype, known.shape))
+        self.emitter.types[name] = known.dtype
+
+    def _primitive(self, node: fx.Node) -> None:
+        record = PRIMITIVES[node.target]  # type: ignore[index]
+        if self.io == "integer" and self._stays_integer(node, record.kind):
+            return
+        result = self.emit(node, record)
+        if result is None:
+            return
+        name = self._named(result, node.name)
+        self.values[node] = name
+        self._describe(node, name, record.kind)
+        self.infos.append(value_info(name, self.emitter.types[name], fact(node).shape))
+        operand: Any = node.args[0]
+        if node.target is quantize and operand.op == "placeholder":
+            self.sources[self.values[operand]] = name
+        if node.target is dequantize:
+            self.sources[name] = operand.name
+
+    def emit(self, node: fx.Node, record: Primitive) -> str | None:
+        """Append what computes a primitive; returns the value's name, or None where a later node computes it too."""
+        return record.onnx(self.emitter, *fx.node.map_aggregate(node.args, self.operand))
+
+    def operand(self, value: Any) -> Any:
+        """An argument of a primitive as its ONNX form takes it."""
+        return self.values[value] if isinstance(value, fx.Node) else value
+
+    def _stays_integer(self, node: fx.Node, kind: str) -> bool:
+        """Where the file takes and returns integers, its first and last nodes are left out."""
+        operand: Any = node.args[0]
+        if node.target is quantize and operand.op == "placeholder":
+            name = self.values[node] = self.values[operand]
+            self._declare_input(name, fact(node))
+            self._describe(node, name, kind)
+            self.sources[name] = name
+            return True
+        if node.target is dequantize and all(user.op == "output" for user in node.users):
+            name = self.values[node] = self.returned_integers(operand)
+            self.sources[name] = name
+            return True
+        return False
+
+    def returned_integers(self, node: fx.Node) -> str:
+        """The value of a quantized tensor, as the file returns it if it returns integers; it is described under this name."""
+        return str(self.values[node])
+
+    def _named(self, result: str, name: str) -> str:
+        """The value under its graph name."""
+        last = self.emitter.nodes[-1] if self.emitter.nodes else None
+        if last is None or last.output[0] != result:
+            result = self.emitter.node("Identity", result)
+            last = self.emitter.nodes[-1]
+        last.output[0] = last.name = name
+        self.emitter.types[name] = self.emitter.types.pop(result)
+        return name
+
+    def _describe(self, node: fx.Node, name: str, kind: str) -> None:
+        entry: dict[str, Any] = {"kind": kind}
+        known = qparams(node)
+        if known is not None:
+            entry.update(scale=known.scale, dtype=known.dtype)
+            if known.axis is not None:
+                entry.update(axis=known.axis)
+        if kind == "quantized":
+            entry.update(storage=str(self.emitter.types[name]).removeprefix("torch."), zero_point=self.zero_point(name))
+        self.tensors[name] = entry
+
+    def zero_point(self, name: str) -> int:
+        """What stands for 0 in a quantized value."""
+        return 0
+
+    def _check_input_names(self) -> None:
+        inner = {name for node in self.emitter.nodes for name in node.output} | {tensor.name for tensor in self.emitter.initializers}
+        for info in self.inputs:
+            if info.name in inner:
+                raise _taken(info.name, "input")
+
+    def _outputs(self, output_names: Sequence[str] | None) -> list[onnx.ValueInfoProto]:
+        returned = _returned(self.integer)
+        given = _given(output_names, len(returned), "output")
+        known = {node: self._value(node) for node in dict.fromkeys(returned)}
+        values = [known[node][0] for node in returned]
+        inner = {name for node in self.emitter.nodes for name in node.output}
+        outputs, taken = [], {info.name for info in self.inputs}
+        for (value, shape), name in zip((known[node] for node in returned), given or values, strict=True):
+            if given is not None and (name in taken or (name in inner and name != value)):
+                raise _taken(name, "output")
+            while name in taken or (name in inner and name != value):
+                name += "_output"
+            taken.add(name)
+            if name != value:
+                self.emitter.nodes.append(helper.make_node("Identity", [value], [name], name=name))
+                if value in self.sources:
+                    self.sources[name] = self.sources[value]
+            outputs.append(value_info(name, self.emitter.types[value], shape))
+        return outputs
+
+    def _value(self, node: fx.Node) -> tuple[str, Sequence[Size]]:
+        """The name and the shape of a value that is returned; a constant becomes one."""
+        found, known = self.values.get(node), fact(node)
+        if isinstance(found, Tensor):
+            return self._named(self.emitter.node("Identity", self.emitter.constant(found)), node.name), tuple(found.shape)
+        if not isinstance(found, str) or not isinstance(known, TensorFact):
+            raise ExportError(
+                "what the model returns cannot be written",
+                node=node,
+                because=f"it is {_kind(known)}, and an ONNX file returns tensors",
+                remedy="return tensors alone, or cut this from what the model returns",
+            )
+        return found, known.shape
+
+
+def _kind(value: Any) -> str:
+    """What is known of a value, in words."""
+    return f"a number of type {type(value).__name__}" if isinstance(value, int | float | BatchDim) else f"a {type(value).__name__}"
+
+
+def _returned(integer: fx.GraphModule) -> list[fx.Node]:
+    """The nodes whose values the model returns, in order. Raises ExportError for numbers, which a file cannot return."""
+    result = next(node for node in reversed(integer.graph.nodes) if node.op == "output")
+    returned: list[fx.Node] = []
+
+    def take(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            returned.append(value)
+        elif value is not None:
+            raise ExportError(
+                f"the model returns {value!r}, which cannot be written",
+                because="an ONNX file returns tensors",
+                remedy="return torch.tensor(…) of it, or tensors alone",
+            )
+        return value
+
+    fx.node.map_aggregate(result.args[0], take)
+    return returned
+
+
+def _in_float(integer: fx.GraphModule) -> dict[str, str]:
+    """Why the operators outside of the integer part are there, by name."""
+    specs = {node.name: annotation(node) for node in integer.graph.nodes if node.target not in PRIMITIVES}
+    return {name: spec.because for name, spec in specs.items() if spec is not None and spec.dtype is None}
+
+
+def _interface(info: onnx.ValueInfoProto, sources: dict[str, str]) -> dict[str, Any]:
+    """An input or output for the metadata."""
+    kind = info.type.tensor_type
+    shape = [size.dim_param or size.dim_value for size in kind.shape.dim]
+    entry = {"name": info.name, "dtype": onnx.TensorProto.DataType.Name(kind.elem_type).lower(), "shape": shape}
+    return {**entry, "tensor": sources[info.name]} if info.name in sources else entry
+
+
+def _given(names: Sequence[str] | None, count: int, what: str) -> list[str] | None:
+    """The names asked for the inputs or the outputs; None where none are. Raises ConfigurationError for any that cannot be had."""
+    if names is None:
+        return None
+    remedy = f"pass one name per {what}"
+    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise ConfigurationError(f"{what}_names={names!r} is no list of names", because="each name is a string", remedy=remedy)
+    if len(names) != count:
+        raise ConfigurationError(f"{what}_names has {len(names)} names", because=f"the model has {count} {what}s", remedy=remedy)
+    if "" in names:
+        raise ConfigurationError(f"{what}_names has an empty name", because="ONNX takes it for no value at all", remedy=remedy)
+    again = next((name for index, name in enumerate(names) if name in names[:index]), None)
+    if again is not None:
+        raise ConfigurationError(f"{what}_names has {again!r} more than once", because="each value has a name of its own", remedy=remedy)
+    return list(names)
+
+
+def _taken(name: str, what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"the name {name!r} in {what}_names is taken",
+        because="another value of the file has it: those of the graph keep the names that fxq.text(integer) shows",
+        remedy=f"pass another name for this {what}",
+    )

@@ -1,0 +1,154 @@
+"""A model held against what a target allows: every limit that is broken, where, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from rich.markup import escape
+from rich.table import Table
+from torch import fx
+
+from fxquant.analysis.explain import left_in_float
+from fxquant.analysis.measures import MEASURES, Site
+from fxquant.graph import annotation, module_path, resolve, source
+from fxquant.ops import operator_of
+from fxquant.quantization.prepared import QuantizedOperator
+from fxquant.stage import is_integer
+from fxquant.target import Limit, Target
+
+BOUNDARY = ("quantize", "dequantize")
+FLOAT_REMEDY = "replace it, or run it on the host: fxq.explain says where the integer part ends"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One limit that one operator breaks.
+
+    layer     the path of the user's module, or the node's name where it belongs to the model itself
+    node      the name of the graph's node
+    operator  the operator's name
+    limit     what the value is and what the target allows; or why the operator stays in float
+    source    the user's line
+    remedy    what the user can do
+    kind      "limit", or "float" for an operator that has no integer form on this target
+    """
+
+    layer: str
+    node: str
+    operator: str
+    limit: str
+    source: str
+    remedy: str
+    kind: str = "limit"
+
+    def __str__(self) -> str:
+        rows = [f"{self.layer} ({self.operator}): {self.limit}"]
+        rows.extend(f"  {label:<8} {value}" for label, value in (("at", self.source), ("remedy", self.remedy)) if value)
+        return "\n".join(rows)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What `fxq.check` returns: true if nothing is broken; iterates over the findings, in the order of the graph."""
+
+    target: str
+    items: tuple[Finding, ...] = field(default=())
+
+    def __bool__(self) -> bool:
+        return not self.items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(self.items)
+
+    @property
+    def summary(self) -> str:
+        """One line: how many limits are broken, and how many operators stay in float."""
+        if not self.items:
+            return f"within every limit of {self.target} that is known"
+        floats = sum(finding.kind == "float" for finding in self.items)
+        broken = len(self.items) - floats
+        parts = [f"{broken} limit{'' if broken == 1 else 's'} of {self.target} {'is' if broken == 1 else 'are'} broken"] if broken else []
+        if floats:
+            parts.append(f"{floats} operator{'' if floats == 1 else 's'} would stay in float on {self.target}")
+        return ", ".join(parts)
+
+    def __rich__(self) -> Table | str:
+        if not self.items:
+            return self.summary
+        table = Table(title=self.summary, title_justify="left", show_lines=True)
+        for name in ("layer", "operator", "limit", "at", "remedy"):
+            table.add_column(name, overflow="fold")
+        for finding in self.items:
+            table.add_row(*map(escape, (finding.layer, finding.operator, finding.limit, finding.source, finding.remedy)))
+        return table
+
+    def __str__(self) -> str:
+        """The summary, then every finding as plain text: layer, operator and limit; the source line; the remedy."""
+        return "\n".join([self.summary, *map(str, self.items)])
+
+
+def findings(gm: fx.GraphModule, target: Target) -> Findings:
+    """Everything in an annotated or prepared graph that the target does not allow, and what stays in float; linear in its nodes."""
+    found = [*broken_limits(gm, target)]
+    found.extend(_in_float(node, because, target) for node, because in left_in_float(gm))
+    order = {node.name: index for index, node in enumerate(gm.graph.nodes)}
+    return Findings(target.name, tuple(sorted(found, key=lambda finding: order[finding.node])))
+
+
+def broken_limits(gm: fx.GraphModule, target: Target) -> Iterator[Finding]:
+    """The limits that integer operators of an annotated or prepared graph break."""
+    general = [limit for limit in target.limits if not limit.operators]
+    special: dict[str, list[Limit]] = {}
+    for limit in target.limits:
+        for name in limit.operators:
+            special.setdefault(name, []).append(limit)
+    if not target.limits:
+        return
+    for node in gm.graph.nodes:
+        site = _site(gm, node)
+        if site is None or site.operator.name in BOUNDARY:
+            continue
+        mine = special.get(site.operator.name, [])
+        absent = [limit for limit in mine if limit.measure is None]
+        for limit in absent or (*general, *mine):
+            text = _broken(site, limit, target)
+            if text is not None:
+                yield Finding(_layer(node), node.name, site.operator.name, text, source(node), limit.remedy)
+
+
+def _site(gm: fx.GraphModule, node: fx.Node) -> Site | None:
+    """The integer operator at a node, before or after it became a module; None if there is none."""
+    if not is_integer(node):
+        return None
+    operator = operator_of(node)
+    if operator is None and node.op == "call_module" and isinstance(module := resolve(gm, str(node.target)), QuantizedOperator):
+        operator = module.operator
+    return None if operator is None else Site(node, operator, operator.arguments(node))
+
+
+def _broken(site: Site, limit: Limit, target: Target) -> str | None:
+    if limit.measure is None:
+        return f"{target.name} has no {site.operator.name}"
+    offending = limit.broken_by(MEASURES[limit.measure](site))
+    if not offending:
+        return None
+    return f"its {limit.measure} is {' and '.join(map(str, offending))}; {target.name} allows {limit}"
+
+
+def _in_float(node: fx.Node, because: str, target: Target) -> Finding:
+    operator, spec = operator_of(node), annotation(node)
+    written = (
+        operator.name if operator is not None else node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    )
+    remedy = FLOAT_REMEDY
+    if operator is not None and spec is not None and spec.config is None:
+        remedy = "give it a QConfig"
+    return Finding(_layer(node), node.name, written, f"it stays in float: {because}", source(node), remedy, "float")
+
+
+def _layer(node: fx.Node) -> str:
+    return module_path(node) or node.name

@@ -1,0 +1,274 @@
+"""What a saved model or an exported ONNX file holds, for the command line: a description, and the difference of two."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+import fxquant as fxq
+from fxquant.analysis.explain import left_in_float
+from fxquant.backends.onnx import reading
+from fxquant.backends.onnx.runtime import OnnxModel
+from fxquant.errors import ConfigurationError
+from fxquant.facts import DTYPE_NAMES, TensorFact
+from fxquant.graph import annotation, fact, qparams, resolve, source
+from fxquant.primitives import PRIMITIVES
+from fxquant.quantization.observers import Observer
+from fxquant.quantization.prepared import QuantizedOperator
+from fxquant.quantization.quantizer import Quantizer
+
+
+@dataclass(frozen=True)
+class Row:
+    """A quantized tensor.
+
+    scale    one number; one for each channel of a 32-bit output; none where `unknown` says why
+    """
+
+    name: str
+    operator: str
+    dtype: str
+    scale: tuple[float, ...]
+    shape: str
+    unknown: str = ""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a file holds.
+
+    kind      "saved model" or "ONNX file"
+    stage     "traced", …, "prepared", "integer"; "exported" for an ONNX file
+    inputs    the inputs and outputs, one line each
+    nodes     how many nodes there are, by operator
+    rows      the quantized tensors, in the order they are computed
+    floats    what is left in float, and why
+    tensors   weights, tables and constants by name; neither scales nor statistics
+    text      the graph as text
+    """
+
+    path: Path
+    kind: str
+    stage: str
+    target: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    nodes: Mapping[str, int]
+    rows: tuple[Row, ...]
+    floats: tuple[str, ...]
+    tensors: Mapping[str, Tensor]
+    text: str
+
+    @property
+    def scales(self) -> dict[str, tuple[float, ...]]:
+        """The scale of every quantized tensor, by name."""
+        return {row.name: row.scale for row in self.rows}
+
+
+def read(path: str | os.PathLike[str]) -> Contents:
+    """What a file holds: an ONNX file if its name ends so, else a saved model. Raises ExportError if it is neither."""
+    return _of_onnx(OnnxModel(path)) if Path(path).suffix.lower() == ".onnx" else _of_model(Path(path), fxq.load(path))
+
+
+def _of_onnx(opened: OnnxModel) -> Contents:
+    operators = reading.operators(opened)
+    known = [
+        Row(name, operators.get(name, "input"), entry["dtype"], _numbers(entry["scale"]), reading.shape(opened, name))
+        for name, entry in opened.tensors.items()
+        if "scale" in entry  # what is quantized on the way to a result has none of its own
+    ]
+    return Contents(
+        opened.path,
+        "ONNX file",
+        "exported",
+        opened.target,
+        tuple(f"{name} {reading.shape(opened, name)}" for name in opened.input_names),
+        tuple(f"{name} {reading.shape(opened, name)}" for name in opened.output_names),
+        Counter(operators.values()),
+        tuple(known),
+        tuple(f"%{name}: {because}" for name, because in opened.in_float.items()),
+        reading.constants(opened),
+        reading.text(opened),
+    )
+
+
+def _of_model(path: Path, model: fx.GraphModule) -> Contents:
+    target = model.meta.get("target")
+    output = next(node for node in reversed(model.graph.nodes) if node.op == "output")
+    returned: list[fx.Node] = []
+    fx.map_arg(output.args, returned.append)
+    operators = {node: _operator(model, node) for node in model.graph.nodes if node.op not in ("placeholder", "get_attr", "output")}
+    return Contents(
+        path,
+        "saved model",
+        str(model.meta.get("stage", "traced")).lower(),
+        "" if target is None else target.name,
+        tuple(f"{node.target} {_shape(node)}" for node in model.graph.nodes if node.op == "placeholder"),
+        tuple(f"{node.name} {_shape(node)}" for node in returned),
+        Counter(operators.values()),
+        tuple(row for node in operators if (row := _row(model, node, operators[node])) is not None),
+        tuple(f"%{node.name}: {because}" + (f"   [{source(node)}]" if source(node) else "") for node, because in left_in_float(model)),
+        _tensors(model),
+        fxq.text(model),
+    )
+
+
+def _operator(model: fx.GraphModule, node: fx.Node) -> str:
+    if node.op == "call_module":
+        module = resolve(model, str(node.target))
+        return module.operator.name if isinstance(module, QuantizedOperator) else type(module).__name__
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def _row(model: fx.GraphModule, node: fx.Node, operator: str) -> Row | None:
+    if node.op == "call_function" and node.target in PRIMITIVES:
+        known = qparams(node)
+        return None if known is None else Row(node.name, operator, known.dtype, _numbers(known.scale), _shape(node))
+    spec = annotation(node)
+    if node.op != "call_module" or spec is None or spec.dtype is None:
+        return None
+    module = resolve(model, str(node.target))
+    if not isinstance(module, QuantizedOperator):
+        return None
+    value = float(module.output.scale)
+    scale = (value,) if math.isfinite(value) else ()
+    return Row(node.name, operator, spec.dtype, scale, _shape(node), "its sum's" if module.output.follows_sum else "not calibrated")
+
+
+def _numbers(scale: float | Sequence[float]) -> tuple[float, ...]:
+    return (float(scale),) if isinstance(scale, int | float) else tuple(map(float, scale))
+
+
+def _shape(node: fx.Node) -> str:
+    value = fact(node)
+    return str(value) if isinstance(value, TensorFact) else ""
+
+
+def _tensors(model: fx.GraphModule) -> dict[str, Tensor]:
+    owners = [path for path, module in model.named_modules() if isinstance(module, Quantizer | Observer)]
+    found = dict(model.named_parameters()) | dict(model.named_buffers())
+    return {name: tensor.detach() for name, tensor in found.items() if name.rpartition(".")[0] not in owners}
+
+
+# ---- the description --------------------------------------------------------------------------------------------------
+
+
+def describe(contents: Contents) -> str:
+    """The file in a few lines, then a table of its quantized tensors, then what is left in float."""
+    where = f" for {contents.target}" if contents.target else ""
+    lines = [f"{contents.path}: {contents.kind}, {contents.stage}{where}, {contents.path.stat().st_size:,} bytes"]
+    sizes: Counter[str] = Counter()
+    for tensor in contents.tensors.values():
+        sizes[DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))] += tensor.numel() * tensor.element_size()
+    operators = Counter(contents.nodes).most_common()
+    dtypes = Counter(row.dtype for row in contents.rows)
+    facts = [
+        ("inputs", ", ".join(contents.inputs)),
+        ("outputs", ", ".join(contents.outputs)),
+        ("nodes", f"{sum(contents.nodes.values())}: " + ", ".join(f"{count} {name}" for name, count in operators)),
+        ("dtypes", ", ".join(f"{count} {name}" for name, count in dtypes.most_common())),
+        ("scales", _range(contents.rows)),
+        (
+            "tensors",
+            f"{len(contents.tensors)} of {sum(sizes.values()):,} bytes: " + ", ".join(f"{n:,} {d}" for d, n in sizes.most_common()),
+        ),
+        (
+            "in float",
+            ""
+            if contents.stage == "traced"
+            else f"{len(contents.floats)} operator{'' if len(contents.floats) == 1 else 's'}"
+            if contents.floats
+            else "none",
+        ),
+    ]
+    lines.extend(f"  {label:<9} {value}" for label, value in facts if value)
+    lines.extend(f"            {text}" for text in contents.floats)
+    if contents.rows:
+        cells = [("tensor", "operator", "dtype", "scale", "shape")]
+        cells += [(f"%{row.name}", row.operator, row.dtype, _scale(row.scale) or row.unknown, row.shape) for row in contents.rows]
+        lines += ["", *_aligned(cells)]
+    return "\n".join(lines)
+
+
+def _range(rows: Sequence[Row]) -> str:
+    known = [(scale, row.name) for row in rows for scale in row.scale]
+    unknown = [f"{count} {reason}" for reason, count in Counter(row.unknown for row in rows if not row.scale).items()]
+    ends = [f"{scale:.9g} (%{name})" for scale, name in (min(known), max(known))] if known else []
+    return ", ".join([*([" to ".join(ends)] if ends else []), *unknown])
+
+
+def _scale(values: Sequence[float]) -> str:
+    """One scale, or the range of several; empty if there is none."""
+    return " to ".join(f"{value:.9g}" for value in dict.fromkeys((min(values), max(values)))) if values else ""
+
+
+def _aligned(cells: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    for row in cells:
+        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+# ---- the difference ---------------------------------------------------------------------------------------------------
+
+
+def difference(a: Contents, b: Contents) -> str:
+    """Where two files of one kind differ: their graphs as text, scales, tensors. Empty if they hold the same.
+
+    Raises ConfigurationError for files of different kinds.
+    """
+    if a.kind != b.kind:
+        raise ConfigurationError(
+            f"{a.path} and {b.path} cannot be compared as text",
+            because=f"one is a {a.kind}, the other a {b.kind}",
+            remedy="compare what they compute: fxquant verify",
+        )
+    lines = [
+        f"{name}: {x or 'none'} | {y or 'none'}" for name, x, y in (("stage", a.stage, b.stage), ("target", a.target, b.target)) if x != y
+    ]
+    lines.extend(difflib.unified_diff(a.text.splitlines(), b.text.splitlines(), str(a.path), str(b.path), lineterm="", n=1))
+    lines.extend(_different("scale", a.scales, b.scales, (str(a.path), str(b.path)), _scale_difference))
+    lines.extend(_different("tensor", a.tensors, b.tensors, (str(a.path), str(b.path)), _tensor_difference))
+    return "\n".join(lines)
+
+
+def _different(what: str, a: Mapping[str, Any], b: Mapping[str, Any], paths: tuple[str, str], between: Any) -> Iterable[str]:
+    rows = [f"  {name}: {text}" for name in a if name in b and (text := between(a[name], b[name]))]
+    shared = sum(name in b for name in a)
+    if rows:
+        yield f"{len(rows)} of {shared} {what}s differ"
+        yield from rows
+    for path, mine, others in ((paths[0], a, b), (paths[1], b, a)):
+        alone = [name for name in mine if name not in others]
+        if alone:
+            yield f"{what}s only in {path}: {', '.join(alone)}"
+
+
+def _scale_difference(a: Sequence[float], b: Sequence[float]) -> str:
+    if a == b:
+        return ""
+    count = sum(x != y for x, y in zip(a, b, strict=False)) if len(a) == len(b) > 1 else 0
+    return f"{_scale(a) or 'unknown'} | {_scale(b) or 'unknown'}" + (f", in {count} of {len(a)} channels" if count else "")
+
+
+def _tensor_difference(a: Tensor, b: Tensor) -> str:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"{_form(a)} | {_form(b)}"
+    same = (a == b) | (torch.isnan(a) & torch.isnan(b)) if a.is_floating_point() else a == b
+    count = int((~same).sum())
+    if not count:
+        return ""
+    largest = float((a.double() - b.double())[~same].abs().max())
+    return f"{count} of {a.numel()} elements differ, by up to {largest:g}"
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))}{list(tensor.shape)}"

@@ -1,0 +1,405 @@
+"""What can be measured of an operator where it stands in a graph: the quantities that a target's limits are about.
+
+A measure is a function of a `Site` that returns values, each of which a limit holds for. It returns none where it
+has nothing to say: about another operator, or about a size that depends on the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from torch import fx
+
+from fxquant.facts import Size, TensorFact
+from fxquant.graph import annotation, fact, is_parameter
+from fxquant.numerics import ACTIVATION_TYPES
+from fxquant.ops.boundary import DEQUANTIZE
+from fxquant.ops.record import Operator, operand_nodes
+from fxquant.ops.weighted import shape_of, sizes
+
+
+@dataclass(frozen=True)
+class Site:
+    """An operator of a graph: its node, its record, and its canonical arguments by name."""
+
+    node: fx.Node
+    operator: Operator
+    arguments: dict[str, Any]
+
+    def shape(self, name: str = "input") -> tuple[Size, ...]:
+        """The shape of an argument; empty if it is no tensor."""
+        return shape_of(self.arguments.get(name)) or ()
+
+    @property
+    def operands(self) -> list[fx.Node]:
+        """The activations it reads."""
+        return operand_nodes(self.operator, self.arguments)
+
+    @property
+    def result(self) -> tuple[Size, ...]:
+        """The shape of its result; empty if it is no tensor."""
+        value = fact(self.node)
+        return value.shape if isinstance(value, TensorFact) else ()
+
+    @property
+    def rank(self) -> int:
+        """How many spatial dimensions it has: 2 for conv2d."""
+        return len(self.shape()) - 2
+
+    def spatial(self, name: str) -> list[int]:
+        """An argument that is one number, or one for each spatial dimension, as a list; empty if it has no such argument."""
+        value = self.arguments.get(name)
+        if name == "stride" and value in (None, [], ()):
+            value = self.arguments.get("kernel_size")
+        return [] if value is None or isinstance(value, str) else sizes(value, self.rank)
+
+
+Measure = Callable[[Site], list[Any]]
+MEASURES: dict[str, Measure] = {}
+
+
+def measure(name: str) -> Callable[[Measure], Measure]:
+    """Make the decorated function the measure of this name; the name is what a user reads: "its <name> is"."""
+
+    def declare(function: Measure) -> Measure:
+        MEASURES[name] = function
+        return function
+
+    return declare
+
+
+def known(values: Any) -> list[int]:
+    """The sizes that do not depend on the batch."""
+    return [value for value in values if isinstance(value, int)]
+
+
+def is_power_of_two(value: Fraction) -> bool:
+    """Whether a positive number is a power of two, or one divided by one."""
+    return all(part & (part - 1) == 0 for part in (value.numerator, value.denominator))
+
+
+# ---- windows ----------------------------------------------------------------------------------------------------------
+
+
+@measure("kernel")
+def _kernel(site: Site) -> list[Any]:
+    if "weight" in site.arguments and site.rank > 0:
+        return list(site.shape("weight")[2:])
+    if "output_size" in site.arguments:  # windows that are all alike, unless it pools everything at once
+        return [] if _pools_everything(site) else [a // b for a, b in zip(known(site.shape()[2:]), known(site.result[2:]), strict=True)]
+    return site.spatial("kernel_size")
+
+
+def _pools_everything(site: Site) -> bool:
+    return all(size == 1 for size in site.result[2:])
+
+
+@measure("kernel in depth and height")
+def _kernel_depth_height(site: Site) -> list[Any]:
+    return _kernel(site)[:-1]
+
+
+@measure("kernel in width")
+def _kernel_width(site: Site) -> list[Any]:
+    return _kernel(site)[-1:]
+
+
+@measure("area of a global average")
+def _global_area(site: Site) -> list[Any]:
+    return [math.prod(known(site.shape()[2:]))] if "output_size" in site.arguments and _pools_everything(site) else []
+
+
+@measure("stride")
+def _stride(site: Site) -> list[Any]:
+    return site.spatial("stride")
+
+
+@measure("number of different strides")
+def _different_strides(site: Site) -> list[Any]:
+    return [len(set(site.spatial("stride")))]
+
+
+@measure("stride where it is dilated")
+def _stride_dilated(site: Site) -> list[Any]:
+    return site.spatial("stride") if any(d > 1 for d in site.spatial("dilation")) else []
+
+
+@measure("stride with a residual added")
+def _stride_residual(site: Site) -> list[Any]:
+    return site.spatial("stride") if site.arguments.get("residual") is not None else []
+
+
+@measure("stride beyond the kernel")
+def _stride_beyond(site: Site) -> list[Any]:
+    return [max(s - k, 0) for s, k in zip(site.spatial("stride"), _kernel(site), strict=True)]
+
+
+@measure("dilation")
+def _dilation(site: Site) -> list[Any]:
+    return site.spatial("dilation")
+
+
+@measure("padding")
+def _padding(site: Site) -> list[Any]:
+    return site.spatial("padding")
+
+
+@measure("padding beyond (kernel - 1) / 2")
+def _padding_beyond_middle(site: Site) -> list[Any]:
+    return [max(p - (k - 1) // 2, 0) for p, k in zip(site.spatial("padding"), _kernel(site), strict=True)]
+
+
+@measure("padding beyond kernel / 2")
+def _padding_beyond(site: Site) -> list[Any]:
+    return [max(p - k // 2, 0) for p, k in zip(site.spatial("padding"), _kernel(site), strict=True)]
+
+
+@measure("padding beyond kernel / stride")
+def _padding_beyond_step(site: Site) -> list[Any]:
+    rows = zip(site.spatial("padding"), _kernel(site), site.spatial("stride"), strict=True)
+    return [max(math.ceil(p - Fraction(k, s)), 0) for p, k, s in rows]
+
+
+@measure("output padding")
+def _output_padding(site: Site) -> list[Any]:
+    return site.spatial("output_padding")
+
+
+@measure("count_include_pad")
+def _count_include_pad(site: Site) -> list[Any]:
+    return [site.arguments.get("count_include_pad", True)] if any(site.spatial("padding")) else []
+
+
+@measure("divisor_override")
+def _divisor_override(site: Site) -> list[Any]:
+    return [site.arguments.get("divisor_override")]
+
+
+@measure("padding mode")
+def _padding_mode(site: Site) -> list[Any]:
+    return [site.arguments["mode"]]
+
+
+# ---- channels and weights -----------------------------------------------------------------------------------------------
+
+
+@measure("channels")
+def _channels(site: Site) -> list[Any]:
+    """Of every activation it reads."""
+    shapes = [fact(operand).shape for operand in site.operands]
+    return known(shape[1] for shape in shapes if len(shape) > 1)
+
+
+@measure("output channels")
+def _output_channels(site: Site) -> list[Any]:
+    return known(site.result[1:2])
+
+
+@measure("output channels inside the model")
+def _inner_channels(site: Site) -> list[Any]:
+    return _output_channels(site) if _inner_readers(site) else []
+
+
+def _inner_readers(site: Site) -> list[fx.Node]:
+    """Who reads the result, besides the output."""
+    return [user for user in site.node.users if user.op != "output" and user.target is not DEQUANTIZE.function]
+
+
+@measure("number of readers inside the model")
+def _readers(site: Site) -> list[Any]:
+    return [len(_inner_readers(site))]
+
+
+@measure("channels of a kernel without groups")
+def _plain_channels(site: Site) -> list[Any]:
+    return [site.shape("weight")[1]] if site.arguments.get("groups") == 1 else []
+
+
+@measure("channels of a kernel with groups")
+def _group_channels(site: Site) -> list[Any]:
+    return [site.shape("weight")[1]] if site.arguments.get("groups", 1) > 1 else []
+
+
+@measure("groups")
+def _groups(site: Site) -> list[Any]:
+    return [site.arguments["groups"]]
+
+
+@measure("weights for one output channel")
+def _weight_size(site: Site) -> list[Any]:
+    weight, groups = site.shape("weight"), site.arguments["groups"]
+    inputs = known(site.shape()[1:2])
+    return [math.prod(known(weight[2:])) * inputs[0] // groups] if inputs else []
+
+
+@measure("features")
+def _features(site: Site) -> list[Any]:
+    return known(site.shape("weight"))
+
+
+@measure("matrix sizes")
+def _matrix(site: Site) -> list[Any]:
+    return [*known(site.shape("input")[-2:]), *known(site.shape("other")[-2:])]
+
+
+# ---- shapes -------------------------------------------------------------------------------------------------------------
+
+
+@measure("rank")
+def _rank(site: Site) -> list[Any]:
+    ranks = {len(fact(operand).shape) for operand in site.operands} | (
+        {len(site.result)} if isinstance(fact(site.node), TensorFact) else set()
+    )
+    return sorted(ranks)
+
+
+@measure("batch")
+def _batch(site: Site) -> list[Any]:
+    return known(site.result[:1])
+
+
+@measure("sizes")
+def _sizes(site: Site) -> list[Any]:
+    """Of every dimension but the batch, of what it reads and of its result."""
+    found = {size for shape in (*(fact(operand).shape for operand in site.operands), site.result) for size in known(shape[1:])}
+    return sorted(found)
+
+
+@measure("bytes")
+def _bytes(site: Site) -> list[Any]:
+    """Of its result; of one item where the batch is not fixed."""
+    return [math.prod(known(site.result)) * bits // 8 for bits in _result_bits(site)]
+
+
+@measure("elements, aligned")
+def _aligned(site: Site) -> list[Any]:
+    """For each item, in the tighter of the two layouts: channels in fours and columns in eights, or channels in thirty-twos."""
+    if len(site.result) != 4:
+        return []
+    channels, rows, columns = (size if isinstance(size, int) else 1 for size in site.result[1:])
+    narrow = _up(channels, 4) * rows * _up(columns, 8)
+    return [min(narrow, _up(channels, 32) * rows * columns)]
+
+
+def _up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+@measure("number of operands")
+def _operand_count(site: Site) -> list[Any]:
+    return [len(site.operands)]
+
+
+@measure("number of constant operands")
+def _constants(site: Site) -> list[Any]:
+    """Tensors; a number is folded into the scale."""
+    values = [site.arguments.get(name) for name in site.operator.operands]
+    return [sum(isinstance(value, fx.Node) and is_parameter(value) for value in values)]
+
+
+@measure("joined dimension")
+def _joined(site: Site) -> list[Any]:
+    return [site.arguments["dim"] % len(site.result)]
+
+
+@measure("reduced dimension")
+def _reduced(site: Site) -> list[Any]:
+    dim, rank = site.arguments["dim"], len(site.shape())
+    chosen = range(rank) if dim in (None, (), []) else dim if isinstance(dim, list | tuple) else [dim]
+    return sorted(int(d) % rank for d in chosen)
+
+
+@measure("number of reduced dimensions")
+def _reduced_count(site: Site) -> list[Any]:
+    return [len(_reduced(site))]
+
+
+@measure("reduced size")
+def _reduced_size(site: Site) -> list[Any]:
+    return known(site.shape()[d] for d in _reduced(site))
+
+
+@measure("broadcasting")
+def _broadcasting(site: Site) -> list[Any]:
+    """How the smaller operand's shape is to the result's: "equal", "NC11", "1111", "other"."""
+    return [_pattern(fact(operand).shape, site.result) for operand in site.operands]
+
+
+def _pattern(shape: tuple[Size, ...], result: tuple[Size, ...]) -> str:
+    if shape == result:
+        return "equal"
+    if len(shape) == len(result) == 4 and shape[2:] == (1, 1) and shape[:2] in (result[:2], (1, 1)):
+        return "NC11" if shape[:2] == result[:2] else "1111"
+    return "other"
+
+
+@measure("dimension that is broadcast")
+def _broadcast_dimensions(site: Site) -> list[Any]:
+    found: set[int] = set()
+    for operand in site.operands:
+        shape = fact(operand).shape
+        missing = len(site.result) - len(shape)
+        found.update(d + missing for d, size in enumerate(shape) if size != site.result[d + missing])
+    return sorted(found)
+
+
+@measure("number of operands that are broadcast")
+def _broadcast_operands(site: Site) -> list[Any]:
+    return [sum(fact(operand).shape != site.result for operand in site.operands)]
+
+
+@measure("place of the batch")
+def _batch_place(site: Site) -> list[Any]:
+    """Where a permutation puts dimension 0."""
+    dims = site.arguments["dims"]
+    return [[int(d) % len(dims) for d in dims].index(0)]
+
+
+@measure("bounds")
+def _bounds(site: Site) -> list[Any]:
+    """Of a clamp that is an operator by itself, or is fused into one."""
+    if site.operator.name == "clamp":
+        return [(site.arguments["min"], site.arguments["max"])]
+    return [] if site.arguments.get("clamp") is None else [tuple(site.arguments["clamp"])]
+
+
+@measure("resize factor")
+def _resize_factor(site: Site) -> list[Any]:
+    return [Fraction(a, b) for a, b in zip(known(site.result[2:]), known(site.shape()[2:]), strict=True)]
+
+
+@measure("resize factor that is no power of two")
+def _odd_factor(site: Site) -> list[Any]:
+    return [factor for factor in _resize_factor(site) if not is_power_of_two(factor)]
+
+
+@measure("align_corners")
+def _align_corners(site: Site) -> list[Any]:
+    return [bool(site.arguments["align_corners"])]
+
+
+# ---- dtypes -------------------------------------------------------------------------------------------------------------
+
+
+def _dtype_bits(node: fx.Node) -> list[int]:
+    spec = annotation(node)
+    return [] if spec is None or spec.dtype is None else [(ACTIVATION_TYPES[spec.dtype].high + 1).bit_length()]
+
+
+def _result_bits(site: Site) -> list[int]:
+    return _dtype_bits(site.node)
+
+
+@measure("bits")
+def _bits(site: Site) -> list[Any]:
+    """Of what it reads; the result of a sum of products may be wider."""
+    return sorted({bits for operand in site.operands for bits in _dtype_bits(operand)})
+
+
+@measure("bits of the result where it is dilated")
+def _bits_dilated(site: Site) -> list[Any]:
+    return _result_bits(site) if any(d > 1 for d in site.spatial("dilation")) else []

@@ -1,0 +1,99 @@
+"""Batches for a model from a file of arrays, or drawn at random over the range of its inputs."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, fx
+
+from fxquant.errors import ConfigurationError
+from fxquant.facts import BatchDim, TensorFact
+from fxquant.graph import fact, qparams, resolve
+from fxquant.numerics import ACTIVATION_TYPES
+from fxquant.quantization.prepared import QuantizedOperator
+
+FORMATS = (".npy", ".npz", ".safetensors")
+Named = dict[str, Tensor]
+
+
+def batches_from(path: Path, model: fx.GraphModule, size: int) -> list[Any]:
+    """The batches in a file of arrays whose dimension 0 is the batch, of `size` rows, or of as many as the model is fixed to.
+
+    A model of one input takes the file's only array; otherwise arrays go by the names of the inputs, and those that
+    numpy.savez numbered in their order. Raises ConfigurationError if the file cannot be read; nothing is unpickled.
+    """
+    arrays = _read(path)
+    inputs = _inputs(model)
+    if len(arrays) == 1 and len(inputs) == 1:
+        arrays = {str(inputs[0].target): next(iter(arrays.values()))}
+    elif all(name == f"arr_{index}" for index, name in enumerate(arrays)) and len(arrays) == len(inputs):
+        arrays = dict(zip([str(node.target) for node in inputs], arrays.values(), strict=True))
+    first = fact(inputs[0])
+    rows = {tensor.shape[0] for tensor in arrays.values() if tensor.dim()}
+    if not isinstance(first, TensorFact) or not first.shape or len(rows) != 1:
+        return [arrays]
+    size = size if isinstance(first.shape[0], BatchDim) else first.shape[0]
+    pieces = {name: torch.split(tensor, size) if tensor.dim() else [tensor] * -(-max(rows) // size) for name, tensor in arrays.items()}
+    return [dict(zip(pieces, batch, strict=True)) for batch in zip(*pieces.values(), strict=True)]
+
+
+def _read(path: Path) -> Named:
+    if path.suffix.lower() not in FORMATS:
+        raise ConfigurationError(
+            f"{path} cannot be read as data",
+            because=f"data is read from {', '.join(FORMATS)}; other formats can hold code",
+            remedy="save it with numpy.savez or safetensors.torch.save_file",
+        )
+    try:
+        if path.suffix.lower() == ".safetensors":
+            return dict(safetensors.torch.load_file(path))
+        loaded = np.load(path, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            return {"": torch.from_numpy(loaded)}
+        with loaded:
+            return {name: torch.from_numpy(loaded[name]) for name in loaded.files}
+    except (OSError, ValueError, TypeError, EOFError, KeyError, zipfile.BadZipFile, safetensors.SafetensorError) as error:
+        raise ConfigurationError(
+            f"{path} cannot be read as data",
+            because=str(error) or type(error).__name__,
+            remedy="pass a file that numpy.save, numpy.savez or safetensors.torch.save_file wrote",
+        ) from error
+
+
+def random_batches(model: fx.GraphModule, sizes: tuple[int, ...], seed: int = 0) -> list[Any]:
+    """A batch of each size, the same for the same seed: normal numbers that fill the range of the input's scale and a little more."""
+    generator = torch.Generator().manual_seed(seed)
+    return [{str(node.target): _drawn(model, node, size, generator) for node in _inputs(model)} for size in sizes]
+
+
+def _drawn(model: fx.GraphModule, node: fx.Node, size: int, generator: torch.Generator) -> Any:
+    known = fact(node)
+    if not isinstance(known, TensorFact):
+        return known
+    shape = known.at(size)
+    if known.dtype.is_floating_point:
+        spread = next(_input_ranges(model, node), 2.0) / 2
+        return (torch.randn(shape, generator=generator) * spread).to(known.dtype)
+    return torch.randint(0, 2, shape, generator=generator).to(known.dtype)
+
+
+def _input_ranges(model: fx.GraphModule, node: fx.Node) -> Iterator[float]:
+    """The largest values that the quantizers behind an input can represent."""
+    for user in node.users:
+        known = qparams(user)
+        module = resolve(model, str(user.target)) if user.op == "call_module" else None
+        if known is not None and isinstance(known.scale, float):
+            yield known.scale * (ACTIVATION_TYPES[known.dtype].high + 1)
+        elif isinstance(module, QuantizedOperator) and module.output.calibrated:
+            yield float(module.output.scale) * (module.output.dtype.high + 1)
+
+
+def _inputs(model: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in model.graph.nodes if node.op == "placeholder"]

@@ -1,0 +1,139 @@
+"""Graphs as text: readable, deterministic, diffable.
+
+%conv1 = conv2d(%x, %conv1_weight, stride=2, padding=1)   f32[B,8,4,4]   int8 s=0.02351 g1   # conv1, bn1, relu
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxquant.arguments import checked
+from fxquant.errors import ConfigurationError
+from fxquant.facts import TensorFact
+from fxquant.graph import Annotation, annotation, fact, fused, resolve
+from fxquant.ops import operator_of
+from fxquant.primitives import PRIMITIVES
+from fxquant.quantization.prepared import QuantizedOperator
+
+
+@checked()
+def text(gm: fx.GraphModule) -> str:
+    """The graph, one line per node; equal graphs give equal text. Raises ConfigurationError for a model that is no graph."""
+    if not isinstance(gm, fx.GraphModule):
+        raise ConfigurationError(
+            f"{type(gm).__name__} has no graph",
+            because="only traced, prepared and integer models do",
+            remedy="call fxq.trace(model, example_inputs) first",
+        )
+    rows = [_row(gm, node) for node in gm.graph.nodes]
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
+    widths[0] = min(widths[0], 100)
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)).rstrip() for row in rows]
+    return "\n".join([f"graph   # {str(gm.meta.get('stage', 'traced')).lower()}", *("  " + line for line in lines)]) + "\n"
+
+
+def _row(gm: fx.GraphModule, node: fx.Node) -> tuple[str, str, str, str]:
+    if node.op == "output":
+        return f"return {_value(node.args[0])}", "", "", ""
+    return f"%{node.name} = {_call(gm, node)}", _fact_text(fact(node)), _quantization(gm, node), _comment(node)
+
+
+def _call(gm: fx.GraphModule, node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return "input"
+    if node.op == "get_attr":
+        return _attribute(gm, str(node.target))
+    if node.op == "call_module":
+        module = resolve(gm, str(node.target))
+        if isinstance(module, QuantizedOperator):
+            return f"{module.operator.name}({_arguments(module.operator.function, node)})"
+        return f"{type(module).__name__}[{node.target}]({_arguments(None, node)})"
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    operator = operator_of(node)
+    primitive = PRIMITIVES.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
+    if operator is not None:
+        return f"{operator.name}({_arguments(operator.function, node)})"
+    prefix = "." if node.op == "call_method" else ""
+    return f"{prefix}{name}({_arguments(primitive.function if primitive else None, node)})"
+
+
+def _arguments(function: Callable[..., Any] | None, node: fx.Node) -> str:
+    """The arguments, by name after the first, without those at their defaults."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values()) if function is not None else []
+    except ValueError:
+        parameters = []
+    shown = []
+    for index, value in enumerate(node.args):
+        parameter = parameters[index] if index < len(parameters) else None
+        if parameter is not None and parameter.default is not inspect.Parameter.empty and _plain(parameter.default) == _plain(value):
+            continue
+        named = parameter is not None and index > 0 and not isinstance(value, fx.Node)
+        shown.append(f"{parameter.name}={_value(value)}" if named and parameter is not None else _value(value))
+    shown.extend(f"{name}={_value(value)}" for name, value in node.kwargs.items())
+    return ", ".join(shown)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, list | tuple) else value
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return f"%{value.name}"
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value).__name__ + "(" + ", ".join(f"{n}={_value(v)}" for n, v in zip(value._fields, value, strict=True)) + ")"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return str(value)
+
+
+def _attribute(gm: fx.GraphModule, path: str) -> str:
+    value = resolve(gm, path)
+    if isinstance(value, nn.Module):
+        return f"{type(value).__name__}[{path}]"
+    if isinstance(value, torch.Tensor) and not value.is_floating_point():
+        return f"[{path}] #{fingerprint(value)}"
+    return f"[{path}]"
+
+
+def fingerprint(value: torch.Tensor) -> str:
+    """Eight hex digits that stand for a tensor's content."""
+    return hashlib.sha256(value.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:8]
+
+
+def _fact_text(value: Any) -> str:
+    if isinstance(value, TensorFact) or value is None:
+        return "" if value is None else str(value)
+    if isinstance(value, list | tuple):
+        return "(" + ", ".join(_fact_text(item) for item in value) + ")"
+    return str(value)
+
+
+def _quantization(gm: fx.GraphModule, node: fx.Node) -> str:
+    spec: Annotation | None = annotation(node)
+    if spec is None:
+        return ""
+    if spec.dtype is None:
+        return "float"
+    scale = ""
+    if node.op == "call_module" and isinstance(module := resolve(gm, str(node.target)), QuantizedOperator):
+        scale = "" if module.output.follows_sum else f" s={float(module.output.scale):.4g}"
+    return f"{spec.dtype}{scale}" + ("" if spec.group is None else f" g{spec.group}")
+
+
+def _comment(node: fx.Node) -> str:
+    names = (node.name, *fused(node))
+    return f"# was: {', '.join(names)}" if len(names) > 1 else ""

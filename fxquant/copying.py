@@ -1,0 +1,74 @@
+"""Copies of module trees: tensors of their own, everything once."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def copy_parameters(module: torch.nn.Module) -> torch.nn.Module:
+    """The module tree with tensors and containers of its own; other things its modules refer to are shared. Its root has no hooks.
+
+    A tensor or module that stands in several places is one tensor or module in the copy as well.
+    """
+    copied: torch.nn.Module = _Copier()(module)
+    return copied
+
+
+def own_copies(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Modules and tensors copied as `copy_parameters` does, for good: in eval mode, and nothing in them asks for a gradient."""
+    copier = _Copier()
+    copies = {name: copier(value) for name, value in values.items()}
+    for copied in copies.values():
+        copied.requires_grad_(False)
+        if isinstance(copied, torch.nn.Module):
+            copied.eval()
+    return copies
+
+
+class _Copier:
+    """Copies modules, tensors and the containers that hold them, everything once; what else there is stays what it is."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Any] = {}
+
+    def __call__(self, value: Any) -> Any:
+        if id(value) in self._known:
+            return self._known[id(value)]
+        if isinstance(value, torch.nn.Module):
+            return self._module(value)
+        if isinstance(value, torch.Tensor):
+            return self._keep(value, self._tensor(value))
+        if type(value) in (dict, OrderedDict):
+            copied = self._keep(value, type(value)())
+            copied.update((key, self(item)) for key, item in value.items())
+            return copied
+        if type(value) in (list, tuple, set):
+            return self._keep(value, type(value)(self(item) for item in value))
+        return value
+
+    def _keep(self, value: Any, copied: Any) -> Any:
+        self._known[id(value)] = copied
+        return copied
+
+    def _module(self, module: torch.nn.Module) -> Any:
+        if isinstance(module, torch.jit.ScriptModule):  # its tensors are not in its dictionary
+            return self._keep(module, copy.deepcopy(module))
+        root = isinstance(module, fx.GraphModule)
+        copied: torch.nn.Module = self._keep(module, torch.nn.Module() if root else copy.copy(module))
+        parts = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set") if root else module.__dict__
+        for name in list(parts):
+            copied.__dict__[name] = self(module.__dict__[name])
+        if isinstance(copied, torch.nn.RNNBase):  # holds its parameters a second time, in lists, one of them of weak references
+            copied._init_flat_weights()
+        return copied
+
+    @staticmethod
+    def _tensor(tensor: torch.Tensor) -> torch.Tensor:
+        data = tensor.detach().clone()
+        return torch.nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else data

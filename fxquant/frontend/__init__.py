@@ -1,0 +1,99 @@
+"""The front end: a model's Python becomes an FX graph whose nodes know shapes, types and source lines.
+
+trace(model, example_inputs)   the graph
+assumptions(traced)            what was fixed while tracing
+attach_input_check(graph)      let a graph check its inputs when it runs, by an InputCheck
+attach_signature(model)        let a graph be called like the float model
+is_traced(module)              whether `trace` made it
+float_model(model)             the float model that is meant, or an error that says what it is instead
+default_leaf(module, path)     which modules stay whole
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxquant.arguments import checked
+from fxquant.errors import FxQuantError, TraceError
+from fxquant.facts import BATCH_SIZES
+from fxquant.frontend.checks import RETRACE_SIZES, compare_recordings, compare_with_model
+from fxquant.frontend.entry import float_model, is_traced
+from fxquant.frontend.input_check import InputCheck, attach_input_check
+from fxquant.frontend.inputs import ExampleInputs, bind_inputs
+from fxquant.frontend.leaves import LeafRule, default_leaf
+from fxquant.frontend.result import assumptions, build
+from fxquant.frontend.signature import attach_signature
+from fxquant.frontend.tracer import Recording, record
+from fxquant.model import collection_paused
+from fxquant.quantization.spec import attached_qconfigs
+
+__all__ = ["InputCheck", "assumptions", "attach_input_check", "attach_signature", "default_leaf", "float_model", "is_traced", "trace"]
+
+
+@checked()
+def trace(
+    model: nn.Module | torch.export.ExportedProgram,
+    example_inputs: Any,
+    dynamic_shapes: Any = None,
+    *,
+    leaf: LeafRule | None = None,
+    check: bool = True,
+) -> fx.GraphModule:
+    """The graph of a model in eval mode; the model itself is not changed. A graph this has made is returned as it is.
+
+    Every node knows the QConfigs that stand on its module and on those around the call, as the attribute `qconfig`.
+
+    example_inputs   a tuple of forward's arguments, a dict of keyword arguments, or one tensor
+    dynamic_shapes   None: dimension 0 of the inputs varies; {} or False: every size is the example's
+    leaf             which modules stay whole, given the module and its path; `default_leaf` if None
+    check            trace again at other batch sizes and compare; run both on the example and compare
+    """
+    model = float_model(model)
+    if is_traced(model):
+        assert isinstance(model, fx.GraphModule)
+        return model
+    inputs = bind_inputs(model, example_inputs, dynamic_shapes)
+    with collection_paused():
+        traced = _traced(model, inputs, leaf, check)
+        if check:
+            compare_with_model(model, traced, inputs)
+    return traced
+
+
+def _traced(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule | None, check: bool) -> fx.GraphModule:
+    qconfigs = attached_qconfigs(model)
+    recording = _recorded(model, inputs, leaf, qconfigs)
+    if check and inputs.batch is not None:
+        compare_recordings(recording, record(model, inputs, (*RETRACE_SIZES, *BATCH_SIZES), leaf, locate=False))
+    traced = build(model, recording)
+    if qconfigs:
+        traced.meta["qconfigs"] = list(qconfigs)  # the paths of their modules
+    return traced
+
+
+def _recorded(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule | None, qconfigs: Mapping[str, Any]) -> Recording:
+    try:
+        return record(model, inputs, (*BATCH_SIZES, *RETRACE_SIZES), leaf, qconfigs, locate=True)
+    except TraceError as error:
+        if error.__cause__ is None or inputs.batch is None or not _runs_at_one_size(model, inputs, leaf):
+            raise
+        raise TraceError(
+            f"the batch size of the example, {inputs.batch}, is written into forward",
+            at=error.at,
+            because=f"with that size forward runs; with another one this line fails: {error.because}",
+            remedy="write x.shape[0], or -1, in place of the number, or pass dynamic_shapes={} to fix the batch size",
+        ) from error.__cause__
+
+
+def _runs_at_one_size(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule | None) -> bool:
+    """Whether a model that cannot be traced at any batch size can be at the example's."""
+    try:
+        record(model, replace(inputs, batch=None), (*BATCH_SIZES, *RETRACE_SIZES), leaf, locate=False)
+    except FxQuantError:
+        return False
+    return True

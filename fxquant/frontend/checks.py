@@ -1,0 +1,153 @@
+"""Checks that a trace means what the model means, at every batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import fx, nn
+
+from fxquant import graph as facts
+from fxquant.errors import TraceError
+from fxquant.facts import BatchDim, TensorFact
+from fxquant.frontend.environment import undisturbed
+from fxquant.frontend.inputs import ExampleInputs
+from fxquant.frontend.snapshot import Snapshot
+from fxquant.frontend.tracer import Recording
+
+RETRACE_SIZES = (10, 14)
+
+_FIX = "keep batch sizes as x.shape[0] or x.size(0) gives them, or trace with dynamic_shapes={} to fix the batch size"
+
+
+def compare_recordings(first: Recording, second: Recording) -> None:
+    """Raise a TraceError if two traces at different batch sizes are not the same graph."""
+    counterpart: dict[fx.Node, fx.Node] = {}
+    second_nodes = iter(second.graph.nodes)
+    for node in first.graph.nodes:
+        other: fx.Node | None = next(second_nodes, None)
+        if other is None:
+            _refuse(node, "the operation is missing at another batch size")
+        if node.op != other.op or (node.target is not other.target and node.target != other.target):
+            _refuse(node, f"it calls {_name(node)} at one batch size and {_name(other)} at another")
+        counterpart[node] = other
+        for mine, theirs in ((node.args, other.args), (node.kwargs, other.kwargs)):
+            difference = _difference(mine, theirs, counterpart)
+            if difference is not None:
+                _refuse(node, f"an argument of {_name(node)} is {difference[0]} at one batch size and {difference[1]} at another")
+        _compare_facts(node, other)
+    extra = next(second_nodes, None)
+    if extra is not None:
+        _refuse(extra, "the operation is there at one batch size only")
+    for name, constant in first.constants.items():
+        if name in second.constants and not same_tensor(constant, second.constants[name]):
+            _refuse(first.graph.find_nodes(op="get_attr", target=name)[0], "the content of a constant depends on the batch size")
+
+
+def _difference(mine: Any, theirs: Any, counterpart: dict[fx.Node, fx.Node]) -> tuple[Any, Any] | None:
+    """The first place where two arguments differ."""
+    if isinstance(mine, fx.Node):
+        return None if counterpart.get(mine) is theirs else (mine, theirs)
+    if isinstance(mine, (tuple, list)):
+        if not isinstance(theirs, (tuple, list)) or len(mine) != len(theirs):
+            return mine, theirs
+        return next(filter(None, (_difference(a, b, counterpart) for a, b in zip(mine, theirs, strict=True))), None)
+    if isinstance(mine, dict):
+        if not isinstance(theirs, dict) or list(mine) != list(theirs):
+            return mine, theirs
+        return next(filter(None, (_difference(mine[key], theirs[key], counterpart) for key in mine)), None)
+    if isinstance(mine, slice) and isinstance(theirs, slice):
+        return _difference((mine.start, mine.stop, mine.step), (theirs.start, theirs.stop, theirs.step), counterpart)
+    same = type(mine) is type(theirs) and (mine == theirs or (mine != mine and theirs != theirs))
+    return None if same else (mine, theirs)
+
+
+def _compare_facts(node: fx.Node, other: fx.Node) -> None:
+    """The second trace's facts are exact numbers at its own batch sizes, told through the first trace's formula."""
+    mine, theirs = facts.fact(node), facts.fact(other)
+    if mine is theirs or not isinstance(mine, (TensorFact, BatchDim)):
+        return
+    sizes = zip(mine.shape, theirs.shape, strict=True) if isinstance(mine, TensorFact) else ((mine, theirs),)
+    for size, other_size in sizes:
+        if _at_retrace(size, 0) != _at_second_trace(other_size, 0) or _at_retrace(size, 1) != _at_second_trace(other_size, 1):
+            if isinstance(mine, BatchDim):
+                facts.set_fact(node, None)
+                return
+            _refuse(node, f"a size of its result is {size} at small batch sizes, and something else at larger ones")
+
+
+def _at_retrace(size: int | BatchDim, index: int) -> Any:
+    return size if isinstance(size, int) else size.coefficient * RETRACE_SIZES[index] + size.offset
+
+
+def _at_second_trace(size: int | BatchDim, index: int) -> Any:
+    # Facts are written for the first pair of batch sizes; undo that to get the sizes that were seen.
+    return size if isinstance(size, int) else size.at(facts.BATCH_SIZES[index])
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else str(getattr(node.target, "__name__", node.target))
+
+
+def _refuse(node: fx.Node, because: str) -> NoReturn:
+    raise TraceError("Python code in the model turned the batch size into a constant", node=node, because=because, remedy=_FIX)
+
+
+# ---- comparison with the model itself ------------------------------------------------------------------------------
+
+
+def compare_with_model(model: nn.Module, traced: fx.GraphModule, inputs: ExampleInputs) -> None:
+    """Raise a TraceError if the graph and the model do not give the same bits on the example inputs, at two batch sizes."""
+    _compare_at(model, traced, inputs, inputs.tensors(), required=True)
+    if inputs.batch is not None:
+        other = 2 if inputs.batch != 2 else 4
+        _compare_at(model, traced, inputs, inputs.with_batch(other), required=False)
+
+
+def _compare_at(model: nn.Module, traced: fx.GraphModule, inputs: ExampleInputs, tensors: dict[str, torch.Tensor], required: bool) -> None:
+    leaves = [leaf if name is None else tensors[name].clone() for name, leaf in zip(inputs.names, inputs.leaves, strict=True)]
+    args, kwargs = inputs.arguments(leaves)
+    with torch.no_grad(), undisturbed():
+        try:
+            expected = Snapshot(model, own_buffers=True).root(*args, **kwargs)
+        except Exception:
+            if required:
+                raise
+            return
+    with torch.no_grad(), undisturbed():
+        found = traced(**{name: tensor.clone() for name, tensor in tensors.items()})
+    for index, (mine, theirs) in enumerate(zip(flat_tensors(found), flat_tensors(expected), strict=True)):
+        if not same_tensor(mine, theirs):
+            _refuse_numbers(index, mine, theirs, next(iter(tensors.values())).shape)
+
+
+def flat_tensors(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a nested output, in order."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for item in output.values():
+            yield from flat_tensors(item)
+    elif isinstance(output, (tuple, list)):
+        for item in output:
+            yield from flat_tensors(item)
+
+
+def same_tensor(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether two tensors have the same type, shape and bits; any two NaN count as the same."""
+    if mine.dtype != theirs.dtype or mine.shape != theirs.shape:
+        return False
+    return torch.equal(mine, theirs) or bool(((mine == theirs) | (mine.isnan() & theirs.isnan())).all())
+
+
+def _refuse_numbers(index: int, mine: torch.Tensor, theirs: torch.Tensor, shape: torch.Size) -> NoReturn:
+    difference = ""
+    if mine.shape == theirs.shape:
+        difference = f" by up to {(mine.double() - theirs.double()).abs().max().item():.3g}"
+    raise TraceError(
+        f"output {index} of the graph is not the model's output",
+        because=f"on the example input of shape {tuple(shape)} the two differ{difference}; forward keeps state between calls, "
+        "draws random numbers, or does something that leaves no operation behind",
+        remedy="make forward a function of its inputs and parameters alone",
+    )

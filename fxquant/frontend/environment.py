@@ -1,0 +1,294 @@
+"""What is replaced in Python while a model is traced, and put back afterwards.
+
+`int`, `len` and the functions of `math` would turn a number that depends on the batch into a plain one without a word.
+What is replaced is seen by every thread, but means something only in one that traces.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import logging
+import math
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxquant.frontend.source import is_library
+from fxquant.frontend.values import BatchFloat, BatchInt, BatchNumber, TracedTensor, active, is_tracing, refuse
+from fxquant.model import autocast_off
+
+_MATH = ("sqrt", "log", "log2", "log10", "log1p", "exp", "floor", "ceil", "trunc", "pow", "fabs", "gcd", "isqrt", "sin", "cos", "atan")
+
+
+class _AnswersLike(type):
+    """A class that stands in for a built-in one: it is asked about instances of that class, and constructs those."""
+
+    stands_for: type
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.stands_for)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, cls.stands_for)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is cls.stands_for
+
+    def __hash__(cls) -> int:
+        return hash(cls.stands_for)
+
+
+class _Int(_AnswersLike):
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and isinstance(args[0], BatchInt) and is_tracing():
+            return args[0]
+        if len(args) == 1 and isinstance(args[0], BatchFloat) and is_tracing():
+            return active().arithmetic(builtins.int, args)
+        return builtins.int(*args, **kwargs)
+
+
+class _Float(_AnswersLike):
+    def __call__(cls, *args: Any) -> Any:
+        if len(args) == 1 and isinstance(args[0], BatchNumber) and is_tracing():
+            return args[0] if isinstance(args[0], BatchFloat) else active().arithmetic(builtins.float, args)
+        return builtins.float(*args)
+
+
+class _Range(_AnswersLike):
+    def __call__(cls, *args: Any) -> Any:
+        if any(isinstance(arg, BatchNumber) for arg in args):
+            refuse(
+                "a loop runs over the batch",
+                because="a graph has a fixed number of operations, and range() was given a number that depends on the batch size",
+                remedy="write the loop as operations on the whole tensor, or trace with dynamic_shapes={} to fix the batch size",
+            )
+        return builtins.range(*args)
+
+
+class _IntStandIn(builtins.int, metaclass=_Int):
+    stands_for = builtins.int
+
+
+class _FloatStandIn(builtins.float, metaclass=_Float):
+    stands_for = builtins.float
+
+
+class _RangeStandIn(metaclass=_Range):
+    stands_for = builtins.range
+
+
+def _len(sized: Any) -> Any:
+    return sized.size(0) if isinstance(sized, TracedTensor) and is_tracing() else builtins.len(sized)
+
+
+def _math_stand_in(function: Callable[..., Any]) -> Callable[..., Any]:
+    def stand_in(*args: Any) -> Any:
+        if is_tracing() and any(isinstance(arg, BatchNumber) for arg in args):
+            return active().arithmetic(function, args)
+        return function(*args)
+
+    return stand_in
+
+
+_MATH_STAND_INS = {getattr(math, name): _math_stand_in(getattr(math, name)) for name in _MATH}
+_MATH_MODULE = ModuleType("math")  # what `math` is for the modules of a model that is traced
+_MATH_MODULE.__dict__.update(math.__dict__)
+_MATH_MODULE.__dict__.update((name, _MATH_STAND_INS[getattr(math, name)]) for name in _MATH)
+_BUILTIN_STAND_INS = {"int": _IntStandIn, "float": _FloatStandIn, "range": _RangeStandIn, "len": _len}
+
+
+def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Stands in for `nn.Module.__call__`."""
+    usual = _replacements.before(nn.Module, "__call__")
+    return active().call_module(usual, module, args, kwargs) if is_tracing() else usual(module, *args, **kwargs)
+
+
+_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+def _keeps_to_itself(record: logging.LogRecord) -> Any:
+    """Stands in for the filter of a log in which PyTorch reports, with a traceback, an error that a trace turns into one of its own."""
+    return False if is_tracing() else logging.Logger.filter(_FAKE_LOG, record)
+
+
+# ---- replacing, for as long as anyone traces -------------------------------------------------------------------------
+
+
+_ABSENT = object()
+
+
+@dataclass
+class _Replacement:
+    """What a name was before it was replaced (`_ABSENT` if there was none), and how many traces need the replacement."""
+
+    before: Any = _ABSENT
+    users: int = 0
+
+
+class _Replacements:
+    """Attributes of Python modules and classes that have a stand-in while at least one trace, in any thread, needs it.
+
+    All threads see them, so every stand-in does, in a thread that traces nothing, what it stands in for.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entries: dict[tuple[int, str], _Replacement] = {}
+
+    def before(self, holder: Any, name: str) -> Any:
+        """What an attribute was when it was replaced last; a call that is under way may ask after it was put back."""
+        return self._entries[id(holder), name].before
+
+    @contextlib.contextmanager
+    def installed(self, wanted: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+        """Inside, `name` of each `holder` is its `stand_in`; once no trace needs it any more, it is what it was."""
+        with contextlib.ExitStack() as undo:
+            for holder, name, stand_in in wanted:
+                undo.callback(self._release, holder, name, stand_in)
+                self._acquire(holder, name, stand_in)
+            yield
+
+    def _acquire(self, holder: Any, name: str, stand_in: Any) -> None:
+        with self._lock:
+            entry = self._entries.setdefault((id(holder), name), _Replacement())
+            entry.users += 1
+            present = holder.__dict__.get(name, _ABSENT)
+            if present is not stand_in:
+                entry.before = present
+                setattr(holder, name, stand_in)
+
+    def _release(self, holder: Any, name: str, stand_in: Any) -> None:
+        with self._lock:
+            entry = self._entries[id(holder), name]
+            entry.users -= 1
+            # If it is no longer the stand-in, somebody else has replaced it meanwhile, and will put back what they found.
+            if entry.users or holder.__dict__.get(name, _ABSENT) is not stand_in:
+                return
+            if entry.before is _ABSENT:
+                delattr(holder, name)
+            else:
+                setattr(holder, name, entry.before)
+
+
+_replacements = _Replacements()
+
+
+@contextlib.contextmanager
+def prepared_environment(model: nn.Module) -> Iterator[None]:
+    """Inside, this thread calls modules through the `call_module` of its trace, and Python keeps batch numbers as they are.
+
+    Other threads may trace at the same time, or run models: they notice nothing.
+    """
+    wanted: list[tuple[Any, str, Any]] = [(nn.Module, "__call__", _call_module), (_FAKE_LOG, "filter", _keeps_to_itself)]
+    wanted += [entry for module in _python_modules(model) for entry in _stand_ins(module)]
+    with undisturbed(), _replacements.installed(wanted):
+        yield
+
+
+def _stand_ins(module: ModuleType) -> Iterator[tuple[ModuleType, str, Any]]:
+    names = module.__dict__
+    for name, stand_in in _BUILTIN_STAND_INS.items():
+        if names.get(name, stand_in) is stand_in:
+            yield module, name, stand_in
+    for name, value in list(names.items()):
+        if value is math or value is _MATH_MODULE:
+            yield module, name, _MATH_MODULE
+        elif type(value) is BuiltinFunctionType and value in _MATH_STAND_INS:
+            yield module, name, _MATH_STAND_INS[value]
+        elif type(value) is FunctionType and value in _MATH_STAND_INS.values():  # another thread traces at this moment
+            yield module, name, value
+
+
+# ---- what is this thread's own ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Inside, this thread draws its own random numbers, the same every time, without autocast, and attention layers compute
+    what their code says. Nothing of that is seen by another thread, and no generator has moved afterwards.
+    """
+    with autocast_off(), _SlowAttention(), _OwnRandomNumbers():
+        yield
+
+
+class _SlowAttention(TorchFunctionMode):
+    """Where a mode is active, attention layers do not take the path that computes something else than their Python."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class _OwnRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What draws random numbers draws them from streams of this mode's own; a generator is lent to them for one call at a time."""
+
+    _lock = threading.RLock()  # a trace inside of a trace draws through both
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._states: dict[Any, torch.Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+            return func(*args, **kwargs)
+        generator = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)), None)
+        device = torch.device(kwargs.get("device") or next((arg.device for arg in args if isinstance(arg, torch.Tensor)), "cpu"))
+        if device.type == "meta":
+            return func(*args, **kwargs)
+        with self._lock, self._lent(generator or _generator_of(device)):
+            return func(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _lent(self, generator: torch.Generator) -> Iterator[None]:
+        before = generator.get_state()
+        mine = self._states.get(generator)
+        generator.set_state(torch.Generator(generator.device).manual_seed(0).get_state() if mine is None else mine)
+        try:
+            yield
+        finally:
+            self._states[generator] = generator.get_state()
+            generator.set_state(before)
+
+
+def _generator_of(device: torch.device) -> torch.Generator:
+    """The generator a device's numbers are drawn from by default."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    generators: Sequence[torch.Generator] = module.default_generators
+    return generators[module.current_device() if device.index is None else device.index]
+
+
+# ---- which Python modules --------------------------------------------------------------------------------------------
+
+
+def _python_modules(model: nn.Module) -> list[ModuleType]:
+    """The Python modules that define the model's classes, and those whose functions and classes these use."""
+    classes = {base for kind in {type(module) for module in model.modules()} for base in kind.__mro__}
+    direct = {kind.__module__ for kind in classes}
+    used = set(direct)
+    for name in direct:
+        module = sys.modules.get(name)
+        if module is not None and not _is_foreign(module):
+            used |= {value.__module__ for value in module.__dict__.values() if isinstance(value, (FunctionType, type))}
+    modules = [sys.modules[name] for name in sorted(filter(None, used)) if name in sys.modules]
+    return [module for module in modules if not _is_foreign(module)]
+
+
+def _is_foreign(module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return module.__name__ != "__main__"
+    return is_library(file) or (file.startswith(_STANDARD_LIBRARY) and "-packages" not in file)
+
+
+_STANDARD_LIBRARY = contextlib.__file__.removesuffix("contextlib.py")

@@ -1,0 +1,226 @@
+"""Evaluation of operators at two batch sizes, with everything repeated answered from a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from fxquant.frontend.values import BatchNumber, Number, TracedTensor, Value, refuse
+
+
+class Outcome:
+    """What an operator returns.
+
+    template   a `Value`, a `Number`, a `Sequenced` of such, or a plain Python value
+    alias      which of the traced arguments the first tensor result shares its memory with, or None
+    same_place whether it is also the same elements in the same order
+    recorded   whether anything in it can only be computed by a node
+    from_content   whether it depends on the content of arguments, not only on their shapes
+    """
+
+    __slots__ = ("alias", "from_content", "recorded", "same_place", "template")
+
+    def __init__(self, template: Any, alias: int | None, same_place: bool) -> None:
+        self.template, self.alias, self.same_place = template, alias, same_place
+        self.recorded = _has_values(template)
+        self.from_content = False
+
+
+class Sequenced:
+    """Several results: what the sequence or dict was, and what it held."""
+
+    __slots__ = ("items", "keys", "kind")
+
+    def __init__(self, kind: type, items: list[Any], keys: list[Any] | None = None) -> None:
+        self.kind, self.items, self.keys = kind, items, keys
+
+    def rebuild(self, items: Sequence[Any]) -> Any:
+        """The same kind of sequence with other items."""
+        if self.keys is not None:
+            return dict(zip(self.keys, items, strict=True))
+        return self.kind(*items) if hasattr(self.kind, "_fields") else self.kind(items)
+
+
+class Evaluator:
+    """Runs operators on fake tensors at two batch sizes.
+
+    `static` says that both batch sizes are the same, so that one run is enough.
+    """
+
+    def __init__(self, static: bool) -> None:
+        self.static = static
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.cache: dict[tuple[Any, ...], Outcome] = {}
+        self._interned: dict[tuple[Any, ...], Value] = {}
+
+    def intern(self, a: torch.Tensor, b: torch.Tensor) -> Value:
+        """The one fake `Value` of these shapes, strides, dtypes and devices."""
+        key = (a.shape, a.stride(), a.dtype, a.device, b.shape, b.stride())
+        value = self._interned.get(key)
+        if value is None:
+            value = self._interned[key] = Value(self._fake(a), self._fake(b))
+        return value
+
+    def known(self, tensor: torch.Tensor) -> Value:
+        """The value of a tensor whose content is known while tracing."""
+        return Value(tensor, tensor, self.intern(tensor, tensor))
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self.mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+    def run(self, function: Callable[..., Any], args: Any, kwargs: Any, fake: bool, substitutes: dict[int, Value]) -> Outcome:
+        """What `function` returns at both batch sizes.
+
+        `fake` says that the content of the arguments is not to be looked at; `substitutes` are the values of plain
+        tensors, by identity.
+        """
+        a = _Side("a", None if fake else _KNOWN, substitutes)
+        b = _Side("b", None if fake else _KNOWN, substitutes)
+        return self._outcome(function, args, kwargs, a, b)
+
+    def run_on_content(self, function: Callable[..., Any], args: Any, kwargs: Any, substitutes: dict[int, Value]) -> Outcome | None:
+        """As `run`, for a function whose shapes follow from the content of arguments that is known while tracing.
+
+        None if they depend on unknown content as well.
+        """
+        zeros, ones = (
+            self._outcome(function, args, kwargs, _Side("a", fill, substitutes), _Side("b", fill, substitutes)) for fill in (0, 1)
+        )
+        zeros.template, ones.template = _without_content(zeros.template), _without_content(ones.template)
+        zeros.from_content = True
+        same = isinstance(zeros.template, Value) and zeros.template is ones.template
+        return zeros if same else None
+
+    def _outcome(self, function: Callable[..., Any], args: Any, kwargs: Any, side_a: _Side, side_b: _Side) -> Outcome:
+        a = self._run_side(function, args, kwargs, side_a)
+        b = a if self.static else self._run_side(function, args, kwargs, side_b)
+        return Outcome(self._merge(a, b), *_alias(a, side_a.traced))
+
+    def _run_side(self, function: Callable[..., Any], args: Any, kwargs: Any, side: _Side) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            args, kwargs = side.arguments(args), side.arguments(kwargs)
+            if side.content is not None:
+                return function(*args, **kwargs)
+            with self.mode:
+                return function(*args, **kwargs)
+
+    def _merge(self, a: Any, b: Any) -> Any:
+        if isinstance(a, torch.Tensor):
+            return self._merge_tensors(a, b)
+        if isinstance(a, (tuple, list)):
+            if len(a) != len(b):
+                refuse(
+                    "the number of results depends on the batch size",
+                    because=f"an operator returned {len(a)} results at one batch size and {len(b)} at another",
+                    remedy="keep the batch dimension inside the tensors; do not split along it",
+                )
+            return Sequenced(type(a), [self._merge(x, y) for x, y in zip(a, b, strict=True)])
+        if isinstance(a, dict):
+            return Sequenced(type(a), [self._merge(a[key], b[key]) for key in a], list(a))
+        if isinstance(a, bool):
+            if a is not b:
+                refuse_batch_condition()
+        elif isinstance(a, (int, float)) and a != b and not (a != a and b != b):
+            return Number(a, b)
+        return a
+
+    def _merge_tensors(self, a: torch.Tensor, b: torch.Tensor) -> Value:
+        if a.dim() != b.dim() or a.dtype != b.dtype:
+            refuse(
+                "the rank or type of a tensor depends on the batch size",
+                because=f"an operator returned {a.dim()} dimensions of {a.dtype} at one batch size and {b.dim()} of {b.dtype} at another",
+                remedy="avoid squeeze() without a dimension, and conditions on the batch size",
+            )
+        abstract = self.intern(a, b)
+        return abstract if isinstance(a, FakeTensor) else Value(a, b, abstract)
+
+
+def refuse_batch_condition() -> NoReturn:
+    """Raise the error of a branch that would go both ways."""
+    refuse(
+        "control flow depends on the batch size",
+        because="a condition is true at some batch sizes and false at others, and a graph has no branches",
+        remedy="make the condition independent of the batch, or trace with dynamic_shapes={} to fix the batch size",
+    )
+
+
+def is_data_dependent(error: BaseException) -> bool:
+    """Whether a fake tensor was asked for its content."""
+    name = type(error).__name__
+    return "DataDependent" in name or "DynamicOutput" in name
+
+
+_KNOWN = object()
+
+
+class _Side:
+    """The arguments of a call as they are at one batch size.
+
+    content      None for fake tensors, `_KNOWN` for real ones, or the number to fill real tensors of unknown content with
+    traced       the tensors that stand for traced ones, in order
+    """
+
+    __slots__ = ("content", "name", "substitutes", "traced")
+
+    def __init__(self, name: str, content: Any, substitutes: dict[int, Value]) -> None:
+        self.name, self.content, self.substitutes = name, content, substitutes
+        self.traced: list[torch.Tensor] = []
+
+    def arguments(self, arg: Any) -> Any:
+        """One argument, or a nest of them."""
+        if isinstance(arg, TracedTensor):
+            self.traced.append(self._tensor(arg.value))
+            return self.traced[-1]
+        if isinstance(arg, torch.Tensor):
+            value = self.substitutes.get(id(arg))
+            return arg if value is None else self._tensor(value)
+        if isinstance(arg, BatchNumber):
+            return getattr(arg, self.name)
+        if isinstance(arg, (tuple, list)):
+            items = [self.arguments(item) for item in arg]
+            if hasattr(arg, "_fields"):
+                return type(arg)(*items)
+            return items if isinstance(arg, list) else tuple(items)
+        if isinstance(arg, dict):
+            return {key: self.arguments(item) for key, item in arg.items()}
+        if isinstance(arg, slice):
+            return slice(*(self.arguments(item) for item in (arg.start, arg.stop, arg.step)))
+        return arg
+
+    def _tensor(self, value: Value) -> torch.Tensor:
+        if self.content is None:
+            value = value.abstract
+        tensor: torch.Tensor = getattr(value, self.name)
+        if self.content is None or self.content is _KNOWN or value.real:
+            return tensor
+        return torch.full(tensor.shape, self.content, dtype=tensor.dtype, device=tensor.device)
+
+
+def _without_content(template: Any) -> Any:
+    return template.abstract if isinstance(template, Value) else template
+
+
+def _alias(result: Any, traced: list[torch.Tensor]) -> tuple[int | None, bool]:
+    while isinstance(result, (tuple, list)) and result:
+        result = result[0]
+    if not isinstance(result, torch.Tensor) or result.layout is not torch.strided:
+        return None, False
+    memory = result.untyped_storage()._cdata
+    for index, tensor in enumerate(traced):
+        if tensor.untyped_storage()._cdata == memory:
+            return index, _place(tensor) == _place(result)
+    return None, False
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _has_values(template: Any) -> bool:
+    if isinstance(template, Sequenced):
+        return any(_has_values(item) for item in template.items)
+    return isinstance(template, (Value, Number))

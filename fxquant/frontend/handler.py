@@ -1,0 +1,369 @@
+"""The one place where operations on traced tensors become nodes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from types import CodeType
+from typing import Any, NoReturn
+
+import torch
+from torch import fx, nn
+
+from fxquant import graph as facts
+from fxquant.errors import FxQuantError
+from fxquant.frontend import functional
+from fxquant.frontend.arguments import Arguments, is_tracked
+from fxquant.frontend.fake import Evaluator, Outcome, Sequenced, is_data_dependent, refuse_batch_condition
+from fxquant.frontend.memory import Memory, share_memory, view_step
+from fxquant.frontend.snapshot import Snapshot
+from fxquant.frontend.source import user_source
+from fxquant.frontend.spelling import Spelling, is_random, property_name, property_spelling, python_operator, spelling_of
+from fxquant.frontend.values import (
+    BatchFloat,
+    BatchInt,
+    BatchNumber,
+    Number,
+    TracedTensor,
+    Value,
+    numeric_fact,
+    refuse,
+)  # fmt: skip
+
+_READS_CONTENT = frozenset((
+    "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "numpy", "__array__", "is_nonzero",
+    "__contains__",
+))  # fmt: skip
+
+
+class Handler:
+    """Records one trace at one pair of batch sizes.
+
+    batches    the two batch sizes of this trace, and two others at which numbers are foreseen
+    path       dotted path of the module whose forward is executing
+    memory     what in-place operations have changed
+    known      what is to be recorded when it is an argument, by identity: parameters, buffers, constants changed in place
+    notes      what was fixed while tracing, in order
+    paused     true while an operation is being recorded: what is computed for that is not recorded itself
+    call_module   what a call of a module does: given the usual `nn.Module.__call__`, the module, and its arguments
+    """
+
+    call_module: Callable[..., Any]
+
+    def __init__(self, snapshot: Snapshot, evaluator: Evaluator, batches: tuple[int, ...], root_code: CodeType, locate: bool) -> None:
+        self.snapshot = snapshot
+        self.batches = batches
+        self.evaluator = evaluator
+        self.graph = new_graph()
+        self.path = ""
+        self.qconfig: tuple[tuple[str, Any], ...] = ()  # those of the modules being called, by path, the nearest first
+        self.memory = Memory(self)
+        self.known: dict[int, Any] = dict(snapshot.tensors)
+        self.constants: dict[str, torch.Tensor] = {}
+        self.notes: dict[str, None] = {}
+        self.paused = False
+        self._root_code = root_code
+        self._locate = locate
+        self._attributes: dict[int, tuple[fx.Node, Value, int, torch.Tensor]] = {}
+        self._sizes: dict[fx.Node, tuple[Any, ...]] = {}
+
+    # ---- entries ---------------------------------------------------------------------------------------------------
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run or record a function that PyTorch was asked for."""
+        if self.paused:
+            return func(*args, **kwargs)
+        if not is_tracked(args, self.known) and not (kwargs and is_tracked(kwargs.values(), self.known)) and not is_random(func):
+            return func(*args, **kwargs)
+        name = property_name(func)
+        if name is not None:
+            return self._property(name, args[0])
+        if getattr(func, "__name__", "") == "__set__":
+            return self._set_property(func, args)
+        if len(args) == 2 and not kwargs and type(args[0]) is not TracedTensor:
+            function = python_operator(func)
+            if function is not None:
+                result = self.operator(function, args)
+                return self.memory.advance(args[0], result) if func.__name__.endswith("_") else result
+        return self._spelled(spelling_of(func), args, kwargs)
+
+    def operator(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Record one of Python's operators, with a tensor among its operands."""
+        return self.record("call_function", function, function, args, {})
+
+    def rows(self, tensor: TracedTensor) -> Any:
+        """The rows of a tensor that is iterated over."""
+        a, b = tensor.value.shapes
+        if not a:
+            raise TypeError("iteration over a 0-d tensor")
+        if a[0] != b[0]:
+            refuse(
+                "the model iterates over the batch",
+                because="a graph has a fixed number of operations, and the number of rows depends on the batch size",
+                remedy="write the loop as operations on the whole tensor, or trace with dynamic_shapes={} to fix the batch size",
+            )
+        return self.record("call_method", "unbind", torch.Tensor.unbind, (tensor, 0), {})
+
+    def sizes(self, tensor: TracedTensor) -> tuple[Any, ...]:
+        """The shape, with batch numbers for the sizes that depend on the batch."""
+        if tensor.aliases is not None:
+            self.memory.refresh(tensor)
+        shape_a, shape_b = tensor.value.shapes
+        if shape_a == shape_b:
+            return tuple(shape_a)
+        node = tensor.node
+        sizes = self._sizes.get(node)
+        if sizes is None:
+            pairs = enumerate(zip(shape_a, shape_b, strict=True))
+            sizes = self._sizes[node] = tuple(a if a == b else self._size(node, dim, a, b) for dim, (a, b) in pairs)
+        return sizes
+
+    def _size(self, node: fx.Node, dim: int, a: int, b: int) -> BatchInt:
+        size = self.graph.create_node("call_method", "size", (node, dim))
+        self._describe(size, numeric_fact(a, b))
+        return BatchInt(self._foreseen(a, b), size)
+
+    def arithmetic(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """A function of numbers, some of which depend on the batch: recorded if its result does, too."""
+        values = self._everywhere(function, args)
+        if all(value == values[0] or value != value for value in values):
+            return values[0]
+        nodes = tuple(arg.node if isinstance(arg, BatchNumber) else arg for arg in args)
+        node = self.graph.create_node("call_function", function, nodes)
+        self._describe(node, numeric_fact(*values[:2]) if values[0] != values[1] else None)
+        return BatchInt(values, node) if all(isinstance(value, int) for value in values) else BatchFloat(values, node)
+
+    def decide(self, function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+        """A comparison of numbers that depend on the batch; it must come out the same at all batch sizes."""
+        first, *others = self._everywhere(function, args)
+        if any(other != first for other in others):
+            refuse_batch_condition()
+        if self._locate and not any(isinstance(arg, BatchNumber) for arg in args[1:]):
+            self.note(f"a comparison of a size that depends on the batch was resolved as {first}")
+        return bool(first)
+
+    def _everywhere(self, function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(
+            function(*(arg.values[index] if isinstance(arg, BatchNumber) else arg for arg in args)) for index in range(len(self.batches))
+        )
+
+    def _foreseen(self, a: Any, b: Any) -> tuple[Any, ...]:
+        """The values of a size at all batch sizes, supposing that it grows evenly; comparing two traces proves that."""
+        first, second, *others = self.batches
+        rise, run = b - a, second - first
+        return (a, b, *(a + (rise * (other - first) // run if isinstance(a, int) else rise * (other - first) / run) for other in others))
+
+    # ---- recording -------------------------------------------------------------------------------------------------
+
+    def _spelled(self, spelling: Spelling, args: Any, kwargs: Any) -> Any:
+        if spelling.op == "call_method" and spelling.target in ("size", "requires_grad_", "__len__") and isinstance(args[0], TracedTensor):
+            return getattr(args[0], spelling.target)(*args[1:], **kwargs)
+        if spelling.swapped:
+            args = args[::-1]
+        if spelling.function is functional.setitem and self.memory.holds(*args):
+            return None
+        out = kwargs.get("out")
+        target = args[0] if spelling.mutates else out
+        if out is not None:
+            kwargs = {name: value for name, value in kwargs.items() if name != "out"}
+        if spelling.flag is not None:
+            args, kwargs, flag = _without_flag(args, kwargs, spelling.flag)
+            target = args[0] if flag else target
+        result = self.record(spelling.op, spelling.target, spelling.function, args, kwargs, spelling.content)
+        if target is None:
+            return result
+        if isinstance(target, (tuple, list)):
+            return type(result)([self.memory.advance(*pair) for pair in zip(target, result, strict=True)])
+        return self.memory.advance(target, result, spelling.op == "call_method" and spelling.target in functional.VIEWS)
+
+    def record(
+        self, op: str, target: Any, function: Callable[..., Any], args: Any, kwargs: Any, content: bool = True, key: Any = None
+    ) -> Any:
+        """Evaluate an operation and, unless its result is plain Python, add its node."""
+        paused, self.paused = self.paused, True
+        try:
+            with torch._C.DisableTorchFunctionSubclass():  # modes stay: attention layers ask for them
+                return self._record(op, target, function, args, kwargs, content, key)
+        finally:
+            self.paused = paused
+
+    def _record(self, op: str, target: Any, function: Callable[..., Any], args: Any, kwargs: Any, content: bool, key: Any) -> Any:
+        arguments = Arguments(self, function if key is None else key)
+        node_args = tuple([arguments.convert(arg) for arg in args])
+        node_kwargs = {name: arguments.convert(arg) for name, arg in kwargs.items()} if kwargs else {}
+        if kwargs:
+            arguments.key.append(tuple(kwargs))
+        outcome = self._evaluate(function, args, kwargs, arguments, content, target)
+        if not outcome.recorded:
+            return _plain(outcome.template)
+        node = self.graph.create_node(op, target, node_args, node_kwargs)
+        self._describe(node, _fact(outcome.template))
+        result = self._wrap(node, outcome.template)
+        if outcome.alias is not None:
+            step = view_step(self, op, target, function, args, kwargs) if outcome.alias == 0 else None
+            share_memory(arguments.traced[outcome.alias], result, outcome.same_place, step)
+        return result
+
+    def _evaluate(self, function: Any, args: Any, kwargs: Any, arguments: Arguments, content: bool, target: Any) -> Outcome:
+        fake = arguments.fake or not content
+        if not fake:
+            return self._run(function, args, kwargs, arguments, fake, target)
+        key = tuple(arguments.key)
+        try:
+            outcome = self.evaluator.cache.get(key)
+        except TypeError:  # something unhashable among the arguments
+            return self._run(function, args, kwargs, arguments, fake, target)
+        if outcome is None:
+            outcome = self._run(function, args, kwargs, arguments, fake, target)
+            if not outcome.from_content:
+                self.evaluator.cache[key] = outcome
+        return outcome
+
+    def _run(self, function: Any, args: Any, kwargs: Any, arguments: Arguments, fake: bool, target: Any) -> Outcome:
+        name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+        if fake and name in _READS_CONTENT:
+            self._refuse_data(name)
+        try:
+            outcome = self.evaluator.run(function, args, kwargs, fake, arguments.substitutes)
+        except FxQuantError:
+            raise
+        except Exception as error:
+            if not is_data_dependent(error):
+                raise
+            found = self.evaluator.run_on_content(function, args, kwargs, arguments.substitutes) if arguments.known else None
+            if found is None:
+                self._refuse_data(name)
+            outcome = found
+        if not fake and name in _READS_CONTENT:
+            self.note(f"the content of a constant was read by {name}")
+        return outcome
+
+    def _refuse_data(self, name: str) -> NoReturn:
+        refuse(
+            "the model's Python depends on the content of a tensor",
+            because=f"{name} needs numbers that are known only when the graph runs",
+            remedy="use torch.where or a mask instead of a branch or an index, or move the decision out of forward",
+        )
+
+    def _describe(self, node: fx.Node, fact: Any, path: str | None = None) -> None:
+        if torch._C._is_any_autocast_enabled():
+            refuse(
+                "autocast is switched inside forward",
+                because="a graph has no place for autocast: the numbers would differ from the model's",
+                remedy="remove torch.autocast from forward, or convert explicitly with .to(dtype)",
+            )
+        facts.describe(node, fact, self.source() if self._locate else "", self.path if path is None else path)
+        if self.qconfig:
+            facts.attach_qconfigs(node, self.qconfig)
+
+    def _wrap(self, node: fx.Node, template: Any) -> Any:
+        if isinstance(template, Value):
+            return TracedTensor(node, template)
+        if isinstance(template, Sequenced):
+            names = template.keys if template.keys is not None else range(len(template.items))
+            return template.rebuild([self._item(node, name, item) for name, item in zip(names, template.items, strict=True)])
+        if isinstance(template, Number):
+            kind = BatchInt if isinstance(template.a, int) else BatchFloat
+            return kind(self._foreseen(template.a, template.b), node)
+        return template
+
+    def _item(self, node: fx.Node, name: Any, template: Any) -> Any:
+        if not isinstance(template, (Value, Number, Sequenced)):
+            return template
+        item = self.graph.create_node("call_function", operator.getitem, (node, name))
+        self._describe(item, _fact(template), node.meta.get("module"))
+        return self._wrap(item, template)
+
+    # ---- properties, parameters, constants -------------------------------------------------------------------------
+
+    def _property(self, name: str, tensor: torch.Tensor) -> Any:
+        tensor = self.memory.current(tensor)
+        spelling = property_spelling(name)
+        if spelling is not None:
+            args = (tensor, name) if spelling.op == "call_function" else (tensor,)
+            return self.record(spelling.op, spelling.target, _reader(name) if len(args) == 2 else spelling.function, args, {})
+        if not isinstance(tensor, TracedTensor):
+            return getattr(tensor, name)
+        if name == "shape":
+            return tensor.shape
+        return None if name in ("grad", "grad_fn") else getattr(tensor.value.a, name)
+
+    def _set_property(self, func: Any, args: Any) -> None:
+        name = func.__self__.__name__
+        if name not in ("requires_grad", "grad"):
+            refuse(
+                f"the model assigns to .{name} of a tensor",
+                because="a graph computes new tensors and changes none",
+                remedy="compute a new tensor instead of changing one",
+            )
+
+    def attribute(self, tensor: torch.Tensor) -> tuple[fx.Node, Value]:
+        """The `get_attr` node and the value of a parameter, a buffer or a constant."""
+        found = self._attributes.get(id(tensor))
+        if found is not None and found[2] == tensor._version:
+            return found[0], found[1]
+        name = self.snapshot.tensors.get(id(tensor))
+        if name is None:
+            name, value = self._constant(tensor), self.evaluator.known(tensor.detach().clone())
+        elif isinstance(tensor, nn.Parameter):
+            value = self.evaluator.intern(tensor, tensor)
+        else:
+            value = self.evaluator.known(tensor)
+        node = self.graph.create_node("get_attr", name)
+        self._describe(node, value.fact)
+        self._attributes[id(tensor)] = (node, value, tensor._version, tensor)  # the tensor is kept, so that its id stays taken
+        return node, value
+
+    def _constant(self, tensor: torch.Tensor) -> str:
+        name = f"_constant_{len(self.constants)}"
+        while name in self.snapshot.names:
+            name = "_" + name
+        self.constants[name] = tensor.detach().clone()
+        where = self.snapshot.attributes.get(id(tensor))
+        if where is not None:
+            self.note(f"{where} is neither parameter nor buffer: its present content became a constant")
+        return name
+
+    def note(self, text: str) -> None:
+        """Record something that was fixed while tracing."""
+        where = self.source()
+        self.notes[f"{text} ({where})" if where else text] = None
+
+    def source(self) -> str:
+        """The line of the model that is being executed."""
+        return user_source(self._root_code)
+
+
+def _without_flag(args: Any, kwargs: Any, position: int) -> tuple[Any, Any, bool]:
+    if "inplace" in kwargs:
+        return args, {**kwargs, "inplace": False}, bool(kwargs["inplace"])
+    if len(args) > position and args[position]:
+        return (*args[:position], False, *args[position + 1 :]), kwargs, True
+    return args, kwargs, False
+
+
+def _reader(name: str) -> Callable[..., Any]:
+    return _READERS.setdefault(name, lambda tensor, _: getattr(tensor, name))
+
+
+def _fact(template: Any) -> Any:
+    if isinstance(template, Value):
+        return template.fact
+    if isinstance(template, Sequenced):
+        facts_of_items = [_fact(item) for item in template.items]
+        return dict(zip(template.keys, facts_of_items, strict=True)) if template.keys is not None else tuple(facts_of_items)
+    return numeric_fact(template.a, template.b) if isinstance(template, Number) else template
+
+
+def _plain(template: Any) -> Any:
+    return template.rebuild([_plain(item) for item in template.items]) if isinstance(template, Sequenced) else template
+
+
+def new_graph() -> fx.Graph:
+    """An empty graph, in which no node can take the name of the module itself in the generated code."""
+    graph = fx.Graph()
+    graph._graph_namespace.create_name("self", None)
+    return graph
+
+
+_READERS: dict[str, Callable[..., Any]] = {}

@@ -1,0 +1,160 @@
+"""The check of a graph's inputs: what the graph was made for is computed, anything else is refused.
+
+The shapes and dtypes of a graph, the constants in it, and the proof that its accumulators fit hold for the inputs it was traced
+with and for every batch size. So every form of a model (traced, prepared, integer, loaded, copied) looks at what it is given before it
+computes: at shapes, dtypes and the like, never at values, so that it costs some microseconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+
+from fxquant import graph as facts
+from fxquant.errors import ConfigurationError
+from fxquant.facts import BatchDim, TensorFact
+
+TRANSIENT = "fxquant.transient_buffers"  # in meta: the names of the buffers that state_dict leaves out
+
+
+@dataclass(frozen=True)
+class Input:
+    """What one input has to be.
+
+    sizes      of its dimensions; None for the batch
+    form       the whole of it as text; None where nothing is known of it
+    optional   whether it may be left out
+    """
+
+    name: str
+    dtype: torch.dtype | None
+    sizes: tuple[int | None, ...]
+    form: str | None
+    optional: bool
+
+
+@dataclass(frozen=True)
+class InputCheck:
+    """A forward pre-hook: ConfigurationError unless a graph module is given its inputs, flat, as they were traced, with any batch size.
+
+    made  what was done with the model to get the graph: "traced" or "prepared"
+    """
+
+    inputs: tuple[Input, ...]
+    made: str
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._check_number(args, kwargs)
+        first, batch = "", None
+        for index, expected in enumerate(self.inputs):
+            if expected.form is None or (index >= len(args) and expected.name not in kwargs):
+                continue
+            given = args[index] if index < len(args) else kwargs[expected.name]
+            self._check_kind(module, expected, given)
+            for dim, (size, wanted) in enumerate(zip(given.shape, expected.sizes, strict=True)):
+                if wanted is not None:
+                    if size != wanted:
+                        fixed = "only B can vary" if None in expected.sizes else "every size of this input is fixed"
+                        self._refuse(expected, f"dimension {dim} has size {size}", f"{self._made_with(expected)}, and {fixed}")
+                elif batch is None:
+                    first, batch = expected.name, size
+                elif batch != size:
+                    self._refuse(expected, f"its batch is {size}", f"input {first} has a batch of {batch}, and all inputs share one")
+
+    def _check_number(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        names = [expected.name for expected in self.inputs]
+        taken = f"its graph takes {len(names)} input{'' if len(names) == 1 else 's'}, {', '.join(names)}"
+        remedy = f"call the model with {', '.join(names)}"
+        if len(args) > len(names):
+            raise ConfigurationError(f"the model is given {len(args)} inputs", because=taken, remedy=remedy)
+        for name in kwargs:
+            if name not in names:
+                raise ConfigurationError(f"the model has no input {name}", because=taken, remedy=remedy)
+            if name in names[: len(args)]:
+                because = "it is given by its place and by its name"
+                raise ConfigurationError(f"input {name} is given twice", because=because, remedy="give it once")
+        for expected in self.inputs[len(args) :]:
+            if not expected.optional and expected.name not in kwargs:
+                raise ConfigurationError(f"the model is not given its input {expected.name}", because=taken, remedy=remedy)
+
+    def _check_kind(self, module: torch.nn.Module, expected: Input, given: Any) -> None:
+        if not isinstance(given, torch.Tensor):
+            array = type(given).__module__.partition(".")[0] == "numpy"
+            kind = f"numpy.{type(given).__name__}" if array else type(given).__name__
+            because = f"the model was {self.made} with a tensor, {expected.form}"
+            self._refuse(expected, f"it is a {kind}", because, "convert it with torch.from_numpy(array)" if array else None)
+        unusual = _unusual(given)
+        if unusual is not None:
+            self._refuse(expected, f"it is a {unusual[0]} tensor", f"{self._made_with(expected)}, a dense tensor with values", unusual[1])
+        if given.dim() != len(expected.sizes):
+            self._refuse(expected, f"it has {given.dim()} dimensions", self._made_with(expected))
+        if given.dtype != expected.dtype:
+            self._refuse(expected, f"its type is {given.dtype}", self._made_with(expected), f"convert it with .to({expected.dtype})")
+        tensors = itertools.chain(module.parameters(), module.buffers())
+        home = next(tensors, given).device
+        if given.device != home and all(tensor.device != given.device for tensor in tensors):
+            remedy = f"move one to the other: x.to({str(home)!r}), or model.to({str(given.device)!r})"
+            self._refuse(expected, f"it is on {given.device}", f"the parameters and constants of the model are on {home}", remedy)
+
+    def _made_with(self, expected: Input) -> str:
+        return f"the model was {self.made} with {expected.form}"
+
+    def _refuse(self, expected: Input, what: str, because: str, remedy: str | None = None) -> NoReturn:
+        again = "prepare" if self.made == "prepared" else "trace"
+        raise ConfigurationError(
+            f"input {expected.name} does not fit the graph: {what}",
+            because=because,
+            remedy=remedy or f"pass an input of that form, or {again} the model again with an example of the new one",
+        )
+
+
+def _unusual(given: torch.Tensor) -> tuple[str, str] | None:
+    """What kind of tensor it is that the kernels are not defined for, and what to do; None for a dense tensor with values."""
+    if given.is_nested:
+        return "nested", "pad it to one size with .to_padded_tensor(0.0)"
+    if getattr(given, "is_quantized", False):  # PyTorch is removing them
+        return "quantized", "pass the real numbers it stands for: .dequantize()"
+    if given.layout != torch.strided:
+        return str(given.layout).removeprefix("torch."), "convert it with .to_dense()"
+    if given.is_meta:
+        return "meta", "pass a tensor on the device of the model"
+    return None
+
+
+def input_check(module: fx.GraphModule) -> InputCheck:
+    """The check of the inputs that the placeholders of a graph describe."""
+    return InputCheck(
+        tuple(_described(node) for node in module.graph.find_nodes(op="placeholder")), "prepared" if "target" in module.meta else "traced"
+    )
+
+
+def _described(node: fx.Node) -> Input:
+    fact, optional = facts.fact(node), bool(node.args)
+    if not isinstance(fact, TensorFact):
+        return Input(str(node.target), None, (), None, optional)
+    sizes = tuple(None if isinstance(size, BatchDim) else size for size in fact.shape)
+    return Input(str(node.target), fact.dtype, sizes, str(fact), optional)
+
+
+def attach_input_check(module: fx.GraphModule) -> None:
+    """Let the module check its inputs against the facts of its placeholders before it computes anything.
+
+    The check survives `copy.copy`, `copy.deepcopy` and pickling; calling this again replaces it.
+    """
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if isinstance(hook, InputCheck):
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+    module.register_forward_pre_hook(input_check(module), with_kwargs=True)
+    if not isinstance(module, facts.Model) and _restore not in module._deepcopy_hooks:
+        module._deepcopy_hooks.append(_restore)
+
+
+def _restore(copy: fx.GraphModule) -> None:
+    # deepcopy of a GraphModule forgets its hooks, and which of its own buffers are not to be saved.
+    copy._non_persistent_buffers_set.update(set(copy.meta.get(TRANSIENT, ())) & set(copy._buffers))
+    attach_input_check(copy)

@@ -1,0 +1,172 @@
+"""The example inputs: which tensors become placeholders, what they are called, and which batch they have."""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fxquant.errors import ConfigurationError, TraceError
+from fxquant.frontend.handler import new_graph
+from fxquant.frontend.signature import signature_of
+
+
+@dataclass(frozen=True)
+class ExampleInputs:
+    """The arguments of one forward call.
+
+    leaves     everything in the arguments, flattened
+    names      the placeholder's name for every leaf that is a tensor, else None
+    spec       how to rebuild (args, kwargs) from leaves
+    batch      size of dimension 0 of the inputs; None if it is not to vary
+    signature  how forward was called
+    renamed    what the user calls the inputs whose names generated code cannot use, by placeholder name
+    """
+
+    leaves: tuple[Any, ...]
+    names: tuple[str | None, ...]
+    spec: Any
+    batch: int | None
+    signature: list[list[Any]]
+    renamed: dict[str, str]
+
+    def arguments(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The positional and keyword arguments with other leaves."""
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return tuple(args), kwargs
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The example tensors by placeholder name, in order."""
+        return {name: leaf for name, leaf in zip(self.names, self.leaves, strict=True) if name is not None}
+
+    def has_batch(self, tensor: torch.Tensor) -> bool:
+        """Whether dimension 0 of an input is the batch."""
+        return self.batch is not None and tensor.dim() > 0 and tensor.shape[0] == self.batch
+
+    def with_batch(self, batch: int) -> dict[str, torch.Tensor]:
+        """The example tensors with their rows repeated or truncated to another batch size."""
+        return {name: _resized(tensor, batch) if self.has_batch(tensor) else tensor for name, tensor in self.tensors().items()}
+
+
+def bind_inputs(model: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> ExampleInputs:
+    """Name the tensors of the example inputs after the parameters of the model's forward."""
+    args, kwargs = _as_call(example_inputs)
+    order = list(inspect.signature(model.forward).parameters)
+    kwargs = dict(sorted(kwargs.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TraceError(
+            "the example inputs do not fit the model's forward",
+            because=str(error),
+            remedy="pass a tuple of positional arguments, or a dict of keyword arguments",
+        ) from error
+    by_path = {**dict(zip(_positional_names(model, len(args)), args, strict=True)), **kwargs}
+    leaves, spec = pytree.tree_flatten((list(args), kwargs))
+    names = [name for path, value in by_path.items() for name in _leaf_names(path, value)]
+    if not any(name is not None for name in names):
+        raise ConfigurationError(
+            "the example inputs hold no tensor",
+            because="tensors among the inputs become the inputs of the graph",
+            remedy="pass at least one tensor, for example (torch.randn(1, 3, 224, 224),)",
+        )
+    written = _unique(names)
+    names = _legal(written)
+    batch = _batch(leaves)
+    if batch == 0:
+        raise ConfigurationError(
+            "the example inputs hold an empty batch",
+            because="the graph is compared with the model on them, and nothing would be compared",
+            remedy="pass at least one row, for example (torch.randn(1, 3, 224, 224),)",
+        )
+    return ExampleInputs(
+        leaves=tuple(leaves),
+        names=tuple(names),
+        spec=spec,
+        batch=batch if _is_dynamic(dynamic_shapes) else None,
+        signature=signature_of(model, args, kwargs, iter(names)),
+        renamed={new: old for new, old in zip(names, written, strict=True) if new is not None and old is not None and new != old},
+    )
+
+
+def _as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example_inputs, torch.Tensor):
+        return (example_inputs,), {}
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs), {}
+    if isinstance(example_inputs, dict) and all(isinstance(name, str) for name in example_inputs):
+        return (), dict(example_inputs)
+    raise ConfigurationError(
+        f"example inputs of type {type(example_inputs).__name__} cannot be used",
+        because="forward is called with them",
+        remedy="pass a tuple of positional arguments, or a dict of keyword arguments",
+    )
+
+
+def _is_dynamic(dynamic_shapes: Any) -> bool:
+    if dynamic_shapes is None or dynamic_shapes is True:
+        return True
+    if dynamic_shapes is False or dynamic_shapes == {}:
+        return False
+    raise ConfigurationError(
+        "dynamic_shapes names dimensions one by one",
+        because="only dimension 0, the batch, can vary",
+        remedy="pass None to let the batch vary, or {} to fix every size",
+    )
+
+
+def _positional_names(model: nn.Module, count: int) -> list[str]:
+    names: list[str] = []
+    for parameter in inspect.signature(model.forward).parameters.values():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            names += [f"{parameter.name}_{index}" for index in range(count - len(names))]
+        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            names.append(parameter.name)
+    return names[:count]
+
+
+def _leaf_names(path: str, value: Any) -> list[str | None]:
+    leaves = pytree.tree_leaves(value)
+    if len(leaves) == 1 and leaves[0] is value:
+        return [path if isinstance(value, torch.Tensor) else None]
+    return [f"{path}_{index}" if isinstance(leaf, torch.Tensor) else None for index, leaf in enumerate(leaves)]
+
+
+def _unique(names: list[str | None]) -> list[str | None]:
+    taken: set[str] = set()
+    unique: list[str | None] = []
+    for name in names:
+        while name is not None and name in taken:
+            name += "_"
+        if name is not None:
+            taken.add(name)
+        unique.append(name)
+    return unique
+
+
+# The built-in names that generated code may use. An input may have the name of any other: `input` is a common one.
+_BUILT_IN = frozenset((
+    "Ellipsis", "abs", "bool", "complex", "dict", "float", "frozenset", "getattr", "int", "len", "list", "max", "min", "pow", "range",
+    "round", "set", "slice", "str", "sum", "tuple",
+))  # fmt: skip
+
+
+def _legal(names: list[str | None]) -> list[str | None]:
+    """The names as inputs of a graph: no keywords, and nothing that generated code means something else by."""
+    graph = new_graph()
+    legal = {name: graph.placeholder(name).name for name in names if name is not None}
+    return [name if name is None or (hasattr(builtins, name) and name not in _BUILT_IN) else legal[name] for name in names]
+
+
+def _batch(leaves: list[Any]) -> int | None:
+    return next((int(leaf.shape[0]) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0), None)
+
+
+def _resized(tensor: torch.Tensor, batch: int) -> torch.Tensor:
+    rows = torch.arange(batch, device=tensor.device) % max(tensor.shape[0], 1)
+    return tensor.index_select(0, rows)

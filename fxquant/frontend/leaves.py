@@ -1,0 +1,116 @@
+"""Modules that stay whole: which ones do, how they are recorded, and what their results depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxquant.frontend.arguments import ATOMS, is_tracked
+from fxquant.frontend.entry import refuse_scripted, uncompiled
+from fxquant.frontend.handler import Handler
+
+LeafRule = Callable[[nn.Module, str], bool]
+
+_CONTAINERS = (
+    nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict,
+    nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer,
+)  # fmt: skip
+_HOME = "torch.nn.modules."
+
+
+def default_leaf(module: nn.Module, path: str) -> bool:
+    """Whether a module is one of PyTorch's own layers, and not a container of others."""
+    return type(module).__module__.startswith(_HOME) and not isinstance(module, _CONTAINERS)
+
+
+class ModuleCalls:
+    """What happens when a module is called while the model is traced."""
+
+    def __init__(self, handler: Handler, leaf: LeafRule | None, qconfigs: Mapping[str, Any]) -> None:
+        self._handler = handler
+        self._qconfigs = qconfigs
+        self._rule = leaf or default_leaf
+        self._keys: dict[int, Any] = {}  # of leaves by identity; None for other modules
+
+    def __call__(self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        handler = self._handler
+        if handler.paused:
+            return original(module, *args, **kwargs)
+        module = uncompiled(handler.snapshot.shell(module))
+        if isinstance(module, torch.jit.ScriptModule) and is_tracked((args, kwargs), handler.known):
+            refuse_scripted("a module that forward calls", handler.source())
+        path = handler.snapshot.paths.get(id(module))
+        if path is None:
+            return original(module, *args, **kwargs)
+        previous, handler.path = handler.path, path
+        around = handler.qconfig
+        if path in self._qconfigs:
+            handler.qconfig = ((path, self._qconfigs[path]), *around)
+        try:
+            key = self._key(module, path)
+            if key is None or not (is_tracked(args, handler.known) or is_tracked(kwargs.values(), handler.known) or _trainable(module)):
+                return original(module, *args, **kwargs)
+            if not module._forward_hooks:
+                return self._record(module, path, key, args, kwargs)
+            module.__dict__["forward"] = lambda *a, **k: self._record(module, path, key, a, k)
+            try:
+                return original(module, *args, **kwargs)
+            finally:
+                del module.__dict__["forward"]
+        finally:
+            handler.path = previous
+            handler.qconfig = around
+
+    def _key(self, module: nn.Module, path: str) -> Any:
+        key = self._keys.get(id(module), self)
+        if key is self:
+            is_leaf = path != "" and not module._forward_pre_hooks and self._rule(module, path)
+            with torch._C.DisableTorchFunction():
+                key = self._keys[id(module)] = configuration(module) if is_leaf else None
+        return key
+
+    def _record(self, module: nn.Module, path: str, key: Any, args: Any, kwargs: Any) -> Any:
+        in_place = module.__dict__.get("inplace") is True
+        function = _OutOfPlace(module) if in_place else type(module).forward.__get__(module)
+        result = self._handler.record("call_module", path, function, args, kwargs, key=key)
+        return self._handler.memory.advance(args[0], result) if in_place else result
+
+
+class _OutOfPlace:
+    """The forward of a module with `inplace=True`, without changing its input."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        copy = object.__new__(type(self._module))
+        copy.__dict__.update(self._module.__dict__, inplace=False)
+        return copy.forward(*args, **kwargs)
+
+
+def configuration(module: nn.Module) -> tuple[Any, ...]:
+    """What the shapes and types of a module's results depend on besides its arguments: equal for like modules."""
+    items: list[Any] = [type(module)]
+    for name, value in module.__dict__.items():
+        if type(value) in ATOMS:
+            items.append((name, type(value), value))
+        elif name == "_parameters" or name == "_buffers":
+            items.extend((key, None if tensor is None else _form(tensor)) for key, tensor in value.items())
+        elif name == "_modules":
+            items.extend((key, None if child is None else configuration(child)) for key, child in value.items())
+        elif isinstance(value, tuple):
+            items.append((name, value))
+        elif name[0] != "_":
+            items.append((name, id(value)))
+    return tuple(items)
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _trainable(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())

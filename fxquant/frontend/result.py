@@ -1,0 +1,110 @@
+"""The traced GraphModule: its module tree, and what is written on it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxquant import graph as facts
+from fxquant.carried import Carried
+from fxquant.facts import TensorFact
+from fxquant.frontend.entry import STAGE
+from fxquant.frontend.input_check import TRANSIENT, attach_input_check
+from fxquant.frontend.signature import attach_signature, set_signature
+from fxquant.frontend.snapshot import Snapshot
+from fxquant.frontend.tracer import Recording
+from fxquant.graph import attach
+from fxquant.model import CARRIED, Model, replace_graph
+
+_ASSUMPTIONS = "fxquant.assumptions"
+
+
+def assumptions(module: fx.GraphModule) -> list[str]:
+    """What was fixed while tracing, one sentence each."""
+    found: list[str] = module.meta.get(_ASSUMPTIONS, [])
+    return found
+
+
+def build(model: nn.Module, recording: Recording) -> fx.GraphModule:
+    """A GraphModule with the model's own parameter names, and parameters shared with the model."""
+    snapshot = Snapshot(model, own_buffers=True)
+    called = {node.target for node in recording.graph.nodes if node.op == "call_module"}
+    module = Model(nn.Module(), fx.Graph(), type(model).__name__)
+    shell = _PlainTree(snapshot, called).build(snapshot.root)
+    for kind in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        module.__dict__[kind].update(shell.__dict__[kind])
+    for name, constant in recording.constants.items():
+        attach(module, name, constant)
+        module._non_persistent_buffers_set.add(name)
+    module.eval()
+    replace_graph(module, recording.graph)
+    module.recompile()
+    module.meta[STAGE] = "traced"
+    module.meta[_ASSUMPTIONS] = [*recording.notes, *_fixed_sizes(module), *_turned_to_eval(model, called), *_unused(module)]
+    module.meta[TRANSIENT] = sorted(module._non_persistent_buffers_set)
+    module.meta[CARRIED] = Carried.of(model)
+    set_signature(module, recording.signature)
+    attach_input_check(module)
+    attach_signature(module)
+    return module
+
+
+class _PlainTree:
+    """Builds the tree of a graph: what is called (or is inside of what is called) stays, anything else becomes a plain `nn.Module`."""
+
+    def __init__(self, snapshot: Snapshot, called: set[Any]) -> None:
+        self._called = {identity for identity, path in snapshot.paths.items() if path in called}
+        self._built: dict[tuple[int, bool], nn.Module] = {}
+
+    def build(self, module: nn.Module, whole: bool = False) -> nn.Module:
+        """The counterpart of a shell; `whole` says that it is inside of what is called."""
+        called = id(module) in self._called
+        whole = whole or called
+        known = self._built.get((id(module), whole))
+        if known is not None or isinstance(module, torch.jit.ScriptModule):
+            return known or module
+        plain: nn.Module = object.__new__(type(module)) if whole else nn.Module()
+        self._built[id(module), whole] = plain
+        if whole:
+            plain.__dict__.update(module.__dict__)
+            plain.__dict__.pop("qconfig", None)  # the nodes know it
+        if called:
+            # Hooks have been traced, and in-place modules as if they were not.
+            plain.__dict__.update(_forward_hooks=OrderedDict(), _forward_pre_hooks=OrderedDict())
+            if plain.__dict__.get("inplace") is True:
+                plain.__dict__["inplace"] = False
+        for kind in ("training", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            plain.__dict__[kind] = module.__dict__[kind]
+        plain.__dict__["_modules"] = {name: None if child is None else self.build(child, whole) for name, child in module._modules.items()}
+        return plain
+
+
+def _fixed_sizes(module: fx.GraphModule) -> list[str]:
+    sizes = []
+    for node in module.graph.find_nodes(op="placeholder"):
+        fact = facts.fact(node)
+        if isinstance(fact, TensorFact):
+            sizes.append(f"input {node.target} is {fact}: every size but B is fixed")
+    return sizes
+
+
+def _turned_to_eval(model: nn.Module, called: set[Any]) -> list[str]:
+    """Layers that alone are in train mode, as for Monte Carlo dropout: the graph has them as in eval mode."""
+    if model.training:
+        return []
+    found = [path for path, module in model.named_modules() if module.training and path in called]
+    return [f"{path} is in train mode, and the model is not: it was traced in eval mode" for path in found]
+
+
+def _unused(module: fx.GraphModule) -> list[str]:
+    used = {node.target for node in module.graph.nodes if node.op == "get_attr"}
+    owners = {node.target for node in module.graph.nodes if node.op == "call_module"}
+    names = []
+    for name, _ in module.named_parameters():
+        parts = name.split(".")
+        if name not in used and not any(".".join(parts[:end]) in owners for end in range(1, len(parts))):
+            names.append(f"parameter {name} is not used by the graph")
+    return names

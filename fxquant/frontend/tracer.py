@@ -1,0 +1,163 @@
+"""One trace of a model at one pair of batch sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+
+from fxquant import graph as facts
+from fxquant.errors import FxQuantError, TraceError
+from fxquant.frontend.environment import prepared_environment
+from fxquant.frontend.fake import Evaluator
+from fxquant.frontend.handler import Handler
+from fxquant.frontend.inputs import ExampleInputs
+from fxquant.frontend.leaves import LeafRule, ModuleCalls
+from fxquant.frontend.snapshot import Snapshot
+from fxquant.frontend.source import source_of_error
+from fxquant.frontend.values import BatchNumber, TracedTensor, Value, refuse, tracing
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What one trace has found.
+
+    graph       the graph, without unused nodes
+    constants   tensors that are neither parameters nor buffers, by target
+    notes       what was fixed while tracing
+    snapshot    the shells the trace ran on
+    signature   how the model was called
+    """
+
+    graph: fx.Graph
+    constants: dict[str, torch.Tensor]
+    notes: list[str]
+    snapshot: Snapshot
+    signature: list[list[Any]]
+
+
+class _Mode(TorchFunctionMode):
+    def __init__(self, handler: Handler) -> None:
+        super().__init__()
+        self._handler = handler
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._handler.call(func, args, kwargs or {})
+
+
+def record(
+    model: nn.Module,
+    inputs: ExampleInputs,
+    batches: tuple[int, ...],
+    leaf: LeafRule | None,
+    qconfigs: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    locate: bool,
+) -> Recording:
+    """Trace a model in eval mode. Nothing of the model is changed.
+
+    batches   the two batch sizes to trace at, and two others that tell numbers which depend on the batch from those that do not
+    qconfigs  what the nodes of calls inside of a module are told, by the module's path
+    locate    whether nodes are told their source lines
+    """
+    snapshot = Snapshot(model)
+    handler = Handler(snapshot, Evaluator(static=inputs.batch is None), batches, _run.__code__, locate)
+    args, kwargs = inputs.arguments([
+        leaf_ if name is None else _placeholder(handler, name, leaf_, inputs, batches)
+        for name, leaf_ in zip(inputs.names, inputs.leaves, strict=True)
+    ])  # fmt: skip
+    handler.call_module = ModuleCalls(handler, leaf, qconfigs)
+    with tracing(handler):
+        with prepared_environment(model), torch.no_grad(), _Mode(handler):
+            result = _run(handler, args, kwargs)
+        facts.describe(handler.graph.output(result), fx.map_arg(result, facts.fact), "", "")
+        _erase_unused(handler.graph)
+    return Recording(handler.graph, handler.constants, list(handler.notes), snapshot, inputs.signature)
+
+
+def _run(handler: Handler, args: Any, kwargs: Any) -> Any:
+    """Call the model and convert what it returns; frames outside of this one are not the model's."""
+    try:
+        output = handler.snapshot.root(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            return _Output(handler).convert(output)
+    except FxQuantError:
+        raise
+    except Exception as error:
+        raise TraceError(
+            f"the model's forward raised {type(error).__name__}",
+            at=_raised_at(error),
+            because=str(error),
+            remedy="call the model on the example inputs first; if that works, move what fails out of forward",
+        ) from error
+
+
+def _raised_at(error: BaseException) -> str | None:
+    return source_of_error(error, _run.__code__)
+
+
+def _placeholder(handler: Handler, name: str, example: torch.Tensor, inputs: ExampleInputs, batches: tuple[int, ...]) -> TracedTensor:
+    value = _input_value(handler.evaluator, example, batches[:2] if inputs.has_batch(example) else None)
+    node = handler.graph.placeholder(name)
+    facts.describe(node, value.fact, "", "")
+    if name in inputs.renamed:
+        facts.set_argument_name(node, inputs.renamed[name])
+    return TracedTensor(node, value)
+
+
+def _input_value(evaluator: Evaluator, example: torch.Tensor, batches: tuple[int, ...] | None) -> Value:
+    last = example.dim() == 4 and not example.is_contiguous() and example.is_contiguous(memory_format=torch.channels_last)
+    layout = torch.channels_last if last else torch.contiguous_format
+
+    with evaluator.mode:
+        a, b = (
+            torch.empty((batch, *example.shape[1:]), dtype=example.dtype, device=example.device, memory_format=layout)
+            if batches is not None
+            else torch.empty(example.shape, dtype=example.dtype, device=example.device, memory_format=layout)
+            for batch in batches or (0, 0)
+        )
+    return evaluator.intern(a, b)
+
+
+class _Output:
+    """Turns what forward returned into the argument of the output node."""
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+
+    def convert(self, output: Any) -> Any:
+        if isinstance(output, torch.Tensor):
+            return self._tensor(self._handler.memory.current(output))
+        if isinstance(output, BatchNumber):
+            return output.node
+        if isinstance(output, Mapping):
+            return {key: self.convert(item) for key, item in output.items()}
+        if isinstance(output, tuple) and hasattr(output, "_fields"):
+            return type(output)(*(self.convert(item) for item in output))
+        if type(output) in (tuple, list, torch.Size) or (isinstance(output, tuple) and not hasattr(output, "__dataclass_fields__")):
+            items = [self.convert(item) for item in output]
+            return items if isinstance(output, list) else tuple(items)
+        if output is None or isinstance(output, (bool, int, float, str, torch.dtype, torch.device)):
+            return output
+        refuse(
+            f"forward returned a {type(output).__name__}",
+            because="a graph returns tensors, numbers, and tuples, lists and dicts of them",
+            remedy="return a tuple or a dict, or wrap the model in a module whose forward does",
+        )
+
+    def _tensor(self, tensor: torch.Tensor) -> fx.Node:
+        if not isinstance(tensor, TracedTensor):
+            return self._handler.attribute(tensor)[0]
+        self._handler.memory.refresh(tensor)
+        return tensor.node
+
+
+def _erase_unused(graph: fx.Graph) -> None:
+    for node in reversed(graph.nodes):
+        if not node.users and node.op not in ("placeholder", "output"):
+            graph.erase_node(node)

@@ -1,0 +1,370 @@
+"""What a traced model sees in place of its tensors and of numbers that depend on the batch size.
+
+A traced tensor is a `torch.Tensor`, so that every library accepts it, and an `fx.Proxy`, so that libraries which
+ask whether they are being traced get the right answer. It holds the node that computes it and its `Value`: what it
+is at two batch sizes. A batch number is an `int` or `float` that knows both of its values and its node.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import math
+import operator
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+
+from fxquant.errors import TraceError
+from fxquant.facts import BatchDim, TensorFact
+
+
+class Value:
+    """A tensor at the two batch sizes: fake tensors, or real ones where its content is known while tracing.
+
+    Values of fake tensors are interned, so two of them describe the same shapes exactly if they are the same object.
+    """
+
+    __slots__ = ("a", "abstract", "b", "device", "dtype", "fact", "real", "shapes", "strides")
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor, abstract: Value | None = None) -> None:
+        self.a, self.b = a, b
+        self.shapes = (a.shape, b.shape)
+        self.strides, self.dtype, self.device = a.stride(), a.dtype, a.device
+        self.real = abstract is not None
+        self.abstract = abstract or self
+        self.fact: TensorFact = abstract.fact if abstract else TensorFact.between(a, b)
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number that differs between the two batch sizes."""
+
+    a: int | float
+    b: int | float
+
+
+@dataclass(frozen=True)
+class View:
+    """One step from a tensor to a view of it.
+
+    spelled   the method's name and its other arguments, as `functional.write` takes them
+    again     records the same operation on another tensor and returns its result
+    item      which item of a sequence of views it is; None if there is one view
+    """
+
+    spelled: tuple[str, tuple[Any, ...], dict[str, Any]]
+    again: Callable[[TracedTensor], Any]
+    item: int | None = None
+
+
+@dataclass(frozen=True)
+class Change:
+    """An in-place operation: the place that was changed, the way there from the whole memory, and what it holds since then."""
+
+    place: object
+    way: tuple[View, ...] | None
+    result: TracedTensor
+
+
+class Aliases:
+    """Tensors that share one memory: an in-place operation on one of them makes the others stale.
+
+    changes   all in-place operations, in order; their number is the version of the memory
+    whole     the memory as a whole, after the first `applied` of them
+    """
+
+    __slots__ = ("applied", "changes", "whole")
+
+    def __init__(self, whole: TracedTensor) -> None:
+        self.changes: list[Change] = []
+        self.whole = whole
+        self.applied = 0
+
+    @property
+    def version(self) -> int:
+        return len(self.changes)
+
+
+class _Traces(threading.local):
+    """The handlers of the traces in progress in this thread, innermost last: no other thread knows of them."""
+
+    def __init__(self) -> None:
+        self.handlers: list[Any] = []
+
+
+_traces = _Traces()
+
+
+@contextlib.contextmanager
+def tracing(handler: Any) -> Iterator[None]:
+    """Inside, what this thread does with tensors of the model is recorded by `handler`."""
+    _traces.handlers.append(handler)
+    try:
+        yield
+    finally:
+        _traces.handlers.pop()
+
+
+def active() -> Any:
+    """The handler of the trace in progress in this thread. Raises TraceError if there is none."""
+    if not _traces.handlers:
+        raise TraceError(
+            "a tensor of a trace is used where nothing is traced",
+            because="the model's forward handed it to another thread, or kept it after the trace: it has a shape but no content",
+            remedy="compute in the thread that calls forward, and keep no tensor outside of the model",
+        )
+    return _traces.handlers[-1]
+
+
+def is_tracing() -> bool:
+    """Whether a trace is in progress in this thread."""
+    return bool(_traces.handlers)
+
+
+class TracedTensor(torch.Tensor, fx.Proxy):  # type: ignore[misc]
+    """A tensor of the model while it is traced.
+
+    aliases   the tensors that share its memory; None until there is a view
+    version   the version of that memory this tensor stands for
+    place     equal objects mean the same elements of that memory
+    way       the views that lead there from the whole memory; None if one of them cannot be taken again
+    """
+
+    node: fx.Node
+    value: Value
+    aliases: Aliases | None
+    version: int
+    place: object
+    way: tuple[View, ...] | None
+
+    @staticmethod
+    def __new__(cls, node: fx.Node, value: Value) -> TracedTensor:
+        tensor: TracedTensor = torch.Tensor._make_wrapper_subclass(
+            cls, value.shapes[0], strides=value.strides, dtype=value.dtype, device=value.device
+        )
+        tensor.node = node
+        tensor.value = value
+        tensor.aliases = None
+        return tensor
+
+    def __init__(self, node: fx.Node, value: Value) -> None:
+        """Nothing: `fx.Proxy.__init__` must not run."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # fx.Proxy would invent an attribute.
+        raise AttributeError(f"'Tensor' object has no attribute '{name}'")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return active().call(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return active().call(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"TracedTensor(%{self.node.name}, {self.value.fact})"
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __len__(self) -> int:
+        return self.value.shapes[0][0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(active().rows(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:  # type: ignore[override]
+        return self.clone()
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return torch.Size(active().sizes(self))
+
+    def size(self, dim: int | None = None) -> Any:
+        sizes = active().sizes(self)
+        return torch.Size(sizes) if dim is None else sizes[dim]
+
+    def dim(self) -> int:
+        return len(self.value.shapes[0])
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        return len(self.value.shapes[0])
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self.value.dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.value.device
+
+    def requires_grad_(self, requires_grad: bool = True) -> TracedTensor:
+        return self
+
+
+def _binary(name: str, reflected: bool = False) -> Callable[..., Any]:
+    function = getattr(operator, name)
+    if reflected:
+        return lambda self, other: active().operator(function, (other, self))
+    return lambda self, other: active().operator(function, (self, other))
+
+
+def _unary(name: str) -> Callable[..., Any]:
+    function = getattr(operator, name)
+    return lambda self: active().operator(function, (self,))
+
+
+def _in_place(name: str) -> Callable[..., Any]:
+    function = getattr(operator, name)
+    return lambda self, other: active().memory.advance(self, active().operator(function, (self, other)))
+
+
+_ARITHMETIC = {
+    "add": "add", "sub": "sub", "mul": "mul", "truediv": "truediv", "floordiv": "floordiv", "mod": "mod", "pow": "pow",
+    "matmul": "matmul", "and": "and_", "or": "or_", "xor": "xor", "lshift": "lshift", "rshift": "rshift",
+}  # fmt: skip
+for _dunder, _name in _ARITHMETIC.items():
+    setattr(TracedTensor, f"__{_dunder}__", _binary(_name))
+    setattr(TracedTensor, f"__r{_dunder}__", _binary(_name, reflected=True))
+    setattr(TracedTensor, f"__i{_dunder}__", _in_place(_name))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(TracedTensor, f"__{_name}__", _binary(_name))
+for _name in ("neg", "pos", "invert", "abs"):
+    setattr(TracedTensor, f"__{_name}__", _unary(_name))
+
+
+# ---- numbers that depend on the batch size -------------------------------------------------------------------------
+
+
+class BatchNumber:
+    """The part that `BatchInt` and `BatchFloat` share: arithmetic that is recorded.
+
+    values   what the number is at the two batch sizes of the trace, and what it will be at two others
+    """
+
+    values: tuple[Any, ...]
+    node: fx.Node
+
+    @property
+    def a(self) -> Any:
+        return self.values[0]
+
+    @property
+    def b(self) -> Any:
+        return self.values[1]
+
+    # A cache keyed by a batch number must always miss: entries of other traces, or of eager calls, would be wrong here.
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __bool__(self) -> bool:
+        return bool(active().decide(operator.truth, (self,)))
+
+    def __reduce__(self) -> Any:
+        return (type(self.values[0]), (self.values[0],))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BatchNumber:
+        return self
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return active().arithmetic(builtins.round, (self,) if digits is None else (self, digits))
+
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return other // self, other % self
+
+    def __pow__(self, other: Any, modulus: None = None) -> Any:
+        return active().arithmetic(operator.pow, (self, other))
+
+    def __trunc__(self) -> Any:
+        return active().arithmetic(builtins.int, (self,))
+
+    def __floor__(self) -> Any:
+        return active().arithmetic(math.floor, (self,))
+
+    def __ceil__(self) -> Any:
+        return active().arithmetic(math.ceil, (self,))
+
+
+class BatchInt(BatchNumber, int):  # type: ignore[misc]
+    """An integer that depends on the batch size."""
+
+    def __new__(cls, values: tuple[int, ...], node: fx.Node) -> BatchInt:
+        number = int.__new__(cls, values[0])
+        number.values, number.node = values, node
+        return number
+
+    __hash__ = BatchNumber.__hash__
+
+
+class BatchFloat(BatchNumber, float):  # type: ignore[misc]
+    """A float that depends on the batch size."""
+
+    def __new__(cls, values: tuple[float, ...], node: fx.Node) -> BatchFloat:
+        number = float.__new__(cls, values[0])
+        number.values, number.node = values, node
+        return number
+
+    __hash__ = BatchNumber.__hash__
+
+
+def _number_binary(name: str, reflected: bool = False) -> Callable[..., Any]:
+    function = getattr(operator, name)
+
+    def apply(self: BatchNumber, other: Any) -> Any:
+        if not isinstance(other, (int, float)):
+            return NotImplemented
+        return active().arithmetic(function, (other, self) if reflected else (self, other))
+
+    return apply
+
+
+def _number_unary(name: str) -> Callable[..., Any]:
+    function = getattr(operator, name)
+    return lambda self: active().arithmetic(function, (self,))
+
+
+def _number_comparison(name: str) -> Callable[..., Any]:
+    function = getattr(operator, name)
+
+    def apply(self: BatchNumber, other: Any) -> Any:
+        return active().decide(function, (self, other)) if isinstance(other, (int, float)) else NotImplemented
+
+    return apply
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod"):
+    setattr(BatchNumber, f"__{_name}__", _number_binary(_name))
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+    setattr(BatchNumber, f"__r{_name}__", _number_binary(_name, reflected=True))
+for _name in ("neg", "pos", "abs"):
+    setattr(BatchNumber, f"__{_name}__", _number_unary(_name))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(BatchNumber, f"__{_name}__", _number_comparison(_name))
+
+
+def numeric_fact(a: float, b: float) -> int | float | BatchDim | None:
+    """The fact of a number: itself if it is fixed, a `BatchDim` if it is an integer that is not; None if unknown."""
+    if a == b:
+        return a
+    return BatchDim.between(a, b) if isinstance(a, int) and isinstance(b, int) else None
+
+
+def refuse(what: str, because: str, remedy: str) -> NoReturn:
+    """Raise a `TraceError` at the line of the model that is being executed."""
+    handler = active() if is_tracing() else None
+    raise TraceError(
+        what, because=because, remedy=remedy, at=handler.source() if handler else None, module=handler.path if handler else None
+    )

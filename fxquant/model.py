@@ -1,0 +1,211 @@
+"""The GraphModule that every model here is: it keeps its facts when it is copied or pickled, and its dtype."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.graph import PythonCode
+
+from fxquant.codegen import Code, own_names
+from fxquant.errors import ConfigurationError
+
+
+class _Collection:
+    """How many compilations, in all threads together, have paused the garbage collection, and whether it was on before the first."""
+
+    lock = threading.Lock()
+    pauses = 0
+    was_on = False
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Inside, nothing is garbage collected: almost all that compiling makes is kept, and looking
+    through it takes half the time. The last compilation to end puts back what the first one found."""
+    with _Collection.lock:
+        if _Collection.pauses == 0:
+            _Collection.was_on = gc.isenabled()
+            gc.disable()
+        _Collection.pauses += 1
+    try:
+        yield
+    finally:
+        with _Collection.lock:
+            _Collection.pauses -= 1
+            if _Collection.pauses == 0 and _Collection.was_on:
+                gc.enable()
+
+
+@contextmanager
+def autocast_off() -> Iterator[None]:
+    """Inside, autocast is off for every device, in this thread: what is compiled does not depend on where the compiler was called."""
+    with ExitStack() as stack:
+        for device in _AUTOCAST_DEVICES:
+            if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+_AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps", "mtia", "hpu", "maia")
+
+CARRIED = "fxquant.carried"  # in `meta` of a model: what else the float model held
+
+
+class Model(fx.GraphModule):
+    """A GraphModule whose copies keep everything: unused parameters, hooks, and `meta`.
+
+    The user's modules and parameters may have any names, also those of a GraphModule's own attributes ("graph", "meta", "code").
+    Its numbers are integers in float32 tensors and scales that are float32, so it moves between devices but not to another
+    float dtype. As an integer model it is what is deployed: always in eval mode.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in own_names() and not isinstance(value, torch.Tensor | torch.nn.Module):
+            object.__setattr__(self, name, value)  # nn.Module would take it for the user's
+        else:
+            super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        """What is registered under that name, or else what the float model carried; no attribute of this model is hidden by that."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            carried = self.__dict__.get("meta", {}).get(CARRIED)
+            if carried is None or (name.startswith("__") and name.endswith("__")):
+                raise
+            try:
+                return carried.find(self, name)
+            except AttributeError as error:
+                if str(error) != name:
+                    raise  # raised by the user's own property
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def recompile(self) -> PythonCode:
+        """Compile the graph anew."""
+        self._graph.set_codegen(Code())
+        return super().recompile()
+
+    @staticmethod
+    def of(root: torch.nn.Module, graph: fx.Graph) -> Model:
+        """A model with the parameters, buffers and submodules of `root`, which are shared, and this graph.
+
+        It is not compiled yet: call `recompile` before running it.
+        """
+        model = Model(torch.nn.Module(), fx.Graph())
+        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            model.__dict__[name] = root.__dict__[name].copy()
+        model.meta = dict(root.meta) if isinstance(root, fx.GraphModule) else {}
+        model.training = root.training
+        replace_graph(model, graph)
+        return model
+
+    def train(self, mode: bool = True) -> Model:
+        """As any module's; an integer model stays in eval mode."""
+        super().train(mode and self.meta.get("stage") != "INTEGER")
+        return self
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Model:
+        """Moves to other devices pass through; a change of the float dtype is refused before anything is changed."""
+        wanted = fn(torch.empty(0, dtype=torch.float32)).dtype
+        if wanted != torch.float32:
+            raise ConfigurationError(
+                f"the model cannot be converted to {wanted}",
+                because="its integers and scales are exact in float32, and would be rounded",
+                remedy="leave it in float32; torch.autocast around a call lets its float operators compute in another type",
+            )
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            result = fn(tensor)
+            return result if result.dtype == tensor.dtype else tensor.to(result.device)  # .float() leaves what is float64
+
+        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Constants that a state_dict leaves out are passed over where an earlier one has them."""
+        for name in self._non_persistent_buffers_set:
+            state_dict.pop(prefix + name, None)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def __copy__(self) -> Model:
+        # What GraphModule makes, and DataParallel runs, would have neither hooks nor unused parameters.
+        copied = Model.of(self, copy_graph(self.graph))
+        for name, value in self.__dict__.items():
+            if name not in _OF_EVERY_COPY:
+                copied.__dict__[name] = value.copy() if isinstance(value, dict | set) else value
+        copied.recompile()
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Model:
+        copied = Model(torch.nn.Module(), fx.Graph(), type(self).__name__)
+        memo[id(self)] = copied
+        state = copy.deepcopy({name: value for name, value in self.__dict__.items() if name != "_graph"}, memo)
+        copied.__dict__.update(state)
+        replace_graph(copied, copy_graph(self.graph))
+        copied.recompile()
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A GraphModule would be traced anew from its code, and forget every fact.
+        state = {name: value for name, value in self.__dict__.items() if name != "_graph"}
+        return _unpickle, (state, [_entry(node) for node in self.graph.nodes])
+
+
+_OF_EVERY_COPY = ("_graph", "_code", "meta", "training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+def _unpickle(state: dict[str, Any], entries: list[tuple[Any, ...]]) -> Model:
+    model = Model(torch.nn.Module(), fx.Graph())
+    model.__dict__.update(state)
+    graph = fx.Graph()
+    nodes: dict[str, fx.Node] = {}
+    for op, name, target, args, kwargs, meta in entries:
+        args, kwargs = fx.node.map_aggregate((args, kwargs), lambda value: nodes[value.name] if isinstance(value, _Named) else value)
+        nodes[name] = graph.create_node(op, target, args, kwargs, name)
+        nodes[name].meta.update(meta)
+    replace_graph(model, graph)
+    model.recompile()
+    return model
+
+
+@dataclass(frozen=True)
+class _Named:
+    """Stands for a node among the arguments of a pickled one."""
+
+    name: str
+
+
+def _entry(node: fx.Node) -> tuple[Any, ...]:
+    # One by one: pickling a node would recurse through all that it reads.
+    def named(operand: fx.Node) -> Any:
+        return _Named(operand.name)
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), named)
+    return node.op, node.name, node.target, args, dict(kwargs), node.meta
+
+
+def free_name(gm: torch.nn.Module, name: str) -> str:
+    """The name, with underscores behind it while something is registered under it, or the GraphModule has an attribute of that name."""
+    while name in own_names() or any(name in registry for registry in (gm._modules, gm._parameters, gm._buffers)):
+        name += "_"
+    return name
+
+
+def replace_graph(gm: fx.GraphModule, graph: fx.Graph) -> None:
+    """Give the module another graph without compiling it; assigning `gm.graph` would compile at once."""
+    gm._graph = graph
+    graph.owning_module = gm
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """The same graph with nodes of its own, their names and facts unchanged."""
+    copied: fx.Graph = copy.deepcopy(graph)
+    return copied

@@ -1,0 +1,249 @@
+"""States, calibration, and the scales of a prepared model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+import fxquant.quantization.distributed as ranks
+from fxquant.arguments import FLAG, Kind, checked
+from fxquant.errors import ConfigurationError, FxQuantError
+from fxquant.graph import by_name
+from fxquant.numerics import is_scale
+from fxquant.progress import progress
+from fxquant.quantization.batches import first_batches, length, model_inputs, no_batches
+from fxquant.quantization.observers import Observer
+from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
+from fxquant.quantization.quantizer import Quantizer
+from fxquant.quantization.state import State
+
+INTERMEDIATE = ".intermediate"  # behind an operator's name: what its residual is added to
+
+
+def require_prepared(model: nn.Module) -> None:
+    """Raise ConfigurationError if this is no prepared model."""
+    if not isinstance(model, fx.GraphModule) or model.meta.get("stage") != "PREPARED":
+        if isinstance(getattr(model, "module", None), fx.GraphModule):
+            raise ConfigurationError(
+                f"a {type(model).__name__} is no prepared model",
+                because="it is wrapped around one",
+                remedy="pass what it wraps, its attribute `module`",
+            )
+        raise ConfigurationError(
+            f"{type(model).__name__} is no prepared model",
+            because="it was not returned by fxq.prepare, or its preparation was stopped early with until=",
+            remedy="call fxq.prepare(model, example_inputs, target=...) and pass its result",
+        )
+
+
+@checked()
+def set_state(prepared: nn.Module, state: State | str, modules: str | Iterable[str] | None = None) -> None:
+    """Put all operators, or those of the named modules or nodes and everything below them, into a state, given as such or by its name.
+
+    An empty list of modules names none. Leaving CALIBRATE sets the scales from what was observed. Raises ConfigurationError if a
+    name matches nothing.
+    """
+    require_prepared(prepared)
+    state = State(state)
+    operators = quantized_operators(prepared)
+    chosen = operators.values() if modules is None else _select(operators, list(modules))
+    for operator in chosen:
+        if operator.state is State.CALIBRATE and state is not State.CALIBRATE:
+            update_scales(operator)
+        operator.state = state
+
+
+def update_scales(operator: QuantizedOperator) -> None:
+    """Set the scales an operator owns from what was observed."""
+    if operator.weight_scale is not None and operator.output.pending:
+        operator.weight_scale.forget()
+    for quantizer in owned_quantizers(operator):
+        quantizer.update_scale()
+
+
+def owned_quantizers(operator: QuantizedOperator) -> list[Quantizer]:
+    """The quantizers that belong to an operator: of its output, unless it shares another's, and before its residual."""
+    return ([operator.output] if operator.owns_output else []) + ([operator.intermediate] if operator.intermediate is not None else [])
+
+
+def _scales(value: Any) -> dict[str, float]:
+    """Names with numbers; whether the numbers can be scales is told by name."""
+    named = isinstance(value, Mapping) and all(isinstance(name, str) and name for name in value)
+    if not named or any(isinstance(scale, str | bytes | bool) for scale in value.values()):
+        raise TypeError
+    return {name: float(scale) for name, scale in value.items()}
+
+
+def _select(operators: Mapping[str, QuantizedOperator], names: list[str]) -> list[QuantizedOperator]:
+    chosen: dict[str, QuantizedOperator] = {}
+    for name in names:
+        matches = {
+            node: operator
+            for node, operator in operators.items()
+            if node == name or operator.path == name or operator.path.startswith(name + ".")
+        }
+        if not matches:
+            raise ConfigurationError(
+                f"no operator belongs to {name!r}",
+                because=f"the operators are {', '.join(operators) if len(operators) <= 12 else ', '.join(list(operators)[:12]) + ', …'}",
+                remedy="pass a module path of the model, or a node name",
+            )
+        chosen.update(matches)
+    return list(chosen.values())
+
+
+@torch.no_grad()
+def calibrate(
+    prepared: fx.GraphModule,
+    batches: Iterable[Any],
+    num_batches: int | None = None,
+    batch_fn: Callable[[Any], Any] | None = None,
+    *,
+    distributed: bool = True,
+    show_progress: bool | None = None,
+) -> None:
+    """Observe the batches, set every scale, and leave the model in state VALIDATE.
+
+    `batches` yields tensors, tuples or dicts; the leading items fill forward's inputs, and the rest (labels)
+    is dropped. `batch_fn` maps a batch to the inputs. Memory does not grow with the number of batches. Where
+    torch.distributed is in use, every rank observes its own batches, and all of them get the same scales.
+
+    Raises CalibrationError if there is no batch, or one does not fit the model, or holds NaN or infinite
+    values; what was observed before stays observed, and the state is CALIBRATE.
+    """
+    require_prepared(prepared)
+    set_state(prepared, State.CALIBRATE)
+    several = distributed and ranks.count() > 1
+    if several and ranks.index() > 0 and show_progress is None:
+        show_progress = False
+
+    def observe() -> int:
+        seen = 0
+        for batch in progress(first_batches(batches, num_batches), length(batches, num_batches), "calibrating", show_progress):
+            arguments = model_inputs(prepared, batch if batch_fn is None else batch_fn(batch), seen)
+            with _all_or_nothing(prepared):
+                prepared(**by_name(prepared, arguments))
+            seen += 1
+        return seen
+
+    if not (_on_all_ranks(prepared, observe) if several else observe()):
+        raise no_batches(num_batches)
+    set_state(prepared, State.VALIDATE)
+
+
+def _on_all_ranks(prepared: nn.Module, observe: Callable[[], int]) -> int:
+    """Observe, and let all ranks know what each has seen; what they knew before counts once, as rank 0 has it."""
+    observers = {path: module for path, module in prepared.named_modules() if isinstance(module, Observer)}
+    before = ranks.copy_of(observers)
+    if ranks.index() > 0:
+        for observer in observers.values():
+            observer.reset()
+    try:
+        seen = observe()
+    except Exception:
+        ranks.restore(observers, before)
+        ranks.merge(observers, None)
+        raise
+    try:
+        return ranks.merge(observers, seen)
+    except FxQuantError:
+        ranks.restore(observers, before)
+        raise
+
+
+@contextmanager
+def _all_or_nothing(prepared: nn.Module) -> Iterator[None]:
+    """A batch that fails half-way leaves no trace in the observers that had seen it by then."""
+    buffers = [buffer for module in prepared.modules() if isinstance(module, Observer) for buffer in module.buffers()]
+    before = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    except BaseException:
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.copy_(value)
+        raise
+
+
+@checked()
+def qparams(prepared: nn.Module) -> dict[str, float]:
+    """The scale of every operator's output by node name, NaN where it is not known yet, or is that of a 32-bit sum.
+
+    Where a residual is fused into an operator, what it is added to has a scale too, "name.intermediate", for when it cannot be
+    added in the accumulator.
+    """
+    require_prepared(prepared)
+    return {name: float(quantizer.scale) for name, quantizer in _by_name(quantized_operators(prepared)).items()}
+
+
+def _by_name(operators: Mapping[str, QuantizedOperator]) -> dict[str, Quantizer]:
+    """The quantizers of outputs, and of what residuals are added to, as `qparams` calls them."""
+    found: dict[str, Quantizer] = {}
+    for name, operator in operators.items():
+        found[name] = operator.output
+        if operator.intermediate is not None:
+            found[name + INTERMEDIATE] = operator.intermediate
+    return found
+
+
+@checked(scales=Kind("a dict of scales, positive and finite numbers, by module path or node name", _scales))
+def set_qparams(prepared: nn.Module, scales: Mapping[str, float]) -> None:
+    """Fix scales by module path or by the names of `qparams`; they no longer follow any observation.
+
+    Only what is named is fixed: where a residual is fused into an operator, what it is added to goes on with its own statistics.
+
+    Raises ConfigurationError, and changes nothing, if a name matches no operator or a scale is not positive and finite.
+    """
+    require_prepared(prepared)
+    operators = quantized_operators(prepared)
+    named = _by_name(operators)
+    chosen: list[tuple[Quantizer, float]] = []
+    for name, scale in scales.items():
+        if not 0 < scale < float("inf"):
+            raise ConfigurationError(
+                f"the scale {scale} for {name!r} is not usable",
+                because="a scale is a positive, finite number",
+                remedy="pass a positive scale",
+            )
+        if not is_scale(float(scale)):
+            raise ConfigurationError(
+                f"the scale {scale} for {name!r} is not usable",
+                because="a scale is a float32 number, which lies between 2^-126 (1.2e-38) and 3.4e38",
+                remedy="pass a scale that is of the size of the tensor's values",
+            )
+        if name.endswith(INTERMEDIATE) and name in named:
+            chosen.append((named[name], float(scale)))
+            continue
+        for operator in _select(operators, [name]):
+            if operator.output.follows_sum:
+                raise ConfigurationError(
+                    f"the scale of {name!r} cannot be set",
+                    because=f"%{operator.name} has a 32-bit output, whose scale is that of its weight and its input",
+                    remedy="give it an int8 or int16 output, or leave it out",
+                )
+            chosen.append((operator.output, scale))
+    for quantizer, scale in chosen:
+        quantizer.set_scale(scale)
+
+
+@checked(scales=FLAG, batch_norm=FLAG)
+def freeze(prepared: nn.Module, *, scales: bool = True, batch_norm: bool = True) -> None:
+    """Stop what moves while training besides the model's parameters: scales, followed or learned, and running statistics.
+
+    Afterwards TRAIN in train mode computes exactly what VALIDATE does, dropout aside. Scales that are frozen stay so through
+    `state_dict`; which statistics are, is no part of it.
+    """
+    require_prepared(prepared)
+    for operator in quantized_operators(prepared).values():
+        if batch_norm:
+            operator.live_batch_norm = False
+        if scales:
+            if operator.state is State.CALIBRATE:
+                update_scales(operator)
+            for quantizer in owned_quantizers(operator):
+                quantizer.freeze()
+            if operator.weight_scale is not None:
+                operator.weight_scale.stop()

@@ -1,0 +1,82 @@
+"""Calibration on several ranks: every rank observes its shard, and at the end all of them know what each has seen.
+
+There is one collective operation, when a calibration ends, so ranks may have different numbers of batches. While
+training nothing is added to what DistributedDataParallel does: gradients are averaged, and its `broadcast_buffers`
+gives every rank the scales and statistics of rank 0 before each forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fxquant.errors import CalibrationError, ConfigurationError
+from fxquant.quantization.observers import Observer
+
+Seen = dict[str, dict[str, Tensor]]  # the buffers of every observer, by the observer's path
+
+
+def count() -> int:
+    """How many processes take part; 1 where torch.distributed is not in use."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def index() -> int:
+    """Which of them this one is."""
+    return dist.get_rank() if count() > 1 else 0
+
+
+def copy_of(observers: Mapping[str, Observer]) -> Seen:
+    """A copy of what every observer has seen."""
+    return {path: {name: buffer.detach().clone() for name, buffer in observer.named_buffers()} for path, observer in observers.items()}
+
+
+def restore(observers: Mapping[str, Observer], state: Seen) -> None:
+    """Put back what `copy_of` copied."""
+    for path, observer in observers.items():
+        for name, buffer in observer.named_buffers():
+            buffer.copy_(state[path][name])
+
+
+def merge(observers: Mapping[str, Observer], seen: int | None) -> int:
+    """Let every observer know what those of all ranks have seen; returns how many batches that were.
+
+    Called once by every rank. `seen` is the number of batches of this one, None if its calibration failed: the other
+    ranks then raise CalibrationError instead of waiting for it.
+    """
+    gathered: list[tuple[int | None, dict[str, dict[str, Tensor]]]] = [(None, {})] * count()
+    dist.all_gather_object(gathered, (seen, _on_cpu(copy_of(observers)) if seen is not None else {}))
+    if seen is None:
+        return 0
+    failed = [rank for rank, (number, _) in enumerate(gathered) if number is None]
+    if failed:
+        raise CalibrationError(
+            f"the calibration of rank {', '.join(map(str, failed))} failed",
+            because="scales come from what all ranks have observed together",
+            remedy="see the error of that rank; nothing of this calibration is kept",
+        )
+    for path, observer in observers.items():
+        device = next(observer.buffers()).device
+        states = [{name: value.to(device) for name, value in state[path].items()} for _, state in gathered if int(state[path]["count"])]
+        if states:
+            _merge(observer, states)
+    return sum(number for number, _ in gathered if number is not None)
+
+
+def _merge(observer: Observer, states: list[dict[str, Tensor]]) -> None:
+    try:
+        with torch.no_grad():
+            observer.merge(states)
+    except NotImplementedError:
+        raise ConfigurationError(
+            f"what several {type(observer).__name__} have seen cannot be joined",
+            because="it has no method `merge`, which calibration with torch.distributed needs",
+            remedy="give it one, use an observer of fxquant's, or calibrate with distributed=False",
+        ) from None
+
+
+def _on_cpu(state: Seen) -> Seen:
+    return {path: {name: value.cpu() for name, value in buffers.items()} for path, buffers in state.items()}

@@ -1,0 +1,154 @@
+"""The operators of a prepared model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxquant.errors import CalibrationError
+from fxquant.lowering import EagerLowering, Quantized, cannot_be_integers, first_not_finite, limited, named_parameters, straight_through
+from fxquant.numerics import EVERYTHING, Arithmetic, Interval
+from fxquant.ops import Operator, map_operands
+from fxquant.primitives.boundary import quantized_value
+from fxquant.quantization.learning import WeightScale
+from fxquant.quantization.quantizer import Quantizer
+from fxquant.quantization.spec import WeightConfig
+from fxquant.quantization.state import State
+
+Inputs = Mapping[str, Any]  # a Quantizer, a list of them, or None for a constant
+
+
+class QuantizedOperator(nn.Module):
+    """One operator of a prepared model. Values on its edges are real numbers in every state.
+
+    In FLOAT and CALIBRATE it computes the operator's float function. In TRAIN and VALIDATE it takes its
+    operands' integers, computes the operator's integer function, and returns the integers times their scale;
+    so neighbours may be in different states.
+
+    output        the quantizer of its result, shared with the operators that must share its scale
+    intermediate  the quantizer of what is computed before a fused residual is added, for when it cannot be
+                  added in the accumulator
+    weight_scale  the scale of its weight, where that is learned
+    observed      beyond this interval, values of its result are observed as its nearer end: to what reads them they are no different
+    inputs        the quantizers of its operands, by parameter name. They belong to the operators that made the
+                  operands, so they are referred to without being registered here.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        operator: Operator,
+        arithmetic: Arithmetic,
+        inputs: Inputs,
+        output: Quantizer,
+        *,
+        owns_output: bool,
+        intermediate: Quantizer | None,
+        weight: WeightConfig,
+        weight_scale: WeightScale | None = None,
+        live_batch_norm: bool,
+        path: str = "",
+        observed: Interval = EVERYTHING,
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.path = path
+        self.operator = operator
+        self.arithmetic = arithmetic
+        self.inputs = dict(inputs)
+        self.owns_output = owns_output
+        self.observed = observed
+        if owns_output:
+            self.quantizer = output
+        self._shared = (output,)  # a tuple hides the module from registration, so that it is registered once
+        self.intermediate = intermediate
+        self.weight = weight
+        self.weight_scale = weight_scale
+        self.live_batch_norm = live_batch_norm
+        self.state = State.CALIBRATE
+
+    @property
+    def output(self) -> Quantizer:
+        """The quantizer of the result."""
+        return self._shared[0]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.state is State.CALIBRATE:
+            return self._calibrate(args, kwargs)
+        if self.state is State.FLOAT:
+            result: Tensor = self.operator.function(*args, **kwargs)
+            return result
+        return self._integer(args, kwargs)
+
+    def _calibrate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        if self.intermediate is not None:
+            kwargs = {**kwargs, "tap": self.intermediate.observe}
+        try:
+            value: Tensor = self.operator.function(*args, **kwargs)
+            if self.owns_output:
+                self.output.observe(limited(value, self.observed))
+        except CalibrationError as error:
+            because = first_not_finite(self._parameters_of(self.operator.bind_call(args, kwargs)))
+            if because is None:
+                raise
+            raise cannot_be_integers(self.name, because, error.at or "", self.path) from None
+        return value
+
+    def _parameters_of(self, arguments: dict[str, Any]) -> dict[str, Tensor | None]:
+        """The tensors among the arguments of a call that are parameters, by what they are."""
+        named = named_parameters(arguments.get("weight"), arguments.get("bias"), arguments.get("batch_norm"))
+        constants = {name for name, quantizer in self.inputs.items() if quantizer is None}
+        return named | {f"its constant {name!r}": value for name in constants if isinstance(value := arguments[name], Tensor)}
+
+    def _integer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        moving = self.state is State.TRAIN and self.training
+        observing = moving and self.owns_output
+        if not (observing and self.output.follows_training):
+            self.output.require()
+        lowering = EagerLowering(
+            self.name,
+            self.arithmetic,
+            self.output,
+            self.intermediate,
+            self.weight,
+            self.weight_scale,
+            training=moving,
+            observing=observing,
+            live_batch_norm=moving and self.live_batch_norm,
+        )
+        lowering.shares, lowering.observed = not self.owns_output, self.observed
+        with torch.autocast(args[0].device.type if isinstance(args[0], Tensor) else "cpu", enabled=False):
+            result = self.operator.lower(lowering, **self._operands(self.operator.bind_call(args, kwargs)))
+            return result.real() if isinstance(result, Quantized) else result
+
+    def _operands(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments with every activation as its integers."""
+        used = {name: iter(q if isinstance(q, list) else [q]) for name, q in self.inputs.items()}
+
+        def take(name: str, value: Tensor) -> Quantized | Tensor:
+            quantizer = next(used[name])
+            return value if quantizer is None else take_integers(value, quantizer)
+
+        return map_operands(self.operator, arguments, take)
+
+    def extra_repr(self) -> str:
+        return f"{self.operator.name}, {self.state.value}"
+
+
+def take_integers(value: Tensor, quantizer: Quantizer) -> Quantized:
+    """The integers of a real tensor on a quantizer's scale, exact where the tensor is integers times that scale."""
+    quantizer.require()
+    scale, dtype = quantizer.scale, quantizer.dtype
+    with torch.no_grad():
+        integers = quantized_value(value, scale, dtype.low, dtype.high)
+    if value.requires_grad and torch.is_grad_enabled():
+        integers = straight_through((value / scale).clamp(dtype.low, dtype.high), integers)
+    return Quantized(integers, scale, dtype, tuple(value.shape))
+
+
+def quantized_operators(model: nn.Module) -> dict[str, QuantizedOperator]:
+    """The quantized operators of a prepared model, by node name, in the order they run."""
+    return {module.name: module for module in model.modules() if isinstance(module, QuantizedOperator)}

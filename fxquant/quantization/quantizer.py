@@ -1,0 +1,177 @@
+"""A quantizer: the dtype and scale of one tensor (or of a group that shares them), and how they are found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxquant.errors import CalibrationError, NotCalibrated, NotFinite
+from fxquant.numerics import INT32, SMALLEST_SCALE, IntType
+from fxquant.quantization.learning import TrainableScale
+from fxquant.quantization.observers import Observer
+from fxquant.quantization.spec import FROZEN, LEARNED, STATISTICS
+
+
+class Quantizer(TrainableScale):
+    """The dtype and the scale of one quantized tensor.
+
+    `scale` is a float32 scalar, NaN until it is known. With an observer, calibration finds it; without one it is
+    fixed. `training` says what it does in state TRAIN (see ActivationConfig); `frozen` ends that.
+
+    range   the range of the batches, which "statistics" follow; None where the scale is fixed
+    taken   int64 scalar: how many batches the scale has taken in; `range` may have seen more
+    """
+
+    taken: Tensor
+
+    def __init__(
+        self,
+        dtype: IntType,
+        observer: Observer | None,
+        *,
+        scale: float | None = None,
+        training: str = STATISTICS,
+        power_of_two: bool = False,
+        name: str = "",
+        source: str = "",
+        module: str = "",
+    ) -> None:
+        start = torch.tensor(float("nan") if scale is None else scale, dtype=torch.float32, device="cpu")
+        super().__init__(start, learned=observer is not None and training == LEARNED)
+        self.dtype = dtype
+        self.observer = observer
+        self.mode = training  # `training` is PyTorch's flag of every module
+        self.power_of_two = power_of_two
+        self.range = None if observer is None else observer.follower()
+        self.name, self.source, self.module_path = name, source, module
+        self.register_buffer("taken", torch.zeros((), dtype=torch.int64, device="cpu"))
+        self.frozen = False
+
+    @property
+    def scale(self) -> Tensor:
+        """The scale of this moment; one that was not given is a power of two where the target or the config wants it."""
+        scale = self.current()
+        return round_up_to_power_of_two(scale) if self.power_of_two and not self.frozen and self.observer is not None else scale
+
+    @property
+    def follows_sum(self) -> bool:
+        """Whether the tensor is a sum as it stands: a 32-bit output, whose scale is the sum's step and not kept here."""
+        return self.dtype == INT32
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether the scale is known."""
+        return self.follows_sum or bool(torch.isfinite(self.base_scale))
+
+    @property
+    def follows_training(self) -> bool:
+        """Whether batches in state TRAIN can set the scale."""
+        return self.observer is not None and self.mode != FROZEN and not self.frozen
+
+    @property
+    def pending(self) -> bool:
+        """Whether something was observed that is not in the scale yet."""
+        return self.range is not None and bool(self.range.count != self.taken)
+
+    @property
+    def given(self) -> bool:  # type: ignore[override]
+        """Whether the scale was given rather than observed."""
+        return self.observer is None and not self.follows_sum
+
+    def observe(self, value: Tensor) -> None:
+        """Let the observer see real values. Raises CalibrationError if any is NaN or infinite."""
+        if self.observer is None or self.range is None or self.frozen:
+            return
+        try:
+            self.observer.observe(value)
+            self.range.observe(value)
+        except ValueError as error:
+            raise self._cannot_observe(error) from None
+
+    def update_scale(self) -> None:
+        """Set the scale from what was observed since it was set last; unchanged if nothing was, or if it is fixed or frozen."""
+        if self.observer is not None and self.observer.observed and not self.frozen and (self.pending or not self.calibrated):
+            self.assign(self.observer.scale(self.dtype))
+        if self.range is not None:
+            self.taken.copy_(self.range.count)
+
+    @torch.no_grad()
+    def follow(self, value: Tensor) -> None:
+        """Take in the real values of one batch in state TRAIN. Raises CalibrationError if any is NaN or infinite.
+
+        "statistics" multiply the scale by what the largest magnitude of the range is multiplied by: the
+        first batch continues where calibration ended, and a threshold below the largest value stays as far below.
+        A scale that no calibration has set is set by this batch.
+        """
+        if self.range is None or not self.follows_training:
+            return
+        if not self.calibrated:
+            self.observe(value)
+            self.update_scale()
+        elif self.mode == STATISTICS:
+            before = self.range.largest
+            try:
+                self.range.observe(value)
+            except ValueError as error:
+                raise self._cannot_observe(error) from None
+            moved = (self.base_scale * (self.range.largest / before)).clamp_min(SMALLEST_SCALE)
+            self.base_scale.copy_(torch.where(before > 0, moved, self.range.scale(self.dtype)))
+            self.taken.copy_(self.range.count)
+
+    def _cannot_observe(self, error: ValueError) -> CalibrationError:
+        return CalibrationError(
+            f"the values of %{self.name} cannot be observed",
+            at=self.source,
+            module=self.module_path,
+            because=f"{error}; a scale computed from them would be meaningless",
+            remedy="look at the batch and at the layers before this one; what was observed earlier is kept",
+        )
+
+    def set_scale(self, scale: float) -> None:
+        """Fix the scale at this value; it follows nothing any more."""
+        self.assign(torch.full_like(self.base_scale, scale))
+        self.stop()
+
+    def freeze(self) -> None:
+        """Fix the scale at what it is."""
+        if not self.frozen:
+            self.assign(self.scale)
+            self.stop()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """A scale that was given has no observations; those that are here then stay."""
+        if bool(state_dict.get(prefix + "stopped", False)):
+            for name, value in self.state_dict(prefix=prefix).items():
+                if name.startswith((prefix + "observer.", prefix + "range.")):
+                    state_dict.setdefault(name, value)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def require(self) -> None:
+        """Raise NotCalibrated if the scale is unknown, and NotFinite if training has made it NaN or infinite."""
+        if self.growth is not None and self.calibrated and not bool(torch.isfinite(self.current())):
+            raise NotFinite(
+                f"the scale of %{self.name} is {float(self.current())}",
+                at=self.source,
+                module=self.module_path,
+                because="it is learned, and training has made its parameter `growth` NaN or infinite",
+                remedy="load the last checkpoint whose parameters are finite; then lower the learning rate or clip gradients",
+            )
+        if not self.calibrated:
+            raise NotCalibrated(
+                f"%{self.name} has no scale yet",
+                at=self.source,
+                module=self.module_path,
+                because="no calibration batch has passed through it",
+                remedy="run fxq.calibrate(prepared, batches) first, or set its scale with fxq.set_qparams",
+            )
+
+    def extra_repr(self) -> str:
+        return f"{self.dtype}, scale={self.scale.item():.6g}{', fixed' if self.observer is None or self.frozen else ', ' + self.mode}"
+
+
+def round_up_to_power_of_two(scale: Tensor) -> Tensor:
+    """The smallest power of two that is not below the scale."""
+    mantissa, exponent = torch.frexp(scale)
+    return torch.ldexp(torch.ones_like(scale), torch.where(mantissa == 0.5, exponent - 1, exponent))

@@ -1,0 +1,82 @@
+"""What the user's rules come to, where several operators of the model became one.
+
+Each of the user's operators is covered by rules, the nearest of which is its own: an attribute of a module, a name, a pattern,
+a type, or the default. The rules of an operator that others were fused into are compared by this alone:
+
+    a rule gives way to another that is the own rule of some part it covers as well
+
+So the default gives way to every rule, and a rule for a block to one for a layer in it. Of the rules that do not give way, that of
+the last part says how the result is quantized: it is that part's output. The first part's own rule says how weight and input are.
+Where one part is to be integer and another to stay in float, and no rule gives way, they are not fused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from fxquant.graph import attached_qconfigs, module_path, wishes
+from fxquant.quantization.spec import DEFAULT, Chosen, QConfig, QConfigMapping, Rule, Wish, prefixes
+
+
+def covering(node: fx.Node, written: tuple[Any, ...], mapping: QConfigMapping, attached: Mapping[str, Chosen]) -> Wish:
+    """Every rule that covers a node that the user wrote as one of these types or functions, the nearest first.
+
+    attached   the QConfigs that stand on modules of the traced model itself; they go before those of the model it came from
+    """
+    path = module_path(node)
+    around = [(name, attached[name]) for name in (*prefixes(path), "") if name in attached]
+    attributes = [(Rule("attribute", name), chosen) for name, chosen in (*around, *attached_qconfigs(node))]
+    return *attributes, *mapping.covering(node.name, path, written)
+
+
+def gives_way(rule: Rule, others: tuple[Wish, ...]) -> bool:
+    """Whether another rule is the own one of an operator that this one covers as well."""
+    return any(wish[0][0] != rule and any(rule == covers for covers, _ in wish) for wish in others)
+
+
+def apart(layer: fx.Node, part: fx.Node) -> str | None:
+    """Why the rules keep a node from being fused into the one before it: one is to be integer, and the other not."""
+    first, other = wishes(layer)[0], wishes(part)[0]
+    (_, chosen), (rule, wanted) = first[0], other[0]
+    if (chosen is None) == (wanted is None) or gives_way(rule, (first,)):
+        return None
+    return f"the qconfig keeps %{(layer if chosen is None else part).name} in float, and not %{(part if chosen is None else layer).name}"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What applies to an operator and all that was fused into it.
+
+    config   its QConfig; None keeps it in float
+    output   the rule that says how its result is quantized
+    layer    the rule that says how its weight and its input are
+    """
+
+    config: Chosen
+    output: Rule
+    layer: Rule
+
+    @property
+    def asked(self) -> bool:
+        """Whether a rule chose the config of its result, rather than nothing but the default."""
+        return self.output != DEFAULT
+
+
+def decide(node: fx.Node) -> Decision:
+    """What the rules come to for a node and all that was fused into it."""
+    parts = wishes(node)
+    layer, config = parts[0][0]
+    output, last = next(wish[0] for wish in reversed(parts) if not gives_way(wish[0][0], parts))
+    if isinstance(config, QConfig) and isinstance(last, QConfig) and last.output != config.output:
+        config = replace(config, output=last.output)
+    return Decision(config, output, layer)
+
+
+def attributes(gm: fx.GraphModule, attached: Mapping[str, Chosen]) -> list[tuple[Rule, Chosen]]:
+    """The QConfigs that stand on modules as an attribute, as far as a traced graph has calls inside of them."""
+    around = {path: chosen for node in gm.graph.nodes for path, chosen in attached_qconfigs(node)}
+    return [(Rule("attribute", path), chosen) for path, chosen in {**around, **attached}.items()]

@@ -1,0 +1,299 @@
+"""What the user asks for: which dtype, which observer, which scale, and where.
+
+`QConfig` and `QConfigMapping` follow the shape of PyTorch's.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxquant.arguments import KINDS, Kind, checked, checked_class, instance, shown, such
+from fxquant.errors import ConfigurationError, FxQuantError
+from fxquant.numerics import ACTIVATION_TYPES, WEIGHT_TYPES, IntType, is_scale, scale_from_threshold
+from fxquant.quantization.observers import HistogramObserver, Observer
+
+LEARNED, STATISTICS, FROZEN = "learned", "statistics", "frozen"
+
+logger = logging.getLogger("fxquant")
+
+
+def _dtype(value: Any) -> str:
+    """A dtype by name; PyTorch's of that name means the same."""
+    if not isinstance(value, str | torch.dtype):
+        raise TypeError
+    return str(value).removeprefix("torch.")
+
+
+def _observer(value: Any) -> Any:
+    """An observer to copy, or what makes one. Raises ValueError for anything else."""
+    try:
+        made = value if isinstance(value, Observer) else value()
+    except FxQuantError:
+        raise
+    except Exception as error:
+        raise ValueError(f"calling it raises {type(error).__name__}: {error}") from error
+    if type(made) is Observer or not isinstance(made, Observer):
+        raise ValueError(f"{shown(made)} is none")
+    return value
+
+
+DTYPE = Kind("a dtype by name, like 'int8'", _dtype)
+OBSERVER = Kind("a class of observers, an observer that is copied, or a function without arguments that makes one", _observer)
+
+
+@checked_class(dtype=DTYPE, observer=OBSERVER)
+@dataclass(frozen=True)
+class ActivationConfig:
+    """How an activation is quantized: dtype, and a scale that is observed, or fixed (directly or by a threshold).
+
+    observer       what finds the scale, each tensor having its own: a class of observers, an observer whose settings are
+                   those of all, PercentileObserver(99.9), or any function without arguments that makes one
+    training       what an observed scale does in state TRAIN, from the calibrated one on:
+                   "statistics"  it grows and shrinks with the range of the batches: a moving average, or all that was
+                                 seen where MinMaxObserver observes
+                   "learned"     it is a parameter with the gradient of LSQ
+                   "frozen"      it stays
+    power_of_two   round an observed or learned scale up to a power of two, as some targets do for all scales
+    """
+
+    dtype: str = "int8"
+    observer: Observer | Callable[[], Observer] = HistogramObserver
+    scale: float | None = None
+    threshold: float | None = None
+    training: str = STATISTICS
+    power_of_two: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self.dtype, ACTIVATION_TYPES, "activation")
+        _check_training(self.training, (STATISTICS, LEARNED, FROZEN), "an activation's scale")
+        if self.scale is not None and self.threshold is not None:
+            raise ConfigurationError(
+                f"scale={self.scale:g} and threshold={self.threshold:g} are both given",
+                because="a threshold is a way to give the scale: the real number that the largest integer stands for",
+                remedy="pass one of them",
+            )
+        if self.dtype == "int32" and (self.scale, self.threshold) != (None, None):
+            raise ConfigurationError(
+                "an int32 output has no scale to give",
+                because="it is the sum as it stands, with the scale of its weight times that of its input",
+                remedy="leave scale and threshold out, or ask for int8 or int16",
+            )
+        for name, value in (("scale", self.scale), ("threshold", self.threshold)):
+            if value is not None and not is_scale(value if name == "scale" else scale_from_threshold(value, self.type)):
+                raise ConfigurationError(
+                    f"{name}={value} is not usable",
+                    because="a scale is a float32 number, which lies between 2^-126 (1.2e-38) and 3.4e38",
+                    remedy=f"pass a {name} that is of the size of the tensor's values",
+                )
+
+    @property
+    def type(self) -> IntType:
+        return ACTIVATION_TYPES[self.dtype]
+
+    def new_observer(self) -> Observer:
+        """An observer of its own for a tensor."""
+        if not isinstance(self.observer, Observer):
+            return self.observer()
+        copied = copy.deepcopy(self.observer)
+        copied.reset()
+        return copied
+
+    @property
+    def fixed_scale(self) -> float | None:
+        """The scale that was asked for; None if it is to be observed."""
+        return self.scale if self.threshold is None else scale_from_threshold(self.threshold, self.type)
+
+
+@checked_class(dtype=DTYPE)
+@dataclass(frozen=True)
+class WeightConfig:
+    """How a weight is quantized: dtype, and a scale for each output channel or one for all.
+
+    training       where the scale comes from, in every state:
+                   "statistics"  the largest magnitude of the weight at hand
+                   "learned"     it is a parameter with the gradient of LSQ, of convolutions, linear layers and products with
+                                 a matrix parameter; it starts where the squared error is least
+    power_of_two   round it up to a power of two, as some targets do for all scales
+    """
+
+    dtype: str = "int8"
+    per_channel: bool = True
+    training: str = STATISTICS
+    power_of_two: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self.dtype, WEIGHT_TYPES, "weight")
+        _check_training(self.training, (STATISTICS, LEARNED), "a weight's scale")
+
+    @property
+    def type(self) -> IntType:
+        return WEIGHT_TYPES[self.dtype]
+
+
+def _check(dtype: str, known: Any, what: str) -> None:
+    if dtype not in known:
+        raise ConfigurationError(
+            f"{dtype!r} is no {what} dtype", because=f"the {what} dtypes are {', '.join(known)}", remedy="pass one of them by name"
+        )
+
+
+def _check_training(training: str, known: tuple[str, ...], what: str) -> None:
+    if training not in known:
+        raise ConfigurationError(
+            f"training={training!r} is unknown",
+            because=f"{what} is, in training, {' or '.join(map(repr, known))}",
+            remedy="pass one of these",
+        )
+
+
+OUTPUT = instance("an ActivationConfig, as in QConfig(output=ActivationConfig('int8'))", ActivationConfig)
+
+
+@checked_class(
+    output=OUTPUT,
+    weight=instance("a WeightConfig, as in QConfig(weight=WeightConfig('int8'))", WeightConfig),
+    input=such("an ActivationConfig of any dtype but int32", OUTPUT.take, lambda config: config.dtype != "int32").or_none(
+        "as an output is"
+    ),
+)
+@dataclass(frozen=True)
+class QConfig:
+    """How an operator is quantized: its output, its weight, and its input where that is a real number until then."""
+
+    output: ActivationConfig = field(default_factory=ActivationConfig)
+    weight: WeightConfig = field(default_factory=WeightConfig)
+    input: ActivationConfig | None = None
+
+
+Chosen = QConfig | None  # None keeps the operator in float
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What chose a QConfig: the attribute of a module, a rule of the mapping, or nothing but its default.
+
+    kind   "attribute", "name", "pattern", "type" or "default"
+    key    the module's path, the name, the pattern, or the type or function
+    """
+
+    kind: str
+    key: Any = ""
+
+    def __str__(self) -> str:
+        written = self.key if isinstance(self.key, str) else getattr(self.key, "__qualname__", str(self.key))
+        return f"{self.kind} {written}".rstrip()
+
+
+DEFAULT = Rule("default")
+Wish = tuple[tuple[Rule, Chosen], ...]  # every rule that covers one of the user's operators with what it chooses: the nearest first
+
+
+def _rules(key: Callable[[Any], Any]) -> Kind:
+    def take(value: Any) -> dict[Any, Chosen]:
+        if not isinstance(value, Mapping):
+            raise TypeError
+        return {key(rule): CHOSEN.take(chosen) for rule, chosen in value.items()}
+
+    return Kind("a dict from rules to QConfigs", take)
+
+
+def _spelling(value: Any) -> Any:
+    """What an operator can be written as: a class, a function or the name of a method."""
+    if not (callable(value) or isinstance(value, str)) or isinstance(value, nn.Module):
+        raise TypeError
+    hash(value)
+    return value
+
+
+CHOSEN = instance("a QConfig", QConfig).or_none("stay in float")
+SPELLING = Kind("a module's class, a function like F.relu, or the name of a tensor's method", _spelling)
+
+
+@checked_class(default=CHOSEN, types=_rules(_spelling), patterns=_rules(KINDS["pattern"].take), names=_rules(KINDS["name"].take))
+@dataclass
+class QConfigMapping:
+    """Which QConfig applies where: global < operator or module type < name pattern < name < the attribute `qconfig` of a module.
+
+    Names are dotted module paths ("layer1.0.conv1") or node names; a name also covers everything below it, and so does
+    whatever a pattern matches from the start of a path on. A QConfig of None keeps what it applies to in float. Of an
+    operator that several of the model's are fused into, each has its say: see the guide. Setters return the mapping, so
+    calls chain. A mapping is only read when it is used, and serves any number of models.
+    """
+
+    default: Chosen = field(default_factory=QConfig)
+    types: dict[Any, Chosen] = field(default_factory=dict)
+    patterns: dict[str, Chosen] = field(default_factory=dict)
+    names: dict[str, Chosen] = field(default_factory=dict)
+
+    @checked(qconfig=CHOSEN)
+    def set_global(self, qconfig: Chosen) -> QConfigMapping:
+        self.default = qconfig
+        return self
+
+    @checked(kind=SPELLING, qconfig=CHOSEN)
+    def set_object_type(self, kind: Any, qconfig: Chosen) -> QConfigMapping:
+        self.types[kind] = qconfig
+        return self
+
+    @checked(qconfig=CHOSEN)
+    def set_module_name_regex(self, pattern: str, qconfig: Chosen) -> QConfigMapping:
+        self.patterns[pattern] = qconfig
+        return self
+
+    @checked(qconfig=CHOSEN)
+    def set_module_name(self, name: str, qconfig: Chosen) -> QConfigMapping:
+        self.names[name] = qconfig
+        return self
+
+    def rules(self) -> list[tuple[Rule, Chosen]]:
+        """Every rule but the default, with what it chooses."""
+        kinds = (("name", self.names), ("pattern", self.patterns), ("type", self.types))
+        return [(Rule(kind, key), chosen) for kind, rules in kinds for key, chosen in rules.items()]
+
+    def covering(self, node_name: str, path: str, kinds: tuple[Any, ...]) -> Wish:
+        """The rules that cover the node with this name, from this module path, spelled by one of these types or functions."""
+        names = [(Rule("name", name), self.names[name]) for name in dict.fromkeys((node_name, *prefixes(path))) if name in self.names]
+        patterns = [(Rule("pattern", pattern), chosen) for pattern, chosen in self.patterns.items() if path and re.match(pattern, path)]
+        types = [(Rule("type", kind), self.types[kind]) for kind in dict.fromkeys(kinds) if kind in self.types]
+        return *names, *patterns, *types, (DEFAULT, self.default)
+
+
+def prefixes(path: str) -> list[str]:
+    """The path, then every path above it, nearest first."""
+    parts = path.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)] if path else []
+
+
+def attached_qconfigs(model: nn.Module) -> dict[str, Chosen]:
+    """The QConfigs that stand on a model's modules as their attribute `qconfig`, by module path; None keeps a module in float.
+
+    Objects of another library under that name are left out, with one log line; a None beside them is that library's, too.
+    """
+    found = {path: module.__dict__["qconfig"] for path, module in model.named_modules() if "qconfig" in module.__dict__}
+    foreign = {path: qconfig for path, qconfig in found.items() if qconfig is not None and not isinstance(qconfig, QConfig)}
+    if not foreign:
+        return found
+    kinds = ", ".join(sorted({f"{type(qconfig).__module__}.{type(qconfig).__qualname__}" for qconfig in foreign.values()}))
+    logger.warning("the qconfig of %d modules is ignored, since it is no fxquant.QConfig but a %s", len(foreign), kinds)
+    return {path: qconfig for path, qconfig in found.items() if isinstance(qconfig, QConfig)}
+
+
+def as_mapping(qconfig: QConfig | QConfigMapping | None) -> QConfigMapping:
+    """The mapping a user means by a mapping, by one QConfig for everything, or by nothing."""
+    if isinstance(qconfig, QConfigMapping):
+        return qconfig
+    if qconfig is not None and not isinstance(qconfig, QConfig):
+        raise ConfigurationError(
+            f"a {type(qconfig).__name__} is no qconfig",
+            because="a qconfig is a fxq.QConfig for every operator, a fxq.QConfigMapping, or None for the default",
+            remedy="pass one of these",
+        )
+    return QConfigMapping(default=qconfig or QConfig())

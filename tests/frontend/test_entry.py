@@ -1,0 +1,161 @@
+"""What may be passed as a model: a float module, or what stands for one. Anything else is told what it is."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import fxquant as fxq
+from fxquant.errors import ConfigurationError, FxQuantError
+from fxquant.frontend import trace
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.relu, self.head = nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1)
+
+    def forward(self, x):
+        return self.head(self.relu(self.conv(x)))
+
+
+X = torch.randn(2, 3, 6, 6)
+
+ENTRIES = {
+    "prepare": lambda model: fxq.prepare(model, X),
+    "quantize": lambda model: fxq.quantize(model, [X], show_progress=False),
+    "check": lambda model: fxq.check(model, X),
+    "trace": lambda model: fxq.trace(model, X),
+}
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return fxq.quantize(Net(), [X], target="nash-e", show_progress=False)
+
+
+@pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
+def test_a_model_that_is_prepared_already(entry, compiled):
+    with pytest.raises(ConfigurationError) as caught:
+        entry(compiled.prepared)
+    assert str(caught.value) == (
+        "the model is no float model, but a prepared model\n"
+        "  because  it was compiled for nash-e already, and quantizing what is quantized would mix two arithmetics\n"
+        "  remedy   pass the float nn.Module it was made from, also for another target; this one goes on with fxq.calibrate, "
+        "fxq.set_state and fxq.convert"
+    )
+
+
+@pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
+def test_a_model_that_is_integer_already(entry, compiled):
+    with pytest.raises(ConfigurationError, match="the model is no float model, but an integer model"):
+        entry(compiled.integer)
+
+
+def test_such_models_inside_of_others_in_copies_in_files_and_stopped_half_way(compiled, tmp_path):
+    with pytest.raises(ConfigurationError, match="the submodule 0 is no float model, but a prepared model"):
+        fxq.prepare(nn.Sequential(compiled.prepared, nn.ReLU()), X)
+    with pytest.raises(ConfigurationError, match="but a prepared model"):
+        fxq.prepare(copy.deepcopy(compiled.prepared), X)
+    with pytest.raises(ConfigurationError, match="but an integer model"):
+        fxq.prepare(fxq.load(fxq.save(compiled.integer, tmp_path / "model.fxq")), X)
+    with pytest.raises(ConfigurationError, match="but a graph that was stopped at stage CANONICAL"):
+        fxq.prepare(fxq.prepare(Net(), X, until="activation.fuse"), X)
+
+
+def test_a_traced_model_may_be_prepared(tmp_path):
+    model = Net()
+    traced = trace(model, X)
+    wanted = fxq.text(fxq.prepare(model, X))
+    assert fxq.text(fxq.prepare(traced, X)) == wanted
+    assert fxq.prepare(fxq.load(fxq.save(traced, tmp_path / "model.fxq")), X).meta["stage"] == "PREPARED"
+
+
+# ---- torch.ao --------------------------------------------------------------------------------------------------------
+
+
+class Stubs(nn.Module):
+    """Written for PyTorch's eager mode."""
+
+    def __init__(self, ao) -> None:
+        super().__init__()
+        self.quant, self.dequant = ao.quantization.QuantStub(), ao.quantization.DeQuantStub()
+        self.net, self.add = Net(), ao.nn.quantized.FloatFunctional()
+
+    def forward(self, x):
+        y = self.net(self.quant(x))
+        return self.dequant(self.add.add(y, y))
+
+
+@pytest.fixture(scope="module")
+def ao():
+    ao = pytest.importorskip("torch.ao")
+    pytest.importorskip("torch.ao.quantization")
+    pytest.importorskip("torch.ao.nn.quantized")
+    return ao
+
+
+@pytest.mark.parametrize("kind", ["prepare", "prepare_qat", "convert"])
+@pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
+def test_a_model_that_torch_ao_has_changed(ao, kind, entry, monkeypatch):
+    engine = next(e for e in torch.backends.quantized.supported_engines if e != "none")
+    monkeypatch.setattr(torch.backends.quantized, "engine", engine)
+    model = Stubs(ao).train(kind == "prepare_qat")
+    model.qconfig = ao.quantization.get_default_qat_qconfig() if kind == "prepare_qat" else ao.quantization.default_qconfig
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = getattr(ao.quantization, "prepare_qat" if kind == "prepare_qat" else "prepare")(model)
+        if kind == "convert":
+            made(X)
+            made = ao.quantization.convert(made.eval())
+    with pytest.raises(ConfigurationError, match="has prepared or converted it") as caught:
+        entry(made)
+    assert "pass the float nn.Module, as it was before" in str(caught.value)
+
+
+def test_a_model_that_is_only_written_for_torch_ao(ao):
+    result = fxq.quantize(Stubs(ao), [X], show_progress=False)
+    assert fxq.verify(result.prepared, result.integer, [X])
+    fused = nn.Sequential(ao.nn.intrinsic.ConvReLU2d(nn.Conv2d(3, 4, 3), nn.ReLU()))
+    assert fxq.prepare(fused, X).meta["stage"] == "PREPARED"
+
+
+# ---- torch.compile and torch.jit -------------------------------------------------------------------------------------
+
+
+def test_a_compiled_model_is_the_model_it_was_made_from():
+    model = Net().eval()
+    wanted = fxq.quantize(model, [X], show_progress=False)
+    result = fxq.quantize(torch.compile(model, backend="eager"), [X], show_progress=False)
+    assert torch.equal(result.integer(X), wanted.integer(X))
+    assert list(result.prepared.state_dict()) == list(wanted.prepared.state_dict())
+
+
+def test_submodules_may_be_compiled():
+    model = Net().eval()
+    wanted = fxq.quantize(model, [X], show_progress=False).integer(X)
+    model.conv = torch.compile(model.conv, backend="eager")
+    model.head.compile(backend="eager")
+    result = fxq.quantize(model, [X], show_progress=False)
+    assert torch.equal(result.integer(X), wanted)
+    assert "conv._orig_mod.weight" in model.state_dict()
+    assert model.state_dict().keys() <= result.prepared.state_dict().keys()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_module_is_refused_as_such():
+    for scripted in (torch.jit.script(Net()), torch.jit.trace(Net(), X)):
+        for entry in ENTRIES.values():
+            with pytest.raises(ConfigurationError, match=r"the model is a torch\.jit\.ScriptModule"):
+                entry(scripted)
+    model = Net()
+    model.relu = torch.jit.script(nn.Sequential(nn.ReLU()))
+    with pytest.raises(FxQuantError) as caught:
+        fxq.prepare(model, X)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "a module that forward calls is a torch.jit.ScriptModule"
+    assert lines[1].endswith("in forward:  return self.head(self.relu(self.conv(x)))")

@@ -1,0 +1,241 @@
+"""What cannot be traced is refused with a text that says where and why, and what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from fxquant.errors import ConfigurationError, FxQuantError, TraceError
+from fxquant.frontend import trace
+
+
+def refusal(forward, *inputs, error=TraceError) -> str:
+    """The error's text, with line numbers replaced."""
+    model = type("Model", (nn.Module,), {"forward": forward})()
+    with pytest.raises(error) as caught:
+        trace(model, inputs or (torch.randn(2, 3),))
+    return re.sub(r"\.py:\d+", ".py:N", str(caught.value))
+
+
+def test_branch_on_data():
+    def forward(self, x):
+        if x.sum() > 0:
+            return x
+        return -x
+
+    assert refusal(forward) == (
+        "the model's Python depends on the content of a tensor\n"
+        "  at       test_errors.py:N in forward:  if x.sum() > 0:\n"
+        "  because  __bool__ needs numbers that are known only when the graph runs\n"
+        "  remedy   use torch.where or a mask instead of a branch or an index, or move the decision out of forward"
+    )
+
+
+def test_item_mask_and_numpy():
+    assert "item needs numbers" in refusal(lambda self, x: x * x.max().item())
+    assert "tolist needs numbers" in refusal(lambda self, x: x * x[0].tolist()[0])
+    assert "getitem needs numbers" in refusal(lambda self, x: x[x > 0])
+    assert "nonzero needs numbers" in refusal(lambda self, x: x.nonzero())
+    assert "needs numbers" in refusal(lambda self, x: torch.from_numpy(x.numpy()))
+    assert "__int__ needs numbers" in refusal(lambda self, x: x * int(x.sum()))
+
+
+def test_branch_on_the_batch():
+    def forward(self, x):
+        if x.shape[0] > 5:
+            return x
+        return -x
+
+    assert refusal(forward) == (
+        "control flow depends on the batch size\n"
+        "  at       test_errors.py:N in forward:  if x.shape[0] > 5:\n"
+        "  because  a condition is true at some batch sizes and false at others, and a graph has no branches\n"
+        "  remedy   make the condition independent of the batch, or trace with dynamic_shapes={} to fix the batch size"
+    )
+
+
+def test_loop_over_the_batch():
+    def forward(self, x):
+        return sum(x[index] for index in range(x.shape[0]))
+
+    assert refusal(forward) == (
+        "a loop runs over the batch\n"
+        "  at       test_errors.py:N in <genexpr>:  return sum(x[index] for index in range(x.shape[0]))\n"
+        "  because  a graph has a fixed number of operations, and range() was given a number that depends on the batch size\n"
+        "  remedy   write the loop as operations on the whole tensor, or trace with dynamic_shapes={} to fix the batch size"
+    ).replace("<genexpr>", "forward")
+
+
+def test_iteration_over_the_batch():
+    assert refusal(lambda self, x: next(iter(x))).splitlines()[0] == "the model iterates over the batch"
+
+
+def test_autocast():
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = x @ x.mT
+        return y
+
+    assert refusal(forward, torch.randn(2, 3, 3)) == (
+        "autocast is switched inside forward\n"
+        "  at       test_errors.py:N in forward:  y = x @ x.mT\n"
+        "  because  a graph has no place for autocast: the numbers would differ from the model's\n"
+        "  remedy   remove torch.autocast from forward, or convert explicitly with .to(dtype)"
+    )
+
+
+def test_a_leak_of_the_batch_size_through_code_that_cannot_be_prepared():
+    def forward(self, x):
+        return x * x.shape.numel()
+
+    assert refusal(forward) == (
+        "Python code in the model turned the batch size into a constant (node %mul)\n"
+        "  at       test_errors.py:N in forward:  return x * x.shape.numel()\n"
+        "  because  an argument of mul is 12 at one batch size and 30 at another\n"
+        "  remedy   keep batch sizes as x.shape[0] or x.size(0) gives them, or trace with dynamic_shapes={} to fix the batch size"
+    )
+
+
+def test_state_that_the_graph_does_not_keep():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(1))
+
+        def forward(self, x):
+            self.calls.add_(1)
+            return x + self.calls.clone() * counter()
+
+    numbers = iter(range(100))
+
+    def counter():
+        return next(numbers)
+
+    with pytest.raises(TraceError) as caught:
+        trace(Model(), torch.ones(2, 3), dynamic_shapes={})
+    assert str(caught.value) == (
+        "output 0 of the graph is not the model's output\n"
+        "  because  on the example input of shape (2, 3) the two differ by up to 1; forward keeps state between calls, "
+        "draws random numbers, or does something that leaves no operation behind\n"
+        "  remedy   make forward a function of its inputs and parameters alone"
+    )
+
+
+@dataclasses.dataclass
+class Result:
+    value: torch.Tensor
+
+
+def test_a_dataclass_output():
+    assert refusal(lambda self, x: Result(x)) == (
+        "forward returned a Result\n"
+        "  because  a graph returns tensors, numbers, and tuples, lists and dicts of them\n"
+        "  remedy   return a tuple or a dict, or wrap the model in a module whose forward does"
+    )
+
+
+def test_an_error_of_the_model_itself():
+    def forward(self, x):
+        return x.view(x.shape[0], 7)
+
+    text = refusal(forward)
+    assert text.startswith("the model's forward raised RuntimeError\n")
+    assert text.splitlines()[1] == "  at       test_errors.py:N in forward:  return x.view(x.shape[0], 7)"
+
+
+@pytest.mark.parametrize("batch", [4, 7])
+def test_a_batch_size_written_into_forward(batch):
+    def forward(self, x):
+        y = x * 2
+        return y.view(batch, 3) @ torch.ones(3, 2)
+
+    x = torch.randn(batch, 3)
+    assert refusal(forward, x) == (
+        f"the batch size of the example, {batch}, is written into forward\n"
+        "  at       test_errors.py:N in forward:  return y.view(batch, 3) @ torch.ones(3, 2)\n"
+        "  because  with that size forward runs; with another one this line fails: "
+        f"shape '[{batch}, 3]' is invalid for input of size {18 if batch == 4 else 12}\n"
+        "  remedy   write x.shape[0], or -1, in place of the number, or pass dynamic_shapes={} to fix the batch size"
+    )
+    model = type("Model", (nn.Module,), {"forward": forward})()
+    assert torch.equal(trace(model, x, dynamic_shapes={})(x), model(x))
+
+
+def test_a_loop_over_a_batch_size_written_into_forward(caplog):
+    def forward(self, x):
+        return torch.stack([x[index] for index in range(8)]) + torch.zeros(8, 3)
+
+    assert refusal(forward, torch.randn(8, 3)).startswith("the batch size of the example, 8, is written into forward\n")
+    assert refusal(lambda self, x: x + torch.zeros(8, 3), torch.randn(8, 3)).startswith("the batch size of the example, 8,")
+    assert not caplog.records
+
+
+def test_random_in_place():
+    assert refusal(lambda self, x: (x * 1).bernoulli_(0.5)).startswith("the in-place operation bernoulli_ cannot be traced\n")
+
+
+def test_a_property_that_is_set():
+    def forward(self, x):
+        y = x * 1
+        y.data = x
+        return y
+
+    assert refusal(forward).startswith("the model assigns to .data of a tensor\n")
+
+
+class Scaled(nn.Module):
+    def forward(self, x):
+        return x
+
+
+def test_inputs_that_do_not_fit():
+    with pytest.raises(TraceError, match="the example inputs do not fit the model's forward"):
+        trace(Scaled(), (torch.ones(1), torch.ones(1)))
+    with pytest.raises(ConfigurationError, match="the example inputs hold no tensor"):
+        trace(Scaled(), (3,))
+    with pytest.raises(ConfigurationError, match="example inputs of type int cannot be used"):
+        trace(Scaled(), 3)
+    with pytest.raises(ConfigurationError, match="dynamic_shapes names dimensions one by one"):
+        trace(Scaled(), torch.ones(1), {"x": {0: "batch"}})
+
+
+def test_what_is_not_a_module():
+    exported = torch.export.export(nn.Linear(3, 3), (torch.randn(2, 3),))
+    with pytest.raises(TraceError, match="exported programs cannot be traced yet"):
+        trace(exported, torch.randn(2, 3))
+    with pytest.raises(ConfigurationError, match="a function cannot be traced"):
+        trace(lambda x: x, torch.randn(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        (torch.randn(2, 3, 1), "it has 3 dimensions"),
+        (torch.randn(2, 3, dtype=torch.float64), r"its type is torch\.float64"),
+        (torch.randn(2, 4), "dimension 1 has size 4"),
+        (3, "it is a int"),
+    ],
+)
+def test_inputs_of_the_graph(given, what):
+    traced = trace(nn.Sequential(nn.Linear(3, 3)), torch.randn(2, 3))
+    with pytest.raises(ConfigurationError, match="input input does not fit the graph: " + what):
+        traced(given)
+
+
+def test_inputs_of_the_graph_share_one_batch():
+    class Model(nn.Module):
+        def forward(self, x, y):
+            return x + y
+
+    traced = trace(Model(), (torch.randn(2, 3), torch.randn(2, 3)))
+    with pytest.raises(FxQuantError) as caught:
+        traced(torch.randn(2, 3), torch.randn(1, 3))
+    assert str(caught.value) == (
+        "input y does not fit the graph: its batch is 1\n"
+        "  because  input x has a batch of 2, and all inputs share one\n"
+        "  remedy   pass an input of that form, or trace the model again with an example of the new one"
+    )

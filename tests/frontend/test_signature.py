@@ -1,0 +1,168 @@
+"""A graph is called like the float model it was made from, at every stage."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+
+import pytest
+import torch
+from torch import nn
+
+import fxquant as fxq
+from fxquant.errors import ConfigurationError
+from fxquant.frontend import trace
+
+Pair = namedtuple("Pair", "a b")
+A, B, C = torch.randn(3, 8), torch.randn(3, 8), torch.randn(3, 8)
+
+
+class Called(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+
+class Mask(Called):
+    def forward(self, x, mask=None, *, scale=2.0):
+        y = self.layer(x) * scale
+        return y if mask is None else y + mask
+
+
+class Dict(Called):
+    def forward(self, inputs):
+        return self.layer(inputs["a"]) + inputs["b"]
+
+
+class Nested(Called):
+    def forward(self, images, flags=(True, False), extra=None):
+        first, second = images
+        y = self.layer(first) - second["deep"][0]
+        return y if extra is None else y + extra if flags[0] else y
+
+
+class Variadic(Called):
+    def forward(self, x, *others, **named):
+        return self.layer(x) + others[0] + others[1] + named["last"]
+
+
+class Tuple(Called):
+    def forward(self, pair):
+        return self.layer(pair.a) + pair.b
+
+
+# Each: a model, the example inputs, and calls (positional, by name) that mean the same.
+CASES = {
+    "plain": (Mask(), (A,), [((A,), {}), ((), {"x": A}), ((A, None), {}), ((A,), {"mask": None, "scale": 2.0})]),
+    "explicit None": (Mask(), (A, None), [((A, None), {}), ((A,), {}), ((A,), {"mask": None})]),
+    "mask": (Mask(), (A, B), [((A, B), {}), ((A,), {"mask": B}), ((), {"mask": B, "x": A})]),
+    "number": (Mask(), {"x": A, "scale": 3.0}, [((A,), {"scale": 3.0}), ((A, None), {"scale": 3.0})]),
+    "dict": (Dict(), ({"a": A, "b": B},), [(({"b": B, "a": A},), {}), ((), {"inputs": OrderedDict(a=A, b=B)}), ((A, B), {})]),
+    "nested": (
+        Nested(),
+        ([A, {"deep": (B, 1)}], (True, False), C),
+        [
+            (([A, {"deep": (B, 1)}], (True, False), C), {}),
+            (((A, {"deep": [B, 1]}),), {"extra": C}),
+            ((A, B, C), {}),
+            ((), {"images_0": A, "images_1": B, "extra": C}),
+        ],
+    ),
+    "variadic": (Variadic(), (A, B, C), None),
+    "named tuple": (Tuple(), (Pair(A, B),), [((Pair(A, B),), {}), ((A, B), {})]),
+}
+
+
+def stages(model, example, tmp_path):
+    traced = trace(model, example)
+    yield traced
+    prepared = fxq.prepare(model, example)
+    fxq.calibrate(prepared, [tuple(leaf for leaf in torch.utils._pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor))])
+    yield prepared
+    integer = fxq.convert(prepared)
+    yield integer
+    for index, made in enumerate((traced, prepared, integer)):
+        yield fxq.load(fxq.save(made, tmp_path / f"{index}.fxq"))
+
+
+@pytest.mark.parametrize("name", [name for name, (*_, calls) in CASES.items() if calls])
+def test_calls_are_those_of_the_float_model(name, tmp_path):
+    model, example, calls = CASES[name]
+    model.eval()
+    for made in stages(model, example, tmp_path):
+        results = [made(*args, **kwargs) for args, kwargs in calls]
+        assert all(torch.equal(result, results[0]) for result in results)
+        if made.meta.get("stage") is None:
+            args, kwargs = calls[0]
+            assert torch.equal(results[0], model(*args, **kwargs))
+
+
+def test_variadic_arguments(tmp_path):
+    model = Variadic().eval()
+    example = {"x": A, "last": C}
+    with pytest.raises(Exception, match="index out of range"):
+        trace(model, example)
+
+    class Positional(Called):
+        def forward(self, *inputs, **named):
+            return self.layer(inputs[0]) + inputs[1] * named.get("factor", 2)
+
+    for made in stages(Positional().eval(), (A, B), tmp_path):
+        assert made(A, B).shape == (3, 8)
+        with pytest.raises(ConfigurationError):
+            made(A)
+        with pytest.raises(ConfigurationError):
+            made(A, B, C)
+        with pytest.raises(ConfigurationError):
+            made(A, B, factor=3)
+
+
+WRONG = {
+    "another number": ("number", (A,), {"scale": 2.0}, "argument scale does not fit the graph: it is 2.0"),
+    "a number left out": ("number", (A,), {}, "missing a required.* argument: 'scale'"),
+    "a mask where none was": ("explicit None", (A, B), {}, "argument mask does not fit the graph: it is a tensor of shape"),
+    "no mask where one was": ("mask", (A,), {}, "missing a required argument: 'mask'"),
+    "None for a tensor": ("mask", (A, None), {}, "argument mask does not fit the graph: it is None"),
+    "an unknown name": ("plain", (A,), {"other": B}, "unexpected keyword argument 'other'"),
+    "too many": ("plain", (A, B, C), {}, "too many positional arguments"),
+    "another key": ("dict", ({"a": A, "c": B},), {}, r"argument inputs does not fit the graph: it is a dict with the keys a, c"),
+    "a longer list": ("nested", ([A, {"deep": (B, 1)}, A], (True, False), C), {}, "argument images does not fit .* it is a list of 3"),
+    "a flag turned": ("nested", ([A, {"deep": (B, 1)}], (False, False), C), {}, r"argument flags\[0\] does not fit the graph: it is False"),
+    "another number inside": ("nested", ([A, {"deep": (B, 2)}],), {"extra": C}, r"argument images\[1\]\['deep'\]\[1\] does not fit"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_call_that_means_something_else_is_refused(name):
+    case, args, kwargs, message = WRONG[name]
+    model, example, _ = CASES[case]
+    made = trace(model, example, check=False)
+    with pytest.raises(ConfigurationError, match=message):
+        made(*args, **kwargs)
+
+
+def test_what_is_neither_tensor_nor_number_is_left_out(tmp_path):
+    class Settings:
+        width = 2
+
+    class Model(Called):
+        def forward(self, x, settings):
+            return self.layer(x) * settings.width
+
+    settings = Settings()
+    traced = trace(Model().eval(), (A, settings))
+    assert torch.equal(traced(A), traced(x=A))
+    with pytest.raises(ConfigurationError, match="argument settings does not fit the graph: it is a Settings"):
+        traced(A, settings)
+
+
+def test_a_forward_pre_hook_of_the_user_runs_on_a_prepared_model():
+    prepared = fxq.prepare(Mask(), (A,))
+    prepared.register_forward_pre_hook(lambda module, args: (args[0] * 0,))
+    assert torch.equal(prepared(A), prepared(B))
+
+
+def test_a_file_whose_signature_is_damaged_is_refused(tmp_path):
+    integer = fxq.quantize(Mask(), [A], show_progress=False).integer
+    integer.meta["fxquant.signature"] = {"parameters": [["x", 1, False, ["tensor", "y"]]]}
+    with pytest.raises(fxq.ExportError, match="how its inputs are given"):
+        fxq.load(fxq.save(integer, tmp_path / "model.fxq"))

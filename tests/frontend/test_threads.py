@@ -1,0 +1,257 @@
+"""Several threads at once: a trace is its own thread's affair, and nothing of it is left behind."""
+
+from __future__ import annotations
+
+import builtins
+import gc
+import math
+import sys
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fxquant as fxq
+from fxquant.errors import TraceError
+from fxquant.frontend import trace
+from fxquant.model import collection_paused
+
+
+class Sized(nn.Module):
+    """Python's `int`, `len`, `range` and `math` beside a layer, and what behaves differently in train mode."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer, self.norm, self.drop = nn.Linear(6, width), nn.BatchNorm1d(width), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > 0 and isinstance(x.shape[1], int):
+            for _ in range(int(x.shape[1] / 6)):
+                x = self.layer(x) * math.sqrt(4.0)
+        return self.drop(self.norm(x))
+
+
+def together(*works: Callable[[], None]) -> None:
+    """Run all at once, each in a thread of its own; raises what one of them raised."""
+    failed: list[BaseException] = []
+
+    def guarded(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+def of_the_process():
+    """What every thread of the process sees."""
+    mine = {name: value for name, value in vars(sys.modules[__name__]).items() if name != "__warningregistry__"}
+    settings = (gc.isenabled(), torch.backends.mha.get_fastpath_enabled(), torch.get_num_threads())
+    return nn.Module.__call__, mine, dict(vars(builtins)), dict(vars(math)), settings
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind():
+    before = of_the_process()
+    yield
+    assert of_the_process() == before
+    assert vars(sys.modules[__name__])["math"] is math
+
+
+def test_a_hundred_rounds_of_preparing_calibrating_converting_and_running_in_three_threads():
+    x = torch.randn(5, 6)
+    shared = Sized(3)
+    own = [Sized(width).eval() for width in (2, 4, 5)]
+    qconfig = fxq.QConfig(fxq.ActivationConfig(observer=fxq.MinMaxObserver))
+
+    def compiled(model: nn.Module) -> torch.Tensor:
+        prepared = fxq.prepare(model, x, qconfig=qconfig)
+        fxq.calibrate(prepared, [x], show_progress=False)
+        return fxq.convert(prepared)(x)
+
+    finished = fxq.quantize(shared, [x], show_progress=False).integer
+    found = {model: model.eval()(x).detach() for model in (shared, *own)}
+    wanted = {model: compiled(model) for model in (shared, *own)}
+    deployed = finished(x)
+
+    def equal(result: torch.Tensor, want: torch.Tensor) -> bool:
+        return type(result) is torch.Tensor and torch.equal(result, want)
+
+    def rounds(model: nn.Module, count: int) -> Callable[[], None]:
+        def work() -> None:
+            for index in range(count):
+                chosen = shared if index % 2 else model
+                assert equal(compiled(chosen), wanted[chosen])
+                assert equal(finished(x), deployed)
+                assert all(equal(served(x), found[served]) for served in (shared, model))
+
+        return work
+
+    together(*(rounds(model, count) for model, count in zip(own, (34, 33, 33), strict=True)))
+    for model in (shared, *own):
+        model.train()
+        assert not torch.equal(model(x), model(x))
+        assert model.norm.num_batches_tracked == 2
+
+
+def test_a_model_that_is_served_while_it_is_prepared_returns_its_tensors():
+    model, x, done = Sized(3).eval(), torch.ones(5, 6), threading.Event()
+    wanted, kinds = model(x).detach(), set()
+
+    def serve() -> None:
+        while not done.is_set():
+            result = model(x)
+            kinds.add((type(result), torch.equal(result, wanted), type(math.sqrt(2)), range(2) == range(2), int("3")))
+            done.wait(0.0002)
+
+    def prepare() -> None:
+        try:
+            for _ in range(3):
+                trace(model, x)
+        finally:
+            done.set()
+
+    together(serve, prepare)
+    assert kinds == {(torch.Tensor, True, float, True, 3)}
+
+
+def test_traces_that_fail_in_several_threads_leave_nothing_either():
+    def fail() -> None:
+        for _ in range(3):
+            with pytest.raises(TraceError):
+                trace(Sized(3), torch.ones(2, 5))
+
+    together(fail, fail, fail)
+
+
+def test_a_trace_keeps_what_another_library_replaced_meanwhile(monkeypatch):
+    original = nn.Module.__call__
+
+    def theirs(module, *args, **kwargs):
+        return original(module, *args, **kwargs)
+
+    class Replacing(nn.Module):
+        def forward(self, x):
+            nn.Module.__call__ = theirs
+            return x + 1
+
+    monkeypatch.setattr(nn.Module, "__call__", original)  # put back at the end
+    trace(Replacing(), torch.ones(2, 3), check=False)
+    assert nn.Module.__call__ is theirs
+    nn.Module.__call__ = original
+
+
+# ---- random numbers --------------------------------------------------------------------------------------------------
+
+
+class Random(nn.Module):
+    """Draws numbers in every way there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.empty(3).uniform_(generator=self.generator)
+        return F.dropout(x + torch.randn_like(x) * torch.rand(3), 0.5, training=True)
+
+
+def test_tracing_a_model_that_draws_numbers_moves_no_generator():
+    model = Random()
+    before = torch.get_rng_state(), model.generator.get_state()
+    trace(model, torch.ones(2, 3))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert torch.equal(model.generator.get_state(), before[1])
+
+
+def test_other_threads_draw_the_numbers_they_would_have_drawn():
+    model, x = Sized(3), torch.ones(2, 6)
+    torch.manual_seed(3)
+    wanted = torch.rand(300)
+    torch.manual_seed(3)
+    found: list[torch.Tensor] = []
+
+    def draw() -> None:
+        while len(found) < 300:
+            found.append(torch.rand(1))
+            threading.Event().wait(0.0003)
+
+    def compile_() -> None:
+        while len(found) < 300:
+            trace(model, x)
+
+    together(draw, compile_)
+    assert torch.equal(torch.cat(found), wanted)
+
+
+def test_models_that_draw_numbers_are_traced_in_several_threads():
+    together(*(lambda: trace(Random(), torch.ones(2, 3)) for _ in range(3)))
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
+
+
+def test_the_collection_is_paused_until_the_last_compilation_ends():
+    inside, leave = threading.Event(), threading.Event()
+
+    def long() -> None:
+        with collection_paused():
+            inside.set()
+            leave.wait(10)
+
+    def short() -> None:
+        inside.wait(10)
+        with collection_paused():
+            pass
+        assert not gc.isenabled()
+        leave.set()
+
+    together(long, short)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with collection_paused():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_attention_layers_are_traced_by_their_code_and_the_fast_path_stays_on():
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    seen = []
+    model.register_forward_pre_hook(lambda *_: seen.append(torch.backends.mha.get_fastpath_enabled()))
+    traced = trace(model, torch.ones(2, 5, 8))
+    assert "self_attn" in {node.target for node in traced.graph.nodes}
+    assert set(seen) == {True}
+
+
+def test_a_tensor_of_a_trace_in_another_thread_is_refused():
+    class Pooled(nn.Module):
+        def forward(self, x):
+            results = []
+            together(lambda: results.append(x + 1))
+            return results[0]
+
+    with pytest.raises(TraceError, match="a tensor of a trace is used where nothing is traced"):
+        trace(Pooled(), torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_prepare_inside_autocast_is_prepare(dtype):
+    model, x = Sized(3).eval(), torch.randn(4, 6)
+    wanted = fxq.prepare(model, x)
+    with torch.autocast("cpu", dtype=dtype):
+        found = fxq.prepare(model, x)
+        assert torch.is_autocast_enabled("cpu")
+    assert fxq.text(found) == fxq.text(wanted)

@@ -1,0 +1,359 @@
+"""What real models do behind a tracer's back: caches, state, views, hooks, shared modules."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch.nn.utils import parametrize, weight_norm
+
+from fxquant import graph as facts
+from fxquant.errors import ConfigurationError, TraceError
+from fxquant.facts import BatchDim, TensorFact
+from fxquant.frontend import assumptions, attach_input_check, default_leaf, is_traced, trace
+
+
+def targets(traced: fx.GraphModule) -> list[str]:
+    return [str(node.target) for node in traced.graph.nodes if node.op in ("call_module", "get_attr")]
+
+
+class CachedBias(nn.Module):
+    """Attention keeps an indexed parameter in a dict, as LeViT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(2, 4))
+        self.register_buffer("index", torch.tensor([0, 1, 2, 3]), persistent=False)
+        self.bias_cache: dict[str, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        key = str(x.device)
+        if key not in self.bias_cache:
+            self.bias_cache[key] = self.bias[:, self.index]
+        return x + self.bias_cache[key].sum(0)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_cache_neither_hides_parameters_nor_is_left_full(warm):
+    model = CachedBias().eval()
+    x = torch.randn(3, 4)
+    if warm:
+        with torch.no_grad():
+            model(x)
+    kept = dict(model.bias_cache)
+    traced = trace(model, (x,))
+    assert "bias" in targets(traced)
+    assert model.bias_cache.keys() == kept.keys()
+    assert all(model.bias_cache[key] is tensor for key, tensor in kept.items())
+    assert torch.equal(traced(x), model(x))
+
+
+def test_a_model_in_train_mode_is_traced_as_eval_and_left_in_train_mode():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5), nn.ReLU(inplace=True))
+    before = copy.deepcopy(model.state_dict())
+    traced = trace(model, torch.randn(2, 3, 8, 8))
+    assert all(module.training for module in model.modules())
+    assert not any(module.training for module in traced.modules())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert model[3].inplace
+    assert not traced.get_submodule("3").inplace
+
+
+def test_module_dicts_hooks_and_call_are_as_before():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    call = nn.Module.__call__
+    before = {name: {key: id(value) for key, value in module.__dict__.items()} for name, module in model.named_modules()}
+    with pytest.raises(TraceError):
+        trace(model, torch.randn(2, 5))
+    trace(model, torch.randn(2, 4))
+    assert nn.Module.__call__ is call
+    assert before == {name: {key: id(value) for key, value in module.__dict__.items()} for name, module in model.named_modules()}
+    assert "int" not in globals()
+    assert "len" not in globals()
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+        self.total = torch.zeros(4)
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(1)
+        self.total += 1
+        self.linear.last = x
+        return self.linear(x)
+
+
+def test_what_forward_leaves_behind_is_not_left_on_the_model():
+    model = Counter()
+    trace(model, torch.randn(2, 4))
+    assert model.seen == []
+    assert torch.equal(model.total, torch.zeros(4))
+    assert "last" not in model.linear.__dict__
+
+
+def test_parameters_are_shared_and_containers_are_not():
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.BatchNorm1d(4))
+    traced = trace(model, torch.randn(2, 4))
+    assert traced.get_parameter("0.0.weight") is model[0][0].weight
+    linear = traced.get_submodule("0.0")
+    assert type(linear) is nn.Linear
+    assert linear is not model[0][0]
+    linear.weight = nn.Parameter(torch.zeros(4, 4))
+    assert not torch.equal(model[0][0].weight, linear.weight)
+    traced.get_buffer("1.running_mean").add_(1)
+    assert torch.equal(model[1].running_mean, torch.zeros(4))
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(1))
+        self.register_buffer("second", torch.zeros(1))
+        self.register_buffer("transient", torch.ones(4), persistent=False)
+        self.linear = nn.Linear(4, 4)
+        self.head = nn.ModuleDict({"a": nn.Linear(4, 2), "b": nn.Linear(4, 3)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head["b"](self.linear(x) + self.transient + torch.tensor([1.0, 2.0, 3.0, 4.0]))
+
+
+def test_state_dict_is_the_models_in_the_same_order_also_after_deepcopy():
+    model = Unused()
+    traced = trace(model, torch.randn(2, 4))
+    assert list(traced.state_dict()) == list(model.state_dict())
+    copied = copy.deepcopy(traced)
+    assert list(copied.state_dict()) == list(model.state_dict())
+    assert "parameter first is not used by the graph" in assumptions(traced)
+    assert "parameter head.a.weight is not used by the graph" in assumptions(traced)
+    x = torch.randn(3, 4)
+    assert torch.equal(copied(x), model(x))
+
+
+def test_a_shared_module_is_one_module_with_several_calls():
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(shared, nn.ReLU(), shared)
+    traced = trace(model, torch.randn(2, 4))
+    assert targets(traced) == ["0", "1", "0"]
+    assert traced.get_submodule("0") is traced.get_submodule("2")
+    assert list(traced.state_dict()) == list(model.state_dict())
+
+
+def test_facts_are_on_every_node():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+
+        def forward(self, x):
+            y = self.block(x)
+            return y.flatten(1), x.shape[0] * 2
+
+    traced = trace(Model(), torch.randn(1, 3, 8, 8))
+    nodes = {node.name: node for node in traced.graph.nodes}
+    assert facts.fact(nodes["block_0"]) == TensorFact((BatchDim(), 4, 6, 6), torch.float32)
+    assert facts.fact(nodes["flatten"]) == TensorFact((BatchDim(), 144), torch.float32)
+    assert str(facts.fact(nodes["mul"])) == "2B"
+    assert facts.source(nodes["block_0"]).startswith("test_traps.py:")
+    assert facts.source(nodes["block_0"]).endswith("in forward:  y = self.block(x)")
+    assert facts.module_path(nodes["block_1"]) == "block.1"
+    assert facts.module_path(nodes["flatten"]) == ""
+    assert facts.made_by(nodes["flatten"]) == "trace"
+
+
+def test_the_leaf_rule_can_be_replaced():
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 2))
+    whole = trace(model, torch.randn(2, 4), leaf=lambda module, path: path == "0" or default_leaf(module, path))
+    assert targets(whole) == ["0", "1"]
+    open_ = trace(model, torch.randn(2, 4), leaf=lambda module, path: False)
+    assert targets(open_) == ["0.0.weight", "0.0.bias", "1.weight", "1.bias"]
+    x = torch.randn(3, 4)
+    assert torch.equal(whole(x), model(x))
+    assert torch.equal(open_(x), model(x))
+
+
+def test_weight_norm_and_parametrizations_are_traced_through():
+    class Doubled(nn.Module):
+        def forward(self, weight):
+            return weight * 2
+
+    first = weight_norm(nn.Linear(4, 4))
+    second = nn.Linear(4, 4)
+    parametrize.register_parametrization(second, "weight", Doubled())
+    model = nn.Sequential(first, second)
+    traced = trace(model, torch.randn(2, 4))
+    assert "0.weight_g" in targets(traced)
+    assert "1.parametrizations.weight.original" in targets(traced)
+    assert list(traced.state_dict()) == list(model.state_dict())
+
+
+def test_forward_hooks_are_traced():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    model[0].register_forward_hook(lambda module, args, output: output * 2)
+    traced = trace(model, torch.randn(2, 4))
+    x = torch.randn(3, 4)
+    assert "0" in targets(traced)
+    assert torch.equal(traced(x), model(x))
+
+
+def test_bound_methods_partials_and_unregistered_modules():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.hidden = [nn.Linear(4, 4)]
+            self.apply_linear = functools.partial(self.twice, 2.0)
+
+        def twice(self, factor, x):
+            return self.linear(x) * factor
+
+        def forward(self, x):
+            return self.hidden[0](self.apply_linear(x))
+
+    model = Model()
+    traced = trace(model, torch.randn(2, 4))
+    x = torch.randn(3, 4)
+    assert "linear" in targets(traced)
+    assert torch.equal(traced(x), model(x))
+
+
+def test_batch_norm_in_train_mode_inside_an_eval_model_is_traced_as_eval():
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2)).eval()
+    model[1].train()
+    traced = trace(model, torch.randn(2, 1, 4, 4))
+    assert model[1].training
+    assert not traced.get_submodule("1").training
+
+
+def test_keyword_inputs_nested_inputs_and_constants():
+    class Model(nn.Module):
+        def forward(self, x, pair, *, scale=1.0, mask=None):
+            a, b = pair
+            return x + a * b["c"] * scale if mask is None else x
+
+    x = torch.randn(2, 3)
+    named = trace(Model(), {"x": x, "pair": (x, {"c": x}), "scale": 2.0, "mask": None})
+    names = [node.target for node in named.graph.nodes if node.op == "placeholder"]
+    assert names == ["x", "pair_0", "pair_1"]
+    y = torch.randn(5, 3)
+    assert torch.equal(named(pair_1=y, x=y, pair_0=y), Model()(y, (y, {"c": y}), scale=2.0))
+
+
+def test_names_of_variadic_inputs():
+    class Model(nn.Module):
+        def forward(self, *inputs, **others):
+            return inputs[0] + inputs[1] if inputs else others["input"]
+
+    x = torch.randn(2, 3)
+    traced = trace(Model(), (x, x))
+    assert [node.target for node in traced.graph.nodes if node.op == "placeholder"] == ["inputs_0", "inputs_1"]
+    traced = trace(Model(), {"input": x})
+    assert [node.target for node in traced.graph.nodes if node.op == "placeholder"] == ["input"]
+    assert torch.equal(traced(input=x), x)
+
+
+def test_random_numbers_are_drawn_by_the_graph():
+    class Model(nn.Module):
+        def forward(self, x):
+            return x + torch.rand(3) + torch.randn_like(x)
+
+    x, model = torch.randn(2, 3), Model()
+    traced = trace(model, x)
+    torch.manual_seed(5)
+    first, second = traced(x), traced(x)
+    torch.manual_seed(5)
+    assert torch.equal(first, model(x))
+    assert not torch.equal(first, second)
+
+
+def test_inputs_with_another_first_dimension_are_fixed():
+    class Model(nn.Module):
+        def forward(self, x, table, scalar):
+            return x @ table + scalar
+
+    traced = trace(Model(), (torch.randn(2, 3), torch.randn(3, 5), torch.tensor(2.0)))
+    found = [str(facts.fact(node)) for node in traced.graph.nodes if node.op == "placeholder"]
+    assert found == ["f32[B,3]", "f32[3,5]", "f32[]"]
+
+
+@pytest.mark.parametrize("static", [{}, False])
+def test_a_fixed_batch(static):
+    class Model(nn.Module):
+        def forward(self, x):
+            return sum(row for row in x) * x.shape[0]
+
+    x = torch.randn(3, 4)
+    traced = trace(Model(), (x,), dynamic_shapes=static)
+    assert torch.equal(traced(x), Model()(x))
+    with pytest.raises(ConfigurationError):
+        traced(torch.randn(2, 4))
+
+
+def test_a_traced_graph_is_returned_as_it_is():
+    traced = trace(nn.Linear(4, 4), torch.randn(2, 4))
+    assert is_traced(traced)
+    assert trace(traced, torch.randn(2, 4)) is traced
+
+
+def test_another_graph_module_is_traced_like_a_model():
+    traced = trace(fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU())), torch.randn(2, 4))
+    assert targets(traced) == ["0", "1"]
+
+
+def test_the_input_check_survives_deepcopy_and_can_be_attached_again():
+    traced = trace(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4))
+    hooks = list(traced._forward_pre_hooks.values())
+    attach_input_check(traced)
+    assert list(traced._forward_pre_hooks.values()) == hooks
+    copied = copy.deepcopy(copy.deepcopy(traced))
+    assert list(copied._forward_pre_hooks.values()) == hooks
+    with pytest.raises(ConfigurationError):
+        copied(torch.randn(2, 5))
+
+
+def test_a_plain_tensor_that_became_a_constant_is_reported():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.anchors = torch.randn(4)
+
+        def forward(self, x):
+            return x + self.anchors
+
+    [note, _] = assumptions(trace(Model(), torch.randn(2, 4)))
+    assert note.startswith("anchors is neither parameter nor buffer: its present content became a constant (test_traps.py:")
+
+
+def test_transformer_layers_are_opened():
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+    traced = trace(model, torch.randn(2, 5, 8))
+    assert "layers.0.linear1" in targets(traced)
+    assert "layers.1.self_attn" in targets(traced)
+
+
+def test_repeated_blocks_are_evaluated_once(monkeypatch):
+    runs = []
+    original = nn.Conv2d.forward
+    monkeypatch.setattr(nn.Conv2d, "forward", lambda self, x: runs.append(1) or original(self, x))
+    trace(nn.Sequential(*(nn.Conv2d(3, 3, 1) for _ in range(20))), torch.randn(2, 3, 4, 4), check=False)
+    assert len(runs) == 2
+
+
+def test_channels_last_inputs():
+    x = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x):
+            return F.relu(self.conv(x)).reshape(x.shape[0], -1)
+
+    trace(Model(), x)
