@@ -24,7 +24,6 @@ from torch import fx
 from fxquant.codegen import registered
 from fxquant.facts import Size, TensorFact
 
-
 # ---- typed access to node.meta ------------------------------------------------------------------------------------------
 
 
