@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx, nn
 
-from fxquant import graph as facts
+from fxquant import facts, graph
 from fxquant.errors import TraceError
 from fxquant.facts import BatchDim, TensorFact
 from fxquant.frontend.environment import undisturbed
@@ -65,14 +65,14 @@ def _difference(mine: Any, theirs: Any, counterpart: dict[fx.Node, fx.Node]) -> 
 
 def _compare_facts(node: fx.Node, other: fx.Node) -> None:
     """The second trace's facts are exact numbers at its own batch sizes, told through the first trace's formula."""
-    mine, theirs = facts.fact(node), facts.fact(other)
+    mine, theirs = graph.fact(node), graph.fact(other)
     if mine is theirs or not isinstance(mine, (TensorFact, BatchDim)):
         return
     sizes = zip(mine.shape, theirs.shape, strict=True) if isinstance(mine, TensorFact) else ((mine, theirs),)
     for size, other_size in sizes:
         if _at_retrace(size, 0) != _at_second_trace(other_size, 0) or _at_retrace(size, 1) != _at_second_trace(other_size, 1):
             if isinstance(mine, BatchDim):
-                facts.set_fact(node, None)
+                graph.set_fact(node, None)
                 return
             _refuse(node, f"a size of its result is {size} at small batch sizes, and something else at larger ones")
 

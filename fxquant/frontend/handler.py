@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx, nn
 
-from fxquant import graph as facts
+from fxquant import graph
 from fxquant.errors import FxQuantError
 from fxquant.frontend import functional
 from fxquant.frontend.arguments import Arguments, is_tracked
@@ -252,9 +252,9 @@ class Handler:
                 because="a graph has no place for autocast: the numbers would differ from the model's",
                 remedy="remove torch.autocast from forward, or convert explicitly with .to(dtype)",
             )
-        facts.describe(node, fact, self.source() if self._locate else "", self.path if path is None else path)
+        graph.describe(node, fact, self.source() if self._locate else "", self.path if path is None else path)
         if self.qconfig:
-            facts.attach_qconfigs(node, self.qconfig)
+            graph.attach_qconfigs(node, self.qconfig)
 
     def _wrap(self, node: fx.Node, template: Any) -> Any:
         if isinstance(template, Value):

@@ -14,9 +14,10 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from fxquant import graph as facts
+from fxquant import graph
 from fxquant.errors import ConfigurationError
 from fxquant.facts import BatchDim, TensorFact
+from fxquant.model import Model
 
 TRANSIENT = "fxquant.transient_buffers"  # in meta: the names of the buffers that state_dict leaves out
 
@@ -133,7 +134,7 @@ def input_check(module: fx.GraphModule) -> InputCheck:
 
 
 def _described(node: fx.Node) -> Input:
-    fact, optional = facts.fact(node), bool(node.args)
+    fact, optional = graph.fact(node), bool(node.args)
     if not isinstance(fact, TensorFact):
         return Input(str(node.target), None, (), None, optional)
     sizes = tuple(None if isinstance(size, BatchDim) else size for size in fact.shape)
@@ -150,7 +151,7 @@ def attach_input_check(module: fx.GraphModule) -> None:
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
     module.register_forward_pre_hook(input_check(module), with_kwargs=True)
-    if not isinstance(module, facts.Model) and _restore not in module._deepcopy_hooks:
+    if not isinstance(module, Model) and _restore not in module._deepcopy_hooks:
         module._deepcopy_hooks.append(_restore)
 
 

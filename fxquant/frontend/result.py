@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxquant import graph as facts
+from fxquant import graph
 from fxquant.carried import Carried
 from fxquant.facts import TensorFact
 from fxquant.frontend.entry import STAGE
@@ -85,7 +85,7 @@ class _PlainTree:
 def _fixed_sizes(module: fx.GraphModule) -> list[str]:
     sizes = []
     for node in module.graph.find_nodes(op="placeholder"):
-        fact = facts.fact(node)
+        fact = graph.fact(node)
         if isinstance(fact, TensorFact):
             sizes.append(f"input {node.target} is {fact}: every size but B is fixed")
     return sizes

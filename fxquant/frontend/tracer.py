@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from fxquant import graph as facts
+from fxquant import graph
 from fxquant.errors import FxQuantError, TraceError
 from fxquant.frontend.environment import prepared_environment
 from fxquant.frontend.fake import Evaluator
@@ -75,7 +75,7 @@ def record(
     with tracing(handler):
         with prepared_environment(model), torch.no_grad(), _Mode(handler):
             result = _run(handler, args, kwargs)
-        facts.describe(handler.graph.output(result), fx.map_arg(result, facts.fact), "", "")
+        graph.describe(handler.graph.output(result), fx.map_arg(result, graph.fact), "", "")
         _erase_unused(handler.graph)
     return Recording(handler.graph, handler.constants, list(handler.notes), snapshot, inputs.signature)
 
@@ -104,9 +104,9 @@ def _raised_at(error: BaseException) -> str | None:
 def _placeholder(handler: Handler, name: str, example: torch.Tensor, inputs: ExampleInputs, batches: tuple[int, ...]) -> TracedTensor:
     value = _input_value(handler.evaluator, example, batches[:2] if inputs.has_batch(example) else None)
     node = handler.graph.placeholder(name)
-    facts.describe(node, value.fact, "", "")
+    graph.describe(node, value.fact, "", "")
     if name in inputs.renamed:
-        facts.set_argument_name(node, inputs.renamed[name])
+        graph.set_argument_name(node, inputs.renamed[name])
     return TracedTensor(node, value)
 
 

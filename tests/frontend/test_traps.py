@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.utils import parametrize, weight_norm
 
-from fxquant import graph as facts
+from fxquant import graph
 from fxquant.errors import ConfigurationError, TraceError
 from fxquant.facts import BatchDim, TensorFact
 from fxquant.frontend import assumptions, attach_input_check, default_leaf, is_traced, trace
@@ -157,14 +157,14 @@ def test_facts_are_on_every_node():
 
     traced = trace(Model(), torch.randn(1, 3, 8, 8))
     nodes = {node.name: node for node in traced.graph.nodes}
-    assert facts.fact(nodes["block_0"]) == TensorFact((BatchDim(), 4, 6, 6), torch.float32)
-    assert facts.fact(nodes["flatten"]) == TensorFact((BatchDim(), 144), torch.float32)
-    assert str(facts.fact(nodes["mul"])) == "2B"
-    assert facts.source(nodes["block_0"]).startswith("test_traps.py:")
-    assert facts.source(nodes["block_0"]).endswith("in forward:  y = self.block(x)")
-    assert facts.module_path(nodes["block_1"]) == "block.1"
-    assert facts.module_path(nodes["flatten"]) == ""
-    assert facts.made_by(nodes["flatten"]) == "trace"
+    assert graph.fact(nodes["block_0"]) == TensorFact((BatchDim(), 4, 6, 6), torch.float32)
+    assert graph.fact(nodes["flatten"]) == TensorFact((BatchDim(), 144), torch.float32)
+    assert str(graph.fact(nodes["mul"])) == "2B"
+    assert graph.source(nodes["block_0"]).startswith("test_traps.py:")
+    assert graph.source(nodes["block_0"]).endswith("in forward:  y = self.block(x)")
+    assert graph.module_path(nodes["block_1"]) == "block.1"
+    assert graph.module_path(nodes["flatten"]) == ""
+    assert graph.made_by(nodes["flatten"]) == "trace"
 
 
 def test_the_leaf_rule_can_be_replaced():
@@ -278,7 +278,7 @@ def test_inputs_with_another_first_dimension_are_fixed():
             return x @ table + scalar
 
     traced = trace(Model(), (torch.randn(2, 3), torch.randn(3, 5), torch.tensor(2.0)))
-    found = [str(facts.fact(node)) for node in traced.graph.nodes if node.op == "placeholder"]
+    found = [str(graph.fact(node)) for node in traced.graph.nodes if node.op == "placeholder"]
     assert found == ["f32[B,3]", "f32[3,5]", "f32[]"]
 
 
