@@ -21,11 +21,13 @@ def copy_parameters(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def own_copies(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Modules and tensors copied as `copy_parameters` does, for good: in eval mode, and nothing in them asks for a gradient."""
+    """Modules and tensors copied as `copy_parameters` does, for good, in eval mode.
+
+    What asks for a gradient still does: PyTorch chooses kernels by it, which round differently, also where no gradients are recorded.
+    """
     copier = _Copier()
     copies = {name: copier(value) for name, value in values.items()}
     for copied in copies.values():
-        copied.requires_grad_(False)
         if isinstance(copied, torch.nn.Module):
             copied.eval()
     return copies

@@ -64,7 +64,7 @@ class Model(fx.GraphModule):
 
     The user's modules and parameters may have any names, also those of a GraphModule's own attributes ("graph", "meta", "code").
     Its numbers are integers in float32 tensors and scales that are float32, so it moves between devices but not to another
-    float dtype. As an integer model it is what is deployed: always in eval mode.
+    float dtype. As an integer model it is what is deployed: always in eval mode, and without gradients.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -91,7 +91,15 @@ class Model(fx.GraphModule):
     def recompile(self) -> PythonCode:
         """Compile the graph anew."""
         self._graph.set_codegen(Code())
-        return super().recompile()
+        code = super().recompile()
+        if self._is_deployed:  # a class of its own has the code of every GraphModule
+            type(self).forward = torch.no_grad()(type(self).forward)
+        return code
+
+    @property
+    def _is_deployed(self) -> bool:
+        """Whether this is an integer model."""
+        return bool(self.__dict__.get("meta", {}).get("stage") == "INTEGER")
 
     @staticmethod
     def of(root: torch.nn.Module, graph: fx.Graph) -> Model:
@@ -109,7 +117,7 @@ class Model(fx.GraphModule):
 
     def train(self, mode: bool = True) -> Model:
         """As any module's; an integer model stays in eval mode."""
-        super().train(mode and self.meta.get("stage") != "INTEGER")
+        super().train(mode and not self._is_deployed)
         return self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Model:
