@@ -9,6 +9,7 @@ module, so no other file spells a key. Facts survive `copy.deepcopy` of a GraphM
     made_by     the pass (or "trace") that created the node
     qconfig     the QConfigs (or None) that stand on the user's modules around the call, by their paths, nearest first
     wishes      the rules of the qconfig that cover the node, and each node that was fused into it
+    part        the composite operator a node is a part of ("softmax: exp"), with what that demands of its grid
     argument    what the user calls an input whose name is none in Python, or one that generated code needs ("torch")
 """
 
@@ -167,6 +168,57 @@ def parameter_value(root: torch.nn.Module, node: fx.Node) -> Any:
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def stated_demand(node: fx.Node) -> Any:
+    """What a composite demands of the grid of this part of it (an `ops.Demand`); None of any other node."""
+    return node.meta.get("demand")
+
+
+def state_demand(node: fx.Node, value: Any) -> None:
+    node.meta["demand"] = value
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of what operator of the model a node is a part.
+
+    composite  the operator's name
+    role       the part's
+    inner      whether its value is read by other parts alone; the last one's is the operator's result
+    """
+
+    composite: str
+    role: str
+    inner: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.composite}: {self.role}"
+
+
+def part(node: fx.Node) -> Part | None:
+    """The composite a node is a part of; None if it is a whole operator."""
+    value = node.meta.get("part")
+    return value if isinstance(value, Part) else None
+
+
+def set_part(node: fx.Node, value: Part) -> None:
+    node.meta["part"] = value
+
+
+def is_inner_part(node: fx.Node) -> bool:
+    """Whether a node holds an inner tensor of a composite."""
+    known = part(node)
+    return known is not None and known.inner
+
+
+def ties(node: fx.Node) -> tuple[str, ...]:
+    """What a node is tied by: nodes with one tie in common have one grid."""
+    return tuple(node.meta.get("ties", ()))
+
+
+def tie(node: fx.Node, name: str) -> None:
+    node.meta["ties"] = (*ties(node), name)
 
 
 def spelling(node: fx.Node) -> tuple[Any, ...]:

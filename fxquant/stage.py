@@ -13,7 +13,7 @@ from fxquant.errors import StageViolation
 from fxquant.facts import TensorFact
 from fxquant.graph import annotation, fact, is_parameter, reads_shape_only, resolve
 from fxquant.numerics import is_scale
-from fxquant.ops import Scale, demand, operator_of
+from fxquant.ops import operator_of, shares
 from fxquant.primitives import PRIMITIVES
 from fxquant.quantization.prepared import QuantizedOperator
 
@@ -89,7 +89,7 @@ def one_scale_per_group(gm: fx.GraphModule) -> Iterator[Violation]:
     """Operators that must share a scale do."""
     for node in gm.graph.nodes:
         operator = operator_of(node)
-        if operator is None or demand(node) is not Scale.SAME or not is_integer(node):
+        if operator is None or not shares(node) or not is_integer(node):
             continue
         spec = annotation(node)
         for operand in node.all_input_nodes:

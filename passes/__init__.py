@@ -3,13 +3,14 @@
 if __name__ != "fxquant.passes":
     raise ImportError("import this package as fxquant.passes: under another name every class would exist twice")
 
-from fxquant.passes import activation, batchnorm, boundary, canonical, integer, quantizers, residual, rules, scales, specs
+from fxquant.passes import activation, batchnorm, boundary, canonical, composite, integer, quantizers, residual, rules, scales, specs
 from fxquant.pipeline import Pass
 from fxquant.stage import Stage
 
 PIPELINE = (
     Pass(canonical.rewrite, Stage.CANONICAL),  # one spelling per operator; everything after this may assume it
     Pass(rules.match, Stage.CANONICAL),  # before the fusions: a rule is about what the user wrote, and may keep it apart
+    Pass(composite.expand, Stage.CANONICAL),  # after the rules, which are about the whole operator; before fusions, which meet its parts
     Pass(batchnorm.fold, Stage.CANONICAL),  # before the fusions: conv-bn-add-relu must become conv-add-relu
     Pass(residual.fuse, Stage.CANONICAL),  # before clamps: a relu behind the addition belongs to the fused layer
     Pass(activation.fuse, Stage.CANONICAL),  # a fused clamp needs no scale of its own

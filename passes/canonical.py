@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from fxquant.facts import TensorFact
-from fxquant.graph import absorb, fact, inherit, is_parameter, mark_parameter, refuse, spell
+from fxquant.graph import absorb, fact, inherit, is_parameter, mark_parameter, refuse, resolve, set_fact, spell
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, Operator, Parameter, operand_nodes, operator_of
 from fxquant.ops.unary import SHIFTED, with_offset
 from fxquant.pipeline import Context
@@ -161,6 +161,9 @@ def _attribute(gm: fx.GraphModule, node: fx.Node, target: str, value: Any, attri
         with gm.graph.inserting_before(node):
             name = path.replace(".", "_") + ("" if value.name else "_module")
             attributes[path] = inherit(gm.graph.create_node("get_attr", path, name=name), node, "canonical.rewrite")
+        parameter = resolve(gm, path)
+        if isinstance(parameter, torch.Tensor):
+            set_fact(attributes[path], TensorFact(tuple(parameter.shape), parameter.dtype))
     elif node < attributes[path]:
         node.prepend(attributes[path])
     return attributes[path]

@@ -15,12 +15,12 @@ from fxquant.graph import Annotation, annotation, attach, is_parameter, module_p
 from fxquant.lowering import cannot_be_integers, first_not_finite, named_parameters
 from fxquant.model import free_name
 from fxquant.numerics import EVERYTHING
-from fxquant.ops import Operator, Scale, demand, map_operands, operator_of
+from fxquant.ops import Operator, map_operands, operator_of, shares
 from fxquant.pipeline import Context
 from fxquant.quantization.learning import WeightScale
 from fxquant.quantization.prepared import QuantizedOperator
 from fxquant.quantization.quantizer import Quantizer
-from fxquant.quantization.rules import decide
+from fxquant.quantization.rules import decide, result_config
 from fxquant.quantization.spec import LEARNED, ActivationConfig, WeightConfig
 from fxquant.stage import is_integer
 
@@ -41,7 +41,7 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
         assert spec.group is not None
         arguments = operator.arguments(node)
         _require_finite(gm, node, operator, arguments)
-        own = demand(node) is Scale.OWN
+        own = not shares(node)
         weight = _weight(spec.config.weight, context)
         module = QuantizedOperator(
             node.name,
@@ -87,8 +87,8 @@ def _quantizers(gm: fx.GraphModule, context: Context) -> dict[int, Quantizer]:
         operator, spec = operator_of(node), annotation(node)
         if operator is None or spec is None or spec.group is None or spec.dtype is None:
             continue
-        config = replace(_output_config(operator, spec), dtype=spec.dtype)
-        if demand(node) is Scale.SAME and (config.fixed_scale is None or not decide(node).asked):
+        config = result_config(node)
+        if shares(node) and (config.fixed_scale is None or not decide(node).asked):
             continue
         if spec.group not in chosen or (config.fixed_scale is not None and chosen[spec.group][1].fixed_scale is None):
             chosen[spec.group] = (node, config)
@@ -127,11 +127,6 @@ def _weight_scale(node: fx.Node, operator: Operator, arguments: dict[str, Any], 
     channels = shape_of(node)[operator.weight_channels]
     assert isinstance(channels, int)
     return WeightScale(channels if config.per_channel else 1)
-
-
-def _output_config(operator: Operator, spec: Annotation) -> ActivationConfig:
-    config: ActivationConfig = spec.config.input if operator.name == "quantize" and spec.config.input is not None else spec.config.output
-    return config
 
 
 def _quantizer(node: fx.Node, config: ActivationConfig, context: Context) -> Quantizer:

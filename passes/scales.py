@@ -14,25 +14,26 @@ import networkx as nx
 from torch import fx
 
 from fxquant.errors import ScaleConflict
-from fxquant.graph import annotate, annotation, observed, set_observed
-from fxquant.numerics import EVERYTHING
-from fxquant.ops import Scale, demand, matters, operand_nodes, operator_of
+from fxquant.graph import annotate, annotation, observed, set_observed, ties
+from fxquant.numerics import EVERYTHING, Interval
+from fxquant.ops import matters, operator_of, shares, sharing_operands
 from fxquant.ops.boundary import DEQUANTIZE
 from fxquant.pipeline import Context
-from fxquant.quantization.rules import decide
+from fxquant.quantization.rules import decide, result_config
 from fxquant.stage import is_integer
 
 
 def share(gm: fx.GraphModule, context: Context) -> int:
     """Every integer node has a group; nodes of one group have one dtype and at most one fixed scale."""
     demands = nx.Graph()
+    tied: dict[str, fx.Node] = {}
     for node in gm.graph.nodes:
         operator = operator_of(node)
         if operator is None or not (is_integer(node) or operator is DEQUANTIZE):
             continue
         demands.add_node(node)
-        if _must_share(node, context):
-            demands.add_edges_from((node, operand) for operand in operand_nodes(operator, operator.arguments(node)))
+        demands.add_edges_from((node, operand) for operand in sharing_operands(node, context.target.arithmetic))
+        demands.add_edges_from((node, tied.setdefault(name, node)) for name in ties(node))
     _observe(gm, context)
     order = {node: index for index, node in enumerate(gm.graph.nodes)}
     groups = sorted((sorted(group, key=order.__getitem__) for group in nx.connected_components(demands)), key=lambda group: order[group[0]])
@@ -53,28 +54,26 @@ def _observe(gm: fx.GraphModule, context: Context) -> None:
     for node in reversed(gm.graph.nodes):
         if not is_integer(node) or not node.users:
             continue
-        wanted = [
-            matters(reader, observed(reader) or EVERYTHING, _must_share(reader, context)) if is_integer(reader) else EVERYTHING
-            for reader in node.users
-        ]
+        wanted = [_wanted(reader, context) for reader in node.users]
         interval = min(low for low, _ in wanted), max(high for _, high in wanted)
         if interval == EVERYTHING:
             continue
         set_observed(node, interval)
         spec = annotation(node)
         assert spec is not None
-        if demand(node) is Scale.OWN:
+        if not shares(node):
             annotate(node, replace(spec, because=f"{spec.because}; only its values {_within(*interval)} make a difference"))
+
+
+def _wanted(reader: fx.Node, context: Context) -> Interval:
+    """Which values of its operands make a difference to a node."""
+    if not is_integer(reader):
+        return EVERYTHING
+    return matters(reader, observed(reader) or EVERYTHING, bool(sharing_operands(reader, context.target.arithmetic)))
 
 
 def _within(low: float, high: float) -> str:
     return f"above {low:g}" if high == math.inf else f"below {high:g}" if low == -math.inf else f"from {low:g} to {high:g}"
-
-
-def _must_share(node: fx.Node, context: Context) -> bool:
-    operator = operator_of(node)
-    assert operator is not None
-    return demand(node) is Scale.SAME or (operator.name in ("cat", "stack") and context.target.arithmetic.share_concat)
 
 
 def _check(group: list[fx.Node], demands: nx.Graph) -> None:
@@ -85,10 +84,9 @@ def _check(group: list[fx.Node], demands: nx.Graph) -> None:
         operator = operator_of(node)
         if spec is None or spec.dtype is None or operator is None:
             continue
-        chosen = spec.config.input if operator.name == "quantize" and spec.config.input else spec.config.output
         # An operator that shares its operand's scale has a wish of its own only where a rule names it.
-        asks = demand(node) is Scale.OWN or decide(node).asked
-        scale = chosen.fixed_scale if asks else None
+        asks = not shares(node) or decide(node).asked
+        scale = result_config(node).fixed_scale if asks else None
         asked[node] = (spec.dtype, scale)
     first: fx.Node | None = None
     for node, (dtype, scale) in asked.items():

@@ -7,11 +7,22 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.facts import TensorFact
-from fxquant.graph import Annotation, annotation, computes_tensor, fact, is_parameter, parameter_value, refusal, resolve, wishes
+from fxquant.graph import (
+    Annotation,
+    annotation,
+    computes_tensor,
+    is_inner_part,
+    is_parameter,
+    parameter_value,
+    part,
+    refusal,
+    resolve,
+    ties,
+    wishes,
+)
 from fxquant.graph import annotate as set_annotation
-from fxquant.ops import Operator, Scale, demand, operand_nodes, operator_of
-from fxquant.ops.floating import divisors, in_front_of_softmax, masks
+from fxquant.ops import Fixed, Operator, Own, demand, operand_nodes, operator_of, shares
+from fxquant.ops.floating import needed_in_float, reads_no_activation
 from fxquant.pipeline import Context
 from fxquant.quantization.rules import decide
 from fxquant.quantization.spec import DEFAULT, QConfig, Rule
@@ -21,7 +32,7 @@ def annotate(gm: fx.GraphModule, context: Context) -> int:
     """Every node that computes a tensor is annotated; those that stay in float say why."""
     changes = 0
     heard: set[Rule] = set()
-    needed = _needed_in_float(gm)
+    needed = needed_in_float(gm)
     for node in gm.graph.nodes:
         if not computes_tensor(node):
             continue
@@ -29,15 +40,15 @@ def annotate(gm: fx.GraphModule, context: Context) -> int:
         decision = decide(node)
         heard |= {decision.output, decision.layer}
         qconfig = decision.config
-        reason = _why_float(gm, node, operator, qconfig, context, needed)
+        reason = _why_float(gm, node, operator, qconfig, needed)
         if reason is not None:
             set_annotation(node, Annotation(None, reason, qconfig))
             context.say(f"%{node.name} stays in float: {reason}")
             continue
         assert operator is not None
         assert qconfig is not None
-        dtype = _dtype(node, operator, qconfig)
-        if decision.asked and dtype != qconfig.output.dtype:
+        dtype = _dtype(node, qconfig)
+        if decision.asked and dtype != qconfig.output.dtype and not is_inner_part(node):
             wanted = f"{qconfig.output.dtype} as the qconfig's {decision.output} says"
             context.unheard(gm, f"%{node.name} is {dtype} as its operand is, whose scale it shares, and not {wanted}")
         set_annotation(node, Annotation(dtype, _why_integer(node), qconfig))
@@ -49,18 +60,8 @@ def annotate(gm: fx.GraphModule, context: Context) -> int:
     return changes
 
 
-def _needed_in_float(gm: fx.GraphModule) -> dict[fx.Node, str]:
-    """What stays in float for the sake of a float operator that reads it, and why; "" where that depends on what the node itself reads."""
-    leading = in_front_of_softmax(gm)
-    return {
-        **dict.fromkeys(leading, ""),
-        **dict.fromkeys(masks(gm, leading), "it adds an attention mask in front of a softmax, which is in float"),
-        **dict.fromkeys(divisors(gm), "it leads to a divisor or a logarithm in float, and must not be rounded to 0"),
-    }
-
-
 def _why_float(
-    gm: fx.GraphModule, node: fx.Node, operator: Operator | None, qconfig: QConfig | None, context: Context, needed: dict[fx.Node, str]
+    gm: fx.GraphModule, node: fx.Node, operator: Operator | None, qconfig: QConfig | None, needed: dict[fx.Node, str]
 ) -> str | None:
     """Why the node must stay in float; None if it becomes integer."""
     because = refusal(node)
@@ -72,13 +73,7 @@ def _why_float(
         return "the qconfig says so"
     arguments = operator.arguments(node)
     operands = operand_nodes(operator, arguments)
-    if not operands:
-        return _reads_none(arguments)
-    for operand in operands:
-        because = _no_real_numbers(operand)
-        if because is not None:
-            return because
-    because = operator.refuses(node, arguments) or needed.get(node) or None
+    because = reads_no_activation(operator, arguments) or operator.refuses(node, arguments) or needed.get(node) or None
     if because is not None:
         return because
     # A mask may hold -inf; the matrix of a product is a weight, which is refused where it is prepared.
@@ -91,9 +86,12 @@ def _why_float(
     for operand in operands:
         if (annotation(operand) or Annotation(None, "")).dtype == "int32":
             return f"the 32-bit output of %{operand.name} is not computed with any further"
-    if demand(node) is Scale.SAME and operands[0].op != "placeholder" and (annotation(operands[0]) or Annotation(None, "")).dtype is None:
+    if operator.expand is not None:
+        return "it was not expanded into the operators that it is made of"
+    passes_on = shares(node) and part(node) is None and operands[0].op != "placeholder"
+    if passes_on and (annotation(operands[0]) or Annotation(None, "")).dtype is None:
         return f"it only passes on the values of %{operands[0].name}, which is in float"
-    if qconfig.output.dtype == "int32" and demand(node) is Scale.OWN and not operator.sums:
+    if qconfig.output.dtype == "int32" and not shares(node) and not operator.sums and not is_inner_part(node):
         return f"{operator.name} has no 32-bit output: it forms no sum of products"
     return None
 
@@ -111,25 +109,6 @@ def _integer(node: fx.Node) -> bool:
     return spec is not None and spec.dtype is not None
 
 
-def _reads_none(arguments: dict[str, Any]) -> str:
-    """Why an operator none of whose operands is an activation stays in float."""
-    for name, value in arguments.items():
-        if isinstance(value, fx.Node) and isinstance(fact(value), TensorFact) and not is_parameter(value):
-            return f"its {name!r}, %{value.name}, is an activation, where an integer form takes a constant"
-    return "none of its operands is an activation"
-
-
-def _no_real_numbers(operand: fx.Node) -> str | None:
-    """Why an operand cannot be quantized; None if it can."""
-    known = fact(operand)
-    if not isinstance(known, TensorFact):
-        return f"its operand %{operand.name} is no tensor"
-    if known.dtype == torch.float32:
-        return None
-    remedy = "; convert it to float32" if known.dtype.is_floating_point else ""
-    return f"its operand %{operand.name} is {str(known.dtype).removeprefix('torch.')}, and only float32 tensors are quantized{remedy}"
-
-
 def _written(gm: fx.GraphModule, node: fx.Node) -> str:
     """What the user wrote: the module's class, or the function's name."""
     if node.op == "call_module":
@@ -138,15 +117,27 @@ def _written(gm: fx.GraphModule, node: fx.Node) -> str:
     return name.lstrip("_") or name  # PyTorch's functions are called by private ones
 
 
-def _dtype(node: fx.Node, operator: Operator, qconfig: QConfig) -> str:
-    """An operator on its operand's scale has its operand's dtype; any other the configured one."""
-    if demand(node) is Scale.SAME:
-        operand = operand_nodes(operator, operator.arguments(node))[0]
-        spec = annotation(operand)
+def _dtype(node: fx.Node, qconfig: QConfig) -> str:
+    """What is demanded of the result; an operator on its operand's grid has its operand's dtype, any other the configured one."""
+    demanded = demand(node)
+    if isinstance(demanded, Fixed) or (isinstance(demanded, Own) and demanded.dtype is not None):
+        assert demanded.dtype is not None
+        return demanded.dtype
+    if shares(node):
+        operator = operator_of(node)
+        assert operator is not None
+        spec = annotation(operand_nodes(operator, operator.arguments(node))[0])
         if spec is not None and spec.dtype is not None:
             return spec.dtype
     return qconfig.output.dtype
 
 
 def _why_integer(node: fx.Node) -> str:
-    return "on its operand's scale" if demand(node) is Scale.SAME else "with a scale of its own"
+    demanded, known = demand(node), part(node)
+    if isinstance(demanded, Fixed):
+        grid = f"on a scale of {demanded.scale:g}"
+    elif shares(node):
+        grid = "on its operand's scale"
+    else:
+        grid = "with a scale of its own" if not ties(node) else "on the scale of what it is tied to"
+    return grid if known is None else f"{known}, {grid}"

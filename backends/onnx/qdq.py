@@ -20,13 +20,13 @@ from fxquant.backends.onnx.writer import Writer
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.graph import Constant, Operation, QParams, Reference, operation, origin, qparams
 from fxquant.numerics import ACTIVATION_TYPES
-from fxquant.ops import OPERATORS, Scale
+from fxquant.ops import OPERATORS, Own
 from fxquant.primitives import PRIMITIVES, Primitive
 from fxquant.primitives.boundary import as_float32
 from fxquant.primitives.shape import concatenate
 
 # What these give is within the range of what they are given; onnxruntime stumbles over a Clip behind some of them.
-STAY_IN_RANGE = {record.name for record in OPERATORS.values() if record.scale is Scale.SAME} - {"pad"}
+STAY_IN_RANGE = {record.name for record in OPERATORS.values() if not isinstance(record.demand, Own)} - {"pad"}
 
 
 class QdqWriter(Writer):

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fxquant.lowering import Lowering, Quantized
 from fxquant.numerics import Interval, Ratio
-from fxquant.ops.record import Operator, Scale, register
+from fxquant.ops.record import Operator, Own, Same, register
 from fxquant.primitives import elementwise
 
 
@@ -85,8 +85,7 @@ register(
         clamp,
         ("input",),
         lower_clamp,
-        Scale.SAME,
-        brings=_moves,
+        lambda node, arguments: Own() if _moves(node, arguments) else Same(),
         keeps=_kept,
         idle=lambda arguments: arguments["min"] in (None, -math.inf) and arguments["max"] in (None, math.inf),
         functions={

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fxquant.lowering import Lowering, Quantized
-from fxquant.ops.record import Operator, Scale, register
+from fxquant.ops.record import Operator, Same, register
 from fxquant.primitives import boundary
 
 
@@ -32,4 +32,4 @@ def _lower_dequantize(lowering: Lowering, input: Quantized, dtype: torch.dtype |
 
 
 QUANTIZE = register(Operator("quantize", quantize, (), _lower_quantize))
-DEQUANTIZE = register(Operator("dequantize", dequantize, ("input",), _lower_dequantize, Scale.SAME))
+DEQUANTIZE = register(Operator("dequantize", dequantize, ("input",), _lower_dequantize, Same()))

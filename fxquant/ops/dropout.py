@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fxquant.lowering import Lowering, Quantized
-from fxquant.ops.record import Operator, Scale, register
+from fxquant.ops.record import Operator, Same, register
 
 DROPOUTS: dict[type, str] = {
     nn.Dropout: "dropout",
@@ -54,7 +54,7 @@ register(
         dropout,
         ("input",),
         _lower_dropout,
-        Scale.SAME,
+        Same(),
         idle=lambda arguments: arguments["p"] == 0,
         functions={
             **{getattr(F, kind): _drops(kind) for kind in DROPOUTS.values()},

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from fxquant.facts import TensorFact
 from fxquant.graph import fact
 from fxquant.lowering import Lowering, Quantized
-from fxquant.ops.record import Operator, Scale, register
+from fxquant.ops.record import Operator, Same, register
 from fxquant.primitives import pool, product, shape
 from fxquant.primitives.boundary import quantized_value
 
@@ -125,5 +125,5 @@ def _refuses_amax(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 register(
-    Operator("amax", amax, ("input",), _lower_amax, Scale.SAME, functions={torch.amax: None}, methods={"amax": None}, refuses=_refuses_amax)
+    Operator("amax", amax, ("input",), _lower_amax, Same(), functions={torch.amax: None}, methods={"amax": None}, refuses=_refuses_amax)
 )

@@ -7,27 +7,83 @@ to nothing else is computed there as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
 from fxquant.facts import TensorFact
-from fxquant.graph import fact, is_parameter, resolve
-from fxquant.ops.record import operand_nodes, operator_of
+from fxquant.graph import computes_tensor, fact, is_parameter, refusal, resolve
+from fxquant.ops.record import Operator, operand_nodes, operator_of
 
 RANKING = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softmax2d)
 RANKING_FUNCTIONS = frozenset((
     torch.softmax, F.softmax, torch.log_softmax, F.log_softmax, F.softmin, F.gumbel_softmax,
     torch.logsumexp, torch.argmax, torch.topk, torch.sort, torch.argsort,
 ))  # fmt: skip
+RANKING_OPERATORS = ("softmax", "log_softmax")
 RANKING_METHODS = frozenset(("softmax", "log_softmax", "logsumexp", "argmax", "topk", "sort", "argsort"))
 DIVISIONS = frozenset(("div", "divide", "true_divide", "floor_divide", "remainder", "fmod"))
 SINGULAR = frozenset(("log2", "log10"))  # at 0; of those the table does not know
 ADDING = ("add", "sub", "maximum", "minimum")  # what a mask is brought in by
 
 Ends = Callable[[fx.Node, fx.Node], bool]
+
+
+def needed_in_float(gm: fx.GraphModule) -> dict[fx.Node, str]:
+    """What stays in float for the sake of a float operator that reads it, and why; "" where that depends on what the node itself reads."""
+    leading = in_front_of_softmax(gm)
+    masked = masks(gm, leading)
+    return {
+        **_ranked_in_float(gm, leading, masked),
+        **dict.fromkeys(leading, ""),
+        **dict.fromkeys(masked, "it adds an attention mask in front of a softmax, which is in float"),
+        **dict.fromkeys(divisors(gm), "it leads to a divisor or a logarithm in float, and must not be rounded to 0"),
+    }
+
+
+def _ranked_in_float(gm: fx.GraphModule, leading: set[fx.Node], masked: set[fx.Node]) -> dict[fx.Node, str]:
+    """The softmaxes of the table that read a mask, or what an operator that may bring one in has computed in float."""
+    found: dict[fx.Node, str] = {}
+    after = dict.fromkeys(masked, "its operand %{} holds an attention mask, which would take the whole range of an integer grid")
+    for node in gm.graph.nodes:
+        operator = operator_of(node)
+        if computes_tensor(node) and (operator is None or refusal(node) is not None):
+            after[node] = "its operand %{} is computed in float"
+        because = next(((after[operand], operand) for operand in node.all_input_nodes if operand in after), None)
+        if because is not None and node in leading:
+            after.setdefault(node, because[0])
+        if because is not None and operator is not None and operator.name in RANKING_OPERATORS:
+            found[node] = because[0].format(because[1].name)
+    return found
+
+
+def reads_no_activation(operator: Operator, arguments: Mapping[str, Any]) -> str | None:
+    """Why an operator has to stay in float for what its operands are; None if each is an activation that can be quantized."""
+    operands = operand_nodes(operator, arguments)
+    for operand in operands:
+        because = _no_real_numbers(operand)
+        if because is not None:
+            return because
+    if operands:
+        return None
+    for name, value in arguments.items():
+        if isinstance(value, fx.Node) and isinstance(fact(value), TensorFact) and not is_parameter(value):
+            return f"its {name!r}, %{value.name}, is an activation, where an integer form takes a constant"
+    return "none of its operands is an activation"
+
+
+def _no_real_numbers(operand: fx.Node) -> str | None:
+    """Why an operand cannot be quantized; None if it can."""
+    known = fact(operand)
+    if not isinstance(known, TensorFact):
+        return f"its operand %{operand.name} is no tensor"
+    if known.dtype == torch.float32:
+        return None
+    remedy = "; convert it to float32" if known.dtype.is_floating_point else ""
+    return f"its operand %{operand.name} is {str(known.dtype).removeprefix('torch.')}, and only float32 tensors are quantized{remedy}"
 
 
 def in_front_of_softmax(gm: fx.GraphModule) -> set[fx.Node]:
@@ -79,6 +135,9 @@ def _sums(node: fx.Node) -> bool:
 
 
 def _ranks(gm: fx.GraphModule, node: fx.Node) -> bool:
+    operator = operator_of(node)
+    if operator is not None:
+        return operator.name in RANKING_OPERATORS
     if node.op == "call_module":
         return isinstance(resolve(gm, str(node.target)), RANKING)
     return node.target in (RANKING_METHODS if node.op == "call_method" else RANKING_FUNCTIONS)

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from fxquant.facts import Size, TensorFact
 from fxquant.graph import fact, is_parameter, shape_of
 from fxquant.lowering import Lowering, Quantized
-from fxquant.ops.record import Operator, Scale, register
+from fxquant.ops.record import Operator, Same, register
 from fxquant.ops.shape import MANY_SIZES, many_sizes, rank_of, with_dims
 from fxquant.primitives import shape
 
@@ -185,7 +185,7 @@ register(
         getitem,
         ("input",),
         _lower_getitem,
-        Scale.SAME,
+        Same(),
         idle=lambda arguments: all(isinstance(entry, builtins.slice) for entry in arguments["index"]),
         functions={
             operator.getitem: _indexed,
@@ -235,7 +235,7 @@ register(
         flip,
         ("input",),
         _lower_flip,
-        Scale.SAME,
+        Same(),
         functions={
             torch.flip: with_dims,
             torch.fliplr: lambda input: {"input": input, "dims": [1]},
@@ -286,6 +286,6 @@ def _refuses_roll(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 register(
     Operator(
-        "roll", roll, ("input",), _lower_roll, Scale.SAME, functions={torch.roll: _rolled}, methods={"roll": _rolled}, refuses=_refuses_roll
+        "roll", roll, ("input",), _lower_roll, Same(), functions={torch.roll: _rolled}, methods={"roll": _rolled}, refuses=_refuses_roll
     )
 )

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from fxquant.graph import is_parameter
 from fxquant.lowering import Lowering, Quantized
-from fxquant.ops.record import Operator, register
+from fxquant.ops.record import Operator, Own, register
 from fxquant.ops.shape import MANY_SIZES, many_sizes, numbers
 from fxquant.ops.weighted import shape_of
 from fxquant.primitives import shape
@@ -61,6 +61,7 @@ register(
             **dict.fromkeys((torch.vstack, torch.row_stack), _along(0, 2)),
             torch.dstack: _along(2, 3),
         },
+        demand=Own(shared_where="share_concat"),
         refuses=_refuses_cat,
         idle=lambda arguments: len(arguments["tensors"]) == 1,
     )
@@ -89,4 +90,14 @@ def _refuses_stack(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return _refuses_cat(node, arguments) or (MANY_SIZES if many_sizes(node) else None)
 
 
-register(Operator("stack", stack, ("tensors",), _lower_stack, functions={torch.stack: None}, refuses=_refuses_stack))
+register(
+    Operator(
+        "stack",
+        stack,
+        ("tensors",),
+        _lower_stack,
+        demand=Own(shared_where="share_concat"),
+        functions={torch.stack: None},
+        refuses=_refuses_stack,
+    )
+)

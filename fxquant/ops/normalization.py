@@ -1,4 +1,4 @@
-"""Batch normalisation that is not folded into the layer before it: one factor and one bias per channel."""
+"""One factor and one bias per channel: batch normalisation that is not folded into the layer before it, and what layer norms end with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxquant.facts import TensorFact
 from fxquant.graph import fact, is_parameter
 from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.ops.record import Operator, Parameter, register
-from fxquant.ops.weighted import epilogue, lower_weighted
+from fxquant.ops.weighted import epilogue, lower_weighted, refuses_weighted
 from fxquant.primitives import product
 from fxquant.quantization.batch_norm import BatchNorm, BatchNormTensors
 
@@ -82,5 +82,46 @@ register(
         modules={nn.BatchNorm1d: _module, nn.BatchNorm2d: _module, nn.BatchNorm3d: _module, nn.SyncBatchNorm: _module},
         absorbs=frozenset({"clamp"}),
         refuses=_refuses,
+    )
+)
+
+
+# ---- the last dimension's channels ------------------------------------------------------------------------------------
+
+
+def scale_channels(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, clamp: Clamp | None = None) -> Tensor:
+    """x · weight + bias for each index of the last dimension, and a fused clamp."""
+    value = input * weight
+    return epilogue(value if bias is None else value + bias, None, clamp, None)
+
+
+def _lower_scale_channels(
+    lowering: Lowering, input: Quantized, weight: Tensor, bias: Tensor | None, *, clamp: Clamp | None = None
+) -> Quantized:
+    return lower_weighted(
+        lowering,
+        input,
+        weight.unsqueeze(1),
+        bias,
+        None,
+        clamp,
+        narrow=product.scale_channels,
+        wide=product.scale_channels_wide,
+        attributes=(0,),
+        trailing=0,
+        layout=torch.flatten,
+        channels=1,
+    )
+
+
+register(
+    Operator(
+        "scale_channels",
+        scale_channels,
+        ("input",),
+        _lower_scale_channels,
+        absorbs=frozenset({"clamp"}),
+        refuses=refuses_weighted,
+        weight_channels=-1,
     )
 )

@@ -15,7 +15,7 @@ from fxquant.facts import TensorFact
 from fxquant.graph import fact, inherit, set_fact, shape_of, spell, spelling
 from fxquant.lowering import Lowering, Quantized
 from fxquant.numerics import clamp_bound
-from fxquant.ops.record import Operator, Scale, operator_of, register
+from fxquant.ops.record import Operator, Own, Same, operator_of, register
 from fxquant.primitives import shape
 
 # ---- padding --------------------------------------------------------------------------------------------------------
@@ -151,8 +151,7 @@ register(
         pad,
         ("input",),
         _lower_pad,
-        Scale.SAME,
-        brings=_brings,
+        lambda node, arguments: Own() if _brings(node, arguments) else Same(),
         idle=lambda arguments: not any(arguments["padding"]),
         functions={F.pad: _pad_arguments},
         modules={

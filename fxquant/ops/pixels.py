@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from fxquant.facts import TensorFact
 from fxquant.graph import fact
 from fxquant.lowering import Lowering, Quantized
-from fxquant.ops.record import Operator, Scale, register
+from fxquant.ops.record import Operator, Same, register
 from fxquant.ops.shape import MANY_SIZES, many_sizes, numbers
 from fxquant.primitives import shape
 
@@ -104,7 +104,7 @@ for _name, _function, _lower, _original, _parameter, _module, _count in (
             _function,
             ("input",),
             _lower,
-            Scale.SAME,
+            Same(),
             functions=dict.fromkeys((_original, getattr(torch, _name))),
             modules={_module: _read(_parameter)},
             refuses=_needs_sizes(_count),

@@ -14,7 +14,7 @@ from fxquant.facts import Size, TensorFact
 from fxquant.graph import fact
 from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics import FLOAT32_EXACT, INT8, Ratio
-from fxquant.ops.record import Operator, Scale, register
+from fxquant.ops.record import Operator, Same, register
 from fxquant.ops.weighted import sizes
 from fxquant.primitives import pool
 
@@ -147,7 +147,7 @@ for _rank, _function, _lower, _module in (
             _function,
             ("input",),
             _lower,
-            Scale.SAME,
+            Same(),
             functions={MAX_POOLS[_rank]: _max_pool_function, getattr(torch, f"max_pool{_rank}d"): _max_pool_function},
             modules={_module: _max_pool_module},
             idle=lambda arguments: set(sizes(arguments["kernel_size"], 1)) == {1},

@@ -1,12 +1,12 @@
 """What an operator is: one record.
 
-The record says how the operator is spelled in PyTorch, what it demands of its scales, and how it lowers to
-integer primitives. Its shape function is its float function, run on tensors without data.
+The record says how the operator is spelled in PyTorch, what it demands of its result's grid, and either how it lowers to
+integer primitives or how it expands into calls of other records. Its shape function is its float function, run on tensors
+without data.
 """
 
 from __future__ import annotations
 
-import enum
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,23 +14,42 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from fxquant.graph import is_parameter
+from fxquant.graph import is_parameter, stated_demand
 from fxquant.lowering import Quantized
-from fxquant.numerics import EVERYTHING, Interval
+from fxquant.numerics import EVERYTHING, Arithmetic, Interval
 
 # How the arguments of one spelling become canonical ones, by name; a string is the reason why they cannot.
 Adapt = Callable[..., dict[str, Any] | str]
 
 
-class Scale(enum.Enum):
-    """What an operator demands of its output's scale: a vocabulary of two.
+@dataclass(frozen=True)
+class Own:
+    """A grid of its own: of this dtype, or, where that is None, of the one that the qconfig asks for.
 
-    OWN    the output has a scale of its own
-    SAME   output and operands share one scale
+    A target that has no activations of the dtype refuses the operator, which then stays in float.
+    shared_where   a flag of `Arithmetic` with which the grid is that of all operands all the same
     """
 
-    OWN = "own"
-    SAME = "same"
+    dtype: str | None = None
+    shared_where: str | None = None
+
+
+@dataclass(frozen=True)
+class Same:
+    """The grid of the operands of these parameters; of all operands, where none is named."""
+
+    operands: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A grid that is given, whatever the values: this scale and this dtype."""
+
+    scale: float
+    dtype: str
+
+
+Demand = Own | Same | Fixed
 
 
 @dataclass(frozen=True)
@@ -47,13 +66,13 @@ class Operator:
     name       its name, PyTorch's
     function   its float meaning, differentiable; the target of its canonical node; its signature is the canonical one
     operands   the parameters that take activations (a tensor, or a list of them)
-    scale      what it demands of its scales
-    brings     whether a particular node of an operator on its operand's scale brings in values beyond its operand's: it then has a
-               scale of its own (see `demand`)
+    demand     what it demands of its result's grid; a function of a node and its arguments where that depends on these
     keeps      which of its operand's values its result tells apart, given which of its result's matter: what lies outside the interval
                is as good as its nearer end, so no scale has to cover it. None: all of them, or, on its operand's scale, those that
                matter of its result
-    lower      its integer meaning: lower(lowering, **arguments) -> Quantized
+    lower      its integer meaning: lower(lowering, **arguments) -> Quantized; None of a composite, and of no other
+    expand     a composite's meaning in other operators: expand(build, **arguments) -> the node of its result, or a nest of them;
+               `build` is a `composite.Builder`
     functions  the functions that spell it, each with how its arguments become canonical ones (None: by name)
     methods    the same for Tensor methods
     modules    the same for modules, by exact class: module -> arguments
@@ -73,9 +92,9 @@ class Operator:
     name: str
     function: Callable[..., Any]
     operands: tuple[str, ...]
-    lower: Callable[..., Quantized]
-    scale: Scale = Scale.OWN
-    brings: Callable[[fx.Node, dict[str, Any]], bool] = lambda node, arguments: False
+    lower: Callable[..., Quantized] | None = None
+    demand: Demand | Callable[[fx.Node, dict[str, Any]], Demand] = Own()
+    expand: Callable[..., Any] | None = None
     keeps: Callable[[dict[str, Any], Interval], Interval] | None = None
     functions: Mapping[Callable[..., Any], Adapt | None] = field(default_factory=dict)
     methods: Mapping[str, Adapt | None] = field(default_factory=dict)
@@ -162,12 +181,37 @@ def operator_of(node: fx.Node) -> Operator | None:
     return OPERATORS.get(node.target) if node.op == "call_function" and not is_parameter(node) else None  # type: ignore[arg-type]
 
 
-def demand(node: fx.Node) -> Scale | None:
-    """What a canonical node demands of its output's scale; None if the node is no known operator."""
+def demand(node: fx.Node) -> Demand | None:
+    """What a canonical node demands of its result's grid; None if the node is no known operator.
+
+    A part of a composite has its demand from that, any other node from its operator.
+    """
     operator = operator_of(node)
     if operator is None:
         return None
-    return Scale.OWN if operator.scale is Scale.OWN or operator.brings(node, operator.arguments(node)) else Scale.SAME
+    stated: Demand | None = stated_demand(node)
+    if stated is not None:
+        return stated
+    return operator.demand if isinstance(operator.demand, Own | Same | Fixed) else operator.demand(node, operator.arguments(node))
+
+
+def shares(node: fx.Node) -> bool:
+    """Whether a canonical node demands its operands' grid."""
+    return isinstance(demand(node), Same)
+
+
+def sharing_operands(node: fx.Node, arithmetic: Arithmetic) -> list[fx.Node]:
+    """The operands with which a node has one grid on a target of this arithmetic."""
+    operator, demanded = operator_of(node), demand(node)
+    if operator is None:
+        return []
+    arguments = operator.arguments(node)
+    if isinstance(demanded, Own) and demanded.shared_where is not None and getattr(arithmetic, demanded.shared_where):
+        return operand_nodes(operator, arguments)
+    if not isinstance(demanded, Same):
+        return []
+    named = {name: value for name, value in arguments.items() if name in demanded.operands} if demanded.operands else arguments
+    return operand_nodes(operator, named)
 
 
 def matters(node: fx.Node, after: Interval, shares: bool) -> Interval:

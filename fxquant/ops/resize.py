@@ -15,7 +15,7 @@ from fxquant.facts import TensorFact
 from fxquant.graph import fact, shape_of
 from fxquant.lowering import Lowering, Quantized
 from fxquant.numerics import EVERYTHING, FLOAT32_EXACT
-from fxquant.ops.record import Operator, Scale, register
+from fxquant.ops.record import Operator, Same, register
 from fxquant.primitives import resize, shape
 
 NEAREST = ("nearest", "nearest-exact")
@@ -185,7 +185,7 @@ register(
         interpolate,
         ("input",),
         _lower_interpolate,
-        Scale.SAME,
+        Same(),
         keeps=lambda arguments, after: after if arguments["mode"] in NEAREST else EVERYTHING,  # what is averaged matters whole
         functions={F.interpolate: _interpolate_arguments},
         modules=dict.fromkeys((nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d), _interpolate_module),

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from fxquant.facts import Size, TensorFact
 from fxquant.graph import fact, shape_of
 from fxquant.lowering import Lowering, Quantized
-from fxquant.ops.record import Operator, Scale, register
+from fxquant.ops.record import Operator, Same, register
 from fxquant.primitives import shape
 
 MANY_SIZES = "more than one of its sizes depends on the batch size"
@@ -63,7 +63,7 @@ register(
         reshape,
         ("input",),
         _lower_reshape,
-        Scale.SAME,
+        Same(),
         functions=dict.fromkeys((torch.reshape, torch.flatten, torch.unflatten, torch.squeeze, torch.unsqueeze), _any_sizes),
         methods=dict.fromkeys(_RESHAPES, _any_sizes),
         modules=dict.fromkeys((nn.Flatten, nn.Unflatten), lambda m: {"shape": []}),
@@ -101,7 +101,7 @@ register(
         identity,
         ("input",),
         _lower_identity,
-        Scale.SAME,
+        Same(),
         idle=lambda arguments: True,
         functions={torch.clone: lambda input, **_: {"input": input}, torch.detach: None},
         methods={
@@ -175,7 +175,7 @@ register(
         permute,
         ("input",),
         _lower_permute,
-        Scale.SAME,
+        Same(),
         functions={
             torch.permute: with_dims,
             torch.t: _reversed,
@@ -231,7 +231,7 @@ register(
         expand,
         ("input",),
         _lower_expand,
-        Scale.SAME,
+        Same(),
         idle=lambda arguments: True,
         functions={torch.broadcast_to: _expanded},
         methods=dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expanded),
@@ -275,7 +275,7 @@ register(
         repeat,
         ("input",),
         _lower_repeat,
-        Scale.SAME,
+        Same(),
         idle=lambda arguments: True,
         functions={torch.tile: _repeated},
         methods={"repeat": _repeated, "tile": _repeated},

@@ -18,8 +18,10 @@ from typing import Any
 
 from torch import fx
 
-from fxquant.graph import attached_qconfigs, module_path, wishes
-from fxquant.quantization.spec import DEFAULT, Chosen, QConfig, QConfigMapping, Rule, Wish, prefixes
+from fxquant.graph import annotation, attached_qconfigs, is_inner_part, module_path, wishes
+from fxquant.ops import Fixed, demand
+from fxquant.ops.boundary import QUANTIZE
+from fxquant.quantization.spec import DEFAULT, ActivationConfig, Chosen, QConfig, QConfigMapping, Rule, Wish, prefixes
 
 
 def covering(node: fx.Node, written: tuple[Any, ...], mapping: QConfigMapping, attached: Mapping[str, Chosen]) -> Wish:
@@ -74,6 +76,21 @@ def decide(node: fx.Node) -> Decision:
     if isinstance(config, QConfig) and isinstance(last, QConfig) and last.output != config.output:
         config = replace(config, output=last.output)
     return Decision(config, output, layer)
+
+
+def result_config(node: fx.Node) -> ActivationConfig:
+    """How the grid of an integer node's result is found: as the qconfig says, as far as nothing is demanded of it.
+
+    What is fixed for the result of an operator says nothing about the inner tensors of a composite.
+    """
+    spec, demanded = annotation(node), demand(node)
+    assert spec is not None
+    chosen: ActivationConfig = spec.config.input if node.target is QUANTIZE.function and spec.config.input else spec.config.output
+    if isinstance(demanded, Fixed):
+        return replace(chosen, dtype=demanded.dtype, scale=demanded.scale, threshold=None)
+    if is_inner_part(node):
+        return replace(chosen, dtype=spec.dtype, scale=None, threshold=None)
+    return chosen if chosen.dtype == spec.dtype else replace(chosen, dtype=spec.dtype)
 
 
 def attributes(gm: fx.GraphModule, attached: Mapping[str, Chosen]) -> list[tuple[Rule, Chosen]]:

@@ -1,0 +1,74 @@
+"""How a composite operator is written in others: the builder that its `expand` is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.facts import BATCH_SIZES, TensorFact
+from fxquant.graph import Part, fact, inherit, is_parameter, set_fact, set_part, spell, spelling, state_demand, tie
+from fxquant.ops.record import OPERATORS, Demand
+
+
+class Builder:
+    """Writes the parts of one operator, as calls of other operators, in front of its node.
+
+    name    the operator's
+    node    its node, which has its meaning in float
+    parts   the nodes that were made, in order
+    """
+
+    def __init__(self, name: str, node: fx.Node) -> None:
+        self.name = name
+        self.node = node
+        self.parts: list[fx.Node] = []
+        self._ties = 0
+
+    def __call__(self, function: Callable[..., Any], *args: Any, demand: Demand | None = None, **kwargs: Any) -> fx.Node:
+        """A call of an operator of the table, by its function, with its canonical arguments.
+
+        `demand` is what is asked of the grid of its result, in place of what the operator itself does. The call becomes an ordinary
+        node, annotated, calibrated and trained as any other.
+        """
+        operator = OPERATORS[function]
+        bound = operator.bind(args, kwargs)
+        made = self.node.graph.create_node("call_function", function, tuple(bound.values()), {}, name=f"{self.node.name}_{operator.name}")
+        self.node.prepend(made)
+        inherit(made, self.node, "composite.expand")
+        set_fact(made, TensorFact.between(*(_on_meta(made, batch) for batch in BATCH_SIZES)))
+        set_part(made, Part(self.name, operator.name))
+        spell(made, *spelling(self.node))
+        if demand is not None:
+            state_demand(made, demand)
+        self.parts.append(made)
+        return made
+
+    def tie(self, *nodes: fx.Node) -> None:
+        """These parts have one grid, found for all of them together: the state of a recurrence, over all of its steps."""
+        self._ties += 1
+        for node in nodes:
+            tie(node, f"{self.node.name}.{self._ties}")
+
+    @staticmethod
+    def fact(value: Any) -> TensorFact:
+        """Shape and dtype of an operand, or of a part."""
+        known = fact(value)
+        assert isinstance(known, TensorFact)
+        return known
+
+
+def _on_meta(node: fx.Node, batch: int) -> Tensor:
+    """The part's value on tensors without data."""
+
+    def example(operand: fx.Node) -> Any:
+        known = fact(operand)
+        if isinstance(known, TensorFact):
+            return torch.empty(known.at(batch), dtype=known.dtype, device="meta")
+        assert not is_parameter(operand), f"%{operand.name} has no known shape"
+        return known
+
+    result: Tensor = node.target(*fx.map_arg(node.args, example), **fx.map_arg(node.kwargs, example))  # type: ignore[operator]
+    return result

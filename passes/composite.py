@@ -1,0 +1,118 @@
+"""A composite operator is written as calls of the operators that it is made of.
+
+%y = softmax(%x, dim=1)      →    %y_amax = amax(%x, [1], True)
+                                  %y_sub = sub(%x, %y_amax)
+                                  …
+                                  %y = mul(%y_exp, %y_reciprocal)
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from fxquant.graph import part, refusal, refuse, set_part
+from fxquant.ops import Fixed, Operator, Own, demand, operand_nodes, operator_of
+from fxquant.ops.composite import Builder
+from fxquant.ops.floating import needed_in_float, reads_no_activation
+from fxquant.pipeline import Context
+from fxquant.quantization.rules import decide
+
+
+def expand(gm: fx.GraphModule, context: Context) -> int:
+    """Every composite is its parts; one that could not be integer whole stays as it is, and in float, and says why."""
+    composites = [node for node in gm.graph.nodes if (known := operator_of(node)) is not None and known.expand is not None]
+    if not composites:
+        return 0
+    needed = needed_in_float(gm)
+    changes = 0
+    for node in composites:
+        composite = operator_of(node)
+        assert composite is not None
+        assert composite.expand is not None
+        if decide(node).config is None or refusal(node) is not None:
+            continue
+        arguments = composite.arguments(node)
+        because = _why_whole(node, composite, arguments) or needed.get(node)
+        if because is None or because == "":
+            build = Builder(composite.name, node)
+            result = composite.expand(build, **arguments)
+            because = next((found for made in build.parts if (found := _why_float(made, context)) is not None), None)
+            if because is None:
+                _replace(node, result)
+                context.say(f"%{node.name} is expanded into {len(build.parts)} parts")
+                changes += 1
+                continue
+            for made in reversed(build.parts):
+                gm.graph.erase_node(made)
+        refuse(node, because)
+        context.say(f"%{node.name} stays whole: {because}")
+    return changes
+
+
+def _why_whole(node: fx.Node, composite: Operator, arguments: dict[str, Any]) -> str | None:
+    """Why the operator cannot be integer, before its parts are looked at."""
+    because = reads_no_activation(composite, arguments) or composite.refuses(node, arguments)
+    if because is not None:
+        return because
+    config = decide(node).config
+    if config is not None and config.output.dtype == "int32":
+        return f"{composite.name} has no 32-bit output: it forms no sum of products"
+    for operand in operand_nodes(composite, arguments):
+        source, chosen = operator_of(operand), decide(operand).config if operator_of(operand) is not None else None
+        if source is not None and source.sums and chosen is not None and chosen.output.dtype == "int32":
+            return f"the 32-bit output of %{operand.name} is not computed with any further"
+    return None
+
+
+def _why_float(made: fx.Node, context: Context) -> str | None:
+    """Why a part cannot be integer on the target."""
+    record, demanded, known = operator_of(made), demand(made), part(made)
+    assert record is not None
+    assert known is not None
+    because = record.refuses(made, record.arguments(made))
+    if because is not None:
+        return f"{known}: {because}"
+    dtype = demanded.dtype if isinstance(demanded, Own | Fixed) else None
+    if dtype is not None and dtype not in context.target.activations:
+        return f"{known}: {context.target.name} computes with {', '.join(context.target.activations)} activations, and it needs {dtype}"
+    return None
+
+
+def _replace(node: fx.Node, result: Any) -> None:
+    """What reads the node reads the result; where that is one part, it takes the node's place and name."""
+    if isinstance(result, fx.Node) and part(result) is not None:
+        known = part(result)
+        assert known is not None
+        node.target, node.args, node.kwargs = result.target, result.args, result.kwargs
+        node.meta.update(result.meta)
+        set_part(node, replace(known, inner=False))
+        result.replace_all_uses_with(node)
+        result.graph.erase_node(result)
+        return
+    for one in _flat(result):
+        known = part(one)
+        if known is not None:
+            set_part(one, replace(known, inner=False))
+    _substitute(node, result)
+
+
+def _flat(result: Any) -> list[fx.Node]:
+    """The nodes of a nest."""
+    return [one for item in result for one in _flat(item)] if isinstance(result, list | tuple) else [result]
+
+
+def _substitute(node: fx.Node, result: Any) -> None:
+    """What reads the node, or picks a part of its nest, reads the result; the node is gone."""
+    if isinstance(result, fx.Node):
+        node.replace_all_uses_with(result)
+    for reader in list(node.users):
+        if reader.op == "call_function" and reader.target is operator.getitem and isinstance(reader.args[1], int):
+            _substitute(reader, result[reader.args[1]])
+        else:
+            reader.args = fx.map_arg(reader.args, lambda operand: result if operand is node else operand)
+            reader.kwargs = fx.map_arg(reader.kwargs, lambda operand: result if operand is node else operand)
+    node.graph.erase_node(node)
