@@ -29,10 +29,12 @@ from fxquant.graph import (
     module_path,
     notes,
     parameter_value,
+    part,
     qparams,
     resolve,
     set_fact,
     set_operation,
+    set_part,
     set_qparams,
     source,
 )
@@ -79,6 +81,7 @@ class GraphLowering(Lowering):
         self.scales: dict[str, tuple[float | tuple[float, ...], int | None]] = {}  # of constants, with the axis they run along
         self.between: QParams | None = None  # of what a residual is added to
         self.facts: dict[str, Any] = {}
+        self.held: dict[Any, fx.Node] | None = None  # constants by content, of operators whose parameters others read as well
 
     @property
     def place(self) -> Place:
@@ -100,12 +103,19 @@ class GraphLowering(Lowering):
                 because="the second would take the place of the first, which its primitives still read",
                 remedy="this is a defect of the operator's `lower`; give every constant a role of its own",
             )
+        held = value.detach().to(dtype).contiguous()
+        key = (dtype, held.shape, held.cpu().numpy().tobytes()) if self.held is not None else None
+        if self.held is not None and key in self.held:
+            self.constants[role] = self.held[key].name
+            return self.held[key]
         path = f"{self.container}.{self.name}.{role}"
-        attach(self.gm, path, value.detach().to(dtype).contiguous().clone())
+        attach(self.gm, path, held.clone())
         # Naming the node here spares the search for a name that `graph.get_attr` makes.
         made = inherit(self.graph.create_node("get_attr", path, name=f"{self.name}_{role}"), self.node, "integer.lower")
         set_fact(made, TensorFact(tuple(value.shape), dtype))
         self.constants[role] = made.name
+        if self.held is not None:
+            self.held[key] = made
         return made
 
     def describe(self, role: str, scale: Tensor, axis: int | None = None) -> None:
@@ -144,6 +154,9 @@ class GraphLowering(Lowering):
             notes(node).update(self.facts)
             set_operation(node, operation)
             node.meta["fused"] = self.node.meta.get("fused", ())
+            known_part = part(self.node)
+            if known_part is not None:
+                set_part(node, known_part)
         known = fact(node)
         return Quantized(node, result.scale, result.dtype, known.shape if isinstance(known, TensorFact) else ())
 
@@ -176,6 +189,7 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
     outputs: dict[fx.Node, Quantizer] = {}  # and their quantizers
     shapes = Shapes()
     container = free_name(gm, CONTAINER)
+    held: dict[Any, fx.Node] = {}
     changes = 0
     with torch.no_grad():
         for node in gm.graph.nodes:
@@ -184,6 +198,7 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
                 module.output.require()
                 lowering = GraphLowering(gm, graph, node, module, module.output, context.target.arithmetic, shapes, container)
                 arguments = module.operator.bind_call(node.args, node.kwargs)
+                lowering.held = held if any(len(read.users) > 1 for read in node.all_input_nodes if is_parameter(read)) else None
                 outputs[node] = module.output
             elif operator_of(node) is DEQUANTIZE:
                 lowering = GraphLowering(gm, graph, node, None, outputs[node.args[0]], context.target.arithmetic, shapes, container)

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
+from fxquant import graph
 from fxquant.graph import annotation, qparams
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS
 from fxquant.quantization.observers import MinMaxObserver
@@ -39,8 +40,11 @@ BOUND = 0.501  # limits are rounded to the grid; values are exact
 ROUNDED = 0.52  # the requantization multiplier has 15 bits, and the accumulator 16 when it is multiplied
 ALIGNED = 0.54  # operands are brought to a common scale first
 INTERPOLATED = 1.5  # with 8 fraction bits, two rounded weights along each dimension
+COMPOSED = 0.6  # a last rounding of what was computed in 16 bits
+NORMED = 1.5  # the same; and the result does not grow with the operand, so that the largest of it may be cut off
 FOLDED = 3.0  # the batch norm moves the weights off the grid they were on
 FINE = 1.5  # more for int16, whose step is 2^-15 of the range, as are the rounding of slopes and of weights, and float32's own
+COMPOSED_FINE = 12.0  # and for a composite in int16, each of whose parts is rounded to 16 bits
 
 
 class Sample(NamedTuple):
@@ -104,6 +108,19 @@ class Folded(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.layer(x))
+
+
+class Normalized(nn.Module):
+    """A layer norm whose weight and bias are not trivial."""
+
+    def __init__(self, norm: nn.LayerNorm) -> None:
+        super().__init__()
+        self.norm = norm
+        for name, parameter in norm.named_parameters():
+            nn.init.uniform_(parameter, *((0.5, 1.5) if name == "weight" else (-0.5, 0.5)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)
 
 
 def functional_norm(m: Any, x: Tensor) -> Tensor:
@@ -219,6 +236,21 @@ SAMPLES: dict[Any, list[Sample]] = {
     ],
     nn.BatchNorm3d: layers("conv3d", FOLDED, VOLUME, Folded(nn.Conv3d(3, 4, 2), nn.BatchNorm3d(4))),
     nn.SyncBatchNorm: layers("conv2d", FOLDED, IMAGE, Folded(nn.Conv2d(3, 4, 3), nn.SyncBatchNorm(4))),
+    # ---- composites, 16 bits wide inside
+    torch.softmax: unary("softmax", COMPOSED, lambda m, x: torch.softmax(x, -1), lambda m, x: torch.softmax(x, dim=1)),
+    F.softmax: unary("softmax", COMPOSED, lambda m, x: F.softmax(x, 2), lambda m, x: F.softmax(x, dim=-1)),
+    "softmax": unary("softmax", COMPOSED, lambda m, x: x.softmax(1)),
+    nn.Softmax: layers("softmax", COMPOSED, ROW, nn.Softmax(-1)),
+    nn.Softmax2d: layers("softmax", COMPOSED, IMAGE, nn.Softmax2d()),
+    torch.log_softmax: unary("log_softmax", COMPOSED, lambda m, x: torch.log_softmax(x, -1)),
+    F.log_softmax: unary("log_softmax", COMPOSED, lambda m, x: F.log_softmax(x, dim=1)),
+    "log_softmax": unary("log_softmax", COMPOSED, lambda m, x: x.log_softmax(-1)),
+    nn.LogSoftmax: layers("log_softmax", COMPOSED, ROW, nn.LogSoftmax(1)),
+    F.layer_norm: unary("layer_norm", NORMED, lambda m, x: F.layer_norm(x, (6, 6)), lambda m, x: F.layer_norm(x, (6,), eps=0.1)),
+    nn.LayerNorm: [
+        *layers("layer_norm", NORMED, ROW, Normalized(nn.LayerNorm(8)), Normalized(nn.LayerNorm(8, bias=False))),
+        *layers("layer_norm", NORMED, IMAGE, nn.LayerNorm((3, 6, 6)), nn.LayerNorm((6, 6), elementwise_affine=False)),
+    ],
     # ---- addition
     torch.add: [
         *binary("add", ALIGNED, lambda m, x, y: torch.add(x, y), lambda m, x, y: torch.add(x, other=y).relu()),
@@ -620,7 +652,7 @@ def test_every_registered_spelling_has_a_sample() -> None:
 
 
 def test_every_operator_has_a_sample() -> None:
-    sampled = {sample.operator for samples in SAMPLES.values() for sample in samples} | {"quantize", "dequantize"}
+    sampled = {sample.operator for samples in SAMPLES.values() for sample in samples} | {"quantize", "dequantize", "scale_channels"}
     assert sampled == {record.name for record in OPERATORS.values()}
 
 
@@ -629,7 +661,8 @@ def test_a_spelling_becomes_its_operator_and_nothing_stays_in_float(spelling: An
     for sample in SAMPLES[spelling]:
         prepared = fxq.prepare(model_of(sample), inputs_of(sample, 4))
         assert "none is left in float" in fxq.explain(prepared), fxq.explain(prepared)
-        assert sample.operator in {operator.operator.name for operator in contract.quantized_operators(prepared).values()}
+        wholes = {str(part.composite) for node in prepared.graph.nodes if (part := graph.part(node)) is not None}
+        assert sample.operator in wholes | {operator.operator.name for operator in contract.quantized_operators(prepared).values()}
 
 
 # ---- meaning ------------------------------------------------------------------------------------------------------------
@@ -643,7 +676,8 @@ def test_a_spelling_means_the_float_function_and_holds_the_contract(
     batches = [tuple(factor * x for x in inputs) for factor in (1.1, 0.9)]  # so that nothing saturates
     prepared, integer = compiled(model, batches, target, covering(activation, weight))
     contract.assert_alive(integer, *inputs)
-    assert_float_function_within_bound(sample, model, prepared, integer, inputs, extra=FINE if activation == "int16" else 0)
+    fine = COMPOSED_FINE if sample.bound in (COMPOSED, NORMED) else FINE
+    assert_float_function_within_bound(sample, model, prepared, integer, inputs, extra=fine if activation == "int16" else 0)
     contract.assert_validate_is_integer(prepared, integer, *inputs)
     contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [inputs, inputs_of(sample, 1, seed=1)])
     contract.assert_train_is_validate(prepared, *inputs)

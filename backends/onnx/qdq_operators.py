@@ -273,6 +273,12 @@ def _batch_norm(c: Call) -> str:
     return c.epilogue(c.do("Add", c.do("Mul", c.input, weight), bias))
 
 
+@form("scale_channels")
+def _scale_channels(c: Call) -> str:
+    scaled = c.do("Mul", c.input, c.e.constant(c.real("weight")))
+    return c.epilogue(scaled if "bias" not in c.constants else c.do("Add", scaled, c.e.constant(c.real("bias"))))
+
+
 # ---- pooling --------------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from torch import fx
 from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError
 from fxquant.frontend import assumptions
-from fxquant.graph import QParams, annotation, fused, is_inner, module_path, notes, origin, qparams, resolve, source
+from fxquant.graph import QParams, annotation, fused, is_inner, is_inner_part, module_path, notes, origin, qparams, resolve, source
 from fxquant.ops.boundary import DEQUANTIZE, QUANTIZE
 from fxquant.primitives import PRIMITIVES, boundary
 from fxquant.quantization.prepared import QuantizedOperator
@@ -97,8 +97,11 @@ def _is_integer(node: fx.Node) -> bool:
 
 
 def summary(model: fx.GraphModule) -> str:
-    """One line: how many operators are integer, how many are left in float, and why. The boundary between the two is not counted."""
-    integer = sum(_is_integer(node) and not _is_boundary(model, node) for node in model.graph.nodes)
+    """One line: how many operators are integer, how many are left in float, and why.
+
+    A composite counts as one; the boundary between integer and float is not counted.
+    """
+    integer = sum(_is_integer(node) and not is_inner_part(node) and not _is_boundary(model, node) for node in model.graph.nodes)
     left = left_in_float(model)
     counted = f"{integer} operator is integer" if integer == 1 else f"{integer} operators are integer"
     if not left:

@@ -28,17 +28,21 @@ class Builder:
         self._ties = 0
 
     def __call__(self, function: Callable[..., Any], *args: Any, demand: Demand | None = None, **kwargs: Any) -> fx.Node:
-        """A call of an operator of the table, by its function, with its canonical arguments.
+        """A call of an operator of the table, by its function, with this function's arguments.
 
         `demand` is what is asked of the grid of its result, in place of what the operator itself does. The call becomes an ordinary
         node, annotated, calibrated and trained as any other.
         """
         operator = OPERATORS[function]
-        bound = operator.bind(args, kwargs)
+        bound: dict[str, Any] | str = operator.bind(args, kwargs)
+        assert isinstance(bound, dict)
         made = self.node.graph.create_node("call_function", function, tuple(bound.values()), {}, name=f"{self.node.name}_{operator.name}")
         self.node.prepend(made)
         inherit(made, self.node, "composite.expand")
         set_fact(made, TensorFact.between(*(_on_meta(made, batch) for batch in BATCH_SIZES)))
+        bound = operator.normalize(made, bound)
+        assert isinstance(bound, dict), f"{self.name} cannot be expanded: {bound}"
+        made.args = tuple(bound.values())
         set_part(made, Part(self.name, operator.name))
         spell(made, *spelling(self.node))
         if demand is not None:

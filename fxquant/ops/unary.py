@@ -6,7 +6,7 @@ import inspect
 import math
 import operator
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,22 +15,54 @@ from torch.nn import functional as F
 
 from fxquant.graph import fact, is_parameter
 from fxquant.lowering import Lowering, Quantized
-from fxquant.numerics import EVERYTHING, Interval, table
+from fxquant.numerics import EVERYTHING, Interval, IntType, table
 from fxquant.ops.record import Operator, operator_of, register
 from fxquant.primitives import elementwise
 
 UNARY: dict[str, tuple[Callable[..., Tensor], Callable[..., float]]] = {}  # on tensors, and on one Python float
 
 
-def _look_up(lowering: Lowering, input: Quantized, function: Callable[[Tensor], Tensor], exact: Callable[[float], float]) -> Quantized:
-    """The integers of a function by a table on the operand's grid."""
+def _look_up(lowering: Lowering, input: Quantized, name: str, factor: float = 1.0, offset: float = 0.0, **settings: Any) -> Quantized:
+    """The integers of a unary function of factor · input + offset, by a table on the operand's grid."""
 
     def look_up() -> Any:
         scales = float(input.scale), float(lowering.output.scale)
-        entries = table(exact, *scales, input.dtype, lowering.output.dtype, function).to(input.scale.device)
+        entries = _entries(name, factor, offset, tuple(settings.items()), *scales, input.dtype, lowering.output.dtype).to(
+            input.scale.device
+        )
         return lowering.call(elementwise.lookup, input.value, lowering.constant("table", entries, entries.dtype))
 
-    return lowering.result(look_up, lambda: function(input.real()))
+    return lowering.result(look_up, lambda: shifted(input.real(), name, factor, offset, settings))
+
+
+@lru_cache(maxsize=256)  # 64 MiB of int16 tables: while scales stand still, the same ones are asked for at every step
+def _entries(
+    name: str,
+    factor: float,
+    offset: float,
+    settings: tuple[tuple[str, Any], ...],
+    input_scale: float,
+    output_scale: float,
+    input_type: IntType,
+    output_type: IntType,
+) -> Tensor:
+    """The table of a unary function of factor · x + offset; nobody writes into it."""
+    function, exact = UNARY[name]
+    chosen = dict(settings)
+
+    def on_tensors(x: Tensor) -> Tensor:
+        return function(_moved(x, factor, offset), **chosen)
+
+    def on_numbers(x: float) -> float:
+        return exact(_moved(x, factor, offset), **chosen)
+
+    return table(on_numbers, input_scale, output_scale, input_type, output_type, on_tensors)
+
+
+def _moved(x: Any, factor: float, offset: float) -> Any:
+    """factor · x + offset; x itself, -0.0 included, where these say nothing."""
+    scaled = x if factor == 1 else x * factor
+    return scaled + offset if offset else scaled
 
 
 def unary(
@@ -45,7 +77,7 @@ def unary(
     """
 
     def lower(lowering: Lowering, input: Quantized, **chosen: Any) -> Quantized:
-        return _look_up(lowering, input, partial(function, **chosen), partial(exact, **chosen))
+        return _look_up(lowering, input, name, **chosen)
 
     UNARY[name] = function, exact
 
@@ -154,16 +186,14 @@ unary("pow", torch.pow, _power, operator.pow, "pow", "pow_", "__pow__", exponent
 
 def shifted(input: Tensor, function: str, factor: float, offset: float, settings: dict[str, Any]) -> Tensor:
     """The unary function of this name of factor · input + offset."""
-    return UNARY[function][0]((input if factor == 1 else input * factor) + offset, **settings)
+    return UNARY[function][0](_moved(input, factor, offset), **settings)
 
 
 def _lower_shifted(
     lowering: Lowering, input: Quantized, function: str, factor: float, offset: float, settings: dict[str, Any]
 ) -> Quantized:
     """One table on the operand's own grid: a number far below a step of the sum, the ε under a square root, is not lost."""
-    exact = UNARY[function][1]
-    on_tensors = partial(shifted, function=function, factor=factor, offset=offset, settings=settings)
-    return _look_up(lowering, input, on_tensors, lambda x: exact(factor * x + offset, **settings))
+    return _look_up(lowering, input, function, factor, offset, **settings)
 
 
 SHIFTED = register(Operator("shifted", shifted, ("input",), _lower_shifted))

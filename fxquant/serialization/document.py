@@ -16,8 +16,9 @@ from fxquant.errors import FxQuantError
 from fxquant.facts import BATCH_SIZES, TensorFact
 from fxquant.frontend import InputCheck, attach_input_check, is_traced
 from fxquant.frontend.signature import CallSignature, attach_signature, is_signature
-from fxquant.graph import Annotation, Operation, QParams, fact, resolve, spelling
+from fxquant.graph import Annotation, Operation, Part, QParams, fact, resolve, spelling
 from fxquant.model import CARRIED, Model, replace_graph
+from fxquant.ops import Fixed, Own, Same
 from fxquant.proof import unproved
 from fxquant.quantization.prepared import QuantizedOperator
 from fxquant.quantization.spec import QConfig
@@ -34,7 +35,7 @@ _SECTIONS = ["format", "version", "name", "meta", "root", "modules", "tensors", 
 _META: Mapping[str, tuple[type, ...] | None] = {
     "fact": None, "source": (str,), "module": (str,), "made_by": (str,), "annotation": (Annotation,), "refusal": (str,),
     "qconfig": (tuple,), "spelling": (tuple,), "fused": (tuple,), "notes": (dict,), "qparams": (QParams,), "origin": (str,),
-    "parameter": (bool,), "operation": (Operation,), "argument": (str,),
+    "parameter": (bool,), "operation": (Operation,), "argument": (str,), "part": (Part,), "demand": (Own, Same, Fixed), "ties": (tuple,),
 }  # fmt: skip
 _MODEL_META: Mapping[str, tuple[type, ...]] = {
     "stage": (str,), "target": (str,), "unheard": (list,), "qconfigs": (list,), "told_dropped": (bool,),
@@ -274,7 +275,7 @@ def _node_meta(content: dict[str, Any]) -> dict[str, Any]:
     for entry in meta.get("qconfig", ()):
         if not (type(entry) is tuple and len(entry) == 2 and type(entry[0]) is str and isinstance(entry[1], QConfig | None)):
             raise Malformed("qconfig holds something else than paths with a QConfig each")
-    for name in ("spelling", "fused"):
+    for name in ("spelling", "fused", "ties"):
         if not all(type(item) is str for item in meta.get(name, ())):
             raise Malformed(f"{name} holds something else than names")
     if not all(type(item) in (str, int, float, bool, NoneType) for item in meta.get("notes", {}).values()):

@@ -14,7 +14,8 @@ from torch import fx
 
 from fxquant.errors import ExportError, Located
 from fxquant.facts import BatchDim, TensorFact
-from fxquant.graph import Annotation, Constant, Operation, QParams, Reference
+from fxquant.graph import Annotation, Constant, Operation, Part, QParams, Reference
+from fxquant.ops import Fixed, Own, Same
 from fxquant.quantization.batch_norm import BatchNormTensors
 from fxquant.quantization.spec import ActivationConfig, QConfig, WeightConfig
 from fxquant.serialization.names import ARGUMENTS, OBSERVERS
@@ -52,6 +53,10 @@ RECORDS: Mapping[type, Mapping[str, tuple[type, ...]]] = {
     Annotation: {"dtype": (str, NoneType), "because": (str,), "config": (QConfig, NoneType), "group": (int, NoneType)},
     QParams: {"scale": (float, tuple), "dtype": (str,), "axis": (int, NoneType)},
     Reference: {"node": (str,)},
+    Part: {"composite": (str,), "role": (str,), "inner": (bool,)},
+    Own: {"dtype": (str, NoneType), "shared_where": (str, NoneType)},
+    Same: {"operands": (tuple,)},
+    Fixed: {"scale": (float,), "dtype": (str,)},
     Constant: {"node": (str,), "scale": (float, tuple), "axis": (int, NoneType)},
     Operation: {"name": (str,), "arguments": (dict,), "constants": (dict,), "intermediate": (QParams, NoneType)},
 }

@@ -1,0 +1,320 @@
+"""Composites: operators that are written as calls of others, with grids that are demanded and tied."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import fxquant as fxq
+from fxquant.graph import annotation, part, qparams
+from fxquant.ops import record
+from fxquant.ops.arithmetic import add
+from fxquant.ops.composite import Builder
+from fxquant.ops.index import getitem
+from fxquant.ops.join import stack
+from fxquant.ops.linear import linear
+from fxquant.ops.record import Operator, Parameter, register
+from fxquant.ops.shape import reshape
+from fxquant.quantization.prepared import quantized_operators
+from tests import contract
+from tests.contract import compiled
+
+WIDE_TARGETS = ("bayes", "bayes-e", "nash-e", "nash-m")  # with int16 activations
+NARROW_TARGETS = ("bernoulli2", "x86", "qnnpack")
+
+
+class Head(nn.Module):
+    """A linear layer, a layer norm with a clamp behind it, and a softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(12, 16), nn.LayerNorm(16), nn.Linear(16, 6)
+        nn.init.uniform_(self.norm.weight, 0.5, 1.5)
+        nn.init.normal_(self.norm.bias, std=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(3 * self.last(F.relu(self.norm(self.first(x)))), -1)
+
+
+def rows(count: int = 32, seed: int = 0) -> Tensor:
+    return torch.randn(count, 5, 12, generator=torch.Generator().manual_seed(seed))
+
+
+def head() -> Head:
+    torch.manual_seed(0)
+    return Head().eval()
+
+
+def roles(graph: fx.GraphModule) -> list[str]:
+    return [str(part(node)) for node in graph.graph.nodes if part(node) is not None]
+
+
+# ---- the contract -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", WIDE_TARGETS)
+@pytest.mark.parametrize("dtype", ["int8", "int16"])
+def test_composites_hold_the_contract(target: str, dtype: str, tmp_path: Path) -> None:
+    prepared, integer = compiled(head(), [rows()], target, fxq.QConfig(fxq.ActivationConfig(dtype)))
+    contract.assert_alive(integer, rows())
+    contract.assert_validate_is_integer(prepared, integer, rows())
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(rows(),), (rows(1, seed=1),)])
+    contract.assert_train_is_validate(prepared, rows())
+    contract.assert_gradients_reach_every_parameter(prepared, rows())
+
+
+@pytest.mark.parametrize("target", WIDE_TARGETS)
+def test_inner_tensors_are_wide_and_the_result_is_what_was_asked_for(target: str) -> None:
+    _, integer = compiled(head(), [rows()], target)
+    dtypes = {str(part(node)): known.dtype for node in integer.graph.nodes if (known := qparams(node)) and part(node)}
+    assert dtypes == {
+        "layer_norm: mean": "int16", "layer_norm: sub": "int16", "layer_norm: mul": "int16", "layer_norm: shifted": "int16",
+        "layer_norm: scale_channels": "int8", "softmax: amax": "int8", "softmax: sub": "int16", "softmax: exp": "int16",
+        "softmax: sum": "int16", "softmax: reciprocal": "int16", "softmax: mul": "int8",
+    }  # fmt: skip
+    (exponential,) = [qparams(node) for node in integer.graph.nodes if node.name == "softmax_exp"]
+    assert exponential is not None
+    assert exponential.scale == 2.0**-15
+
+
+@pytest.mark.parametrize("style", ["fast", "qdq"])
+def test_every_style_writes_them(style: str, tmp_path: Path) -> None:
+    _, integer = compiled(head(), [rows()], "nash-e")
+    path = fxq.export_onnx(integer, tmp_path / "model.onnx", style=style, opset=21)  # int16 in QuantizeLinear
+    report = fxq.verify(integer, path, [rows()])
+    assert style == "qdq" or bool(report), str(report)
+    if style == "qdq":
+        assert isinstance(report, fxq.DeviationReport)
+        assert all(output.sqnr > 20 for outputs in report.outputs.values() for output in outputs), str(report)
+
+
+def test_they_are_near_the_float_model() -> None:
+    model = head()
+    _, integer = compiled(model, [rows()], "nash-e", fxq.QConfig(fxq.ActivationConfig("int16"), fxq.WeightConfig("int16")))
+    error = (integer(rows()) - model(rows())).square().mean()
+    assert 10 * torch.log10(model(rows()).square().mean() / error) > 60
+
+
+# ---- what they are made of ------------------------------------------------------------------------------------------------
+
+
+def norms(shape: tuple[int, ...], affine: tuple[bool, bool]) -> nn.Module:
+    norm = nn.LayerNorm(shape, elementwise_affine=affine[0], bias=affine[1])
+    for parameter in norm.parameters():
+        nn.init.uniform_(parameter, -1, 1)
+    return norm
+
+
+SPELLED: dict[str, nn.Module] = {
+    "softmax": nn.Softmax(-1),
+    "softmax of rows": nn.Softmax(1),
+    "log_softmax": nn.LogSoftmax(-1),
+    **{
+        f"layer_norm of {shape} with {affine}": norms(shape, affine)
+        for shape, affine in itertools.product(((12,), (5, 12)), ((True, True), (True, False), (False, False)))
+    },
+}
+
+
+@pytest.mark.parametrize("name", SPELLED)
+def test_the_parts_together_are_the_float_function(name: str) -> None:
+    model = SPELLED[name].eval()
+    expanded = fxq.prepare(nn.Sequential(model), rows(4), "bayes-e", until="composite.expand")
+    assert len(roles(expanded)) > 3
+    for scale in (0.01, 1.0, 30.0):
+        torch.testing.assert_close(expanded(scale * rows(4, seed=3)), model(scale * rows(4, seed=3)), atol=1e-5, rtol=1e-4)
+
+
+def test_parts_are_told_under_the_operator_they_came_from() -> None:
+    prepared, integer = compiled(head(), [rows()], "bayes-e")
+    for told in (fxq.explain(prepared), fxq.explain(integer)):
+        assert "%softmax_exp" in told
+        assert "test_composites.py" in told
+    lines = {line.split()[0]: line for line in fxq.explain(prepared).splitlines() if line.startswith("%")}
+    assert "softmax: exp, on a scale of 3.05176e-05" in lines["%softmax_exp"]
+    assert "torch.softmax(3 *" in lines["%softmax_exp"]
+    assert "layer_norm: scale_channels" in lines["%norm"]
+    assert "holds relu" in lines["%norm"]
+    assert "5 operators are integer, none is left in float" in fxq.explain(prepared)
+    assert {"softmax_sum", "softmax", "norm_mean"} <= set(fxq.qparams(prepared))
+
+
+def test_a_difference_is_located_at_the_part() -> None:
+    prepared, integer = compiled(head(), [rows()], "bayes-e")
+    table = integer.get_submodule("integer.softmax_exp").table
+    table[: table.numel() // 2] -= 1
+    report = fxq.verify(prepared, integer, [rows()])
+    assert not report
+    assert report.mismatches > 0
+    assert "%softmax_exp" in str(report).split("first")[1], str(report)
+
+
+def test_a_saved_model_knows_its_parts(tmp_path: Path) -> None:
+    prepared, integer = compiled(head(), [rows()], "nash-e")
+    for model in (prepared, integer):
+        fxq.save(model, tmp_path / "model.fxq")
+        loaded = fxq.load(tmp_path / "model.fxq")
+        assert roles(loaded) == roles(model) != []
+        assert fxq.explain(loaded) == fxq.explain(model)
+        assert torch.equal(loaded(rows()), model(rows()))
+
+
+def test_training_moves_inner_scales_but_not_a_given_one() -> None:
+    prepared, _ = compiled(head(), [rows()], "bayes-e")
+    before = fxq.qparams(prepared)
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    prepared.train()
+    prepared(4 * rows(seed=2)).square().sum().backward()
+    after = fxq.qparams(prepared)
+    assert after["softmax_exp"] == before["softmax_exp"] == 2.0**-15
+    assert after["softmax_sub"] > before["softmax_sub"]
+
+
+# ---- what stays whole -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", NARROW_TARGETS)
+def test_without_int16_they_stay_whole_and_in_float(target: str, tmp_path: Path) -> None:
+    prepared, integer = compiled(head(), [rows()], target)
+    assert roles(prepared) == []
+    assert f"softmax: sub: {target} computes with" in fxq.explain(prepared)
+    assert "and it needs int16" in fxq.explain(prepared)
+    contract.assert_validate_is_integer(prepared, integer, rows())
+    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [rows()])
+
+
+def whole(model: nn.Module, example: Any, name: str, qconfig: Any = None) -> str:
+    """Why the node of this name stays in float; the graph holds no part of it."""
+    prepared = fxq.prepare(model, example, "bayes-e", qconfig)
+    (node,) = [node for node in prepared.graph.nodes if node.name == name]
+    spec = annotation(node)
+    assert spec is not None
+    assert spec.dtype is None
+    assert not [other for other in prepared.graph.nodes if other.name.startswith(f"{name}_") and part(other) is not None]
+    return spec.because
+
+
+class Masked(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.kind = nn.Linear(12, 12), kind
+        self.register_buffer("mask", torch.triu(torch.full((5, 12), -1e9), 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.layer(x)
+        if self.kind == "added":
+            scores = (scores + self.mask).reshape(-1, 5, 12)
+        elif self.kind == "filled":
+            scores = scores.masked_fill(self.mask < 0, -torch.inf)
+        return torch.softmax(scores, -1)
+
+
+@pytest.mark.parametrize(("kind", "because"), [("added", "holds an attention mask"), ("filled", "%masked_fill is computed in float")])
+def test_a_masked_softmax_stays_whole(kind: str, because: str) -> None:
+    assert because in whole(Masked(kind), rows(), "softmax")
+
+
+def test_a_rule_keeps_it_whole_and_one_for_its_result_is_about_the_result_alone() -> None:
+    keep = fxq.QConfigMapping().set_object_type(nn.LayerNorm, None)
+    assert whole(head(), rows(), "norm", keep) == "the qconfig says so"
+    fixed = fxq.QConfigMapping().set_object_type(torch.softmax, fxq.QConfig(fxq.ActivationConfig("int16", scale=2.0**-15)))
+    prepared, _ = compiled(head(), [rows()], "bayes-e", fixed)
+    scales = fxq.qparams(prepared)
+    assert scales["softmax"] == 2.0**-15
+    assert scales["softmax_sum"] != 2.0**-15
+
+
+def test_a_32_bit_tensor_is_no_operand_and_no_result() -> None:
+    wide = fxq.QConfig(fxq.ActivationConfig("int32"))
+    assert "no 32-bit output" in whole(head(), rows(), "softmax", fxq.QConfigMapping().set_object_type(torch.softmax, wide))
+    assert "32-bit output of %first" in whole(head(), rows(), "norm", fxq.QConfigMapping().set_module_name("first", wide))
+
+
+# ---- ties, and outputs that are nests ----------------------------------------------------------------------------------------
+
+
+def recurrence(input: Tensor, weight: Tensor, hidden_weight: Tensor, bias: Tensor, hidden_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """A recurrent layer without a first state: h = tanh(W x + b + U h + c), for all steps, and the last."""
+    state, steps = None, []
+    for step in range(input.shape[1]):
+        value = F.linear(input[:, step], weight, bias)
+        value = value + hidden_bias if state is None else value + F.linear(state, hidden_weight, hidden_bias)
+        state = torch.tanh(value)
+        steps.append(state)
+    return torch.stack(steps, 1), steps[-1].unsqueeze(0)
+
+
+def _expand(
+    build: Builder, input: fx.Node, weight: fx.Node, hidden_weight: fx.Node, bias: fx.Node, hidden_bias: fx.Node
+) -> tuple[fx.Node, fx.Node]:
+    steps: list[fx.Node] = []
+    for step in range(build.fact(input).shape[1]):  # type: ignore[arg-type]
+        value = build(linear, build(getitem, input, [slice(None), step, slice(None)]), weight, bias)
+        other = build(linear, steps[-1], hidden_weight, hidden_bias) if steps else hidden_bias
+        steps.append(build(torch.tanh, build(add, value, other)))
+    build.tie(*steps)
+    return build(stack, steps, 1), build(reshape, steps[-1], [1, -1, build.fact(steps[-1]).shape[1]])
+
+
+@pytest.fixture
+def toy() -> Iterator[None]:
+    """`nn.RNN` as an operator of the table, for one test."""
+    tables = (record.OPERATORS, record.FUNCTIONS, record.METHODS, record.MODULES, record._SIGNATURES)
+    before = [dict(table) for table in tables]
+    names = {"weight": "weight_ih_l0", "hidden_weight": "weight_hh_l0", "bias": "bias_ih_l0", "hidden_bias": "bias_hh_l0"}
+    register(
+        Operator(
+            "recurrence",
+            recurrence,
+            ("input",),
+            expand=_expand,
+            modules={nn.RNN: lambda m: {name: Parameter(parameter) for name, parameter in names.items()}},
+        )
+    )
+    yield
+    for table, content in zip(tables, before, strict=True):
+        table.clear()
+        table.update(content)  # type: ignore[arg-type]
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = nn.RNN(12, 8, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        steps, last = self.rnn(x)
+        return self.out(steps), last
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "nash-e", "x86"])
+def test_a_recurrence_has_one_grid_for_its_state(target: str, toy: None, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, example = Recurrent().eval(), rows()[:, :3]
+    prepared, integer = compiled(model, [example], target)
+    contract.assert_validate_is_integer(prepared, integer, example)
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(example,), (example[:1],)])
+    contract.assert_train_is_validate(prepared, example)
+    operators = quantized_operators(prepared)
+    states = [operator for name, operator in operators.items() if operator.operator.name == "tanh"]
+    assert len(states) == 3
+    assert len({id(state.output) for state in states}) == 1
+    assert "on the scale of what it is tied to" in fxq.explain(prepared)
+    assert "none is left in float" in fxq.explain(prepared)
+    for found, expected in zip(integer(example), model(example), strict=True):
+        assert (found - expected).abs().max() < 0.05
+    weights = [node for node in integer.graph.nodes if node.op == "get_attr" and fxq_shape(integer, node) == (8, 12)]
+    assert len(weights) == 1, "the weight of the inputs is one constant, read at three steps"
+    hidden = [node for node in integer.graph.nodes if node.op == "get_attr" and fxq_shape(integer, node) == (8, 8)]
+    assert len(hidden) == 1
+
+
+def fxq_shape(integer: fx.GraphModule, node: fx.Node) -> tuple[int, ...]:
+    return tuple(integer.get_buffer(str(node.target)).shape)
