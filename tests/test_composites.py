@@ -13,15 +13,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
+from benchmarks.fuzz.recurrence import registered
 from fxquant.graph import annotation, part, qparams
-from fxquant.ops import record
-from fxquant.ops.arithmetic import add
-from fxquant.ops.composite import Builder
-from fxquant.ops.index import getitem
-from fxquant.ops.join import stack
-from fxquant.ops.linear import linear
-from fxquant.ops.record import Operator, Parameter, register
-from fxquant.ops.shape import reshape
 from fxquant.quantization.prepared import quantized_operators
 from tests import contract
 from tests.contract import compiled
@@ -240,48 +233,11 @@ def test_a_32_bit_tensor_is_no_operand_and_no_result() -> None:
 # ---- ties, and outputs that are nests ----------------------------------------------------------------------------------------
 
 
-def recurrence(input: Tensor, weight: Tensor, hidden_weight: Tensor, bias: Tensor, hidden_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """A recurrent layer without a first state: h = tanh(W x + b + U h + c), for all steps, and the last."""
-    state, steps = None, []
-    for step in range(input.shape[1]):
-        value = F.linear(input[:, step], weight, bias)
-        value = value + hidden_bias if state is None else value + F.linear(state, hidden_weight, hidden_bias)
-        state = torch.tanh(value)
-        steps.append(state)
-    return torch.stack(steps, 1), steps[-1].unsqueeze(0)
-
-
-def _expand(
-    build: Builder, input: fx.Node, weight: fx.Node, hidden_weight: fx.Node, bias: fx.Node, hidden_bias: fx.Node
-) -> tuple[fx.Node, fx.Node]:
-    steps: list[fx.Node] = []
-    for step in range(build.fact(input).shape[1]):  # type: ignore[arg-type]
-        value = build(linear, build(getitem, input, [slice(None), step, slice(None)]), weight, bias)
-        other = build(linear, steps[-1], hidden_weight, hidden_bias) if steps else hidden_bias
-        steps.append(build(torch.tanh, build(add, value, other)))
-    build.tie(*steps)
-    return build(stack, steps, 1), build(reshape, steps[-1], [1, -1, build.fact(steps[-1]).shape[1]])
-
-
 @pytest.fixture
 def toy() -> Iterator[None]:
     """`nn.RNN` as an operator of the table, for one test."""
-    tables = (record.OPERATORS, record.FUNCTIONS, record.METHODS, record.MODULES, record._SIGNATURES)
-    before = [dict(table) for table in tables]
-    names = {"weight": "weight_ih_l0", "hidden_weight": "weight_hh_l0", "bias": "bias_ih_l0", "hidden_bias": "bias_hh_l0"}
-    register(
-        Operator(
-            "recurrence",
-            recurrence,
-            ("input",),
-            expand=_expand,
-            modules={nn.RNN: lambda m: {name: Parameter(parameter) for name, parameter in names.items()}},
-        )
-    )
-    yield
-    for table, content in zip(tables, before, strict=True):
-        table.clear()
-        table.update(content)  # type: ignore[arg-type]
+    with registered():
+        yield
 
 
 class Recurrent(nn.Module):
@@ -310,11 +266,11 @@ def test_a_recurrence_has_one_grid_for_its_state(target: str, toy: None, tmp_pat
     assert "none is left in float" in fxq.explain(prepared)
     for found, expected in zip(integer(example), model(example), strict=True):
         assert (found - expected).abs().max() < 0.05
-    weights = [node for node in integer.graph.nodes if node.op == "get_attr" and fxq_shape(integer, node) == (8, 12)]
+    weights = [node for node in integer.graph.nodes if node.op == "get_attr" and shape_of_constant(integer, node) == (8, 12)]
     assert len(weights) == 1, "the weight of the inputs is one constant, read at three steps"
-    hidden = [node for node in integer.graph.nodes if node.op == "get_attr" and fxq_shape(integer, node) == (8, 8)]
+    hidden = [node for node in integer.graph.nodes if node.op == "get_attr" and shape_of_constant(integer, node) == (8, 8)]
     assert len(hidden) == 1
 
 
-def fxq_shape(integer: fx.GraphModule, node: fx.Node) -> tuple[int, ...]:
+def shape_of_constant(integer: fx.GraphModule, node: fx.Node) -> tuple[int, ...]:
     return tuple(integer.get_buffer(str(node.target)).shape)

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-CODE = ("fxquant", "passes", "backends", "pyproject.toml")
+CODE = ("fxquant", "passes", "backends", "tests", "pyproject.toml")
 
 
 @dataclass(frozen=True)
@@ -130,4 +130,10 @@ def test_the_changes_in_contributing_apply_and_work(tmp_path: Path) -> None:
     script.write_text("\n".join([*checks, f"assert str(fxq.__file__).startswith({str(repository)!r}), fxq.__file__"]), encoding="utf-8")
     result = subprocess.run([sys.executable, script], cwd=repository, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert len(checks) == 6
+    assert len(checks) == 7
+    added = "every_registered or every_operator or atan or rot90 or softmin"
+    table = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_operators.py", "-k", added],
+        cwd=repository, capture_output=True, text=True,
+    )  # fmt: skip
+    assert table.returncode == 0, table.stdout

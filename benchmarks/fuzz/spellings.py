@@ -19,7 +19,7 @@ from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Operator
 from fxquant.ops.boundary import DEQUANTIZE, QUANTIZE
 
 FLOAT = "float"  # the operator of what the table may not know
-UNWRITTEN = (QUANTIZE.name, DEQUANTIZE.name, "shifted")  # made by passes, never written by a user
+UNWRITTEN = (QUANTIZE.name, DEQUANTIZE.name, "shifted", "scale_channels")  # made by passes, never written by a user
 
 Options = Mapping[str, tuple[Any, ...]]
 
@@ -227,15 +227,24 @@ def _settings() -> Iterator[Spelling]:
     yield from _spell("pow", "({0}.abs() + 0.5) ** {exponent}", exponent=(2, 0.5, -1, -1.5))
 
 
+def _composites() -> Iterator[Spelling]:
+    """What is made of other operators, where the target has int16."""
+    yield from _spell("softmax", "torch.softmax({0}, {dim})", "F.softmax({0}, dim={dim})", "{0}.softmax({dim})", dim=(-1, 1))
+    yield from _spell("log_softmax", "torch.log_softmax({0}, {dim})", "F.log_softmax({0}, dim={dim})", dim=(-1, 1))
+    yield from _spell("layer_norm", "F.layer_norm({0}, ({last},))", "F.layer_norm({0}, {sizes}, eps={eps})", eps=(1e-5, 0.1))
+    yield _module("layer_norm", "nn.LayerNorm({last})")
+    yield _module("layer_norm", "nn.LayerNorm({sizes}, bias={bias})", bias=(True, False))
+
+
 def _floats() -> Iterator[Spelling]:
     """What stays in float, or may."""
-    yield from _spell(FLOAT, "torch.softmax({0}, {dim})", "torch.cumsum({0}, {dim})", "F.normalize({0}, dim={dim})", dim=(-1, 1))
-    yield from _spell(FLOAT, "F.layer_norm({0}, ({last},))", "torch.atan({0})", "1 / ({0}.abs() + 1)", "{0}.floor()", "{0}.sign()")
+    yield from _spell(FLOAT, "torch.cumsum({0}, {dim})", "F.normalize({0}, dim={dim})", dim=(-1, 1))
+    yield from _spell(FLOAT, "torch.atan({0})", "1 / ({0}.abs() + 1)", "{0}.floor()", "{0}.sign()")
     yield from _spell(FLOAT, "{0} / ({1}.abs() + 1)", "torch.where({0} > 0, {0}, {1})", "{0}.std(-1)", "{0}.argmax(-1).float()")
     yield from _spell(FLOAT, "F.glu({0}, {dim})", "{0}.amin({dim})", "{0}.sort({dim}).values", "{0}.norm(dim={dim})", dim=(1, -1))
-    yield _module(FLOAT, "nn.LayerNorm({last})")
     yield _module(FLOAT, "nn.GroupNorm(1, {channels})")
     yield _module(FLOAT, "nn.MultiheadAttention({last}, 1, batch_first=True)", call="{layer}({0}, {0}, {0})[0]")
+    yield _module(FLOAT, "nn.RNN({last}, 3, batch_first=True)", call="{layer}({0})[0]")
     yield _module(FLOAT, "nn.GRU({last}, 3, batch_first=True)", call="{layer}({0})[0]")
 
 
@@ -275,7 +284,19 @@ def _signature(record: Operator) -> Mapping[str, Any]:
 
 
 def _all() -> Iterator[Spelling]:
-    for family in (_convolutions, _arithmetic, _clamps, _products, _normalizations, _pools, _moves, _resizes, _settings, _floats):
+    for family in (
+        _convolutions,
+        _arithmetic,
+        _clamps,
+        _products,
+        _normalizations,
+        _pools,
+        _moves,
+        _resizes,
+        _settings,
+        _composites,
+        _floats,
+    ):
         yield from family()
     for record in OPERATORS.values():
         if record.name not in (*UNWRITTEN, "dropout"):  # functional dropout acts unless it is told not to

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from fxquant.facts import BATCH_SIZES, TensorFact
 from fxquant.graph import Part, fact, inherit, is_parameter, set_fact, set_part, spell, spelling, state_demand, tie
-from fxquant.ops.record import OPERATORS, Demand
+from fxquant.ops.record import OPERATORS, Demand, Operator
 
 
 class Builder:
@@ -24,18 +24,22 @@ class Builder:
     def __init__(self, name: str, node: fx.Node) -> None:
         self.name = name
         self.node = node
+        self._within = ""  # the composites inside of it that are being written, as a role begins with them
         self.parts: list[fx.Node] = []
         self._ties = 0
 
-    def __call__(self, function: Callable[..., Any], *args: Any, demand: Demand | None = None, **kwargs: Any) -> fx.Node:
+    def __call__(self, function: Callable[..., Any], *args: Any, demand: Demand | None = None, **kwargs: Any) -> Any:
         """A call of an operator of the table, by its function, with this function's arguments.
 
         `demand` is what is asked of the grid of its result, in place of what the operator itself does. The call becomes an ordinary
-        node, annotated, calibrated and trained as any other.
+        node, annotated, calibrated and trained as any other. A call of another composite is written as its parts; what is returned is
+        the node of the result, or the nest of them that this composite returns.
         """
         operator = OPERATORS[function]
         bound: dict[str, Any] | str = operator.bind(args, kwargs)
         assert isinstance(bound, dict)
+        if operator.expand is not None:
+            return self._nested(operator, bound, demand)
         made = self.node.graph.create_node("call_function", function, tuple(bound.values()), {}, name=f"{self.node.name}_{operator.name}")
         self.node.prepend(made)
         inherit(made, self.node, "composite.expand")
@@ -43,12 +47,22 @@ class Builder:
         bound = operator.normalize(made, bound)
         assert isinstance(bound, dict), f"{self.name} cannot be expanded: {bound}"
         made.args = tuple(bound.values())
-        set_part(made, Part(self.name, operator.name))
+        set_part(made, Part(self.name, self._within + operator.name))
         spell(made, *spelling(self.node))
         if demand is not None:
             state_demand(made, demand)
         self.parts.append(made)
         return made
+
+    def _nested(self, operator: Operator, arguments: dict[str, Any], demand: Demand | None) -> Any:
+        """The parts of a composite that is a part of this one; the demand is on the last of them."""
+        assert operator.expand is not None
+        outside, self._within = self._within, f"{self._within}{operator.name}: "
+        result = operator.expand(self, **arguments)
+        self._within = outside
+        if demand is not None:
+            state_demand(result, demand)
+        return result
 
     def tie(self, *nodes: fx.Node) -> None:
         """These parts have one grid, found for all of them together: the state of a recurrence, over all of its steps."""
