@@ -20,7 +20,7 @@ class Written(nn.Module):
     def __init__(self, body: Callable[[Written, Tensor], Any]) -> None:
         super().__init__()
         self.conv = nn.Conv2d(3, 8, 3, padding=1)
-        self.norm, self.recurrent = nn.LayerNorm(8), nn.LSTM(8, 8)
+        self.norm, self.recurrent = nn.GroupNorm(2, 8), nn.LSTM(8, 8)
         self.weight = nn.Parameter(torch.randn(8, 8))
         self.body = body
 
@@ -49,7 +49,7 @@ REASONS: dict[str, tuple[Body, str]] = {
     "max(x)": (lambda m, x: torch.max(x), "it reduces its operand, as only torch.amax does in integers"),
     "cumsum": (lambda m, x: x.cumsum(1), "no operator of the table recognises cumsum"),
     "threshold": (lambda m, x: F.threshold(x, 0.1, 20.0), "no operator of the table recognises threshold"),
-    "LayerNorm": (lambda m, x: m.norm(x), "no operator of the table recognises LayerNorm"),
+    "GroupNorm": (lambda m, x: m.norm(x), "no operator of the table recognises GroupNorm"),
     "LSTM": (lambda m, x: m.recurrent(x.flatten(2).permute(2, 0, 1))[0], "no operator of the table recognises LSTM"),
     "sum of all": (lambda m, x: x.sum(), "it sums over the batch, whose size is not fixed"),
     "mean, dtype": (lambda m, x: x.mean(1, dtype=torch.float64), "a dtype argument has no integer form"),
