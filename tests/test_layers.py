@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.graph": {"codegen", "facts"},
     "fxquant.copying": set(),
     "fxquant.model": {"codegen", "errors"},
-    "fxquant.quantization.rules": {"graph", "spec"},
+    "fxquant.quantization.rules": {"graph", "ops", "spec"},
     "fxquant.target": {"numerics"},
     "fxquant.quantization.learning": {"numerics"},
     "fxquant.quantization.quantizer": BASE | {"learning"},

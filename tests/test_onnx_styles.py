@@ -328,7 +328,8 @@ def test_every_operator_has_a_qdq_form(operator: str, tmp_path: Path) -> None:
     sample = OPERATOR_SAMPLES[operator]
     inputs = inputs_of(sample, 4)
     integer = compiled(model_of(sample), [inputs], "nash-e", covering()).integer
-    for opset in (11, 21):
+    wide = any(known.dtype == "int16" for node in integer.graph.nodes if (known := qparams(node)) is not None)
+    for opset in (21,) if wide else (11, 21):
         report = measured(integer, fxq.export_onnx(integer, tmp_path / "model.onnx", style="qdq", opset=opset), inputs)
         assert worst(report) <= 1, str(report)
 

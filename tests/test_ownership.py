@@ -23,7 +23,7 @@ class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(8, 16)
-        self.norm = nn.LayerNorm(16)
+        self.norm = nn.RMSNorm(16)
         self.encoder = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.5, batch_first=True)
         self.recurrent = nn.LSTM(16, 16, batch_first=True, dropout=0.3, num_layers=2)
         self.gain = nn.Parameter(torch.ones(16))

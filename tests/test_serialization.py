@@ -67,7 +67,7 @@ class Leaves(nn.Module):
         self.embed = nn.Linear(6, 8)
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
         self.recurrent = nn.LSTM(8, 8, 2, batch_first=True, bidirectional=True)
-        self.norm = nn.LayerNorm(16)
+        self.norm = nn.RMSNorm(16)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
@@ -662,7 +662,7 @@ def test_a_layer_that_was_cut_is_not_saved(tmp_path: Path) -> None:
     model = fxq.prepare(Leaves().eval(), torch.randn(4, 3, 6))
     with torch.no_grad():
         model.norm.weight = nn.Parameter(model.norm.weight[:4])
-    with pytest.raises(fxq.ExportError, match=r"its weight is of shape \[4\], and of \[16\] in a LayerNorm"):
+    with pytest.raises(fxq.ExportError, match=r"its weight is of shape \[4\], and of \[16\] in a RMSNorm"):
         fxq.save(model, tmp_path / "model.fxq")
 
 
