@@ -136,13 +136,12 @@ def observations(prepared: nn.Module) -> Observations:
     found = []
     for quantizer, places in _scales(prepared):
         if quantizer.observer is not None and all(observer.observed for observer in quantizer.observers):
-            observers = {gathering(observer): observer for observer in quantizer.observers if observer is not quantizer.range}
             gathered = {
                 way: {name: buffer.detach().cpu().clone() for name, buffer in observer.named_buffers()}
-                for way, observer in observers.items()
-                if way is not None
+                for observer in quantizer.observers
+                if observer is not quantizer.range and (way := gathering(observer)) is not None
             }
-            found.append(Observed(places, gathered))
+            found.append(Observed(places, dict(sorted(gathered.items()))))
     if not found:
         raise NotCalibrated(
             "nothing was observed in this model",
