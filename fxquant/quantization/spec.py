@@ -116,12 +116,12 @@ class ActivationConfig:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ActivationConfig):
             return NotImplemented
-        if self is other:
-            return True
-        return self._plain == other._plain and settings(self.new_observer()) == settings(other.new_observer())
+        if self._plain != other._plain:
+            return False
+        return self.observer is other.observer or settings(self.new_observer()) == settings(other.new_observer())
 
     def __hash__(self) -> int:
-        return hash((*self._plain, type(self.new_observer())))
+        return hash((*self._plain, self.observer if isinstance(self.observer, type) else type(self.new_observer())))
 
     @property
     def _plain(self) -> tuple[Any, ...]:
