@@ -39,6 +39,7 @@ from fxquant.errors import (
 )
 from fxquant.frontend import trace
 from fxquant.quantization.calibration import freeze, qparams, set_qparams, set_state
+from fxquant.quantization.observations import Observations, observations
 from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer, PercentileObserver
 from fxquant.quantization.spec import ActivationConfig, QConfig, QConfigMapping, WeightConfig
 from fxquant.quantization.state import State
@@ -61,6 +62,7 @@ __all__ = [
     "MovingAverageMinMaxObserver",
     "NotCalibrated",
     "NotFinite",
+    "Observations",
     "Observer",
     "PercentileObserver",
     "QConfig",
@@ -85,6 +87,7 @@ __all__ = [
     "export_onnx",
     "freeze",
     "load",
+    "observations",
     "onnx_metadata",
     "prepare",
     "primitives",

@@ -44,10 +44,12 @@ from fxquant.progress import progress
 from fxquant.quantization import calibration
 from fxquant.quantization.batches import as_batches, no_batches
 from fxquant.quantization.batches import example_inputs as batch_inputs
+from fxquant.quantization.observations import Observations, restore
 from fxquant.quantization.prepared import quantized_operators
 from fxquant.quantization.rules import attributes
 from fxquant.quantization.spec import DEFAULT, QConfig, QConfigMapping, as_mapping, attached_qconfigs
-from fxquant.serialization import load_model, save_model
+from fxquant.quantization.state import State
+from fxquant.serialization import load_file, save_model, save_observations
 from fxquant.stage import Stage
 from fxquant.target import Target
 
@@ -56,7 +58,11 @@ logger = logging.getLogger("fxquant")
 Batches = Iterable[Any]
 
 
-@checked()
+SHOWN_MISSING = 12  # tensors without a scale, in a line of the log each
+OBSERVATIONS = instance("what fxq.observations returned", Observations).or_none("calibration observes")
+
+
+@checked(observations=OBSERVATIONS)
 def prepare(
     model: nn.Module,
     example_inputs: Any,
@@ -65,6 +71,7 @@ def prepare(
     *,
     dynamic_shapes: Any = None,
     batch_norm: str = "live",
+    observations: Observations | None = None,
     until: str | Stage | None = None,
     debug: int | None = None,
     dump: str | os.PathLike[str] | None = None,
@@ -77,6 +84,10 @@ def prepare(
     as far as a GraphModule has none of that name; methods are bound to the result. `until` stops after a pass ("activation.fuse")
     or stage and returns the graph as it is then.
 
+    `observations`, from fxq.observations of a model prepared from the same one, give the scales that calibration with the same batches
+    would: for any dtypes, observers, mapping and target. If they give all, the result is in state VALIDATE; those that they cannot give
+    are logged with the reason, and fxq.calibrate(prepared, batches, only_missing=True) finds them.
+
     `batch_norm` says what batch norms do while training:
 
         "live"    they use and update batch statistics, as in the float model
@@ -88,16 +99,53 @@ def prepare(
 
     Raises UnknownTarget, TraceError, ScaleConflict or ConfigurationError.
     """
-    chosen, mapping = backends.get(target), as_mapping(qconfig)
+    chosen, mapping = backends.get(target), _rules(qconfig)
     if batch_norm not in BATCH_NORM_MODES:
         raise ConfigurationError(
             f"batch_norm={batch_norm!r} is unknown", because="it is one of 'live', 'frozen' and 'folded'", remedy="pass one of these"
+        )
+    if until is not None and observations is not None:
+        raise ConfigurationError(
+            "observations cannot be used with until=",
+            because="they give scales, which a graph has once it is prepared whole",
+            remedy="leave one of them out",
         )
     check_until(until, PREPARE)
     dial = Dial.of(debug, dump)
     traced = trace(model, example_inputs, dynamic_shapes)
     with collection_paused(), autocast_off(), torch.inference_mode(False):  # what is made can be trained, wherever it is made
-        return _prepare(traced, chosen, mapping, batch_norm, dial, until)
+        prepared = _prepare(traced, chosen, mapping, batch_norm, dial, until)
+        if observations is not None:
+            _restore(prepared, observations)
+        return prepared
+
+
+def _restore(prepared: fx.GraphModule, observations: Observations) -> None:
+    missing = restore(prepared, observations)
+    if not missing:
+        calibration.set_state(prepared, State.VALIDATE)
+        return
+    tensors = "\n".join(f"  %{name}: {because}" for name, because in list(missing.items())[:SHOWN_MISSING])
+    logger.warning(
+        "scales that the observations cannot give: %d; fxq.calibrate(prepared, batches, only_missing=True) finds them\n%s%s",
+        len(missing),
+        tensors,
+        f"\n  and {len(missing) - SHOWN_MISSING} more" if len(missing) > SHOWN_MISSING else "",
+    )
+
+
+def _rules(qconfig: QConfig | QConfigMapping | None) -> QConfigMapping:
+    """The mapping a user means. One without rules is told of: it may be what a setter was called on whose result was dropped."""
+    mapping = as_mapping(qconfig)
+    rules = ", ".join(str(rule) for rule, _ in mapping.rules())
+    if rules:
+        logger.info("rules of the qconfig: %s", rules)
+    elif mapping is qconfig:
+        logger.warning(
+            "the QConfigMapping has no rules, only a default; if there should be any: setters return a new mapping and change none, as in"
+            " mapping = mapping.set_module_name(...)"
+        )
+    return mapping
 
 
 def _prepare(
@@ -150,7 +198,7 @@ def check(
 
     Raises UnknownTarget, TraceError or ConfigurationError.
     """
-    chosen, mapping = backends.get(target), as_mapping(qconfig)
+    chosen, mapping = backends.get(target), _rules(qconfig)
     traced = trace(model, example_inputs, dynamic_shapes)
     with collection_paused(), autocast_off():
         # Fusion comes first: a target's limits are about the operators it runs.
@@ -193,6 +241,7 @@ def calibrate(
     batch_fn: Callable[[Any], Any] | None = None,
     *,
     distributed: bool = True,
+    only_missing: bool = False,
     show_progress: bool | None = None,
 ) -> fx.GraphModule:
     """Observe the batches, set every scale, and leave the model in state VALIDATE; returns it.
@@ -205,11 +254,16 @@ def calibrate(
     Where torch.distributed is in use, every rank calls this with its own shard, as many batches as it has, and all
     get the same scales, those of everything observed. `distributed=False` is for a rank that calibrates alone.
 
+    Calibrating again adds to what was observed. `only_missing` observes only tensors that have no scale yet, and leaves the others
+    as they are; if there are none, no batch is taken.
+
     Raises CalibrationError if there is no batch, or one does not fit the model, or holds NaN or infinite
     values, and ConfigurationError for arguments it cannot use; what was observed before stays observed.
     """
     batches = as_batches(batches)
-    calibration.calibrate(prepared, batches, num_batches, batch_fn, distributed=distributed, show_progress=show_progress)
+    calibration.calibrate(
+        prepared, batches, num_batches, batch_fn, distributed=distributed, only_missing=only_missing, show_progress=show_progress
+    )
     return prepared
 
 
@@ -272,7 +326,7 @@ class Result:
         return verify(self.integer, path, batches)
 
 
-@checked(model=instance("an nn.Module", nn.Module))
+@checked(model=instance("an nn.Module", nn.Module), observations=OBSERVATIONS)
 def quantize(
     model: nn.Module,
     batches: Batches,
@@ -281,6 +335,7 @@ def quantize(
     *,
     dynamic_shapes: Any = None,
     batch_norm: str = "live",
+    observations: Observations | None = None,
     num_batches: int | None = None,
     batch_fn: Callable[[Any], Any] | None = None,
     distributed: bool = True,
@@ -289,6 +344,7 @@ def quantize(
     """Prepare, calibrate and convert in one call. The first batch serves as example input as well.
 
     The arguments are those of `prepare` and `calibrate`; with `dynamic_shapes={}` every batch must have the size of the first.
+    With `observations`, batches are observed only for the scales that these cannot give.
     Raises what `prepare`, `calibrate` and `convert` raise.
     """
     as_written = float_model(model)
@@ -300,8 +356,18 @@ def quantize(
     except StopIteration:
         raise no_batches(num_batches) from None
     example = batch_inputs(as_written, first if batch_fn is None else batch_fn(first))
-    prepared = prepare(as_written, example, target, qconfig, dynamic_shapes=dynamic_shapes, batch_norm=batch_norm)
-    calibrate(prepared, itertools.chain([first], iterator), num_batches, batch_fn, distributed=distributed, show_progress=show_progress)
+    prepared = prepare(
+        as_written, example, target, qconfig, dynamic_shapes=dynamic_shapes, batch_norm=batch_norm, observations=observations
+    )
+    calibrate(
+        prepared,
+        itertools.chain([first], iterator),
+        num_batches,
+        batch_fn,
+        distributed=distributed,
+        only_missing=observations is not None,
+        show_progress=show_progress,
+    )
     return Result(model, prepared, convert(prepared))
 
 
@@ -316,8 +382,8 @@ def dump(model: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
 
 
 @checked()
-def save(model: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
-    """Write a traced, prepared or integer model to one file, whole or not at all; returns its path.
+def save(model: fx.GraphModule | Observations, path: str | os.PathLike[str]) -> Path:
+    """Write a traced, prepared or integer model, or observations, to one file, whole or not at all; returns its path.
 
     The file holds the graph as JSON and the tensors as safetensors, and no code; equal models give equal bytes.
     A loaded model continues where this one is: its state, scales, observations and frozen statistics are kept. Attributes and
@@ -326,13 +392,13 @@ def save(model: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
     Raises ExportError, and writes nothing, if something has no place in a file: hooks, a class or function that
     is neither PyTorch's nor fxquant's.
     """
-    return save_model(model, path, backends.get)
+    return save_observations(model, path) if isinstance(model, Observations) else save_model(model, path, backends.get)
 
 
 @checked(path=PATH)
-def load(path: str | os.PathLike[str]) -> fx.GraphModule:
-    """The model that `save` wrote, on the CPU. Nothing a file names is imported.
+def load(path: str | os.PathLike[str]) -> Any:
+    """What `save` wrote: a GraphModule, on the CPU, or Observations. Nothing a file names is imported.
 
-    Raises ExportError if the file is missing, damaged, or no model that this fxquant reads.
+    Raises ExportError if the file is missing, damaged, or nothing that this fxquant reads.
     """
-    return load_model(path, backends.get)
+    return load_file(path, backends.get)

@@ -257,6 +257,7 @@ KINDS: dict[str, Kind] = {
     ).or_none("all of them"),
     "name": Kind("a module's path or a node's name: a string that is not empty", _text),
     "num_batches": COUNT.or_none("all there are"),
+    "only_missing": FLAG,
     "opset": Kind("a whole number", _whole).or_none("the style's usual one"),
     "output_names": NAMES.or_none("made from the names of the graph"),
     "path": FILE,

@@ -126,9 +126,10 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     import fxquant as fxq
+    from fxquant.analysis.inspection import saved_model
     from fxquant.analysis.sample import batches_from, random_batches
 
-    first, second = (path if path.suffix.lower() == ".onnx" else fxq.load(path) for path in (options.a, options.b))
+    first, second = (path if path.suffix.lower() == ".onnx" else saved_model(path) for path in (options.a, options.b))
     model = next((form for form in (first, second) if not isinstance(form, Path)), None)
     if model is None:
         raise ConfigurationError(

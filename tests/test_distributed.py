@@ -76,6 +76,7 @@ def work(rank: int, directory: str, pickled: fx.GraphModule) -> None:
             "one without": one_without(rank),
             "failed": failed(rank),
             "alone": alone(rank),
+            "missing": missing(rank),
             "trained": trained(rank, pickled),
             "frozen": frozen(rank),
         }
@@ -125,6 +126,21 @@ def alone(rank: int) -> Any:
     if rank == 1:
         fxq.calibrate(prepared, shard(1), distributed=False)
     return fxq.qparams(prepared)
+
+
+def without_relu() -> fx.GraphModule:
+    """What it observes of the first convolution is in front of the ReLU, and says nothing of the two fused."""
+    mapping = fxq.QConfigMapping(fxq.QConfig(fxq.ActivationConfig(observer=MinMaxObserver))).set_module_name("2", None)
+    return fxq.prepare(network(), shards()[0], "bayes-e", mapping)
+
+
+def missing(rank: int) -> Any:
+    """Most scales come from what every rank was given, the others from all shards."""
+    seen = fxq.observations(fxq.calibrate(without_relu(), shards(), distributed=False))
+    prepared = prepare(MinMaxObserver, observations=seen)
+    known = {name for name, scale in fxq.qparams(prepared).items() if scale == scale}
+    fxq.calibrate(prepared, shard(rank), only_missing=True)
+    return known, fxq.qparams(prepared), observations(prepared)
 
 
 def trained(rank: int, prepared: fx.GraphModule) -> Any:
@@ -224,6 +240,17 @@ def test_a_failure_reaches_all_ranks(found: list[dict[str, Any]]) -> None:
 def test_a_rank_may_calibrate_alone(found: list[dict[str, Any]]) -> None:
     assert all(scale != scale for scale in found[0]["alone"].values())
     assert all(scale == scale for scale in found[1]["alone"].values())
+
+
+def test_ranks_that_observe_only_what_is_missing_agree(found: list[dict[str, Any]]) -> None:
+    (known, scales, seen), (_, others, others_seen) = (rank["missing"] for rank in found)
+    assert scales == others
+    assert equal(seen, others_seen)
+    single = prepare(MinMaxObserver)
+    fxq.calibrate(single, shards())
+    assert scales == fxq.qparams(single)
+    assert 0 < len(known) < len(scales)
+    assert {int(value) for name, value in seen.items() if name.endswith(".count")} == {len(shards())}
 
 
 # ---- training -----------------------------------------------------------------------------------------------------------

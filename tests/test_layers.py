@@ -51,12 +51,14 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.quantization.batches": {"errors", "graph", "facts"},
     "fxquant.quantization.distributed": {"errors", "observers"},
     "fxquant.quantization.calibration": BASE | {"batches", "distributed", "graph", "prepared", "progress", "quantizer", "state"},
+    "fxquant.quantization.observations": BASE | {"calibration", "graph", "ops", "prepared", "quantizer"},
     "fxquant.frontend": {"arguments", "carried", "errors", "graph", "spec", "frontend", "facts", "model"},
     "fxquant.serialization": BASE
     | {
         "batch_norm",
         "graph",
         "learning",
+        "observations",
         "ops",
         "prepared",
         "primitives",

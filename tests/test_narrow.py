@@ -99,7 +99,7 @@ def test_dtypes_mix(tmp_path: Path) -> None:
 
     wide = fxq.QConfig()
     mapping = fxq.QConfigMapping(fxq.QConfig(fxq.ActivationConfig("int4"), fxq.WeightConfig("int4"), input=fxq.ActivationConfig("int8")))
-    mapping.set_module_name("b", wide).set_module_name("head", wide)
+    mapping = mapping.set_module_name("b", wide).set_module_name("head", wide)
     batch = torch.randn(4, 2, 6, 6)
     prepared, integer = contract.compiled(Mixed(), [batch], qconfig=mapping)
     dtypes = {node.name: known.dtype for node in integer.graph.nodes if (known := qparams(node)) is not None}

@@ -193,7 +193,7 @@ def test_operators_of_every_width_in_one_file(target: str, tmp_path: Path) -> No
     for index in range(len(inputs)):
         width = WIDTHS[(index + index // 2) % 3] if target == "nash-e" else WIDTHS[1 + index % 2]
         weight = fxq.WeightConfig("int4") if index % 4 == 0 else fxq.WeightConfig()
-        config.set_module_name(f"models.{index}", fxq.QConfig(fxq.ActivationConfig(width), weight))
+        config = config.set_module_name(f"models.{index}", fxq.QConfig(fxq.ActivationConfig(width), weight))
     batch = tuple(value for values in inputs for value in values)
     integer = compiled(model, [batch], target, config).integer
     report = fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [batch], show_progress=False)

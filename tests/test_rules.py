@@ -56,7 +56,7 @@ def mapping(*rules: tuple[str, Any, Any]) -> fxq.QConfigMapping:
     """A mapping of rules, each the setter's name without set_, its key, and what it chooses."""
     made = fxq.QConfigMapping()
     for kind, key, chosen in rules:
-        getattr(made, f"set_{kind}")(key, chosen)
+        made = getattr(made, f"set_{kind}")(key, chosen)
     return made
 
 
@@ -160,7 +160,7 @@ CONFLICTS: dict[str, tuple[list[tuple[str, Any, Any]], str, str]] = {  # rules, 
 def test_conflicts_in_one_fused_operator(rules: list[tuple[str, Any, Any]], output: str, weight: str) -> None:
     made = mapping(*(rule for rule in rules if rule[0] != "global"))
     if rules[0][0] == "global":
-        made.set_global(None)
+        made = made.set_global(None)
     found = fused_config(made)
     assert (found.output.dtype, found.weight.dtype) == (output, weight)
 

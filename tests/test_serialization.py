@@ -517,7 +517,7 @@ def everything(target: str) -> Any:
     x = torch.randn(4, 3, 8, 8)
     wide = fxq.QConfig(fxq.ActivationConfig("int16"), fxq.WeightConfig("int16" if target == "nash-e" else "int8"))
     mapping = fxq.QConfigMapping().set_module_name("act", wide).set_module_name("again", wide)
-    mapping.set_module_name("head", fxq.QConfig(fxq.ActivationConfig("int32")))
+    mapping = mapping.set_module_name("head", fxq.QConfig(fxq.ActivationConfig("int32")))
     return fxq.quantize(Everything().eval(), [x], target, mapping, show_progress=False).integer
 
 

@@ -148,7 +148,7 @@ class Mixed(nn.Module):
 def test_int8_and_int16_layers_meet(wide: tuple[str, ...], target: str, weight: str, tmp_path: Path) -> None:
     mapping = fxq.QConfigMapping(fxq.QConfig(activations("int8")))
     for name in wide:
-        mapping.set_module_name(name, wide_config(weight))
+        mapping = mapping.set_module_name(name, wide_config(weight))
     torch.manual_seed(0)
     integer = assert_contract(Mixed(), torch.randn(4, 3, 8, 8), target, mapping, tmp_path)
     dtypes = {name: qparams(node).dtype for node in integer.graph.nodes if (name := node.name) in ("first", "second", "third", "last")}

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
+from fxquant.analysis.inspection import saved_model
 from fxquant.cli import main
 
 
@@ -50,6 +51,7 @@ class World:
         self.result = fxq.Result(self.model, self.prepared, self.integer)
         self.uncalibrated = fxq.prepare(self.model, batch(), "nash-e")
         self.report = fxq.Report()
+        self.observations = fxq.observations(self.prepared)
 
     def _compiled(self) -> tuple[Any, Any]:
         prepared = fxq.prepare(self.model, batch(), "nash-e")
@@ -76,6 +78,7 @@ PATHS = [None, 5, 1.5, "", b"model", [], ["a", "b"], "a\0b", True, UNPRINTABLE]
 CALLABLES = [5, "identity", [], "", {}, 1.5, True]
 CHOSEN = ["int8", 5, {}, [], True, fxq.QConfig, fxq.ActivationConfig(), fxq.QConfigMapping(), torch.int8]
 MODELS = [None, 5, "model", [], {}, lambda x: x, nn.Module, torch.ones(2), Path("model.fxq"), UNPRINTABLE]
+OBSERVATIONS = ["seen", 5, {}, [], True, {"conv": (0.0, 1.0)}, fxq.Observations, Path("seen.fxq")]
 GRAPHS = [*MODELS, nn.Linear(2, 2)]
 EXAMPLES = [
     None,
@@ -120,6 +123,7 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
             "qconfig": [value for value in CHOSEN if not isinstance(value, fxq.QConfigMapping)],
             "dynamic_shapes": [5, "batch", [], {"image": 0}],
             "batch_norm": [None, "", "dead", True, 5, [], ["live"]],
+            "observations": OBSERVATIONS,
             "until": [*UNTIL, "integer.lower", fxq.Stage.INTEGER],
             "debug": DEBUGS,
             "dump": [5, 1.5, "", b"dump", [], True, "a\0b"],
@@ -141,6 +145,7 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
             "num_batches": [*COUNTS, 0],
             "batch_fn": CALLABLES,
             "distributed": [*FLAGS, None],
+            "only_missing": [*FLAGS, None],
             "show_progress": FLAGS,
         },
     ),
@@ -152,6 +157,7 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
             "target": TARGETS,
             "qconfig": CHOSEN[:7],
             "batch_norm": ["lively", None, 3, "", True],
+            "observations": OBSERVATIONS,
             "num_batches": [*COUNTS, 0],
             "batch_fn": CALLABLES,
             "distributed": [*FLAGS, None],
@@ -175,6 +181,7 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
         lambda w: (fxq.freeze, {"prepared": w.prepared}),
         {"prepared": GRAPHS, "scales": [*FLAGS, None], "batch_norm": [*FLAGS, None, "live"]},
     ),
+    "observations": (lambda w: (fxq.observations, {"prepared": w.prepared}), {"prepared": GRAPHS}),
     "qparams": (lambda w: (fxq.qparams, {"prepared": w.prepared}), {"prepared": GRAPHS}),
     "set_qparams": (
         lambda w: (fxq.set_qparams, {"prepared": w.uncalibrated, "scales": {"conv": 0.5}}),
@@ -347,6 +354,7 @@ def test_every_public_name_is_in_the_table() -> None:
         "Findings",
         "Observer",
         "MinMaxObserver",
+        "Observations",
         "Stage",
         "Target",
         "Result",
@@ -384,6 +392,9 @@ ACCEPTED: dict[str, Callable[[World], Any]] = {
     "a string as path": lambda w: fxq.load(str(w.file)),
     "dynamic_shapes: nothing varies": lambda w: fxq.trace(w.model, batch(), {}),
     "one tensor as batches": lambda w: fxq.calibrate(fxq.prepare(w.model, batch()), batch(), show_progress=False),
+    "observations from a file": lambda w: fxq.prepare(
+        w.model, batch(), "nash-e", observations=fxq.load(fxq.save(w.observations, w.directory / "seen.fxq"))
+    ),
     "a mapping without rules": lambda w: fxq.prepare(w.model, batch(), "bayes", fxq.QConfigMapping()),
     "types: a class, a function, a method": lambda w: fxq.QConfigMapping(types={nn.Conv2d: None, F.relu: None, "relu": None}),
     "an observer by class, instance, partial, function": lambda w: [
@@ -432,6 +443,10 @@ PLACES: dict[str, Callable[[World], Any]] = {
     "verify: a folder": lambda w: fxq.verify(w.integer, w.directory, [batch()]),
     "verify: a saved model": lambda w: fxq.verify(w.integer, w.file, [batch()]),
     "verify: two files": lambda w: fxq.verify(w.onnx, w.onnx, [batch()]),
+    "observations of another model": lambda w: fxq.prepare(nn.Linear(6, 2), batch(), observations=w.observations),
+    "observations and until": lambda w: fxq.prepare(w.model, batch(), observations=w.observations, until="rules.match"),
+    "observations of nothing": lambda w: fxq.observations(w.uncalibrated),
+    "a file of observations as a model": lambda w: saved_model(fxq.save(w.observations, w.directory / "seen.fxq")),
     "scale and threshold": lambda w: fxq.ActivationConfig(scale=1.0, threshold=1.0),
     "a scale for a sum": lambda w: fxq.ActivationConfig("int32", scale=1.0),
     "a threshold for a sum": lambda w: fxq.ActivationConfig("int32", threshold=1.0),

@@ -185,7 +185,7 @@ def _prepare(case: Case) -> str:
     if mapped:
         default = qconfig(case.config) if case.config != Config() else ""
         lines.append(f"qconfig = fxq.QConfigMapping({default})")
-        lines += [f"qconfig.{rule.method}({rule.where}, {qconfig(rule.config)})" for rule in mapped]
+        lines += [f"qconfig = qconfig.{rule.method}({rule.where}, {qconfig(rule.config)})" for rule in mapped]
         options.append("qconfig=qconfig")
     elif case.config != Config():
         options.append(f"qconfig={qconfig(case.config)}")

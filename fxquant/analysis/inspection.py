@@ -18,7 +18,7 @@ import fxquant as fxq
 from fxquant.analysis.explain import left_in_float
 from fxquant.backends.onnx import reading
 from fxquant.backends.onnx.runtime import OnnxModel
-from fxquant.errors import ConfigurationError
+from fxquant.errors import ConfigurationError, ExportError
 from fxquant.facts import DTYPE_NAMES, TensorFact
 from fxquant.graph import annotation, fact, qparams, resolve, source
 from fxquant.primitives import PRIMITIVES
@@ -76,7 +76,17 @@ class Contents:
 
 def read(path: str | os.PathLike[str]) -> Contents:
     """What a file holds: an ONNX file if its name ends so, else a saved model. Raises ExportError if it is neither."""
-    return _of_onnx(OnnxModel(path)) if Path(path).suffix.lower() == ".onnx" else _of_model(Path(path), fxq.load(path))
+    return _of_onnx(OnnxModel(path)) if Path(path).suffix.lower() == ".onnx" else _of_model(Path(path), saved_model(path))
+
+
+def saved_model(path: str | os.PathLike[str]) -> fx.GraphModule:
+    """The model in a file that `save` wrote. Raises ExportError if it holds none."""
+    loaded = fxq.load(path)
+    if not isinstance(loaded, fx.GraphModule):
+        raise ExportError(
+            f"{path} holds no model", because="it holds observations, which are no graph", remedy="pass a file with a saved model"
+        )
+    return loaded
 
 
 def _of_onnx(opened: OnnxModel) -> Contents:

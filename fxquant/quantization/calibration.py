@@ -104,18 +104,24 @@ def calibrate(
     batch_fn: Callable[[Any], Any] | None = None,
     *,
     distributed: bool = True,
+    only_missing: bool = False,
     show_progress: bool | None = None,
 ) -> None:
     """Observe the batches, set every scale, and leave the model in state VALIDATE.
 
     `batches` yields tensors, tuples or dicts; the leading items fill forward's inputs, and the rest (labels)
     is dropped. `batch_fn` maps a batch to the inputs. Memory does not grow with the number of batches. Where
-    torch.distributed is in use, every rank observes its own batches, and all of them get the same scales.
+    torch.distributed is in use, every rank observes its own batches, and all of them get the same scales. With
+    `only_missing`, tensors that have a scale are left as they are, and no batch is taken if all have one.
 
     Raises CalibrationError if there is no batch, or one does not fit the model, or holds NaN or infinite
     values; what was observed before stays observed, and the state is CALIBRATE.
     """
     require_prepared(prepared)
+    known = [quantizer for operator in quantized_operators(prepared).values() for quantizer in owned_quantizers(operator)]
+    if only_missing and all(quantizer.calibrated for quantizer in known):
+        set_state(prepared, State.VALIDATE)
+        return
     set_state(prepared, State.CALIBRATE)
     several = distributed and ranks.count() > 1
     if several and ranks.index() > 0 and show_progress is None:
@@ -130,9 +136,23 @@ def calibrate(
             seen += 1
         return seen
 
-    if not (_on_all_ranks(prepared, observe) if several else observe()):
-        raise no_batches(num_batches)
+    with _paused(quantizer for quantizer in known if only_missing and quantizer.calibrated):
+        if not (_on_all_ranks(prepared, observe) if several else observe()):
+            raise no_batches(num_batches)
     set_state(prepared, State.VALIDATE)
+
+
+@contextmanager
+def _paused(quantizers: Iterable[Quantizer]) -> Iterator[None]:
+    """These quantizers observe nothing meanwhile."""
+    chosen = list(quantizers)
+    try:
+        for quantizer in chosen:
+            quantizer.paused = True
+        yield
+    finally:
+        for quantizer in chosen:
+            quantizer.paused = False
 
 
 def _on_all_ranks(prepared: nn.Module, observe: Callable[[], int]) -> int:

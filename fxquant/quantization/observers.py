@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +73,10 @@ class MinMaxObserver(Observer):
         return torch.maximum(self.low.abs(), self.high.abs())
 
     def observe(self, value: Tensor) -> None:
-        low, high = finite_range(value)
+        self.take(value, *finite_range(value))
+
+    def take(self, value: Tensor, low: Tensor, high: Tensor) -> None:
+        """Take in a batch whose range is known."""
         first = self.count == 0
         self.low.copy_(torch.where(first, low, torch.minimum(self.low, low)))
         self.high.copy_(torch.where(first, high, torch.maximum(self.high, high)))
@@ -102,7 +106,10 @@ class MovingAverageMinMaxObserver(MinMaxObserver):
         self.averaging_constant = averaging_constant
 
     def observe(self, value: Tensor) -> None:
-        low, high = finite_range(value)
+        self.take(value, *finite_range(value))
+
+    def take(self, value: Tensor, low: Tensor, high: Tensor) -> None:
+        """Take in a batch whose range is known."""
         self.count += 1
         weight = torch.clamp_min(1 / self.count, self.averaging_constant)
         self.low += (low - self.low) * weight
@@ -144,7 +151,10 @@ class HistogramObserver(Observer):
         self.register_buffer("counts", torch.zeros(bins, dtype=torch.float64, device="cpu"))
 
     def observe(self, value: Tensor) -> None:
-        low, high = finite_range(value)
+        self.take(value, *finite_range(value))
+
+    def take(self, value: Tensor, low: Tensor, high: Tensor) -> None:
+        """Take in a batch whose range is known."""
         largest = torch.maximum(low.abs(), high.abs())
         self._grow(float(largest))
         flat = sampled(value.detach(), self.sample).float().abs()
@@ -208,6 +218,62 @@ class PercentileObserver(HistogramObserver):
 
     def extra_repr(self) -> str:
         return f"percentile={self.percentile}, bins={self.bins}"
+
+
+def standard() -> list[Observer]:
+    """New observers that gather, between them, what each of fxquant's needs with its usual settings."""
+    return [MinMaxObserver(), MovingAverageMinMaxObserver(), HistogramObserver()]
+
+
+Gathering = tuple[str, tuple[tuple[str, float], ...]]  # the name of a class, and the settings that say what it gathers
+
+
+def observe_together(observers: Sequence[Observer], value: Tensor) -> None:
+    """Let observers take in one batch of real values, whose range is computed once for all of fxquant's.
+
+    Raises ValueError, and changes none of these, if any value is NaN or infinite.
+    """
+    low, high = finite_range(value)
+    for observer in observers:
+        if gathering(observer) is None:
+            observer.observe(value)
+        else:
+            cast(_Gathers, observer).take(value, low, high)
+
+
+def gathering(observer: Observer) -> Gathering | None:
+    """How an observer gathers, so that observers of one way, which differ in how they choose a scale, can take over from each other.
+
+    None if its class has a method `observe` of its own, whose statistics mean something to that class alone.
+    """
+    for kind, names in _GATHERING.items():
+        if type(observer).observe is kind.observe:
+            return kind.__name__, tuple((name, getattr(observer, name)) for name in names)
+    return None
+
+
+_Gathers = MinMaxObserver | HistogramObserver
+_GATHERING: Mapping[type[Observer], tuple[str, ...]] = {
+    MinMaxObserver: (),
+    MovingAverageMinMaxObserver: ("averaging_constant",),
+    HistogramObserver: ("bins", "sample"),
+}
+
+
+def settings(observer: Observer) -> tuple[Any, ...]:
+    """What tells an observer that has seen nothing from others: its class, its attributes, and the same of observers inside of it.
+
+    Buffers are what was observed, and no settings.
+    """
+    own = {
+        name: value.tolist() if isinstance(value, Tensor) else value
+        for name, value in observer.__dict__.items()
+        if name not in _EVERY_MODULES
+    }
+    return type(observer), own, [(name, settings(child)) for name, child in observer.named_children() if isinstance(child, Observer)]
+
+
+_EVERY_MODULES = frozenset(nn.Module().__dict__)
 
 
 def sampled(value: Tensor, count: int) -> Tensor:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxquant.errors import CalibrationError, NotCalibrated, NotFinite
 from fxquant.numerics import INT32, SMALLEST_SCALE, IntType
 from fxquant.quantization.learning import TrainableScale
-from fxquant.quantization.observers import Observer
+from fxquant.quantization.observers import Observer, gathering, observe_together, standard
 from fxquant.quantization.spec import FROZEN, LEARNED, STATISTICS
 
 
@@ -21,6 +21,8 @@ class Quantizer(TrainableScale):
     fixed. `training` says what it does in state TRAIN (see ActivationConfig); `frozen` ends that.
 
     range   the range of the batches, which "statistics" follow; None where the scale is fixed
+    others  the observers, by class, that gather beside this one in calibration, so that what was observed can serve any of fxquant's
+            observers: see `observations`. They have no say in the scale
     taken   int64 scalar: how many batches the scale has taken in; `range` may have seen more
     """
 
@@ -45,6 +47,8 @@ class Quantizer(TrainableScale):
         self.mode = training  # `training` is PyTorch's flag of every module
         self.power_of_two = power_of_two
         self.range = None if observer is None else observer.follower()
+        self.others = nn.ModuleDict() if observer is None else _beside(observer)
+        self.paused = False  # whether batches pass by unobserved
         self.name, self.source, self.module_path = name, source, module
         self.register_buffer("taken", torch.zeros((), dtype=torch.int64, device="cpu"))
         self.frozen = False
@@ -80,13 +84,17 @@ class Quantizer(TrainableScale):
         """Whether the scale was given rather than observed."""
         return self.observer is None and not self.follows_sum
 
+    @property
+    def observers(self) -> list[Observer]:
+        """All that observe in calibration: the one that chooses the scale, the range, the others; none where the scale is fixed."""
+        return [child for child in (self.observer, self.range, *self.others.values()) if isinstance(child, Observer)]
+
     def observe(self, value: Tensor) -> None:
         """Let the observer see real values. Raises CalibrationError if any is NaN or infinite."""
-        if self.observer is None or self.range is None or self.frozen:
+        if self.observer is None or self.frozen or self.paused:
             return
         try:
-            self.observer.observe(value)
-            self.range.observe(value)
+            observe_together(self.observers, value)
         except ValueError as error:
             raise self._cannot_observe(error) from None
 
@@ -144,7 +152,7 @@ class Quantizer(TrainableScale):
         """A scale that was given has no observations; those that are here then stay."""
         if bool(state_dict.get(prefix + "stopped", False)):
             for name, value in self.state_dict(prefix=prefix).items():
-                if name.startswith((prefix + "observer.", prefix + "range.")):
+                if name.startswith((prefix + "observer.", prefix + "range.", prefix + "others.")):
                     state_dict.setdefault(name, value)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -169,6 +177,10 @@ class Quantizer(TrainableScale):
 
     def extra_repr(self) -> str:
         return f"{self.dtype}, scale={self.scale.item():.6g}{', fixed' if self.observer is None or self.frozen else ', ' + self.mode}"
+
+
+def _beside(observer: Observer) -> nn.ModuleDict:
+    return nn.ModuleDict({type(other).__name__: other for other in standard() if gathering(other) != gathering(observer)})
 
 
 def round_up_to_power_of_two(scale: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ import copy
 import logging
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from fxquant.arguments import KINDS, Kind, checked, checked_class, instance, shown, such
 from fxquant.errors import ConfigurationError, FxQuantError
 from fxquant.numerics import ACTIVATION_TYPES, WEIGHT_TYPES, IntType, is_scale, scale_from_threshold
-from fxquant.quantization.observers import HistogramObserver, Observer
+from fxquant.quantization.observers import HistogramObserver, Observer, settings
 
 LEARNED, STATISTICS, FROZEN = "learned", "statistics", "frozen"
 
@@ -33,7 +34,7 @@ def _dtype(value: Any) -> str:
 
 
 def _observer(value: Any) -> Any:
-    """An observer to copy, or what makes one. Raises ValueError for anything else."""
+    """What makes an observer, or a copy of one that has seen nothing. Raises ValueError for anything else."""
     try:
         made = value if isinstance(value, Observer) else value()
     except FxQuantError:
@@ -42,7 +43,14 @@ def _observer(value: Any) -> Any:
         raise ValueError(f"calling it raises {type(error).__name__}: {error}") from error
     if type(made) is Observer or not isinstance(made, Observer):
         raise ValueError(f"{shown(made)} is none")
-    return value
+    return _unused(value) if isinstance(value, Observer) else value
+
+
+def _unused(observer: Observer) -> Observer:
+    """A copy of an observer, with its settings, that has seen nothing."""
+    copied = copy.deepcopy(observer)
+    copied.reset()
+    return copied
 
 
 DTYPE = Kind("a dtype by name, like 'int8'", _dtype)
@@ -62,6 +70,9 @@ class ActivationConfig:
                    "learned"     it is a parameter with the gradient of LSQ
                    "frozen"      it stays
     power_of_two   round an observed or learned scale up to a power of two, as some targets do for all scales
+
+    Immutable. Two are equal if they ask for the same: their observers are compared by class and settings, however they are made,
+    and an observer that is given is copied.
     """
 
     dtype: str = "int8"
@@ -100,11 +111,21 @@ class ActivationConfig:
 
     def new_observer(self) -> Observer:
         """An observer of its own for a tensor."""
-        if not isinstance(self.observer, Observer):
-            return self.observer()
-        copied = copy.deepcopy(self.observer)
-        copied.reset()
-        return copied
+        return _unused(self.observer) if isinstance(self.observer, Observer) else self.observer()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ActivationConfig):
+            return NotImplemented
+        if self._plain != other._plain:
+            return False
+        return self.observer is other.observer or settings(self.new_observer()) == settings(other.new_observer())
+
+    def __hash__(self) -> int:
+        return hash((*self._plain, self.observer if isinstance(self.observer, type) else type(self.new_observer())))
+
+    @property
+    def _plain(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, part.name) for part in fields(self) if part.name != "observer")
 
     @property
     def fixed_scale(self) -> float | None:
@@ -218,40 +239,65 @@ SPELLING = Kind("a module's class, a function like F.relu, or the name of a tens
 
 
 @checked_class(default=CHOSEN, types=_rules(_spelling), patterns=_rules(KINDS["pattern"].take), names=_rules(KINDS["name"].take))
-@dataclass
+@dataclass(frozen=True, eq=False)
 class QConfigMapping:
     """Which QConfig applies where: global < operator or module type < name pattern < name < the attribute `qconfig` of a module.
 
     Names are dotted module paths ("layer1.0.conv1") or node names; a name also covers everything below it, and so does
     whatever a pattern matches from the start of a path on. A QConfig of None keeps what it applies to in float. Of an
-    operator that several of the model's are fused into, each has its say: see the guide. Setters return the mapping, so
-    calls chain. A mapping is only read when it is used, and serves any number of models.
+    operator that several of the model's are fused into, each has its say: see the guide.
+
+    A mapping is a value: it never changes, is equal to another that says the same, and serves any number of models. The setters,
+    which have PyTorch's names, change nothing, unlike PyTorch's: each returns a mapping with one rule more, so calls chain.
+    Of patterns the first that matches counts, so their order is part of the value.
     """
 
     default: Chosen = field(default_factory=QConfig)
-    types: dict[Any, Chosen] = field(default_factory=dict)
-    patterns: dict[str, Chosen] = field(default_factory=dict)
-    names: dict[str, Chosen] = field(default_factory=dict)
+    types: Mapping[Any, Chosen] = field(default_factory=dict)
+    patterns: Mapping[str, Chosen] = field(default_factory=dict)
+    names: Mapping[str, Chosen] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("types", "patterns", "names"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     @checked(qconfig=CHOSEN)
     def set_global(self, qconfig: Chosen) -> QConfigMapping:
-        self.default = qconfig
-        return self
+        """This mapping with another default."""
+        return replace(self, default=qconfig)
 
     @checked(kind=SPELLING, qconfig=CHOSEN)
     def set_object_type(self, kind: Any, qconfig: Chosen) -> QConfigMapping:
-        self.types[kind] = qconfig
-        return self
+        """This mapping with a rule for a module's class, a function, or a tensor's method by name."""
+        return replace(self, types={**self.types, kind: qconfig})
 
     @checked(qconfig=CHOSEN)
     def set_module_name_regex(self, pattern: str, qconfig: Chosen) -> QConfigMapping:
-        self.patterns[pattern] = qconfig
-        return self
+        """This mapping with a rule for module paths that a regular expression matches; one that is there keeps its place."""
+        return replace(self, patterns={**self.patterns, pattern: qconfig})
 
     @checked(qconfig=CHOSEN)
     def set_module_name(self, name: str, qconfig: Chosen) -> QConfigMapping:
-        self.names[name] = qconfig
-        return self
+        """This mapping with a rule for a module's path or a node's name."""
+        return replace(self, names={**self.names, name: qconfig})
+
+    @property
+    def _value(self) -> tuple[Any, ...]:
+        return self.default, frozenset(self.types.items()), tuple(self.patterns.items()), frozenset(self.names.items())
+
+    def __eq__(self, other: object) -> bool:
+        return self._value == other._value if isinstance(other, QConfigMapping) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copied and pickled as it was made: what makes its dicts read-only can be neither.
+        return type(self), (self.default, dict(self.types), dict(self.patterns), dict(self.names))
+
+    def __repr__(self) -> str:
+        rules = {name: dict(getattr(self, name)) for name in ("types", "patterns", "names")}
+        return f"QConfigMapping({', '.join([f'default={self.default!r}', *(f'{name}={held!r}' for name, held in rules.items() if held)])})"
 
     def rules(self) -> list[tuple[Rule, Chosen]]:
         """Every rule but the default, with what it chooses."""

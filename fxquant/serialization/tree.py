@@ -250,6 +250,8 @@ class TreeReader:
             module = self._layer(look_up(LAYERS, name, "class"), arguments, len(expect(entry.get("parameters", {}), dict)))
         form = _form(module)
         self.fill(module, entry)
+        if isinstance(module, Quantizer) and not _observes_beside(module):
+            raise Malformed("what gathers in a Quantizer beside its observer are no observers")
         if isinstance(module, _OWN) and _form(module) != form:
             raise Malformed(f"the buffers of a {name} are not what they should be")
         shapes = {tensor: size for tensor, size, _ in _form(module)}
@@ -339,6 +341,11 @@ class TreeReader:
     def _tensor(self, name: Any) -> Tensor | None:
         found: Tensor | None = None if name is None else look_up(self._tensors, name, "tensor")
         return found
+
+
+def _observes_beside(quantizer: Quantizer) -> bool:
+    others = quantizer._modules.get("others")
+    return isinstance(others, nn.ModuleDict) and all(isinstance(other, Observer) for other in others.values())
 
 
 def _derived(module: nn.Module) -> tuple[str, ...]:

@@ -1,0 +1,201 @@
+"""QConfigs and mappings are values: nothing changes them, and equal ones say the same."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import logging
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxquant as fxq
+
+ACT = fxq.ActivationConfig
+WIDE, NARROW = fxq.QConfig(ACT("int16")), fxq.QConfig(ACT("int4"))
+SETTERS: dict[str, tuple[Any, Any]] = {  # a key, and another one
+    "object_type": (nn.Conv2d, F.relu),
+    "module_name_regex": (r"stem\..*", "head"),
+    "module_name": ("stem.0", "head"),
+}
+
+
+def full() -> fxq.QConfigMapping:
+    """A mapping with a rule of every kind."""
+    made = fxq.QConfigMapping().set_global(NARROW)
+    for name, (key, _) in SETTERS.items():
+        made = getattr(made, f"set_{name}")(key, WIDE)
+    return made
+
+
+# ---- mappings ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SETTERS)
+def test_a_setter_returns_a_mapping_with_one_rule_more_and_changes_none(name: str) -> None:
+    before, kept = full(), full()
+    key, other = SETTERS[name]
+    more = getattr(before, f"set_{name}")(other, None)
+    changed = getattr(before, f"set_{name}")(key, NARROW)
+    assert before == kept
+    assert len({before, more, changed}) == 3
+    assert [rule for rule in more.rules() if rule not in before.rules()] == [
+        rule for rule in more.rules() if rule[0].key is other and rule[1] is None
+    ]
+    assert len(more.rules()) == len(before.rules()) + 1
+    assert [rule for rule, _ in changed.rules()] == [rule for rule, _ in before.rules()]
+
+
+def test_the_default_is_set_in_a_mapping_of_its_own() -> None:
+    before = full()
+    assert (before.set_global(None).default, before.default) == (None, NARROW)
+    assert before.set_global(None).rules() == before.rules()
+
+
+def test_nothing_of_a_mapping_can_be_assigned() -> None:
+    made: Any = full()
+    for name in ("default", "types", "patterns", "names"):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(made, name, {})
+    for rules in (made.types, made.patterns, made.names):
+        with pytest.raises(TypeError):
+            rules["stem"] = None
+        with pytest.raises(AttributeError):
+            rules.clear()
+    assert made == full()
+
+
+def test_the_callers_dicts_are_copied() -> None:
+    types, patterns, names = {nn.Linear: WIDE}, {"stem": WIDE}, {"head": WIDE}
+    made = fxq.QConfigMapping(NARROW, types, patterns, names)
+    before = copy.deepcopy(made)
+    types[nn.Conv2d] = patterns["head"] = names["stem"] = NARROW
+    names["head"] = NARROW
+    assert made == before
+
+
+def test_equal_mappings_are_those_that_say_the_same() -> None:
+    head = fxq.QConfigMapping().set_module_name("head", WIDE).set_module_name("stem", NARROW)
+    assert head == fxq.QConfigMapping().set_module_name("stem", NARROW).set_module_name("head", fxq.QConfig(ACT("int16")))
+    assert hash(head) == hash(fxq.QConfigMapping(names={"stem": NARROW, "head": WIDE}))
+    assert head != head.set_module_name("head", NARROW)
+    assert head != head.names
+    # Of two patterns that match the first one counts.
+    one, other = (("stem", WIDE), ("stem.0", NARROW)), (("stem.0", NARROW), ("stem", WIDE))
+    assert fxq.QConfigMapping(patterns=dict(one)) != fxq.QConfigMapping(patterns=dict(other))
+
+
+def pickled(made: Any) -> Any:
+    return pickle.loads(pickle.dumps(made))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickled])
+def test_copies_are_equal(copied: Callable[[Any], Any]) -> None:
+    made = full().set_global(fxq.QConfig(ACT(observer=fxq.PercentileObserver(99.0))))
+    assert copied(made) == made
+    assert hash(copied(made)) == hash(made)
+
+
+def test_a_mapping_is_shown_as_it_is_made() -> None:
+    names: dict[str, Any] = {name: getattr(fxq, name) for name in ("ActivationConfig", "QConfig", "QConfigMapping", "WeightConfig")}
+    made = fxq.QConfigMapping(fxq.QConfig(ACT(observer=fxq.MinMaxObserver, scale=0.5)), names={"head": None}, patterns={"stem": None})
+    written = repr(made).replace("<class 'fxquant.quantization.observers.", "").replace("'>", "")
+    assert eval(written, {**names, "MinMaxObserver": fxq.MinMaxObserver, "HistogramObserver": fxq.HistogramObserver}) == made
+
+
+def told(caplog: pytest.LogCaptureFixture, qconfig: Any) -> list[str]:
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "fxquant"):
+        fxq.prepare(nn.Sequential(nn.Conv2d(2, 2, 1)), torch.randn(2, 2, 4, 4), qconfig=qconfig, until="rules.match")
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_mapping_whose_setters_results_were_dropped_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    mapping = fxq.QConfigMapping()
+    mapping.set_module_name("0", WIDE)  # as with PyTorch's, which changes
+    (line,) = told(caplog, mapping)
+    assert "has no rules" in line
+    assert "mapping = mapping.set_module_name(...)" in line
+    assert told(caplog, None) == told(caplog, fxq.QConfig()) == told(caplog, mapping.set_module_name("0", WIDE)) == []
+
+
+def test_the_rules_in_effect_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "fxquant"):
+        fxq.prepare(nn.Conv2d(2, 2, 1), torch.randn(2, 2, 4, 4), qconfig=full(), until="rules.match")
+    assert "rules of the qconfig: name stem.0, pattern stem\\..*, type Conv2d" in [record.getMessage() for record in caplog.records]
+
+
+def test_a_mapping_used_again_tells_again_what_matched_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    mapping = fxq.QConfigMapping().set_module_name("typo", WIDE)
+    first, second = told(caplog, mapping), told(caplog, mapping)
+    assert first == second == ["this rule of the qconfig matched nothing: name typo"]
+
+
+# ---- observers in a config ------------------------------------------------------------------------------------------------------
+
+
+class Halved(fxq.MinMaxObserver):
+    """An observer of a user's, with settings of its own, one of which is a tensor."""
+
+    def __init__(self, factor: float = 0.5, steps: tuple[float, ...] = (1.0, 2.0)) -> None:
+        super().__init__()
+        self.factor, self._steps = factor, torch.tensor(steps)
+
+    def scale(self, dtype: Any) -> Tensor:
+        return super().scale(dtype) * self.factor
+
+
+SAME: list[list[Any]] = [  # observers that are equal among themselves, and to none of another list
+    [fxq.HistogramObserver, fxq.HistogramObserver(), functools.partial(fxq.HistogramObserver, bins=2048), lambda: fxq.HistogramObserver()],
+    [fxq.HistogramObserver(bins=64), functools.partial(fxq.HistogramObserver, 64)],
+    [fxq.HistogramObserver(sample=64)],
+    [fxq.PercentileObserver, fxq.PercentileObserver(99.99)],
+    [fxq.PercentileObserver(99.9), lambda: fxq.PercentileObserver(99.9)],
+    [fxq.MinMaxObserver, fxq.MinMaxObserver()],
+    [fxq.MovingAverageMinMaxObserver, fxq.MovingAverageMinMaxObserver(0.01)],
+    [fxq.MovingAverageMinMaxObserver(0.1)],
+    [Halved, Halved(0.5)],
+    [Halved(0.25)],
+    [Halved(steps=(1.0, 3.0)), functools.partial(Halved, steps=(1.0, 3.0))],
+]
+
+
+def test_observers_are_compared_by_class_and_settings() -> None:
+    configs = [[ACT(observer=observer) for observer in group] for group in SAME]
+    for index, group in enumerate(configs):
+        for other, others in enumerate(configs):
+            assert {one == two for one in group for two in others} == {index == other}
+        assert len({hash(config) for config in group}) == 1
+    assert len({config for group in configs for config in group}) == len(SAME)
+    assert ACT(observer=fxq.MinMaxObserver) != ACT("int16", observer=fxq.MinMaxObserver)
+    assert ACT() != "int8"
+
+
+def test_an_observer_that_is_given_is_copied() -> None:
+    template: Any = fxq.PercentileObserver(99.0)
+    config = ACT(observer=template)
+    template.observe(torch.randn(64))
+    template.percentile = 50.0
+    assert config == ACT(observer=fxq.PercentileObserver(99.0))
+    assert not config.new_observer().observed
+
+
+def test_a_qconfig_that_equals_the_default_is_a_rule() -> None:
+    """Whether it is the same object, or only equal."""
+    model, example = nn.Sequential(nn.Conv2d(2, 2, 1), nn.MaxPool2d(2)), torch.randn(2, 2, 4, 4)
+
+    def half() -> fxq.QConfig:
+        return fxq.QConfig(ACT(observer=fxq.MinMaxObserver(), scale=0.5))
+
+    default = half()
+    for same in (default, half()):
+        mapping = fxq.QConfigMapping(default).set_module_name("0", fxq.QConfig(ACT(scale=0.25)))
+        assert fxq.qparams(fxq.prepare(model, example, qconfig=mapping))["_1"] == 0.25
+        with pytest.raises(fxq.ScaleConflict):
+            fxq.prepare(model, example, qconfig=mapping.set_module_name("1", same))
