@@ -17,26 +17,14 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
+from fxquant.arithmetic import Arithmetic
 from fxquant.errors import AccumulatorOverflow, NotFinite
 from fxquant.facts import Size
-from fxquant.numerics import (
-    EVERYTHING,
-    INT32,
-    INT32_MAX,
-    Arithmetic,
-    Interval,
-    IntType,
-    Ratio,
-    bits_of,
-    clamp_bound,
-    fixed_requantization,
-    real_multiplier,
-    weight_scale,
-)
+from fxquant.numerics import EVERYTHING, INT32, INT32_MAX, Interval, IntType, Ratio, bits_of, clamp_bound, real_multiplier, weight_scale
 from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.boundary import quantize, quantized_value
-from fxquant.primitives.elementwise import align_fixed, align_real, shift_right
-from fxquant.primitives.requantize import accumulator_output, clamp_accumulator, requantize_fixed, requantize_real
+from fxquant.primitives.elementwise import shift_right
+from fxquant.primitives.requantize import accumulator_output, clamp_accumulator
 from fxquant.quantization.batch_norm import BatchNorm
 from fxquant.quantization.learning import WeightScale, learned_step
 from fxquant.quantization.quantizer import Quantizer, round_up_to_power_of_two
@@ -164,7 +152,7 @@ class Lowering:
         def exact() -> Any:
             low, high = self.bounds(clamp, target)
             bits = 32 if bound <= INT32_MAX else 48
-            value = self._requantize(accumulator, ratio.over(target.scale), low, high, target.dtype, role, bits)
+            value = self.arithmetic.requantize(self, accumulator, ratio.over(target.scale), low, high, target.dtype, role, bits)
             return self.holds(value, target)
 
         def real() -> Tensor:
@@ -209,38 +197,9 @@ class Lowering:
         scale = 1.0 if clamp in ((0, None), (0.0, None)) else float(to.scale)
         return clamp_bound(clamp[0], scale, to.dtype.low, to.dtype), clamp_bound(clamp[1], scale, to.dtype.high, to.dtype)
 
-    def _requantize(
-        self, accumulator: Any, ratio: Ratio, low: int, high: int, dtype: IntType, role: str, accumulator_bits: int = 32
-    ) -> Any:
-        if self.arithmetic.requantize == "real":
-            multiplier = self.constant(role + "multiplier", real_multiplier(ratio), torch.float32)
-            return self.call(requantize_real, accumulator, multiplier, low, high, dtype.storage)
-        widths = self.arithmetic.widths[dtype.name]
-        fixed = fixed_requantization(ratio, widths, dtype, accumulator_bits)
-        shift, multiplier, right_shift = (
-            self.constant(role + name, value, torch.int32)
-            for name, value in (("shift", fixed.shift), ("multiplier", fixed.multiplier), ("right_shift", fixed.right_shift))
-        )
-        return self.call(
-            requantize_fixed,
-            accumulator,
-            shift,
-            multiplier,
-            right_shift,
-            widths.intermediate_bits,
-            self.arithmetic.final_rounding,
-            low,
-            high,
-            dtype.storage,
-        )
-
     def align(self, operand: Quantized, ratio: Ratio, role: str, wide: bool) -> Any:
         """The operand's integers times `ratio`, as an accumulator on the finer scale that `ratio` leads to; `wide` beyond 2^24."""
-        if self.arithmetic.requantize == "real":
-            return self.call(align_real, operand.value, self.constant(role + "_multiplier", real_multiplier(ratio), torch.float32), wide)
-        multiplier, shift = ratio.mantissa(self.arithmetic.widths[operand.dtype.name].multiplier_bits, largest_exponent=31)
-        constants = self.constant(role + "_multiplier", multiplier, torch.int32), self.constant(role + "_right_shift", shift, torch.int32)
-        return self.call(align_fixed, operand.value, *constants, wide)
+        return self.arithmetic.align(self, operand.value, ratio, operand.dtype, role, wide)
 
     def weight_scale(self, weight: Tensor, gain: Tensor | None) -> Tensor:
         """The scale of a weight for each channel, its dimension 0, or the one for all: of its values, or learned.
@@ -274,7 +233,7 @@ class Lowering:
         if operand.dtype == to.dtype and bool(operand.scale == to.scale):
             return operand.value
         ratio = Ratio((operand.scale,), (to.scale,))
-        return self.holds(self._requantize(operand.value, ratio, to.dtype.low, to.dtype.high, to.dtype, role), to)
+        return self.holds(self.arithmetic.requantize(self, operand.value, ratio, to.dtype.low, to.dtype.high, to.dtype, role), to)
 
     def quantize(self, input: Any) -> Quantized:
         """A real tensor's integers."""

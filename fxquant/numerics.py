@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
@@ -184,7 +184,7 @@ class Ratio:
         return mantissa >> carried, k - carried
 
 
-# ---- arithmetic of a target -----------------------------------------------------------------------------------------
+# ---- requantization -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -195,21 +195,6 @@ class FixedWidths:
     multiplier_bits: int  # of M, unsigned
     first_shift: bool  # whether the accumulator is shifted before it is multiplied
     largest_shift: int = 31
-
-
-@dataclass(frozen=True)
-class Arithmetic:
-    """How one family of targets computes. Data: a difference from hardware changes a row, not the code."""
-
-    name: str
-    requantize: str  # "fixed" or "real"
-    final_rounding: str  # of *fixed*: "half_up" or "floor"; *real* rounds half to even
-    widths: Mapping[str, FixedWidths] = field(default_factory=dict)  # of *fixed*, by name of the output dtype
-    power_of_two_scales: bool = False  # of activations
-    power_of_two_weights: bool = False
-    share_concat: bool = False  # concat's operands share one scale, instead of being requantized
-    add_fraction_bits: int = 14  # the common scale of an addition is 2^-14 of the larger one
-    resize_fraction_bits: int = 16
 
 
 @dataclass(frozen=True)

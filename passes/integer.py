@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxquant.arithmetic import Arithmetic
 from fxquant.copying import own_copies
 from fxquant.errors import StageViolation
 from fxquant.facts import TensorFact
@@ -38,7 +39,6 @@ from fxquant.graph import (
 )
 from fxquant.lowering import Lowering, Place, Quantized
 from fxquant.model import free_name, replace_graph
-from fxquant.numerics import Arithmetic
 from fxquant.ops import map_operands, operator_of
 from fxquant.ops.boundary import DEQUANTIZE
 from fxquant.pipeline import Context

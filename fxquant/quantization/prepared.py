@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxquant.arithmetic import Arithmetic
 from fxquant.errors import CalibrationError
 from fxquant.lowering import EagerLowering, Quantized, cannot_be_integers, first_not_finite, limited, named_parameters, straight_through
-from fxquant.numerics import EVERYTHING, Arithmetic, Interval
+from fxquant.numerics import EVERYTHING, Interval
 from fxquant.ops import Operator, map_operands
 from fxquant.primitives.boundary import quantized_value
 from fxquant.quantization.learning import WeightScale

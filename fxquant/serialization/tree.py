@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxquant.numerics import ACTIVATION_TYPES, EVERYTHING, Arithmetic, Interval
+from fxquant.arithmetic import Arithmetic
+from fxquant.numerics import ACTIVATION_TYPES, EVERYTHING, Interval
 from fxquant.quantization.learning import TrainableScale, WeightScale
 from fxquant.quantization.observers import MinMaxObserver, Observer
 from fxquant.quantization.prepared import QuantizedOperator
