@@ -55,7 +55,7 @@ class Arithmetic:
         role: str = "",
         accumulator_bits: int = 32,
     ) -> Any:
-        """An accumulator of so many bits times `ratio`, as integers of `dtype` limited to [low, high]; `role` begins the constants' names."""
+        """An accumulator of so many bits times `ratio`, as integers of `dtype` in [low, high]; `role` begins the constants' names."""
         raise NotImplementedError
 
     def align(self, composer: Composer, value: Any, ratio: Ratio, dtype: IntType, role: str, wide: bool) -> Any:

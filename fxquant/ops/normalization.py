@@ -12,7 +12,7 @@ from fxquant.facts import TensorFact
 from fxquant.graph import fact, is_parameter
 from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.ops.record import Operator, Parameter, register
-from fxquant.ops.weighted import epilogue, lower_weighted
+from fxquant.ops.weighted import Product, epilogue, lower_weighted
 from fxquant.primitives import product
 from fxquant.quantization.batch_norm import BatchNorm, BatchNormTensors
 
@@ -28,21 +28,8 @@ def _lower_batch_norm(lowering: Lowering, input: Quantized, batch_norm: BatchNor
     mean = batch_norm.running_mean
     assert mean is not None
     trailing = len(input.shape) - 2
-    return lower_weighted(
-        lowering,
-        input,
-        torch.ones_like(mean).unsqueeze(1),
-        None,
-        None,
-        clamp,
-        batch_norm=batch_norm,
-        narrow=product.scale_channels,
-        wide=product.scale_channels_wide,
-        attributes=(trailing,),
-        trailing=trailing,
-        layout=torch.flatten,
-        channels=1,
-    )
+    form = Product(product.scale_channels, product.scale_channels_wide, (trailing,), trailing, layout=torch.flatten, channels=1)
+    return lower_weighted(lowering, form, input, torch.ones_like(mean).unsqueeze(1), None, clamp=clamp, batch_norm=batch_norm)
 
 
 def _functional(
