@@ -40,6 +40,7 @@ from fxquant.errors import (
 from fxquant.frontend import trace
 from fxquant.quantization.calibration import freeze, qparams, set_qparams, set_state
 from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer, PercentileObserver
+from fxquant.quantization.rounding import Nearest, Rounding
 from fxquant.quantization.spec import ActivationConfig, QConfig, QConfigMapping, WeightConfig
 from fxquant.quantization.state import State
 from fxquant.stage import Stage
@@ -59,6 +60,7 @@ __all__ = [
     "HistogramObserver",
     "MinMaxObserver",
     "MovingAverageMinMaxObserver",
+    "Nearest",
     "NotCalibrated",
     "NotFinite",
     "Observer",
@@ -67,6 +69,7 @@ __all__ = [
     "QConfigMapping",
     "Report",
     "Result",
+    "Rounding",
     "ScaleConflict",
     "Stage",
     "StageViolation",
