@@ -1,6 +1,6 @@
 """How a target brings one scale to another: an arithmetic is one class, and the targets that use it are rows of data.
 
-The two here are specified in backends/bpu/ARITHMETIC.md, sections 8 and 9. A third one is a class beside them: which primitives it
+The two here are specified in backends/bpu/ARITHMETIC.md, sections 8 to 11. A third one is a class beside them: which primitives it
 composes, and how.
 """
 

@@ -30,7 +30,7 @@ class Adaptive(fxq.Rounding):
 
     def integers(self, real: Tensor, low: int, high: int) -> Tensor:
         down, share = torch.floor(real.detach()), torch.sigmoid(self.offset)
-        exact = (down + (share > 0.5)).clamp(low, high).detach()
+        exact = (down + torch.round(share)).clamp(low, high).detach()
         return straight_through((down + (real - real.detach()) + share).clamp(low, high), exact)
 
 
@@ -203,7 +203,11 @@ def test_roundings_load_from_a_state_dict_and_not_from_a_file(tmp_path: Path) ->
     other = adaptive("learned")
     assert other.load_state_dict(prepared.state_dict()) == ([], [])
     assert fxq.text(fxq.convert(other)) == fxq.text(fxq.convert(prepared)) != fxq.text(fxq.convert(adaptive("learned")))
-    with pytest.raises(fxq.ExportError, match="the rounding Adaptive cannot be saved"):
+    with pytest.raises(fxq.ExportError, match="its class Adaptive is not one of those a file can name"):
         fxq.save(prepared, tmp_path / "model.fxq")
+    qconfig = fxq.QConfig(weight=fxq.WeightConfig(rounding=Adaptive))
+    annotated = fxq.prepare(Net(), batches()[0], qconfig=qconfig, until="specs.annotate")
+    with pytest.raises(fxq.ExportError, match="the rounding Adaptive cannot be saved"):
+        fxq.save(annotated, tmp_path / "model.fxq")
     integer = fxq.convert(prepared)  # its constants are rounded
     assert torch.equal(fxq.load(fxq.save(integer, tmp_path / "integer.fxq"))(batches()[0]), integer(batches()[0]))

@@ -20,7 +20,8 @@ class Rounding(nn.Module):
     def integers(self, real: Tensor, low: int, high: int) -> Tensor:
         """Whole numbers from low to high for the weight in steps of its scale, float32, both of the shape this was made from.
 
-        The same numbers with and without gradients, which reach `real` and the parameters.
+        The same numbers with and without gradients, which reach `real` and the parameters. Where one of these is NaN the result has
+        to be, so that it is found and told.
         """
         raise NotImplementedError
 
