@@ -148,11 +148,12 @@ def lower_weighted(
     quantized = lowering.weight.integers(weight, gain, _least_scale(lowering, input, bias, residual), keep=lowering.keeps_start)
     layer = _Layer(lowering, product, *_narrowed(lowering, input, quantized, bias), quantized)
 
-    sums, steps = None, (layer.input.scale, quantized.scale)
+    sums: Tensor | None = None
+    steps: tuple[Tensor, ...] = (layer.input.scale, quantized.scale)
     if batch_norm is not None and lowering.live_batch_norm:
         sums, correction, bias = _live(layer, batch_norm, unfolded)
         steps = (*steps, correction)
-    bias_q = None if bias is None else _bias_integers(bias, *steps[:2])
+    bias_q = None if bias is None else _bias_integers(bias, layer.input.scale, quantized.scale)
 
     bound, multiplier = layer.bound(bias_q), None
     if residual is not None:
