@@ -41,6 +41,7 @@ from fxquant.frontend import trace
 from fxquant.quantization.calibration import freeze, qparams, set_qparams, set_state
 from fxquant.quantization.observations import Observations, observations
 from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer, PercentileObserver
+from fxquant.quantization.rounding import Nearest, Rounding
 from fxquant.quantization.spec import ActivationConfig, QConfig, QConfigMapping, WeightConfig
 from fxquant.quantization.state import State
 from fxquant.stage import Stage
@@ -60,6 +61,7 @@ __all__ = [
     "HistogramObserver",
     "MinMaxObserver",
     "MovingAverageMinMaxObserver",
+    "Nearest",
     "NotCalibrated",
     "NotFinite",
     "Observations",
@@ -69,6 +71,7 @@ __all__ = [
     "QConfigMapping",
     "Report",
     "Result",
+    "Rounding",
     "ScaleConflict",
     "Stage",
     "StageViolation",

@@ -17,30 +17,19 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
+from fxquant.arithmetic import Arithmetic
 from fxquant.errors import AccumulatorOverflow, NotFinite
 from fxquant.facts import Size
-from fxquant.numerics import (
-    EVERYTHING,
-    INT32,
-    INT32_MAX,
-    Arithmetic,
-    Interval,
-    IntType,
-    Ratio,
-    bits_of,
-    clamp_bound,
-    fixed_requantization,
-    real_multiplier,
-    weight_scale,
-)
+from fxquant.numerics import EVERYTHING, INT32, INT32_MAX, Interval, IntType, Ratio, bits_of, clamp_bound, real_multiplier
 from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.boundary import quantize, quantized_value
-from fxquant.primitives.elementwise import align_fixed, align_real, shift_right
-from fxquant.primitives.requantize import accumulator_output, clamp_accumulator, requantize_fixed, requantize_real
+from fxquant.primitives.elementwise import shift_right
+from fxquant.primitives.requantize import accumulator_output, clamp_accumulator
 from fxquant.quantization.batch_norm import BatchNorm
-from fxquant.quantization.learning import WeightScale, learned_step
-from fxquant.quantization.quantizer import Quantizer, round_up_to_power_of_two
-from fxquant.quantization.spec import WeightConfig
+from fxquant.quantization.learning import learned_step
+from fxquant.quantization.quantizer import Quantizer
+from fxquant.quantization.rounding import straight_through
+from fxquant.quantization.weights import WeightQuantizer
 
 Clamp = tuple[float | None, float | None]
 
@@ -81,20 +70,13 @@ class Lowering:
     """The composition of primitives for one operator. Subclasses say what `call` and `constant` do."""
 
     def __init__(
-        self,
-        name: str,
-        arithmetic: Arithmetic,
-        output: Quantizer,
-        intermediate: Quantizer | None,
-        weight: WeightConfig,
-        weight_scale: WeightScale | None = None,
+        self, name: str, arithmetic: Arithmetic, output: Quantizer, intermediate: Quantizer | None, weight: WeightQuantizer
     ) -> None:
         self.name = name
         self.arithmetic = arithmetic
         self.output = output
         self.intermediate = intermediate
         self.weight = weight
-        self.learned = weight_scale
         self.training = False
         self.shares = False  # whether the output is on the operand's scale
         self.observed = EVERYTHING  # beyond it, values of the output are observed as the nearer end
@@ -142,8 +124,7 @@ class Lowering:
 
     def not_finite(self) -> NotFinite:
         """The error for integers that cannot be made since a parameter, or what is made of parameters, is NaN or infinite."""
-        growth = None if self.learned is None else self.learned.growth
-        found = first_not_finite({**self.parameters, "the learned scale of its weight": growth})
+        found = first_not_finite({**self.parameters, **self.weight.trained()})
         together = "its weight, bias and batch norm are finite, but what they give together is NaN or infinite"
         return cannot_be_integers(self.name, found or together, **self.place)
 
@@ -164,7 +145,7 @@ class Lowering:
         def exact() -> Any:
             low, high = self.bounds(clamp, target)
             bits = 32 if bound <= INT32_MAX else 48
-            value = self._requantize(accumulator, ratio.over(target.scale), low, high, target.dtype, role, bits)
+            value = self.arithmetic.requantize(self, accumulator, ratio.over(target.scale), low, high, target.dtype, role, bits)
             return self.holds(value, target)
 
         def real() -> Tensor:
@@ -209,72 +190,29 @@ class Lowering:
         scale = 1.0 if clamp in ((0, None), (0.0, None)) else float(to.scale)
         return clamp_bound(clamp[0], scale, to.dtype.low, to.dtype), clamp_bound(clamp[1], scale, to.dtype.high, to.dtype)
 
-    def _requantize(
-        self, accumulator: Any, ratio: Ratio, low: int, high: int, dtype: IntType, role: str, accumulator_bits: int = 32
-    ) -> Any:
-        if self.arithmetic.requantize == "real":
-            multiplier = self.constant(role + "multiplier", real_multiplier(ratio), torch.float32)
-            return self.call(requantize_real, accumulator, multiplier, low, high, dtype.storage)
-        widths = self.arithmetic.widths[dtype.name]
-        fixed = fixed_requantization(ratio, widths, dtype, accumulator_bits)
-        shift, multiplier, right_shift = (
-            self.constant(role + name, value, torch.int32)
-            for name, value in (("shift", fixed.shift), ("multiplier", fixed.multiplier), ("right_shift", fixed.right_shift))
-        )
-        return self.call(
-            requantize_fixed,
-            accumulator,
-            shift,
-            multiplier,
-            right_shift,
-            widths.intermediate_bits,
-            self.arithmetic.final_rounding,
-            low,
-            high,
-            dtype.storage,
-        )
-
     def align(self, operand: Quantized, ratio: Ratio, role: str, wide: bool) -> Any:
         """The operand's integers times `ratio`, as an accumulator on the finer scale that `ratio` leads to; `wide` beyond 2^24."""
-        if self.arithmetic.requantize == "real":
-            return self.call(align_real, operand.value, self.constant(role + "_multiplier", real_multiplier(ratio), torch.float32), wide)
-        multiplier, shift = ratio.mantissa(self.arithmetic.widths[operand.dtype.name].multiplier_bits, largest_exponent=31)
-        constants = self.constant(role + "_multiplier", multiplier, torch.int32), self.constant(role + "_right_shift", shift, torch.int32)
-        return self.call(align_fixed, operand.value, *constants, wide)
-
-    def weight_scale(self, weight: Tensor, gain: Tensor | None) -> Tensor:
-        """The scale of a weight for each channel, its dimension 0, or the one for all: of its values, or learned.
-
-        `gain` is what a batch norm has multiplied the channels by.
-        """
-        if self.learned is not None:
-            return self.learned.of(weight, gain, self.weight.type, keep=self.keeps_start)
-        return weight_scale(weight, 0 if self.weight.per_channel else None, self.weight.type)
-
-    def settle(self, scale: Tensor) -> Tensor:
-        """A weight's scale as it is used: rounded up to a power of two where the target has no other, or the config wants it."""
-        return round_up_to_power_of_two(scale) if self.arithmetic.power_of_two_weights or self.weight.power_of_two else scale
+        return self.arithmetic.align(self, operand.value, ratio, operand.dtype, role, wide)
 
     def quantize_constant(self, value: Tensor, role: str) -> Quantized:
         """A constant tensor as integers with one scale, as a weight is; its gradient passes straight through."""
         if not value.is_floating_point():  # a mask, or whole numbers: beside an activation they count as real numbers
             value = value.to(torch.float32)
         self.parameters[f"its constant {role!r}"] = value
-        scale = self.settle(weight_scale(value, None, self.weight.type)).reshape(())
+        made = self.weight.integers(value.reshape(1, -1))  # the weight of one channel
+        scale = made.scale.reshape(())
         if not bool(torch.isfinite(scale)):
             raise self.not_finite()
-        real = value / scale
-        exact = torch.round(real.detach())
-        integers = straight_through(real, exact) if real.requires_grad else exact
         self.describe(role, scale)
-        return Quantized(self.constant(role, integers, self.weight.type.storage), scale, self.weight.type, tuple(value.shape))
+        dtype = self.weight.dtype
+        return Quantized(self.constant(role, made.integers.reshape(value.shape), dtype.storage), scale, dtype, tuple(value.shape))
 
     def rescale(self, operand: Quantized, to: Quantizer, role: str) -> Any:
         """The operand's integers on the scale of `to`; the operand's own where the scales are equal."""
         if operand.dtype == to.dtype and bool(operand.scale == to.scale):
             return operand.value
         ratio = Ratio((operand.scale,), (to.scale,))
-        return self.holds(self._requantize(operand.value, ratio, to.dtype.low, to.dtype.high, to.dtype, role), to)
+        return self.holds(self.arithmetic.requantize(self, operand.value, ratio, to.dtype.low, to.dtype.high, to.dtype, role), to)
 
     def quantize(self, input: Any) -> Quantized:
         """A real tensor's integers."""
@@ -346,14 +284,13 @@ class EagerLowering(Lowering):
         arithmetic: Arithmetic,
         output: Quantizer,
         intermediate: Quantizer | None,
-        weight: WeightConfig,
-        weight_scale: WeightScale | None = None,
+        weight: WeightQuantizer,
         *,
         training: bool,
         observing: bool,
         live_batch_norm: bool,
     ) -> None:
-        super().__init__(name, arithmetic, output, intermediate, weight, weight_scale)
+        super().__init__(name, arithmetic, output, intermediate, weight)
         self.training = training
         self.observing = observing
         self.live_batch_norm = live_batch_norm
@@ -393,40 +330,3 @@ class EagerLowering(Lowering):
 def limited(value: Tensor, interval: Interval) -> Tensor:
     """The values that matter: what lies beyond the interval as its nearer end."""
     return value if interval == EVERYTHING else value.clamp(*interval)
-
-
-class _StraightThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, smooth: Tensor, exact: Tensor) -> Tensor:
-        ctx.dtype = smooth.dtype
-        return exact.view_as(exact)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.to(ctx.dtype), None
-
-
-class _TransformedStraightThrough(torch.autograd.Function):
-    """The same for functorch's transforms, in the form they ask for, whose calls take several times as long."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(smooth: Tensor, exact: Tensor) -> Tensor:
-        return exact.view_as(exact)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.dtype = inputs[0].dtype
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.to(ctx.dtype), None
-
-
-def straight_through(smooth: Tensor, exact: Tensor) -> Tensor:
-    """`exact`, bit for bit, with the gradient of `smooth`; also inside of torch.func's transforms."""
-    transformed = torch._C._are_functorch_transforms_active()
-    function = _TransformedStraightThrough if transformed else _StraightThrough
-    result: Tensor = function.apply(smooth, exact)  # type: ignore[no-untyped-call]
-    return result

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
@@ -184,7 +184,7 @@ class Ratio:
         return mantissa >> carried, k - carried
 
 
-# ---- arithmetic of a target -----------------------------------------------------------------------------------------
+# ---- requantization -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -195,21 +195,6 @@ class FixedWidths:
     multiplier_bits: int  # of M, unsigned
     first_shift: bool  # whether the accumulator is shifted before it is multiplied
     largest_shift: int = 31
-
-
-@dataclass(frozen=True)
-class Arithmetic:
-    """How one family of targets computes. Data: a difference from hardware changes a row, not the code."""
-
-    name: str
-    requantize: str  # "fixed" or "real"
-    final_rounding: str  # of *fixed*: "half_up" or "floor"; *real* rounds half to even
-    widths: Mapping[str, FixedWidths] = field(default_factory=dict)  # of *fixed*, by name of the output dtype
-    power_of_two_scales: bool = False  # of activations
-    power_of_two_weights: bool = False
-    share_concat: bool = False  # concat's operands share one scale, instead of being requantized
-    add_fraction_bits: int = 14  # the common scale of an addition is 2^-14 of the larger one
-    resize_fraction_bits: int = 16
 
 
 @dataclass(frozen=True)
@@ -295,22 +280,21 @@ def bias_limit(input: IntType, weight: IntType) -> int:
     return 2**23 if input.bits <= 8 else 2**30
 
 
-def raise_for_bias(scale: Tensor, bias: Tensor, input_scale: Tensor, limit: int = 2**23) -> Tensor:
-    """The weight scale, raised where needed so that |round(bias / (input_scale · scale))| < limit.
+def least_scale_for_bias(bias: Tensor, input_scale: Tensor, limit: int = 2**23) -> Tensor:
+    """The smallest weight scales for which |round(bias / (input_scale · scale))| < limit, float32, of the bias's shape.
 
-    Only a channel whose weights are tiny beside its bias is touched (a dead channel after folding).
+    Only a channel whose weights are tiny beside its bias has a smaller one (a dead channel after folding).
     """
-    needed = bias.detach().double().abs() / (input_scale.detach().double() * (limit - limit // 2**22))
-    return torch.maximum(scale, needed.float())
+    return (bias.detach().double().abs() / (input_scale.detach().double() * (limit - limit // 2**22))).float()
 
 
-def raise_for_residual(scale: Tensor, residual_scale: Tensor, magnitude: int, input_scale: Tensor, limit: int) -> Tensor:
-    """The weight scale, raised, at most to 2^-23, so that a residual of this magnitude stays below `limit` in steps of input_scale · scale.
+def least_scale_for_residual(residual_scale: Tensor, magnitude: int, input_scale: Tensor, limit: int) -> Tensor:
+    """The smallest weight scale for which a residual of this magnitude stays below `limit` in steps of input_scale · scale; at most 2^-23.
 
-    Only a channel whose weights are tiny beside the residual is touched; it would keep the whole layer from adding its residual.
+    Only a channel whose weights are tiny beside the residual has a smaller one; it would keep the whole layer from adding its residual.
     """
     needed = residual_scale.detach().double() * magnitude / (input_scale.detach().double() * limit)
-    return torch.maximum(scale, needed.float().clamp_max(FLOAT32_EPSILON))
+    return needed.float().clamp_max(FLOAT32_EPSILON)
 
 
 def bias_integers(bias: Tensor, input_scale: Tensor, scale: Tensor) -> Tensor:

@@ -15,19 +15,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx
 
+from fxquant.arithmetic import Arithmetic
 from fxquant.facts import BATCH_SIZES, BatchDim, TensorFact
 from fxquant.graph import QParams, fact, noted, origin, qparams, resolve
-from fxquant.numerics import (
-    ACTIVATION_TYPES,
-    FLOAT32_EXACT,
-    INT32_MAX,
-    INT48_MAX,
-    Arithmetic,
-    FixedWidths,
-    accumulator_bound,
-    bits_of,
-    is_scale,
-)
+from fxquant.numerics import ACTIVATION_TYPES, FLOAT32_EXACT, INT32_MAX, INT48_MAX, accumulator_bound, bits_of, is_scale
 from fxquant.primitives import PRIMITIVES, accumulate, boundary, elementwise, pool, product, requantize, resize, shape, transposed
 from fxquant.primitives.accumulate import Split, split
 from fxquant.primitives.transposed import swap_channels
@@ -386,18 +377,9 @@ def _requantize_fixed(
     low: int,
     high: int,
     dtype: torch.dtype,
-    *,
-    widths: FixedWidths,
-    final_rounding: str,
 ) -> Range:
-    _need(rounding == final_rounding and intermediate_bits == widths.intermediate_bits, "it is not requantized as its target does")
-    for name, value, least, most in (
-        ("shift", shift, 0, 47),
-        ("multiplier", multiplier, 0, 2**widths.multiplier_bits - 1),
-        ("right shift", right_shift, 1, widths.largest_shift),
-    ):
-        tensor = _table(value, name)
-        _need(tensor.dtype == torch.int32 and (tensor >= least).all() and (tensor <= most).all(), f"its {name} is not in {least}…{most}")
+    for name, value in (("shift", shift), ("multiplier", multiplier), ("right shift", right_shift)):
+        _need(_table(value, name).dtype == torch.int32, f"its {name} is no int32")
     return Range(float(low), float(high))
 
 
@@ -500,15 +482,13 @@ def _proved(node: fx.Node, values: Mapping[fx.Node, Value], arithmetic: Arithmet
 
     args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
     arguments = inspect.signature(record.function).bind(*args, **kwargs).arguments
-    if node.target is requantize.requantize_fixed:
-        _need(arithmetic.requantize == "fixed", "its target requantizes by float32 multipliers")
-        widths = arithmetic.widths.get("int16" if known.dtype == torch.int16 else "int8")
-        arguments = {**arguments, "widths": widths, "final_rounding": arithmetic.final_rounding}
-    if node.target in (requantize.requantize_real, elementwise.align_real):
-        _need(arithmetic.requantize == "real", "its target requantizes by integers")
     if any(value is None for name, value in arguments.items() if name in _ACTIVATIONS and node.target is not boundary.quantize):
         _refuse("it reads something that is no integer of this graph")
     found = rule(**arguments)
+    held = {name: value.constant if isinstance(value, Value) else value for name, value in arguments.items()}
+    because = arithmetic.refuses(record.function, held, known.dtype)
+    if because is not None:
+        _refuse(because)
     low, high = (torch.as_tensor(end, dtype=torch.float64) for end in (found.low, found.high))
     value = Value(low, high, known, found.exact)
     _check_range(value, record.kind, described)

@@ -103,7 +103,7 @@ def prepared_operators(gm: fx.GraphModule) -> Iterator[Violation]:
         if is_integer(node) and node.op == "call_function":
             yield Violation(node, "it is annotated as integer but has no quantizer")
         if node.op == "call_module" and isinstance(module := resolve(gm, str(node.target)), QuantizedOperator):
-            for trained in (module.output, module.intermediate, module.weight_scale):
+            for trained in (module.output, module.intermediate, module.weight_quantizer.learned):
                 scales = [] if trained is None else trained.base_scale.flatten().tolist()
                 wrong = [scale for scale in scales if not math.isnan(scale) and not is_scale(scale)]
                 if wrong:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from fxquant.numerics import Arithmetic
+from fxquant.arithmetic import Arithmetic
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxquant.arithmetic import Arithmetic
 from fxquant.copying import own_copies
 from fxquant.errors import StageViolation
 from fxquant.facts import TensorFact
@@ -40,7 +41,7 @@ from fxquant.graph import (
 )
 from fxquant.lowering import Lowering, Place, Quantized
 from fxquant.model import free_name, replace_graph
-from fxquant.numerics import Arithmetic
+from fxquant.numerics import WEIGHT_INT8
 from fxquant.ops import map_operands, operator_of
 from fxquant.ops.boundary import DEQUANTIZE
 from fxquant.pipeline import Context
@@ -48,7 +49,7 @@ from fxquant.primitives import PRIMITIVES, elementwise, pool, product, resize, s
 from fxquant.proof import Shapes
 from fxquant.quantization.prepared import QuantizedOperator
 from fxquant.quantization.quantizer import Quantizer
-from fxquant.quantization.spec import WeightConfig
+from fxquant.quantization.weights import WeightQuantizer
 
 ON_THE_OPERANDS_SCALE: frozenset[Any] = frozenset((
     shape.reshape, shape.permute, shape.concatenate, shape.crop, shape.select, shape.expand, shape.tile, shape.pad, pool.max_pool,
@@ -71,9 +72,8 @@ class GraphLowering(Lowering):
         shapes: Shapes,
         container: str,
     ) -> None:
-        weight = module.weight if module is not None else WeightConfig()
-        intermediate, weight_scale = (None, None) if module is None else (module.intermediate, module.weight_scale)
-        super().__init__(node.name, arithmetic, output, intermediate, weight, weight_scale)
+        weight = WeightQuantizer(WEIGHT_INT8) if module is None else module.weight_quantizer
+        super().__init__(node.name, arithmetic, output, None if module is None else module.intermediate, weight)
         self.shares = module is not None and not module.owns_output
         self.gm, self.graph, self.node, self.shapes, self.container = gm, graph, node, shapes, container
         self.made: list[fx.Node] = []

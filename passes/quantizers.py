@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.graph import Annotation, annotation, attach, is_parameter, module_path, observed, parameter_value, shape_of, source
+from fxquant.graph import Annotation, annotation, attach, is_parameter, module_path, observed, parameter_value, source
 from fxquant.lowering import cannot_be_integers, first_not_finite, named_parameters
 from fxquant.model import free_name
 from fxquant.numerics import EVERYTHING
 from fxquant.ops import Operator, map_operands, operator_of, shares
 from fxquant.pipeline import Context
-from fxquant.quantization.learning import WeightScale
 from fxquant.quantization.prepared import QuantizedOperator
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.rules import decide, result_config
 from fxquant.quantization.spec import LEARNED, ActivationConfig, WeightConfig
+from fxquant.quantization.weights import WeightQuantizer, WeightScale
 from fxquant.stage import is_integer
 
 CONTAINER = "quantized"  # where the operators stand in the prepared model
@@ -42,7 +42,6 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
         arguments = operator.arguments(node)
         _require_finite(gm, node, operator, arguments)
         own = not shares(node)
-        weight = _weight(spec.config.weight, context)
         module = QuantizedOperator(
             node.name,
             operator,
@@ -51,8 +50,7 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
             quantizers[spec.group],
             owns_output=own,
             intermediate=_intermediate(node, arguments, spec, context) if "residual" in arguments else None,
-            weight=weight,
-            weight_scale=_weight_scale(node, operator, arguments, weight),
+            weight_quantizer=_weight_quantizer(gm, operator, arguments, spec.config.weight, context),
             live_batch_norm=context.batch_norm == "live",
             path=module_path(node),
             observed=observed(node) or EVERYTHING,
@@ -112,21 +110,19 @@ def _intermediate(node: fx.Node, arguments: dict[str, Any], spec: Annotation, co
     return quantizer
 
 
-def _weight(config: WeightConfig, context: Context) -> WeightConfig:
-    """How weights are quantized: one scale for each layer where the target has no more."""
-    return config if context.target.per_channel_weights else replace(config, per_channel=False)
-
-
-def _weight_scale(node: fx.Node, operator: Operator, arguments: dict[str, Any], config: WeightConfig) -> WeightScale | None:
-    """The learned scale of the operator's weight, if it has one."""
-    parameter = arguments.get("weight", arguments.get("other"))
-    if config.training != LEARNED or operator.weight_channels is None or not isinstance(parameter, fx.Node) or not is_parameter(parameter):
-        return None
-    if "weight" not in arguments and len(shape_of(parameter)) != 2:
-        return None  # a stack of matrices is a constant with one scale, which follows its values
-    channels = shape_of(node)[operator.weight_channels]
-    assert isinstance(channels, int)
-    return WeightScale(channels if config.per_channel else 1)
+def _weight_quantizer(
+    gm: fx.GraphModule, operator: Operator, arguments: dict[str, Any], config: WeightConfig, context: Context
+) -> WeightQuantizer:
+    """The operator's own, with one scale for each layer or powers of two where the target has no other; only a weight's can learn."""
+    weight = operator.weight(**fx.map_arg(arguments, lambda operand: parameter_value(gm, operand) if is_parameter(operand) else operand))
+    per_channel = config.per_channel and context.target.per_channel_weights
+    return WeightQuantizer(
+        config.type,
+        per_channel=per_channel,
+        power_of_two=config.power_of_two or context.target.arithmetic.power_of_two_weights,
+        learned=WeightScale(len(weight) if per_channel else 1) if weight is not None and config.training == LEARNED else None,
+        rounding=None if weight is None else config.rounding(tuple(weight.shape)),
+    )
 
 
 def _quantizer(node: fx.Node, config: ActivationConfig, context: Context) -> Quantizer:

@@ -134,7 +134,7 @@ def test_a_learned_scale_that_is_not_finite() -> None:
     model(batch())
     for growth, what in (
         (model.quantized.conv.quantizer.growth, "the scale of %conv is nan"),
-        (model.quantized.conv.weight_scale.growth, "the parameters of %conv cannot become integers"),
+        (model.quantized.conv.weight_quantizer.learned.growth, "the parameters of %conv cannot become integers"),
     ):
         kept = growth.detach().clone()
         with torch.no_grad():

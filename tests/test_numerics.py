@@ -307,7 +307,7 @@ biases = st.one_of(any_mantissa, short_mantissa).map(float).flatmap(lambda b: st
 @given(st.lists(st.tuples(biases, scales), min_size=1, max_size=12), scales)
 def test_bias_integers_and_the_scale_they_need(rows: list[tuple[float, Fraction]], input_scale: Fraction) -> None:
     bias, scale = torch.tensor([b for b, _ in rows], dtype=torch.float32), stack(s for _, s in rows)
-    raised = numerics.raise_for_bias(scale, bias, float32(input_scale))
+    raised = torch.maximum(scale, numerics.least_scale_for_bias(bias, float32(input_scale)))
     assert [Fraction(value) for value in raised.tolist()] == [oracle.raised_scale(s, b, float(input_scale)) for b, s in rows]
     integers = numerics.bias_integers(bias, float32(input_scale), raised)
     assert integers.tolist() == [oracle.bias_integer(b, float(input_scale), s) for (b, _), s in zip(rows, raised.tolist(), strict=True)]

@@ -14,18 +14,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
+from fxquant.arithmetic import Arithmetic
 from fxquant.backends.bpu import FIXED, REAL
 from fxquant.errors import AccumulatorOverflow
-from fxquant.lowering import EagerLowering, Quantized, straight_through
-from fxquant.numerics import INT8, INT16, Arithmetic, FixedRequantization, IntType, Ratio, fixed_requantization, real_multiplier, table
+from fxquant.lowering import EagerLowering, Quantized
+from fxquant.numerics import INT8, INT16, WEIGHT_INT8, FixedRequantization, IntType, Ratio, fixed_requantization, real_multiplier, table
 from fxquant.ops.arithmetic import lower_add
 from fxquant.ops.join import _lower_cat
+from fxquant.ops.linear import PRODUCT
 from fxquant.ops.pool import _lower_avg_pool2d
 from fxquant.ops.weighted import lower_weighted
 from fxquant.primitives import PRIMITIVES, accumulate, boundary, elementwise, pool, shape
 from fxquant.primitives.requantize import requantize_fixed, requantize_real
 from fxquant.quantization.quantizer import Quantizer
-from fxquant.quantization.spec import WeightConfig
+from fxquant.quantization.rounding import straight_through
+from fxquant.quantization.weights import WeightQuantizer
 from tests import oracle
 
 EXACT = settings(deadline=None, derandomize=True, max_examples=60)
@@ -529,7 +532,9 @@ def lowering(arithmetic: Arithmetic, scale: Fraction, intermediate: Fraction | N
         return Quantizer(dtype, None, scale=float(value))
 
     inner = None if intermediate is None else quantizer(intermediate)
-    made = Recording("y", arithmetic, quantizer(scale), inner, WeightConfig(), training=False, observing=False, live_batch_norm=False)
+    made = Recording(
+        "y", arithmetic, quantizer(scale), inner, WeightQuantizer(WEIGHT_INT8), training=False, observing=False, live_batch_norm=False
+    )
     made.constants = {}
     return made
 
@@ -551,7 +556,7 @@ def test_addition(arithmetic: Arithmetic, one: Fraction, other: Fraction, output
         result = lower_add(lowering(arithmetic, output), quantized(input, one), quantized(second, other), clamp=clamp)
     low = -128 if clamp is None else 0
     expected = [
-        oracle.add(q, r, one, other, output, arithmetic.requantize, low, 127) for q, r in zip(input.tolist(), second.tolist(), strict=True)
+        oracle.add(q, r, one, other, output, arithmetic.name, low, 127) for q, r in zip(input.tolist(), second.tolist(), strict=True)
     ]
     assert result.value.tolist() == expected
 
@@ -565,7 +570,7 @@ def test_addition_example(arithmetic: Arithmetic) -> None:
 
 def requantized(arithmetic: Arithmetic, accumulator: int, ratio: Fraction, low: int = -128, high: int = 127) -> int:
     """An int8 output, by the oracle."""
-    if arithmetic.requantize == "real":
+    if arithmetic is REAL:
         return oracle.requantize_real(accumulator, oracle.real_multiplier(ratio), low, high)
     return oracle.requantize_fixed(accumulator, *oracle.fixed_parameters(ratio, oracle.INT8_WIDTHS, 127), 16, "half_up", low, high)
 
@@ -632,10 +637,8 @@ def test_linear_layer_with_residual(arithmetic: Arithmetic, seed: int, scales: A
     input, residual = random_integers(seed, (2, 8)), random_integers(seed + 1, (2, 3))
     operator = lowering(arithmetic, output, intermediate)
     with torch.no_grad():
-        result = lower_weighted(
-            operator, quantized(input, input_scale), weight, bias, quantized(residual, residual_scale), (0.0, None) if clamp else None,
-            narrow=accumulate.linear, wide=accumulate.linear_wide, attributes=(), trailing=0,
-        )  # fmt: skip
+        behind = quantized(residual, residual_scale), (0.0, None) if clamp else None
+        result = lower_weighted(operator, PRODUCT, quantized(input, input_scale), weight, bias, *behind)
     weight_scales = [oracle.float32(max(abs(Fraction(w)) for w in row) / 127) for row in weight.tolist()]
     weight_scales = [oracle.raised_scale(s, b, float(input_scale)) for s, b in zip(weight_scales, bias.tolist(), strict=True)]
     integers = [[oracle.weight_integer(Fraction(w), s) for w in row] for row, s in zip(weight.tolist(), weight_scales, strict=True)]
@@ -657,7 +660,7 @@ def test_linear_layer_with_residual(arithmetic: Arithmetic, seed: int, scales: A
                 row.append(requantized(arithmetic, accumulator + addend * k, input_scale * s / output, low))
             else:
                 inner = requantized(arithmetic, accumulator, input_scale * s / intermediate)
-                row.append(oracle.add(inner, addend, intermediate, residual_scale, output, arithmetic.requantize, low, 127))
+                row.append(oracle.add(inner, addend, intermediate, residual_scale, output, arithmetic.name, low, 127))
         expected.append(row)
     assert result.value.tolist() == expected
 
@@ -673,9 +676,8 @@ def test_where_a_residual_is_added(multiplier: str, fused: bool) -> None:
     residual_scale = oracle.float32(Fraction(multiplier) * step)
     with torch.no_grad():
         lower_weighted(
-            operator, quantized(torch.tensor([[5, 7]]), Fraction(1)), weight, None, quantized(torch.tensor([[-3]]), residual_scale), None,
-            narrow=accumulate.linear, wide=accumulate.linear_wide, attributes=(), trailing=0,
-        )  # fmt: skip
+            operator, PRODUCT, quantized(torch.tensor([[5, 7]]), Fraction(1)), weight, None, quantized(torch.tensor([[-3]]), residual_scale)
+        )
     expected = oracle.residual_multiplier(residual_scale, Fraction(1), step)
     assert fused == (expected >= 256 and 254 * 128 + expected * 128 < 2**31)
     assert ("residual_multiplier" in operator.constants) == fused
@@ -691,10 +693,7 @@ def test_a_wide_sum_is_proved_or_refused(inputs: int, fits: bool) -> None:
 
     def run() -> Quantized:
         with torch.no_grad():
-            return lower_weighted(
-                operator, quantized(integers, Fraction(1, 2**24)), torch.ones(1, inputs), None, None, None,
-                narrow=accumulate.linear, wide=accumulate.linear_wide, attributes=(), trailing=0,
-            )  # fmt: skip
+            return lower_weighted(operator, PRODUCT, quantized(integers, Fraction(1, 2**24)), torch.ones(1, inputs), None)
 
     if fits:
         step = oracle.float32(Fraction(1, 127)) / 2**24

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.numerics import INT4, INT8, WEIGHT_INT4, WEIGHT_INT8, IntType, least_error_scale, weight_scale
-from fxquant.quantization.learning import TrainableScale, WeightScale, learned_step
+from fxquant.quantization.learning import TrainableScale, learned_step
 from fxquant.quantization.quantizer import Quantizer
+from fxquant.quantization.weights import WeightScale
 from tests import contract
 
 MODES = ("statistics", "learned", "frozen")
@@ -188,7 +189,7 @@ def test_learned_scales_need_no_freezing_to_train_on_what_is_validated() -> None
 def test_weights_have_one_learned_scale_or_one_for_each_channel(per_channel: bool, tmp_path: Path) -> None:
     weight = fxq.WeightConfig("int4", per_channel=per_channel, training="learned")
     prepared = calibrated(fxq.QConfig(weight=weight))
-    assert prepared.quantized.conv1.weight_scale.growth.shape == (6 if per_channel else 1,)
+    assert prepared.quantized.conv1.weight_quantizer.learned.growth.shape == (6 if per_channel else 1,)
     train(prepared)
     integer = fxq.convert(prepared)
     contract.assert_validate_is_integer(prepared, integer, batches()[0])
@@ -209,7 +210,7 @@ def test_a_transposed_convolution_and_a_matrix_product_learn_the_scales_of_their
 
     batch = torch.randn(3, 4, 4, 4)
     prepared, integer = contract.compiled(Other(), [batch], qconfig=config("learned", "learned"))
-    shapes = {name: tuple(growth.shape) for name, growth in growths(prepared).items() if ".weight_scale." in name}
+    shapes = {name: tuple(growth.shape) for name, growth in growths(prepared).items() if ".weight_quantizer." in name}
     assert sorted(shapes.values()) == [(5,), (6,)]
     contract.assert_validate_is_integer(prepared, integer, batch)
     contract.assert_train_is_validate(prepared, batch)
@@ -327,7 +328,7 @@ def test_power_of_two_scales_stay_powers_of_two_through_training(mode: str, tmp_
     prepared = calibrated(qconfig, "nash-e")
     for _ in range(3):
         train(prepared, steps=1, learning_rate=0.1)
-        assert all(is_power_of_two(scale) for name, scale in scales(prepared).items() if "weight_scale" not in name)
+        assert all(is_power_of_two(scale) for name, scale in scales(prepared).items() if "weight_quantizer" not in name)
     integer = fxq.convert(prepared)
     multipliers = [
         value for name, value in integer.named_buffers() if name.endswith("multiplier") and "pool" not in name and "mean" not in name
@@ -484,7 +485,7 @@ def test_a_copy_learns_on_its_own() -> None:
     copied, before = copy.deepcopy(prepared), scales(prepared)
     train(copied)
     fxq.set_state(prepared, fxq.State.VALIDATE)
-    assert all(torch.equal(scale, before[name]) for name, scale in scales(prepared).items() if "weight_scale" not in name)
+    assert all(torch.equal(scale, before[name]) for name, scale in scales(prepared).items() if "weight_quantizer" not in name)
     assert any(not torch.equal(scale, before[name]) for name, scale in scales(copied).items())
 
 

@@ -1,7 +1,8 @@
 """Horizon's BPU, march by march: the whole target in one screen. The arithmetic is specified in ARITHMETIC.md."""
 
+from fxquant.arithmetic import FixedArithmetic, RealArithmetic
 from fxquant.backends.bpu.limits import limited
-from fxquant.numerics import Arithmetic, FixedWidths
+from fxquant.numerics import FixedWidths
 from fxquant.target import Target
 
 _SHORT = FixedWidths(intermediate_bits=16, multiplier_bits=15, first_shift=True)
@@ -11,9 +12,8 @@ WIDTHS = {
     # 16 bits in between would leave half of the int16 codes unused, and a last shift of at most 31 would cost small ratios bits of M.
     "int16": FixedWidths(intermediate_bits=32, multiplier_bits=21, first_shift=False, largest_shift=47),
 }
-SHIFT = Arithmetic(
+SHIFT = FixedArithmetic(
     "shift",
-    requantize="fixed",
     final_rounding="floor",
     widths=WIDTHS,
     power_of_two_scales=True,
@@ -21,9 +21,9 @@ SHIFT = Arithmetic(
     share_concat=True,
     resize_fraction_bits=8,
 )
-FIXED_8 = Arithmetic("fixed", requantize="fixed", final_rounding="half_up", widths=WIDTHS, resize_fraction_bits=8)
-FIXED = Arithmetic("fixed", requantize="fixed", final_rounding="half_up", widths=WIDTHS)
-REAL = Arithmetic("real", requantize="real", final_rounding="half_even")
+FIXED_8 = FixedArithmetic("fixed", widths=WIDTHS, resize_fraction_bits=8)
+FIXED = FixedArithmetic("fixed", widths=WIDTHS)
+REAL = RealArithmetic("real")
 ACTIVATIONS = ("int4", "int8", "int32")
 ACTIVATIONS_16 = ("int4", "int8", "int16", "int32")
 WEIGHTS = ("int4", "int8")

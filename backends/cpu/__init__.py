@@ -1,9 +1,9 @@
 """Processors: symmetric int8 with float32 requantization, as onnxruntime's integer operators compute it."""
 
-from fxquant.numerics import Arithmetic
+from fxquant.arithmetic import RealArithmetic
 from fxquant.target import Target
 
-REAL = Arithmetic("real", requantize="real", final_rounding="half_even")
+REAL = RealArithmetic("real")
 ACTIVATIONS = ("int4", "int8", "int32")
 WEIGHTS = ("int4", "int8")
 

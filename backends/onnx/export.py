@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fxquant.arguments import checked
-from fxquant.backends.onnx.fast import write_fast
+from fxquant.backends.onnx.fast import has_kernels, write_fast
 from fxquant.backends.onnx.files import save_model
 from fxquant.backends.onnx.qdq import QdqWriter
 from fxquant.backends.onnx.writer import Writer
@@ -81,10 +81,10 @@ def _check_arguments(integer: fx.GraphModule, style: str, io: str, opset: int | 
     opsets, default = STYLES[style]
     _check_choice("opset", default if opset is None else opset, list(opsets))
     target: Target = integer.meta["target"]
-    if style == "fast" and target.arithmetic.requantize != "real":
+    if style == "fast" and not has_kernels(target.arithmetic):
         raise ConfigurationError(
             f"style='fast' cannot be used for {target.name}",
-            because="it requantizes by a 15-bit multiplier and shifts, and ONNX's integer operators multiply by a float32 number",
+            because=f"it requantizes by {target.arithmetic.multiplies_by}, and ONNX's integer operators multiply by a float32 number",
             remedy="use style='exact', or compile for a target with float32 requantization: nash-e, nash-m, x86 or qnnpack",
         )
 

@@ -21,6 +21,7 @@ import torch
 from onnx import helper
 from torch import Tensor, fx
 
+from fxquant.arithmetic import Arithmetic
 from fxquant.backends.onnx.emitter import Emitter, value_info
 from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.runtime import RUNTIMES, Runner
@@ -51,6 +52,11 @@ READ_FLOATS: frozenset[Callable[..., Any]] = frozenset((
     elementwise.align_real, elementwise.multiply, elementwise.widen, elementwise.negate, product.rectify, product.scale_channels,
     accumulate.add_residual,
 ))  # fmt: skip
+
+
+def has_kernels(arithmetic: Arithmetic) -> bool:
+    """Whether ONNX's integer operators, which multiply by a float32 number, can requantize as this arithmetic does."""
+    return requantize_real in arithmetic.primitives
 
 
 def write_fast(

@@ -17,10 +17,11 @@ from torch import Tensor, fx
 
 from fxquant.facts import TensorFact
 from fxquant.graph import fact, is_parameter
-from fxquant.lowering import Clamp, Lowering, Quantized, straight_through
+from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics import FLOAT32_EXACT, Ratio
 from fxquant.ops.record import Operator, register
 from fxquant.primitives import elementwise
+from fxquant.quantization.rounding import straight_through
 
 Operand = Quantized | Tensor | float
 LARGEST_CONSTANT = 2**22  # steps of the common scale; with int8 terms beside it the sum stays below 2^24

@@ -14,7 +14,7 @@ from fxquant.graph import fact, resolve
 from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.ops.pad import pad_before
 from fxquant.ops.record import Operator, Parameter, register
-from fxquant.ops.weighted import ABSORBED, Tap, epilogue, lower_weighted, refuses_weighted, shape_of, sizes
+from fxquant.ops.weighted import ABSORBED, Product, Tap, epilogue, lower_weighted, refuses_weighted, shape_of, sizes
 from fxquant.primitives import accumulate, transposed
 from fxquant.primitives.accumulate import CONVOLUTIONS
 from fxquant.primitives.transposed import TRANSPOSED, swap_channels
@@ -102,22 +102,16 @@ def _convolution(kind: Kind, rank: int) -> tuple[Callable[..., Tensor], Callable
     ) -> Quantized:
         given: dict[str, Any] = {name: value if name == "groups" else sizes(value, rank) for name, value in attributes.items()}
         groups = given["groups"]
-        return lower_weighted(
-            lowering,
-            input,
-            kind.arrange(weight, groups),
-            bias,
-            residual,
-            clamp,
-            batch_norm=batch_norm,
-            narrow=kind.narrow,
-            wide=kind.wide,
+        product = Product(
+            kind.narrow,
+            kind.wide,
             attributes=tuple(given[name] for name in kind.order),
             trailing=rank,
-            in_parts=True,
             layout=lambda integers: kind.arrange(integers, groups),
             channels=kind.channels,
+            in_parts=True,
         )
+        return lower_weighted(lowering, product, input, kind.arrange(weight, groups), bias, residual, clamp, batch_norm)
 
     function.__name__ = function.__qualname__ = f"{kind.name}{rank}d"
     function.__doc__ = f"{kind.name}{rank}d, with the batch norm, residual and clamp that are fused into it."
@@ -236,7 +230,7 @@ def _register(kind: Kind, rank: int, module: type[nn.Module], extract: Callable[
             sums=True,
             normalize=normalize,
             folded=folded,
-            weight_channels=1,
+            weight=lambda weight, groups=1, **_: kind.arrange(weight, groups),
         )
     )
     return function

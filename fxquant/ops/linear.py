@@ -13,11 +13,12 @@ from fxquant.graph import is_parameter
 from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics import FLOAT32_EXACT, INT32_MAX, INT48_MAX, Ratio
 from fxquant.ops.record import Operator, Parameter, register
-from fxquant.ops.weighted import ABSORBED, Tap, epilogue, lower_weighted, refuses_weighted, shape_of
+from fxquant.ops.weighted import ABSORBED, Product, Tap, epilogue, lower_weighted, refuses_weighted, shape_of
 from fxquant.primitives import accumulate, product
 from fxquant.quantization.batch_norm import BatchNorm, fold
 
 LARGEST_PRODUCT = 2**17  # terms of two int8 operands that stay within int32
+PRODUCT = Product(accumulate.linear, accumulate.linear_wide)
 
 # ---- linear -----------------------------------------------------------------------------------------------------------
 
@@ -48,19 +49,7 @@ def _lower_linear(
     residual: Quantized | None = None,
     clamp: Clamp | None = None,
 ) -> Quantized:
-    return lower_weighted(
-        lowering,
-        input,
-        weight,
-        bias,
-        residual,
-        clamp,
-        batch_norm=batch_norm,
-        narrow=accumulate.linear,
-        wide=accumulate.linear_wide,
-        attributes=(),
-        trailing=0,
-    )
+    return lower_weighted(lowering, PRODUCT, input, weight, bias, residual, clamp, batch_norm)
 
 
 register(
@@ -75,7 +64,7 @@ register(
         refuses=refuses_weighted,
         sums=True,
         folded=lambda weight, bias, batch_norm, **_: fold(weight, bias, batch_norm, 0),
-        weight_channels=-1,
+        weight=lambda weight, **_: weight,
     )
 )
 
@@ -95,8 +84,7 @@ def _lower_matmul(
     """A matrix parameter on the right is a linear layer's weight; a product of two activations has one step, s_x · s_y."""
     if isinstance(other, Tensor):
         if isinstance(input, Quantized) and other.dim() == 2:
-            narrow, wide = accumulate.linear, accumulate.linear_wide
-            return lower_weighted(lowering, input, other.t(), bias, None, clamp, narrow=narrow, wide=wide, attributes=(), trailing=0)
+            return lower_weighted(lowering, PRODUCT, input, other.t(), bias, clamp=clamp)
         other = lowering.quantize_constant(other, "other")
     if isinstance(input, Tensor):
         input = lowering.quantize_constant(input, "input")
@@ -151,6 +139,6 @@ register(
         absorbs=frozenset({"clamp"}),
         refuses=_refuses_matmul,
         sums=True,
-        weight_channels=-1,
+        weight=lambda other, **_: other.t() if isinstance(other, Tensor) and other.dim() == 2 else None,  # else one scale for all
     )
 )

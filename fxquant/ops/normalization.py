@@ -12,7 +12,7 @@ from fxquant.facts import TensorFact
 from fxquant.graph import fact, is_parameter
 from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.ops.record import Operator, Parameter, register
-from fxquant.ops.weighted import epilogue, lower_weighted, refuses_weighted
+from fxquant.ops.weighted import Product, epilogue, lower_weighted, refuses_weighted
 from fxquant.primitives import product
 from fxquant.quantization.batch_norm import BatchNorm, BatchNormTensors
 
@@ -28,21 +28,8 @@ def _lower_batch_norm(lowering: Lowering, input: Quantized, batch_norm: BatchNor
     mean = batch_norm.running_mean
     assert mean is not None
     trailing = len(input.shape) - 2
-    return lower_weighted(
-        lowering,
-        input,
-        torch.ones_like(mean).unsqueeze(1),
-        None,
-        None,
-        clamp,
-        batch_norm=batch_norm,
-        narrow=product.scale_channels,
-        wide=product.scale_channels_wide,
-        attributes=(trailing,),
-        trailing=trailing,
-        layout=torch.flatten,
-        channels=1,
-    )
+    form = Product(product.scale_channels, product.scale_channels_wide, (trailing,), trailing, layout=torch.flatten, channels=1)
+    return lower_weighted(lowering, form, input, torch.ones_like(mean).unsqueeze(1), None, clamp=clamp, batch_norm=batch_norm)
 
 
 def _functional(
@@ -98,22 +85,10 @@ def scale_channels(input: Tensor, weight: Tensor, bias: Tensor | None = None, *,
 def _lower_scale_channels(
     lowering: Lowering, input: Quantized, weight: Tensor, bias: Tensor | None, *, clamp: Clamp | None = None
 ) -> Quantized:
-    return lower_weighted(
-        lowering,
-        input,
-        weight.unsqueeze(1),
-        bias,
-        None,
-        clamp,
-        narrow=product.scale_channels,
-        wide=product.scale_channels_wide,
-        attributes=(0,),
-        trailing=0,
-        layout=torch.flatten,
-        channels=1,
-    )
+    return lower_weighted(lowering, LAST_DIMENSION, input, weight.unsqueeze(1), bias, clamp=clamp)
 
 
+LAST_DIMENSION = Product(product.scale_channels, product.scale_channels_wide, (0,), layout=torch.flatten, channels=1)
 register(
     Operator(
         "scale_channels",
@@ -122,6 +97,6 @@ register(
         _lower_scale_channels,
         absorbs=frozenset({"clamp"}),
         refuses=refuses_weighted,
-        weight_channels=-1,
+        weight=lambda weight, **_: weight.unsqueeze(1),
     )
 )

@@ -86,7 +86,8 @@ class Operator:
     sums       whether it forms a sum of products that may stand as it is, a 32-bit output
     folded     weight, bias, batch norm and the other arguments -> weight and bias with the batch norm multiplied in; of operators
                that absorb one
-    weight_channels  the dimension of its output for whose indices its weight, a parameter, has scales that can be learned
+    weight     the parameter among its arguments, which are given by name, that is its weight: a tensor whose dimension 0 is the output
+               channels, as `lower` rounds it. What is learned of scales and roundings is of its shape. None: it has no such weight
     """
 
     name: str
@@ -108,7 +109,7 @@ class Operator:
     adapt: Adapt | None = None
     sums: bool = False
     folded: Callable[..., tuple[Tensor, Tensor]] | None = None
-    weight_channels: int | None = None
+    weight: Callable[..., Tensor | None] = lambda **arguments: None
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         # Copied and pickled by name: its functions are code.

@@ -10,8 +10,10 @@ An int16 operand whose sums could exceed the accumulator is first brought to a s
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch import Tensor, fx
 from fxquant.errors import ConfigurationError
 from fxquant.facts import Size, TensorFact
 from fxquant.graph import fact, is_parameter, resolve
-from fxquant.lowering import Clamp, Lowering, Quantized, named_parameters, straight_through
+from fxquant.lowering import Clamp, Lowering, Quantized, named_parameters
 from fxquant.numerics import (
     FLOAT32_EXACT,
     INT32_MAX,
@@ -31,13 +33,14 @@ from fxquant.numerics import (
     accumulator_bound,
     bias_integers,
     bias_limit,
-    raise_for_bias,
-    raise_for_residual,
+    least_scale_for_bias,
+    least_scale_for_residual,
 )
 from fxquant.ops.arithmetic import lower_add
 from fxquant.primitives import accumulate, elementwise
 from fxquant.quantization.batch_norm import BatchNorm, correct_batch, fold, running_gain
-from fxquant.quantization.learning import learned_step
+from fxquant.quantization.rounding import straight_through
+from fxquant.quantization.weights import QuantizedWeight
 
 MOST_NARROWED = 8  # bits an int16 operand may give up so that its sums fit the accumulator
 SMALLEST_RESIDUAL_MULTIPLIER = 256  # of int8: below it, rounding k_c to a whole number costs more than half a step of the largest residual
@@ -59,124 +62,156 @@ def epilogue(value: Tensor, residual: Tensor | None, clamp: Clamp | None, tap: T
 # ---- the integer meaning --------------------------------------------------------------------------------------------
 
 
-def _weight_integers(lowering: Lowering, weight: Tensor, scale: Tensor, used: Tensor, gain: Tensor | None) -> Tensor:
-    """round_half_even(w / s), float32 integers, gradients straight through; on a learned scale limited to the dtype's range.
+@dataclass(frozen=True)
+class Product:
+    """How primitives form a sum of products.
 
-    `used` says of each scale whether it is the learned one, times `gain`; one that was raised for the bias has no gradient.
+    narrow      the primitive whose sums stay below 2^24
+    wide        the one for larger ones
+    attributes  what both take behind input, weight and bias
+    trailing    how many dimensions follow the channels in the output
+    layout      brings the weight, whose output channels are dimension 0, into the form that both take
+    channels    the dimension where that has its output channels
+    in_parts    whether `wide` takes a `Split` that keeps the sums of parts below 2^24; else it sums in float64
     """
-    shaped = scale.reshape(-1, *[1] * (weight.dim() - 1))
-    real = weight / shaped
-    exact = torch.round(real.detach())
-    if lowering.learned is None:
-        return straight_through(real, exact) if real.requires_grad else exact
-    dtype = lowering.weight.type
-    exact = exact.clamp(dtype.low, dtype.high)
-    if not torch.is_grad_enabled():
-        return exact
-    if lowering.learned.learns:
-        return learned_step(weight, exact, shaped, lowering.learned, dtype, lowering.learned.factor(gain) * used)
-    return straight_through(real.clamp(dtype.low, dtype.high), exact)
+
+    narrow: Callable[..., Tensor]
+    wide: Callable[..., Tensor]
+    attributes: tuple[Any, ...] = ()
+    trailing: int = 0
+    layout: Callable[[Tensor], Tensor] = lambda weight: weight
+    channels: int = 0
+    in_parts: bool = False
 
 
-def _bias_integers(bias: Tensor, input_scale: Tensor, scale: Tensor) -> Tensor:
-    """round_half_even(b / (s_x · s)), float64 integers, gradients straight through."""
-    exact = bias_integers(bias.detach(), input_scale, scale)
-    return straight_through(bias / (input_scale * scale), exact) if bias.requires_grad else exact
+@dataclass(frozen=True)
+class _Layer:
+    """A sum of products from where its weight's integers are known: its operand, with so many bits, and its weight."""
+
+    lowering: Lowering
+    product: Product
+    input: Quantized
+    bits: int
+    weight: QuantizedWeight
+
+    @property
+    def limit(self) -> int:
+        """The largest accumulator."""
+        return _limit(self.lowering)
+
+    @property
+    def whole(self) -> torch.dtype:
+        """What holds a number of steps: a bias, a multiplier."""
+        return torch.int64 if self.lowering.weight.dtype.bits > 8 else torch.int32
+
+    def bound(self, bias: Tensor | None) -> Tensor:
+        """The largest |accumulator| that any input can cause, per output channel."""
+        return accumulator_bound(self.weight.integers, bias, 0, 2 ** (self.bits - 1))
+
+    def form(self, largest: float, bias: Tensor | None) -> Any:
+        """The sum, which can reach `largest`: narrow where float32 is exact, else wide."""
+        lowering, product, dtype = self.lowering, self.product, self.lowering.weight.dtype
+        operands = (
+            self.input.value,
+            lowering.constant("weight", product.layout(self.weight.integers), dtype.storage),
+            None if bias is None else lowering.constant("bias", bias, self.whole),
+            *product.attributes,
+        )
+        if largest < FLOAT32_EXACT:
+            return lowering.call(product.narrow, *operands)
+        cut = [list(_cut(self.weight.integers.detach(), self.bits, dtype))] if product.in_parts else []
+        how = "in parts" if product.in_parts else "in float64"
+        lowering.note("wide", f"a sum can reach {largest:.0f}, beyond 2^24, so it is formed {how}")
+        return lowering.call(product.wide, *operands, *cut)
 
 
 def lower_weighted(
     lowering: Lowering,
+    product: Product,
     input: Quantized,
     weight: Tensor,
     bias: Tensor | None,
-    residual: Quantized | None,
-    clamp: Clamp | None,
-    *,
+    residual: Quantized | None = None,
+    clamp: Clamp | None = None,
     batch_norm: BatchNorm | None = None,
-    narrow: Callable[..., Tensor],
-    wide: Callable[..., Tensor],
-    attributes: tuple[Any, ...],
-    trailing: int,
-    in_parts: bool = False,
-    layout: Callable[[Tensor], Tensor] = lambda weight: weight,
-    channels: int = 0,
 ) -> Quantized:
-    """A sum of products; output channels are the weight's dimension 0, followed by `trailing` dimensions in the output.
-
-    `narrow` is the primitive whose sums stay below 2^24, `wide` the one for larger ones; with `in_parts` it takes a
-    `Split` that keeps the sums of parts below 2^24. Both take the weight as `layout` arranges it, which puts the output
-    channels at dimension `channels`.
+    """A sum of products, and what is fused into it; output channels are the weight's dimension 0.
 
     A batch norm is folded in with its running statistics, in every state, so that the integers of the weight are those
     that are deployed. Where it is live, the sums then have the statistics of the batch: another bias and another step.
     """
-    dtype, per_channel = lowering.weight.type, lowering.weight.per_channel
-    unfolded, live, gain = bias, False, None
     lowering.parameters.update(named_parameters(weight, bias, batch_norm))
+    unfolded, gain = bias, None
     if batch_norm is not None:
-        live, gain = lowering.live_batch_norm, running_gain(batch_norm)
+        gain = running_gain(batch_norm)
         weight, bias = fold(weight, bias, batch_norm, 0)
-    chosen = scale = lowering.weight_scale(weight, gain)
-    if bias is not None:
-        scale = raise_for_bias(scale, bias if per_channel else bias.abs().max(), input.scale, bias_limit(input.dtype, dtype))
-    if live and not bool(torch.isfinite(scale).all()):  # before any statistics move
-        raise lowering.not_finite()
-    limit = INT48_MAX if dtype.bits > 8 else INT32_MAX
-    if residual is not None:
-        scale = raise_for_residual(scale, residual.scale, residual.dtype.magnitude, input.scale, (limit + 1) // 2)
-    used = scale == chosen
-    scale = lowering.settle(scale)
-    integers = _weight_integers(lowering, weight, scale, used, gain)
-    input, bits = _narrowed(lowering, input, integers, bias, scale, limit)
+    quantized = lowering.weight.integers(weight, gain, _least_scale(lowering, input, bias, residual), keep=lowering.keeps_start)
+    layer = _Layer(lowering, product, *_narrowed(lowering, input, quantized, bias), quantized)
 
-    def form(largest: float, bias_q: Tensor | None) -> Any:
-        operands = (
-            input.value,
-            lowering.constant("weight", layout(integers), dtype.storage),
-            None if bias_q is None else lowering.constant("bias", bias_q, torch.int64 if dtype.bits > 8 else torch.int32),
-            *attributes,
-        )
-        if largest < FLOAT32_EXACT:
-            return lowering.call(narrow, *operands)
-        cut = [list(_cut(integers.detach(), bits, dtype))] if in_parts else []
-        lowering.note("wide", f"a sum can reach {largest:.0f}, beyond 2^24, so it is formed " + ("in parts" if in_parts else "in float64"))
-        return lowering.call(wide, *operands, *cut)
-
-    steps: tuple[Tensor, ...] = (input.scale, scale)
-    if live:
-        assert batch_norm is not None
-        bound = accumulator_bound(integers, None, 0, 2 ** (bits - 1))
-        sums = form(lowering.prove(bound, "the sum", limit), None)
-        step, axis = input.scale * scale, sums.dim() - 1 - trailing
-        _check_statistics(lowering, sums.numel() // sums.shape[axis])
-        alive = integers.detach().flatten(1).abs().amax(1) > 0 if scale.numel() > 1 else torch.ones_like(used)
-        correction, bias = correct_batch(batch_norm, unfolded, sums, step, axis, used & alive & (scale > SMALLEST_SCALE))
+    sums: Tensor | None = None
+    steps: tuple[Tensor, ...] = (layer.input.scale, quantized.scale)
+    if batch_norm is not None and lowering.live_batch_norm:
+        sums, correction, bias = _live(layer, batch_norm, unfolded)
         steps = (*steps, correction)
-    bias_q = None if bias is None else _bias_integers(bias, input.scale, scale)
+    bias_q = None if bias is None else _bias_integers(bias, layer.input.scale, quantized.scale)
 
-    bound = accumulator_bound(integers, bias_q, 0, 2 ** (bits - 1))
-    multiplier = None
+    bound, multiplier = layer.bound(bias_q), None
     if residual is not None:
-        multiplier, bound = _residual_multiplier(lowering, residual, steps, bound)
-    largest = lowering.prove(bound, "the sum", limit)
-    lowering.describe("weight", scale, channels - weight.dim())
-    lowering.describe("bias", input.scale * scale, -1)
-    if live:
-        assert bias_q is not None
-        sums = sums if largest < FLOAT32_EXACT else sums.double()
-        accumulator = sums + _broadcast(bias_q, trailing).to(sums.dtype)
-    else:
-        accumulator = form(largest, bias_q)
+        multiplier, bound = _residual_multiplier(layer, residual, steps, bound)
+    largest = lowering.prove(bound, "the sum", layer.limit)
+    lowering.describe("weight", quantized.scale, product.channels - weight.dim())
+    lowering.describe("bias", layer.input.scale * quantized.scale, -1)
+    accumulator = layer.form(largest, bias_q) if sums is None else _with_bias(layer, sums, bias_q, largest)
+    return _finished(layer, accumulator, steps, residual, multiplier, clamp, largest)
 
-    ratio = Ratio(tuple(_broadcast(factor, trailing) for factor in steps))
-    if residual is None:
-        return lowering.requantize(accumulator, ratio, clamp, bound=largest)
-    if multiplier is None:
-        between = lowering.requantize(accumulator, ratio, to=lowering.intermediate, role="intermediate_", bound=largest)
-        return lower_add(lowering, between, residual, clamp=clamp)
-    shaped = lowering.constant("residual_multiplier", _broadcast(multiplier, trailing), torch.int64 if dtype.bits > 8 else torch.int32)
-    accumulator = lowering.call(accumulate.add_residual, accumulator, residual.value, shaped)
-    return lowering.requantize(accumulator, ratio, clamp, bound=largest)
+
+def _limit(lowering: Lowering) -> int:
+    return INT48_MAX if lowering.weight.dtype.bits > 8 else INT32_MAX
+
+
+def _least_scale(lowering: Lowering, input: Quantized, bias: Tensor | None, residual: Quantized | None) -> Tensor | None:
+    """What the weight's scales must not fall below, so that bias and residual, in steps of the sum, leave it room."""
+    found = []
+    if bias is not None:
+        found.append(least_scale_for_bias(bias, input.scale, bias_limit(input.dtype, lowering.weight.dtype)))
+    if residual is not None:
+        limit = (_limit(lowering) + 1) // 2
+        found.append(least_scale_for_residual(residual.scale, residual.dtype.magnitude, input.scale, limit))
+    return functools.reduce(torch.maximum, found) if found else None
+
+
+def _narrowed(lowering: Lowering, input: Quantized, weight: QuantizedWeight, bias: Tensor | None) -> tuple[Quantized, int]:
+    """The operand and its bits: as it is, or, where int16 sums could exceed the limit, on a scale 2^n larger, by the least n that fits."""
+    bits = input.dtype.bits
+    if bits <= 8:
+        return input, bits
+    for n in range(MOST_NARROWED + 1):
+        raised = input.scale * 2.0**n
+        bias_q = None if bias is None else bias_integers(bias.detach(), raised, weight.scale)
+        if float(accumulator_bound(weight.integers, bias_q, 0, 2 ** (bits - 1 - n)).max()) <= _limit(lowering):
+            break
+    if n == 0:
+        return input, bits
+    lowering.note("narrowed", f"its operand gives up {n} of its {bits} bits, so that the sum fits the accumulator")
+    value = lowering.call(elementwise.shift_right, input.value, n)
+    return Quantized(value, raised, input.dtype, input.shape), bits - n
+
+
+def _live(layer: _Layer, batch_norm: BatchNorm, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The sums without a bias, and what gives them the statistics of this batch: another factor of their step, and the bias.
+
+    `bias` is the layer's own. A channel without weights, or whose scale was raised, shows nothing of the statistics.
+    """
+    lowering, weight = layer.lowering, layer.weight
+    if not bool(torch.isfinite(weight.scale).all()):  # before any statistics move
+        raise lowering.not_finite()
+    sums = layer.form(lowering.prove(layer.bound(None), "the sum", layer.limit), None)
+    axis = sums.dim() - 1 - layer.product.trailing
+    _check_statistics(lowering, sums.numel() // sums.shape[axis])
+    one = weight.scale.numel() == 1
+    alive = torch.ones_like(weight.own) if one else weight.integers.detach().flatten(1).abs().amax(1) > 0
+    usable = weight.own & alive & (weight.scale > SMALLEST_SCALE)
+    return sums, *correct_batch(batch_norm, bias, sums, layer.input.scale * weight.scale, axis, usable)
 
 
 def _check_statistics(lowering: Lowering, values: int) -> None:
@@ -189,23 +224,62 @@ def _check_statistics(lowering: Lowering, values: int) -> None:
         )
 
 
-def _narrowed(
-    lowering: Lowering, input: Quantized, integers: Tensor, bias: Tensor | None, scale: Tensor, limit: int
-) -> tuple[Quantized, int]:
-    """The operand and its bits: as it is, or, where int16 sums could exceed the limit, on a scale 2^n larger, by the least n that fits."""
-    bits = input.dtype.bits
-    if bits <= 8:
-        return input, bits
-    for n in range(MOST_NARROWED + 1):
-        raised = input.scale * 2.0**n
-        bias_q = None if bias is None else bias_integers(bias.detach(), raised, scale)
-        if float(accumulator_bound(integers, bias_q, 0, 2 ** (bits - 1 - n)).max()) <= limit:
-            break
-    if n == 0:
-        return input, bits
-    lowering.note("narrowed", f"its operand gives up {n} of its {bits} bits, so that the sum fits the accumulator")
-    value = lowering.call(elementwise.shift_right, input.value, n)
-    return Quantized(value, raised, input.dtype, input.shape), bits - n
+def _bias_integers(bias: Tensor, input_scale: Tensor, scale: Tensor) -> Tensor:
+    """round_half_even(b / (s_x · s)), float64 integers, gradients straight through."""
+    exact = bias_integers(bias.detach(), input_scale, scale)
+    return straight_through(bias / (input_scale * scale), exact) if bias.requires_grad else exact
+
+
+def _with_bias(layer: _Layer, sums: Tensor, bias: Tensor | None, largest: float) -> Tensor:
+    """Sums that were formed without their bias, with it."""
+    assert bias is not None
+    sums = sums if largest < FLOAT32_EXACT else sums.double()
+    return sums + _broadcast(bias, layer.product.trailing).to(sums.dtype)
+
+
+def _residual_multiplier(layer: _Layer, residual: Quantized, steps: tuple[Tensor, ...], bound: Tensor) -> tuple[Tensor | None, Tensor]:
+    """(k_c, bound with the residual), or (None, bound) where the residual has to be added after a requantization."""
+    ratio = Ratio((residual.scale,), steps)
+    shape = torch.broadcast_shapes(*(factor.shape for factor in steps))  # type: ignore[no-untyped-call]
+    multiplier = ratio.rounded(torch.zeros(shape, dtype=torch.int64, device=bound.device))
+    with_residual = bound + multiplier.double() * residual.dtype.magnitude
+    smallest = min(SMALLEST_RESIDUAL_MULTIPLIER, 2**residual.dtype.bits)
+    if int(multiplier.min()) < smallest:
+        reason = f"its multiplier falls to {int(multiplier.min())}, below {smallest}"
+    elif float(with_residual.max()) > layer.limit:
+        reason = f"the accumulator could reach {float(with_residual.max()):.0f}"
+    else:
+        layer.lowering.note("residual", "added in the accumulator")
+        real = ratio.approximate()
+        return straight_through(real, multiplier.double()) if real.requires_grad and torch.is_grad_enabled() else multiplier, with_residual
+    layer.lowering.note("residual", f"added after a requantization: {reason}")
+    return None, bound
+
+
+def _finished(
+    layer: _Layer,
+    accumulator: Any,
+    steps: tuple[Tensor, ...],
+    residual: Quantized | None,
+    multiplier: Tensor | None,
+    clamp: Clamp | None,
+    largest: float,
+) -> Quantized:
+    """The residual added, in the accumulator if it has a multiplier, and the requantization, limited to the clamp."""
+    lowering, trailing = layer.lowering, layer.product.trailing
+    ratio = Ratio(tuple(_broadcast(factor, trailing) for factor in steps))
+    if residual is not None and multiplier is None:
+        between = lowering.requantize(accumulator, ratio, to=lowering.intermediate, role="intermediate_", bound=largest)
+        return lower_add(lowering, between, residual, clamp=clamp)
+    if residual is not None and multiplier is not None:
+        shaped = lowering.constant("residual_multiplier", _broadcast(multiplier, trailing), layer.whole)
+        accumulator = lowering.call(accumulate.add_residual, accumulator, residual.value, shaped)
+    return lowering.requantize(accumulator, ratio, clamp, bound=largest)
+
+
+def _broadcast(channels: Tensor, trailing: int) -> Tensor:
+    """Per-channel values, shaped against an output with `trailing` dimensions after the channel; a single one stays a scalar."""
+    return channels.reshape(-1, *[1] * trailing) if channels.numel() > 1 else channels.reshape(())
 
 
 def _cut(integers: Tensor, bits: int, dtype: IntType) -> accumulate.Split:
@@ -219,30 +293,6 @@ def _cut(integers: Tensor, bits: int, dtype: IntType) -> accumulate.Split:
         if largest[weight_parts] * 2 ** (cut.bits - 1) < FLOAT32_EXACT:
             return cut
     raise AssertionError("parts of one bit always fit: a channel has fewer than 2^24 weights")
-
-
-def _broadcast(channels: Tensor, trailing: int) -> Tensor:
-    """Per-channel values, shaped against an output with `trailing` dimensions after the channel; a single one stays a scalar."""
-    return channels.reshape(-1, *[1] * trailing) if channels.numel() > 1 else channels.reshape(())
-
-
-def _residual_multiplier(lowering: Lowering, residual: Quantized, steps: tuple[Tensor, ...], bound: Tensor) -> tuple[Tensor | None, Tensor]:
-    """(k_c, bound with the residual), or (None, bound) where the residual has to be added after a requantization."""
-    ratio = Ratio((residual.scale,), steps)
-    shape = torch.broadcast_shapes(*(factor.shape for factor in steps))  # type: ignore[no-untyped-call]
-    multiplier = ratio.rounded(torch.zeros(shape, dtype=torch.int64, device=bound.device))
-    with_residual = bound + multiplier.double() * residual.dtype.magnitude
-    smallest = min(SMALLEST_RESIDUAL_MULTIPLIER, 2**residual.dtype.bits)
-    if int(multiplier.min()) < smallest:
-        reason = f"its multiplier falls to {int(multiplier.min())}, below {smallest}"
-    elif float(with_residual.max()) > (INT48_MAX if lowering.weight.type.bits > 8 else INT32_MAX):
-        reason = f"the accumulator could reach {float(with_residual.max()):.0f}"
-    else:
-        lowering.note("residual", "added in the accumulator")
-        real = ratio.approximate()
-        return straight_through(real, multiplier.double()) if real.requires_grad and torch.is_grad_enabled() else multiplier, with_residual
-    lowering.note("residual", f"added after a requantization: {reason}")
-    return None, bound
 
 
 # ---- what their records share ------------------------------------------------------------------------------------------

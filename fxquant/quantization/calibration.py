@@ -59,8 +59,9 @@ def set_state(prepared: nn.Module, state: State | str, modules: str | Iterable[s
 
 def update_scales(operator: QuantizedOperator) -> None:
     """Set the scales an operator owns from what was observed."""
-    if operator.weight_scale is not None and operator.output.pending:
-        operator.weight_scale.forget()
+    learned = operator.weight_quantizer.learned
+    if learned is not None and operator.output.pending:
+        learned.forget()
     for quantizer in owned_quantizers(operator):
         quantizer.update_scale()
 
@@ -265,5 +266,5 @@ def freeze(prepared: nn.Module, *, scales: bool = True, batch_norm: bool = True)
                 update_scales(operator)
             for quantizer in owned_quantizers(operator):
                 quantizer.freeze()
-            if operator.weight_scale is not None:
-                operator.weight_scale.stop()
+            if operator.weight_quantizer.learned is not None:
+                operator.weight_quantizer.learned.stop()

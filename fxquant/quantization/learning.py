@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxquant.numerics import SMALLEST_SCALE, IntType, least_error_scale
+from fxquant.numerics import SMALLEST_SCALE, IntType
 
 
 class TrainableScale(nn.Module):
@@ -116,41 +116,6 @@ def _grown(base_scale: Tensor, growth: Tensor) -> Tensor:
     return scale.clamp_min(SMALLEST_SCALE)
 
 
-class WeightScale(TrainableScale):
-    """The learned scale of a layer's weight: one number for each of `channels`, or a single one.
-
-    It starts at the scale with the least squared error for the weight of the first batch that passes in TRAIN or
-    VALIDATE; until then it is that of the weight at hand, as convert reads it. Where there is one for each channel,
-    it is the scale of the weight without its batch norm: what that multiplies a channel by, it multiplies its scale by.
-    """
-
-    def __init__(self, channels: int) -> None:
-        super().__init__(torch.full((channels,), float("nan"), dtype=torch.float32, device="cpu"), learned=True)
-
-    def of(self, weight: Tensor, gain: Tensor | None, dtype: IntType, keep: bool) -> Tensor:
-        """The scale for this weight, whose channels are its dimension 0, times `gain`; `keep` makes it where training starts."""
-        factor = self.factor(gain)
-        if bool(torch.isfinite(self.base_scale).all()):
-            return (self.current() * factor).clamp_min(SMALLEST_SCALE)
-        start = least_error_scale(weight, 0 if self.base_scale.numel() > 1 else None, dtype)
-        base = torch.where(factor > 0, start / factor, start)
-        if keep:
-            self.assign(base)
-        return (base * factor).clamp_min(SMALLEST_SCALE)
-
-    def factor(self, gain: Tensor | None) -> Tensor:
-        """What the learned numbers are multiplied by."""
-        return torch.ones_like(self.base_scale) if gain is None or self.base_scale.numel() == 1 else gain.detach().abs()
-
-    def forget(self) -> None:
-        """Start anew from the weight, as a model does whose calibration goes on."""
-        if not self.frozen:
-            self.assign(torch.full_like(self.base_scale, float("nan")))
-
-    def extra_repr(self) -> str:
-        return f"channels={self.base_scale.numel()}{', fixed' if self.frozen else ''}"
-
-
 class _LearnedStep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, exact: Tensor, scale: Tensor, growth: Tensor, unit: Tensor, low: int, high: int) -> Tensor:
@@ -166,7 +131,8 @@ class _LearnedStep(torch.autograd.Function):
         of_real = gradient / scale  # of the real number that the integer stands for
         of_value = (of_real * inside).to(value.dtype) if ctx.needs_input_grad[0] else None
         of_scale = (of_real * (exact - real * inside)).sum_to_size(scale.shape).reshape(ctx.shape)
-        return of_value, None, None, (of_scale * unit / (value.numel() * ctx.high) ** 0.5).float(), None, None, None
+        of_exact = gradient if ctx.needs_input_grad[1] else None
+        return of_value, of_exact, None, (of_scale * unit / (value.numel() * ctx.high) ** 0.5).float(), None, None, None
 
 
 class _TransformedLearnedStep(torch.autograd.Function):
@@ -194,6 +160,7 @@ def learned_step(
 
     `scale` broadcasts against `value` and holds as many numbers as the trained one: that times `factor`. A factor
     of 0 marks a scale that another took the place of; the trained one then has no gradient.
+    If `exact` requires a gradient, of what else decides on it, it has that of the result.
     """
     unit = factor / trained.base_scale
     function = _TransformedLearnedStep if torch._C._are_functorch_transforms_active() else _LearnedStep

@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxquant.arithmetic import Arithmetic
 from fxquant.errors import CalibrationError
-from fxquant.lowering import EagerLowering, Quantized, cannot_be_integers, first_not_finite, limited, named_parameters, straight_through
-from fxquant.numerics import EVERYTHING, Arithmetic, Interval
+from fxquant.lowering import EagerLowering, Quantized, cannot_be_integers, first_not_finite, limited, named_parameters
+from fxquant.numerics import EVERYTHING, Interval
 from fxquant.ops import Operator, map_operands
 from fxquant.primitives.boundary import quantized_value
-from fxquant.quantization.learning import WeightScale
 from fxquant.quantization.quantizer import Quantizer
-from fxquant.quantization.spec import WeightConfig
+from fxquant.quantization.rounding import straight_through
 from fxquant.quantization.state import State
+from fxquant.quantization.weights import WeightQuantizer
 
 Inputs = Mapping[str, Any]  # a Quantizer, a list of them, or None for a constant
 
@@ -31,7 +32,7 @@ class QuantizedOperator(nn.Module):
     output        the quantizer of its result, shared with the operators that must share its scale
     intermediate  the quantizer of what is computed before a fused residual is added, for when it cannot be
                   added in the accumulator
-    weight_scale  the scale of its weight, where that is learned
+    weight_quantizer  what makes the integers of its weight, and of its constants
     observed      beyond this interval, values of its result are observed as its nearer end: to what reads them they are no different
     inputs        the quantizers of its operands, by parameter name. They belong to the operators that made the
                   operands, so they are referred to without being registered here.
@@ -47,8 +48,7 @@ class QuantizedOperator(nn.Module):
         *,
         owns_output: bool,
         intermediate: Quantizer | None,
-        weight: WeightConfig,
-        weight_scale: WeightScale | None = None,
+        weight_quantizer: WeightQuantizer,
         live_batch_norm: bool,
         path: str = "",
         observed: Interval = EVERYTHING,
@@ -65,8 +65,7 @@ class QuantizedOperator(nn.Module):
             self.quantizer = output
         self._shared = (output,)  # a tuple hides the module from registration, so that it is registered once
         self.intermediate = intermediate
-        self.weight = weight
-        self.weight_scale = weight_scale
+        self.weight_quantizer = weight_quantizer
         self.live_batch_norm = live_batch_norm
         self.state = State.CALIBRATE
 
@@ -113,8 +112,7 @@ class QuantizedOperator(nn.Module):
             self.arithmetic,
             self.output,
             self.intermediate,
-            self.weight,
-            self.weight_scale,
+            self.weight_quantizer,
             training=moving,
             observing=observing,
             live_batch_norm=moving and self.live_batch_norm,

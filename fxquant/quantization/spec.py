@@ -20,6 +20,7 @@ from fxquant.arguments import KINDS, Kind, checked, checked_class, instance, sho
 from fxquant.errors import ConfigurationError, FxQuantError
 from fxquant.numerics import ACTIVATION_TYPES, WEIGHT_TYPES, IntType, is_scale, scale_from_threshold
 from fxquant.quantization.observers import HistogramObserver, Observer, settings
+from fxquant.quantization.rounding import Nearest, Rounding
 
 LEARNED, STATISTICS, FROZEN = "learned", "statistics", "frozen"
 
@@ -54,6 +55,14 @@ def _unused(observer: Observer) -> Observer:
 
 
 DTYPE = Kind("a dtype by name, like 'int8'", _dtype)
+
+
+def _rounding(value: Any) -> type[Rounding]:
+    if not (isinstance(value, type) and issubclass(value, Rounding)) or value is Rounding:
+        raise TypeError
+    return value
+
+
 OBSERVER = Kind("a class of observers, an observer that is copied, or a function without arguments that makes one", _observer)
 
 
@@ -133,7 +142,7 @@ class ActivationConfig:
         return self.scale if self.threshold is None else scale_from_threshold(self.threshold, self.type)
 
 
-@checked_class(dtype=DTYPE)
+@checked_class(dtype=DTYPE, rounding=Kind("a class of roundings, like Nearest: a subclass of Rounding", _rounding))
 @dataclass(frozen=True)
 class WeightConfig:
     """How a weight is quantized: dtype, and a scale for each output channel or one for all.
@@ -143,12 +152,15 @@ class WeightConfig:
                    "learned"     it is a parameter with the gradient of LSQ, of convolutions, linear layers and products with
                                  a matrix parameter; it starts where the squared error is least
     power_of_two   round it up to a power of two, as some targets do for all scales
+    rounding       how such a layer's weight, in steps of its scale, becomes integers: a class of roundings, of which every layer
+                   has its own; what it learns trains with the model. What else is constant is rounded to the nearest
     """
 
     dtype: str = "int8"
     per_channel: bool = True
     training: str = STATISTICS
     power_of_two: bool = False
+    rounding: type[Rounding] = Nearest
 
     def __post_init__(self) -> None:
         _check(self.dtype, WEIGHT_TYPES, "weight")

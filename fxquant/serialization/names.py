@@ -20,6 +20,7 @@ from fxquant.frontend import functional
 from fxquant.ops import OPERATORS, Operator
 from fxquant.primitives import PRIMITIVES
 from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer, PercentileObserver
+from fxquant.quantization.rounding import Nearest, Rounding
 
 # ---- functions ------------------------------------------------------------------------------------------------------
 
@@ -212,6 +213,11 @@ _OBSERVERS: Mapping[type[Observer], str] = {
     PercentileObserver: "percentile bins sample",
 }
 
-LAYERS = {kind.__name__: kind for kind in (*_LAYERS, *_OBSERVERS)}
+_ROUNDINGS: Mapping[type[Rounding], str] = {Nearest: ""}
+
+LAYERS = {kind.__name__: kind for kind in (*_LAYERS, *_OBSERVERS, *_ROUNDINGS)}
 OBSERVERS = {kind.__name__: kind for kind in _OBSERVERS}
-ARGUMENTS: Mapping[type[nn.Module], tuple[str, ...]] = {kind: tuple(a.split()) for kind, a in (*_LAYERS.items(), *_OBSERVERS.items())}
+ROUNDINGS = {kind.__name__: kind for kind in _ROUNDINGS}
+ARGUMENTS: Mapping[type[nn.Module], tuple[str, ...]] = {
+    kind: tuple(a.split()) for kind, a in (*_LAYERS.items(), *_OBSERVERS.items(), *_ROUNDINGS.items())
+}

@@ -12,13 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxquant.numerics import ACTIVATION_TYPES, EVERYTHING, Arithmetic, Interval
-from fxquant.quantization.learning import TrainableScale, WeightScale
+from fxquant.arithmetic import Arithmetic
+from fxquant.numerics import ACTIVATION_TYPES, EVERYTHING, WEIGHT_TYPES, Interval
+from fxquant.quantization.learning import TrainableScale
 from fxquant.quantization.observers import MinMaxObserver, Observer
 from fxquant.quantization.prepared import QuantizedOperator
 from fxquant.quantization.quantizer import Quantizer
-from fxquant.quantization.spec import FROZEN, LEARNED, STATISTICS, WeightConfig
+from fxquant.quantization.rounding import Rounding
+from fxquant.quantization.spec import FROZEN, LEARNED, STATISTICS
 from fxquant.quantization.state import State
+from fxquant.quantization.weights import WeightQuantizer, WeightScale
 from fxquant.serialization.names import ARGUMENTS, LAYERS, operator_named
 from fxquant.serialization.values import DTYPES, Malformed, cannot_save, decode, encode, expect, look_up
 from fxquant.target import Target
@@ -27,7 +30,7 @@ TargetOf = Callable[[str], Target]  # a target, by its name
 
 _LAYOUTS = {"channels_last": torch.channels_last, "channels_last_3d": torch.channels_last_3d}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OWN = (Quantizer, QuantizedOperator, WeightScale, Observer)
+_OWN = (Quantizer, QuantizedOperator, WeightQuantizer, WeightScale, Observer)
 
 _QUANTIZER = {
     "mode": (str,), "power_of_two": (bool,), "frozen": (bool,), "name": (str,), "source": (str,), "module_path": (str,),
@@ -77,6 +80,8 @@ class TreeWriter:
             return self._quantizer(module, path)
         if type(module) is QuantizedOperator:
             return self._operator(module, path)
+        if type(module) is WeightQuantizer:
+            return self._weight_quantizer(module, path)
         if type(module) is WeightScale:
             return {"frozen": expect(module.frozen, bool)}
         if type(module) not in ARGUMENTS:
@@ -100,6 +105,17 @@ class TreeWriter:
             "range": self._module(module.range, path + ".range"),
         }
 
+    def _weight_quantizer(self, module: WeightQuantizer, path: str) -> dict[str, Any]:
+        if WEIGHT_TYPES.get(module.dtype.name) != module.dtype:
+            cannot_save(f"the weight quantizer {path}", f"{module.dtype!r} is no type of fxquant's", "use a dtype by name")
+        return {
+            "dtype": module.dtype.name,
+            "per_channel": expect(module.per_channel, bool),
+            "power_of_two": expect(module.power_of_two, bool),
+            "learned": self._module(module.learned, path + ".learned"),
+            "rounding": self._module(module.rounding, path + ".rounding"),
+        }
+
     def _operator(self, module: QuantizedOperator, path: str) -> dict[str, Any]:
         if operator_named(module.operator.name) is not module.operator or module.arithmetic != self.arithmetic:
             cannot_save(
@@ -113,11 +129,10 @@ class TreeWriter:
             "operator": module.operator.name,
             "state": module.state.value,
             "observed": [encode(bound) for bound in module.observed],
-            "weight": encode(module.weight),
             "inputs": inputs,
             "output": self._module(module.output, path + ".output"),
             "intermediate": self._module(module.intermediate, path + ".intermediate"),
-            "weight_scale": self._module(module.weight_scale, path + ".weight_scale"),
+            "weight_quantizer": self._module(module.weight_quantizer, path + ".weight_quantizer"),
         }
 
     def _reference(self, value: Any, path: str) -> Any:
@@ -244,6 +259,8 @@ class TreeReader:
             module = self._quantizer(arguments)
         elif name == "QuantizedOperator":
             module = self._operator(arguments)
+        elif name == "WeightQuantizer":
+            module = self._weight_quantizer(arguments)
         elif name == "WeightScale":
             module = self._learned(arguments, expect(entry["buffers"], dict))
         else:
@@ -285,6 +302,18 @@ class TreeReader:
             setattr(quantizer, name, value)
         return quantizer
 
+    def _weight_quantizer(self, arguments: dict[str, Any]) -> WeightQuantizer:
+        learned, rounding = self._module(arguments["learned"]), self._module(arguments["rounding"])
+        if not isinstance(learned, WeightScale | None) or not isinstance(rounding, Rounding):
+            raise Malformed("the scale or the rounding of a WeightQuantizer is none")
+        return WeightQuantizer(
+            look_up(WEIGHT_TYPES, arguments["dtype"], "dtype"),
+            per_channel=expect(arguments["per_channel"], bool),
+            power_of_two=expect(arguments["power_of_two"], bool),
+            learned=learned,
+            rounding=rounding,
+        )
+
     def _learned(self, arguments: dict[str, Any], buffers: dict[str, Any]) -> WeightScale:
         base_scale = self._tensor(buffers["base_scale"])
         if base_scale is None:
@@ -297,8 +326,11 @@ class TreeReader:
         plain = {name: expect(arguments[name], *kinds) for name, kinds in _OPERATOR.items()}
         operator = operator_named(expect(arguments["operator"], str))
         output = self._as_quantizer(arguments["output"])
+        weight_quantizer = self._module(arguments["weight_quantizer"])
         if operator is None or self.arithmetic is None or output is None:
             raise Malformed("a QuantizedOperator has no operator, no target or no output")
+        if not isinstance(weight_quantizer, WeightQuantizer):
+            raise Malformed(f"a {type(weight_quantizer).__name__} stands where a WeightQuantizer belongs")
         module = QuantizedOperator(
             plain["name"],
             operator,
@@ -307,8 +339,7 @@ class TreeReader:
             output,
             owns_output=plain["owns_output"],
             intermediate=self._as_quantizer(arguments["intermediate"]),
-            weight=expect(decode(arguments["weight"]), WeightConfig),
-            weight_scale=self._as_weight_scale(arguments["weight_scale"]),
+            weight_quantizer=weight_quantizer,
             live_batch_norm=plain["live_batch_norm"],
             path=plain["path"],
             observed=_interval(arguments.get("observed")),
@@ -323,12 +354,6 @@ class TreeReader:
         module = self._module(place)
         if not isinstance(module, Quantizer | None):
             raise Malformed(f"a {type(module).__name__} stands where a Quantizer belongs")
-        return module
-
-    def _as_weight_scale(self, place: Any) -> WeightScale | None:
-        module = self._module(place)
-        if not isinstance(module, WeightScale | None):
-            raise Malformed(f"a {type(module).__name__} stands where a WeightScale belongs")
         return module
 
     def _module(self, place: int | None) -> nn.Module | None:

@@ -17,8 +17,9 @@ from fxquant.facts import BatchDim, TensorFact
 from fxquant.graph import Annotation, Constant, Operation, Part, QParams, Reference
 from fxquant.ops import Fixed, Own, Same
 from fxquant.quantization.batch_norm import BatchNormTensors
+from fxquant.quantization.rounding import Rounding
 from fxquant.quantization.spec import ActivationConfig, QConfig, WeightConfig
-from fxquant.serialization.names import ARGUMENTS, OBSERVERS
+from fxquant.serialization.names import ARGUMENTS, OBSERVERS, ROUNDINGS
 
 DEPTH = 32  # how deeply lists, tuples and dicts may be nested
 LARGEST = 2**63  # integers are smaller in magnitude
@@ -40,7 +41,7 @@ _NAMED_TUPLES = {kind.__name__: kind for kind in (BatchNormTensors,)}
 _NUMBER = (float, int, NoneType)
 # Records: every field with the types its value may have.
 RECORDS: Mapping[type, Mapping[str, tuple[type, ...]]] = {
-    WeightConfig: {"dtype": (str,), "per_channel": (bool,), "training": (str,), "power_of_two": (bool,)},
+    WeightConfig: {"dtype": (str,), "per_channel": (bool,), "training": (str,), "power_of_two": (bool,), "rounding": (type,)},
     ActivationConfig: {
         "dtype": (str,),
         "observer": (type, functools.partial),
@@ -129,6 +130,8 @@ def _encode_other(value: Any) -> Any:
     for name, constant in _CONSTANTS.items():
         if value is constant:
             return {"constant": name}
+    if isinstance(value, type) and issubclass(value, Rounding):
+        return _encode_rounding(value)
     if isinstance(value, type | functools.partial) or callable(value):
         return _encode_observer(value)
     cannot_save(f"a {kind.__name__}", f"a file holds no value like {str(value)[:80]}", "use numbers, strings, tuples, lists and dicts")
@@ -146,6 +149,17 @@ def _encode_observer(value: Any) -> Any:
             "use one of these, or a functools.partial of one",
         )
     return {"observer": [name, {key: encode(item) for key, item in arguments.items()}]}
+
+
+def _encode_rounding(kind: type[Rounding]) -> Any:
+    name = kind.__name__
+    if ROUNDINGS.get(name) is not kind:
+        cannot_save(
+            f"the rounding {name}",
+            f"a file names its roundings, and can name {', '.join(ROUNDINGS)}; it holds no code",
+            "save state_dict() and prepare the model again",
+        )
+    return {"rounding": name}
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------------
@@ -234,6 +248,7 @@ _SIMPLE: Mapping[str, Callable[[Any], Any]] = {
     "batch": _decode_batch,
     "tensor": _decode_tensor,
     "observer": _decode_observer,
+    "rounding": lambda content: look_up(ROUNDINGS, content, "rounding"),
 }
 
 

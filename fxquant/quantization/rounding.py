@@ -1,0 +1,71 @@
+"""How real weights become whole numbers, and the gradient that passes straight through."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Rounding(nn.Module):
+    """How a weight becomes integers. A subclass is another way; what it learns are its parameters, which train with the model's.
+
+    It is made from the shape of the weight it is to round, output channels first, and lives as long as the prepared model.
+    """
+
+    def __init__(self, shape: tuple[int, ...] = ()) -> None:
+        super().__init__()
+
+    def integers(self, real: Tensor, low: int, high: int) -> Tensor:
+        """Whole numbers from low to high for the weight in steps of its scale, float32, both of the shape this was made from.
+
+        The same numbers with and without gradients, which reach `real` and the parameters. Where one of these is NaN the result has
+        to be, so that it is found and told.
+        """
+        raise NotImplementedError
+
+
+class Nearest(Rounding):
+    """To the nearest whole number, a half to the even one; the gradient passes straight through."""
+
+    def integers(self, real: Tensor, low: int, high: int) -> Tensor:
+        exact = torch.round(real.detach()).clamp_(low, high)
+        return straight_through(real, exact) if real.requires_grad else exact
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, smooth: Tensor, exact: Tensor) -> Tensor:
+        ctx.dtype = smooth.dtype
+        return exact.view_as(exact)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.to(ctx.dtype), None
+
+
+class _TransformedStraightThrough(torch.autograd.Function):
+    """The same for functorch's transforms, in the form they ask for, whose calls take several times as long."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(smooth: Tensor, exact: Tensor) -> Tensor:
+        return exact.view_as(exact)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.dtype = inputs[0].dtype
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.to(ctx.dtype), None
+
+
+def straight_through(smooth: Tensor, exact: Tensor) -> Tensor:
+    """`exact`, bit for bit, with the gradient of `smooth`; also inside of torch.func's transforms."""
+    transformed = torch._C._are_functorch_transforms_active()
+    function = _TransformedStraightThrough if transformed else _StraightThrough
+    result: Tensor = function.apply(smooth, exact)  # type: ignore[no-untyped-call]
+    return result

@@ -1,0 +1,133 @@
+"""A weight quantizer: the dtype, the scale and the rounding of one weight, and what of them is learned.
+
+    s = max |w| / divisor, or learned      per output channel, or one for all
+    s = max(s, what bias and residual need), rounded up to a power of two where there is no other
+    w_q = round(w / s)
+
+An operator has one. What it makes of a constant is the same with one scale.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fxquant.numerics import SMALLEST_SCALE, IntType, least_error_scale, weight_scale
+from fxquant.quantization.learning import TrainableScale, learned_step
+from fxquant.quantization.quantizer import round_up_to_power_of_two
+from fxquant.quantization.rounding import Nearest, Rounding
+
+
+class WeightScale(TrainableScale):
+    """The learned scale of a layer's weight: one number for each of `channels`, or a single one.
+
+    It starts at the scale with the least squared error for the weight of the first batch that passes in TRAIN or
+    VALIDATE; until then it is that of the weight at hand, as convert reads it. Where there is one for each channel,
+    it is the scale of the weight without its batch norm: what that multiplies a channel by, it multiplies its scale by.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(torch.full((channels,), float("nan"), dtype=torch.float32, device="cpu"), learned=True)
+
+    def of(self, weight: Tensor, gain: Tensor | None, dtype: IntType, keep: bool) -> Tensor:
+        """The scale for this weight, whose channels are its dimension 0, times `gain`; `keep` makes it where training starts."""
+        factor = self.factor(gain)
+        if bool(torch.isfinite(self.base_scale).all()):
+            return (self.current() * factor).clamp_min(SMALLEST_SCALE)
+        start = least_error_scale(weight, 0 if self.base_scale.numel() > 1 else None, dtype)
+        base = torch.where(factor > 0, start / factor, start)
+        if keep:
+            self.assign(base)
+        return (base * factor).clamp_min(SMALLEST_SCALE)
+
+    def factor(self, gain: Tensor | None) -> Tensor:
+        """What the learned numbers are multiplied by."""
+        return torch.ones_like(self.base_scale) if gain is None or self.base_scale.numel() == 1 else gain.detach().abs()
+
+    def forget(self) -> None:
+        """Start anew from the weight, as a model does whose calibration goes on."""
+        if not self.frozen:
+            self.assign(torch.full_like(self.base_scale, float("nan")))
+
+    def extra_repr(self) -> str:
+        return f"channels={self.base_scale.numel()}{', fixed' if self.frozen else ''}"
+
+
+class QuantizedWeight(NamedTuple):
+    """A weight's integers and their scale.
+
+    integers  whole numbers in float32, of the weight's shape, with gradients
+    scale     float32 of shape (C,), one number for each channel, or (1,)
+    own       bool of that shape: whether the scale is that of the weight, and was not raised for the sake of bias or residual
+    """
+
+    integers: Tensor
+    scale: Tensor
+    own: Tensor
+
+
+class WeightQuantizer(torch.nn.Module):
+    """Makes the integers of one operator's weight, in training and deployment alike.
+
+    dtype         the integers
+    per_channel   whether each output channel has a scale of its own
+    power_of_two  whether scales are rounded up to powers of two
+    learned       the learned scale; None: the scale follows from the largest magnitude of the weight at hand
+    rounding      how the weight becomes whole numbers of steps
+    """
+
+    def __init__(
+        self,
+        dtype: IntType,
+        *,
+        per_channel: bool = True,
+        power_of_two: bool = False,
+        learned: WeightScale | None = None,
+        rounding: Rounding | None = None,
+    ) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.per_channel = per_channel
+        self.power_of_two = power_of_two
+        self.learned = learned
+        self.rounding = Nearest() if rounding is None else rounding
+
+    def integers(self, weight: Tensor, gain: Tensor | None = None, least: Tensor | None = None, *, keep: bool = False) -> QuantizedWeight:
+        """The integers of a real weight, whose channels are its dimension 0.
+
+        gain   what a batch norm has multiplied the channels by, shape (C,)
+        least  what the scales must not fall below, shape (C,) or (): see `numerics.least_scale_for_bias`
+        keep   whether a learned scale that has not started yet starts from this weight
+        """
+        chosen = self._scale(weight, gain, keep)
+        raised = chosen if least is None else torch.maximum(chosen, least if chosen.numel() > 1 else least.max())
+        own = raised == chosen
+        scale = round_up_to_power_of_two(raised) if self.power_of_two else raised
+        return QuantizedWeight(self._rounded(weight, scale, own, gain), scale, own)
+
+    def _scale(self, weight: Tensor, gain: Tensor | None, keep: bool) -> Tensor:
+        if self.learned is not None:
+            return self.learned.of(weight, gain, self.dtype, keep)
+        return weight_scale(weight, 0 if self.per_channel else None, self.dtype)
+
+    def _rounded(self, weight: Tensor, scale: Tensor, own: Tensor, gain: Tensor | None) -> Tensor:
+        """round(w / s); a scale that is not the weight's own has no gradient."""
+        low, high = self.dtype.low, self.dtype.high
+        step = scale.reshape(-1, *[1] * (weight.dim() - 1))
+        real = weight / step
+        if self.learned is None:
+            return self.rounding.integers(real, low, high)  # within the range but for a rounding error, which takes no gradient away
+        if self.learned.learns and torch.is_grad_enabled():
+            exact = self.rounding.integers(real.detach(), low, high)
+            return learned_step(weight, exact, step, self.learned, self.dtype, self.learned.factor(gain) * own)
+        return self.rounding.integers(real.clamp(low, high), low, high)
+
+    def trained(self) -> dict[str, Tensor | None]:
+        """What training moves besides the weight, by what it is: for errors."""
+        found: dict[str, Tensor | None] = {"the learned scale of its weight": None if self.learned is None else self.learned.growth}
+        return found | {f"the {name} of its weight's rounding": value for name, value in self.rounding.named_parameters()}
+
+    def extra_repr(self) -> str:
+        return f"{self.dtype}, {'per channel' if self.per_channel else 'per tensor'}{', power of two' if self.power_of_two else ''}"
