@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from fxquant import backends
 from fxquant.analysis.check import Findings, broken_limits, findings
 from fxquant.analysis.explain import explain, summary
+from fxquant.analysis.layers import layers
 from fxquant.analysis.text import text
 from fxquant.analysis.verify import (
     DeviationReport,
@@ -114,8 +115,9 @@ def _prepare(
     context = Context(target, qconfig, batch_norm, dial.debug, attached)
     stopped = run(prepared, PREPARE, context, dial, until)
     if not stopped:
-        logger.info("%s", summary(prepared))
-        broken = sum(1 for _ in broken_limits(prepared, target))
+        known = layers(prepared)
+        logger.info("%s", summary(known))
+        broken = sum(1 for _ in broken_limits(prepared, known, target))
         if broken:
             logger.warning("limits of %s that are broken: %d; fxq.check says where, and what to do", target.name, broken)
     return prepared

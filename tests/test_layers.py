@@ -44,7 +44,8 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.lowering": BASE | {"batch_norm", "learning", "primitives", "quantizer", "facts"},
     "fxquant.ops": BASE | {"batch_norm", "graph", "learning", "lowering", "ops", "primitives", "facts"},
     "fxquant.quantization.prepared": BASE | {"learning", "lowering", "ops", "primitives", "quantizer", "state"},
-    "fxquant.analysis.text": {"arguments", "errors", "graph", "numerics", "ops", "prepared", "primitives", "facts"},
+    "fxquant.analysis.node": {"graph", "ops", "prepared", "primitives"},
+    "fxquant.analysis.text": {"arguments", "errors", "graph", "node", "facts"},
     "fxquant.proof": {"graph", "numerics", "primitives", "facts"},
     "fxquant.stage": {"errors", "graph", "numerics", "ops", "prepared", "primitives", "facts"},
     "fxquant.pipeline": BASE | {"stage", "target", "text"},
@@ -70,9 +71,11 @@ ALLOWED: dict[str, set[str]] = {
         "facts",
         "model",
     },
-    "fxquant.analysis.explain": {"arguments", "errors", "graph", "ops", "prepared", "primitives", "frontend"},
+    "fxquant.analysis.cost": {"facts", "graph", "node", "numerics", "ops"},
+    "fxquant.analysis.layers": {"arguments", "cost", "errors", "facts", "graph", "node"},
+    "fxquant.analysis.explain": {"arguments", "graph", "layers", "frontend"},
     "fxquant.analysis.measures": {"graph", "numerics", "ops", "facts"},
-    "fxquant.analysis.check": {"explain", "graph", "measures", "ops", "prepared", "spec", "stage", "target"},
+    "fxquant.analysis.check": {"graph", "layers", "measures", "node", "ops", "target"},
     "fxquant.analysis.verify": {"arguments", "batches", "errors", "graph", "ops", "prepared", "primitives", "state", "facts"},
     # verbs and targets: never each other
     "fxquant.passes": NOUNS,
@@ -82,20 +85,9 @@ ALLOWED: dict[str, set[str]] = {
     # what joins them
     "fxquant.api": {"*"},
     "fxquant.demo": {"", "arguments", "backends", "demo", "errors", "graph", "primitives", "progress", "target"},
-    "fxquant.analysis.inspection": {
-        "",
-        "backends",
-        "errors",
-        "explain",
-        "graph",
-        "observers",
-        "prepared",
-        "primitives",
-        "quantizer",
-        "facts",
-    },
+    "fxquant.analysis.inspection": {"", "backends", "errors", "facts", "graph", "layers", "node", "observers", "quantizer"},
     "fxquant.cli": {"", "arguments", "demo", "errors", "inspection", "sample"},
-    "fxquant.analysis.sample": {"errors", "graph", "numerics", "prepared", "facts"},
+    "fxquant.analysis.sample": {"errors", "graph", "node", "numerics", "facts"},
 }
 TABLES_OF_CONTENTS = {"fxquant": {"*"}, "fxquant.passes": NOUNS | {"passes"}}  # rows of an __init__.py alone
 

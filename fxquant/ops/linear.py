@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -76,6 +77,7 @@ register(
         sums=True,
         folded=lambda weight, bias, batch_norm, **_: fold(weight, bias, batch_norm, 0),
         weight_channels=-1,
+        macs=lambda shapes, result: math.prod(result) * shapes["weight"][-1],
     )
 )
 
@@ -152,5 +154,6 @@ register(
         refuses=_refuses_matmul,
         sums=True,
         weight_channels=-1,
+        macs=lambda shapes, result: math.prod(result) * shapes["input"][-1],
     )
 )

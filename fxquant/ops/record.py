@@ -10,6 +10,7 @@ import enum
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 from torch import Tensor, fx
@@ -20,6 +21,7 @@ from fxquant.numerics import EVERYTHING, Interval
 
 # How the arguments of one spelling become canonical ones, by name; a string is the reason why they cannot.
 Adapt = Callable[..., dict[str, Any] | str]
+Shape = tuple[Fraction, ...]  # at one batch size; of half a batch it may be no whole number
 
 
 class Scale(enum.Enum):
@@ -68,6 +70,7 @@ class Operator:
     folded     weight, bias, batch norm and the other arguments -> weight and bias with the batch norm multiplied in; of operators
                that absorb one
     weight_channels  the dimension of its output for whose indices its weight, a parameter, has scales that can be learned
+    macs       how many products its sums have together, from the shapes of its arguments by name and that of its result
     """
 
     name: str
@@ -90,6 +93,7 @@ class Operator:
     sums: bool = False
     folded: Callable[..., tuple[Tensor, Tensor]] | None = None
     weight_channels: int | None = None
+    macs: Callable[[Mapping[str, Shape], Shape], Fraction | int] | None = None
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         # Copied and pickled by name: its functions are code.
