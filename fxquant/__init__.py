@@ -18,9 +18,10 @@ if (_root := Path(__file__).resolve().parents[1]).joinpath("pyproject.toml").is_
 from fxquant import primitives
 from fxquant.analysis.check import Finding, Findings
 from fxquant.analysis.explain import explain
+from fxquant.analysis.layers import Intermediate, Layer, layers
+from fxquant.analysis.report import DeviationReport, Report
 from fxquant.analysis.text import text
-from fxquant.analysis.verify import DeviationReport, Report
-from fxquant.api import Result, calibrate, check, convert, dump, load, prepare, quantize, save, verify
+from fxquant.api import Result, calibrate, check, convert, dump, load, prepare, quantize, record, save, verify
 from fxquant.backends.onnx.export import export_onnx
 from fxquant.backends.onnx.metadata import onnx_metadata
 from fxquant.errors import (
@@ -57,6 +58,8 @@ __all__ = [
     "Findings",
     "FxQuantError",
     "HistogramObserver",
+    "Intermediate",
+    "Layer",
     "MinMaxObserver",
     "MovingAverageMinMaxObserver",
     "NotCalibrated",
@@ -84,12 +87,14 @@ __all__ = [
     "explain",
     "export_onnx",
     "freeze",
+    "layers",
     "load",
     "onnx_metadata",
     "prepare",
     "primitives",
     "qparams",
     "quantize",
+    "record",
     "save",
     "set_qparams",
     "set_state",

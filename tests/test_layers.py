@@ -76,7 +76,11 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.analysis.explain": {"arguments", "graph", "layers", "frontend"},
     "fxquant.analysis.measures": {"graph", "numerics", "ops", "facts"},
     "fxquant.analysis.check": {"graph", "layers", "measures", "node", "ops", "target"},
-    "fxquant.analysis.verify": {"arguments", "batches", "errors", "graph", "ops", "prepared", "primitives", "state", "facts"},
+    "fxquant.analysis.segments": {"facts", "graph", "node"},
+    "fxquant.analysis.record": {"batches", "errors", "graph", "node", "prepared", "state"},
+    "fxquant.analysis.report": {"arguments"},
+    "fxquant.analysis.compare": {"graph", "node", "record", "report", "segments"},
+    "fxquant.analysis.verify": {"batches", "errors", "layers", "prepared", "record", "segments", "state"},
     # verbs and targets: never each other
     "fxquant.passes": NOUNS,
     "fxquant.backends": NOUNS | {"backends", "version"},

@@ -59,7 +59,7 @@ def _where(layer: Layer, reason: str) -> str:
 
 
 def summary(known: tuple[Layer, ...]) -> str:
-    """One line of a model's layers: how many are integer, how many are left in float, and why. The boundary between the two is not counted."""
+    """One line: how many layers are integer, how many are left in float, and why. The boundary between the two is not counted."""
     integer = sum(layer.integer and not layer.boundary for layer in known)
     left = left_in_float(known)
     counted = f"{integer} operator is integer" if integer == 1 else f"{integer} operators are integer"

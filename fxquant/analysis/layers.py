@@ -48,13 +48,15 @@ class Layer:
     source            the user's line
     module            the dotted path of the user's module; "" for the model itself
     device            where it runs: the target's name ("bayes-e") if it is integer, "host" if not
-    reason            why it is integer or float; "" before that is decided, and of integer operators in an integer model, where `notes` say more
+    reason            why it is integer or float; "" before that is decided, and of integer operators in an integer model, whose `notes` say
+                      more
     notes             of an integer model: the proved accumulator, the path a residual took, how a long sum is formed
     accumulator_bits  the width proved for its sums in an integer model; 0 where there are none
-    macs              multiply-accumulates, of operators that form sums of products (`sums` in the table); 0 of others
-    weight_bytes      its weight and bias as the integer model holds them: int4 and int8 in one byte, int16 in two, a bias in four, beside an
-                      int16 weight in eight; 0 where there are none. Of a float operator, its parameters and buffers
-    activation_bytes  its result: int4 and int8 in one byte for each element, int16 in two, int32 in four; of a float result as PyTorch holds it
+    macs              multiply-accumulates, of operators that form sums of products (convolutions, linear layers, matrix products); 0 of others
+    weight_bytes      its weight and bias as the integer model holds them: int4 and int8 in one byte, int16 in two; a bias in four, beside
+                      an int16 weight in eight; 0 where there are none. Of a float operator, its parameters and buffers
+    activation_bytes  its result: int4 and int8 in one byte for each element, int16 in two, int32 in four; a float result as PyTorch
+                      holds it
     fused             the names of the nodes that were fused into it
     part              which part of a composite operator it is; "" if it is none
     intermediates     the quantized tensors inside of it, in an integer model
