@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -255,7 +255,7 @@ def _measured(left: Form, opened: OnnxModel, inputs: list[list[Any]], show_progr
 def record(
     model: Any,
     batches: Batches,
-    kinds: str | list[str] = "quantized",
+    kinds: str | Sequence[str] = ("quantized",),
     *,
     real: bool = False,
     state: State | str | None = None,

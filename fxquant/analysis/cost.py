@@ -135,7 +135,8 @@ def _integer_bytes(model: fx.GraphModule, node: fx.Node, operator: Operator | No
 
 def _float_bytes(model: fx.GraphModule, node: fx.Node) -> int:
     """The parameters and buffers of a module, and the parameters that a function reads."""
-    held = [resolve(model, str(each.target)) for each in (node, *node.all_input_nodes) if each.op in ("call_module", "get_attr")]
+    read = [operand for operand in node.all_input_nodes if operand.op == "get_attr"] + [node] * (node.op == "call_module")
+    held = [resolve(model, str(each.target)) for each in read]
     tensors = [
         tensor for value in held for tensor in ([*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else [value])
     ]

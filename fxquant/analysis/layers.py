@@ -52,7 +52,7 @@ class Layer:
                       more
     notes             of an integer model: the proved accumulator, the path a residual took, how a long sum is formed
     accumulator_bits  the width proved for its sums in an integer model; 0 where there are none
-    macs              multiply-accumulates, of operators that form sums of products (convolutions, linear layers, matrix products); 0 of others
+    macs              multiply-accumulates, of convolutions, linear layers and matrix products; 0 of others
     weight_bytes      its weight and bias as the integer model holds them: int4 and int8 in one byte, int16 in two; a bias in four, beside
                       an int16 weight in eight; 0 where there are none. Of a float operator, its parameters and buffers
     activation_bytes  its result: int4 and int8 in one byte for each element, int16 in two, int32 in four; a float result as PyTorch

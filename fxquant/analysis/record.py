@@ -6,7 +6,7 @@ A form runs one batch and shows what it was asked for; nothing of a batch is kep
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -105,24 +105,16 @@ class GraphForm:
         return model_inputs(self.model, batch, index)
 
     def run(self, inputs: Sequence[Any], wanted: Wanted) -> Values:
-        form, values, chosen = self, Values(), frozenset(wanted.among(self.tensors))
+        values, chosen = Values(), frozenset(wanted.among(self.tensors))
 
-        class Reader(fx.Interpreter):
-            def run_node(self, n: fx.Node) -> Any:
-                result = super().run_node(n)
-                if n.name in chosen and isinstance(result, Tensor):
-                    value = form._shown(n, result, wanted.real)
-                    if value is not None:
-                        values[n.name] = value
-                return result
-
-            def fetch_attr(self, target: str) -> Any:
-                return resolve(form.model, target)
+        def take(node: fx.Node, result: Any) -> None:
+            if node.name in chosen and isinstance(result, Tensor):
+                value = self._shown(node, result, wanted.real)
+                if value is not None:
+                    values[node.name] = value
 
         with torch.no_grad(), _still(self.model, self.state):
-            reader = Reader(self.model)
-            reader.extra_traceback = False  # an error is the model's own
-            result = reader.run(*inputs)
+            result = _Reader(self.model, take).run(*inputs)
         return values | (_outputs(result) if OUTPUTS in wanted.kinds else {})
 
     def _shown(self, node: fx.Node, value: Tensor, real: bool) -> Tensor | None:
@@ -136,6 +128,23 @@ class GraphForm:
         if module.state is State.FLOAT or module.output.follows_sum:
             return None
         return torch.round(value.double() / module.output.scale.double()).to(torch.int64)
+
+
+class _Reader(fx.Interpreter):
+    """Shows every value as it is computed. Nothing refers back to it, so that what it holds of a batch is gone when it has run."""
+
+    def __init__(self, model: fx.GraphModule, take: Callable[[fx.Node, Any], None]) -> None:
+        super().__init__(model)
+        self.take = take
+        self.extra_traceback = False  # an error is the model's own
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        self.take(n, result)
+        return result
+
+    def fetch_attr(self, target: str) -> Any:
+        return resolve(self.module, target)
 
 
 @contextmanager
