@@ -37,11 +37,13 @@ def cost_of(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node], 
     """The cost of the operator at a node of a graph at any stage; `dtype` is that of its quantized result, None where it is float."""
     lowered = operation(node)
     if lowered is not None:
-        operator = next(operator for operator in OPERATORS.values() if operator.name == lowered.name)
+        record = next(record for record in OPERATORS.values() if record.name == lowered.name)
+        operator: Operator | None = record
         values = _lowered(lowered, nodes)
-        weight_bytes = sum(_bytes(fact(nodes[c.node])) for role, c in lowered.constants.items() if role in (WEIGHT, BIAS) or operator.sums)
+        held = [constant.node for role, constant in lowered.constants.items() if role in (WEIGHT, BIAS) or record.sums]
+        weight_bytes = sum(_bytes(fact(nodes[name])) for name in held)
     else:
-        operator, values = written(model, node)
+        operator, values = _written(model, node)
         integer = dtype is not None and operator is not None
         weight_bytes = _integer_bytes(model, node, operator, values) if integer else _float_bytes(model, node)
     itemsize = None if dtype is None else ACTIVATION_TYPES[dtype].storage.itemsize
@@ -64,24 +66,26 @@ def _lowered(lowered: Operation, nodes: Mapping[str, fx.Node]) -> dict[str, Any]
     return given | {role: nodes[constant.node] for role, constant in lowered.constants.items()}
 
 
-def written(model: fx.GraphModule, node: fx.Node) -> tuple[Operator | None, dict[str, Any]]:
+def _written(model: fx.GraphModule, node: fx.Node) -> tuple[Operator | None, dict[str, Any]]:
     """The operator at a node and its arguments by name; of one that is not canonical yet, only if it forms sums of products."""
     operator = record_of(model, node)
     if operator is not None:
         return operator, operator.arguments(node)
-    module = resolve(model, str(node.target)) if node.op == "call_module" else None
+    module: Any = resolve(model, str(node.target)) if node.op == "call_module" else None
+    take: Any
     if module is not None:
         operator, take = MODULES.get(type(module), (None, None))
     else:
-        table: Mapping[Any, Any] = {"call_function": FUNCTIONS, "call_method": METHODS}.get(node.op, {})
+        table: Mapping[Any, Any] = FUNCTIONS if node.op == "call_function" else METHODS if node.op == "call_method" else {}
         operator, take = table.get(node.target, (None, None))
     if operator is None or operator.macs is None:
         return None, {}
-    if module is None:
-        arguments = operator.bind(node.args, node.kwargs) if take is None else take(*node.args, **node.kwargs)
+    if module is not None:
+        taken = take(module).items()
+        arguments: Any = {name: getattr(module, value.name) if isinstance(value, Parameter) else value for name, value in taken}
+        arguments = {**arguments, **dict(zip(operator.operands, node.args, strict=False)), **node.kwargs}
     else:
-        arguments = {name: getattr(module, value.name) if isinstance(value, Parameter) else value for name, value in take(module).items()}
-        arguments = {**arguments, **dict(zip(operator.operands, node.args, strict=False))}
+        arguments = operator.bind(node.args, node.kwargs) if take is None else take(*node.args, **node.kwargs)
     return (None, {}) if isinstance(arguments, str) else (operator, arguments)
 
 
@@ -120,17 +124,14 @@ def _integer_bytes(model: fx.GraphModule, node: fx.Node, operator: Operator | No
     normalized = values.get("batch_norm") is not None
     if operator is None or config is None or not (operator.sums or normalized):
         return 0
-    given = [values.get(name) for name in (WEIGHT, *operator.operands)]
-    shapes = [_shape(value) for value in given if isinstance(value, fx.Node) and is_parameter(value)]
-    bias = torch.int64 if config.type.bits > 8 else torch.int32
     result = fact(node)
     channels = result.shape[1 if operator.weight_channels is None else operator.weight_channels]
-    if normalized and not operator.sums:
-        shapes.append((channels,))
-    biases = [(channels,)] if normalized or values.get(BIAS) is not None else []
-    return sum(_bytes(TensorFact(shape, config.type.storage)) for shape in shapes if shape is not None) + sum(
-        _bytes(TensorFact(shape, bias)) for shape in biases
-    )
+    read = [value for name in (WEIGHT, *operator.operands) if isinstance(value := values.get(name), fx.Node) and is_parameter(value)]
+    weights = [shape for value in read if (shape := _shape(value)) is not None] + [(channels,)] * (normalized and not operator.sums)
+    biases = [(channels,)] * (normalized or values.get(BIAS) is not None)
+    bias = torch.int64 if config.type.bits > 8 else torch.int32
+    stored = [*(TensorFact(shape, config.type.storage) for shape in weights), *(TensorFact(shape, bias) for shape in biases)]
+    return sum(map(_bytes, stored))
 
 
 def _float_bytes(model: fx.GraphModule, node: fx.Node) -> int:
