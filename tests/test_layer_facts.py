@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -167,6 +168,11 @@ def test_what_leaves_nothing_behind_is_no_layer_of_the_integer_model() -> None:
     missing = by_name(prepared).keys() - by_name(integer).keys()
     assert {by_name(prepared)[name].operator for name in missing} <= set(NOT_LOWERED)
     assert by_name(integer).keys() <= by_name(prepared).keys()
+
+
+def test_a_model_that_was_saved_has_the_same_layers(tmp_path: Path) -> None:
+    for form in compiled(Known().eval(), [example()], "nash-e"):
+        assert fxq.layers(fxq.load(fxq.save(form, tmp_path / "model.fxq"))) == fxq.layers(form)
 
 
 def test_tensors_inside_of_a_layer() -> None:
