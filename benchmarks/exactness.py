@@ -43,8 +43,7 @@ import fxquant as fxq
 from benchmarks.zoo import ZooEntry, zoo
 from fxquant import backends
 from fxquant.demo.run import count_float_nodes
-from fxquant.graph import notes, origin
-from fxquant.primitives import PRIMITIVES
+from fxquant.graph import origin
 
 TARGETS = ("bernoulli", "bernoulli2", "bayes", "bayes-e", "nash-e", "nash-m", "x86", "qnnpack")
 DTYPES = ("int8",)
@@ -156,7 +155,7 @@ def measure(name: str, entry: ZooEntry, target: str, dtype: str, theirs: dict[st
         sqnr=sqnr(entry.model, prepared, entry.test_batches),
         e3=train_mismatches(prepared, large),  # last, for it freezes the model
         tensors=e1.tensors,
-        accumulator_bits=max(notes(node).get("accumulator_bits", 0) for node in integer.graph.nodes),
+        accumulator_bits=max(layer.accumulator_bits for layer in fxq.layers(integer)),
         float_nodes=count_float_nodes(integer),
         weight=weight,
         qdq_share=sum(d.differing for d in deviations) / sum(d.elements for d in deviations),
@@ -188,21 +187,11 @@ def train_mismatches(prepared: fx.GraphModule, batches: Sequence[Tensor]) -> int
 
 def overflows(integer: fx.GraphModule, batches: Sequence[Tensor]) -> int:
     """Accumulators that held a value beyond the bits proved for their operator."""
-    proved = {node.name: notes(node).get("accumulator_bits") for node in integer.graph.nodes}
+    proved = {layer.name: layer.accumulator_bits for layer in fxq.layers(integer)}
+    of = {node.name: proved.get(origin(node)) for node in integer.graph.nodes}
     beyond: set[str] = set()
-
-    class Watch(fx.Interpreter):
-        def run_node(self, n: fx.Node) -> Any:
-            result = super().run_node(n)
-            record = PRIMITIVES.get(n.target) if n.op == "call_function" else None  # type: ignore[arg-type]
-            bits = proved.get(origin(n))
-            if record is not None and record.kind == "accumulator" and bits and int(result.abs().max()) >= 2 ** (bits - 1):
-                beyond.add(n.name)
-            return result
-
-    with torch.no_grad():
-        for batch in batches:
-            Watch(integer).run(batch)
+    for sums in fxq.record(integer, batches, "accumulators"):
+        beyond |= {name for name, value in sums.items() if (bits := of[name]) and int(value.abs().max()) >= 2 ** (bits - 1)}
     return len(beyond)
 
 

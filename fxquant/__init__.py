@@ -18,9 +18,10 @@ if (_root := Path(__file__).resolve().parents[1]).joinpath("pyproject.toml").is_
 from fxquant import primitives
 from fxquant.analysis.check import Finding, Findings
 from fxquant.analysis.explain import explain
+from fxquant.analysis.layers import Intermediate, Layer, layers
+from fxquant.analysis.report import DeviationReport, Report
 from fxquant.analysis.text import text
-from fxquant.analysis.verify import DeviationReport, Report
-from fxquant.api import Result, calibrate, check, convert, dump, load, prepare, quantize, save, verify
+from fxquant.api import Result, calibrate, check, convert, dump, load, prepare, quantize, record, save, verify
 from fxquant.backends.onnx.export import export_onnx
 from fxquant.backends.onnx.metadata import onnx_metadata
 from fxquant.errors import (
@@ -59,6 +60,8 @@ __all__ = [
     "Findings",
     "FxQuantError",
     "HistogramObserver",
+    "Intermediate",
+    "Layer",
     "MinMaxObserver",
     "MovingAverageMinMaxObserver",
     "Nearest",
@@ -89,6 +92,7 @@ __all__ = [
     "explain",
     "export_onnx",
     "freeze",
+    "layers",
     "load",
     "observations",
     "onnx_metadata",
@@ -96,6 +100,7 @@ __all__ = [
     "primitives",
     "qparams",
     "quantize",
+    "record",
     "save",
     "set_qparams",
     "set_state",

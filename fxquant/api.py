@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,20 +15,15 @@ from torch import Tensor, fx, nn
 
 from fxquant import backends
 from fxquant.analysis.check import Findings, broken_limits, findings
+from fxquant.analysis.compare import compare, count_flips, measure
 from fxquant.analysis.explain import explain, summary
+from fxquant.analysis.layers import layers
+from fxquant.analysis.record import Form, GraphForm, OnnxForm, Wanted
+from fxquant.analysis.record import record as record_values
+from fxquant.analysis.report import DeviationReport, Report
+from fxquant.analysis.segments import crossings, float_outputs
 from fxquant.analysis.text import text
-from fxquant.analysis.verify import (
-    DeviationReport,
-    Form,
-    OnnxForm,
-    Report,
-    check_batches,
-    check_same_model,
-    compare,
-    count_flips,
-    form_of,
-    measure,
-)
+from fxquant.analysis.verify import check_batches, check_same_model, form_of
 from fxquant.arguments import FOLDER, PATH, checked, instance
 from fxquant.backends.onnx.export import export_onnx
 from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIME_NAMES, OnnxModel
@@ -162,8 +157,9 @@ def _prepare(
     context = Context(target, qconfig, batch_norm, dial.debug, attached)
     stopped = run(prepared, PREPARE, context, dial, until)
     if not stopped:
-        logger.info("%s", summary(prepared))
-        broken = sum(1 for _ in broken_limits(prepared, target))
+        known = layers(prepared)
+        logger.info("%s", summary(known))
+        broken = sum(1 for _ in broken_limits(prepared, known, target))
         if broken:
             logger.warning("limits of %s that are broken: %d; fxq.check says where, and what to do", target.name, broken)
     return prepared
@@ -293,18 +289,68 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
     check_same_model(left, opened)
     if opened.style == "qdq":
         return _measured(left, opened, inputs, show_progress)
+    handed = crossings(left.model)
     for runtime in progress(RUNTIME_NAMES, len(RUNTIME_NAMES), "verifying", show_progress):
-        compare(left, OnnxForm(opened, runtime, left.crossings), inputs, integer, report)
-    if left.crossings or left.float_outputs:
+        compare(left, OnnxForm(opened, runtime, handed), inputs, integer, report)
+    if handed or float_outputs(left.model):
         report.flips = count_flips(left, OnnxForm(opened, RUNTIME_NAMES[0], []), inputs)
     return report
 
 
-def _measured(left: Form, opened: OnnxModel, inputs: list[list[Tensor]], show_progress: bool | None) -> DeviationReport:
+def _measured(left: Form, opened: OnnxModel, inputs: list[list[Any]], show_progress: bool | None) -> DeviationReport:
     report = DeviationReport()
     for runtime in progress(MEASURED_RUNTIMES, len(MEASURED_RUNTIMES), "measuring", show_progress):
         measure(left, OnnxForm(opened, runtime, []), inputs, report)
     return report
+
+
+@checked()
+def record(
+    model: Any,
+    batches: Batches,
+    kinds: str | Sequence[str] = ("quantized",),
+    *,
+    real: bool = False,
+    state: State | str | None = None,
+    runtime: str | None = None,
+) -> Iterator[dict[str, Tensor]]:
+    """The values of chosen tensors, a dict by name for each batch; a batch is taken, and run, when its values are asked for.
+
+    `model` is a graph at any stage (a float model as `trace` returns it) or the path of an exported ONNX file. `kinds` are any of these,
+    and names of tensors:
+
+        "quantized"     the integers of quantized tensors, as int64
+        "accumulators"  the sums between them, as int64; of an integer model or a file
+        "float"         the results of float operators
+        "outputs"       what the model returns, flattened: "output 0", "output 1", …
+
+    Tensors are in the order they are computed, outputs last, and have one name in all forms (see `layers`). `real` gives quantized tensors
+    as the float32 numbers they stand for. A prepared model is run in `state`, or in the state its operators are in, and is
+    left as it was: CALIBRATE is recorded as FLOAT and TRAIN as VALIDATE, the same numbers while nothing observes. In FLOAT, and of a
+    32-bit output, it has no integers, so there are none without `real`. A file is run by `runtime`: "onnxruntime", or any other that
+    `verify` uses; of its float operators only the ends of integer segments are shown.
+
+    Raises ConfigurationError for a name that no tensor has, and while iterating CalibrationError for a batch that does not fit.
+    """
+    wanted = Wanted.of(*kinds, real=real)
+    if isinstance(model, str | os.PathLike):
+        _refuse("state", state, "an ONNX file has no states")
+        return record_values(OnnxForm(OnnxModel(model), runtime or RUNTIME_NAMES[0]), as_batches(batches), wanted)
+    if not isinstance(model, fx.GraphModule):
+        raise ConfigurationError(
+            f"the tensors of a {type(model).__name__} cannot be recorded",
+            because="only traced, prepared and integer models, and ONNX files, name them",
+            remedy="pass fxq.trace(model, example_inputs)",
+        )
+    _refuse("runtime", runtime, "this model is run by PyTorch")
+    if model.meta.get("stage") != "PREPARED":
+        _refuse("state", state, "only prepared models have states")
+    return record_values(GraphForm(model, None if state is None else State(state)), as_batches(batches), wanted)
+
+
+def _refuse(name: str, value: Any, because: str) -> None:
+    if value is not None:
+        raise ConfigurationError(f"{name}={value!r} means nothing here", because=because, remedy=f"leave {name} out")
 
 
 @dataclass

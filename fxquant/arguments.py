@@ -251,6 +251,10 @@ KINDS: dict[str, Kind] = {
     "external_data": FLAG.or_none("only where one file cannot hold the model"),
     "averaging_constant": such("a number above 0 and at most 1", _number, lambda value: 0 < value <= 1),
     "input_names": NAMES.or_none("the names of forward's arguments"),
+    "kinds": Kind(
+        "'quantized', 'accumulators', 'float', 'outputs' or the name of a tensor, or a list of these",
+        lambda value: [_text(value)] if isinstance(value, str) else _names(value),
+    ),
     "leaf": CALLABLE.or_none("PyTorch's own modules stay whole"),
     "modules": Kind(
         "the name of a module or node, or a list of such names", lambda value: [_text(value)] if isinstance(value, str) else _names(value)
@@ -265,6 +269,8 @@ KINDS: dict[str, Kind] = {
     "per_channel": FLAG,
     "percentile": such("a number above 0 and at most 100", _number, lambda value: 0 < value <= 100),
     "power_of_two": FLAG,
+    "real": FLAG,
+    "runtime": choice("onnxruntime", "onnxruntime, 2 threads", "onnxruntime, no optimisation", "reference").or_none("onnxruntime"),
     "sample": POSITIVE,
     "scale": NUMBER.or_none("it is observed"),
     "show_progress": FLAG.or_none("in a terminal"),

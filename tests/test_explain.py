@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.analysis.explain import left_in_float, summary
+from fxquant.analysis.explain import summary
+from fxquant.analysis.layers import layers, left_in_float
 
 
 class Written(nn.Module):
@@ -79,7 +80,7 @@ def example() -> Tensor:
 
 def reasons(body: Body) -> list[str]:
     gm = fxq.prepare(Written(body), example(), until="specs.annotate")
-    found = [reason for _, reason in left_in_float(gm)]
+    found = [layer.reason for layer in left_in_float(layers(gm))]
     assert all(reason in fxq.explain(gm) for reason in found)
     return found
 
@@ -101,14 +102,14 @@ def test_no_reason_names_an_internal_function() -> None:
 
 def test_a_float64_model() -> None:
     gm = fxq.prepare(Written(lambda m, x: x * 2).double(), example().double(), until="specs.annotate")
-    found = [reason for _, reason in left_in_float(gm)]
+    found = [layer.reason for layer in left_in_float(layers(gm))]
     assert found[0] == "its operand %x is float64, and only float32 tensors are quantized; convert it to float32"
 
 
 def test_an_int32_output_is_not_computed_with() -> None:
     qconfig = fxq.QConfigMapping().set_module_name("conv", fxq.QConfig(fxq.ActivationConfig("int32"))).set_module_name("sigmoid", None)
     gm = fxq.prepare(Written(lambda m, x: (x * 2).sigmoid()), example(), qconfig=qconfig, until="specs.annotate")
-    assert [reason for _, reason in left_in_float(gm)] == [
+    assert [layer.reason for layer in left_in_float(layers(gm))] == [
         "the 32-bit output of %conv is not computed with any further",
         "the qconfig says so",
     ]
@@ -118,13 +119,13 @@ def test_the_boundary_is_not_counted_at_any_stage() -> None:
     model = Written(lambda m, x: (x.cumsum(1) * 2, x.relu()))
     for stage in ("boundary.insert", None):
         gm = fxq.prepare(model, example(), until=stage)
-        assert summary(gm).startswith("3 operators are integer, 1 is left in float: 1 because")
+        assert summary(layers(gm)).startswith("3 operators are integer, 1 is left in float: 1 because")
     fxq.calibrate(gm, [example()], show_progress=False)
-    assert summary(fxq.convert(gm)) == summary(gm)
+    assert summary(layers(fxq.convert(gm))) == summary(layers(gm))
 
 
 def test_one_operator_is() -> None:
-    assert summary(fxq.prepare(nn.Conv2d(3, 4, 1), example())) == "1 operator is integer, none is left in float"
+    assert summary(layers(fxq.prepare(nn.Conv2d(3, 4, 1), example()))) == "1 operator is integer, none is left in float"
 
 
 def quantize(x: Tensor) -> Tensor:
@@ -136,7 +137,7 @@ def test_a_function_of_the_users_called_quantize_is_an_operator() -> None:
     traced = fxq.trace(Written(lambda m, x: torch.cumsum(x, 1)), example())
     next(node for node in traced.graph.nodes if node.target is torch.cumsum).target = quantize
     assert "1 is left in float: 1 because no operator of the table recognises quantize" in summary(
-        fxq.prepare(traced, example(), until="boundary.insert")
+        layers(fxq.prepare(traced, example(), until="boundary.insert"))
     )
 
 
@@ -144,7 +145,7 @@ def test_the_summary_tells_four_reasons_and_counts_the_others() -> None:
     def many(m: Any, x: Tensor) -> Any:
         return x.cumsum(1), x.cumprod(1), x.logcumsumexp(1), x.atan(), x.asinh(), x.acosh(), x.cumsum(2)
 
-    told = summary(fxq.prepare(Written(many), example(), until="specs.annotate"))
+    told = summary(layers(fxq.prepare(Written(many), example(), until="specs.annotate")))
     assert "7 are left in float: 2 because no operator of the table recognises cumsum; 1 because" in told
     assert told.count("because") == 4
     assert told.endswith("; 2 for other reasons")

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.analysis.verify import FloatDifference, _differing
+from fxquant.analysis.report import FloatDifference, differing
 from fxquant.backends.onnx.float_export import _settings
 from fxquant.backends.onnx.runtime import OnnxModel
 from tests.contract import assert_train_is_validate, compiled, same_bytes
@@ -86,11 +86,11 @@ def test_what_a_float_operator_makes_of_zeros_is_equal() -> None:
 
 def test_verify_compares_bytes() -> None:
     zeros, nan = torch.zeros(2), torch.tensor([torch.nan, 1.0])
-    assert _differing(zeros, -zeros) == 2
-    assert _differing(nan, nan.clone()) == 0
-    assert _differing(zeros, zeros.double()) == 2
-    assert _differing(torch.tensor([1, 2]), torch.tensor([1, 3])) == 1
-    assert _differing(torch.complex(zeros, zeros), torch.complex(zeros, -zeros)) == 2
+    assert differing(zeros, -zeros) == 2
+    assert differing(nan, nan.clone()) == 0
+    assert differing(zeros, zeros.double()) == 2
+    assert differing(torch.tensor([1, 2]), torch.tensor([1, 3])) == 1
+    assert differing(torch.complex(zeros, zeros), torch.complex(zeros, -zeros)) == 2
 
 
 # ---- float operators in the report ------------------------------------------------------------------------------------

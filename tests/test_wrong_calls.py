@@ -102,6 +102,13 @@ UNTIL = ["", "activation.fold", "fuse", 5, True, [], 1.5, fxq.Stage.TRACED, "CAN
 DEBUGS = [True, -1, 4, "1", "abc", 1.5, [], ""]
 STYLES = [None, "", "qdqq", "EXACT", 5, [], True, ["exact"], Colour.RED]
 
+
+@functools.wraps(fxq.record)
+def recorded(*args: Any, **kwargs: Any) -> list[dict[str, Tensor]]:
+    """All that is recorded: a batch that does not fit is met when its turn comes."""
+    return list(fxq.record(*args, **kwargs))
+
+
 Call = Callable[..., Any]
 CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str, list[Any]]]] = {
     "trace": (
@@ -169,6 +176,17 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
         {"first": [*MODELS[:-2], "", "none.onnx"], "second": [*MODELS[:-2], "", "none.onnx"],
          "batches": WRONG_BATCHES, "show_progress": FLAGS},
     ),
+    "record": (
+        lambda w: (recorded, {"model": w.prepared, "batches": [batch()]}),
+        {
+            "model": [*GRAPHS, "", "none.onnx"],
+            "batches": WRONG_BATCHES,
+            "kinds": [*NAMES, None, "covn", ["quantized", "covn"], {"quantized"}],
+            "real": [*FLAGS, None],
+            "state": [5, "", "TRAN", [], True, Colour.RED, fxq.Stage.PREPARED],
+            "runtime": ["", 5, "onnx", [], True, "onnxruntime"],
+        },
+    ),
     "set_state": (
         lambda w: (fxq.set_state, {"prepared": w.prepared, "state": fxq.State.VALIDATE}),
         {
@@ -193,6 +211,7 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
             ],
         },
     ),
+    "layers": (lambda w: (fxq.layers, {"model": w.integer}), {"model": GRAPHS}),
     "explain": (lambda w: (fxq.explain, {"model": w.integer}), {"model": GRAPHS}),
     "text": (lambda w: (fxq.text, {"gm": w.integer}), {"gm": GRAPHS}),
     "dump": (lambda w: (fxq.dump, {"model": w.integer, "path": w.directory / "dump"}), {"model": GRAPHS, "path": PATHS}),
@@ -360,6 +379,8 @@ def test_every_public_name_is_in_the_table() -> None:
         "Nearest",
         "Stage",
         "Target",
+        "Intermediate",
+        "Layer",
         "Result",
         "Report",
         "DeviationReport",
@@ -450,6 +471,9 @@ PLACES: dict[str, Callable[[World], Any]] = {
     "observations and until": lambda w: fxq.prepare(w.model, batch(), observations=w.observations, until="rules.match"),
     "observations of nothing": lambda w: fxq.observations(w.uncalibrated),
     "a file of observations as a model": lambda w: saved_model(fxq.save(w.observations, w.directory / "seen.fxq")),
+    "record: a state of an integer model": lambda w: fxq.record(w.integer, [batch()], state="validate"),
+    "record: a state of a file": lambda w: fxq.record(w.onnx, [batch()], state="validate"),
+    "record: a runtime of PyTorch's": lambda w: fxq.record(w.integer, [batch()], runtime="reference"),
     "scale and threshold": lambda w: fxq.ActivationConfig(scale=1.0, threshold=1.0),
     "a scale for a sum": lambda w: fxq.ActivationConfig("int32", scale=1.0),
     "a threshold for a sum": lambda w: fxq.ActivationConfig("int32", threshold=1.0),

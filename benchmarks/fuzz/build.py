@@ -221,7 +221,7 @@ IMPORTS = {
     "tree_leaves": "from torch.utils._pytree import tree_leaves",
     "fxq": "import fxquant as fxq",
     "OnnxModel": "from fxquant.backends.onnx.runtime import OnnxModel",
-    "notes": "from fxquant.graph import notes, origin",
+    "origin": "from fxquant.graph import origin",
     "quantized_operators": "from fxquant.quantization.prepared import quantized_operators",
     "PRIMITIVES": "from fxquant.primitives import PRIMITIVES",
 }

@@ -30,7 +30,7 @@ from benchmarks.fuzz import build, recurrence
 from benchmarks.fuzz.generate import Case
 from fxquant.backends.onnx.runtime import OnnxModel
 from fxquant.errors import FxQuantError
-from fxquant.graph import notes, origin
+from fxquant.graph import origin
 from fxquant.primitives import PRIMITIVES
 from fxquant.quantization.prepared import quantized_operators
 
@@ -52,18 +52,9 @@ def answer(model, batch):
         return type(error)
 
 
-def values_of(integer, batch):
-    """Every tensor of the integer graph, by the name of its node."""
-    found = {}
-
-    class Recorder(fx.Interpreter):
-        def run_node(self, node):
-            found[node.name] = super().run_node(node)
-            return found[node.name]
-
-    with torch.no_grad():
-        Recorder(integer).run(*[x.clone() for x in batch])
-    return found
+def integers_of(integer, batch):
+    """The integers of every quantized tensor of the integer graph, by the name of its node."""
+    return next(fxq.record(integer, [batch]))
 
 
 def is_float_function(node):
@@ -92,13 +83,12 @@ def wild_inputs(model, prepared, integer, batches):
 
 def accumulators_fit(model, prepared, integer, batches):
     """E4: no accumulator holds a value beyond the bits that were proved for its operator."""
-    for batch in batches:
-        values = values_of(integer, batch)
-        for node in integer.graph.nodes:
-            proved = next((notes(n).get("accumulator_bits") for n in integer.graph.nodes if n.name == origin(node)), None)
-            if node.target in PRIMITIVES and PRIMITIVES[node.target].kind == "accumulator" and proved:
-                largest = int(values[node.name].double().abs().max())
-                assert largest < 2 ** (proved - 1), f"%{node.name} holds {largest}, and {proved} bits were proved"
+    proved = {layer.name: layer.accumulator_bits for layer in fxq.layers(integer)}
+    allowed = {node.name: proved.get(origin(node)) for node in integer.graph.nodes}
+    for values in fxq.record(integer, batches, "accumulators"):
+        for name, value in values.items():
+            largest, held = int(value.abs().max()), allowed[name]
+            assert not held or largest < 2 ** (held - 1), f"%{name} holds {largest}, and {held} bits were proved"
 
 
 def integer_is_onnx(model, prepared, integer, batches, style="exact"):
@@ -135,14 +125,14 @@ def integers_in_and_out(model, prepared, integer, batches, style="exact"):
         file, facts = OnnxModel(path), fxq.onnx_metadata(path)
         run = file.runner("onnxruntime", [])
         for batch in batches:
-            values = values_of(integer, batch)
+            values = integers_of(integer, batch)
 
             def stored(entry, real, values=values):
                 name = entry.get("tensor")
                 if name is None or entry["dtype"] == "float":
                     return real
-                node = name if name in values else name.removesuffix("_output")  # stored in another way than inside
-                integers = values[f"{node}_quantize" if values[node].is_floating_point() else node]
+                inside = (name, f"{name}_quantize", name.removesuffix("_output"))  # an input; what is stored in another way than inside
+                integers = next(values[node] for node in inside if node in values)
                 kinds = {"int8": torch.int8, "uint8": torch.uint8, "int16": torch.int16, "int32": torch.int32}
                 return (integers.int() + file.tensors[name].get("zero_point", 0)).to(kinds[entry["dtype"]])
 
@@ -216,7 +206,7 @@ WRITING = ("integer_is_onnx", "results_of_onnx", "integers_in_and_out", "qdq_run
 UNTRAINED = ("float_is_the_model",)  # of models that were not trained
 LAST = ("train_is_validate",)  # it leaves the model frozen
 CHECKS: dict[str, Check] = {name: globals()[name] for name in (*ALWAYS, *SOMETIMES, *SOMETIMES_REAL, *LAST)}
-SOURCES = {function: inspect.getsource(function).rstrip() for function in (bits, answer, values_of, is_float_function, *CHECKS.values())}
+SOURCES = {function: inspect.getsource(function).rstrip() for function in (bits, answer, integers_of, is_float_function, *CHECKS.values())}
 
 
 def block(name: str) -> build.Block:

@@ -9,15 +9,13 @@ from rich.markup import escape
 from rich.table import Table
 from torch import fx
 
-from fxquant.analysis.explain import left_in_float
+from fxquant.analysis.layers import Layer, layers, left_in_float
 from fxquant.analysis.measures import MEASURES, Site
-from fxquant.graph import annotation, module_path, resolve, source
+from fxquant.analysis.node import record_of
+from fxquant.graph import annotation
 from fxquant.ops import operator_of
-from fxquant.quantization.prepared import QuantizedOperator
-from fxquant.stage import is_integer
 from fxquant.target import Limit, Target
 
-BOUNDARY = ("quantize", "dequantize")
 FLOAT_REMEDY = "replace it, or run it on the host: fxq.explain says where the integer part ends"
 
 
@@ -93,14 +91,15 @@ class Findings:
 
 def findings(gm: fx.GraphModule, target: Target) -> Findings:
     """Everything in an annotated or prepared graph that the target does not allow, and what stays in float; linear in its nodes."""
-    found = [*broken_limits(gm, target)]
-    found.extend(_in_float(node, because, target) for node, because in left_in_float(gm))
-    order = {node.name: index for index, node in enumerate(gm.graph.nodes)}
+    known = layers(gm)
+    nodes = {node.name: node for node in gm.graph.nodes}
+    found = [*broken_limits(gm, known, target), *(_in_float(nodes[layer.name], layer, target) for layer in left_in_float(known))]
+    order = {layer.name: index for index, layer in enumerate(known)}
     return Findings(target.name, tuple(sorted(found, key=lambda finding: order[finding.node])))
 
 
-def broken_limits(gm: fx.GraphModule, target: Target) -> Iterator[Finding]:
-    """The limits that integer operators of an annotated or prepared graph break."""
+def broken_limits(gm: fx.GraphModule, known: tuple[Layer, ...], target: Target) -> Iterator[Finding]:
+    """The limits that integer operators of an annotated or prepared graph, whose layers are known, break."""
     general = [limit for limit in target.limits if not limit.operators]
     special: dict[str, list[Limit]] = {}
     for limit in target.limits:
@@ -108,26 +107,19 @@ def broken_limits(gm: fx.GraphModule, target: Target) -> Iterator[Finding]:
             special.setdefault(name, []).append(limit)
     if not target.limits:
         return
-    for node in gm.graph.nodes:
-        site = _site(gm, node)
-        if site is None or site.operator.name in BOUNDARY:
+    nodes = {node.name: node for node in gm.graph.nodes}
+    for layer in known:
+        node = nodes[layer.name]
+        operator = record_of(gm, node) if layer.integer and not layer.boundary else None
+        if operator is None:
             continue
-        mine = special.get(site.operator.name, [])
+        site = Site(node, operator, operator.arguments(node))
+        mine = special.get(operator.name, [])
         absent = [limit for limit in mine if limit.measure is None]
         for limit in absent or (*general, *mine):
             text = _broken(site, limit, target)
             if text is not None:
-                yield Finding(_layer(node), node.name, site.operator.name, text, source(node), limit.remedy)
-
-
-def _site(gm: fx.GraphModule, node: fx.Node) -> Site | None:
-    """The integer operator at a node, before or after it became a module; None if there is none."""
-    if not is_integer(node):
-        return None
-    operator = operator_of(node)
-    if operator is None and node.op == "call_module" and isinstance(module := resolve(gm, str(node.target)), QuantizedOperator):
-        operator = module.operator
-    return None if operator is None else Site(node, operator, operator.arguments(node))
+                yield Finding(_place(layer), layer.name, layer.operator, text, layer.source, limit.remedy)
 
 
 def _broken(site: Site, limit: Limit, target: Target) -> str | None:
@@ -139,16 +131,12 @@ def _broken(site: Site, limit: Limit, target: Target) -> str | None:
     return f"its {limit.measure} is {' and '.join(map(str, offending))}; {target.name} allows {limit}"
 
 
-def _in_float(node: fx.Node, because: str, target: Target) -> Finding:
-    operator, spec = operator_of(node), annotation(node)
-    written = (
-        operator.name if operator is not None else node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    )
-    remedy = FLOAT_REMEDY
-    if operator is not None and spec is not None and spec.config is None:
-        remedy = "give it a QConfig"
-    return Finding(_layer(node), node.name, written, f"it stays in float: {because}", source(node), remedy, "float")
+def _in_float(node: fx.Node, layer: Layer, target: Target) -> Finding:
+    spec = annotation(node)
+    unasked = operator_of(node) is not None and spec is not None and spec.config is None
+    remedy = "give it a QConfig" if unasked else FLOAT_REMEDY
+    return Finding(_place(layer), layer.name, layer.operator, f"it stays in float: {layer.reason}", layer.source, remedy, "float")
 
 
-def _layer(node: fx.Node) -> str:
-    return module_path(node) or node.name
+def _place(layer: Layer) -> str:
+    return layer.module or layer.name

@@ -4,109 +4,71 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
 
 from torch import fx
 
+from fxquant.analysis.layers import Layer, layers, left_in_float
 from fxquant.arguments import checked
-from fxquant.errors import ConfigurationError
 from fxquant.frontend import assumptions
-from fxquant.graph import QParams, annotation, fused, is_inner, is_inner_part, module_path, notes, origin, qparams, resolve, source
-from fxquant.ops.boundary import DEQUANTIZE, QUANTIZE
-from fxquant.primitives import PRIMITIVES, boundary
-from fxquant.quantization.prepared import QuantizedOperator
+from fxquant.graph import QParams
 
 SHOWN_REASONS = 4  # in the line of the summary; the table has them all
-
-NOTES = {"accumulator_bits": "accumulator of {} bits", "residual": "residual {}", "wide": "{}", "narrowed": "{}"}
 
 
 @checked()
 def explain(model: fx.GraphModule) -> str:
     """A table of every operator: integer or float, dtype, scale, and the reason; then what is fixed, and what was asked and is not done.
 
-    For a prepared or an integer model, and any graph between.
+    For a prepared or an integer model, and any graph between. Raises ConfigurationError for a model that is no graph.
     """
-    if not isinstance(model, fx.GraphModule):
-        raise ConfigurationError(
-            f"{type(model).__name__} has no graph",
-            because="only traced, prepared and integer models do",
-            remedy="pass the result of fxq.prepare",
-        )
-    results = {node.name: qparams(node) for node in model.graph.nodes}
-    rows = [row for node in model.graph.nodes if (row := _row(model, node, results)) is not None]
+    known = layers(model)
+    rows = [row for layer in known for row in _rows(layer)]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)).rstrip() for row in rows]
     lines.append("")
-    lines.append(summary(model))
+    lines.append(summary(known))
     lines.extend(f"fixed by the model's Python: {text}" for text in assumptions(model))
     lines.extend(model.meta.get("unheard", ()))
     return "\n".join(lines) + "\n"
 
 
-def _row(model: fx.GraphModule, node: fx.Node, results: Mapping[str, QParams | None]) -> tuple[str, str, str, str, str] | None:
-    record = PRIMITIVES.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
-    if record is not None:
-        known = qparams(node)
-        if known is None or (is_inner(node) and known == results.get(origin(node))):
-            return None
-        recorded = "; ".join(NOTES[key].format(value) for key, value in notes(node).items() if key in NOTES)
-        details = f"inside of %{origin(node)}" if is_inner(node) else recorded
-        scale = f"{known.scale:.6g}" if isinstance(known.scale, float) else f"{min(known.scale):.6g}…{max(known.scale):.6g}"
-        return f"%{node.name}", "integer", known.dtype, scale, _where(node, details)
-    spec = annotation(node)
-    if spec is None:
-        return None
-    also = f"; holds {', '.join(fused(node))}" if fused(node) else ""
-    if spec.dtype is None:
-        return f"%{node.name}", "float", "", "", _where(node, spec.because + also)
-    scale = ""
-    if node.op == "call_module" and isinstance(module := resolve(model, str(node.target)), QuantizedOperator):
-        value = float(module.output.scale)
-        scale = "its sum's" if module.output.follows_sum else "not calibrated" if math.isnan(value) else f"{value:.6g}"
-    return f"%{node.name}", "integer", spec.dtype, scale, _where(node, spec.because + also)
+def _rows(layer: Layer) -> list[tuple[str, str, str, str, str]]:
+    """The operator's row, behind those of tensors inside of it on another scale; none before it is decided what becomes of it."""
+    inner = [tensor for tensor in layer.intermediates if tensor.grid != layer.grid]
+    rows = [(f"%{each.name}", "integer", each.grid.dtype, _scale(each.grid), _where(layer, f"inside of %{layer.name}")) for each in inner]
+    if layer.reason or layer.grid is not None:
+        reason = layer.reason or "; ".join([layer.part, *layer.notes] if layer.part else layer.notes)
+        also = f"; holds {', '.join(layer.fused)}" if layer.reason and layer.fused else ""
+        kind, dtype = ("integer", layer.dtype) if layer.integer else ("float", "")
+        rows.append((f"%{layer.name}", kind, dtype, _scale(layer.grid), _where(layer, reason + also)))
+    return rows
 
 
-def _where(node: fx.Node, reason: str) -> str:
-    place = source(node) or module_path(node)
+def _scale(grid: QParams | None) -> str:
+    """One scale, or the smallest and the largest of several; or why there is none."""
+    if grid is None:
+        return ""
+    if isinstance(grid.scale, float):
+        return "not calibrated" if math.isnan(grid.scale) else f"{grid.scale:.6g}"
+    return f"{min(grid.scale):.6g}…{max(grid.scale):.6g}" if grid.scale else "its sum's"
+
+
+def _where(layer: Layer, reason: str) -> str:
+    place = layer.source or layer.module
     return f"{reason}   [{place}]" if place and reason else reason or place
 
 
-def left_in_float(model: fx.GraphModule) -> list[tuple[fx.Node, str]]:
-    """The operators that stay in float, and why; the boundary is not among them."""
-    found: list[tuple[fx.Node, str]] = []
-    for node in model.graph.nodes:
-        spec: Any = annotation(node)
-        if spec is not None and spec.dtype is None and not _is_boundary(model, node):
-            found.append((node, spec.because))
-    return found
-
-
-def _is_boundary(model: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether the node is a quantize or a dequantize, before or after it became a module or a primitive."""
-    if node.op == "call_module" and isinstance(module := resolve(model, str(node.target)), QuantizedOperator):
-        return module.operator in (QUANTIZE, DEQUANTIZE)
-    return node.op == "call_function" and node.target in (QUANTIZE.function, DEQUANTIZE.function, boundary.quantize, boundary.dequantize)
-
-
-def _is_integer(node: fx.Node) -> bool:
-    """Whether a node is an integer operator, or the result of one."""
-    spec = annotation(node)
-    return (qparams(node) is not None and not is_inner(node)) or (spec is not None and spec.dtype is not None)
-
-
-def summary(model: fx.GraphModule) -> str:
-    """One line: how many operators are integer, how many are left in float, and why.
+def summary(known: tuple[Layer, ...]) -> str:
+    """One line: how many layers are integer, how many are left in float, and why.
 
     A composite counts as one; the boundary between integer and float is not counted.
     """
-    integer = sum(_is_integer(node) and not is_inner_part(node) and not _is_boundary(model, node) for node in model.graph.nodes)
-    left = left_in_float(model)
+    integer = sum(layer.integer and not layer.inner and not layer.boundary for layer in known)
+    left = left_in_float(known)
     counted = f"{integer} operator is integer" if integer == 1 else f"{integer} operators are integer"
     if not left:
         return f"{counted}, none is left in float"
-    reasons = Counter(reason for _, reason in left)
+    reasons = Counter(layer.reason for layer in left)
     told = reasons.most_common(SHOWN_REASONS)
     listed = [f"{count} because {reason}" for reason, count in told]
     others = len(left) - sum(count for _, count in told)

@@ -15,15 +15,14 @@ import torch
 from torch import Tensor, fx
 
 import fxquant as fxq
-from fxquant.analysis.explain import left_in_float
+from fxquant.analysis.layers import Layer, layers, left_in_float
+from fxquant.analysis.node import called
 from fxquant.backends.onnx import reading
 from fxquant.backends.onnx.runtime import OnnxModel
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.facts import DTYPE_NAMES, TensorFact
-from fxquant.graph import annotation, fact, qparams, resolve, source
-from fxquant.primitives import PRIMITIVES
+from fxquant.graph import QParams, fact
 from fxquant.quantization.observers import Observer
-from fxquant.quantization.prepared import QuantizedOperator
 from fxquant.quantization.quantizer import Quantizer
 
 
@@ -112,11 +111,12 @@ def _of_onnx(opened: OnnxModel) -> Contents:
 
 
 def _of_model(path: Path, model: fx.GraphModule) -> Contents:
-    target = model.meta.get("target")
+    target, known = model.meta.get("target"), layers(model)
+    nodes = {node.name: node for node in model.graph.nodes}
     output = next(node for node in reversed(model.graph.nodes) if node.op == "output")
     returned: list[fx.Node] = []
     fx.map_arg(output.args, returned.append)
-    operators = {node: _operator(model, node) for node in model.graph.nodes if node.op not in ("placeholder", "get_attr", "output")}
+    quantized = [found for layer in known for found in _quantized(layer)]
     return Contents(
         path,
         "saved model",
@@ -124,34 +124,23 @@ def _of_model(path: Path, model: fx.GraphModule) -> Contents:
         "" if target is None else target.name,
         tuple(f"{node.target} {_shape(node)}" for node in model.graph.nodes if node.op == "placeholder"),
         tuple(f"{node.name} {_shape(node)}" for node in returned),
-        Counter(operators.values()),
-        tuple(row for node in operators if (row := _row(model, node, operators[node])) is not None),
-        tuple(f"%{node.name}: {because}" + (f"   [{source(node)}]" if source(node) else "") for node, because in left_in_float(model)),
+        Counter(called(model, node) for node in model.graph.nodes if node.op not in ("placeholder", "get_attr", "output")),
+        tuple(_row(name, operator, grid, _shape(nodes[name])) for name, operator, grid in quantized),
+        tuple(f"%{layer.name}: {layer.reason}" + (f"   [{layer.source}]" if layer.source else "") for layer in left_in_float(known)),
         _tensors(model),
         fxq.text(model),
     )
 
 
-def _operator(model: fx.GraphModule, node: fx.Node) -> str:
-    if node.op == "call_module":
-        module = resolve(model, str(node.target))
-        return module.operator.name if isinstance(module, QuantizedOperator) else type(module).__name__
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+def _quantized(layer: Layer) -> list[tuple[str, str, QParams]]:
+    """The quantized tensors of a layer: name, what computes it, and grid. Those inside of it come first."""
+    inside = [(each.name, each.primitive, each.grid) for each in layer.intermediates]
+    return inside if layer.grid is None else [*inside, (layer.name, layer.operator, layer.grid)]
 
 
-def _row(model: fx.GraphModule, node: fx.Node, operator: str) -> Row | None:
-    if node.op == "call_function" and node.target in PRIMITIVES:
-        known = qparams(node)
-        return None if known is None else Row(node.name, operator, known.dtype, _numbers(known.scale), _shape(node))
-    spec = annotation(node)
-    if node.op != "call_module" or spec is None or spec.dtype is None:
-        return None
-    module = resolve(model, str(node.target))
-    if not isinstance(module, QuantizedOperator):
-        return None
-    value = float(module.output.scale)
-    scale = (value,) if math.isfinite(value) else ()
-    return Row(node.name, operator, spec.dtype, scale, _shape(node), "its sum's" if module.output.follows_sum else "not calibrated")
+def _row(name: str, operator: str, grid: QParams, shape: str) -> Row:
+    unknown = "not calibrated" if isinstance(grid.scale, float) else "its sum's"
+    return Row(name, operator, grid.dtype, tuple(scale for scale in _numbers(grid.scale) if math.isfinite(scale)), shape, unknown)
 
 
 def _numbers(scale: float | Sequence[float]) -> tuple[float, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +14,11 @@ import safetensors.torch
 import torch
 from torch import Tensor, fx
 
+from fxquant.analysis.node import grid_of
 from fxquant.errors import ConfigurationError
 from fxquant.facts import BatchDim, TensorFact
-from fxquant.graph import fact, qparams, resolve
+from fxquant.graph import fact
 from fxquant.numerics import ACTIVATION_TYPES
-from fxquant.quantization.prepared import QuantizedOperator
 
 FORMATS = (".npy", ".npz", ".safetensors")
 Named = dict[str, Tensor]
@@ -87,12 +88,9 @@ def _drawn(model: fx.GraphModule, node: fx.Node, size: int, generator: torch.Gen
 def _input_ranges(model: fx.GraphModule, node: fx.Node) -> Iterator[float]:
     """The largest values that the quantizers behind an input can represent."""
     for user in node.users:
-        known = qparams(user)
-        module = resolve(model, str(user.target)) if user.op == "call_module" else None
-        if known is not None and isinstance(known.scale, float):
-            yield known.scale * (ACTIVATION_TYPES[known.dtype].high + 1)
-        elif isinstance(module, QuantizedOperator) and module.output.calibrated:
-            yield float(module.output.scale) * (module.output.dtype.high + 1)
+        grid = grid_of(model, user)
+        if grid is not None and isinstance(grid.scale, float) and math.isfinite(grid.scale):
+            yield grid.scale * (ACTIVATION_TYPES[grid.dtype].high + 1)
 
 
 def _inputs(model: fx.GraphModule) -> list[fx.Node]:

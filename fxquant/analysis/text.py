@@ -13,13 +13,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxquant.analysis.node import called, grid_of, primitive_of, record_of
 from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError
 from fxquant.facts import TensorFact
-from fxquant.graph import Annotation, annotation, fact, fused, resolve
-from fxquant.ops import operator_of
-from fxquant.primitives import PRIMITIVES
-from fxquant.quantization.prepared import QuantizedOperator
+from fxquant.graph import annotation, fact, fused, resolve
 
 
 @checked()
@@ -49,18 +47,11 @@ def _call(gm: fx.GraphModule, node: fx.Node) -> str:
         return "input"
     if node.op == "get_attr":
         return _attribute(gm, str(node.target))
-    if node.op == "call_module":
-        module = resolve(gm, str(node.target))
-        if isinstance(module, QuantizedOperator):
-            return f"{module.operator.name}({_arguments(module.operator.function, node)})"
-        return f"{type(module).__name__}[{node.target}]({_arguments(None, node)})"
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-    operator = operator_of(node)
-    primitive = PRIMITIVES.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
-    if operator is not None:
-        return f"{operator.name}({_arguments(operator.function, node)})"
-    prefix = "." if node.op == "call_method" else ""
-    return f"{prefix}{name}({_arguments(primitive.function if primitive else None, node)})"
+    record = record_of(gm, node) or primitive_of(node)
+    name, arguments = called(gm, node), _arguments(None if record is None else record.function, node)
+    if record is None and node.op == "call_module":
+        return f"{name}[{node.target}]({arguments})"
+    return f"{'.' if node.op == 'call_method' else ''}{name}({arguments})"
 
 
 def _arguments(function: Callable[..., Any] | None, node: fx.Node) -> str:
@@ -123,14 +114,12 @@ def _fact_text(value: Any) -> str:
 
 
 def _quantization(gm: fx.GraphModule, node: fx.Node) -> str:
-    spec: Annotation | None = annotation(node)
+    spec, grid = annotation(node), grid_of(gm, node)
     if spec is None:
         return ""
     if spec.dtype is None:
         return "float"
-    scale = ""
-    if node.op == "call_module" and isinstance(module := resolve(gm, str(node.target)), QuantizedOperator):
-        scale = "" if module.output.follows_sum else f" s={float(module.output.scale):.4g}"
+    scale = f" s={grid.scale:.4g}" if grid is not None and isinstance(grid.scale, float) else ""
     return f"{spec.dtype}{scale}" + ("" if spec.group is None else f" g{spec.group}")
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -21,8 +20,6 @@ from fxquant.backends.onnx.runtime import RUNTIME_NAMES, OnnxModel
 from fxquant.demo.digits import DigitsDataset, load_digits_dataset
 from fxquant.demo.network import build_demo_network
 from fxquant.demo.training import OnBatch, accuracy, train_float, train_quantized
-from fxquant.graph import fact
-from fxquant.primitives import PRIMITIVES
 from fxquant.progress import bar, progress, shown
 from fxquant.target import Target
 
@@ -152,18 +149,8 @@ def _weight_bytes(integer: fx.GraphModule) -> int:
 
 
 def count_float_nodes(integer: fx.GraphModule) -> int:
-    """The nodes of an integer model that compute floating-point values, besides its boundary."""
-
-    def computes_float(node: fx.Node) -> bool:
-        if node.op in ("placeholder", "get_attr", "output"):
-            return False
-        record: Any = PRIMITIVES.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
-        if record is not None and record.kind == "float":
-            return False
-        known = fact(node)
-        return record is None or known is None or known.dtype.is_floating_point
-
-    return sum(map(computes_float, integer.graph.nodes))
+    """The operators of an integer model that compute floating-point values, besides its boundary."""
+    return sum(not layer.integer and not layer.boundary for layer in fxq.layers(integer))
 
 
 def _print(outcome: Outcome, console: Console) -> None:

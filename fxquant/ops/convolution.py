@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ class Kind:
                 scale per output channel
     channels    where the weight as it is has its output channels
     narrow      the primitive for sums below 2^24, wide the other one
+    spread      which tensor each of whose elements meets a kernel of one channel group: the result, or the input
     """
 
     name: str
@@ -42,6 +44,7 @@ class Kind:
     channels: int
     narrow: Callable[..., Tensor]
     wide: Callable[..., Tensor]
+    spread: str
 
 
 PLAIN = Kind(
@@ -53,6 +56,7 @@ PLAIN = Kind(
     0,
     accumulate.convolution,
     accumulate.convolution_wide,
+    "result",
 )
 REVERSED = Kind(
     "conv_transpose",
@@ -63,6 +67,7 @@ REVERSED = Kind(
     1,
     transposed.transposed_convolution,
     transposed.transposed_convolution_wide,
+    "input",
 )
 
 
@@ -231,6 +236,8 @@ def _register(kind: Kind, rank: int, module: type[nn.Module], extract: Callable[
             normalize=normalize,
             folded=folded,
             weight=lambda weight, groups=1, **_: kind.arrange(weight, groups),
+            # PyTorch's weight is (out, in/groups, …), and (in, out/groups, …) of a transposed one.
+            macs=lambda shapes, result: math.prod({**shapes, "result": result}[kind.spread]) * math.prod(shapes["weight"][1:]),
         )
     )
     return function

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -65,6 +66,7 @@ register(
         sums=True,
         folded=lambda weight, bias, batch_norm, **_: fold(weight, bias, batch_norm, 0),
         weight=lambda weight, **_: weight,
+        macs=lambda shapes, result: math.prod(result) * shapes["weight"][-1],
     )
 )
 
@@ -140,5 +142,6 @@ register(
         refuses=_refuses_matmul,
         sums=True,
         weight=lambda other, **_: other.t() if isinstance(other, Tensor) and other.dim() == 2 else None,  # else one scale for all
+        macs=lambda shapes, result: math.prod(result) * shapes["input"][-1],
     )
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 from torch import Tensor, fx
@@ -20,6 +21,7 @@ from fxquant.numerics import EVERYTHING, Arithmetic, Interval
 
 # How the arguments of one spelling become canonical ones, by name; a string is the reason why they cannot.
 Adapt = Callable[..., dict[str, Any] | str]
+Shape = tuple[Fraction, ...]  # at one batch size; of half a batch it may be no whole number
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class Operator:
                that absorb one
     weight     the parameter among its arguments, which are given by name, that is its weight: a tensor whose dimension 0 is the output
                channels, as `lower` rounds it. What is learned of scales and roundings is of its shape. None: it has no such weight
+    macs       how many products its sums have together, from the shapes of its arguments by name and that of its result
     """
 
     name: str
@@ -110,6 +113,7 @@ class Operator:
     sums: bool = False
     folded: Callable[..., tuple[Tensor, Tensor]] | None = None
     weight: Callable[..., Tensor | None] = lambda **arguments: None
+    macs: Callable[[Mapping[str, Shape], Shape], Fraction | int] | None = None
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         # Copied and pickled by name: its functions are code.

@@ -101,7 +101,7 @@ def model_inputs(model: fx.GraphModule, batch: Any, index: int = 0) -> list[Any]
         items = _by_name(batch)
         missing = [name for name in names if name not in items]
         if missing:
-            raise _bad_batch(
+            raise bad_batch(
                 index,
                 f"it has no {', '.join(missing)}; its keys are {', '.join(map(str, batch))}",
                 "pass a dict with forward's argument names, or batch_fn",
@@ -113,7 +113,7 @@ def model_inputs(model: fx.GraphModule, batch: Any, index: int = 0) -> list[Any]
     else:
         leaves = pytree.tree_leaves(batch) if isinstance(batch, list | tuple) else [batch]
         if len(leaves) < len(placeholders):
-            raise _bad_batch(
+            raise bad_batch(
                 index, f"it has {len(leaves)} items and the model takes {len(placeholders)} inputs", "yield all inputs, or pass batch_fn"
             )
         if len(leaves) > len(placeholders):
@@ -136,7 +136,7 @@ def _check_agreement(index: int, placeholders: list[fx.Node], values: list[Any])
     }
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{size} for {name!r}" for name, size in sizes.items())
-        raise _bad_batch(index, f"its sizes are {listed}", "yield inputs that share one batch size, or pass batch_fn")
+        raise bad_batch(index, f"its sizes are {listed}", "yield inputs that share one batch size, or pass batch_fn")
 
 
 def _by_name(batch: Mapping[Any, Any]) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def check_kind(index: int, name: str, value: Any) -> None:
     if type(value).__module__.partition(".")[0] == "numpy":
         what = f"its value for {name!r}" if name else "it"
         remedy = "convert it: torch.from_numpy(array), here or in batch_fn; a DataLoader does"
-        raise _bad_batch(index, f"{what} is a numpy.{type(value).__name__}, not a tensor", remedy)
+        raise bad_batch(index, f"{what} is a numpy.{type(value).__name__}, not a tensor", remedy)
 
 
 def _check_input(index: int, node: fx.Node, value: Any) -> None:
@@ -174,23 +174,23 @@ def _check_input(index: int, node: fx.Node, value: Any) -> None:
     )
     check_kind(index, node.name, value)
     if not isinstance(value, torch.Tensor):
-        raise _bad_batch(index, f"its value for {node.name!r} is a {type(value).__name__}, not a tensor", remedy)
+        raise bad_batch(index, f"its value for {node.name!r} is a {type(value).__name__}, not a tensor", remedy)
     if value.dtype != expected.dtype:
-        raise _bad_batch(index, f"its value for {node.name!r} is {value.dtype}, and the model was traced with {expected.dtype}", remedy)
+        raise bad_batch(index, f"its value for {node.name!r} is {value.dtype}, and the model was traced with {expected.dtype}", remedy)
     fits = value.dim() == len(expected.shape) and all(
         not isinstance(e, int) or e == v for e, v in zip(expected.shape, value.shape, strict=True)
     )
     if not fits:
         if value.dim() == len(expected.shape) - 1:
             remedy += "; items of a dataset need a batch dimension, which a DataLoader gives them"
-        raise _bad_batch(
+        raise bad_batch(
             index, f"its value for {node.name!r} has shape {list(value.shape)}, and the model was traced with {expected}", remedy
         )
     if value.is_floating_point() and not bool(torch.isfinite(value).all()):
         kind = "NaN" if bool(torch.isnan(value).any()) else "infinite values"
         if kind != "NaN" and not any(map(_quantized, node.users)):
             return  # an attention mask, say: nothing derives a scale from it
-        raise _bad_batch(
+        raise bad_batch(
             index, f"its value for {node.name!r} holds {kind}", "clean the data: a scale computed from such values would be meaningless"
         )
 
@@ -201,5 +201,6 @@ def _quantized(node: fx.Node) -> bool:
     return qparams(node) is not None or (spec is not None and spec.dtype is not None)
 
 
-def _bad_batch(index: int, because: str, remedy: str) -> CalibrationError:
+def bad_batch(index: int, because: str, remedy: str) -> CalibrationError:
+    """The error for a batch, counted from 0, whose inputs are not the model's."""
     return CalibrationError(f"batch {index} does not fit the model", because=because, remedy=remedy)

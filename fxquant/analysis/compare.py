@@ -1,0 +1,113 @@
+"""Two forms of one model compared bit for bit at every tensor they share, and the place where they first differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Set
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.analysis.node import called
+from fxquant.analysis.record import ACCUMULATORS, OUTPUTS, QUANTIZED, Form, GraphForm, OnnxForm, Values, Wanted
+from fxquant.analysis.report import Deviation, DeviationReport, Difference, FloatDifference, Report, different, differing
+from fxquant.analysis.segments import crossings, float_outputs
+from fxquant.graph import source
+
+COMPARED = Wanted.of(QUANTIZED, OUTPUTS)
+IN_DEPTH = Wanted.of(QUANTIZED, ACCUMULATORS, OUTPUTS)
+
+
+def count_flips(left: GraphForm, whole: OnnxForm, batches: Iterable[list[Tensor]]) -> int:
+    """Elements that differ where float operators hand over, and in the outputs they compute, when the file runs on its own."""
+    report = Report()
+    handed = (*crossings(left.model), *float_outputs(left.model))
+    for inputs in batches:
+        mine, other = left.run(inputs, COMPARED), whole.run(inputs, COMPARED)
+        _count({name: mine[name] for name in handed}, other, report)
+    return report.mismatches
+
+
+def compare(a: GraphForm, b: Form, batches: Iterable[list[Tensor]], integer: fx.GraphModule | None, report: Report) -> None:
+    """Compare two forms on batches, adding to the report; stops looking deeper once a difference is located.
+
+    The outputs that float operators compute must be equal where PyTorch computes both; those of a file are measured.
+    """
+    report.pairs.append(f"{a.label} = {b.label}")
+    measured = float_outputs(a.model) if isinstance(b, OnnxForm) else set()
+    for inputs in batches:
+        left = a.run(inputs, COMPARED)
+        if isinstance(b, OnnxForm):
+            b.given = left
+        right = b.run(inputs, COMPARED)
+        for name in sorted(measured):
+            report.names.add(name)
+            report.elements += left[name].numel()
+            report.floats.setdefault(name, FloatDifference(name)).add(left.pop(name), right.pop(name))
+        if _count(left, right, report) and report.first is None:
+            deep_left, deep_right = a.run(inputs, IN_DEPTH), b.run(inputs, IN_DEPTH)
+            exact = {name: value for name, value in deep_left.items() if name not in measured}
+            report.first = _locate(exact, deep_right, (a.label, b.label), integer)
+
+
+def measure(a: Form, b: OnnxForm, batches: Iterable[list[Tensor]], report: DeviationReport) -> None:
+    """Add the distance of the outputs of a file in style "qdq" from the model's, in one runtime."""
+    report.pairs.append(f"{a.label} ≈ {b.label}")
+    outputs = [Deviation(entry["name"], _step(b.onnx.tensors.get(entry.get("tensor")))) for entry in b.onnx.metadata["outputs"]]
+    for inputs in batches:
+        wanted, found = a.run(inputs, COMPARED), b.run(inputs, COMPARED)
+        for index, output in enumerate(outputs):
+            output.add(wanted[f"output {index}"], found[f"output {index}"])
+    report.outputs[b.label] = outputs
+    report.names.update(output.name for output in outputs)
+    report.elements += sum(output.elements for output in outputs)
+    report.mismatches += sum(output.differing for output in outputs)
+
+
+def _step(entry: dict[str, Any] | None) -> Tensor | None:
+    """The scale of a described tensor, shaped to broadcast."""
+    if entry is None or "scale" not in entry:
+        return None
+    scale = torch.tensor(entry["scale"], dtype=torch.float32, device="cpu")
+    return scale.reshape(-1, *[1] * (-entry["axis"] - 1)) if "axis" in entry else scale
+
+
+def _count(left: Values, right: Values, report: Report) -> int:
+    apart = 0
+    for name in left:
+        if name in right:
+            report.names.add(name)
+            report.elements += left[name].numel()
+            apart += differing(left[name], right[name])
+    report.mismatches += apart
+    return apart
+
+
+def _locate(left: Values, right: Values, labels: tuple[str, str], integer: fx.GraphModule | None) -> Difference | None:
+    nodes = {node.name: node for node in integer.graph.nodes} if integer is not None else {}
+    equal: set[str] = set()
+    for name in left:
+        if name not in right:
+            continue
+        count = differing(left[name], right[name])
+        if count == 0:
+            equal.add(name)
+            continue
+        node = nodes.get(name)
+        operands = tuple(_compared_operands(node, left.keys() & right.keys())) if node is not None else ()
+        comparable = left[name].shape == right[name].shape and left[name].dtype == right[name].dtype and not left[name].is_complex()
+        index = tuple(int(i) for i in torch.nonzero(different(left[name], right[name]))[0]) if comparable else ()
+        values = (float(left[name][index]), float(right[name][index])) if comparable else (float("nan"), float("nan"))
+        operator, line = ("value", "") if node is None or integer is None else (called(integer, node), source(node))
+        inputs_equal = all(o in equal or (o in nodes and nodes[o].op == "placeholder") for o in operands)
+        return Difference(name, operator, line, operands, index, values, labels, count, inputs_equal)
+    return None
+
+
+def _compared_operands(node: fx.Node, compared: Set[str]) -> Iterator[str]:
+    """The nearest values before a node that both forms show, or that are inputs of the model."""
+    for operand in node.all_input_nodes:
+        if operand.name in compared or operand.op == "placeholder":
+            yield operand.name
+        elif operand.op != "get_attr":
+            yield from _compared_operands(operand, compared)

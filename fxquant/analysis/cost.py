@@ -1,0 +1,146 @@
+"""What an operator costs: multiply-accumulates, and the bytes of its weights and of its result.
+
+Sizes that depend on the batch are taken at batch size 1: of one item.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxquant.analysis.node import quantized_operator, record_of
+from fxquant.facts import Size, TensorFact
+from fxquant.graph import Operation, Reference, annotation, fact, is_parameter, operation, resolve
+from fxquant.numerics import ACTIVATION_TYPES
+from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Operator, Parameter
+from fxquant.ops.weighted import shape_of
+
+WEIGHT, BIAS = "weight", "bias"  # the roles of the constants of an operator with a weight
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What `Layer` says of an operator: see there."""
+
+    macs: int
+    weight_bytes: int
+    activation_bytes: int
+
+
+def cost_of(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node], dtype: str | None) -> Cost:
+    """The cost of the operator at a node of a graph at any stage; `dtype` is that of its quantized result, None where it is float."""
+    lowered = operation(node)
+    if lowered is not None:
+        record = next(record for record in OPERATORS.values() if record.name == lowered.name)
+        operator: Operator | None = record
+        values = _lowered(lowered, nodes)
+        held = [constant.node for role, constant in lowered.constants.items() if role in (WEIGHT, BIAS) or record.sums]
+        weight_bytes = sum(_bytes(fact(nodes[name])) for name in held)
+    else:
+        operator, values = _written(model, node)
+        integer = dtype is not None and operator is not None
+        weight_bytes = _integer_bytes(model, node, operator, values) if integer else _float_bytes(model, node)
+    itemsize = None if dtype is None else ACTIVATION_TYPES[dtype].storage.itemsize
+    return Cost(_macs(operator, values, fact(node)), weight_bytes, sum(_bytes(tensor, itemsize) for tensor in _tensors(fact(node))))
+
+
+# ---- products ---------------------------------------------------------------------------------------------------------
+
+
+def _macs(operator: Operator | None, values: Mapping[str, Any], result: Any) -> int:
+    if operator is None or operator.macs is None or not isinstance(result, TensorFact):
+        return 0
+    shapes = {name: _at_one(shape) for name, value in values.items() if (shape := _shape(value)) is not None}
+    return math.ceil(operator.macs(shapes, _at_one(result.shape)))
+
+
+def _lowered(lowered: Operation, nodes: Mapping[str, fx.Node]) -> dict[str, Any]:
+    """The arguments of what has become primitives, by name, its constants among them."""
+    given = {name: nodes[value.node] if isinstance(value, Reference) else value for name, value in lowered.arguments.items()}
+    return given | {role: nodes[constant.node] for role, constant in lowered.constants.items()}
+
+
+def _written(model: fx.GraphModule, node: fx.Node) -> tuple[Operator | None, dict[str, Any]]:
+    """The operator at a node and its arguments by name; of one that is not canonical yet, only if it forms sums of products."""
+    operator = record_of(model, node)
+    if operator is not None:
+        return operator, operator.arguments(node)
+    module: Any = resolve(model, str(node.target)) if node.op == "call_module" else None
+    take: Any
+    if module is not None:
+        operator, take = MODULES.get(type(module), (None, None))
+    else:
+        table: Mapping[Any, Any] = FUNCTIONS if node.op == "call_function" else METHODS if node.op == "call_method" else {}
+        operator, take = table.get(node.target, (None, None))
+    if operator is None or operator.macs is None:
+        return None, {}
+    if module is not None:
+        taken = take(module).items()
+        arguments: Any = {name: getattr(module, value.name) if isinstance(value, Parameter) else value for name, value in taken}
+        arguments = {**arguments, **dict(zip(operator.operands, node.args, strict=False)), **node.kwargs}
+    else:
+        arguments = operator.bind(node.args, node.kwargs) if take is None else take(*node.args, **node.kwargs)
+    return (None, {}) if isinstance(arguments, str) else (operator, arguments)
+
+
+def _shape(value: Any) -> tuple[Size, ...] | None:
+    return tuple(value.shape) if isinstance(value, Tensor) else shape_of(value)
+
+
+def _at_one(shape: tuple[Size, ...]) -> tuple[Fraction, ...]:
+    """The sizes at batch size 1; one that is B/2 is no whole number there."""
+    return tuple(Fraction(size) if isinstance(size, int) else size.coefficient + size.offset for size in shape)
+
+
+# ---- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def _bytes(known: TensorFact, itemsize: int | None = None) -> int:
+    return math.ceil(math.prod(_at_one(known.shape))) * (itemsize or known.dtype.itemsize)
+
+
+def _tensors(known: Any) -> list[TensorFact]:
+    """All tensors of a nest of facts."""
+    if isinstance(known, TensorFact):
+        return [known]
+    items = known.values() if isinstance(known, dict) else known if isinstance(known, list | tuple) else ()
+    return [tensor for item in items for tensor in _tensors(item)]
+
+
+def _integer_bytes(model: fx.GraphModule, node: fx.Node, operator: Operator | None, values: Mapping[str, Any]) -> int:
+    """What weight and bias will take once the operator is lowered.
+
+    A weight is stored in the dtype of its config, a bias in that of the accumulator; a batch norm brings a bias, and where it stands by
+    itself a weight for each channel.
+    """
+    module, spec = quantized_operator(model, node), annotation(node)
+    config = module.weight if module is not None else None if spec is None or spec.config is None else spec.config.weight
+    normalized = values.get("batch_norm") is not None
+    if operator is None or config is None or not (operator.sums or normalized):
+        return 0
+    result = fact(node)
+    channels = result.shape[1 if operator.weight_channels is None else operator.weight_channels]
+    read = [value for name in (WEIGHT, *operator.operands) if isinstance(value := values.get(name), fx.Node) and is_parameter(value)]
+    weights = [shape for value in read if (shape := _shape(value)) is not None] + [(channels,)] * (normalized and not operator.sums)
+    biases = [(channels,)] * (normalized or values.get(BIAS) is not None)
+    bias = torch.int64 if config.type.bits > 8 else torch.int32
+    stored = [*(TensorFact(shape, config.type.storage) for shape in weights), *(TensorFact(shape, bias) for shape in biases)]
+    return sum(map(_bytes, stored))
+
+
+def _float_bytes(model: fx.GraphModule, node: fx.Node) -> int:
+    """The parameters and buffers of a module, and the parameters that a function reads."""
+    read = [operand for operand in node.all_input_nodes if operand.op == "get_attr"] + [node] * (node.op == "call_module")
+    held = [resolve(model, str(each.target)) for each in read]
+    tensors = [
+        tensor for value in held for tensor in ([*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else [value])
+    ]
+    computed = [fact(operand) for operand in node.all_input_nodes if operand.op != "get_attr" and is_parameter(operand)]
+    found = sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, Tensor))
+    return found + sum(_bytes(known) for known in computed if isinstance(known, TensorFact))

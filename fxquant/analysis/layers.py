@@ -1,0 +1,169 @@
+"""The facts of a model's operators, as values: what `explain`, `check`, `inspect` and every report tell, gathered in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxquant.analysis.cost import cost_of
+from fxquant.analysis.node import called, grid_of, is_dequantize, is_quantize, primitive_of
+from fxquant.arguments import checked
+from fxquant.errors import ConfigurationError
+from fxquant.facts import TensorFact
+from fxquant.graph import (
+    QParams,
+    annotation,
+    computes_tensor,
+    fact,
+    fused,
+    is_inner,
+    is_inner_part,
+    module_path,
+    noted,
+    notes,
+    operation,
+    origin,
+    part,
+    source,
+)
+
+HOST = "host"  # where float operators run
+NOTES = {"accumulator_bits": "accumulator of {} bits", "residual": "residual {}", "wide": "{}", "narrowed": "{}"}
+
+
+@dataclass(frozen=True)
+class Intermediate:
+    """A quantized tensor inside of what an operator was lowered to.
+
+    name       of its node
+    primitive  the name of the primitive that computes it
+    grid       its scale and dtype
+    """
+
+    name: str
+    primitive: str
+    grid: QParams
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One operator of a model, with everything that was fused into it.
+
+    name              of its node: the same in the prepared model, the integer model and the ONNX file
+    operator          PyTorch's name of what it computes ("conv2d"); in a traced graph as it was written ("Conv2d")
+    integer           whether its result is a quantized tensor
+    boundary          whether it is where real numbers become integers, or integers real numbers
+    dtype             of its result: "int8", … of a quantized tensor, else PyTorch's ("float32"); "" where it is no tensor
+    grid              the scale and dtype of its quantized result: one scale, NaN until it is known, or several along an axis; none, (), in
+                      a prepared model whose 32-bit output has the scale of its sum. None for a float operator, and before there
+                      are quantizers
+    shape             of its result: whole numbers, and sizes that depend on the batch as text ("B"); () where it is not one tensor
+    source            the user's line
+    module            the dotted path of the user's module; "" for the model itself
+    device            where it runs: the target's name ("bayes-e") if it is integer, "host" if not
+    reason            why it is integer or float; "" before that is decided, and of integer operators in an integer model, whose `notes` say
+                      more
+    notes             of an integer model: the proved accumulator, the path a residual took, how a long sum is formed
+    accumulator_bits  the width proved for its sums in an integer model; 0 where there are none
+    macs              multiply-accumulates, of convolutions, linear layers and matrix products; 0 of others
+    weight_bytes      its weight and bias as the integer model holds them: int4 and int8 in one byte, int16 in two; a bias in four, beside
+                      an int16 weight in eight; 0 where there are none. Of a float operator, its parameters and buffers
+    activation_bytes  its result: int4 and int8 in one byte for each element, int16 in two, int32 in four; a float result as PyTorch
+                      holds it
+    fused             the names of the nodes that were fused into it
+    part              which part of a composite operator it is ("softmax: exp"); "" if it is none
+    inner             whether only other parts of its composite read it
+    intermediates     the quantized tensors inside of it, in an integer model
+
+    `macs` and `activation_bytes` are those of one item, or of the whole batch where the model is fixed to a batch size.
+    """
+
+    name: str
+    operator: str
+    integer: bool
+    boundary: bool
+    dtype: str
+    grid: QParams | None
+    shape: tuple[int | str, ...]
+    source: str
+    module: str
+    device: str
+    reason: str
+    notes: tuple[str, ...]
+    accumulator_bits: int
+    macs: int
+    weight_bytes: int
+    activation_bytes: int
+    fused: tuple[str, ...]
+    part: str = ""
+    inner: bool = False
+    intermediates: tuple[Intermediate, ...] = ()
+
+
+@checked()
+def layers(model: fx.GraphModule) -> tuple[Layer, ...]:
+    """The operators of a graph at any stage, in the order they run.
+
+    An operator that leaves nothing behind in integers (an identity, a dropout) is no layer of the integer model; all others have the
+    same names in both. Linear in the nodes. Raises ConfigurationError for a model that is no graph.
+    """
+    if not isinstance(model, fx.GraphModule):
+        raise ConfigurationError(
+            f"{type(model).__name__} has no graph",
+            because="only traced, prepared and integer models do",
+            remedy="pass the result of fxq.prepare",
+        )
+    return tuple(_layers(model))
+
+
+def left_in_float(known: tuple[Layer, ...]) -> list[Layer]:
+    """The layers of which it is decided that they stay in float; the boundary is not among them."""
+    return [layer for layer in known if not layer.integer and layer.reason and not layer.boundary]
+
+
+def _layers(model: fx.GraphModule) -> Iterator[Layer]:
+    target = model.meta.get("target")
+    device = HOST if target is None else target.name
+    nodes = {node.name: node for node in model.graph.nodes}
+    inside: dict[str, list[Intermediate]] = {}
+    for node in model.graph.nodes:
+        primitive = primitive_of(node)
+        if primitive is not None and is_inner(node):
+            grid = grid_of(model, node)
+            if grid is not None:
+                inside.setdefault(origin(node), []).append(Intermediate(node.name, primitive.name, grid))
+        elif annotation(node) is not None or computes_tensor(node):
+            yield _layer(model, node, nodes, device, tuple(inside.pop(node.name, ())))
+
+
+def _layer(
+    model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node], device: str, intermediates: tuple[Intermediate, ...]
+) -> Layer:
+    spec, lowered, grid, known = annotation(node), operation(node), grid_of(model, node), fact(node)
+    dtype = grid.dtype if grid is not None else None if spec is None else spec.dtype
+    cost = cost_of(model, node, nodes, dtype)
+    tensor = known if isinstance(known, TensorFact) else None
+    return Layer(
+        name=node.name,
+        operator=called(model, node) if lowered is None else lowered.name,
+        integer=dtype is not None,
+        boundary=is_quantize(model, node) or is_dequantize(model, node),
+        dtype=dtype or ("" if tensor is None else str(tensor.dtype).removeprefix("torch.")),
+        grid=grid,
+        shape=() if tensor is None else tuple(size if isinstance(size, int) else str(size) for size in tensor.shape),
+        source=source(node),
+        module=module_path(node),
+        device=HOST if dtype is None else device,
+        reason="" if spec is None else spec.because,
+        notes=() if lowered is None else tuple(NOTES[key].format(value) for key, value in notes(node).items() if key in NOTES),
+        accumulator_bits=noted(node, "accumulator_bits") or 0,
+        macs=cost.macs,
+        weight_bytes=cost.weight_bytes,
+        activation_bytes=cost.activation_bytes,
+        fused=fused(node),
+        part=str(part(node) or ""),
+        inner=is_inner_part(node),
+        intermediates=intermediates,
+    )

@@ -1,0 +1,60 @@
+"""The facts of one node, at whatever stage its graph is: what it calls, and the scale and dtype of its result."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fxquant.graph import QParams, qparams, resolve
+from fxquant.ops import Operator, operator_of
+from fxquant.ops.boundary import DEQUANTIZE, QUANTIZE
+from fxquant.primitives import PRIMITIVES, boundary
+from fxquant.primitives.record import Primitive
+from fxquant.quantization.prepared import QuantizedOperator
+
+
+def called(model: fx.GraphModule, node: fx.Node) -> str:
+    """The name of what a node calls: an operator, a primitive, a function, a method, or the class of a module."""
+    operator = record_of(model, node)
+    if operator is not None:
+        return operator.name
+    if node.op == "call_module":
+        return type(resolve(model, str(node.target))).__name__
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def record_of(model: fx.GraphModule, node: fx.Node) -> Operator | None:
+    """The operator at a node, before or after it became a module; None if it is none of the table, or has been lowered."""
+    module = quantized_operator(model, node)
+    return operator_of(node) if module is None else module.operator
+
+
+def quantized_operator(model: fx.GraphModule, node: fx.Node) -> QuantizedOperator | None:
+    """The module of a prepared model that stands at a node; None if none does."""
+    module = resolve(model, str(node.target)) if node.op == "call_module" else None
+    return module if isinstance(module, QuantizedOperator) else None
+
+
+def primitive_of(node: fx.Node) -> Primitive | None:
+    """The primitive that a node of an integer graph calls; None if it calls none."""
+    return PRIMITIVES.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
+
+
+def is_quantize(model: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether real numbers become integers at a node, at any stage."""
+    return node.target is boundary.quantize or record_of(model, node) is QUANTIZE
+
+
+def is_dequantize(model: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether integers become real numbers at a node, at any stage."""
+    return node.target is boundary.dequantize or record_of(model, node) is DEQUANTIZE
+
+
+def grid_of(model: fx.GraphModule, node: fx.Node) -> QParams | None:
+    """The scale and dtype of the quantized tensor at a node; None where there is none, or no quantizer yet.
+
+    A prepared model's scale is NaN until it is calibrated, and () where the tensor is a sum, whose scale only the integer model knows.
+    """
+    module = quantized_operator(model, node)
+    if module is None:
+        return qparams(node)
+    return QParams(() if module.output.follows_sum else float(module.output.scale), module.output.dtype.name)
