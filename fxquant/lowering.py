@@ -24,6 +24,7 @@ from fxquant.numerics import (
     INT32,
     INT32_MAX,
     Arithmetic,
+    Grid,
     Interval,
     IntType,
     Ratio,
@@ -34,7 +35,7 @@ from fxquant.numerics import (
     weight_scale,
 )
 from fxquant.primitives import PRIMITIVES
-from fxquant.primitives.boundary import quantize, quantized_value
+from fxquant.primitives.boundary import quantize
 from fxquant.primitives.elementwise import align_fixed, align_real, shift_right
 from fxquant.primitives.requantize import accumulator_output, clamp_accumulator, requantize_fixed, requantize_real
 from fxquant.quantization.batch_norm import BatchNorm
@@ -47,26 +48,32 @@ Clamp = tuple[float | None, float | None]
 
 @dataclass(frozen=True)
 class Quantized:
-    """A quantized tensor during lowering: its integers (a tensor or a graph node), scale, dtype and shape.
+    """A quantized tensor during lowering: its integers, their grid, and its shape.
 
-    The scale is a scalar; of a 32-bit output it has one number per channel, shaped to broadcast.
+    The integers are a tensor of centred ones, or the node of a graph that holds them as they are stored; `Lowering.call` knows
+    what a primitive takes.
     """
 
     value: Any
-    scale: Tensor
-    dtype: IntType
+    grid: Grid
     shape: tuple[Size, ...]
 
-    def real(self) -> Tensor:
-        """The real tensor it stands for, with gradients; only for eager lowering.
+    @property
+    def scale(self) -> Tensor:
+        """The scale of its grid."""
+        return self.grid.scale
 
-        It is the integer model's, byte for byte: a whole number in a float may be -0.0, and no integer is.
-        """
-        real: Tensor = self.value * self.scale
-        return real.add_(0.0)
+    @property
+    def dtype(self) -> IntType:
+        """The type of its grid."""
+        return self.grid.type
+
+    def real(self) -> Tensor:
+        """The real tensor it stands for, with gradients; only for eager lowering. It is the integer model's, byte for byte."""
+        return self.grid.dequantize(self.value)
 
     def with_value(self, value: Any) -> Quantized:
-        """Another value of the same scale and dtype (its shape is no longer that of the operand)."""
+        """Another value on the same grid (its shape is no longer that of the operand)."""
         return replace(self, value=value)
 
 
@@ -114,8 +121,19 @@ class Lowering:
         """A parameter of the operator as an operand of primitives; stored with `dtype` when deployed."""
         raise NotImplementedError
 
-    def describe(self, role: str, scale: Tensor, axis: int | None = None) -> None:
-        """Record what one unit of a constant stands for; one number for all, or for each index of its dimension `axis` (negative)."""
+    def stored(self, value: Tensor, grid: Grid) -> Tensor:
+        """Centred integers as this lowering holds them in tensors on a grid. Here: as they are."""
+        return value
+
+    def offset(self, grid: Grid) -> tuple[int, ...]:
+        """The zero point that a primitive adds to its result, as a further argument, where it adds one. Here: none."""
+        return ()
+
+    def describe(self, role: str, scale: Tensor, axis: int | None = None, zero_point: int = 0) -> None:
+        """Record what one unit of a constant stands for; one number for all, or for each index of its dimension `axis` (negative).
+
+        `zero_point` is the integer that stands for 0.
+        """
 
     def holds(self, value: Any, quantizer: Quantizer) -> Any:
         """The value, recorded as a quantized tensor on the scale of a quantizer."""
@@ -132,7 +150,7 @@ class Lowering:
         to = to or self.output
         if to is self.intermediate:
             to.require()
-        return Quantized(exact(), to.scale, to.dtype, ())
+        return Quantized(exact(), to.grid, ())
 
     @property
     def place(self) -> Place:
@@ -164,7 +182,7 @@ class Lowering:
         def exact() -> Any:
             low, high = self.bounds(clamp, target)
             bits = 32 if bound <= INT32_MAX else 48
-            value = self._requantize(accumulator, ratio.over(target.scale), low, high, target.dtype, role, bits)
+            value = self._requantize(accumulator, ratio.over(target.scale), low, high, target.grid, role, bits)
             return self.holds(value, target)
 
         def real() -> Tensor:
@@ -200,21 +218,23 @@ class Lowering:
                 self.constant(role, limit.to(scale.device), torch.int32) for role, limit in zip(("low", "high"), limits, strict=True)
             ]
             value = self.call(clamp_accumulator, value, *constants)
-        return Quantized(value, scale, INT32, ())
+        return Quantized(value, Grid(INT32, scale), ())
 
     def bounds(self, clamp: Clamp | None, to: Quantizer) -> tuple[int, int]:
-        """The integers that limit the output: the dtype's, narrowed by a real interval: ⌊bound/scale + ½⌋."""
+        """The centred integers that limit the output: the grid's, narrowed by a real interval: ⌊bound/scale + ½⌋."""
+        grid = to.grid
         if clamp is None or clamp == (None, None):
-            return to.dtype.low, to.dtype.high
-        scale = 1.0 if clamp in ((0, None), (0.0, None)) else float(to.scale)
-        return clamp_bound(clamp[0], scale, to.dtype.low, to.dtype), clamp_bound(clamp[1], scale, to.dtype.high, to.dtype)
+            return grid.bounds
+        scale = 1.0 if clamp in ((0, None), (0.0, None)) else float(grid.scale)
+        return clamp_bound(clamp[0], scale, grid.low, grid), clamp_bound(clamp[1], scale, grid.high, grid)
 
     def _requantize(
-        self, accumulator: Any, ratio: Ratio, low: int, high: int, dtype: IntType, role: str, accumulator_bits: int = 32
+        self, accumulator: Any, ratio: Ratio, low: int, high: int, grid: Grid, role: str, accumulator_bits: int = 32
     ) -> Any:
+        dtype = grid.type
         if self.arithmetic.requantize == "real":
             multiplier = self.constant(role + "multiplier", real_multiplier(ratio), torch.float32)
-            return self.call(requantize_real, accumulator, multiplier, low, high, dtype.storage)
+            return self.call(requantize_real, accumulator, multiplier, low, high, dtype.storage, *self.offset(grid))
         widths = self.arithmetic.widths[dtype.name]
         fixed = fixed_requantization(ratio, widths, dtype, accumulator_bits)
         shift, multiplier, right_shift = (
@@ -267,20 +287,23 @@ class Lowering:
         exact = torch.round(real.detach())
         integers = straight_through(real, exact) if real.requires_grad else exact
         self.describe(role, scale)
-        return Quantized(self.constant(role, integers, self.weight.type.storage), scale, self.weight.type, tuple(value.shape))
+        return Quantized(self.constant(role, integers, self.weight.type.storage), Grid(self.weight.type, scale), tuple(value.shape))
 
     def rescale(self, operand: Quantized, to: Quantizer, role: str) -> Any:
-        """The operand's integers on the scale of `to`; the operand's own where the scales are equal."""
-        if operand.dtype == to.dtype and bool(operand.scale == to.scale):
+        """The operand's integers on the grid of `to`; the operand's own where the grids are equal."""
+        grid = to.grid
+        if operand.grid.equals(grid):
             return operand.value
-        ratio = Ratio((operand.scale,), (to.scale,))
-        return self.holds(self._requantize(operand.value, ratio, to.dtype.low, to.dtype.high, to.dtype, role), to)
+        ratio = Ratio((operand.scale,), (grid.scale,))
+        return self.holds(self._requantize(operand.value, ratio, *grid.bounds, grid, role), to)
 
     def quantize(self, input: Any) -> Quantized:
         """A real tensor's integers."""
-        to = self.output
-        scale = self.constant("scale", to.scale, torch.float32)
-        return self.result(lambda: self.call(quantize, input, scale, to.dtype.low, to.dtype.high, to.dtype.storage), lambda: input)
+        grid = self.output.grid
+        scale = self.constant("scale", grid.scale, torch.float32)
+        return self.result(
+            lambda: self.call(quantize, input, scale, *grid.bounds, grid.type.storage, *self.offset(grid)), lambda: input
+        )
 
     def prove(self, bound: Tensor, what: str, limit: int = INT32_MAX) -> float:
         """The largest element of a bound on |accumulator|, noted.
@@ -379,15 +402,15 @@ class EagerLowering(Lowering):
             to.follow(limited(value, self.observed) if to is self.output else value)
         with torch.no_grad():
             integers = exact()
+        grid = to.grid
         if value is not None and to.learns and torch.is_grad_enabled():
-            integers = learned_step(value, integers, to.scale, to, to.dtype)
+            integers = learned_step(value, integers, grid.scale, to, grid)
         elif value is not None and value.requires_grad:
-            integers = straight_through((value / to.scale).clamp(to.dtype.low, to.dtype.high), integers)
-        return Quantized(integers, to.scale, to.dtype, tuple(integers.shape))
+            integers = straight_through((value / grid.scale).clamp(*grid.bounds), integers)
+        return Quantized(integers, grid, tuple(integers.shape))
 
     def quantize(self, input: Tensor) -> Quantized:
-        to = self.output
-        return self.result(lambda: quantized_value(input, to.scale, to.dtype.low, to.dtype.high), lambda: input)
+        return self.result(lambda: self.output.grid.quantize(input), lambda: input)
 
 
 def limited(value: Tensor, interval: Interval) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from fxquant.numerics import Arithmetic
+from fxquant.numerics import ACTIVATION_TYPES, Arithmetic
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class Target:
     """A target to compile for.
 
     activations and weights name the integer dtypes it computes with ("int32" is the output of a last layer);
-    aliases are the chips and other names that mean it; limits are what it allows of operators, which `fxq.check`
+    default_activation is the one that an ActivationConfig without a dtype means; an affine one ("uint8") needs an arithmetic
+    with *real* requantization; aliases are the chips and other names that mean it; limits are what it allows of operators, which `fxq.check`
     holds a model against.
     """
 
@@ -68,3 +69,8 @@ class Target:
     aliases: tuple[str, ...] = ()
     per_channel_weights: bool = True
     limits: tuple[Limit, ...] = ()
+    default_activation: str = "int8"
+
+    def __post_init__(self) -> None:
+        if self.arithmetic.requantize != "real" and any(ACTIVATION_TYPES[name].affine for name in self.activations):
+            raise ValueError(f"{self.name}: fixed-point requantization adds no zero point, so it has no affine activations")

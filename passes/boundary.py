@@ -79,14 +79,17 @@ def _map_inputs(node: fx.Node, function: Any) -> None:
         node.kwargs = kwargs
 
 
-def _boundary(gm: fx.GraphModule, value: fx.Node, operator: Operator, made: Made, reader: fx.Node) -> fx.Node:
-    """The quantize or dequantize of this value that suits its reader, made behind it if there is none yet."""
+def _boundary(gm: fx.GraphModule, value: fx.Node, operator: Operator, made: Made, reader: fx.Node, default: str) -> fx.Node:
+    """The quantize or dequantize of this value that suits its reader, made behind it if there is none yet.
+
+    `default` is the target's dtype for activations.
+    """
     spec = annotation(reader)
     assert spec is not None
     wanted = spec.config.input if operator is QUANTIZE else None
     config = wanted or spec.config.output
     if config.dtype == "int32":  # that is asked of a last layer's output, not of its input
-        config = replace(config, dtype="int8")
+        config = replace(config, dtype=default)
     limits = matters(reader, EVERYTHING, False) if operator is QUANTIZE else EVERYTHING
     if not all(map(math.isfinite, limits)):
         limits = EVERYTHING

@@ -87,7 +87,7 @@ def _quantizers(gm: fx.GraphModule, context: Context) -> dict[int, Quantizer]:
         operator, spec = operator_of(node), annotation(node)
         if operator is None or spec is None or spec.group is None or spec.dtype is None:
             continue
-        config = replace(_output_config(operator, spec), dtype=spec.dtype)
+        config = _output_config(operator, spec).of(spec.dtype)
         if demand(node) is Scale.SAME and (config.fixed_scale is None or not decide(node).asked):
             continue
         if spec.group not in chosen or (config.fixed_scale is not None and chosen[spec.group][1].fixed_scale is None):
@@ -139,6 +139,7 @@ def _quantizer(node: fx.Node, config: ActivationConfig, context: Context) -> Qua
         config.type,
         config.new_observer() if config.fixed_scale is None and config.dtype != "int32" else None,
         scale=config.fixed_scale,
+        zero_point=config.fixed_zero_point,
         training=config.training,
         power_of_two=context.target.arithmetic.power_of_two_scales or config.power_of_two,
         name=node.name,

@@ -105,7 +105,7 @@ class FastWriter(Writer):
         options = {"session_options": dict(self.settings), "session_options_without_vnni": PRECISE}
         return {**super().metadata(outputs), **options, "kernels": kernels}
 
-    def zero_point(self, name: str) -> int:
+    def zero_point(self, node: fx.Node, name: str) -> int:
         return ZERO_POINT if self._is_shifted(name) else 0
 
     def returned_integers(self, node: fx.Node) -> str:

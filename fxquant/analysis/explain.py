@@ -13,6 +13,7 @@ from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError
 from fxquant.frontend import assumptions
 from fxquant.graph import QParams, annotation, fused, is_inner, module_path, notes, origin, qparams, resolve, source
+from fxquant.numerics import ACTIVATION_TYPES
 from fxquant.ops.boundary import DEQUANTIZE, QUANTIZE
 from fxquant.primitives import PRIMITIVES, boundary
 from fxquant.quantization.prepared import QuantizedOperator
@@ -54,7 +55,7 @@ def _row(model: fx.GraphModule, node: fx.Node, results: Mapping[str, QParams | N
         recorded = "; ".join(NOTES[key].format(value) for key, value in notes(node).items() if key in NOTES)
         details = f"inside of %{origin(node)}" if is_inner(node) else recorded
         scale = f"{known.scale:.6g}" if isinstance(known.scale, float) else f"{min(known.scale):.6g}…{max(known.scale):.6g}"
-        return f"%{node.name}", "integer", known.dtype, scale, _where(node, details)
+        return f"%{node.name}", "integer", known.dtype, scale + _zero_point(known.dtype, known.zero_point), _where(node, details)
     spec = annotation(node)
     if spec is None:
         return None
@@ -64,8 +65,14 @@ def _row(model: fx.GraphModule, node: fx.Node, results: Mapping[str, QParams | N
     scale = ""
     if node.op == "call_module" and isinstance(module := resolve(model, str(node.target)), QuantizedOperator):
         value = float(module.output.scale)
-        scale = "its sum's" if module.output.follows_sum else "not calibrated" if math.isnan(value) else f"{value:.6g}"
+        known = f"{value:.6g}" + _zero_point(spec.dtype, module.output.grid.zero_point)
+        scale = "its sum's" if module.output.follows_sum else "not calibrated" if math.isnan(value) else known
     return f"%{node.name}", "integer", spec.dtype, scale, _where(node, spec.because + also)
+
+
+def _zero_point(dtype: str, zero_point: int) -> str:
+    """What is shown behind a scale."""
+    return f" zero {zero_point}" if ACTIVATION_TYPES[dtype].affine else ""
 
 
 def _where(node: fx.Node, reason: str) -> str:

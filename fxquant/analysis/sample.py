@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from fxquant.errors import ConfigurationError
 from fxquant.facts import BatchDim, TensorFact
 from fxquant.graph import fact, qparams, resolve
-from fxquant.numerics import ACTIVATION_TYPES
+from fxquant.numerics import ACTIVATION_TYPES, IntType
 from fxquant.quantization.prepared import QuantizedOperator
 
 FORMATS = (".npy", ".npz", ".safetensors")
@@ -90,9 +90,15 @@ def _input_ranges(model: fx.GraphModule, node: fx.Node) -> Iterator[float]:
         known = qparams(user)
         module = resolve(model, str(user.target)) if user.op == "call_module" else None
         if known is not None and isinstance(known.scale, float):
-            yield known.scale * (ACTIVATION_TYPES[known.dtype].high + 1)
+            yield known.scale * _reach(ACTIVATION_TYPES[known.dtype], known.zero_point)
         elif isinstance(module, QuantizedOperator) and module.output.calibrated:
-            yield float(module.output.scale) * (module.output.dtype.high + 1)
+            grid = module.output.grid
+            yield float(grid.scale) * _reach(grid.type, grid.zero_point)
+
+
+def _reach(dtype: IntType, zero_point: int) -> int:
+    """One more than the largest magnitude on the larger side."""
+    return max(dtype.high - zero_point, zero_point - dtype.low - 1) + 1
 
 
 def _inputs(model: fx.GraphModule) -> list[fx.Node]:

@@ -130,7 +130,8 @@ def _quantization(gm: fx.GraphModule, node: fx.Node) -> str:
         return "float"
     scale = ""
     if node.op == "call_module" and isinstance(module := resolve(gm, str(node.target)), QuantizedOperator):
-        scale = "" if module.output.follows_sum else f" s={float(module.output.scale):.4g}"
+        grid = module.output.grid
+        scale = "" if module.output.follows_sum else f" s={float(grid.scale):.4g}" + (f" z={grid.zero_point}" if grid.type.affine else "")
     return f"{spec.dtype}{scale}" + ("" if spec.group is None else f" g{spec.group}")
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from fxquant.arguments import checked, such
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.facts import TensorFact
-from fxquant.graph import by_name, fact, is_inner, qparams, resolve
+from fxquant.graph import by_name, fact, is_inner, qparams, resolve, zero_point
 from fxquant.ops.boundary import DEQUANTIZE, QUANTIZE
 from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.boundary import dequantize, quantize
@@ -287,7 +287,7 @@ class IntegerForm:
                 result = super().run_node(n)
                 record = PRIMITIVES.get(n.target) if n.op == "call_function" else None  # type: ignore[arg-type]
                 if record is not None and (record.kind == "quantized" or (deep and record.kind == "accumulator")):
-                    values[n.name] = result.to(torch.int64)
+                    values[n.name] = result.to(torch.int64) - zero_point(n)  # centred, as those of other forms
                 return result
 
             def fetch_attr(self, target: str) -> Any:

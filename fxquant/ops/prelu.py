@@ -33,12 +33,12 @@ def _lower_prelu(lowering: Lowering, input: Quantized, weight: Tensor, *, clamp:
     wide = input.dtype.bits > 8
     if not bool(torch.isfinite(weight).all()):
         raise lowering.not_finite()
-    bits = (30 if wide else 23) - math.frexp(input.dtype.magnitude * max(1.0, float(weight.detach().abs().max())))[1]
+    bits = (30 if wide else 23) - math.frexp(input.grid.magnitude * max(1.0, float(weight.detach().abs().max())))[1]
     real = weight * 2.0**bits
     exact = torch.round(real.detach())
     slopes = straight_through(real, exact) if real.requires_grad else exact
     steepest = exact.double().abs().clamp_min(2.0**bits)
-    lowering.prove(steepest * input.dtype.magnitude, "the product", INT32_MAX if wide else FLOAT32_EXACT - 1)
+    lowering.prove(steepest * input.grid.magnitude, "the product", INT32_MAX if wide else FLOAT32_EXACT - 1)
     shaped = slopes.reshape(-1, *[1] * (len(input.shape) - 2)) if weight.numel() > 1 else slopes.reshape(())
     unit = torch.tensor(2.0**bits, dtype=torch.float64, device=input.scale.device)
     lowering.describe("slope", 1 / unit)

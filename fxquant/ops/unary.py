@@ -26,9 +26,10 @@ def _look_up(lowering: Lowering, input: Quantized, function: Callable[[Tensor], 
     """The integers of a function by a table on the operand's grid."""
 
     def look_up() -> Any:
-        scales = float(input.scale), float(lowering.output.scale)
-        entries = table(exact, *scales, input.dtype, lowering.output.dtype, function).to(input.scale.device)
-        return lowering.call(elementwise.lookup, input.value, lowering.constant("table", entries, entries.dtype))
+        grid = lowering.output.grid
+        entries = lowering.stored(table(exact, input.grid, grid, function).to(input.scale.device), grid)
+        first = (input.grid.low,) if input.dtype.affine else ()
+        return lowering.call(elementwise.lookup, input.value, lowering.constant("table", entries, grid.type.storage), *first)
 
     return lowering.result(look_up, lambda: function(input.real()))
 

@@ -26,6 +26,7 @@ from fxquant.numerics import (
     INT32_MAX,
     INT48_MAX,
     SMALLEST_SCALE,
+    Grid,
     IntType,
     Ratio,
     accumulator_bound,
@@ -123,11 +124,11 @@ def lower_weighted(
         raise lowering.not_finite()
     limit = INT48_MAX if dtype.bits > 8 else INT32_MAX
     if residual is not None:
-        scale = raise_for_residual(scale, residual.scale, residual.dtype.magnitude, input.scale, (limit + 1) // 2)
+        scale = raise_for_residual(scale, residual.scale, residual.grid.magnitude, input.scale, (limit + 1) // 2)
     used = scale == chosen
     scale = lowering.settle(scale)
     integers = _weight_integers(lowering, weight, scale, used, gain)
-    input, bits = _narrowed(lowering, input, integers, bias, scale, limit)
+    input, magnitude = _narrowed(lowering, input, integers, bias, scale, limit)
 
     def form(largest: float, bias_q: Tensor | None) -> Any:
         operands = (
@@ -138,14 +139,14 @@ def lower_weighted(
         )
         if largest < FLOAT32_EXACT:
             return lowering.call(narrow, *operands)
-        cut = [list(_cut(integers.detach(), bits, dtype))] if in_parts else []
+        cut = [list(_cut(integers.detach(), magnitude, dtype))] if in_parts else []
         lowering.note("wide", f"a sum can reach {largest:.0f}, beyond 2^24, so it is formed " + ("in parts" if in_parts else "in float64"))
         return lowering.call(wide, *operands, *cut)
 
     steps: tuple[Tensor, ...] = (input.scale, scale)
     if live:
         assert batch_norm is not None
-        bound = accumulator_bound(integers, None, 0, 2 ** (bits - 1))
+        bound = accumulator_bound(integers, None, 0, magnitude)
         sums = form(lowering.prove(bound, "the sum", limit), None)
         step, axis = input.scale * scale, sums.dim() - 1 - trailing
         _check_statistics(lowering, sums.numel() // sums.shape[axis])
@@ -154,7 +155,7 @@ def lower_weighted(
         steps = (*steps, correction)
     bias_q = None if bias is None else _bias_integers(bias, input.scale, scale)
 
-    bound = accumulator_bound(integers, bias_q, 0, 2 ** (bits - 1))
+    bound = accumulator_bound(integers, bias_q, 0, magnitude)
     multiplier = None
     if residual is not None:
         multiplier, bound = _residual_multiplier(lowering, residual, steps, bound)
@@ -192,24 +193,25 @@ def _check_statistics(lowering: Lowering, values: int) -> None:
 def _narrowed(
     lowering: Lowering, input: Quantized, integers: Tensor, bias: Tensor | None, scale: Tensor, limit: int
 ) -> tuple[Quantized, int]:
-    """The operand and its bits: as it is, or, where int16 sums could exceed the limit, on a scale 2^n larger, by the least n that fits."""
+    """The operand and its magnitude: as it is, or, where int16 sums could exceed the limit, on a scale 2^n larger, by the least n that fits."""
     bits = input.dtype.bits
     if bits <= 8:
-        return input, bits
+        return input, input.grid.magnitude
     for n in range(MOST_NARROWED + 1):
         raised = input.scale * 2.0**n
         bias_q = None if bias is None else bias_integers(bias.detach(), raised, scale)
         if float(accumulator_bound(integers, bias_q, 0, 2 ** (bits - 1 - n)).max()) <= limit:
             break
     if n == 0:
-        return input, bits
+        return input, input.grid.magnitude
     lowering.note("narrowed", f"its operand gives up {n} of its {bits} bits, so that the sum fits the accumulator")
     value = lowering.call(elementwise.shift_right, input.value, n)
-    return Quantized(value, raised, input.dtype, input.shape), bits - n
+    return Quantized(value, Grid(input.dtype, raised), input.shape), 2 ** (bits - 1 - n)
 
 
-def _cut(integers: Tensor, bits: int, dtype: IntType) -> accumulate.Split:
-    """The fewest parts of an operand of so many bits, and of the weight, for which every sum of parts stays below 2^24."""
+def _cut(integers: Tensor, magnitude: int, dtype: IntType) -> accumulate.Split:
+    """The fewest parts of an operand of this magnitude, and of the weight, for which every sum of parts stays below 2^24."""
+    bits = (magnitude - 1).bit_length() + 1
     largest: dict[int, float] = {}  # Σ|w_j| of the worst part, by the number of the weight's parts
     for parts, weight_parts in sorted(itertools.product(range(1, bits + 1), range(1, dtype.bits + 1)), key=lambda p: (p[0] * p[1], p[1])):
         cut = accumulate.Split(parts, -(-bits // parts), weight_parts, -(-dtype.bits // weight_parts))
@@ -231,7 +233,7 @@ def _residual_multiplier(lowering: Lowering, residual: Quantized, steps: tuple[T
     ratio = Ratio((residual.scale,), steps)
     shape = torch.broadcast_shapes(*(factor.shape for factor in steps))  # type: ignore[no-untyped-call]
     multiplier = ratio.rounded(torch.zeros(shape, dtype=torch.int64, device=bound.device))
-    with_residual = bound + multiplier.double() * residual.dtype.magnitude
+    with_residual = bound + multiplier.double() * residual.grid.magnitude
     smallest = min(SMALLEST_RESIDUAL_MULTIPLIER, 2**residual.dtype.bits)
     if int(multiplier.min()) < smallest:
         reason = f"its multiplier falls to {int(multiplier.min())}, below {smallest}"

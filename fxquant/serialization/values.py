@@ -41,18 +41,19 @@ _NUMBER = (float, int, NoneType)
 RECORDS: Mapping[type, Mapping[str, tuple[type, ...]]] = {
     WeightConfig: {"dtype": (str,), "per_channel": (bool,), "training": (str,), "power_of_two": (bool,)},
     ActivationConfig: {
-        "dtype": (str,),
+        "dtype": (str, NoneType),
         "observer": (type, functools.partial),
         "scale": _NUMBER,
         "threshold": _NUMBER,
+        "zero_point": (int, NoneType),
         "training": (str,),
         "power_of_two": (bool,),
     },
     QConfig: {"output": (ActivationConfig,), "weight": (WeightConfig,), "input": (ActivationConfig, NoneType)},
     Annotation: {"dtype": (str, NoneType), "because": (str,), "config": (QConfig, NoneType), "group": (int, NoneType)},
-    QParams: {"scale": (float, tuple), "dtype": (str,), "axis": (int, NoneType)},
+    QParams: {"scale": (float, tuple), "dtype": (str,), "axis": (int, NoneType), "zero_point": (int,)},
     Reference: {"node": (str,)},
-    Constant: {"node": (str,), "scale": (float, tuple), "axis": (int, NoneType)},
+    Constant: {"node": (str,), "scale": (float, tuple), "axis": (int, NoneType), "zero_point": (int,)},
     Operation: {"name": (str,), "arguments": (dict,), "constants": (dict,), "intermediate": (QParams, NoneType)},
 }
 _RECORDS_BY_NAME = {kind.__name__: kind for kind in RECORDS}
