@@ -36,6 +36,7 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
     Only where readers of a float value ask for different inputs (`QConfig.input`) does each of these have its own quantize,
     and where one limits it on both sides, so that others do not make its scale coarse.
     """
+    default = context.target.default_activation
     quantized: Made = {}
     dequantized: Made = {}
     unused: dict[Rule, list[str]] = {}
@@ -51,9 +52,9 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
             if is_integer(operand) and operand not in activations:
                 if reads_shape_only(node) or operator is DEQUANTIZE:
                     return operand
-                return _boundary(gm, operand, DEQUANTIZE, dequantized, operand)
+                return _boundary(gm, operand, DEQUANTIZE, dequantized, operand, default)
             if operand in activations and not is_integer(operand):
-                return _boundary(gm, operand, QUANTIZE, quantized, node)
+                return _boundary(gm, operand, QUANTIZE, quantized, node, default)
             return operand
 
         _map_inputs(node, cross)
