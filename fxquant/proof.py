@@ -475,7 +475,8 @@ def unproved(gm: fx.GraphModule, arithmetic: Arithmetic) -> Iterator[tuple[fx.No
             return  # whatever reads it is not proved either
         if value is not None:
             values[node] = value
-            if node.op == "call_function" and PRIMITIVES[node.target].kind == "accumulator":
+            # What is centred is an operand of the sum, and no part of it.
+            if node.op == "call_function" and PRIMITIVES[node.target].kind == "accumulator" and node.target is not elementwise.centre:
                 bits[origin(node)] = max(bits.get(origin(node), 0), bits_of(value.largest))
     for node in gm.graph.nodes:
         said = noted(node, "accumulator_bits")

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from fxquant.backends.bpu import FIXED, REAL
 from fxquant.errors import AccumulatorOverflow
 from fxquant.lowering import EagerLowering, Quantized, straight_through
-from fxquant.numerics import INT8, INT16, Arithmetic, FixedRequantization, IntType, Ratio, fixed_requantization, real_multiplier, table
+from fxquant.numerics import INT8, INT16, Arithmetic, FixedRequantization, Grid, IntType, Ratio, fixed_requantization, real_multiplier, table
 from fxquant.ops.arithmetic import lower_add
 from fxquant.ops.join import _lower_cat
 from fxquant.ops.pool import _lower_avg_pool2d
@@ -345,7 +345,7 @@ def test_quantize(numbers: list[float], scale: Fraction, dtype: IntType) -> None
     result = boundary.quantize(input, float32(scale), dtype.low, dtype.high, dtype.storage)
     assert result.dtype == dtype.storage
     assert result.tolist() == expected
-    floating = boundary.quantized_value(input, float32(scale), dtype.low, dtype.high)
+    floating = Grid(dtype, float32(scale)).quantize(input)
     assert floating.dtype == torch.float32
     assert floating.tolist() == expected
     assert torch.equal(input.nan_to_num(), before.nan_to_num())
@@ -423,7 +423,7 @@ def test_lookup(seed: int, types: tuple[IntType, IntType]) -> None:
 
 
 def test_lookup_of_a_table() -> None:
-    entries = table(lambda x: x, 1.0, 1.0, INT8, INT8)
+    entries = table(lambda x: x, Grid(INT8, torch.ones(())), Grid(INT8, torch.ones(())))
     assert torch.equal(elementwise.lookup(EVERY_INT8, entries), EVERY_INT8)
 
 
@@ -535,7 +535,7 @@ def lowering(arithmetic: Arithmetic, scale: Fraction, intermediate: Fraction | N
 
 
 def quantized(integers: Tensor, scale: Fraction) -> Quantized:
-    return Quantized(integers.float(), float32(scale), INT8, tuple(integers.shape))
+    return Quantized(integers.float(), Grid(INT8, float32(scale)), tuple(integers.shape))
 
 
 both_arithmetics = pytest.mark.parametrize("arithmetic", [FIXED, REAL], ids=lambda arithmetic: arithmetic.name)

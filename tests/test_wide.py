@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.graph import notes, qparams, resolve
-from fxquant.numerics import INT8, INT16, WEIGHT_INT8, WEIGHT_INT16, accumulator_bound, table
+from fxquant.numerics import INT8, INT16, WEIGHT_INT8, WEIGHT_INT16, Grid, accumulator_bound, table
 from fxquant.ops import unary, weighted
 from fxquant.primitives import accumulate, elementwise, requantize, transposed
 from fxquant.quantization.observers import MinMaxObserver
@@ -295,5 +295,5 @@ def test_a_table_made_from_tensors_is_the_one_made_element_by_element(name: str,
         s_in, s_out = 2.0 ** round(math.log2(s_in)), 2.0 ** round(math.log2(s_out))
     on_tensors, exact = UNARY[name]
     for input_type, output_type in ((INT16, INT16), (INT8, INT16), (INT16, INT8)):
-        slow = table(exact, s_in, s_out, input_type, output_type)
-        assert torch.equal(table(exact, s_in, s_out, input_type, output_type, on_tensors), slow)
+        grids = Grid(input_type, torch.tensor(s_in)), Grid(output_type, torch.tensor(s_out))
+        assert torch.equal(table(exact, *grids, on_tensors), table(exact, *grids))
