@@ -228,9 +228,7 @@ class Lowering:
         scale = 1.0 if clamp in ((0, None), (0.0, None)) else float(grid.scale)
         return clamp_bound(clamp[0], scale, grid.low, grid), clamp_bound(clamp[1], scale, grid.high, grid)
 
-    def _requantize(
-        self, accumulator: Any, ratio: Ratio, low: int, high: int, grid: Grid, role: str, accumulator_bits: int = 32
-    ) -> Any:
+    def _requantize(self, accumulator: Any, ratio: Ratio, low: int, high: int, grid: Grid, role: str, accumulator_bits: int = 32) -> Any:
         dtype = grid.type
         if self.arithmetic.requantize == "real":
             multiplier = self.constant(role + "multiplier", real_multiplier(ratio), torch.float32)
@@ -301,9 +299,7 @@ class Lowering:
         """A real tensor's integers."""
         grid = self.output.grid
         scale = self.constant("scale", grid.scale, torch.float32)
-        return self.result(
-            lambda: self.call(quantize, input, scale, *grid.bounds, grid.type.storage, *self.offset(grid)), lambda: input
-        )
+        return self.result(lambda: self.call(quantize, input, scale, *grid.bounds, grid.type.storage, *self.offset(grid)), lambda: input)
 
     def prove(self, bound: Tensor, what: str, limit: int = INT32_MAX) -> float:
         """The largest element of a bound on |accumulator|, noted.

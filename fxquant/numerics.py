@@ -405,9 +405,7 @@ def bias_integers(bias: Tensor, input_scale: Tensor, scale: Tensor) -> Tensor:
 # ---- tables -------------------------------------------------------------------------------------------------------
 
 
-def table(
-    function: Callable[[float], float], input: Grid, output: Grid, on_tensors: Callable[[Tensor], Tensor] | None = None
-) -> Tensor:
+def table(function: Callable[[float], float], input: Grid, output: Grid, on_tensors: Callable[[Tensor], Tensor] | None = None) -> Tensor:
     """The table of a unary function: entry c - input.low is clip(⌊f(c · s_in) / s_out + ½⌋), of centred integers.
 
     Its dtype is the output's storage, or int16 where that is affine. `function` is evaluated in float64, element by element, by

@@ -55,10 +55,10 @@ class Limit:
 class Target:
     """A target to compile for.
 
-    activations and weights name the integer dtypes it computes with ("int32" is the output of a last layer);
-    default_activation is the one that an ActivationConfig without a dtype means; an affine one ("uint8") needs an arithmetic
-    with *real* requantization; aliases are the chips and other names that mean it; limits are what it allows of operators, which `fxq.check`
-    holds a model against.
+    activations and weights name the integer dtypes it computes with ("int32" is the output of a last layer; an affine one,
+    "uint8", needs an arithmetic with *real* requantization); default_activation is what an ActivationConfig without a dtype
+    means; aliases are the chips and other names that mean it; limits are what it allows of operators, which `fxq.check` holds a
+    model against.
     """
 
     name: str

@@ -353,7 +353,24 @@ def test_table(function: Callable[[float], float], input_scale: Fraction, output
 
 
 def test_table_rounds_half_up_and_saturates() -> None:
-    assert numerics.table(lambda x: x / 2, Grid(INT4, ONE), Grid(INT8, ONE)).tolist() == [-4, -3, -3, -2, -2, -1, -1, 0, 0, 1, 1, 2, 2, 3, 3, 4]
+    assert numerics.table(lambda x: x / 2, Grid(INT4, ONE), Grid(INT8, ONE)).tolist() == [
+        -4,
+        -3,
+        -3,
+        -2,
+        -2,
+        -1,
+        -1,
+        0,
+        0,
+        1,
+        1,
+        2,
+        2,
+        3,
+        3,
+        4,
+    ]
     assert numerics.table(lambda x: x * 100, Grid(INT4, ONE), Grid(INT8, ONE)).tolist() == [-128] * 7 + [-100, 0, 100] + [127] * 6
     wide = numerics.table(math.exp, Grid(INT16, ONE), Grid(INT16, ONE))  # overflows float64 at the far end
     assert wide.dtype == torch.int16

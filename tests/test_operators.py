@@ -24,7 +24,13 @@ Forward = Callable[..., Any]
 
 IMAGE, LINE, VOLUME, ROW, MATRIX = (3, 6, 6), (3, 9), (3, 4, 5, 6), (8,), (6, 6)
 POSITIVE = (0.3, 3.0)
-FORMATS = (("bayes-e", "int8", "int8"), ("nash-e", "int8", "int8"), ("bayes-e", "int16", "int8"), ("nash-e", "int16", "int16"), ("x86", "uint8", "int8"))
+FORMATS = (
+    ("bayes-e", "int8", "int8"),
+    ("nash-e", "int8", "int8"),
+    ("bayes-e", "int16", "int8"),
+    ("nash-e", "int16", "int16"),
+    ("x86", "uint8", "int8"),
+)
 
 
 def covering(activation: str = "int8", weight: str = "int8") -> fxq.QConfig:

@@ -17,7 +17,18 @@ from torch.nn import functional as F
 from fxquant.backends.bpu import FIXED, REAL
 from fxquant.errors import AccumulatorOverflow
 from fxquant.lowering import EagerLowering, Quantized, straight_through
-from fxquant.numerics import INT8, INT16, Arithmetic, FixedRequantization, Grid, IntType, Ratio, fixed_requantization, real_multiplier, table
+from fxquant.numerics import (
+    INT8,
+    INT16,
+    Arithmetic,
+    FixedRequantization,
+    Grid,
+    IntType,
+    Ratio,
+    fixed_requantization,
+    real_multiplier,
+    table,
+)
 from fxquant.ops.arithmetic import lower_add
 from fxquant.ops.join import _lower_cat
 from fxquant.ops.pool import _lower_avg_pool2d

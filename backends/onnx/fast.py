@@ -256,14 +256,7 @@ def _quantize(
 
 @form(requantize_real)
 def _requantize(
-    w: FastWriter,
-    node: fx.Node,
-    accumulator: fx.Node,
-    multiplier: fx.Node,
-    low: int,
-    high: int,
-    dtype: torch.dtype,
-    zero_point: int = 0,
+    w: FastWriter, node: fx.Node, accumulator: fx.Node, multiplier: fx.Node, low: int, high: int, dtype: torch.dtype, zero_point: int = 0
 ) -> str | None:
     if dtype not in EIGHT_BITS:
         return None

@@ -21,6 +21,7 @@ from fxquant.backends.onnx.runtime import OnnxModel
 from fxquant.errors import ConfigurationError
 from fxquant.facts import DTYPE_NAMES, TensorFact
 from fxquant.graph import annotation, fact, qparams, resolve, source
+from fxquant.numerics import ACTIVATION_TYPES
 from fxquant.primitives import PRIMITIVES
 from fxquant.quantization.observers import Observer
 from fxquant.quantization.prepared import QuantizedOperator
@@ -31,7 +32,8 @@ from fxquant.quantization.quantizer import Quantizer
 class Row:
     """A quantized tensor.
 
-    scale    one number; one for each channel of a 32-bit output; none where `unknown` says why
+    scale       one number; one for each channel of a 32-bit output; none where `unknown` says why
+    zero_point  the integer that stands for 0; None where the dtype is symmetric
     """
 
     name: str
@@ -40,6 +42,7 @@ class Row:
     scale: tuple[float, ...]
     shape: str
     unknown: str = ""
+    zero_point: int | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,11 @@ class Contents:
         """The scale of every quantized tensor, by name."""
         return {row.name: row.scale for row in self.rows}
 
+    @property
+    def zero_points(self) -> dict[str, int]:
+        """The zero point of every affine tensor, by name."""
+        return {row.name: row.zero_point for row in self.rows if row.zero_point is not None}
+
 
 def read(path: str | os.PathLike[str]) -> Contents:
     """What a file holds: an ONNX file if its name ends so, else a saved model. Raises ExportError if it is neither."""
@@ -82,7 +90,14 @@ def read(path: str | os.PathLike[str]) -> Contents:
 def _of_onnx(opened: OnnxModel) -> Contents:
     operators = reading.operators(opened)
     known = [
-        Row(name, operators.get(name, "input"), entry["dtype"], _numbers(entry["scale"]), reading.shape(opened, name))
+        Row(
+            name,
+            operators.get(name, "input"),
+            entry["dtype"],
+            _numbers(entry["scale"]),
+            reading.shape(opened, name),
+            zero_point=_zero_point(entry["dtype"], entry.get("zero_point", 0)),
+        )
         for name, entry in opened.tensors.items()
         if "scale" in entry  # what is quantized on the way to a result has none of its own
     ]
@@ -132,16 +147,24 @@ def _operator(model: fx.GraphModule, node: fx.Node) -> str:
 def _row(model: fx.GraphModule, node: fx.Node, operator: str) -> Row | None:
     if node.op == "call_function" and node.target in PRIMITIVES:
         known = qparams(node)
-        return None if known is None else Row(node.name, operator, known.dtype, _numbers(known.scale), _shape(node))
+        if known is None:
+            return None
+        zero_point = _zero_point(known.dtype, known.zero_point)
+        return Row(node.name, operator, known.dtype, _numbers(known.scale), _shape(node), zero_point=zero_point)
     spec = annotation(node)
     if node.op != "call_module" or spec is None or spec.dtype is None:
         return None
     module = resolve(model, str(node.target))
     if not isinstance(module, QuantizedOperator):
         return None
-    value = float(module.output.scale)
+    value, zero_point = float(module.output.scale), _zero_point(spec.dtype, module.output.grid.zero_point)
     scale = (value,) if math.isfinite(value) else ()
-    return Row(node.name, operator, spec.dtype, scale, _shape(node), "its sum's" if module.output.follows_sum else "not calibrated")
+    unknown = "its sum's" if module.output.follows_sum else "not calibrated"
+    return Row(node.name, operator, spec.dtype, scale, _shape(node), unknown, zero_point if scale else None)
+
+
+def _zero_point(dtype: str, zero_point: int) -> int | None:
+    return zero_point if ACTIVATION_TYPES[dtype].affine else None
 
 
 def _numbers(scale: float | Sequence[float]) -> tuple[float, ...]:
@@ -194,7 +217,7 @@ def describe(contents: Contents) -> str:
     lines.extend(f"            {text}" for text in contents.floats)
     if contents.rows:
         cells = [("tensor", "operator", "dtype", "scale", "shape")]
-        cells += [(f"%{row.name}", row.operator, row.dtype, _scale(row.scale) or row.unknown, row.shape) for row in contents.rows]
+        cells += [(f"%{row.name}", row.operator, row.dtype, _grid(row) or row.unknown, row.shape) for row in contents.rows]
         lines += ["", *_aligned(cells)]
     return "\n".join(lines)
 
@@ -209,6 +232,11 @@ def _range(rows: Sequence[Row]) -> str:
 def _scale(values: Sequence[float]) -> str:
     """One scale, or the range of several; empty if there is none."""
     return " to ".join(f"{value:.9g}" for value in dict.fromkeys((min(values), max(values)))) if values else ""
+
+
+def _grid(row: Row) -> str:
+    """The scale or scales, and a zero point."""
+    return _scale(row.scale) + ("" if row.zero_point is None else f" zero {row.zero_point}")
 
 
 def _aligned(cells: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -236,6 +264,7 @@ def difference(a: Contents, b: Contents) -> str:
     ]
     lines.extend(difflib.unified_diff(a.text.splitlines(), b.text.splitlines(), str(a.path), str(b.path), lineterm="", n=1))
     lines.extend(_different("scale", a.scales, b.scales, (str(a.path), str(b.path)), _scale_difference))
+    lines.extend(_different("zero point", a.zero_points, b.zero_points, (str(a.path), str(b.path)), _number_difference))
     lines.extend(_different("tensor", a.tensors, b.tensors, (str(a.path), str(b.path)), _tensor_difference))
     return "\n".join(lines)
 
@@ -257,6 +286,10 @@ def _scale_difference(a: Sequence[float], b: Sequence[float]) -> str:
         return ""
     count = sum(x != y for x, y in zip(a, b, strict=False)) if len(a) == len(b) > 1 else 0
     return f"{_scale(a) or 'unknown'} | {_scale(b) or 'unknown'}" + (f", in {count} of {len(a)} channels" if count else "")
+
+
+def _number_difference(a: int, b: int) -> str:
+    return "" if a == b else f"{a} | {b}"
 
 
 def _tensor_difference(a: Tensor, b: Tensor) -> str:

@@ -193,7 +193,7 @@ def _check_statistics(lowering: Lowering, values: int) -> None:
 def _narrowed(
     lowering: Lowering, input: Quantized, integers: Tensor, bias: Tensor | None, scale: Tensor, limit: int
 ) -> tuple[Quantized, int]:
-    """The operand and its magnitude: as it is, or, where int16 sums could exceed the limit, on a scale 2^n larger, by the least n that fits."""
+    """The operand and its magnitude: on a scale 2^n larger where int16 sums could exceed the limit, by the least n that fits."""
     bits = input.dtype.bits
     if bits <= 8:
         return input, input.grid.magnitude

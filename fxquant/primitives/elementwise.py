@@ -189,7 +189,7 @@ def _first(table: Tensor, first: int | None) -> int:
 
 @primitive(_onnx_lookup)
 def lookup(input: Tensor, table: Tensor, first: int | None = None) -> Tensor:
-    """table[q - first], for q in the range that the table covers from `first` on: a signed one, from minus half its length, if that is None."""
+    """table[q - first], for q in the range that the table covers from `first` on; None is minus half its length, for a signed range."""
     index = input.to(torch.int32) - _first(table, first)
     entries = table.index_select(0, index.flatten()).view(input.shape)
     return entries.float() if input.is_floating_point() else entries

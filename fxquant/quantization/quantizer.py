@@ -131,7 +131,8 @@ class Quantizer(TrainableScale):
 
         "statistics" multiply the scale by what the largest magnitude of the range is multiplied by: the
         first batch continues where calibration ended, and a threshold below the largest value stays as far below.
-        On an affine grid each end of the interval is multiplied by what that end of the range is. A scale that no calibration has set is set by this batch.
+        On an affine grid each end of the interval is multiplied by what that end of the range is. A scale that no
+        calibration has set is set by this batch.
         """
         if self.range is None or not self.follows_training:
             return
@@ -206,7 +207,8 @@ class Quantizer(TrainableScale):
 
     def extra_repr(self) -> str:
         zero_point = f", zero_point={int(self.zero_point)}" if self.dtype.affine else ""
-        return f"{self.dtype}, scale={self.scale.item():.6g}{zero_point}{', fixed' if self.observer is None or self.frozen else ', ' + self.mode}"
+        mode = "fixed" if self.observer is None or self.frozen else self.mode
+        return f"{self.dtype}, scale={self.scale.item():.6g}{zero_point}, {mode}"
 
 
 def round_up_to_power_of_two(scale: Tensor) -> Tensor:
