@@ -63,11 +63,11 @@ def said(integer: Any, key: str) -> list[str]:
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)
-@given(st.integers(1, 4000), st.sampled_from([4, 8, 13, 16]), st.sampled_from([WEIGHT_INT8, WEIGHT_INT16]))
+@given(st.integers(1, 4000), st.sampled_from([4, 8, 9, 13, 16]), st.sampled_from([WEIGHT_INT8, WEIGHT_INT16]))
 def test_a_cut_keeps_every_sum_of_parts_below_2_24_and_is_the_smallest(inputs: int, bits: int, dtype: Any) -> None:
     weight = torch.full((1, inputs), float(dtype.high))
     weight[0, ::3] *= -1
-    cut = weighted._cut(weight, bits, dtype)
+    cut = weighted._cut(weight, 2 ** (bits - 1), dtype)
     parts = accumulate.split(weight, cut.weight_parts, cut.weight_bits)
     assert cut.parts * cut.bits >= bits
     assert cut.weight_parts * cut.weight_bits >= dtype.bits
