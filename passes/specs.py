@@ -145,6 +145,7 @@ def _dtype(node: fx.Node, operator: Operator, qconfig: QConfig) -> str:
         spec = annotation(operand)
         if spec is not None and spec.dtype is not None:
             return spec.dtype
+    assert qconfig.output.dtype is not None  # `rules.match` has put the target's default there
     return qconfig.output.dtype
 
 

@@ -254,8 +254,8 @@ def test_moving_and_comparing_needs_no_centred_integers(network: contract.Compil
 
 def test_what_a_model_says_of_its_zero_points(network: contract.Compiled, tmp_path: Path) -> None:
     scale, zero_point = fxq.qparams(network.prepared)["head"]
-    assert f"{scale:.6g} zero {zero_point}" in fxq.explain(network.prepared)
-    assert f"{scale:.6g} zero {zero_point}" in fxq.explain(network.integer)
+    assert f"{scale:.6g}, zero point {zero_point}" in fxq.explain(network.prepared)
+    assert f"{scale:.6g}, zero point {zero_point}" in fxq.explain(network.integer)
     assert f"z={zero_point}" in fxq.text(network.prepared)
     for style in ("exact", "fast", "qdq"):
         entry = fxq.onnx_metadata(fxq.export_onnx(network.integer, tmp_path / f"{style}.onnx", style=style))["tensors"]["head"]

@@ -28,9 +28,9 @@ from fxquant.backends.onnx.writer import Writer
 from fxquant.errors import ExportError
 from fxquant.facts import BATCH_SIZES, TensorFact
 from fxquant.graph import by_name, fact, qparams, resolve, zero_point
-from fxquant.numerics import ACTIVATION_TYPES, INT8
+from fxquant.numerics import ACTIVATION_TYPES, BOUNDARY_LIMIT, INT8
 from fxquant.primitives import PRIMITIVES, Primitive, accumulate, elementwise, pool, product, resize, shape, transposed
-from fxquant.primitives.boundary import BOUNDARY_LIMIT, as_float32, dequantize, quantize
+from fxquant.primitives.boundary import as_float32, dequantize, quantize
 from fxquant.primitives.requantize import requantize_real
 
 logger = logging.getLogger("fxquant")
@@ -469,6 +469,6 @@ def _random_input(integer: fx.GraphModule, node: fx.Node, generator: torch.Gener
     reader = next((user for user in node.users if user.target is quantize), None)
     step = 1.0
     if reader is not None:
-        low, high = reader.args[2:4]
-        step = float(resolve(integer, str(reader.args[1].target))) * max(high, -low - 1) / 2  # type: ignore[union-attr, operator, type-var]
+        low, high = (int(limit) for limit in reader.args[2:4])  # type: ignore[arg-type]
+        step = float(resolve(integer, str(reader.args[1].target))) * max(high, -low - 1) / 2  # type: ignore[union-attr]
     return (torch.randn(size, generator=generator, dtype=torch.float32, device="cpu") * step).to(known.dtype)

@@ -65,14 +65,14 @@ def _row(model: fx.GraphModule, node: fx.Node, results: Mapping[str, QParams | N
     scale = ""
     if node.op == "call_module" and isinstance(module := resolve(model, str(node.target)), QuantizedOperator):
         value = float(module.output.scale)
-        known = f"{value:.6g}" + _zero_point(spec.dtype, module.output.grid.zero_point)
-        scale = "its sum's" if module.output.follows_sum else "not calibrated" if math.isnan(value) else known
+        shown = f"{value:.6g}" + _zero_point(spec.dtype, module.output.grid.zero_point)
+        scale = "its sum's" if module.output.follows_sum else "not calibrated" if math.isnan(value) else shown
     return f"%{node.name}", "integer", spec.dtype, scale, _where(node, spec.because + also)
 
 
 def _zero_point(dtype: str, zero_point: int) -> str:
     """What is shown behind a scale."""
-    return f" zero {zero_point}" if ACTIVATION_TYPES[dtype].affine else ""
+    return f", zero point {zero_point}" if ACTIVATION_TYPES[dtype].affine else ""
 
 
 def _where(node: fx.Node, reason: str) -> str:

@@ -236,7 +236,7 @@ def _scale(values: Sequence[float]) -> str:
 
 def _grid(row: Row) -> str:
     """The scale or scales, and a zero point."""
-    return _scale(row.scale) + ("" if row.zero_point is None else f" zero {row.zero_point}")
+    return _scale(row.scale) + ("" if row.zero_point is None else f", zero point {row.zero_point}")
 
 
 def _aligned(cells: Sequence[Sequence[str]]) -> Iterator[str]:
