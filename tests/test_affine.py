@@ -292,6 +292,16 @@ def test_a_file_with_another_zero_point_is_refused(
         fxq.load(path)
 
 
+def test_a_prepared_model_with_a_zero_point_beyond_its_dtype_is_refused(network: contract.Compiled, tmp_path: Path) -> None:
+    path = fxq.save(network.prepared, tmp_path / "model.fxq")
+    document, tensors = unpack(path.read_bytes())
+    name = next(name for name in tensors if name.endswith("head.output.zero_point"))
+    tensors[name] = tensors[name] + 256
+    path.write_bytes(pack(document, tensors))
+    with pytest.raises(fxq.ExportError, match="its zero point is"):
+        fxq.load(path)
+
+
 def test_sums_are_proved_for_the_whole_grid() -> None:
     """127·255 of each weight, where int8 activations have 127·128."""
     layer = nn.Linear(66_400, 1, bias=False)

@@ -19,7 +19,7 @@ import fxquant as fxq
 from fxquant.graph import notes, qparams, resolve
 from fxquant.numerics import INT8, INT16, WEIGHT_INT8, WEIGHT_INT16, Grid, accumulator_bound, table
 from fxquant.ops import unary, weighted
-from fxquant.primitives import accumulate, elementwise, requantize, transposed
+from fxquant.primitives import accumulate, elementwise, product, requantize, transposed
 from fxquant.quantization.observers import MinMaxObserver
 from tests import contract
 from tests.contract import compiled, graph_values
@@ -297,3 +297,16 @@ def test_a_table_made_from_tensors_is_the_one_made_element_by_element(name: str,
     for input_type, output_type in ((INT16, INT16), (INT8, INT16), (INT16, INT8)):
         grids = Grid(input_type, torch.tensor(s_in)), Grid(output_type, torch.tensor(s_out))
         assert torch.equal(table(exact, *grids, on_tensors), table(exact, *grids))
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "nash-e", "x86"])
+def test_a_slope_so_steep_that_products_reach_2_23_is_exact(target: str, tmp_path: Path) -> None:
+    layer, x = nn.PReLU(init=3e5), torch.randn(8, 4)
+    prepared, integer = compiled(layer, [x], target)
+    (rectified,) = (node.name for node in integer.graph.nodes if node.target is product.rectify)
+    assert int(graph_values(integer, x)[rectified].abs().max()) > 2**23
+    contract.assert_validate_is_integer(prepared, integer, x)
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(x,)])
+    layer.weight.data.fill_(1e8)
+    with pytest.raises(fxq.AccumulatorOverflow, match="the product of output channel 0"):
+        compiled(layer, [x], target)

@@ -126,7 +126,7 @@ class FastWriter(Writer):
     def emit(self, node: fx.Node, record: Primitive) -> str | None:
         if self._is_part(node) or plain(node) is not node:
             return None  # a later node computes it too
-        own = FORMS.get(node.target)  # type: ignore[arg-type]
+        own = FORMS.get(node.target)
         result = None if own is None else own(self, node, *node.args)
         return result if result is not None else super().emit(node, record)
 
