@@ -41,7 +41,7 @@ def require_dtypes(target: Target, asked: Iterable[tuple[Rule, QConfig | None]])
     for rule, config in asked:
         if config is None:
             continue
-        activations = [part.dtype for part in (config.input, config.output) if part is not None]
+        activations = [part.dtype for part in (config.input, config.output) if part is not None and part.dtype is not None]
         for kind, dtypes, known in (("activations", activations, target.activations), ("weights", [config.weight.dtype], target.weights)):
             for dtype in dtypes:
                 if dtype not in known:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from fxquant.numerics import FixedWidths, IntType, Ratio, fixed_requantization, real_multiplier
+from fxquant.numerics import FixedWidths, Grid, IntType, Ratio, fixed_requantization, real_multiplier
 from fxquant.primitives.elementwise import align_fixed, align_real
 from fxquant.primitives.requantize import requantize_fixed, requantize_real
 
@@ -28,6 +28,9 @@ class Composer(Protocol):
 
     def constant(self, role: str, value: Tensor, dtype: torch.dtype) -> Any:
         """A parameter of the operator as an operand of primitives; stored with `dtype` when deployed."""
+
+    def offset(self, grid: Grid) -> tuple[int, ...]:
+        """The zero point that a primitive adds to its result, as a further argument, where it adds one."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +54,14 @@ class Arithmetic:
         ratio: Ratio,
         low: int,
         high: int,
-        dtype: IntType,
+        grid: Grid,
         role: str = "",
         accumulator_bits: int = 32,
     ) -> Any:
-        """An accumulator of so many bits times `ratio`, as integers of `dtype` in [low, high]; `role` begins the constants' names."""
+        """An accumulator of so many bits times `ratio`, as integers on a grid, whose centred ones are limited to [low, high].
+
+        `role` begins the constants' names.
+        """
         raise NotImplementedError
 
     def align(self, composer: Composer, value: Any, ratio: Ratio, dtype: IntType, role: str, wide: bool) -> Any:
@@ -97,17 +103,17 @@ class FixedArithmetic(Arithmetic):
         ratio: Ratio,
         low: int,
         high: int,
-        dtype: IntType,
+        grid: Grid,
         role: str = "",
         accumulator_bits: int = 32,
     ) -> Any:
-        widths = self.widths[dtype.name]
-        fixed = fixed_requantization(ratio, widths, dtype, accumulator_bits)
+        widths = self.widths[grid.type.name]
+        fixed = fixed_requantization(ratio, widths, grid.type, accumulator_bits)
         constants = [
             composer.constant(role + name, value, torch.int32)
             for name, value in (("shift", fixed.shift), ("multiplier", fixed.multiplier), ("right_shift", fixed.right_shift))
         ]
-        rest = widths.intermediate_bits, self.final_rounding, low, high, dtype.storage
+        rest = widths.intermediate_bits, self.final_rounding, low, high, grid.type.storage
         return composer.call(requantize_fixed, accumulator, *constants, *rest)
 
     def align(self, composer: Composer, value: Any, ratio: Ratio, dtype: IntType, role: str, wide: bool) -> Any:
@@ -148,12 +154,12 @@ class RealArithmetic(Arithmetic):
         ratio: Ratio,
         low: int,
         high: int,
-        dtype: IntType,
+        grid: Grid,
         role: str = "",
         accumulator_bits: int = 32,
     ) -> Any:
         multiplier = composer.constant(role + "multiplier", real_multiplier(ratio), torch.float32)
-        return composer.call(requantize_real, accumulator, multiplier, low, high, dtype.storage)
+        return composer.call(requantize_real, accumulator, multiplier, low, high, grid.type.storage, *composer.offset(grid))
 
     def align(self, composer: Composer, value: Any, ratio: Ratio, dtype: IntType, role: str, wide: bool) -> Any:
         return composer.call(align_real, value, composer.constant(role + "_multiplier", real_multiplier(ratio), torch.float32), wide)

@@ -255,7 +255,7 @@ def noted(node: fx.Node, key: str) -> Any:
 
 @dataclass(frozen=True)
 class QParams:
-    """The scale and the integer dtype of a quantized tensor in an integer graph.
+    """The grid of a quantized tensor in an integer graph: an integer q of this dtype stands for (q - zero_point) · scale.
 
     A 32-bit output may have several scales, along dimension `axis` of the tensor, counted from the end (-1 is the last).
     """
@@ -263,16 +263,23 @@ class QParams:
     scale: float | tuple[float, ...]
     dtype: str
     axis: int | None = None
+    zero_point: int = 0
 
 
 def qparams(node: fx.Node) -> QParams | None:
-    """The scale and dtype of the quantized tensor a node of an integer graph holds; None for any other node."""
+    """The grid of the quantized tensor a node of an integer graph holds; None for any other node."""
     value = node.meta.get("qparams")
     return value if isinstance(value, QParams) else None
 
 
 def set_qparams(node: fx.Node, value: QParams) -> None:
     node.meta["qparams"] = value
+
+
+def zero_point(node: fx.Node) -> int:
+    """The integer that stands for 0 in the tensor a node of an integer graph holds."""
+    known = qparams(node)
+    return 0 if known is None else known.zero_point
 
 
 @dataclass(frozen=True)
@@ -287,12 +294,13 @@ class Constant:
     """A parameter as integers: the node that holds them, and what one unit stands for.
 
     With several scales, they run along dimension `axis`, counted from the end. Those of a transposed convolution's
-    weight are the output channels', group after group.
+    weight are the output channels', group after group. `zero_point` is the integer that stands for 0.
     """
 
     node: str
     scale: float | tuple[float, ...]
     axis: int | None = None
+    zero_point: int = 0
 
 
 @dataclass(frozen=True)

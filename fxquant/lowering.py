@@ -20,9 +20,9 @@ from torch import Tensor
 from fxquant.arithmetic import Arithmetic
 from fxquant.errors import AccumulatorOverflow, NotFinite
 from fxquant.facts import Size
-from fxquant.numerics import EVERYTHING, INT32, INT32_MAX, Interval, IntType, Ratio, bits_of, clamp_bound, real_multiplier
+from fxquant.numerics import EVERYTHING, INT32, INT32_MAX, Grid, Interval, IntType, Ratio, bits_of, clamp_bound, real_multiplier
 from fxquant.primitives import PRIMITIVES
-from fxquant.primitives.boundary import quantize, quantized_value
+from fxquant.primitives.boundary import quantize
 from fxquant.primitives.elementwise import shift_right
 from fxquant.primitives.requantize import accumulator_output, clamp_accumulator
 from fxquant.quantization.batch_norm import BatchNorm
@@ -36,26 +36,32 @@ Clamp = tuple[float | None, float | None]
 
 @dataclass(frozen=True)
 class Quantized:
-    """A quantized tensor during lowering: its integers (a tensor or a graph node), scale, dtype and shape.
+    """A quantized tensor during lowering: its integers, their grid, and its shape.
 
-    The scale is a scalar; of a 32-bit output it has one number per channel, shaped to broadcast.
+    The integers are a tensor of centred ones, or the node of a graph that holds them as they are stored; `Lowering.call` knows
+    what a primitive takes.
     """
 
     value: Any
-    scale: Tensor
-    dtype: IntType
+    grid: Grid
     shape: tuple[Size, ...]
 
-    def real(self) -> Tensor:
-        """The real tensor it stands for, with gradients; only for eager lowering.
+    @property
+    def scale(self) -> Tensor:
+        """The scale of its grid."""
+        return self.grid.scale
 
-        It is the integer model's, byte for byte: a whole number in a float may be -0.0, and no integer is.
-        """
-        real: Tensor = self.value * self.scale
-        return real.add_(0.0)
+    @property
+    def dtype(self) -> IntType:
+        """The type of its grid."""
+        return self.grid.type
+
+    def real(self) -> Tensor:
+        """The real tensor it stands for, with gradients; only for eager lowering. It is the integer model's, byte for byte."""
+        return self.grid.dequantize(self.value)
 
     def with_value(self, value: Any) -> Quantized:
-        """Another value of the same scale and dtype (its shape is no longer that of the operand)."""
+        """Another value on the same grid (its shape is no longer that of the operand)."""
         return replace(self, value=value)
 
 
@@ -96,8 +102,19 @@ class Lowering:
         """A parameter of the operator as an operand of primitives; stored with `dtype` when deployed."""
         raise NotImplementedError
 
-    def describe(self, role: str, scale: Tensor, axis: int | None = None) -> None:
-        """Record what one unit of a constant stands for; one number for all, or for each index of its dimension `axis` (negative)."""
+    def stored(self, value: Tensor, grid: Grid) -> Tensor:
+        """Centred integers as this lowering holds them in tensors on a grid. Here: as they are."""
+        return value
+
+    def offset(self, grid: Grid) -> tuple[int, ...]:
+        """The zero point that a primitive adds to its result, as a further argument, where it adds one. Here: none."""
+        return ()
+
+    def describe(self, role: str, scale: Tensor, axis: int | None = None, zero_point: int = 0) -> None:
+        """Record what one unit of a constant stands for; one number for all, or for each index of its dimension `axis` (negative).
+
+        `zero_point` is the integer that stands for 0.
+        """
 
     def holds(self, value: Any, quantizer: Quantizer) -> Any:
         """The value, recorded as a quantized tensor on the scale of a quantizer."""
@@ -114,7 +131,7 @@ class Lowering:
         to = to or self.output
         if to is self.intermediate:
             to.require()
-        return Quantized(exact(), to.scale, to.dtype, ())
+        return Quantized(exact(), to.grid, ())
 
     @property
     def place(self) -> Place:
@@ -145,7 +162,7 @@ class Lowering:
         def exact() -> Any:
             low, high = self.bounds(clamp, target)
             bits = 32 if bound <= INT32_MAX else 48
-            value = self.arithmetic.requantize(self, accumulator, ratio.over(target.scale), low, high, target.dtype, role, bits)
+            value = self.arithmetic.requantize(self, accumulator, ratio.over(target.scale), low, high, target.grid, role, bits)
             return self.holds(value, target)
 
         def real() -> Tensor:
@@ -181,14 +198,15 @@ class Lowering:
                 self.constant(role, limit.to(scale.device), torch.int32) for role, limit in zip(("low", "high"), limits, strict=True)
             ]
             value = self.call(clamp_accumulator, value, *constants)
-        return Quantized(value, scale, INT32, ())
+        return Quantized(value, Grid(INT32, scale), ())
 
     def bounds(self, clamp: Clamp | None, to: Quantizer) -> tuple[int, int]:
-        """The integers that limit the output: the dtype's, narrowed by a real interval: ⌊bound/scale + ½⌋."""
+        """The centred integers that limit the output: the grid's, narrowed by a real interval: ⌊bound/scale + ½⌋."""
+        grid = to.grid
         if clamp is None or clamp == (None, None):
-            return to.dtype.low, to.dtype.high
-        scale = 1.0 if clamp in ((0, None), (0.0, None)) else float(to.scale)
-        return clamp_bound(clamp[0], scale, to.dtype.low, to.dtype), clamp_bound(clamp[1], scale, to.dtype.high, to.dtype)
+            return grid.bounds
+        scale = 1.0 if clamp in ((0, None), (0.0, None)) else float(grid.scale)
+        return clamp_bound(clamp[0], scale, grid.low, grid), clamp_bound(clamp[1], scale, grid.high, grid)
 
     def align(self, operand: Quantized, ratio: Ratio, role: str, wide: bool) -> Any:
         """The operand's integers times `ratio`, as an accumulator on the finer scale that `ratio` leads to; `wide` beyond 2^24."""
@@ -205,20 +223,21 @@ class Lowering:
             raise self.not_finite()
         self.describe(role, scale)
         dtype = self.weight.dtype
-        return Quantized(self.constant(role, made.integers.reshape(value.shape), dtype.storage), scale, dtype, tuple(value.shape))
+        return Quantized(self.constant(role, made.integers.reshape(value.shape), dtype.storage), Grid(dtype, scale), tuple(value.shape))
 
     def rescale(self, operand: Quantized, to: Quantizer, role: str) -> Any:
-        """The operand's integers on the scale of `to`; the operand's own where the scales are equal."""
-        if operand.dtype == to.dtype and bool(operand.scale == to.scale):
+        """The operand's integers on the grid of `to`; the operand's own where the grids are equal."""
+        grid = to.grid
+        if operand.grid.equals(grid):
             return operand.value
-        ratio = Ratio((operand.scale,), (to.scale,))
-        return self.holds(self.arithmetic.requantize(self, operand.value, ratio, to.dtype.low, to.dtype.high, to.dtype, role), to)
+        ratio = Ratio((operand.scale,), (grid.scale,))
+        return self.holds(self.arithmetic.requantize(self, operand.value, ratio, *grid.bounds, grid, role), to)
 
     def quantize(self, input: Any) -> Quantized:
         """A real tensor's integers."""
-        to = self.output
-        scale = self.constant("scale", to.scale, torch.float32)
-        return self.result(lambda: self.call(quantize, input, scale, to.dtype.low, to.dtype.high, to.dtype.storage), lambda: input)
+        grid = self.output.grid
+        scale = self.constant("scale", grid.scale, torch.float32)
+        return self.result(lambda: self.call(quantize, input, scale, *grid.bounds, grid.type.storage, *self.offset(grid)), lambda: input)
 
     def prove(self, bound: Tensor, what: str, limit: int = INT32_MAX) -> float:
         """The largest element of a bound on |accumulator|, noted.
@@ -316,15 +335,15 @@ class EagerLowering(Lowering):
             to.follow(limited(value, self.observed) if to is self.output else value)
         with torch.no_grad():
             integers = exact()
+        grid = to.grid
         if value is not None and to.learns and torch.is_grad_enabled():
-            integers = learned_step(value, integers, to.scale, to, to.dtype)
+            integers = learned_step(value, integers, grid.scale, to, grid)
         elif value is not None and value.requires_grad:
-            integers = straight_through((value / to.scale).clamp(to.dtype.low, to.dtype.high), integers)
-        return Quantized(integers, to.scale, to.dtype, tuple(integers.shape))
+            integers = straight_through((value / grid.scale).clamp(*grid.bounds), integers)
+        return Quantized(integers, grid, tuple(integers.shape))
 
     def quantize(self, input: Tensor) -> Quantized:
-        to = self.output
-        return self.result(lambda: quantized_value(input, to.scale, to.dtype.low, to.dtype.high), lambda: input)
+        return self.result(lambda: self.output.grid.quantize(input), lambda: input)
 
 
 def limited(value: Tensor, interval: Interval) -> Tensor:

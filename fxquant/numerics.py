@@ -21,6 +21,7 @@ SMALLEST_NORMAL = 2.0**-126  # below it float32 numbers have fewer bits
 LARGEST_FLOAT32 = 2.0**128 - 2.0**104
 INT32_MAX = 2**31 - 1
 INT48_MAX = 2**47 - 1
+BOUNDARY_LIMIT = 2.0**20  # inputs are clipped to ±2^20 steps: far outside every dtype here, and safe to convert
 
 Interval = tuple[float, float]
 EVERYTHING: Interval = (-math.inf, math.inf)
@@ -36,6 +37,11 @@ class IntType:
     storage: torch.dtype
 
     @property
+    def affine(self) -> bool:
+        """Whether its integers have a zero point: it has no negative ones."""
+        return self.low == 0
+
+    @property
     def divisor(self) -> float:
         """What the largest magnitude is divided by to give the scale: half the number of steps."""
         return (self.high - self.low) / 2
@@ -47,8 +53,8 @@ class IntType:
 
     @property
     def bits(self) -> int:
-        """Its width, sign included."""
-        return self.high.bit_length() + 1
+        """Its width, the sign included where it has one."""
+        return self.high.bit_length() + (self.low < 0)
 
     def __str__(self) -> str:
         return self.name
@@ -56,14 +62,92 @@ class IntType:
 
 INT4 = IntType("int4", -8, 7, torch.int8)
 INT8 = IntType("int8", -128, 127, torch.int8)
+UINT8 = IntType("uint8", 0, 255, torch.uint8)
 INT16 = IntType("int16", -32768, 32767, torch.int16)
 INT32 = IntType("int32", -(2**31), INT32_MAX, torch.int32)
 WEIGHT_INT4 = IntType("int4", -7, 7, torch.int8)
 WEIGHT_INT8 = IntType("int8", -127, 127, torch.int8)
 WEIGHT_INT16 = IntType("int16", -32767, 32767, torch.int16)
 
-ACTIVATION_TYPES: Mapping[str, IntType] = {t.name: t for t in (INT4, INT8, INT16, INT32)}
+ACTIVATION_TYPES: Mapping[str, IntType] = {t.name: t for t in (INT4, INT8, UINT8, INT16, INT32)}
 WEIGHT_TYPES: Mapping[str, IntType] = {t.name: t for t in (WEIGHT_INT4, WEIGHT_INT8, WEIGHT_INT16)}
+
+
+# ---- grids --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """The real numbers that a tensor's integers stand for.
+
+    type         the range of the integers q as they are stored
+    scale        float32, a scalar; of a 32-bit output one number per channel, shaped to broadcast
+    zero_point   the integer that stands for 0; it is 0 unless the type is affine
+
+    q stands for (q - zero_point) · scale. Arithmetic is done on the *centred* integers c = q - zero_point, whose 0 is the real
+    zero; `low`, `high` and `magnitude` are theirs.
+    """
+
+    type: IntType
+    scale: Tensor
+    zero_point: int = 0
+
+    @property
+    def low(self) -> int:
+        """The smallest centred integer."""
+        return self.type.low - self.zero_point
+
+    @property
+    def high(self) -> int:
+        """The largest centred integer."""
+        return self.type.high - self.zero_point
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The smallest and the largest centred integer."""
+        return self.low, self.high
+
+    @property
+    def magnitude(self) -> int:
+        """The largest absolute value of a centred integer."""
+        return max(-self.low, self.high)
+
+    def quantize(self, value: Tensor) -> Tensor:
+        """The centred integers of a real tensor, as float32: clip(round_half_even(x / scale), low, high); NaN gives 0."""
+        return quantized_value(value, self.scale, self.low, self.high)
+
+    def dequantize(self, centred: Tensor) -> Tensor:
+        """The real numbers of centred integers in a float tensor: c · scale. Never -0.0, which a float may be and no integer is."""
+        real: Tensor = centred * self.scale
+        return real.add_(0.0)
+
+    def bound(self, value: float | None, default: int) -> int:
+        """The centred integer of a clamp's bound, as `clamp_bound` says."""
+        return clamp_bound(value, float(self.scale), default, self)
+
+    def equals(self, other: Grid) -> bool:
+        """Whether the same integers stand for the same numbers."""
+        return self.type == other.type and self.zero_point == other.zero_point and bool(self.scale == other.scale)
+
+
+def quantized_value(input: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
+    """clip(round_half_even(x / scale), low, high) as float32, IEEE float32 division; NaN gives 0."""
+    limit = scale * BOUNDARY_LIMIT
+    x = torch.nan_to_num(input.float(), nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+    return torch.clamp(x, -limit, limit).div_(scale).round_().clamp_(low, high)
+
+
+def grid_from_range(low: Tensor, high: Tensor, dtype: IntType) -> tuple[Tensor, Tensor]:
+    """(scale, zero point) of an affine type for values in [low, high], float32 and int64: PyTorch's formula.
+
+    The interval is widened to hold 0. scale = (high - low) / (dtype.high - dtype.low), one float32 subtraction and one division,
+    at least 2^-48, and 2^-23 where all values are zero; zero_point = clamp(round_half_even(-low / scale), dtype.low, dtype.high).
+    """
+    low, high = low.float().clamp_max(0.0), high.float().clamp_min(0.0)
+    steps = torch.tensor(float(dtype.high - dtype.low), dtype=torch.float32, device=low.device)
+    span = (high - low).clamp_max(LARGEST_FLOAT32)
+    scale = torch.where(span > 0, (span / steps).clamp_min(SMALLEST_SCALE), FLOAT32_EPSILON)
+    return scale, torch.round(-low / scale).clamp(dtype.low, dtype.high).to(torch.int64)
 
 
 # ---- scales -------------------------------------------------------------------------------------------------------
@@ -87,8 +171,8 @@ def is_scale(value: float) -> bool:
 
 
 def scale_from_threshold(threshold: float, dtype: IntType) -> float:
-    """The scale fixed by a threshold: threshold / 128 for int8, threshold / 32768 for int16."""
-    return threshold / -dtype.low
+    """The scale fixed by a threshold: threshold / 128 for int8 and uint8, threshold / 32768 for int16."""
+    return threshold / ((dtype.high - dtype.low + 1) // 2)
 
 
 def round_half_up(value: float) -> int:
@@ -96,11 +180,11 @@ def round_half_up(value: float) -> int:
     return math.floor(value + 0.5)
 
 
-def clamp_bound(value: float | None, scale: float, default: int, dtype: IntType) -> int:
-    """The integer bound ⌊value/scale + ½⌋ of a clamp, saturated to the dtype; `default` where there is no bound."""
+def clamp_bound(value: float | None, scale: float, default: int, limits: IntType | Grid) -> int:
+    """The integer bound ⌊value/scale + ½⌋ of a clamp, saturated to these limits; `default` where there is no bound."""
     if value is None or math.isinf(value):
         return default
-    return min(max(round_half_up(value / scale), dtype.low), dtype.high)
+    return min(max(round_half_up(value / scale), limits.low), limits.high)
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
@@ -305,36 +389,31 @@ def bias_integers(bias: Tensor, input_scale: Tensor, scale: Tensor) -> Tensor:
 # ---- tables -------------------------------------------------------------------------------------------------------
 
 
-def table(
-    function: Callable[[float], float],
-    input_scale: float,
-    output_scale: float,
-    input_type: IntType,
-    output_type: IntType,
-    on_tensors: Callable[[Tensor], Tensor] | None = None,
-) -> Tensor:
-    """The table of a unary function: entry q - input_type.low is clip(⌊f(q · s_in) / s_out + ½⌋).
+def table(function: Callable[[float], float], input: Grid, output: Grid, on_tensors: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """The table of a unary function: entry c - input.low is clip(⌊f(c · s_in) / s_out + ½⌋), of centred integers.
 
-    `function` is evaluated in float64, element by element, by Python's `math`; the result is stored and
-    never computed again. A value that is not finite saturates; NaN becomes 0.
+    Its dtype is the output's storage, or int16 where that is affine. `function` is evaluated in float64, element by element, by
+    Python's `math`; the result is stored and never computed again. A value that is not finite saturates; NaN becomes 0.
 
     `on_tensors` is the same function on float64 tensors, good to 2^-32. It saves time: `function` then decides
     only the entries that lie within 2^-30 of a tie or are not finite.
     """
+    input_scale, output_scale = float(input.scale), float(output.scale)
+    storage = torch.int16 if output.type.affine else output.type.storage
     if on_tensors is None:
-        entries = [_table_entry(function, q * input_scale, output_scale, output_type) for q in range(input_type.low, input_type.high + 1)]
-        return torch.tensor(entries, dtype=output_type.storage, device="cpu")
-    x = torch.arange(input_type.low, input_type.high + 1, dtype=torch.float64, device="cpu") * input_scale
+        entries = [_table_entry(function, c * input_scale, output_scale, output) for c in range(input.low, input.high + 1)]
+        return torch.tensor(entries, dtype=storage, device="cpu")
+    x = torch.arange(input.low, input.high + 1, dtype=torch.float64, device="cpu") * input_scale
     value = on_tensors(x) / output_scale + 0.5
     doubtful = ~torch.isfinite(value) | ((value - torch.round(value)).abs() <= value.abs().clamp_min(1) * 2.0**-30)
-    result = torch.nan_to_num(torch.floor(value)).clamp(output_type.low, output_type.high).to(output_type.storage)
-    saturated = torch.isfinite(value) & (value.abs() > 2 * output_type.magnitude)
+    result = torch.nan_to_num(torch.floor(value)).clamp(output.low, output.high).to(storage)
+    saturated = torch.isfinite(value) & (value.abs() > 2 * output.magnitude)
     for index in torch.nonzero(doubtful & ~saturated).flatten().tolist():
-        result[index] = _table_entry(function, float(x[index]), output_scale, output_type)
+        result[index] = _table_entry(function, float(x[index]), output_scale, output)
     return result
 
 
-def _table_entry(function: Callable[[float], float], x: float, output_scale: float, output_type: IntType) -> int:
+def _table_entry(function: Callable[[float], float], x: float, output_scale: float, output: Grid) -> int:
     try:
         value = function(x) / output_scale
     except OverflowError:
@@ -342,8 +421,8 @@ def _table_entry(function: Callable[[float], float], x: float, output_scale: flo
     if math.isnan(value):
         return 0
     if math.isinf(value):
-        return output_type.high if value > 0 else output_type.low
-    return min(max(round_half_up(value), output_type.low), output_type.high)
+        return output.high if value > 0 else output.low
+    return min(max(round_half_up(value), output.low), output.high)
 
 
 # ---- proofs -------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from fxquant.arithmetic import Arithmetic
 from fxquant.facts import BATCH_SIZES, BatchDim, TensorFact
-from fxquant.graph import QParams, fact, noted, origin, qparams, resolve
+from fxquant.graph import QParams, fact, noted, origin, qparams, resolve, zero_point
 from fxquant.numerics import ACTIVATION_TYPES, FLOAT32_EXACT, INT32_MAX, INT48_MAX, accumulator_bound, bits_of, is_scale
 from fxquant.primitives import PRIMITIVES, accumulate, boundary, elementwise, pool, product, requantize, resize, shape, transposed
 from fxquant.primitives.accumulate import Split, split
@@ -55,7 +55,8 @@ def _requantized(node: fx.Node) -> TensorFact | None:
     if node.target not in (requantize.requantize_fixed, requantize.requantize_real, boundary.quantize) or node.kwargs:
         return None
     operand, *parameters = (fact(argument) for argument in node.args if isinstance(argument, fx.Node))
-    if not isinstance(operand, TensorFact) or not isinstance(node.args[-1], torch.dtype):
+    dtype = next((argument for argument in node.args if isinstance(argument, torch.dtype)), None)
+    if not isinstance(operand, TensorFact) or dtype is None:
         return None
     if operand.dtype.is_floating_point != (node.target is boundary.quantize):
         return None
@@ -64,7 +65,7 @@ def _requantized(node: fx.Node) -> TensorFact | None:
         behind = operand.shape[len(operand.shape) - len(sizes) :] if len(sizes) <= len(operand.shape) else ()
         if len(behind) != len(sizes) or any(size not in (1, whole) for size, whole in zip(sizes, behind, strict=True)):
             return None
-    return TensorFact(operand.shape, node.args[-1])
+    return TensorFact(operand.shape, dtype)
 
 
 def _key(value: Any) -> Any:
@@ -283,6 +284,12 @@ def _same_magnitude(input: Value) -> Range:
     return _within(input.magnitude, input.exact)
 
 
+@_rule(elementwise.centre)
+def _centre(input: Value, zero_point: int) -> Range:
+    _need(type(zero_point) is int, f"its zero point is {zero_point!r}")
+    return Range(input.low - zero_point, input.high - zero_point, input.exact)
+
+
 @_rule(elementwise.shift_right)
 def _shift_right(input: Value, bits: int) -> Range:
     _need(0 < bits < 64, f"it shifts by {bits} bits")
@@ -297,11 +304,11 @@ def _clamp(input: Value, low: int, high: int) -> Range:
 
 
 @_rule(elementwise.lookup)
-def _lookup(input: Value, table: Value) -> Range:
+def _lookup(input: Value, table: Value, first: int | None = None) -> Range:
     entries = _table(table, "table")
-    half = entries.numel() // 2
-    _need(entries.dim() == 1 and entries.numel() == 2 * half, f"its table has {entries.numel()} entries")
-    covers = -half <= int(input.low.min()) and int(input.high.max()) < half
+    _need(entries.dim() == 1 and (first is not None or entries.numel() % 2 == 0), f"its table has {entries.numel()} entries")
+    lowest = -(entries.numel() // 2) if first is None else first
+    covers = lowest <= int(input.low.min()) and int(input.high.max()) < lowest + entries.numel()
     _need(covers, f"its table of {entries.numel()} entries does not cover its operand")
     return Range(table.low, table.high)
 
@@ -354,16 +361,22 @@ def _factors(value: Value) -> Tensor:
 
 
 @_rule(boundary.quantize)
-def _quantize(input: Value | None, scale: Value, low: int, high: int, dtype: torch.dtype) -> Range:
+def _quantize(input: Value | None, scale: Value, low: int, high: int, dtype: torch.dtype, zero_point: int = 0) -> Range:
     tensor = _table(scale, "scale")
     _need(tensor.dim() == 0 and tensor.dtype == torch.float32 and is_scale(float(tensor)), f"its scale is {tensor.tolist()}")
-    return Range(float(low), float(high))
+    return _offset(low, high, zero_point)
+
+
+def _offset(low: int, high: int, zero_point: int) -> Range:
+    """Centred limits as stored integers."""
+    _need(type(zero_point) is int, f"its zero point is {zero_point!r}")
+    return Range(float(low + zero_point), float(high + zero_point))
 
 
 @_rule(requantize.requantize_real)
-def _requantize_real(accumulator: Value, multiplier: Value, low: int, high: int, dtype: torch.dtype) -> Range:
+def _requantize_real(accumulator: Value, multiplier: Value, low: int, high: int, dtype: torch.dtype, zero_point: int = 0) -> Range:
     _factors(multiplier)
-    return Range(float(low), float(high))
+    return _offset(low, high, zero_point)
 
 
 @_rule(requantize.requantize_fixed)
@@ -444,7 +457,8 @@ def unproved(gm: fx.GraphModule, arithmetic: Arithmetic) -> Iterator[tuple[fx.No
             return  # whatever reads it is not proved either
         if value is not None:
             values[node] = value
-            if node.op == "call_function" and PRIMITIVES[node.target].kind == "accumulator":
+            # What is centred is an operand of the sum, and no part of it.
+            if node.op == "call_function" and PRIMITIVES[node.target].kind == "accumulator" and node.target is not elementwise.centre:
                 bits[origin(node)] = max(bits.get(origin(node), 0), bits_of(value.largest))
     for node in gm.graph.nodes:
         said = noted(node, "accumulator_bits")
@@ -492,6 +506,7 @@ def _proved(node: fx.Node, values: Mapping[fx.Node, Value], arithmetic: Arithmet
     low, high = (torch.as_tensor(end, dtype=torch.float64) for end in (found.low, found.high))
     value = Value(low, high, known, found.exact)
     _check_range(value, record.kind, described)
+    _check_zero_points(node, described)
     return value
 
 
@@ -516,11 +531,26 @@ def _check_range(value: Value, kind: str, described: QParams | None) -> None:
         _refuse(f"it is {value.fact.dtype}, and said to be {described.dtype}")
     _need(dtype.low <= low and high <= dtype.high, f"its values lie in {low:.0f}…{high:.0f}, beyond {described.dtype}")
     _need(all(0 < scale < math.inf for scale in scales), f"its scale is {described.scale}")
+    zero = described.zero_point
+    _need(zero == 0 or (dtype.affine and dtype.low <= zero <= dtype.high), f"its zero point is {zero}")
+
+
+def _check_zero_points(node: fx.Node, described: QParams | None) -> None:
+    """What is added to a result, or taken from an operand, is the zero point that the quantized tensor is said to have."""
+    arguments = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments  # type: ignore[arg-type]
+    if node.target in (boundary.quantize, requantize.requantize_real) and described is not None:
+        said, used = described.zero_point, arguments.get("zero_point", 0)
+    elif node.target in (elementwise.centre, boundary.dequantize):
+        said, used = zero_point(node.args[0]), arguments.get("zero_point", 0)  # type: ignore[arg-type]
+    else:
+        return
+    _need(said == used, f"its zero point is {used!r}, and said to be {said}")
 
 
 def _check_dequantize(node: fx.Node, values: Mapping[fx.Node, Value]) -> None:
     """The real number is the integer times the scale that the quantized tensor is said to be on."""
-    operand, scale = node.args
+    operand, scale = node.args[:2]
+    _check_zero_points(node, None)
     assert isinstance(operand, fx.Node)
     assert isinstance(scale, fx.Node)
     _need(operand in values, "it reads something that is no integer of this graph")

@@ -98,7 +98,10 @@ def one_scale_per_group(gm: fx.GraphModule) -> Iterator[Violation]:
 
 
 def prepared_operators(gm: fx.GraphModule) -> Iterator[Violation]:
-    """Every integer operator is a QuantizedOperator, and every scale that is set is positive, finite and a float32."""
+    """Every integer operator is a QuantizedOperator, and every grid that is set is one.
+
+    A scale is positive, finite and a float32, a zero point an integer of its dtype.
+    """
     for node in gm.graph.nodes:
         if is_integer(node) and node.op == "call_function":
             yield Violation(node, "it is annotated as integer but has no quantizer")
@@ -108,6 +111,9 @@ def prepared_operators(gm: fx.GraphModule) -> Iterator[Violation]:
                 wrong = [scale for scale in scales if not math.isnan(scale) and not is_scale(scale)]
                 if wrong:
                     yield Violation(node, f"its scale is {wrong[0]}")
+            for quantizer in (module.output, module.intermediate):
+                if quantizer is not None and not quantizer.grid.low <= 0 <= quantizer.grid.high:
+                    yield Violation(node, f"its zero point is {quantizer.grid.zero_point}")
 
 
 def only_primitives(gm: fx.GraphModule) -> Iterator[Violation]:

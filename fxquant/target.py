@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from fxquant.arithmetic import Arithmetic
+from fxquant.numerics import ACTIVATION_TYPES
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,10 @@ class Limit:
 class Target:
     """A target to compile for.
 
-    activations and weights name the integer dtypes it computes with ("int32" is the output of a last layer);
-    aliases are the chips and other names that mean it; limits are what it allows of operators, which `fxq.check`
-    holds a model against.
+    activations and weights name the integer dtypes it computes with ("int32" is the output of a last layer; an affine one,
+    "uint8", needs an arithmetic with *real* requantization); default_activation is what an ActivationConfig without a dtype
+    means; aliases are the chips and other names that mean it; limits are what it allows of operators, which `fxq.check` holds a
+    model against.
     """
 
     name: str
@@ -68,3 +70,8 @@ class Target:
     aliases: tuple[str, ...] = ()
     per_channel_weights: bool = True
     limits: tuple[Limit, ...] = ()
+    default_activation: str = "int8"
+
+    def __post_init__(self) -> None:
+        if self.arithmetic.requantize != "real" and any(ACTIVATION_TYPES[name].affine for name in self.activations):
+            raise ValueError(f"{self.name}: fixed-point requantization adds no zero point, so it has no affine activations")

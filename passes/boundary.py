@@ -36,6 +36,7 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
     Only where readers of a float value ask for different inputs (`QConfig.input`) does each of these have its own quantize,
     and where one limits it on both sides, so that others do not make its scale coarse.
     """
+    default = context.target.default_activation
     quantized: Made = {}
     dequantized: Made = {}
     unused: dict[Rule, list[str]] = {}
@@ -51,9 +52,9 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
             if is_integer(operand) and operand not in activations:
                 if reads_shape_only(node) or operator is DEQUANTIZE:
                     return operand
-                return _boundary(gm, operand, DEQUANTIZE, dequantized, operand)
+                return _boundary(gm, operand, DEQUANTIZE, dequantized, operand, default)
             if operand in activations and not is_integer(operand):
-                return _boundary(gm, operand, QUANTIZE, quantized, node)
+                return _boundary(gm, operand, QUANTIZE, quantized, node, default)
             return operand
 
         _map_inputs(node, cross)
@@ -79,14 +80,17 @@ def _map_inputs(node: fx.Node, function: Any) -> None:
         node.kwargs = kwargs
 
 
-def _boundary(gm: fx.GraphModule, value: fx.Node, operator: Operator, made: Made, reader: fx.Node) -> fx.Node:
-    """The quantize or dequantize of this value that suits its reader, made behind it if there is none yet."""
+def _boundary(gm: fx.GraphModule, value: fx.Node, operator: Operator, made: Made, reader: fx.Node, default: str) -> fx.Node:
+    """The quantize or dequantize of this value that suits its reader, made behind it if there is none yet.
+
+    `default` is the target's dtype for activations.
+    """
     spec = annotation(reader)
     assert spec is not None
     wanted = spec.config.input if operator is QUANTIZE else None
     config = wanted or spec.config.output
     if config.dtype == "int32":  # that is asked of a last layer's output, not of its input
-        config = replace(config, dtype="int8")
+        config = replace(config, dtype=default)
     limits = matters(reader, EVERYTHING, False) if operator is QUANTIZE else EVERYTHING
     if not all(map(math.isfinite, limits)):
         limits = EVERYTHING

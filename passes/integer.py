@@ -8,7 +8,7 @@ The calls are those the prepared operator makes itself in state VALIDATE; here t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -38,28 +38,47 @@ from fxquant.graph import (
     set_part,
     set_qparams,
     source,
+    zero_point,
 )
 from fxquant.lowering import Lowering, Place, Quantized
 from fxquant.model import free_name, replace_graph
-from fxquant.numerics import WEIGHT_INT8
+from fxquant.numerics import WEIGHT_INT8, Grid
 from fxquant.ops import map_operands, operator_of
 from fxquant.ops.boundary import DEQUANTIZE
 from fxquant.pipeline import Context
-from fxquant.primitives import PRIMITIVES, elementwise, pool, product, resize, shape
+from fxquant.primitives import PRIMITIVES, boundary, elementwise, pool, product, resize, shape
 from fxquant.proof import Shapes
 from fxquant.quantization.prepared import QuantizedOperator
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import WeightQuantizer
 
-ON_THE_OPERANDS_SCALE: frozenset[Any] = frozenset((
-    shape.reshape, shape.permute, shape.concatenate, shape.crop, shape.select, shape.expand, shape.tile, shape.pad, pool.max_pool,
-    elementwise.clamp, product.maximum, product.minimum, resize.resize_linear,
-))  # fmt: skip
+# Of integers that are z larger each of these gives results that are z larger, if its own numbers are moved along: they need no
+# centred integers, and leave them on the operand's grid.
+ON_THE_OPERANDS_GRID: Mapping[Any, Callable[[tuple[Any, ...], int], tuple[Any, ...]]] = {
+    **dict.fromkeys(
+        (
+            *(shape.reshape, shape.permute, shape.concatenate, shape.crop, shape.select, shape.expand, shape.tile, pool.max_pool),
+            *(product.maximum, product.minimum, resize.resize_linear),
+        ),
+        lambda arguments, zero: arguments,
+    ),
+    shape.pad: lambda arguments, zero: (*arguments[:3], arguments[3] + zero),
+    elementwise.clamp: lambda arguments, zero: (arguments[0], arguments[1] + zero, arguments[2] + zero),
+}
+# These know of a zero point themselves.
+WITH_A_ZERO_POINT: Mapping[Any, Callable[[tuple[Any, ...], int], tuple[Any, ...]]] = {
+    elementwise.lookup: lambda arguments, zero: (*arguments[:2], arguments[2] + zero),
+    boundary.dequantize: lambda arguments, zero: (*arguments[:2], *(arguments[2:] or (torch.float32,)), zero),
+}
+TAKING_STORED = {**ON_THE_OPERANDS_GRID, **WITH_A_ZERO_POINT}
 CONTAINER = "integer"  # where the constants stand in the integer model
 
 
 class GraphLowering(Lowering):
-    """Writes the primitives of one operator into a graph; the last one takes the operator's name."""
+    """Writes the primitives of one operator into a graph; the last one takes the operator's name.
+
+    Tensors hold their integers as they are stored. A primitive that computes with them takes centred ones, which `call` provides.
+    """
 
     def __init__(
         self,
@@ -78,7 +97,8 @@ class GraphLowering(Lowering):
         self.gm, self.graph, self.node, self.shapes, self.container = gm, graph, node, shapes, container
         self.made: list[fx.Node] = []
         self.constants: dict[str, str] = {}  # node names by role
-        self.scales: dict[str, tuple[float | tuple[float, ...], int | None]] = {}  # of constants, with the axis they run along
+        self.scales: dict[str, tuple[float | tuple[float, ...], int | None, int]] = {}  # of constants, their axis and zero point
+        self.centred: dict[fx.Node, fx.Node] = {}  # the centred integers of affine tensors
         self.between: QParams | None = None  # of what a residual is added to
         self.facts: dict[str, Any] = {}
         self.held: dict[Any, fx.Node] | None = None  # constants by content, of operators whose parameters others read as well
@@ -88,11 +108,31 @@ class GraphLowering(Lowering):
         return {"at": source(self.node), "module": module_path(self.node)}
 
     def call(self, primitive: Callable[..., Tensor], *arguments: Any) -> fx.Node:
+        nodes: list[fx.Node] = []
+        fx.map_arg(arguments, nodes.append)
+        zero = next((found for node in nodes if (found := zero_point(node))), 0)
+        if zero and primitive in TAKING_STORED:
+            arguments = TAKING_STORED[primitive](arguments, zero)
+        elif zero:
+            arguments = fx.map_arg(arguments, self._centre)
+        return self._call(primitive, *arguments)
+
+    def _centre(self, node: fx.Node) -> fx.Node:
+        """The centred integers of a node; its own where its zero point is 0."""
+        zero = zero_point(node)
+        if not zero:
+            return node
+        if node not in self.centred:
+            self.centred[node] = self._call(elementwise.centre, node, zero)
+        return self.centred[node]
+
+    def _call(self, primitive: Callable[..., Tensor], *arguments: Any) -> fx.Node:
         made = self.graph.create_node("call_function", primitive, arguments, {}, name=f"{self.name}_{primitive.__name__}")
         inherit(made, self.node, "integer.lower")
         made.meta["origin"] = self.name
         set_fact(made, self.shapes.infer(made))
         self.made.append(made)
+        _inherit_grid(made)
         return made
 
     def constant(self, role: str, value: Tensor, dtype: torch.dtype) -> fx.Node:
@@ -118,18 +158,24 @@ class GraphLowering(Lowering):
             self.held[key] = made
         return made
 
-    def describe(self, role: str, scale: Tensor, axis: int | None = None) -> None:
+    def describe(self, role: str, scale: Tensor, axis: int | None = None, zero_point: int = 0) -> None:
         scales = tuple(scale.detach().flatten().tolist())
-        self.scales[role] = (scales[0], None) if len(scales) == 1 else (scales, axis)
+        self.scales[role] = (scales[0], None, zero_point) if len(scales) == 1 else (scales, axis, zero_point)
+
+    def stored(self, value: Tensor, grid: Grid) -> Tensor:
+        return value + grid.zero_point if grid.zero_point else value
+
+    def offset(self, grid: Grid) -> tuple[int, ...]:
+        return (grid.zero_point,) if grid.zero_point else ()
 
     def result(self, exact: Callable[[], Any], real: Callable[[], Tensor], to: Quantizer | None = None) -> Quantized:
         result = super().result(exact, real, to)
         if to is not None and to is self.intermediate:
-            self.between = QParams(float(to.scale), to.dtype.name)
+            self.between = _described(to.grid)
         return result
 
     def holds(self, value: fx.Node, quantizer: Quantizer) -> fx.Node:
-        set_qparams(value, QParams(float(quantizer.scale), quantizer.dtype.name))
+        set_qparams(value, _described(quantizer.grid))
         return value
 
     def operation(self, name: str, arguments: dict[str, Any]) -> Operation:
@@ -143,13 +189,9 @@ class GraphLowering(Lowering):
     def finish(self, result: Quantized, operation: Operation) -> Quantized:
         """The result, on a node that takes the operator's name and facts."""
         node: fx.Node = result.value
-        for inner in self.made:
-            _inherit_scale(inner)
         if node in self.made:
             if PRIMITIVES[node.target].kind == "quantized":  # type: ignore[index]
-                scales = tuple(result.scale.flatten().tolist())
-                one = len(scales) == 1
-                set_qparams(node, QParams(scales[0] if one else scales, result.dtype.name, None if one else -result.scale.dim()))
+                set_qparams(node, _described(result.grid))
             node._rename(self.name)
             notes(node).update(self.facts)
             set_operation(node, operation)
@@ -158,14 +200,21 @@ class GraphLowering(Lowering):
             if known_part is not None:
                 set_part(node, known_part)
         known = fact(node)
-        return Quantized(node, result.scale, result.dtype, known.shape if isinstance(known, TensorFact) else ())
+        return Quantized(node, result.grid, known.shape if isinstance(known, TensorFact) else ())
 
 
-def _inherit_scale(node: fx.Node) -> None:
-    """A primitive that only moves or limits integers leaves them on the scale they are on."""
+def _described(grid: Grid) -> QParams:
+    """A grid as a fact."""
+    scales = tuple(grid.scale.flatten().tolist())
+    one = len(scales) == 1
+    return QParams(scales[0] if one else scales, grid.type.name, None if one else -grid.scale.dim(), grid.zero_point)
+
+
+def _inherit_grid(node: fx.Node) -> None:
+    """A primitive that only moves or limits integers leaves them on the grid they are on."""
     operand = node.args[0][0] if isinstance(node.args[0], list | tuple) else node.args[0]
     known = qparams(operand) if isinstance(operand, fx.Node) else None
-    if qparams(node) is None and known is not None and known.axis is None and node.target in ON_THE_OPERANDS_SCALE:
+    if qparams(node) is None and known is not None and known.axis is None and node.target in ON_THE_OPERANDS_GRID:
         set_qparams(node, known)
 
 

@@ -130,6 +130,7 @@ def _quantizer(node: fx.Node, config: ActivationConfig, context: Context) -> Qua
         config.type,
         config.new_observer() if config.fixed_scale is None and config.dtype != "int32" else None,
         scale=config.fixed_scale,
+        zero_point=config.fixed_zero_point,
         training=config.training,
         power_of_two=context.target.arithmetic.power_of_two_scales or config.power_of_two,
         name=node.name,

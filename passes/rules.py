@@ -17,10 +17,11 @@ from fxquant.quantization.spec import Rule
 
 def match(gm: fx.GraphModule, context: Context) -> int:
     """Every node that computes a tensor knows the rules that cover it, and the model those that cover none."""
-    changes = 0
+    changes, default = 0, context.target.default_activation
     for node in gm.graph.nodes:
         if computes_tensor(node):
-            wish(node, covering(node, spelling(node) or _written(gm, node), context.qconfig, context.attached))
+            rules = covering(node, spelling(node) or _written(gm, node), context.qconfig, context.attached)
+            wish(node, tuple((rule, None if chosen is None else chosen.resolved(default)) for rule, chosen in rules))
             changes += 1
     matched = {rule for node in gm.graph.nodes for wished in wishes(node) for rule, _ in wished}
     attributes = dict.fromkeys((*gm.meta.get("qconfigs", ()), *context.attached))

@@ -22,6 +22,8 @@ from fxquant.pipeline import Context
 from fxquant.quantization.rules import decide, result_config
 from fxquant.stage import is_integer
 
+Asked = tuple[str, tuple[float, int] | None]  # the dtype a node asks for, and the scale and zero point if they are fixed
+
 
 def share(gm: fx.GraphModule, context: Context) -> int:
     """Every integer node has a group; nodes of one group have one dtype and at most one fixed scale."""
@@ -78,7 +80,7 @@ def _within(low: float, high: float) -> str:
 
 def _check(group: list[fx.Node], demands: nx.Graph) -> None:
     """Raise ScaleConflict if two members of a group cannot have one scale."""
-    asked: dict[fx.Node, tuple[str, float | None]] = {}
+    asked: dict[fx.Node, Asked] = {}
     for node in group:
         spec = annotation(node)
         operator = operator_of(node)
@@ -86,16 +88,15 @@ def _check(group: list[fx.Node], demands: nx.Graph) -> None:
             continue
         # An operator that shares its operand's scale has a wish of its own only where a rule names it.
         asks = not shares(node) or decide(node).asked
-        scale = result_config(node).fixed_scale if asks else None
-        asked[node] = (spec.dtype, scale)
+        asked[node] = (spec.dtype, result_config(node).fixed_grid if asks else None)
     first: fx.Node | None = None
-    for node, (dtype, scale) in asked.items():
-        if scale is None and first is None:
+    for node, (dtype, grid) in asked.items():
+        if grid is None and first is None:
             continue
         if first is None:
             first = node
             continue
-        if dtype != asked[first][0] or (scale is not None and scale != asked[first][1]):
+        if dtype != asked[first][0] or (grid is not None and grid != asked[first][1]):
             raise _conflict(first, node, asked, demands)
     dtypes = {dtype for dtype, _ in asked.values()}
     if len(dtypes) > 1:
@@ -103,10 +104,12 @@ def _check(group: list[fx.Node], demands: nx.Graph) -> None:
         raise _conflict(one, other, asked, demands)
 
 
-def _conflict(one: fx.Node, other: fx.Node, asked: dict[fx.Node, tuple[str, float | None]], demands: nx.Graph) -> ScaleConflict:
+def _conflict(one: fx.Node, other: fx.Node, asked: dict[fx.Node, Asked], demands: nx.Graph) -> ScaleConflict:
     def wish(node: fx.Node) -> str:
-        dtype, scale = asked[node]
-        return f"%{node.name} asks for {dtype}" + ("" if scale is None else f" with scale {scale:g}")
+        dtype, grid = asked[node]
+        scale, zero_point = grid or (0.0, 0)
+        given = f" with scale {scale:g}" + (f" and zero point {zero_point}" if zero_point else "")
+        return f"%{node.name} asks for {dtype}" + ("" if grid is None else given)
 
     path = " – ".join(f"%{node.name}" for node in nx.shortest_path(demands, one, other))
     return ScaleConflict(

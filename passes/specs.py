@@ -129,6 +129,7 @@ def _dtype(node: fx.Node, qconfig: QConfig) -> str:
         spec = annotation(operand_nodes(operator, operator.arguments(node))[0])
         if spec is not None and spec.dtype is not None:
             return spec.dtype
+    assert qconfig.output.dtype is not None  # `rules.match` has put the target's default there
     return qconfig.output.dtype
 
 

@@ -121,7 +121,7 @@ def assert_validate_is_integer(prepared: fx.GraphModule, integer: fx.GraphModule
     for name in compared:
         known = qparams(nodes[name])
         scale = torch.tensor(known.scale).reshape(-1, *[1] * (-known.axis - 1)) if known.axis is not None else torch.tensor(known.scale)
-        assert same_bytes(real[name], integers[name].float() * scale), name
+        assert same_bytes(real[name], (integers[name].float() - known.zero_point) * scale), name
     missing = {name: operator.operator.name for name, operator in quantized_operators(prepared).items() if name not in compared}
     assert not [name for name, kind in missing.items() if kind not in NOT_LOWERED], missing
     assert fxq.verify(prepared, integer, [inputs], show_progress=False).mismatches == 0

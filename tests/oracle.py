@@ -70,6 +70,14 @@ def scale_from_range(low: Fraction, high: Fraction, divisor: Fraction) -> Fracti
     return max(float32(largest / divisor), SMALLEST_SCALE) if largest else SCALE_OF_ZEROS
 
 
+def affine_grid(low: Fraction, high: Fraction) -> tuple[Fraction, int]:
+    """(scale, zero point) of uint8 for values in [low, high]: the interval with 0, in 255 float32 steps."""
+    low, high = min(low, Fraction(0)), max(high, Fraction(0))
+    span = float32(high - low)
+    scale = max(float32(span / 255), SMALLEST_SCALE) if span else SCALE_OF_ZEROS
+    return scale, limited(half_even(float32(-low / scale)), 0, 255)
+
+
 def power_of_two_scale(scale: Fraction) -> Fraction:
     """The smallest power of two that is not below the scale."""
     e = exponent_of(scale)

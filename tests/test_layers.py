@@ -96,7 +96,7 @@ ALLOWED: dict[str, set[str]] = {
     # what joins them
     "fxquant.api": {"*"},
     "fxquant.demo": {"", "arguments", "backends", "demo", "errors", "graph", "primitives", "progress", "target"},
-    "fxquant.analysis.inspection": {"", "backends", "errors", "facts", "graph", "layers", "node", "observers", "quantizer"},
+    "fxquant.analysis.inspection": {"", "backends", "errors", "facts", "graph", "layers", "node", "numerics", "observers", "quantizer"},
     "fxquant.cli": {"", "arguments", "demo", "errors", "inspection", "sample"},
     "fxquant.analysis.sample": {"errors", "graph", "node", "numerics", "facts"},
 }

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fxquant import numerics
 from fxquant.backends.bpu import FIXED
-from fxquant.numerics import INT4, INT8, INT16, WEIGHT_INT4, WEIGHT_INT8, WEIGHT_INT16, IntType, Ratio
+from fxquant.numerics import INT4, INT8, INT16, WEIGHT_INT4, WEIGHT_INT8, WEIGHT_INT16, Grid, IntType, Ratio
 from fxquant.ops.pool import _windows, window_divisor
 from fxquant.quantization.quantizer import round_up_to_power_of_two
 from tests import oracle
@@ -42,6 +42,7 @@ any_mantissa = st.builds(lambda m, e: Fraction(m) * Fraction(2) ** (e - 23), st.
 short_mantissa = st.builds(lambda m, e: Fraction(m) * Fraction(2) ** e, st.integers(1, 31).map(lambda n: 2 * n - 1), exponents)
 near_power = st.builds(lambda m, e: Fraction(m) * Fraction(2) ** (e - 23), EDGES, exponents)
 power = exponents.map(lambda e: Fraction(2) ** e)
+ONE = torch.ones(())
 scales = st.one_of(any_mantissa, short_mantissa, near_power, power)
 # a product of two odd numbers of at most 13 bits has up to 26: half of the time one more than a mantissa holds
 odd_pairs = st.tuples(st.integers(1, 4096).map(lambda n: 2 * n - 1), st.integers(1, 4096).map(lambda n: 2 * n - 1), st.integers(-40, -10))
@@ -346,15 +347,32 @@ def _broken(x: float) -> float:
 @given(input_scale=scales, output_scale=scales)
 def test_table(function: Callable[[float], float], input_scale: Fraction, output_scale: Fraction) -> None:
     scales = float(input_scale), float(output_scale)
-    result = numerics.table(function, *scales, INT8, INT8)
+    result = numerics.table(function, *(Grid(INT8, torch.tensor(scale)) for scale in scales))
     assert result.dtype == torch.int8
     assert result.tolist() == oracle.table(function, *scales, range(-128, 128), -128, 127)
 
 
 def test_table_rounds_half_up_and_saturates() -> None:
-    assert numerics.table(lambda x: x / 2, 1.0, 1.0, INT4, INT8).tolist() == [-4, -3, -3, -2, -2, -1, -1, 0, 0, 1, 1, 2, 2, 3, 3, 4]
-    assert numerics.table(lambda x: x * 100, 1.0, 1.0, INT4, INT8).tolist() == [-128] * 7 + [-100, 0, 100] + [127] * 6
-    wide = numerics.table(math.exp, 1.0, 1.0, INT16, INT16)  # overflows float64 at the far end
+    assert numerics.table(lambda x: x / 2, Grid(INT4, ONE), Grid(INT8, ONE)).tolist() == [
+        -4,
+        -3,
+        -3,
+        -2,
+        -2,
+        -1,
+        -1,
+        0,
+        0,
+        1,
+        1,
+        2,
+        2,
+        3,
+        3,
+        4,
+    ]
+    assert numerics.table(lambda x: x * 100, Grid(INT4, ONE), Grid(INT8, ONE)).tolist() == [-128] * 7 + [-100, 0, 100] + [127] * 6
+    wide = numerics.table(math.exp, Grid(INT16, ONE), Grid(INT16, ONE))  # overflows float64 at the far end
     assert wide.dtype == torch.int16
     assert wide.shape == (65536,)
     assert wide[-1] == 32767

@@ -18,7 +18,18 @@ from fxquant.arithmetic import Arithmetic
 from fxquant.backends.bpu import FIXED, REAL
 from fxquant.errors import AccumulatorOverflow
 from fxquant.lowering import EagerLowering, Quantized
-from fxquant.numerics import INT8, INT16, WEIGHT_INT8, FixedRequantization, IntType, Ratio, fixed_requantization, real_multiplier, table
+from fxquant.numerics import (
+    INT8,
+    INT16,
+    WEIGHT_INT8,
+    FixedRequantization,
+    Grid,
+    IntType,
+    Ratio,
+    fixed_requantization,
+    real_multiplier,
+    table,
+)
 from fxquant.ops.arithmetic import lower_add
 from fxquant.ops.join import _lower_cat
 from fxquant.ops.linear import PRODUCT
@@ -348,7 +359,7 @@ def test_quantize(numbers: list[float], scale: Fraction, dtype: IntType) -> None
     result = boundary.quantize(input, float32(scale), dtype.low, dtype.high, dtype.storage)
     assert result.dtype == dtype.storage
     assert result.tolist() == expected
-    floating = boundary.quantized_value(input, float32(scale), dtype.low, dtype.high)
+    floating = Grid(dtype, float32(scale)).quantize(input)
     assert floating.dtype == torch.float32
     assert floating.tolist() == expected
     assert torch.equal(input.nan_to_num(), before.nan_to_num())
@@ -426,7 +437,7 @@ def test_lookup(seed: int, types: tuple[IntType, IntType]) -> None:
 
 
 def test_lookup_of_a_table() -> None:
-    entries = table(lambda x: x, 1.0, 1.0, INT8, INT8)
+    entries = table(lambda x: x, Grid(INT8, torch.ones(())), Grid(INT8, torch.ones(())))
     assert torch.equal(elementwise.lookup(EVERY_INT8, entries), EVERY_INT8)
 
 
@@ -540,7 +551,7 @@ def lowering(arithmetic: Arithmetic, scale: Fraction, intermediate: Fraction | N
 
 
 def quantized(integers: Tensor, scale: Fraction) -> Quantized:
-    return Quantized(integers.float(), float32(scale), INT8, tuple(integers.shape))
+    return Quantized(integers.float(), Grid(INT8, float32(scale)), tuple(integers.shape))
 
 
 both_arithmetics = pytest.mark.parametrize("arithmetic", [FIXED, REAL], ids=lambda arithmetic: arithmetic.name)

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.graph import notes, qparams, resolve
-from fxquant.numerics import INT8, INT16, WEIGHT_INT8, WEIGHT_INT16, accumulator_bound, table
+from fxquant.numerics import INT8, INT16, WEIGHT_INT8, WEIGHT_INT16, Grid, accumulator_bound, table
 from fxquant.ops import unary, weighted
-from fxquant.primitives import accumulate, elementwise, requantize, transposed
+from fxquant.primitives import accumulate, elementwise, product, requantize, transposed
 from fxquant.quantization.observers import MinMaxObserver
 from tests import contract
 from tests.contract import compiled, graph_values
@@ -63,11 +63,11 @@ def said(integer: Any, key: str) -> list[str]:
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)
-@given(st.integers(1, 4000), st.sampled_from([4, 8, 13, 16]), st.sampled_from([WEIGHT_INT8, WEIGHT_INT16]))
+@given(st.integers(1, 4000), st.sampled_from([4, 8, 9, 13, 16]), st.sampled_from([WEIGHT_INT8, WEIGHT_INT16]))
 def test_a_cut_keeps_every_sum_of_parts_below_2_24_and_is_the_smallest(inputs: int, bits: int, dtype: Any) -> None:
     weight = torch.full((1, inputs), float(dtype.high))
     weight[0, ::3] *= -1
-    cut = weighted._cut(weight, bits, dtype)
+    cut = weighted._cut(weight, 2 ** (bits - 1), dtype)
     parts = accumulate.split(weight, cut.weight_parts, cut.weight_bits)
     assert cut.parts * cut.bits >= bits
     assert cut.weight_parts * cut.weight_bits >= dtype.bits
@@ -295,5 +295,18 @@ def test_a_table_made_from_tensors_is_the_one_made_element_by_element(name: str,
         s_in, s_out = 2.0 ** round(math.log2(s_in)), 2.0 ** round(math.log2(s_out))
     on_tensors, exact = UNARY[name]
     for input_type, output_type in ((INT16, INT16), (INT8, INT16), (INT16, INT8)):
-        slow = table(exact, s_in, s_out, input_type, output_type)
-        assert torch.equal(table(exact, s_in, s_out, input_type, output_type, on_tensors), slow)
+        grids = Grid(input_type, torch.tensor(s_in)), Grid(output_type, torch.tensor(s_out))
+        assert torch.equal(table(exact, *grids, on_tensors), table(exact, *grids))
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "nash-e", "x86"])
+def test_a_slope_so_steep_that_products_reach_2_23_is_exact(target: str, tmp_path: Path) -> None:
+    layer, x = nn.PReLU(init=3e5), torch.randn(8, 4)
+    prepared, integer = compiled(layer, [x], target)
+    (rectified,) = (node.name for node in integer.graph.nodes if node.target is product.rectify)
+    assert int(graph_values(integer, x)[rectified].abs().max()) > 2**23
+    contract.assert_validate_is_integer(prepared, integer, x)
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(x,)])
+    layer.weight.data.fill_(1e8)
+    with pytest.raises(fxq.AccumulatorOverflow, match="the product of output channel 0"):
+        compiled(layer, [x], target)

@@ -243,7 +243,7 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
     "ActivationConfig": (
         lambda w: (fxq.ActivationConfig, {}),
         {
-            "dtype": [None, "", "int7", "INT8", 8, [], True, torch.float32, torch.uint8, int, Colour.RED],
+            "dtype": ["", "int7", "INT8", "quint8", 8, [], True, torch.float32, int, Colour.RED],
             "observer": [
                 None, 5, "max", "", [], int, nn.Linear, nn.Identity(), fxq.Observer, fxq.Observer(), lambda x: x, lambda: 5,
                 functools.partial(fxq.PercentileObserver, 101),
@@ -252,6 +252,7 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
             "threshold": NUMBERS,
             "training": [None, "", "learn", True, 5, []],
             "power_of_two": [*FLAGS, None],
+            "zero_point": ["", "3", 1.5, True, [], -1, 256],
         },
     ),
     "WeightConfig": (

@@ -1,13 +1,21 @@
-"""Processors: symmetric int8 with float32 requantization, as onnxruntime's integer operators compute it."""
+"""Processors: affine uint8 activations with float32 requantization, as onnxruntime's integer operators compute it."""
 
 from fxquant.arithmetic import RealArithmetic
 from fxquant.target import Target
 
 REAL = RealArithmetic("real")
-ACTIVATIONS = ("int4", "int8", "int32")
+ACTIVATIONS = ("uint8", "int8", "int4", "int32")
 WEIGHTS = ("int4", "int8")
 
 TARGETS = (
-    Target("x86", "x86 processors: a weight scale for each output channel", REAL, ACTIVATIONS, WEIGHTS),
-    Target("qnnpack", "ARM processors: one weight scale for each layer", REAL, ACTIVATIONS, WEIGHTS, per_channel_weights=False),
+    Target("x86", "x86 processors: a weight scale for each output channel", REAL, ACTIVATIONS, WEIGHTS, default_activation="uint8"),
+    Target(
+        "qnnpack",
+        "ARM processors: one weight scale for each layer",
+        REAL,
+        ACTIVATIONS,
+        WEIGHTS,
+        per_channel_weights=False,
+        default_activation="uint8",
+    ),
 )

@@ -12,8 +12,8 @@
                                kind        "quantized", "accumulator" (between two of them) or "float"
                                and of a quantized one
                                scale       a number, or a list along the dimension `axis`, counted from the end
-                               dtype       its range: "int8", "int16", …
-                               storage     the element type it is stored with: "int8", or "uint8" in style "fast"
+                               dtype       its range: "int8", "uint8", "int16", …
+                               storage     the element type it is stored with: "int8", or "uint8" in style "fast" and of an affine tensor
                                zero_point  what stands for 0: real = (stored - zero_point) · scale
     fxquant.float            JSON: why the operators outside of the integer part are there, by name
     fxquant.session_options  JSON: session options of onnxruntime, by name, that the file's numbers rely on where it was written

@@ -157,7 +157,7 @@ class QdqWriter(Writer):
         limits = torch.iinfo(dtype.storage)
         if not limited and (dtype.low, dtype.high) != (limits.min, limits.max):
             value = e.node("Clip", value, e.constant(float(scale * dtype.low)), e.constant(float(scale * dtype.high)))
-        return e.node("QuantizeLinear", value, e.constant(scale), e.constant(0, dtype.storage))
+        return e.node("QuantizeLinear", value, e.constant(scale), e.constant(described.zero_point, dtype.storage))
 
     def _dequantize(self, value: str, described: QParams) -> str:
         e = self.emitter
@@ -165,12 +165,14 @@ class QdqWriter(Writer):
             "DequantizeLinear",
             value,
             e.constant(torch.tensor(described.scale, dtype=torch.float32, device="cpu")),
-            e.constant(0, e.dtype(value)),
+            e.constant(described.zero_point, e.dtype(value)),
         )
 
     def _requantized(self, described: QParams) -> Callable[[str], str]:
         return lambda value: self._dequantize(self._quantized(value, described), described)
 
     def _constant(self, constant: Constant) -> tuple[Tensor, Tensor, int | None]:
-        """The integers of a parameter, the scale or scales, and the axis these run along, counted from the end."""
-        return self.values[self.nodes[constant.node]], torch.tensor(constant.scale, dtype=torch.float32, device="cpu"), constant.axis
+        """The centred integers of a parameter, the scale or scales, and the axis these run along, counted from the end."""
+        integers = self.values[self.nodes[constant.node]]
+        integers = integers.to(torch.int16) - constant.zero_point if constant.zero_point else integers
+        return integers, torch.tensor(constant.scale, dtype=torch.float32, device="cpu"), constant.axis

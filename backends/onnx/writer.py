@@ -18,7 +18,7 @@ from fxquant.backends.onnx.float_export import FloatRegions
 from fxquant.backends.onnx.metadata import write_metadata
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.facts import BatchDim, Size, TensorFact
-from fxquant.graph import annotation, fact, qparams, resolve
+from fxquant.graph import annotation, fact, qparams, resolve, zero_point
 from fxquant.primitives import PRIMITIVES, Primitive
 from fxquant.primitives.boundary import dequantize, quantize
 from fxquant.version import __version__
@@ -184,12 +184,12 @@ class Writer:
             if known.axis is not None:
                 entry.update(axis=known.axis)
         if kind == "quantized":
-            entry.update(storage=str(self.emitter.types[name]).removeprefix("torch."), zero_point=self.zero_point(name))
+            entry.update(storage=str(self.emitter.types[name]).removeprefix("torch."), zero_point=self.zero_point(node, name))
         self.tensors[name] = entry
 
-    def zero_point(self, name: str) -> int:
-        """What stands for 0 in a quantized value."""
-        return 0
+    def zero_point(self, node: fx.Node, name: str) -> int:
+        """What stands for 0 in a node's quantized value, as it is stored under this name."""
+        return zero_point(node)
 
     def _check_input_names(self) -> None:
         inner = {name for node in self.emitter.nodes for name in node.output} | {tensor.name for tensor in self.emitter.initializers}

@@ -134,7 +134,8 @@ def integers_in_and_out(model, prepared, integer, batches, style="exact"):
                 inside = (name, f"{name}_quantize", name.removesuffix("_output"))  # an input; what is stored in another way than inside
                 integers = next(values[node] for node in inside if node in values)
                 kinds = {"int8": torch.int8, "uint8": torch.uint8, "int16": torch.int16, "int32": torch.int32}
-                return (integers.int() + file.tensors[name].get("zero_point", 0)).to(kinds[entry["dtype"]])
+                moved = 0 if integers.dtype == torch.uint8 else file.tensors[name].get("zero_point", 0)
+                return (integers.int() + moved).to(kinds[entry["dtype"]])
 
             found = run({entry["name"]: stored(entry, x) for entry, x in zip(facts["inputs"], batch, strict=True)})
             for entry in facts["outputs"]:

@@ -236,19 +236,22 @@ def _config(lot: random.Random, target: str, common: bool = False) -> Config:
         return Config()
     known = backends.get(target)
     activations = [dtype for dtype in known.activations if dtype != "int32"] * 8 + ([] if common else ["int32", "int16"])
-    edge = _activation(lot, activations) if lot.random() < 0.2 else {}
-    return Config(_activation(lot, activations), _weight(lot, known.weights), edge)
+    default = known.default_activation
+    edge = _activation(lot, activations, default) if lot.random() < 0.2 else {}
+    return Config(_activation(lot, activations, default), _weight(lot, known.weights), edge)
 
 
-def _activation(lot: random.Random, dtypes: Sequence[str]) -> Settings:
+def _activation(lot: random.Random, dtypes: Sequence[str], default: str) -> Settings:
     found: Settings = {}
-    if (dtype := lot.choice([*dtypes, *["int8"] * len(dtypes)])) != "int8":
+    if (dtype := lot.choice([*dtypes, *[default] * len(dtypes)])) != default:
         found["dtype"] = repr(dtype)
     if lot.random() < 0.4:
         observers = ("MinMaxObserver", "MovingAverageMinMaxObserver", "PercentileObserver")
         found["observer"] = f"fxq.{lot.choice(observers)}"
     if lot.random() < 0.15:
         found[lot.choice(("scale", "threshold"))] = lot.choice(("0.05", "1.0", "0.001", "4.0", "1e-06"))
+        if dtype == "uint8" and "scale" in found:
+            found |= {"dtype": repr(dtype), "zero_point": lot.choice(("0", "1", "77", "128", "255"))}
     if lot.random() < 0.4:
         found["training"] = lot.choice(("'learned'", "'frozen'"))
     if lot.random() < 0.15:

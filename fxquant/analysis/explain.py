@@ -11,6 +11,7 @@ from fxquant.analysis.layers import Layer, layers, left_in_float
 from fxquant.arguments import checked
 from fxquant.frontend import assumptions
 from fxquant.graph import QParams
+from fxquant.numerics import ACTIVATION_TYPES
 
 SHOWN_REASONS = 4  # in the line of the summary; the table has them all
 
@@ -49,7 +50,8 @@ def _scale(grid: QParams | None) -> str:
     if grid is None:
         return ""
     if isinstance(grid.scale, float):
-        return "not calibrated" if math.isnan(grid.scale) else f"{grid.scale:.6g}"
+        zero_point = f", zero point {grid.zero_point}" if ACTIVATION_TYPES[grid.dtype].affine else ""
+        return "not calibrated" if math.isnan(grid.scale) else f"{grid.scale:.6g}{zero_point}"
     return f"{min(grid.scale):.6g}…{max(grid.scale):.6g}" if grid.scale else "its sum's"
 
 

@@ -22,6 +22,7 @@ from fxquant.backends.onnx.runtime import OnnxModel
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.facts import DTYPE_NAMES, TensorFact
 from fxquant.graph import QParams, fact
+from fxquant.numerics import ACTIVATION_TYPES
 from fxquant.quantization.observers import Observer
 from fxquant.quantization.quantizer import Quantizer
 
@@ -30,7 +31,8 @@ from fxquant.quantization.quantizer import Quantizer
 class Row:
     """A quantized tensor.
 
-    scale    one number; one for each channel of a 32-bit output; none where `unknown` says why
+    scale       one number; one for each channel of a 32-bit output; none where `unknown` says why
+    zero_point  the integer that stands for 0; None where the dtype is symmetric
     """
 
     name: str
@@ -39,6 +41,7 @@ class Row:
     scale: tuple[float, ...]
     shape: str
     unknown: str = ""
+    zero_point: int | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,11 @@ class Contents:
         """The scale of every quantized tensor, by name."""
         return {row.name: row.scale for row in self.rows}
 
+    @property
+    def zero_points(self) -> dict[str, int]:
+        """The zero point of every affine tensor, by name."""
+        return {row.name: row.zero_point for row in self.rows if row.zero_point is not None}
+
 
 def read(path: str | os.PathLike[str]) -> Contents:
     """What a file holds: an ONNX file if its name ends so, else a saved model. Raises ExportError if it is neither."""
@@ -91,7 +99,14 @@ def saved_model(path: str | os.PathLike[str]) -> fx.GraphModule:
 def _of_onnx(opened: OnnxModel) -> Contents:
     operators = reading.operators(opened)
     known = [
-        Row(name, operators.get(name, "input"), entry["dtype"], _numbers(entry["scale"]), reading.shape(opened, name))
+        Row(
+            name,
+            operators.get(name, "input"),
+            entry["dtype"],
+            _numbers(entry["scale"]),
+            reading.shape(opened, name),
+            zero_point=_zero_point(entry["dtype"], entry.get("zero_point", 0)),
+        )
         for name, entry in opened.tensors.items()
         if "scale" in entry  # what is quantized on the way to a result has none of its own
     ]
@@ -140,7 +155,12 @@ def _quantized(layer: Layer) -> list[tuple[str, str, QParams]]:
 
 def _row(name: str, operator: str, grid: QParams, shape: str) -> Row:
     unknown = "not calibrated" if isinstance(grid.scale, float) else "its sum's"
-    return Row(name, operator, grid.dtype, tuple(scale for scale in _numbers(grid.scale) if math.isfinite(scale)), shape, unknown)
+    scales = tuple(scale for scale in _numbers(grid.scale) if math.isfinite(scale))
+    return Row(name, operator, grid.dtype, scales, shape, unknown, _zero_point(grid.dtype, grid.zero_point) if scales else None)
+
+
+def _zero_point(dtype: str, zero_point: int) -> int | None:
+    return zero_point if ACTIVATION_TYPES[dtype].affine else None
 
 
 def _numbers(scale: float | Sequence[float]) -> tuple[float, ...]:
@@ -193,7 +213,7 @@ def describe(contents: Contents) -> str:
     lines.extend(f"            {text}" for text in contents.floats)
     if contents.rows:
         cells = [("tensor", "operator", "dtype", "scale", "shape")]
-        cells += [(f"%{row.name}", row.operator, row.dtype, _scale(row.scale) or row.unknown, row.shape) for row in contents.rows]
+        cells += [(f"%{row.name}", row.operator, row.dtype, _grid(row) or row.unknown, row.shape) for row in contents.rows]
         lines += ["", *_aligned(cells)]
     return "\n".join(lines)
 
@@ -208,6 +228,11 @@ def _range(rows: Sequence[Row]) -> str:
 def _scale(values: Sequence[float]) -> str:
     """One scale, or the range of several; empty if there is none."""
     return " to ".join(f"{value:.9g}" for value in dict.fromkeys((min(values), max(values)))) if values else ""
+
+
+def _grid(row: Row) -> str:
+    """The scale or scales, and a zero point."""
+    return _scale(row.scale) + ("" if row.zero_point is None else f", zero point {row.zero_point}")
 
 
 def _aligned(cells: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -235,6 +260,7 @@ def difference(a: Contents, b: Contents) -> str:
     ]
     lines.extend(difflib.unified_diff(a.text.splitlines(), b.text.splitlines(), str(a.path), str(b.path), lineterm="", n=1))
     lines.extend(_different("scale", a.scales, b.scales, (str(a.path), str(b.path)), _scale_difference))
+    lines.extend(_different("zero point", a.zero_points, b.zero_points, (str(a.path), str(b.path)), _number_difference))
     lines.extend(_different("tensor", a.tensors, b.tensors, (str(a.path), str(b.path)), _tensor_difference))
     return "\n".join(lines)
 
@@ -256,6 +282,10 @@ def _scale_difference(a: Sequence[float], b: Sequence[float]) -> str:
         return ""
     count = sum(x != y for x, y in zip(a, b, strict=False)) if len(a) == len(b) > 1 else 0
     return f"{_scale(a) or 'unknown'} | {_scale(b) or 'unknown'}" + (f", in {count} of {len(a)} channels" if count else "")
+
+
+def _number_difference(a: int, b: int) -> str:
+    return "" if a == b else f"{a} | {b}"
 
 
 def _tensor_difference(a: Tensor, b: Tensor) -> str:

@@ -57,4 +57,7 @@ def grid_of(model: fx.GraphModule, node: fx.Node) -> QParams | None:
     module = quantized_operator(model, node)
     if module is None:
         return qparams(node)
-    return QParams(() if module.output.follows_sum else float(module.output.scale), module.output.dtype.name)
+    if module.output.follows_sum:
+        return QParams((), module.output.dtype.name)
+    grid = module.output.grid
+    return QParams(float(grid.scale), grid.type.name, zero_point=grid.zero_point)

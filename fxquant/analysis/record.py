@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from fxquant.analysis.node import grid_of, primitive_of, quantized_operator
 from fxquant.errors import ConfigurationError
-from fxquant.graph import QParams, computes_tensor, resolve
+from fxquant.graph import QParams, computes_tensor, resolve, zero_point
 from fxquant.quantization.batches import bad_batch, model_inputs
 from fxquant.quantization.prepared import quantized_operators
 from fxquant.quantization.state import State
@@ -123,8 +123,8 @@ class GraphForm:
         if kind == FLOAT or (module is not None and real):
             return value.clone()  # float operators may write into their operand
         if module is None:
-            grid = grid_of(self.model, node)
-            return _real(value, grid) if real and grid is not None else value.to(torch.int64)
+            grid, centred = grid_of(self.model, node), value.to(torch.int64) - zero_point(node)
+            return _real(centred, grid) if real and grid is not None else centred
         if module.state is State.FLOAT or module.output.follows_sum:
             return None
         return torch.round(value.double() / module.output.scale.double()).to(torch.int64)

@@ -18,7 +18,7 @@ from fxquant.analysis.node import grid_of
 from fxquant.errors import ConfigurationError
 from fxquant.facts import BatchDim, TensorFact
 from fxquant.graph import fact
-from fxquant.numerics import ACTIVATION_TYPES
+from fxquant.numerics import ACTIVATION_TYPES, IntType
 
 FORMATS = (".npy", ".npz", ".safetensors")
 Named = dict[str, Tensor]
@@ -90,7 +90,12 @@ def _input_ranges(model: fx.GraphModule, node: fx.Node) -> Iterator[float]:
     for user in node.users:
         grid = grid_of(model, user)
         if grid is not None and isinstance(grid.scale, float) and math.isfinite(grid.scale):
-            yield grid.scale * (ACTIVATION_TYPES[grid.dtype].high + 1)
+            yield grid.scale * _reach(ACTIVATION_TYPES[grid.dtype], grid.zero_point)
+
+
+def _reach(dtype: IntType, zero_point: int) -> int:
+    """One more than the largest magnitude on the larger side."""
+    return max(dtype.high - zero_point, zero_point - dtype.low - 1) + 1
 
 
 def _inputs(model: fx.GraphModule) -> list[fx.Node]:

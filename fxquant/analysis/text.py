@@ -18,6 +18,7 @@ from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError
 from fxquant.facts import TensorFact
 from fxquant.graph import annotation, fact, fused, resolve
+from fxquant.numerics import ACTIVATION_TYPES
 
 
 @checked()
@@ -119,7 +120,9 @@ def _quantization(gm: fx.GraphModule, node: fx.Node) -> str:
         return ""
     if spec.dtype is None:
         return "float"
-    scale = f" s={grid.scale:.4g}" if grid is not None and isinstance(grid.scale, float) else ""
+    scale = ""
+    if grid is not None and isinstance(grid.scale, float):
+        scale = f" s={grid.scale:.4g}" + (f" z={grid.zero_point}" if ACTIVATION_TYPES[grid.dtype].affine else "")
     return f"{spec.dtype}{scale}" + ("" if spec.group is None else f" g{spec.group}")
 
 

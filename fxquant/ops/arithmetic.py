@@ -92,7 +92,7 @@ def _lower_sum(lowering: Lowering, terms: dict[str, tuple[Operand, float]], clam
             total = aligned if factor > 0 else lowering.call(elementwise.negate, aligned)
         else:
             total = lowering.call(elementwise.add if factor > 0 else elementwise.subtract, total, aligned)
-        bound = bound + math.ceil(2.0**bits * operand.dtype.magnitude)
+        bound = bound + math.ceil(2.0**bits * operand.grid.magnitude)
     for role, (constant, factor) in constants.items():
         if magnitude:
             held = _held(lowering, role, constant, factor, Ratio((unit,), larger.numerators))
@@ -194,7 +194,7 @@ def _lower_mul(lowering: Lowering, input: Operand, other: Operand, *, clamp: Cla
     left, right = constant_operand(lowering, input, "input"), constant_operand(lowering, other, "other")
     if isinstance(left, Quantized) and isinstance(right, Quantized):
         largest = lowering.prove(
-            torch.tensor(float(left.dtype.magnitude * right.dtype.magnitude), dtype=torch.float64, device="cpu"), "the product"
+            torch.tensor(float(left.grid.magnitude * right.grid.magnitude), dtype=torch.float64, device="cpu"), "the product"
         )
         product = lowering.call(elementwise.multiply, left.value, right.value, largest >= FLOAT32_EXACT)
         return lowering.requantize(product, Ratio((left.scale, right.scale)), clamp)

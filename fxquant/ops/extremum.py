@@ -14,7 +14,6 @@ from fxquant.graph import fact
 from fxquant.lowering import Lowering, Quantized
 from fxquant.ops.record import Operator, Same, register
 from fxquant.primitives import pool, product, shape
-from fxquant.primitives.boundary import quantized_value
 
 # ---- of two tensors -------------------------------------------------------------------------------------------------
 
@@ -33,8 +32,9 @@ def _extremum(
         def integers(operand: Quantized | Tensor, role: str) -> Any:
             if isinstance(operand, Quantized):
                 return lowering.rescale(operand, to, f"{role}_")
-            lowering.describe(role, to.scale)
-            return lowering.constant(role, quantized_value(operand, to.scale, to.dtype.low, to.dtype.high), to.dtype.storage)
+            grid = to.grid
+            lowering.describe(role, grid.scale, zero_point=grid.zero_point)
+            return lowering.constant(role, lowering.stored(grid.quantize(operand), grid), grid.type.storage)
 
         def real(operand: Quantized | Tensor) -> Tensor:
             return operand.real() if isinstance(operand, Quantized) else operand

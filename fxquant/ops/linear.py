@@ -92,7 +92,7 @@ def _lower_matmul(
         input = lowering.quantize_constant(input, "input")
     terms = float(input.shape[-1])  # type: ignore[arg-type]
     long = min(input.dtype.bits, other.dtype.bits) > 8  # two int16 operands have accumulators of 48 bits
-    product_bound = torch.tensor(terms * input.dtype.magnitude * other.dtype.magnitude, dtype=torch.float64, device="cpu")
+    product_bound = torch.tensor(terms * input.grid.magnitude * other.grid.magnitude, dtype=torch.float64, device="cpu")
     largest = lowering.prove(product_bound, "the sum", INT48_MAX if long else INT32_MAX)
     if largest >= FLOAT32_EXACT:
         lowering.note("wide", f"a sum can reach {largest:.0f}, beyond 2^24, so it is formed in float64")

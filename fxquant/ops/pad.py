@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from fxquant.facts import TensorFact
 from fxquant.graph import fact, inherit, set_fact, shape_of, spell, spelling
 from fxquant.lowering import Lowering, Quantized
-from fxquant.numerics import clamp_bound
 from fxquant.ops.record import Operator, Own, Same, operator_of, register
 from fxquant.primitives import shape
 
@@ -62,7 +61,7 @@ def _lower_constant_pad(lowering: Lowering, input: Quantized, margins: list[tupl
     to, padding = lowering.output, [size for pair in reversed(margins) for size in pair]
 
     def exact() -> Any:
-        return _padded(lowering, Quantized(lowering.rescale(input, to, ""), to.scale, to.dtype, input.shape), margins, value)
+        return _padded(lowering, Quantized(lowering.rescale(input, to, ""), to.grid, input.shape), margins, value)
 
     return lowering.result(exact, lambda: pad(input.real(), padding, value=value))
 
@@ -82,8 +81,8 @@ def _padded(lowering: Lowering, input: Quantized, margins: list[tuple[int, int]]
 
 def _padding_integer(input: Quantized, value: float) -> int:
     if math.isinf(value):
-        return input.dtype.high if value > 0 else input.dtype.low
-    return clamp_bound(value, float(input.scale), 0, input.dtype)
+        return input.grid.high if value > 0 else input.grid.low
+    return input.grid.bound(value, 0)
 
 
 def _brings(node: fx.Node, arguments: dict[str, Any]) -> bool:

@@ -195,7 +195,7 @@ def _avg_pool(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized
         counted = {"divisor_override": divisor_override, "count_include_pad": count_include_pad}
         divisor = window_divisor(input.shape, counted, kernel, steps, begin, end)
         largest = lowering.prove(
-            torch.tensor(float(math.prod(kernel) * input.dtype.magnitude), dtype=torch.float64, device="cpu"), "the sum"
+            torch.tensor(float(math.prod(kernel) * input.grid.magnitude), dtype=torch.float64, device="cpu"), "the sum"
         )
         lowering.prove(
             torch.tensor(math.prod(kernel) * 2.0**7, dtype=torch.float64, device="cpu"),
@@ -369,7 +369,7 @@ def _lower_sum(lowering: Lowering, input: Quantized, dim: Any, keepdim: bool, *,
 
 def _lower_total(lowering: Lowering, input: Quantized, dims: list[int], keepdim: bool, divisor: int, clamp: Clamp | None) -> Quantized:
     terms = math.prod(input.shape[d] for d in dims)  # type: ignore[misc]
-    largest = lowering.prove(torch.tensor(float(terms * input.dtype.magnitude), dtype=torch.float64, device="cpu"), "the sum")
+    largest = lowering.prove(torch.tensor(float(terms * input.grid.magnitude), dtype=torch.float64, device="cpu"), "the sum")
     total = lowering.call(pool.sum, input.value, dims, keepdim, largest >= FLOAT32_EXACT)
     count = torch.tensor(float(divisor), dtype=torch.float32, device=input.scale.device)
     return lowering.requantize(total, Ratio((input.scale,), (count,)), clamp)

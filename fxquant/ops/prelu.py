@@ -27,19 +27,21 @@ def prelu(input: Tensor, weight: Tensor, *, clamp: Clamp | None = None) -> Tenso
 def _lower_prelu(lowering: Lowering, input: Quantized, weight: Tensor, *, clamp: Clamp | None = None) -> Quantized:
     """y = requantize(2^n · max(q, 0) + a_c · min(q, 0), s_x · 2^-n / s_y),  a_c = round_half_even(weight_c · 2^n).
 
-    n is the same for all channels: the largest for which no product reaches 2^23 (2^30 for int16), 15 for int8
-    and slopes up to one. What is above zero is exact, so a slope of one is the identity.
+    n is the same for all channels: the largest for which no product reaches 2^23 (2^30 for int16, and where slopes are so steep
+    that none but a negative one would do), 15 for int8 and slopes up to one. What is above zero is exact, so a slope of one is the
+    identity.
     """
     lowering.parameters["its weight"] = weight
-    wide = input.dtype.bits > 8
     if not bool(torch.isfinite(weight).all()):
         raise lowering.not_finite()
-    bits = (30 if wide else 23) - math.frexp(input.dtype.magnitude * max(1.0, float(weight.detach().abs().max())))[1]
+    largest = math.frexp(input.grid.magnitude * max(1.0, float(weight.detach().abs().max())))[1]
+    wide = input.dtype.bits > 8 or largest > 23
+    bits = max((30 if wide else 23) - largest, 0)  # the proof refuses what is steeper still
     real = weight * 2.0**bits
     exact = torch.round(real.detach())
     slopes = straight_through(real, exact) if real.requires_grad else exact
     steepest = exact.double().abs().clamp_min(2.0**bits)
-    lowering.prove(steepest * input.dtype.magnitude, "the product", INT32_MAX if wide else FLOAT32_EXACT - 1)
+    lowering.prove(steepest * input.grid.magnitude, "the product", INT32_MAX if wide else FLOAT32_EXACT - 1)
     shaped = slopes.reshape(-1, *[1] * (len(input.shape) - 2)) if weight.numel() > 1 else slopes.reshape(())
     unit = torch.tensor(2.0**bits, dtype=torch.float64, device=input.scale.device)
     lowering.describe("slope", 1 / unit)

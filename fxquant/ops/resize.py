@@ -107,7 +107,7 @@ def _lower_linear(lowering: Lowering, input: Quantized, axes: list[tuple[int, in
         unchanged = neighbours == tuple((position, 0) for position in range(axis[0]))
         weights = None if unchanged else _weights(neighbours, axis[0], bits, input.scale.device)
         matrices.append(None if weights is None else lowering.constant(role, weights, torch.int32))
-    largest = float(input.dtype.magnitude * 2 ** (bits * (len(matrices) - matrices.count(None))))
+    largest = float(input.grid.magnitude * 2 ** (bits * (len(matrices) - matrices.count(None))))
     wide = largest >= FLOAT32_EXACT
     lowering.prove(
         torch.tensor(largest, dtype=torch.float64, device="cpu"),

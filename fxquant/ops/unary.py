@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from fxquant.graph import fact, is_parameter
 from fxquant.lowering import Lowering, Quantized
-from fxquant.numerics import EVERYTHING, Interval, IntType, table
+from fxquant.numerics import EVERYTHING, Grid, Interval, IntType, table
 from fxquant.ops.record import Operator, operator_of, register
 from fxquant.primitives import elementwise
 
@@ -26,26 +26,26 @@ def _look_up(lowering: Lowering, input: Quantized, name: str, factor: float = 1.
     """The integers of a unary function of factor · input + offset, by a table on the operand's grid."""
 
     def look_up() -> Any:
-        scales = float(input.scale), float(lowering.output.scale)
-        entries = _entries(name, factor, offset, tuple(settings.items()), *scales, input.dtype, lowering.output.dtype).to(
-            input.scale.device
+        to = lowering.output.grid
+        chosen = name, factor, offset, tuple(settings.items())
+        entries = _entries(*chosen, _plain(input.grid), _plain(to)).to(input.scale.device)
+        first = (input.grid.low,) if input.dtype.affine else ()
+        return lowering.call(
+            elementwise.lookup, input.value, lowering.constant("table", lowering.stored(entries, to), to.type.storage), *first
         )
-        return lowering.call(elementwise.lookup, input.value, lowering.constant("table", entries, entries.dtype))
 
     return lowering.result(look_up, lambda: shifted(input.real(), name, factor, offset, settings))
 
 
+PlainGrid = tuple[IntType, float, int]  # type, scale and zero point, which can be a dictionary's key
+
+
+def _plain(grid: Grid) -> PlainGrid:
+    return grid.type, float(grid.scale), grid.zero_point
+
+
 @lru_cache(maxsize=256)  # 64 MiB of int16 tables: while scales stand still, the same ones are asked for at every step
-def _entries(
-    name: str,
-    factor: float,
-    offset: float,
-    settings: tuple[tuple[str, Any], ...],
-    input_scale: float,
-    output_scale: float,
-    input_type: IntType,
-    output_type: IntType,
-) -> Tensor:
+def _entries(name: str, factor: float, offset: float, settings: tuple[tuple[str, Any], ...], input: PlainGrid, output: PlainGrid) -> Tensor:
     """The table of a unary function of factor · x + offset; nobody writes into it."""
     function, exact = UNARY[name]
     chosen = dict(settings)
@@ -56,7 +56,8 @@ def _entries(
     def on_numbers(x: float) -> float:
         return exact(_moved(x, factor, offset), **chosen)
 
-    return table(on_numbers, input_scale, output_scale, input_type, output_type, on_tensors)
+    grids = [Grid(kind, torch.tensor(scale, dtype=torch.float32, device="cpu"), zero_point) for kind, scale, zero_point in (input, output)]
+    return table(on_numbers, *grids, on_tensors)
 
 
 def _moved(x: Any, factor: float, offset: float) -> Any:

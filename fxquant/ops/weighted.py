@@ -28,6 +28,7 @@ from fxquant.numerics import (
     INT32_MAX,
     INT48_MAX,
     SMALLEST_SCALE,
+    Grid,
     IntType,
     Ratio,
     accumulator_bound,
@@ -86,12 +87,12 @@ class Product:
 
 @dataclass(frozen=True)
 class _Layer:
-    """A sum of products from where its weight's integers are known: its operand, with so many bits, and its weight."""
+    """A sum of products from where its weight's integers are known: its operand, of this magnitude at most, and its weight."""
 
     lowering: Lowering
     product: Product
     input: Quantized
-    bits: int
+    magnitude: int
     weight: QuantizedWeight
 
     @property
@@ -106,7 +107,7 @@ class _Layer:
 
     def bound(self, bias: Tensor | None) -> Tensor:
         """The largest |accumulator| that any input can cause, per output channel."""
-        return accumulator_bound(self.weight.integers, bias, 0, 2 ** (self.bits - 1))
+        return accumulator_bound(self.weight.integers, bias, 0, self.magnitude)
 
     def form(self, largest: float, bias: Tensor | None) -> Any:
         """The sum, which can reach `largest`: narrow where float32 is exact, else wide."""
@@ -119,7 +120,7 @@ class _Layer:
         )
         if largest < FLOAT32_EXACT:
             return lowering.call(product.narrow, *operands)
-        cut = [list(_cut(self.weight.integers.detach(), self.bits, dtype))] if product.in_parts else []
+        cut = [list(_cut(self.weight.integers.detach(), self.magnitude, dtype))] if product.in_parts else []
         how = "in parts" if product.in_parts else "in float64"
         lowering.note("wide", f"a sum can reach {largest:.0f}, beyond 2^24, so it is formed {how}")
         return lowering.call(product.wide, *operands, *cut)
@@ -176,25 +177,25 @@ def _least_scale(lowering: Lowering, input: Quantized, bias: Tensor | None, resi
         found.append(least_scale_for_bias(bias, input.scale, bias_limit(input.dtype, lowering.weight.dtype)))
     if residual is not None:
         limit = (_limit(lowering) + 1) // 2
-        found.append(least_scale_for_residual(residual.scale, residual.dtype.magnitude, input.scale, limit))
+        found.append(least_scale_for_residual(residual.scale, residual.grid.magnitude, input.scale, limit))
     return functools.reduce(torch.maximum, found) if found else None
 
 
 def _narrowed(lowering: Lowering, input: Quantized, weight: QuantizedWeight, bias: Tensor | None) -> tuple[Quantized, int]:
-    """The operand and its bits: as it is, or, where int16 sums could exceed the limit, on a scale 2^n larger, by the least n that fits."""
+    """The operand and its magnitude: on a scale 2^n larger where int16 sums could exceed the limit, by the least n that fits."""
     bits = input.dtype.bits
     if bits <= 8:
-        return input, bits
+        return input, input.grid.magnitude
     for n in range(MOST_NARROWED + 1):
         raised = input.scale * 2.0**n
         bias_q = None if bias is None else bias_integers(bias.detach(), raised, weight.scale)
         if float(accumulator_bound(weight.integers, bias_q, 0, 2 ** (bits - 1 - n)).max()) <= _limit(lowering):
             break
     if n == 0:
-        return input, bits
+        return input, input.grid.magnitude
     lowering.note("narrowed", f"its operand gives up {n} of its {bits} bits, so that the sum fits the accumulator")
     value = lowering.call(elementwise.shift_right, input.value, n)
-    return Quantized(value, raised, input.dtype, input.shape), bits - n
+    return Quantized(value, Grid(input.dtype, raised), input.shape), 2 ** (bits - 1 - n)
 
 
 def _live(layer: _Layer, batch_norm: BatchNorm, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -242,7 +243,7 @@ def _residual_multiplier(layer: _Layer, residual: Quantized, steps: tuple[Tensor
     ratio = Ratio((residual.scale,), steps)
     shape = torch.broadcast_shapes(*(factor.shape for factor in steps))  # type: ignore[no-untyped-call]
     multiplier = ratio.rounded(torch.zeros(shape, dtype=torch.int64, device=bound.device))
-    with_residual = bound + multiplier.double() * residual.dtype.magnitude
+    with_residual = bound + multiplier.double() * residual.grid.magnitude
     smallest = min(SMALLEST_RESIDUAL_MULTIPLIER, 2**residual.dtype.bits)
     if int(multiplier.min()) < smallest:
         reason = f"its multiplier falls to {int(multiplier.min())}, below {smallest}"
@@ -282,8 +283,9 @@ def _broadcast(channels: Tensor, trailing: int) -> Tensor:
     return channels.reshape(-1, *[1] * trailing) if channels.numel() > 1 else channels.reshape(())
 
 
-def _cut(integers: Tensor, bits: int, dtype: IntType) -> accumulate.Split:
-    """The fewest parts of an operand of so many bits, and of the weight, for which every sum of parts stays below 2^24."""
+def _cut(integers: Tensor, magnitude: int, dtype: IntType) -> accumulate.Split:
+    """The fewest parts of an operand of this magnitude, and of the weight, for which every sum of parts stays below 2^24."""
+    bits = (magnitude - 1).bit_length() + 1
     largest: dict[int, float] = {}  # Σ|w_j| of the worst part, by the number of the weight's parts
     for parts, weight_parts in sorted(itertools.product(range(1, bits + 1), range(1, dtype.bits + 1)), key=lambda p: (p[0] * p[1], p[1])):
         cut = accumulate.Split(parts, -(-bits // parts), weight_parts, -(-dtype.bits // weight_parts))

@@ -13,7 +13,8 @@ tensor([[14, 31]], dtype=torch.int32)
 >>> primitives.requantize_real(acc, torch.tensor([0.25, 0.5]), -128, 127, torch.int8)
 tensor([[ 4, 16]], dtype=torch.int8)
 
-Quantized tensors are stored in the dtype of their range (int8, int16), accumulators in int32, or int64 beyond that;
+Quantized tensors are stored in the dtype of their range (int8, int16, or uint8 with a zero point, which `centre` takes
+off and what rounds into such a tensor adds), accumulators in int32, or int64 beyond that;
 given the same integers in a floating-point tensor, a primitive returns the same numbers as floats. What is given per
 channel (a multiplier, a shift) is a tensor shaped to broadcast. The parameters of a requantization come from scales
 by `fxquant.numerics.real_multiplier` and `fixed_requantization`. Bounds that a docstring states are the caller's to

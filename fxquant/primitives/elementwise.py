@@ -114,6 +114,16 @@ def widen(input: Tensor) -> Tensor:
     return input if input.is_floating_point() else input.to(torch.int32)
 
 
+def _onnx_centre(e: Emitter, input: str, zero_point: int) -> str:
+    return e.node("Sub", e.node("Cast", input, to=torch.float32), e.constant(float(zero_point)))
+
+
+@primitive(_onnx_centre, kind="accumulator")
+def centre(input: Tensor, zero_point: int) -> Tensor:
+    """q - zero_point: the centred integers of an affine tensor, whose 0 is the real zero, as an accumulator."""
+    return (input if input.is_floating_point() else input.to(torch.int32)) - zero_point
+
+
 def _onnx_negate(e: Emitter, input: str) -> str:
     return e.node("Neg", input if e.dtype(input).is_floating_point else e.node("Cast", input, to=torch.float32))
 
@@ -151,7 +161,7 @@ def shift_right(input: Tensor, bits: int) -> Tensor:
 
 def _onnx_clamp(e: Emitter, input: str, low: int, high: int) -> str:
     dtype = e.dtype(input)
-    if dtype == torch.int8:
+    if dtype in (torch.int8, torch.uint8):
         return e.node("Clip", input, e.constant(low, dtype), e.constant(high, dtype))
     clipped = e.node("Clip", e.node("Cast", input, to=torch.float32), e.constant(float(low)), e.constant(float(high)))
     return e.node("Cast", clipped, to=dtype)
@@ -163,18 +173,23 @@ def clamp(input: Tensor, low: int, high: int) -> Tensor:
     return input.clamp(low, high)
 
 
-def _onnx_lookup(e: Emitter, input: str, table: Tensor) -> str:
+def _onnx_lookup(e: Emitter, input: str, table: Tensor, first: int | None = None) -> str:
+    lowest = _first(table, first)
+
     def body(e: Emitter, x: str, table: str) -> str:
-        offset = e.constant(table_offset, torch.int64)
+        offset = e.constant(-lowest, torch.int64)
         return e.node("Gather", table, e.node("Add", e.node("Cast", x, to=torch.int64), offset))
 
-    table_offset = table.numel() // 2
-    return e.call(f"lookup_{table.numel()}", body, input, e.constant(table))
+    return e.call(f"lookup_{table.numel()}" + ("" if first is None else f"_{-first}"), body, input, e.constant(table))
+
+
+def _first(table: Tensor, first: int | None) -> int:
+    return -(table.numel() // 2) if first is None else first
 
 
 @primitive(_onnx_lookup)
-def lookup(input: Tensor, table: Tensor) -> Tensor:
-    """table[q + half the table's length], for q in the signed range the table covers."""
-    index = input.to(torch.int32) + table.numel() // 2
+def lookup(input: Tensor, table: Tensor, first: int | None = None) -> Tensor:
+    """table[q - first], for q in the range that the table covers from `first` on; None is minus half its length, for a signed range."""
+    index = input.to(torch.int32) - _first(table, first)
     entries = table.index_select(0, index.flatten()).view(input.shape)
     return entries.float() if input.is_floating_point() else entries

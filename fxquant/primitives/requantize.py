@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fxquant.numerics import power_of_two
+from fxquant.primitives.boundary import offset
 from fxquant.primitives.record import Emitter, primitive, stored
 
 
@@ -79,25 +80,29 @@ def requantize_fixed(
     return (value >> right_shift).clamp_(low, high).to(dtype)
 
 
-def _onnx_requantize_real(e: Emitter, accumulator: str, multiplier: Tensor, low: int, high: int, dtype: torch.dtype) -> str:
+def _onnx_requantize_real(
+    e: Emitter, accumulator: str, multiplier: Tensor, low: int, high: int, dtype: torch.dtype, zero_point: int = 0
+) -> str:
     width = e.dtype(accumulator)
 
-    def body(e: Emitter, x: str, multiplier: str, low: str, high: str) -> str:
+    def body(e: Emitter, x: str, multiplier: str, low: str, high: str, *zero_point: str) -> str:
         x = x if width == torch.float32 else e.node("Cast", x, to=torch.float32)
         # The accumulator is a whole number, so the first Round changes nothing: it is a barrier that keeps
         # the runtime from multiplying the constant into the weights.
         x = e.node("Mul", e.node("Round", x), multiplier)
-        return e.node("Cast", e.node("Clip", e.node("Round", x), low, high), to=dtype)
+        x = e.node("Clip", e.node("Round", x), low, high)
+        return e.node("Cast", e.node("Add", x, zero_point[0]) if zero_point else x, to=dtype)
 
-    name = f"requantize_real_{str(width).removeprefix('torch.')}_{str(dtype).removeprefix('torch.')}"
-    return e.call(name, body, accumulator, e.constant(multiplier), e.constant(float(low)), e.constant(float(high)))
+    name = f"requantize_real_{str(width).removeprefix('torch.')}_{str(dtype).removeprefix('torch.')}{'_offset' * bool(zero_point)}"
+    operands = e.constant(multiplier), e.constant(float(low)), e.constant(float(high))
+    return e.call(name, body, accumulator, *operands, *offset(e, zero_point))
 
 
 @primitive(_onnx_requantize_real)
-def requantize_real(accumulator: Tensor, multiplier: Tensor, low: int, high: int, dtype: torch.dtype) -> Tensor:
-    """clip(round_half_even(float32(acc) · multiplier), low, high): one float32 product, rounded once."""
-    value = accumulator.float() * multiplier
-    return stored(value.round_().clamp_(low, high), accumulator, dtype)
+def requantize_real(accumulator: Tensor, multiplier: Tensor, low: int, high: int, dtype: torch.dtype, zero_point: int = 0) -> Tensor:
+    """clip(round_half_even(float32(acc) · multiplier), low, high) + zero_point: one float32 product, rounded once."""
+    value = (accumulator.float() * multiplier).round_().clamp_(low, high)
+    return stored(value.add_(zero_point) if zero_point else value, accumulator, dtype)
 
 
 def _onnx_accumulator_output(e: Emitter, accumulator: str) -> str:

@@ -101,7 +101,7 @@ def tile(input: Tensor, repeats: list[int]) -> Tensor:
 def _onnx_pad(e: Emitter, input: str, begin: list[int], end: list[int], value: int) -> str:
     dtype = e.dtype(input)
     pads = _vector(e, [*begin, *end])
-    if dtype == torch.int8:
+    if dtype in (torch.int8, torch.uint8):
         return e.node("Pad", input, pads, e.constant(value, dtype))
     # onnxruntime pads no int16.
     padded = e.node("Pad", e.node("Cast", input, to=torch.float32), pads, e.constant(float(value)))

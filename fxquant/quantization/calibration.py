@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import index
 from typing import Any
 
 import torch
@@ -71,12 +72,20 @@ def owned_quantizers(operator: QuantizedOperator) -> list[Quantizer]:
     return ([operator.output] if operator.owns_output else []) + ([operator.intermediate] if operator.intermediate is not None else [])
 
 
-def _scales(value: Any) -> dict[str, float]:
-    """Names with numbers; whether the numbers can be scales is told by name."""
-    named = isinstance(value, Mapping) and all(isinstance(name, str) and name for name in value)
-    if not named or any(isinstance(scale, str | bytes | bool) for scale in value.values()):
+def _scales(value: Any) -> dict[str, tuple[float, int | None]]:
+    """Names with numbers, and with zero points where they are given; whether they can be such is told by name."""
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) and name for name in value):
         raise TypeError
-    return {name: float(scale) for name, scale in value.items()}
+    return {name: _scale(scale) for name, scale in value.items()}
+
+
+def _scale(value: Any) -> tuple[float, int | None]:
+    if isinstance(value, tuple):
+        scale, zero_point = value
+        return _scale(scale)[0], index(zero_point)
+    if isinstance(value, str | bytes | bool):
+        raise TypeError
+    return float(value), None
 
 
 def _select(operators: Mapping[str, QuantizedOperator], names: list[str]) -> list[QuantizedOperator]:
@@ -190,14 +199,17 @@ def _all_or_nothing(prepared: nn.Module) -> Iterator[None]:
 
 
 @checked()
-def qparams(prepared: nn.Module) -> dict[str, float]:
+def qparams(prepared: nn.Module) -> dict[str, float | tuple[float, int]]:
     """The scale of every operator's output by node name, NaN where it is not known yet, or is that of a 32-bit sum.
+
+    Of a uint8 output it is a pair: the scale and the zero point.
 
     Where a residual is fused into an operator, what it is added to has a scale too, "name.intermediate", for when it cannot be
     added in the accumulator.
     """
     require_prepared(prepared)
-    return {name: float(quantizer.scale) for name, quantizer in _by_name(quantized_operators(prepared)).items()}
+    grids = {name: quantizer.grid for name, quantizer in _by_name(quantized_operators(prepared)).items()}
+    return {name: (float(grid.scale), grid.zero_point) if grid.type.affine else float(grid.scale) for name, grid in grids.items()}
 
 
 def _by_name(operators: Mapping[str, QuantizedOperator]) -> dict[str, Quantizer]:
@@ -211,8 +223,10 @@ def _by_name(operators: Mapping[str, QuantizedOperator]) -> dict[str, Quantizer]
 
 
 @checked(scales=Kind("a dict of scales, positive and finite numbers, by module path or node name", _scales))
-def set_qparams(prepared: nn.Module, scales: Mapping[str, float]) -> None:
+def set_qparams(prepared: nn.Module, scales: Mapping[str, float | tuple[float, int]]) -> None:
     """Fix scales by module path or by the names of `qparams`; they no longer follow any observation.
+
+    A pair is a scale and a zero point, as `qparams` gives it of a uint8 output; with a scale alone its zero point stays.
 
     Only what is named is fixed: where a residual is fused into an operator, what it is added to goes on with its own statistics.
 
@@ -221,8 +235,9 @@ def set_qparams(prepared: nn.Module, scales: Mapping[str, float]) -> None:
     require_prepared(prepared)
     operators = quantized_operators(prepared)
     named = _by_name(operators)
-    chosen: list[tuple[Quantizer, float]] = []
-    for name, scale in scales.items():
+    given: Mapping[str, tuple[float, int | None]] = scales  # type: ignore[assignment]  # as `_scales` has made them
+    chosen: list[tuple[str, Quantizer, tuple[float, int | None]]] = []
+    for name, (scale, zero_point) in given.items():
         if not 0 < scale < float("inf"):
             raise ConfigurationError(
                 f"the scale {scale} for {name!r} is not usable",
@@ -236,7 +251,7 @@ def set_qparams(prepared: nn.Module, scales: Mapping[str, float]) -> None:
                 remedy="pass a scale that is of the size of the tensor's values",
             )
         if name.endswith(INTERMEDIATE) and name in named:
-            chosen.append((named[name], float(scale)))
+            chosen.append((name, named[name], (scale, zero_point)))
             continue
         for operator in _select(operators, [name]):
             if operator.output.follows_sum:
@@ -245,9 +260,17 @@ def set_qparams(prepared: nn.Module, scales: Mapping[str, float]) -> None:
                     because=f"%{operator.name} has a 32-bit output, whose scale is that of its weight and its input",
                     remedy="give it an int8 or int16 output, or leave it out",
                 )
-            chosen.append((operator.output, scale))
-    for quantizer, scale in chosen:
-        quantizer.set_scale(scale)
+            chosen.append((name, operator.output, (scale, zero_point)))
+    for name, quantizer, (_, zero_point) in chosen:
+        dtype = quantizer.dtype
+        if zero_point is not None and not (dtype.affine and dtype.low <= zero_point <= dtype.high):
+            raise ConfigurationError(
+                f"the zero point {zero_point} for {name!r} is not usable",
+                because=f"%{quantizer.name} is {dtype}" + (f", {dtype.low} to {dtype.high}" if dtype.affine else ", which is symmetric"),
+                remedy="pass one of these" if dtype.affine else "pass its scale alone",
+            )
+    for _, quantizer, (scale, zero_point) in chosen:
+        quantizer.set_scale(scale, zero_point)
 
 
 @checked(scales=FLAG, batch_norm=FLAG)

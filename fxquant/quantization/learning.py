@@ -7,7 +7,8 @@ number v on a scale s, with q = clip(round(v / s), low, high) and v̂ = q · s:
     ∂v̂/∂s = q - v/s where low ≤ v/s ≤ high, q elsewhere
 
 The gradient of s is summed over the numbers that share it and multiplied by 1 / sqrt(n · high), n being the size of
-the tensor, which keeps its steps in proportion to those of the weights.
+the tensor, which keeps its steps in proportion to those of the weights. On an affine grid q and the limits are centred, the zero point
+is held, and -low - 1 takes the place of high where it is larger.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxquant.numerics import SMALLEST_SCALE, IntType
+from fxquant.numerics import SMALLEST_SCALE, Grid, IntType
 
 
 class TrainableScale(nn.Module):
@@ -132,7 +133,8 @@ class _LearnedStep(torch.autograd.Function):
         of_value = (of_real * inside).to(value.dtype) if ctx.needs_input_grad[0] else None
         of_scale = (of_real * (exact - real * inside)).sum_to_size(scale.shape).reshape(ctx.shape)
         of_exact = gradient if ctx.needs_input_grad[1] else None
-        return of_value, of_exact, None, (of_scale * unit / (value.numel() * ctx.high) ** 0.5).float(), None, None, None
+        steps = value.numel() * max(ctx.high, -ctx.low - 1)
+        return of_value, of_exact, None, (of_scale * unit / steps**0.5).float(), None, None, None
 
 
 class _TransformedLearnedStep(torch.autograd.Function):
@@ -154,7 +156,7 @@ class _TransformedLearnedStep(torch.autograd.Function):
 
 
 def learned_step(
-    value: Tensor, exact: Tensor, scale: Tensor, trained: TrainableScale, dtype: IntType, factor: Tensor | float = 1
+    value: Tensor, exact: Tensor, scale: Tensor, trained: TrainableScale, limits: IntType | Grid, factor: Tensor | float = 1
 ) -> Tensor:
     """`exact`, the integers of `value` on `scale`, bit for bit, with LSQ's gradients to `value` and to the trained scale.
 
@@ -164,5 +166,5 @@ def learned_step(
     """
     unit = factor / trained.base_scale
     function = _TransformedLearnedStep if torch._C._are_functorch_transforms_active() else _LearnedStep
-    result: Tensor = function.apply(value, exact, scale, trained.growth, unit, dtype.low, dtype.high)  # type: ignore[no-untyped-call]
+    result: Tensor = function.apply(value, exact, scale, trained.growth, unit, limits.low, limits.high)  # type: ignore[no-untyped-call]
     return result

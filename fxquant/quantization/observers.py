@@ -1,7 +1,7 @@
-"""Observers: they watch a tensor's values and say which scale covers them.
+"""Observers: they watch a tensor's values and say which scale, or which interval, covers them.
 
 An observer streams: it holds a few numbers however many batches pass. Writing another is a class with
-`observe` and `scale`.
+`observe` and `scale`, and with `interval` if affine dtypes are to make use of their zero point.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from fxquant.arguments import checked
-from fxquant.numerics import IntType, scale_from_range
+from fxquant.numerics import INT8, IntType, grid_from_range, scale_from_range
 
 
 class Observer(nn.Module):
-    """What every observer offers. `observed` is False until the first batch."""
+    """What every observer offers. `observed` is False until the first batch.
+
+    signed   whether `interval` will be asked for, so that negative and positive values are to be told apart
+    """
 
     count: Tensor
+    signed = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,6 +41,14 @@ class Observer(nn.Module):
     def scale(self, dtype: IntType) -> Tensor:
         """The float32 scale for what was observed."""
         raise NotImplementedError
+
+    def interval(self, dtype: IntType) -> tuple[Tensor, Tensor]:
+        """The interval of real numbers, float32, that the integers of an affine dtype should stand for.
+
+        Here: what int8 would stand for with this observer's scale; the zero point is then 128.
+        """
+        scale = self.scale(INT8)
+        return scale * INT8.low, scale * INT8.high
 
     def follower(self) -> MinMaxObserver:
         """The observer of the range that this one's scale follows in state TRAIN. Here: a moving average."""
@@ -72,6 +84,11 @@ class MinMaxObserver(Observer):
         """The largest magnitude of the range."""
         return torch.maximum(self.low.abs(), self.high.abs())
 
+    @property
+    def ends(self) -> Tensor:
+        """The range, widened to hold 0: float32 of shape (2,)."""
+        return torch.stack((self.low.clamp_max(0.0), self.high.clamp_min(0.0)))
+
     def observe(self, value: Tensor) -> None:
         self.take(value, *finite_range(value))
 
@@ -84,6 +101,10 @@ class MinMaxObserver(Observer):
 
     def scale(self, dtype: IntType) -> Tensor:
         return scale_from_range(self.low, self.high, dtype)
+
+    def interval(self, dtype: IntType) -> tuple[Tensor, Tensor]:
+        low, high = self.ends
+        return low, high
 
     def follower(self) -> MinMaxObserver:
         return MinMaxObserver()
@@ -136,11 +157,13 @@ class HistogramObserver(Observer):
     Magnitudes are counted in bins over [0, reach]. A larger value doubles the reach, as often as needed, by
     joining neighbouring bins, so counts stay exact and memory constant however many batches pass. Of a tensor of
     twice `sample` elements or more that many are counted (see `sampled`); its largest magnitude is always taken from all of it.
+    Where an interval is wanted, those of negative values are counted a second time, on their own.
     """
 
     largest: Tensor
     reach: Tensor
     counts: Tensor
+    negative: Tensor
 
     @checked()
     def __init__(self, bins: int = 2048, sample: int = 2**18) -> None:
@@ -149,6 +172,7 @@ class HistogramObserver(Observer):
         self.register_buffer("largest", torch.zeros((), dtype=torch.float32, device="cpu"))
         self.register_buffer("reach", torch.zeros((), dtype=torch.float32, device="cpu"))
         self.register_buffer("counts", torch.zeros(bins, dtype=torch.float64, device="cpu"))
+        self.register_buffer("negative", torch.zeros(bins, dtype=torch.float64, device="cpu"))
 
     def observe(self, value: Tensor) -> None:
         self.take(value, *finite_range(value))
@@ -157,9 +181,12 @@ class HistogramObserver(Observer):
         """Take in a batch whose range is known."""
         largest = torch.maximum(low.abs(), high.abs())
         self._grow(float(largest))
-        flat = sampled(value.detach(), self.sample).float().abs()
-        if float(self.reach) > 0:
-            self.counts += torch.histc(flat, self.bins, 0.0, float(self.reach)).double() * (value.numel() / flat.numel())
+        values = sampled(value.detach(), self.sample).float()
+        reach, share = float(self.reach), value.numel() / values.numel()
+        if reach > 0:
+            self.counts += torch.histc(values.abs(), self.bins, 0.0, reach).double() * share
+        if reach > 0 and self.signed and (below := -values[values < 0]).numel():
+            self.negative += torch.histc(below, self.bins, 0.0, reach).double() * share
         self.largest.copy_(torch.maximum(self.largest, largest))
         self.count += 1
 
@@ -168,9 +195,10 @@ class HistogramObserver(Observer):
         if float(self.reach) == 0:
             self.reach.fill_(largest)
         while float(self.reach) < largest:
-            joined = self.counts.view(-1, 2).sum(1)
-            self.counts.zero_()
-            self.counts[: self.bins // 2] = joined
+            for counts in (self.counts, self.negative):
+                joined = counts.view(-1, 2).sum(1)
+                counts.zero_()
+                counts[: self.bins // 2] = joined
             self.reach *= 2
 
     def threshold(self, dtype: IntType) -> Tensor:
@@ -186,15 +214,45 @@ class HistogramObserver(Observer):
         threshold = self.threshold(dtype).float() if float(self.largest) > 0 else self.largest
         return scale_from_range(-threshold, threshold, dtype)
 
+    def _ends(self) -> tuple[Tensor, Tensor]:
+        """The smallest and the largest value, as far as bins tell, float32; 0 is between them."""
+        edges = torch.arange(1, self.bins + 1, device=self.counts.device, dtype=torch.float64) * (self.reach.double() / self.bins)
+        low, high = ((edges * (counts > 0)).max().float().clamp_max(self.largest) for counts in (self.negative, self._positive()))
+        return -low, high
+
+    def _positive(self) -> Tensor:
+        return (self.counts - self.negative).clamp_min(0)
+
+    def interval(self, dtype: IntType) -> tuple[Tensor, Tensor]:
+        """The one with the least squared error: each end in turn is the best of 128 fractions of the range's, twice."""
+        ends = list(self._ends())
+        if float(self.largest) == 0:
+            return ends[0], ends[1]
+        centres = (torch.arange(self.bins, device=self.counts.device, dtype=torch.float64) + 0.5) * (self.reach.double() / self.bins)
+        points, counts = torch.cat((-centres, centres)), torch.cat((self.negative, self._positive()))
+        points, counts = points[counts > 0], counts[counts > 0]
+        fractions = torch.arange(1, 129, device=points.device, dtype=torch.float64) / 128
+        whole = tuple(ends)
+        for end in (1, 0, 1, 0):
+            if float(whole[end]) == 0:
+                continue
+            candidates = (fractions * whole[end].double()).float()
+            low, high = (candidates, ends[1]) if end == 0 else (ends[0], candidates)
+            scale, zero = (part.double().unsqueeze(1) for part in grid_from_range(low, high, dtype))
+            quantized = torch.clamp(torch.round(points / scale), dtype.low - zero, dtype.high - zero) * scale
+            ends[end] = candidates[int(((points - quantized).square() * counts).sum(1).argmin())]
+        return ends[0], ends[1]
+
     def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
         """Counts over another reach go to the bins where the middles of theirs lie."""
         reach = torch.stack([state["reach"] for state in states]).max()
         middles = torch.arange(self.bins, device=reach.device, dtype=torch.float64) + 0.5
-        counts = torch.zeros_like(self.counts)
-        for state in states:
-            bins = (middles * (state["reach"].double() / reach.double())).long() if float(reach) > 0 else middles.long()
-            counts.index_add_(0, bins, state["counts"])
-        self.counts.copy_(counts)
+        for name, buffer in (("counts", self.counts), ("negative", self.negative)):
+            counts = torch.zeros_like(buffer)
+            for state in states:
+                bins = (middles * (state["reach"].double() / reach.double())).long() if float(reach) > 0 else middles.long()
+                counts.index_add_(0, bins, state[name])
+            buffer.copy_(counts)
         self.reach.copy_(reach)
         self.largest.copy_(torch.stack([state["largest"] for state in states]).max())
         self.count.copy_(torch.stack([state["count"] for state in states]).sum())
@@ -215,6 +273,12 @@ class PercentileObserver(HistogramObserver):
         reached = torch.cumsum(self.counts, 0) >= self.counts.sum() * (self.percentile / 100)
         upper_edge = (int(reached.to(torch.int8).argmax()) + 1) * (self.reach / self.bins)
         return torch.minimum(upper_edge, self.largest)
+
+    def interval(self, dtype: IntType) -> tuple[Tensor, Tensor]:
+        """The range as far as the threshold reaches to either side, so that the same values are covered."""
+        low, high = self._ends()
+        threshold = self.threshold(dtype).float() if float(self.largest) > 0 else self.largest
+        return torch.maximum(low, -threshold), torch.minimum(high, threshold)
 
     def extra_repr(self) -> str:
         return f"percentile={self.percentile}, bins={self.bins}"

@@ -13,7 +13,6 @@ from fxquant.errors import CalibrationError
 from fxquant.lowering import EagerLowering, Quantized, cannot_be_integers, first_not_finite, limited, named_parameters
 from fxquant.numerics import EVERYTHING, Interval
 from fxquant.ops import Operator, map_operands
-from fxquant.primitives.boundary import quantized_value
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.rounding import straight_through
 from fxquant.quantization.state import State
@@ -137,14 +136,14 @@ class QuantizedOperator(nn.Module):
 
 
 def take_integers(value: Tensor, quantizer: Quantizer) -> Quantized:
-    """The integers of a real tensor on a quantizer's scale, exact where the tensor is integers times that scale."""
+    """The integers of a real tensor on a quantizer's grid, exact where the tensor is integers times that scale."""
     quantizer.require()
-    scale, dtype = quantizer.scale, quantizer.dtype
+    grid = quantizer.grid
     with torch.no_grad():
-        integers = quantized_value(value, scale, dtype.low, dtype.high)
+        integers = grid.quantize(value)
     if value.requires_grad and torch.is_grad_enabled():
-        integers = straight_through((value / scale).clamp(dtype.low, dtype.high), integers)
-    return Quantized(integers, scale, dtype, tuple(value.shape))
+        integers = straight_through((value / grid.scale).clamp(*grid.bounds), integers)
+    return Quantized(integers, grid, tuple(value.shape))
 
 
 def quantized_operators(model: nn.Module) -> dict[str, QuantizedOperator]:

@@ -1,4 +1,4 @@
-"""A quantizer: the dtype and scale of one tensor (or of a group that shares them), and how they are found."""
+"""A quantizer: the grid of one tensor (or of a group that shares it), and how it is found."""
 
 from __future__ import annotations
 
@@ -8,25 +8,31 @@ import torch
 from torch import Tensor, nn
 
 from fxquant.errors import CalibrationError, NotCalibrated, NotFinite
-from fxquant.numerics import INT32, SMALLEST_SCALE, IntType
+from fxquant.numerics import INT32, SMALLEST_SCALE, Grid, IntType, grid_from_range
 from fxquant.quantization.learning import TrainableScale
 from fxquant.quantization.observers import Observer, gathering, observe_together, standard
 from fxquant.quantization.spec import FROZEN, LEARNED, STATISTICS
 
 
 class Quantizer(TrainableScale):
-    """The dtype and the scale of one quantized tensor.
+    """The grid of one quantized tensor: dtype, scale, and of an affine dtype the zero point.
 
     `scale` is a float32 scalar, NaN until it is known. With an observer, calibration finds it; without one it is
-    fixed. `training` says what it does in state TRAIN (see ActivationConfig); `frozen` ends that.
+    fixed. `training` says what it does in state TRAIN (see ActivationConfig); `frozen` ends that. A zero point is found with
+    the scale, and follows "statistics" with it; a "learned" scale has the zero point that calibration found.
 
-    range   the range of the batches, which "statistics" follow; None where the scale is fixed
-    others  the observers, by class, that gather beside this one in calibration, so that what was observed can serve any of fxquant's
-            observers: see `observations`. They have no say in the scale
-    taken   int64 scalar: how many batches the scale has taken in; `range` may have seen more
+    range        the range of the batches, which "statistics" follow; None where the scale is fixed
+    others       the observers, by class, that gather beside this one in calibration, so that what was observed can serve any of fxquant's
+                 observers: see `observations`. They have no say in the scale
+    taken        int64 scalar: how many batches the scale has taken in; `range` may have seen more
+    zero_point   int64 scalar, of affine dtypes: the integer that stands for 0
+    ends         float32 of shape (2,), of affine dtypes: the interval of real numbers that scale and zero point were made for, NaN
+                 where they were given. "statistics" move it, not its rounded image
     """
 
     taken: Tensor
+    zero_point: Tensor
+    ends: Tensor
 
     def __init__(
         self,
@@ -34,6 +40,7 @@ class Quantizer(TrainableScale):
         observer: Observer | None,
         *,
         scale: float | None = None,
+        zero_point: int = 0,
         training: str = STATISTICS,
         power_of_two: bool = False,
         name: str = "",
@@ -51,7 +58,17 @@ class Quantizer(TrainableScale):
         self.paused = False  # whether batches pass by unobserved
         self.name, self.source, self.module_path = name, source, module
         self.register_buffer("taken", torch.zeros((), dtype=torch.int64, device="cpu"))
+        if dtype.affine:
+            self.register_buffer("zero_point", torch.tensor(zero_point, dtype=torch.int64, device="cpu"))
+            self.register_buffer("ends", torch.full((2,), float("nan"), dtype=torch.float32, device="cpu"))
+        if observer is not None:
+            observer.signed = dtype.affine
         self.frozen = False
+
+    @property
+    def grid(self) -> Grid:
+        """The grid of this moment."""
+        return Grid(self.dtype, self.scale, int(self.zero_point) if self.dtype.affine else 0)
 
     @property
     def scale(self) -> Tensor:
@@ -101,9 +118,20 @@ class Quantizer(TrainableScale):
     def update_scale(self) -> None:
         """Set the scale from what was observed since it was set last; unchanged if nothing was, or if it is fixed or frozen."""
         if self.observer is not None and self.observer.observed and not self.frozen and (self.pending or not self.calibrated):
-            self.assign(self.observer.scale(self.dtype))
+            if self.dtype.affine:
+                self._cover(*self.observer.interval(self.dtype))
+            else:
+                self.assign(self.observer.scale(self.dtype))
         if self.range is not None:
             self.taken.copy_(self.range.count)
+
+    @torch.no_grad()
+    def _cover(self, low: Tensor, high: Tensor) -> None:
+        """Make this the interval that the integers of an affine dtype stand for."""
+        scale, zero_point = grid_from_range(low, high, self.dtype)
+        self.ends.copy_(torch.stack((low, high)))
+        self.assign(scale)
+        self.zero_point.copy_(zero_point)
 
     @torch.no_grad()
     def follow(self, value: Tensor) -> None:
@@ -111,7 +139,8 @@ class Quantizer(TrainableScale):
 
         "statistics" multiply the scale by what the largest magnitude of the range is multiplied by: the
         first batch continues where calibration ended, and a threshold below the largest value stays as far below.
-        A scale that no calibration has set is set by this batch.
+        On an affine grid each end of the interval is multiplied by what that end of the range is. A scale that no
+        calibration has set is set by this batch.
         """
         if self.range is None or not self.follows_training:
             return
@@ -119,13 +148,17 @@ class Quantizer(TrainableScale):
             self.observe(value)
             self.update_scale()
         elif self.mode == STATISTICS:
-            before = self.range.largest
+            before, ends_before = self.range.largest, self.range.ends
             try:
                 self.range.observe(value)
             except ValueError as error:
                 raise self._cannot_observe(error) from None
-            moved = (self.base_scale * (self.range.largest / before)).clamp_min(SMALLEST_SCALE)
-            self.base_scale.copy_(torch.where(before > 0, moved, self.range.scale(self.dtype)))
+            if self.dtype.affine:
+                ends = self.range.ends
+                self._cover(*torch.where(ends_before != 0, self.ends * (ends / ends_before), ends))
+            else:
+                moved = (self.base_scale * (self.range.largest / before)).clamp_min(SMALLEST_SCALE)
+                self.base_scale.copy_(torch.where(before > 0, moved, self.range.scale(self.dtype)))
             self.taken.copy_(self.range.count)
 
     def _cannot_observe(self, error: ValueError) -> CalibrationError:
@@ -137,9 +170,11 @@ class Quantizer(TrainableScale):
             remedy="look at the batch and at the layers before this one; what was observed earlier is kept",
         )
 
-    def set_scale(self, scale: float) -> None:
-        """Fix the scale at this value; it follows nothing any more."""
+    def set_scale(self, scale: float, zero_point: int | None = None) -> None:
+        """Fix the scale at this value, and the zero point at this one or at what it is; they follow nothing any more."""
         self.assign(torch.full_like(self.base_scale, scale))
+        if zero_point is not None:
+            self.zero_point.fill_(zero_point)
         self.stop()
 
     def freeze(self) -> None:
@@ -150,6 +185,9 @@ class Quantizer(TrainableScale):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """A scale that was given has no observations; those that are here then stay."""
+        if self.dtype.affine and self.given and not bool(state_dict.get(prefix + "stopped", True)):
+            for name in ("zero_point", "ends"):  # as the scale that was given here stays
+                state_dict[prefix + name] = getattr(self, name).clone()
         if bool(state_dict.get(prefix + "stopped", False)):
             for name, value in self.state_dict(prefix=prefix).items():
                 if name.startswith((prefix + "observer.", prefix + "range.", prefix + "others.")):
@@ -176,7 +214,9 @@ class Quantizer(TrainableScale):
             )
 
     def extra_repr(self) -> str:
-        return f"{self.dtype}, scale={self.scale.item():.6g}{', fixed' if self.observer is None or self.frozen else ', ' + self.mode}"
+        zero_point = f", zero_point={int(self.zero_point)}" if self.dtype.affine else ""
+        mode = "fixed" if self.observer is None or self.frozen else self.mode
+        return f"{self.dtype}, scale={self.scale.item():.6g}{zero_point}, {mode}"
 
 
 def _beside(observer: Observer) -> nn.ModuleDict:

@@ -87,10 +87,11 @@ def result_config(node: fx.Node) -> ActivationConfig:
     assert spec is not None
     chosen: ActivationConfig = spec.config.input if node.target is QUANTIZE.function and spec.config.input else spec.config.output
     if isinstance(demanded, Fixed):
-        return replace(chosen, dtype=demanded.dtype, scale=demanded.scale, threshold=None)
+        return replace(chosen, dtype=demanded.dtype, scale=demanded.scale, threshold=None, zero_point=None)
     if is_inner_part(node):
-        return replace(chosen, dtype=spec.dtype, scale=None, threshold=None)
-    return chosen if chosen.dtype == spec.dtype else replace(chosen, dtype=spec.dtype)
+        return replace(chosen, dtype=spec.dtype, scale=None, threshold=None, zero_point=None)
+    assert spec.dtype is not None
+    return chosen if chosen.dtype == spec.dtype else chosen.of(spec.dtype)
 
 
 def attributes(gm: fx.GraphModule, attached: Mapping[str, Chosen]) -> list[tuple[Rule, Chosen]]:

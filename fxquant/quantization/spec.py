@@ -63,14 +63,19 @@ def _rounding(value: Any) -> type[Rounding]:
     return value
 
 
+ACTIVATION_DTYPE = DTYPE.or_none("the target's default")
 OBSERVER = Kind("a class of observers, an observer that is copied, or a function without arguments that makes one", _observer)
 
 
-@checked_class(dtype=DTYPE, observer=OBSERVER)
+@checked_class(dtype=ACTIVATION_DTYPE, observer=OBSERVER)
 @dataclass(frozen=True)
 class ActivationConfig:
     """How an activation is quantized: dtype, and a scale that is observed, or fixed (directly or by a threshold).
 
+    dtype          "int8", "int4", "int16" are symmetric: 0 stands for 0. "uint8" is affine: an integer q stands for
+                   (q - zero_point) · scale, and the zero point is found with the scale. "int32" is the sum of a last layer as it
+                   stands. None is the target's default: "uint8" for x86 and qnnpack, "int8" for any other
+    zero_point     the zero point of "uint8", given beside a scale; 128 if that alone is, or a threshold
     observer       what finds the scale, each tensor having its own: a class of observers, an observer whose settings are
                    those of all, PercentileObserver(99.9), or any function without arguments that makes one
     training       what an observed scale does in state TRAIN, from the calibrated one on:
@@ -84,15 +89,17 @@ class ActivationConfig:
     and an observer that is given is copied.
     """
 
-    dtype: str = "int8"
+    dtype: str | None = None
     observer: Observer | Callable[[], Observer] = HistogramObserver
     scale: float | None = None
     threshold: float | None = None
     training: str = STATISTICS
     power_of_two: bool = False
+    zero_point: int | None = None
 
     def __post_init__(self) -> None:
-        _check(self.dtype, ACTIVATION_TYPES, "activation")
+        if self.dtype is not None:
+            _check(self.dtype, ACTIVATION_TYPES, "activation")
         _check_training(self.training, (STATISTICS, LEARNED, FROZEN), "an activation's scale")
         if self.scale is not None and self.threshold is not None:
             raise ConfigurationError(
@@ -106,6 +113,7 @@ class ActivationConfig:
                 because="it is the sum as it stands, with the scale of its weight times that of its input",
                 remedy="leave scale and threshold out, or ask for int8 or int16",
             )
+        self._check_zero_point()
         for name, value in (("scale", self.scale), ("threshold", self.threshold)):
             if value is not None and not is_scale(value if name == "scale" else scale_from_threshold(value, self.type)):
                 raise ConfigurationError(
@@ -114,9 +122,40 @@ class ActivationConfig:
                     remedy=f"pass a {name} that is of the size of the tensor's values",
                 )
 
+    def _check_zero_point(self) -> None:
+        if self.zero_point is None:
+            return
+        if self.dtype is None or not self.type.affine:
+            raise ConfigurationError(
+                f"zero_point={self.zero_point} is given for {self.dtype or 'a dtype that is left to the target'}",
+                because="only integers of uint8 have a zero point; those of other dtypes are symmetric",
+                remedy='pass dtype="uint8" with it, or leave it out',
+            )
+        if self.scale is None:
+            raise ConfigurationError(
+                f"zero_point={self.zero_point} is given without a scale",
+                because="both are observed, or both are fixed",
+                remedy="pass scale=… as well, or leave it out",
+            )
+        if not self.type.low <= self.zero_point <= self.type.high:
+            raise ConfigurationError(
+                f"zero_point={self.zero_point} is not usable",
+                because=f"it is one of the integers of {self.dtype}, {self.type.low} to {self.type.high}",
+                remedy="pass one of these",
+            )
+
     @property
     def type(self) -> IntType:
-        return ACTIVATION_TYPES[self.dtype]
+        """Its integers; those of int8 where the dtype is left to the target."""
+        return ACTIVATION_TYPES[self.dtype or "int8"]
+
+    def resolved(self, default: str) -> ActivationConfig:
+        """The same with this dtype where none is given."""
+        return self if self.dtype is not None else replace(self, dtype=default)
+
+    def of(self, dtype: str) -> ActivationConfig:
+        """The same for another dtype; a zero point that this has no use for is left out."""
+        return replace(self, dtype=dtype, zero_point=self.zero_point if ACTIVATION_TYPES[dtype].affine else None)
 
     def new_observer(self) -> Observer:
         """An observer of its own for a tensor."""
@@ -140,6 +179,16 @@ class ActivationConfig:
     def fixed_scale(self) -> float | None:
         """The scale that was asked for; None if it is to be observed."""
         return self.scale if self.threshold is None else scale_from_threshold(self.threshold, self.type)
+
+    @property
+    def fixed_zero_point(self) -> int:
+        """The zero point beside a fixed scale: what was asked for, or the one that covers what int8 does."""
+        return (128 if self.type.affine else 0) if self.zero_point is None else self.zero_point
+
+    @property
+    def fixed_grid(self) -> tuple[float, int] | None:
+        """The scale and zero point that were asked for; None if they are to be observed."""
+        return None if self.fixed_scale is None else (self.fixed_scale, self.fixed_zero_point)
 
 
 @checked_class(dtype=DTYPE, rounding=Kind("a class of roundings, like Nearest: a subclass of Rounding", _rounding))
@@ -204,6 +253,10 @@ class QConfig:
     output: ActivationConfig = field(default_factory=ActivationConfig)
     weight: WeightConfig = field(default_factory=WeightConfig)
     input: ActivationConfig | None = None
+
+    def resolved(self, default: str) -> QConfig:
+        """The same with this dtype for activations that are given none."""
+        return replace(self, output=self.output.resolved(default), input=None if self.input is None else self.input.resolved(default))
 
 
 Chosen = QConfig | None  # None keeps the operator in float

@@ -43,22 +43,23 @@ _NUMBER = (float, int, NoneType)
 RECORDS: Mapping[type, Mapping[str, tuple[type, ...]]] = {
     WeightConfig: {"dtype": (str,), "per_channel": (bool,), "training": (str,), "power_of_two": (bool,), "rounding": (type,)},
     ActivationConfig: {
-        "dtype": (str,),
+        "dtype": (str, NoneType),
         "observer": (type, functools.partial),
         "scale": _NUMBER,
         "threshold": _NUMBER,
         "training": (str,),
         "power_of_two": (bool,),
+        "zero_point": (int, NoneType),
     },
     QConfig: {"output": (ActivationConfig,), "weight": (WeightConfig,), "input": (ActivationConfig, NoneType)},
     Annotation: {"dtype": (str, NoneType), "because": (str,), "config": (QConfig, NoneType), "group": (int, NoneType)},
-    QParams: {"scale": (float, tuple), "dtype": (str,), "axis": (int, NoneType)},
+    QParams: {"scale": (float, tuple), "dtype": (str,), "axis": (int, NoneType), "zero_point": (int,)},
     Reference: {"node": (str,)},
     Part: {"composite": (str,), "role": (str,), "inner": (bool,)},
     Own: {"dtype": (str, NoneType), "shared_where": (str, NoneType)},
     Same: {"operands": (tuple,)},
     Fixed: {"scale": (float,), "dtype": (str,)},
-    Constant: {"node": (str,), "scale": (float, tuple), "axis": (int, NoneType)},
+    Constant: {"node": (str,), "scale": (float, tuple), "axis": (int, NoneType), "zero_point": (int,)},
     Operation: {"name": (str,), "arguments": (dict,), "constants": (dict,), "intermediate": (QParams, NoneType)},
 }
 _RECORDS_BY_NAME = {kind.__name__: kind for kind in RECORDS}
