@@ -46,6 +46,7 @@ class Arithmetic:
 
     primitives: ClassVar[frozenset[Function]] = frozenset()  # with which it requantizes and aligns
     multiplies_by: ClassVar[str] = ""  # what brings an accumulator to a scale, in words
+    adds_zero_points: ClassVar[bool] = False  # whether it requantizes to affine grids
 
     def requantize(
         self,
@@ -146,6 +147,7 @@ class RealArithmetic(Arithmetic):
 
     primitives = frozenset((requantize_real, align_real))
     multiplies_by = "a float32 multiplier"
+    adds_zero_points = True
 
     def requantize(
         self,

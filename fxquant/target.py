@@ -73,5 +73,5 @@ class Target:
     default_activation: str = "int8"
 
     def __post_init__(self) -> None:
-        if self.arithmetic.requantize != "real" and any(ACTIVATION_TYPES[name].affine for name in self.activations):
-            raise ValueError(f"{self.name}: fixed-point requantization adds no zero point, so it has no affine activations")
+        if not self.arithmetic.adds_zero_points and any(ACTIVATION_TYPES[name].affine for name in self.activations):
+            raise ValueError(f"{self.name}: its arithmetic adds no zero point, so it has no affine activations")

@@ -120,18 +120,25 @@ def _integer_bytes(model: fx.GraphModule, node: fx.Node, operator: Operator | No
     itself a weight for each channel.
     """
     module, spec = quantized_operator(model, node), annotation(node)
-    config = module.weight if module is not None else None if spec is None or spec.config is None else spec.config.weight
+    configured = None if spec is None or spec.config is None else spec.config.weight.type
+    dtype = configured if module is None else module.weight_quantizer.dtype
     normalized = values.get("batch_norm") is not None
-    if operator is None or config is None or not (operator.sums or normalized):
+    weight = None if operator is None else operator.weight(**{name: _on_meta(value) for name, value in values.items()})
+    if operator is None or dtype is None or not (operator.sums or normalized or weight is not None):
         return 0
-    result = fact(node)
-    channels = result.shape[1 if operator.weight_channels is None else operator.weight_channels]
+    channels = fact(node).shape[1] if weight is None else len(weight)
     read = [value for name in (WEIGHT, *operator.operands) if isinstance(value := values.get(name), fx.Node) and is_parameter(value)]
     weights = [shape for value in read if (shape := _shape(value)) is not None] + [(channels,)] * (normalized and not operator.sums)
     biases = [(channels,)] * (normalized or values.get(BIAS) is not None)
-    bias = torch.int64 if config.type.bits > 8 else torch.int32
-    stored = [*(TensorFact(shape, config.type.storage) for shape in weights), *(TensorFact(shape, bias) for shape in biases)]
+    bias = torch.int64 if dtype.bits > 8 else torch.int32
+    stored = [*(TensorFact(shape, dtype.storage) for shape in weights), *(TensorFact(shape, bias) for shape in biases)]
     return sum(map(_bytes, stored))
+
+
+def _on_meta(value: Any) -> Any:
+    """A parameter as a tensor without data; anything else as it is."""
+    shape = _shape(value) if isinstance(value, fx.Node) and is_parameter(value) else None
+    return value if shape is None else torch.empty(shape, device="meta")
 
 
 def _float_bytes(model: fx.GraphModule, node: fx.Node) -> int:

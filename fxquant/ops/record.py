@@ -15,9 +15,10 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from fxquant.arithmetic import Arithmetic
 from fxquant.graph import is_parameter, stated_demand
 from fxquant.lowering import Quantized
-from fxquant.numerics import EVERYTHING, Arithmetic, Interval
+from fxquant.numerics import EVERYTHING, Interval
 
 # How the arguments of one spelling become canonical ones, by name; a string is the reason why they cannot.
 Adapt = Callable[..., dict[str, Any] | str]
