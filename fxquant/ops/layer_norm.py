@@ -32,7 +32,7 @@ def layer_norm(
 
 def _expand(
     build: Builder, input: fx.Node, normalized_shape: Sequence[int], weight: fx.Node | None, bias: fx.Node | None, eps: float
-) -> fx.Node:
+) -> Any:
     dims = list(range(-len(normalized_shape), 0))
     centred = build(sub, input, build(mean, input, dims, True, demand=WIDE), demand=WIDE)
     variance = build(mean, build(mul, centred, centred, demand=WIDE), dims, True, demand=WIDE)

@@ -62,6 +62,10 @@ class Parameter:
     name: str
 
 
+def _never_lowered(*_: Any, **__: Any) -> Quantized:
+    raise AssertionError("a composite is expanded before anything is lowered")
+
+
 @dataclass(frozen=True)
 class Operator:
     """One operator.
@@ -73,7 +77,7 @@ class Operator:
     keeps      which of its operand's values its result tells apart, given which of its result's matter: what lies outside the interval
                is as good as its nearer end, so no scale has to cover it. None: all of them, or, on its operand's scale, those that
                matter of its result
-    lower      its integer meaning: lower(lowering, **arguments) -> Quantized; None of a composite, and of no other
+    lower      its integer meaning: lower(lowering, **arguments) -> Quantized; every operator has it but a composite
     expand     a composite's meaning in other operators: expand(build, **arguments) -> the node of its result, or a nest of them;
                `build` is a `composite.Builder`
     functions  the functions that spell it, each with how its arguments become canonical ones (None: by name)
@@ -97,7 +101,7 @@ class Operator:
     name: str
     function: Callable[..., Any]
     operands: tuple[str, ...]
-    lower: Callable[..., Quantized] | None = None
+    lower: Callable[..., Quantized] = _never_lowered
     demand: Demand | Callable[[fx.Node, dict[str, Any]], Demand] = Own()
     expand: Callable[..., Any] | None = None
     keeps: Callable[[dict[str, Any], Interval], Interval] | None = None

@@ -40,12 +40,12 @@ def _exponentials(build: Builder, input: fx.Node, dim: int) -> tuple[fx.Node, fx
     return difference, exponential, build(sum, exponential, [dim], True, demand=WIDE)
 
 
-def _expand_softmax(build: Builder, input: fx.Node, dim: int) -> fx.Node:
+def _expand_softmax(build: Builder, input: fx.Node, dim: int) -> Any:
     _, exponential, total = _exponentials(build, input, dim)
     return build(mul, exponential, build(torch.reciprocal, total, demand=WIDE))
 
 
-def _expand_log_softmax(build: Builder, input: fx.Node, dim: int) -> fx.Node:
+def _expand_log_softmax(build: Builder, input: fx.Node, dim: int) -> Any:
     difference, _, total = _exponentials(build, input, dim)
     return build(sub, difference, build(torch.log, total, demand=WIDE))
 

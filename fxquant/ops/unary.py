@@ -44,6 +44,10 @@ def _plain(grid: Grid) -> PlainGrid:
     return grid.type, float(grid.scale), grid.zero_point
 
 
+def _grid(kind: IntType, scale: float, zero_point: int) -> Grid:
+    return Grid(kind, torch.tensor(scale, dtype=torch.float32, device="cpu"), zero_point)
+
+
 @lru_cache(maxsize=256)  # 64 MiB of int16 tables: while scales stand still, the same ones are asked for at every step
 def _entries(name: str, factor: float, offset: float, settings: tuple[tuple[str, Any], ...], input: PlainGrid, output: PlainGrid) -> Tensor:
     """The table of a unary function of factor · x + offset; nobody writes into it."""
@@ -56,8 +60,7 @@ def _entries(name: str, factor: float, offset: float, settings: tuple[tuple[str,
     def on_numbers(x: float) -> float:
         return exact(_moved(x, factor, offset), **chosen)
 
-    grids = [Grid(kind, torch.tensor(scale, dtype=torch.float32, device="cpu"), zero_point) for kind, scale, zero_point in (input, output)]
-    return table(on_numbers, *grids, on_tensors)
+    return table(on_numbers, _grid(*input), _grid(*output), on_tensors)
 
 
 def _moved(x: Any, factor: float, offset: float) -> Any:
