@@ -352,6 +352,16 @@ def test_the_histogram_finds_the_interval_of_least_error() -> None:
         assert best < 1.01 * error(values, low * less, high * more)
 
 
+def test_observers_on_several_ranks_find_one_interval() -> None:
+    values = skewed()
+    parts = [observed(fxq.HistogramObserver(), part) for part in (values[:7000], values[7000:])]
+    merged = fxq.HistogramObserver()
+    merged.merge([dict(part.named_buffers()) for part in parts])
+    whole = observed(fxq.HistogramObserver(), values)
+    assert float(merged.negative.sum()) == float((values < 0).sum())
+    assert error(values, *merged.interval(UINT8)) <= 1.02 * error(values, *whole.interval(UINT8))
+
+
 def test_a_percentile_covers_its_share() -> None:
     values = skewed()
     low, high = observed(fxq.PercentileObserver(99.0), values).interval(UINT8)
