@@ -327,7 +327,6 @@ def error(values: Tensor, low: Tensor, high: Tensor) -> float:
 
 
 def observed(made: Observer, *batches: Tensor) -> Observer:
-    made.signed = True
     for values in batches:
         made.observe(values)
     return made

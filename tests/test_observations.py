@@ -101,6 +101,8 @@ OTHERS: dict[str, tuple[Any, str]] = {
     "learned": (fxq.QConfig(ACT(training="learned"), fxq.WeightConfig(training="learned")), "nash-e"),
     "powers of two": (fxq.QConfig(ACT(power_of_two=True)), "nash-e"),
     "another arithmetic": (None, "bayes-e"),
+    "with a zero point": (fxq.QConfig(ACT("uint8")), "x86"),
+    "with a zero point that covers everything": (fxq.QConfig(ACT("uint8", observer=fxq.MinMaxObserver)), "x86"),
     "layers of different dtypes": (Mapping(fxq.QConfig(ACT("int16"))).set_module_name("block", fxq.QConfig(ACT("int4"))), "nash-e"),
     "layers in float": (Mapping().set_module_name("block", None).set_module_name("head", None), "nash-e"),
     "a function in float": (Mapping().set_object_type(F.silu, None), "nash-e"),

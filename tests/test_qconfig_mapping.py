@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import logging
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -103,10 +104,10 @@ def test_copies_are_equal(copied: Callable[[Any], Any]) -> None:
 
 
 def test_a_mapping_is_shown_as_it_is_made() -> None:
-    names: dict[str, Any] = {name: getattr(fxq, name) for name in ("ActivationConfig", "QConfig", "QConfigMapping", "WeightConfig")}
-    made = fxq.QConfigMapping(fxq.QConfig(ACT(observer=fxq.MinMaxObserver, scale=0.5)), names={"head": None}, patterns={"stem": None})
-    written = repr(made).replace("<class 'fxquant.quantization.observers.", "").replace("'>", "")
-    assert eval(written, {**names, "MinMaxObserver": fxq.MinMaxObserver, "HistogramObserver": fxq.HistogramObserver}) == made
+    made = fxq.QConfigMapping(fxq.QConfig(ACT(observer=fxq.MinMaxObserver, scale=0.5)), {nn.Linear: WIDE}, {"stem": None}, {"head": None})
+    classes = (nn.Linear, type(made), fxq.QConfig, ACT, fxq.WeightConfig, fxq.MinMaxObserver, fxq.HistogramObserver, WIDE.weight.rounding)
+    written = re.sub(r"<class '[\w.]*\.(\w+)'>", r"\1", repr(made))
+    assert eval(written, {kind.__name__: kind for kind in classes}) == made
 
 
 def told(caplog: pytest.LogCaptureFixture, qconfig: Any) -> list[str]:

@@ -18,13 +18,9 @@ from fxquant.numerics import INT8, IntType, grid_from_range, scale_from_range
 
 
 class Observer(nn.Module):
-    """What every observer offers. `observed` is False until the first batch.
-
-    signed   whether `interval` will be asked for, so that negative and positive values are to be told apart
-    """
+    """What every observer offers. `observed` is False until the first batch."""
 
     count: Tensor
-    signed = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +153,7 @@ class HistogramObserver(Observer):
     Magnitudes are counted in bins over [0, reach]. A larger value doubles the reach, as often as needed, by
     joining neighbouring bins, so counts stay exact and memory constant however many batches pass. Of a tensor of
     twice `sample` elements or more that many are counted (see `sampled`); its largest magnitude is always taken from all of it.
-    Where an interval is wanted, those of negative values are counted a second time, on their own.
+    Those of negative values are counted a second time, on their own, for the dtypes that tell the signs apart.
     """
 
     largest: Tensor
@@ -185,7 +181,7 @@ class HistogramObserver(Observer):
         reach, share = float(self.reach), value.numel() / values.numel()
         if reach > 0:
             self.counts += torch.histc(values.abs(), self.bins, 0.0, reach).double() * share
-        if reach > 0 and self.signed and (below := -values[values < 0]).numel():
+        if float(low) < 0 and (below := -values[values < 0]).numel():
             self.negative += torch.histc(below, self.bins, 0.0, reach).double() * share
         self.largest.copy_(torch.maximum(self.largest, largest))
         self.count += 1

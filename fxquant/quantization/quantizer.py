@@ -61,8 +61,6 @@ class Quantizer(TrainableScale):
         if dtype.affine:
             self.register_buffer("zero_point", torch.tensor(zero_point, dtype=torch.int64, device="cpu"))
             self.register_buffer("ends", torch.full((2,), float("nan"), dtype=torch.float32, device="cpu"))
-        if observer is not None:
-            observer.signed = dtype.affine
         self.frozen = False
 
     @property
