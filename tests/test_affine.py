@@ -16,22 +16,23 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fxquant as fxq
+from fxquant.arithmetic import FixedArithmetic, RealArithmetic
 from fxquant.graph import qparams
 from fxquant.lowering import EagerLowering, Quantized
-from fxquant.numerics import INT8, UINT8, Arithmetic, FixedWidths, Grid, IntType, grid_from_range, table
+from fxquant.numerics import INT8, UINT8, WEIGHT_INT8, FixedWidths, Grid, IntType, grid_from_range, table
 from fxquant.ops import OPERATORS
 from fxquant.primitives import boundary, elementwise, requantize, shape
 from fxquant.quantization.observers import Observer
 from fxquant.quantization.prepared import quantized_operators
 from fxquant.quantization.quantizer import Quantizer
-from fxquant.quantization.spec import WeightConfig
+from fxquant.quantization.weights import WeightQuantizer
 from fxquant.serialization.archive import pack, unpack
 from fxquant.target import Target
 from tests import contract, oracle
 from tests.contract import compiled, graph_values
 
 EXACT = settings(deadline=None, derandomize=True, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
-REAL = Arithmetic("real", requantize="real", final_rounding="half_even")
+REAL = RealArithmetic("real")
 EVERY = torch.arange(256).to(torch.uint8)
 AFFINE = fxq.ActivationConfig("uint8")
 
@@ -99,7 +100,7 @@ def test_requantization_adds_the_zero_point_behind_its_rounding(sums: list[int],
 def lower(name: str, output: tuple[Fraction, int], *operands: Any, **named: Any) -> list[int]:
     """The centred integers that an operator's `lower` gives eagerly."""
     to = Quantizer(UINT8, None, scale=float(output[0]), zero_point=output[1])
-    lowering = EagerLowering("y", REAL, to, None, WeightConfig(), training=False, observing=False, live_batch_norm=False)
+    lowering = EagerLowering("y", REAL, to, None, WeightQuantizer(WEIGHT_INT8), training=False, observing=False, live_batch_norm=False)
     record = next(record for record in OPERATORS.values() if record.name == name)
     result = record.lower(lowering, *operands, **named)
     assert (result.grid.zero_point, result.dtype) == (output[1], UINT8)
@@ -509,7 +510,7 @@ def test_targets_that_are_symmetric_say_so(target: str) -> None:
 
 
 def test_a_target_with_shifts_cannot_be_affine() -> None:
-    fixed = Arithmetic("fixed", "fixed", "half_up", {"int8": FixedWidths(16, 15, True)})
+    fixed = FixedArithmetic("fixed", widths={"int8": FixedWidths(16, 15, True)})
     with pytest.raises(ValueError, match="adds no zero point"):
         Target("own", "an example", fixed, ("uint8", "int8"))
 
@@ -517,6 +518,6 @@ def test_a_target_with_shifts_cannot_be_affine() -> None:
 def test_two_fixed_zero_points_on_one_grid_are_a_conflict() -> None:
     mapping = fxq.QConfigMapping()
     for name, zero_point in (("0", 3), ("1", 4)):
-        mapping.set_module_name(name, fxq.QConfig(fxq.ActivationConfig("uint8", scale=0.5, zero_point=zero_point)))
+        mapping = mapping.set_module_name(name, fxq.QConfig(fxq.ActivationConfig("uint8", scale=0.5, zero_point=zero_point)))
     with pytest.raises(fxq.ScaleConflict, match=r"scale 0\.5 and zero point 4"):
         fxq.prepare(nn.Sequential(nn.Conv2d(3, 3, 1), nn.MaxPool2d(2)), batch(), "x86", mapping)
