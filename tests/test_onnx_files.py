@@ -61,7 +61,7 @@ def linear_of(function: Callable[..., Any], batch: Tensor | None = None) -> fx.G
 def test_no_form_gives_a_negative_zero(target: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     prepared, integer = compiled(
-        Net(lambda s, x: s.b(F.relu(s.a(x))), a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(4, 4, 1)).eval(), [images()], target
+        Net(lambda s, x: s.b(F.relu(s.a(x))), a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(4, 4, 1, bias=False)).eval(), [images()], target
     )
     path = fxq.export_onnx(integer, tmp_path / "model.onnx")
     batch = images(8, seed=2)
