@@ -24,8 +24,9 @@ test-oldest:  ## the same with Python 3.10 and the oldest version of every depen
 
 check: lint types test  ## ruff, mypy and the tests
 
-lint: $(READY)  ## ruff
+lint: $(READY)  ## ruff: rules, docstrings, complexity, format
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
 types: $(READY)  ## mypy, strict, over what the wheel would hold
 	rm -rf build/types && mkdir -p build/types/fxquant

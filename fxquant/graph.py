@@ -34,6 +34,7 @@ def fact(node: fx.Node) -> Any:
 
 
 def set_fact(node: fx.Node, value: Any) -> None:
+    """Write the node's fact."""
     node.meta["fact"] = value
 
 
@@ -48,6 +49,7 @@ def argument_name(node: fx.Node) -> str:
 
 
 def set_argument_name(node: fx.Node, name: str) -> None:
+    """Write what the user calls this input."""
     node.meta["argument"] = name
 
 
@@ -72,6 +74,7 @@ def attached_qconfigs(node: fx.Node) -> tuple[tuple[str, Any], ...]:
 
 
 def attach_qconfigs(node: fx.Node, value: tuple[tuple[str, Any], ...]) -> None:
+    """Write the QConfigs that stand on the modules around the call, the nearest first."""
     node.meta["qconfig"] = value
 
 
@@ -81,6 +84,7 @@ def wishes(node: fx.Node) -> tuple[Any, ...]:
 
 
 def wish(node: fx.Node, *asked: Any) -> None:
+    """Write the rules of the qconfig that cover the node, and each node fused into it."""
     node.meta["wishes"] = asked
 
 
@@ -123,6 +127,7 @@ def annotation(node: fx.Node) -> Annotation | None:
 
 
 def annotate(node: fx.Node, value: Annotation) -> None:
+    """Write the node's annotation."""
     node.meta["annotation"] = value
 
 
@@ -132,6 +137,7 @@ def observed(node: fx.Node) -> tuple[float, float] | None:
 
 
 def set_observed(node: fx.Node, interval: tuple[float, float]) -> None:
+    """Write the interval beyond which the node's values make no difference."""
     node.meta["observed"] = interval
 
 
@@ -141,6 +147,7 @@ def refusal(node: fx.Node) -> str | None:
 
 
 def refuse(node: fx.Node, because: str) -> None:
+    """Write why the node could not be brought to canonical form."""
     node.meta["refusal"] = because
 
 
@@ -176,6 +183,7 @@ def stated_demand(node: fx.Node) -> Any:
 
 
 def state_demand(node: fx.Node, value: Any) -> None:
+    """Write what the composite demands of the grid of this part of it."""
     node.meta["demand"] = value
 
 
@@ -203,6 +211,7 @@ def part(node: fx.Node) -> Part | None:
 
 
 def set_part(node: fx.Node, value: Part) -> None:
+    """Write which composite the node is a part of."""
     node.meta["part"] = value
 
 
@@ -218,6 +227,7 @@ def ties(node: fx.Node) -> tuple[str, ...]:
 
 
 def tie(node: fx.Node, name: str) -> None:
+    """Add a name to those with which the node's tensor shares its grid."""
     node.meta["ties"] = (*ties(node), name)
 
 
@@ -227,6 +237,7 @@ def spelling(node: fx.Node) -> tuple[Any, ...]:
 
 
 def spell(node: fx.Node, *written: Any) -> None:
+    """Add to what the user wrote."""
     node.meta["spelling"] = (*spelling(node), *written)
 
 
@@ -273,6 +284,7 @@ def qparams(node: fx.Node) -> QParams | None:
 
 
 def set_qparams(node: fx.Node, value: QParams) -> None:
+    """Write the dtype, scale and zero point of the node's tensor."""
     node.meta["qparams"] = value
 
 
@@ -326,6 +338,7 @@ def operation(node: fx.Node) -> Operation | None:
 
 
 def set_operation(node: fx.Node, value: Operation) -> None:
+    """Write the operator whose result the node is."""
     node.meta["operation"] = value
 
 

@@ -28,8 +28,11 @@ class _Collection:
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Inside, nothing is garbage collected: almost all that compiling makes is kept, and looking
-    through it takes half the time. The last compilation to end puts back what the first one found."""
+    """Inside, nothing is garbage collected.
+
+    Almost all that compiling makes is kept, and looking through it takes half the time. The last compilation to end puts
+    back what the first one found.
+    """
     with _Collection.lock:
         if _Collection.pauses == 0:
             _Collection.was_on = gc.isenabled()

@@ -31,6 +31,8 @@ class Stage(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Violation:
+    """A node that may not stand in a graph of this stage, and why."""
+
     node: fx.Node
     because: str
 

@@ -195,8 +195,10 @@ def _rename(graph: onnx.GraphProto, name: Callable[[str], str]) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter's remarks about its own insides are kept from the user; its errors are not. One thread exports at a time: what is
-    set here, and what the exporter sets, all threads see."""
+    """The exporter's remarks about its own insides are kept from the user; its errors are not.
+
+    One thread exports at a time: what is set here, and what the exporter sets, all threads see.
+    """
     with _exporting:
         yield from _levels_raised()
 

@@ -95,8 +95,11 @@ def _run(chosen: Target, directory: Path, console: Console, show_progress: bool 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Inside, PyTorch uses one thread: its sums then have one order, so that everyone's table shows the same accuracies,
-    and tensors as small as these gain nothing from a second one."""
+    """Inside, PyTorch uses one thread.
+
+    Its sums then have one order, so that everyone's table shows the same accuracies, and tensors as small as these gain
+    nothing from a second one.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

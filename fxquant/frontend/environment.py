@@ -213,8 +213,9 @@ def _stand_ins(module: ModuleType) -> Iterator[tuple[ModuleType, str, Any]]:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Inside, this thread draws its own random numbers, the same every time, without autocast, and attention layers compute
-    what their code says. Nothing of that is seen by another thread, and no generator has moved afterwards.
+    """Inside, this thread draws its own random numbers without autocast, and attention layers compute what their code says.
+
+    The numbers are the same every time. Nothing of that is seen by another thread, and no generator has moved afterwards.
     """
     with autocast_off(), _SlowAttention(), _OwnRandomNumbers():
         yield

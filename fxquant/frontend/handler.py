@@ -19,16 +19,7 @@ from fxquant.frontend.memory import Memory, share_memory, view_step
 from fxquant.frontend.snapshot import Snapshot
 from fxquant.frontend.source import user_source
 from fxquant.frontend.spelling import Spelling, is_random, property_name, property_spelling, python_operator, spelling_of
-from fxquant.frontend.values import (
-    BatchFloat,
-    BatchInt,
-    BatchNumber,
-    Number,
-    TracedTensor,
-    Value,
-    numeric_fact,
-    refuse,
-)  # fmt: skip
+from fxquant.frontend.values import BatchFloat, BatchInt, BatchNumber, Number, TracedTensor, Value, numeric_fact, refuse
 
 _READS_CONTENT = frozenset((
     "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "numpy", "__array__", "is_nonzero",

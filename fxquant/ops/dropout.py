@@ -36,8 +36,10 @@ def _lower_dropout(lowering: Lowering, input: Quantized, p: float, kind: str) ->
 
 
 def _drops(kind: str) -> Callable[..., dict[str, Any]]:
-    """The canonical arguments of one of PyTorch's functions. One that was told to act acts in eval mode, too, since the model was
-    traced in it: as in Monte Carlo dropout, it is no function of its input, and stays what it is.
+    """The canonical arguments of one of PyTorch's functions.
+
+    One that was told to act acts in eval mode, too, since the model was traced in it: as in Monte Carlo dropout, it is no
+    function of its input, and stays what it is.
     """
 
     def arguments(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool | None = None) -> Any:

@@ -128,10 +128,12 @@ def _lower_permute(lowering: Lowering, input: Quantized, dims: list[int]) -> Qua
 
 
 def rank_of(input: Any) -> int:
+    """The number of dimensions of a node's tensor."""
     return len(shape_of(input))
 
 
 def with_dims(input: Any, *dims: Any, **keywords: Any) -> dict[str, Any]:
+    """The canonical arguments of a permutation: its dimensions as a list, counted from the front."""
     order = keywords.get("dims", dims[0] if len(dims) == 1 and isinstance(dims[0], list | tuple) else dims)
     return {"input": input, "dims": [dim % rank_of(input) for dim in order]}
 

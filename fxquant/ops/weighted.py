@@ -316,6 +316,7 @@ def shape_of(value: Any) -> tuple[Size, ...] | None:
 
 
 def refuses_weighted(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    """Why a layer cannot be integer: its weight or bias is computed; None if neither is."""
     for name in ("weight", "bias"):
         value = arguments[name]
         if isinstance(value, fx.Node) and not is_parameter(value):

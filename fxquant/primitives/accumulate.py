@@ -40,6 +40,7 @@ def split(value: Tensor, parts: int, bits: int) -> list[Tensor]:
 
 
 def onnx_split(e: Emitter, value: str, parts: int, bits: int) -> list[str]:
+    """The names of the parts of an operand: the ONNX form of `split`."""
     found = []
     for _ in range(parts - 1):
         raised = e.node("Add", value, e.constant(float(2 ** (bits - 1))))
