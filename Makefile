@@ -16,8 +16,12 @@ help:  ## list the targets
 demo: $(READY)  ## train, quantize, export and verify a small network (TARGET=bayes-e OUT=fxquant-demo)
 	$(BIN)/fxquant demo --target $(TARGET) --out $(OUT)
 
+# A file's tests stay in one process, where they share the models that they compile.
 test: $(READY)  ## run the whole test suite
-	$(BIN)/python -m pytest -n 2 -q
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 15 -q
+
+quick: $(READY)  ## a choice of the tests that sees a break of any room, in less than 90 seconds
+	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m quick
 
 test-oldest:  ## the same with Python 3.10 and the oldest version of every dependency, in .venv-oldest (brings gigabytes of CUDA packages)
 	$(MAKE) test PYTHON=$(PYTHON_OLDEST) VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
@@ -50,4 +54,4 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $(READY)
 
-.PHONY: help demo test test-oldest check lint types bench clean
+.PHONY: help demo test quick test-oldest check lint types bench clean

@@ -26,7 +26,7 @@ from benchmarks.fuzz.spellings import SPELLINGS, UNWRITTEN, by_operator, unspell
 from fxquant.ops import OPERATORS
 from fxquant.primitives import elementwise
 
-SAMPLE = range(12)  # seeds for each target
+SAMPLE = range(6)  # seeds for each target; benchmarks.fuzz draws as many as it has time for
 NAMES = sorted(record.name for record in OPERATORS.values() if record.name not in UNWRITTEN)
 
 
@@ -34,7 +34,7 @@ NAMES = sorted(record.name for record in OPERATORS.values() if record.name not i
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("seed", SAMPLE)
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.quick), *SAMPLE[1:]])
 def test_a_random_network_holds_the_contract(target: str, seed: int) -> None:
     case = draw(TARGETS.index(target) * len(SAMPLE) + seed, (target,))
     outcome = run(case)
