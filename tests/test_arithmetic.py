@@ -22,6 +22,8 @@ from fxquant.proof import unproved
 from fxquant.target import Target
 from tests import contract
 
+pytestmark = pytest.mark.quick
+
 
 @dataclass(frozen=True)
 class Mixed(FixedArithmetic):

@@ -14,6 +14,8 @@ import fxquant as fxq
 from fxquant.analysis.explain import summary
 from fxquant.analysis.layers import layers, left_in_float
 
+pytestmark = pytest.mark.quick
+
 
 class Written(nn.Module):
     """A layer, and what is written behind it."""

@@ -8,6 +8,8 @@ import pytest
 
 from fxquant.facts import BATCH_SIZES, BatchDim
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     ("size", "text"),

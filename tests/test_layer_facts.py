@@ -17,6 +17,8 @@ from fxquant import api
 from fxquant.analysis import check, explain
 from fxquant.graph import Constant, operation
 
+pytestmark = pytest.mark.quick
+
 
 class Known(nn.Module):
     """Every layer that forms sums of products, an addition that is fused, a table, and float operators at the end."""

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[1]
 
 # What each module may import of ours; one in a room goes by its own name. A row covers the module and those below it, the longest

@@ -181,6 +181,7 @@ class Many(nn.Module):
 WIDTHS = ("int4", "int8", "int16")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("target", ["nash-e", "bayes-e"])
 def test_operators_of_every_width_in_one_file(target: str, tmp_path: Path) -> None:
     """Each operator is there twice, in two widths, so what a file names by too little would be shared wrongly."""

@@ -216,6 +216,7 @@ def test_equal_models_give_equal_texts_and_bits() -> None:
 # ---- until, dumps, the dial -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("step", PREPARE, ids=lambda step: step.name)
 def test_until_a_pass_gives_a_graph_that_runs(step: Pass, golden: Golden) -> None:
     gm = fxq.prepare(tiny(), batch(), until=step.name)
@@ -223,6 +224,7 @@ def test_until_a_pass_gives_a_graph_that_runs(step: Pass, golden: Golden) -> Non
     golden(fxq.text(gm), f"{PIPELINE.index(step) + 1:02d}-{step.name}.txt")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("target", contract.TARGETS)
 def test_the_integer_graph_reads_as_it_should(target: str, golden: Golden) -> None:
     integer = compiled(tiny(), [batch()], target, qconfig=fixed(1 / 32)).integer

@@ -42,6 +42,8 @@ from fxquant.quantization.rounding import straight_through
 from fxquant.quantization.weights import WeightQuantizer
 from tests import oracle
 
+pytestmark = pytest.mark.quick
+
 EXACT = settings(deadline=None, derandomize=True, max_examples=60)
 SLOW = settings(EXACT, max_examples=30)
 INT32_LOW, INT32_HIGH = -(2**31), 2**31 - 1

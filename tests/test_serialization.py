@@ -140,6 +140,7 @@ def equal(first: Any, second: Any) -> bool:
 # ---- what is kept -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("stage", STAGES)
 def test_saved_loaded_and_saved_again_is_the_same_file(stage: str, save: Save, tmp_path: Path) -> None:
     model = STAGES[stage]()
@@ -273,6 +274,7 @@ def test_records_name_every_field() -> None:
         assert [field.name for field in dataclasses.fields(kind)] == list(fields)
 
 
+@pytest.mark.quick
 def test_every_operator_and_primitive_has_a_name_of_its_own() -> None:
     for function in (*OPERATORS, *PRIMITIVES):
         name = names.function_name(function)
@@ -532,6 +534,7 @@ def test_what_is_converted_is_proved_once_more_from_the_graph_alone(target: str,
         assert noted is None or 1 < noted <= 48
 
 
+@pytest.mark.quick
 def test_every_primitive_has_a_rule_of_what_it_can_reach() -> None:
     without = [record.name for primitive, record in PRIMITIVES.items() if record.kind != "float" and primitive not in RULES]
     assert not without, "say in fxquant/proof.py what these can reach"

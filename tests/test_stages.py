@@ -24,6 +24,8 @@ from fxquant.stage import SPECS, Stage, verify_stage, violations
 from tests.conftest import Golden
 from tests.contract import compiled
 
+pytestmark = pytest.mark.quick
+
 Break = Callable[[fx.GraphModule], None]
 
 
