@@ -32,11 +32,11 @@ lint: $(READY)  ## ruff: rules, docstrings, complexity, format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(READY)  ## mypy, strict, over what the wheel would hold
+types: $(READY)  ## mypy: strict over what the wheel would hold, and over the tests and benchmarks
 	rm -rf build/types && mkdir -p build/types/fxquant
 	ln -s $(CURDIR)/fxquant/* build/types/fxquant/
 	ln -s $(CURDIR)/passes $(CURDIR)/backends build/types/fxquant/
-	MYPYPATH=build/types:. $(BIN)/mypy --strict build/types/fxquant
+	MYPYPATH=build/types:. $(BIN)/mypy build/types/fxquant tests benchmarks
 
 bench: $(READY)  ## the benchmarks of exactness, accuracy, calibration memory and compile time
 	$(BIN)/python -m benchmarks.exactness --processes 2

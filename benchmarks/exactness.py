@@ -96,7 +96,7 @@ def main() -> None:
         if options.keep is not None:
             with options.keep.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(row)) + "\n")
-    rows = [kept[(name, *pair)] for name in options.models for pair in pairs]
+    rows = [kept[name, target, dtype] for name in options.models for target, dtype in pairs]
     show(rows)
     if options.write:
         WRITTEN.parent.mkdir(exist_ok=True)
