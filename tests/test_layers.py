@@ -158,13 +158,11 @@ def imported(tree: ast.AST, modules: Mapping[str, str]) -> Iterator[str]:
                 yield full if full in modules or full in CONFINED else module
 
 
-def attributes(tree: ast.AST) -> Iterator[str]:
+@functools.cache
+def attributes(tree: ast.AST) -> frozenset[str]:
     """Every dotted expression, as "torch.ops.quantized"."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            text = ast.unparse(node)
-            if text.replace(".", "").isidentifier():
-                yield text
+    texts = (ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    return frozenset(text for text in texts if text.replace(".", "").isidentifier())
 
 
 def full_name(name: str, modules: Mapping[str, str]) -> str:
@@ -198,7 +196,7 @@ def violations(modules: Mapping[str, str]) -> list[str]:
                 if not own and "*" not in row and not any(below(target, full_name(a, modules)) if a else target == "fxquant" for a in row):
                     found.append(f"{name} imports {target}")
             found.extend(f"{name} imports {target}" for c, allowed in CONFINED.items() if below(target, c) and name not in allowed)
-        found.extend(f"{name} uses {text}" for text in sorted(set(attributes(tree)) & BANNED_ATTRIBUTES))
+        found.extend(f"{name} uses {text}" for text in sorted(attributes(tree) & BANNED_ATTRIBUTES))
     return found
 
 
