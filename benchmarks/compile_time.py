@@ -14,6 +14,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,11 +45,11 @@ def main() -> None:
     totals: dict[int, float] = {}
     for size in progress(options.sizes, len(options.sizes), "chains"):
         runs = options.runs if size <= 1_600 else 1
-        ours = medians(lambda size=size: compile_once(residual_chain(size)), runs)
+        ours = medians(partial(lambda count: compile_once(residual_chain(count)), size), runs)
         totals[size] = sum(ours)
         row = [f"{size:,}", *(f"{value:.2f} s" for value in ours), f"{totals[size]:.2f} s"]
         if size <= options.torch_ao_up_to:
-            theirs = medians(lambda size=size: torch_ao_once(residual_chain(size)), runs if size < 1_600 else 1)
+            theirs = medians(partial(lambda count: torch_ao_once(residual_chain(count)), size), runs if size < 1_600 else 1)
             row += [*(f"{value:.2f} s" for value in theirs), f"{sum(theirs):.2f} s", f"{sum(theirs) / totals[size]:.1f} ×"]
         else:
             row += ["–"] * 4

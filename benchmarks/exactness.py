@@ -143,7 +143,9 @@ def measure(name: str, entry: ZooEntry, target: str, dtype: str, theirs: dict[st
         path = fxq.export_onnx(integer, Path(directory) / "model.onnx")
         e1 = fxq.verify(integer, path, small, show_progress=False)
         qdq = fxq.export_onnx(integer, Path(directory) / "qdq.onnx", style="qdq", opset=21)
-        deviations = fxq.verify(integer, qdq, large, show_progress=False).outputs["onnxruntime"]
+        report = fxq.verify(integer, qdq, large, show_progress=False)
+        assert isinstance(report, fxq.DeviationReport)
+        deviations = report.outputs["onnxruntime"]
     return Row(
         name,
         target,

@@ -143,7 +143,7 @@ TWO: dict[str, Callable[[], Any]] = {
 }
 
 
-def expected(model: nn.Module, inputs: list[Any]) -> dict[str, float]:
+def expected(model: nn.Module, inputs: list[Any]) -> dict[str, Any]:
     """The scales after plain tuples of inputs."""
     prepared = fxq.prepare(model, inputs[0])
     fxq.calibrate(prepared, inputs)

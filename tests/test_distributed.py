@@ -187,7 +187,7 @@ def calibrated_alone() -> fx.GraphModule:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     directory = tmp_path_factory.mktemp("ranks")
-    mp.spawn(work, (str(directory), calibrated_alone()), RANKS)  # type: ignore[no-untyped-call]
+    mp.spawn(work, (str(directory), calibrated_alone()), RANKS)  # type: ignore[no-untyped-call,attr-defined]
     return [torch.load(directory / f"{rank}.pt") for rank in range(RANKS)]
 
 
@@ -299,7 +299,7 @@ def test_histograms_of_one_reach_are_joined_exactly() -> None:
 
 
 def test_an_observer_that_cannot_be_joined_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fxquant import distributed
+    from fxquant.quantization import distributed
 
     class Own(MinMaxObserver):
         merge = Observer.merge

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from contract import NOT_LOWERED, compiled, graph_values
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -16,6 +15,7 @@ import fxquant as fxq
 from fxquant import api
 from fxquant.analysis import check, explain
 from fxquant.graph import Constant, operation
+from tests.contract import NOT_LOWERED, compiled, graph_values
 
 pytestmark = pytest.mark.quick
 

@@ -426,6 +426,6 @@ def test_window_divisor(first: tuple[int, ...], second: tuple[int, ...], ceil_mo
     end = [_windows(*row, 1, ceil_mode)[1] for row in rows]
     shape, kernel, stride, begin = ([row[part] for row in rows] for part in range(4))
     counts = window_divisor([2, 3, *shape], {"count_include_pad": include_padding}, kernel, stride, begin, end)
-    expected = np.array(oracle.window_counts(*zip(*rows, strict=True), ceil_mode, include_padding), dtype=np.float32)
+    expected = np.array(oracle.window_counts(*zip(*rows, strict=True), ceil_mode, include_padding), dtype=np.float32)  # type: ignore[call-arg]
     assert np.array_equal(np.broadcast_to(counts.numpy(), expected.shape), expected)
     assert (counts.dim() == 0) == bool((expected == expected.flat[0]).all())

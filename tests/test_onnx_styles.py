@@ -20,6 +20,7 @@ import fxquant as fxq
 from fxquant.analysis.inspection import read
 from fxquant.backends.onnx import fast, files, qdq_operators
 from fxquant.backends.onnx.emitter import Emitter
+from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIMES, OnnxModel, Runner
 from fxquant.graph import is_inner, operation, qparams
 from fxquant.primitives import elementwise
@@ -205,7 +206,7 @@ def test_a_kernel_that_is_not_exact_here_is_written_as_in_style_exact(
     with caplog.at_level(logging.WARNING, "fxquant"):
         path = fxq.export_onnx(integer, tmp_path / "model.onnx", style="fast")
     assert fxq.onnx_metadata(path)["kernels"] == {"integer": ["layers_a"], "refused": ["layers_b"]}
-    assert fxq.onnx_metadata(path)["session_options"] == fast.PRECISE
+    assert fxq.onnx_metadata(path)["session_options"] == PRECISE
     assert "1 of 2 operators, which are written as in style 'exact': layers_b" in caplog.text
     assert operators(path).count("QLinearConv") == 1
     report = verified(integer, path)

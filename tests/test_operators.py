@@ -665,7 +665,8 @@ def model_of(sample: Sample) -> nn.Module:
 
 def real_of(integer: fx.GraphModule, values: dict[str, Tensor], name: str) -> Tensor:
     known = qparams(next(node for node in integer.graph.nodes if node.name == name))
-    return (values[name].float() - known.zero_point) * known.scale
+    real: Tensor = (values[name].float() - known.zero_point) * known.scale
+    return real
 
 
 # ---- the table is complete ----------------------------------------------------------------------------------------------

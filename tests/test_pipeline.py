@@ -556,7 +556,7 @@ def test_an_attribute_that_asks_for_a_dtype_the_target_lacks() -> None:
 # ---- batches ----------------------------------------------------------------------------------------------------------------
 
 
-def scales_after(batches: Any, **arguments: Any) -> dict[str, float]:
+def scales_after(batches: Any, **arguments: Any) -> dict[str, Any]:
     prepared = fxq.prepare(tiny(), batch())
     assert fxq.calibrate(prepared, batches, show_progress=False, **arguments) is prepared
     assert {operator.state for operator in operators(prepared).values()} == {fxq.State.VALIDATE}

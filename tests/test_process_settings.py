@@ -69,18 +69,19 @@ def assign(where: Any, value: str) -> Callable[[], None]:
     return lambda: setattr(where, "fp32_precision", value)
 
 
+BACKENDS: Any = torch.backends  # PyTorch 2.9 made these settings, without types
 PRECISIONS: dict[str, Callable[[], object]] = {
     "matmul precision high": lambda: torch.set_float32_matmul_precision("high"),
     "matmul precision medium": lambda: torch.set_float32_matmul_precision("medium"),
 }
 if NEW:
     PRECISIONS |= {
-        "backends": assign(torch.backends, "bf16"),
+        "backends": assign(BACKENDS, "bf16"),
         "mkldnn": lambda: torch._C._set_fp32_precision_setter("mkldnn", "all", "bf16"),
-        "mkldnn.matmul": assign(torch.backends.mkldnn.matmul, "bf16"),
-        "mkldnn.matmul tf32": assign(torch.backends.mkldnn.matmul, "tf32"),
-        "mkldnn.conv": assign(torch.backends.mkldnn.conv, "bf16"),
-        "mkldnn.conv tf32": assign(torch.backends.mkldnn.conv, "tf32"),
+        "mkldnn.matmul": assign(BACKENDS.mkldnn.matmul, "bf16"),
+        "mkldnn.matmul tf32": assign(BACKENDS.mkldnn.matmul, "tf32"),
+        "mkldnn.conv": assign(BACKENDS.mkldnn.conv, "bf16"),
+        "mkldnn.conv tf32": assign(BACKENDS.mkldnn.conv, "tf32"),
     }
 every_precision = pytest.mark.parametrize("name", PRECISIONS)
 
@@ -168,11 +169,11 @@ def test_reduced_precision_changes_no_bit_of_training(name: str, forms: tuple[fx
 def test_a_setting_goes_on_inheriting() -> None:
     """What had no value of its own has none afterwards."""
     x = torch.ones(2, 2)
-    with set_to(assign(torch.backends, "bf16")):
+    with set_to(assign(BACKENDS, "bf16")):
         with full_precision(x):
             assert (precision("matmul"), precision("conv")) == ("ieee", "ieee")
         assert (precision("matmul"), precision("conv")) == ("bf16", "bf16")
-        torch.backends.fp32_precision = "tf32"
+        BACKENDS.fp32_precision = "tf32"
         assert (precision("matmul"), precision("conv")) == ("tf32", "tf32")
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from contract import all_equal, compiled, graph_values, operator_outputs, quantized_names
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.primitives import PRIMITIVES
 from fxquant.quantization.prepared import quantized_operators
+from tests.contract import all_equal, compiled, graph_values, operator_outputs, quantized_names
 
 
 class Mixed(nn.Module):

@@ -208,7 +208,7 @@ def test_many_violations_are_counted_not_listed() -> None:
 def test_an_error_inside_a_pass_says_which_one() -> None:
     with pytest.raises(fxq.ScaleConflict) as caught:
         fxq.prepare(Net(), image(), qconfig=conflicting())
-    assert caught.value.__notes__ == ["raised by pass scales.share"]
+    assert caught.value.__notes__ == ["raised by pass scales.share"]  # type: ignore[attr-defined]
 
 
 def test_a_new_node_inherits_its_place() -> None:

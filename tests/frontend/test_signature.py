@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ class Tuple(Called):
 
 
 # Each: a model, the example inputs, and calls (positional, by name) that mean the same.
-CASES = {
+CASES: dict[str, Any] = {
     "plain": (Mask(), (A,), [((A,), {}), ((), {"x": A}), ((A, None), {}), ((A,), {"mask": None, "scale": 2.0})]),
     "explicit None": (Mask(), (A, None), [((A, None), {}), ((A,), {}), ((A,), {"mask": None})]),
     "mask": (Mask(), (A, B), [((A, B), {}), ((A,), {"mask": B}), ((), {"mask": B, "x": A})]),
