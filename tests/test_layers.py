@@ -7,6 +7,7 @@ import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import networkx
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -144,25 +145,29 @@ def parsed(source: str) -> ast.Module:
     return ast.parse(source)
 
 
-def imported(tree: ast.AST, modules: Mapping[str, str]) -> Iterator[str]:
+@functools.cache
+def imports(source: str) -> list[ast.Import | ast.ImportFrom]:
+    """Every import statement, wherever it stands."""
+    return [node for node in ast.walk(parsed(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+def imported(source: str, modules: Mapping[str, str]) -> Iterator[str]:
     """Every module that is imported, as precisely as can be known."""
-    for node in ast.walk(tree):
+    for node in imports(source):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             module = "." * node.level + (node.module or "")
             for alias in node.names:
                 full = f"{module}.{alias.name}"
                 yield full if full in modules or full in CONFINED else module
 
 
-def attributes(tree: ast.AST) -> Iterator[str]:
+@functools.cache
+def attributes(source: str) -> set[str]:
     """Every dotted expression, as "torch.ops.quantized"."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            text = ast.unparse(node)
-            if text.replace(".", "").isidentifier():
-                yield text
+    texts = {ast.unparse(node) for node in ast.walk(parsed(source)) if isinstance(node, ast.Attribute)}
+    return {text for text in texts if text.replace(".", "").isidentifier()}
 
 
 def full_name(name: str, modules: Mapping[str, str]) -> str:
@@ -183,12 +188,11 @@ def violations(modules: Mapping[str, str]) -> list[str]:
     """Everything the tables do not allow."""
     found = []
     for name, source in modules.items():
-        tree = parsed(source)
         row = row_of(name)
         if row is None:
             found.append(f"{name} has no row in the table")
             continue
-        for target in sorted(set(imported(tree, modules))):
+        for target in sorted(set(imported(source, modules))):
             if target.startswith("."):
                 found.append(f"{name} imports {target}: imports are absolute")
             elif below(target, "fxquant"):
@@ -196,8 +200,37 @@ def violations(modules: Mapping[str, str]) -> list[str]:
                 if not own and "*" not in row and not any(below(target, full_name(a, modules)) if a else target == "fxquant" for a in row):
                     found.append(f"{name} imports {target}")
             found.extend(f"{name} imports {target}" for c, allowed in CONFINED.items() if below(target, c) and name not in allowed)
-        found.extend(f"{name} uses {text}" for text in sorted(set(attributes(tree)) & BANNED_ATTRIBUTES))
+        found.extend(f"{name} uses {text}" for text in sorted(attributes(source) & BANNED_ATTRIBUTES))
     return found
+
+
+def circles(modules: Mapping[str, str]) -> list[list[str]]:
+    """The sets of modules that import each other, in a circle; imports inside functions and for the type checker alone count."""
+    graph = networkx.DiGraph()
+    for name, source in modules.items():
+        for target in imported(source, modules):
+            if target in modules and target != name:
+                graph.add_edge(name, target)
+    return [sorted(found) for found in networkx.strongly_connected_components(graph) if len(found) > 1]
+
+
+def test_imports_form_no_circle() -> None:
+    assert circles(library()) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from fxquant.frontend import handler",
+        "import fxquant.frontend.handler",
+        "def f():\n    from fxquant.frontend.handler import Handler",
+        "if TYPE_CHECKING:\n    from fxquant.frontend.handler import Handler",
+    ],
+)
+def test_a_planted_circle_is_found(source: str) -> None:
+    modules = library()
+    planted = {**modules, "fxquant.frontend.memory": modules["fxquant.frontend.memory"] + source}
+    assert circles(planted) == [[f"fxquant.frontend.{name}" for name in ("arguments", "handler", "memory", "snapshot")]]
 
 
 def test_imports_keep_their_direction() -> None:
