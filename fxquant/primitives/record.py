@@ -20,7 +20,12 @@ from torch import Tensor
 
 
 class Emitter(Protocol):
-    """What an ONNX form needs of the exporter. Values are names; constants are tensors."""
+    """What an ONNX form needs of the exporter. Values are names; constants are tensors.
+
+    opset   the version of the standard operators
+    """
+
+    opset: int
 
     def node(self, operator: str, *inputs: str, **attributes: Any) -> str:
         """Append one standard operator with one output; returns the name of the output."""
