@@ -44,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.quantization.learning": {"numerics"},
     "fxquant.quantization.quantizer": BASE | {"learning"},
     "fxquant.quantization.weights": BASE | {"learning", "quantizer"},
-    "fxquant.primitives": {"errors", "numerics", "primitives"},
+    "fxquant.primitives": {"errors", "facts", "numerics", "primitives"},
     "fxquant.arithmetic": {"numerics", "primitives"},
     "fxquant.lowering": BASE | {"arithmetic", "batch_norm", "learning", "primitives", "quantizer", "weights", "facts"},
     "fxquant.ops": BASE | {"batch_norm", "graph", "lowering", "ops", "primitives", "weights", "facts", "arithmetic"},

@@ -80,7 +80,11 @@ class FloatRegions:
         facts: dict[fx.Node, TensorFact] = {}
         fx.map_arg(dict(arguments), lambda operand: facts.setdefault(operand, replace(fact(operand), dtype=torch.float32)))
         index = {operand: position for position, operand in enumerate(facts)}
-        key = None if parameters else repr((function, fx.map_arg(dict(arguments), index.__getitem__), [str(known) for known in facts.values()]))
+        key = (
+            None
+            if parameters
+            else repr((function, fx.map_arg(dict(arguments), index.__getitem__), [str(known) for known in facts.values()]))
+        )
         if key is None or key not in self.exported:
             self.exported[key] = self._export_function(node, function, arguments, parameters, facts)
         name = f"{node.name}/float"

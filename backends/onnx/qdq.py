@@ -2,9 +2,10 @@
 
 %y = conv2d(%x, …)     →     y = QuantizeLinear(Clip(Conv(x/real, w/real, bias)))      y/real = DequantizeLinear(y)
 
-It is written from the operators that an integer graph's nodes are the results of, by the form in each one's record or, without one, by
-the primitives that move its elements or its float function (`Operator.onnx`), with the graph's own integers as weights. Quantized tensors keep their names. The numbers are not those of the integer graph: float sums are rounded,
-and other compilers choose kernels of their own.
+It is written from the operators that an integer graph's nodes are the results of, with the graph's own integers as
+weights: by the form in an operator's record or, where there is none, by its float function (`Operator.onnx`). Quantized
+tensors keep their names. The numbers are not those of the integer graph: float sums are rounded, and other compilers
+choose kernels of their own.
 """
 
 from __future__ import annotations
@@ -46,9 +47,8 @@ class QdqWriter(Writer):
         self._check()
 
     def _check(self) -> None:
-        for name, known in self.operations.items():
-            node = self.nodes[name]
-            described = qparams(node)
+        for name in self.operations:
+            described = qparams(self.nodes[name])
             if described is not None and described.dtype == "int16" and self.opset < INT16_OPSET:
                 raise ConfigurationError(
                     f"opset={self.opset} is too old for this model",

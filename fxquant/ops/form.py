@@ -155,7 +155,7 @@ class Call:
         return value
 
     def with_bias(self, sum_of: Callable[..., str], trailing: int) -> str:
-        """`sum_of` the bias as an input, if there is one; a large bias is added behind, to a sum with `trailing` dimensions after its channels.
+        """`sum_of` the bias as an input, if there is one; a large bias is added behind, as `trailing` dimensions follow the channels.
 
         onnxruntime makes a bias int32, in steps of the operand's scale times the weight's, and does not mind an overflow.
         """

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.graph import is_parameter
+from fxquant.graph import fact, is_parameter
 from fxquant.lowering import Lowering, Quantized
 from fxquant.ops.form import Call
 from fxquant.ops.record import Operator, Own, register

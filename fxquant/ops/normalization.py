@@ -97,6 +97,8 @@ def _lower_scale_channels(
 
 
 LAST_DIMENSION = Product(product.scale_channels, product.scale_channels_wide, (0,), layout=torch.flatten, channels=1)
+
+
 def _onnx_scale_channels(c: Call) -> str:
     scaled = c.do("Mul", c.input, c.e.constant(c.real("weight")))
     return c.epilogue(scaled if "bias" not in c.constants else c.do("Add", scaled, c.e.constant(c.real("bias"))))

@@ -18,8 +18,7 @@ from fxquant.ops.form import Call
 from fxquant.ops.record import Operator, Same, register
 from fxquant.ops.weighted import sizes
 from fxquant.primitives import pool
-
-POOLED_EXACT = 2**22  # sums over windows stay below, so that ONNX can recover them from a float32 mean
+from fxquant.primitives.pool import POOLED_EXACT
 
 MAX_POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 AVG_POOLS: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
@@ -137,6 +136,8 @@ def _window(rank: int) -> Callable[[dict[str, Any]], list[int]]:
 max_pool1d, _lower_max_pool1d = _max_pool(1)
 max_pool2d, _lower_max_pool2d = _max_pool(2)
 max_pool3d, _lower_max_pool3d = _max_pool(3)
+
+
 def _onnx_max_pool(c: Call) -> str:
     node = c.primitive(pool.max_pool)
     assert node is not None
@@ -263,6 +264,8 @@ def _avg_pool_module(module: Any) -> dict[str, Any]:
 avg_pool1d, _lower_avg_pool1d = _avg_pool(1)
 avg_pool2d, _lower_avg_pool2d = _avg_pool(2)
 avg_pool3d, _lower_avg_pool3d = _avg_pool(3)
+
+
 def _onnx_average_pool(c: Call) -> str:
     node = c.primitive(pool.sum_pool)
     if node is None:

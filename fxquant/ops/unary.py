@@ -175,6 +175,22 @@ def _onnx_hardsigmoid(c: Call) -> str:
     return c.do("HardSigmoid", c.input, alpha=1 / 6, beta=0.5)
 
 
+def _onnx_hardswish(c: Call) -> str:
+    return c.do("Mul", c.input, _onnx_hardsigmoid(c))
+
+
+def _onnx_mish(c: Call) -> str:
+    return c.do("Mul", c.input, c.do("Tanh", c.do("Softplus", c.input)))
+
+
+def _onnx_leaky_relu(c: Call) -> str:
+    return c.do("LeakyRelu", c.input, alpha=float(c["negative_slope"]))
+
+
+def _onnx_pow(c: Call) -> str:
+    return c.do("Pow", c.input, c.number(c["exponent"]))
+
+
 def _onnx_rsqrt(c: Call) -> str:
     return c.do("Reciprocal", c.do("Sqrt", c.input))
 
@@ -210,9 +226,9 @@ def _onnx_gelu(c: Call) -> str:
 unary("sigmoid", torch.sigmoid, _sigmoid, F.sigmoid, "sigmoid", "sigmoid_", nn.Sigmoid, onnx="Sigmoid")
 unary("tanh", torch.tanh, math.tanh, F.tanh, "tanh", "tanh_", nn.Tanh, onnx="Tanh")
 unary("silu", F.silu, lambda x: x * _sigmoid(x), nn.SiLU, onnx=lambda c: c.do("Mul", c.input, c.do("Sigmoid", c.input)))
-unary("hardswish", F.hardswish, lambda x: x * _hardsigmoid(x), nn.Hardswish, varies=(-3.0, math.inf), onnx=lambda c: c.do("Mul", c.input, _onnx_hardsigmoid(c)))
+unary("hardswish", F.hardswish, lambda x: x * _hardsigmoid(x), nn.Hardswish, varies=(-3.0, math.inf), onnx=_onnx_hardswish)
 unary("hardsigmoid", F.hardsigmoid, _hardsigmoid, nn.Hardsigmoid, varies=(-3.0, 3.0), onnx=_onnx_hardsigmoid)
-unary("mish", F.mish, lambda x: x * math.tanh(_softplus(x)), nn.Mish, onnx=lambda c: c.do("Mul", c.input, c.do("Tanh", c.do("Softplus", c.input))))
+unary("mish", F.mish, lambda x: x * math.tanh(_softplus(x)), nn.Mish, onnx=_onnx_mish)
 unary("selu", F.selu, _selu, nn.SELU, onnx="Selu")
 unary("softsign", F.softsign, lambda x: x / (1 + abs(x)), nn.Softsign, onnx="Softsign")
 unary("tanhshrink", F.tanhshrink, lambda x: x - math.tanh(x), nn.Tanhshrink, onnx=lambda c: c.do("Sub", c.input, c.do("Tanh", c.input)))
@@ -227,11 +243,11 @@ unary("abs", torch.abs, abs, torch.absolute, operator.abs, "abs", "abs_", onnx="
 unary("square", torch.square, lambda x: x * x, "square", "square_", onnx=lambda c: c.do("Mul", c.input, c.input))
 unary("sin", torch.sin, math.sin, "sin", "sin_", onnx="Sin")
 unary("cos", torch.cos, math.cos, "cos", "cos_", onnx="Cos")
-unary("leaky_relu", F.leaky_relu, _leaky_relu, nn.LeakyReLU, negative_slope=0.01, onnx=lambda c: c.do("LeakyRelu", c.input, alpha=float(c["negative_slope"])))
+unary("leaky_relu", F.leaky_relu, _leaky_relu, nn.LeakyReLU, negative_slope=0.01, onnx=_onnx_leaky_relu)
 unary("elu", F.elu, _elu, nn.ELU, alpha=1.0, onnx=lambda c: c.do("Elu", c.input, alpha=float(c["alpha"])))
 unary("softplus", F.softplus, _softplus, nn.Softplus, beta=1.0, threshold=20.0, onnx=_onnx_softplus)
 unary("gelu", gelu, _gelu, F.gelu, nn.GELU, approximate="none", onnx=_onnx_gelu)
-unary("pow", torch.pow, _power, operator.pow, "pow", "pow_", "__pow__", exponent=2.0, onnx=lambda c: c.do("Pow", c.input, c.number(c["exponent"])))
+unary("pow", torch.pow, _power, operator.pow, "pow", "pow_", "__pow__", exponent=2.0, onnx=_onnx_pow)
 
 # ---- with a number added in front -----------------------------------------------------------------------------------
 
