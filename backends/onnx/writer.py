@@ -7,6 +7,7 @@ function. Every node of the integer graph is a value of the same name in the ONN
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import onnx
@@ -33,13 +34,17 @@ class Writer:
 
     def __init__(self, integer: fx.GraphModule, io: str, opset: int) -> None:
         self.integer, self.io, self.opset = integer, io, opset
-        self.regions = FloatRegions(integer, opset)
         self.emitter = Emitter({}, opset, taken={node.name for node in integer.graph.nodes})
         self.inputs: list[onnx.ValueInfoProto] = []
         self.values: dict[fx.Node, Any] = {}  # names of values, or constant tensors
         self.tensors: dict[str, dict[str, Any]] = {}
         self.infos: list[onnx.ValueInfoProto] = []
         self.sources: dict[str, str] = {}  # the quantized tensor that an input becomes, or an output was
+
+    @cached_property
+    def regions(self) -> FloatRegions:
+        """What PyTorch's exporter writes of this file."""
+        return FloatRegions(self.integer, self.opset)
 
     def write(self, input_names: Sequence[str] | None, output_names: Sequence[str] | None) -> onnx.ModelProto:
         placeholders = [node.name for node in self.integer.graph.nodes if node.op == "placeholder"]

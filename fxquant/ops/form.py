@@ -3,8 +3,8 @@
     def _onnx_maximum(c: Call) -> str:
         return c.do("Max", c.operand("input"), c.operand("other"))
 
-A record has such a form where other compilers look for a certain operator. One without moves floats by its primitives, if these only
-move elements, and else is written by PyTorch's exporter, from the operator's float function.
+A record has such a form where other compilers look for a certain operator. Without one, an operator whose primitives only move elements
+moves floats by them, and any other is its float function, as PyTorch's exporter writes it.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class Call:
         return value
 
     def with_bias(self, sum_of: Callable[..., str], trailing: int) -> str:
-        """`sum_of` the bias as an input, if there is one; a large bias is added behind, as `trailing` dimensions follow the channels.
+        """`sum_of` the bias as an input, if there is one; a large bias is added behind: `trailing` dimensions follow its channels.
 
         onnxruntime makes a bias int32, in steps of the operand's scale times the weight's, and does not mind an overflow.
         """

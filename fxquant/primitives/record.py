@@ -1,4 +1,4 @@
-"""What an integer primitive is: a function whose body is its meaning, with its ONNX form beside it.
+"""What an integer primitive is: a function whose body is its meaning, with its ONNX form and its range beside it.
 
 The decorated function is itself the `call_function` target in an integer graph, so the graph runs in
 PyTorch as it stands and is its own specification. Given integer tensors a primitive computes and returns
