@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.analysis.inspection import read
-from fxquant.backends.onnx import fast, files, qdq_operators
+from fxquant.backends.onnx import fast, files
 from fxquant.backends.onnx.emitter import Emitter
 from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIMES, OnnxModel, Runner
 from fxquant.graph import is_inner, operation, qparams
+from fxquant.ops import OPERATORS
 from fxquant.primitives import elementwise
 from tests.contract import assert_alive, compiled, graph_values
 from tests.test_operators import SAMPLES, covering, inputs_of, model_of
@@ -335,12 +337,39 @@ def test_every_operator_has_a_qdq_form(operator: str, tmp_path: Path) -> None:
         assert worst(report) <= 1, str(report)
 
 
-def test_an_operator_without_a_form_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(qdq_operators.FORMS, "silu")
-    with pytest.raises(fxq.ExportError, match="silu has no form in style 'qdq'") as caught:
-        fxq.export_onnx(integer_of("silu"), tmp_path / "model.onnx", style="qdq")
-    assert "test_onnx_styles.py" in str(caught.value)  # the user's line
-    assert list(tmp_path.iterdir()) == []
+def without_form(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an operator's record say nothing of ONNX, as that of a new operator."""
+    record = next(record for record in OPERATORS.values() if record.name == name)
+    monkeypatch.setitem(OPERATORS, record.function, replace(record, onnx=None))
+
+
+@pytest.mark.parametrize(
+    ("operator", "model", "written"),
+    [
+        ("sin", lambda n, x: torch.sin(n["a"](x)), "Sin"),
+        ("sin", lambda n, x: torch.sin(0.5 - n["a"](x)), "Sin"),  # the number in front of it belongs to its table
+        ("add", lambda n, x: F.relu(n["a"](x).sin() + 2 * x[:, :1]), "Relu"),  # two operands, and a fused clamp
+        ("prelu", lambda n, x: n["b"](n["a"](x)), None),  # its one parameter has another role in the arithmetic
+        ("linear", lambda n, x: n["c"](n["a"](x)), "Gemm"),  # a weight and a bias
+    ],
+)
+def test_an_operator_without_a_form_is_written_by_its_float_function(
+    operator: str, model: Any, written: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    net = Net(model, a=conv(3, 8), b=nn.PReLU(8), c=nn.Sequential(nn.Flatten(), nn.Linear(512, 5)))
+    integer = compiled(net.eval(), [batch()], "nash-e").integer
+    without_form(operator, monkeypatch)
+    path = tmp_path / "model.onnx"
+    if written is None:
+        with pytest.raises(fxq.ExportError, match="cannot be written in style 'qdq'") as caught:
+            fxq.export_onnx(integer, path, style="qdq")
+        assert "test_onnx_styles.py" in str(caught.value)  # the user's line
+        assert list(tmp_path.iterdir()) == []
+        return
+    report = measured(integer, fxq.export_onnx(integer, path, style="qdq"))
+    assert written in operators(path)
+    assert worst(report) <= 1, str(report)
 
 
 def test_int16_needs_opset_21(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Operators that stay in float, as ONNX: PyTorch's own exporter writes them, one region at a time."""
+"""Float operators as ONNX, by PyTorch's own exporter: those that stay in float, one region at a time, and single functions."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import logging
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import onnx
@@ -58,9 +59,65 @@ class FloatRegions:
         if key is None or key not in self.exported:
             self.exported[key] = self._export(region, inputs, outputs)
         exported = self.exported[key]
-        self._append(exported, emitter, [values[i] for i in inputs], outputs)
+        self._append(exported, emitter, [values[i] for i in inputs], {output.name: fact(output) for output in outputs}, outputs[0])
         for output in outputs:
             values[output] = output.name
+
+    def emit_function(
+        self,
+        node: fx.Node,
+        function: Callable[..., Tensor],
+        arguments: Mapping[str, Any],
+        parameters: Mapping[str, Tensor],
+        emitter: Any,
+        real: Callable[[str], str],
+    ) -> str:
+        """Append a float function whose result a node of the graph holds as integers; returns the name of the real value.
+
+        Nodes among the arguments stand for real values, which `real` gives by their names; `parameters` are further arguments. Raises
+        ExportError if the exporter cannot write the function.
+        """
+        facts: dict[fx.Node, TensorFact] = {}
+        fx.map_arg(dict(arguments), lambda operand: facts.setdefault(operand, replace(fact(operand), dtype=torch.float32)))
+        index = {operand: position for position, operand in enumerate(facts)}
+        key = (
+            None
+            if parameters
+            else repr((function, fx.map_arg(dict(arguments), index.__getitem__), [str(known) for known in facts.values()]))
+        )
+        if key is None or key not in self.exported:
+            self.exported[key] = self._export_function(node, function, arguments, parameters, facts)
+        name = f"{node.name}/float"
+        known = replace(fact(node), dtype=torch.float32)
+        self._append(self.exported[key], emitter, [real(operand.name) for operand in facts], {name: known}, node)
+        return name
+
+    def _export_function(
+        self,
+        node: fx.Node,
+        function: Callable[..., Tensor],
+        arguments: Mapping[str, Any],
+        parameters: Mapping[str, Tensor],
+        facts: dict[fx.Node, TensorFact],
+    ) -> onnx.ModelProto:
+        graph, root = fx.Graph(), torch.nn.Module()
+        environment = {operand: graph.placeholder(operand.name) for operand in facts}
+        for name, value in parameters.items():
+            root.register_buffer(f"held_{name}", value)
+        held = {name: graph.create_node("get_attr", f"held_{name}") for name in parameters}
+        graph.output((graph.call_function(function, (), {**fx.map_arg(dict(arguments), environment.__getitem__), **held}),))
+        try:
+            with _quiet():
+                model = self._exported(fx.GraphModule(root, graph).eval(), list(facts.values()), 1)
+        except Exception as error:
+            raise ExportError(
+                "an operator cannot be written in style 'qdq'",
+                node=node,
+                because=f"there is no ONNX form in its record, and of its float function PyTorch's ONNX exporter says: {_reason(error)}",
+                remedy="export with style='exact', or keep this operator in float",
+            ) from error
+        self._check_opset(model, node, "an operator")
+        return model
 
     def _export(self, region: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> onnx.ModelProto:
         """The region as an ONNX model. Raises ExportError, about the node that cannot be written where one alone cannot."""
@@ -75,15 +132,18 @@ class FloatRegions:
                 because=("" if found else "together with those behind it: ") + f"PyTorch's ONNX exporter says: {_reason(error)}",
                 remedy="replace the operator, or cut the model before it",
             ) from error
+        self._check_opset(model, region[0], "an operator that stays in float")
+        return model
+
+    def _check_opset(self, model: onnx.ModelProto, node: fx.Node, what: str) -> None:
         written = next(entry.version for entry in model.opset_import if entry.domain == "")
         if written != self.opset:  # the conversion says nothing if it cannot
             raise ExportError(
-                f"an operator that stays in float cannot be exported with opset={self.opset}",
-                node=region[0],
+                f"{what} cannot be exported with opset={self.opset}",
+                node=node,
                 because=f"PyTorch's ONNX exporter writes opset {written}, and cannot convert it",
                 remedy=f"export with opset={written} or later",
             )
-        return model
 
     def _part(self, graph: fx.Graph) -> fx.GraphModule:
         """A model of this graph, which holds only what the graph reads."""
@@ -121,30 +181,37 @@ class FloatRegions:
             if other is not None:
                 copied.op, copied.target = "call_function", other
         graph.output(tuple(environment[node] for node in outputs))
-        part = self._part(graph)
+        return self._exported(self._part(graph), [fact(node) for node in inputs], len(outputs))
+
+    def _exported(self, part: fx.GraphModule, inputs: list[Any], outputs: int) -> onnx.ModelProto:
+        """A model with inputs of these facts and so many outputs, by PyTorch's exporter. Raises whatever that raises."""
         program: Any = torch.onnx.export(
             part,
-            tuple(_example(fact(node)) for node in inputs),
+            tuple(_example(known) for known in inputs),
             dynamo=True,
             opset_version=max(self.opset, OLDEST_OPSET),
-            dynamic_shapes=tuple(_dynamic(fact(node)) for node in inputs),
+            dynamic_shapes=tuple(_dynamic(known) for known in inputs),
             verbose=False,
             input_names=[f"region_input_{i}" for i in range(len(inputs))],
-            output_names=[f"region_output_{i}" for i in range(len(outputs))],  # no value inside has such a name
+            output_names=[f"region_output_{i}" for i in range(outputs)],  # no value inside has such a name
         )
         if self.opset < OLDEST_OPSET:
             from onnxscript.version_converter import convert_version  # takes a second, and is seldom wanted
 
             convert_version(program.model, self.opset, fallback=True)
         model: onnx.ModelProto = program.model_proto
+        for entry in model.opset_import:
+            if entry.domain == "" and entry.version > self.opset and _unchanged(model, entry.version, self.opset):
+                entry.version = self.opset
         return model
 
-    def _append(self, model: onnx.ModelProto, emitter: Any, inputs: list[str], outputs: list[fx.Node]) -> None:
+    def _append(self, model: onnx.ModelProto, emitter: Any, inputs: list[str], outputs: dict[str, Any], node: fx.Node) -> None:
+        """Add a model's nodes, with its inputs and outputs, of which the facts are given, under these names."""
         renamed = dict(zip((i.name for i in model.graph.input), inputs, strict=True))
-        renamed.update({o.name: node.name for o, node in zip(model.graph.output, outputs, strict=True)})
+        renamed.update({o.name: output for o, output in zip(model.graph.output, outputs, strict=True)})
 
         def name(value: str) -> str:
-            return renamed.setdefault(value, f"{outputs[0].name}/{value}") if value else value
+            return renamed.setdefault(value, f"{next(iter(outputs))}/{value}") if value else value
 
         copied = onnx.GraphProto()
         copied.CopyFrom(model.graph)
@@ -159,16 +226,28 @@ class FloatRegions:
             elif other != function:
                 raise ExportError(
                     "operators that stay in float cannot be exported together",
-                    node=outputs[0],
+                    node=node,
                     because=f"PyTorch's ONNX exporter writes two different functions named {function.name}",
                     remedy="replace one of the operators, or cut the model between them",
                 )
         domains = {o.domain for o in self.opsets} | {""}
         self.opsets.extend(helper.make_opsetid(o.domain, o.version) for o in model.opset_import if o.domain not in domains)
-        for node in outputs:
-            value = fact(node)
-            if isinstance(value, TensorFact):
-                emitter.types[node.name] = value.dtype
+        emitter.types.update({name: known.dtype for name, known in outputs.items() if isinstance(known, TensorFact)})
+
+
+def _unchanged(model: onnx.ModelProto, written: int, wanted: int) -> bool:
+    """Whether every operator of a model is in an older opset what it is in the one that was written."""
+
+    def since(operator: str, opset: int) -> int:
+        try:
+            found: int = onnx.defs.get_schema(operator, opset).since_version
+        except onnx.defs.SchemaError:  # it came later
+            return 0
+        return found
+
+    nodes = model.graph.node
+    plain = not model.functions and all(node.domain == "" and not any(a.HasField("g") for a in node.attribute) for node in nodes)
+    return plain and all(since(node.op_type, written) == since(node.op_type, wanted) for node in nodes)
 
 
 def _reason(error: BaseException) -> str:

@@ -3,8 +3,9 @@
 %y = conv2d(%x, …)     →     y = QuantizeLinear(Clip(Conv(x/real, w/real, bias)))      y/real = DequantizeLinear(y)
 
 It is written from the operators that an integer graph's nodes are the results of, with the graph's own integers as
-weights. Quantized tensors keep their names. The numbers are not those of the integer graph: float sums are rounded,
-and other compilers choose kernels of their own.
+weights: by the form in an operator's record or, where there is none, by its float function (`Operator.onnx`). Quantized
+tensors keep their names. The numbers are not those of the integer graph: float sums are rounded, and other compilers
+choose kernels of their own.
 """
 
 from __future__ import annotations
@@ -15,18 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.backends.onnx.qdq_operators import FORMS, INT16_OPSET, MOVING, Call
 from fxquant.backends.onnx.writer import Writer
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.graph import Constant, Operation, QParams, Reference, operation, origin, qparams
 from fxquant.numerics import ACTIVATION_TYPES
-from fxquant.ops import OPERATORS, Own
-from fxquant.primitives import PRIMITIVES, Primitive
+from fxquant.ops import OPERATORS, Operator, Own
+from fxquant.ops.form import INT16_OPSET, Call
+from fxquant.primitives import PRIMITIVES, Primitive, shape
 from fxquant.primitives.boundary import as_float32
-from fxquant.primitives.shape import concatenate
 
-# What these give is within the range of what they are given; onnxruntime stumbles over a Clip behind some of them.
-STAY_IN_RANGE = {record.name for record in OPERATORS.values() if not isinstance(record.demand, Own)} - {"pad"}
+# These move floats as well as integers.
+MOVING = {shape.reshape, shape.permute, shape.concatenate, shape.crop, shape.select, shape.expand, shape.tile}
 
 
 class QdqWriter(Writer):
@@ -36,6 +36,7 @@ class QdqWriter(Writer):
 
     def __init__(self, integer: fx.GraphModule, io: str, opset: int) -> None:
         super().__init__(integer, io, opset)
+        self.operators = {record.name: record for record in OPERATORS.values()}
         self.nodes = {node.name: node for node in integer.graph.nodes}
         self.operations = {node.name: found for node in integer.graph.nodes if (found := operation(node)) is not None}
         self.lowered: dict[str, list[fx.Node]] = {}  # the primitives of each operator
@@ -46,16 +47,8 @@ class QdqWriter(Writer):
         self._check()
 
     def _check(self) -> None:
-        for name, known in self.operations.items():
-            node = self.nodes[name]
-            if known.name not in FORMS and known.name not in MOVING and known.name not in ("quantize", "dequantize"):
-                raise ExportError(
-                    f"{known.name} has no form in style 'qdq'",
-                    node=node,
-                    because="it is no operator of ONNX, and backends/onnx/qdq_operators.py says nothing of it",
-                    remedy="export with style='exact', or keep this operator in float",
-                )
-            described = qparams(node)
+        for name in self.operations:
+            described = qparams(self.nodes[name])
             if described is not None and described.dtype == "int16" and self.opset < INT16_OPSET:
                 raise ConfigurationError(
                     f"opset={self.opset} is too old for this model",
@@ -74,9 +67,10 @@ class QdqWriter(Writer):
 
     def emit(self, node: fx.Node, record: Primitive) -> str | None:
         known = self.operations[origin(node)]
-        if known.name in MOVING or (known.name == "pad" and known.arguments["mode"] != "constant"):
+        operator = self.operators[known.name]
+        if operator.onnx is None and all(other.target in MOVING for other in self.lowered[origin(node)]):
             value = record.onnx(self.emitter, *fx.node.map_aggregate(node.args, self._moved))
-            if operation(node) is None and any(other.target is concatenate for other in self.lowered[origin(node)]):
+            if operation(node) is None and any(other.target is shape.concatenate for other in self.lowered[origin(node)]):
                 # Each part is on the result's scale: onnxruntime cannot move QuantizeLinear of opset 21 behind it by itself.
                 value = self._rounding(self.nodes[origin(node)])(value)
             self.reals[node.name] = value
@@ -89,7 +83,8 @@ class QdqWriter(Writer):
         elif known.name == "quantize":
             value = as_float32(self.emitter, str(self.values[self.nodes[known.arguments["input"].node]]))
         else:
-            value = FORMS[known.name](self._call(known, node))
+            call = self._call(known, operator, node)
+            value = call.exported() if operator.onnx is None else operator.onnx(call)
         if operation(node) is None:
             return None
         described = qparams(node)
@@ -105,7 +100,9 @@ class QdqWriter(Writer):
             self.reals[node.name] = value
             self.tensors[node.name] = {"kind": "float"}
             return None
-        return self._quantized(value, described, limited=known.name in STAY_IN_RANGE)
+        # What these give is within the range of what they are given; onnxruntime stumbles over a Clip behind some of them.
+        stays = not isinstance(operator.demand, Own) and operator.name != "pad"
+        return self._quantized(value, described, limited=stays)
 
     def _named(self, result: str, name: str) -> str:
         result = super()._named(result, name)
@@ -116,14 +113,29 @@ class QdqWriter(Writer):
     def _moved(self, value: Any) -> Any:
         return self._real(value.name) if isinstance(value, fx.Node) and value.op != "get_attr" else self.operand(value)
 
-    def _call(self, known: Operation, node: fx.Node) -> Call:
+    def _call(self, known: Operation, operator: Operator, node: fx.Node) -> Call:
         def read(value: Any) -> Any:
             return self._real(value.node) if isinstance(value, Reference) else value
 
         arguments = {name: fx.node.map_aggregate(value, read) for name, value in known.arguments.items()}
         between = None if known.intermediate is None else self._requantized(known.intermediate)
         constants = {role: self._constant(constant) for role, constant in known.constants.items()}
-        return Call(self.emitter, known.name, arguments, constants, between, self._rounding(node), node, self.lowered[node.name])
+
+        def exported() -> str:
+            return self._exported(known, operator, node, call)
+
+        call = Call(self.emitter, known.name, arguments, constants, between, self._rounding(node), node, self.lowered[node.name], exported)
+        return call
+
+    def _exported(self, known: Operation, operator: Operator, node: fx.Node, call: Call) -> str:
+        """The real value of a node, as PyTorch's exporter writes its operator's float function, and what is fused behind it."""
+        rest = {name: value for name, value in known.arguments.items() if name not in ("residual", "clamp")}
+        operands = {name: fx.node.map_aggregate(value, self._referred) for name, value in rest.items()}
+        parameters = {role: call.real(role) for role in call.constants if role in operator.parameter_names and role not in rest}
+        return call.epilogue(self.regions.emit_function(node, operator.function, operands, parameters, self.emitter, self._real))
+
+    def _referred(self, value: Any) -> Any:
+        return self.nodes[value.node] if isinstance(value, Reference) else value
 
     def _rounding(self, node: fx.Node) -> Callable[[str], str]:
         """What quantizes and dequantizes a value on the scale of a node."""

@@ -7,6 +7,7 @@ function. Every node of the integer graph is a value of the same name in the ONN
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import onnx
@@ -40,10 +41,14 @@ class Writer:
         self.infos: list[onnx.ValueInfoProto] = []
         self.sources: dict[str, str] = {}  # the quantized tensor that an input becomes, or an output was
 
+    @cached_property
+    def regions(self) -> FloatRegions:
+        """What PyTorch's exporter writes of this file."""
+        return FloatRegions(self.integer, self.opset)
+
     def write(self, input_names: Sequence[str] | None, output_names: Sequence[str] | None) -> onnx.ModelProto:
         placeholders = [node.name for node in self.integer.graph.nodes if node.op == "placeholder"]
         names = dict(zip(placeholders, _given(input_names, len(placeholders), "input") or placeholders, strict=True))
-        regions = FloatRegions(self.integer, self.opset)
         for node in self.integer.graph.nodes:
             self.emitter.scope, self.emitter.count = node.name, 0
             if node.op == "placeholder":
@@ -53,7 +58,7 @@ class Writer:
             elif node.op == "call_function" and node.target in PRIMITIVES:
                 self._primitive(node)
             elif node.op != "output":
-                regions.emit(node, self.emitter, self.values)
+                self.regions.emit(node, self.emitter, self.values)
         self._check_input_names()
         outputs = self._outputs(output_names)
         graph = helper.make_graph(
@@ -64,13 +69,13 @@ class Writer:
             self.emitter.initializers,
             value_info=[info for info in self.infos if info.name not in {o.name for o in outputs}],
         )
-        functions = [*self.emitter.functions.values(), *regions.functions]
+        functions = [*self.emitter.functions.values(), *self.regions.functions]
         own = [helper.make_opsetid(DOMAIN, 1)] if self.emitter.functions else []
         standard = helper.make_opsetid("", self.opset)
         oldest: int = helper.find_min_ir_version_for([standard])
         model = helper.make_model(
             graph,
-            opset_imports=[standard, *own, *regions.opsets],
+            opset_imports=[standard, *own, *self.regions.opsets],
             functions=functions,
             producer_name="fxquant",
             producer_version=__version__,

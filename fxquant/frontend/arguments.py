@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
+from torch import fx
 
+from fxquant.frontend.memory import Memory
 from fxquant.frontend.values import BatchFloat, BatchInt, BatchNumber, TracedTensor, Value, refuse
-
-if TYPE_CHECKING:
-    from fxquant.frontend.handler import Handler
 
 ATOMS = frozenset((
     int, float, bool, str, complex, bytes, type(None), type(Ellipsis),
@@ -19,7 +18,9 @@ ATOMS = frozenset((
 
 
 class Arguments:
-    """Converts the arguments of one call.
+    """Converts the arguments of one call to `function`.
+
+    `memory` says what was changed in place; `attribute` gives the node and the value of a tensor that is not traced.
 
     key      what the shapes and types of the result depend on
     fake     whether the content of any of the tensors is unknown while tracing
@@ -27,10 +28,10 @@ class Arguments:
     traced   the traced tensors among the arguments, in order
     """
 
-    __slots__ = ("fake", "handler", "key", "known", "substitutes", "traced")
+    __slots__ = ("attribute", "fake", "key", "known", "memory", "substitutes", "traced")
 
-    def __init__(self, handler: Handler, function: Any) -> None:
-        self.handler = handler
+    def __init__(self, function: Any, memory: Memory, attribute: Callable[[torch.Tensor], tuple[fx.Node, Value]]) -> None:
+        self.memory, self.attribute = memory, attribute
         self.key: list[Any] = [function]
         self.fake = self.known = False
         self.traced: list[TracedTensor] = []
@@ -64,7 +65,7 @@ class Arguments:
 
     def _traced(self, tensor: TracedTensor) -> Any:
         if tensor.aliases is not None:
-            self.handler.memory.refresh(tensor)
+            self.memory.refresh(tensor)
         value = tensor.value
         if value.real:
             self.known = True
@@ -75,12 +76,12 @@ class Arguments:
         return tensor.node
 
     def _plain(self, tensor: torch.Tensor) -> Any:
-        current = self.handler.memory.current(tensor)
+        current = self.memory.current(tensor)
         if isinstance(current, TracedTensor):
             node = self._traced(current)
             self.substitutes[id(tensor)] = current.value
             return node
-        node, value = self.handler.attribute(tensor)
+        node, value = self.attribute(tensor)
         if value.real:
             self.known = True
         else:

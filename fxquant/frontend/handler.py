@@ -48,8 +48,8 @@ class Handler:
         self.graph = new_graph()
         self.path = ""
         self.qconfig: tuple[tuple[str, Any], ...] = ()  # those of the modules being called, by path, the nearest first
-        self.memory = Memory(self)
         self.known: dict[int, Any] = dict(snapshot.tensors)
+        self.memory = Memory(self.record, self.note, snapshot.tensors, self.known)
         self.constants: dict[str, torch.Tensor] = {}
         self.notes: dict[str, None] = {}
         self.paused = False
@@ -179,7 +179,7 @@ class Handler:
             self.paused = paused
 
     def _record(self, op: str, target: Any, function: Callable[..., Any], args: Any, kwargs: Any, content: bool, key: Any) -> Any:
-        arguments = Arguments(self, function if key is None else key)
+        arguments = Arguments(function if key is None else key, self.memory, self.attribute)
         node_args = tuple([arguments.convert(arg) for arg in args])
         node_kwargs = {name: arguments.convert(arg) for name, arg in kwargs.items()} if kwargs else {}
         if kwargs:
@@ -191,7 +191,7 @@ class Handler:
         self._describe(node, _fact(outcome.template))
         result = self._wrap(node, outcome.template)
         if outcome.alias is not None:
-            step = view_step(self, op, target, function, args, kwargs) if outcome.alias == 0 else None
+            step = view_step(self.record, op, target, function, args, kwargs) if outcome.alias == 0 else None
             share_memory(arguments.traced[outcome.alias], result, outcome.same_place, step)
         return result
 

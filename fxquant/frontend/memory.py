@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from fxquant.frontend import functional
 from fxquant.frontend.values import Aliases, Change, TracedTensor, View, refuse
 
-if TYPE_CHECKING:
-    from fxquant.frontend.handler import Handler
+Record = Callable[[str, Any, Callable[..., Any], Any, Any], Any]  # records an operation: op, target, function, args, kwargs -> its result
 
 
 class Memory:
-    """What in-place operations have changed during one trace."""
+    """What in-place operations have changed during one trace.
 
-    def __init__(self, handler: Handler) -> None:
-        self._handler = handler
+    `record` and `note` are those of the trace; `tensors` are the names of the model's parameters and buffers, by identity; `known` is what
+    is to be recorded when it is an argument, by identity, and grows by what is changed here.
+    """
+
+    def __init__(self, record: Record, note: Callable[[str], None], tensors: Mapping[int, str], known: dict[int, Any]) -> None:
+        self._record, self._note, self._tensors, self._known = record, note, tensors, known
         self._rebound: dict[int, TracedTensor] = {}  # plain tensors that were changed with a traced value, by identity
 
     def current(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -58,19 +62,19 @@ class Memory:
         if previous is not None:
             self.advance(previous, result)
             return target
-        name = self._handler.snapshot.tensors.get(id(target))
+        name = self._tensors.get(id(target))
         if name is not None:
-            self._handler.note(f"{name} is changed in place by forward: the change is not kept between calls")
+            self._note(f"{name} is changed in place by forward: the change is not kept between calls")
         elif _is_shared(target):
             _refuse_shared()
         self._rebound[id(target)] = self._as(target.dtype, result)
-        self._handler.known[id(target)] = target
+        self._known[id(target)] = target
         return target
 
     def _as(self, dtype: torch.dtype, result: TracedTensor) -> TracedTensor:
         if result.dtype == dtype:
             return result
-        converted: TracedTensor = self._handler.record("call_method", "to", torch.Tensor.to, (result, dtype), {})
+        converted: TracedTensor = self._record("call_method", "to", torch.Tensor.to, (result, dtype), {})
         return converted
 
     def refresh(self, tensor: TracedTensor) -> None:
@@ -113,7 +117,7 @@ class Memory:
         args: tuple[Any, ...] = (whole, change.result, tuple(steps))
         if [name for name, *_ in steps] == ["__getitem__"]:
             function, args = functional.setitem, (whole, steps[0][1][0], change.result)
-        written: TracedTensor = self._handler.record("call_function", function, function, args, {})
+        written: TracedTensor = self._record("call_function", function, function, args, {})
         return written
 
 
@@ -135,14 +139,14 @@ def share_memory(base: TracedTensor, result: Any, same_place: bool, step: View |
                 view.way = (*base.way, replace(step, item=index) if several else step)
 
 
-def view_step(handler: Handler, op: str, target: Any, function: Any, args: Any, kwargs: Any) -> View | None:
+def view_step(record: Record, op: str, target: Any, function: Any, args: Any, kwargs: Any) -> View | None:
     """How the result of an operation that was recorded is seen in its first argument; None if that cannot be said."""
     name = target if op == "call_method" else getattr(target, "__name__", "")
     name = {"getitem": "__getitem__"}.get(name, name)
     if op == "call_module" or name not in functional.VIEWS or not args or not isinstance(args[0], TracedTensor):
         return None
     rest = tuple(args[1:])
-    return View((name, rest, dict(kwargs)), lambda tensor: handler.record(op, target, function, (tensor, *rest), kwargs))
+    return View((name, rest, dict(kwargs)), lambda tensor: record(op, target, function, (tensor, *rest), kwargs))
 
 
 def _apart(one: tuple[View, ...] | None, other: tuple[View, ...] | None) -> bool:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from fxquant.lowering import Lowering, Quantized
 from fxquant.numerics import Interval, Ratio
+from fxquant.ops.form import Call
 from fxquant.ops.record import Operator, Own, Same, register
 from fxquant.primitives import elementwise
 
@@ -79,6 +80,11 @@ def _hardtanh(input: Any, min_val: float = -1.0, max_val: float = 1.0, inplace: 
     return {"input": input, "min": float(min_val), "max": float(max_val)}
 
 
+def _onnx_clamp(c: Call) -> str:
+    result = c.clamped(c.input, c.arguments.get("min"), c.arguments.get("max"))
+    return result if result != c.input else c.do("Identity", result)
+
+
 register(
     Operator(
         "clamp",
@@ -113,5 +119,6 @@ register(
             nn.Hardtanh: lambda m: {"min": float(m.min_val), "max": float(m.max_val)},
         },
         refuses=_refuses_clamp,
+        onnx=_onnx_clamp,
     )
 )

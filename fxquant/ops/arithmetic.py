@@ -19,6 +19,7 @@ from fxquant.facts import TensorFact
 from fxquant.graph import fact, is_parameter
 from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics import FLOAT32_EXACT, Ratio
+from fxquant.ops.form import Call
 from fxquant.ops.record import Operator, register
 from fxquant.primitives import elementwise
 from fxquant.quantization.rounding import straight_through
@@ -162,6 +163,19 @@ def _reversed_sub(input: Any, other: Any, alpha: float = 1) -> dict[str, Any]:
     return {"input": other, "other": input, "alpha": alpha}
 
 
+def _scaled(c: Call, role: str) -> str:
+    alpha = c.arguments.get("alpha", 1)
+    return c.operand(role) if alpha == 1 else c.do("Mul", c.operand(role), c.number(alpha))
+
+
+def _onnx_add(c: Call) -> str:
+    return c.epilogue(c.do("Add", c.operand("input"), _scaled(c, "other")))
+
+
+def _onnx_sub(c: Call) -> str:
+    return c.epilogue(c.do("Sub", c.operand("input"), _scaled(c, "other")))
+
+
 for _name, _function, _lower, _spellings, _methods in (
     ("add", add, lower_add, (torch.add, operator.add, operator.iadd), ("add", "add_", "__add__", "__radd__", "__iadd__")),
     ("sub", sub, _lower_sub, (torch.sub, torch.subtract, operator.sub, operator.isub), ("sub", "sub_", "__sub__", "__isub__")),
@@ -177,6 +191,7 @@ for _name, _function, _lower, _spellings, _methods in (
             absorbs=frozenset({"clamp"}),
             refuses=needs_activation,
             idle=_adds_zero if _name == "add" else _subtracts_zero,
+            onnx=_onnx_add if _name == "add" else _onnx_sub,
         )
     )
 
@@ -231,6 +246,14 @@ def _true_division(input: Any, other: Any, rounding_mode: str | None = None) -> 
     return {"input": input, "other": other} if rounding_mode is None else f"rounding_mode={rounding_mode!r} has no integer form"
 
 
+def _onnx_mul(c: Call) -> str:
+    return c.epilogue(c.do("Mul", c.operand("input"), c.operand("other")))
+
+
+def _onnx_div(c: Call) -> str:
+    return c.epilogue(c.do("Div", c.operand("input"), c.operand("other")))
+
+
 register(
     Operator(
         "mul",
@@ -242,6 +265,7 @@ register(
         idle=lambda arguments: _is(arguments["input"], 1) or _is(arguments["other"], 1),
         absorbs=frozenset({"clamp"}),
         refuses=_refuses_mul,
+        onnx=_onnx_mul,
     )
 )
 register(
@@ -255,6 +279,7 @@ register(
         idle=lambda arguments: _is(arguments["other"], 1),
         absorbs=frozenset({"clamp"}),
         refuses=_refuses_div,
+        onnx=_onnx_div,
     )
 )
 register(
@@ -266,5 +291,6 @@ register(
         functions={torch.negative: None, operator.neg: None},
         methods={"neg": None, "neg_": None, "__neg__": None},
         parameters={"input": inspect.Parameter.empty},
+        onnx=lambda c: c.do("Neg", c.input),
     )
 )

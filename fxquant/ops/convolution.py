@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from fxquant.facts import TensorFact
 from fxquant.graph import fact, resolve
 from fxquant.lowering import Clamp, Lowering, Quantized
+from fxquant.ops.form import Call
 from fxquant.ops.pad import pad_before
 from fxquant.ops.record import Operator, Parameter, register
 from fxquant.ops.weighted import ABSORBED, Product, Tap, epilogue, lower_weighted, refuses_weighted, shape_of, sizes
@@ -220,6 +221,34 @@ def _refuses(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
     return refuses
 
 
+# ---- as operators of ONNX -------------------------------------------------------------------------------------------
+
+
+def _onnx_window(c: Call, rank: int) -> dict[str, Any]:
+    padding = sizes(c["padding"], rank)
+    if c.arguments.get("padding_mode", "zeros") != "zeros":
+        padding = [0] * rank  # it is put around the operand first
+    # One size for each dimension, or the sizes before and behind each, the last dimension first.
+    pads = padding * 2 if len(padding) == rank else [*padding[::2][::-1], *padding[1::2][::-1]]
+    return {"strides": sizes(c["stride"], rank), "pads": pads, "dilations": sizes(c["dilation"], rank), "group": c["groups"]}
+
+
+def _onnx_convolution(c: Call) -> str:
+    kernel = list(c.constants["weight"][0].shape[2:])
+    attributes = {"kernel_shape": kernel, **_onnx_window(c, len(kernel))}
+    operand = c.selected()  # with its own elements around it, where it is padded with those
+    return c.epilogue(c.with_bias(lambda *bias: c.do("Conv", operand, c.weight(), *bias, **attributes), len(kernel)))
+
+
+def _onnx_transposed(c: Call) -> str:
+    kernel = list(c.constants["weight"][0].shape[2:])
+    attributes = {"kernel_shape": kernel, **_onnx_window(c, len(kernel)), "output_padding": sizes(c["output_padding"], len(kernel))}
+    return c.epilogue(c.with_bias(lambda *bias: c.do("ConvTranspose", c.input, c.weight(), *bias, **attributes), len(kernel)))
+
+
+# ---- the records ----------------------------------------------------------------------------------------------------
+
+
 def _register(kind: Kind, rank: int, module: type[nn.Module], extract: Callable[[Any], dict[str, Any]], normalize: Any) -> Any:
     function, lower, folded = _convolution(kind, rank)
     register(
@@ -238,6 +267,7 @@ def _register(kind: Kind, rank: int, module: type[nn.Module], extract: Callable[
             weight=lambda weight, groups=1, **_: kind.arrange(weight, groups),
             # PyTorch's weight is (out, in/groups, …), and (in, out/groups, …) of a transposed one.
             macs=lambda shapes, result: math.prod({**shapes, "result": result}[kind.spread]) * math.prod(shapes["weight"][1:]),
+            onnx=_onnx_transposed if kind is REVERSED else _onnx_convolution,
         )
     )
     return function

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from fxquant.facts import TensorFact
 from fxquant.graph import fact
 from fxquant.lowering import Lowering, Quantized
+from fxquant.ops.form import Call
 from fxquant.ops.record import Operator, Same, register
 from fxquant.primitives import pool, product, shape
 
@@ -69,9 +70,13 @@ def _two_tensors(input: Any, other: Any = None, *rest: Any, **named: Any) -> dic
     return "it reduces its operand, as only torch.amax does in integers"
 
 
-for _name, _function, _primitive, _short in (
-    ("maximum", maximum, product.maximum, torch.max),
-    ("minimum", minimum, product.minimum, torch.min),
+def _onnx_extremum(operator: str) -> Callable[[Call], str]:
+    return lambda c: c.do(operator, c.operand("input"), c.operand("other"))
+
+
+for _name, _function, _primitive, _short, _operator in (
+    ("maximum", maximum, product.maximum, torch.max, "Max"),
+    ("minimum", minimum, product.minimum, torch.min, "Min"),
 ):
     register(
         Operator(
@@ -82,6 +87,7 @@ for _name, _function, _primitive, _short in (
             functions={getattr(torch, _name): None, _short: _two_tensors},
             methods={_name: None, _short.__name__: _two_tensors},
             refuses=_refuses_extremum,
+            onnx=_onnx_extremum(_operator),
         )
     )
 
@@ -124,6 +130,25 @@ def _refuses_amax(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return "two of its sizes depend on the batch" if len(depending) > 1 else None
 
 
+def _onnx_amax(c: Call) -> str:
+    dims = c["dim"]
+    axes = (list(dims) if isinstance(dims, list | tuple) else [dims]) or None
+    if c.e.opset >= 12:
+        return c.reduced("ReduceMax", c.input, axes, c["keepdim"])
+    # onnxruntime would make one operator on int8 of the three, which that opset does not have.
+    return c.do("Neg", c.reduced("ReduceMin", c.do("Neg", c.input), axes, c["keepdim"]))
+
+
 register(
-    Operator("amax", amax, ("input",), _lower_amax, Same(), functions={torch.amax: None}, methods={"amax": None}, refuses=_refuses_amax)
+    Operator(
+        "amax",
+        amax,
+        ("input",),
+        _lower_amax,
+        Same(),
+        functions={torch.amax: None},
+        methods={"amax": None},
+        refuses=_refuses_amax,
+        onnx=_onnx_amax,
+    )
 )

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.graph import is_parameter
+from fxquant.graph import fact, is_parameter
 from fxquant.lowering import Lowering, Quantized
+from fxquant.ops.form import Call
 from fxquant.ops.record import Operator, Own, register
 from fxquant.ops.shape import MANY_SIZES, many_sizes, numbers
 from fxquant.ops.weighted import shape_of
@@ -49,6 +50,10 @@ def _along(dim: int, rank: int) -> Callable[..., dict[str, Any] | str]:
     return adapt
 
 
+def _onnx_cat(c: Call) -> str:
+    return c.do("Concat", *c["tensors"], axis=c["dim"])
+
+
 register(
     Operator(
         "cat",
@@ -64,6 +69,7 @@ register(
         demand=Own(shared_where="share_concat"),
         refuses=_refuses_cat,
         idle=lambda arguments: len(arguments["tensors"]) == 1,
+        onnx=_onnx_cat,
     )
 )
 
@@ -90,6 +96,12 @@ def _refuses_stack(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return _refuses_cat(node, arguments) or (MANY_SIZES if many_sizes(node) else None)
 
 
+def _onnx_stack(c: Call) -> str:
+    axis = c["dim"] % len(fact(c.node).shape)
+    # Each part is on the result's scale already: onnxruntime cannot move QuantizeLinear of opset 21 behind Unsqueeze by itself.
+    return c.do("Concat", *(c.rounded(c.unsqueezed(tensor, axis)) for tensor in c["tensors"]), axis=axis)
+
+
 register(
     Operator(
         "stack",
@@ -99,5 +111,6 @@ register(
         demand=Own(shared_where="share_concat"),
         functions={torch.stack: None},
         refuses=_refuses_stack,
+        onnx=_onnx_stack,
     )
 )

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from fxquant.graph import is_parameter
 from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics import FLOAT32_EXACT, INT32_MAX, INT48_MAX, Ratio
+from fxquant.ops.form import Call
 from fxquant.ops.record import Operator, Parameter, register
 from fxquant.ops.weighted import ABSORBED, Product, Tap, epilogue, lower_weighted, refuses_weighted, shape_of
 from fxquant.primitives import accumulate, product
@@ -53,6 +54,15 @@ def _lower_linear(
     return lower_weighted(lowering, PRODUCT, input, weight, bias, residual, clamp, batch_norm)
 
 
+def _onnx_linear(c: Call) -> str:
+    if "weight" not in c.constants:  # a product of two activations, or with a constant that is no matrix
+        return c.epilogue(c.do("MatMul", c.operand("input"), c.operand("other")))
+    if len(c.operand_shape) == 2:
+        return c.epilogue(c.with_bias(lambda *bias: c.do("Gemm", c.input, c.weight(), *bias, transB=1), 0))
+    product = c.do("MatMul", c.input, c.weight(lambda weight: weight.t()))
+    return c.epilogue(c.do("Add", product, c.e.constant(c.real("bias"))) if "bias" in c.constants else product)
+
+
 register(
     Operator(
         "linear",
@@ -67,6 +77,7 @@ register(
         folded=lambda weight, bias, batch_norm, **_: fold(weight, bias, batch_norm, 0),
         weight=lambda weight, **_: weight,
         macs=lambda shapes, result: math.prod(result) * shapes["weight"][-1],
+        onnx=_onnx_linear,
     )
 )
 
@@ -143,5 +154,6 @@ register(
         sums=True,
         weight=lambda other, **_: other.t() if isinstance(other, Tensor) and other.dim() == 2 else None,  # else one scale for all
         macs=lambda shapes, result: math.prod(result) * shapes["input"][-1],
+        onnx=_onnx_linear,
     )
 )

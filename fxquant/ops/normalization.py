@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from fxquant.facts import TensorFact
 from fxquant.graph import fact, is_parameter
 from fxquant.lowering import Clamp, Lowering, Quantized
+from fxquant.ops.form import Call
 from fxquant.ops.record import Operator, Parameter, register
 from fxquant.ops.weighted import Product, epilogue, lower_weighted, refuses_weighted
 from fxquant.primitives import product
@@ -59,6 +60,12 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return f"its statistics are computed by %{computed[0]}, not stored or computed from what is" if computed else None
 
 
+def _onnx_batch_norm(c: Call) -> str:
+    trailing = [1] * (len(c.operand_shape) - 2)
+    weight, bias = (c.e.constant(c.real(role).reshape(-1, *trailing)) for role in ("weight", "bias"))
+    return c.epilogue(c.do("Add", c.do("Mul", c.input, weight), bias))
+
+
 register(
     Operator(
         "batch_norm",
@@ -69,6 +76,7 @@ register(
         modules={nn.BatchNorm1d: _module, nn.BatchNorm2d: _module, nn.BatchNorm3d: _module, nn.SyncBatchNorm: _module},
         absorbs=frozenset({"clamp"}),
         refuses=_refuses,
+        onnx=_onnx_batch_norm,
     )
 )
 
@@ -89,6 +97,13 @@ def _lower_scale_channels(
 
 
 LAST_DIMENSION = Product(product.scale_channels, product.scale_channels_wide, (0,), layout=torch.flatten, channels=1)
+
+
+def _onnx_scale_channels(c: Call) -> str:
+    scaled = c.do("Mul", c.input, c.e.constant(c.real("weight")))
+    return c.epilogue(scaled if "bias" not in c.constants else c.do("Add", scaled, c.e.constant(c.real("bias"))))
+
+
 register(
     Operator(
         "scale_channels",
@@ -98,5 +113,6 @@ register(
         absorbs=frozenset({"clamp"}),
         refuses=refuses_weighted,
         weight=lambda weight, **_: weight.unsqueeze(1),
+        onnx=_onnx_scale_channels,
     )
 )

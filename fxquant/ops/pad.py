@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from fxquant.facts import TensorFact
 from fxquant.graph import fact, inherit, set_fact, shape_of, spell, spelling
 from fxquant.lowering import Lowering, Quantized
+from fxquant.ops.form import Call
 from fxquant.ops.record import Operator, Own, Same, operator_of, register
 from fxquant.primitives import shape
 
@@ -144,6 +145,16 @@ def _pad_module(mode: str) -> Callable[[Any], dict[str, Any]]:
     return lambda m: {"padding": list(m.padding), "mode": mode, "value": getattr(m, "value", 0.0)}
 
 
+def _onnx_pad(c: Call) -> str:
+    if c["mode"] != "constant":
+        return c.selected()
+    rank = len(fact(c.node).shape)
+    pairs = list(zip(c["padding"][::2], c["padding"][1::2], strict=True))
+    margins = [(0, 0)] * (rank - len(pairs)) + pairs[::-1]
+    pads = [begin for begin, _ in margins] + [end for _, end in margins]
+    return c.do("Pad", c.input, c.integers(pads), c.number(c["value"]))
+
+
 register(
     Operator(
         "pad",
@@ -165,5 +176,6 @@ register(
             for rank in (1, 2, 3)
         },
         refuses=_refuses_pad,
+        onnx=_onnx_pad,
     )
 )

@@ -14,11 +14,11 @@ from fxquant.facts import Size, TensorFact
 from fxquant.graph import fact
 from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics import FLOAT32_EXACT, INT8, Ratio
+from fxquant.ops.form import Call
 from fxquant.ops.record import Operator, Same, register
 from fxquant.ops.weighted import sizes
 from fxquant.primitives import pool
-
-POOLED_EXACT = 2**22  # sums over windows stay below, so that ONNX can recover them from a float32 mean
+from fxquant.primitives.pool import POOLED_EXACT
 
 MAX_POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 AVG_POOLS: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
@@ -136,6 +136,16 @@ def _window(rank: int) -> Callable[[dict[str, Any]], list[int]]:
 max_pool1d, _lower_max_pool1d = _max_pool(1)
 max_pool2d, _lower_max_pool2d = _max_pool(2)
 max_pool3d, _lower_max_pool3d = _max_pool(3)
+
+
+def _onnx_max_pool(c: Call) -> str:
+    node = c.primitive(pool.max_pool)
+    assert node is not None
+    _, kernel, stride, begin, end, dilation = node.args
+    attributes = {"kernel_shape": list(kernel), "strides": list(stride), "pads": [*begin, *end], "dilations": list(dilation)}  # type: ignore[misc, arg-type]
+    return c.do("MaxPool", c.input, **attributes)
+
+
 for _rank, _function, _lower, _module in (
     (1, max_pool1d, _lower_max_pool1d, nn.MaxPool1d),
     (2, max_pool2d, _lower_max_pool2d, nn.MaxPool2d),
@@ -153,6 +163,7 @@ for _rank, _function, _lower, _module in (
             idle=lambda arguments: set(sizes(arguments["kernel_size"], 1)) == {1},
             window=_window(_rank),
             refuses=_refuses_max_pool(_rank),
+            onnx=_onnx_max_pool,
         )
     )
 
@@ -253,6 +264,21 @@ def _avg_pool_module(module: Any) -> dict[str, Any]:
 avg_pool1d, _lower_avg_pool1d = _avg_pool(1)
 avg_pool2d, _lower_avg_pool2d = _avg_pool(2)
 avg_pool3d, _lower_avg_pool3d = _avg_pool(3)
+
+
+def _onnx_average_pool(c: Call) -> str:
+    node = c.primitive(pool.sum_pool)
+    if node is None:
+        return c.epilogue(c.do("GlobalAveragePool", c.input))
+    kernel, stride, begin, end = (list(value) for value in node.args[1:5])  # type: ignore[arg-type]
+    even = len({*begin, *end}) == 1  # onnxruntime 1.21 to 1.23 counts uneven padding wrongly, from opset 19 on: it is left out
+    mean = c.do("AveragePool", c.input, kernel_shape=kernel, strides=stride, pads=[*begin, *end], count_include_pad=int(even))
+    shape = c.operand_shape
+    elements = math.prod(kernel) if even else window_divisor(shape, {"count_include_pad": False}, kernel, stride, begin, end)
+    share = elements / window_divisor(shape, c.arguments, kernel, stride, begin, end)
+    return c.epilogue(mean if bool((share == 1).all()) else c.do("Mul", mean, c.e.constant(share.float())))
+
+
 for _rank, _function, _lower, _avg_module in (
     (1, avg_pool1d, _lower_avg_pool1d, nn.AvgPool1d),
     (2, avg_pool2d, _lower_avg_pool2d, nn.AvgPool2d),
@@ -269,6 +295,7 @@ for _rank, _function, _lower, _avg_module in (
             idle=lambda arguments: set(sizes(arguments["kernel_size"], 1)) == {1} and arguments["divisor_override"] in (None, 1),
             absorbs=frozenset({"clamp"}),
             refuses=_refuses_avg_pool(_rank),
+            onnx=_onnx_average_pool,
         )
     )
 
@@ -334,6 +361,7 @@ for _rank, _function, _lower, _adaptive_module, _refuses in (
             idle=lambda arguments: True,
             absorbs=frozenset({"clamp"}),
             refuses=_refuses,
+            onnx=_onnx_average_pool,
         )
     )
 
@@ -395,6 +423,12 @@ def _reduction_arguments(input: Any, dim: Any = None, keepdim: bool = False, dty
     return "a dtype argument has no integer form" if dtype is not None else {"input": input, "dim": dim, "keepdim": keepdim}
 
 
+def _onnx_reduction(c: Call) -> str:
+    dims = c["dim"]
+    axes = None if dims is None else list(dims) if isinstance(dims, list | tuple) else [dims]
+    return c.epilogue(c.reduced("ReduceMean" if c.name == "mean" else "ReduceSum", c.input, axes or None, c["keepdim"]))
+
+
 for _name, _reduction, _lower_reduction, _spelling, _verb in (
     ("mean", mean, _lower_mean, torch.mean, "averages"),
     ("sum", sum, _lower_sum, torch.sum, "sums"),
@@ -409,5 +443,6 @@ for _name, _reduction, _lower_reduction, _spelling, _verb in (
             methods={_name: _reduction_arguments},
             absorbs=frozenset({"clamp"}),
             refuses=_refuses_reduction(_verb),
+            onnx=_onnx_reduction,
         )
     )

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from fxquant.graph import is_parameter
 from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics import FLOAT32_EXACT, INT32_MAX, Ratio
+from fxquant.ops.form import Call
 from fxquant.ops.record import Operator, Parameter, register
 from fxquant.ops.weighted import shape_of
 from fxquant.primitives import product
@@ -57,6 +58,11 @@ def _refuses_prelu(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return "its input has no channels" if operand is not None and len(operand) < 2 and shape_of(weight) != (1,) else None
 
 
+def _onnx_prelu(c: Call) -> str:
+    slope = c.real("slope")
+    return c.epilogue(c.do("PRelu", c.input, c.e.constant(slope.reshape(1) if slope.dim() == 0 else slope)))
+
+
 register(
     Operator(
         "prelu",
@@ -68,5 +74,6 @@ register(
         modules={nn.PReLU: lambda m: {"weight": Parameter("weight")}},
         absorbs=frozenset({"clamp"}),
         refuses=_refuses_prelu,
+        onnx=_onnx_prelu,
     )
 )

@@ -19,6 +19,7 @@ from fxquant.arithmetic import Arithmetic
 from fxquant.graph import is_parameter, stated_demand
 from fxquant.lowering import Quantized
 from fxquant.numerics import EVERYTHING, Interval
+from fxquant.ops.form import Call
 
 # How the arguments of one spelling become canonical ones, by name; a string is the reason why they cannot.
 Adapt = Callable[..., dict[str, Any] | str]
@@ -96,6 +97,8 @@ class Operator:
     weight     the parameter among its arguments, which are given by name, that is its weight: a tensor whose dimension 0 is the output
                channels, as `lower` rounds it. What is learned of scales and roundings is of its shape. None: it has no such weight
     macs       how many products its sums have together, from the shapes of its arguments by name and that of its result
+    onnx       its float meaning in standard operators of ONNX: onnx(call) -> the name of the result's value. None: its primitives,
+               where these only move elements, or else `function` as PyTorch's exporter writes it
     """
 
     name: str
@@ -119,6 +122,7 @@ class Operator:
     folded: Callable[..., tuple[Tensor, Tensor]] | None = None
     weight: Callable[..., Tensor | None] = lambda **arguments: None
     macs: Callable[[Mapping[str, Shape], Shape], Fraction | int] | None = None
+    onnx: Callable[[Call], str] | None = None
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         # Copied and pickled by name: its functions are code.
@@ -140,6 +144,11 @@ class Operator:
             if value is inspect.Parameter.empty:
                 raise TypeError(f"{self.name} is missing its argument {name!r}")
         return bound
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """The canonical parameters, in order; keywords of `function` that say what is fused are none of them."""
+        return tuple(_SIGNATURES[self.function])
 
     def arguments(self, node: fx.Node) -> dict[str, Any]:
         """The arguments of a canonical node, by name; keywords that were not given are absent."""

@@ -15,6 +15,7 @@ from fxquant.facts import TensorFact
 from fxquant.graph import fact, shape_of
 from fxquant.lowering import Lowering, Quantized
 from fxquant.numerics import EVERYTHING, FLOAT32_EXACT
+from fxquant.ops.form import Call
 from fxquant.ops.record import Operator, Same, register
 from fxquant.primitives import resize, shape
 
@@ -179,6 +180,30 @@ def _refuses_interpolate(node: fx.Node, arguments: dict[str, Any]) -> str | None
     return None if static else SYMBOLIC_SIZE
 
 
+def _onnx_interpolate(c: Call) -> str:
+    before, after = c.operand_shape, fact(c.node).shape
+    nearest = c["mode"].startswith("nearest")
+    if nearest and any(new % old for old, new in zip(before[2:], after[2:], strict=True)):
+        return c.selected()  # where a pixel comes from may depend on how the runtime rounds
+    factors = c["scale_factor"] or [_factor(old, new) for old, new in zip(before[2:], after[2:], strict=True)]
+    align = "align_corners" if c["align_corners"] else "half_pixel"
+    value, one = c.input, [1.0, 1.0]
+    attributes: dict[str, Any] = {"mode": "linear", "coordinate_transformation_mode": align}
+    if nearest:
+        attributes = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+    scales = c.e.constant(torch.tensor([*one, *factors], dtype=torch.float32, device="cpu"))
+    roi = c.e.constant(torch.zeros(0, dtype=torch.float32, device="cpu")) if c.e.opset < 13 else ""
+    return c.do("Resize", value, roi, scales, **attributes)
+
+
+def _factor(old: int, new: int) -> float:
+    """The least float32 factor, from new/old upwards, that gives the new size."""
+    factor = torch.tensor(new / old, dtype=torch.float32, device="cpu")
+    while math.floor(float(factor) * old) < new or math.floor(float(factor * old)) < new:
+        factor = torch.nextafter(factor, torch.full_like(factor, math.inf))
+    return float(factor)
+
+
 register(
     Operator(
         "interpolate",
@@ -191,5 +216,6 @@ register(
         modules=dict.fromkeys((nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d), _interpolate_module),
         normalize=_plain_sizes,
         refuses=_refuses_interpolate,
+        onnx=_onnx_interpolate,
     )
 )

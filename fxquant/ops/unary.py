@@ -6,6 +6,7 @@ import inspect
 import math
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch.nn import functional as F
 from fxquant.graph import fact, is_parameter
 from fxquant.lowering import Lowering, Quantized
 from fxquant.numerics import EVERYTHING, Grid, Interval, IntType, table
-from fxquant.ops.record import Operator, operator_of, register
+from fxquant.ops.form import Call
+from fxquant.ops.record import OPERATORS, Operator, operator_of, register
 from fxquant.primitives import elementwise
 
 UNARY: dict[str, tuple[Callable[..., Tensor], Callable[..., float]]] = {}  # on tensors, and on one Python float
@@ -70,14 +72,20 @@ def _moved(x: Any, factor: float, offset: float) -> Any:
 
 
 def unary(
-    name: str, function: Callable[..., Tensor], exact: Callable[..., float], *spellings: Any, varies: Interval = EVERYTHING, **settings: Any
+    name: str,
+    function: Callable[..., Tensor],
+    exact: Callable[..., float],
+    *spellings: Any,
+    varies: Interval = EVERYTHING,
+    onnx: str | Callable[[Call], str] | None = None,
+    **settings: Any,
 ) -> Operator:
     """Declare a unary function.
 
     `function` is its float meaning on tensors, `exact` the one on a Python float that the table is made of;
     `spellings` are further functions, method names and module classes; `settings` are the function's own
     parameters with their defaults, which `exact` takes as well and a module holds under the same names. Outside of
-    `varies` the function is constant.
+    `varies` the function is constant. `onnx` is the operator of ONNX that computes it, or writes it in several; see `Operator.onnx`.
     """
 
     def lower(lowering: Lowering, input: Quantized, **chosen: Any) -> Quantized:
@@ -106,6 +114,7 @@ def unary(
             refuses=refuses,
             parameters={"input": inspect.Parameter.empty, **settings},
             adapt=arguments,
+            onnx=(lambda c: c.do(onnx, c.input)) if isinstance(onnx, str) else onnx,
         )
     )
 
@@ -157,33 +166,88 @@ def _for_positive(function: Callable[[float], float], at_zero: float) -> Callabl
     return lambda x: function(x) if x > 0 else at_zero if x == 0 else math.nan
 
 
+# ---- as operators of ONNX --------------------------------------------------------------------------------------------
+
+LARGEST_SOFTPLUS = 20.0  # beyond it, float32 does not tell softplus from its argument
+
+
+def _onnx_hardsigmoid(c: Call) -> str:
+    return c.do("HardSigmoid", c.input, alpha=1 / 6, beta=0.5)
+
+
+def _onnx_hardswish(c: Call) -> str:
+    return c.do("Mul", c.input, _onnx_hardsigmoid(c))
+
+
+def _onnx_mish(c: Call) -> str:
+    return c.do("Mul", c.input, c.do("Tanh", c.do("Softplus", c.input)))
+
+
+def _onnx_leaky_relu(c: Call) -> str:
+    return c.do("LeakyRelu", c.input, alpha=float(c["negative_slope"]))
+
+
+def _onnx_pow(c: Call) -> str:
+    return c.do("Pow", c.input, c.number(c["exponent"]))
+
+
+def _onnx_rsqrt(c: Call) -> str:
+    return c.do("Reciprocal", c.do("Sqrt", c.input))
+
+
+def _onnx_logsigmoid(c: Call) -> str:
+    return c.do("Neg", c.do("Softplus", c.do("Neg", c.input)))
+
+
+def _onnx_softplus(c: Call) -> str:
+    """log(1 + exp(beta · x)) / beta, and x itself where beta · x is above the threshold."""
+    x, beta, threshold = c.input, c["beta"], c["threshold"]
+    inner = x if beta == 1 else c.do("Mul", x, c.number(beta))
+    value = c.do("Softplus", inner)
+    value = value if beta == 1 else c.do("Div", value, c.number(beta))
+    if threshold >= LARGEST_SOFTPLUS:
+        return value
+    return c.do("Where", c.do("Greater", inner, c.number(threshold)), x, value)
+
+
+def _onnx_gelu(c: Call) -> str:
+    x = c.input
+    if c["approximate"] == "tanh":
+        cube = c.do("Mul", c.do("Mul", x, x), x)
+        inner = c.do("Mul", c.do("Add", x, c.do("Mul", cube, c.number(0.044715))), c.number(math.sqrt(2 / math.pi)))
+        bent = c.do("Tanh", inner)
+    else:
+        bent = c.do("Erf", c.do("Div", x, c.number(math.sqrt(2))))
+    return c.do("Mul", c.do("Mul", x, c.do("Add", bent, c.number(1))), c.number(0.5))
+
+
 # ---- one line each --------------------------------------------------------------------------------------------------
 
-unary("sigmoid", torch.sigmoid, _sigmoid, F.sigmoid, "sigmoid", "sigmoid_", nn.Sigmoid)
-unary("tanh", torch.tanh, math.tanh, F.tanh, "tanh", "tanh_", nn.Tanh)
-unary("silu", F.silu, lambda x: x * _sigmoid(x), nn.SiLU)
-unary("hardswish", F.hardswish, lambda x: x * _hardsigmoid(x), nn.Hardswish, varies=(-3.0, math.inf))
-unary("hardsigmoid", F.hardsigmoid, _hardsigmoid, nn.Hardsigmoid, varies=(-3.0, 3.0))
-unary("mish", F.mish, lambda x: x * math.tanh(_softplus(x)), nn.Mish)
-unary("selu", F.selu, _selu, nn.SELU)
-unary("softsign", F.softsign, lambda x: x / (1 + abs(x)), nn.Softsign)
-unary("tanhshrink", F.tanhshrink, lambda x: x - math.tanh(x), nn.Tanhshrink)
-unary("logsigmoid", F.logsigmoid, lambda x: -_softplus(-x, threshold=math.inf if x > -700 else 0.0), nn.LogSigmoid)
-unary("exp", torch.exp, math.exp, "exp", "exp_")
-unary("log", torch.log, _for_positive(math.log, -math.inf), "log", "log_")
-unary("sqrt", torch.sqrt, _for_positive(math.sqrt, 0.0), "sqrt", "sqrt_")
-unary("rsqrt", torch.rsqrt, _for_positive(lambda x: 1 / math.sqrt(x), math.inf), "rsqrt", "rsqrt_")
-unary("reciprocal", torch.reciprocal, lambda x: 1 / x if x else math.inf, "reciprocal", "reciprocal_")
-unary("erf", torch.erf, math.erf, "erf", "erf_")
-unary("abs", torch.abs, abs, torch.absolute, operator.abs, "abs", "abs_")
-unary("square", torch.square, lambda x: x * x, "square", "square_")
-unary("sin", torch.sin, math.sin, "sin", "sin_")
-unary("cos", torch.cos, math.cos, "cos", "cos_")
-unary("leaky_relu", F.leaky_relu, _leaky_relu, nn.LeakyReLU, negative_slope=0.01)
-unary("elu", F.elu, _elu, nn.ELU, alpha=1.0)
-unary("softplus", F.softplus, _softplus, nn.Softplus, beta=1.0, threshold=20.0)
-unary("gelu", gelu, _gelu, F.gelu, nn.GELU, approximate="none")
-unary("pow", torch.pow, _power, operator.pow, "pow", "pow_", "__pow__", exponent=2.0)
+unary("sigmoid", torch.sigmoid, _sigmoid, F.sigmoid, "sigmoid", "sigmoid_", nn.Sigmoid, onnx="Sigmoid")
+unary("tanh", torch.tanh, math.tanh, F.tanh, "tanh", "tanh_", nn.Tanh, onnx="Tanh")
+unary("silu", F.silu, lambda x: x * _sigmoid(x), nn.SiLU, onnx=lambda c: c.do("Mul", c.input, c.do("Sigmoid", c.input)))
+unary("hardswish", F.hardswish, lambda x: x * _hardsigmoid(x), nn.Hardswish, varies=(-3.0, math.inf), onnx=_onnx_hardswish)
+unary("hardsigmoid", F.hardsigmoid, _hardsigmoid, nn.Hardsigmoid, varies=(-3.0, 3.0), onnx=_onnx_hardsigmoid)
+unary("mish", F.mish, lambda x: x * math.tanh(_softplus(x)), nn.Mish, onnx=_onnx_mish)
+unary("selu", F.selu, _selu, nn.SELU, onnx="Selu")
+unary("softsign", F.softsign, lambda x: x / (1 + abs(x)), nn.Softsign, onnx="Softsign")
+unary("tanhshrink", F.tanhshrink, lambda x: x - math.tanh(x), nn.Tanhshrink, onnx=lambda c: c.do("Sub", c.input, c.do("Tanh", c.input)))
+unary("logsigmoid", F.logsigmoid, lambda x: -_softplus(-x, threshold=math.inf if x > -700 else 0.0), nn.LogSigmoid, onnx=_onnx_logsigmoid)
+unary("exp", torch.exp, math.exp, "exp", "exp_", onnx="Exp")
+unary("log", torch.log, _for_positive(math.log, -math.inf), "log", "log_", onnx="Log")
+unary("sqrt", torch.sqrt, _for_positive(math.sqrt, 0.0), "sqrt", "sqrt_", onnx="Sqrt")
+unary("rsqrt", torch.rsqrt, _for_positive(lambda x: 1 / math.sqrt(x), math.inf), "rsqrt", "rsqrt_", onnx=_onnx_rsqrt)
+unary("reciprocal", torch.reciprocal, lambda x: 1 / x if x else math.inf, "reciprocal", "reciprocal_", onnx="Reciprocal")
+unary("erf", torch.erf, math.erf, "erf", "erf_", onnx="Erf")
+unary("abs", torch.abs, abs, torch.absolute, operator.abs, "abs", "abs_", onnx="Abs")
+unary("square", torch.square, lambda x: x * x, "square", "square_", onnx=lambda c: c.do("Mul", c.input, c.input))
+unary("sin", torch.sin, math.sin, "sin", "sin_", onnx="Sin")
+unary("cos", torch.cos, math.cos, "cos", "cos_", onnx="Cos")
+unary("leaky_relu", F.leaky_relu, _leaky_relu, nn.LeakyReLU, negative_slope=0.01, onnx=_onnx_leaky_relu)
+unary("elu", F.elu, _elu, nn.ELU, alpha=1.0, onnx=lambda c: c.do("Elu", c.input, alpha=float(c["alpha"])))
+unary("softplus", F.softplus, _softplus, nn.Softplus, beta=1.0, threshold=20.0, onnx=_onnx_softplus)
+unary("gelu", gelu, _gelu, F.gelu, nn.GELU, approximate="none", onnx=_onnx_gelu)
+unary("pow", torch.pow, _power, operator.pow, "pow", "pow_", "__pow__", exponent=2.0, onnx=_onnx_pow)
 
 # ---- with a number added in front -----------------------------------------------------------------------------------
 
@@ -200,7 +264,16 @@ def _lower_shifted(
     return _look_up(lowering, input, function, factor, offset, **settings)
 
 
-SHIFTED = register(Operator("shifted", shifted, ("input",), _lower_shifted))
+def _onnx_shifted(c: Call) -> str:
+    function = OPERATORS[UNARY[c["function"]][0]]
+    if function.onnx is None:
+        return c.exported()
+    scaled = c.input if c["factor"] == 1 else c.do("Mul", c.input, c.number(c["factor"]))
+    arguments = {"input": c.do("Add", scaled, c.number(c["offset"])), **c["settings"]}
+    return function.onnx(replace(c, name=function.name, arguments=arguments))
+
+
+SHIFTED = register(Operator("shifted", shifted, ("input",), _lower_shifted, onnx=_onnx_shifted))
 
 
 def with_offset(function: Operator, arguments: dict[str, Any], addition: fx.Node) -> dict[str, Any] | None:

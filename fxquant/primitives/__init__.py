@@ -1,6 +1,6 @@
 """The closed set of integer primitives every operator is lowered to; they can be called without a model.
 
-A primitive is one function whose body is its meaning; beside it stands its ONNX form. `PRIMITIVES` maps
+A primitive is one function whose body is its meaning; beside it stand its ONNX form and its range. `PRIMITIVES` maps
 each function to its record, and every one of them is an attribute of this package:
 
 >>> import torch

@@ -9,12 +9,14 @@ convolutions of parts of the operand's and the weight's bits, each below 2^24.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fxquant.numerics import FLOAT32_EXACT, accumulator_bound
+from fxquant.primitives.bounds import FLOAT64_EXACT, Range, Value, bias_of, constant_of, exact_below, need, sum_of_products, within
 from fxquant.primitives.record import Emitter, full_precision, primitive, stored
 
 CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -108,7 +110,27 @@ def _onnx_convolution(
     return e.node("Conv", *inputs, **_attributes(weight, stride, padding, dilation, groups))
 
 
-@primitive(_onnx_convolution, kind="accumulator")
+def check_cut(x: Value, weight: Tensor, cut: list[int]) -> None:
+    """Every sum of parts stays below 2^24, and the parts hold all bits of what they are parts of."""
+    chosen = Split(*cut)
+    need(min(chosen) >= 1 and max(chosen) <= 64, f"it cuts its operands into {list(chosen)} parts and bits")
+    part = 2 ** (chosen.bits - 1)
+    need(x.largest <= part * 2 ** (chosen.bits * (chosen.parts - 1)), "the parts of its operand hold fewer bits than it has")
+    held = 2 ** (chosen.weight_parts * chosen.weight_bits - 1)
+    need(int(weight.abs().max()) < held, "the parts of its weight hold fewer bits than it has")
+    for factor in split(weight.double(), chosen.weight_parts, chosen.weight_bits):
+        largest = float(accumulator_bound(factor, None, 0, part).max())
+        need(largest < FLOAT32_EXACT, f"a sum of its parts can reach {largest:.0f}")
+
+
+def _bounds_convolution(input: Value, weight: Value, bias: Value | None, groups: int, cut: list[int] | None = None, **_: Any) -> Range:
+    tensor = constant_of(weight, "weight")
+    if cut is not None:
+        check_cut(input, tensor, cut)
+    return sum_of_products(input, tensor, bias_of(bias), tensor.dim() - 2, exact_below(cut is not None))
+
+
+@primitive(_onnx_convolution, bounds=_bounds_convolution, kind="accumulator")
 def convolution(
     input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int
 ) -> Tensor:
@@ -156,7 +178,7 @@ def _onnx_convolution_wide(
     return e.call(name, body, input, e.constant(weight), *([] if shaped is None else [e.constant(shaped.double())]))
 
 
-@primitive(_onnx_convolution_wide, surrogate=_convolution_real, kind="accumulator")
+@primitive(_onnx_convolution_wide, bounds=_bounds_convolution, surrogate=_convolution_real, kind="accumulator")
 def convolution_wide(
     input: Tensor,
     weight: Tensor,
@@ -189,7 +211,11 @@ def _onnx_linear(e: Emitter, input: str, weight: Tensor, bias: Tensor | None) ->
     return product if bias is None else e.node("Add", product, e.node("Cast", e.constant(bias), to=torch.float32))
 
 
-@primitive(_onnx_linear, kind="accumulator")
+def _bounds_linear(input: Value, weight: Value, bias: Value | None) -> Range:
+    return sum_of_products(input, constant_of(weight, "weight"), bias_of(bias), 0, FLOAT32_EXACT)
+
+
+@primitive(_onnx_linear, bounds=_bounds_linear, kind="accumulator")
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x · wᵀ + bias over the last dimension, as int32; |result| < 2^24 for every input of its dtype."""
     with full_precision(input):
@@ -217,7 +243,11 @@ def _onnx_linear_wide(e: Emitter, input: str, weight: Tensor, bias: Tensor | Non
     return product if bias is None else e.node("Add", product, e.node("Cast", e.constant(bias), to=torch.float64))
 
 
-@primitive(_onnx_linear_wide, surrogate=_linear_real, kind="accumulator")
+def _bounds_linear_wide(input: Value, weight: Value, bias: Value | None) -> Range:
+    return sum_of_products(input, constant_of(weight, "weight"), bias_of(bias), 0, FLOAT64_EXACT)
+
+
+@primitive(_onnx_linear_wide, bounds=_bounds_linear_wide, surrogate=_linear_real, kind="accumulator")
 def linear_wide(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`linear` beyond 2^24, summed in float64; int32, or int64 for int16 weights."""
     total = F.linear(input.double(), weight.double(), None if bias is None else bias.double())  # autocast leaves float64 alone
@@ -237,7 +267,12 @@ def _onnx_add_residual(e: Emitter, accumulator: str, residual: str, multiplier: 
     return e.call(f"add_residual_{str(dtype).removeprefix('torch.')}", body, accumulator, residual, e.constant(multiplier, dtype))
 
 
-@primitive(_onnx_add_residual, kind="accumulator")
+def _bounds_add_residual(accumulator: Value, residual: Value, multiplier: Value) -> Range:
+    factors = constant_of(multiplier, "multiplier").double().abs()
+    return within(accumulator.magnitude + factors * residual.largest, accumulator.exact)
+
+
+@primitive(_onnx_add_residual, bounds=_bounds_add_residual, kind="accumulator")
 def add_residual(accumulator: Tensor, residual: Tensor, multiplier: Tensor) -> Tensor:
     """accumulator + residual · multiplier, with whole multipliers per channel, shaped to broadcast."""
     if accumulator.is_floating_point():

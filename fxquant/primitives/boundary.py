@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxquant.numerics import BOUNDARY_LIMIT, quantized_value
+from fxquant.numerics import BOUNDARY_LIMIT, is_scale, quantized_value
+from fxquant.primitives.bounds import Range, Value, constant_of, need, stored_limits
 from fxquant.primitives.record import Emitter, primitive
 
 
@@ -37,7 +38,13 @@ def _surrogate_quantize(input: Tensor, scale: Tensor, low: int, high: int, dtype
     return (input / scale).clamp(low, high) + zero_point
 
 
-@primitive(_onnx_quantize, surrogate=_surrogate_quantize)
+def _bounds_quantize(input: Value | None, scale: Value, low: int, high: int, dtype: torch.dtype, zero_point: int = 0) -> Range:
+    tensor = constant_of(scale, "scale")
+    need(tensor.dim() == 0 and tensor.dtype == torch.float32 and is_scale(float(tensor)), f"its scale is {tensor.tolist()}")
+    return stored_limits(low, high, zero_point)
+
+
+@primitive(_onnx_quantize, bounds=_bounds_quantize, surrogate=_surrogate_quantize)
 def quantize(input: Tensor, scale: Tensor, low: int, high: int, dtype: torch.dtype, zero_point: int = 0) -> Tensor:
     """clip(round_half_even(x / scale), low, high) + zero_point, IEEE float32 division; NaN gives the zero point.
 
@@ -55,7 +62,7 @@ def _onnx_dequantize(e: Emitter, input: str, scale: Tensor, dtype: torch.dtype =
     return product if dtype == torch.float32 else e.node("Cast", product, to=dtype)
 
 
-@primitive(_onnx_dequantize, kind="float")
+@primitive(_onnx_dequantize, bounds=None, kind="float")
 def dequantize(input: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32, zero_point: int = 0) -> Tensor:
     """float32(q - zero_point) · scale, rounded to `dtype`."""
     value = input.float()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxquant.numerics import power_of_two
+from fxquant.numerics import FLOAT32_EXACT, power_of_two
+from fxquant.primitives.bounds import Range, Value, constant_of, exact_below, multipliers, need, within
 from fxquant.primitives.record import Emitter, primitive
 
 
@@ -28,7 +29,14 @@ def _align_fixed_real(input: Tensor, multiplier: Tensor, right_shift: Tensor, wi
     return input * (multiplier.double() * power_of_two(-right_shift)).to(_width(wide))
 
 
-@primitive(_onnx_align_fixed, surrogate=_align_fixed_real, kind="accumulator")
+def _bounds_align_fixed(input: Value, multiplier: Value, right_shift: Value, wide: bool = False) -> Range:
+    factors, shift = constant_of(multiplier, "multiplier").double(), constant_of(right_shift, "shift").double()
+    need((factors >= 0).all() and (shift >= 0).all() and (shift <= 63).all(), "its multiplier or its shift is out of range")
+    need(float((factors * input.largest).max()) < (2.0**63 if wide else FLOAT32_EXACT), "its product is too large for its width")
+    return within(torch.ceil(factors * input.largest * torch.exp2(-shift)), exact_below(wide))
+
+
+@primitive(_onnx_align_fixed, bounds=_bounds_align_fixed, surrogate=_align_fixed_real, kind="accumulator")
 def align_fixed(input: Tensor, multiplier: Tensor, right_shift: Tensor, wide: bool = False) -> Tensor:
     """⌊q · multiplier / 2^right_shift⌋ as int32: an operand on a finer common scale. |q · multiplier| < 2^24 unless `wide`."""
     if input.is_floating_point():
@@ -48,7 +56,11 @@ def _align_real_real(input: Tensor, multiplier: Tensor, wide: bool = False) -> T
     return (input * multiplier).to(_width(wide))
 
 
-@primitive(_onnx_align_real, surrogate=_align_real_real, kind="accumulator")
+def _bounds_align_real(input: Value, multiplier: Value, wide: bool = False) -> Range:
+    return within(torch.round(input.largest * multipliers(multiplier)), exact_below(wide))
+
+
+@primitive(_onnx_align_real, bounds=_bounds_align_real, surrogate=_align_real_real, kind="accumulator")
 def align_real(input: Tensor, multiplier: Tensor, wide: bool = False) -> Tensor:
     """round_half_even(float32(q) · multiplier) as int32: an operand on a finer common scale. Below 2^24 unless `wide`."""
     aligned = (input.float() * multiplier).round_()
@@ -64,7 +76,12 @@ def _onnx_add(e: Emitter, input: str, other: str) -> str:
     return e.node("Add", input, other)
 
 
-@primitive(_onnx_add, kind="accumulator")
+def _bounds_add(input: Value, other: Value) -> Range:
+    need(input.exact == other.exact, "its operands have different widths")
+    return within(input.magnitude + other.magnitude, input.exact)
+
+
+@primitive(_onnx_add, bounds=_bounds_add, kind="accumulator")
 def add(input: Tensor, other: Tensor) -> Tensor:
     """The sum of two accumulators on one scale."""
     return input + other
@@ -74,7 +91,7 @@ def _onnx_subtract(e: Emitter, input: str, other: str) -> str:
     return e.node("Sub", input, other)
 
 
-@primitive(_onnx_subtract, kind="accumulator")
+@primitive(_onnx_subtract, bounds=_bounds_add, kind="accumulator")
 def subtract(input: Tensor, other: Tensor) -> Tensor:
     """The difference of two accumulators on one scale."""
     return input - other
@@ -84,7 +101,11 @@ def _onnx_add_constant(e: Emitter, input: str, constant: Tensor) -> str:
     return e.node("Add", input, e.constant(constant, e.dtype(input)))
 
 
-@primitive(_onnx_add_constant, kind="accumulator")
+def _bounds_add_constant(input: Value, constant: Value) -> Range:
+    return within(input.magnitude + constant.magnitude, input.exact)
+
+
+@primitive(_onnx_add_constant, bounds=_bounds_add_constant, kind="accumulator")
 def add_constant(input: Tensor, constant: Tensor) -> Tensor:
     """An accumulator and a whole number on its scale."""
     return input + constant.to(input.dtype)
@@ -96,7 +117,11 @@ def _onnx_multiply(e: Emitter, input: str | Tensor, other: str | Tensor, wide: b
     return e.node("Round", e.node("Mul", *operands))
 
 
-@primitive(_onnx_multiply, kind="accumulator")
+def _bounds_multiply(input: Value, other: Value, wide: bool = False) -> Range:
+    return within(input.largest * other.largest, exact_below(wide))
+
+
+@primitive(_onnx_multiply, bounds=_bounds_multiply, kind="accumulator")
 def multiply(input: Tensor, other: Tensor, wide: bool = False) -> Tensor:
     """The product of two quantized tensors as int32; below 2^24 in magnitude unless `wide`."""
     if input.is_floating_point() or other.is_floating_point():
@@ -108,7 +133,11 @@ def _onnx_widen(e: Emitter, input: str) -> str:
     return e.node("Cast", input, to=torch.float32)
 
 
-@primitive(_onnx_widen, kind="accumulator")
+def _bounds_same_magnitude(input: Value) -> Range:
+    return within(input.magnitude, input.exact)
+
+
+@primitive(_onnx_widen, bounds=_bounds_same_magnitude, kind="accumulator")
 def widen(input: Tensor) -> Tensor:
     """A quantized tensor as an accumulator."""
     return input if input.is_floating_point() else input.to(torch.int32)
@@ -118,7 +147,12 @@ def _onnx_centre(e: Emitter, input: str, zero_point: int) -> str:
     return e.node("Sub", e.node("Cast", input, to=torch.float32), e.constant(float(zero_point)))
 
 
-@primitive(_onnx_centre, kind="accumulator")
+def _bounds_centre(input: Value, zero_point: int) -> Range:
+    need(type(zero_point) is int, f"its zero point is {zero_point!r}")
+    return Range(input.low - zero_point, input.high - zero_point, input.exact)
+
+
+@primitive(_onnx_centre, bounds=_bounds_centre, kind="accumulator")
 def centre(input: Tensor, zero_point: int) -> Tensor:
     """q - zero_point: the centred integers of an affine tensor, whose 0 is the real zero, as an accumulator."""
     return (input if input.is_floating_point() else input.to(torch.int32)) - zero_point
@@ -128,7 +162,7 @@ def _onnx_negate(e: Emitter, input: str) -> str:
     return e.node("Neg", input if e.dtype(input).is_floating_point else e.node("Cast", input, to=torch.float32))
 
 
-@primitive(_onnx_negate, kind="accumulator")
+@primitive(_onnx_negate, bounds=_bounds_same_magnitude, kind="accumulator")
 def negate(input: Tensor) -> Tensor:
     """The negative of a quantized tensor or accumulator, as an accumulator."""
     return -input if input.is_floating_point() else -input.to(torch.int32)
@@ -150,7 +184,13 @@ def _shift_right_real(input: Tensor, bits: int) -> Tensor:
     return input * 2.0**-bits
 
 
-@primitive(_onnx_shift_right, surrogate=_shift_right_real, kind="accumulator")
+def _bounds_shift_right(input: Value, bits: int) -> Range:
+    need(0 < bits < 64, f"it shifts by {bits} bits")
+    low, high = (torch.floor(end * 2.0**-bits + 0.5) for end in (input.low, input.high))
+    return Range(low, high, input.exact)
+
+
+@primitive(_onnx_shift_right, bounds=_bounds_shift_right, surrogate=_shift_right_real, kind="accumulator")
 def shift_right(input: Tensor, bits: int) -> Tensor:
     """⌊q / 2^bits + ½⌋ of a quantized tensor or an accumulator: the same values on a scale 2^bits larger."""
     if input.is_floating_point():
@@ -167,7 +207,12 @@ def _onnx_clamp(e: Emitter, input: str, low: int, high: int) -> str:
     return e.node("Cast", clipped, to=dtype)
 
 
-@primitive(_onnx_clamp)
+def _bounds_clamp(input: Value, low: int, high: int) -> Range:
+    need(low <= high, f"its limits are {low} and {high}")
+    return Range(input.low.clamp(low, high), input.high.clamp(low, high))
+
+
+@primitive(_onnx_clamp, bounds=_bounds_clamp)
 def clamp(input: Tensor, low: int, high: int) -> Tensor:
     """The integers, limited to [low, high]."""
     return input.clamp(low, high)
@@ -187,7 +232,16 @@ def _first(table: Tensor, first: int | None) -> int:
     return -(table.numel() // 2) if first is None else first
 
 
-@primitive(_onnx_lookup)
+def _bounds_lookup(input: Value, table: Value, first: int | None = None) -> Range:
+    entries = constant_of(table, "table")
+    need(entries.dim() == 1 and (first is not None or entries.numel() % 2 == 0), f"its table has {entries.numel()} entries")
+    lowest = -(entries.numel() // 2) if first is None else first
+    covers = lowest <= int(input.low.min()) and int(input.high.max()) < lowest + entries.numel()
+    need(covers, f"its table of {entries.numel()} entries does not cover its operand")
+    return Range(table.low, table.high)
+
+
+@primitive(_onnx_lookup, bounds=_bounds_lookup)
 def lookup(input: Tensor, table: Tensor, first: int | None = None) -> Tensor:
     """table[q - first], for q in the range that the table covers from `first` on; None is minus half its length, for a signed range."""
     index = input.to(torch.int32) - _first(table, first)

@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fxquant.primitives.accumulate import onnx_split
+from fxquant.primitives.bounds import FLOAT64_EXACT, Range, Value, exact_below, need, within
 from fxquant.primitives.record import Emitter, primitive, stored
 
+POOLED_EXACT = 2**22  # sums over windows stay below, so that ONNX can recover them from a float32 mean
 HALF_BITS = 8  # where a wide sum over windows cuts its operand
 MAX_POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 
@@ -34,7 +36,13 @@ def _onnx_max_pool(
     return e.node("Cast", pooled, to=e.dtype(input))
 
 
-@primitive(_onnx_max_pool)
+def _bounds_max_pool(input: Value, kernel: list[int], stride: list[int], begin: list[int], end: list[int], dilation: list[int]) -> Range:
+    for taps, before, behind, spread in zip(kernel, begin, end, dilation, strict=True):
+        need(0 <= before <= spread * (taps - 1) and 0 <= behind <= spread * (taps - 1), "one of its windows lies wholly in the padding")
+    return Range(input.low, input.high)
+
+
+@primitive(_onnx_max_pool, bounds=_bounds_max_pool)
 def max_pool(input: Tensor, kernel: list[int], stride: list[int], begin: list[int], end: list[int], dilation: list[int]) -> Tensor:
     """The maximum over each window; padding never wins."""
     value = input.float()
@@ -65,7 +73,13 @@ def _onnx_sum_pool(
     return e.node("Add", e.node("Mul", high, e.constant(float(2**HALF_BITS), torch.float64)), low)
 
 
-@primitive(_onnx_sum_pool, kind="accumulator")
+def _bounds_sum_pool(input: Value, kernel: list[int], stride: list[int], begin: list[int], end: list[int], wide: bool = False) -> Range:
+    terms = math.prod(kernel)
+    need(terms * 2**7 < POOLED_EXACT, f"its windows have {terms} elements")
+    return within(terms * input.largest, FLOAT64_EXACT if wide else POOLED_EXACT)
+
+
+@primitive(_onnx_sum_pool, bounds=_bounds_sum_pool, kind="accumulator")
 def sum_pool(input: Tensor, kernel: list[int], stride: list[int], begin: list[int], end: list[int], wide: bool = False) -> Tensor:
     """The sum over each window of the zero-padded input, as int32; below 2^22 in magnitude, or, if `wide`, below 2^30."""
     value = input.to(torch.float64 if wide else torch.float32)
@@ -85,7 +99,11 @@ def _onnx_sum(e: Emitter, input: str, dim: list[int], keepdim: bool, wide: bool 
     return e.node("ReduceSum", e.node("Cast", input, to=torch.float64 if wide else torch.float32), axes, keepdims=int(keepdim))
 
 
-@primitive(_onnx_sum, kind="accumulator")
+def _bounds_sum(input: Value, dim: list[int], keepdim: bool, wide: bool = False) -> Range:
+    return within(math.prod(input.size(d) for d in dim) * input.largest, exact_below(wide))
+
+
+@primitive(_onnx_sum, bounds=_bounds_sum, kind="accumulator")
 def sum(input: Tensor, dim: list[int], keepdim: bool, wide: bool = False) -> Tensor:
     """The sum over dimensions, as int32; below 2^24 in magnitude unless `wide`."""
     total = torch.sum(input.to(torch.float64 if wide else torch.float32), dim, keepdim=keepdim)

@@ -7,7 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fxquant.numerics import FLOAT32_EXACT
 from fxquant.primitives.accumulate import accumulated, onnx_double
+from fxquant.primitives.bounds import FLOAT64_EXACT, Range, Value, bias_of, constant_of, exact_below, sum_of_products, within
 from fxquant.primitives.record import Emitter, full_precision, primitive, stored
 
 # ---- matrix product of activations ------------------------------------------------------------------------------------
@@ -27,7 +29,11 @@ def _onnx_matrix_product(e: Emitter, input: str | Tensor, other: str | Tensor) -
     return _onnx_product(e, input, other, _onnx_float)
 
 
-@primitive(_onnx_matrix_product, kind="accumulator")
+def _bounds_matrix_product(input: Value, other: Value) -> Range:
+    return within(input.size(-1) * input.largest * other.largest, FLOAT32_EXACT)
+
+
+@primitive(_onnx_matrix_product, bounds=_bounds_matrix_product, kind="accumulator")
 def matrix_product(input: Tensor, other: Tensor) -> Tensor:
     """input · other over the last two dimensions, as int32; |result| < 2^24 for every input of their dtypes."""
     with full_precision(input):
@@ -38,7 +44,11 @@ def _onnx_matrix_product_wide(e: Emitter, input: str | Tensor, other: str | Tens
     return _onnx_product(e, input, other, onnx_double)
 
 
-@primitive(_onnx_matrix_product_wide, kind="accumulator")
+def _bounds_matrix_product_wide(input: Value, other: Value) -> Range:
+    return within(input.size(-1) * input.largest * other.largest, FLOAT64_EXACT)
+
+
+@primitive(_onnx_matrix_product_wide, bounds=_bounds_matrix_product_wide, kind="accumulator")
 def matrix_product_wide(input: Tensor, other: Tensor) -> Tensor:
     """`matrix_product` beyond 2^24, summed in float64; int32, or int64 where both operands are int16."""
     total = torch.matmul(input.double(), other.double())  # autocast leaves float64 alone
@@ -68,7 +78,11 @@ def _onnx_scale_channels(e: Emitter, input: str, weight: Tensor, bias: Tensor | 
     return _onnx_scaled(e, input, weight, bias, trailing, torch.float32)
 
 
-@primitive(_onnx_scale_channels, kind="accumulator")
+def _bounds_scale_channels(input: Value, weight: Value, bias: Value | None, trailing: int) -> Range:
+    return sum_of_products(input, constant_of(weight, "weight").reshape(-1, 1), bias_of(bias), trailing, FLOAT32_EXACT)
+
+
+@primitive(_onnx_scale_channels, bounds=_bounds_scale_channels, kind="accumulator")
 def scale_channels(input: Tensor, weight: Tensor, bias: Tensor | None, trailing: int) -> Tensor:
     """x · weight + bias per channel, as int32; |result| < 2^24 for every input of its dtype."""
     return stored(_scaled(input.float(), weight, bias, trailing), input, torch.int32)
@@ -78,7 +92,11 @@ def _onnx_scale_channels_wide(e: Emitter, input: str, weight: Tensor, bias: Tens
     return _onnx_scaled(e, input, weight, bias, trailing, torch.float64)
 
 
-@primitive(_onnx_scale_channels_wide, surrogate=_scaled, kind="accumulator")
+def _bounds_scale_channels_wide(input: Value, weight: Value, bias: Value | None, trailing: int) -> Range:
+    return sum_of_products(input, constant_of(weight, "weight").reshape(-1, 1), bias_of(bias), trailing, FLOAT64_EXACT)
+
+
+@primitive(_onnx_scale_channels_wide, bounds=_bounds_scale_channels_wide, surrogate=_scaled, kind="accumulator")
 def scale_channels_wide(input: Tensor, weight: Tensor, bias: Tensor | None, trailing: int) -> Tensor:
     """`scale_channels` beyond 2^24, formed in float64; int32, or int64 for int16 weights."""
     return accumulated(_scaled(input.double(), weight, bias, trailing), input, weight)
@@ -95,7 +113,12 @@ def _onnx_rectify(e: Emitter, input: str, positive: int, negative: Tensor, wide:
     return e.node("Add", above, below)
 
 
-@primitive(_onnx_rectify, kind="accumulator")
+def _bounds_rectify(input: Value, positive: int, negative: Value, wide: bool = False) -> Range:
+    steepest = max(abs(positive), int(constant_of(negative, "slope").abs().max()))
+    return within(steepest * input.largest, exact_below(wide))
+
+
+@primitive(_onnx_rectify, bounds=_bounds_rectify, kind="accumulator")
 def rectify(input: Tensor, positive: int, negative: Tensor, wide: bool = False) -> Tensor:
     """positive · max(x, 0) + negative · min(x, 0), as int32; `negative` is shaped to broadcast. |result| < 2^24 unless `wide`."""
     value = input.double() if wide else input.float()
@@ -117,7 +140,11 @@ def _onnx_maximum(e: Emitter, input: str | Tensor, other: str | Tensor) -> str:
     return _onnx_extremum("Max", e, input, other)
 
 
-@primitive(_onnx_maximum)
+def _bounds_extremum(input: Value, other: Value) -> Range:
+    return Range(torch.minimum(input.low.min(), other.low.min()), torch.maximum(input.high.max(), other.high.max()))
+
+
+@primitive(_onnx_maximum, bounds=_bounds_extremum)
 def maximum(input: Tensor, other: Tensor) -> Tensor:
     """The larger of two tensors on one scale, element by element."""
     return torch.maximum(input, other)
@@ -127,7 +154,7 @@ def _onnx_minimum(e: Emitter, input: str | Tensor, other: str | Tensor) -> str:
     return _onnx_extremum("Min", e, input, other)
 
 
-@primitive(_onnx_minimum)
+@primitive(_onnx_minimum, bounds=_bounds_extremum)
 def minimum(input: Tensor, other: Tensor) -> Tensor:
     """The smaller of two tensors on one scale, element by element."""
     return torch.minimum(input, other)

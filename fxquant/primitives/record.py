@@ -1,4 +1,4 @@
-"""What an integer primitive is: a function whose body is its meaning, with its ONNX form beside it.
+"""What an integer primitive is: a function whose body is its meaning, with its ONNX form and its range beside it.
 
 The decorated function is itself the `call_function` target in an integer graph, so the graph runs in
 PyTorch as it stands and is its own specification. Given integer tensors a primitive computes and returns
@@ -18,9 +18,16 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from fxquant.primitives.bounds import Range
+
 
 class Emitter(Protocol):
-    """What an ONNX form needs of the exporter. Values are names; constants are tensors."""
+    """What an ONNX form needs of the exporter. Values are names; constants are tensors.
+
+    opset   the version of the standard operators
+    """
+
+    opset: int
 
     def node(self, operator: str, *inputs: str, **attributes: Any) -> str:
         """Append one standard operator with one output; returns the name of the output."""
@@ -39,6 +46,8 @@ class Emitter(Protocol):
 class Primitive:
     """A primitive's record.
 
+    bounds     the range of the result, from the `Value` of each operand and constant: bounds(**arguments); raises Unproved where the
+               arguments do not make it right for every input. None of a "float" result alone
     onnx       emits the same numbers; receives the emitter and the arguments of the call, values as names
     surrogate  a differentiable float function of the same arguments whose gradient training uses; None where
                the body itself is differentiable
@@ -49,6 +58,7 @@ class Primitive:
     name: str
     function: Callable[..., Tensor]
     onnx: Callable[..., str]
+    bounds: Callable[..., Range] | None
     surrogate: Callable[..., Tensor] | None
     kind: str
 
@@ -59,12 +69,16 @@ Function = TypeVar("Function", bound=Callable[..., Tensor])
 
 
 def primitive(
-    onnx: Callable[..., str], *, surrogate: Callable[..., Tensor] | None = None, kind: str = "quantized"
+    onnx: Callable[..., str],
+    *,
+    bounds: Callable[..., Range] | None,
+    surrogate: Callable[..., Tensor] | None = None,
+    kind: str = "quantized",
 ) -> Callable[[Function], Function]:
     """Declare the decorated function an integer primitive."""
 
     def declare(function: Function) -> Function:
-        PRIMITIVES[function] = Primitive(function.__name__, function, onnx, surrogate, kind)
+        PRIMITIVES[function] = Primitive(function.__name__, function, onnx, bounds, surrogate, kind)
         return function
 
     return declare

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fxquant.numerics import power_of_two
 from fxquant.primitives.boundary import offset
+from fxquant.primitives.bounds import FLOAT64_EXACT, Range, Value, constant_of, multipliers, need, stored_limits, within
 from fxquant.primitives.record import Emitter, primitive, stored
 
 
@@ -51,7 +52,23 @@ def _onnx_requantize_fixed(
     return e.call(name, body, value, first, product, *bounds)
 
 
-@primitive(_onnx_requantize_fixed)
+def _bounds_requantize_fixed(
+    accumulator: Value,
+    shift: Value,
+    multiplier: Value,
+    right_shift: Value,
+    intermediate_bits: int,
+    rounding: str,
+    low: int,
+    high: int,
+    dtype: torch.dtype,
+) -> Range:
+    for name, value in (("shift", shift), ("multiplier", multiplier), ("right shift", right_shift)):
+        need(constant_of(value, name).dtype == torch.int32, f"its {name} is no int32")
+    return Range(float(low), float(high))
+
+
+@primitive(_onnx_requantize_fixed, bounds=_bounds_requantize_fixed)
 def requantize_fixed(
     accumulator: Tensor,
     shift: Tensor,
@@ -98,7 +115,12 @@ def _onnx_requantize_real(
     return e.call(name, body, accumulator, *operands, *offset(e, zero_point))
 
 
-@primitive(_onnx_requantize_real)
+def _bounds_requantize_real(accumulator: Value, multiplier: Value, low: int, high: int, dtype: torch.dtype, zero_point: int = 0) -> Range:
+    multipliers(multiplier)
+    return stored_limits(low, high, zero_point)
+
+
+@primitive(_onnx_requantize_real, bounds=_bounds_requantize_real)
 def requantize_real(accumulator: Tensor, multiplier: Tensor, low: int, high: int, dtype: torch.dtype, zero_point: int = 0) -> Tensor:
     """clip(round_half_even(float32(acc) · multiplier), low, high) + zero_point: one float32 product, rounded once."""
     value = (accumulator.float() * multiplier).round_().clamp_(low, high)
@@ -109,7 +131,11 @@ def _onnx_accumulator_output(e: Emitter, accumulator: str) -> str:
     return e.node("Cast", accumulator, to=torch.int32)
 
 
-@primitive(_onnx_accumulator_output)
+def _bounds_accumulator_output(accumulator: Value) -> Range:
+    return within(accumulator.magnitude, FLOAT64_EXACT)
+
+
+@primitive(_onnx_accumulator_output, bounds=_bounds_accumulator_output)
 def accumulator_output(accumulator: Tensor) -> Tensor:
     """The accumulator itself as a quantized tensor, int32: the output of a last layer."""
     return stored(accumulator, accumulator, torch.int32)
@@ -121,7 +147,12 @@ def _onnx_clamp_accumulator(e: Emitter, input: str, low: Tensor, high: Tensor) -
     return e.node("Cast", e.node("Min", value, e.constant(high, width)), to=torch.int32)
 
 
-@primitive(_onnx_clamp_accumulator)
+def _bounds_clamp_accumulator(input: Value, low: Value, high: Value) -> Range:
+    need((constant_of(low, "limit") <= constant_of(high, "limit")).all(), "its limits are the wrong way round")
+    return within(torch.maximum(low.magnitude, high.magnitude), FLOAT64_EXACT)
+
+
+@primitive(_onnx_clamp_accumulator, bounds=_bounds_clamp_accumulator)
 def clamp_accumulator(input: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """The integers, limited to bounds that may differ between channels."""
     return torch.minimum(torch.maximum(input, low.to(input.dtype)), high.to(input.dtype))

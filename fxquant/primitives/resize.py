@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fxquant.primitives.bounds import Range, Value, constant_of, exact_below, need
 from fxquant.primitives.record import Emitter, full_precision, primitive, stored
 
 
@@ -45,7 +46,16 @@ def _resize_linear_real(input: Tensor, rows: Tensor | None, columns: Tensor | No
     return _products(input, rows, columns, torch.float32) * _step(rows, columns, bits)
 
 
-@primitive(_onnx_resize_linear, surrogate=_resize_linear_real)
+def _bounds_resize_linear(input: Value, rows: Value | None, columns: Value | None, bits: int, wide: bool) -> Range:
+    matrices = [constant_of(matrix, "matrix") for matrix in (rows, columns) if matrix is not None]
+    for matrix in matrices:
+        need((matrix >= 0).all() and (matrix.long().sum(1) == 2**bits).all(), "the weights of its neighbours do not sum to 1")
+    largest = input.largest * 2 ** (bits * len(matrices))
+    need(largest < exact_below(wide), f"its sum can reach {largest}")
+    return Range(input.low, input.high)
+
+
+@primitive(_onnx_resize_linear, bounds=_bounds_resize_linear, surrogate=_resize_linear_real)
 def resize_linear(input: Tensor, rows: Tensor | None, columns: Tensor | None, bits: int, wide: bool) -> Tensor:
     """⌊rows · input · columnsᵀ + ½⌋ over the last two dimensions; each row of a matrix is weights of 2^-bits that sum to 1.
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fxquant.primitives.bounds import Range, Value, constant_of, need
 from fxquant.primitives.record import Emitter, primitive
 
 
@@ -20,7 +23,11 @@ def _onnx_reshape(e: Emitter, input: str, shape: list[int | str]) -> str:
     return e.node("Reshape", input, e.node("Concat", *sizes, axis=0))
 
 
-@primitive(_onnx_reshape)
+def _bounds_moved(input: Value, *_: Any, **__: Any) -> Range:
+    return Range(input.low.min(), input.high.max(), input.exact)
+
+
+@primitive(_onnx_reshape, bounds=_bounds_moved)
 def reshape(input: Tensor, shape: list[int]) -> Tensor:
     """The same elements in another shape; one size may be -1."""
     return input.reshape(shape)
@@ -30,7 +37,7 @@ def _onnx_permute(e: Emitter, input: str, dims: list[int]) -> str:
     return e.node("Transpose", input, perm=list(dims))
 
 
-@primitive(_onnx_permute)
+@primitive(_onnx_permute, bounds=_bounds_moved)
 def permute(input: Tensor, dims: list[int]) -> Tensor:
     """The same elements with dimensions in another order."""
     return input.permute(dims)
@@ -40,7 +47,11 @@ def _onnx_concatenate(e: Emitter, tensors: list[str], dim: int) -> str:
     return e.node("Concat", *tensors, axis=dim)
 
 
-@primitive(_onnx_concatenate)
+def _bounds_concatenate(tensors: list[Value], dim: int) -> Range:
+    return Range(torch.stack([t.low.min() for t in tensors]).min(), torch.stack([t.high.max() for t in tensors]).max())
+
+
+@primitive(_onnx_concatenate, bounds=_bounds_concatenate)
 def concatenate(tensors: list[Tensor], dim: int) -> Tensor:
     """The tensors one after another along `dim`."""
     return torch.cat(tensors, dim)
@@ -59,7 +70,7 @@ def _onnx_crop(e: Emitter, input: str, dims: list[int], starts: list[int], stops
     return e.node("Slice", input, *(_vector(e, values) for values in (starts, stops, dims, steps)))
 
 
-@primitive(_onnx_crop)
+@primitive(_onnx_crop, bounds=_bounds_moved)
 def crop(input: Tensor, dims: list[int], starts: list[int], stops: list[int], steps: list[int]) -> Tensor:
     """Every `steps`-th element from `starts` up to, not including, `stops` along each of `dims`; negative bounds count from the end."""
     index = [slice(None)] * input.dim()
@@ -72,7 +83,13 @@ def _onnx_select(e: Emitter, input: str, dim: int, indices: Tensor) -> str:
     return e.node("Gather", input, e.constant(indices), axis=dim)
 
 
-@primitive(_onnx_select)
+def _bounds_select(input: Value, dim: int, indices: Value) -> Range:
+    chosen = constant_of(indices, "indices")
+    need((chosen >= 0).all() and (chosen < input.size(dim)).all(), "it picks elements that do not exist")
+    return Range(input.low.min(), input.high.max())
+
+
+@primitive(_onnx_select, bounds=_bounds_select)
 def select(input: Tensor, dim: int, indices: Tensor) -> Tensor:
     """The elements at these indices along `dim`, in this order."""
     return input.index_select(dim, indices)
@@ -82,7 +99,7 @@ def _onnx_expand(e: Emitter, input: str, sizes: list[int]) -> str:
     return e.node("Expand", input, _vector(e, [1 if size == -1 else size for size in sizes]))
 
 
-@primitive(_onnx_expand)
+@primitive(_onnx_expand, bounds=_bounds_moved)
 def expand(input: Tensor, sizes: list[int]) -> Tensor:
     """Dimensions of size 1 repeated to these sizes, new ones in front; -1 keeps a size."""
     return input.expand(sizes)
@@ -92,7 +109,7 @@ def _onnx_tile(e: Emitter, input: str, repeats: list[int]) -> str:
     return e.node("Tile", input, _vector(e, repeats))
 
 
-@primitive(_onnx_tile)
+@primitive(_onnx_tile, bounds=_bounds_moved)
 def tile(input: Tensor, repeats: list[int]) -> Tensor:
     """The whole tensor this many times along each of its dimensions."""
     return input.repeat(repeats)
@@ -108,7 +125,11 @@ def _onnx_pad(e: Emitter, input: str, begin: list[int], end: list[int], value: i
     return e.node("Cast", padded, to=dtype)
 
 
-@primitive(_onnx_pad)
+def _bounds_pad(input: Value, begin: list[int], end: list[int], value: int) -> Range:
+    return Range(input.low.min().clamp_max(value), input.high.max().clamp_min(value))
+
+
+@primitive(_onnx_pad, bounds=_bounds_pad)
 def pad(input: Tensor, begin: list[int], end: list[int], value: int) -> Tensor:
     """The tensor with `value` around it: this many times before and behind each dimension."""
     return F.pad(input, [size for pair in reversed(list(zip(begin, end, strict=True))) for size in pair], value=value)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxquant.primitives.accumulate import Split, accumulated, onnx_sum_parts, per_channel, sum_parts
+from fxquant.primitives.accumulate import Split, accumulated, check_cut, onnx_sum_parts, per_channel, sum_parts
+from fxquant.primitives.bounds import Range, Value, bias_of, constant_of, exact_below, sum_of_products
 from fxquant.primitives.record import Emitter, full_precision, primitive, stored
 
 TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -90,7 +91,16 @@ def _onnx_transposed_convolution(e: Emitter, input: str, weight: Tensor, bias: T
     )
 
 
-@primitive(_onnx_transposed_convolution, kind="accumulator")
+def _bounds_transposed_convolution(
+    input: Value, weight: Value, bias: Value | None, groups: int, cut: list[int] | None = None, **_: Any
+) -> Range:
+    tensor = swap_channels(constant_of(weight, "weight"), groups)
+    if cut is not None:
+        check_cut(input, tensor, cut)
+    return sum_of_products(input, tensor, bias_of(bias), tensor.dim() - 2, exact_below(cut is not None))
+
+
+@primitive(_onnx_transposed_convolution, bounds=_bounds_transposed_convolution, kind="accumulator")
 def transposed_convolution(
     input: Tensor,
     weight: Tensor,
@@ -138,7 +148,9 @@ def _transposed_convolution_real(
     return _kernel(input, weight, bias, stride, padding, output_padding, groups, dilation)
 
 
-@primitive(_onnx_transposed_convolution_wide, surrogate=_transposed_convolution_real, kind="accumulator")
+@primitive(
+    _onnx_transposed_convolution_wide, bounds=_bounds_transposed_convolution, surrogate=_transposed_convolution_real, kind="accumulator"
+)
 def transposed_convolution_wide(
     input: Tensor,
     weight: Tensor,
