@@ -53,9 +53,14 @@ def checked(**special: Kind) -> Callable[[Callable[P, R]], Callable[P, R]]:
         signature = inspect.signature(function)
         kinds = {name: kind for name in signature.parameters if (kind := special.get(name, KINDS.get(name))) is not None}
         called = function.__qualname__.removesuffix(".__init__")
+        # What a call that gives nothing to check gives by position: `self`, or nothing, as long as nothing else is required.
+        required = [name for name, parameter in signature.parameters.items() if parameter.default is inspect.Parameter.empty]
+        bare = len(required) if required in ([], ["self"]) else None
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if len(args) == bare and not kwargs:
+                return function(*args, **kwargs)
             try:
                 bound = signature.bind(*args, **kwargs)
             except TypeError as error:

@@ -33,6 +33,9 @@ def own_copies(values: Mapping[str, Any]) -> dict[str, Any]:
     return copies
 
 
+_SHARED = frozenset((type(None), bool, int, float, str, torch.Size, torch.dtype, torch.device))  # most of what a module holds
+
+
 class _Copier:
     """Copies modules, tensors and the containers that hold them, everything once; what else there is stays what it is."""
 
@@ -40,6 +43,8 @@ class _Copier:
         self._known: dict[int, Any] = {}
 
     def __call__(self, value: Any) -> Any:
+        if type(value) in _SHARED:
+            return value
         if id(value) in self._known:
             return self._known[id(value)]
         if isinstance(value, torch.nn.Module):

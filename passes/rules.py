@@ -12,16 +12,23 @@ from torch import fx
 from fxquant.graph import computes_tensor, resolve, spelling, wish, wishes
 from fxquant.pipeline import Context
 from fxquant.quantization.rules import covering
-from fxquant.quantization.spec import Rule
+from fxquant.quantization.spec import Chosen, Rule
 
 
 def match(gm: fx.GraphModule, context: Context) -> int:
     """Every node that computes a tensor knows the rules that cover it, and the model those that cover none."""
     changes, default = 0, context.target.default_activation
+    resolved: dict[int, Chosen] = {}  # by identity: the user gives a few configs, which are those of many nodes
+
+    def resolve_config(chosen: Chosen) -> Chosen:
+        if chosen is not None and id(chosen) not in resolved:
+            resolved[id(chosen)] = chosen.resolved(default)
+        return None if chosen is None else resolved[id(chosen)]
+
     for node in gm.graph.nodes:
         if computes_tensor(node):
             rules = covering(node, spelling(node) or _written(gm, node), context.qconfig, context.attached)
-            wish(node, tuple((rule, None if chosen is None else chosen.resolved(default)) for rule, chosen in rules))
+            wish(node, tuple([(rule, resolve_config(chosen)) for rule, chosen in rules]))
             changes += 1
     matched = {rule for node in gm.graph.nodes for wished in wishes(node) for rule, _ in wished}
     attributes = dict.fromkeys((*gm.meta.get("qconfigs", ()), *context.attached))

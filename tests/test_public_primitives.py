@@ -79,6 +79,7 @@ CALLS = {
     "add_constant": gives([102, 96], torch.int32, i32(2, -4), i32(100)),
     "multiply": gives([-128 * -128, -6], torch.int32, i8(-128, 2), i8(-128, -3)),
     "widen": gives([-128, 127], torch.int32, i8(-128, 127)),
+    "centre": gives([-3, 252], torch.int32, torch.tensor([0, 255], dtype=torch.uint8), 3),
     "negate": gives([128, -127], torch.int32, i8(-128, 127)),
     "clamp": gives([-2, 0, 6], torch.int8, i8(-100, 0, 100), -2, 6),
     "lookup": gives([-64, 0, 63], torch.int8, i8(-128, 0, 127), (torch.arange(-128, 128) // 2).to(torch.int8)),

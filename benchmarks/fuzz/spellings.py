@@ -231,9 +231,9 @@ def _composites() -> Iterator[Spelling]:
     """What is made of other operators, where the target has int16."""
     yield from _spell("softmax", "torch.softmax({0}, {dim})", "F.softmax({0}, dim={dim})", "{0}.softmax({dim})", dim=(-1, 1))
     yield from _spell("log_softmax", "torch.log_softmax({0}, {dim})", "F.log_softmax({0}, dim={dim})", dim=(-1, 1))
-    yield from _spell("layer_norm", "F.layer_norm({0}, ({last},))", "F.layer_norm({0}, {sizes}, eps={eps})", eps=(1e-5, 0.1))
+    yield from _spell("layer_norm", "F.layer_norm({0}, ({last},))", "F.layer_norm({0}, ({last},), eps={eps})", eps=(1e-5, 0.1))
     yield _module("layer_norm", "nn.LayerNorm({last})")
-    yield _module("layer_norm", "nn.LayerNorm({sizes}, bias={bias})", bias=(True, False))
+    yield _module("layer_norm", "nn.LayerNorm({last}, bias={bias})", bias=(True, False))
 
 
 def _floats() -> Iterator[Spelling]:

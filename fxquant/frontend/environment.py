@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import logging
 import math
 import sys
@@ -212,12 +213,14 @@ def _stand_ins(module: ModuleType) -> Iterator[tuple[ModuleType, str, Any]]:
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
+def undisturbed(attention: bool = True) -> Iterator[None]:
     """Inside, this thread draws its own random numbers without autocast, and attention layers compute what their code says.
 
     The numbers are the same every time. Nothing of that is seen by another thread, and no generator has moved afterwards.
+
+    attention   False where there is no attention layer: every call of a function is then faster
     """
-    with autocast_off(), _SlowAttention(), _OwnRandomNumbers():
+    with autocast_off(), _SlowAttention() if attention else contextlib.nullcontext(), _OwnRandomNumbers():
         yield
 
 
@@ -237,9 +240,13 @@ class _OwnRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._states: dict[Any, torch.Tensor] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled inside, and PyTorch's guard against that takes longer than most operators
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        if not _draws(func):
             return func(*args, **kwargs)
         generator = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)), None)
         device = torch.device(kwargs.get("device") or next((arg.device for arg in args if isinstance(arg, torch.Tensor)), "cpu"))
@@ -258,6 +265,12 @@ class _OwnRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._states[generator] = generator.get_state()
             generator.set_state(before)
+
+
+@functools.cache
+def _draws(func: Any) -> bool:
+    """Whether an operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
 def _generator_of(device: torch.device) -> torch.Generator:

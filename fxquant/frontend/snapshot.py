@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import functools
+from collections.abc import Iterable
 from types import MethodType
 from typing import Any
 
@@ -50,6 +51,11 @@ class Snapshot:
     def shell(self, module: nn.Module) -> nn.Module:
         """The shell that stands for a module of the model; any other module itself."""
         return self._shells.get(id(module), module)
+
+    @property
+    def modules(self) -> Iterable[nn.Module]:
+        """The shells of all modules that were found, also of those that are registered nowhere."""
+        return self._shells.values()
 
     def _tree(self, module: nn.Module, path: str) -> nn.Module:
         known = self._shells.get(id(module))

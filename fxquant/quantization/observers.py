@@ -280,9 +280,10 @@ class PercentileObserver(HistogramObserver):
         return f"percentile={self.percentile}, bins={self.bins}"
 
 
-def standard() -> list[Observer]:
-    """New observers that gather, between them, what each of fxquant's needs with its usual settings."""
-    return [MinMaxObserver(), MovingAverageMinMaxObserver(), HistogramObserver()]
+@lru_cache
+def standard() -> dict[type[Observer], Gathering | None]:
+    """Observers that gather, between them, what each of fxquant's needs with its usual settings, and how each of them gathers."""
+    return {kind: gathering(kind()) for kind in (MinMaxObserver, MovingAverageMinMaxObserver, HistogramObserver)}
 
 
 Gathering = tuple[str, tuple[tuple[str, float], ...]]  # the name of a class, and the settings that say what it gathers

@@ -218,7 +218,8 @@ class Quantizer(TrainableScale):
 
 
 def _beside(observer: Observer) -> nn.ModuleDict:
-    return nn.ModuleDict({type(other).__name__: other for other in standard() if gathering(other) != gathering(observer)})
+    there = gathering(observer)
+    return nn.ModuleDict({kind.__name__: kind() for kind, gathers in standard().items() if gathers != there})
 
 
 def round_up_to_power_of_two(scale: Tensor) -> Tensor:

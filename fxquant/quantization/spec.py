@@ -164,6 +164,8 @@ class ActivationConfig:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ActivationConfig):
             return NotImplemented
+        if self is other:
+            return True
         if self._plain != other._plain:
             return False
         return self.observer is other.observer or settings(self.new_observer()) == settings(other.new_observer())
@@ -256,6 +258,8 @@ class QConfig:
 
     def resolved(self, default: str) -> QConfig:
         """The same with this dtype for activations that are given none."""
+        if self.output.dtype is not None and (self.input is None or self.input.dtype is not None):
+            return self
         return replace(self, output=self.output.resolved(default), input=None if self.input is None else self.input.resolved(default))
 
 

@@ -30,7 +30,7 @@ class Named(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.other._modules[self.name](F.relu(self._modules[self.name]["inner"](x)))
-        return F.layer_norm(x, (8,), self.other._modules["norm"]._parameters[self.name])
+        return F.rms_norm(x, (8,), self.other._modules["norm"]._parameters[self.name])
 
 
 @pytest.mark.parametrize("name", OWN + PYTHON)
