@@ -67,7 +67,7 @@ def checked(**special: Kind) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 raise _wrong_call(called, signature, kwargs, error) from None
             for name in bound.arguments:
                 if name in kinds:
-                    bound.arguments[name] = taken(called, name, bound.arguments[name], kinds[name])
+                    bound.arguments[name] = accepted(called, name, bound.arguments[name], kinds[name])
             return function(*bound.args, **bound.kwargs)
 
         call.__dict__["checked"] = kinds
@@ -87,7 +87,7 @@ def checked_class(**special: Kind) -> Callable[[type[T]], type[T]]:
     return decorate
 
 
-def taken(called: str, name: str, value: Any, kind: Kind) -> Any:
+def accepted(called: str, name: str, value: Any, kind: Kind) -> Any:
     """The value as the kind makes it. Raises ConfigurationError, which names the argument, if it is none."""
     try:
         return kind.take(value)
@@ -135,10 +135,10 @@ def such(right: str, take: Callable[[Any], Any], holds: Callable[[Any], bool]) -
     """What `take` makes of a value, if that holds."""
 
     def narrowed(value: Any) -> Any:
-        taken = take(value)
-        if not holds(taken):
+        accepted = take(value)
+        if not holds(accepted):
             raise ValueError
-        return taken
+        return accepted
 
     return Kind(right, narrowed)
 

@@ -8,7 +8,7 @@ module, so no other file spells a key. Facts survive `copy.deepcopy` of a GraphM
     module      the dotted path of the user's module the node came from ("layer1.0.conv1")
     made_by     the pass (or "trace") that created the node
     qconfig     the QConfigs (or None) that stand on the user's modules around the call, by their paths, nearest first
-    wishes      the rules of the qconfig that cover the node, and each node that was fused into it
+    matched_rules      the rules of the qconfig that cover the node, and each node that was fused into it
     part        the composite operator a node is a part of ("softmax: exp"), with what that demands of its grid
     argument    what the user calls an input whose name is none in Python, or one that generated code needs ("torch")
 """
@@ -78,14 +78,14 @@ def attach_qconfigs(node: fx.Node, value: tuple[tuple[str, Any], ...]) -> None:
     node.meta["qconfig"] = value
 
 
-def wishes(node: fx.Node) -> tuple[Any, ...]:
-    """What the user asked of this node, and then of each that was fused into it, in the order they run: a `spec.Wish` for each."""
-    return tuple(node.meta.get("wishes", ()))
+def matched_rules(node: fx.Node) -> tuple[Any, ...]:
+    """What the user asked of this node, and then of each that was fused into it, in the order they run: a `spec.MatchedRules` for each."""
+    return tuple(node.meta.get("matched_rules", ()))
 
 
-def wish(node: fx.Node, *asked: Any) -> None:
+def set_matched_rules(node: fx.Node, *rules: Any) -> None:
     """Write the rules of the qconfig that cover the node, and each node fused into it."""
-    node.meta["wishes"] = asked
+    node.meta["matched_rules"] = rules
 
 
 def shape_of(node: fx.Node) -> tuple[Size, ...]:
@@ -248,7 +248,7 @@ def fused(node: fx.Node) -> tuple[str, ...]:
 
 def absorb(node: fx.Node, other: fx.Node) -> None:
     """Record that `other` is now part of `node`."""
-    wish(node, *wishes(node), *wishes(other))
+    set_matched_rules(node, *matched_rules(node), *matched_rules(other))
     node.meta["fused"] = (*fused(node), *fused(other), other.name)
     spell(node, *spelling(other))
 
@@ -356,8 +356,8 @@ def is_inner(node: fx.Node) -> bool:
 
 
 def inherit(node: fx.Node, parent: fx.Node, made_by: str) -> fx.Node:
-    """Give a new node the source line, the module, the attached QConfigs and the wishes of the node it was made for."""
-    for key in ("source", "module", "qconfig", "wishes"):
+    """Give a new node the source line, the module, the attached QConfigs and the matched_rules of the node it was made for."""
+    for key in ("source", "module", "qconfig", "matched_rules"):
         if key in parent.meta:
             node.meta[key] = parent.meta[key]
     node.meta["made_by"] = made_by

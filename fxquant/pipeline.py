@@ -18,7 +18,7 @@ from pathlib import Path
 from torch import fx
 
 from fxquant.analysis.text import text
-from fxquant.arguments import FOLDER, KINDS, shown, taken
+from fxquant.arguments import FOLDER, KINDS, accepted, shown
 from fxquant.errors import ConfigurationError, FxQuantError
 from fxquant.quantization.spec import QConfig, QConfigMapping
 from fxquant.stage import Stage, verify_stage
@@ -48,9 +48,9 @@ class Context:
         if self.debug >= 3:
             print(f"    {line}", file=sys.stderr)
 
-    def unheard(self, gm: fx.GraphModule, sentence: str) -> None:
+    def not_done(self, gm: fx.GraphModule, sentence: str) -> None:
         """Record that something the user asked for is not done; `explain` ends with these sentences, and each is logged."""
-        gm.meta.setdefault("unheard", []).append(sentence)
+        gm.meta.setdefault("not_done", []).append(sentence)
         logger.warning("%s", sentence)
 
 
@@ -79,9 +79,9 @@ class Dial:
     def of(debug: int | None, dump: str | os.PathLike[str] | None) -> Dial:
         """What was asked for by argument, or else by the environment. Raises ConfigurationError if that cannot be used."""
         written = os.environ.get("FXQUANT_DEBUG", "") or "0"
-        level = debug if debug is not None else taken("the environment", "FXQUANT_DEBUG", written, KINDS["FXQUANT_DEBUG"])
+        level = debug if debug is not None else accepted("the environment", "FXQUANT_DEBUG", written, KINDS["FXQUANT_DEBUG"])
         chosen = dump if dump is not None else os.environ.get("FXQUANT_DUMP") or None
-        return Dial(level, None if chosen is None else Path(taken("the environment", "FXQUANT_DUMP", chosen, FOLDER)))
+        return Dial(level, None if chosen is None else Path(accepted("the environment", "FXQUANT_DUMP", chosen, FOLDER)))
 
     def show(self, name: str, gm: fx.GraphModule, changes: int, milliseconds: float) -> None:
         """Called after every pass."""

@@ -60,7 +60,7 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
         _map_inputs(node, cross)
     for rule, names in unused.items():
         readers = ", ".join(names)
-        context.unheard(gm, f"the input= of the qconfig's {rule} is not used by {readers}: what is read there is quantized already")
+        context.not_done(gm, f"the input= of the qconfig's {rule} is not used by {readers}: what is read there is quantized already")
     return sum(len(set(there.values())) for there in (*quantized.values(), *dequantized.values()))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from fxquant.graph import computes_tensor, resolve, spelling, wish, wishes
+from fxquant.graph import computes_tensor, matched_rules, resolve, set_matched_rules, spelling
 from fxquant.pipeline import Context
 from fxquant.quantization.rules import covering
 from fxquant.quantization.spec import Chosen, Rule
@@ -28,14 +28,14 @@ def match(gm: fx.GraphModule, context: Context) -> int:
     for node in gm.graph.nodes:
         if computes_tensor(node):
             rules = covering(node, spelling(node) or _written(gm, node), context.qconfig, context.attached)
-            wish(node, tuple([(rule, resolve_config(chosen)) for rule, chosen in rules]))
+            set_matched_rules(node, tuple([(rule, resolve_config(chosen)) for rule, chosen in rules]))
             changes += 1
-    matched = {rule for node in gm.graph.nodes for wished in wishes(node) for rule, _ in wished}
+    matched = {rule for node in gm.graph.nodes for rules in matched_rules(node) for rule, _ in rules}
     attributes = dict.fromkeys((*gm.meta.get("qconfigs", ()), *context.attached))
     asked = [*(rule for rule, _ in context.qconfig.rules()), *(Rule("attribute", path) for path in attributes)]
     for rule in asked:
         if rule not in matched:
-            context.unheard(gm, f"this rule of the qconfig matched nothing: {rule}")
+            context.not_done(gm, f"this rule of the qconfig matched nothing: {rule}")
     return changes
 
 

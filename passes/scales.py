@@ -86,7 +86,7 @@ def _check(group: list[fx.Node], demands: nx.Graph) -> None:
         operator = operator_of(node)
         if spec is None or spec.dtype is None or operator is None:
             continue
-        # An operator that shares its operand's scale has a wish of its own only where a rule names it.
+        # An operator that shares its operand's scale asks for a grid of its own only where a rule names it.
         asks = not shares(node) or decide(node).asked
         asked[node] = (spec.dtype, result_config(node).fixed_grid if asks else None)
     first: fx.Node | None = None
@@ -105,7 +105,7 @@ def _check(group: list[fx.Node], demands: nx.Graph) -> None:
 
 
 def _conflict(one: fx.Node, other: fx.Node, asked: dict[fx.Node, Asked], demands: nx.Graph) -> ScaleConflict:
-    def wish(node: fx.Node) -> str:
+    def asks_for(node: fx.Node) -> str:
         dtype, grid = asked[node]
         scale, zero_point = grid or (0.0, 0)
         given = f" with scale {scale:g}" + (f" and zero point {zero_point}" if zero_point else "")
@@ -115,6 +115,6 @@ def _conflict(one: fx.Node, other: fx.Node, asked: dict[fx.Node, Asked], demands
     return ScaleConflict(
         f"%{one.name} and %{other.name} must share one scale but ask for different ones",
         node=other,
-        because=f"{wish(one)}, {wish(other)}; they are tied by {path}",
+        because=f"{asks_for(one)}, {asks_for(other)}; they are tied by {path}",
         remedy="give both the same scale and dtype, or keep an operator between them in float",
     )

@@ -13,12 +13,12 @@ from fxquant.graph import (
     computes_tensor,
     is_inner_part,
     is_parameter,
+    matched_rules,
     parameter_value,
     part,
     refusal,
     resolve,
     ties,
-    wishes,
 )
 from fxquant.graph import annotate as set_annotation
 from fxquant.ops import Fixed, Operator, Own, demand, operand_nodes, operator_of, shares
@@ -31,14 +31,14 @@ from fxquant.quantization.spec import DEFAULT, QConfig, Rule
 def annotate(gm: fx.GraphModule, context: Context) -> int:
     """Every node that computes a tensor is annotated; those that stay in float say why."""
     changes = 0
-    heard: set[Rule] = set()
+    effective: set[Rule] = set()
     needed = needed_in_float(gm)
     for node in gm.graph.nodes:
         if not computes_tensor(node):
             continue
         operator = operator_of(node)
         decision = decide(node)
-        heard |= {decision.output, decision.layer}
+        effective |= {decision.output, decision.layer}
         qconfig = decision.config
         reason = _why_float(gm, node, operator, qconfig, needed)
         if reason is not None:
@@ -50,13 +50,13 @@ def annotate(gm: fx.GraphModule, context: Context) -> int:
         dtype = _dtype(node, qconfig)
         if decision.asked and dtype != qconfig.output.dtype and not is_inner_part(node):
             wanted = f"{qconfig.output.dtype} as the qconfig's {decision.output} says"
-            context.unheard(gm, f"%{node.name} is {dtype} as its operand is, whose scale it shares, and not {wanted}")
+            context.not_done(gm, f"%{node.name} is {dtype} as its operand is, whose scale it shares, and not {wanted}")
         set_annotation(node, Annotation(dtype, _why_integer(node), qconfig))
         changes += 1
-    asked = dict.fromkeys(rule for node in gm.graph.nodes for wish in wishes(node) for rule, _ in wish)
+    asked = dict.fromkeys(rule for node in gm.graph.nodes for rules in matched_rules(node) for rule, _ in rules)
     for rule in asked:
-        if rule not in heard and rule != DEFAULT:
-            context.unheard(gm, f"this rule of the qconfig decides nothing, since others go before it wherever it matches: {rule}")
+        if rule not in effective and rule != DEFAULT:
+            context.not_done(gm, f"this rule of the qconfig decides nothing, since others go before it wherever it matches: {rule}")
     return changes
 
 

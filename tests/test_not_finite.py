@@ -132,19 +132,19 @@ def test_a_learned_scale_that_is_not_finite() -> None:
     model = prepared(qconfig=learned)
     fxq.set_state(model, fxq.State.TRAIN)
     model(batch())
-    for growth, what in (
-        (model.quantized.conv.quantizer.growth, "the scale of %conv is nan"),
-        (model.quantized.conv.weight_quantizer.learned.growth, "the parameters of %conv cannot become integers"),
+    for scale_change, what in (
+        (model.quantized.conv.quantizer.scale_change, "the scale of %conv is nan"),
+        (model.quantized.conv.weight_quantizer.learned.scale_change, "the parameters of %conv cannot become integers"),
     ):
-        kept = growth.detach().clone()
+        kept = scale_change.detach().clone()
         with torch.no_grad():
-            growth.view(-1)[0] = math.nan
+            scale_change.view(-1)[0] = math.nan
         for name, action in actions(model).items():
             if name != "calibrate":
                 with pytest.raises(fxq.NotFinite, match=what):
                     action()
         with torch.no_grad():
-            growth.copy_(kept)
+            scale_change.copy_(kept)
     fxq.set_state(model, fxq.State.VALIDATE)
     assert_validate_is_integer(model, fxq.convert(model), batch())
 

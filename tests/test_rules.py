@@ -206,7 +206,7 @@ def test_the_scale_of_a_relu_rule_is_the_layers() -> None:
 # ---- the mapping is only read -------------------------------------------------------------------------------------------------------
 
 
-def unheard(model: fx.GraphModule) -> list[str]:
+def not_done(model: fx.GraphModule) -> list[str]:
     """What explain says was asked for and is not done."""
     return [
         line for line in fxq.explain(model).splitlines() if "qconfig" in line and "operator" not in line and not line.startswith("%stem ")
@@ -217,7 +217,7 @@ def test_a_mapping_serves_several_models() -> None:
     made = mapping(rule("name", "conv", WIDE), ("module_name", "typo", WIDE))
     before = copy.deepcopy(made)
     for model in (Network(), nn.Sequential(nn.Conv2d(2, 2, 1))):
-        found = unheard(fxq.prepare(model, batch(), "nash-e", made))
+        found = not_done(fxq.prepare(model, batch(), "nash-e", made))
         expected = ["name block.conv", "name typo"] if isinstance(model, nn.Sequential) else ["name typo"]
         assert found == [f"this rule of the qconfig matched nothing: {name}" for name in expected]
     assert made == before
@@ -249,18 +249,18 @@ def test_rules_and_attributes_that_match_nothing_are_told(caplog: pytest.LogCapt
     expected = [
         f"this rule of the qconfig matched nothing: {name}" for name in ("pattern blok", "type GELU", "type gelu", "attribute block.spare")
     ]
-    assert unheard(prepared) == expected
+    assert not_done(prepared) == expected
     assert [record.getMessage() for record in caplog.records] == expected
 
 
 def test_a_type_that_the_table_does_not_know_is_matched() -> None:
     model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.LocalResponseNorm(2))
-    assert unheard(fxq.prepare(model, batch(), qconfig=mapping(("object_type", nn.LocalResponseNorm, None)))) == []
+    assert not_done(fxq.prepare(model, batch(), qconfig=mapping(("object_type", nn.LocalResponseNorm, None)))) == []
 
 
 def test_a_rule_that_others_go_before_everywhere_is_told() -> None:
     made = mapping(("object_type", nn.BatchNorm2d, WIDE), rule("name", "relu", EIGHT), rule("name", "conv", EIGHT))
-    assert unheard(fxq.prepare(Network(), batch(), "nash-e", made)) == [
+    assert not_done(fxq.prepare(Network(), batch(), "nash-e", made)) == [
         "this rule of the qconfig decides nothing, since others go before it wherever it matches: type BatchNorm2d"
     ]
 
@@ -268,7 +268,9 @@ def test_a_rule_that_others_go_before_everywhere_is_told() -> None:
 def test_a_dtype_that_an_operator_takes_from_its_operand_is_told() -> None:
     model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.MaxPool2d(2))
     prepared = fxq.prepare(model, batch(), "nash-e", mapping(("object_type", nn.MaxPool2d, WIDE)))
-    assert unheard(prepared) == ["%_1 is int8 as its operand is, whose scale it shares, and not int16 as the qconfig's type MaxPool2d says"]
+    assert not_done(prepared) == [
+        "%_1 is int8 as its operand is, whose scale it shares, and not int16 as the qconfig's type MaxPool2d says"
+    ]
 
 
 INPUT = fxq.QConfig(input=ACT("int16", scale=1 / 1024))
@@ -299,21 +301,21 @@ def test_an_input_is_honoured_behind_a_float_operator() -> None:
     model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.LocalResponseNorm(2), nn.Conv2d(2, 2, 1))
     prepared = fxq.prepare(model, batch(), "nash-e", mapping(("module_name", "2", INPUT)))
     assert fxq.qparams(prepared)["_1_quantize"] == 1 / 1024
-    assert unheard(prepared) == []
+    assert not_done(prepared) == []
 
 
 def test_an_input_that_means_nothing_is_told() -> None:
     prepared = fxq.prepare(Fork(), batch(), "nash-e", mapping(("object_type", nn.Conv2d, INPUT)))
-    assert unheard(prepared) == ["the input= of the qconfig's type Conv2d is not used by %last: what is read there is quantized already"]
-    assert unheard(fxq.prepare(Fork(), batch(), "nash-e", INPUT)) == []  # the default's input is the model's
+    assert not_done(prepared) == ["the input= of the qconfig's type Conv2d is not used by %last: what is read there is quantized already"]
+    assert not_done(fxq.prepare(Fork(), batch(), "nash-e", INPUT)) == []  # the default's input is the model's
 
 
 def test_what_was_told_is_kept_by_copies_files_and_the_integer_model(tmp_path: Path) -> None:
     result = compiled(Fork(), [batch()], "nash-e", qconfig=mapping(("module_name", "last", INPUT), ("module_name", "typo", None)))
-    expected = unheard(result.prepared)
+    expected = not_done(result.prepared)
     assert len(expected) == 2
     for model in (result.integer, copy.deepcopy(result.prepared), fxq.load(fxq.save(result.integer, tmp_path / "model.fxq"))):
-        assert unheard(model) == expected
+        assert not_done(model) == expected
 
 
 def test_an_input_of_the_default_is_for_every_reader() -> None:

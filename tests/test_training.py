@@ -76,7 +76,7 @@ def scales(prepared: fx.GraphModule) -> dict[str, Tensor]:
 
 
 def growths(prepared: fx.GraphModule) -> dict[str, nn.Parameter]:
-    return {name: parameter for name, parameter in prepared.named_parameters() if name.endswith(".growth")}
+    return {name: parameter for name, parameter in prepared.named_parameters() if name.endswith(".scale_change")}
 
 
 # ---- LSQ --------------------------------------------------------------------------------------------------------------------
@@ -113,18 +113,18 @@ def test_the_gradients_are_those_of_the_paper(dtype: IntType, channels: int) -> 
     (result * scale.double() * incoming).sum().backward()  # the integers stand for result · scale
     assert int((exact == dtype.high).sum()) > 3
     assert value.grad is not None
-    assert trained.growth is not None
+    assert trained.scale_change is not None
     rows = range(3) if channels else [slice(None)]
     for row in rows:
         one = float(base[row]) if channels else float(base)
         of_values, of_scale = slow_lsq(value[row].flatten().tolist(), incoming[row].flatten().tolist(), one, dtype, value.numel())
         torch.testing.assert_close(value.grad[row].flatten(), torch.tensor(of_values, dtype=torch.float64))
-        found = trained.growth.grad[row] if channels else trained.growth.grad
+        found = trained.scale_change.grad[row] if channels else trained.scale_change.grad
         torch.testing.assert_close(float(found) * one, of_scale, rtol=1e-5, atol=1e-7)
 
 
 def test_a_step_of_sgd_moves_the_scale_by_its_gradient() -> None:
-    """The parameter is the scale's growth; what a step does to the scale itself is what LSQ says."""
+    """The parameter is the scale's scale_change; what a step does to the scale itself is what LSQ says."""
     value = torch.randn(64)
     trained = TrainableScale(torch.tensor(0.01), learned=True)
     exact = torch.round(value / 0.01).clamp(-128, 127)
@@ -149,13 +149,13 @@ def test_the_input_of_a_model_has_the_gradient_of_the_paper() -> None:
     of_input = incoming @ (torch.round(weight / steps) * steps)
     _, expected = slow_lsq(batch.flatten().tolist(), of_input.flatten().tolist(), float(quantize.scale), INT4, batch.numel())
     assert int(((batch / quantize.scale).abs() > 8).sum()) > 3
-    torch.testing.assert_close(float(quantize.growth.grad) * float(quantize.scale), expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(float(quantize.scale_change.grad) * float(quantize.scale), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_gradients_reach_every_parameter_and_every_scale() -> None:
     prepared = calibrated(config("learned", "learned", bits=4), batch_norm="frozen")  # a live one takes the gradient from conv2.bias
     train(prepared, steps=0)
-    del prepared.quantized.conv2.intermediate.growth  # the residual is added in the accumulator, so nothing is quantized before it
+    del prepared.quantized.conv2.intermediate.scale_change  # the residual is added in the accumulator, so nothing is quantized before it
     assert len(growths(prepared)) == 5 + 3  # of the input, two convolutions, mean and linear layer; of three weights
     contract.assert_gradients_reach_every_parameter(prepared, batches()[1])
 
@@ -189,7 +189,7 @@ def test_learned_scales_need_no_freezing_to_train_on_what_is_validated() -> None
 def test_weights_have_one_learned_scale_or_one_for_each_channel(per_channel: bool, tmp_path: Path) -> None:
     weight = fxq.WeightConfig("int4", per_channel=per_channel, training="learned")
     prepared = calibrated(fxq.QConfig(weight=weight))
-    assert prepared.quantized.conv1.weight_quantizer.learned.growth.shape == (6 if per_channel else 1,)
+    assert prepared.quantized.conv1.weight_quantizer.learned.scale_change.shape == (6 if per_channel else 1,)
     train(prepared)
     integer = fxq.convert(prepared)
     contract.assert_validate_is_integer(prepared, integer, batches()[0])
@@ -210,7 +210,7 @@ def test_a_transposed_convolution_and_a_matrix_product_learn_the_scales_of_their
 
     batch = torch.randn(3, 4, 4, 4)
     prepared, integer = contract.compiled(Other(), [batch], qconfig=config("learned", "learned"))
-    shapes = {name: tuple(growth.shape) for name, growth in growths(prepared).items() if ".weight_quantizer." in name}
+    shapes = {name: tuple(scale_change.shape) for name, scale_change in growths(prepared).items() if ".weight_quantizer." in name}
     assert sorted(shapes.values()) == [(5,), (6,)]
     contract.assert_validate_is_integer(prepared, integer, batch)
     contract.assert_train_is_validate(prepared, batch)
@@ -221,8 +221,8 @@ def test_a_learned_scale_stays_positive() -> None:
     train(prepared, steps=1)
     for value in (-5.0, -1e9):
         with torch.no_grad():
-            for growth in growths(prepared).values():
-                growth.fill_(value)
+            for scale_change in growths(prepared).values():
+                scale_change.fill_(value)
         assert all(0 < float(scale.min()) < 0.1 for scale in scales(prepared).values())
     contract.assert_validate_is_integer(prepared, fxq.convert(prepared), batches()[0])
 
@@ -236,9 +236,9 @@ def test_a_scale_raised_for_a_bias_is_not_the_learned_one_and_has_no_gradient() 
     contract.assert_validate_is_integer(prepared, integer, torch.randn(8, 4))
     fxq.set_state(prepared, fxq.State.TRAIN)
     (prepared(torch.randn(8, 4)) * torch.randn(8, 2)).sum().backward()
-    (growth,) = growths(prepared).values()
-    assert growth.grad[0] == 0
-    assert growth.grad[1] != 0
+    (scale_change,) = growths(prepared).values()
+    assert scale_change.grad[0] == 0
+    assert scale_change.grad[1] != 0
 
 
 @pytest.mark.parametrize("dtype", [WEIGHT_INT4, WEIGHT_INT8], ids=str)
@@ -345,10 +345,10 @@ def test_a_power_of_two_that_is_learned_moves_when_enough_steps_add_up() -> None
     quantizer.observe(torch.tensor([-12.0, 12.0]))
     quantizer.update_scale()
     assert quantizer.scale == 0.125  # 12 / 127.5 = 0.094, rounded up
-    assert quantizer.growth is not None
+    assert quantizer.scale_change is not None
     found = []
-    for growth in (0.1, 0.3, 0.4, -0.4, -0.6):
-        quantizer.growth.data.fill_(growth)
+    for scale_change in (0.1, 0.3, 0.4, -0.4, -0.6):
+        quantizer.scale_change.data.fill_(scale_change)
         found.append(float(quantizer.scale))
     assert found == [0.125, 0.125, 0.25, 0.125, 0.0625]
 
@@ -449,7 +449,7 @@ def test_calibrating_again_starts_learned_scales_anew() -> None:
     prepared = calibrated(config("learned", "learned"))
     train(prepared)
     fxq.calibrate(prepared, batches(), show_progress=False)
-    assert all(bool((growth == 0).all()) for growth in growths(prepared).values())
+    assert all(bool((scale_change == 0).all()) for scale_change in growths(prepared).values())
     contract.assert_validate_is_integer(prepared, fxq.convert(prepared), batches()[0])
 
 
@@ -613,7 +613,7 @@ def test_scales_that_stand_still_do_so_through_a_checkpoint(stop: str) -> None:
     assert after["second"] == scales["second"]
     assert (after == scales) == (stop != "set")
     scales_of = [module for module in loaded.modules() if isinstance(module, TrainableScale)]
-    assert not any(module.frozen and module.growth is not None and module.growth.requires_grad for module in scales_of)
+    assert not any(module.frozen and module.scale_change is not None and module.scale_change.requires_grad for module in scales_of)
     assert fxq.verify(loaded, fxq.convert(loaded), [images()], show_progress=False)
 
 

@@ -30,7 +30,7 @@ from benchmarks.fuzz import build, recurrence
 from benchmarks.fuzz.generate import Case
 from fxquant.backends.onnx.runtime import OnnxModel
 from fxquant.errors import FxQuantError
-from fxquant.graph import origin
+from fxquant.graph import origin, part
 from fxquant.primitives import PRIMITIVES
 from fxquant.quantization.prepared import quantized_operators
 
@@ -336,6 +336,7 @@ def _facts(scope: dict[str, Any], case: Case) -> dict[str, Any]:
     prepared = scope["prepared"]
     operators = {operator.operator.name for operator in quantized_operators(prepared).values()}
     operators |= {str(node.args[1]) for node in prepared.graph.nodes if _is_shifted(prepared, node)}  # a function with a number before it
+    operators |= {found.composite for node in prepared.graph.nodes if (found := part(node)) is not None}
     ratios: list[float] = []
     if case.optimizer is None:
         with torch.no_grad():

@@ -10,14 +10,14 @@ from torch.nn import functional as F
 class DenseLayer(nn.Module):
     """Batch norm, relu, 1×1 convolution; batch norm, relu, 3×3 convolution."""
 
-    def __init__(self, in_channels: int, growth: int) -> None:
+    def __init__(self, in_channels: int, scale_change: int) -> None:
         super().__init__()
         self.norm1 = nn.BatchNorm2d(in_channels)
         self.relu1 = nn.ReLU(inplace=True)
-        self.conv1 = nn.Conv2d(in_channels, 4 * growth, 1, bias=False)
-        self.norm2 = nn.BatchNorm2d(4 * growth)
+        self.conv1 = nn.Conv2d(in_channels, 4 * scale_change, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(4 * scale_change)
         self.relu2 = nn.ReLU(inplace=True)
-        self.conv2 = nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(4 * scale_change, scale_change, 3, padding=1, bias=False)
 
     def forward(self, features: list[Tensor]) -> Tensor:
         x = self.conv1(self.relu1(self.norm1(torch.cat(features, 1))))
@@ -28,9 +28,9 @@ class DenseLayer(nn.Module):
 class DenseBlock(nn.Module):
     """Layers whose outputs are all kept and concatenated."""
 
-    def __init__(self, layers: int, in_channels: int, growth: int) -> None:
+    def __init__(self, layers: int, in_channels: int, scale_change: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(DenseLayer(in_channels + index * growth, growth) for index in range(layers))
+        self.layers = nn.ModuleList(DenseLayer(in_channels + index * scale_change, scale_change) for index in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         features = [x]
@@ -51,17 +51,17 @@ class Transition(nn.Sequential):
 
 
 class DenseNet(nn.Module):
-    """torchvision's DenseNet with these block sizes and this growth."""
+    """torchvision's DenseNet with these block sizes and this scale_change."""
 
-    def __init__(self, num_classes: int = 1000, blocks: tuple[int, ...] = (3, 4, 6, 4), growth: int = 16) -> None:
+    def __init__(self, num_classes: int = 1000, blocks: tuple[int, ...] = (3, 4, 6, 4), scale_change: int = 16) -> None:
         super().__init__()
-        channels = 2 * growth
+        channels = 2 * scale_change
         self.conv0 = nn.Conv2d(3, channels, 7, 2, padding=3, bias=False)
         self.norm0 = nn.BatchNorm2d(channels)
         stages: list[nn.Module] = []
         for index, layers in enumerate(blocks):
-            stages.append(DenseBlock(layers, channels, growth))
-            channels += layers * growth
+            stages.append(DenseBlock(layers, channels, scale_change))
+            channels += layers * scale_change
             if index < len(blocks) - 1:
                 stages.append(Transition(channels, channels // 2))
                 channels //= 2

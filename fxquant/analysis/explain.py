@@ -29,7 +29,7 @@ def explain(model: fx.GraphModule) -> str:
     lines.append("")
     lines.append(summary(known))
     lines.extend(f"fixed by the model's Python: {text}" for text in assumptions(model))
-    lines.extend(model.meta.get("unheard", ()))
+    lines.extend(model.meta.get("not_done", ()))
     return "\n".join(lines) + "\n"
 
 

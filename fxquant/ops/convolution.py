@@ -16,7 +16,7 @@ from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.ops.form import Call
 from fxquant.ops.pad import pad_before
 from fxquant.ops.record import Operator, Parameter, register
-from fxquant.ops.weighted import ABSORBED, Product, Tap, epilogue, lower_weighted, refuses_weighted, shape_of, sizes
+from fxquant.ops.weighted import ABSORBED, BeforeResidual, Product, epilogue, lower_weighted, refuses_weighted, shape_of, sizes
 from fxquant.primitives import accumulate, transposed
 from fxquant.primitives.accumulate import CONVOLUTIONS
 from fxquant.primitives.transposed import TRANSPOSED, swap_channels
@@ -88,12 +88,12 @@ def _convolution(kind: Kind, rank: int) -> tuple[Callable[..., Tensor], Callable
         batch_norm: BatchNorm | None = None,
         residual: Tensor | None = None,
         clamp: Clamp | None = None,
-        tap: Tap | None = None,
+        before_residual: BeforeResidual | None = None,
     ) -> Tensor:
         given = {**kind.attributes, **dict(zip(kind.attributes, attributes, strict=False))}
         if batch_norm is not None:
             weight, bias = folded(weight, bias, batch_norm, **given)
-        return epilogue(kernel(input, weight, bias, **given), residual, clamp, tap)
+        return epilogue(kernel(input, weight, bias, **given), residual, clamp, before_residual)
 
     def lower(
         lowering: Lowering,

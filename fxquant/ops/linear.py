@@ -15,7 +15,7 @@ from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics import FLOAT32_EXACT, INT32_MAX, INT48_MAX, Ratio
 from fxquant.ops.form import Call
 from fxquant.ops.record import Operator, Parameter, register
-from fxquant.ops.weighted import ABSORBED, Product, Tap, epilogue, lower_weighted, refuses_weighted, shape_of
+from fxquant.ops.weighted import ABSORBED, BeforeResidual, Product, epilogue, lower_weighted, refuses_weighted, shape_of
 from fxquant.primitives import accumulate, product
 from fxquant.quantization.batch_norm import BatchNorm, fold
 
@@ -33,12 +33,12 @@ def linear(
     batch_norm: BatchNorm | None = None,
     residual: Tensor | None = None,
     clamp: Clamp | None = None,
-    tap: Tap | None = None,
+    before_residual: BeforeResidual | None = None,
 ) -> Tensor:
     """x · wᵀ + b over the last dimension, with the batch norm, residual and clamp that are fused into it."""
     if batch_norm is not None:
         weight, bias = fold(weight, bias, batch_norm, 0)
-    return epilogue(F.linear(input, weight, bias), residual, clamp, tap)
+    return epilogue(F.linear(input, weight, bias), residual, clamp, before_residual)
 
 
 def _lower_linear(

@@ -48,14 +48,14 @@ SMALLEST_RESIDUAL_MULTIPLIER = 256  # of int8: below it, rounding k_c to a whole
 
 ABSORBED = frozenset({"batch_norm", "residual", "clamp"})
 
-Tap = Callable[[Tensor], None]
+BeforeResidual = Callable[[Tensor], None]
 
 
-def epilogue(value: Tensor, residual: Tensor | None, clamp: Clamp | None, tap: Tap | None) -> Tensor:
-    """What is fused behind the sum: residual, then clamp. `tap` is shown the value before the residual."""
+def epilogue(value: Tensor, residual: Tensor | None, clamp: Clamp | None, before_residual: BeforeResidual | None) -> Tensor:
+    """What is fused behind the sum: residual, then clamp. `before_residual` is shown the value before the residual."""
     if residual is not None:
-        if tap is not None:
-            tap(value)
+        if before_residual is not None:
+            before_residual(value)
         value = value + residual
     return value if clamp is None else value.clamp(*clamp)
 

@@ -25,13 +25,13 @@ class TrainableScale(nn.Module):
     """A scale that may be learned.
 
     base_scale   float32 buffer of shape () or (C,); the scale that calibration found, NaN until it is known
-    growth       None, or a parameter of that shape, 0 at first: what training has made of it
+    scale_change       None, or a parameter of that shape, 0 at first: what training has made of it
     stopped      bool buffer: whether nothing moves it any more, since it is `frozen` or was `given`. It says so in `state_dict`,
                  and follows from the two, so that looking at it never waits for a device
 
-        scale = base_scale · (1 + growth) where growth ≥ 0,   base_scale / (1 - growth) where growth < 0
+        scale = base_scale · (1 + scale_change) where scale_change ≥ 0,   base_scale / (1 - scale_change) where scale_change < 0
 
-    It is positive whatever an optimizer does. The gradient of `growth` is LSQ's gradient of the scale, divided by
+    It is positive whatever an optimizer does. The gradient of `scale_change` is LSQ's gradient of the scale, divided by
     base_scale: a step of SGD moves the scale by what LSQ says (less and less where it shrinks), and a step of
     Adam, whose length depends on no gradient, moves it by a fraction of itself, so scales of 0.001 and of 10
     train alike. Weight decay pulls it to what calibration found.
@@ -39,7 +39,7 @@ class TrainableScale(nn.Module):
 
     base_scale: Tensor
     stopped: Tensor
-    growth: nn.Parameter | None
+    scale_change: nn.Parameter | None
 
     derived = ("stopped",)  # buffers that follow from other facts
     given = False  # whether the scale was given rather than found
@@ -49,7 +49,7 @@ class TrainableScale(nn.Module):
         self._frozen = False
         self.register_buffer("base_scale", base_scale)
         self.register_buffer("stopped", torch.zeros((), dtype=torch.bool))
-        self.register_parameter("growth", nn.Parameter(torch.zeros_like(base_scale)) if learned else None)
+        self.register_parameter("scale_change", nn.Parameter(torch.zeros_like(base_scale)) if learned else None)
 
     @property
     def frozen(self) -> bool:
@@ -65,63 +65,63 @@ class TrainableScale(nn.Module):
     @property
     def learns(self) -> bool:
         """Whether gradients reach the scale."""
-        return self.growth is not None and self.growth.requires_grad and not self.frozen
+        return self.scale_change is not None and self.scale_change.requires_grad and not self.frozen
 
     def current(self) -> Tensor:
         """The scale of this moment, detached."""
-        if self.growth is None or self.frozen:
+        if self.scale_change is None or self.frozen:
             return self.base_scale
-        return _grown(self.base_scale, self.growth.detach())
+        return _changed(self.base_scale, self.scale_change.detach())
 
     @torch.no_grad()
     def assign(self, scale: Tensor) -> None:
         """Make this the scale that training starts from."""
         self.base_scale.copy_(scale)
-        if self.growth is not None:
-            self.growth.zero_()
+        if self.scale_change is not None:
+            self.scale_change.zero_()
 
     def stop(self) -> None:
-        """The scale stays what it is; an optimizer that knows it moves it no more."""
+        """The scale stays what it is, also for an optimizer that holds its parameter."""
         self.assign(self.current())
         self.frozen = True
-        if self.growth is not None:
-            self.growth.requires_grad_(False)
-            self.growth.grad = None
+        if self.scale_change is not None:
+            self.scale_change.requires_grad_(False)
+            self.scale_change.grad = None
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Scales that were learned load where they are not, and the other way round; one that stood still does so again.
 
         A scale that was given here gives way to one that stood still there, and to no other.
         """
-        base, growth, stopped = prefix + "base_scale", prefix + "growth", prefix + "stopped"
+        base, scale_change, stopped = prefix + "base_scale", prefix + "scale_change", prefix + "stopped"
         if stopped in state_dict:
             moved = not bool(state_dict[stopped])
             if moved and self.given:
                 state_dict[base] = self.base_scale.clone()
-                state_dict.pop(growth, None)
-            if self.growth is not None and self.frozen != (not moved):
-                self.growth.requires_grad_(moved)
+                state_dict.pop(scale_change, None)
+            if self.scale_change is not None and self.frozen != (not moved):
+                self.scale_change.requires_grad_(moved)
             self.frozen = not moved and not self.given
         state_dict[stopped] = self.stopped.clone()  # a state_dict of an earlier version says nothing
-        if self.growth is not None:
-            state_dict.setdefault(growth, torch.zeros_like(self.growth))
-        elif growth in state_dict and base in state_dict:
-            grown = state_dict.pop(growth)
+        if self.scale_change is not None:
+            state_dict.setdefault(scale_change, torch.zeros_like(self.scale_change))
+        elif scale_change in state_dict and base in state_dict:
+            grown = state_dict.pop(scale_change)
             if not self.frozen:
-                state_dict[base] = _grown(state_dict[base], grown)
+                state_dict[base] = _changed(state_dict[base], grown)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-def _grown(base_scale: Tensor, growth: Tensor) -> Tensor:
-    scale = torch.where(growth < 0, base_scale / (1 + growth.abs()), base_scale * (1 + growth))
+def _changed(base_scale: Tensor, scale_change: Tensor) -> Tensor:
+    scale = torch.where(scale_change < 0, base_scale / (1 + scale_change.abs()), base_scale * (1 + scale_change))
     return scale.clamp_min(SMALLEST_SCALE)
 
 
 class _LearnedStep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, exact: Tensor, scale: Tensor, growth: Tensor, unit: Tensor, low: int, high: int) -> Tensor:
+    def forward(ctx: Any, value: Tensor, exact: Tensor, scale: Tensor, scale_change: Tensor, unit: Tensor, low: int, high: int) -> Tensor:
         ctx.save_for_backward(value, exact, scale, unit)
-        ctx.low, ctx.high, ctx.shape = low, high, growth.shape
+        ctx.low, ctx.high, ctx.shape = low, high, scale_change.shape
         return exact.view_as(exact)
 
     @staticmethod
@@ -143,14 +143,14 @@ class _TransformedLearnedStep(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(value: Tensor, exact: Tensor, scale: Tensor, growth: Tensor, unit: Tensor, low: int, high: int) -> Tensor:
+    def forward(value: Tensor, exact: Tensor, scale: Tensor, scale_change: Tensor, unit: Tensor, low: int, high: int) -> Tensor:
         return exact.view_as(exact)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        value, exact, scale, growth, unit, ctx.low, ctx.high = inputs
+        value, exact, scale, scale_change, unit, ctx.low, ctx.high = inputs
         ctx.save_for_backward(value, exact, scale, unit)
-        ctx.shape = growth.shape
+        ctx.shape = scale_change.shape
 
     backward = _LearnedStep.backward
 
@@ -166,5 +166,5 @@ def learned_step(
     """
     unit = factor / trained.base_scale
     function = _TransformedLearnedStep if torch._C._are_functorch_transforms_active() else _LearnedStep
-    result: Tensor = function.apply(value, exact, scale, trained.growth, unit, limits.low, limits.high)  # type: ignore[no-untyped-call]
+    result: Tensor = function.apply(value, exact, scale, trained.scale_change, unit, limits.low, limits.high)  # type: ignore[no-untyped-call]
     return result

@@ -46,7 +46,7 @@ class Observer(nn.Module):
         scale = self.scale(INT8)
         return scale * INT8.low, scale * INT8.high
 
-    def follower(self) -> MinMaxObserver:
+    def range_observer(self) -> MinMaxObserver:
         """The observer of the range that this one's scale follows in state TRAIN. Here: a moving average."""
         return MovingAverageMinMaxObserver()
 
@@ -102,7 +102,7 @@ class MinMaxObserver(Observer):
         low, high = self.ends
         return low, high
 
-    def follower(self) -> MinMaxObserver:
+    def range_observer(self) -> MinMaxObserver:
         return MinMaxObserver()
 
     def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
@@ -140,7 +140,7 @@ class MovingAverageMinMaxObserver(MinMaxObserver):
             getattr(self, name).copy_((values * counts).sum() / counts.sum())
         self.count.copy_(counts.sum())
 
-    def follower(self) -> MinMaxObserver:
+    def range_observer(self) -> MinMaxObserver:
         return MovingAverageMinMaxObserver(self.averaging_constant)
 
     def extra_repr(self) -> str:

@@ -83,7 +83,7 @@ class QuantizedOperator(nn.Module):
 
     def _calibrate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         if self.intermediate is not None:
-            kwargs = {**kwargs, "tap": self.intermediate.observe}
+            kwargs = {**kwargs, "before_residual": self.intermediate.observe}
         try:
             value: Tensor = self.operator.function(*args, **kwargs)
             if self.owns_output:

@@ -24,13 +24,13 @@ class Quantizer(TrainableScale):
     range        the range of the batches, which "statistics" follow; None where the scale is fixed
     others       the observers, by class, that gather beside this one in calibration, so that what was observed can serve any of fxquant's
                  observers: see `observations`. They have no say in the scale
-    taken        int64 scalar: how many batches the scale has taken in; `range` may have seen more
+    batches_used int64 scalar: how many batches the scale was found from; `range` may have seen more
     zero_point   int64 scalar, of affine dtypes: the integer that stands for 0
     ends         float32 of shape (2,), of affine dtypes: the interval of real numbers that scale and zero point were made for, NaN
                  where they were given. "statistics" move it, not its rounded image
     """
 
-    taken: Tensor
+    batches_used: Tensor
     zero_point: Tensor
     ends: Tensor
 
@@ -53,11 +53,11 @@ class Quantizer(TrainableScale):
         self.observer = observer
         self.mode = training  # `training` is PyTorch's flag of every module
         self.power_of_two = power_of_two
-        self.range = None if observer is None else observer.follower()
+        self.range = None if observer is None else observer.range_observer()
         self.others = nn.ModuleDict() if observer is None else _beside(observer)
         self.paused = False  # whether batches pass by unobserved
         self.name, self.source, self.module_path = name, source, module
-        self.register_buffer("taken", torch.zeros((), dtype=torch.int64, device="cpu"))
+        self.register_buffer("batches_used", torch.zeros((), dtype=torch.int64, device="cpu"))
         if dtype.affine:
             self.register_buffer("zero_point", torch.tensor(zero_point, dtype=torch.int64, device="cpu"))
             self.register_buffer("ends", torch.full((2,), float("nan"), dtype=torch.float32, device="cpu"))
@@ -92,7 +92,7 @@ class Quantizer(TrainableScale):
     @property
     def pending(self) -> bool:
         """Whether something was observed that is not in the scale yet."""
-        return self.range is not None and bool(self.range.count != self.taken)
+        return self.range is not None and bool(self.range.count != self.batches_used)
 
     @property
     def given(self) -> bool:  # type: ignore[override]
@@ -121,7 +121,7 @@ class Quantizer(TrainableScale):
             else:
                 self.assign(self.observer.scale(self.dtype))
         if self.range is not None:
-            self.taken.copy_(self.range.count)
+            self.batches_used.copy_(self.range.count)
 
     @torch.no_grad()
     def _cover(self, low: Tensor, high: Tensor) -> None:
@@ -157,7 +157,7 @@ class Quantizer(TrainableScale):
             else:
                 moved = (self.base_scale * (self.range.largest / before)).clamp_min(SMALLEST_SCALE)
                 self.base_scale.copy_(torch.where(before > 0, moved, self.range.scale(self.dtype)))
-            self.taken.copy_(self.range.count)
+            self.batches_used.copy_(self.range.count)
 
     def _cannot_observe(self, error: ValueError) -> CalibrationError:
         return CalibrationError(
@@ -194,12 +194,12 @@ class Quantizer(TrainableScale):
 
     def require(self) -> None:
         """Raise NotCalibrated if the scale is unknown, and NotFinite if training has made it NaN or infinite."""
-        if self.growth is not None and self.calibrated and not bool(torch.isfinite(self.current())):
+        if self.scale_change is not None and self.calibrated and not bool(torch.isfinite(self.current())):
             raise NotFinite(
                 f"the scale of %{self.name} is {float(self.current())}",
                 at=self.source,
                 module=self.module_path,
-                because="it is learned, and training has made its parameter `growth` NaN or infinite",
+                because="it is learned, and training has made its parameter `scale_change` NaN or infinite",
                 remedy="load the last checkpoint whose parameters are finite; then lower the learning rate or clip gradients",
             )
         if not self.calibrated:

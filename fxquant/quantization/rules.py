@@ -18,13 +18,13 @@ from typing import Any
 
 from torch import fx
 
-from fxquant.graph import annotation, attached_qconfigs, is_inner_part, module_path, wishes
+from fxquant.graph import annotation, attached_qconfigs, is_inner_part, matched_rules, module_path
 from fxquant.ops import Fixed, demand
 from fxquant.ops.boundary import QUANTIZE
-from fxquant.quantization.spec import DEFAULT, ActivationConfig, Chosen, QConfig, QConfigMapping, Rule, Wish, prefixes
+from fxquant.quantization.spec import DEFAULT, ActivationConfig, Chosen, MatchedRules, QConfig, QConfigMapping, Rule, prefixes
 
 
-def covering(node: fx.Node, written: tuple[Any, ...], mapping: QConfigMapping, attached: Mapping[str, Chosen]) -> Wish:
+def covering(node: fx.Node, written: tuple[Any, ...], mapping: QConfigMapping, attached: Mapping[str, Chosen]) -> MatchedRules:
     """Every rule that covers a node that the user wrote as one of these types or functions, the nearest first.
 
     attached   the QConfigs that stand on modules of the traced model itself; they go before those of the model it came from
@@ -35,16 +35,16 @@ def covering(node: fx.Node, written: tuple[Any, ...], mapping: QConfigMapping, a
     return *attributes, *mapping.covering(node.name, path, written)
 
 
-def gives_way(rule: Rule, others: tuple[Wish, ...]) -> bool:
+def is_overridden(rule: Rule, others: tuple[MatchedRules, ...]) -> bool:
     """Whether another rule is the own one of an operator that this one covers as well."""
-    return any(wish[0][0] != rule and any(rule == covers for covers, _ in wish) for wish in others)
+    return any(rules[0][0] != rule and any(rule == covers for covers, _ in rules) for rules in others)
 
 
 def apart(layer: fx.Node, part: fx.Node) -> str | None:
     """Why the rules keep a node from being fused into the one before it: one is to be integer, and the other not."""
-    first, other = wishes(layer)[0], wishes(part)[0]
+    first, other = matched_rules(layer)[0], matched_rules(part)[0]
     (_, chosen), (rule, wanted) = first[0], other[0]
-    if (chosen is None) == (wanted is None) or gives_way(rule, (first,)):
+    if (chosen is None) == (wanted is None) or is_overridden(rule, (first,)):
         return None
     return f"the qconfig keeps %{(layer if chosen is None else part).name} in float, and not %{(part if chosen is None else layer).name}"
 
@@ -70,9 +70,9 @@ class Decision:
 
 def decide(node: fx.Node) -> Decision:
     """What the rules come to for a node and all that was fused into it."""
-    parts = wishes(node)
+    parts = matched_rules(node)
     layer, config = parts[0][0]
-    output, last = next(wish[0] for wish in reversed(parts) if not gives_way(wish[0][0], parts))
+    output, last = next(rules[0] for rules in reversed(parts) if not is_overridden(rules[0][0], parts))
     if isinstance(config, QConfig) and isinstance(last, QConfig) and last.output != config.output:
         config = replace(config, output=last.output)
     return Decision(config, output, layer)

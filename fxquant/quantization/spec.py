@@ -283,7 +283,7 @@ class Rule:
 
 
 DEFAULT = Rule("default")
-Wish = tuple[tuple[Rule, Chosen], ...]  # every rule that covers one of the user's operators with what it chooses: the nearest first
+MatchedRules = tuple[tuple[Rule, Chosen], ...]  # every rule that covers one of the user's operators with what it chooses: the nearest first
 
 
 def _rules(key: Callable[[Any], Any]) -> Kind:
@@ -373,7 +373,7 @@ class QConfigMapping:
         kinds = (("name", self.names), ("pattern", self.patterns), ("type", self.types))
         return [(Rule(kind, key), chosen) for kind, rules in kinds for key, chosen in rules.items()]
 
-    def covering(self, node_name: str, path: str, kinds: tuple[Any, ...]) -> Wish:
+    def covering(self, node_name: str, path: str, kinds: tuple[Any, ...]) -> MatchedRules:
         """The rules that cover the node with this name, from this module path, spelled by one of these types or functions."""
         names = [(Rule("name", name), self.names[name]) for name in dict.fromkeys((node_name, *prefixes(path))) if name in self.names]
         patterns = [(Rule("pattern", pattern), chosen) for pattern, chosen in self.patterns.items() if path and re.match(pattern, path)]

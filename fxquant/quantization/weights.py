@@ -126,7 +126,7 @@ class WeightQuantizer(torch.nn.Module):
 
     def trained(self) -> dict[str, Tensor | None]:
         """What training moves besides the weight, by what it is: for errors."""
-        found: dict[str, Tensor | None] = {"the learned scale of its weight": None if self.learned is None else self.learned.growth}
+        found: dict[str, Tensor | None] = {"the learned scale of its weight": None if self.learned is None else self.learned.scale_change}
         return found | {f"the {name} of its weight's rounding": value for name, value in self.rounding.named_parameters()}
 
     def extra_repr(self) -> str:
