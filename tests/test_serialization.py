@@ -640,7 +640,7 @@ def test_a_file_that_claims_what_is_not_so_is_refused(claim: str, tmp_path: Path
 
 PREPARED_CLAIMS: dict[str, tuple[str, Callable[[Tensor], Tensor], str]] = {
     "a parameter of another shape": ("head.weight", lambda t: t[:1], "has not the shape that its arguments give it"),
-    "a parameter of another dtype": ("head.weight", lambda t: t.double(), "its result is f64"),
+    "a parameter of another dtype": ("head.weight", lambda t: t.double(), "it is f64"),
     "a negative scale": ("quantized.head.output.base_scale", lambda t: -t, "its scale is -"),
     "a scale of nothing": ("quantized.head.output.base_scale", lambda t: t * 0, "its scale is 0"),
     "an infinite scale": ("quantized.head.output.base_scale", lambda t: t * float("inf"), "its scale is inf"),
