@@ -77,8 +77,9 @@ class FloatRegions:
         Nodes among the arguments stand for real values, which `real` gives by their names; `parameters` are further arguments. Raises
         ExportError if the exporter cannot write the function.
         """
-        facts: dict[fx.Node, TensorFact] = {}
-        fx.map_arg(dict(arguments), lambda operand: facts.setdefault(operand, replace(fact(operand), dtype=torch.float32)))
+        operands: list[fx.Node] = []
+        fx.map_arg(dict(arguments), operands.append)
+        facts = {operand: replace(fact(operand), dtype=torch.float32) for operand in operands}
         index = {operand: position for position, operand in enumerate(facts)}
         key = (
             None

@@ -150,8 +150,10 @@ class Call:
         value = self.input
         for node in self.primitives:
             if node.target is shape.select:
-                indices: Any = node.args[2]
-                value = self.do("Gather", value, self.e.constant(resolve(node.graph.owning_module, indices.target)), axis=node.args[1])
+                graph, indices = node.graph.owning_module, node.args[2]
+                assert graph is not None
+                assert isinstance(indices, fx.Node)
+                value = self.do("Gather", value, self.e.constant(resolve(graph, str(indices.target))), axis=node.args[1])
         return value
 
     def with_bias(self, sum_of: Callable[..., str], trailing: int) -> str:

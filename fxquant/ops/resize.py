@@ -196,7 +196,7 @@ def _onnx_interpolate(c: Call) -> str:
     return c.do("Resize", value, roi, scales, **attributes)
 
 
-def _factor(old: int, new: int) -> float:
+def _factor(old: Any, new: Any) -> float:
     """The least float32 factor, from new/old upwards, that gives the new size."""
     factor = torch.tensor(new / old, dtype=torch.float32, device="cpu")
     while math.floor(float(factor) * old) < new or math.floor(float(factor * old)) < new:
