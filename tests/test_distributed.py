@@ -311,7 +311,7 @@ def test_an_observer_that_cannot_be_joined_says_so(monkeypatch: pytest.MonkeyPat
         into[:] = [value, value]
 
     monkeypatch.setattr(distributed, "count", lambda: 2)
-    monkeypatch.setattr(distributed.dist, "all_gather_object", gather)
+    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
     with pytest.raises(fxq.ConfigurationError, match="cannot be joined") as caught:
         distributed.merge({"own": own}, 1)
     assert "distributed=False" in caught.value.remedy
