@@ -346,7 +346,6 @@ def without_form(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("operator", "model", "written"),
     [
-        ("sin", lambda n, x: torch.sin(n["a"](x)), "Sin"),
         ("sin", lambda n, x: torch.sin(0.5 - n["a"](x)), "Sin"),  # the number in front of it belongs to its table
         ("add", lambda n, x: F.relu(n["a"](x).sin() + 2 * x[:, :1]), "Relu"),  # two operands, and a fused clamp
         ("prelu", lambda n, x: n["b"](n["a"](x)), None),  # its one parameter has another role in the arithmetic
