@@ -102,7 +102,9 @@ def _at_one(shape: tuple[Size, ...]) -> tuple[Fraction, ...]:
 
 
 def _bytes(known: TensorFact, itemsize: int | None = None) -> int:
-    return math.ceil(math.prod(_at_one(known.shape))) * (itemsize or known.dtype.itemsize)
+    # Whole numbers stay ints here, where nothing is divided: fractions would take ten times as long.
+    sizes = (size if isinstance(size, int) else size.coefficient + size.offset for size in known.shape)
+    return math.ceil(math.prod(sizes)) * (itemsize or known.dtype.itemsize)
 
 
 def _tensors(known: Any) -> list[TensorFact]:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.errors import TraceError
 from fxquant.frontend import trace
+from fxquant.frontend.snapshot import Snapshot
 from fxquant.model import collection_paused
 
 
@@ -234,6 +235,13 @@ def test_attention_layers_are_traced_by_their_code_and_the_fast_path_stays_on():
     traced = trace(model, torch.ones(2, 5, 8))
     assert "self_attn" in {node.target for node in traced.graph.nodes}
     assert set(seen) == {True}
+
+
+def test_an_attention_layer_is_found_also_where_it_is_not_registered():
+    model = nn.Sequential(nn.Linear(8, 8))
+    model.hidden = [nn.MultiheadAttention(8, 2)]
+    assert any(isinstance(module, nn.MultiheadAttention) for module in Snapshot(model).modules)
+    assert not any(isinstance(module, nn.MultiheadAttention) for module in Snapshot(nn.Sequential(nn.Linear(8, 8))).modules)
 
 
 def test_a_tensor_of_a_trace_in_another_thread_is_refused():
