@@ -93,18 +93,23 @@ def _shape(value: Any) -> tuple[Size, ...] | None:
     return tuple(value.shape) if isinstance(value, Tensor) else shape_of(value)
 
 
-def _at_one(shape: tuple[Size, ...]) -> tuple[Fraction, ...]:
-    """The sizes at batch size 1; one that is B/2 is no whole number there."""
-    return tuple(Fraction(size) if isinstance(size, int) else size.coefficient + size.offset for size in shape)
+def _at_one(shape: tuple[Size, ...]) -> tuple[int | Fraction, ...]:
+    """The sizes at batch size 1; one that is B/2 is no whole number there. Others are ints: fractions take ten times as long."""
+    return tuple([_whole(size) for size in shape])
+
+
+def _whole(size: Size) -> int | Fraction:
+    if isinstance(size, int):
+        return size
+    at_one = size.coefficient + size.offset
+    return at_one.numerator if at_one.denominator == 1 else at_one
 
 
 # ---- bytes ------------------------------------------------------------------------------------------------------------
 
 
 def _bytes(known: TensorFact, itemsize: int | None = None) -> int:
-    # Whole numbers stay ints here, where nothing is divided: fractions would take ten times as long.
-    sizes = (size if isinstance(size, int) else size.coefficient + size.offset for size in known.shape)
-    return math.ceil(math.prod(sizes)) * (itemsize or known.dtype.itemsize)
+    return math.ceil(math.prod(_at_one(known.shape))) * (itemsize or known.dtype.itemsize)
 
 
 def _tensors(known: Any) -> list[TensorFact]:

@@ -23,7 +23,7 @@ from fxquant.ops.form import Call
 
 # How the arguments of one spelling become canonical ones, by name; a string is the reason why they cannot.
 Adapt = Callable[..., dict[str, Any] | str]
-Shape = tuple[Fraction, ...]  # at one batch size; of half a batch it may be no whole number
+Shape = tuple[int | Fraction, ...]  # at one batch size; of half a batch it may be no whole number
 
 
 @dataclass(frozen=True)
