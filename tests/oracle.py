@@ -442,8 +442,9 @@ def added(q: int, r: int, x: Grid, y: Grid, to: Grid, rules: Rules, alpha: Fract
 
 
 def added_constant(
-    q: int, constant: Fraction, largest: Fraction, x: Grid, to: Grid, rules: Rules, factor: Fraction = Fraction(1), clamp: Clamp | None = None
-) -> int:
+    q: int, constant: Fraction, largest: Fraction, x: Grid, to: Grid, rules: Rules,
+    factor: Fraction = Fraction(1), clamp: Clamp | None = None,
+) -> int:  # fmt: skip
     """factor · q + constant, an element of a tensor whose largest magnitude is |largest|."""
     step, n = x.scale * abs(factor), 14
     while abs(largest) * Fraction(2) ** n / step > (2**29 if x.wide else 2**22):
@@ -552,7 +553,8 @@ def finished(
     fused = False
     if residual is not None:
         multipliers = [residual_multiplier(residual[1].scale, x.scale, s) for s in made.scales]
-        fused = min(multipliers) >= 256  # the sums of these tests stay far below the limit
+        fused = min(multipliers) >= (16 if residual[1].bits == 4 else 256)  # B is far below A for layers of a few elements
+    inner = replace(to, low=-128, high=127, bits=8) if to.bits == 4 else to
 
     def element(index: tuple[int, ...]) -> int:
         total, channel = at(sums, index), index[channels]
@@ -562,7 +564,7 @@ def finished(
         r = at(residual[0], index)
         if fused:
             return requantized(total + r * multipliers[channel], step, to, rules, clamp, bits)
-        return added(requantized(total, step, to, rules, None, bits), r, to, residual[1], to, rules, clamp=clamp)
+        return added(requantized(total, step, inner, rules, None, bits), r, inner, residual[1], to, rules, clamp=clamp)
 
     return nested(shape_of(sums), element)
 
@@ -574,8 +576,7 @@ def transposed_convolution(
     batch, _, *spatial = shape_of(input)
     outputs, inputs, *kernel = shape_of(weight)
     sizes = [
-        (size - 1) * s - 2 * p + k + extra
-        for size, s, p, k, extra in zip(spatial, stride, padding, kernel, output_padding, strict=True)
+        (size - 1) * s - 2 * p + k + extra for size, s, p, k, extra in zip(spatial, stride, padding, kernel, output_padding, strict=True)
     ]
 
     def element(index: tuple[int, ...]) -> int:
