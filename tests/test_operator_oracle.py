@@ -229,7 +229,7 @@ CASES: dict[str, Case] = {
     "sub_alpha": plain(lambda a, b: torch.sub(a, b, alpha=3), lambda k: k.sum(-3)),
     "add_clamp": plain(lambda a, b: (a + b).clamp(-0.5, 1.25), lambda k: k.sum(1, (-0.5, 1.25))),
     "add_number": plain(lambda a, b: a + 0.37, lambda k: k.with_constant([0.37])),
-    "sub_number": plain(lambda a, b: 61.3 - a, lambda k: k.with_constant([61.3], -1)),
+    "sub_number": plain(lambda a, b: 3.3 - a, lambda k: k.with_constant([3.3], -1)),
     "add_constant": Case(
         lambda: Function(lambda m, a, b: a + m.constant, constant=OFFSETS), lambda k: k.with_constant(k.module.constant.flatten().tolist())
     ),
