@@ -7,10 +7,11 @@ IEEE float64. Every function follows the numbered section it names.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -114,9 +115,9 @@ def bias_integer(bias: float, input_scale: float, weight_scale: float) -> int:
     return half_even(Fraction(bias / (input_scale * weight_scale)))
 
 
-def raised_scale(scale: Fraction, bias: float, input_scale: float) -> Fraction:
-    """The weight scale, raised so that the bias integer stays below 2^23."""
-    return max(scale, float32(abs(bias) / (input_scale * float(2**23 - 2))))
+def raised_scale(scale: Fraction, bias: float, input_scale: float, limit: int = 2**23) -> Fraction:
+    """The weight scale, raised so that the bias integer stays below the limit."""
+    return max(scale, float32(abs(bias) / (input_scale * float(limit - limit // 2**22))))
 
 
 def residual_multiplier(residual_scale: Fraction, input_scale: Fraction, weight_scale: Fraction) -> int:
@@ -127,6 +128,7 @@ def residual_multiplier(residual_scale: Fraction, input_scale: Fraction, weight_
 # ---- requantization (sections 8 and 9) -------------------------------------------------------------------------------
 
 
+@functools.cache
 def mantissa(ratio: Fraction, bits: int, largest_exponent: int | None = None) -> tuple[int, int]:
     """(M, k) with ratio ≈ M · 2^-k and M of `bits` bits, fewer where k would exceed `largest_exponent`."""
     k = bits - 1 - exponent_of(ratio)
@@ -150,6 +152,7 @@ INT8_WIDTHS = Widths(16, 15, True)
 INT16_WIDTHS = Widths(32, 21, False, 47)
 
 
+@functools.cache
 def fixed_parameters(ratio: Fraction, widths: Widths, high: int, accumulator_bits: int = 32) -> tuple[int, int, int]:
     """(a, M, b) of *fixed* for multiplying by `ratio` into an output whose largest value is `high`."""
     first_shift = widths.first_shift or accumulator_bits > 32
@@ -200,31 +203,14 @@ def align_real(q: int, multiplier: Fraction) -> int:
 
 def add(q: int, r: int, scale: Fraction, other: Fraction, output: Fraction, arithmetic: str, low: int, high: int) -> int:
     """q · scale + r · other on the scale `output`, int8."""
-    larger = max(scale, other)
-    ratios = scale * 2**14 / larger, other * 2**14 / larger
-    step = larger / 2**14 / output
-    if arithmetic == "real":
-        total = sum(align_real(value, real_multiplier(ratio)) for value, ratio in zip((q, r), ratios, strict=True))
-        return requantize_real(total, real_multiplier(step), low, high)
-    total = sum(align_fixed(value, *mantissa(ratio, 15, 31)) for value, ratio in zip((q, r), ratios, strict=True))
-    return requantize_fixed(total, *fixed_parameters(step, INT8_WIDTHS, 127), 16, "half_up", low, high)
+    to = Grid(output, low, high, 8)
+    return added(q, r, replace(to, scale=scale), replace(to, scale=other), to, Rules(arithmetic))
 
 
 def add_number(q: int, scale: Fraction, number: Fraction, output: Fraction, arithmetic: str, low: int, high: int) -> int:
     """q · scale + number on the scale `output`, of the type of q (section 16)."""
-    wide = high > 127
-    fraction_bits = 14
-    while abs(number) * Fraction(2) ** fraction_bits / scale > (2**29 if wide else 2**22):
-        fraction_bits -= 1
-    ratio = Fraction(2) ** fraction_bits
-    unit = scale / ratio
-    held = half_even(abs(number) / unit)
-    constant = held if number > 0 else -held
-    if arithmetic == "real":
-        return requantize_real(align_real(q, real_multiplier(ratio)) + constant, real_multiplier(unit / output), low, high)
-    widths = INT16_WIDTHS if wide else INT8_WIDTHS
-    total = align_fixed(q, *mantissa(ratio, widths.multiplier_bits, 31)) + constant
-    return requantize_fixed(total, *fixed_parameters(unit / output, widths, high), widths.intermediate_bits, "half_up", low, high)
+    to = Grid(output, low, high, 16 if high > 127 else 8)
+    return added_constant(q, number, number, replace(to, scale=scale), to, Rules(arithmetic))
 
 
 def clamp_bound(value: float | None, scale: float, default: int, low: int, high: int) -> int:
@@ -377,3 +363,234 @@ def window_counts(
         return count
 
     return nested([len(along) for along in starts], element)
+
+
+# ---- whole operators (sections 6 to 16, and 20) -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What the centred integers of a tensor are: their scale, their range, and the bits of their type.
+
+    An integer q of an affine type is q - z here (section 20); [low, high] is [-z, 255 - z].
+    """
+
+    scale: Fraction
+    low: int
+    high: int
+    bits: int
+
+    @property
+    def magnitude(self) -> int:
+        return max(-self.low, self.high)
+
+    @property
+    def wide(self) -> bool:
+        return self.bits == 16
+
+
+@dataclass(frozen=True)
+class Rules:
+    """A column of section 17."""
+
+    arithmetic: str  # "fixed" or "real"
+    rounding: str = "half_up"  # the last one of *fixed*
+    resize_bits: int = 16
+    power_of_two_weights: bool = False
+    per_channel: bool = True
+    weight_bits: int = 8
+
+    @property
+    def largest_weight(self) -> int:
+        return 2 ** (self.weight_bits - 1) - 1
+
+
+Clamp = tuple[float | None, float | None]
+
+
+def limits(to: Grid, clamp: Clamp | None) -> tuple[int, int]:
+    """[low, high] of an output with a fused clamp."""
+    if clamp is None:
+        return to.low, to.high
+    low, high = (clamp_bound(bound, float(to.scale), end, to.low, to.high) for bound, end in zip(clamp, (to.low, to.high), strict=True))
+    return low, high
+
+
+def requantized(accumulator: int, step: Fraction, to: Grid, rules: Rules, clamp: Clamp | None = None, accumulator_bits: int = 32) -> int:
+    """An accumulator with this step on a grid."""
+    low, high = limits(to, clamp)
+    if rules.arithmetic == "real":
+        return requantize_real(accumulator, real_multiplier(step / to.scale), low, high)
+    widths = INT16_WIDTHS if to.wide else INT8_WIDTHS
+    parameters = fixed_parameters(step / to.scale, widths, 2 ** (to.bits - 1) - 1, accumulator_bits)
+    return requantize_fixed(accumulator, *parameters, widths.intermediate_bits, rules.rounding, low, high)
+
+
+def aligned(q: int, ratio: Fraction, on: Grid, rules: Rules) -> int:
+    """q on a scale that is `ratio` times finer."""
+    if rules.arithmetic == "real":
+        return align_real(q, real_multiplier(ratio))
+    return align_fixed(q, *mantissa(ratio, 21 if on.wide else 15, 31))
+
+
+def added(q: int, r: int, x: Grid, y: Grid, to: Grid, rules: Rules, alpha: Fraction = Fraction(1), clamp: Clamp | None = None) -> int:
+    """q + alpha · r."""
+    steps = x.scale, y.scale * abs(alpha)
+    unit = max(steps) / 2**14
+    one, other = (aligned(value, step / unit, on, rules) for value, step, on in zip((q, r), steps, (x, y), strict=True))
+    return requantized(one + other if alpha > 0 else one - other, unit, to, rules, clamp)
+
+
+def added_constant(
+    q: int, constant: Fraction, largest: Fraction, x: Grid, to: Grid, rules: Rules,
+    factor: Fraction = Fraction(1), clamp: Clamp | None = None,
+) -> int:  # fmt: skip
+    """factor · q + constant, an element of a tensor whose largest magnitude is |largest|."""
+    step, n = x.scale * abs(factor), 14
+    while abs(largest) * Fraction(2) ** n / step > (2**29 if x.wide else 2**22):
+        n -= 1
+    unit = step / Fraction(2) ** n
+    held = half_even(abs(constant) / unit)
+    term = aligned(q, Fraction(2) ** n, x, rules)
+    return requantized((term if factor > 0 else -term) + (held if constant > 0 else -held), unit, to, rules, clamp)
+
+
+def prelu(q: int, slope: Fraction, steepest: Fraction, x: Grid, to: Grid, rules: Rules) -> int:
+    """max(q, 0) + slope · min(q, 0); `steepest` is the largest magnitude of all slopes."""
+    reach = x.magnitude * max(Fraction(1), steepest)
+
+    def largest(limit: int) -> int:
+        n = 40
+        while reach * Fraction(2) ** n >= limit:
+            n -= 1
+        return n
+
+    n = largest(2**30) if x.wide or largest(2**23) < 0 else largest(2**23)
+    return requantized(2**n * max(q, 0) + half_even(slope * 2**n) * min(q, 0), x.scale / 2**n, to, rules)
+
+
+def rescaled(q: int, x: Grid, to: Grid, rules: Rules) -> int:
+    """The same number on another grid; on the same one the same integer."""
+    return q if x == to else requantized(q, x.scale, to, rules)
+
+
+def resized_nearest(input: Nested, sizes: Sequence[int]) -> Nested:
+    """The element at ⌊i · in / out⌋ in every dimension behind the channels."""
+    batch, channels, *spatial = shape_of(input)
+    return nested(
+        (batch, channels, *sizes),
+        lambda index: at(input, (*index[:2], *(i * old // new for i, old, new in zip(index[2:], spatial, sizes, strict=True)))),
+    )
+
+
+def resize_row(position: int, old: int, new: int, align_corners: bool, bits: int) -> list[tuple[int, int]]:
+    """(element, weight in steps of 2^-bits) of the one or two elements between which an output lies."""
+    if align_corners:
+        source = Fraction(position * (old - 1), max(new - 1, 1))
+    else:
+        source = max((position + HALF) * Fraction(old, new) - HALF, Fraction(0))
+    first = math.floor(source)
+    if first >= old - 1:
+        return [(old - 1, 2**bits)]
+    share = source - first
+    smaller = half_up(min(share, 1 - share) * 2**bits)
+    second = smaller if share <= HALF else 2**bits - smaller
+    return [(first, 2**bits - second), (first + 1, second)]
+
+
+def resized_linear(input: Nested, sizes: Sequence[int], align_corners: bool, rules: Rules) -> Nested:
+    """Fixed-point weights along every dimension behind the channels, and one rounding."""
+    batch, channels, *spatial = shape_of(input)
+    bits = rules.resize_bits
+
+    def element(index: tuple[int, ...]) -> int:
+        rows = [resize_row(i, old, new, align_corners, bits) for i, old, new in zip(index[2:], spatial, sizes, strict=True)]
+        total = 0
+        for taps in itertools.product(*rows):
+            total += math.prod(weight for _, weight in taps) * at(input, (*index[:2], *(place for place, _ in taps)))
+        return half_up(Fraction(total, 2 ** (bits * len(sizes))))
+
+    return nested((batch, channels, *sizes), element)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The integers of a layer of section 6: weight and bias, and each channel's weight scale."""
+
+    weight: Nested
+    bias: list[int]
+    scales: list[Fraction]
+
+
+def layer(weight: Nested, bias: list[float], x: Grid, rules: Rules) -> Layer:
+    """Real weights, with the output channels first, and biases as integers."""
+    flat = [[at(channel, index) for index in every(shape_of(channel))] for channel in weight]
+    largest = [max(abs(Fraction(w)) for w in channel) for channel in flat]
+    offsets = [abs(b) for b in bias]
+    if not rules.per_channel:
+        largest, offsets = [max(largest)] * len(flat), [max(offsets)] * len(flat)
+    limit = 2**46 if rules.weight_bits == 16 else 2**30 if x.wide else 2**23
+    scales = [
+        raised_scale(scale_from_range(-top, top, Fraction(rules.largest_weight)), b, float(x.scale), limit)
+        for top, b in zip(largest, offsets, strict=True)
+    ]
+    if rules.power_of_two_weights:
+        scales = [power_of_two_scale(scale) for scale in scales]
+    integers = [
+        nested(shape_of(channel), lambda index, channel=channel, s=s: weight_integer(Fraction(at(channel, index)), s))  # type: ignore[misc]
+        for channel, s in zip(weight, scales, strict=True)
+    ]
+    return Layer(integers, [bias_integer(b, float(x.scale), float(s)) for b, s in zip(bias, scales, strict=True)], scales)
+
+
+def finished(
+    sums: Nested, made: Layer, x: Grid, to: Grid, rules: Rules,
+    clamp: Clamp | None = None, residual: tuple[Nested, Grid] | None = None, channels: int = 1,
+) -> Nested:  # fmt: skip
+    """The sums of a layer, whose channels are that dimension, requantized, with a residual in the accumulator or behind it."""
+    bits = 48 if rules.weight_bits == 16 else 32
+    multipliers = [0] * len(made.scales)
+    fused = False
+    if residual is not None:
+        multipliers = [residual_multiplier(residual[1].scale, x.scale, s) for s in made.scales]
+        fused = min(multipliers) >= (16 if residual[1].bits == 4 else 256)  # B is far below A for layers of a few elements
+    inner = replace(to, low=-128, high=127, bits=8) if to.bits == 4 else to
+
+    def element(index: tuple[int, ...]) -> int:
+        total, channel = at(sums, index), index[channels]
+        step = x.scale * made.scales[channel]
+        if residual is None:
+            return requantized(total, step, to, rules, clamp, bits)
+        r = at(residual[0], index)
+        if fused:
+            return requantized(total + r * multipliers[channel], step, to, rules, clamp, bits)
+        return added(requantized(total, step, inner, rules, None, bits), r, inner, residual[1], to, rules, clamp=clamp)
+
+    return nested(shape_of(sums), element)
+
+
+def transposed_convolution(
+    input: Nested, weight: Nested, bias: list[int], stride: Sequence[int], padding: Sequence[int], output_padding: Sequence[int]
+) -> Nested:
+    """Σ x·w + bias over the taps that meet each output: input place i and tap t meet i · stride - padding + t. weight: [out, in, …]."""
+    batch, _, *spatial = shape_of(input)
+    outputs, inputs, *kernel = shape_of(weight)
+    sizes = [
+        (size - 1) * s - 2 * p + k + extra for size, s, p, k, extra in zip(spatial, stride, padding, kernel, output_padding, strict=True)
+    ]
+
+    def element(index: tuple[int, ...]) -> int:
+        sample, channel, *position = index
+        total = bias[channel]
+        for source in every((inputs, *spatial)):
+            tap = [o - i * s + p for o, i, s, p in zip(position, source[1:], stride, padding, strict=True)]
+            if all(0 <= t < k for t, k in zip(tap, kernel, strict=True)):
+                total += at(input, (sample, *source)) * at(weight, (channel, source[0], *tap))
+        return total
+
+    return nested((batch, outputs, *sizes), element)
+
+
+def each(function: Callable[..., int], *tensors: Nested) -> Nested:
+    """A function of the elements at each place of tensors of one shape."""
+    return nested(shape_of(tensors[0]), lambda index: function(*(at(tensor, index) for tensor in tensors)))

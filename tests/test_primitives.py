@@ -35,7 +35,7 @@ from fxquant.ops.join import _lower_cat
 from fxquant.ops.linear import PRODUCT
 from fxquant.ops.pool import _lower_avg_pool2d
 from fxquant.ops.weighted import lower_weighted
-from fxquant.primitives import PRIMITIVES, accumulate, boundary, elementwise, pool, shape
+from fxquant.primitives import PRIMITIVES, accumulate, boundary, elementwise, pool, product, requantize, resize, shape, transposed
 from fxquant.primitives.requantize import requantize_fixed, requantize_real
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.rounding import straight_through
@@ -525,6 +525,170 @@ def test_moving_values() -> None:
     joined = shape.concatenate([input, other], 1)
     assert joined.dtype == torch.int8
     assert joined.tolist() == [a + b for a, b in zip(rows, other.tolist(), strict=True)]
+
+
+# ---- the other primitives, element by element -------------------------------------------------------------------------------
+
+narrow_types = st.sampled_from([INT8, INT16])
+
+
+def drawn(seed: int, size: tuple[int, ...], dtype: IntType) -> Tensor:
+    return random_integers(seed, size, dtype.low, dtype.high, dtype.storage)
+
+
+@EXACT
+@given(seeds, narrow_types, narrow_types)
+def test_products_and_extremes_of_two_tensors(seed: int, one: IntType, other: IntType) -> None:
+    input, second = drawn(seed, (2, 9), one), drawn(seed + 1, (2, 9), other)
+    pairs = input.tolist(), second.tolist()
+    wide = one is INT16 or other is INT16
+    expected = oracle.each(lambda a, b: a * b, *pairs)
+    assert both_paths(elementwise.multiply, input, second, wide, storage=torch.int32, activations=2, wide=wide) == expected
+    second = drawn(seed + 1, (2, 9), one)
+    for primitive, choose in ((product.maximum, max), (product.minimum, min)):
+        expected = oracle.each(choose, input.tolist(), second.tolist())
+        assert both_paths(primitive, input, second, storage=one.storage, activations=2) == expected
+
+
+@EXACT
+@given(seeds, st.integers(1, 20), st.integers(0, 255))
+def test_accumulators_of_one_or_two(seed: int, bits: int, zero_point: int) -> None:
+    """Sums, differences and shifts, also of accumulators of 32 and 48 bits, which are float64 in the prepared model."""
+    for limit, dtype in ((2**22, torch.int32), (2**29, torch.int32), (2**46, torch.int64)):
+        input, second = (random_integers(s, (3, 7), -limit, limit, dtype) for s in (seed, seed + 1))
+        rows, others = input.tolist(), second.tolist()
+        forms = [(input, second), (input.double(), second.double())]
+        if limit < 2**24:
+            forms.append((input.float(), second.float()))
+        for one, other in forms:
+            assert elementwise.add(one, other).tolist() == oracle.each(lambda a, b: a + b, rows, others)
+            assert elementwise.subtract(one, other).tolist() == oracle.each(lambda a, b: a - b, rows, others)
+            assert elementwise.add_constant(one, second[0]).tolist() == [
+                [a + b for a, b in zip(row, others[0], strict=True)] for row in rows
+            ]
+            shifted = elementwise.shift_right(one, bits)
+            assert shifted.dtype == one.dtype
+            assert shifted.tolist() == oracle.each(lambda q: oracle.half_up(Fraction(q, 2**bits)), rows)
+            if limit < 2**30:
+                assert elementwise.negate(one).tolist() == oracle.each(lambda q: -q, rows)
+                assert requantize.accumulator_output(one.double() if one.is_floating_point() else one).double().tolist() == [
+                    [float(oracle.float32(q)) if one.is_floating_point() else q for q in row] for row in rows
+                ]
+            low, high = torch.minimum(second[0], second[1]), torch.maximum(second[0], second[1])
+            limits = list(zip(low.tolist(), high.tolist(), strict=True))
+            limited = [[oracle.limited(q, *pair) for q, pair in zip(row, limits, strict=True)] for row in rows]
+            assert requantize.clamp_accumulator(one, low, high).tolist() == limited
+    for dtype in (INT8, INT16):
+        narrow = drawn(seed, (3, 7), dtype)
+        assert both_paths(elementwise.widen, narrow, storage=torch.int32) == narrow.tolist()
+        assert both_paths(elementwise.negate, narrow, storage=torch.int32) == oracle.each(lambda q: -q, narrow.tolist())
+        expected = oracle.each(lambda q: q - zero_point, narrow.tolist())
+        assert both_paths(elementwise.centre, narrow, zero_point, storage=torch.int32) == expected
+
+
+@EXACT
+@given(seeds, st.integers(1, 5), narrow_types, narrow_types)
+def test_matrix_product(seed: int, inner: int, one: IntType, other: IntType) -> None:
+    input, second = drawn(seed, (2, 3, inner), one), drawn(seed + 1, (2, inner, 4), other)
+    pairs = zip(input.tolist(), second.mT.tolist(), strict=True)
+    expected = [oracle.linear(rows, columns, None) for rows, columns in pairs]
+    storage = torch.int64 if one is other is INT16 else torch.int32
+    found = both_paths(product.matrix_product_wide, input, second, storage=storage, activations=2, wide=True)
+    assert found == expected
+    if one is other is INT8:
+        assert both_paths(product.matrix_product, input, second, storage=torch.int32, activations=2) == expected
+
+
+@EXACT
+@given(seeds, narrow_types, st.sampled_from([INT8, INT16]), st.booleans(), st.integers(0, 2))
+def test_scale_channels(seed: int, dtype: IntType, weights: IntType, with_bias: bool, trailing: int) -> None:
+    input, weight = drawn(seed, (2, 3, *[2] * trailing), dtype), drawn(seed + 1, (3,), weights)
+    bias = random_integers(seed + 2, (3,), -(2**20), 2**20, torch.int32) if with_bias else None
+    factors, offsets = weight.tolist(), [0] * 3 if bias is None else bias.tolist()
+    values = input.tolist()
+    expected = oracle.nested(tuple(input.shape), lambda i: oracle.at(values, i) * factors[i[1]] + offsets[i[1]])
+    storage = torch.int64 if weights is INT16 else torch.int32
+    assert both_paths(product.scale_channels_wide, input, weight, bias, trailing, storage=storage, wide=True) == expected
+    if dtype is weights is INT8:
+        assert both_paths(product.scale_channels, input, weight, bias, trailing, storage=torch.int32) == expected
+
+
+@EXACT
+@given(seeds, narrow_types, st.integers(0, 15))
+def test_rectify(seed: int, dtype: IntType, bits: int) -> None:
+    wide = dtype is INT16
+    input = drawn(seed, (2, 3, 4), dtype)
+    slopes = random_integers(seed + 1, (3, 1), -(2**15), 2**15, torch.int32)
+    values, factors = input.tolist(), slopes.flatten().tolist()
+    expected = oracle.nested((2, 3, 4), lambda i: 2**bits * max(oracle.at(values, i), 0) + factors[i[1]] * min(oracle.at(values, i), 0))
+    assert both_paths(product.rectify, input, 2**bits, slopes, wide, storage=torch.int32, wide=wide) == expected
+
+
+@EXACT
+@given(seeds, narrow_types, st.tuples(*[st.integers(1, 5)] * 4), st.booleans(), st.sampled_from([8, 16]))
+def test_resize_linear(seed: int, dtype: IntType, sizes: tuple[int, int, int, int], align_corners: bool, bits: int) -> None:
+    height, width, rows, columns = sizes
+    input = drawn(seed, (1, 2, height, width), dtype)
+
+    def matrix(old: int, new: int) -> Tensor:
+        found = torch.zeros(new, old, dtype=torch.int32)
+        for position in range(new):
+            for place, weight in oracle.resize_row(position, old, new, align_corners, bits):
+                found[position, place] += weight
+        return found
+
+    for chosen in ((rows, columns), (rows, width), (height, columns)):  # an axis that stays has no matrix
+        matrices = [None if same == new else matrix(same, new) for same, new in zip((height, width), chosen, strict=True)]
+        wide = dtype.magnitude * 2 ** (bits * (2 - matrices.count(None))) >= 2**24
+        expected = oracle.resized_linear(input.tolist(), chosen, align_corners, oracle.Rules("fixed", resize_bits=bits))
+        assert both_paths(resize.resize_linear, input, *matrices, bits, wide, storage=dtype.storage) == expected
+
+
+@SLOW
+@given(seeds, st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(0, 1)), st.tuples(*[st.integers(1, 2)] * 4), narrow_types)
+def test_transposed_convolution(seed: int, geometry: tuple[int, int, int], sizes: tuple[int, int, int, int], dtype: IntType) -> None:
+    kernel, stride, padding = geometry
+    inputs, outputs, height, width = sizes[0], sizes[1], sizes[2] + 1, sizes[3] + 1
+    input = drawn(seed, (1, inputs, height, width), dtype)
+    weight = random_integers(seed + 1, (inputs, outputs, kernel, kernel), -127, 127)
+    bias = random_integers(seed + 2, (outputs,), -(2**20), 2**20, torch.int32)
+    padding, extra = min(padding, kernel // 2), stride - 1
+    rest = [stride] * 2, [padding] * 2, [extra] * 2
+    expected = oracle.transposed_convolution(input.tolist(), weight.transpose(0, 1).tolist(), bias.tolist(), *rest)
+    cut = [1, 8, 1, 8] if dtype is INT8 else [2, 8, 1, 8]
+    arguments = input, weight, bias, *rest, [1, 1], 1
+    assert both_paths(transposed.transposed_convolution_wide, *arguments, cut, storage=torch.int32, wide=True) == expected
+    if dtype is INT8:
+        assert both_paths(transposed.transposed_convolution, *arguments, storage=torch.int32) == expected
+
+
+@EXACT
+@given(seeds, narrow_types, st.integers(0, 2), st.integers(0, 2), st.integers(1, 2), st.integers(1, 3))
+def test_where_moved_values_stand(seed: int, dtype: IntType, before: int, behind: int, step: int, repeats: int) -> None:
+    input = drawn(seed, (2, 3, 4), dtype)
+    rows, margin = input.tolist(), dtype.low + seed % 7
+
+    def check(primitive: Callable[..., Tensor], *arguments: Any, sizes: tuple[int, ...], origin: Callable[[Any], Any]) -> None:
+        expected = oracle.nested(sizes, lambda i: margin if (place := origin(i)) is None else oracle.at(rows, place))
+        assert both_paths(primitive, input, *arguments, storage=dtype.storage) == expected
+
+    def inside(index: tuple[int, ...]) -> tuple[int, ...] | None:
+        place = index[0], index[1] - before, index[2] - behind
+        return place if 0 <= place[1] < 3 and 0 <= place[2] < 4 else None
+
+    sizes = 2, 3 + before + behind, 4 + behind + before
+    check(shape.pad, [0, before, behind], [0, behind, before], margin, sizes=sizes, origin=inside)
+    kept = [*range(before, 4 - 1, step)]
+    check(shape.crop, [2], [before], [-1], [step], sizes=(2, 3, len(kept)), origin=lambda i: (*i[:2], kept[i[2]]))
+    order = [2 - before, behind, 0, behind]
+    check(shape.select, 1, torch.tensor(order), sizes=(2, 4, 4), origin=lambda i: (i[0], order[i[1]], i[2]))
+    check(shape.tile, [1, repeats, step], sizes=(2, 3 * repeats, 4 * step), origin=lambda i: (i[0], i[1] % 3, i[2] % 4))
+    turned = [2, 0, 1]
+    check(shape.permute, turned, sizes=(4, 2, 3), origin=lambda i: (i[1], i[2], i[0]))
+    check(shape.reshape, [3, -1], sizes=(3, 8), origin=lambda i: ((flat := 8 * i[0] + i[1]) // 12, flat // 4 % 3, flat % 4))
+    column, single = input[:, :, :1], [[plane[:1] for plane in sample] for sample in rows]
+    repeated = [[[[row[0]] * (repeats + 1) for row in sample] for sample in single] for _ in range(step)]
+    assert both_paths(shape.expand, column, [step, -1, -1, repeats + 1], storage=dtype.storage) == repeated
 
 
 # ---- operators, made of primitives --------------------------------------------------------------------------------------
