@@ -218,6 +218,13 @@ def residual(known: Known) -> Nested:
     return known.convolution(1, 1, 1, residual=(known.b, known.y), clamp=(0.0, None))
 
 
+def by_channel(known: Known) -> Nested:
+    norm = known.module.layer
+    made = oracle.layer([[w] for w in norm.weight.tolist()], norm.bias.tolist(), known.x, known.rules)
+    sums = nested(shape_of(known.a), lambda index: at(known.a, index) * made.weight[index[1]][0] + made.bias[index[1]])
+    return oracle.finished(sums, made, known.x, known.to, known.rules)
+
+
 def added_behind(m: Any, a: Tensor, b: Tensor) -> Tensor:
     return torch.relu(m.layer(a) + b)
 
@@ -255,6 +262,12 @@ CASES: dict[str, Case] = {
     "mean": plain(lambda a, b: a.mean((2, 3)), lambda k: k.brought(planes(k, sum), k.x.scale / 20)),
     "sum": plain(lambda a, b: a.sum((2, 3)), lambda k: k.brought(planes(k, sum), k.x.scale)),
     "amax": plain(lambda a, b: torch.amax(a, 3), lambda k: [[[*map(max, plane)] for plane in sample] for sample in k.a], False),
+    "adaptive_avg_pool": plain(
+        lambda a, b: F.adaptive_avg_pool2d(a, (1, 2)),
+        lambda k: k.brought(oracle.sum_pool(k.a, [5, 2], [5, 2], [0, 0], False), k.x.scale / 10),
+    ),
+    "neg": plain(lambda a, b: -a, lambda k: k.brought(each(lambda q: -q, k.a), k.x.scale)),
+    "stack": plain(lambda a, b: torch.stack((a, b), 1), lambda k: [[one[:3], one[3:]] for one in joined(k)]),
     "cat": plain(lambda a, b: torch.cat((a, b), 1), joined),
     "maximum": plain(torch.maximum, larger_of(max)),
     "minimum": plain(torch.minimum, larger_of(min)),
@@ -274,17 +287,10 @@ CASES: dict[str, Case] = {
         lambda: nn.ConvTranspose2d(3, 2, 3, 2, 1, 1),
         lambda k: k.layer(lambda w, b: oracle.transposed_convolution(k.a, w, b, [2, 2], [1, 1], [1, 1]), out=1),
     ),
-    "batch_norm": layers(batch_norm, lambda k: _channels(k)),
+    "batch_norm": layers(batch_norm, by_channel),
     "residual_in_the_accumulator": layers(lambda: scaled_layer(nn.Conv2d(3, 3, 3, padding=1), 0.2), residual, added_behind),
     "residual_behind_the_layer": layers(lambda: scaled_layer(nn.Conv2d(3, 3, 3, padding=1), 30), residual, added_behind),
 }
-
-
-def _channels(known: Known) -> Nested:
-    norm = known.module.layer
-    made = oracle.layer([[w] for w in norm.weight.tolist()], norm.bias.tolist(), known.x, known.rules)
-    sums = nested(shape_of(known.a), lambda index: at(known.a, index) * made.weight[index[1]][0] + made.bias[index[1]])
-    return oracle.finished(sums, made, known.x, known.to, known.rules)
 
 
 # ---- the formats ------------------------------------------------------------------------------------------------------------
@@ -303,8 +309,8 @@ class Format:
 
     @property
     def cases(self) -> dict[str, Case]:
-        """All but a concatenation whose operands have to share one scale."""
-        return {name: case for name, case in CASES.items() if name != "cat" or self.target != "bernoulli"}
+        """All but concatenations whose operands have to share one scale."""
+        return {name: case for name, case in CASES.items() if name not in ("cat", "stack") or self.target != "bernoulli"}
 
     def __str__(self) -> str:
         target = self.target if isinstance(self.target, str) else self.target.name
