@@ -84,10 +84,11 @@ def wild_inputs(model, prepared, integer, batches):
 def accumulators_fit(model, prepared, integer, batches):
     """E4: no accumulator holds a value beyond the bits that were proved for its operator."""
     proved = {layer.name: layer.accumulator_bits for layer in fxq.layers(integer)}
-    allowed = {node.name: proved.get(origin(node)) for node in integer.graph.nodes}
+    # What `centre` gives is an operand's integers, and no sum.
+    allowed = {node.name: proved.get(origin(node)) for node in integer.graph.nodes if getattr(node.target, "__name__", "") != "centre"}
     for values in fxq.record(integer, batches, "accumulators"):
         for name, value in values.items():
-            largest, held = int(value.abs().max()), allowed[name]
+            largest, held = int(value.abs().max()), allowed.get(name)
             assert not held or largest < 2 ** (held - 1), f"%{name} holds {largest}, and {held} bits were proved"
 
 

@@ -26,7 +26,10 @@ PARAMETERS = {"weight": "weight_ih_l0", "hidden_weight": "weight_hh_l0", "bias":
 
 
 def recurrence(input: Tensor, weight: Tensor, hidden_weight: Tensor, bias: Tensor, hidden_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """h = tanh(W x + b + U h + c) at every step, for all steps, and for the last."""
+    """h = tanh(W x + b + U h + c) at every step, for all steps, and for the last; of a batch of sequences, or of one."""
+    if input.dim() == 2:
+        steps, last = recurrence(input.unsqueeze(0), weight, hidden_weight, bias, hidden_bias)
+        return steps.squeeze(0), last.squeeze(1)
     states: list[Tensor] = []
     for step in range(input.shape[1]):
         before = hidden_bias if not states else F.linear(states[-1], hidden_weight, hidden_bias)
