@@ -272,5 +272,19 @@ def test_a_recurrence_has_one_grid_for_its_state(target: str, toy: None, tmp_pat
     assert len(hidden) == 1
 
 
+@pytest.mark.parametrize("training", ["statistics", "learned"])
+def test_a_shared_grid_trains(training: str, toy: None) -> None:
+    """Each step moves the scale that the one before has used."""
+    torch.manual_seed(0)
+    config = fxq.QConfig(fxq.ActivationConfig("int8", training=training))
+    prepared = fxq.prepare(Recurrent().eval(), rows()[:, :3], "nash-e", config)
+    fxq.calibrate(prepared, [rows()[:, :3]], show_progress=False)
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    prepared.train()
+    steps, last = prepared(2 * rows(seed=4)[:, :3])
+    (steps.square().mean() + last.square().mean()).backward()
+    assert all(parameter.grad is not None and bool(torch.isfinite(parameter.grad).all()) for parameter in prepared.parameters())
+
+
 def shape_of_constant(integer: fx.GraphModule, node: fx.Node) -> tuple[int, ...]:
     return tuple(integer.get_buffer(str(node.target)).shape)

@@ -72,6 +72,8 @@ class Quantizer(TrainableScale):
     def scale(self) -> Tensor:
         """The scale of this moment; one that was not given is a power of two where the target or the config wants it."""
         scale = self.current()
+        if torch.is_grad_enabled() and scale is self.base_scale:
+            scale = scale.clone()  # where operators share it, one of them moves it after another has kept it for its gradient
         return round_up_to_power_of_two(scale) if self.power_of_two and not self.frozen and self.observer is not None else scale
 
     @property
