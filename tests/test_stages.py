@@ -115,11 +115,11 @@ def call_an_operator_directly(gm: fx.GraphModule) -> None:
 
 
 def set_a_negative_scale(gm: fx.GraphModule) -> None:
-    gm.quantized.conv.output.scale.fill_(-0.5)
+    gm.quantized.conv.output.base_scale.fill_(-0.5)
 
 
 def set_an_infinite_scale(gm: fx.GraphModule) -> None:
-    gm.quantized.head.output.scale.fill_(float("inf"))
+    gm.quantized.head.output.base_scale.fill_(float("inf"))
 
 
 def leave_an_operator(gm: fx.GraphModule) -> None:
