@@ -10,7 +10,8 @@ from importlib import import_module
 
 from fxquant.arguments import shown
 from fxquant.errors import ConfigurationError, UnknownTarget
-from fxquant.quantization.spec import DEFAULT, QConfig, Rule
+from fxquant.quantization.mapping import DEFAULT, Rule
+from fxquant.quantization.spec import QConfig
 from fxquant.target import Target
 
 # A family of targets is a folder here that says TARGETS; there is no list to keep.

@@ -40,10 +40,11 @@ from fxquant.errors import (
 )
 from fxquant.frontend import trace
 from fxquant.quantization.calibration import freeze, qparams, set_qparams, set_state
+from fxquant.quantization.mapping import QConfigMapping
 from fxquant.quantization.observations import Observations, observations
 from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer, PercentileObserver
 from fxquant.quantization.rounding import Nearest, Rounding
-from fxquant.quantization.spec import ActivationConfig, QConfig, QConfigMapping, WeightConfig
+from fxquant.quantization.spec import ActivationConfig, QConfig, WeightConfig
 from fxquant.quantization.state import State
 from fxquant.stage import Stage
 from fxquant.target import Target

@@ -39,10 +39,11 @@ from fxquant.progress import progress
 from fxquant.quantization import calibration
 from fxquant.quantization.batches import as_batches, no_batches
 from fxquant.quantization.batches import example_inputs as batch_inputs
+from fxquant.quantization.mapping import DEFAULT, QConfigMapping, as_mapping, attached_qconfigs
 from fxquant.quantization.observations import Observations, restore
 from fxquant.quantization.prepared import quantized_operators
 from fxquant.quantization.rules import attributes
-from fxquant.quantization.spec import DEFAULT, QConfig, QConfigMapping, as_mapping, attached_qconfigs
+from fxquant.quantization.spec import QConfig
 from fxquant.quantization.state import State
 from fxquant.serialization import load_file, save_model, save_observations
 from fxquant.stage import Stage
@@ -283,18 +284,25 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
     integer = next((model for model in (first, second) if isinstance(model, fx.GraphModule) and model.meta["stage"] == "INTEGER"), None)
     report = Report()
     if not isinstance(second, str | os.PathLike):
-        compare(left, form_of(second), inputs, integer, report)
+        _verify(left, [form_of(second)], inputs, integer, report, show_progress)
         return report
     opened = OnnxModel(second)
     check_same_model(left, opened)
     if opened.style == "qdq":
         return _measured(left, opened, inputs, show_progress)
     handed = crossings(left.model)
-    for runtime in progress(RUNTIME_NAMES, len(RUNTIME_NAMES), "verifying", show_progress):
-        compare(left, OnnxForm(opened, runtime, handed), inputs, integer, report)
+    _verify(left, [OnnxForm(opened, runtime, handed) for runtime in RUNTIME_NAMES], inputs, integer, report, show_progress)
     if handed or float_outputs(left.model):
         report.flips = count_flips(left, OnnxForm(opened, RUNTIME_NAMES[0], []), inputs)
     return report
+
+
+def _verify(
+    left: GraphForm, others: Sequence[Form], inputs: list[list[Any]], integer: fx.GraphModule | None, report: Report, show: bool | None
+) -> None:
+    steps = compare(left, others, inputs, integer, report)
+    for _ in progress(steps, len(inputs) * len(others), "verifying", show):
+        pass
 
 
 def _measured(left: Form, opened: OnnxModel, inputs: list[list[Any]], show_progress: bool | None) -> DeviationReport:

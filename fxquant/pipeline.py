@@ -20,7 +20,8 @@ from torch import fx
 from fxquant.analysis.text import text
 from fxquant.arguments import FOLDER, KINDS, accepted, shown
 from fxquant.errors import ConfigurationError, FxQuantError
-from fxquant.quantization.spec import QConfig, QConfigMapping
+from fxquant.quantization.mapping import QConfigMapping
+from fxquant.quantization.spec import QConfig
 from fxquant.stage import Stage, verify_stage
 from fxquant.target import Target
 

@@ -21,8 +21,9 @@ from fxquant.ops import matters, operand_nodes, operator_of
 from fxquant.ops.boundary import DEQUANTIZE, QUANTIZE
 from fxquant.ops.record import Operator
 from fxquant.pipeline import Context
+from fxquant.quantization.mapping import DEFAULT, Rule
 from fxquant.quantization.rules import decide
-from fxquant.quantization.spec import DEFAULT, ActivationConfig, Rule
+from fxquant.quantization.spec import ActivationConfig
 from fxquant.stage import is_integer
 
 # The boundary nodes of a value, by config and by which of it matters. A config of None: the one for readers that ask for nothing,

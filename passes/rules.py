@@ -11,8 +11,8 @@ from torch import fx
 
 from fxquant.graph import computes_tensor, matched_rules, resolve, set_matched_rules, spelling
 from fxquant.pipeline import Context
+from fxquant.quantization.mapping import Chosen, Rule
 from fxquant.quantization.rules import covering
-from fxquant.quantization.spec import Chosen, Rule
 
 
 def match(gm: fx.GraphModule, context: Context) -> int:

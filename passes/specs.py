@@ -24,8 +24,9 @@ from fxquant.graph import annotate as set_annotation
 from fxquant.ops import Fixed, Operator, Own, demand, operand_nodes, operator_of, shares
 from fxquant.ops.floating import needed_in_float, reads_no_activation
 from fxquant.pipeline import Context
+from fxquant.quantization.mapping import DEFAULT, Rule
 from fxquant.quantization.rules import decide
-from fxquant.quantization.spec import DEFAULT, QConfig, Rule
+from fxquant.quantization.spec import QConfig
 
 
 def annotate(gm: fx.GraphModule, context: Context) -> int:

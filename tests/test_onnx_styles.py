@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.analysis.inspection import read
-from fxquant.backends.onnx import fast, files
+from fxquant.backends.onnx import fast, files, kernels
 from fxquant.backends.onnx.emitter import Emitter
 from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIMES, OnnxModel, Runner
@@ -229,10 +229,10 @@ def test_a_kernel_that_saturates_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_file_that_is_wrong_as_a_whole_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(writer: fast.FastWriter, node: fx.Node, *arguments: Any) -> str:
+    def wrong(writer: kernels.FastWriter, node: fx.Node, *arguments: Any) -> str:
         return writer.emitter.node("Identity", writer.shifted(node.args[0]))
 
-    monkeypatch.setitem(fast.FORMS, elementwise.lookup, wrong)
+    monkeypatch.setitem(kernels.FORMS, elementwise.lookup, wrong)
     with pytest.raises(fxq.ExportError, match="does not give the integer model's numbers"):
         fxq.export_onnx(integer_of("silu"), tmp_path / "model.onnx", style="fast")
     assert list(tmp_path.iterdir()) == []

@@ -27,8 +27,8 @@ from fxquant.model import Model, copy_graph
 from fxquant.passes import CONVERT, PIPELINE, PREPARE
 from fxquant.pipeline import Context, Dial, Pass, run
 from fxquant.primitives import shape
+from fxquant.quantization.mapping import QConfigMapping
 from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
-from fxquant.quantization.spec import QConfigMapping
 from fxquant.stage import Stage
 from tests import contract
 from tests.conftest import Golden

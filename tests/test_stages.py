@@ -19,7 +19,7 @@ from fxquant.graph import Annotation, annotate, annotation, fact, inherit, set_f
 from fxquant.ops import OPERATORS
 from fxquant.passes import PREPARE
 from fxquant.pipeline import Context, Dial, Pass, run
-from fxquant.quantization.spec import QConfigMapping
+from fxquant.quantization.mapping import QConfigMapping
 from fxquant.stage import SPECS, Stage, verify_stage, violations
 from tests.conftest import Golden
 from tests.contract import compiled

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -28,26 +28,32 @@ def count_flips(left: GraphForm, whole: OnnxForm, batches: Iterable[list[Tensor]
     return report.mismatches
 
 
-def compare(a: GraphForm, b: Form, batches: Iterable[list[Tensor]], integer: fx.GraphModule | None, report: Report) -> None:
-    """Compare two forms on batches, adding to the report; stops looking deeper once a difference is located.
+def compare(
+    a: GraphForm, others: Sequence[Form], batches: Iterable[list[Tensor]], integer: fx.GraphModule | None, report: Report
+) -> Iterator[None]:
+    """Compare a form with others on batches, adding to the report; stops looking deeper once a difference is located.
 
     The outputs that float operators compute must be equal where PyTorch computes both; those of a file are measured.
+    A step of the iteration is one batch in one of the other forms.
     """
-    report.pairs.append(f"{a.label} = {b.label}")
-    measured = float_outputs(a.model) if isinstance(b, OnnxForm) else set()
+    report.pairs += [f"{a.label} = {b.label}" for b in others]
+    floats = float_outputs(a.model)
     for inputs in batches:
-        left = a.run(inputs, COMPARED)
-        if isinstance(b, OnnxForm):
-            b.given = left
-        right = b.run(inputs, COMPARED)
-        for name in sorted(measured):
-            report.names.add(name)
-            report.elements += left[name].numel()
-            report.floats.setdefault(name, FloatDifference(name)).add(left.pop(name), right.pop(name))
-        if _count(left, right, report) and report.first is None:
-            deep_left, deep_right = a.run(inputs, IN_DEPTH), b.run(inputs, IN_DEPTH)
-            exact = {name: value for name, value in deep_left.items() if name not in measured}
-            report.first = _locate(exact, deep_right, (a.label, b.label), integer)
+        values = a.run(inputs, COMPARED)
+        for b in others:
+            left, measured = dict(values), floats if isinstance(b, OnnxForm) else set()
+            if isinstance(b, OnnxForm):
+                b.given = left
+            right = b.run(inputs, COMPARED)
+            for name in sorted(measured):
+                report.names.add(name)
+                report.elements += left[name].numel()
+                report.floats.setdefault(name, FloatDifference(name)).add(left.pop(name), right.pop(name))
+            if _count(left, right, report) and report.first is None:
+                deep_left, deep_right = a.run(inputs, IN_DEPTH), b.run(inputs, IN_DEPTH)
+                exact = {name: value for name, value in deep_left.items() if name not in measured}
+                report.first = _locate(exact, deep_right, (a.label, b.label), integer)
+            yield
 
 
 def measure(a: Form, b: OnnxForm, batches: Iterable[list[Tensor]], report: DeviationReport) -> None:

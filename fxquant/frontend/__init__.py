@@ -30,7 +30,7 @@ from fxquant.frontend.result import assumptions, build
 from fxquant.frontend.signature import attach_signature
 from fxquant.frontend.tracer import Recording, record
 from fxquant.model import collection_paused
-from fxquant.quantization.spec import attached_qconfigs
+from fxquant.quantization.mapping import attached_qconfigs
 
 __all__ = ["InputCheck", "assumptions", "attach_input_check", "attach_signature", "default_leaf", "float_model", "is_traced", "trace"]
 

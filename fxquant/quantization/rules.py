@@ -21,7 +21,8 @@ from torch import fx
 from fxquant.graph import annotation, attached_qconfigs, is_inner_part, matched_rules, module_path
 from fxquant.ops import Fixed, demand
 from fxquant.ops.boundary import QUANTIZE
-from fxquant.quantization.spec import DEFAULT, ActivationConfig, Chosen, MatchedRules, QConfig, QConfigMapping, Rule, prefixes
+from fxquant.quantization.mapping import DEFAULT, Chosen, MatchedRules, QConfigMapping, Rule, prefixes
+from fxquant.quantization.spec import ActivationConfig, QConfig
 
 
 def covering(node: fx.Node, written: tuple[Any, ...], mapping: QConfigMapping, attached: Mapping[str, Chosen]) -> MatchedRules:

@@ -1,0 +1,336 @@
+"""The kernels of style "fast": the same integers by operators on uint8, for targets with float32 requantization.
+
+An int8 tensor is stored as uint8 with zero point 128, for which runtimes have fast kernels on every processor; an affine one
+has its own. A sum of products and its requantization become one QLinearConv or QLinearMatMul, or a MatMulInteger and what follows; its
+multiplier is their weight's scale, with all other scales one, so that there is one number and no order of
+multiplication. What only moves or compares elements works on uint8 as it stands, since the zero point moves along. All
+else is as in style "exact", on real whole numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import onnx
+import torch
+from torch import Tensor, fx
+
+from fxquant.backends.onnx.emitter import Emitter, value_info
+from fxquant.backends.onnx.metadata import PRECISE
+from fxquant.backends.onnx.writer import Writer
+from fxquant.graph import fact, zero_point
+from fxquant.numerics import BOUNDARY_LIMIT
+from fxquant.primitives import PRIMITIVES, Primitive, accumulate, elementwise, pool, product, resize, shape, transposed
+from fxquant.primitives.boundary import as_float32, dequantize, quantize
+from fxquant.primitives.requantize import requantize_real
+
+ZERO_POINT = 128  # of what is stored as int8 elsewhere
+EIGHT_BITS = (torch.int8, torch.uint8)
+
+CONVOLUTIONS = (accumulate.convolution, accumulate.convolution_wide)
+LINEARS = (accumulate.linear, accumulate.linear_wide)
+PRODUCTS = (product.matrix_product, product.matrix_product_wide)
+# Their ONNX forms give the same elements, so many more, for elements that are so many more.
+SHIFTED: frozenset[Callable[..., Any]] = frozenset((
+    shape.reshape, shape.permute, shape.concatenate, shape.crop, shape.select, shape.expand, shape.tile,
+    pool.max_pool, product.maximum, product.minimum, resize.resize_linear,
+))  # fmt: skip
+# Their ONNX forms begin with a cast of their quantized operands to float.
+READ_FLOATS: frozenset[Callable[..., Any]] = frozenset((
+    *CONVOLUTIONS, *LINEARS, *PRODUCTS, transposed.transposed_convolution, pool.sum_pool, pool.sum,
+    elementwise.align_real, elementwise.multiply, elementwise.widen, elementwise.negate, product.rectify, product.scale_channels,
+    accumulate.add_residual,
+))  # fmt: skip
+
+
+class FastWriter(Writer):
+    """Walks an integer graph once.
+
+    `refused` names the requantizations that are not to be part of an integer kernel; `settings` are the session
+    options without which the kernels are not exact on this machine.
+    """
+
+    style = "fast"
+
+    def __init__(
+        self, integer: fx.GraphModule, io: str, opset: int, refused: Collection[str] = (), settings: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(integer, io, opset)
+        self.refused = refused
+        self.settings = settings or {}
+        self.converted: dict[tuple[str, torch.dtype], str] = {}
+
+    def kernels(self) -> list[fx.Node]:
+        """The requantizations that become part of an integer kernel."""
+        return [node for node in self.integer.graph.nodes if self.kernel_of(node) is not None]
+
+    def metadata(self, outputs: list[onnx.ValueInfoProto]) -> dict[str, Any]:
+        kernels = {"integer": [node.name for node in self.kernels()], "refused": list(self.refused)}
+        options = {"session_options": dict(self.settings), "session_options_without_vnni": PRECISE}
+        return {**super().metadata(outputs), **options, "kernels": kernels}
+
+    def zero_point(self, node: fx.Node, name: str) -> int:
+        return stored_zero_point(node) if self.emitter.types[name] == torch.uint8 else 0
+
+    def returned_integers(self, node: fx.Node) -> str:
+        value = str(self.values[node])
+        if not self._is_shifted(value) or fact(node).dtype == torch.uint8:
+            return value
+        name = f"{node.name}_output"
+        while name in self.emitter.taken:
+            name += "_"
+        returned = self._named(self.emitter.node("Cast", self._as(value, torch.float32, ZERO_POINT), to=torch.int8), name)
+        self._describe(node, returned, "quantized")
+        self.infos.append(value_info(returned, torch.int8, fact(node).shape))
+        return returned
+
+    # ---- nodes ------------------------------------------------------------------------------------------------------
+
+    def emit(self, node: fx.Node, record: Primitive) -> str | None:
+        if self._is_part(node) or plain(node) is not node:
+            return None  # a later node computes it too
+        own = FORMS.get(node.target)
+        result = None if own is None else own(self, node, *node.args)
+        return result if result is not None else super().emit(node, record)
+
+    def exact(self, node: fx.Node, take: Callable[[Any], Any]) -> str:
+        """Append a primitive in its own form, with its arguments as `take` gives them."""
+        return PRIMITIVES[node.target].onnx(self.emitter, *fx.node.map_aggregate(node.args, take))  # type: ignore[index]
+
+    def _is_part(self, node: fx.Node) -> bool:
+        """Whether a sum is part of the kernel that its requantization becomes."""
+        return len(node.users) == 1 and self.kernel_of(next(iter(node.users))) is node
+
+    def kernel_of(self, node: fx.Node) -> fx.Node | None:
+        """The sum of 8-bit products that becomes one kernel with this requantization; None if there is none."""
+        if node.target is not requantize_real or node.args[4] not in EIGHT_BITS or node.name in self.refused:
+            return None
+        total = node.args[0]
+        assert isinstance(total, fx.Node)
+        known = total.target in CONVOLUTIONS or total.target in LINEARS or total.target in PRODUCTS
+        if not known or len(total.users) != 1:
+            return None
+        return total if all(_is_8_bits(plain(operand)) for operand in total.args[:2]) else None
+
+    def operand(self, value: Any) -> Any:
+        """An int8 value as the real whole numbers, which an exact form reads; an affine one as it is stored, or centred."""
+        if plain(value) is not value:
+            return self.real(value)
+        found = super().operand(value)
+        shifted = isinstance(found, str) and self._is_shifted(found) and fact(value).dtype == torch.int8
+        return self._as(found, torch.int8, ZERO_POINT) if shifted else found
+
+    def real(self, value: Any) -> Any:
+        """The same as float32; of an affine value, too, the whole numbers that its zero point is taken from."""
+        known = plain(value)
+        found = super().operand(known)
+        if isinstance(found, str) and self._is_shifted(found):
+            return self._as(found, torch.float32, stored_zero_point(known))
+        return found
+
+    def shifted(self, value: Any) -> str:
+        """An 8-bit tensor, or a constant, as uint8."""
+        value = plain(value)
+        found = super().operand(value)
+        if isinstance(found, Tensor):
+            return self.emitter.constant(found if found.dtype == torch.uint8 else (found.to(torch.int16) + ZERO_POINT).to(torch.uint8))
+        return str(found) if self._is_shifted(found) else self._as(found, torch.uint8, ZERO_POINT)
+
+    def zero(self, value: Any) -> str:
+        """The zero point of what `shifted` gives."""
+        return self.emitter.constant(stored_zero_point(plain(value)), torch.uint8)
+
+    # ---- values -----------------------------------------------------------------------------------------------------
+
+    def _is_shifted(self, name: str) -> bool:
+        return self.emitter.types.get(name) == torch.uint8 and (name not in self.foreign or name in self.tensors)
+
+    @property
+    def foreign(self) -> set[str]:
+        """The inputs of the model, which may be uint8 for reasons of their own; those that are quantized tensors are described."""
+        return {info.name for info in self.inputs}
+
+    def _as(self, name: str, dtype: torch.dtype, zero_point: int) -> str:
+        """A quantized value in another storage."""
+        if (name, dtype) not in self.converted:
+            e = self.emitter
+            value = e.node("Cast", name, to=torch.float32)
+            if dtype == torch.uint8:
+                value = e.node("Cast", e.node("Add", value, e.constant(float(zero_point))), to=dtype)
+            else:
+                value = e.node("Sub", value, e.constant(float(zero_point))) if zero_point else value
+                value = value if dtype == torch.float32 else e.node("Cast", value, to=dtype)
+            self.converted[name, dtype] = value
+        return self.converted[name, dtype]
+
+
+def plain(value: Any) -> Any:
+    """What a node of centred integers is made of: kernels know of zero points themselves; any other value as it is."""
+    return value.args[0] if isinstance(value, fx.Node) and value.target is elementwise.centre else value
+
+
+def stored_zero_point(node: Any) -> int:
+    """What stands for 0 where a node's value is uint8; a constant beside it is int8."""
+    return zero_point(node) if isinstance(node, fx.Node) and fact(node).dtype == torch.uint8 else ZERO_POINT
+
+
+# ---- forms ----------------------------------------------------------------------------------------------------------
+# Each takes a primitive's node and arguments, appends it and returns its value, or None to have it as in style "exact".
+
+FORMS: dict[Callable[..., Any], Callable[..., str | None]] = {}
+
+
+def form(*primitives: Callable[..., Any]) -> Callable[[Callable[..., str | None]], Callable[..., str | None]]:
+    """Declare the decorated function the form of these primitives."""
+
+    def declare(function: Callable[..., str | None]) -> Callable[..., str | None]:
+        FORMS.update(dict.fromkeys(primitives, function))
+        return function
+
+    return declare
+
+
+def _is_8_bits(node: Any) -> bool:
+    return isinstance(node, fx.Node) and fact(node).dtype in EIGHT_BITS
+
+
+def _clipped(e: Emitter, value: str, low: int, high: int, zero_point: int) -> str:
+    """A uint8 value within these limits of the whole numbers it stands for."""
+    return e.node("Clip", value, e.constant(low + zero_point, torch.uint8), e.constant(high + zero_point, torch.uint8))
+
+
+def _limited(e: Emitter, value: str, low: int, high: int, zero_point: int) -> str:
+    """The same for a value that lies between 0 and 255 anyhow."""
+    return value if (low + zero_point, high + zero_point) == (0, 255) else _clipped(e, value, low, high, zero_point)
+
+
+@form(quantize)
+def _quantize(
+    w: FastWriter, node: fx.Node, input: fx.Node, scale: fx.Node, low: int, high: int, dtype: torch.dtype, zero_point: int = 0
+) -> str | None:
+    if dtype not in EIGHT_BITS:
+        return None
+    e, step = w.emitter, w.values[scale]
+    value = as_float32(e, w.values[input])
+    value = e.node("Where", e.node("IsNaN", value), e.constant(0.0), value)
+    value = e.node("Clip", value, e.constant(-step * BOUNDARY_LIMIT), e.constant(step * BOUNDARY_LIMIT))
+    return _limited(e, e.node("QuantizeLinear", value, e.constant(step), w.zero(node)), low, high, stored_zero_point(node))
+
+
+@form(requantize_real)
+def _requantize(
+    w: FastWriter, node: fx.Node, accumulator: fx.Node, multiplier: fx.Node, low: int, high: int, dtype: torch.dtype, zero_point: int = 0
+) -> str | None:
+    if dtype not in EIGHT_BITS:
+        return None
+    e, factor = w.emitter, w.values[multiplier]
+    kernel = w.kernel_of(node)
+    if kernel is None:
+        value = w.real(accumulator)  # or a quantized tensor that gets another scale
+        value = value if e.dtype(value) == torch.float32 else e.node("Cast", value, to=torch.float32)
+        result = _rounded(w, node, e.node("Round", value), factor)  # a barrier, as in `requantize_real`'s own form
+    elif kernel.target in CONVOLUTIONS:
+        result = _convolution(w, node, factor, *kernel.args)
+    elif kernel.target in LINEARS:
+        result = _linear(w, node, factor, *kernel.args)
+    else:
+        result = _product(w, node, factor, *kernel.args)
+    return _limited(e, result, low, high, stored_zero_point(node))
+
+
+def _rounded(w: FastWriter, node: fx.Node, value: str, multiplier: Tensor) -> str:
+    """round_half_even(value · multiplier), saturated, as the node stores it."""
+    e = w.emitter
+    return e.node("QuantizeLinear", e.node("Mul", value, e.constant(multiplier)), e.constant(1.0), w.zero(node))
+
+
+def _convolution(
+    w: FastWriter,
+    node: fx.Node,
+    multiplier: Tensor,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    groups: Any,
+    cut: Any = None,
+) -> str:
+    e, one, zero = w.emitter, w.emitter.constant(1.0), w.zero(node)
+    scale = multiplier.flatten() if multiplier.numel() > 1 else multiplier.reshape(())
+    # onnxruntime rewrites weights and their zero points in place for "x64quantprecision", so each kernel has its own.
+    stored, weight_zero = e.own_constant(w.values[weight]), e.own_constant(torch.zeros_like(scale, dtype=torch.int8))
+    inputs = [w.shifted(x), one, w.zero(x), stored, e.constant(scale), weight_zero, one, zero]
+    inputs += [] if bias is None else [e.constant(w.values[bias])]
+    attributes = {"kernel_shape": list(w.values[weight].shape[2:]), "strides": list(stride), "pads": list(padding) * 2}
+    return e.node("QLinearConv", *inputs, dilations=list(dilation), group=groups, **attributes)
+
+
+def _linear(w: FastWriter, node: fx.Node, multiplier: Tensor, x: Any, weight: Any, bias: Any) -> str:
+    e = w.emitter
+    total = e.node("MatMulInteger", w.shifted(x), e.own_constant(w.values[weight].t().contiguous()), w.zero(x))
+    if bias is not None:
+        total = e.node("Add", total, e.constant(w.values[bias]))
+    return _rounded(w, node, e.node("Cast", total, to=torch.float32), multiplier)
+
+
+def _product(w: FastWriter, node: fx.Node, multiplier: Tensor, left: Any, right: Any) -> str:
+    e, one, zero = w.emitter, w.emitter.constant(1.0), w.zero(node)
+    operands = (w.shifted(left), one, w.zero(left), w.shifted(right), e.constant(multiplier.reshape(())), w.zero(right))
+    return e.node("QLinearMatMul", *operands, one, zero)
+
+
+@form(dequantize)
+def _dequantize(w: FastWriter, node: fx.Node, input: fx.Node, *_: Any) -> str | None:
+    return w.exact(node, w.real if fact(input).dtype == torch.int8 else w.operand)
+
+
+@form(elementwise.lookup)
+def _lookup(w: FastWriter, node: fx.Node, input: fx.Node, table: fx.Node, first: int | None = None) -> str | None:
+    entries: Tensor = w.values[table]
+    if not _is_8_bits(input) or entries.numel() != 256:
+        return None
+    e = w.emitter
+    stored = w.shifted(table) if entries.dtype in EIGHT_BITS else e.constant(entries)
+    return e.node("Gather", stored, e.node("Cast", w.shifted(input), to=torch.int64))
+
+
+def moved_by(input: fx.Node) -> int:
+    """How much more than the node's integers their uint8 is."""
+    return ZERO_POINT if fact(input).dtype == torch.int8 else 0
+
+
+@form(elementwise.clamp)
+def _clamp(w: FastWriter, node: fx.Node, input: fx.Node, low: int, high: int) -> str | None:
+    return _clipped(w.emitter, w.shifted(input), low, high, moved_by(input)) if _is_8_bits(input) else None
+
+
+@form(shape.pad)
+def _pad(w: FastWriter, node: fx.Node, input: fx.Node, begin: list[int], end: list[int], value: int) -> str | None:
+    if not _is_8_bits(input):
+        return None
+    e = w.emitter
+    return e.node(
+        "Pad",
+        w.shifted(input),
+        e.constant(torch.tensor([*begin, *end], dtype=torch.int64, device="cpu")),
+        e.constant(value + moved_by(input), torch.uint8),
+    )
+
+
+@form(*SHIFTED)
+def _moved(w: FastWriter, node: fx.Node, *arguments: Any) -> str | None:
+    if fact(node).dtype not in EIGHT_BITS:
+        return None
+
+    def take(value: Any) -> Any:
+        return w.shifted(value) if _is_8_bits(value) else w.values[value] if isinstance(value, fx.Node) else value
+
+    return w.exact(node, take)
+
+
+@form(*READ_FLOATS)
+def _reads_floats(w: FastWriter, node: fx.Node, *arguments: Any) -> str | None:
+    return w.exact(node, w.real)

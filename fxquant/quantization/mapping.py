@@ -1,0 +1,171 @@
+"""Where a QConfig applies: rules by name, pattern, type or function, and the attribute of a module.
+
+`QConfigMapping` follows the shape of PyTorch's.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from fxquant.arguments import KINDS, Kind, checked, checked_class, instance
+from fxquant.errors import ConfigurationError
+from fxquant.quantization.spec import QConfig
+
+logger = logging.getLogger("fxquant")
+
+Chosen = QConfig | None  # None keeps the operator in float
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What chose a QConfig: the attribute of a module, a rule of the mapping, or nothing but its default.
+
+    kind   "attribute", "name", "pattern", "type" or "default"
+    key    the module's path, the name, the pattern, or the type or function
+    """
+
+    kind: str
+    key: Any = ""
+
+    def __str__(self) -> str:
+        written = self.key if isinstance(self.key, str) else getattr(self.key, "__qualname__", str(self.key))
+        return f"{self.kind} {written}".rstrip()
+
+
+DEFAULT = Rule("default")
+MatchedRules = tuple[tuple[Rule, Chosen], ...]  # every rule that covers one of the user's operators with what it chooses: the nearest first
+
+
+def _rules(key: Callable[[Any], Any]) -> Kind:
+    def take(value: Any) -> dict[Any, Chosen]:
+        if not isinstance(value, Mapping):
+            raise TypeError
+        return {key(rule): CHOSEN.take(chosen) for rule, chosen in value.items()}
+
+    return Kind("a dict from rules to QConfigs", take)
+
+
+def _spelling(value: Any) -> Any:
+    """What an operator can be written as: a class, a function or the name of a method."""
+    if not (callable(value) or isinstance(value, str)) or isinstance(value, nn.Module):
+        raise TypeError
+    hash(value)
+    return value
+
+
+CHOSEN = instance("a QConfig", QConfig).or_none("stay in float")
+SPELLING = Kind("a module's class, a function like F.relu, or the name of a tensor's method", _spelling)
+
+
+@checked_class(default=CHOSEN, types=_rules(_spelling), patterns=_rules(KINDS["pattern"].take), names=_rules(KINDS["name"].take))
+@dataclass(frozen=True, eq=False)
+class QConfigMapping:
+    """Which QConfig applies where: global < operator or module type < name pattern < name < the attribute `qconfig` of a module.
+
+    Names are dotted module paths ("layer1.0.conv1") or node names; a name also covers everything below it, and so does
+    whatever a pattern matches from the start of a path on. A QConfig of None keeps what it applies to in float. Of an
+    operator that several of the model's are fused into, each has its say: see the guide.
+
+    A mapping is a value: it never changes, is equal to another that says the same, and serves any number of models. The setters,
+    which have PyTorch's names, change nothing, unlike PyTorch's: each returns a mapping with one rule more, so calls chain.
+    Of patterns the first that matches counts, so their order is part of the value.
+    """
+
+    default: Chosen = field(default_factory=QConfig)
+    types: Mapping[Any, Chosen] = field(default_factory=dict)
+    patterns: Mapping[str, Chosen] = field(default_factory=dict)
+    names: Mapping[str, Chosen] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("types", "patterns", "names"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+
+    @checked(qconfig=CHOSEN)
+    def set_global(self, qconfig: Chosen) -> QConfigMapping:
+        """This mapping with another default."""
+        return replace(self, default=qconfig)
+
+    @checked(kind=SPELLING, qconfig=CHOSEN)
+    def set_object_type(self, kind: Any, qconfig: Chosen) -> QConfigMapping:
+        """This mapping with a rule for a module's class, a function, or a tensor's method by name."""
+        return replace(self, types={**self.types, kind: qconfig})
+
+    @checked(qconfig=CHOSEN)
+    def set_module_name_regex(self, pattern: str, qconfig: Chosen) -> QConfigMapping:
+        """This mapping with a rule for module paths that a regular expression matches; one that is there keeps its place."""
+        return replace(self, patterns={**self.patterns, pattern: qconfig})
+
+    @checked(qconfig=CHOSEN)
+    def set_module_name(self, name: str, qconfig: Chosen) -> QConfigMapping:
+        """This mapping with a rule for a module's path or a node's name."""
+        return replace(self, names={**self.names, name: qconfig})
+
+    @property
+    def _value(self) -> tuple[Any, ...]:
+        return self.default, frozenset(self.types.items()), tuple(self.patterns.items()), frozenset(self.names.items())
+
+    def __eq__(self, other: object) -> bool:
+        return self._value == other._value if isinstance(other, QConfigMapping) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copied and pickled as it was made: what makes its dicts read-only can be neither.
+        return type(self), (self.default, dict(self.types), dict(self.patterns), dict(self.names))
+
+    def __repr__(self) -> str:
+        rules = {name: dict(getattr(self, name)) for name in ("types", "patterns", "names")}
+        return f"QConfigMapping({', '.join([f'default={self.default!r}', *(f'{name}={held!r}' for name, held in rules.items() if held)])})"
+
+    def rules(self) -> list[tuple[Rule, Chosen]]:
+        """Every rule but the default, with what it chooses."""
+        kinds = (("name", self.names), ("pattern", self.patterns), ("type", self.types))
+        return [(Rule(kind, key), chosen) for kind, rules in kinds for key, chosen in rules.items()]
+
+    def covering(self, node_name: str, path: str, kinds: tuple[Any, ...]) -> MatchedRules:
+        """The rules that cover the node with this name, from this module path, spelled by one of these types or functions."""
+        names = [(Rule("name", name), self.names[name]) for name in dict.fromkeys((node_name, *prefixes(path))) if name in self.names]
+        patterns = [(Rule("pattern", pattern), chosen) for pattern, chosen in self.patterns.items() if path and re.match(pattern, path)]
+        types = [(Rule("type", kind), self.types[kind]) for kind in dict.fromkeys(kinds) if kind in self.types]
+        return *names, *patterns, *types, (DEFAULT, self.default)
+
+
+def prefixes(path: str) -> list[str]:
+    """The path, then every path above it, nearest first."""
+    parts = path.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)] if path else []
+
+
+def attached_qconfigs(model: nn.Module) -> dict[str, Chosen]:
+    """The QConfigs that stand on a model's modules as their attribute `qconfig`, by module path; None keeps a module in float.
+
+    Objects of another library under that name are left out, with one log line; a None beside them is that library's, too.
+    """
+    found = {path: module.__dict__["qconfig"] for path, module in model.named_modules() if "qconfig" in module.__dict__}
+    foreign = {path: qconfig for path, qconfig in found.items() if qconfig is not None and not isinstance(qconfig, QConfig)}
+    if not foreign:
+        return found
+    kinds = ", ".join(sorted({f"{type(qconfig).__module__}.{type(qconfig).__qualname__}" for qconfig in foreign.values()}))
+    logger.warning("the qconfig of %d modules is ignored, since it is no fxquant.QConfig but a %s", len(foreign), kinds)
+    return {path: qconfig for path, qconfig in found.items() if isinstance(qconfig, QConfig)}
+
+
+def as_mapping(qconfig: QConfig | QConfigMapping | None) -> QConfigMapping:
+    """The mapping a user means by a mapping, by one QConfig for everything, or by nothing."""
+    if isinstance(qconfig, QConfigMapping):
+        return qconfig
+    if qconfig is not None and not isinstance(qconfig, QConfig):
+        raise ConfigurationError(
+            f"a {type(qconfig).__name__} is no qconfig",
+            because="a qconfig is a fxq.QConfig for every operator, a fxq.QConfigMapping, or None for the default",
+            remedy="pass one of these",
+        )
+    return QConfigMapping(default=qconfig or QConfig())
