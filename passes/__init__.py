@@ -3,7 +3,20 @@
 if __name__ != "fxquant.passes":
     raise ImportError("import this package as fxquant.passes: under another name every class would exist twice")
 
-from fxquant.passes import activation, batchnorm, boundary, canonical, composite, integer, quantizers, residual, rules, scales, specs
+from fxquant.passes import (
+    activation,
+    batchnorm,
+    boundary,
+    canonical,
+    composite,
+    integer,
+    quantizers,
+    requantize,
+    residual,
+    rules,
+    scales,
+    specs,
+)
 from fxquant.pipeline import Pass
 from fxquant.stage import Stage
 
@@ -16,6 +29,7 @@ PIPELINE = (
     Pass(activation.fuse, Stage.CANONICAL),  # a fused clamp needs no scale of its own
     Pass(specs.annotate, Stage.ANNOTATED),  # on what is left after fusion: one decision per operator
     Pass(boundary.insert, Stage.BOUNDED),  # where a decision changes, values cross between float and integer
+    Pass(requantize.insert, Stage.BOUNDED),  # after the boundary, which says what integers read; before scales are shared
     Pass(scales.share, Stage.BOUNDED),  # after the boundary, whose nodes take part in sharing
     Pass(quantizers.insert, Stage.PREPARED),  # here the prepared model is calibrated and trained
     Pass(integer.lower, Stage.INTEGER),  # operators become integer primitives with the weights of this moment

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import fx
 
-from fxquant.graph import part, refusal, refuse, set_part
-from fxquant.ops import Fixed, Operator, Own, demand, operand_nodes, operator_of
+from fxquant.graph import part, refusal, refuse, set_part, state_demand
+from fxquant.ops import Fixed, Operator, Own, demand, operand_nodes, operator_of, settled
 from fxquant.ops.composite import Builder
 from fxquant.ops.floating import needed_in_float, reads_no_activation
 from fxquant.pipeline import Context
@@ -40,9 +40,12 @@ def expand(gm: fx.GraphModule, context: Context) -> int:
         if because is None or because == "":
             build = Builder(composite.name, node)
             result = composite.expand(build, **arguments)
+            for made in build.parts:
+                _settle(made, context)
             because = next((found for made in build.parts if (found := _why_float(made, context)) is not None), None)
             if because is None:
                 _replace(node, result)
+                _eliminate_unused([made for made in build.parts if made is not result])
                 context.say(f"%{node.name} is expanded into {len(build.parts)} parts")
                 changes += 1
                 continue
@@ -66,6 +69,14 @@ def _why_whole(node: fx.Node, composite: Operator, arguments: dict[str, Any]) ->
         if source is not None and source.sums and chosen is not None and chosen.output.dtype == "int32":
             return f"the 32-bit output of %{operand.name} is not computed with any further"
     return None
+
+
+def _settle(made: fx.Node, context: Context) -> None:
+    """What is demanded of a part, in a dtype that the target has, where the composite says what else will do."""
+    demanded = demand(made)
+    assert demanded is not None
+    if settled(demanded, context.target.activations) != demanded:
+        state_demand(made, settled(demanded, context.target.activations))
 
 
 def _why_float(made: fx.Node, context: Context) -> str | None:
@@ -98,6 +109,13 @@ def _replace(node: fx.Node, result: Any) -> None:
         if known is not None:
             set_part(one, replace(known, inner=False))
     _substitute(node, result)
+
+
+def _eliminate_unused(parts: list[fx.Node]) -> None:
+    """Parts of a nest that nobody picks are gone, with what led to them alone."""
+    for made in reversed(parts):
+        if not made.users:
+            made.graph.erase_node(made)
 
 
 def _flat(result: Any) -> list[fx.Node]:

@@ -25,7 +25,7 @@ from fxquant.ops import Fixed, Operator, Own, demand, operand_nodes, operator_of
 from fxquant.ops.floating import needed_in_float, reads_no_activation
 from fxquant.pipeline import Context
 from fxquant.quantization.mapping import DEFAULT, Rule
-from fxquant.quantization.rules import decide
+from fxquant.quantization.rules import Decision, decide
 from fxquant.quantization.spec import QConfig
 
 
@@ -48,10 +48,10 @@ def annotate(gm: fx.GraphModule, context: Context) -> int:
             continue
         assert operator is not None
         assert qconfig is not None
-        dtype = _dtype(node, qconfig)
+        dtype = _dtype(node, decision, context.target.default_activation)
         if decision.asked and dtype != qconfig.output.dtype and not is_inner_part(node):
             wanted = f"{qconfig.output.dtype} as the qconfig's {decision.output} says"
-            context.not_done(gm, f"%{node.name} is {dtype} as its operand is, whose scale it shares, and not {wanted}")
+            context.not_done(gm, f"%{node.name} is {dtype}, which is demanded of it, and not {wanted}")
         set_annotation(node, Annotation(dtype, _why_integer(node), qconfig))
         changes += 1
     asked = dict.fromkeys(rule for node in gm.graph.nodes for rules in matched_rules(node) for rule, _ in rules)
@@ -118,20 +118,30 @@ def _written(gm: fx.GraphModule, node: fx.Node) -> str:
     return name.lstrip("_") or name  # PyTorch's functions are called by private ones
 
 
-def _dtype(node: fx.Node, qconfig: QConfig) -> str:
-    """What is demanded of the result; an operator on its operand's grid has its operand's dtype, any other the configured one."""
+def _dtype(node: fx.Node, decision: Decision, default: str) -> str:
+    """What is demanded of the result, or else the configured dtype.
+
+    An operator on its operand's grid has its operand's, unless a rule chose another for it; `default` is the target's for activations.
+    """
+    qconfig = decision.config
+    assert qconfig is not None
     demanded = demand(node)
     if isinstance(demanded, Fixed) or (isinstance(demanded, Own) and demanded.dtype is not None):
         assert demanded.dtype is not None
         return demanded.dtype
-    if shares(node):
-        operator = operator_of(node)
-        assert operator is not None
-        spec = annotation(operand_nodes(operator, operator.arguments(node))[0])
-        if spec is not None and spec.dtype is not None:
-            return spec.dtype
-    assert qconfig.output.dtype is not None  # `rules.match` has put the target's default there
-    return qconfig.output.dtype
+    wanted = qconfig.output.dtype
+    assert wanted is not None  # `rules.match` has put the target's default there
+    if not shares(node):
+        return wanted
+    operator = operator_of(node)
+    assert operator is not None
+    spec = annotation(operand_nodes(operator, operator.arguments(node))[0])
+    inner = is_inner_part(node)
+    if spec is not None and spec.dtype is not None:
+        return wanted if decision.asked and not inner and wanted != "int32" else spec.dtype
+    read = (qconfig.input or qconfig.output).dtype if inner else wanted  # what its operand will be quantized to
+    assert read is not None
+    return default if read == "int32" else read
 
 
 def _why_integer(node: fx.Node) -> str:

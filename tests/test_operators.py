@@ -678,7 +678,12 @@ def test_every_registered_spelling_has_a_sample() -> None:
 
 
 def test_every_operator_has_a_sample() -> None:
-    sampled = {sample.operator for samples in SAMPLES.values() for sample in samples} | {"quantize", "dequantize", "scale_channels"}
+    sampled = {sample.operator for samples in SAMPLES.values() for sample in samples} | {
+        "quantize",
+        "dequantize",
+        "requantize",
+        "scale_channels",
+    }
     assert sampled == {record.name for record in OPERATORS.values()}
 
 

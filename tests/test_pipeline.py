@@ -92,7 +92,8 @@ def traced_model() -> fx.GraphModule:
 
 
 def context() -> Context:
-    return Context(get_target("bayes-e"), QConfigMapping())
+    """Of which every pass has something to do: a pool that is to have another dtype than the layer before it."""
+    return Context(get_target("bayes-e"), QConfigMapping().set_object_type(nn.MaxPool2d, fxq.QConfig(fxq.ActivationConfig("int16"))))
 
 
 def run_up_to(step: Pass) -> fx.GraphModule:
@@ -253,7 +254,7 @@ def test_dumps_are_the_graphs_after_every_pass(tmp_path: Path) -> None:
     files = {file.name: file.read_text(encoding="utf-8") for file in tmp_path.iterdir()}
     assert sorted(files) == ["00-trace.txt", *(f"{index:02d}-{step.name}.txt" for index, step in enumerate(PIPELINE, start=1))]
     assert files["00-trace.txt"] == fxq.text(fxq.trace(tiny(), batch()))
-    assert files["11-integer.lower.txt"] == fxq.text(integer)
+    assert files[f"{len(PIPELINE):02d}-integer.lower.txt"] == fxq.text(integer)
 
 
 def test_dump_by_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.graph import annotation, fused
+from fxquant.graph import annotation, fused, qparams
 from tests.contract import assert_train_is_validate, assert_validate_is_integer, compiled
 
 ACT, INT4 = fxq.ActivationConfig, fxq.QConfig(fxq.ActivationConfig("int4"), fxq.WeightConfig("int4"))
@@ -265,12 +265,31 @@ def test_a_rule_that_others_go_before_everywhere_is_told() -> None:
     ]
 
 
-def test_a_dtype_that_an_operator_takes_from_its_operand_is_told() -> None:
+def test_a_dtype_that_an_operator_cannot_have_is_told() -> None:
     model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.MaxPool2d(2))
-    prepared = fxq.prepare(model, batch(), "nash-e", mapping(("object_type", nn.MaxPool2d, WIDE)))
-    assert not_done(prepared) == [
-        "%_1 is int8 as its operand is, whose scale it shares, and not int16 as the qconfig's type MaxPool2d says"
-    ]
+    prepared = fxq.prepare(model, batch(), "nash-e", mapping(("object_type", nn.MaxPool2d, fxq.QConfig(ACT("int32")))))
+    assert not_done(prepared) == ["%_1 is int8, which is demanded of it, and not int32 as the qconfig's type MaxPool2d says"]
+
+
+@pytest.mark.parametrize(
+    ("target", "first", "second"), [("bayes-e", "int8", "int16"), ("nash-e", "int16", "int8"), ("x86", "uint8", "int8")]
+)
+def test_an_operator_that_moves_values_is_given_another_dtype_by_a_requantization(
+    target: str, first: str, second: str, tmp_path: Path
+) -> None:
+    """Where a rule says so, and where the input is configured apart from what is computed of it."""
+    model, data = nn.Sequential(nn.Conv2d(2, 4, 1), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64, 3)), torch.randn(4, 2, 8, 8)
+    asked = fxq.QConfigMapping(fxq.QConfig(ACT(first))).set_object_type(nn.MaxPool2d, fxq.QConfig(ACT(second)))
+    for each, config in ((model, asked), (model[1:3], fxq.QConfig(ACT(second), input=ACT(first)))):
+        result = compiled(each, [data], target, qconfig=config)
+        assert not_done(result.prepared) == []
+        assert f" is {first}, and %" in fxq.explain(result.prepared)
+        assert {first, second} <= {known.dtype for node in result.integer.graph.nodes if (known := qparams(node)) is not None}
+        assert_validate_is_integer(result.prepared, result.integer, data)
+        assert_train_is_validate(result.prepared, data)
+        for style in ("exact", "qdq"):
+            path = fxq.export_onnx(result.integer, tmp_path / f"{style}.onnx", style=style, opset=21)
+            assert not fxq.verify(result.integer, path, [data], show_progress=False).mismatches
 
 
 INPUT = fxq.QConfig(input=ACT("int16", scale=1 / 1024))

@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Operator
-from fxquant.ops.boundary import DEQUANTIZE, QUANTIZE
+from fxquant.ops.boundary import DEQUANTIZE, QUANTIZE, REQUANTIZE
 
 FLOAT = "float"  # the operator of what the table may not know
-UNWRITTEN = (QUANTIZE.name, DEQUANTIZE.name, "shifted", "scale_channels")  # made by passes, never written by a user
+UNWRITTEN = (QUANTIZE.name, DEQUANTIZE.name, REQUANTIZE.name, "shifted", "scale_channels")  # made by passes, never written by a user
 
 Options = Mapping[str, tuple[Any, ...]]
 

@@ -42,6 +42,7 @@ from fxquant.ops.record import (
     matters,
     operand_nodes,
     operator_of,
+    settled,
     shares,
     sharing_operands,
 )
@@ -78,6 +79,7 @@ __all__ = [
     "pool",
     "prelu",
     "resize",
+    "settled",
     "shape",
     "shares",
     "sharing_operands",

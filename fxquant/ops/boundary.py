@@ -1,4 +1,4 @@
-"""The boundary of the integer graph: real numbers in, real numbers out. Inserted by a pass, never written by a user."""
+"""Where values come onto a grid, change it, and leave it: inserted by passes, never written by a user."""
 
 from __future__ import annotations
 
@@ -31,5 +31,17 @@ def _lower_dequantize(lowering: Lowering, input: Quantized, dtype: torch.dtype |
     return input.with_value(lowering.call(boundary.dequantize, *arguments, *([] if dtype is None else [dtype])))
 
 
+def requantize(input: Tensor) -> Tensor:
+    """The input itself, as the float model sees it; its integers are on another grid than the operand's."""
+    return input
+
+
+def _lower_requantize(lowering: Lowering, input: Quantized) -> Quantized:
+    return lowering.result(lambda: lowering.rescale(input, lowering.output, ""), input.real)
+
+
 QUANTIZE = register(Operator("quantize", quantize, (), _lower_quantize))
 DEQUANTIZE = register(Operator("dequantize", dequantize, ("input",), _lower_dequantize, Same()))
+REQUANTIZE = register(
+    Operator("requantize", requantize, ("input",), _lower_requantize, keeps=lambda arguments, after: after, onnx=lambda c: c.input)
+)

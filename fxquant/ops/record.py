@@ -8,8 +8,8 @@ without data.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -30,12 +30,14 @@ Shape = tuple[int | Fraction, ...]  # at one batch size; of half a batch it may 
 class Own:
     """A grid of its own: of this dtype, or, where that is None, of the one that the qconfig asks for.
 
-    A target that has no activations of the dtype refuses the operator, which then stays in float.
+    A target that has no activations of the dtype refuses the operator, which then stays in float, unless `otherwise` names another.
     shared_where   a flag of `Arithmetic` with which the grid is that of all operands all the same
+    otherwise      the dtype on a target that has no activations of the first: `Own("int16", otherwise="int8")`
     """
 
     dtype: str | None = None
     shared_where: str | None = None
+    otherwise: str | None = None
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,26 @@ class Same:
 
 @dataclass(frozen=True)
 class Fixed:
-    """A grid that is given, whatever the values: this scale and this dtype."""
+    """A grid that is given, whatever the values: this scale and this dtype.
+
+    otherwise   what is demanded on a target that has no activations of the dtype; None: it refuses the operator
+    """
 
     scale: float
     dtype: str
+    otherwise: Fixed | Own | None = None
 
 
 Demand = Own | Same | Fixed
+
+
+def settled(demanded: Demand, dtypes: Collection[str]) -> Demand:
+    """What is demanded on a target with activations of these dtypes: what is demanded otherwise, where it has not the first."""
+    if not isinstance(demanded, Own | Fixed) or demanded.otherwise is None or demanded.dtype in dtypes:
+        return demanded
+    if isinstance(demanded, Own):
+        return replace(demanded, dtype=demanded.otherwise, otherwise=None)
+    return settled(demanded.otherwise, dtypes)
 
 
 @dataclass(frozen=True)
