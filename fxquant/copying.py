@@ -70,7 +70,10 @@ class _Copier:
         copied: torch.nn.Module = self._keep(module, torch.nn.Module() if root else copy.copy(module))
         parts = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set") if root else module.__dict__
         for name in list(parts):
-            copied.__dict__[name] = self(module.__dict__[name])
+            value = module.__dict__[name]
+            if type(value) not in _SHARED or root:  # what is shared is in the copy already, unless that is a new module
+                no_hooks = type(value) is OrderedDict and not value  # of most modules and most kinds of hooks
+                copied.__dict__[name] = OrderedDict() if no_hooks else self(value)
         if isinstance(copied, torch.nn.RNNBase):  # holds its parameters a second time, in lists, one of them of weak references
             copied._init_flat_weights()
         return copied
