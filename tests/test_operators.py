@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,10 +16,9 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant import graph
-from fxquant.graph import annotation, qparams
+from fxquant.graph import annotation, qparams, resolve
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS
 from fxquant.quantization.observers import MinMaxObserver
-from fxquant.quantization.prepared import quantized_operators
 from tests import contract
 from tests.contract import all_equal, compiled, graph_values
 
@@ -629,24 +628,51 @@ def name_of(spelling: Any) -> str:
 EXTRA = {"int16": FINE, "uint8": 0.5}
 OF_ITS_OPERATOR = {sample.operator: sample for samples in reversed(SAMPLES.values()) for sample in reversed(samples)}  # the first one
 OPERATOR_INDEX = {name: index for index, name in enumerate(OF_ITS_OPERATOR)}
-COUNTER = itertools.count()
+PACKED = 10  # samples in one model; 1 shows which of them fails
 
 
 def row(sample: Sample, name: str, format: tuple[str, str, str]) -> Any:
     """One row of the test below; of each operator one is in `make quick`, in one of the symmetric formats."""
-    is_quick = OF_ITS_OPERATOR[sample.operator] is sample and FORMATS.index(format) == OPERATOR_INDEX[sample.operator] % 4
-    return pytest.param(sample, *format, id="-".join([name, *format]), marks=[pytest.mark.quick] if is_quick else [])
+    is_quick = FORMATS.index(format) == OPERATOR_INDEX[sample.operator] % 4
+    return pytest.param([sample], *format, id="-".join([name, *format]), marks=[pytest.mark.quick] if is_quick else [])
 
 
+def packed(named: list[tuple[str, Sample]]) -> Iterator[Any]:
+    """Rows of several samples, each in the next symmetric format."""
+    for index, format in enumerate(FORMATS[:4]):
+        mine = named[index::4]
+        for start in range(0, len(mine), PACKED):
+            names, samples = zip(*mine[start : start + PACKED], strict=True)
+            yield pytest.param(list(samples), *format, id="-".join([f"{names[0]} to {names[-1]}", *format]))
+
+
+NAMED = [(f"{name_of(spelling)}-{index}", sample) for spelling, samples in SAMPLES.items() for index, sample in enumerate(samples)]
+# Behind canonical.rewrite an operator is the same however it is spelled: one sample of it is held to the contract in every
+# format, and alone; the others, with arguments and operands of their own, in one format, and several in one model.
 ROWS = [
-    row(sample, f"{name_of(spelling)}-{index}", format)
-    for spelling, samples in SAMPLES.items()
-    for index, sample in enumerate(samples)
-    # Behind canonical.rewrite an operator is the same however it is spelled: one sample of it is held to the contract in every
-    # format, each of the others, with arguments and operands of its own, in the next symmetric format.
-    for format in (FORMATS if OF_ITS_OPERATOR[sample.operator] is sample else [FORMATS[next(COUNTER) % 4]])
-    if format[1] != "uint8" or sample.bound not in (COMPOSED, NORMED)  # x86 has no int16, and composites stay in float there
+    *(
+        row(sample, name, format)
+        for name, sample in NAMED
+        if OF_ITS_OPERATOR[sample.operator] is sample
+        for format in FORMATS
+        if format[1] != "uint8" or sample.bound not in (COMPOSED, NORMED)  # x86 has no int16, and composites stay in float there
+    ),
+    *packed([(name, sample) for name, sample in NAMED if OF_ITS_OPERATOR[sample.operator] is not sample]),
 ]
+
+
+class Pack(nn.Module):
+    """The models of several samples, each with inputs of its own, as one model."""
+
+    def __init__(self, samples: list[Sample]) -> None:
+        super().__init__()
+        self.models = nn.ModuleList(map(model_of, samples))
+        self.counts = [len(sample.shapes) for sample in samples]
+
+    def forward(self, *inputs: Tensor) -> Any:
+        left = iter(inputs)
+        results = [model(*itertools.islice(left, count)) for model, count in zip(self.models, self.counts, strict=True)]
+        return tuple(results)
 
 
 def inputs_of(sample: Sample, count: int, seed: int = 0) -> tuple[Tensor, ...]:
@@ -690,36 +716,38 @@ def test_every_operator_has_a_sample() -> None:
 # ---- meaning ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("sample", "target", "activation", "weight"), ROWS)
+@pytest.mark.parametrize(("samples", "target", "activation", "weight"), ROWS)
 def test_a_spelling_means_the_float_function_and_holds_the_contract(
-    sample: Sample, target: str, activation: str, weight: str, tmp_path: Path
+    samples: list[Sample], target: str, activation: str, weight: str, tmp_path: Path
 ) -> None:
-    model, inputs = model_of(sample), inputs_of(sample, 5)
+    model = Pack(samples).eval()
+    inputs, others = (tuple(x for sample in samples for x in inputs_of(sample, *size)) for size in ((5, 0), (1, 1)))
     batches = [tuple(factor * x for x in inputs) for factor in (1.1, 0.9)]  # so that nothing saturates
     prepared, integer = compiled(model, batches, target, covering(activation, weight))
-    assert_becomes_its_operator(sample, prepared)
+    assert_become_their_operators(samples, prepared)
     contract.assert_alive(integer, *inputs)
-    fine = COMPOSED_FINE if sample.bound in (COMPOSED, NORMED) else FINE
-    extra = {**EXTRA, "int16": fine}.get(activation, 0)
-    assert_float_function_within_bound(sample, model, prepared, integer, inputs, extra=extra)
+    assert_float_function_within_bound(samples, model, integer, inputs, activation)
     contract.assert_validate_is_integer(prepared, integer, *inputs)
-    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [inputs, inputs_of(sample, 1, seed=1)])
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [inputs, others])
     contract.assert_train_is_validate(prepared, *inputs)
     if list(prepared.parameters()):
         contract.assert_gradients_reach_every_parameter(prepared, *inputs)
 
 
-def assert_becomes_its_operator(sample: Sample, prepared: fx.GraphModule) -> None:
-    """It is there, or a composite's parts are, and nothing stays in float."""
+def assert_become_their_operators(samples: list[Sample], prepared: fx.GraphModule) -> None:
+    """Each is there, or its composite's parts are, and nothing stays in float."""
     assert "none is left in float" in fxq.explain(prepared), fxq.explain(prepared)
-    wholes = {str(part.composite) for node in prepared.graph.nodes if (part := graph.part(node)) is not None}
-    assert sample.operator in wholes | {operator.operator.name for operator in quantized_operators(prepared).values()}
+    for index, sample in enumerate(samples):
+        inside = [node for node in prepared.graph.nodes if graph.module_path(node).split(".")[:2] == ["models", str(index)]]
+        wholes = {str(part.composite) for node in inside if (part := graph.part(node)) is not None}
+        operators = {resolve(prepared, str(node.target)).operator.name for node in inside if node.op == "call_module"}
+        assert sample.operator in wholes | operators, sample
 
 
 def assert_float_function_within_bound(
-    sample: Sample, model: nn.Module, prepared: fx.GraphModule, integer: fx.GraphModule, inputs: tuple[Tensor, ...], extra: float = 0
+    samples: list[Sample], model: nn.Module, integer: fx.GraphModule, inputs: tuple[Tensor, ...], activation: str = "int8"
 ) -> None:
-    """On inputs that lie on their grid, the integer model is as near to the float model as the row says."""
+    """On inputs that lie on their grid, the integer model is as near to the float model as the rows say."""
     placeholders = [node for node in integer.graph.nodes if node.op == "placeholder"]
     values, used = graph_values(integer, *inputs), {node.name: node for node in integer.graph.nodes}
     on_grid = [
@@ -727,14 +755,18 @@ def assert_float_function_within_bound(
         for p, given in zip(placeholders, inputs, strict=True)
     ]
     with torch.no_grad():
-        found, expected = integer(*on_grid), model(*on_grid)
-    found_grid = fxq.qparams(prepared)[next(reversed(fxq.qparams(prepared)))]
-    scale = found_grid[0] if isinstance(found_grid, tuple) else found_grid
-    assert found.shape == expected.shape
-    if sample.bound == EXACT:
-        assert torch.equal(found, expected)
-    else:
-        assert float((found.double() - expected.double()).abs().max()) <= (sample.bound + extra) * scale
+        found, expected = (contract.flat(form(*on_grid)) for form in (integer, model))
+    results = next(node for node in integer.graph.nodes if node.op == "output").all_input_nodes
+    for sample, one, other, result in zip(samples, found, expected, results, strict=True):
+        assert one.shape == other.shape
+        if sample.bound == EXACT:
+            assert torch.equal(one, other), sample
+            continue
+        known = qparams(result.all_input_nodes[0])
+        assert known is not None
+        fine = COMPOSED_FINE if sample.bound in (COMPOSED, NORMED) else FINE
+        bound = sample.bound + {**EXTRA, "int16": fine}.get(activation, 0)
+        assert float((one.double() - other.double()).abs().max()) <= bound * known.scale, sample
 
 
 # ---- an addition behind a layer that cannot be done in its accumulator ---------------------------------------------------
@@ -755,7 +787,7 @@ def test_an_addition_that_is_no_residual_keeps_its_meaning(name: str, target: st
     model, inputs = model_of(sample), inputs_of(sample, 5)
     prepared, integer = compiled(model, [tuple(1.1 * x for x in inputs)], target, covering())
     assert "none is left in float" in fxq.explain(prepared)
-    assert_float_function_within_bound(sample, model, prepared, integer, inputs)
+    assert_float_function_within_bound([sample], model, integer, inputs)
     contract.assert_validate_is_integer(prepared, integer, *inputs)
     contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [inputs])
     contract.assert_train_is_validate(prepared, *inputs)
