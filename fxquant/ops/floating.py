@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from fxquant.facts import TensorFact
 from fxquant.graph import computes_tensor, fact, is_parameter, refusal, resolve
-from fxquant.ops.record import Operator, operand_nodes, operator_of
+from fxquant.ops.record import Operator, operand_nodes, operator_of, read_nodes
 
 RANKING = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softmax2d)
 RANKING_FUNCTIONS = frozenset((
@@ -67,7 +67,7 @@ def reads_no_activation(operator: Operator, arguments: Mapping[str, Any]) -> str
         because = _no_real_numbers(operand)
         if because is not None:
             return because
-    if operands:
+    if operands or read_nodes(operator, arguments):
         return None
     for name, value in arguments.items():
         if isinstance(value, fx.Node) and isinstance(fact(value), TensorFact) and not is_parameter(value):
