@@ -26,7 +26,7 @@ RANKING_FUNCTIONS = frozenset((
 RANKING_OPERATORS = ("softmax", "log_softmax")
 RANKING_METHODS = frozenset(("softmax", "log_softmax", "logsumexp", "argmax", "topk", "sort", "argsort"))
 DIVISIONS = frozenset(("div", "divide", "true_divide", "floor_divide", "remainder", "fmod"))
-SINGULAR = frozenset(("log2", "log10"))  # at 0; of those the table does not know
+SINGULAR: frozenset[str] = frozenset()  # at 0; of those the table does not know
 ADDING = ("add", "sub", "maximum", "minimum")  # what a mask is brought in by
 
 Ends = Callable[[fx.Node, fx.Node], bool]

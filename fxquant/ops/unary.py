@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -18,7 +18,7 @@ from fxquant.graph import fact, is_parameter
 from fxquant.lowering import Lowering, Quantized
 from fxquant.numerics import EVERYTHING, Grid, Interval, IntType, table
 from fxquant.ops.form import Call
-from fxquant.ops.record import OPERATORS, Operator, operator_of, register
+from fxquant.ops.record import OPERATORS, Adapt, Operator, operator_of, register
 from fxquant.primitives import elementwise
 
 UNARY: dict[str, tuple[Callable[..., Tensor], Callable[..., float]]] = {}  # on tensors, and on one Python float
@@ -78,12 +78,16 @@ def unary(
     *spellings: Any,
     varies: Interval = EVERYTHING,
     onnx: str | Callable[[Call], str] | None = None,
+    adapted: Mapping[Callable[..., Any], Adapt] | None = None,
+    module: tuple[type, Callable[[Any], dict[str, Any] | str]] | None = None,
     **settings: Any,
 ) -> Operator:
     """Declare a unary function.
 
-    `function` is its float meaning on tensors, `exact` the one on a Python float that the table is made of;
-    `spellings` are further functions, method names and module classes; `settings` are the function's own
+    `function` is its float meaning on tensors, `exact` the one on a Python float that the table is made of; where it has no value, NaN.
+    `spellings` are further functions, names, and module classes. What PyTorch has of these names, and of `name`, spells it too: functions of
+    torch, torch.special and torch.nn.functional, and methods, in place or not. `adapted` holds functions, and `module` a
+    class, that take more than the settings. `settings` are the function's own
     parameters with their defaults, which `exact` takes as well and a module holds under the same names. Outside of
     `varies` the function is constant. `onnx` is the operator of ONNX that computes it, or writes it in several; see `Operator.onnx`.
     """
@@ -92,6 +96,9 @@ def unary(
         return _look_up(lowering, input, name, **chosen)
 
     UNARY[name] = function, exact
+    found = _spelled(name, *(s for s in spellings if isinstance(s, str)))
+    found_functions = [s for s in (*spellings, *found) if callable(s) and not isinstance(s, type)]
+    classes = {s: lambda m: {setting: getattr(m, setting) for setting in settings} for s in spellings if isinstance(s, type)}
 
     def arguments(input: Any, *given: Any, inplace: bool = False, **named: Any) -> dict[str, Any]:
         """By name; PyTorch's `inplace` flag says nothing about the value."""
@@ -107,9 +114,9 @@ def unary(
             function,
             ("input",),
             lower,
-            functions={s: arguments for s in spellings if callable(s) and not isinstance(s, type)},
-            methods={s: arguments for s in spellings if isinstance(s, str)},
-            modules={s: lambda m: {setting: getattr(m, setting) for setting in settings} for s in spellings if isinstance(s, type)},
+            functions={**dict.fromkeys(found_functions, arguments), **(adapted or {})},
+            methods={s: arguments for s in (*spellings, *found) if isinstance(s, str)},
+            modules={**classes, **({} if module is None else dict([module]))},
             keeps=None if varies == EVERYTHING else lambda arguments, after: varies,
             refuses=refuses,
             parameters={"input": inspect.Parameter.empty, **settings},
@@ -117,6 +124,15 @@ def unary(
             onnx=(lambda c: c.do(onnx, c.input)) if isinstance(onnx, str) else onnx,
         )
     )
+
+
+def _spelled(*names: str) -> list[Any]:
+    """The functions of these names that PyTorch has, in place or not, and the names that are methods of tensors."""
+    found: list[Any] = []
+    for name in (n for plain in names for n in ((plain,) if plain.endswith("_") else (plain, f"{plain}_"))):
+        places = [getattr(place, name) for place in (torch, torch.special, F) if hasattr(place, name)]
+        found += [*places, *([name] if hasattr(Tensor, name) else [])]
+    return found
 
 
 # ---- the exact functions, on one Python float ------------------------------------------------------------------------
