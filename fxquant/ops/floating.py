@@ -146,7 +146,7 @@ def _ranks(gm: fx.GraphModule, node: fx.Node) -> bool:
 def _divides(reader: fx.Node, node: fx.Node) -> bool:
     """Whether the node is what a float operator divides by, or takes the logarithm of, and nothing else of it."""
     operator = operator_of(reader)
-    if operator is not None and (operator.name != "div" or node in operand_nodes(operator, operator.arguments(reader))):
+    if operator is not None and (operator.name != "true_divide" or refusal(reader) is None):
         return False
     name = reader.target if isinstance(reader.target, str) else getattr(reader.target, "__name__", "")
     if reader.op not in ("call_function", "call_method"):

@@ -16,8 +16,6 @@ from torch.nn import functional as F
 
 from fxquant.ops.unary import unary
 
-EULER = math.e
-
 
 def within_domain(function: Callable[..., float], **ends: float) -> Callable[..., float]:
     """A function of `math` that is NaN where it has no value, and infinite where it has a pole."""
@@ -166,11 +164,6 @@ def quotient_of(input: Tensor, numerator: float = 1.0) -> Tensor:
     return numerator / input
 
 
-def power_of(input: Tensor, base: float = EULER) -> Tensor:
-    """base ** input."""
-    return torch.pow(base, input)
-
-
 def floor_divided(input: Tensor, other: float = 1.0) -> Tensor:
     """⌊input / other⌋."""
     return torch.div(input, other, rounding_mode="floor")
@@ -195,13 +188,10 @@ def _quotient(x: float, numerator: float = 1.0) -> float:
     return numerator / x if x else math.copysign(math.inf, numerator)
 
 
-def _power_of(x: float, base: float = EULER) -> float:
-    return math.inf if base == 0 and x < 0 else math.nan if base < 0 and x != int(x) else base**x
-
-
 unary("quotient_of", quotient_of, _quotient, numerator=1.0)
-unary("power_of", power_of, _power_of, base=EULER)
-unary("floor_divide", floor_divided, lambda x, other=1.0: float(x // other), torch.floor_divide, operator.floordiv, "__floordiv__", other=1.0)
+unary(
+    "floor_divide", floor_divided, lambda x, other=1.0: float(x // other), torch.floor_divide, operator.floordiv, "__floordiv__", other=1.0
+)
 unary("trunc_divide", trunc_divided, lambda x, other=1.0: float(math.trunc(x / other)), other=1.0)
 unary("remainder", remainder, lambda x, other=1.0: x % other, torch.remainder, operator.mod, "__mod__", other=1.0)
 unary("fmod", fmod, lambda x, other=1.0: math.fmod(x, other), torch.fmod, other=1.0)

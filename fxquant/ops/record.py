@@ -22,7 +22,7 @@ from fxquant.numerics import EVERYTHING, Interval
 from fxquant.ops.form import Call
 
 # How the arguments of one spelling become canonical ones, by name; a string is the reason why they cannot.
-Adapt = Callable[..., dict[str, Any] | str]
+Adapt = Callable[..., "dict[str, Any] | str | Instead"]
 Shape = tuple[int | Fraction, ...]  # at one batch size; of half a batch it may be no whole number
 
 
@@ -83,6 +83,14 @@ class Parameter:
     """Marks, among the arguments taken from a module, the module's own parameter or buffer of this name."""
 
     name: str
+
+
+@dataclass(frozen=True)
+class Instead:
+    """What an adaption returns where a call with these arguments is one of another operator: that one's function, and its arguments by name."""
+
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
 
 
 def _never_lowered(*_: Any, **__: Any) -> Quantized:
