@@ -215,7 +215,8 @@ def convert(
     calibration.require_prepared(prepared)
     target: Target = prepared.meta["target"]
     for operator in quantized_operators(prepared).values():
-        operator.output.require()
+        if not operator.plain:
+            operator.output.require()
     check_until(until, CONVERT)
     dial = Dial.of(debug, dump)
     dial.count = len(PREPARE) + 1

@@ -306,7 +306,8 @@ class Constant:
     """A parameter as integers: the node that holds them, and what one unit stands for.
 
     With several scales, they run along dimension `axis`, counted from the end. Those of a transposed convolution's
-    weight are the output channels', group after group. `zero_point` is the integer that stands for 0.
+    weight are the output channels', group after group. `zero_point` is the integer that stands for 0. Without a scale, (), they stand
+    for themselves: a mask, an index.
     """
 
     node: str

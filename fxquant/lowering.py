@@ -76,11 +76,11 @@ class Lowering:
     """The composition of primitives for one operator. Subclasses say what `call` and `constant` do."""
 
     def __init__(
-        self, name: str, arithmetic: Arithmetic, output: Quantizer, intermediate: Quantizer | None, weight: WeightQuantizer
+        self, name: str, arithmetic: Arithmetic, output: Quantizer | None, intermediate: Quantizer | None, weight: WeightQuantizer
     ) -> None:
         self.name = name
         self.arithmetic = arithmetic
-        self.output = output
+        self._output = output
         self.intermediate = intermediate
         self.weight = weight
         self.training = False
@@ -91,6 +91,12 @@ class Lowering:
         self.accumulator_bits = 0  # of the largest accumulator so far
 
     keeps_start = False  # whether a learned scale that has not started yet starts from the weight at hand
+
+    @property
+    def output(self) -> Quantizer:
+        """The quantizer of the result, which every operator has but those whose result is plain."""
+        assert self._output is not None, f"the result of %{self.name} has no grid"
+        return self._output
 
     # -- what a subclass provides ----------------------------------------------------------------------------------
 
@@ -112,6 +118,8 @@ class Lowering:
 
     def describe(self, role: str, scale: Tensor, axis: int | None = None, zero_point: int = 0) -> None:
         """Record what one unit of a constant stands for; one number for all, or for each index of its dimension `axis` (negative).
+
+        An empty `scale` says that it stands for itself: a mask, an index.
 
         `zero_point` is the integer that stands for 0.
         """
@@ -136,7 +144,7 @@ class Lowering:
     @property
     def place(self) -> Place:
         """The user's line and module, as errors take them. Operators that share a scale know their module alone."""
-        own = self.output.name == self.name
+        own = self._output is not None and self._output.name == self.name
         return {"at": self.output.source if own else "", "module": self.output.module_path if own else ""}
 
     def not_finite(self) -> NotFinite:
@@ -225,6 +233,13 @@ class Lowering:
         dtype = self.weight.dtype
         return Quantized(self.constant(role, made.integers.reshape(value.shape), dtype.storage), Grid(dtype, scale), tuple(value.shape))
 
+    def given(self, role: str, value: Any, dtype: torch.dtype) -> Any:
+        """A mask or an index, which is no operand, as an argument of primitives: a constant one is held with `dtype`."""
+        if not isinstance(value, Tensor):
+            return value
+        self.describe(role, torch.empty(0, device="cpu"))
+        return self.constant(role, value, dtype)
+
     def rescale(self, operand: Quantized, to: Quantizer, role: str) -> Any:
         """The operand's integers on the grid of `to`; the operand's own where the grids are equal."""
         grid = to.grid
@@ -301,7 +316,7 @@ class EagerLowering(Lowering):
         self,
         name: str,
         arithmetic: Arithmetic,
-        output: Quantizer,
+        output: Quantizer | None,
         intermediate: Quantizer | None,
         weight: WeightQuantizer,
         *,

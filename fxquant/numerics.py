@@ -70,6 +70,7 @@ WEIGHT_INT8 = IntType("int8", -127, 127, torch.int8)
 WEIGHT_INT16 = IntType("int16", -32767, 32767, torch.int16)
 
 ACTIVATION_TYPES: Mapping[str, IntType] = {t.name: t for t in (INT4, INT8, UINT8, INT16, INT32)}
+PLAIN_TYPES: Mapping[str, torch.dtype] = {"bool": torch.bool, "int64": torch.int64}  # of results that are no quantized tensors
 WEIGHT_TYPES: Mapping[str, IntType] = {t.name: t for t in (WEIGHT_INT4, WEIGHT_INT8, WEIGHT_INT16)}
 
 

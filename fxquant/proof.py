@@ -158,6 +158,8 @@ _ACTIVATIONS = frozenset(("input", "other", "accumulator", "residual"))
 def _check_range(value: Value, kind: str, described: QParams | None) -> None:
     low, high = float(value.low.min()), float(value.high.max())
     need(low <= high, f"its limits are {low:.0f} and {high:.0f}")
+    if kind == "plain":
+        return
     storage = torch.iinfo(value.fact.dtype)
     if kind == "accumulator":
         limit = INT48_MAX if value.fact.dtype == torch.int64 else min(INT32_MAX, storage.max + (storage.bits < 32))

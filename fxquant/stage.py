@@ -12,7 +12,7 @@ from torch import fx, nn
 from fxquant.errors import StageViolation
 from fxquant.facts import TensorFact
 from fxquant.graph import annotation, fact, is_parameter, reads_shape_only, resolve
-from fxquant.numerics import is_scale
+from fxquant.numerics import PLAIN_TYPES, is_scale
 from fxquant.ops import operator_of, shares
 from fxquant.primitives import PRIMITIVES
 from fxquant.quantization.prepared import QuantizedOperator
@@ -77,14 +77,25 @@ def bounded(gm: fx.GraphModule) -> Iterator[Violation]:
                 continue
             if integer and not is_integer(operand) and fact(operand).dtype.is_floating_point:
                 yield Violation(node, f"it is integer but reads the float %{operand.name}")
-            if not integer and is_integer(operand) and not (operator is not None and operator.name == "dequantize"):
+            if not integer and is_quantized(operand) and not (operator is not None and operator.name == "dequantize"):
                 yield Violation(node, f"it is float but reads the integer %{operand.name}")
 
 
 def is_integer(node: fx.Node) -> bool:
-    """Whether the annotated node's result is a quantized tensor."""
+    """Whether the annotated node is computed on integers: its result is a quantized tensor, or plain."""
     spec = annotation(node)
     return spec is not None and spec.dtype is not None
+
+
+def is_plain(node: fx.Node) -> bool:
+    """Whether the annotated node's result is truth values or whole numbers, computed on integers: it has no grid, and is read as it is."""
+    spec = annotation(node)
+    return spec is not None and spec.dtype in PLAIN_TYPES
+
+
+def is_quantized(node: fx.Node) -> bool:
+    """Whether the annotated node's result is a quantized tensor."""
+    return is_integer(node) and not is_plain(node)
 
 
 def one_scale_per_group(gm: fx.GraphModule) -> Iterator[Violation]:
@@ -95,7 +106,7 @@ def one_scale_per_group(gm: fx.GraphModule) -> Iterator[Violation]:
             continue
         spec = annotation(node)
         for operand in node.all_input_nodes:
-            if is_integer(operand) and spec is not None and annotation(operand).group != spec.group:  # type: ignore[union-attr]
+            if is_quantized(operand) and spec is not None and annotation(operand).group != spec.group:  # type: ignore[union-attr]
                 yield Violation(node, f"its scale must be that of %{operand.name}, but they are in different groups")
 
 
@@ -108,12 +119,13 @@ def prepared_operators(gm: fx.GraphModule) -> Iterator[Violation]:
         if is_integer(node) and node.op == "call_function":
             yield Violation(node, "it is annotated as integer but has no quantizer")
         if node.op == "call_module" and isinstance(module := resolve(gm, str(node.target)), QuantizedOperator):
-            for trained in (module.output, module.intermediate, module.weight_quantizer.learned):
+            output = None if module.plain else module.output
+            for trained in (output, module.intermediate, module.weight_quantizer.learned):
                 scales = [] if trained is None else trained.base_scale.flatten().tolist()
                 wrong = [scale for scale in scales if not math.isnan(scale) and not is_scale(scale)]
                 if wrong:
                     yield Violation(node, f"its scale is {wrong[0]}")
-            for quantizer in (module.output, module.intermediate):
+            for quantizer in (output, module.intermediate):
                 if quantizer is not None and not quantizer.grid.low <= 0 <= quantizer.grid.high:
                     yield Violation(node, f"its zero point is {quantizer.grid.zero_point}")
 

@@ -24,7 +24,7 @@ from fxquant.pipeline import Context
 from fxquant.quantization.mapping import DEFAULT, Rule
 from fxquant.quantization.rules import decide
 from fxquant.quantization.spec import ActivationConfig
-from fxquant.stage import is_integer
+from fxquant.stage import is_integer, is_quantized
 
 # The boundary nodes of a value, by config and by which of it matters. A config of None: the one for readers that ask for nothing,
 # which no rule asked for in particular.
@@ -50,7 +50,7 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
         def cross(
             operand: fx.Node, node: fx.Node = node, operator: Operator | None = operator, activations: set[fx.Node] = activations
         ) -> fx.Node:
-            if is_integer(operand) and operand not in activations:
+            if is_quantized(operand) and operand not in activations:
                 if reads_shape_only(node) or operator is DEQUANTIZE:
                     return operand
                 return _boundary(gm, operand, DEQUANTIZE, dequantized, operand, default)

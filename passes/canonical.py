@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from fxquant.facts import TensorFact
 from fxquant.graph import absorb, fact, inherit, is_parameter, mark_parameter, refuse, resolve, set_fact, spell
-from fxquant.ops import FUNCTIONS, METHODS, MODULES, Operator, Parameter, operand_nodes, operator_of
+from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Instead, Operator, Parameter, operand_nodes, operator_of
 from fxquant.ops.unary import SHIFTED, with_offset
 from fxquant.pipeline import Context
 
@@ -128,6 +128,8 @@ def _recognise(node: fx.Node, modules: dict[str, nn.Module]) -> tuple[Operator, 
         if not _is_scalar(args):
             raise
         return operator, "its operand has no dimensions", (node.target,)
+    if isinstance(adapted, Instead):
+        operator, adapted = OPERATORS[adapted.function], adapted.arguments
     return operator, adapted if isinstance(adapted, str) else _bind(operator, (), adapted), (node.target,)
 
 

@@ -44,7 +44,9 @@ def expand(gm: fx.GraphModule, context: Context) -> int:
                 _settle(made, context)
             because = next((found for made in build.parts if (found := _why_float(made, context)) is not None), None)
             if because is None:
+                read = node.all_input_nodes
                 _replace(node, result)
+                _eliminate_unused([operand for operand in read if operator_of(operand) is not None])
                 _eliminate_unused([made for made in build.parts if made is not result])
                 context.say(f"%{node.name} is expanded into {len(build.parts)} parts")
                 changes += 1

@@ -46,7 +46,7 @@ from fxquant.numerics import WEIGHT_INT8, Grid
 from fxquant.ops import map_operands, operator_of
 from fxquant.ops.boundary import DEQUANTIZE
 from fxquant.pipeline import Context
-from fxquant.primitives import PRIMITIVES, boundary, elementwise, pool, product, resize, shape
+from fxquant.primitives import PRIMITIVES, boundary, comparison, elementwise, pool, product, resize, shape
 from fxquant.proof import Shapes
 from fxquant.quantization.prepared import QuantizedOperator
 from fxquant.quantization.quantizer import Quantizer
@@ -58,7 +58,7 @@ ON_THE_OPERANDS_GRID: Mapping[Any, Callable[[tuple[Any, ...], int], tuple[Any, .
     **dict.fromkeys(
         (
             *(shape.reshape, shape.permute, shape.concatenate, shape.crop, shape.select, shape.expand, shape.tile, pool.max_pool),
-            *(product.maximum, product.minimum, resize.resize_linear),
+            *(product.maximum, product.minimum, resize.resize_linear, comparison.choose),
         ),
         lambda arguments, zero: arguments,
     ),
@@ -86,14 +86,14 @@ class GraphLowering(Lowering):
         graph: fx.Graph,
         node: fx.Node,
         module: QuantizedOperator | None,
-        output: Quantizer,
+        output: Quantizer | None,
         arithmetic: Arithmetic,
         shapes: Shapes,
         container: str,
     ) -> None:
         weight = WeightQuantizer(WEIGHT_INT8) if module is None else module.weight_quantizer
         super().__init__(node.name, arithmetic, output, None if module is None else module.intermediate, weight)
-        self.shares = module is not None and not module.owns_output
+        self.shares = module is not None and not module.owns_output and not module.plain
         self.gm, self.graph, self.node, self.shapes, self.container = gm, graph, node, shapes, container
         self.made: list[fx.Node] = []
         self.constants: dict[str, str] = {}  # node names by role
@@ -186,11 +186,11 @@ class GraphLowering(Lowering):
     def note(self, key: str, value: object) -> None:
         self.facts[key] = value
 
-    def finish(self, result: Quantized, operation: Operation) -> Quantized:
-        """The result, on a node that takes the operator's name and facts."""
-        node: fx.Node = result.value
+    def finish(self, result: Any, operation: Operation) -> Any:
+        """The result, on a node that takes the operator's name and facts; a plain one is that node itself."""
+        node: fx.Node = result.value if isinstance(result, Quantized) else result
         if node in self.made:
-            if PRIMITIVES[node.target].kind == "quantized":  # type: ignore[index]
+            if isinstance(result, Quantized) and PRIMITIVES[node.target].kind == "quantized":  # type: ignore[index]
                 set_qparams(node, _described(result.grid))
             node._rename(self.name)
             notes(node).update(self.facts)
@@ -199,6 +199,8 @@ class GraphLowering(Lowering):
             known_part = part(self.node)
             if known_part is not None:
                 set_part(node, known_part)
+        if not isinstance(result, Quantized):
+            return node
         known = fact(node)
         return Quantized(node, result.grid, known.shape if isinstance(known, TensorFact) else ())
 
@@ -244,11 +246,13 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
         for node in gm.graph.nodes:
             module = resolve(gm, str(node.target)) if node.op == "call_module" else None
             if isinstance(module, QuantizedOperator):
-                module.output.require()
-                lowering = GraphLowering(gm, graph, node, module, module.output, context.target.arithmetic, shapes, container)
+                output = None if module.plain else module.output
+                if output is not None:
+                    output.require()
+                    outputs[node] = output
+                lowering = GraphLowering(gm, graph, node, module, output, context.target.arithmetic, shapes, container)
                 arguments = module.operator.bind_call(node.args, node.kwargs)
                 lowering.held = held if any(len(read.users) > 1 for read in node.all_input_nodes if is_parameter(read)) else None
-                outputs[node] = module.output
             elif operator_of(node) is DEQUANTIZE:
                 lowering = GraphLowering(gm, graph, node, None, outputs[node.args[0]], context.target.arithmetic, shapes, container)
                 arguments = DEQUANTIZE.bind_call(node.args, node.kwargs)
@@ -258,8 +262,10 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
                 continue
             operator = module.operator if isinstance(module, QuantizedOperator) else DEQUANTIZE
             result = operator.lower(lowering, **_concrete(gm, operator, arguments, environment, results))
-            results[node] = lowering.finish(result, lowering.operation(operator.name, _referring(arguments, environment)))
-            environment[node] = results[node].value
+            made = lowering.finish(result, lowering.operation(operator.name, _referring(arguments, environment)))
+            if isinstance(made, Quantized):
+                results[node] = made
+            environment[node] = made.value if isinstance(made, Quantized) else made
             changes += 1
     _eliminate_unused(graph)
     replace_graph(gm, graph)

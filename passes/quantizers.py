@@ -22,7 +22,7 @@ from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.rules import decide, result_config
 from fxquant.quantization.spec import LEARNED, ActivationConfig, WeightConfig
 from fxquant.quantization.weights import WeightQuantizer, WeightScale
-from fxquant.stage import is_integer
+from fxquant.stage import is_integer, is_plain
 
 CONTAINER = "quantized"  # where the operators stand in the prepared model
 
@@ -31,23 +31,21 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
     """Every integer operator is a QuantizedOperator; every group has one quantizer."""
     quantizers = _quantizers(gm, context)
     container = free_name(gm, CONTAINER)
-    owners: set[int] = set()
     changes = 0
     for node in gm.graph.nodes:
         operator = operator_of(node)
         spec = annotation(node)
         if operator is None or spec is None or not is_integer(node):
             continue
-        assert spec.group is not None
         arguments = operator.arguments(node)
         _require_finite(gm, node, operator, arguments)
-        own = not shares(node)
+        own = not shares(node) and not is_plain(node)
         module = QuantizedOperator(
             node.name,
             operator,
             context.target.arithmetic,
             _inputs(operator, arguments, quantizers),
-            quantizers[spec.group],
+            None if is_plain(node) else quantizers[_group(spec)],
             owns_output=own,
             intermediate=_intermediate(node, arguments, spec, context) if "residual" in arguments else None,
             weight_quantizer=_weight_quantizer(gm, operator, arguments, spec.config.weight, context),
@@ -55,12 +53,16 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
             path=module_path(node),
             observed=observed(node) or EVERYTHING,
         )
-        owners.add(spec.group)
         target = f"{container}.{node.name}"
         attach(gm, target, module)
         node.op, node.target = "call_module", target
         changes += 1
     return changes
+
+
+def _group(spec: Annotation) -> int:
+    assert spec.group is not None
+    return spec.group
 
 
 def _require_finite(gm: fx.GraphModule, node: fx.Node, operator: Operator, arguments: dict[str, Any]) -> None:
@@ -147,8 +149,7 @@ def _inputs(operator: Operator, arguments: dict[str, Any], quantizers: dict[int,
             return None
         spec = annotation(operand)
         assert spec is not None
-        assert spec.group is not None
-        return quantizers[spec.group]
+        return quantizers[_group(spec)]
 
     mapped = map_operands(operator, arguments, quantizer)
     names = (*operator.operands, "residual")

@@ -20,7 +20,7 @@ from fxquant.ops import matters, operator_of, shares, sharing_operands
 from fxquant.ops.boundary import DEQUANTIZE
 from fxquant.pipeline import Context
 from fxquant.quantization.rules import decide, result_config
-from fxquant.stage import is_integer
+from fxquant.stage import is_integer, is_quantized
 
 Asked = tuple[str, tuple[float, int] | None]  # the dtype a node asks for, and the scale and zero point if they are fixed
 
@@ -31,7 +31,7 @@ def share(gm: fx.GraphModule, context: Context) -> int:
     tied: dict[str, fx.Node] = {}
     for node in gm.graph.nodes:
         operator = operator_of(node)
-        if operator is None or not (is_integer(node) or operator is DEQUANTIZE):
+        if operator is None or not (is_quantized(node) or operator is DEQUANTIZE):
             continue
         demands.add_node(node)
         demands.add_edges_from((node, operand) for operand in sharing_operands(node, context.target.arithmetic))
@@ -54,7 +54,7 @@ def _observe(gm: fx.GraphModule, context: Context) -> None:
     A clamp throws away what lies beyond its limits; a scale that covered that as well would be too coarse for the rest.
     """
     for node in reversed(gm.graph.nodes):
-        if not is_integer(node) or not node.users:
+        if not is_quantized(node) or not node.users:
             continue
         wanted = [_wanted(reader, context) for reader in node.users]
         interval = min(low for low, _ in wanted), max(high for _, high in wanted)

@@ -21,7 +21,8 @@ from fxquant.graph import (
     ties,
 )
 from fxquant.graph import annotate as set_annotation
-from fxquant.ops import Fixed, Operator, Own, demand, operand_nodes, operator_of, shares
+from fxquant.numerics import PLAIN_TYPES
+from fxquant.ops import Fixed, Operator, Own, Plain, demand, operand_nodes, operator_of, read_nodes, shares
 from fxquant.ops.floating import needed_in_float, reads_no_activation
 from fxquant.pipeline import Context
 from fxquant.quantization.mapping import DEFAULT, Rule
@@ -49,7 +50,7 @@ def annotate(gm: fx.GraphModule, context: Context) -> int:
         assert operator is not None
         assert qconfig is not None
         dtype = _dtype(node, decision, context.target.default_activation)
-        if decision.asked and dtype != qconfig.output.dtype and not is_inner_part(node):
+        if decision.asked and dtype != qconfig.output.dtype and not is_inner_part(node) and dtype not in PLAIN_TYPES:
             wanted = f"{qconfig.output.dtype} as the qconfig's {decision.output} says"
             context.not_done(gm, f"%{node.name} is {dtype}, which is demanded of it, and not {wanted}")
         set_annotation(node, Annotation(dtype, _why_integer(node), qconfig))
@@ -89,11 +90,27 @@ def _why_float(
             return f"the 32-bit output of %{operand.name} is not computed with any further"
     if operator.expand is not None:
         return "it was not expanded into the operators that it is made of"
-    passes_on = shares(node) and part(node) is None and operands[0].op != "placeholder"
-    if passes_on and (annotation(operands[0]) or Annotation(None, "")).dtype is None:
-        return f"it only passes on the values of %{operands[0].name}, which is in float"
-    if qconfig.output.dtype == "int32" and not shares(node) and not operator.sums and not is_inner_part(node):
+    because = _why_beside_float(node, operator, arguments)
+    if because is not None:
+        return because
+    plain = isinstance(demand(node), Plain)
+    if qconfig.output.dtype == "int32" and not plain and not shares(node) and not operator.sums and not is_inner_part(node):
         return f"{operator.name} has no 32-bit output: it forms no sum of products"
+    return None
+
+
+def _why_beside_float(node: fx.Node, operator: Operator, arguments: dict[str, Any]) -> str | None:
+    """Why the node is better left in float, since what it reads is: it would cross into integers for what floats do as well."""
+    operands, masks = operand_nodes(operator, arguments), read_nodes(operator, arguments)
+    if not operands and not any(map(_integer, masks)):
+        return f"it reads %{masks[0].name} alone, which is computed in float or given"
+    read = [operand for operand in operands if operand.op != "placeholder" and not _integer(operand)]
+    if not read or part(node) is not None:
+        return None
+    if isinstance(demand(node), Plain):
+        return f"it compares or orders the values of %{read[0].name}, which is in float"
+    if shares(node) and operands[0] is read[0]:
+        return f"it only passes on the values of %{operands[0].name}, which is in float"
     return None
 
 
@@ -126,7 +143,7 @@ def _dtype(node: fx.Node, decision: Decision, default: str) -> str:
     qconfig = decision.config
     assert qconfig is not None
     demanded = demand(node)
-    if isinstance(demanded, Fixed) or (isinstance(demanded, Own) and demanded.dtype is not None):
+    if isinstance(demanded, Fixed | Plain) or (isinstance(demanded, Own) and demanded.dtype is not None):
         assert demanded.dtype is not None
         return demanded.dtype
     wanted = qconfig.output.dtype
@@ -148,6 +165,8 @@ def _why_integer(node: fx.Node) -> str:
     demanded, known = demand(node), part(node)
     if isinstance(demanded, Fixed):
         grid = f"on a scale of {demanded.scale:g}"
+    elif isinstance(demanded, Plain):
+        grid = "as it is, without a scale"
     elif shares(node):
         grid = "on its operand's scale"
     else:

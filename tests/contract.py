@@ -72,7 +72,7 @@ def graph_values(integer: fx.GraphModule, *inputs: Tensor) -> dict[str, Tensor]:
 
 
 def primitive_kind(node: fx.Node) -> str | None:
-    """ "quantized", "accumulator" or "float" for a primitive; None for any other node."""
+    """ "quantized", "accumulator", "plain" or "float" for a primitive; None for any other node."""
     record = PRIMITIVES.get(node.target) if node.op == "call_function" else None
     return None if record is None else record.kind
 
@@ -122,7 +122,10 @@ def assert_validate_is_integer(prepared: fx.GraphModule, integer: fx.GraphModule
         known = qparams(nodes[name])
         scale = torch.tensor(known.scale).reshape(-1, *[1] * (-known.axis - 1)) if known.axis is not None else torch.tensor(known.scale)
         assert same_bytes(real[name], (integers[name].float() - known.zero_point) * scale), name
-    missing = {name: operator.operator.name for name, operator in quantized_operators(prepared).items() if name not in compared}
+    plain = [name for name in real if name in nodes and primitive_kind(nodes[name]) == "plain"]
+    for name in plain:
+        assert same_bytes(real[name], integers[name]), name
+    missing = {name: operator.operator.name for name, operator in quantized_operators(prepared).items() if name not in compared + plain}
     assert not [name for name, kind in missing.items() if kind not in NOT_LOWERED], missing
     assert fxq.verify(prepared, integer, [inputs], show_progress=False).mismatches == 0
 

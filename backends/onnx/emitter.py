@@ -30,7 +30,9 @@ TYPES = {
 _TYPE_INPUT = {"Where": 1, "QuantizeLinear": 2, "QLinearConv": 7, "QLinearMatMul": 7}
 _FIXED_TYPE = {
     "IsNaN": torch.bool,
-    "Greater": torch.bool,
+    **dict.fromkeys(("Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Equal", "Not", "And", "Or", "Xor"), torch.bool),
+    "ArgMax": torch.int64,
+    "TopK": torch.int64,
     "Shape": torch.int64,
     "DequantizeLinear": torch.float32,
     "MatMulInteger": torch.int32,

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from fxquant.backends.onnx.exportable import replacement
 from fxquant.errors import ExportError
 from fxquant.facts import BATCH_SIZES, BatchDim, TensorFact
-from fxquant.graph import attach, fact, resolve
+from fxquant.graph import attach, fact, qparams, resolve
 from fxquant.primitives import PRIMITIVES
 
 OLDEST_OPSET = 18  # that PyTorch's exporter writes in every version
@@ -79,7 +79,7 @@ class FloatRegions:
         """
         operands: list[fx.Node] = []
         fx.map_arg(dict(arguments), operands.append)
-        facts = {operand: replace(fact(operand), dtype=torch.float32) for operand in operands}
+        facts = {operand: _real(operand) for operand in operands}
         index = {operand: position for position, operand in enumerate(facts)}
         key = (
             None
@@ -89,7 +89,7 @@ class FloatRegions:
         if key is None or key not in self.exported:
             self.exported[key] = self._export_function(node, function, arguments, parameters, facts)
         name = f"{node.name}/float"
-        known = replace(fact(node), dtype=torch.float32)
+        known = _real(node)
         self._append(self.exported[key], emitter, [real(operand.name) for operand in facts], {name: known}, node)
         return name
 
@@ -330,3 +330,9 @@ def _dynamic(value: Any) -> Any:
     if not isinstance(value, TensorFact):
         return torch.export.Dim.DYNAMIC if isinstance(value, BatchDim) else None
     return {index: torch.export.Dim.DYNAMIC for index, size in enumerate(value.shape) if isinstance(size, BatchDim)} or None
+
+
+def _real(node: fx.Node) -> TensorFact:
+    """The real value of a node of an integer graph: float32 where it is a quantized tensor, else what it is."""
+    known: TensorFact = fact(node)
+    return known if qparams(node) is None else replace(known, dtype=torch.float32)

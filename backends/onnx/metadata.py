@@ -9,7 +9,8 @@
     fxquant.outputs          JSON: the same for each output, with the quantized tensor it is or was. Where it is that tensor (io
                              "integer"), what fxquant.tensors says of it is true of the numbers taken and returned
     fxquant.tensors          JSON: for each described value, by name, in the order they are computed:
-                               kind        "quantized", "accumulator" (between two of them) or "float"
+                               kind        "quantized", "accumulator" (between two of them), "plain" (truth values or whole numbers, which
+                                           have no scale) or "float"
                                and of a quantized one
                                scale       a number, or a list along the dimension `axis`, counted from the end
                                dtype       its range: "int8", "uint8", "int16", …
@@ -45,7 +46,7 @@ from fxquant.version import __version__
 PREFIX = "fxquant."
 _PLAIN = ("version", "style", "io", "target")  # the others are JSON
 _ALLOWED = {"style": ("exact", "fast", "qdq"), "io": ("float", "integer")}
-KINDS = ("quantized", "accumulator", "float")
+KINDS = ("quantized", "accumulator", "plain", "float")
 STORAGES = ("int8", "uint8", "int16", "int32")
 RANGES = tuple(ACTIVATION_TYPES)
 # On x86 processors without VNNI, kernels add pairs of products in 16 bits, which can saturate, unless told not to.

@@ -88,7 +88,8 @@ class QdqWriter(Writer):
         if operation(node) is None:
             return None
         described = qparams(node)
-        assert described is not None
+        if described is None:  # truth values and whole numbers have no scale
+            return value
         if described.dtype == "int32":  # the sum of a last layer stays as it is
             if self.io == "integer":
                 raise ExportError(
@@ -138,9 +139,10 @@ class QdqWriter(Writer):
         return self.nodes[value.node] if isinstance(value, Reference) else value
 
     def _rounding(self, node: fx.Node) -> Callable[[str], str]:
-        """What quantizes and dequantizes a value on the scale of a node."""
+        """What quantizes and dequantizes a value on the scale of a node; a plain one stays as it is."""
         described = qparams(node)
-        assert described is not None
+        if described is None:
+            return lambda value: value
         return self._requantized(described)
 
     # ---- values -----------------------------------------------------------------------------------------------------

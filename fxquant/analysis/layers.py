@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxquant.analysis.cost import cost_of
-from fxquant.analysis.node import called, grid_of, is_dequantize, is_quantize, primitive_of
+from fxquant.analysis.node import called, dtype_of, grid_of, is_dequantize, is_quantize, primitive_of
 from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError
 from fxquant.facts import TensorFact
@@ -53,9 +53,9 @@ class Layer:
 
     name              of its node: the same in the prepared model, the integer model and the ONNX file
     operator          PyTorch's name of what it computes ("conv2d"); in a traced graph as it was written ("Conv2d")
-    integer           whether its result is a quantized tensor
+    integer           whether it is computed on integers: its result is a quantized tensor, or truth values or whole numbers of such
     boundary          whether it is where real numbers become integers, or integers real numbers
-    dtype             of its result: "int8", … of a quantized tensor, else PyTorch's ("float32"); "" where it is no tensor
+    dtype             of its result: "int8", … of a quantized tensor, else PyTorch's ("float32", "bool"); "" where it is no tensor
     grid              the scale and dtype of its quantized result: one scale, NaN until it is known, or several along an axis; none, (), in
                       a prepared model whose 32-bit output has the scale of its sum. None for a float operator, and before there
                       are quantizers
@@ -142,7 +142,7 @@ def _layer(
     model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node], device: str, intermediates: tuple[Intermediate, ...]
 ) -> Layer:
     spec, lowered, grid, known = annotation(node), operation(node), grid_of(model, node), fact(node)
-    dtype = grid.dtype if grid is not None else None if spec is None else spec.dtype
+    dtype = dtype_of(model, node)
     cost = cost_of(model, node, nodes, dtype)
     tensor = known if isinstance(known, TensorFact) else None
     return Layer(

@@ -387,7 +387,7 @@ def _align_corners(site: Site) -> list[Any]:
 
 def _dtype_bits(node: fx.Node) -> list[int]:
     spec = annotation(node)
-    return [] if spec is None or spec.dtype is None else [ACTIVATION_TYPES[spec.dtype].bits]
+    return [ACTIVATION_TYPES[spec.dtype].bits] if spec is not None and spec.dtype in ACTIVATION_TYPES else []
 
 
 def _result_bits(site: Site) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxquant.graph import QParams, qparams, resolve
+from fxquant.graph import QParams, annotation, fact, qparams, resolve
 from fxquant.ops import Operator, operator_of
 from fxquant.ops.boundary import DEQUANTIZE, QUANTIZE
 from fxquant.primitives import PRIMITIVES, boundary
@@ -20,6 +20,15 @@ def called(model: fx.GraphModule, node: fx.Node) -> str:
     if node.op == "call_module":
         return type(resolve(model, str(node.target))).__name__
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def dtype_of(model: fx.GraphModule, node: fx.Node) -> str | None:
+    """The integer dtype of a node's result, with a grid or plain ("bool", "int64"); None of what is computed in float, or not decided."""
+    grid, primitive = grid_of(model, node), primitive_of(node)
+    if primitive is not None and primitive.kind == "plain":
+        return str(fact(node).dtype).removeprefix("torch.")
+    spec = annotation(node)
+    return grid.dtype if grid is not None else None if spec is None else spec.dtype
 
 
 def record_of(model: fx.GraphModule, node: fx.Node) -> Operator | None:
@@ -57,6 +66,8 @@ def grid_of(model: fx.GraphModule, node: fx.Node) -> QParams | None:
     module = quantized_operator(model, node)
     if module is None:
         return qparams(node)
+    if module.plain:
+        return None
     if module.output.follows_sum:
         return QParams((), module.output.dtype.name)
     grid = module.output.grid

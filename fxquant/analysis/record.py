@@ -28,7 +28,7 @@ Values = dict[str, Tensor]  # by name, in the order they are computed; the outpu
 
 # What a state is recorded as: the same numbers, and nothing observes, and no statistics move.
 STILL = {State.CALIBRATE: State.FLOAT, State.TRAIN: State.VALIDATE}
-PRIMITIVE_KINDS = {"quantized": QUANTIZED, "accumulator": ACCUMULATORS, "float": FLOAT}
+PRIMITIVE_KINDS = {"quantized": QUANTIZED, "plain": QUANTIZED, "accumulator": ACCUMULATORS, "float": FLOAT}
 
 
 class Form(Protocol):
@@ -125,8 +125,10 @@ class GraphForm:
         if module is None:
             grid, centred = grid_of(self.model, node), value.to(torch.int64) - zero_point(node)
             return _real(centred, grid) if real and grid is not None else centred
-        if module.state is State.FLOAT or module.output.follows_sum:
+        if module.state is State.FLOAT or (not module.plain and module.output.follows_sum):
             return None
+        if module.plain:
+            return value.to(torch.int64)
         return torch.round(value.double() / module.output.scale.double()).to(torch.int64)
 
 

@@ -224,34 +224,8 @@ def _refuses_mul(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return "it multiplies by zero" if 0 in (arguments["input"], arguments["other"]) else needs_activation(node, arguments)
 
 
-def div(input: Tensor, other: float, *, clamp: Clamp | None = None) -> Tensor:
-    """input / other for a number, and a fused clamp."""
-    return _clamped(input / other, clamp)
-
-
-def _lower_div(lowering: Lowering, input: Quantized, other: float, *, clamp: Clamp | None = None) -> Quantized:
-    step = Ratio((input.scale,), (torch.tensor(abs(float(other)), dtype=torch.float64, device=input.scale.device),))
-    return lowering.requantize(lowering.call(elementwise.widen if other > 0 else elementwise.negate, input.value), step, clamp)
-
-
-def _refuses_div(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    other = arguments["other"]
-    if isinstance(other, fx.Node):
-        tensor = isinstance(fact(other), TensorFact) or is_parameter(other)
-        return "it divides by a tensor: multiply by torch.reciprocal of it" if tensor else "it divides by a number that is computed"
-    return None if isinstance(other, int | float) and math.isfinite(other) and other != 0 else f"it divides by {other}"
-
-
-def _true_division(input: Any, other: Any, rounding_mode: str | None = None) -> dict[str, Any] | str:
-    return {"input": input, "other": other} if rounding_mode is None else f"rounding_mode={rounding_mode!r} has no integer form"
-
-
 def _onnx_mul(c: Call) -> str:
     return c.epilogue(c.do("Mul", c.operand("input"), c.operand("other")))
-
-
-def _onnx_div(c: Call) -> str:
-    return c.epilogue(c.do("Div", c.operand("input"), c.operand("other")))
 
 
 register(
@@ -266,20 +240,6 @@ register(
         absorbs=frozenset({"clamp"}),
         refuses=_refuses_mul,
         onnx=_onnx_mul,
-    )
-)
-register(
-    Operator(
-        "div",
-        div,
-        ("input",),
-        _lower_div,
-        functions={torch.div: _true_division, torch.true_divide: None, operator.truediv: None},
-        methods={"div": _true_division, "div_": _true_division, "__truediv__": None},
-        idle=lambda arguments: _is(arguments["other"], 1),
-        absorbs=frozenset({"clamp"}),
-        refuses=_refuses_div,
-        onnx=_onnx_div,
     )
 )
 register(

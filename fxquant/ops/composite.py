@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.facts import BATCH_SIZES, TensorFact
-from fxquant.graph import Part, fact, inherit, is_parameter, set_fact, set_part, spell, spelling, state_demand, tie
+from fxquant.graph import Part, fact, inherit, is_parameter, mark_parameter, set_fact, set_part, spell, spelling, state_demand, tie
 from fxquant.ops.record import OPERATORS, Demand, Operator
 
 
@@ -52,6 +52,15 @@ class Builder:
         if demand is not None:
             state_demand(made, demand)
         self.parts.append(made)
+        return made
+
+    def parameter(self, function: Callable[..., Any], *args: Any) -> fx.Node:
+        """What a function computes from parameters alone: a parameter from here on."""
+        made = self.node.graph.create_node("call_function", function, args, {}, name=f"{self.node.name}_{function.__name__}")
+        self.node.prepend(made)
+        inherit(made, self.node, "composite.expand")
+        set_fact(made, TensorFact.between(*(_on_meta(made, batch) for batch in BATCH_SIZES)))
+        mark_parameter(made)
         return made
 
     def _nested(self, operator: Operator, arguments: dict[str, Any], demand: Demand | None) -> Any:

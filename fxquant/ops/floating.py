@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from fxquant.facts import TensorFact
 from fxquant.graph import computes_tensor, fact, is_parameter, refusal, resolve
-from fxquant.ops.record import Operator, operand_nodes, operator_of
+from fxquant.ops.record import Operator, operand_nodes, operator_of, read_nodes
 
 RANKING = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softmax2d)
 RANKING_FUNCTIONS = frozenset((
@@ -26,7 +26,7 @@ RANKING_FUNCTIONS = frozenset((
 RANKING_OPERATORS = ("softmax", "log_softmax")
 RANKING_METHODS = frozenset(("softmax", "log_softmax", "logsumexp", "argmax", "topk", "sort", "argsort"))
 DIVISIONS = frozenset(("div", "divide", "true_divide", "floor_divide", "remainder", "fmod"))
-SINGULAR = frozenset(("log2", "log10"))  # at 0; of those the table does not know
+SINGULAR: frozenset[str] = frozenset()  # at 0; of those the table does not know
 ADDING = ("add", "sub", "maximum", "minimum")  # what a mask is brought in by
 
 Ends = Callable[[fx.Node, fx.Node], bool]
@@ -67,7 +67,7 @@ def reads_no_activation(operator: Operator, arguments: Mapping[str, Any]) -> str
         because = _no_real_numbers(operand)
         if because is not None:
             return because
-    if operands:
+    if operands or read_nodes(operator, arguments):
         return None
     for name, value in arguments.items():
         if isinstance(value, fx.Node) and isinstance(fact(value), TensorFact) and not is_parameter(value):
@@ -146,7 +146,7 @@ def _ranks(gm: fx.GraphModule, node: fx.Node) -> bool:
 def _divides(reader: fx.Node, node: fx.Node) -> bool:
     """Whether the node is what a float operator divides by, or takes the logarithm of, and nothing else of it."""
     operator = operator_of(reader)
-    if operator is not None and (operator.name != "div" or node in operand_nodes(operator, operator.arguments(reader))):
+    if operator is not None and (operator.name != "true_divide" or refusal(reader) is None):
         return False
     name = reader.target if isinstance(reader.target, str) else getattr(reader.target, "__name__", "")
     if reader.op not in ("call_function", "call_method"):

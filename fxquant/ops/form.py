@@ -75,8 +75,10 @@ class Call:
         return self.e.constant(self.real(role)) if role in self.constants else self.number(self.arguments[role])
 
     def real(self, role: str) -> Tensor:
-        """A parameter's real numbers, float32; its scales must run along its dimension `axis`."""
+        """A parameter's real numbers, float32; its scales must run along its dimension `axis`. A mask or an index as it is."""
         integers, scale, axis = self.constants[role]
+        if scale.numel() == 0:
+            return integers
         shaped = scale if axis is None else scale.reshape(-1, *[1] * (-axis - 1))
         return (integers.double() * shaped.double()).float()
 

@@ -22,7 +22,7 @@ from fxquant.numerics import EVERYTHING, Interval
 from fxquant.ops.form import Call
 
 # How the arguments of one spelling become canonical ones, by name; a string is the reason why they cannot.
-Adapt = Callable[..., dict[str, Any] | str]
+Adapt = Callable[..., "dict[str, Any] | str | Instead"]
 Shape = tuple[int | Fraction, ...]  # at one batch size; of half a batch it may be no whole number
 
 
@@ -59,7 +59,14 @@ class Fixed:
     otherwise: Fixed | Own | None = None
 
 
-Demand = Own | Same | Fixed
+@dataclass(frozen=True)
+class Plain:
+    """No grid: the result is truth values or whole numbers ("bool", "int64"), which are read as they are. It has no gradient."""
+
+    dtype: str
+
+
+Demand = Own | Same | Fixed | Plain
 
 
 def settled(demanded: Demand, dtypes: Collection[str]) -> Demand:
@@ -78,6 +85,14 @@ class Parameter:
     name: str
 
 
+@dataclass(frozen=True)
+class Instead:
+    """What an adaption returns where a call with these arguments is one of another operator: that one's function, and its arguments by name."""
+
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+
+
 def _never_lowered(*_: Any, **__: Any) -> Quantized:
     raise AssertionError("a composite is expanded before anything is lowered")
 
@@ -89,11 +104,14 @@ class Operator:
     name       its name, PyTorch's
     function   its float meaning, differentiable; the target of its canonical node; its signature is the canonical one
     operands   the parameters that take activations (a tensor, or a list of them)
+    reads      the parameters that take truth values or whole numbers as they are: a mask, an index
     demand     what it demands of its result's grid; a function of a node and its arguments where that depends on these
     keeps      which of its operand's values its result tells apart, given which of its result's matter: what lies outside the interval
                is as good as its nearer end, so no scale has to cover it. None: all of them, or, on its operand's scale, those that
                matter of its result
-    lower      its integer meaning: lower(lowering, **arguments) -> Quantized; every operator has it but a composite
+    lower      its integer meaning: lower(lowering, **arguments) -> Quantized, or, where it demands no grid (`Plain`), the value itself;
+               every operator has it but a composite. An argument that is no operand, a mask or an index, comes as it is: a value of the
+               lowering, or, where it is a constant, a tensor (`Lowering.given`)
     expand     a composite's meaning in other operators: expand(build, **arguments) -> the node of its result, or a nest of them;
                `build` is a `composite.Builder`
     functions  the functions that spell it, each with how its arguments become canonical ones (None: by name)
@@ -119,8 +137,9 @@ class Operator:
     name: str
     function: Callable[..., Any]
     operands: tuple[str, ...]
-    lower: Callable[..., Quantized] = _never_lowered
+    lower: Callable[..., Any] = _never_lowered
     demand: Demand | Callable[[fx.Node, dict[str, Any]], Demand] = Own()
+    reads: tuple[str, ...] = ()
     expand: Callable[..., Any] | None = None
     keeps: Callable[[dict[str, Any], Interval], Interval] | None = None
     functions: Mapping[Callable[..., Any], Adapt | None] = field(default_factory=dict)
@@ -226,7 +245,7 @@ def demand(node: fx.Node) -> Demand | None:
     stated: Demand | None = stated_demand(node)
     if stated is not None:
         return stated
-    return operator.demand if isinstance(operator.demand, Own | Same | Fixed) else operator.demand(node, operator.arguments(node))
+    return operator.demand if isinstance(operator.demand, Own | Same | Fixed | Plain) else operator.demand(node, operator.arguments(node))
 
 
 def shares(node: fx.Node) -> bool:
@@ -263,6 +282,13 @@ def operand_nodes(operator: Operator, arguments: Mapping[str, Any]) -> list[fx.N
         value = arguments.get(name)
         found.extend(value if isinstance(value, list | tuple) else [] if value is None else [value])
     return [value for value in found if isinstance(value, fx.Node) and not is_parameter(value)]
+
+
+def read_nodes(operator: Operator, arguments: Mapping[str, Any]) -> list[fx.Node]:
+    """The nodes of the truth values and whole numbers that an operator reads as they are, in order; parameters are none."""
+    found: list[fx.Node] = []
+    fx.map_arg([arguments.get(name) for name in operator.reads], found.append)
+    return [value for value in found if not is_parameter(value)]
 
 
 def map_operands(operator: Operator, arguments: Mapping[str, Any], function: Callable[[str, Any], Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -18,7 +18,7 @@ from fxquant.graph import fact, is_parameter
 from fxquant.lowering import Lowering, Quantized
 from fxquant.numerics import EVERYTHING, Grid, Interval, IntType, table
 from fxquant.ops.form import Call
-from fxquant.ops.record import OPERATORS, Operator, operator_of, register
+from fxquant.ops.record import OPERATORS, Adapt, Instead, Operator, operator_of, register
 from fxquant.primitives import elementwise
 
 UNARY: dict[str, tuple[Callable[..., Tensor], Callable[..., float]]] = {}  # on tensors, and on one Python float
@@ -78,13 +78,16 @@ def unary(
     *spellings: Any,
     varies: Interval = EVERYTHING,
     onnx: str | Callable[[Call], str] | None = None,
+    adapted: Mapping[Any, Adapt] | None = None,
+    module: tuple[type, Callable[[Any], dict[str, Any] | str]] | None = None,
     **settings: Any,
 ) -> Operator:
     """Declare a unary function.
 
-    `function` is its float meaning on tensors, `exact` the one on a Python float that the table is made of;
-    `spellings` are further functions, method names and module classes; `settings` are the function's own
-    parameters with their defaults, which `exact` takes as well and a module holds under the same names. Outside of
+    `function` is its float meaning on tensors, `exact` the one on a Python float that the table is made of; where it has no value, NaN.
+    `spellings` are further functions, names, and module classes. What PyTorch has of these names, and of `name`, spells it too: functions
+    of torch, torch.special and torch.nn.functional, and methods, in place or not. `adapted` holds spellings, and `module` a class, that
+    take more than the settings, or other operands. `settings` are the function's own parameters with their defaults, which `exact` takes as well and a module holds under the same names. Outside of
     `varies` the function is constant. `onnx` is the operator of ONNX that computes it, or writes it in several; see `Operator.onnx`.
     """
 
@@ -92,6 +95,10 @@ def unary(
         return _look_up(lowering, input, name, **chosen)
 
     UNARY[name] = function, exact
+    others = adapted or {}
+    found = _spelled(name, *(s for s in spellings if isinstance(s, str)))
+    found_functions = [s for s in (*spellings, *found) if callable(s) and not isinstance(s, type)]
+    classes = {s: lambda m: {setting: getattr(m, setting) for setting in settings} for s in spellings if isinstance(s, type)}
 
     def arguments(input: Any, *given: Any, inplace: bool = False, **named: Any) -> dict[str, Any]:
         """By name; PyTorch's `inplace` flag says nothing about the value."""
@@ -107,16 +114,28 @@ def unary(
             function,
             ("input",),
             lower,
-            functions={s: arguments for s in spellings if callable(s) and not isinstance(s, type)},
-            methods={s: arguments for s in spellings if isinstance(s, str)},
-            modules={s: lambda m: {setting: getattr(m, setting) for setting in settings} for s in spellings if isinstance(s, type)},
+            functions={**dict.fromkeys(found_functions, arguments), **{s: a for s, a in others.items() if callable(s)}},
+            methods={
+                **{s: arguments for s in (*spellings, *found) if isinstance(s, str)},
+                **{s: a for s, a in others.items() if isinstance(s, str)},
+            },
+            modules={**classes, **({} if module is None else dict([module]))},
             keeps=None if varies == EVERYTHING else lambda arguments, after: varies,
             refuses=refuses,
             parameters={"input": inspect.Parameter.empty, **settings},
-            adapt=arguments,
+            adapt=others.get(function, arguments),
             onnx=(lambda c: c.do(onnx, c.input)) if isinstance(onnx, str) else onnx,
         )
     )
+
+
+def _spelled(*names: str) -> list[Any]:
+    """The functions of these names that PyTorch has, in place or not, and the names that are methods of tensors."""
+    found: list[Any] = []
+    for name in (n for plain in names for n in ((plain,) if plain.endswith("_") else (plain, f"{plain}_"))):
+        places = [getattr(place, name) for place in (torch, torch.special, F) if hasattr(place, name)]
+        found += [*places, *([name] if hasattr(Tensor, name) else [])]
+    return found
 
 
 # ---- the exact functions, on one Python float ------------------------------------------------------------------------
@@ -247,7 +266,25 @@ unary("leaky_relu", F.leaky_relu, _leaky_relu, nn.LeakyReLU, negative_slope=0.01
 unary("elu", F.elu, _elu, nn.ELU, alpha=1.0, onnx=lambda c: c.do("Elu", c.input, alpha=float(c["alpha"])))
 unary("softplus", F.softplus, _softplus, nn.Softplus, beta=1.0, threshold=20.0, onnx=_onnx_softplus)
 unary("gelu", gelu, _gelu, F.gelu, nn.GELU, approximate="none", onnx=_onnx_gelu)
-unary("pow", torch.pow, _power, operator.pow, "pow", "pow_", "__pow__", exponent=2.0, onnx=_onnx_pow)
+
+
+def power_of(input: Tensor, base: float = math.e) -> Tensor:
+    """base ** input."""
+    return torch.pow(base, input)
+
+
+def _power_of(x: float, base: float = math.e) -> float:
+    return math.inf if base == 0 and x < 0 else math.nan if base < 0 and x != int(x) else base**x
+
+
+def _raised(input: Any, exponent: Any) -> dict[str, Any] | Instead:
+    """A number to the power of a tensor is a function of the tensor."""
+    return {"input": input, "exponent": exponent} if isinstance(input, fx.Node) else Instead(power_of, {"input": exponent, "base": input})
+
+
+_POWERS = (torch.pow, torch.float_power, operator.pow)
+unary("pow", torch.pow, _power, "pow", "pow_", "__pow__", exponent=2.0, onnx=_onnx_pow, adapted=dict.fromkeys(_POWERS, _raised))
+unary("power_of", power_of, _power_of, "__rpow__", base=math.e)
 
 # ---- with a number added in front -----------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from fxquant.primitives import accumulate, boundary, elementwise, pool, product, requantize, resize, shape, transposed
+from fxquant.primitives import accumulate, boundary, comparison, elementwise, pool, product, requantize, resize, shape, transposed
 from fxquant.primitives.record import PRIMITIVES, Emitter, Primitive, primitive
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "Primitive",
     "accumulate",
     "boundary",
+    "comparison",
     "elementwise",
     "pool",
     "primitive",

@@ -52,7 +52,7 @@ class Primitive:
     surrogate  a differentiable float function of the same arguments whose gradient training uses; None where
                the body itself is differentiable
     kind       "quantized" if the result is a tensor of the quantized model, "accumulator" if it lives between
-               two of them, "float" if it is the real number again
+               two of them, "plain" if it is truth values or whole numbers that have no scale, "float" if it is the real number again
     """
 
     name: str

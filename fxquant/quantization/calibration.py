@@ -216,7 +216,8 @@ def _by_name(operators: Mapping[str, QuantizedOperator]) -> dict[str, Quantizer]
     """The quantizers of outputs, and of what residuals are added to, as `qparams` calls them."""
     found: dict[str, Quantizer] = {}
     for name, operator in operators.items():
-        found[name] = operator.output
+        if not operator.plain:
+            found[name] = operator.output
         if operator.intermediate is not None:
             found[name + INTERMEDIATE] = operator.intermediate
     return found
@@ -254,6 +255,12 @@ def set_qparams(prepared: nn.Module, scales: Mapping[str, float | tuple[float, i
             chosen.append((name, named[name], (scale, zero_point)))
             continue
         for operator in _select(operators, [name]):
+            if operator.plain:
+                raise ConfigurationError(
+                    f"the scale of {name!r} cannot be set",
+                    because=f"the result of %{operator.name} is truth values or whole numbers, which have none",
+                    remedy="leave it out",
+                )
             if operator.output.follows_sum:
                 raise ConfigurationError(
                     f"the scale of {name!r} cannot be set",

@@ -29,6 +29,8 @@ class QuantizedOperator(nn.Module):
     so neighbours may be in different states.
 
     output        the quantizer of its result, shared with the operators that must share its scale
+    plain         whether its result is truth values or whole numbers, which have no quantizer; they are the same in every state but
+                  for the integers that they are computed from
     intermediate  the quantizer of what is computed before a fused residual is added, for when it cannot be
                   added in the accumulator
     weight_quantizer  what makes the integers of its weight, and of its constants
@@ -43,7 +45,7 @@ class QuantizedOperator(nn.Module):
         operator: Operator,
         arithmetic: Arithmetic,
         inputs: Inputs,
-        output: Quantizer,
+        output: Quantizer | None,
         *,
         owns_output: bool,
         intermediate: Quantizer | None,
@@ -60,7 +62,7 @@ class QuantizedOperator(nn.Module):
         self.inputs = dict(inputs)
         self.owns_output = owns_output
         self.observed = observed
-        if owns_output:
+        if owns_output and output is not None:
             self.quantizer = output
         self._shared = (output,)  # a tuple hides the module from registration, so that it is registered once
         self.intermediate = intermediate
@@ -70,8 +72,15 @@ class QuantizedOperator(nn.Module):
 
     @property
     def output(self) -> Quantizer:
-        """The quantizer of the result."""
-        return self._shared[0]
+        """The quantizer of the result, which is not plain."""
+        output = self._shared[0]
+        assert output is not None, f"the result of %{self.name} has no quantizer"
+        return output
+
+    @property
+    def plain(self) -> bool:
+        """Whether the result is no quantized tensor."""
+        return self._shared[0] is None
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.state is State.CALIBRATE:
@@ -104,19 +113,19 @@ class QuantizedOperator(nn.Module):
     def _integer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         moving = self.state is State.TRAIN and self.training
         observing = moving and self.owns_output
-        if not (observing and self.output.follows_training):
+        if not self.plain and not (observing and self.output.follows_training):
             self.output.require()
         lowering = EagerLowering(
             self.name,
             self.arithmetic,
-            self.output,
+            self._shared[0],
             self.intermediate,
             self.weight_quantizer,
             training=moving,
             observing=observing,
             live_batch_norm=moving and self.live_batch_norm,
         )
-        lowering.shares, lowering.observed = not self.owns_output, self.observed
+        lowering.shares, lowering.observed = not self.owns_output and not self.plain, self.observed
         with torch.autocast(args[0].device.type if isinstance(args[0], Tensor) else "cpu", enabled=False):
             result = self.operator.lower(lowering, **self._operands(self.operator.bind_call(args, kwargs)))
             return result.real() if isinstance(result, Quantized) else result

@@ -130,7 +130,7 @@ class TreeWriter:
             "state": module.state.value,
             "observed": [encode(bound) for bound in module.observed],
             "inputs": inputs,
-            "output": self._module(module.output, path + ".output"),
+            "output": None if module.plain else self._module(module.output, path + ".output"),
             "intermediate": self._module(module.intermediate, path + ".intermediate"),
             "weight_quantizer": self._module(module.weight_quantizer, path + ".weight_quantizer"),
         }
@@ -327,7 +327,7 @@ class TreeReader:
         operator = operator_named(expect(arguments["operator"], str))
         output = self._as_quantizer(arguments["output"])
         weight_quantizer = self._module(arguments["weight_quantizer"])
-        if operator is None or self.arithmetic is None or output is None:
+        if operator is None or self.arithmetic is None or (output is None and plain["owns_output"]):
             raise Malformed("a QuantizedOperator has no operator, no target or no output")
         if not isinstance(weight_quantizer, WeightQuantizer):
             raise Malformed(f"a {type(weight_quantizer).__name__} stands where a WeightQuantizer belongs")

@@ -1,0 +1,101 @@
+"""Choosing between two tensors, element by element, by truth values."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.facts import TensorFact
+from fxquant.graph import fact
+from fxquant.lowering import Lowering, Quantized
+from fxquant.ops.form import Call
+from fxquant.ops.record import Operator, register
+from fxquant.primitives import comparison
+
+Branch = Quantized | Tensor | float
+
+
+def where(condition: Tensor, input: Tensor | float, other: Tensor | float) -> Tensor:
+    """`input` where the condition holds, else `other`; each is a tensor or a number."""
+    result = torch.where(condition, input, other)
+    return result if result.is_floating_point() else result.float()
+
+
+def on_the_output(lowering: Lowering, branch: Branch, role: str) -> Any:
+    """An operand, a constant tensor or a number as integers on the output's grid."""
+    to = lowering.output
+    if isinstance(branch, Quantized):
+        return lowering.rescale(branch, to, f"{role}_")
+    value = torch.as_tensor(branch, dtype=torch.float32, device=to.grid.scale.device)
+    if bool(torch.isnan(value).any()):  # an infinite one saturates
+        lowering.parameters[f"its constant {role!r}"] = value
+        raise lowering.not_finite()
+    grid = to.grid
+    lowering.describe(role, grid.scale, zero_point=grid.zero_point)
+    return lowering.constant(role, lowering.stored(grid.quantize(value), grid), grid.type.storage)
+
+
+def real(branch: Branch) -> Any:
+    """What an operand, a constant or a number stands for."""
+    return branch.real() if isinstance(branch, Quantized) else branch
+
+
+def _lower_where(lowering: Lowering, condition: Any, input: Branch, other: Branch) -> Quantized:
+    """Each branch on the output's scale, then chosen."""
+    chosen = lowering.given("condition", condition, torch.bool)
+    return lowering.result(
+        lambda: lowering.call(comparison.choose, on_the_output(lowering, input, "input"), on_the_output(lowering, other, "other"), chosen),
+        lambda: where(condition, real(input), real(other)),
+    )
+
+
+def _refuses_where(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    condition = fact(arguments["condition"]) if isinstance(arguments["condition"], fx.Node) else None
+    if not isinstance(condition, TensorFact) or condition.dtype != torch.bool:
+        return "its condition is no tensor of truth values"
+    for name in ("input", "other"):
+        value = arguments[name]
+        if isinstance(value, fx.Node):
+            if not isinstance(fact(value), TensorFact):
+                return f"its {name!r} is a number that is computed"
+        elif not isinstance(value, int | float) or not math.isfinite(value):
+            return f"its {name!r} is {value!r}"
+    return None
+
+
+def _filled(input: Any, mask: Any, value: Any) -> dict[str, Any]:
+    """masked_fill: the value where the mask holds."""
+    return {"condition": mask, "input": value, "other": input}
+
+
+def _method(input: Any, condition: Any, other: Any) -> dict[str, Any]:
+    return {"condition": condition, "input": input, "other": other}
+
+
+def _function(condition: Any, input: Any = None, other: Any = None, **named: Any) -> dict[str, Any] | str:
+    input = named.get("self", input)
+    if input is None or other is None:
+        return "the size of its result depends on the data"
+    return {"condition": condition, "input": input, "other": other}
+
+
+def _onnx_where(c: Call) -> str:
+    return c.do("Where", c.operand("condition"), c.operand("input"), c.operand("other"))
+
+
+register(
+    Operator(
+        "where",
+        where,
+        ("input", "other"),
+        _lower_where,
+        reads=("condition",),
+        functions={torch.where: _function, torch.masked_fill: _filled},
+        methods={"where": _method, "masked_fill": _filled, "masked_fill_": _filled},
+        refuses=_refuses_where,
+        onnx=_onnx_where,
+    )
+)

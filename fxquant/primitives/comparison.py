@@ -1,0 +1,96 @@
+"""Truth values: made by comparing integers, joined with each other, and what is chosen by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fxquant.primitives.bounds import Range, Value, need
+from fxquant.primitives.record import Emitter, primitive
+
+RELATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "eq": torch.eq,
+    "ne": torch.ne,
+    "lt": torch.lt,
+    "le": torch.le,
+    "gt": torch.gt,
+    "ge": torch.ge,
+}
+_ONNX_RELATIONS = {"eq": "Equal", "ne": "Equal", "lt": "Less", "le": "LessOrEqual", "gt": "Greater", "ge": "GreaterOrEqual"}
+LOGIC: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"and": torch.logical_and, "or": torch.logical_or, "xor": torch.logical_xor}
+
+
+def named(e: Emitter, value: str | Tensor) -> str:
+    """The name of an operand that may be a constant."""
+    return value if isinstance(value, str) else e.constant(value)
+
+
+def _onnx_compare(e: Emitter, input: str | Tensor, other: str | Tensor, relation: str) -> str:
+    names = [named(e, value) for value in (input, other)]
+    # Whole numbers that are no quantized tensors may need all of their bits; floats hold everything else, and runtimes compare them all.
+    width = next((dtype for dtype in (torch.int64, torch.float64) if dtype in map(e.dtype, names)), torch.float32)
+    result = e.node(_ONNX_RELATIONS[relation], *(name if e.dtype(name) == width else e.node("Cast", name, to=width) for name in names))
+    return e.node("Not", result) if relation == "ne" else result
+
+
+def _bounds_compare(input: Value, other: Value, relation: str) -> Range:
+    need(relation in RELATIONS, f"its relation is {relation!r}")
+    return Range(0.0, 1.0)
+
+
+@primitive(_onnx_compare, bounds=_bounds_compare, kind="plain")
+def compare(input: Tensor, other: Tensor, relation: str) -> Tensor:
+    """Whether each element of `input` is in this relation ("eq", "ne", "lt", "le", "gt", "ge") to that of `other`: bool.
+
+    Both are integers on one scale, or whole numbers; one may be a constant.
+    """
+    return RELATIONS[relation](input, other)
+
+
+def _onnx_logic(e: Emitter, input: str | Tensor, other: str | Tensor, operation: str) -> str:
+    return e.node(operation.capitalize(), named(e, input), named(e, other))
+
+
+def _bounds_logic(input: Value | None, other: Value | None, operation: str) -> Range:
+    need(operation in LOGIC, f"its operation is {operation!r}")
+    return Range(0.0, 1.0)
+
+
+@primitive(_onnx_logic, bounds=_bounds_logic, kind="plain")
+def logic(input: Tensor, other: Tensor, operation: str) -> Tensor:
+    """Two truth values joined by "and", "or" or "xor", element by element."""
+    return LOGIC[operation](input, other)
+
+
+def _onnx_opposite(e: Emitter, input: str) -> str:
+    return e.node("Not", input)
+
+
+def _bounds_opposite(input: Value | None) -> Range:
+    return Range(0.0, 1.0)
+
+
+@primitive(_onnx_opposite, bounds=_bounds_opposite, kind="plain")
+def opposite(input: Tensor) -> Tensor:
+    """The other truth value."""
+    return torch.logical_not(input)
+
+
+def _onnx_choose(e: Emitter, input: str | Tensor, other: str | Tensor, condition: str | Tensor) -> str:
+    names = [named(e, value) for value in (input, other)]
+    dtype = e.dtype(names[0])
+    # Not every runtime has the operator for every integer dtype.
+    chosen = e.node("Where", named(e, condition), *(e.node("Cast", name, to=torch.float32) for name in names))
+    return e.node("Cast", chosen, to=dtype)
+
+
+def _bounds_choose(input: Value, other: Value, condition: Value | None) -> Range:
+    return Range(torch.minimum(input.low.min(), other.low.min()), torch.maximum(input.high.max(), other.high.max()))
+
+
+@primitive(_onnx_choose, bounds=_bounds_choose)
+def choose(input: Tensor, other: Tensor, condition: Tensor) -> Tensor:
+    """The element of `input` where the condition holds, else that of `other`; both are integers on one grid."""
+    return torch.where(condition, input, other)
