@@ -16,6 +16,7 @@ from torch import fx, nn
 from fxquant.facts import TensorFact
 from fxquant.graph import absorb, fact, inherit, is_parameter, mark_parameter, refuse, resolve, set_fact, spell
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Instead, Operator, Parameter, operand_nodes, operator_of
+from fxquant.ops.shape import is_cast
 from fxquant.ops.unary import SHIFTED, with_offset
 from fxquant.pipeline import Context
 
@@ -50,9 +51,12 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
         if hasattr(nn.Module, node.name):  # as `x.to(…)` is called: its operator is a submodule of the prepared model
             node._rename(f"{node.name}_1")
         node.args, node.kwargs = tuple(values.values()), {}
+        changes += 1
+        if _computes_parameter(node):  # a layer that is applied to a constant
+            mark_parameter(node)
+            continue
         _pass_by(node, context)
         _shift(node, context)
-        changes += 1
     _eliminate_unused(gm.graph)
     return changes
 
@@ -96,7 +100,7 @@ def _eliminate_unused(graph: fx.Graph) -> None:
     """What only another spelling read: sizes of a reshape that knows its shape by now, the transpose of a matrix that became a weight."""
     for node in reversed(list(graph.nodes)):
         number = fact(node) is not None and not isinstance(fact(node), TensorFact)
-        if not node.users and (operator_of(node) is not None or (number and node.op in ("call_method", "call_function"))):
+        if not node.users and (operator_of(node) is not None or is_cast(node) or (number and node.op in ("call_method", "call_function"))):
             graph.erase_node(node)
 
 

@@ -27,6 +27,16 @@ NOTHING: dict[str, Step] = {
     "type": lambda m, x: x.type(torch.float32),
     "type_as": lambda m, x: x.type_as(x),
     "float": lambda m, x: x.float(),
+    "type of tensors": lambda m, x: x.type(torch.FloatTensor),
+    "type by name": lambda m, x: x.type("torch.FloatTensor"),
+    "to where it is": lambda m, x: x.to(x.device),
+    "to where it is, by name": lambda m, x: x.to(device="cpu", dtype=torch.float32),
+    "cpu": lambda m, x: x.cpu(),
+    "wider and back": lambda m, x: x.double().float(),
+    "wider and back by to": lambda m, x: x.to(torch.float64).to(x.dtype),
+    "positive": lambda m, x: +x.positive(),
+    "view_as": lambda m, x: x.view_as(x),
+    "expand_as": lambda m, x: x.expand_as(x),
     "view": lambda m, x: x.view(-1, 4, 6, 6),
     "flatten": lambda m, x: torch.flatten(x, 3),
     "unsqueeze and squeeze": lambda m, x: x.squeeze(2),
@@ -91,7 +101,7 @@ def test_fusions_see_through_what_changes_nothing(name: str, plain: contract.Com
 
 
 CHANGING: dict[str, Step] = {
-    "a cast": lambda m, x: x.double().float(),
+    "a cast": lambda m, x: x.half().float(),
     "reversed": lambda m, x: x[:, [3, 2, 1, 0]],
     "permuted": lambda m, x: x.permute(0, 1, 3, 2),
     "a pool that slides": lambda m, x: F.max_pool2d(x, 3, 1, 1),

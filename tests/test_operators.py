@@ -139,6 +139,11 @@ def lone_norm(m: Any, x: Tensor) -> Tensor:
     return F.batch_norm(x, m.layer.running_mean, m.layer.running_var, m.layer.weight, m.layer.bias)
 
 
+def function_norm(m: Any, x: Tensor) -> Tensor:
+    norm = m.layer
+    return torch.batch_norm(x, norm.weight, norm.bias, norm.running_mean, norm.running_var, False, 0.1, norm.eps, True)
+
+
 def call(m: Any, x: Tensor) -> Tensor:
     return m.layer(x)
 
@@ -232,6 +237,7 @@ SAMPLES: dict[Any, list[Sample]] = {
         Sample("conv2d", FOLDED, (IMAGE,), functional_norm, Folded(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))),
         Sample("batch_norm", ROUNDED, (IMAGE,), lone_norm, nn.BatchNorm2d(3)),
     ],
+    torch.batch_norm: [Sample("batch_norm", ROUNDED, (IMAGE,), function_norm, nn.BatchNorm2d(3))],
     nn.BatchNorm1d: [
         *layers("linear", FOLDED, ROW, Folded(nn.Linear(8, 4), nn.BatchNorm1d(4))),
         *layers("conv1d", FOLDED, LINE, Folded(nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4))),
@@ -294,6 +300,8 @@ SAMPLES: dict[Any, list[Sample]] = {
     ],
     operator.isub: binary("sub", ALIGNED, isub, lambda m, x, y: operator.isub(x.clone(), y)),
     "sub": binary("sub", ALIGNED, lambda m, x, y: x.sub(y)),
+    "subtract": binary("sub", ALIGNED, lambda m, x, y: x.subtract(y)),
+    "subtract_": binary("sub", ALIGNED, lambda m, x, y: x.clone().subtract_(y)),
     "sub_": binary("sub", ALIGNED, lambda m, x, y: x.clone().sub_(y)),
     "__sub__": binary("sub", ALIGNED, lambda m, x, y: x.__sub__(y)),
     "__isub__": binary("sub", ALIGNED, lambda m, x, y: x.clone().__isub__(y)),
@@ -487,6 +495,11 @@ SAMPLES: dict[Any, list[Sample]] = {
     torch.reshape: unary("reshape", EXACT, lambda m, x: torch.reshape(x, (-1, 6, 18))),
     torch.flatten: unary("reshape", EXACT, lambda m, x: torch.flatten(x, 1), lambda m, x: torch.flatten(x, start_dim=2, end_dim=3)),
     torch.squeeze: unary("reshape", EXACT, lambda m, x: torch.squeeze(x.reshape(-1, 1, 108), 1)),
+    torch.ravel: unary("reshape", EXACT, lambda m, x: torch.ravel(x)),
+    torch.atleast_1d: unary("reshape", EXACT, lambda m, x: torch.atleast_1d(x).flatten(1)),
+    torch.atleast_2d: unary("reshape", EXACT, lambda m, x: torch.atleast_2d(x).flatten(1)),
+    torch.atleast_3d: unary("reshape", EXACT, lambda m, x: torch.atleast_3d(x), shape=ROW),
+    "ravel": unary("reshape", EXACT, lambda m, x: x.ravel()),
     torch.unsqueeze: unary("reshape", EXACT, lambda m, x: torch.unsqueeze(x, 2)),
     "reshape": unary("reshape", EXACT, lambda m, x: x.reshape(x.shape[0], -1), lambda m, x: x.reshape((x.size(0), 2, 54))),
     "view": unary("reshape", EXACT, lambda m, x: x.view(-1, 108), lambda m, x: x.view(x.size(0), 3, 36)),
@@ -583,6 +596,11 @@ SAMPLES: dict[Any, list[Sample]] = {
     "type": unary("identity", EXACT, lambda m, x: x.type(torch.float32).relu()),
     "type_as": unary("identity", EXACT, lambda m, x: x.type_as(x).relu()),
     "float": unary("identity", EXACT, lambda m, x: x.float().relu()),
+    "double": unary("identity", EXACT, lambda m, x: x.double().float().relu()),
+    "cpu": unary("identity", EXACT, lambda m, x: x.cpu().relu()),
+    "positive": unary("identity", EXACT, lambda m, x: x.positive().relu()),
+    torch.positive: unary("identity", EXACT, lambda m, x: torch.positive(x).relu()),
+    operator.pos: unary("identity", EXACT, lambda m, x: (+x).relu()),
     torch.clone: unary("identity", EXACT, lambda m, x: torch.clone(x).relu()),
     "contiguous": unary("identity", EXACT, lambda m, x: x.contiguous().relu()),
     "clone": unary("identity", EXACT, lambda m, x: x.clone().relu()),

@@ -58,6 +58,8 @@ MOVES: dict[str, Body] = {
     "torch.chunk": lambda x: torch.chunk(x, 3, dim=1)[2],
     "Tensor.split": lambda x: x.split([1, 3, 4], 1),
     "torch.split": lambda x: torch.split(x, 3, dim=-1),
+    "unsafe_chunk": lambda x: x.unsafe_chunk(2, 1)[1],
+    "torch.hsplit": lambda x: torch.hsplit(x, 2)[1],
     "unbind": lambda x: x.unbind(1)[3],
     "tensor_split": lambda x: torch.tensor_split(x, (2, 5), dim=1),
     "squeeze": lambda x: x[:, :1].squeeze(1).unsqueeze(-1),

@@ -95,6 +95,8 @@ class Arguments:
             plain = next(base for base in (bool, int, float, str) if isinstance(arg, base))(arg)
             self.key.append(plain)
             return plain
+        if isinstance(arg, type(torch.FloatTensor)):  # x.type(torch.FloatTensor): the name means the same
+            return self.convert(f"{arg.__module__}.{arg.__name__}")
         if isinstance(arg, range):
             return self.convert(list(arg))
         if hasattr(arg, "item") and getattr(arg, "shape", None) == ():

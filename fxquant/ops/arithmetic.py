@@ -178,7 +178,13 @@ def _onnx_sub(c: Call) -> str:
 
 for _name, _function, _lower, _spellings, _methods in (
     ("add", add, lower_add, (torch.add, operator.add, operator.iadd), ("add", "add_", "__add__", "__radd__", "__iadd__")),
-    ("sub", sub, _lower_sub, (torch.sub, torch.subtract, operator.sub, operator.isub), ("sub", "sub_", "__sub__", "__isub__")),
+    (
+        "sub",
+        sub,
+        _lower_sub,
+        (torch.sub, torch.subtract, operator.sub, operator.isub),
+        ("sub", "sub_", "subtract", "subtract_", "__sub__", "__isub__"),
+    ),
 ):
     register(
         Operator(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -154,19 +154,26 @@ def _interleaved(input: Any, repeats: Any, dim: int | None = None, *, output_siz
 
 # Where the dimension stands among the arguments of what returns a tensor in pieces.
 _SPLITS: dict[Any, int] = {
-    **dict.fromkeys(("chunk", "split", "split_with_sizes", "tensor_split"), 2),
-    **dict.fromkeys((torch.chunk, torch.split, torch.split_with_sizes, torch.tensor_split), 2),
+    **dict.fromkeys(("chunk", "split", "split_with_sizes", "tensor_split", "unsafe_chunk", "unsafe_split"), 2),
+    **dict.fromkeys((torch.chunk, torch.split, torch.split_with_sizes, torch.tensor_split, torch.unsafe_chunk, torch.unsafe_split), 2),
+}
+_SPLITS_ALONG: dict[Any, Callable[[int], int]] = {  # the dimension from the rank
+    **dict.fromkeys(("hsplit", torch.hsplit), lambda rank: min(1, rank - 1)),
+    **dict.fromkeys(("vsplit", torch.vsplit), lambda rank: 0),
+    **dict.fromkeys(("dsplit", torch.dsplit), lambda rank: 2),
 }
 _UNBINDS: dict[Any, int] = dict.fromkeys(("unbind", torch.unbind), 1)
 
 
 def _piece(pieces: fx.Node, number: Any) -> dict[str, Any] | str:
     """One piece of a split tensor, as an index of the whole."""
-    position = {**_SPLITS, **_UNBINDS}.get(pieces.target)
+    position = {**_SPLITS, **_UNBINDS, **dict.fromkeys(_SPLITS_ALONG, 2)}.get(pieces.target)
     source = pieces.args[0] if pieces.args else pieces.kwargs.get("input", pieces.kwargs.get("tensor"))
     if position is None or not isinstance(source, fx.Node) or not isinstance(number, int):
         return f"it picks from the results of %{pieces.name}, which is in float"
     dim = pieces.kwargs.get("dim", pieces.args[position] if len(pieces.args) > position else 0)
+    if pieces.target in _SPLITS_ALONG:
+        dim = _SPLITS_ALONG[pieces.target](rank_of(source))
     assert isinstance(dim, int)
     known = fact(pieces)
     number %= len(known)

@@ -48,6 +48,13 @@ def _functional(
     return {"input": input, "batch_norm": BatchNormTensors(running_mean, running_var, weight, bias, momentum, eps)}
 
 
+def _by_function(
+    input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: float, eps: float, *_: Any, **__: Any
+) -> dict[str, Any] | str:
+    """torch.batch_norm, whose weight and bias stand first."""
+    return _functional(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
 def _module(module: Any) -> dict[str, Any] | str:
     return "it has no running statistics" if module.running_mean is None else {"batch_norm": Parameter("")}
 
@@ -72,7 +79,7 @@ register(
         batch_norm,
         ("input",),
         _lower_batch_norm,
-        functions={F.batch_norm: _functional},
+        functions={F.batch_norm: _functional, torch.batch_norm: _by_function},
         modules={nn.BatchNorm1d: _module, nn.BatchNorm2d: _module, nn.BatchNorm3d: _module, nn.SyncBatchNorm: _module},
         absorbs=frozenset({"clamp"}),
         refuses=_refuses,

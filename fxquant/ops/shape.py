@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def _plain_shape(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | s
 
 
 _shape = shape
-_RESHAPES = ("reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as")
+_RESHAPES = ("reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "ravel")
 register(
     Operator(
         "reshape",
@@ -64,7 +65,13 @@ register(
         ("input",),
         _lower_reshape,
         Same(),
-        functions=dict.fromkeys((torch.reshape, torch.flatten, torch.unflatten, torch.squeeze, torch.unsqueeze), _any_sizes),
+        functions=dict.fromkeys(
+            (
+                *(torch.reshape, torch.flatten, torch.unflatten, torch.squeeze, torch.unsqueeze, torch.ravel),
+                *(torch.atleast_1d, torch.atleast_2d, torch.atleast_3d),
+            ),
+            _any_sizes,
+        ),
         methods=dict.fromkeys(_RESHAPES, _any_sizes),
         modules=dict.fromkeys((nn.Flatten, nn.Unflatten), lambda m: {"shape": []}),
         normalize=_plain_shape,
@@ -84,15 +91,46 @@ def _lower_identity(lowering: Lowering, input: Quantized) -> Quantized:
     return input
 
 
+CASTS: dict[str, torch.dtype] = {"float": torch.float32, "double": torch.float64}  # methods that only change the dtype
+_UNASKED = ("non_blocking", "copy", "memory_format")
+
+
 def _cast(input: Any, *args: Any, **kwargs: Any) -> dict[str, Any] | str:
-    """x.to(…), x.type(…): nothing at all where the dtype is asked for that the tensor has."""
-    asked = [value for name, value in (*enumerate(args), *kwargs.items()) if name not in ("non_blocking", "copy", "memory_format")]
-    asked = [fact(value) if isinstance(value, fx.Node) else value for value in asked if not isinstance(value, bool)]
-    wanted = [value.dtype if isinstance(value, TensorFact) else value for value in asked]
-    if not all(isinstance(dtype, torch.dtype) for dtype in wanted):
-        return "it may move the tensor to another device"
-    known = fact(input)
-    return {"input": input} if isinstance(known, TensorFact) and set(wanted) <= {known.dtype} else "it changes the dtype"
+    """x.to(…), x.type(…), x.float(): nothing at all where the tensor has the dtype that is asked for.
+
+    A device is none of a graph's business, which runs where its tensors are. What was float32 and is float32 again, with float64 in
+    between, is what it was.
+    """
+    asked = [value for name, value in (*enumerate(args), *kwargs.items()) if name not in _UNASKED and not isinstance(value, bool)]
+    wanted = {dtype for dtype in map(_dtype, asked) if dtype is not None}
+    source, known = input, fact(input)
+    if not isinstance(known, TensorFact):
+        return "its operand is no tensor"
+    if known.dtype == torch.float64 and is_cast(source):
+        source = source.args[0]
+    before = fact(source)
+    return {"input": source} if isinstance(before, TensorFact) and wanted <= {before.dtype} else "it changes the dtype"
+
+
+def _dtype(asked: Any) -> torch.dtype | None:
+    """The dtype that an argument of a cast asks for; None of a device."""
+    known = fact(asked) if isinstance(asked, fx.Node) else asked
+    if isinstance(known, TensorFact | torch.dtype):
+        return known if isinstance(known, torch.dtype) else known.dtype
+    name = str(asked)
+    if name.startswith("torch.") and name.endswith("Tensor"):  # "torch.FloatTensor"
+        return torch.empty(0).type(name).dtype if ".cuda." not in name else None
+    return None
+
+
+def is_cast(node: fx.Node) -> bool:
+    """Whether a node, as the user wrote it, only gives a tensor another dtype."""
+    return node.op == "call_method" and node.target in ("to", "type", *CASTS) and bool(node.args) and isinstance(node.args[0], fx.Node)
+
+
+def _cast_to(dtype: torch.dtype) -> Callable[..., dict[str, Any] | str]:
+    """The same for a method that names its dtype."""
+    return lambda input, **_: _cast(input, dtype)
 
 
 register(
@@ -103,13 +141,20 @@ register(
         _lower_identity,
         Same(),
         idle=lambda arguments: True,
-        functions={torch.clone: lambda input, **_: {"input": input}, torch.detach: None},
+        functions={
+            torch.clone: lambda input, **_: {"input": input},
+            torch.detach: None,
+            torch.positive: lambda input: {"input": input},
+            operator.pos: lambda input: {"input": input},
+        },
         methods={
             "contiguous": lambda input, **_: {"input": input},
             "clone": lambda input, **_: {"input": input},
             "detach": lambda input: {"input": input},
+            "positive": lambda input: {"input": input},
             **dict.fromkeys(("to", "type", "type_as"), _cast),
-            "float": lambda input, **_: _cast(input, torch.float32),
+            **{name: _cast_to(dtype) for name, dtype in CASTS.items()},
+            "cpu": lambda input, **_: {"input": input},
         },
         modules={nn.Identity: lambda m: {}},
     )

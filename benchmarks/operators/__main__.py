@@ -1,0 +1,149 @@
+"""Which operators become integer, in which spelling, on which target; and is anything wrong?
+
+Each spelling is a model of its own, compiled on live random input: traced with a batch of any size, prepared, calibrated, converted and
+exported (where all of it is integer; --float-onnx exports the others too). It is
+
+    integer   if every one of its nodes is, and the contract holds: prepared, integer and exported model have equal bits
+    float     if some of them stay in float, with a reason each; what is integer of it has equal bits
+    refused   if an error of fxquant says why it cannot be compiled
+    crash     if any other error is raised
+    wrong     if bits differ, or the result is far from that of the float model
+
+Exit status 1 if there is a crash or a wrong result. Crashes, wrong results and refusals are always listed; what stays in float is
+with --reasons. "of the lists" counts the spellings of operators that stand on Horizon's and PyTorch's public lists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.operators.measure import ALL, CRASH, FLOAT, INTEGER, KINDS, NONE, REFUSED, WHOLE, WRONG, Result, has, measure
+from benchmarks.operators.rows import FAMILIES
+from benchmarks.operators.spelling import Spelling, spelled
+
+TARGETS = ("bayes-e",)
+TOGETHER = 24  # spellings that a process is given at once
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.operators", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", nargs="*", default=list(TARGETS), metavar="TARGET", help="%(default)s")
+    parser.add_argument("--dtype", nargs="*", default=["int8"], help="of the activations; a target that does not have one is left out")
+    parser.add_argument(
+        "--only", default="", metavar="PATTERN", help="a regular expression that is found in 'family | operator | spelling'"
+    )
+    parser.add_argument("--seed", action="store_true", help="only operators of the public lists")
+    parser.add_argument("--list", action="store_true", help="print the spellings and try none")
+    parser.add_argument("--reasons", action="store_true", help="print what stays in float, and why")
+    parser.add_argument("--no-onnx", dest="onnx", action="store_const", const=NONE, default=WHOLE, help="write no ONNX files")
+    parser.add_argument(
+        "--float-onnx", dest="onnx", action="store_const", const=ALL, help="also of spellings with float parts: seconds each"
+    )
+    parser.add_argument("--processes", type=int, default=1, help="that try spellings at once, each on one thread")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="a file of results, read first and written as they come")
+    options = parser.parse_args()
+    chosen = [s for s in spelled(FAMILIES) if re.search(options.only, s.name) and (s.seed or not options.seed)]
+    if options.list:
+        print("\n".join(spelling.name for spelling in chosen))
+        return
+    pairs = [(target, dtype) for target in options.target for dtype in options.dtype if dtype == "int8" or has(target, dtype)]
+    kept = {(result.name, result.target, result.dtype): result for result in read(options.keep)}
+    missing = [(s, *pair) for pair in pairs for s in chosen if (s.name, *pair) not in kept]
+    for result in measured(missing, options.onnx, options.processes):
+        kept[result.name, result.target, result.dtype] = result
+        if options.keep is not None:
+            with options.keep.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(result)) + "\n")
+    results = [kept[(s.name, *pair)] for pair in pairs for s in chosen]
+    for pair in pairs:
+        show(chosen, [result for result in results if (result.target, result.dtype) == pair], options.reasons)
+    raise SystemExit(1 if any(result.kind in (CRASH, WRONG) for result in results) else 0)
+
+
+Wanted = tuple[Spelling, str, str]
+
+
+def measured(wanted: Sequence[Wanted], onnx: str, processes: int) -> Iterator[Result]:
+    """The results as they come, in order."""
+    if processes <= 1:
+        for spelling, target, dtype in wanted:
+            yield timed(spelling, target, dtype, onnx)
+        return
+    groups = [wanted[start : start + TOGETHER] for start in range(0, len(wanted), TOGETHER)]
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        for results in pool.map(several, groups, [onnx] * len(groups)):
+            yield from results
+
+
+def several(wanted: Sequence[Wanted], onnx: str) -> list[Result]:
+    return [timed(spelling, target, dtype, onnx) for spelling, target, dtype in wanted]
+
+
+def timed(spelling: Spelling, target: str, dtype: str, onnx: str) -> Result:
+    torch.set_num_threads(1)
+    started = time.perf_counter()
+    return replace(measure(spelling, target, dtype, onnx), seconds=time.perf_counter() - started)
+
+
+def read(path: Path | None) -> list[Result]:
+    """The results a file holds; none if there is no file."""
+    if path is None or not path.exists():
+        return []
+    entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [Result(**{**entry, "reasons": tuple(entry["reasons"]), "nodes": tuple(entry["nodes"])}) for entry in entries]
+
+
+# ---- showing ----------------------------------------------------------------------------------------------------------
+
+
+def show(chosen: Sequence[Spelling], results: Sequence[Result], reasons: bool) -> None:
+    """The table of one target and dtype, and the lists under it."""
+    console = Console(width=200)
+    table = Table("family", *KINDS, "spellings", "lowest SQNR", title=f"{results[0].target}, {results[0].dtype}" if results else "")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    of = dict(zip((s.name for s in chosen), chosen, strict=True))
+    groups: dict[str, list[Result]] = defaultdict(list)
+    for result in results:
+        groups[of[result.name].family].append(result)
+    for family, members in groups.items():
+        table.add_row(family, *_cells(members))
+    table.add_section()
+    table.add_row("all", *_cells(results))
+    table.add_row("of the lists", *_cells([result for result in results if of[result.name].seed]))
+    console.print(table)
+    for kind in (CRASH, WRONG, REFUSED, *([FLOAT] if reasons else [])):
+        for result in results:
+            if result.kind == kind:
+                console.print(line(result), soft_wrap=True, markup=False, highlight=False)
+
+
+def _cells(results: Sequence[Result]) -> list[str]:
+    kinds = Counter(result.kind for result in results)
+    share = f"{kinds[INTEGER]} ({100 * kinds[INTEGER] / len(results):.0f} %)" if results else "0"
+    ratios = [result.sqnr for result in results if result.kind == INTEGER]
+    lowest = f"{min(ratios):.1f}" if ratios else "–"
+    return [share, *(str(kinds[kind]) if kinds[kind] else "" for kind in KINDS[1:]), str(len(results)), lowest]
+
+
+def line(result: Result) -> str:
+    """One result that has something to say, as a line."""
+    place = f" [{result.place}]" if result.place else ""
+    return f"{result.kind.upper():8} {result.name}{place}: {'; '.join(result.reasons)}"
+
+
+if __name__ == "__main__":
+    main()

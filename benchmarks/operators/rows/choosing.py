@@ -1,0 +1,148 @@
+"""Comparison, selection, indexing, and reductions."""
+
+from __future__ import annotations
+
+from benchmarks.operators.spelling import IMAGE, POSITIVE, ROWS, TOKENS, UNIT, Row, between, normal, row, truth, whole
+
+GRID = whole(3, 3, 6, 6)
+
+
+def compared(name: str, symbol: str, *aliases: str) -> Row:
+    texts = [f"torch.{name}(x, y)", f"x.{name}(y)", f"x {symbol} y", f"x {symbol} 0.3", f"x.__{name}__(y)", f"torch.{name}(x, 0.5)"]
+    more = [text for alias in aliases for text in (f"torch.{alias}(x, y)", f"x.{alias}(0.1)")]
+    return row(name, *texts, f"(x {symbol} 0).float()", f"(x {symbol} y).to(x.dtype) * x", *more, lists="hnp")
+
+
+COMPARISON: tuple[Row, ...] = (
+    compared("eq", "=="),
+    compared("ne", "!=", "not_equal"),
+    compared("lt", "<", "less"),
+    compared("le", "<=", "less_equal"),
+    compared("gt", ">", "greater"),
+    compared("ge", ">=", "greater_equal"),
+    row("logical_and", "torch.logical_and(x > 0, y > 0)", "(x > 0) & (y > 0)", "(x > 0).logical_and(y > 0)", "torch.logical_and(x, y)",
+        "torch.bitwise_and(x > 0, y > 0)", lists="n"),
+    row("logical_or", "torch.logical_or(x > 0, y > 0)", "(x > 0) | (y > 0)", "(x > 0).logical_or(y > 0)", lists="n"),
+    row("logical_not", "torch.logical_not(x > 0)", "~(x > 0)", "(x > 0).logical_not()", "torch.logical_not(x)", lists="n"),
+    row("logical_xor", "torch.logical_xor(x > 0, y > 0)", "(x > 0) ^ (y > 0)", lists="n"),
+    row("isnan", "torch.isnan(x)", "torch.isinf(x)", "torch.isfinite(x)", "x.isnan()"),
+    row("isclose", "torch.isclose(x, y)", "torch.allclose(x, x)", "torch.equal(x, y)", lists="p"),
+    row("any", "(x > 0).any(1)", "torch.any(x > 0, dim=2)", "(x > 1).any(-1, keepdim=True)", "torch.any(x > 2, (1, 2))", lists="n"),
+    row("all", "(x > 0).all(1)", "torch.all(x > -1, dim=2)", "(x > -1).all(-1, keepdim=True)", lists="n"),
+)  # fmt: skip
+
+SELECTION: tuple[Row, ...] = (
+    row("where", "torch.where(x > 0, x, y)", "torch.where(x > y, x, 0.0)", "torch.where(x > 0, 0.1, x)", "x.where(x > 0, y)",
+        "torch.where(x < 0, x * 0.1, x)", "torch.where(x > 0, 1.0, -1.0)", "torch.where({B(torch.rand(6, 6) > 0.5)}, x, y)",
+        "torch.where(x > 0, x, torch.zeros_like(x))", "torch.where(x > 0, x, {P(3, 1, 1)})", lists="hn"),
+    row("where with a mask", "torch.where(y, x, 0.0)", "torch.where(y, x, -x)", "x.masked_fill(y, 0.0)", "x * y",
+        "x.masked_fill(~y, -1.0)",
+        over=(IMAGE, truth(3, 6, 6)), lists="hn"),
+    row("masked_fill", "x.masked_fill(x > 0, 0.5)", "torch.masked_fill(x, x < 0, 0.0)", "x.clone().masked_fill_(x > 1, 1.0)",
+        "x.masked_fill({B(torch.rand(6, 6) > 0.5)}, 0.0)", "x = x.clone(); x[x < 0] = 0; return x", lists="hn"),
+    row("masked_scatter", "x.masked_scatter({B(torch.rand(6, 6) > 0.5)}, y)", lists="n"),
+    row("masked_select", "torch.masked_select(x, x > 0)", "x[x > 0]", lists="n"),
+    row("max with dim", "torch.max(x, 1)[0]", "torch.max(x, dim=1).values", "x.max(dim=-1)[0]", "x.max(1, keepdim=True)[0]",
+        "x.max(2).indices",
+        "values, indices = x.max(1); return values + indices", "x.amax(1)", "torch.amax(x, (2, 3))", "x.max(-1).values.max(-1).values",
+        lists="hnp"),
+    row("min with dim", "torch.min(x, 1)[0]", "torch.min(x, dim=1).values", "x.min(dim=-1)[0]", "x.min(1, keepdim=True)[0]",
+        "x.min(2).indices",
+        "x.amin(1)", "torch.amin(x, (2, 3))", lists="hnp"),
+    row("max of everything", "torch.max(x)", "x.max()", "x.min()", "x.abs().max()", "torch.amax(x)", lists="hnp", fixed=True),
+    row("aminmax", "torch.aminmax(x, dim=1)[0]", "x.aminmax(dim=1)[1]"),
+    row("argmax", "torch.argmax(x, 1)", "x.argmax(1)", "x.argmax(dim=-1, keepdim=True)", "torch.argmax(x, dim=1).float()", lists="hn"),
+    row("argmin", "torch.argmin(x, 1)", "x.argmin(1)", "x.argmin(dim=-1, keepdim=True)", lists="hn"),
+    row("topk", "torch.topk(x, 3)[0]", "x.topk(2, dim=1)[0]", "torch.topk(x, 2, -1, True, True).values", "x.topk(2, 1).indices",
+        "torch.topk(x, 3, largest=False)[0]", "values, indices = torch.topk(x, 2, 1); return values, indices", lists="hnp"),
+    row("sort", "torch.sort(x)[0]", "x.sort(dim=1)[0]", "x.sort(1, descending=True).values", "torch.sort(x, stable=True, dim=1)[0]",
+        "x.msort()", lists="np"),
+    row("argsort", "torch.argsort(x, 1)", "x.argsort(dim=1, descending=True)", lists="n"),
+    row("kthvalue", "torch.kthvalue(x, 2, 1)[0]", "torch.median(x, 1)[0]", "torch.mode(x, 1)[0]", "torch.quantile(x, 0.5, dim=1)"),
+    row("cummax", "torch.cummax(x, 1)[0]", "x.cummin(1)[0]", "torch.logcumsumexp(x, 1)"),
+    row("bucketize", "torch.bucketize(x, {B([-1.0, 0.0, 1.0])})", "torch.searchsorted({B([-1.0, 0.0, 1.0])}, x)"),
+    row("rounding to a class", "x.softmax(1).argmax(1)", "(x.sigmoid() > 0.5).long()"),
+)  # fmt: skip
+
+INDEXING: tuple[Row, ...] = (
+    row("getitem", "x[:, 0]", "x[:, 1:]", "x[..., ::2]", "x[:, :, 2]", "x[:, None]", "x[..., :-1, 1:]", "x[:, [0, 2]]",
+        "x[:, {B([2, 0, 0])}]", "x[0]",
+        "x[:, -1:]", "x[:, 1, 2]", "x[:, {B([0, 1])}, {B([2, 3])}]", "x[:, {B([True, False, True])}]", "x.__getitem__((slice(None), 0))",
+        "x[:2]",
+        "operator.getitem(x, (slice(None), slice(0, 2)))", "x[:, torch.arange(2)]", lists="hnp"),
+    row("setitem", "x = x.clone(); x[:, 0] = 1; return x", "x = x.clone(); x[..., ::2] = y[..., ::2]; return x",
+        "x = x.clone(); x[:, 1:] = 0; return x", "x = x.clone(); x[:, 0] = x[:, 1] * 2; return x",
+        "x = x.clone(); x[:, :, 1:3, 1:3] = y[:, :, :2, :2]; return x",
+        "out = torch.zeros_like(x); out[:, :2] = x[:, :2]; return out", "x = x.clone(); x[:, {B([0, 2])}] = 0.5; return x", lists="hn"),
+    row("slice_scatter", "torch.slice_scatter(x, y[:, :1], 1, 0, 1)", "x.slice_scatter(y[..., ::2], -1, 0, 6, 2)",
+        "torch.select_scatter(x, y[:, 0], 1, 2)",
+        "x.select_scatter(y[:, 1], 1, 0)", lists="n"),
+    row("gather", "torch.gather(x, 1, y)", "x.gather(1, y)", "x.gather(dim=2, index=y)", "x.gather(1, x.argmax(1, keepdim=True))",
+        "torch.take_along_dim(x, y, 1)", "x.gather(1, {B(torch.zeros(1, 1, 6, 6, dtype=torch.int64))}.expand(x.shape[0], -1, -1, -1))",
+        over=(IMAGE, GRID), lists="hn"),
+    row("index_select", "torch.index_select(x, 1, {B([0, 2])})", "x.index_select(-1, {B([5, 0])})", "torch.take(x, {B([0, 5])})",
+        "x.index_select(1, {torch.nn.Buffer(torch.tensor([1, 0]))})", lists="n"),
+    row("scatter", "torch.scatter(x, 1, y, 0.5)", "x.scatter(1, y, 1.0)", "x.clone().scatter_(1, y, 0.0)",
+        "torch.zeros_like(x).scatter(1, y, x)",
+        "x.scatter(1, y, x * 0.5)", over=(IMAGE, GRID), lists="n"),
+    row("scatter_add", "x.scatter_add(1, y, x)", "torch.scatter_add(x, 1, y, x)", "x.scatter_reduce(1, y, x, 'sum')",
+        "x.scatter_reduce(1, y, x, 'amax')",
+        over=(IMAGE, GRID), lists="n"),
+    row("index_add", "x.index_add(1, {B([0, 2])}, y[:, :2])", "torch.index_add(x, 1, {B([0, 2])}, y[:, :2])",
+        "x.index_fill(1, {B([0])}, 0.5)",
+        "x.index_copy(1, {B([1])}, y[:, :1])", "x.index_put(({B([0])},), {B(1.0)})", "torch.index_fill(x, 1, {B([2])}, 0.0)", lists="n"),
+    row("embedding", "nn.Embedding(10, 4)", "F.embedding(x, {P(10, 4)})", "{P(10, 4)}[x]", "nn.Embedding(10, 4, padding_idx=0)",
+        "{nn.Embedding(10, 4)}(x) * 2", "{nn.Embedding(10, 4)}(x) + {nn.Embedding(7, 4)}(torch.arange(7))",
+        "F.embedding(x.argmax(1), {P(7, 4)})",
+        over=whole(7, 7), lists="np"),
+    row("embedding of an argmax", "F.embedding(x.argmax(1), {P(3, 4)})", "{nn.Embedding(3, 4)}(x.argmax(1))"),
+    row("embedding_bag", "nn.EmbeddingBag(10, 4)", "F.embedding_bag(x, {P(10, 4)}, mode='sum')", over=whole(7, 7), lists="p"),
+    row("one_hot", "F.one_hot(x, 10)", "F.one_hot(x, 10).float()", "F.one_hot(x, num_classes=8).to(torch.float32)", over=whole(7, 7),
+        lists="n"),
+    row("one_hot of an argmax", "F.one_hot(x.argmax(1), 3).float()", lists="n"),
+    row("tril", "torch.tril(x)", "x.tril(-1)", "torch.tril(x, diagonal=1)", lists="n"),
+    row("triu", "torch.triu(x)", "x.triu(1)", "torch.triu(x, diagonal=-1)", lists="n"),
+    row("nonzero", "torch.nonzero(x > 0)", "(x > 0).nonzero()", "torch.argwhere(x > 0)", "torch.unique(x.round())",
+        "torch.unique_consecutive(x > 0)",
+        "torch.bincount(x.argmax(1).flatten())", "torch.count_nonzero(x > 0, 1)", lists="n"),
+    row("repeat_interleave", "x.repeat_interleave(2, 1)", "torch.repeat_interleave(x, 2, dim=-1)",
+        "x.repeat_interleave({B([1, 2, 1])}, 1)", lists="n"),
+    row("diagonal", "torch.diagonal(x, 0, 2, 3)", "x.diagonal(dim1=-2, dim2=-1)", "torch.diag_embed(x)", "x.diagonal(0, 2, 3).sum(-1)"),
+)  # fmt: skip
+
+REDUCTION: tuple[Row, ...] = (
+    row("mean", "torch.mean(x, 1)", "x.mean(1)", "x.mean((2, 3))", "x.mean(dim=[2, 3], keepdim=True)", "torch.mean(x, (1, 2))",
+        "x.mean(-1, keepdim=True)",
+        "x.mean(3).mean(2)", "x.flatten(2).mean(-1)", "torch.mean(x, dim=1, keepdim=True)", "x.mean((1, 2, 3))", "torch.nanmean(x, 1)",
+        lists="hnp"),
+    row("mean of everything", "x.mean()", "torch.mean(x)", "x.mean(0)", lists="hnp", fixed=True),
+    row("sum", "torch.sum(x, 1)", "x.sum(1)", "x.sum((2, 3))", "x.sum(dim=-1, keepdim=True)", "torch.sum(x, (1, 2))", "x.sum(-1)",
+        "torch.nansum(x, 1)", lists="hn"),
+    row("sum of everything", "x.sum()", "torch.sum(x, 0)", "x.sum(0)", lists="hn", fixed=True),
+    row("cumsum", "torch.cumsum(x, 1)", "x.cumsum(-1)", "x.cumsum(dim=2)", lists="n"),
+    row("cumprod", "torch.cumprod(x, 1)", "x.cumprod(-1)", over=between(0.5, 1.5), lists="n"),
+    row("prod", "torch.prod(x, 1)", "x.prod(1)", "x.prod(dim=1, keepdim=True)", over=between(0.5, 1.5), lists="n"),
+    row("var", "torch.var(x, 1)", "x.var((2, 3))", "x.var(1, unbiased=False)", "x.var(1, keepdim=True, correction=0)",
+        "torch.var_mean(x, 1)[0]",
+        "var, mean = torch.var_mean(x, 1); return (x - mean.unsqueeze(1)) * var.unsqueeze(1)", lists="n"),
+    row("std", "torch.std(x, 1)", "x.std((2, 3))", "x.std(1, unbiased=False)", "torch.std_mean(x, 1)[0]", "x.std(-1, keepdim=True)",
+        lists="n"),
+    row("norm", "torch.norm(x, dim=1)", "x.norm(dim=1)", "torch.norm(x, p=2, dim=1, keepdim=True)", "torch.linalg.norm(x, dim=1)",
+        "torch.linalg.vector_norm(x, dim=1)", "x.norm(p=1, dim=1)", "torch.norm(x, float('inf'), 1)",
+        "torch.linalg.vector_norm(x, 3, dim=1)",
+        "x.norm(2, -1)", "torch.linalg.matrix_norm(x)", lists="n"),
+    row("logsumexp", "torch.logsumexp(x, 1)", "x.logsumexp(-1)", "torch.logsumexp(x, (1, 2), keepdim=True)"),
+    row("cosine_similarity", "F.cosine_similarity(x, y, 1)", "nn.CosineSimilarity(1)", "torch.cosine_similarity(x, y, dim=1)",
+        over=(IMAGE, IMAGE), lists="n"),
+    row("pairwise_distance", "F.pairwise_distance(x, y)", "nn.PairwiseDistance(2)", over=(ROWS, ROWS)),
+    row("cdist", "torch.cdist(x, y)", "torch.cdist(x, y, p=1.0)", "torch.cdist(x, {P(4, 8)})", over=TOKENS, lists="n"),
+    row("dist", "(x - y).pow(2).sum(-1)", "(x - y).abs().sum(-1)", "torch.dist(x, y)", over=TOKENS),
+    row("losses", "F.mse_loss(x, y, reduction='none')", "F.l1_loss(x, y, reduction='none')", "F.smooth_l1_loss(x, y, reduction='none')",
+        "F.huber_loss(x, y, reduction='none')", "nn.BCEWithLogitsLoss(reduction='none')", over=(UNIT, between(0.0, 1.0))),
+    row("trace", "torch.diff(x, dim=1)", "x.diff(dim=-1)", "torch.trapezoid(x, dim=1)", "torch.einsum('bcii->bci', x)", "torch.histc(x)"),
+    row("softargmax", "(x.flatten(2).softmax(-1) * {B(torch.linspace(-1, 1, 36))}).sum(-1)"),
+    row("gram", "x.flatten(2) @ x.flatten(2).transpose(1, 2) / 36", "torch.einsum('bchw,bdhw->bcd', x, y)",
+        over=(normal(3, 6, 6), POSITIVE)),
+)  # fmt: skip
+
+FAMILIES = {"comparison": COMPARISON, "selection": SELECTION, "indexing": INDEXING, "reduction": REDUCTION}
