@@ -44,13 +44,13 @@ def make_alive(model: nn.Module, images: Tensor, batch_size: int = 32) -> None:
     """
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     model.eval()
-    with _cumulative(norms), torch.no_grad():
+    with cumulative(norms), torch.no_grad():
         for batch in torch.split(images, batch_size):
             model(batch)
 
 
 @contextmanager
-def _cumulative(norms: Sequence[_BatchNorm]) -> Iterator[None]:
+def cumulative(norms: Sequence[_BatchNorm]) -> Iterator[None]:
     """Inside, statistics start afresh and are averaged over all batches; afterwards each momentum is what it was."""
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
