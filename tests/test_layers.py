@@ -90,6 +90,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.analysis.breaches": {"measures", "target"},
     "fxquant.analysis.check": {"breaches", "graph", "layers", "measures", "node", "ops", "target"},
     "fxquant.remedies": {"facts", "graph", "model", "ops", "remedies", "target"},
+    "fxquant.analysis.partition": {"arguments", "errors", "facts", "graph", "node"},
     "fxquant.analysis.segments": {"facts", "graph", "node"},
     "fxquant.analysis.record": {"batches", "errors", "graph", "node", "prepared", "state"},
     "fxquant.analysis.report": {"arguments"},
@@ -97,7 +98,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.analysis.verify": {"batches", "errors", "layers", "prepared", "record", "segments", "state"},
     # verbs and targets: never each other
     "fxquant.passes": NOUNS,
-    "fxquant.backends": NOUNS | {"backends", "version"},
+    "fxquant.backends": NOUNS | {"backends", "partition", "segments", "version"},
     "fxquant.backends.bpu": {"arithmetic", "errors", "numerics", "target", "backends.bpu"},
     "fxquant.backends.cpu": {"arithmetic", "errors", "numerics", "target", "backends.cpu"},
     # what joins them
