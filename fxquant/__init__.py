@@ -19,11 +19,13 @@ from fxquant import primitives
 from fxquant.analysis.check import Finding, Findings
 from fxquant.analysis.explain import explain
 from fxquant.analysis.layers import Intermediate, Layer, layers
+from fxquant.analysis.partition import Segment, segments
 from fxquant.analysis.report import DeviationReport, Report
 from fxquant.analysis.text import text
 from fxquant.api import Result, calibrate, check, convert, dump, load, prepare, quantize, record, save, verify
 from fxquant.backends.onnx.export import export_onnx
 from fxquant.backends.onnx.metadata import onnx_metadata
+from fxquant.backends.onnx.segments import export_segments, run_segments
 from fxquant.errors import (
     AccumulatorOverflow,
     CalibrationError,
@@ -77,6 +79,7 @@ __all__ = [
     "Result",
     "Rounding",
     "ScaleConflict",
+    "Segment",
     "Stage",
     "StageViolation",
     "State",
@@ -92,6 +95,7 @@ __all__ = [
     "dump",
     "explain",
     "export_onnx",
+    "export_segments",
     "freeze",
     "layers",
     "load",
@@ -102,7 +106,9 @@ __all__ = [
     "qparams",
     "quantize",
     "record",
+    "run_segments",
     "save",
+    "segments",
     "set_qparams",
     "set_state",
     "text",

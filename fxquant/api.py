@@ -68,6 +68,7 @@ def prepare(
     dynamic_shapes: Any = None,
     batch_norm: str = "live",
     observations: Observations | None = None,
+    adapt: bool = False,
     until: str | Stage | None = None,
     debug: int | None = None,
     dump: str | os.PathLike[str] | None = None,
@@ -93,6 +94,10 @@ def prepare(
                   gone. A layer called several times has parameters for each call, named after its node (`conv.weight_conv_1`).
                   Batch norms behind nothing that absorbs them are frozen.
 
+    `adapt` makes operators that break a limit of the target (see `check`) into others that mean the same: a large kernel or too many
+    channels into a sum of convolutions, a linear layer into a 1×1 convolution, a large pooling into two. Where that is not possible, the
+    operator runs on the host, in float. `explain` names each, with the limit.
+
     Raises UnknownTarget, TraceError, ScaleConflict or ConfigurationError.
     """
     chosen, mapping = backends.get(target), _rules(qconfig)
@@ -110,7 +115,7 @@ def prepare(
     dial = Dial.of(debug, dump)
     traced = trace(model, example_inputs, dynamic_shapes)
     with collection_paused(), autocast_off(), torch.inference_mode(False):  # what is made can be trained, wherever it is made
-        prepared = _prepare(traced, chosen, mapping, batch_norm, dial, until)
+        prepared = _prepare(traced, chosen, mapping, batch_norm, dial, until, adapt)
         if observations is not None:
             _restore(prepared, observations)
         return prepared
@@ -145,7 +150,7 @@ def _rules(qconfig: QConfig | QConfigMapping | None) -> QConfigMapping:
 
 
 def _prepare(
-    traced: fx.GraphModule, target: Target, qconfig: QConfigMapping, batch_norm: str, dial: Dial, until: str | Stage | None
+    traced: fx.GraphModule, target: Target, qconfig: QConfigMapping, batch_norm: str, dial: Dial, until: str | Stage | None, adapt: bool
 ) -> fx.GraphModule:
     _require_float32(traced)
     attached = attached_qconfigs(traced)
@@ -155,7 +160,7 @@ def _prepare(
     attach_signature(prepared)
     attach_input_check(prepared)
     dial.write("trace", prepared)
-    context = Context(target, qconfig, batch_norm, dial.debug, attached)
+    context = Context(target, qconfig, batch_norm, dial.debug, attached, adapt=adapt)
     stopped = run(prepared, PREPARE, context, dial, until)
     if not stopped:
         known = layers(prepared)
@@ -181,25 +186,30 @@ def _require_float32(traced: fx.GraphModule) -> None:
 @checked()
 def check(
     model: nn.Module,
-    example_inputs: Any,
+    example_inputs: Any = None,
     target: str | Target = "bayes-e",
     qconfig: QConfig | QConfigMapping | None = None,
     *,
     dynamic_shapes: Any = None,
+    adapt: bool = False,
 ) -> Findings:
     """What of the model a target does not allow, before anything is calibrated: limits broken, and operators left in float.
 
     The result is true if there is nothing; it iterates over the findings, and prints as a table of layer, operator,
     limit, source line and remedy. The model is not changed. A batch size that is not fixed is not
-    checked; pass `dynamic_shapes={}` to check the example's.
+    checked; pass `dynamic_shapes={}` to check the example's. `adapt` says what would be left with `prepare(…, adapt=True)`.
+
+    A prepared model is held against the target it was prepared for; all other arguments are left out.
 
     Raises UnknownTarget, TraceError or ConfigurationError.
     """
+    if isinstance(model, fx.GraphModule) and model.meta.get("stage") == "PREPARED":
+        return findings(model, model.meta["target"])
     chosen, mapping = backends.get(target), _rules(qconfig)
     traced = trace(model, example_inputs, dynamic_shapes)
     with collection_paused(), autocast_off():
         # Fusion comes first: a target's limits are about the operators it runs.
-        annotated = _prepare(traced, chosen, mapping, "live", Dial(0, None), "boundary.insert")
+        annotated = _prepare(traced, chosen, mapping, "live", Dial(0, None), "boundary.insert", adapt)
     return findings(annotated, chosen)
 
 
@@ -391,6 +401,7 @@ def quantize(
     dynamic_shapes: Any = None,
     batch_norm: str = "live",
     observations: Observations | None = None,
+    adapt: bool = False,
     num_batches: int | None = None,
     batch_fn: Callable[[Any], Any] | None = None,
     distributed: bool = True,
@@ -412,7 +423,7 @@ def quantize(
         raise no_batches(num_batches) from None
     example = batch_inputs(as_written, first if batch_fn is None else batch_fn(first))
     prepared = prepare(
-        as_written, example, target, qconfig, dynamic_shapes=dynamic_shapes, batch_norm=batch_norm, observations=observations
+        as_written, example, target, qconfig, dynamic_shapes=dynamic_shapes, batch_norm=batch_norm, observations=observations, adapt=adapt
     )
     calibrate(
         prepared,

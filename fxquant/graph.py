@@ -131,6 +131,15 @@ def annotate(node: fx.Node, value: Annotation) -> None:
     node.meta["annotation"] = value
 
 
+HOST_SINCE = "it runs on the host, since "  # begins the reason of what would break a limit of the target
+
+
+def is_on_host(node: fx.Node) -> bool:
+    """Whether the node stays in float since it would break a limit of the target."""
+    spec = annotation(node)
+    return spec is not None and spec.dtype is None and spec.because.startswith(HOST_SINCE)
+
+
 def observed(node: fx.Node) -> tuple[float, float] | None:
     """The interval beyond which the node's values make no difference to anything that reads them; None if all of them do."""
     return node.meta.get("observed")

@@ -34,6 +34,7 @@ BATCH_NORM_MODES = ("live", "frozen", "folded")
 class Context:
     """What every pass may know, besides the graph.
 
+    adapt      whether operators that break a limit of the target become others
     attached   the QConfigs that stand on modules of the traced model itself; those of the model it came from are on the nodes
     """
 
@@ -43,6 +44,7 @@ class Context:
     debug: int = 0
     attached: Mapping[str, QConfig | None] = field(default_factory=dict)
     rewrites: list[str] = field(default_factory=list)
+    adapt: bool = False
 
     def say(self, line: str) -> None:
         """Report a rewrite, or a near-miss with its reason; shown at debug level 3."""

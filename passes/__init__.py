@@ -5,11 +5,13 @@ if __name__ != "fxquant.passes":
 
 from fxquant.passes import (
     activation,
+    adapt,
     batchnorm,
     boundary,
     canonical,
     composite,
     integer,
+    islands,
     quantizers,
     requantize,
     residual,
@@ -28,6 +30,8 @@ PIPELINE = (
     Pass(residual.fuse, Stage.CANONICAL),  # before clamps: a relu behind the addition belongs to the fused layer
     Pass(activation.fuse, Stage.CANONICAL),  # a fused clamp needs no scale of its own
     Pass(specs.annotate, Stage.ANNOTATED),  # on what is left after fusion: one decision per operator
+    Pass(adapt.apply, Stage.ANNOTATED),  # limits are about what runs, fused and of known dtype; before the boundary, which the host moves
+    Pass(islands.sink, Stage.ANNOTATED),  # when all that is in float is known, what the host takes of a target's work among it
     Pass(boundary.insert, Stage.BOUNDED),  # where a decision changes, values cross between float and integer
     Pass(requantize.insert, Stage.BOUNDED),  # after the boundary, which says what integers read; before scales are shared
     Pass(scales.share, Stage.BOUNDED),  # after the boundary, whose nodes take part in sharing

@@ -53,7 +53,7 @@ def export_onnx(
     and inner tensors. The batch is dynamic where the model was traced so. The file is checked before it appears, and
     appears whole or not at all. Raises ConfigurationError or ExportError.
     """
-    _check_arguments(integer, style, io, opset)
+    check_arguments(integer, style, io, opset)
     version = STYLES[style][1] if opset is None else opset
     save_model(build(integer, style, io, version, input_names, output_names), Path(path), external_data)
     return Path(path)
@@ -68,7 +68,8 @@ def build(
     return (QdqWriter if style == "qdq" else Writer)(integer, io, opset).write(input_names, output_names)
 
 
-def _check_arguments(integer: fx.GraphModule, style: str, io: str, opset: int | None) -> None:
+def check_arguments(integer: fx.GraphModule, style: str, io: str, opset: int | None) -> None:
+    """Raise ConfigurationError or ExportError for arguments that nothing can be written with."""
     if not isinstance(integer, fx.GraphModule) or integer.meta.get("stage") != "INTEGER":
         raise ConfigurationError(
             f"{type(integer).__name__} is no integer model",

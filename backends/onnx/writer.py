@@ -118,6 +118,9 @@ class Writer:
         self.values[node] = name
         if self.io == "float":
             self._declare_input(name, fact(node))
+            if qparams(node) is not None:  # of a segment that takes up where another one ended
+                self._describe(node, name, "quantized")
+                self.sources[name] = name
 
     def _declare_input(self, name: str, known: Any) -> None:
         if not isinstance(known, TensorFact):
@@ -209,6 +212,7 @@ class Writer:
         values = [known[node][0] for node in returned]
         inner = {name for node in self.emitter.nodes for name in node.output}
         outputs, taken = [], {info.name for info in self.inputs}
+        self.sources.update({value: value for value in values if self.tensors.get(value, {}).get("kind") == "quantized"})
         for (value, shape), name in zip((known[node] for node in returned), given or values, strict=True):
             if given is not None and (name in taken or (name in inner and name != value)):
                 raise _taken(name, "output")

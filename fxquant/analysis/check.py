@@ -9,12 +9,13 @@ from rich.markup import escape
 from rich.table import Table
 from torch import fx
 
+from fxquant.analysis.breaches import Limits
 from fxquant.analysis.layers import Layer, layers, left_in_float
-from fxquant.analysis.measures import MEASURES, Site
+from fxquant.analysis.measures import Site
 from fxquant.analysis.node import record_of
-from fxquant.graph import annotation
+from fxquant.graph import annotation, is_on_host
 from fxquant.ops import operator_of
-from fxquant.target import Limit, Target
+from fxquant.target import Target
 
 FLOAT_REMEDY = "replace it, or run it on the host: fxq.explain says where the integer part ends"
 
@@ -29,7 +30,8 @@ class Finding:
     limit     what the value is and what the target allows; or why the operator stays in float
     source    the user's line
     remedy    what the user can do
-    kind      "limit", or "float" for an operator that has no integer form on this target
+    kind      "limit"; "float" for an operator that has no integer form on this target; "host" for one that breaks a limit, and that
+              `adapt` has moved to the host: nothing is left to do
     """
 
     layer: str
@@ -48,13 +50,16 @@ class Finding:
 
 @dataclass(frozen=True)
 class Findings:
-    """What `fxq.check` returns: true if nothing is broken; iterates over the findings, in the order of the graph."""
+    """What `fxq.check` returns: true if nothing is broken and nothing left in float but what `adapt` has moved to the host.
+
+    Iterates over the findings, in the order of the graph.
+    """
 
     target: str
     items: tuple[Finding, ...] = field(default=())
 
     def __bool__(self) -> bool:
-        return not self.items
+        return all(finding.kind == "host" for finding in self.items)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -65,13 +70,15 @@ class Findings:
     @property
     def summary(self) -> str:
         """One line: how many limits are broken, and how many operators stay in float."""
-        if not self.items:
-            return f"within every limit of {self.target} that is known"
-        floats = sum(finding.kind == "float" for finding in self.items)
-        broken = len(self.items) - floats
+        kinds = [finding.kind for finding in self.items]
+        floats, broken, moved = (kinds.count(kind) for kind in ("float", "limit", "host"))
         parts = [f"{broken} limit{'' if broken == 1 else 's'} of {self.target} {'is' if broken == 1 else 'are'} broken"] if broken else []
         if floats:
             parts.append(f"{floats} operator{'' if floats == 1 else 's'} would stay in float on {self.target}")
+        if not parts:
+            parts.append(f"within every limit of {self.target} that is known")
+        if moved:
+            parts.append(f"{moved} operator{' runs' if moved == 1 else 's run'} on the host")
         return ", ".join(parts)
 
     def __rich__(self) -> Table | str:
@@ -100,39 +107,23 @@ def findings(gm: fx.GraphModule, target: Target) -> Findings:
 
 def broken_limits(gm: fx.GraphModule, known: tuple[Layer, ...], target: Target) -> Iterator[Finding]:
     """The limits that integer operators of an annotated or prepared graph, whose layers are known, break."""
-    general = [limit for limit in target.limits if not limit.operators]
-    special: dict[str, list[Limit]] = {}
-    for limit in target.limits:
-        for name in limit.operators:
-            special.setdefault(name, []).append(limit)
     if not target.limits:
         return
+    limits = Limits(target)
     nodes = {node.name: node for node in gm.graph.nodes}
     for layer in known:
         node = nodes[layer.name]
         operator = record_of(gm, node) if layer.integer and not layer.boundary else None
         if operator is None:
             continue
-        site = Site(node, operator, operator.arguments(node))
-        mine = special.get(operator.name, [])
-        absent = [limit for limit in mine if limit.measure is None]
-        for limit in absent or (*general, *mine):
-            text = _broken(site, limit, target)
-            if text is not None:
-                yield Finding(_place(layer), layer.name, layer.operator, text, layer.source, limit.remedy)
-
-
-def _broken(site: Site, limit: Limit, target: Target) -> str | None:
-    if limit.measure is None:
-        return f"{target.name} has no {site.operator.name}"
-    offending = limit.broken_by(MEASURES[limit.measure](site))
-    if not offending:
-        return None
-    return f"its {limit.measure} is {' and '.join(map(str, offending))}; {target.name} allows {limit}"
+        for breach in limits.broken(Site(node, operator, operator.arguments(node))):
+            yield Finding(_place(layer), layer.name, layer.operator, breach.sentence, layer.source, breach.limit.remedy)
 
 
 def _in_float(node: fx.Node, layer: Layer, target: Target) -> Finding:
     spec = annotation(node)
+    if is_on_host(node):
+        return Finding(_place(layer), layer.name, layer.operator, layer.reason, layer.source, "nothing is left to do", "host")
     unasked = operator_of(node) is not None and spec is not None and spec.config is None
     remedy = "give it a QConfig" if unasked else FLOAT_REMEDY
     return Finding(_place(layer), layer.name, layer.operator, f"it stays in float: {layer.reason}", layer.source, remedy, "float")

@@ -27,14 +27,14 @@ def pad(input: Tensor, padding: list[int], mode: str = "constant", value: float 
 
 
 # The element that stands at each position, which may lie outside, of a dimension of a size.
-_OUTSIDE: dict[str, Callable[[int, int], int]] = {
+OUTSIDE: dict[str, Callable[[int, int], int]] = {
     "replicate": lambda position, size: min(max(position, 0), size - 1),
     "circular": lambda position, size: position % size,
     "reflect": lambda position, size: abs((position + size - 1) % max(2 * size - 2, 1) - size + 1),
 }
 
 
-def _margins(padding: list[int], rank: int) -> list[tuple[int, int]]:
+def margins_of(padding: list[int], rank: int) -> list[tuple[int, int]]:
     """(before, behind) of every dimension, first to last."""
     pairs = list(zip(padding[::2], padding[1::2], strict=True))
     return [(0, 0)] * (rank - len(pairs)) + pairs[::-1]
@@ -42,7 +42,7 @@ def _margins(padding: list[int], rank: int) -> list[tuple[int, int]]:
 
 def _lower_pad(lowering: Lowering, input: Quantized, padding: list[int], mode: str, value: float) -> Quantized:
     """A constant as its integer ⌊value/scale + ½⌋; any other margin is a selection of what is there."""
-    margins = _margins(padding, len(input.shape))
+    margins = margins_of(padding, len(input.shape))
     if mode == "constant":
         return _lower_constant_pad(lowering, input, margins, value)
     result = input.value
@@ -50,7 +50,7 @@ def _lower_pad(lowering: Lowering, input: Quantized, padding: list[int], mode: s
         if (begin, end) != (0, 0):
             size = input.shape[dim]
             assert isinstance(size, int)
-            indices = [_OUTSIDE[mode](position, size) for position in range(-begin, size + end)]
+            indices = [OUTSIDE[mode](position, size) for position in range(-begin, size + end)]
             chosen = torch.tensor(indices, dtype=torch.int64, device=input.scale.device)
             result = lowering.call(shape.select, result, dim, lowering.constant(f"indices{dim}", chosen, torch.int64))
     return input.with_value(result)
@@ -91,7 +91,7 @@ def _brings(node: fx.Node, arguments: dict[str, Any]) -> bool:
     value = arguments["value"]
     if arguments["mode"] != "constant" or value == 0 or math.isinf(value) or max(arguments["padding"]) <= 0:
         return False
-    margins = _margins(arguments["padding"], len(shape_of(node)))
+    margins = margins_of(arguments["padding"], len(shape_of(node)))
     return value > 0 or not node.users or not all(_never_wins(reader, margins) for reader in node.users)
 
 
@@ -119,19 +119,19 @@ def _refuses_pad(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         return "its sizes are computed"
     if mode == "constant":
         return None if isinstance(value, int | float) and not math.isnan(value) else "what it pads with is no number"
-    if mode not in _OUTSIDE:
+    if mode not in OUTSIDE:
         return f"mode={mode!r} has no integer form"
     known = fact(arguments["input"])
     if not isinstance(known, TensorFact):
         return None
-    margins = zip(_margins(padding, len(known.shape)), known.shape, strict=True)
+    margins = zip(margins_of(padding, len(known.shape)), known.shape, strict=True)
     return "it pads the batch with its own elements" if any(any(m) and not isinstance(size, int) for m, size in margins) else None
 
 
 def pad_before(node: fx.Node, operand: fx.Node, padding: list[int], mode: str) -> fx.Node:
     """A canonical pad of the operand, in front of the node whose part it was, which it takes source, module and spelling from."""
     shape = shape_of(operand)
-    margins = _margins(padding, len(shape))
+    margins = margins_of(padding, len(shape))
     with node.graph.inserting_before(node):
         padded: fx.Node = node.graph.create_node("call_function", pad, (operand, padding, mode, 0.0), name=f"{node.name}_pad")
     inherit(padded, node, "canonical.rewrite")

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from fxquant.frontend import functional
 from fxquant.ops import OPERATORS, Operator
+from fxquant.ops.parameters import FUNCTIONS as OF_PARAMETERS
 from fxquant.primitives import PRIMITIVES
 from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer, PercentileObserver
 from fxquant.quantization.rounding import Nearest, Rounding
@@ -111,6 +112,7 @@ def _functions() -> dict[str, Callable[..., Any]]:
         ("fxquant", functional, "setitem write copy fill zero"),
     ):
         table.update(_listed(space, home, names))
+    table.update({f"parameters:{function.__name__}": function for function in OF_PARAMETERS})
     table.update({f"operator:{record.name}": function for function, record in OPERATORS.items()})
     table.update({f"primitive:{record.name}": function for function, record in PRIMITIVES.items()})
     return table

@@ -1,0 +1,164 @@
+"""A model as several files, one for each segment, with a manifest that joins them.
+
+manifest.json
+    fxquant     the fxquant that wrote it
+    format      1
+    target      the target it was compiled for
+    style       the style of the files
+    inputs      the names of the tensors that the model takes, in order
+    outputs     the names of the tensors that it returns, in order
+    segments    in the order they run: the file, where it runs ("host", or the target's name), and the names of the tensors it takes
+                and gives, in the order of the file's inputs and outputs
+    tensors     for each tensor that passes: its ONNX element type, its shape, and of a quantized one scale, zero point and dtype
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, fx
+
+from fxquant.analysis.partition import Segment, grouped, segments
+from fxquant.analysis.segments import returned
+from fxquant.arguments import FOLDER, checked
+from fxquant.backends.onnx.export import STYLES, build, check_arguments
+from fxquant.backends.onnx.files import save_model
+from fxquant.backends.onnx.runtime import RUNTIME_NAMES, OnnxModel
+from fxquant.errors import ConfigurationError, ExportError
+from fxquant.model import Model
+from fxquant.version import __version__
+
+MANIFEST, FORMAT = "manifest.json", 1
+
+
+@checked(folder=FOLDER)
+def export_segments(
+    integer: fx.GraphModule, folder: str | os.PathLike[str], cut: Sequence[str | Sequence[str]] = (), opset: int | None = None
+) -> Path:
+    """Write every segment of the integer model as an ONNX file of its own, and the manifest that joins them; returns its path.
+
+    The segments are those that `segments(integer, cut)` lists: one for each stretch of the target's integers, and of the host's float
+    operators, and cut behind the tensors that `cut` names. Joined, they give the bits of the whole. A tensor that passes from integers to
+    integers passes as the integers it is. The files are in style "exact"; `run_segments` runs them.
+
+    Raises ConfigurationError or ExportError.
+    """
+    check_arguments(integer, "exact", "float", opset)
+    parts = segments(integer, cut)
+    constants = [node.name for node in returned(integer) if node.op == "get_attr"]
+    if constants and not parts:
+        raise ExportError("there is nothing to write", because="the model only returns constants", remedy="keep them beside the model")
+    directory = Path(folder)
+    directory.mkdir(parents=True, exist_ok=True)
+    written, tensors = [], dict[str, Any]()
+    for index, ((_, nodes), part) in enumerate(zip(grouped(integer, cut), parts, strict=True)):
+        outputs = [*part.outputs, *(constants if index == len(parts) - 1 else ())]
+        model = build(_alone(integer, nodes, part, outputs), "exact", "float", opset or STYLES["exact"][1], None, None)
+        name = f"{index}-{part.device}.onnx"
+        save_model(model, directory / name, None)
+        written.append({"file": name, "device": part.device, "inputs": list(part.inputs), "outputs": outputs})
+        tensors.update(_described(OnnxModel(directory / name), part.inputs, outputs))
+    manifest = {
+        "fxquant": __version__,
+        "format": FORMAT,
+        "target": integer.meta["target"].name,
+        "inputs": [node.name for node in integer.graph.find_nodes(op="placeholder")],
+        "outputs": [node.name for node in returned(integer)],
+        "segments": written,
+        "tensors": tensors,
+    }
+    path = directory / MANIFEST
+    path.write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return path
+
+
+def _alone(integer: fx.GraphModule, nodes: list[fx.Node], part: Segment, outputs: Sequence[str]) -> fx.GraphModule:
+    """A segment as a model of its own, which shares the parameters of the whole; its nodes and inputs have the names they have there."""
+    graph = fx.Graph()
+    named = {node.name: node for node in integer.graph.nodes}
+    copies: dict[fx.Node, fx.Node] = {}
+    for name in part.inputs:
+        made = copies[named[name]] = graph.create_node("placeholder", name, name=name)
+        made.meta.update(named[name].meta)
+
+    def copied(node: fx.Node) -> fx.Node:
+        """A node's copy: a parameter's, or a number's, where it is first read."""
+        if node not in copies:
+            for operand in node.all_input_nodes:
+                copied(operand)
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        return copies[node]
+
+    for node in nodes:
+        copied(node)
+    graph.output(tuple(copied(named[name]) for name in outputs))
+    return Model.of(integer, graph)
+
+
+def _described(written: OnnxModel, inputs: Sequence[str], outputs: Sequence[str]) -> dict[str, Any]:
+    found = {}
+    for names, what in ((inputs, "inputs"), (outputs, "outputs")):
+        for name, entry in zip(names, written.metadata[what], strict=True):
+            known = written.tensors.get(entry.get("tensor", ""), {}) if entry.get("tensor") == name else {}
+            grid = {key: known[key] for key in ("scale", "axis", "zero_point") if key in known}
+            kept = {"dtype": entry["dtype"], "shape": entry["shape"], **grid}
+            found[name] = {**kept, "range": known["dtype"]} if "dtype" in known else kept
+    return found
+
+
+@checked(folder=FOLDER)
+def run_segments(folder: str | os.PathLike[str], *inputs: Tensor, runtime: str = RUNTIME_NAMES[0]) -> tuple[Tensor, ...]:
+    """What the segments in a folder give for these inputs, one after another as its manifest says: the model's outputs, flattened.
+
+    `runtime` is one of those that `verify` uses. Raises ExportError for a folder without a usable manifest, and ConfigurationError for
+    inputs that are not as many as the model's.
+    """
+    directory = Path(folder)
+    manifest = _read(directory / MANIFEST)
+    if len(inputs) != len(manifest["inputs"]) or not all(isinstance(value, Tensor) for value in inputs):
+        raise ConfigurationError(
+            f"the segments in {directory} cannot be run with {len(inputs)} inputs",
+            because=f"the model takes {', '.join(manifest['inputs'])}",
+            remedy="pass a tensor for each, in this order",
+        )
+    values = dict(zip(manifest["inputs"], inputs, strict=True))
+    for entry in manifest["segments"]:
+        opened = OnnxModel(directory / entry["file"])
+        found = opened.runner(runtime, ())(dict(zip(opened.input_names, (values[name] for name in entry["inputs"]), strict=True)))
+        values.update(zip(entry["outputs"], (found[name] for name in opened.output_names), strict=True))
+    return tuple(values[name] for name in manifest["outputs"])
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A manifest, of which is known that its names lead to each other, and its files stand beside it."""
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        because = _unusable(manifest)
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        because = str(error)
+    except (KeyError, TypeError, AttributeError) as error:
+        because = f"it is not of the form that fxquant writes: {error}"
+    if because is not None:
+        raise ExportError(
+            f"{path} is no manifest that can be used", because=because, remedy="export the segments again: fxq.export_segments"
+        )
+    return manifest
+
+
+def _unusable(manifest: dict[str, Any]) -> str | None:
+    if manifest["format"] != FORMAT:
+        return f"its format is {manifest['format']!r}, and this fxquant reads {FORMAT}"
+    known = set(manifest["inputs"])
+    for entry in manifest["segments"]:
+        if Path(entry["file"]).name != entry["file"]:
+            return f"{entry['file']!r} is no file beside it"
+        missing = [name for name in entry["inputs"] if name not in known]
+        if missing:
+            return f"{entry['file']} takes {missing[0]!r}, which nothing before it gives"
+        known.update(entry["outputs"])
+    missing = [name for name in manifest["outputs"] if name not in known]
+    return f"no segment gives {missing[0]!r}" if missing else None

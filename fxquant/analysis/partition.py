@@ -1,0 +1,171 @@
+"""A model in segments, one after another, each of which runs on one device: the target's integers, or the host's float operators.
+
+Segments are convex: nothing leaves one and comes back into it. There are as few as can be, in one order of the devices or the
+other, since every operator is in the first segment of its device that everything it reads is computed before.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+from torch import fx
+
+from fxquant.analysis.node import is_dequantize, primitive_of, quantized_operator
+from fxquant.arguments import checked
+from fxquant.errors import ConfigurationError
+from fxquant.facts import TensorFact
+from fxquant.graph import computes_tensor, fact, is_inner, is_parameter, module_path
+
+HOST = "host"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One segment.
+
+    device   where it runs: the target's name ("bayes-e"), or "host" for float operators
+    nodes    the names of its operators, in the order they run
+    inputs   the names of the tensors it takes: inputs of the model, and outputs of segments before it
+    outputs  the names of the tensors that later segments take, or that the model returns
+    """
+
+    device: str
+    nodes: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@checked()
+def segments(model: fx.GraphModule, cut: Sequence[str | Sequence[str]] = ()) -> tuple[Segment, ...]:
+    """The segments of a prepared or an integer model, in the order they run.
+
+    `cut` names tensors, in order, behind which it is cut as well: everything that such a tensor is computed from, and that no earlier cut
+    has, is on its near side, everything else beyond. A path of the user's module means its last tensor. Several names
+    in a list of their own are one cut. Raises ConfigurationError for a model at another stage, and for a name that no tensor has.
+    """
+    if not isinstance(model, fx.GraphModule) or model.meta.get("stage") not in ("PREPARED", "INTEGER"):
+        raise ConfigurationError(
+            f"a {type(model).__name__} has no segments",
+            because="only prepared and integer models say what is integer",
+            remedy="pass the result of fxq.prepare or fxq.convert",
+        )
+    return tuple(_segment(model, nodes, device) for device, nodes in grouped(model, cut))
+
+
+def grouped(model: fx.GraphModule, cut: Sequence[str | Sequence[str]]) -> list[tuple[str, list[fx.Node]]]:
+    """The device and the nodes of every segment, in the order they run."""
+    working = [node for node in model.graph.nodes if _works(node)]
+    stage = _stages(model, working, cut)
+    device = {node: _device(model, node) for node in working}
+    found: list[tuple[str, list[fx.Node]]] = []
+    for number in sorted(set(stage.values())):
+        mine = [node for node in working if stage[node] == number]
+        tried = [_levels(mine, device, first) for first in dict.fromkeys(device[node] for node in mine)]
+        levels = min(tried, key=lambda levels: len(set(levels.values())))
+        for level in sorted(set(levels.values())):
+            nodes = [node for node in mine if levels[node] == level]
+            found.append((device[nodes[0]], nodes))
+    return found
+
+
+def _works(node: fx.Node) -> bool:
+    """Whether a node is an operator; sizes and what is computed from parameters alone are found anew wherever they are read."""
+    return node.op not in ("placeholder", "get_attr", "output") and not is_parameter(node) and computes_tensor(node)
+
+
+def _device(model: fx.GraphModule, node: fx.Node) -> str:
+    integer = primitive_of(node) is not None or quantized_operator(model, node) is not None or is_dequantize(model, node)
+    return str(model.meta["target"].name) if integer else HOST
+
+
+def _levels(nodes: list[fx.Node], device: Mapping[fx.Node, str], first: str) -> dict[fx.Node, int]:
+    """The number of the segment of every node of a stage, where the first one is of this device and devices take turns."""
+    levels: dict[fx.Node, int] = {}
+    for node in nodes:
+        before = [levels[read] + (device[read] != device[node]) for read in _reads(node) if read in levels]
+        levels[node] = max(before, default=int(device[node] != first))
+    return levels
+
+
+def _reads(node: fx.Node) -> Iterator[fx.Node]:
+    """The operators and inputs that a node reads; of a number or a parameter, those that it is computed from."""
+    for operand in node.all_input_nodes:
+        if _works(operand) or operand.op == "placeholder":
+            yield operand
+        else:
+            yield from _reads(operand)
+
+
+# ---- cuts -------------------------------------------------------------------------------------------------------------
+
+
+def _stages(model: fx.GraphModule, working: list[fx.Node], cut: Sequence[str | Sequence[str]]) -> dict[fx.Node, int]:
+    """Between which cuts every operator stands, from 0."""
+    edges = nx.DiGraph()
+    edges.add_nodes_from(working)
+    edges.add_edges_from((read, node) for node in working for read in _reads(node))
+    stage: dict[fx.Node, int] = {}
+    for number, names in enumerate(cut):
+        for name in [names] if isinstance(names, str) else names:
+            node = _named(model, working, name)
+            for one in (node, *nx.ancestors(edges, node)):
+                stage.setdefault(one, number)
+    for node in working:
+        # Real numbers go where their integers are, and a piece of what is no tensor where that is.
+        held = [read for read in _reads(node) if read in stage and (is_dequantize(model, node) or not isinstance(fact(read), TensorFact))]
+        if held:
+            stage[node] = stage[held[0]]
+        stage.setdefault(node, len(cut))
+    return {node: stage[node] for node in working}
+
+
+def _named(model: fx.GraphModule, working: list[fx.Node], name: str) -> fx.Node:
+    tensors = {node.name: node for node in working if isinstance(fact(node), TensorFact) and not _is_inside(node)}
+    if name in tensors:
+        return tensors[name]
+    inside = [node for node in tensors.values() if module_path(node) == name or module_path(node).startswith(f"{name}.")]
+    inside = [node for node in inside if not is_dequantize(model, node)]
+    if name and inside:
+        return inside[-1]
+    near = difflib.get_close_matches(name, [*tensors, *dict.fromkeys(map(module_path, working))], n=1)
+    raise ConfigurationError(
+        f"there is no tensor {name!r} to cut behind",
+        because="a cut is named after a tensor that the model computes, or the path of a module in the user's model",
+        remedy=f"did you mean {near[0]!r}?" if near else "fxq.layers and fxq.text list the names",
+    )
+
+
+def _is_inside(node: fx.Node) -> bool:
+    """Whether a node of an integer graph is no tensor of the model, but between two of them."""
+    record = primitive_of(node)
+    return record is not None and (record.kind == "accumulator" or is_inner(node))
+
+
+# ---- what passes between them -----------------------------------------------------------------------------------------
+
+
+def _segment(model: fx.GraphModule, nodes: list[fx.Node], device: str) -> Segment:
+    inside = set(nodes)
+    read = dict.fromkeys(operand for node in nodes for operand in _reads(node) if operand not in inside)
+    kept = [node for node in nodes if _leaves(node, inside)]
+    return Segment(device, _names(nodes), _names(read), _names(kept))
+
+
+def _leaves(node: fx.Node, inside: set[fx.Node]) -> bool:
+    """Whether something outside reads a node, or the model returns it."""
+    seen, waiting = set[fx.Node](), list(node.users)
+    while waiting:
+        user = waiting.pop()
+        if user.op == "output" or (_works(user) and user not in inside):
+            return True
+        if not _works(user) and user not in seen:
+            seen.add(user)
+            waiting.extend(user.users)
+    return False
+
+
+def _names(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    return tuple(node.name for node in nodes)

@@ -1,0 +1,35 @@
+"""What remedies compute from a model's parameters: functions that a graph may call, and that a file may name."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fxquant.quantization.batch_norm import BatchNorm, fold
+
+
+def folded_weight(weight: Tensor, bias: Tensor | None, batch_norm: BatchNorm, axis: int) -> Tensor:
+    """The weight of a layer with its batch norm, of running statistics, multiplied in; `axis` has its output channels."""
+    moved = weight.transpose(0, axis)
+    return fold(moved, bias, batch_norm, 0)[0].transpose(0, axis)
+
+
+def folded_bias(weight: Tensor, bias: Tensor | None, batch_norm: BatchNorm, axis: int) -> Tensor:
+    """The bias beside that weight."""
+    return fold(weight.transpose(0, axis), bias, batch_norm, 0)[1]
+
+
+def spread(weight: Tensor, dilation: list[int]) -> Tensor:
+    """A kernel with zeros between its taps, which does without dilation what this one does with it."""
+    sizes = [(taps - 1) * step + 1 for taps, step in zip(weight.shape[2:], dilation, strict=True)]
+    result = weight.new_zeros((*weight.shape[:2], *sizes))
+    result[(slice(None), slice(None), *(slice(None, None, step) for step in dilation))] = weight
+    return result
+
+
+def channel_weight(like: Tensor, factor: float) -> Tensor:
+    """`factor` for each of as many channels as the tensor has elements: the weight of a depthwise 1×1 convolution."""
+    return torch.full((like.numel(), 1, 1, 1), factor, dtype=like.dtype, device=like.device)
+
+
+FUNCTIONS = (folded_weight, folded_bias, spread, channel_weight)

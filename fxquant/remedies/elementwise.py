@@ -1,0 +1,151 @@
+"""Sums, products and joins whose operands a target does not take as they are, and layers of one dimension."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxquant.graph import fact, is_parameter, shape_of
+from fxquant.ops.arithmetic import mul
+from fxquant.ops.boundary import REQUANTIZE
+from fxquant.ops.convolution import conv2d, conv_transpose2d
+from fxquant.ops.index import WHOLE, getitem
+from fxquant.ops.join import cat
+from fxquant.ops.pad import OUTSIDE, margins_of
+from fxquant.ops.parameters import channel_weight
+from fxquant.ops.pool import avg_pool2d
+from fxquant.ops.shape import expand, identity, numbers, reshape
+from fxquant.ops.weighted import sizes
+from fxquant.remedies.rewriting import Rewriting, even, is_activation, remedy
+
+
+@remedy("as a product", "div", None)
+def as_product(b: Rewriting) -> fx.Node | None:
+    """A product with the number's reciprocal."""
+    other = b.arguments["other"]
+    if not isinstance(other, int | float):
+        return None
+    made: fx.Node = b(mul, b.input, 1.0 / other, clamp=b.arguments.get("clamp"))
+    return made
+
+
+@remedy("as a depthwise convolution", "add sub mul", "number of constant operands")
+def as_depthwise(b: Rewriting) -> fx.Node | None:
+    """One number for each channel, as the weight or the bias of a depthwise 1×1 convolution."""
+    left, right = b.arguments["input"], b.arguments["other"]
+    operand, constant = (right, left) if is_parameter(left) else (left, right)
+    shape = shape_of(operand)
+    channels = shape[1] if len(shape) == 4 else None
+    held = [1, *fact(constant).shape] if len(fact(constant).shape) == 3 else list(fact(constant).shape)
+    if not isinstance(channels, int) or held != [1, channels, 1, 1]:
+        return None
+    if b.operator.name == "mul":
+        weight, bias = b.parameter(torch.reshape, constant, [channels, 1, 1, 1]), None
+    else:
+        alpha = b.arguments["alpha"] * (1 if b.operator.name == "add" else -1)
+        of_operand, of_constant = (alpha, 1) if operand is right else (1, alpha)
+        weight = b.parameter(channel_weight, constant, float(of_operand))
+        bias = b.parameter(torch.mul, b.parameter(torch.reshape, constant, [channels]), float(of_constant))
+    made: fx.Node = b(conv2d, operand, weight, bias, groups=channels, clamp=b.arguments.get("clamp"))
+    return made
+
+
+@remedy("expanded first", "add sub mul", "number of operands that are broadcast")
+def expanded(b: Rewriting) -> fx.Node | None:
+    """The larger of two operands that are both broadcast, repeated first."""
+    names = [name for name in ("input", "other") if is_activation(b.arguments[name])]
+    if len(names) != 2 or (not isinstance(b.result[0], int) and any(shape_of(b.arguments[n])[0] != b.result[0] for n in names)):
+        return None
+    chosen = max(names, key=lambda name: sum(size == whole for size, whole in zip(shape_of(b.arguments[name]), b.result, strict=False)))
+    given = dict(b.arguments)
+    given[chosen] = b(expand, given[chosen], numbers(b.result))
+    clamp = given.pop("clamp", None)
+    made: fx.Node = b(b.operator.function, *given.values(), clamp=clamp)
+    return made
+
+
+@remedy("in two dimensions", "add sub mul", "rank")
+def flattened(b: Rewriting) -> fx.Node | None:
+    """Operands of one shape as rows, and the result in its shape again."""
+    names = [name for name in ("input", "other") if is_activation(b.arguments[name])]
+    others = [b.arguments[name] for name in ("input", "other") if name not in names]
+    if any(shape_of(b.arguments[name]) != b.result for name in names) or any(isinstance(value, fx.Node) for value in others):
+        return None
+    rows = math.prod(size for size in b.result[1:] if isinstance(size, int))
+    if not all(isinstance(size, int) for size in b.result[1:]):
+        return None
+    given = {**b.arguments, **{name: b(reshape, b.arguments[name], numbers([b.result[0], rows])) for name in names}}
+    clamp = given.pop("clamp", None)
+    result: fx.Node = b(reshape, b(b.operator.function, *given.values(), clamp=clamp), numbers(b.result))
+    return result
+
+
+@remedy("as a selection", "pad", "padding mode")
+def selected(b: Rewriting) -> fx.Node | None:
+    """Its own elements around a tensor, chosen by their places; the same integers."""
+    mode, made = b.arguments["mode"], b.input
+    for dim, (before, behind) in enumerate(margins_of(b.arguments["padding"], len(b.shape))):
+        if (before, behind) != (0, 0):
+            size = b.shape[dim]
+            if not isinstance(size, int):
+                return None
+            index: list[Any] = [WHOLE] * len(b.shape)
+            index[dim] = [OUTSIDE[mode](position, size) for position in range(-before, size + behind)]
+            made = b(getitem, made, index)
+    return made
+
+
+@remedy("in two steps", "cat", "number of operands")
+def joined_in_steps(b: Rewriting) -> fx.Node | None:
+    """Parts of the operands, and these; all on one grid. One operand alone is the result."""
+    tensors, dim = b.arguments["tensors"], b.arguments["dim"]
+    if len(tensors) == 1:
+        single: fx.Node = b(identity, tensors[0])
+        return single
+    parts = [b(cat, list(tensors[start:stop]), dim) for start, stop in even(len(tensors), b.pieces)]
+    joined: fx.Node = b(cat, parts, dim)
+    b.on_one_grid(*parts, joined)
+    return joined
+
+
+@remedy("in two dimensions", "conv_transpose1d avg_pool1d", None)
+def lifted(b: Rewriting) -> fx.Node | None:
+    """A row as an image of height 1."""
+    shape = b.shape
+    if len(shape) != 3:
+        return None
+    image = b(reshape, b.input, numbers([*shape[:2], 1, shape[2]]))
+    clamp = b.arguments.get("clamp")
+    if b.operator.name == "avg_pool1d":
+        taken = {n: b.arguments[n] for n in ("kernel_size", "stride", "padding")}
+        if taken["stride"] in (None, []):
+            taken["stride"] = taken["kernel_size"]
+        kernel, stride, padding = (sizes(taken[n], 1)[0] for n in ("kernel_size", "stride", "padding"))
+        counted = b.arguments["count_include_pad"]
+        made: Any = b(avg_pool2d, image, [1, kernel], [1, stride], [0, padding], b.arguments["ceil_mode"], counted, clamp=clamp)
+    else:
+        weight, bias = b.folded(1)
+        own = b.parameter(torch.unsqueeze, weight, 2)
+        residual = b.arguments.get("residual")
+        added = None if residual is None else b(reshape, residual, numbers([*shape_of(residual)[:2], 1, shape_of(residual)[2]]))
+        stride, padding, extra, dilation = (sizes(b.arguments[n], 1)[0] for n in ("stride", "padding", "output_padding", "dilation"))
+        window = ([1, stride], [0, padding], [0, extra], b.arguments["groups"], [1, dilation])
+        made = b(conv_transpose2d, image, own, bias, *window, residual=added, clamp=clamp)
+    result: fx.Node = b(reshape, made, numbers(b.result))
+    return result
+
+
+NARROWED = "conv3d conv_transpose2d interpolate avg_pool2d adaptive_avg_pool2d"
+
+
+@remedy("on 8 bits", NARROWED, "bits")
+def narrowed(b: Rewriting) -> fx.Node | None:
+    """Its operand brought to 8 bits before it."""
+    operand = b(REQUANTIZE.function, b.input, dtype="int8")
+    given = [operand if value is b.input else value for value in b.node.args]
+    made: fx.Node = b(b.operator.function, *given)
+    made.kwargs = {**b.node.kwargs, **{name: value for name, value in made.kwargs.items() if value is not None}}
+    return made

@@ -1,0 +1,212 @@
+"""Pooling in steps: means of means and maxima of maxima, and reductions of several dimensions as poolings."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import fx
+
+from fxquant.graph import shape_of
+from fxquant.ops.arithmetic import add, mul
+from fxquant.ops.convolution import conv2d
+from fxquant.ops.extremum import amax
+from fxquant.ops.join import cat
+from fxquant.ops.pad import pad
+from fxquant.ops.pool import adaptive_avg_pool2d, avg_pool2d, max_pool2d, mean, window_divisor
+from fxquant.ops.pool import sum as total
+from fxquant.ops.shape import numbers, reshape
+from fxquant.ops.weighted import sizes
+from fxquant.remedies.rewriting import Rewriting, even, remedy
+
+LARGEST_KERNEL = 1024  # of a mean that becomes a convolution with weights
+AVERAGES = "avg_pool2d adaptive_avg_pool2d"
+
+
+def _window(b: Rewriting) -> tuple[list[int], list[int], list[int]] | None:
+    """Kernel, stride and padding of an average over windows in two dimensions; None where its last windows are cut off."""
+    spatial, results = b.shape[2:], b.result[2:]
+    if not all(isinstance(size, int) for size in (*spatial, *results)):
+        return None
+    if "output_size" in b.arguments:
+        kernel = [size // out for size, out in zip(spatial, results, strict=True)]  # type: ignore[operator]
+        return kernel, kernel, [0, 0]
+    if b.arguments["divisor_override"] is not None:
+        return None
+    kernel, padding = sizes(b.arguments["kernel_size"], 2), sizes(b.arguments["padding"], 2)
+    stride = kernel if b.arguments["stride"] in (None, []) else sizes(b.arguments["stride"], 2)
+    if any(padding) and not b.arguments["count_include_pad"]:
+        return None
+    rows = zip(spatial, kernel, stride, padding, results, strict=True)
+    if any((out - 1) * s + k > size + 2 * p for size, k, s, p, out in rows):  # type: ignore[operator]
+        return None  # ceil_mode
+    return kernel, stride, padding
+
+
+@remedy("in two steps", AVERAGES, "kernel", "area of a global average")
+def average_in_steps(b: Rewriting) -> fx.Node | None:
+    """Means of equal windows that lie side by side, and the mean of these."""
+    found = _window(b)
+    if found is None:
+        return None
+    kernel, stride, padding = found
+    results = b.result[2:]
+    if b.limit.measure == "kernel":
+        assert isinstance(b.limit.high, int)
+        high = [b.limit.high] * 2
+    else:
+        high = [_most(b, "avg_pool2d", "kernel")] * 2
+    # A window starts where one of the first step does: at multiples of its size, or at the beginning if there is one window only.
+    steps = [0 if out == 1 else s for out, s in zip(results, stride, strict=True)]
+    large = b.limit.measure != "kernel"
+    first = [_divisor(math.gcd(k, s), most, large or k > most) for k, s, most in zip(kernel, steps, high, strict=True)]
+    if math.prod(first) == 1:
+        return _whole_in_parts(b) if list(b.shape[2:]) == kernel else _as_depthwise(b, kernel, stride, padding)
+    operand = b.input
+    if any(padding):
+        operand = b(pad, operand, [size for size in reversed(padding) for _ in range(2)])
+    inner = b(avg_pool2d, operand, first, first)
+    rest = [k // f for k, f in zip(kernel, first, strict=True)]
+    ahead = [max(s // f, 1) if out != 1 else r for s, f, r, out in zip(stride, first, rest, results, strict=True)]
+    spatial = [size // f for size, f in zip(shape_of(operand)[2:], first, strict=True)]  # type: ignore[operator]
+    clamp = b.arguments.get("clamp")
+    if spatial == rest:
+        made: fx.Node = b(adaptive_avg_pool2d, inner, 1, clamp=clamp)
+    else:
+        made = b(avg_pool2d, inner, rest, ahead, clamp=clamp)
+    return made
+
+
+def _most(b: Rewriting, operator: str, measure: str) -> int:
+    """The largest value that the target allows of a measure of an operator."""
+    found = [limit.high for limit in b.target.limits if operator in limit.operators and limit.measure == measure]
+    return int(min((high for high in found if high is not None), default=256))
+
+
+def _whole_in_parts(b: Rewriting) -> fx.Node:
+    """The mean of everything, from those of two halves."""
+    dim = 2 if b.shape[2] > b.shape[3] else 3  # type: ignore[operator]
+    size = b.shape[dim]
+    assert isinstance(size, int)
+    halves = even(size, 2)
+    parts = [b(mul, b(adaptive_avg_pool2d, b.cut(b.input, dim, *half), 1), (half[1] - half[0]) / size) for half in halves]
+    made: fx.Node = b(add, *parts, clamp=b.arguments.get("clamp"))
+    return made
+
+
+def _as_depthwise(b: Rewriting, kernel: list[int], stride: list[int], padding: list[int]) -> fx.Node | None:
+    """A convolution of each channel with equal weights, which can be split where a mean cannot."""
+    channels = b.shape[1]
+    if not isinstance(channels, int) or math.prod(kernel) > LARGEST_KERNEL:
+        return None
+    weight = b.constant(torch.full((channels, 1, *kernel), 1 / math.prod(kernel), device="cpu"))
+    made: fx.Node = b(conv2d, b.input, weight, None, stride, padding, groups=channels, clamp=b.arguments.get("clamp"))
+    return made
+
+
+def _divisor(size: int, most: int, needed: bool) -> int:
+    """The largest divisor of a size that is no larger than `most`; 1 where none is needed."""
+    return max((d for d in range(1, most + 1) if size % d == 0), default=1) if needed else 1
+
+
+@remedy("divided behind it", "avg_pool2d", "divisor_override")
+def divided_behind(b: Rewriting) -> fx.Node | None:
+    """The mean over the window's size, and a factor."""
+    arguments = b.arguments
+    given = [arguments[name] for name in ("kernel_size", "stride", "padding", "ceil_mode")]
+    if arguments["ceil_mode"]:
+        return None  # the last windows may be cut off
+    inner = b(avg_pool2d, b.input, *given, True, None)
+    factor = math.prod(sizes(arguments["kernel_size"], 2)) / arguments["divisor_override"]
+    made: fx.Node = b(mul, inner, factor, clamp=arguments.get("clamp"))
+    return made
+
+
+@remedy("counted behind it", "avg_pool2d", "count_include_pad")
+def counted_behind(b: Rewriting) -> fx.Node | None:
+    """The mean over whole windows, and a factor for each position."""
+    arguments = b.arguments
+    if arguments["ceil_mode"] or arguments["divisor_override"] is not None or not all(isinstance(size, int) for size in b.shape[2:]):
+        return None
+    kernel, padding = sizes(arguments["kernel_size"], 2), sizes(arguments["padding"], 2)
+    stride = kernel if arguments["stride"] in (None, []) else sizes(arguments["stride"], 2)
+    counts = window_divisor(b.shape, {"count_include_pad": False}, kernel, stride, padding, padding)
+    inner = b(avg_pool2d, b.input, kernel, stride, padding)
+    made: fx.Node = b(mul, inner, b.constant(math.prod(kernel) / counts.reshape(1, 1, *counts.shape)), clamp=arguments.get("clamp"))
+    return made
+
+
+@remedy("in two steps", "max_pool2d", "kernel")
+def maximum_in_steps(b: Rewriting) -> fx.Node | None:
+    """Maxima of windows that overlap or touch, and the maxima of these; the same integers."""
+    assert isinstance(b.limit.high, int)
+    arguments = b.arguments
+    kernel, padding, dilation = (sizes(arguments[name], 2) for name in ("kernel_size", "padding", "dilation"))
+    stride = kernel if arguments["stride"] in (None, []) else sizes(arguments["stride"], 2)
+    if dilation != [1, 1] or arguments["ceil_mode"]:
+        return None
+    first, steps, rest, ahead = [], [], [], []
+    for taps, step, around in zip(kernel, stride, padding, strict=True):
+        inner, between = _overlap(taps, step, b.limit.high)
+        if around > inner // 2:
+            return None
+        first.append(inner)
+        steps.append(between)
+        rest.append((taps - inner) // between + 1)
+        ahead.append(step // between)
+    inside = b(max_pool2d, b.input, first, steps, padding)
+    made: fx.Node = b(max_pool2d, inside, rest, ahead)
+    return made
+
+
+def _overlap(taps: int, step: int, most: int) -> tuple[int, int]:
+    """(kernel, stride) of the first step: of those that do, the one with the largest stride."""
+    if taps <= most:
+        return taps, step
+    found = [(math.gcd(taps - inner, step), inner) for inner in range(1, most + 1)]
+    between, inner = max((between, inner) for between, inner in found if between <= inner)
+    return inner, between
+
+
+# ---- reductions -----------------------------------------------------------------------------------------------------
+
+
+@remedy("as a pooling", "mean sum", "reduced dimension", "number of reduced dimensions")
+def as_pooling(b: Rewriting) -> fx.Node | None:
+    """Over height and width: an average pooling. Over other dimensions: one after another, where the target has them."""
+    rank = len(b.shape)
+    dim = b.arguments["dim"]
+    dims = sorted(int(d) % rank for d in (range(rank) if dim in (None, (), []) else dim if isinstance(dim, list | tuple) else [dim]))
+    if any(not isinstance(b.shape[d], int) for d in dims):
+        return None
+    clamp, keepdim, averages = b.arguments.get("clamp"), b.arguments["keepdim"], b.operator.name == "mean"
+    if rank == 4 and dims == [2, 3]:
+        made = b(adaptive_avg_pool2d, b.input, 1, clamp=clamp if averages else None)
+        if not averages:
+            made = b(mul, made, float(b.shape[2] * b.shape[3]), clamp=clamp)  # type: ignore[operator]
+    elif b.limit.measure == "reduced dimension" or len(dims) < 2:
+        return None
+    else:
+        made = b.input
+        for d in reversed(dims):
+            last = d == dims[0]
+            made = b(mean if averages else total, made, [d], True, clamp=clamp if last else None, dtype=b.dtype if last else b.partial)
+    result: fx.Node = made if keepdim else b(reshape, made, numbers(b.result))
+    return result
+
+
+@remedy("in two steps", "amax", "reduced size")
+def largest_in_steps(b: Rewriting) -> fx.Node | None:
+    """The largest of parts, and the largest of these; the same integers."""
+    rank = len(b.shape)
+    dim = b.arguments["dim"]
+    dims = [int(d) % rank for d in (dim if isinstance(dim, list | tuple) else [dim])]
+    if len(dims) != 1:
+        return None
+    size = b.shape[dims[0]]
+    assert isinstance(size, int)
+    parts = [b(amax, b.cut(b.input, dims[0], start, stop), dims, True) for start, stop in even(size, b.pieces)]
+    joined = b(cat, parts, dims[0])
+    b.on_one_grid(*parts, joined)
+    made: fx.Node = b(amax, joined, dims, b.arguments["keepdim"])
+    return made

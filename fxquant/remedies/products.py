@@ -1,0 +1,139 @@
+"""Linear layers that a target has no room for, or has only as convolutions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxquant.graph import is_parameter, shape_of
+from fxquant.ops import operator_of
+from fxquant.ops.arithmetic import add
+from fxquant.ops.convolution import conv2d
+from fxquant.ops.join import cat
+from fxquant.ops.linear import linear, matmul
+from fxquant.ops.shape import numbers, permute, reshape
+from fxquant.remedies.convolution import chain
+from fxquant.remedies.rewriting import Rewriting, even, remedy
+
+
+@remedy("as a 1×1 convolution", "linear", None, "bits")
+def as_convolution(b: Rewriting) -> fx.Node | None:
+    """The same sums: features are channels, and rows positions. A flattened image in front of it is taken as it was."""
+    weight, bias = b.folded(0)
+    image = _before_flatten(b.input)
+    if image is not None:
+        kernel = [int(size) for size in shape_of(image)[1:]]  # type: ignore[arg-type]
+        operand, own = image, b.parameter(torch.reshape, weight, [shape_of(weight)[0], *kernel])
+    else:
+        laid = _as_image(b, b.input)
+        if laid is None:
+            return None
+        operand, own = laid, b.parameter(torch.reshape, weight, [*shape_of(weight), 1, 1])
+    residual = b.arguments.get("residual")
+    added = None if residual is None else _as_image(b, residual)
+    made = b(conv2d, operand, own, bias, residual=added, clamp=b.arguments.get("clamp"))
+    return _as_rows(b, made)
+
+
+def _before_flatten(operand: fx.Node) -> fx.Node | None:
+    """The image (N, C, H, W) that was flattened to (N, C·H·W), if it was."""
+    operator = operator_of(operand)
+    if operator is None or operator.name != "reshape" or len(shape_of(operand)) != 2:
+        return None
+    image = operand.args[0]
+    assert isinstance(image, fx.Node)
+    known = shape_of(image)
+    plain = len(known) == 4 and known[0] == shape_of(operand)[0] and all(isinstance(size, int) for size in known[1:])
+    return image if plain else None
+
+
+def _as_image(b: Rewriting, rows: fx.Node) -> fx.Node | None:
+    """(…, F) as (N, F, …) with two dimensions behind the features."""
+    image = _before_flatten(rows)
+    if image is not None and shape_of(image)[2:] == (1, 1):
+        return image
+    rank = len(shape_of(rows))
+    if not 2 <= rank <= 4:
+        return None
+    if rank > 2:
+        rows = b(permute, rows, [0, rank - 1, *range(1, rank - 1)])
+    if rank < 4:
+        known = shape_of(rows)
+        rows = b(reshape, rows, numbers([*known, *[1] * (4 - rank)]))
+    return rows
+
+
+def _as_rows(b: Rewriting, image: fx.Node) -> fx.Node:
+    rank = len(b.result)
+    if rank < 4:
+        image = b(reshape, image, numbers(shape_of(image)[:rank]))
+    if rank > 2:
+        image = b(permute, image, [0, *range(2, rank), 1])
+    return image
+
+
+@remedy("split by features", "linear", "features")
+def features(b: Rewriting) -> fx.Node | None:
+    """Parts of the output features, joined on one grid; or a sum over parts of the input features."""
+    weight, bias = b.folded(0)
+    outputs, inputs = shape_of(weight)
+    assert isinstance(outputs, int)
+    assert isinstance(inputs, int)
+    high = b.limit.high
+    assert isinstance(high, int)
+    last = len(b.shape) - 1
+    if outputs > high:
+        parts = []
+        for start, stop in even(outputs, -(-outputs // high)):
+            own = b.parameter(torch.narrow, weight, 0, start, stop - start)
+            own_bias = None if bias is None else b.parameter(torch.narrow, bias, 0, start, stop - start)
+            residual = b.arguments.get("residual")
+            added = None if residual is None else b.cut(residual, last, start, stop)
+            parts.append(b(linear, b.input, own, own_bias, residual=added, clamp=b.arguments.get("clamp")))
+        joined: fx.Node = b(cat, parts, last)
+        b.on_one_grid(*parts, joined)
+        return joined
+    pieces = even(inputs, -(-inputs // high))
+    operands = [(b.cut(b.input, last, start, stop), b.parameter(torch.narrow, weight, 1, start, stop - start)) for start, stop in pieces]
+
+    def layer(operand: fx.Node, weight: Any, bias: Any, **fused: Any) -> Any:
+        return b(linear, operand, weight, bias, **fused)
+
+    return chain(b, operands, bias, layer)
+
+
+@remedy("split by rows and columns", "matmul", "matrix sizes")
+def matrices(b: Rewriting) -> fx.Node | None:
+    """A product whose rows or columns are too many: parts of them, joined on one grid."""
+    left, right = b.arguments["input"], b.arguments["other"]
+    high = b.limit.high
+    assert isinstance(high, int)
+    if is_parameter(left) or is_parameter(right) or b.arguments.get("bias") is not None:
+        return None
+    for operand, dim, place in ((left, -2, 0), (right, -1, 1)):
+        shape = shape_of(operand)
+        size = shape[dim]
+        if isinstance(size, int) and size > high:
+            axis = len(shape) + dim
+            pieces = [b.cut(operand, axis, start, stop) for start, stop in even(size, -(-size // high))]
+            parts = [b(matmul, *((piece, right) if place == 0 else (left, piece)), clamp=b.arguments.get("clamp")) for piece in pieces]
+            joined: fx.Node = b(cat, parts, len(b.result) + dim)
+            b.on_one_grid(*parts, joined)
+            return joined
+    terms = shape_of(left)[-1]
+    if not isinstance(terms, int) or terms <= high:
+        return None
+    total: fx.Node | None = None
+    cuts = even(terms, -(-terms // high))
+    for start, stop in cuts:
+        last = stop == terms
+        row, column = b.cut(left, len(shape_of(left)) - 1, start, stop), b.cut(right, len(shape_of(right)) - 2, start, stop)
+        part = b(matmul, row, column, dtype=b.partial)
+        total = (
+            part
+            if total is None
+            else b(add, total, part, dtype=b.dtype if last else b.partial, clamp=b.arguments.get("clamp") if last else None)
+        )
+    return total

@@ -1,0 +1,226 @@
+"""How a remedy is written: the builder that it is given, and the table of all of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, fx
+
+from fxquant.facts import Size, TensorFact
+from fxquant.graph import (
+    Annotation,
+    Part,
+    annotate,
+    annotation,
+    fact,
+    inherit,
+    mark_parameter,
+    parameter_value,
+    part,
+    set_fact,
+    set_part,
+    shape_of,
+)
+from fxquant.model import free_name
+from fxquant.ops import Operator, Same
+from fxquant.ops.composite import Builder
+from fxquant.ops.index import WHOLE, getitem
+from fxquant.ops.parameters import folded_bias, folded_weight
+from fxquant.ops.record import OPERATORS, demand
+from fxquant.target import Limit, Target
+
+Remedy = Callable[["Rewriting"], fx.Node | None]
+REMEDIES: dict[tuple[str, str | None], tuple[str, Remedy]] = {}  # by operator and measure; what it is called, and what does it
+
+
+def remedy(name: str, operators: str, *measures: str | None) -> Callable[[Remedy], Remedy]:
+    """Make the decorated function what is done where one of these operators breaks a limit of these measures.
+
+    None is the measure of an operator that the target does not have. The name begins what `explain` says of the parts. The function
+    returns the node of the result, or None where it can do nothing for this node; then what it has made is taken away.
+    """
+
+    def declare(function: Remedy) -> Remedy:
+        REMEDIES.update({(operator, measure): (name, function) for operator in operators.split() for measure in measures})
+        return function
+
+    return declare
+
+
+class Rewriting(Builder):
+    """Writes what an annotated operator becomes, in front of its node, as annotated operators.
+
+    operator   its record
+    arguments  its canonical arguments, by name
+    limit      the limit it breaks; `value` is the largest number it breaks it with, where these are numbers
+    because    what it breaks, in words
+    """
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        node: fx.Node,
+        operator: Operator,
+        target: Target,
+        name: str,
+        limit: Limit,
+        values: Sequence[Any],
+        why: str,
+    ) -> None:
+        super().__init__(name, node)
+        self.gm, self.operator, self.target, self.limit, self.because = gm, operator, target, limit, why
+        self.arguments = operator.arguments(node)
+        self.values = list(values)
+        self.notes: list[str] = []
+        spec = annotation(node)
+        assert spec is not None
+        assert spec.dtype is not None
+        self.spec, self.dtype = spec, spec.dtype
+
+    @property
+    def input(self) -> fx.Node:
+        """The operand of an operator with one."""
+        found = self.arguments["input"]
+        assert isinstance(found, fx.Node)
+        return found
+
+    @property
+    def shape(self) -> tuple[Size, ...]:
+        """The operand's shape."""
+        return shape_of(self.input)
+
+    @property
+    def result(self) -> tuple[Size, ...]:
+        """The result's shape."""
+        return shape_of(self.node)
+
+    @property
+    def pieces(self) -> int:
+        """The fewest pieces of one size, of what is too large, that keep the limit."""
+        assert isinstance(self.limit.high, int)
+        return -(-max(self.values) // self.limit.high)
+
+    @property
+    def partial(self) -> str:
+        """The dtype of what is summed further: 16 bits where the target takes them there, so that as little as can be is lost."""
+        name = self.operator.name
+        narrow = name != "linear" and any(limit.measure == "bits" and name in limit.operators for limit in self.target.limits)
+        if "int16" in self.target.activations and not narrow and self.dtype != "int4":
+            return "int16"
+        return "int8" if self.dtype in ("int32", "int16") else self.dtype
+
+    def __call__(self, function: Callable[..., Any], *args: Any, demand: Any = None, dtype: str | None = None, **kwargs: Any) -> Any:
+        """A call of an operator, as `Builder` makes it; `dtype` is its result's, where it is not that of the whole.
+
+        `residual` and `clamp` are fused into it.
+        """
+        fused = {name: value for name in ("residual", "clamp") if (value := kwargs.pop(name, None)) is not None}
+        made = super().__call__(function, *args, demand=demand, **kwargs)
+        inherit(made, self.node, "adapt.apply")
+        made.kwargs = fused
+        outer = part(self.node)
+        if outer is not None:
+            known = part(made)
+            set_part(made, Part(outer.composite, f"{outer.role}: {known}"))
+        taken = annotation(made.args[0][0] if isinstance(made.args[0], list | tuple) else made.args[0])
+        moves = isinstance(OPERATORS[function].demand, Same)
+        chosen = taken.dtype if moves and taken is not None and taken.dtype is not None else dtype or self.dtype
+        annotate(made, Annotation(chosen, f"{self.name}, since {self.because}", self.spec.config))
+        return made
+
+    def parameter(self, function: Callable[..., Tensor], *args: Any) -> fx.Node:
+        """What is computed from parameters alone, every time the model runs: they keep their names, and are trained."""
+        made = self.node.graph.create_node("call_function", function, args, name=f"{self.node.name}_{function.__name__}")
+        self.node.prepend(made)
+        inherit(made, self.node, "adapt.apply")
+        mark_parameter(made)
+        value = parameter_value(self.gm, made)
+        set_fact(made, TensorFact(tuple(value.shape), value.dtype))
+        return made
+
+    def constant(self, value: Tensor) -> fx.Node:
+        """A tensor that belongs to no one's state."""
+        name = free_name(self.gm, f"{self.node.name}_constant")
+        self.gm.register_buffer(name, value, persistent=False)
+        made = self.node.graph.create_node("get_attr", name, name=name)
+        self.node.prepend(made)
+        inherit(made, self.node, "adapt.apply")
+        set_fact(made, TensorFact(tuple(value.shape), value.dtype))
+        return made
+
+    def folded(self, axis: int) -> tuple[Any, Any]:
+        """Weight and bias with the fused batch norm multiplied in, of which then the running statistics are used in training, too."""
+        weight, bias, batch_norm = (self.arguments.get(name) for name in ("weight", "bias", "batch_norm"))
+        if batch_norm is None:
+            return weight, bias
+        self.notes.append(
+            f"the batch norm of %{self.node.name} keeps its running statistics while training, since the layer is {self.name}"
+        )
+        both = (folded_weight, folded_bias)
+        made = [self.parameter(function, weight, bias, batch_norm, axis) for function in both]
+        return made[0], made[1]
+
+    def cut(self, value: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
+        """Some elements of an activation, along one dimension; itself where these are all."""
+        shape = shape_of(value)
+        if (start, stop) == (0, shape[dim]):
+            return value
+        index: list[Any] = [WHOLE] * len(shape)
+        index[dim] = slice(start, stop)
+        found: fx.Node = self(getitem, value, index)
+        return found
+
+    def on_one_grid(self, *nodes: fx.Node) -> None:
+        """These parts have one grid: what joins them only moves integers."""
+        self.tie(*nodes)
+
+    def finish(self, result: fx.Node) -> None:
+        """The result takes the node's place, name and dtype; what it only moves has the grid that is asked for the whole."""
+        node, source = self.node, result
+        while isinstance(demand(source), Same) and source in self.parts:
+            operand = source.args[0]
+            if not isinstance(operand, fx.Node):
+                break
+            source = operand
+        if source in self.parts and source is not result:
+            known = part(source)
+            assert known is not None
+            set_part(source, replace(known, inner=part(node) is not None and part(node).inner))  # type: ignore[union-attr]
+        if result not in self.parts:  # nothing but another node's value
+            node.replace_all_uses_with(result)
+            node.graph.erase_node(node)
+            return
+        known = part(result)
+        assert known is not None
+        inner = part(node) is not None and part(node).inner  # type: ignore[union-attr]
+        spec = annotation(result)
+        node.target, node.args, node.kwargs = result.target, result.args, result.kwargs
+        for key in ("demand", "ties"):
+            if key in result.meta:
+                node.meta[key] = result.meta[key]
+        set_part(node, replace(known, inner=inner))
+        assert spec is not None
+        annotate(node, spec)
+        node.graph.erase_node(result)
+        self.parts[self.parts.index(result)] = node
+
+    def undo(self) -> None:
+        """Nothing of what was made is left."""
+        made = [node for node in self.node.graph.nodes if node.meta.get("made_by") == "adapt.apply"]
+        for node in reversed(made):
+            if not node.users and node is not self.node:
+                node.graph.erase_node(node)
+
+
+def even(size: int, pieces: int) -> list[tuple[int, int]]:
+    """(start, stop) of so many pieces of a size, as alike as can be."""
+    ends = [size * index // pieces for index in range(pieces + 1)]
+    return list(itertools.pairwise(ends))
+
+
+def is_activation(value: Any) -> bool:
+    """Whether an argument is an activation of known shape."""
+    return isinstance(value, fx.Node) and isinstance(fact(value), TensorFact)

@@ -1,0 +1,76 @@
+"""Integers between float operators that gain nothing by being integers stay in float: values then cross once less each way.
+
+%a = fft(%x)                           %a = fft(%x)
+%b = reshape(%a)   (integer)     →     %b = reshape(%a)   (float)
+%c = fft(%b)                           %c = fft(%b)
+
+An island is integer operators that are connected with each other and with no other integer ones. It stays in float where everything
+it reads is computed by float operators, or is an input that it only moves, everything that reads it is a float operator, and it forms
+no sums of products. What a rule of the qconfig asks to be integer is left as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import networkx as nx
+from torch import fx
+
+from fxquant.graph import annotate, annotation, computes_tensor, is_parameter, part, reads_shape_only
+from fxquant.ops import operand_nodes, operator_of, shares
+from fxquant.pipeline import Context
+from fxquant.quantization.rules import decide
+from fxquant.stage import is_integer
+
+
+def sink(gm: fx.GraphModule, context: Context) -> int:
+    """No island is left that would cross from float to integer and back for nothing."""
+    connected = nx.Graph()
+    for node in gm.graph.nodes:
+        operator = operator_of(node)
+        if operator is None or not is_integer(node):
+            continue
+        connected.add_node(node)
+        connected.add_edges_from((node, operand) for operand in operand_nodes(operator, operator.arguments(node)) if is_integer(operand))
+    changes = 0
+    for island in nx.connected_components(connected):
+        because = _why(island)
+        if because is None:
+            continue
+        for node in island:
+            spec = annotation(node)
+            assert spec is not None
+            annotate(node, replace(spec, dtype=None, because=because))
+            context.say(f"%{node.name} stays in float: {because}")
+        changes += len(island)
+    return changes
+
+
+def _why(island: set[fx.Node]) -> str | None:
+    """Why an island stays in float; None if it is worth its crossings."""
+    if any(_sums(node) or decide(node).asked for node in island):
+        return None
+    readers = {user for node in island for user in node.users if user not in island and not reads_shape_only(user)}
+    if not readers or not all(_computes_in_float(user) for user in readers):
+        return None
+    moves = all(shares(node) and part(node) is None for node in island)
+    read = {operand for node in island for operand in _read(node) if operand not in island}
+    if not all(_computes_in_float(operand) or (moves and operand.op == "placeholder") for operand in read):
+        return None
+    names = " and ".join(sorted(f"%{user.name}" for user in readers)[:2])
+    return f"it stands between operators that are in float, and leads to {names} alone"
+
+
+def _read(node: fx.Node) -> list[fx.Node]:
+    operator = operator_of(node)
+    assert operator is not None
+    return operand_nodes(operator, operator.arguments(node))
+
+
+def _sums(node: fx.Node) -> bool:
+    operator = operator_of(node)
+    return operator is not None and (operator.sums or "weight" in operator.arguments(node))
+
+
+def _computes_in_float(node: fx.Node) -> bool:
+    return computes_tensor(node) and not is_parameter(node) and not is_integer(node)
