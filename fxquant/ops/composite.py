@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.facts import BATCH_SIZES, TensorFact
-from fxquant.graph import Part, fact, inherit, is_parameter, set_fact, set_part, spell, spelling, state_demand, tie
+from fxquant.graph import Part, fact, inherit, is_parameter, mark_parameter, set_fact, set_part, spell, spelling, state_demand, tie
 from fxquant.ops.record import OPERATORS, Demand, Operator
 
 
@@ -19,6 +19,7 @@ class Builder:
     name    the operator's
     node    its node, which has its meaning in float
     parts   the nodes that were made, in order
+    step    the step of a recurrence that is being written, counted from 0; None outside of it
     """
 
     def __init__(self, name: str, node: fx.Node) -> None:
@@ -26,6 +27,7 @@ class Builder:
         self.node = node
         self._within = ""  # the composites inside of it that are being written, as a role begins with them
         self.parts: list[fx.Node] = []
+        self.step: int | None = None
         self._ties = 0
 
     def __call__(self, function: Callable[..., Any], *args: Any, demand: Demand | None = None, **kwargs: Any) -> Any:
@@ -47,7 +49,7 @@ class Builder:
         bound = operator.normalize(made, bound)
         assert isinstance(bound, dict), f"{self.name} cannot be expanded: {bound}"
         made.args = tuple(bound.values())
-        set_part(made, Part(self.name, self._within + operator.name))
+        set_part(made, Part(self.name, self._within + operator.name, step=self.step))
         spell(made, *spelling(self.node))
         if demand is not None:
             state_demand(made, demand)
@@ -63,6 +65,16 @@ class Builder:
         if demand is not None:
             state_demand(result, demand)
         return result
+
+    def parameter(self, function: Callable[..., Tensor], *args: Any) -> fx.Node:
+        """What a function of the table computes from parameters alone, a part of a bias: a parameter, too."""
+        made: fx.Node = self.node.graph.create_node("call_function", function, args, {}, name=f"{self.node.name}_parameter")
+        self.node.prepend(made)
+        inherit(made, self.node, "composite.expand")
+        mark_parameter(made)
+        set_fact(made, TensorFact.between(*(_on_meta(made, batch) for batch in BATCH_SIZES)))
+        self.parts.append(made)
+        return made
 
     def tie(self, *nodes: fx.Node) -> None:
         """These parts have one grid, found for all of them together: the state of a recurrence, over all of its steps."""
