@@ -38,7 +38,7 @@ def expand(gm: fx.GraphModule, context: Context) -> int:
         arguments = composite.arguments(node)
         because = _why_whole(node, composite, arguments) or needed.get(node)
         if because is None or because == "":
-            build = Builder(composite.name, node)
+            build = Builder(composite.name, node, context.target.activations)
             result = composite.expand(build, **arguments)
             for made in build.parts:
                 _settle(made, context)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,15 +16,17 @@ from fxquant.ops.record import OPERATORS, Demand, Operator
 class Builder:
     """Writes the parts of one operator, as calls of other operators, in front of its node.
 
-    name    the operator's
-    node    its node, which has its meaning in float
-    parts   the nodes that were made, in order
-    step    the step of a recurrence that is being written, counted from 0; None outside of it
+    name         the operator's
+    node         its node, which has its meaning in float
+    activations  the dtypes of activations that the target computes with
+    parts        the nodes that were made, in order
+    step         the step of a recurrence that is being written, counted from 0; None outside of it
     """
 
-    def __init__(self, name: str, node: fx.Node) -> None:
+    def __init__(self, name: str, node: fx.Node, activations: Sequence[str]) -> None:
         self.name = name
         self.node = node
+        self.activations = activations
         self._within = ""  # the composites inside of it that are being written, as a role begins with them
         self.parts: list[fx.Node] = []
         self.step: int | None = None

@@ -22,6 +22,7 @@ from fxquant.facts import TensorFact
 from fxquant.graph import fact, is_parameter
 from fxquant.ops.activation import clamp
 from fxquant.ops.arithmetic import add, mul
+from fxquant.ops.boundary import requantize
 from fxquant.ops.composite import Builder
 from fxquant.ops.dropout import dropout
 from fxquant.ops.index import WHOLE, getitem
@@ -192,7 +193,7 @@ class _Layer:
     build       writes its parts
     weight      U, what the state is multiplied by; bias is what is added to that; projection is W_r, or None
     size        how many numbers a gate has
-    bounded     whether no state can leave (-1, 1)
+    bounded     whether the state begins at zero, so that that of a GRU never leaves (-1, 1)
     tied        what is on one grid at all steps, by what it is
     """
 
@@ -210,11 +211,6 @@ class _Layer:
         self.tied.setdefault(tie, []).append(node)
         return node
 
-    @property
-    def state(self) -> Demand:
-        """What is demanded of the grid of a state."""
-        return WITHIN_ONE if self.bounded else WIDE
-
     def recurrent(self, hidden: fx.Node | None) -> fx.Node | None:
         """U h + b'; the bias alone where there is no state yet, and that may be None, too."""
         return self.bias if hidden is None else self.made("recurrent", linear, hidden, self.weight, self.bias, demand=WIDE)
@@ -222,7 +218,7 @@ class _Layer:
     def sum(self, given: fx.Node, recurrent: fx.Node | None, demand: Demand = BENT) -> fx.Node:
         """What the two give together."""
         if recurrent is None:
-            return self.made("sum", mul, given, 1.0, demand=demand)
+            return self.made("sum", requantize, given, demand=demand)
         return self.made("sum", add, given, recurrent, demand=demand)
 
     def gate(self, value: fx.Node | None, number: int, count: int = 1) -> fx.Node | None:
@@ -235,7 +231,8 @@ class _Layer:
         return self.build(getitem, value, [WHOLE] * (len(self.build.fact(value).shape) - 1) + [part])  # type: ignore[no-any-return]
 
 
-# The state before a step and what the step is given, a_t -> the state after it: the hidden state and, of an LSTM, the cell.
+# What the step is given, a_t, and the state before it -> the state after it: h, which is multiplied by U and is what others see, and
+# beside it what is only remembered, the cell of an LSTM or, 16 bits wide, the h of a GRU. None is a state of zeros.
 State = tuple[fx.Node | None, ...]
 Step = Callable[[_Layer, fx.Node, State], tuple[fx.Node, ...]]
 
@@ -250,39 +247,44 @@ def _lstm_step(layer: _Layer, given: fx.Node, state: State) -> tuple[fx.Node, ..
     else:
         kept = layer.made("cell", mul, build(torch.sigmoid, forgetting, demand=GATE), before, demand=WIDE)
         cell = layer.made("cell", add, kept, build(mul, *entered, demand=WITHIN_ONE), demand=WIDE)
-    value = build(mul, build(torch.sigmoid, leaving, demand=GATE), build(torch.tanh, cell, demand=WITHIN_ONE), demand=WITHIN_ONE)
-    if layer.projection is None:
-        return value, cell
-    return layer.made("state", linear, value, layer.projection, None, demand=WIDE), cell
+    value = layer.made("value", mul, build(torch.sigmoid, leaving, demand=GATE), build(torch.tanh, cell, demand=WITHIN_ONE), demand=Own())
+    return value if layer.projection is None else layer.made("state", linear, value, layer.projection, None, demand=Own()), cell
 
 
 def _gru_step(layer: _Layer, given: fx.Node, state: State) -> tuple[fx.Node, ...]:
-    build, (hidden,) = layer.build, state
+    build, (hidden, before) = layer.build, state
     recurrent = layer.recurrent(hidden)
     gates = layer.sum(layer.gate(given, 0, 2), layer.gate(recurrent, 0, 2))  # type: ignore[arg-type]
-    update = layer.gate(gates, 1)
-    inner = layer.gate(recurrent, 2)
+    update, inner = layer.gate(gates, 1), layer.gate(recurrent, 2)
     if inner is not None:
         reset = build(torch.sigmoid, layer.gate(gates, 0), demand=GATE)
         inner = layer.made("reset", mul, reset, inner, demand=WIDE)
     candidate = build(torch.tanh, layer.sum(layer.gate(given, 2), inner), demand=WITHIN_ONE)  # type: ignore[arg-type]
     share = build(shifted, update, "sigmoid", -1.0, 0.0, {}, demand=GATE)
-    new = layer.made("state", mul, share, candidate, demand=layer.state)
-    if hidden is None:
-        return (new,)
-    kept = layer.made("state", mul, build(torch.sigmoid, update, demand=GATE), hidden, demand=layer.state)
-    return (layer.made("state", add, new, kept, demand=layer.state),)
+    wide = "int16" in build.activations
+    remembered = Own() if not wide else WITHIN_ONE if layer.bounded else WIDE
+    after = layer.made("state", mul, share, candidate, demand=remembered)
+    if before is not None:
+        kept = layer.made("state", mul, build(torch.sigmoid, update, demand=GATE), before, demand=remembered)
+        after = layer.made("state", add, after, kept, demand=remembered)
+    return layer.made("shown", requantize, after, demand=Own()) if wide else after, after
 
 
 def _tanh_step(layer: _Layer, given: fx.Node, state: State) -> tuple[fx.Node, ...]:
-    return (layer.build(torch.tanh, layer.sum(given, layer.recurrent(state[0])), demand=WITHIN_ONE),)
+    return (layer.made("state", torch.tanh, layer.sum(given, layer.recurrent(state[0])), demand=Own()),)
 
 
 def _relu_step(layer: _Layer, given: fx.Node, state: State) -> tuple[fx.Node, ...]:
-    return (layer.build(clamp, layer.sum(given, layer.recurrent(state[0]), WIDE), 0.0, None, demand=Same()),)
+    return (layer.build(clamp, layer.sum(given, layer.recurrent(state[0]), Own()), 0.0, None, demand=Same()),)
 
 
-STEPS: dict[str, tuple[Step, int]] = {"lstm": (_lstm_step, 4), "gru": (_gru_step, 3), "tanh": (_tanh_step, 1), "relu": (_relu_step, 1)}
+# Of each kind: its step, how many gates it has, and how many tensors its state.
+STEPS: dict[str, tuple[Step, int, int]] = {
+    "lstm": (_lstm_step, 4, 2),
+    "gru": (_gru_step, 3, 2),
+    "tanh": (_tanh_step, 1, 1),
+    "relu": (_relu_step, 1, 1),
+}
 
 
 # ---- all steps ------------------------------------------------------------------------------------------------------
@@ -295,31 +297,33 @@ class _Sequence:
     build   writes its parts
     kind    which step it repeats: "lstm", "gru", "tanh" or "relu"
     axis    the dimension of its input that the steps run along
-    bounded whether no state can leave (-1, 1)
     """
 
     build: Builder
     kind: str
     axis: int
-    bounded: bool
 
-    def direction(self, input: fx.Node, weights: Sequence[fx.Node], biases: bool, state: State, backwards: bool) -> list[tuple[fx.Node, ...]]:
-        """The states after each step of one direction of one layer, in the order of the input."""
-        build, (step, gates) = self.build, STEPS[self.kind]
+    def direction(
+        self, input: fx.Node, weights: Sequence[fx.Node], biases: bool, state: State, backwards: bool
+    ) -> tuple[fx.Node, tuple[fx.Node, ...]]:
+        """One direction of one layer: what it shows at all steps, in the order of the input, and its state after the last one."""
+        build, (step, gates, _) = self.build, STEPS[self.kind]
         bias_ih, bias_hh = weights[2:4] if biases else (None, None)
         projection = weights[-1] if len(weights) in (3, 5) else None
         given = build(linear, input, weights[0], bias_ih, demand=WIDE)
         shape = build.fact(given).shape
-        layer = _Layer(build, weights[1], bias_hh, projection, _whole(shape[-1]) // gates, self.bounded)
+        layer = _Layer(build, weights[1], bias_hh, projection, _whole(shape[-1]) // gates, bounded=state[0] is None)
         steps = range(_whole(shape[self.axis]))
-        after: dict[int, tuple[fx.Node, ...]] = {}
+        shown: dict[int, fx.Node] = {}
+        after: tuple[fx.Node, ...] = ()
         for number, position in enumerate(reversed(steps) if backwards else steps):
             build.step = number
-            state = after[position] = step(layer, build(getitem, given, _along(self.axis, position)), state)
+            state = after = step(layer, build(getitem, given, _along(self.axis, position)), state)
+            shown[position] = after[0]
         build.step = None
         for nodes in layer.tied.values():
             build.tie(*nodes)
-        return [after[position] for position in steps]
+        return build(stack, [shown[position] for position in steps], self.axis, demand=Same()), after
 
     def layers(
         self,
@@ -331,7 +335,7 @@ class _Sequence:
         bidirectional: bool,
         chance: float,
     ) -> tuple[fx.Node, list[tuple[fx.Node, ...]]]:
-        """The states of the last layer at all steps, and those after the last step of every layer and direction."""
+        """What the last layer shows at all steps, and the states of every layer and direction after the last one."""
         build, directions = self.build, 2 if bidirectional else 1
         count = len(parameters) // (num_layers * directions)
         last: list[tuple[fx.Node, ...]] = []
@@ -339,15 +343,23 @@ class _Sequence:
             found = []
             for backwards in (False, True)[:directions]:
                 begin = len(last)
-                first: State = tuple(build(getitem, held, [begin, WHOLE, WHOLE]) for held in state) if state else (None, None)
                 weights = parameters[begin * count : (begin + 1) * count]
-                after = self.direction(input, weights, biases, first[: 2 if self.kind == "lstm" else 1], backwards)
-                last.append(after[0 if backwards else -1])
-                found.append(build(stack, [states[0] for states in after], self.axis, demand=Same()))
-            input = found[0] if directions == 1 else build(cat, found, 2, demand=Same() if self.bounded else WIDE)
+                shown, after = self.direction(input, weights, biases, self._first(state, begin), backwards)
+                last.append(after)
+                found.append(shown)
+            input = found[0] if directions == 1 else build(cat, found, 2)
             if chance and index < num_layers - 1:
                 input = build(dropout, input, chance, "dropout")
         return input, last
+
+    def _first(self, state: Sequence[fx.Node] | None, number: int) -> State:
+        """The state before the first step of one direction of one layer."""
+        return _filled([self.build(getitem, held, [number, WHOLE, WHOLE]) for held in state] if state else [None], self.kind)
+
+
+def _filled(state: Sequence[fx.Node | None], kind: str) -> State:
+    """As many tensors as the step takes: what is remembered of a GRU is what was given."""
+    return tuple(state) if len(state) == STEPS[kind][2] else (state[0],) * STEPS[kind][2]
 
 
 def _along(axis: int, position: int) -> list[Any]:
@@ -381,12 +393,10 @@ def _expand_layers(
     if not batched:
         input = build(reshape, input, [1, *known] if batch_first else [known[0], 1, known[1]])
         state = None if state is None else [build(reshape, held, _with(build.fact(held).shape, 1)) for held in state]
-    projected = len(parameters) % (5 if biases else 3) == 0
-    bounded = kind in ("lstm", "tanh") and not projected or (kind == "gru" and state is None)
-    sequence = _Sequence(build, kind, axis, bounded)
-    output, last = sequence.layers(input, state, parameters, biases, num_layers, bidirectional, dropout)
-    results = [build(mul, output, 1.0, demand=Own())]
-    results += [build(stack, list(states), 0) for states in zip(*last, strict=True)]
+    output, last = _Sequence(build, kind, axis).layers(input, state, parameters, biases, num_layers, bidirectional, dropout)
+    results = [output]
+    for at, states in enumerate(list(zip(*last, strict=True))[: 2 if kind == "lstm" else 1]):
+        results.append(build(stack, list(states), 0, demand=Same() if len(states) == 1 else WIDE if at else Own()))
     if batched:
         return results
     return [build(reshape, value, _without(build.fact(value).shape, 1 - axis if at == 0 else 1)) for at, value in enumerate(results)]
@@ -437,14 +447,12 @@ def _expand_cell(
     if len(sizes) == 1:
         input = build(reshape, input, [1, *sizes])
         state = None if state is None else [build(reshape, held, [1, *build.fact(held).shape]) for held in state]
-    step, gates = STEPS[kind]
+    step, gates, _ = STEPS[kind]
     given = build(linear, input, weights[0], weights[2], demand=WIDE)
     assert weights[1] is not None
-    size = _whole(build.fact(given).shape[-1]) // gates
-    layer = _Layer(build, weights[1], weights[3], None, size, bounded=kind in ("lstm", "tanh") or (kind == "gru" and state is None))
-    after = step(layer, given, tuple(state) if state else (None, None)[: 2 if kind == "lstm" else 1])
-    results = [build(mul, value, 1.0, demand=demand) for value, demand in zip(after, (Own(), WIDE), strict=False)]
-    return results if len(sizes) == 2 else [build(reshape, value, [-1]) for value in results]
+    layer = _Layer(build, weights[1], weights[3], None, _whole(build.fact(given).shape[-1]) // gates, bounded=state is None)
+    results = step(layer, given, _filled(state or [None], kind))[: 2 if kind == "lstm" else 1]
+    return list(results) if len(sizes) == 2 else [build(reshape, value, [-1]) for value in results]
 
 
 def _expand_lstm_cell(build: Builder, input: fx.Node, hx: Any, **weights: Any) -> Any:
@@ -503,7 +511,10 @@ def _cell_with(**more: Any) -> Callable[..., dict[str, Any]]:
     names = ("input", "hx", "weight_ih", "weight_hh", "bias_ih", "bias_hh")
 
     def adapt(*args: Any, **named: Any) -> dict[str, Any]:
-        given = {**dict(zip(names, args, strict=False)), **{{"w_ih": "weight_ih", "w_hh": "weight_hh", "b_ih": "bias_ih", "b_hh": "bias_hh"}.get(k, k): v for k, v in named.items()}}
+        given = {
+            **dict(zip(names, args, strict=False)),
+            **{{"w_ih": "weight_ih", "w_hh": "weight_hh", "b_ih": "bias_ih", "b_hh": "bias_hh"}.get(k, k): v for k, v in named.items()},
+        }
         return {**given, **more}
 
     return adapt
@@ -526,7 +537,7 @@ def _plain(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
     sizes = known[0].shape
     steps = sizes[1 if arguments["batch_first"] and len(sizes) == 3 else 0]
     if not isinstance(steps, int):
-        return f"the number of its steps, {steps}, depends on the batch size: the batch is dimension 0 of every input unless dynamic_shapes says otherwise"
+        return f"the number of its steps, {steps}, depends on the batch size: the batch is dimension 0 unless dynamic_shapes says otherwise"
     return arguments if steps else "it has no steps"
 
 
@@ -554,6 +565,4 @@ for _name, _function, _expand, _modules, _functions in (
         {torch.rnn_tanh_cell: _cell_with(nonlinearity="tanh"), torch.rnn_relu_cell: _cell_with(nonlinearity="relu")},
     ),
 ):
-    register(
-        Operator(_name, _function, ("input", "hx"), expand=_expand, modules=_modules, functions=_functions, normalize=_plain)
-    )
+    register(Operator(_name, _function, ("input", "hx"), expand=_expand, modules=_modules, functions=_functions, normalize=_plain))
