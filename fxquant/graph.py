@@ -203,11 +203,13 @@ class Part:
     composite  the operator's name
     role       the part's
     inner      whether its value is read by other parts alone; the last one's is the operator's result
+    step       of a recurrence: at which of its steps it is computed, counted from 0; None of what is computed once
     """
 
     composite: str
     role: str
     inner: bool = True
+    step: int | None = None
 
     def __str__(self) -> str:
         return f"{self.composite}: {self.role}"

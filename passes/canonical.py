@@ -156,10 +156,12 @@ def _bind(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _attribute(gm: fx.GraphModule, node: fx.Node, target: str, value: Any, attributes: dict[str, fx.Node]) -> Any:
-    """A module's own parameter, as the get_attr node that reads it; other values unchanged.
+    """A module's own parameter, as the get_attr node that reads it, also in a list of them; other values unchanged.
 
     One node per parameter: it stands before its first use, and so before every other.
     """
+    if isinstance(value, list) and any(isinstance(item, Parameter) for item in value):
+        return [_attribute(gm, node, target, item, attributes) for item in value]
     if not isinstance(value, Parameter):
         return value
     path = f"{target}.{value.name}" if value.name else target

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from fxquant.graph import part, refusal, refuse, set_part, state_demand
+from fxquant.graph import is_parameter, part, refusal, refuse, set_part, state_demand
 from fxquant.ops import Fixed, Operator, Own, demand, operand_nodes, operator_of, settled
 from fxquant.ops.composite import Builder
 from fxquant.ops.floating import needed_in_float, reads_no_activation
@@ -38,7 +38,7 @@ def expand(gm: fx.GraphModule, context: Context) -> int:
         arguments = composite.arguments(node)
         because = _why_whole(node, composite, arguments) or needed.get(node)
         if because is None or because == "":
-            build = Builder(composite.name, node)
+            build = Builder(composite.name, node, context.target.activations)
             result = composite.expand(build, **arguments)
             for made in build.parts:
                 _settle(made, context)
@@ -46,8 +46,7 @@ def expand(gm: fx.GraphModule, context: Context) -> int:
             if because is None:
                 read = node.all_input_nodes
                 _replace(node, result)
-                _eliminate_unused([operand for operand in read if operator_of(operand) is not None])
-                _eliminate_unused([made for made in build.parts if made is not result])
+                _eliminate_unused([*read, *(made for made in build.parts if made is not result)])
                 context.say(f"%{node.name} is expanded into {len(build.parts)} parts")
                 changes += 1
                 continue
@@ -76,13 +75,14 @@ def _why_whole(node: fx.Node, composite: Operator, arguments: dict[str, Any]) ->
 def _settle(made: fx.Node, context: Context) -> None:
     """What is demanded of a part, in a dtype that the target has, where the composite says what else will do."""
     demanded = demand(made)
-    assert demanded is not None
-    if settled(demanded, context.target.activations) != demanded:
+    if demanded is not None and settled(demanded, context.target.activations) != demanded:
         state_demand(made, settled(demanded, context.target.activations))
 
 
 def _why_float(made: fx.Node, context: Context) -> str | None:
     """Why a part cannot be integer on the target."""
+    if is_parameter(made):
+        return None
     record, demanded, known = operator_of(made), demand(made), part(made)
     assert record is not None
     assert known is not None
@@ -113,11 +113,16 @@ def _replace(node: fx.Node, result: Any) -> None:
     _substitute(node, result)
 
 
-def _eliminate_unused(parts: list[fx.Node]) -> None:
-    """Parts of a nest that nobody picks are gone, with what led to them alone."""
-    for made in reversed(parts):
-        if not made.users:
-            made.graph.erase_node(made)
+def _eliminate_unused(nodes: list[fx.Node]) -> None:
+    """What nobody reads any more is gone, with what led to it alone: parts of a nest that nobody picks, zeros that were a first state."""
+    erased: set[fx.Node] = set()
+    while nodes:
+        node = nodes.pop()
+        if node in erased or node.users or node.is_impure():  # as the ends of the graph are
+            continue
+        nodes += node.all_input_nodes
+        node.graph.erase_node(node)
+        erased.add(node)
 
 
 def _flat(result: Any) -> list[fx.Node]:

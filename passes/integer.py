@@ -101,7 +101,7 @@ class GraphLowering(Lowering):
         self.centred: dict[fx.Node, fx.Node] = {}  # the centred integers of affine tensors
         self.between: QParams | None = None  # of what a residual is added to
         self.facts: dict[str, Any] = {}
-        self.held: dict[Any, fx.Node] | None = None  # constants by content, of operators whose parameters others read as well
+        self.held: dict[Any, fx.Node] | None = None  # constants by content, of operators whose constants others read as well
 
     @property
     def place(self) -> Place:
@@ -252,7 +252,7 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
                     outputs[node] = output
                 lowering = GraphLowering(gm, graph, node, module, output, context.target.arithmetic, shapes, container)
                 arguments = module.operator.bind_call(node.args, node.kwargs)
-                lowering.held = held if any(len(read.users) > 1 for read in node.all_input_nodes if is_parameter(read)) else None
+                lowering.held = held if _repeats(node) else None
             elif operator_of(node) is DEQUANTIZE:
                 lowering = GraphLowering(gm, graph, node, None, outputs[node.args[0]], context.target.arithmetic, shapes, container)
                 arguments = DEQUANTIZE.bind_call(node.args, node.kwargs)
@@ -271,6 +271,14 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
     replace_graph(gm, graph)
     _drop_unused(gm, container)
     return changes
+
+
+def _repeats(node: fx.Node) -> bool:
+    """Whether other operators may read the same constants: it reads a parameter that others read, or is a step of a recurrence."""
+    known = part(node)
+    if known is not None and known.step is not None:
+        return True
+    return any(len(read.users) > 1 for read in node.all_input_nodes if is_parameter(read))
 
 
 def _concrete(

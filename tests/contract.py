@@ -18,7 +18,7 @@ from fxquant.primitives.boundary import quantize
 from fxquant.quantization.prepared import quantized_operators
 
 TARGETS = ("bayes-e", "nash-e")
-NOT_LOWERED = ("identity", "dropout")  # operators that leave no primitive behind
+NOT_LOWERED = ("identity", "dropout", "requantize")  # operators that may leave no primitive behind
 
 Inputs = tuple[Tensor, ...]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,16 +16,20 @@ from fxquant.ops.record import OPERATORS, Demand, Operator
 class Builder:
     """Writes the parts of one operator, as calls of other operators, in front of its node.
 
-    name    the operator's
-    node    its node, which has its meaning in float
-    parts   the nodes that were made, in order
+    name         the operator's
+    node         its node, which has its meaning in float
+    activations  the dtypes of activations that the target computes with
+    parts        the nodes that were made, in order
+    step         the step of a recurrence that is being written, counted from 0; None outside of it
     """
 
-    def __init__(self, name: str, node: fx.Node) -> None:
+    def __init__(self, name: str, node: fx.Node, activations: Sequence[str]) -> None:
         self.name = name
         self.node = node
+        self.activations = activations
         self._within = ""  # the composites inside of it that are being written, as a role begins with them
         self.parts: list[fx.Node] = []
+        self.step: int | None = None
         self._ties = 0
 
     def __call__(self, function: Callable[..., Any], *args: Any, demand: Demand | None = None, **kwargs: Any) -> Any:
@@ -47,7 +51,7 @@ class Builder:
         bound = operator.normalize(made, bound)
         assert isinstance(bound, dict), f"{self.name} cannot be expanded: {bound}"
         made.args = tuple(bound.values())
-        set_part(made, Part(self.name, self._within + operator.name))
+        set_part(made, Part(self.name, self._within + operator.name, step=self.step))
         spell(made, *spelling(self.node))
         if demand is not None:
             state_demand(made, demand)
@@ -72,6 +76,16 @@ class Builder:
         if demand is not None:
             state_demand(result, demand)
         return result
+
+    def parameter(self, function: Callable[..., Tensor], *args: Any) -> fx.Node:
+        """What a function of the table computes from parameters alone, a part of a bias: a parameter, too."""
+        made: fx.Node = self.node.graph.create_node("call_function", function, args, {}, name=f"{self.node.name}_parameter")
+        self.node.prepend(made)
+        inherit(made, self.node, "composite.expand")
+        mark_parameter(made)
+        set_fact(made, TensorFact.between(*(_on_meta(made, batch) for batch in BATCH_SIZES)))
+        self.parts.append(made)
+        return made
 
     def tie(self, *nodes: fx.Node) -> None:
         """These parts have one grid, found for all of them together: the state of a recurrence, over all of its steps."""

@@ -51,11 +51,13 @@ class Same:
 class Fixed:
     """A grid that is given, whatever the values: this scale and this dtype.
 
+    zero_point  of an affine dtype; None: the one that covers what a symmetric dtype does
     otherwise   what is demanded on a target that has no activations of the dtype; None: it refuses the operator
     """
 
     scale: float
     dtype: str
+    zero_point: int | None = None
     otherwise: Fixed | Own | None = None
 
 

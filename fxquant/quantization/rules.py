@@ -88,7 +88,7 @@ def result_config(node: fx.Node) -> ActivationConfig:
     assert spec is not None
     chosen: ActivationConfig = spec.config.input if node.target is QUANTIZE.function and spec.config.input else spec.config.output
     if isinstance(demanded, Fixed):
-        return replace(chosen, dtype=demanded.dtype, scale=demanded.scale, threshold=None, zero_point=None)
+        return replace(chosen, dtype=demanded.dtype, scale=demanded.scale, threshold=None, zero_point=demanded.zero_point)
     if is_inner_part(node):
         return replace(chosen, dtype=spec.dtype, scale=None, threshold=None, zero_point=None)
     assert spec.dtype is not None
