@@ -6,6 +6,7 @@ operator is one record in one of these files.
 
 from fxquant.ops import (
     activation,
+    adaptive,
     arithmetic,
     boundary,
     comparison,
@@ -19,6 +20,7 @@ from fxquant.ops import (
     join,
     layer_norm,
     linear,
+    matrix,
     normalization,
     pad,
     pixels,
@@ -69,6 +71,7 @@ __all__ = [
     "Plain",
     "Same",
     "activation",
+    "adaptive",
     "arithmetic",
     "boundary",
     "comparison",
@@ -82,6 +85,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "map_operands",
+    "matrix",
     "matters",
     "normalization",
     "operand_nodes",
