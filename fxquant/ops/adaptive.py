@@ -83,7 +83,8 @@ def onnx_means(c: Call, counts: list[int]) -> str:
         return onnx_average_pool(c)
     lengths = spatial(c.operand_shape, len(counts))
     boxes = [box(length, count) for length, count in zip(lengths, counts, strict=True)]
-    return c.epilogue(onnx_matrices(c, [None if one is None else one / one.sum(1, keepdim=True) for one in boxes], len(c.operand_shape)))
+    means = [None if one is None else one / one.sum(1, keepdim=True) for one in boxes]
+    return c.epilogue(onnx_matrices(c, c.input, c.operand_shape, means))
 
 
 def _adaptive_avg_pool(rank: int) -> Callable[..., Tensor]:

@@ -20,7 +20,7 @@ from fxquant.primitives.matrix import transform
 HALF = Fraction(1, 2)
 CUBIC = Fraction(-3, 4)  # the coefficient of PyTorch's bicubic interpolation,
 CUBIC_ANTIALIASED = Fraction(-1, 2)  # and with antialias=True
-ACCUMULATOR_BITS = 47  # of a sum, without its sign
+ACCUMULATOR_BITS = 46  # of a sum, without its sign: its largest magnitude is below 2^47
 
 Row = tuple[tuple[int, Fraction], ...]  # the elements that an output is made of, with their weights
 
@@ -49,24 +49,26 @@ def weighted_sums(
     return lowering.requantize(value, steps, clamp, bound=largest)
 
 
-def onnx_matrices(c: Call, matrices: Sequence[Tensor | None], rank: int) -> str:
-    """The same in real numbers: each matrix a product along its dimension, the first dimension first."""
-    value = c.input
-    last = max((dim for dim in range(-len(matrices), 0) if matrices[dim] is not None), default=0)
-    for dim in range(-len(matrices), 0):
+def onnx_matrices(c: Call, value: str, shape: Sequence[Any], matrices: Sequence[Tensor | None]) -> str:
+    """The same in real numbers, of a value of this shape: each matrix a product along its dimension, the last dimension first.
+
+    There is no Transpose: onnxruntime cannot move QuantizeLinear of opset 21 in front of one by itself.
+    """
+    rank = len(shape)
+    sizes = list(shape[rank - len(matrices) :])
+    for dim in range(-1, -len(matrices) - 1, -1):
         matrix = matrices[dim]
         if matrix is None:
             continue
-        if dim == -2:
-            value = c.do("MatMul", c.e.constant(matrix.float()), value)
+        real = matrix.float().contiguous()
+        sizes[dim] = real.shape[0]
+        if dim == -1:
+            value = c.do("MatMul", value, c.e.constant(real.t().contiguous()))
             continue
-        order = list(range(rank))
-        order[dim], order[-1] = order[-1], order[dim]
-        turned = value if dim == -1 else c.do("Transpose", value, perm=order)
-        product = c.do("MatMul", turned, c.e.constant(matrix.t().float().contiguous()))
-        # onnxruntime cannot move QuantizeLinear of opset 21 in front of Transpose by itself.
-        product = c.rounded(product) if dim == last != -1 else product
-        value = product if dim == -1 else c.do("Transpose", product, perm=order)
+        kept, behind = [0] * (rank + dim), sizes[dim:]
+        flat = value if dim == -2 else c.do("Reshape", value, c.integers([*kept, real.shape[1], -1]))
+        product = c.do("MatMul", c.e.constant(real), flat)
+        value = product if dim == -2 else c.do("Reshape", product, c.integers([*kept, *behind]))
     return value
 
 
@@ -163,12 +165,18 @@ def antialiased_rows(length: int, count: int, factor: float | None, align_corner
     return tuple(rows)
 
 
+def is_unchanged(rows: Sequence[Row], length: int) -> bool:
+    """Whether every output is its own element."""
+    weights = [[(place, weight) for place, weight in row if weight] for row in rows]
+    return weights == [[(index, Fraction(1))] for index in range(length)]
+
+
 def fixed_point(rows: Sequence[Row], length: int, bits: int) -> Tensor | None:
     """The weights in steps of 2^-bits, rounded half up, the largest of a row taking what their sum is off by: float64 [outputs, length].
 
     None where every output is its own element.
     """
-    if [row for row in rows] == [((index, Fraction(1)),) for index in range(length)]:
+    if is_unchanged(rows, length):
         return None
     matrix = torch.zeros(len(rows), length, dtype=torch.float64, device="cpu")
     for output, row in enumerate(rows):
@@ -183,9 +191,3 @@ def real_matrix(rows: Sequence[Row], length: int) -> Tensor | None:
     """The weights as real numbers."""
     exact = fixed_point(rows, length, 40)
     return None if exact is None else exact * 2.0**-40
-
-
-def interpolation_steps(input: Quantized, matrices: Sequence[Any], bits: int) -> Ratio:
-    """What one is worth of a sum over weights of 2^-bits along several dimensions."""
-    axes = len(matrices) - [matrix is None for matrix in matrices].count(True)
-    return Ratio((input.scale,), (torch.tensor(2.0 ** (bits * axes), dtype=torch.float64, device=input.scale.device),))

@@ -29,7 +29,6 @@ def pad(input: Tensor, padding: list[int], mode: str = "constant", value: float 
 # The element that stands at each position, which may lie outside, of a dimension of a size.
 OUTSIDE: dict[str, Callable[[int, int], int]] = {
     "replicate": lambda position, size: min(max(position, 0), size - 1),
-    "circular": lambda position, size: position % size,
     "reflect": lambda position, size: abs((position + size - 1) % max(2 * size - 2, 1) - size + 1),
 }
 
@@ -51,9 +50,18 @@ def _lower_pad(lowering: Lowering, input: Quantized, padding: list[int], mode: s
             size = input.shape[dim]
             assert isinstance(size, int)
             indices = [OUTSIDE[mode](position, size) for position in range(-begin, size + end)]
+            indices = _indices(mode, size, begin, end)
             chosen = torch.tensor(indices, dtype=torch.int64, device=input.scale.device)
             result = lowering.call(shape.select, result, dim, lowering.constant(f"indices{dim}", chosen, torch.int64))
     return input.with_value(result)
+
+
+def _indices(mode: str, size: int, begin: int, end: int) -> list[int]:
+    """The elements of a padded dimension. One that is wrapped around is first cut off where a margin is negative."""
+    if mode == "circular":
+        kept = range(max(-begin, 0), size - max(-end, 0))
+        return [kept[position % len(kept)] for position in range(-max(begin, 0), len(kept) + max(end, 0))]
+    return [_OUTSIDE[mode](position, size) for position in range(-begin, size + end)]
 
 
 def _lower_constant_pad(lowering: Lowering, input: Quantized, margins: list[tuple[int, int]], value: float) -> Quantized:
@@ -119,6 +127,7 @@ def _refuses_pad(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         return "its sizes are computed"
     if mode == "constant":
         return None if isinstance(value, int | float) and not math.isnan(value) else "what it pads with is no number"
+    if mode != "circular" and mode not in _OUTSIDE:
     if mode not in OUTSIDE:
         return f"mode={mode!r} has no integer form"
     known = fact(arguments["input"])
@@ -163,7 +172,7 @@ register(
         _lower_pad,
         lambda node, arguments: Own() if _brings(node, arguments) else Same(),
         idle=lambda arguments: not any(arguments["padding"]),
-        functions={F.pad: _pad_arguments},
+        functions={F.pad: _pad_arguments, torch.constant_pad_nd: lambda input, pad, value=0: _pad_arguments(input, pad, value=value)},
         modules={
             getattr(nn, f"{kind}Pad{rank}d"): _pad_module(mode)
             for kind, mode in (

@@ -117,6 +117,7 @@ class Operator:
     functions  the functions that spell it, each with how its arguments become canonical ones (None: by name)
     methods    the same for Tensor methods
     modules    the same for modules, by exact class: module -> arguments
+    read_off   keywords of a module's call that say nothing but what `normalize` reads off its result ("output_size")
     absorbs    what may be fused into it: "batch_norm", "residual", "clamp"; each is a keyword of `function`
     window     of an operator whose result is the largest element of windows: how far these reach along the last dimensions
     normalize  brings the arguments of a node to their simplest form, or says why they have none
@@ -145,6 +146,7 @@ class Operator:
     functions: Mapping[Callable[..., Any], Adapt | None] = field(default_factory=dict)
     methods: Mapping[str, Adapt | None] = field(default_factory=dict)
     modules: Mapping[type, Callable[[Any], dict[str, Any] | str]] = field(default_factory=dict)
+    read_off: frozenset[str] = frozenset()
     absorbs: frozenset[str] = frozenset()
     refuses: Callable[[fx.Node, dict[str, Any]], str | None] = lambda node, arguments: None
     idle: Callable[[dict[str, Any]], bool] = lambda arguments: False

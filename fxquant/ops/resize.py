@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from fxquant.facts import TensorFact
 from fxquant.graph import fact, shape_of
 from fxquant.lowering import Lowering, Quantized
-from fxquant.numerics import EVERYTHING, FLOAT32_EXACT
+from fxquant.numerics import EVERYTHING, FLOAT32_EXACT, Ratio
 from fxquant.ops.adaptive import lower_means, onnx_means
 from fxquant.ops.form import Call
 from fxquant.ops.matrix import (
@@ -28,7 +28,7 @@ from fxquant.ops.matrix import (
     cubic_rows,
     fixed_point,
     fraction_bits,
-    interpolation_steps,
+    is_unchanged,
     linear_rows,
     onnx_matrices,
     real_matrix,
@@ -159,15 +159,17 @@ def _rows(axis: Axis, mode: str, align_corners: bool, antialias: bool) -> tuple[
 
 def _lower_weighted(lowering: Lowering, input: Quantized, axes: list[Axis], mode: str, align_corners: bool, antialias: bool) -> Quantized:
     """Weights along every dimension, and one requantization. Cubic ones sum to less than 2 in magnitude."""
-    doublings = len(axes) if mode == "bicubic" else 0
-    bits = fraction_bits(lowering.arithmetic.resize_fraction_bits, input.dtype.bits, len(axes), doublings)
-    matrices = [fixed_point(_rows(axis, mode, align_corners, antialias), axis[0], bits) for axis in axes]
-    return weighted_sums(lowering, input, matrices, interpolation_steps(input, matrices, bits))
+    rows = [_rows(axis, mode, align_corners, antialias) for axis in axes]
+    changed = len(rows) - [is_unchanged(row, axis[0]) for row, axis in zip(rows, axes, strict=True)].count(True)
+    bits = fraction_bits(lowering.arithmetic.resize_fraction_bits, input.dtype.bits, changed, changed if mode == "bicubic" else 0)
+    matrices = [fixed_point(row, axis[0], bits) for row, axis in zip(rows, axes, strict=True)]
+    worth = torch.tensor(2.0 ** (bits * changed), dtype=torch.float64, device=input.scale.device)
+    return weighted_sums(lowering, input, matrices, Ratio((input.scale,), (worth,)))
 
 
 def _onnx_weighted(c: Call, axes: list[Axis]) -> str:
     rows = [_rows(axis, c["mode"], bool(c["align_corners"]), c["antialias"]) for axis in axes]
-    return onnx_matrices(c, [real_matrix(row, axis[0]) for row, axis in zip(rows, axes, strict=True)], len(c.operand_shape))
+    return onnx_matrices(c, c.input, c.operand_shape, [real_matrix(row, axis[0]) for row, axis in zip(rows, axes, strict=True)])
 
 
 # ---- all of them ----------------------------------------------------------------------------------------------------
