@@ -28,6 +28,7 @@ from fxquant.ops import (
     pool,
     prelu,
     resize,
+    sampling,
     selection,
     shape,
     softmax,
@@ -50,12 +51,14 @@ from fxquant.ops.record import (
     demand,
     map_operands,
     matters,
+    on_grid_of,
     operand_nodes,
     operator_of,
     read_nodes,
     settled,
     shares,
     sharing_operands,
+    wanted_dtype,
 )
 
 __all__ = [
@@ -89,6 +92,7 @@ __all__ = [
     "matrix",
     "matters",
     "normalization",
+    "on_grid_of",
     "operand_nodes",
     "operator_of",
     "pad",
@@ -98,6 +102,7 @@ __all__ = [
     "prelu",
     "read_nodes",
     "resize",
+    "sampling",
     "selection",
     "settled",
     "shape",
@@ -105,5 +110,6 @@ __all__ = [
     "sharing_operands",
     "softmax",
     "unary",
+    "wanted_dtype",
     "weighted",
 ]

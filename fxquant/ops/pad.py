@@ -29,6 +29,7 @@ def pad(input: Tensor, padding: list[int], mode: str = "constant", value: float 
 # The element that stands at each position, which may lie outside, of a dimension of a size.
 OUTSIDE: dict[str, Callable[[int, int], int]] = {
     "replicate": lambda position, size: min(max(position, 0), size - 1),
+    "circular": lambda position, size: position % size,
     "reflect": lambda position, size: abs((position + size - 1) % max(2 * size - 2, 1) - size + 1),
 }
 
@@ -49,7 +50,6 @@ def _lower_pad(lowering: Lowering, input: Quantized, padding: list[int], mode: s
         if (begin, end) != (0, 0):
             size = input.shape[dim]
             assert isinstance(size, int)
-            indices = [OUTSIDE[mode](position, size) for position in range(-begin, size + end)]
             indices = _indices(mode, size, begin, end)
             chosen = torch.tensor(indices, dtype=torch.int64, device=input.scale.device)
             result = lowering.call(shape.select, result, dim, lowering.constant(f"indices{dim}", chosen, torch.int64))
@@ -60,8 +60,8 @@ def _indices(mode: str, size: int, begin: int, end: int) -> list[int]:
     """The elements of a padded dimension. One that is wrapped around is first cut off where a margin is negative."""
     if mode == "circular":
         kept = range(max(-begin, 0), size - max(-end, 0))
-        return [kept[position % len(kept)] for position in range(-max(begin, 0), len(kept) + max(end, 0))]
-    return [_OUTSIDE[mode](position, size) for position in range(-begin, size + end)]
+        return [kept[OUTSIDE[mode](position, len(kept))] for position in range(-max(begin, 0), len(kept) + max(end, 0))]
+    return [OUTSIDE[mode](position, size) for position in range(-begin, size + end)]
 
 
 def _lower_constant_pad(lowering: Lowering, input: Quantized, margins: list[tuple[int, int]], value: float) -> Quantized:
@@ -127,7 +127,6 @@ def _refuses_pad(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         return "its sizes are computed"
     if mode == "constant":
         return None if isinstance(value, int | float) and not math.isnan(value) else "what it pads with is no number"
-    if mode != "circular" and mode not in _OUTSIDE:
     if mode not in OUTSIDE:
         return f"mode={mode!r} has no integer form"
     known = fact(arguments["input"])

@@ -64,6 +64,20 @@ def _lower_unfold(lowering: Lowering, input: Quantized, kernel_size: Any, dilati
     return input.with_value(lowering.call(shape.reshape, value, [-1, channels * taps, parts[1] * parts[3]]))
 
 
+def _onnx_unfold(c: Call) -> str:
+    """The same in real numbers."""
+    windows, parts = _windows(c["kernel_size"], c["dilation"], c["padding"], c["stride"]), []
+    margins = [0, 0, windows[0][2], windows[1][2]]
+    value = c.do("Pad", c.input, c.integers(margins * 2), c.number(0)) if any(margins) else c.input
+    channels, *lengths = (size for size in c.operand_shape[1:] if isinstance(size, int))
+    for axis, (length, window) in enumerate(zip(lengths, windows, strict=True)):
+        places = _taps(length, window)
+        value = c.do("Gather", value, c.integers([place for row in places for place in row]), axis=2 + axis)
+        parts += [len(places), len(places[0])]
+    value = c.do("Transpose", c.do("Reshape", value, c.integers([0, channels, *parts])), perm=[0, 1, 2, 4, 3, 5])
+    return c.do("Reshape", value, c.integers([0, channels * parts[0] * parts[2], parts[1] * parts[3]]))
+
+
 def _refuses_unfold(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     known = fact(arguments["input"])
     if isinstance(known, TensorFact) and len(known.shape) == 4 and not isinstance(known.shape[1], int):
@@ -85,6 +99,7 @@ register(
         functions={F.unfold: None},
         modules={nn.Unfold: _unfold_module},
         refuses=_refuses_unfold,
+        onnx=_onnx_unfold,
     )
 )
 

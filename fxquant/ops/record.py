@@ -105,6 +105,7 @@ class Operator:
     function   its float meaning, differentiable; the target of its canonical node; its signature is the canonical one
     operands   the parameters that take activations (a tensor, or a list of them)
     reads      the parameters that take truth values or whole numbers as they are: a mask, an index
+    dtypes     the dtype that operands of these parameters should have, where the target has it and no rule asks for another
     demand     what it demands of its result's grid; a function of a node and its arguments where that depends on these
     keeps      which of its operand's values its result tells apart, given which of its result's matter: what lies outside the interval
                is as good as its nearer end, so no scale has to cover it. None: all of them, or, on its operand's scale, those that
@@ -143,6 +144,7 @@ class Operator:
     reads: tuple[str, ...] = ()
     expand: Callable[..., Any] | None = None
     keeps: Callable[[dict[str, Any], Interval], Interval] | None = None
+    dtypes: Mapping[str, str] = field(default_factory=dict)
     functions: Mapping[Callable[..., Any], Adapt | None] = field(default_factory=dict)
     methods: Mapping[str, Adapt | None] = field(default_factory=dict)
     modules: Mapping[type, Callable[[Any], dict[str, Any] | str]] = field(default_factory=dict)
@@ -258,15 +260,33 @@ def shares(node: fx.Node) -> bool:
 def sharing_operands(node: fx.Node, arithmetic: Arithmetic) -> list[fx.Node]:
     """The operands with which a node has one grid on a target of this arithmetic."""
     operator, demanded = operator_of(node), demand(node)
-    if operator is None:
+    if (
+        operator is not None
+        and isinstance(demanded, Own)
+        and demanded.shared_where is not None
+        and getattr(arithmetic, demanded.shared_where)
+    ):
+        return operand_nodes(operator, operator.arguments(node))
+    return on_grid_of(node)
+
+
+def on_grid_of(node: fx.Node) -> list[fx.Node]:
+    """The operands whose grid a canonical node demands, on any target."""
+    operator, demanded = operator_of(node), demand(node)
+    if operator is None or not isinstance(demanded, Same):
         return []
     arguments = operator.arguments(node)
-    if isinstance(demanded, Own) and demanded.shared_where is not None and getattr(arithmetic, demanded.shared_where):
-        return operand_nodes(operator, arguments)
-    if not isinstance(demanded, Same):
-        return []
     named = {name: value for name, value in arguments.items() if name in demanded.operands} if demanded.operands else arguments
     return operand_nodes(operator, named)
+
+
+def wanted_dtype(reader: fx.Node, operand: fx.Node) -> str | None:
+    """The dtype that a canonical node's operator would have this operand in; None if it is content with any."""
+    operator = operator_of(reader)
+    if operator is None or not operator.dtypes:
+        return None
+    arguments = operator.arguments(reader)
+    return next((dtype for name, dtype in operator.dtypes.items() if arguments.get(name) is operand), None)
 
 
 def matters(node: fx.Node, after: Interval, shares: bool) -> Interval:

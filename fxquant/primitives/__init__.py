@@ -27,7 +27,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from fxquant.primitives import accumulate, boundary, comparison, elementwise, matrix, pool, product, requantize, resize, shape, transposed
+from fxquant.primitives import accumulate, boundary, comparison, elementwise, matrix, pool, product, requantize, resize, sampling, shape, transposed
 from fxquant.primitives.record import PRIMITIVES, Emitter, Primitive, primitive
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "product",
     "requantize",
     "resize",
+    "sampling",
     "shape",
     "transposed",
 ]
