@@ -22,7 +22,7 @@ from fxquant.graph import (
 )
 from fxquant.graph import annotate as set_annotation
 from fxquant.numerics import PLAIN_TYPES
-from fxquant.ops import Fixed, Operator, Own, Plain, demand, operand_nodes, operator_of, read_nodes, shares, sharing_operands, wanted_dtype
+from fxquant.ops import Fixed, Operator, Own, Plain, demand, operand_nodes, operator_of, preferred_dtypes, read_nodes, shares
 from fxquant.ops.floating import needed_in_float, reads_no_activation
 from fxquant.pipeline import Context
 from fxquant.quantization.mapping import DEFAULT, Rule
@@ -35,7 +35,7 @@ def annotate(gm: fx.GraphModule, context: Context) -> int:
     changes = 0
     effective: set[Rule] = set()
     needed = needed_in_float(gm)
-    preferred = _preferred(gm, context)
+    preferred = preferred_dtypes(gm.graph, context.target.activations)
     for node in gm.graph.nodes:
         if not computes_tensor(node):
             continue
@@ -134,18 +134,6 @@ def _written(gm: fx.GraphModule, node: fx.Node) -> str:
         return type(resolve(gm, str(node.target))).__name__
     name: str = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
     return name.lstrip("_") or name  # PyTorch's functions are called by private ones
-
-
-def _preferred(gm: fx.GraphModule, context: Context) -> dict[fx.Node, str]:
-    """The dtypes that readers would have nodes in, also through operators that share their operand's grid."""
-    found: dict[fx.Node, str] = {}
-    for reader in reversed(gm.graph.nodes):
-        through = sharing_operands(reader, context.target.arithmetic) if reader in found else []
-        for operand in reader.all_input_nodes:
-            dtype = found[reader] if operand in through else wanted_dtype(reader, operand)
-            if dtype is not None and dtype in context.target.activations:
-                found[operand] = dtype
-    return found
 
 
 def _dtype(node: fx.Node, decision: Decision, default: str, preferred: str | None) -> str:

@@ -11,6 +11,7 @@ from fxquant.ops import (
     boundary,
     comparison,
     convolution,
+    deformable,
     distance,
     division,
     dropout,
@@ -54,11 +55,12 @@ from fxquant.ops.record import (
     on_grid_of,
     operand_nodes,
     operator_of,
+    preferred_by,
+    preferred_dtypes,
     read_nodes,
     settled,
     shares,
     sharing_operands,
-    wanted_dtype,
 )
 
 __all__ = [
@@ -80,6 +82,7 @@ __all__ = [
     "boundary",
     "comparison",
     "convolution",
+    "deformable",
     "demand",
     "dropout",
     "extremum",
@@ -99,6 +102,8 @@ __all__ = [
     "patches",
     "pixels",
     "pool",
+    "preferred_by",
+    "preferred_dtypes",
     "prelu",
     "read_nodes",
     "resize",
@@ -110,6 +115,5 @@ __all__ = [
     "sharing_operands",
     "softmax",
     "unary",
-    "wanted_dtype",
     "weighted",
 ]

@@ -280,13 +280,33 @@ def on_grid_of(node: fx.Node) -> list[fx.Node]:
     return operand_nodes(operator, named)
 
 
-def wanted_dtype(reader: fx.Node, operand: fx.Node) -> str | None:
-    """The dtype that a canonical node's operator would have this operand in; None if it is content with any."""
+def preferred_dtypes(graph: fx.Graph, offered: Collection[str]) -> dict[fx.Node, str]:
+    """The dtypes, of those offered, that nodes should have for the sake of what reads them (`Operator.dtypes`), however far behind."""
+    found: dict[fx.Node, str] = {}
+    for reader in reversed(graph.nodes):
+        for operand in reader.all_input_nodes:
+            dtype = preferred_by(reader, operand, found)
+            if dtype is not None and dtype in offered:
+                found[operand] = dtype
+    return found
+
+
+def preferred_by(reader: fx.Node, operand: fx.Node, preferred: Mapping[fx.Node, str]) -> str | None:
+    """The dtype that a canonical node would have this operand in, given those that nodes should have themselves; None: any.
+
+    Where what an operator without weights reads is coarse, so is its result: it passes on what is preferred of it.
+    """
     operator = operator_of(reader)
-    if operator is None or not operator.dtypes:
+    if operator is None:
         return None
     arguments = operator.arguments(reader)
-    return next((dtype for name, dtype in operator.dtypes.items() if arguments.get(name) is operand), None)
+    for name, dtype in operator.dtypes.items():
+        if arguments.get(name) is operand:
+            return dtype
+    if reader not in preferred or operator.sums or "weight" in arguments:
+        return None
+    passed_on = on_grid_of(reader) if shares(reader) else operand_nodes(operator, arguments)
+    return preferred[reader] if operand in passed_on else None
 
 
 def matters(node: fx.Node, after: Interval, shares: bool) -> Interval:
