@@ -127,7 +127,9 @@ def _onnx_taps(c: Call) -> str:
     base = _base(rows // taps[0], columns // taps[1], geometry)
     start = (2 * base + 1) / torch.tensor([width, height], dtype=torch.float64, device="cpu") - 1
     grid = c.do("Add", c.do("Reshape", moved, c.integers([-1, rows, columns, 2])), c.e.constant(start.float()))
-    image = c.operand("input") if groups == 1 else c.do("Reshape", c.operand("input"), c.integers([-1, channels // groups, height, width]))
+    image = c.operand("input")
+    if groups > 1:  # on the result's grid, which is the image's: rounding it changes nothing
+        image = c.rounded(c.do("Reshape", image, c.integers([-1, channels // groups, height, width])))
     mode = "linear" if c.e.opset >= LINEAR_OPSET else "bilinear"
     value = c.do("GridSample", image, grid, mode=mode, padding_mode="zeros", align_corners=0)
     return value if groups == 1 else c.do("Reshape", value, c.integers([-1, channels, rows, columns]))
