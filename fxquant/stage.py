@@ -13,7 +13,7 @@ from fxquant.errors import StageViolation
 from fxquant.facts import TensorFact
 from fxquant.graph import annotation, fact, is_parameter, reads_shape_only, resolve
 from fxquant.numerics import PLAIN_TYPES, is_scale
-from fxquant.ops import operator_of, shares
+from fxquant.ops import on_grid_of, operator_of
 from fxquant.primitives import PRIMITIVES
 from fxquant.quantization.prepared import QuantizedOperator
 
@@ -102,10 +102,10 @@ def one_scale_per_group(gm: fx.GraphModule) -> Iterator[Violation]:
     """Operators that must share a scale do."""
     for node in gm.graph.nodes:
         operator = operator_of(node)
-        if operator is None or not shares(node) or not is_integer(node):
+        if operator is None or not is_integer(node):
             continue
         spec = annotation(node)
-        for operand in node.all_input_nodes:
+        for operand in on_grid_of(node):
             if is_quantized(operand) and spec is not None and annotation(operand).group != spec.group:  # type: ignore[union-attr]
                 yield Violation(node, f"its scale must be that of %{operand.name}, but they are in different groups")
 

@@ -9,6 +9,7 @@ return %y                                   %y = conv2d(%x_quantize, %w)
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import fx
 
 from fxquant.graph import Annotation, annotate, annotation, fact, inherit, reads_shape_only, set_fact
 from fxquant.numerics import EVERYTHING, Interval
-from fxquant.ops import matters, operand_nodes, operator_of
+from fxquant.ops import matters, operand_nodes, operator_of, preferred_by, preferred_dtypes
 from fxquant.ops.boundary import DEQUANTIZE, QUANTIZE
 from fxquant.ops.record import Operator
 from fxquant.pipeline import Context
@@ -37,7 +38,7 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
     Only where readers of a float value ask for different inputs (`QConfig.input`) does each of these have its own quantize,
     and where one limits it on both sides, so that others do not make its scale coarse.
     """
-    default = context.target.default_activation
+    preferred = preferred_dtypes(gm.graph, context.target.activations)
     quantized: Made = {}
     dequantized: Made = {}
     unused: dict[Rule, list[str]] = {}
@@ -53,9 +54,9 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
             if is_quantized(operand) and operand not in activations:
                 if reads_shape_only(node) or operator is DEQUANTIZE:
                     return operand
-                return _boundary(gm, operand, DEQUANTIZE, dequantized, operand, default)
+                return _boundary(gm, operand, DEQUANTIZE, dequantized, operand, context, preferred)
             if operand in activations and not is_integer(operand):
-                return _boundary(gm, operand, QUANTIZE, quantized, node, default)
+                return _boundary(gm, operand, QUANTIZE, quantized, node, context, preferred)
             return operand
 
         _map_inputs(node, cross)
@@ -81,17 +82,19 @@ def _map_inputs(node: fx.Node, function: Any) -> None:
         node.kwargs = kwargs
 
 
-def _boundary(gm: fx.GraphModule, value: fx.Node, operator: Operator, made: Made, reader: fx.Node, default: str) -> fx.Node:
-    """The quantize or dequantize of this value that suits its reader, made behind it if there is none yet.
-
-    `default` is the target's dtype for activations.
-    """
+def _boundary(
+    gm: fx.GraphModule, value: fx.Node, operator: Operator, made: Made, reader: fx.Node, context: Context, preferred: Mapping[fx.Node, str]
+) -> fx.Node:
+    """The quantize or dequantize of this value that suits its reader, made behind it if there is none yet."""
     spec = annotation(reader)
     assert spec is not None
     wanted = spec.config.input if operator is QUANTIZE else None
     config = wanted or spec.config.output
     if config.dtype == "int32":  # that is asked of a last layer's output, not of its input
-        config = replace(config, dtype=default)
+        config = replace(config, dtype=context.target.default_activation)
+    dtype = _preferred(reader, value, preferred) if operator is QUANTIZE else None
+    if dtype is not None and dtype in context.target.activations and dtype != config.dtype:
+        wanted = config = config.of(dtype)
     limits = matters(reader, EVERYTHING, False) if operator is QUANTIZE else EVERYTHING
     if not all(map(math.isfinite, limits)):
         limits = EVERYTHING
@@ -105,7 +108,7 @@ def _boundary(gm: fx.GraphModule, value: fx.Node, operator: Operator, made: Made
         created = gm.graph.create_node("call_function", operator.function, (value, *other), {}, name=name)
     node: fx.Node = inherit(created, value, "boundary.insert")
     there[config, limits] = node
-    if wanted is None or decide(reader).layer == DEFAULT:
+    if wanted is None or (dtype is None and decide(reader).layer == DEFAULT):
         there.setdefault((None, limits), node)
     set_fact(node, fact(value))
     if operator is QUANTIZE:
@@ -113,6 +116,14 @@ def _boundary(gm: fx.GraphModule, value: fx.Node, operator: Operator, made: Made
     else:
         annotate(node, Annotation(None, "the end of the integer part", spec.config, spec.group))
     return node
+
+
+def _preferred(reader: fx.Node, value: fx.Node, preferred: Mapping[fx.Node, str]) -> str | None:
+    """The dtype that a reader would have a value in; None where a rule says what its input is, or any will do."""
+    spec = annotation(reader)
+    assert spec is not None
+    asked = decide(reader).asked or (spec.config.input is not None and decide(reader).layer != DEFAULT)
+    return None if asked else preferred_by(reader, value, preferred)
 
 
 def _last_placeholder(gm: fx.GraphModule) -> fx.Node:

@@ -22,7 +22,7 @@ from fxquant.graph import (
 )
 from fxquant.graph import annotate as set_annotation
 from fxquant.numerics import PLAIN_TYPES
-from fxquant.ops import Fixed, Operator, Own, Plain, demand, operand_nodes, operator_of, read_nodes, shares
+from fxquant.ops import Fixed, Operator, Own, Plain, demand, operand_nodes, operator_of, preferred_dtypes, read_nodes, shares
 from fxquant.ops.floating import needed_in_float, reads_no_activation
 from fxquant.pipeline import Context
 from fxquant.quantization.mapping import DEFAULT, Rule
@@ -35,6 +35,7 @@ def annotate(gm: fx.GraphModule, context: Context) -> int:
     changes = 0
     effective: set[Rule] = set()
     needed = needed_in_float(gm)
+    preferred = preferred_dtypes(gm.graph, context.target.activations)
     for node in gm.graph.nodes:
         if not computes_tensor(node):
             continue
@@ -49,7 +50,7 @@ def annotate(gm: fx.GraphModule, context: Context) -> int:
             continue
         assert operator is not None
         assert qconfig is not None
-        dtype = _dtype(node, decision, context.target.default_activation)
+        dtype = _dtype(node, decision, context.target.default_activation, preferred.get(node))
         if decision.asked and dtype != qconfig.output.dtype and not is_inner_part(node) and dtype not in PLAIN_TYPES:
             wanted = f"{qconfig.output.dtype} as the qconfig's {decision.output} says"
             context.not_done(gm, f"%{node.name} is {dtype}, which is demanded of it, and not {wanted}")
@@ -135,8 +136,8 @@ def _written(gm: fx.GraphModule, node: fx.Node) -> str:
     return name.lstrip("_") or name  # PyTorch's functions are called by private ones
 
 
-def _dtype(node: fx.Node, decision: Decision, default: str) -> str:
-    """What is demanded of the result, or else the configured dtype.
+def _dtype(node: fx.Node, decision: Decision, default: str, preferred: str | None) -> str:
+    """What is demanded of the result, or else the configured dtype, or `preferred` by a reader where no rule asks for one in particular.
 
     An operator on its operand's grid has its operand's, unless a rule chose another for it; `default` is the target's for activations.
     """
@@ -148,6 +149,8 @@ def _dtype(node: fx.Node, decision: Decision, default: str) -> str:
         return demanded.dtype
     wanted = qconfig.output.dtype
     assert wanted is not None  # `rules.match` has put the target's default there
+    if preferred is not None and not decision.asked and wanted != "int32":
+        wanted = preferred
     if not shares(node):
         return wanted
     operator = operator_of(node)

@@ -199,7 +199,8 @@ def _transposed_module(module: Any) -> dict[str, Any]:
 def _output_padding(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
     """The padding that gives the output size a module was called with: it is read off the result."""
     operand, result = fact(arguments["input"]), fact(node)
-    if node.op != "call_module" or len(node.args) < 2 or not isinstance(operand, TensorFact) or not isinstance(result, TensorFact):
+    given = len(node.args) > 1 or "output_size" in node.kwargs
+    if node.op != "call_module" or not given or not isinstance(operand, TensorFact) or not isinstance(result, TensorFact):
         return arguments
     kernel = resolve(node.graph.owning_module, str(node.target)).kernel_size  # type: ignore[arg-type]
     names = ("stride", "padding", "dilation")
@@ -259,6 +260,7 @@ def _register(kind: Kind, rank: int, module: type[nn.Module], extract: Callable[
             lower,
             functions={kind.kernels[rank]: None},
             modules={module: extract},
+            read_off=frozenset({"output_size"} if kind is REVERSED else ()),
             absorbs=ABSORBED,
             refuses=_refuses(rank),
             sums=True,

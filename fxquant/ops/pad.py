@@ -50,10 +50,18 @@ def _lower_pad(lowering: Lowering, input: Quantized, padding: list[int], mode: s
         if (begin, end) != (0, 0):
             size = input.shape[dim]
             assert isinstance(size, int)
-            indices = [OUTSIDE[mode](position, size) for position in range(-begin, size + end)]
+            indices = _indices(mode, size, begin, end)
             chosen = torch.tensor(indices, dtype=torch.int64, device=input.scale.device)
             result = lowering.call(shape.select, result, dim, lowering.constant(f"indices{dim}", chosen, torch.int64))
     return input.with_value(result)
+
+
+def _indices(mode: str, size: int, begin: int, end: int) -> list[int]:
+    """The elements of a padded dimension. One that is wrapped around is first cut off where a margin is negative."""
+    if mode == "circular":
+        kept = range(max(-begin, 0), size - max(-end, 0))
+        return [kept[OUTSIDE[mode](position, len(kept))] for position in range(-max(begin, 0), len(kept) + max(end, 0))]
+    return [OUTSIDE[mode](position, size) for position in range(-begin, size + end)]
 
 
 def _lower_constant_pad(lowering: Lowering, input: Quantized, margins: list[tuple[int, int]], value: float) -> Quantized:
@@ -163,7 +171,7 @@ register(
         _lower_pad,
         lambda node, arguments: Own() if _brings(node, arguments) else Same(),
         idle=lambda arguments: not any(arguments["padding"]),
-        functions={F.pad: _pad_arguments},
+        functions={F.pad: _pad_arguments, torch.constant_pad_nd: lambda input, pad, value=0: _pad_arguments(input, pad, value=value)},
         modules={
             getattr(nn, f"{kind}Pad{rank}d"): _pad_module(mode)
             for kind, mode in (

@@ -93,6 +93,8 @@ def _read(attribute: str) -> Callable[[Any], dict[str, Any]]:
     return lambda module: {attribute: getattr(module, attribute)}
 
 
+_SAME = {"channel_shuffle": (torch.native_channel_shuffle,)}
+
 for _name, _function, _lower, _original, _parameter, _module, _count in (
     ("pixel_shuffle", pixel_shuffle, _lower_pixel_shuffle, F.pixel_shuffle, "upscale_factor", nn.PixelShuffle, 3),
     ("pixel_unshuffle", pixel_unshuffle, _lower_pixel_unshuffle, F.pixel_unshuffle, "downscale_factor", nn.PixelUnshuffle, 3),
@@ -105,7 +107,7 @@ for _name, _function, _lower, _original, _parameter, _module, _count in (
             ("input",),
             _lower,
             Same(),
-            functions=dict.fromkeys((_original, getattr(torch, _name))),
+            functions=dict.fromkeys((_original, getattr(torch, _name), *_SAME.get(_name, ()))),
             modules={_module: _read(_parameter)},
             refuses=_needs_sizes(_count),
         )

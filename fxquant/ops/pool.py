@@ -1,4 +1,4 @@
-"""Pooling and means: sums of integers, with the division inside the requantization multiplier."""
+"""Pooling over windows of one size, and means: sums of integers, with the division inside the requantization multiplier."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ from fxquant.primitives.pool import POOLED_EXACT
 
 MAX_POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 AVG_POOLS: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
-ADAPTIVE_AVG_POOLS: dict[int, Callable[..., Tensor]] = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}
 
 
-def _spatial(shape: tuple[Any, ...], rank: int) -> list[int]:
+def spatial(shape: tuple[Any, ...], rank: int) -> list[int]:
     """The sizes of the last `rank` dimensions, which do not depend on the batch."""
-    spatial = list(shape[-rank:])
-    assert all(isinstance(size, int) for size in spatial)
-    return spatial
+    found = list(shape[-rank:])
+    assert all(isinstance(size, int) for size in found)
+    return found
 
 
 def _windows(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> tuple[int, int]:
@@ -42,7 +41,9 @@ def _windows(size: int, kernel: int, stride: int, padding: int, dilation: int, c
     return count, max((count - 1) * stride + extent - size - padding, 0)
 
 
-def _needs_batch(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
+def needs_batch(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
+    """Refuses an operand without a batch dimension, or whose windows would run along it."""
+
     def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         operand = fact(arguments["input"])
         if isinstance(operand, TensorFact):
@@ -70,7 +71,7 @@ def _max_pool(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized
     ) -> Quantized:
         kernel, steps = sizes(kernel_size, rank), sizes(kernel_size if stride in (None, []) else stride, rank)
         begin, spread = sizes(padding, rank), sizes(dilation, rank)
-        end = [_windows(*row, ceil_mode)[1] for row in zip(_spatial(input.shape, rank), kernel, steps, begin, spread, strict=True)]
+        end = [_windows(*row, ceil_mode)[1] for row in zip(spatial(input.shape, rank), kernel, steps, begin, spread, strict=True)]
         return input.with_value(lowering.call(pool.max_pool, input.value, kernel, steps, begin, end, spread))
 
     function.__name__ = function.__qualname__ = f"max_pool{rank}d"
@@ -80,14 +81,14 @@ def _max_pool(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized
 
 def _refuses_max_pool(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
     def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-        reason = _needs_batch(rank)(node, arguments)
+        reason = needs_batch(rank)(node, arguments)
         operand = fact(arguments["input"])
         if reason is not None or not isinstance(operand, TensorFact):
             return reason
         kernel = sizes(arguments["kernel_size"], rank)
         steps = sizes(arguments["kernel_size"] if arguments["stride"] in (None, []) else arguments["stride"], rank)
         rows = zip(
-            _spatial(operand.shape, rank), kernel, steps, sizes(arguments["padding"], rank), sizes(arguments["dilation"], rank), strict=True
+            spatial(operand.shape, rank), kernel, steps, sizes(arguments["padding"], rank), sizes(arguments["dilation"], rank), strict=True
         )
         if any(_sees_only_padding(*row, arguments["ceil_mode"]) for row in rows):
             return "one of its windows lies wholly in the padding"
@@ -201,7 +202,7 @@ def _avg_pool(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized
     ) -> Quantized:
         kernel, steps = sizes(kernel_size, rank), sizes(kernel_size if stride in (None, []) else stride, rank)
         begin = sizes(padding, rank)
-        rows = list(zip(_spatial(input.shape, rank), kernel, steps, begin, strict=True))
+        rows = list(zip(spatial(input.shape, rank), kernel, steps, begin, strict=True))
         end = [_windows(size, k, s, p, 1, ceil_mode)[1] for size, k, s, p in rows]
         counted = {"divisor_override": divisor_override, "count_include_pad": count_include_pad}
         divisor = window_divisor(input.shape, counted, kernel, steps, begin, end)
@@ -221,7 +222,7 @@ def _avg_pool(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized
     return function, lower
 
 
-def _too_many(window: list[int], limit: int) -> str | None:
+def too_many(window: list[int], limit: int) -> str | None:
     """Why a window of this size cannot be summed below the limit; None if it can."""
     terms = math.prod(window)
     return f"its sum of {terms} terms may exceed {limit}" if terms * INT8.magnitude >= limit else None
@@ -232,7 +233,7 @@ def _refuses_avg_pool(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | No
         divisor = arguments["divisor_override"]
         if divisor is not None and divisor <= 0:
             return f"divisor_override={divisor} is not positive"
-        return _needs_batch(rank)(node, arguments) or _too_many(sizes(arguments["kernel_size"], rank), POOLED_EXACT)
+        return needs_batch(rank)(node, arguments) or too_many(sizes(arguments["kernel_size"], rank), POOLED_EXACT)
 
     return refuses
 
@@ -247,7 +248,7 @@ def window_divisor(
     if arguments.get("divisor_override") is not None:
         return torch.tensor(float(arguments["divisor_override"]), dtype=torch.float32, device="cpu")
     counts = torch.ones((), dtype=torch.float32, device="cpu")
-    for size, taps, step, padding, tail in zip(_spatial(tuple(shape), len(kernel)), kernel, stride, begin, end, strict=True):
+    for size, taps, step, padding, tail in zip(spatial(tuple(shape), len(kernel)), kernel, stride, begin, end, strict=True):
         starts = range(0, size + padding + tail - taps + 1, step)
         low, high = (0, size + 2 * padding) if arguments.get("count_include_pad", True) else (padding, padding + size)
         sizes = [float(min(start + taps, high) - max(start, low)) for start in starts]
@@ -266,7 +267,8 @@ avg_pool2d, _lower_avg_pool2d = _avg_pool(2)
 avg_pool3d, _lower_avg_pool3d = _avg_pool(3)
 
 
-def _onnx_average_pool(c: Call) -> str:
+def onnx_average_pool(c: Call) -> str:
+    """AveragePool, and what makes of its divisor another one."""
     node = c.primitive(pool.sum_pool)
     if node is None:
         return c.epilogue(c.do("GlobalAveragePool", c.input))
@@ -295,76 +297,12 @@ for _rank, _function, _lower, _avg_module in (
             idle=lambda arguments: set(sizes(arguments["kernel_size"], 1)) == {1} and arguments["divisor_override"] in (None, 1),
             absorbs=frozenset({"clamp"}),
             refuses=_refuses_avg_pool(_rank),
-            onnx=_onnx_average_pool,
+            onnx=onnx_average_pool,
         )
     )
 
 
-# ---- adaptive average -----------------------------------------------------------------------------------------------
-
-
-def _adaptive_avg_pool(
-    rank: int,
-) -> tuple[Callable[..., Tensor], Callable[..., Quantized], Callable[[fx.Node, dict[str, Any]], str | None]]:
-    def function(input: Tensor, output_size: Any, *, clamp: Clamp | None = None) -> Tensor:
-        value = ADAPTIVE_AVG_POOLS[rank](input, output_size)
-        return value if clamp is None else value.clamp(*clamp)
-
-    def kernel(shape: tuple[Any, ...], output_size: Any) -> list[int] | None:
-        """The common window, or None where the windows differ."""
-        outputs = list(output_size) if isinstance(output_size, list | tuple) else [output_size] * rank
-        spatial = _spatial(shape, rank)
-        outputs = [size if wanted is None else wanted for wanted, size in zip(outputs, spatial, strict=True)]
-        return (
-            None if any(s % o for s, o in zip(spatial, outputs, strict=True)) else [s // o for s, o in zip(spatial, outputs, strict=True)]
-        )
-
-    def lower(lowering: Lowering, input: Quantized, output_size: Any, *, clamp: Clamp | None = None) -> Quantized:
-        window = kernel(input.shape, output_size)
-        assert window is not None
-        if window == _spatial(input.shape, rank):
-            return _lower_total(lowering, input, list(range(-rank, 0)), True, math.prod(window), clamp)
-        return _LOWER_AVG_POOLS[rank](lowering, input, window, None, 0, False, True, None, clamp=clamp)
-
-    def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-        reason = _needs_batch(rank)(node, arguments)
-        if reason is not None:
-            return reason
-        shape = fact(arguments["input"]).shape
-        window = kernel(shape, arguments["output_size"])
-        if window is None:
-            return "its windows differ in size, since the output size does not divide the input size"
-        return _too_many(window, FLOAT32_EXACT if window == _spatial(shape, rank) else POOLED_EXACT)
-
-    function.__name__ = function.__qualname__ = f"adaptive_avg_pool{rank}d"
-    function.__doc__ = f"The mean over equal windows that give the wanted output size, in {rank} dimensions."
-    return function, lower, refuses
-
-
-_LOWER_AVG_POOLS = {1: _lower_avg_pool1d, 2: _lower_avg_pool2d, 3: _lower_avg_pool3d}
-adaptive_avg_pool1d, _lower_adaptive1d, _refuses_adaptive1d = _adaptive_avg_pool(1)
-adaptive_avg_pool2d, _lower_adaptive2d, _refuses_adaptive2d = _adaptive_avg_pool(2)
-adaptive_avg_pool3d, _lower_adaptive3d, _refuses_adaptive3d = _adaptive_avg_pool(3)
-for _rank, _function, _lower, _adaptive_module, _refuses in (
-    (1, adaptive_avg_pool1d, _lower_adaptive1d, nn.AdaptiveAvgPool1d, _refuses_adaptive1d),
-    (2, adaptive_avg_pool2d, _lower_adaptive2d, nn.AdaptiveAvgPool2d, _refuses_adaptive2d),
-    (3, adaptive_avg_pool3d, _lower_adaptive3d, nn.AdaptiveAvgPool3d, _refuses_adaptive3d),
-):
-    register(
-        Operator(
-            f"adaptive_avg_pool{_rank}d",
-            _function,
-            ("input",),
-            _lower,
-            functions={ADAPTIVE_AVG_POOLS[_rank]: None},
-            modules={_adaptive_module: lambda m: {"output_size": m.output_size}},
-            idle=lambda arguments: True,
-            absorbs=frozenset({"clamp"}),
-            refuses=_refuses,
-            onnx=_onnx_average_pool,
-        )
-    )
-
+LOWER_AVG_POOLS = {1: _lower_avg_pool1d, 2: _lower_avg_pool2d, 3: _lower_avg_pool3d}
 
 # ---- mean and sum -----------------------------------------------------------------------------------------------------------
 
@@ -388,14 +326,15 @@ def _dims(shape: tuple[Any, ...], dim: Any) -> list[int]:
 
 def _lower_mean(lowering: Lowering, input: Quantized, dim: Any, keepdim: bool, *, clamp: Clamp | None = None) -> Quantized:
     dims = _dims(input.shape, dim)
-    return _lower_total(lowering, input, dims, keepdim, math.prod(input.shape[d] for d in dims), clamp)  # type: ignore[misc]
+    return lower_total(lowering, input, dims, keepdim, math.prod(input.shape[d] for d in dims), clamp)  # type: ignore[misc]
 
 
 def _lower_sum(lowering: Lowering, input: Quantized, dim: Any, keepdim: bool, *, clamp: Clamp | None = None) -> Quantized:
-    return _lower_total(lowering, input, _dims(input.shape, dim), keepdim, 1, clamp)
+    return lower_total(lowering, input, _dims(input.shape, dim), keepdim, 1, clamp)
 
 
-def _lower_total(lowering: Lowering, input: Quantized, dims: list[int], keepdim: bool, divisor: int, clamp: Clamp | None) -> Quantized:
+def lower_total(lowering: Lowering, input: Quantized, dims: list[int], keepdim: bool, divisor: int, clamp: Clamp | None) -> Quantized:
+    """The sum over dimensions, divided by `divisor` inside the requantization multiplier."""
     terms = math.prod(input.shape[d] for d in dims)  # type: ignore[misc]
     largest = lowering.prove(torch.tensor(float(terms * input.grid.magnitude), dtype=torch.float64, device="cpu"), "the sum")
     total = lowering.call(pool.sum, input.value, dims, keepdim, largest >= FLOAT32_EXACT)
@@ -414,7 +353,7 @@ def _refuses_reduction(verb: str) -> Callable[[fx.Node, dict[str, Any]], str | N
         reduced = [size for size in sizes if isinstance(size, int)]
         if len(reduced) < len(sizes):
             return f"it {verb} over the batch, whose size is not fixed"
-        return _too_many(reduced, FLOAT32_EXACT)
+        return too_many(reduced, FLOAT32_EXACT)
 
     return refuses
 

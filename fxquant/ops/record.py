@@ -107,6 +107,7 @@ class Operator:
     function   its float meaning, differentiable; the target of its canonical node; its signature is the canonical one
     operands   the parameters that take activations (a tensor, or a list of them)
     reads      the parameters that take truth values or whole numbers as they are: a mask, an index
+    dtypes     the dtype that operands of these parameters should have, where the target has it and no rule asks for another
     demand     what it demands of its result's grid; a function of a node and its arguments where that depends on these
     keeps      which of its operand's values its result tells apart, given which of its result's matter: what lies outside the interval
                is as good as its nearer end, so no scale has to cover it. None: all of them, or, on its operand's scale, those that
@@ -119,6 +120,7 @@ class Operator:
     functions  the functions that spell it, each with how its arguments become canonical ones (None: by name)
     methods    the same for Tensor methods
     modules    the same for modules, by exact class: module -> arguments
+    read_off   keywords of a module's call that say nothing but what `normalize` reads off its result ("output_size")
     absorbs    what may be fused into it: "batch_norm", "residual", "clamp"; each is a keyword of `function`
     window     of an operator whose result is the largest element of windows: how far these reach along the last dimensions
     normalize  brings the arguments of a node to their simplest form, or says why they have none
@@ -144,9 +146,11 @@ class Operator:
     reads: tuple[str, ...] = ()
     expand: Callable[..., Any] | None = None
     keeps: Callable[[dict[str, Any], Interval], Interval] | None = None
+    dtypes: Mapping[str, str] = field(default_factory=dict)
     functions: Mapping[Callable[..., Any], Adapt | None] = field(default_factory=dict)
     methods: Mapping[str, Adapt | None] = field(default_factory=dict)
     modules: Mapping[type, Callable[[Any], dict[str, Any] | str]] = field(default_factory=dict)
+    read_off: frozenset[str] = frozenset()
     absorbs: frozenset[str] = frozenset()
     refuses: Callable[[fx.Node, dict[str, Any]], str | None] = lambda node, arguments: None
     idle: Callable[[dict[str, Any]], bool] = lambda arguments: False
@@ -258,15 +262,53 @@ def shares(node: fx.Node) -> bool:
 def sharing_operands(node: fx.Node, arithmetic: Arithmetic) -> list[fx.Node]:
     """The operands with which a node has one grid on a target of this arithmetic."""
     operator, demanded = operator_of(node), demand(node)
-    if operator is None:
+    if (
+        operator is not None
+        and isinstance(demanded, Own)
+        and demanded.shared_where is not None
+        and getattr(arithmetic, demanded.shared_where)
+    ):
+        return operand_nodes(operator, operator.arguments(node))
+    return on_grid_of(node)
+
+
+def on_grid_of(node: fx.Node) -> list[fx.Node]:
+    """The operands whose grid a canonical node demands, on any target."""
+    operator, demanded = operator_of(node), demand(node)
+    if operator is None or not isinstance(demanded, Same):
         return []
     arguments = operator.arguments(node)
-    if isinstance(demanded, Own) and demanded.shared_where is not None and getattr(arithmetic, demanded.shared_where):
-        return operand_nodes(operator, arguments)
-    if not isinstance(demanded, Same):
-        return []
     named = {name: value for name, value in arguments.items() if name in demanded.operands} if demanded.operands else arguments
     return operand_nodes(operator, named)
+
+
+def preferred_dtypes(graph: fx.Graph, offered: Collection[str]) -> dict[fx.Node, str]:
+    """The dtypes, of those offered, that nodes should have for the sake of what reads them (`Operator.dtypes`), however far behind."""
+    found: dict[fx.Node, str] = {}
+    for reader in reversed(graph.nodes):
+        for operand in reader.all_input_nodes:
+            dtype = preferred_by(reader, operand, found)
+            if dtype is not None and dtype in offered:
+                found[operand] = dtype
+    return found
+
+
+def preferred_by(reader: fx.Node, operand: fx.Node, preferred: Mapping[fx.Node, str]) -> str | None:
+    """The dtype that a canonical node would have this operand in, given those that nodes should have themselves; None: any.
+
+    Where what an operator without weights reads is coarse, so is its result: it passes on what is preferred of it.
+    """
+    operator = operator_of(reader)
+    if operator is None:
+        return None
+    arguments = operator.arguments(reader)
+    for name, dtype in operator.dtypes.items():
+        if arguments.get(name) is operand:
+            return dtype
+    if reader not in preferred or operator.sums or "weight" in arguments:
+        return None
+    passed_on = on_grid_of(reader) if shares(reader) else operand_nodes(operator, arguments)
+    return preferred[reader] if operand in passed_on else None
 
 
 def matters(node: fx.Node, after: Interval, shares: bool) -> Interval:

@@ -1,9 +1,13 @@
-"""Resizing: nearest neighbours as selections, linear interpolation as products with fixed-point weights."""
+"""Resizing: nearest neighbours as selections, interpolation as products with fixed-point weights, areas as means of windows.
+
+What one or two linear interpolations give lies between the operand's values, and is on its grid; any other mode has a grid of its own.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -14,13 +18,28 @@ from torch.nn import functional as F
 from fxquant.facts import TensorFact
 from fxquant.graph import fact, shape_of
 from fxquant.lowering import Lowering, Quantized
-from fxquant.numerics import EVERYTHING, FLOAT32_EXACT
+from fxquant.numerics import EVERYTHING, FLOAT32_EXACT, Ratio
+from fxquant.ops.adaptive import lower_means, onnx_means
 from fxquant.ops.form import Call
-from fxquant.ops.record import Operator, Same, register
+from fxquant.ops.matrix import (
+    CUBIC,
+    Row,
+    antialiased_rows,
+    cubic_rows,
+    fixed_point,
+    fraction_bits,
+    is_unchanged,
+    linear_rows,
+    onnx_matrices,
+    real_matrix,
+    weighted_sums,
+)
+from fxquant.ops.record import Operator, Own, Same, register
 from fxquant.primitives import resize, shape
 
 NEAREST = ("nearest", "nearest-exact")
 LINEAR = ("linear", "bilinear")
+OWN_GRID = ("trilinear", "bicubic", "area")
 FLOAT64_EXACT = 2**53
 HALF = Fraction(1, 2)
 SYMBOLIC_SIZE = "the size of its input or output depends on the batch size"
@@ -32,9 +51,10 @@ def interpolate(
     scale_factor: list[float] | None = None,
     mode: str = "nearest",
     align_corners: bool | None = None,
+    antialias: bool = False,
 ) -> Tensor:
     """The tensor resized over its spatial dimensions, to `size` or by `scale_factor`."""
-    return F.interpolate(input, size, scale_factor, mode, align_corners)
+    return F.interpolate(input, size, scale_factor, mode, align_corners, antialias=antialias)
 
 
 # ---- nearest --------------------------------------------------------------------------------------------------------
@@ -121,16 +141,72 @@ def _lower_linear(lowering: Lowering, input: Quantized, axes: list[tuple[int, in
     return input.with_value(lowering.call(resize.resize_linear, input.value, rows, columns, bits, wide))
 
 
-# ---- both -----------------------------------------------------------------------------------------------------------
+# ---- everything else --------------------------------------------------------------------------------------------------
+
+
+Axis = tuple[int, int | None, float | None]  # the length, the wanted one, or the factor
+
+
+def _rows(axis: Axis, mode: str, align_corners: bool, antialias: bool) -> tuple[Row, ...]:
+    """The weights of interpolation along one dimension."""
+    length, size, factor = axis
+    count = math.floor(length * factor) if size is None and factor is not None else size
+    assert count is not None
+    if antialias:
+        return antialiased_rows(length, count, factor, align_corners, mode == "bicubic")
+    return (cubic_rows if mode == "bicubic" else linear_rows)(length, count, factor, align_corners)
+
+
+def _lower_weighted(lowering: Lowering, input: Quantized, axes: list[Axis], mode: str, align_corners: bool, antialias: bool) -> Quantized:
+    """Weights along every dimension, and one requantization. Cubic ones sum to less than 2 in magnitude."""
+    rows = [_rows(axis, mode, align_corners, antialias) for axis in axes]
+    changed = len(rows) - [is_unchanged(row, axis[0]) for row, axis in zip(rows, axes, strict=True)].count(True)
+    bits = fraction_bits(lowering.arithmetic.resize_fraction_bits, input.dtype.bits, changed, changed if mode == "bicubic" else 0)
+    matrices = [fixed_point(row, axis[0], bits) for row, axis in zip(rows, axes, strict=True)]
+    worth = torch.tensor(2.0 ** (bits * changed), dtype=torch.float64, device=input.scale.device)
+    return weighted_sums(lowering, input, matrices, Ratio((input.scale,), (worth,)))
+
+
+def _onnx_weighted(c: Call, axes: list[Axis]) -> str:
+    rows = [_rows(axis, c["mode"], bool(c["align_corners"]), c["antialias"]) for axis in axes]
+    return onnx_matrices(c, c.input, c.operand_shape, [real_matrix(row, axis[0]) for row, axis in zip(rows, axes, strict=True)])
+
+
+# ---- all of them ----------------------------------------------------------------------------------------------------
+
+
+def _axes(shape: Sequence[Any], size: list[int] | None, scale_factor: list[float] | None) -> list[Axis]:
+    lengths: list[Any] = list(shape[2:])
+    unknown: list[Any] = [None] * len(lengths)
+    return list(zip(lengths, size or unknown, scale_factor or unknown, strict=True))
+
+
+def _sizes(axes: list[Axis]) -> list[int]:
+    return [size if size is not None else math.floor(length * (factor or 1)) for length, size, factor in axes]
 
 
 def _lower_interpolate(
-    lowering: Lowering, input: Quantized, size: list[int] | None, scale_factor: list[float] | None, mode: str, align_corners: bool | None
+    lowering: Lowering,
+    input: Quantized,
+    size: list[int] | None,
+    scale_factor: list[float] | None,
+    mode: str,
+    align_corners: bool | None,
+    antialias: bool = False,
 ) -> Quantized:
-    lengths: list[Any] = list(input.shape[2:])
-    unknown: list[Any] = [None] * len(lengths)
-    axes = list(zip(lengths, size or unknown, scale_factor or unknown, strict=True))
-    return _lower_nearest(lowering, input, axes, mode) if mode in NEAREST else _lower_linear(lowering, input, axes, bool(align_corners))
+    axes = _axes(input.shape, size, scale_factor)
+    if mode in NEAREST:
+        return _lower_nearest(lowering, input, axes, mode)
+    if mode == "area":
+        return lower_means(lowering, input, _sizes(axes))
+    if mode in OWN_GRID or antialias:
+        return _lower_weighted(lowering, input, axes, mode, bool(align_corners), antialias)
+    return _lower_linear(lowering, input, axes, bool(align_corners))
+
+
+def _stays(arguments: dict[str, Any]) -> bool:
+    """Whether the result is on its operand's grid."""
+    return arguments["mode"] not in OWN_GRID and not arguments["antialias"]
 
 
 def _interpolate_arguments(
@@ -141,23 +217,20 @@ def _interpolate_arguments(
     align_corners: bool | None = None,
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
-) -> dict[str, Any] | str:
-    if antialias:
-        return "antialias=True has no integer form"
+) -> dict[str, Any]:
     return {
         "input": input,
         "size": size,
         "scale_factor": None if recompute_scale_factor else scale_factor,
         "mode": mode,
         "align_corners": align_corners,
+        "antialias": antialias,
     }
 
 
-def _interpolate_module(module: Any) -> dict[str, Any] | str:
-    arguments = _interpolate_arguments(
-        None, module.size, module.scale_factor, module.mode, module.align_corners, module.recompute_scale_factor
-    )
-    return arguments if isinstance(arguments, str) else {name: value for name, value in arguments.items() if name != "input"}
+def _interpolate_module(module: Any) -> dict[str, Any]:
+    given = _interpolate_arguments(None, module.size, module.scale_factor, module.mode, module.align_corners, module.recompute_scale_factor)
+    return {name: value for name, value in given.items() if name != "input"}
 
 
 def _plain_sizes(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
@@ -173,7 +246,7 @@ def _plain_sizes(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | s
 
 
 def _refuses_interpolate(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    if arguments["mode"] not in (*NEAREST, *LINEAR):
+    if arguments["mode"] not in (*NEAREST, *LINEAR, *OWN_GRID):
         return f"mode={arguments['mode']!r} has no integer form"
     known = fact(arguments["input"])
     static = isinstance(known, TensorFact) and all(isinstance(size, int) for size in known.shape[2:])
@@ -185,10 +258,16 @@ def _onnx_interpolate(c: Call) -> str:
     nearest = c["mode"].startswith("nearest")
     if nearest and any(new % old for old, new in zip(before[2:], after[2:], strict=True)):
         return c.selected()  # where a pixel comes from may depend on how the runtime rounds
+    if c["mode"] == "area":
+        return onnx_means(c, list(after[2:]))
+    if c["antialias"]:
+        return _onnx_weighted(c, _axes(before, c["size"], c["scale_factor"]))
     factors = c["scale_factor"] or [_factor(old, new) for old, new in zip(before[2:], after[2:], strict=True)]
     align = "align_corners" if c["align_corners"] else "half_pixel"
     value, one = c.input, [1.0, 1.0]
     attributes: dict[str, Any] = {"mode": "linear", "coordinate_transformation_mode": align}
+    if c["mode"] == "bicubic":
+        attributes |= {"mode": "cubic", "cubic_coeff_a": float(CUBIC)}
     if nearest:
         attributes = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
     scales = c.e.constant(torch.tensor([*one, *factors], dtype=torch.float32, device="cpu"))
@@ -210,7 +289,7 @@ register(
         interpolate,
         ("input",),
         _lower_interpolate,
-        Same(),
+        lambda node, arguments: Same() if _stays(arguments) else Own(),
         keeps=lambda arguments, after: after if arguments["mode"] in NEAREST else EVERYTHING,  # what is averaged matters whole
         functions={F.interpolate: _interpolate_arguments},
         modules=dict.fromkeys((nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d), _interpolate_module),

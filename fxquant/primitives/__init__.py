@@ -27,7 +27,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from fxquant.primitives import accumulate, boundary, comparison, elementwise, pool, product, requantize, resize, shape, transposed
+from fxquant.primitives import accumulate, boundary, comparison, elementwise, matrix, pool, product, requantize, resize, sampling, shape, transposed
 from fxquant.primitives.record import PRIMITIVES, Emitter, Primitive, primitive
 
 __all__ = [
@@ -38,11 +38,13 @@ __all__ = [
     "boundary",
     "comparison",
     "elementwise",
+    "matrix",
     "pool",
     "primitive",
     "product",
     "requantize",
     "resize",
+    "sampling",
     "shape",
     "transposed",
 ]
