@@ -8,12 +8,13 @@ import torch
 from torch import fx
 
 from fxquant.graph import shape_of
+from fxquant.ops.adaptive import adaptive_avg_pool2d
 from fxquant.ops.arithmetic import add, mul
 from fxquant.ops.convolution import conv2d
 from fxquant.ops.extremum import amax
 from fxquant.ops.join import cat
 from fxquant.ops.pad import pad
-from fxquant.ops.pool import adaptive_avg_pool2d, avg_pool2d, max_pool2d, mean, window_divisor
+from fxquant.ops.pool import avg_pool2d, max_pool2d, mean, window_divisor
 from fxquant.ops.pool import sum as total
 from fxquant.ops.shape import numbers, reshape
 from fxquant.ops.weighted import sizes
@@ -29,6 +30,8 @@ def _window(b: Rewriting) -> tuple[list[int], list[int], list[int]] | None:
     if not all(isinstance(size, int) for size in (*spatial, *results)):
         return None
     if "output_size" in b.arguments:
+        if any(size % out for size, out in zip(spatial, results, strict=True)):  # type: ignore[operator]
+            return None  # windows of different sizes
         kernel = [size // out for size, out in zip(spatial, results, strict=True)]  # type: ignore[operator]
         return kernel, kernel, [0, 0]
     if b.arguments["divisor_override"] is not None:
