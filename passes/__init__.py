@@ -12,6 +12,7 @@ from fxquant.passes import (
     composite,
     integer,
     islands,
+    masks,
     quantizers,
     requantize,
     residual,
@@ -25,6 +26,7 @@ from fxquant.stage import Stage
 PIPELINE = (
     Pass(canonical.rewrite, Stage.CANONICAL),  # one spelling per operator; everything after this may assume it
     Pass(rules.match, Stage.CANONICAL),  # before the fusions: a rule is about what the user wrote, and may keep it apart
+    Pass(masks.recognise, Stage.CANONICAL),  # after the rules, which are about what was written; before a softmax is its parts
     Pass(composite.expand, Stage.CANONICAL),  # after the rules, which are about the whole operator; before fusions, which meet its parts
     Pass(batchnorm.fold, Stage.CANONICAL),  # before the fusions: conv-bn-add-relu must become conv-add-relu
     Pass(residual.fuse, Stage.CANONICAL),  # before clamps: a relu behind the addition belongs to the fused layer

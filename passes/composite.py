@@ -46,12 +46,12 @@ def expand(gm: fx.GraphModule, context: Context) -> int:
             if because is None:
                 read = node.all_input_nodes
                 _replace(node, result)
-                _eliminate_unused([*read, *(made for made in build.parts if made is not result)])
+                build.discard(*([result] if isinstance(result, fx.Node) else []))
+                _eliminate_unused(read)
                 context.say(f"%{node.name} is expanded into {len(build.parts)} parts")
                 changes += 1
                 continue
-            for made in reversed(build.parts):
-                gm.graph.erase_node(made)
+            build.discard()
         refuse(node, because)
         context.say(f"%{node.name} stays whole: {because}")
     return changes
@@ -127,7 +127,9 @@ def _eliminate_unused(nodes: list[fx.Node]) -> None:
 
 def _flat(result: Any) -> list[fx.Node]:
     """The nodes of a nest."""
-    return [one for item in result for one in _flat(item)] if isinstance(result, list | tuple) else [result]
+    if isinstance(result, list | tuple):
+        return [one for item in result for one in _flat(item)]
+    return [result] if isinstance(result, fx.Node) else []
 
 
 def _substitute(node: fx.Node, result: Any) -> None:

@@ -164,16 +164,22 @@ def _reversed_sub(input: Any, other: Any, alpha: float = 1) -> dict[str, Any]:
 
 
 def _scaled(c: Call, role: str) -> str:
+    if role not in c.arguments and role not in c.constants:  # a constant of zeros, which is not held
+        return c.number(0)
     alpha = c.arguments.get("alpha", 1)
     return c.operand(role) if alpha == 1 else c.do("Mul", c.operand(role), c.number(alpha))
 
 
+def _term(c: Call) -> str:
+    return c.operand("input") if "input" in c.arguments or "input" in c.constants else c.number(0)
+
+
 def _onnx_add(c: Call) -> str:
-    return c.epilogue(c.do("Add", c.operand("input"), _scaled(c, "other")))
+    return c.epilogue(c.do("Add", _term(c), _scaled(c, "other")))
 
 
 def _onnx_sub(c: Call) -> str:
-    return c.epilogue(c.do("Sub", c.operand("input"), _scaled(c, "other")))
+    return c.epilogue(c.do("Sub", _term(c), _scaled(c, "other")))
 
 
 for _name, _function, _lower, _spellings, _methods in (

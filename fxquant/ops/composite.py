@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,8 +11,10 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.facts import BATCH_SIZES, TensorFact
-from fxquant.graph import Part, fact, inherit, is_parameter, mark_parameter, set_fact, set_part, spell, spelling, state_demand, tie
+from fxquant.graph import Part, attach, fact, inherit, is_parameter, mark_parameter, set_fact, set_part, spell, spelling, state_demand, tie
 from fxquant.ops.record import OPERATORS, Demand, Operator
+
+CONSTANT = "_constant_"  # how the names of constants begin, as those do that the tracer holds
 
 
 class Builder:
@@ -19,7 +23,7 @@ class Builder:
     name         the operator's
     node         its node, which has its meaning in float
     activations  the dtypes of activations that the target computes with
-    parts        the nodes that were made, in order
+    parts        the nodes that were made, in order, without those that are computed from parameters alone
     step         the step of a recurrence that is being written, counted from 0; None outside of it
     """
 
@@ -30,6 +34,7 @@ class Builder:
         self._within = ""  # the composites inside of it that are being written, as a role begins with them
         self.parts: list[fx.Node] = []
         self.step: int | None = None
+        self._made: list[fx.Node] = []  # all of them
         self._ties = 0
 
     def __call__(self, function: Callable[..., Any], *args: Any, demand: Demand | None = None, **kwargs: Any) -> Any:
@@ -37,41 +42,79 @@ class Builder:
 
         `demand` is what is asked of the grid of its result, in place of what the operator itself does. The call becomes an ordinary
         node, annotated, calibrated and trained as any other. A call of another composite is written as its parts; what is returned is
-        the node of the result, or the nest of them that this composite returns.
+        the node of the result, or the nest of them that this composite returns. A call that reads parameters alone is a parameter.
         """
-        operator = OPERATORS[function]
-        bound: dict[str, Any] | str = operator.bind(args, kwargs)
+        record = OPERATORS[function]
+        bound: dict[str, Any] | str = record.bind(args, kwargs)
         assert isinstance(bound, dict)
-        if operator.expand is not None:
-            return self._nested(operator, bound, demand)
-        made = self.node.graph.create_node("call_function", function, tuple(bound.values()), {}, name=f"{self.node.name}_{operator.name}")
-        self.node.prepend(made)
-        inherit(made, self.node, "composite.expand")
+        if record.expand is not None:
+            return self._nested(record, bound, demand)
+        made = self._node("call_function", function, tuple(bound.values()), record.name)
         set_fact(made, TensorFact.between(*(_on_meta(made, batch) for batch in BATCH_SIZES)))
-        bound = operator.normalize(made, bound)
+        bound = record.normalize(made, bound)
         assert isinstance(bound, dict), f"{self.name} cannot be expanded: {bound}"
         made.args = tuple(bound.values())
-        set_part(made, Part(self.name, self._within + operator.name, step=self.step))
+        if made.all_input_nodes and all(map(is_parameter, made.all_input_nodes)):
+            mark_parameter(made)
+            return made
+        set_part(made, Part(self.name, self._within + record.name, step=self.step))
         spell(made, *spelling(self.node))
         if demand is not None:
             state_demand(made, demand)
         self.parts.append(made)
         return made
 
-    def parameter(self, function: Callable[..., Any], *args: Any) -> fx.Node:
-        """What a function computes from parameters alone: a parameter from here on."""
-        made = self.node.graph.create_node("call_function", function, args, {}, name=f"{self.node.name}_{function.__name__}")
-        self.node.prepend(made)
-        inherit(made, self.node, "composite.expand")
+    def host(self, function: Callable[..., Any], *args: Any) -> fx.Node:
+        """A call beside the integers, of real numbers or truth values, which is computed as it is; of parameters alone, a parameter."""
+        made = self._node("call_function", function, args, getattr(function, "__name__", "host"))
         set_fact(made, TensorFact.between(*(_on_meta(made, batch) for batch in BATCH_SIZES)))
-        mark_parameter(made)
+        if all(map(is_parameter, made.all_input_nodes)):
+            mark_parameter(made)
         return made
 
-    def _nested(self, operator: Operator, arguments: dict[str, Any], demand: Demand | None) -> Any:
+    def reads(self, position: int) -> bool:
+        """Whether anything reads this member of the nest that the operator returns."""
+        picks = [reader.args[1] if reader.target is operator.getitem else position for reader in self.node.users]
+        return position in picks
+
+    def constant(self, value: Tensor) -> fx.Node:
+        """A constant tensor, held by the model: one for all constants of equal content."""
+        model = self.node.graph.owning_module
+        assert model is not None
+        held = {name: tensor for name, tensor in model._buffers.items() if name.startswith(CONSTANT) and tensor is not None}
+        known = next(
+            (n for n, t in held.items() if t.dtype == value.dtype and t.shape == value.shape and torch.equal(t.cpu(), value)), None
+        )
+        if known is None:
+            known = next(name for number in itertools.count() if (name := f"{CONSTANT}{number}") not in held)
+            attach(model, known, value)
+        made = self._node("get_attr", known, (), "constant")
+        set_fact(made, TensorFact(tuple(value.shape), value.dtype))
+        return made
+
+    def _node(self, op: str, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:
+        made = self.node.graph.create_node(op, target, args, {}, name=f"{self.node.name}_{name}")
+        self.node.prepend(made)
+        inherit(made, self.node, "composite.expand")
+        self._made.append(made)
+        return made
+
+    def discard(self, *kept: fx.Node) -> None:
+        """What was made and nobody reads is gone, but for what is kept."""
+        for made in reversed(self._made):
+            if made in kept or made.users:
+                continue
+            graph, target = made.graph, str(made.target)
+            graph.erase_node(made)
+            model = graph.owning_module
+            if made.op == "get_attr" and model is not None and not graph.find_nodes(op="get_attr", target=target):
+                del model._buffers[target]
+
+    def _nested(self, record: Operator, arguments: dict[str, Any], demand: Demand | None) -> Any:
         """The parts of a composite that is a part of this one; the demand is on the last of them."""
-        assert operator.expand is not None
-        outside, self._within = self._within, f"{self._within}{operator.name}: "
-        result = operator.expand(self, **arguments)
+        assert record.expand is not None
+        outside, self._within = self._within, f"{self._within}{record.name}: "
+        result = record.expand(self, **arguments)
         self._within = outside
         if demand is not None:
             state_demand(result, demand)

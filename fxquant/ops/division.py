@@ -61,7 +61,7 @@ def reciprocal_of(build: Builder, divisor: fx.Node) -> fx.Node:
     """1 / divisor, 16 bits wide; of a sum with a number, the ε in a divisor, one table, so that this is not lost."""
     made: fx.Node
     if is_parameter(divisor):
-        return build.parameter(torch.reciprocal, divisor)
+        return build.host(torch.reciprocal, divisor)
     record = OPERATORS[torch.reciprocal]
     shifted = with_offset(record, {"input": divisor}, divisor)
     if shifted is None:

@@ -15,7 +15,8 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from fxquant.facts import TensorFact
-from fxquant.graph import computes_tensor, fact, is_parameter, refusal, resolve
+from fxquant.graph import computes_tensor, fact, is_parameter, part, refusal, resolve
+from fxquant.ops.masking import HOST
 from fxquant.ops.record import Operator, operand_nodes, operator_of, read_nodes
 
 RANKING = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softmax2d)
@@ -40,6 +41,7 @@ def needed_in_float(gm: fx.GraphModule) -> dict[fx.Node, str]:
         **_ranked_in_float(gm, leading, masked),
         **dict.fromkeys(leading, ""),
         **dict.fromkeys(masked, "it adds an attention mask in front of a softmax, which is in float"),
+        **dict.fromkeys(_computing_masks(gm), "it computes an attention mask, which is read in real numbers"),
         **dict.fromkeys(divisors(gm), "it leads to a divisor or a logarithm in float, and must not be rounded to 0"),
     }
 
@@ -96,12 +98,7 @@ def masks(gm: fx.GraphModule, leading: set[fx.Node]) -> set[fx.Node]:
 
     A mask is a constant, an input, or computed from such by operators without weights.
     """
-    plain: set[fx.Node] = set()
-    for node in gm.graph.nodes:
-        inputs = node.all_input_nodes
-        given = node.op == "placeholder" or is_parameter(node)
-        if given or (node.op in ("call_function", "call_method") and inputs and plain.issuperset(inputs) and not _sums(node)):
-            plain.add(node)
+    plain = given(gm)
     found: set[fx.Node] = set()
     for node in reversed(gm.graph.nodes):
         operator = operator_of(node)
@@ -112,6 +109,17 @@ def masks(gm: fx.GraphModule, leading: set[fx.Node]) -> set[fx.Node]:
         if adds or (node in plain and found.issuperset(node.users)):
             found.add(node)
     return found
+
+
+def given(gm: fx.GraphModule) -> set[fx.Node]:
+    """Constants, inputs, and what is computed from such by operators without weights."""
+    plain: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        inputs = node.all_input_nodes
+        given = node.op == "placeholder" or is_parameter(node)
+        if given or (node.op in ("call_function", "call_method") and inputs and plain.issuperset(inputs) and not _sums(node)):
+            plain.add(node)
+    return plain
 
 
 def divisors(gm: fx.GraphModule) -> set[fx.Node]:
@@ -141,6 +149,23 @@ def _ranks(gm: fx.GraphModule, node: fx.Node) -> bool:
     if node.op == "call_module":
         return isinstance(resolve(gm, str(node.target)), RANKING)
     return node.target in (RANKING_METHODS if node.op == "call_method" else RANKING_FUNCTIONS)
+
+
+def _computing_masks(gm: fx.GraphModule) -> set[fx.Node]:
+    """What is computed from inputs and constants, and leads to masks of composites alone."""
+    plain, found = given(gm), set()
+    for node in reversed(gm.graph.nodes):
+        if node in plain and node.users and all(reader in found or _reads_mask(reader, node) for reader in node.users):
+            found.add(node)
+    return found
+
+
+def _reads_mask(reader: fx.Node, node: fx.Node) -> bool:
+    """Whether a node is an added mask, or truth values that a composite reads."""
+    record = operator_of(reader)
+    if record is None or record in HOST:
+        return record is not None
+    return node in read_nodes(record, record.arguments(reader)) and (part(reader) is not None or record.expand is not None)
 
 
 def _divides(reader: fx.Node, node: fx.Node) -> bool:

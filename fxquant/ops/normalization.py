@@ -88,27 +88,33 @@ register(
 )
 
 
-# ---- the last dimension's channels ------------------------------------------------------------------------------------
+# ---- one dimension's channels, behind which so many others follow -----------------------------------------------------
 
 
-def scale_channels(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, clamp: Clamp | None = None) -> Tensor:
-    """x · weight + bias for each index of the last dimension, and a fused clamp."""
-    value = input * weight
-    return epilogue(value if bias is None else value + bias, None, clamp, None)
+def scale_channels(input: Tensor, weight: Tensor, bias: Tensor | None = None, trailing: int = 0, *, clamp: Clamp | None = None) -> Tensor:
+    """x · weight + bias for each index of the dimension behind which `trailing` others follow, and a fused clamp."""
+    value = input * _shaped(weight, trailing)
+    return epilogue(value if bias is None else value + _shaped(bias, trailing), None, clamp, None)
+
+
+def _shaped(channels: Tensor, trailing: int) -> Tensor:
+    return channels.reshape(-1, *[1] * trailing)
 
 
 def _lower_scale_channels(
-    lowering: Lowering, input: Quantized, weight: Tensor, bias: Tensor | None, *, clamp: Clamp | None = None
+    lowering: Lowering, input: Quantized, weight: Tensor, bias: Tensor | None, trailing: int = 0, *, clamp: Clamp | None = None
 ) -> Quantized:
-    return lower_weighted(lowering, LAST_DIMENSION, input, weight.unsqueeze(1), bias, clamp=clamp)
-
-
-LAST_DIMENSION = Product(product.scale_channels, product.scale_channels_wide, (0,), layout=torch.flatten, channels=1)
+    form = Product(product.scale_channels, product.scale_channels_wide, (trailing,), trailing, layout=torch.flatten, channels=1)
+    return lower_weighted(lowering, form, input, weight.unsqueeze(1), bias, clamp=clamp)
 
 
 def _onnx_scale_channels(c: Call) -> str:
-    scaled = c.do("Mul", c.input, c.e.constant(c.real("weight")))
-    return c.epilogue(scaled if "bias" not in c.constants else c.do("Add", scaled, c.e.constant(c.real("bias"))))
+    weight, bias = (
+        c.e.constant(_shaped(c.real(role), c.arguments.get("trailing", 0))) if role in c.constants else None for role in ("weight", "bias")
+    )
+    assert weight is not None
+    scaled = c.do("Mul", c.input, weight)
+    return c.epilogue(scaled if bias is None else c.do("Add", scaled, bias))
 
 
 register(

@@ -227,7 +227,7 @@ class _Layer:
             return None
         part = slice(number * self.size, (number + count) * self.size)
         if is_parameter(value):
-            return self.build.parameter(getitem, value, [part])
+            return self.build.host(getitem, value, [part])
         return self.build(getitem, value, [WHOLE] * (len(self.build.fact(value).shape) - 1) + [part])  # type: ignore[no-any-return]
 
 

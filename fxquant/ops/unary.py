@@ -24,7 +24,7 @@ from fxquant.primitives import elementwise
 UNARY: dict[str, tuple[Callable[..., Tensor], Callable[..., float]]] = {}  # on tensors, and on one Python float
 
 
-def _look_up(lowering: Lowering, input: Quantized, name: str, factor: float = 1.0, offset: float = 0.0, **settings: Any) -> Quantized:
+def by_table(lowering: Lowering, input: Quantized, name: str, factor: float = 1.0, offset: float = 0.0, **settings: Any) -> Quantized:
     """The integers of a unary function of factor · input + offset, by a table on the operand's grid."""
 
     def look_up() -> Any:
@@ -92,7 +92,7 @@ def unary(
     """
 
     def lower(lowering: Lowering, input: Quantized, **chosen: Any) -> Quantized:
-        return _look_up(lowering, input, name, **chosen)
+        return by_table(lowering, input, name, **chosen)
 
     UNARY[name] = function, exact
     others = adapted or {}
@@ -298,7 +298,7 @@ def _lower_shifted(
     lowering: Lowering, input: Quantized, function: str, factor: float, offset: float, settings: dict[str, Any]
 ) -> Quantized:
     """One table on the operand's own grid: a number far below a step of the sum, the ε under a square root, is not lost."""
-    return _look_up(lowering, input, function, factor, offset, **settings)
+    return by_table(lowering, input, function, factor, offset, **settings)
 
 
 def _onnx_shifted(c: Call) -> str:

@@ -1,0 +1,328 @@
+"""Attention: composites of matrix products and a softmax, 16 bits wide between them.
+
+    attention(q, k, v) = softmax(scale · q kᵀ, of what a mask keeps) v
+
+The scale is part of the table of the exponential, unless a mask adds something to what it keeps.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from fxquant.facts import TensorFact
+from fxquant.graph import fact
+from fxquant.ops.arithmetic import add, mul
+from fxquant.ops.composite import Builder
+from fxquant.ops.index import WHOLE, getitem
+from fxquant.ops.layer_norm import WIDE
+from fxquant.ops.linear import linear, matmul
+from fxquant.ops.masking import added, kept, parts_of, shares
+from fxquant.ops.pool import mean
+from fxquant.ops.record import Operator, Parameter, register
+from fxquant.ops.shape import MANY_SIZES, numbers, permute, reshape
+
+# ---- what is hidden -------------------------------------------------------------------------------------------------
+
+
+class Mask:
+    """What several masks keep together, and what they add to it; each broadcasts against the scores.
+
+    keep   truth values; None: everything is kept
+    bias   the sum of what they add; None: nothing
+    """
+
+    def __init__(self, build: Builder) -> None:
+        self.build = build
+        self.keep: fx.Node | None = None
+        self.bias: fx.Node | None = None
+
+    def hide(self, keep: fx.Node) -> None:
+        """Keep what these truth values keep, too."""
+        self.keep = keep if self.keep is None else self.build.host(torch.logical_and, self.keep, keep)
+
+    def add(self, mask: fx.Node, dim: int = -1) -> None:
+        """Add a mask of truth values, which keeps where it is true, or one of real numbers."""
+        if fact(mask).dtype == torch.bool:
+            self.hide(mask)
+            return
+        hides, adds = parts_of(mask, dim)
+        if hides:
+            self.hide(self.build.host(kept, mask, dim))
+        if adds:
+            bias = self.build.host(added, mask, dim) if hides else mask
+            self.bias = bias if self.bias is None else self.build.host(torch.add, self.bias, bias)
+
+    def causal(self, rows: int, columns: int) -> None:
+        """Keep of every row what is not behind its own position."""
+        self.hide(self.build.constant(torch.ones(rows, columns, dtype=torch.bool).tril()))
+
+
+def attend(build: Builder, query: fx.Node, key: fx.Node, value: fx.Node, mask: Mask, scale: float) -> tuple[fx.Node, fx.Node]:
+    """The attention of tensors whose last dimensions are positions and features; and the shares of every position."""
+    scores = build(matmul, query, build(permute, key, _transposed(key)), demand=WIDE)
+    if mask.bias is not None:
+        scores = build(add, scores if scale == 1 else build(mul, scores, scale, demand=WIDE), mask.bias, demand=WIDE)
+        scale = 1.0
+    weights = shares(build, scores, mask.keep, -1, scale)
+    return build(matmul, weights, value), weights
+
+
+def _transposed(node: fx.Node) -> list[int]:
+    rank = len(fact(node).shape)
+    return [*range(rank - 2), rank - 1, rank - 2]
+
+
+# ---- scaled dot product ---------------------------------------------------------------------------------------------
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """PyTorch's, without dropout."""
+    return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _expand_attention(
+    build: Builder,
+    query: fx.Node,
+    key: fx.Node,
+    value: fx.Node,
+    attn_mask: fx.Node | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Any:
+    positions, features = fact(query).shape[-2:]
+    mask = Mask(build)
+    if is_causal:
+        mask.causal(positions, fact(key).shape[-2])
+    if attn_mask is not None:
+        mask.add(attn_mask)
+    if enable_gqa:
+        key, value = (_repeated(build, operand, fact(query).shape[-3]) for operand in (key, value))
+    return attend(build, query, key, value, mask, 1 / math.sqrt(features) if scale is None else float(scale))[0]
+
+
+def _repeated(build: Builder, operand: fx.Node, heads: int) -> fx.Node:
+    """Each head as often as there are queries for it."""
+    shape = fact(operand).shape
+    times = heads // shape[-3]
+    index: list[Any] = [WHOLE] * len(shape)
+    index[-3] = [head for head in range(shape[-3]) for _ in range(times)]
+    result: fx.Node = operand if times == 1 else build(getitem, operand, index)
+    return result
+
+
+def _attention_arguments(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: Any = 0.0,
+    is_causal: bool = False,
+    scale: Any = None,
+    enable_gqa: bool = False,
+) -> dict[str, Any] | str:
+    if dropout_p != 0:
+        return "it drops elements at random, outside of training, too"
+    taken = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
+    return {**taken, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+
+
+def _refuses_attention(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    facts = [fact(arguments[name]) for name in ("query", "key", "value")]
+    if not all(isinstance(known, TensorFact) and len(known.shape) >= 2 for known in facts):
+        return "one of its operands is no tensor of positions"
+    if not isinstance(facts[0].shape[-1], int) or not isinstance(facts[1].shape[-2], int):
+        return "it sums over the batch, whose size is not fixed"
+    scale = arguments["scale"]
+    if scale is not None and not (isinstance(scale, int | float) and scale > 0):
+        return "its scale is no positive number"
+    return "its positions depend on the batch size" if arguments["is_causal"] and not isinstance(facts[0].shape[-2], int) else None
+
+
+register(
+    Operator(
+        "scaled_dot_product_attention",
+        scaled_dot_product_attention,
+        ("query", "key", "value"),
+        reads=("attn_mask",),
+        expand=_expand_attention,
+        functions={F.scaled_dot_product_attention: _attention_arguments},
+        refuses=_refuses_attention,
+    )
+)
+
+# ---- several heads --------------------------------------------------------------------------------------------------
+
+
+HELD = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "out_proj_weight", "out_proj_bias")
+
+
+def multi_head_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+    parameters: Sequence[Tensor | None] = (),
+    num_heads: int = 1,
+    batch_first: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """PyTorch's nn.MultiheadAttention without dropout: the attention, and its weights, or None; `parameters` are those of `HELD`."""
+    turned = batch_first and query.dim() == 3
+    operands = [operand.transpose(0, 1) if turned else operand for operand in (query, key, value)]
+    named = dict(zip(HELD, parameters, strict=True))
+    result, weights = F.multi_head_attention_forward(
+        *operands,
+        query.shape[-1],
+        num_heads,
+        bias_k=None,
+        bias_v=None,
+        add_zero_attn=False,
+        dropout_p=0.0,
+        training=False,
+        key_padding_mask=key_padding_mask,
+        need_weights=need_weights,
+        attn_mask=attn_mask,
+        use_separate_proj_weight=named["in_proj_weight"] is None,
+        average_attn_weights=average_attn_weights,
+        is_causal=is_causal,
+        **named,  # type: ignore[arg-type]
+    )
+    return result.transpose(0, 1) if turned else result, weights
+
+
+def _expand_heads(
+    build: Builder,
+    query: fx.Node,
+    key: fx.Node,
+    value: fx.Node,
+    key_padding_mask: fx.Node | None,
+    need_weights: bool,
+    attn_mask: fx.Node | None,
+    average_attn_weights: bool,
+    is_causal: bool,
+    parameters: Sequence[fx.Node | None],
+    num_heads: int,
+    batch_first: bool,
+) -> Any:
+    rank, width = len(fact(query).shape), fact(query).shape[-1]
+    joint, *separate, bias, out_weight, out_bias = parameters
+
+    def third(parameter: fx.Node | None, number: int) -> fx.Node | None:
+        if parameter is None:
+            return None
+        rows: Any = slice(number * width, (number + 1) * width)
+        part: fx.Node = build(getitem, parameter, [rows, *[WHOLE] * (len(fact(parameter).shape) - 1)])
+        return part
+
+    def heads(operand: fx.Node, number: int) -> fx.Node:
+        """The operand projected, as samples, heads, positions, features."""
+        weight = separate[number] if joint is None else third(joint, number)
+        projected = build(linear, operand, weight, third(bias, number))
+        shape = numbers(fact(projected).shape)
+        split = build(reshape, projected, [*shape[:-1], num_heads, width // num_heads])
+        order = [1, 0, 2] if rank == 2 else [0, 2, 1, 3] if batch_first else [1, 2, 0, 3]
+        turned: fx.Node = build(permute, split, order)
+        return turned
+
+    parts = [heads(operand, number) for number, operand in enumerate((query, key, value))]
+    mask = _masks(build, parts[0], parts[1], key_padding_mask, attn_mask, is_causal)
+    attended, weights = attend(build, *parts, mask, 1 / math.sqrt(width // num_heads))
+    joined = build(permute, attended, [1, 0, 2] if rank == 2 else [0, 2, 1, 3] if batch_first else [2, 0, 1, 3])
+    shape = numbers(fact(joined).shape)
+    result = build(linear, build(reshape, joined, [*shape[:-2], width]), out_weight, out_bias)
+    if not need_weights or not build.reads(1):
+        return result, None
+    return result, build(mean, weights, [rank - 2], False) if average_attn_weights else weights
+
+
+def _masks(
+    build: Builder, query: fx.Node, key: fx.Node, key_padding_mask: fx.Node | None, attn_mask: fx.Node | None, is_causal: bool
+) -> Mask:
+    """PyTorch's masks hide where they are true."""
+    mask = Mask(build)
+    if attn_mask is not None:
+        given = build.host(torch.logical_not, attn_mask) if fact(attn_mask).dtype == torch.bool else attn_mask
+        shape = numbers(fact(given).shape)
+        if len(shape) == 3 and len(fact(query).shape) == 4:  # samples and heads are one dimension
+            given = build.host(torch.unflatten, given, 0, (-1, fact(query).shape[1]))
+        mask.add(given)
+    elif is_causal:
+        mask.causal(fact(query).shape[-2], fact(key).shape[-2])
+    if key_padding_mask is not None:
+        padding = fact(key_padding_mask).dtype == torch.bool
+        given = build.host(torch.logical_not, key_padding_mask) if padding else key_padding_mask
+        mask.add(given if len(fact(given).shape) == 1 else build.host(torch.unsqueeze, build.host(torch.unsqueeze, given, 1), 1))
+    return mask
+
+
+def _heads_module(module: Any) -> dict[str, Any] | str:
+    if module.bias_k is not None or module.add_zero_attn:
+        return ADDED
+    projection = {"out_proj_weight": Parameter("out_proj.weight"), "out_proj_bias": Parameter("out_proj.bias")}
+    held = {name: Parameter(name) for name in HELD[:-2] if getattr(module, name) is not None}
+    if module.out_proj.bias is None:
+        del projection["out_proj_bias"]
+    parameters = [{**held, **projection}.get(name) for name in HELD]
+    return {"parameters": parameters, "num_heads": module.num_heads, "batch_first": module.batch_first}
+
+
+ADDED = "keys and values that are added to the given ones have no integer form"
+
+
+def _heads_function(*args: Any, **kwargs: Any) -> dict[str, Any] | str:
+    """F.multi_head_attention_forward, which the module calls."""
+    bound = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    if given["training"] and given["dropout_p"]:
+        return "it drops elements at random"
+    if given["bias_k"] is not None or given["add_zero_attn"] or given["static_k"] is not None or given["static_v"] is not None:
+        return ADDED
+    parameters = [given[name] for name in HELD]
+    if given["use_separate_proj_weight"]:
+        parameters[0] = None
+    names = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal", "num_heads")
+    return {**{name: given[name] for name in names}, "parameters": parameters}
+
+
+def _refuses_heads(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    facts = [fact(arguments[name]) for name in ("query", "key", "value")]
+    if not all(isinstance(known, TensorFact) and len(known.shape) in (2, 3) for known in facts):
+        return "one of its operands is no sequence"
+    position = 1 if arguments["batch_first"] and len(facts[0].shape) == 3 else 0
+    if not all(isinstance(known.shape[position], int) for known in facts):
+        return "its positions depend on the batch size"
+    return MANY_SIZES if any(not isinstance(size, int) for known in facts for size in known.shape[2:]) else None
+
+
+register(
+    Operator(
+        "multi_head_attention",
+        multi_head_attention,
+        ("query", "key", "value"),
+        reads=("key_padding_mask", "attn_mask"),
+        expand=_expand_heads,
+        functions={F.multi_head_attention_forward: _heads_function},
+        modules={nn.MultiheadAttention: _heads_module},
+        refuses=_refuses_heads,
+    )
+)

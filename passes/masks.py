@@ -1,0 +1,241 @@
+"""An attention mask in front of a softmax becomes truth values that the softmax reads.
+
+%a = add(%scores, %mask)             →    %y_kept = kept(%mask, -1)
+%y = softmax(%a, -1)                      %y = masked_softmax(%scores, %y_kept, -1)
+
+On an integer grid a mask of -1e9 would take the whole range, and leave nothing of the scores. What it adds to the elements that it
+keeps is added still. Numbers that the masked scores are multiplied by stay where they are; what gives them another shape moves behind
+the softmax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxquant.facts import TensorFact
+from fxquant.graph import absorb, fact, inherit, is_parameter, parameter_value, refusal, set_fact
+from fxquant.ops import operator_of
+from fxquant.ops.arithmetic import add
+from fxquant.ops.composite import Builder
+from fxquant.ops.floating import given
+from fxquant.ops.masking import HIDDEN, added, kept, masked_softmax, parts_of
+from fxquant.pipeline import Context
+from fxquant.quantization.rules import decide
+
+
+def recognise(gm: fx.GraphModule, context: Context) -> int:
+    """No softmax that becomes integer reads the sum of scores and a mask, or scores of which a mask has replaced some."""
+    plain = given(gm)
+    changes = 0
+    for node in list(gm.graph.nodes):
+        record = operator_of(node)
+        if record is None or record.name != "softmax" or refusal(node) is not None:
+            continue
+        if decide(node).config is None or not isinstance(fact(node), TensorFact):
+            continue
+        found = Search(node, plain, context.target.activations).run()
+        if found is not None:
+            context.say(f"%{node.name} reads a mask: {found}")
+            changes += 1
+    return changes
+
+
+class Search:
+    """The masks in front of one softmax."""
+
+    def __init__(self, softmax: fx.Node, plain: set[fx.Node], activations: Sequence[str]) -> None:
+        self.softmax, self.plain = softmax, plain
+        self.build = Builder(masked_softmax.__name__, softmax, activations)
+        self.dim = softmax.args[1] % len(fact(softmax).shape)  # type: ignore[operator]
+        self.keeps: list[fx.Node] = []
+        self.moves: list[fx.Node] = []  # what gives another shape behind the masks, the last one first
+        self.seen: list[fx.Node] = []
+
+    def run(self) -> str | None:
+        """Let the softmax read what it reads without masks, and the masks; says which these were, or None where there is none."""
+        node = self.softmax
+        scores = node.args[0]
+        assert isinstance(scores, fx.Node)
+        clean = self._without(scores)
+        if clean is None or not self.keeps:
+            self.build.discard()
+            return None
+        keep = self.keeps[0]
+        for other in self.keeps[1:]:
+            keep = self.build.host(torch.logical_and, keep, other)
+        names = ", ".join(f"%{each.name}" for each in self.seen)
+        for each in self.seen:
+            absorb(node, each)
+        if not self.moves:
+            node.target, node.args = masked_softmax, (clean, keep, self.dim)
+        else:
+            self._moved(clean, keep)
+        self.build.discard()
+        for each in [scores, *self.seen, *self.moves]:
+            _erase(each)
+        return names
+
+    def _moved(self, clean: fx.Node, keep: fx.Node) -> None:
+        """The softmax, and behind it what stood in front of it; the node of the softmax stays the first of them."""
+        node = self.softmax
+        readers = list(node.users)
+        set_fact(node, fact(clean))
+        node.target, node.args = masked_softmax, (clean, keep, self.dim)
+        last = node
+        for move in reversed(self.moves):
+            made = node.graph.create_node("call_function", move.target, (last, *move.args[1:]), {}, name=f"{node.name}_{move.name}")
+            last.append(made)
+            inherit(made, node, "masks.recognise")
+            set_fact(made, fact(move))
+            last = made
+        for reader in readers:
+            reader.replace_input_with(node, last)
+
+    def _without(self, node: fx.Node) -> fx.Node | None:
+        """The node without the masks in it, as a new one; None where there is none, or where they cannot be taken out of it."""
+        record = operator_of(node)
+        if record is None or (record.refuses(node, record.arguments(node)) not in (None, "") and record.name != "where"):
+            return None
+        arguments = record.arguments(node)
+        method = {
+            **dict.fromkeys(("add", "sub"), self._sum),
+            **dict.fromkeys(("mul", "div"), self._multiple),
+            **dict.fromkeys(("reshape", "permute", "expand"), self._move),
+            **dict.fromkeys(("maximum", "clamp"), self._limited),
+            "where": self._chosen,
+            "identity": self._same,
+        }.get(record.name)
+        return None if method is None else method(node, arguments)
+
+    def _same(self, node: fx.Node, arguments: dict[str, Any]) -> fx.Node | None:
+        found = self._without(arguments["input"])
+        if found is not None:
+            self.seen.append(node)
+        return found
+
+    def _sum(self, node: fx.Node, arguments: dict[str, Any]) -> fx.Node | None:
+        """Scores and a mask, or scores with masks and something else."""
+        left, right = arguments["input"], arguments["other"]
+        if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
+            return self._with(node, left if isinstance(left, fx.Node) else right)
+        negative = operator_of(node).name == "sub"  # type: ignore[union-attr]
+        masked = right in self.plain or (left in self.plain and not negative)
+        if not masked or arguments["alpha"] != 1:
+            return self._with(node, left) or self._with(node, right)
+        scores, mask = (left, right) if right in self.plain else (right, left)
+        if fact(scores).shape != fact(node).shape or not isinstance(fact(mask), TensorFact):
+            return None
+        dim = self.dim - len(fact(node).shape)
+        if -dim > len(fact(mask).shape) or fact(mask).shape[dim] == 1 or not fact(mask).dtype.is_floating_point:
+            return None
+        if negative:
+            mask = self.build.host(torch.neg, mask)
+        hides, adds = parts_of(mask, dim)
+        if not hides:
+            return self._with(node, scores)
+        self.keeps.append(self.build.host(kept, mask, dim))
+        self.seen.append(node)
+        within = self._without(scores)
+        clean = scores if within is None else within
+        return self._call(node, add, clean, self.build.host(added, mask, dim), 1) if adds else clean
+
+    def _chosen(self, node: fx.Node, arguments: dict[str, Any]) -> fx.Node | None:
+        """Scores of which some are replaced by a number far below."""
+        condition, input, other = (arguments[name] for name in ("condition", "input", "other"))
+        if not isinstance(condition, fx.Node) or fact(condition).dtype != torch.bool:
+            return None
+        if isinstance(other, fx.Node) and self._far_below(input):
+            scores, keep = other, self.build.host(torch.logical_not, condition)
+        elif isinstance(input, fx.Node) and self._far_below(other):
+            scores, keep = input, condition
+        else:
+            return None
+        if fact(scores).shape != fact(node).shape:
+            return None
+        self.keeps.append(keep)
+        self.seen.append(node)
+        within = self._without(scores)
+        return scores if within is None else within
+
+    def _far_below(self, value: Any) -> bool:
+        """Whether a number, or every element of a constant, is nothing beside scores."""
+        if isinstance(value, int | float):
+            return value <= HIDDEN
+        if not isinstance(value, fx.Node):
+            return False
+        if is_parameter(value):
+            model = value.graph.owning_module
+            assert model is not None
+            return bool((torch.as_tensor(parameter_value(model, value)) <= HIDDEN).all())
+        name = value.target if isinstance(value.target, str) else getattr(value.target, "__name__", "")
+        number = value.args[1] if len(value.args) > 1 else value.kwargs.get("fill_value")
+        return name in ("full_like", "new_full", "full") and isinstance(number, int | float) and number <= HIDDEN
+
+    def _multiple(self, node: fx.Node, arguments: dict[str, Any]) -> fx.Node | None:
+        number, operand = arguments["other"], arguments["input"]
+        if isinstance(operand, int | float):
+            number, operand = operand, number
+        if not isinstance(number, int | float) or not number > 0 or (operator_of(node).name == "div" and operand is arguments["other"]):  # type: ignore[union-attr]
+            return None
+        return self._with(node, operand)
+
+    def _limited(self, node: fx.Node, arguments: dict[str, Any]) -> fx.Node | None:
+        """A limit far below, which keeps sums of masks finite."""
+        scores, limit = arguments["input"], arguments.get("other", arguments.get("min"))
+        if self._far_below(scores):
+            scores, limit = limit, scores
+        if not isinstance(scores, fx.Node) or not self._far_below(limit) or arguments.get("max") is not None:
+            return None
+        return self._same(node, {"input": scores})
+
+    def _move(self, node: fx.Node, arguments: dict[str, Any]) -> fx.Node | None:
+        """Elements in another shape, whose rows stay whole."""
+        if self.keeps:  # of masks in another shape
+            return None
+        operand = arguments["input"]
+        before, after, name = fact(operand).shape, fact(node).shape, operator_of(node).name  # type: ignore[union-attr]
+        outer = self.dim
+        if name == "permute":
+            self.dim = arguments["dims"][outer]
+        elif self.dim == len(after) - 1 and before and before[-1] == after[-1]:
+            self.dim = len(before) - 1
+        else:
+            return None
+        self.moves.append(node)
+        found = self._without(operand)
+        if found is None:
+            self.moves.remove(node)
+            self.dim = outer
+        return found
+
+    def _with(self, node: fx.Node, operand: Any) -> fx.Node | None:
+        """The same operator of its operand without masks; they are in front of it all the same."""
+        if not isinstance(operand, fx.Node) or fact(operand) is None:
+            return None
+        found = self._without(operand)
+        if found is None:
+            return None
+        self.seen.append(node)
+        return self._call(node, node.target, *(found if value is operand else value for value in node.args))
+
+    def _call(self, node: fx.Node, function: Any, *arguments: Any) -> fx.Node:
+        """An operator of the user's on other operands: it has the node's place, and the rules that cover that."""
+        made = self.build.host(function, *arguments)
+        for key in ("source", "module", "qconfig", "matched_rules", "spelling"):
+            if key in node.meta:
+                made.meta[key] = node.meta[key]
+        return made
+
+
+def _erase(node: fx.Node) -> None:
+    """A node that nothing reads any more, and what led to it alone, are gone."""
+    if node._erased or node.users or node.op in ("placeholder", "output", "get_attr"):
+        return
+    before = node.all_input_nodes
+    node.graph.erase_node(node)
+    for each in before:
+        _erase(each)
