@@ -89,7 +89,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Instead:
-    """What an adaption returns where a call with these arguments is one of another operator: that one's function, and its arguments by name."""
+    """What an adaption returns where a call with these arguments is another operator's: its function, and its arguments by name."""
 
     function: Callable[..., Any]
     arguments: dict[str, Any]
