@@ -12,8 +12,9 @@ from torch import Tensor, fx
 
 from fxquant import functional
 from fxquant.facts import Size, TensorFact
-from fxquant.graph import fact, is_parameter, shape_of
+from fxquant.graph import fact, is_parameter, resolve, shape_of
 from fxquant.lowering import Lowering, Quantized
+from fxquant.ops.form import Call
 from fxquant.ops.index import WHOLE
 from fxquant.ops.record import Instead, Operator, register
 from fxquant.ops.selection import Branch, on_the_output, real, where
@@ -160,6 +161,20 @@ def _index_filled(input: Any, dim: int, index: Any, value: Any) -> dict[str, Any
     return _along(input, dim, index, value)
 
 
+def _onnx_setitem(c: Call) -> str:
+    """The value spread out as the integer graph does it, chosen where it is written."""
+    value = c.operand("value")
+    for node in c.primitives:
+        if node.target is shape.reshape:
+            value = c.do("Reshape", value, c.integers(node.args[1]))  # type: ignore[arg-type]
+        elif node.target is shape.select:
+            graph, source = node.graph.owning_module, node.args[2]
+            assert graph is not None
+            assert isinstance(source, fx.Node)
+            value = c.do("Gather", value, c.e.constant(resolve(graph, str(source.target))), axis=node.args[1])
+    return c.do("Where", c.e.constant(c.real("mask")), value, c.operand("input"))
+
+
 register(
     Operator(
         "setitem",
@@ -180,5 +195,6 @@ register(
             **dict.fromkeys(("index_fill", "index_fill_"), _index_filled),
         },
         refuses=_refuses_setitem,
+        onnx=_onnx_setitem,
     )
 )

@@ -15,6 +15,7 @@ from fxquant.graph import fact, shape_of
 from fxquant.lowering import Lowering, Quantized
 from fxquant.ops.composite import Builder
 from fxquant.ops.extremum import amax, amin, largest_along, smallest_along
+from fxquant.ops.form import Call
 from fxquant.ops.record import Operator, Plain, Same, register
 from fxquant.ops.selection import Branch, on_the_output, real
 from fxquant.primitives import selection
@@ -81,7 +82,11 @@ def _lower_ranked(lowering: Lowering, input: Quantized, dim: int, count: int, la
     return lowering.call(selection.ranking, input.value, dim, count, largest)
 
 
-register(Operator("ranked", ranked, ("input",), _lower_ranked, WHOLE_NUMBERS, refuses=_fixed_dimension("ranks")))
+def _onnx_ranked(c: Call) -> str:
+    return c.do("TopK", c.input, c.integers([c["count"]]), axis=c["dim"], largest=int(c["largest"]), sorted=1)
+
+
+register(Operator("ranked", ranked, ("input",), _lower_ranked, WHOLE_NUMBERS, refuses=_fixed_dimension("ranks"), onnx=_onnx_ranked))
 
 
 # ---- the elements at these places -------------------------------------------------------------------------------------
