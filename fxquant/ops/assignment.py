@@ -172,7 +172,8 @@ def _onnx_setitem(c: Call) -> str:
             assert graph is not None
             assert isinstance(source, fx.Node)
             value = c.do("Gather", value, c.e.constant(resolve(graph, str(source.target))), axis=node.args[1])
-    return c.do("Where", c.e.constant(c.real("mask")), value, c.operand("input"))
+    # Both on the result's scale: onnxruntime cannot move QuantizeLinear of opset 21 by itself.
+    return c.do("Where", c.e.constant(c.real("mask")), c.rounded(value), c.rounded(c.operand("input")))
 
 
 register(

@@ -58,25 +58,6 @@ class Builder:
         self.parts.append(made)
         return made
 
-    def parameter(self, function: Callable[..., Any], *args: Any) -> fx.Node:
-        """What a function computes from parameters alone: a parameter from here on."""
-        made = self.node.graph.create_node("call_function", function, args, {}, name=f"{self.node.name}_{function.__name__}")
-        self.node.prepend(made)
-        inherit(made, self.node, "composite.expand")
-        set_fact(made, TensorFact.between(*(_on_meta(made, batch) for batch in BATCH_SIZES)))
-        mark_parameter(made)
-        return made
-
-    def _nested(self, operator: Operator, arguments: dict[str, Any], demand: Demand | None) -> Any:
-        """The parts of a composite that is a part of this one; the demand is on the last of them."""
-        assert operator.expand is not None
-        outside, self._within = self._within, f"{self._within}{operator.name}: "
-        result = operator.expand(self, **arguments)
-        self._within = outside
-        if demand is not None:
-            state_demand(result, demand)
-        return result
-
     def parameter(self, function: Callable[..., Tensor], *args: Any) -> fx.Node:
         """What a function of the table computes from parameters alone, a part of a bias: a parameter, too."""
         made: fx.Node = self.node.graph.create_node("call_function", function, args, {}, name=f"{self.node.name}_parameter")
