@@ -40,7 +40,7 @@ from fxquant.graph import (
     source,
     zero_point,
 )
-from fxquant.lowering import Lowering, Place, Quantized
+from fxquant.lowering import Lowering, Place, Quantized, plainly
 from fxquant.model import free_name, replace_graph
 from fxquant.numerics import WEIGHT_INT8, Grid
 from fxquant.ops import map_operands, operator_of
@@ -265,6 +265,8 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
                 continue
             operator = module.operator if isinstance(module, QuantizedOperator) else DEQUANTIZE
             result = operator.lower(lowering, **_concrete(gm, operator, arguments, environment, results))
+            if isinstance(result, Quantized) and isinstance(module, QuantizedOperator) and module.plain:
+                result = result.value
             made = lowering.finish(result, lowering.operation(operator.name, _referring(arguments, environment)))
             if isinstance(made, Quantized):
                 results[node] = made
@@ -293,7 +295,7 @@ def _concrete(
         if is_parameter(value):
             constant: Tensor = parameter_value(gm, value)
             return constant
-        return results[value]
+        return results[value] if value in results else plainly(environment[value], fact(value).shape)
 
     def other(value: fx.Node) -> Any:
         return parameter_value(gm, value) if is_parameter(value) else environment[value]

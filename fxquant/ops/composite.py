@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from fxquant.facts import BATCH_SIZES, TensorFact
 from fxquant.graph import Part, fact, inherit, is_parameter, mark_parameter, set_fact, set_part, spell, spelling, state_demand, tie
-from fxquant.ops.record import OPERATORS, Demand, Operator
+from fxquant.ops.record import OPERATORS, Demand
 
 
 class Builder:

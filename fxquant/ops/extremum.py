@@ -12,6 +12,8 @@ from torch import Tensor, fx
 from fxquant.facts import TensorFact
 from fxquant.graph import fact
 from fxquant.lowering import Lowering, Quantized
+from fxquant.ops.activation import clamp, clamp_between
+from fxquant.ops.composite import Builder
 from fxquant.ops.form import Call
 from fxquant.ops.record import Adapt, Instead, Operator, Same, register
 from fxquant.primitives import pool, product, selection, shape
@@ -198,3 +200,18 @@ register(
         onnx=_onnx_amin,
     )
 )
+
+
+# ---- limits that are tensors -----------------------------------------------------------------------------------------
+
+
+def _expand_clamp_between(build: Builder, input: fx.Node, min: Any, max: Any) -> Any:
+    """The larger of it and its lower limit, then the smaller of that and its upper one; a number limits as a clamp."""
+    if min is not None:
+        input = build(maximum, input, min) if isinstance(min, fx.Node) else build(clamp, input, min, None)
+    if max is not None:
+        input = build(minimum, input, max) if isinstance(max, fx.Node) else build(clamp, input, None, max)
+    return input
+
+
+register(Operator("clamp_between", clamp_between, ("input", "min", "max"), expand=_expand_clamp_between))

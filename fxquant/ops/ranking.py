@@ -16,6 +16,7 @@ from fxquant.lowering import Lowering, Quantized
 from fxquant.ops.composite import Builder
 from fxquant.ops.extremum import amax, amin, largest_along, smallest_along
 from fxquant.ops.form import Call
+from fxquant.ops.index import getitem
 from fxquant.ops.record import Operator, Plain, Same, register
 from fxquant.ops.selection import Branch, on_the_output, real
 from fxquant.primitives import selection
@@ -102,15 +103,6 @@ def _lower_gather(lowering: Lowering, input: Quantized, dim: int, index: Any) ->
     return input.with_value(lowering.call(selection.take_along, input.value, dim % len(input.shape), places))
 
 
-def index_select(input: Tensor, dim: int, index: Tensor) -> Tensor:
-    """The slices along a dimension at these places, whose dimensions take its place."""
-    return input[(*[slice(None)] * dim, index)]
-
-
-def _lower_index_select(lowering: Lowering, input: Quantized, dim: int, index: Any) -> Quantized:
-    return input.with_value(lowering.call(selection.pick, input.value, dim, lowering.given("index", index, torch.int64)))
-
-
 def scatter(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
     """The tensor with other elements at these places along a dimension."""
     return torch.scatter(input, dim, index, src)
@@ -174,7 +166,6 @@ register(
         refuses=_refuses_index,
     )
 )
-register(Operator("pick", index_select, ("input",), _lower_index_select, Same(), reads=("index",), refuses=_refuses_index))
 register(
     Operator(
         "scatter",
@@ -214,6 +205,31 @@ def argsort(input: Tensor, dim: int = -1, descending: bool = False, stable: bool
     return torch.argsort(input, dim=dim, descending=descending, stable=stable)
 
 
+def kthvalue(input: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Any:
+    """The k-th smallest element along a dimension, and where it is."""
+    return torch.kthvalue(input, k, dim, keepdim)
+
+
+def median(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
+    """The lower median along a dimension, and where it is."""
+    return torch.median(input) if dim is None else torch.median(input, dim, keepdim)
+
+
+def _expand_kthvalue(build: Builder, input: fx.Node, k: int, dim: int, keepdim: bool) -> Any:
+    index: list[Any] = [slice(None)] * len(build.fact(input).shape)
+    index[dim] = slice(k - 1, k)
+    places = build(getitem, build(ranked, input, dim, k, False), index)
+    values = build(gather, input, dim, places)
+    if keepdim:
+        return values, places
+    index[dim] = 0
+    return build(getitem, values, index), build(getitem, places, index)
+
+
+def _expand_median(build: Builder, input: fx.Node, dim: int, keepdim: bool) -> Any:
+    return _expand_kthvalue(build, input, (_length(build, input, dim) + 1) // 2, dim, keepdim)
+
+
 def _with_places(build: Builder, input: fx.Node, dim: int, count: int, largest: bool) -> Any:
     places = build(ranked, input, dim, count, largest)
     return build(gather, input, dim, places), places
@@ -248,6 +264,12 @@ register(Operator("topk", topk, ("input",), expand=_expand_topk, functions={torc
 register(
     Operator("sort", sort, ("input",), expand=_expand_sort, functions={torch.sort: _sorted}, methods={"sort": _sorted}, refuses=_RANKED)
 )
+for _name, _composite, _parts in (("kthvalue", kthvalue, _expand_kthvalue), ("median", median, _expand_median)):
+    register(
+        Operator(
+            _name, _composite, ("input",), expand=_parts, functions={getattr(torch, _name): None}, methods={_name: None}, refuses=_RANKED
+        )
+    )
 register(
     Operator(
         "argsort",
