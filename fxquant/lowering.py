@@ -65,6 +65,11 @@ class Quantized:
         return replace(self, value=value)
 
 
+def plainly(value: Any, shape: tuple[Size, ...]) -> Quantized:
+    """Truth values or whole numbers as what operators move takes them: a quantized tensor without a scale to speak of."""
+    return Quantized(value, Grid(INT32, torch.ones((), dtype=torch.float32, device="cpu")), shape)
+
+
 class Place(TypedDict):
     """Where an operator came from, as errors take it."""
 

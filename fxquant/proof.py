@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from fxquant.arithmetic import Arithmetic
 from fxquant.facts import BATCH_SIZES, TensorFact
 from fxquant.graph import QParams, fact, noted, origin, qparams, resolve, zero_point
-from fxquant.numerics import ACTIVATION_TYPES, INT32_MAX, INT48_MAX, bits_of
+from fxquant.numerics import ACTIVATION_TYPES, INT32_MAX, INT48_MAX, PLAIN_TYPES, bits_of
 from fxquant.primitives import PRIMITIVES, boundary, elementwise, requantize
 from fxquant.primitives.bounds import Unproved, Value, constant_of, need, refuse
 
@@ -147,7 +147,7 @@ def _proved(node: fx.Node, values: Mapping[fx.Node, Value], arithmetic: Arithmet
         refuse(because)
     low, high = (torch.as_tensor(end, dtype=torch.float64) for end in (found.low, found.high))
     value = Value(low, high, known, found.exact)
-    _check_range(value, record.kind, described)
+    _check_range(value, "plain" if known.dtype in PLAIN_TYPES.values() and record.kind == "quantized" else record.kind, described)
     _check_zero_points(node, described)
     return value
 

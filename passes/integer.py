@@ -40,13 +40,13 @@ from fxquant.graph import (
     source,
     zero_point,
 )
-from fxquant.lowering import Lowering, Place, Quantized
+from fxquant.lowering import Lowering, Place, Quantized, plainly
 from fxquant.model import free_name, replace_graph
 from fxquant.numerics import WEIGHT_INT8, Grid
 from fxquant.ops import map_operands, operator_of
 from fxquant.ops.boundary import DEQUANTIZE
 from fxquant.pipeline import Context
-from fxquant.primitives import PRIMITIVES, boundary, comparison, elementwise, pool, product, resize, sampling, shape
+from fxquant.primitives import PRIMITIVES, boundary, comparison, elementwise, pool, product, resize, sampling, selection, shape
 from fxquant.proof import Shapes
 from fxquant.quantization.prepared import QuantizedOperator
 from fxquant.quantization.quantizer import Quantizer
@@ -59,6 +59,7 @@ ON_THE_OPERANDS_GRID: Mapping[Any, Callable[[tuple[Any, ...], int], tuple[Any, .
         (
             *(shape.reshape, shape.permute, shape.concatenate, shape.crop, shape.select, shape.expand, shape.tile, pool.max_pool),
             *(product.maximum, product.minimum, resize.resize_linear, comparison.choose),
+            *(selection.take_along, selection.pick, selection.put_along, selection.least),
         ),
         lambda arguments, zero: arguments,
     ),
@@ -66,8 +67,9 @@ ON_THE_OPERANDS_GRID: Mapping[Any, Callable[[tuple[Any, ...], int], tuple[Any, .
     sampling.sample: lambda arguments, zero: (*arguments[:7], arguments[7] + zero, *arguments[8:]),
     elementwise.clamp: lambda arguments, zero: (arguments[0], arguments[1] + zero, arguments[2] + zero),
 }
-# These know of a zero point themselves.
+# These know of a zero point themselves, or find the same whatever it is.
 WITH_A_ZERO_POINT: Mapping[Any, Callable[[tuple[Any, ...], int], tuple[Any, ...]]] = {
+    **dict.fromkeys((selection.arg_extremum, selection.ranking), lambda arguments, zero: arguments),
     elementwise.lookup: lambda arguments, zero: (*arguments[:2], arguments[2] + zero),
     boundary.dequantize: lambda arguments, zero: (*arguments[:2], *(arguments[2:] or (torch.float32,)), zero),
 }
@@ -263,6 +265,8 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
                 continue
             operator = module.operator if isinstance(module, QuantizedOperator) else DEQUANTIZE
             result = operator.lower(lowering, **_concrete(gm, operator, arguments, environment, results))
+            if isinstance(result, Quantized) and isinstance(module, QuantizedOperator) and module.plain:
+                result = result.value
             made = lowering.finish(result, lowering.operation(operator.name, _referring(arguments, environment)))
             if isinstance(made, Quantized):
                 results[node] = made
@@ -291,7 +295,7 @@ def _concrete(
         if is_parameter(value):
             constant: Tensor = parameter_value(gm, value)
             return constant
-        return results[value]
+        return results[value] if value in results else plainly(environment[value], fact(value).shape)
 
     def other(value: fx.Node) -> Any:
         return parameter_value(gm, value) if is_parameter(value) else environment[value]

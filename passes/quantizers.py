@@ -15,7 +15,7 @@ from fxquant.graph import Annotation, annotation, attach, is_parameter, module_p
 from fxquant.lowering import cannot_be_integers, first_not_finite, named_parameters
 from fxquant.model import free_name
 from fxquant.numerics import EVERYTHING
-from fxquant.ops import Operator, map_operands, operator_of, shares
+from fxquant.ops import Operator, map_operands, operator_of, read_nodes, shares
 from fxquant.pipeline import Context
 from fxquant.quantization.prepared import QuantizedOperator
 from fxquant.quantization.quantizer import Quantizer
@@ -145,7 +145,7 @@ def _inputs(operator: Operator, arguments: dict[str, Any], quantizers: dict[int,
     """The quantizers of the operands, by parameter; None for an operand that is a constant."""
 
     def quantizer(name: str, operand: fx.Node) -> Quantizer | None:
-        if is_parameter(operand):
+        if is_parameter(operand) or operand in read_nodes(operator, arguments):
             return None
         spec = annotation(operand)
         assert spec is not None

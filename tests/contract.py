@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxquant as fxq
+from fxquant import graph
 from fxquant.backends.onnx.runtime import RUNTIME_NAMES
 from fxquant.graph import qparams
 from fxquant.primitives import PRIMITIVES
@@ -74,7 +75,9 @@ def graph_values(integer: fx.GraphModule, *inputs: Tensor) -> dict[str, Tensor]:
 def primitive_kind(node: fx.Node) -> str | None:
     """ "quantized", "accumulator", "plain" or "float" for a primitive; None for any other node."""
     record = PRIMITIVES.get(node.target) if node.op == "call_function" else None
-    return None if record is None else record.kind
+    if record is None or (record.kind == "quantized" and graph.fact(node).dtype in (torch.bool, torch.int64)):
+        return None if record is None else "plain"
+    return record.kind
 
 
 def quantized_names(integer: fx.GraphModule) -> set[str]:

@@ -50,7 +50,8 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.primitives": {"errors", "facts", "numerics", "primitives"},
     "fxquant.arithmetic": {"numerics", "primitives"},
     "fxquant.lowering": BASE | {"arithmetic", "batch_norm", "learning", "primitives", "quantizer", "weights", "facts"},
-    "fxquant.ops": BASE | {"batch_norm", "graph", "lowering", "ops", "primitives", "weights", "facts", "arithmetic"},
+    "fxquant.functional": set(),
+    "fxquant.ops": BASE | {"functional", "batch_norm", "graph", "lowering", "ops", "primitives", "weights", "facts", "arithmetic"},
     "fxquant.quantization.prepared": BASE | {"arithmetic", "lowering", "ops", "primitives", "quantizer", "state", "weights"},
     "fxquant.analysis.node": {"graph", "ops", "prepared", "primitives"},
     "fxquant.analysis.text": {"arguments", "errors", "graph", "node", "facts", "numerics"},
@@ -61,7 +62,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.quantization.distributed": {"errors", "observers"},
     "fxquant.quantization.calibration": BASE | {"batches", "distributed", "graph", "prepared", "progress", "quantizer", "state"},
     "fxquant.quantization.observations": BASE | {"calibration", "graph", "ops", "prepared", "quantizer"},
-    "fxquant.frontend": {"arguments", "carried", "errors", "graph", "mapping", "frontend", "facts", "model"},
+    "fxquant.frontend": {"arguments", "carried", "errors", "functional", "graph", "mapping", "frontend", "facts", "model"},
     "fxquant.serialization": BASE
     | {
         "arithmetic",
@@ -79,6 +80,7 @@ ALLOWED: dict[str, set[str]] = {
         "state",
         "target",
         "frontend",
+        "functional",
         "facts",
         "model",
         "weights",

@@ -32,6 +32,7 @@ _FIXED_TYPE = {
     "IsNaN": torch.bool,
     **dict.fromkeys(("Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Equal", "Not", "And", "Or", "Xor"), torch.bool),
     "ArgMax": torch.int64,
+    "ArgMin": torch.int64,
     "TopK": torch.int64,
     "Shape": torch.int64,
     "DequantizeLinear": torch.float32,
@@ -59,7 +60,8 @@ class Emitter:
     def node(self, operator: str, *inputs: str, **attributes: Any) -> str:
         attributes = {name: TYPES[value] if isinstance(value, torch.dtype) else value for name, value in attributes.items()}
         output = self._fresh(operator)
-        self.nodes.append(helper.make_node(operator, list(inputs), [output], name=output, **attributes))
+        outputs = [f"{output}/values", output] if operator == "TopK" else [output]  # its second output, the indices, is the result
+        self.nodes.append(helper.make_node(operator, list(inputs), outputs, name=output, **attributes))
         self.types[output] = self._result_type(operator, inputs, attributes)
         return output
 

@@ -21,7 +21,19 @@ from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.writer import Writer
 from fxquant.graph import fact, zero_point
 from fxquant.numerics import BOUNDARY_LIMIT
-from fxquant.primitives import PRIMITIVES, Primitive, accumulate, comparison, elementwise, pool, product, resize, shape, transposed
+from fxquant.primitives import (
+    PRIMITIVES,
+    Primitive,
+    accumulate,
+    comparison,
+    elementwise,
+    pool,
+    product,
+    resize,
+    selection,
+    shape,
+    transposed,
+)
 from fxquant.primitives.boundary import as_float32, dequantize, quantize
 from fxquant.primitives.requantize import requantize_real
 
@@ -35,6 +47,7 @@ PRODUCTS = (product.matrix_product, product.matrix_product_wide)
 SHIFTED: frozenset[Callable[..., Any]] = frozenset((
     shape.reshape, shape.permute, shape.concatenate, shape.crop, shape.select, shape.expand, shape.tile,
     pool.max_pool, product.maximum, product.minimum, resize.resize_linear, comparison.choose,
+    selection.take_along, selection.pick, selection.put_along, selection.least,
 ))  # fmt: skip
 # Their ONNX forms begin with a cast of their quantized operands to float.
 READ_FLOATS: frozenset[Callable[..., Any]] = frozenset((

@@ -22,11 +22,21 @@ from fxquant.graph import Constant, Operation, QParams, Reference, operation, or
 from fxquant.numerics import ACTIVATION_TYPES
 from fxquant.ops import OPERATORS, Operator, Own
 from fxquant.ops.form import INT16_OPSET, Call
-from fxquant.primitives import PRIMITIVES, Primitive, shape
+from fxquant.primitives import PRIMITIVES, Primitive, selection, shape
 from fxquant.primitives.boundary import as_float32
 
 # These move floats as well as integers.
-MOVING = {shape.reshape, shape.permute, shape.concatenate, shape.crop, shape.select, shape.expand, shape.tile}
+MOVING = {
+    selection.take_along,
+    selection.pick,
+    shape.reshape,
+    shape.permute,
+    shape.concatenate,
+    shape.crop,
+    shape.select,
+    shape.expand,
+    shape.tile,
+}
 
 
 class QdqWriter(Writer):

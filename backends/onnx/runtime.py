@@ -91,7 +91,17 @@ class MaxPool(op_max_pool.MaxPool):
         return (windows[steps].max(axis=tuple(range(-rank, 0))),)
 
 
-CORRECTED = (QLinearConv, QLinearMatMul, Gather, MaxPool)
+class GatherElements(OpRun):
+    """It fails beyond some tens of elements, and where the indices are fewer than the elements along other dimensions."""
+
+    def _run(self, data: Any, indices: Any, axis: int | None = None) -> Any:
+        along = axis or 0
+        along %= data.ndim
+        kept = data[tuple(slice(None) if dim == along else slice(size) for dim, size in enumerate(indices.shape))]
+        return (np.take_along_axis(kept, indices, along),)
+
+
+CORRECTED = (QLinearConv, QLinearMatMul, Gather, GatherElements, MaxPool)
 
 
 class Evaluator(ReferenceEvaluator):

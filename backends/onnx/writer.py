@@ -20,6 +20,7 @@ from fxquant.backends.onnx.metadata import write_metadata
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.facts import BatchDim, Size, TensorFact
 from fxquant.graph import annotation, fact, qparams, resolve, zero_point
+from fxquant.numerics import PLAIN_TYPES
 from fxquant.primitives import PRIMITIVES, Primitive
 from fxquant.primitives.boundary import dequantize, quantize
 from fxquant.version import __version__
@@ -139,7 +140,8 @@ class Writer:
             return
         name = self._named(result, node.name)
         self.values[node] = name
-        self._describe(node, name, record.kind)
+        plain = record.kind == "quantized" and fact(node).dtype in PLAIN_TYPES.values()  # what moves elements moves truth values, too
+        self._describe(node, name, "plain" if plain else record.kind)
         self.infos.append(value_info(name, self.emitter.types[name], fact(node).shape))
         operand: Any = node.args[0]
         if node.target is quantize and operand.op == "placeholder":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from fxquant.graph import QParams, annotation, fact, qparams, resolve
+from fxquant.numerics import PLAIN_TYPES
 from fxquant.ops import Operator, operator_of
 from fxquant.ops.boundary import DEQUANTIZE, QUANTIZE
 from fxquant.primitives import PRIMITIVES, boundary
@@ -22,10 +23,16 @@ def called(model: fx.GraphModule, node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
+def kind_of(node: fx.Node) -> str:
+    """The kind of value that a primitive's node holds; what moves elements moves truth values and whole numbers too."""
+    record = PRIMITIVES[node.target]  # type: ignore[index]
+    return "plain" if record.kind == "quantized" and fact(node).dtype in PLAIN_TYPES.values() else record.kind
+
+
 def dtype_of(model: fx.GraphModule, node: fx.Node) -> str | None:
     """The integer dtype of a node's result, with a grid or plain ("bool", "int64"); None of what is computed in float, or not decided."""
     grid, primitive = grid_of(model, node), primitive_of(node)
-    if primitive is not None and primitive.kind == "plain":
+    if primitive is not None and kind_of(node) == "plain":
         return str(fact(node).dtype).removeprefix("torch.")
     spec = annotation(node)
     return grid.dtype if grid is not None else None if spec is None else spec.dtype

@@ -10,9 +10,8 @@ from typing import Any, NoReturn
 import torch
 from torch import fx, nn
 
-from fxquant import graph
+from fxquant import functional, graph
 from fxquant.errors import FxQuantError
-from fxquant.frontend import functional
 from fxquant.frontend.arguments import Arguments, is_tracked
 from fxquant.frontend.fake import Evaluator, Outcome, Sequenced, is_data_dependent, refuse_batch_condition
 from fxquant.frontend.memory import Memory, share_memory, view_step

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from fxquant.frontend import functional
+from fxquant import functional
 from fxquant.frontend.values import Aliases, Change, TracedTensor, View, refuse
 
 Record = Callable[[str, Any, Callable[..., Any], Any, Any], Any]  # records an operation: op, target, function, args, kwargs -> its result

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fxquant.frontend import functional
+from fxquant import functional
 from fxquant.frontend.values import refuse
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from fxquant.lowering import Lowering, Quantized
 from fxquant.numerics import Interval, Ratio
 from fxquant.ops.form import Call
-from fxquant.ops.record import Operator, Own, Same, register
+from fxquant.ops.record import Instead, Operator, Own, Same, register
 from fxquant.primitives import elementwise
 
 
@@ -60,12 +60,23 @@ def _kept(arguments: dict[str, Any], after: Interval) -> Interval:
     return min(low, high), high  # limits that cross leave the upper one
 
 
-def _at_least(input: Any, min: Any) -> dict[str, Any]:
-    return {"input": input, "min": min, "max": None}
+def clamp_between(input: Tensor, min: Tensor | float | None = None, max: Tensor | float | None = None) -> Tensor:
+    """The values, limited to bounds of which one or both are tensors."""
+    return torch.clamp(input, min, max)  # type: ignore[arg-type]
 
 
-def _at_most(input: Any, max: Any) -> dict[str, Any]:
-    return {"input": input, "min": None, "max": max}
+def _limited(input: Any, min: Any = None, max: Any = None) -> dict[str, Any] | Instead:
+    """A clamp by numbers is one operator, and by tensors a composite."""
+    given = {"input": input, "min": min, "max": max}
+    return Instead(clamp_between, given) if isinstance(min, fx.Node) or isinstance(max, fx.Node) else given
+
+
+def _at_least(input: Any, min: Any) -> dict[str, Any] | Instead:
+    return _limited(input, min)
+
+
+def _at_most(input: Any, max: Any) -> dict[str, Any] | Instead:
+    return _limited(input, None, max)
 
 
 def _relu(input: Any, inplace: bool = False) -> dict[str, Any]:
@@ -95,8 +106,8 @@ register(
         keeps=_kept,
         idle=lambda arguments: arguments["min"] in (None, -math.inf) and arguments["max"] in (None, math.inf),
         functions={
-            torch.clamp: None,
-            torch.clip: None,
+            torch.clamp: _limited,
+            torch.clip: _limited,
             torch.clamp_min: _at_least,
             torch.clamp_max: _at_most,
             torch.relu: _relu,
@@ -109,7 +120,7 @@ register(
         },
         methods={
             **dict.fromkeys(("relu", "relu_"), _relu),
-            **dict.fromkeys(("clamp", "clamp_", "clip", "clip_")),
+            **dict.fromkeys(("clamp", "clamp_", "clip", "clip_"), _limited),
             **dict.fromkeys(("clamp_min", "clamp_min_"), _at_least),
             **dict.fromkeys(("clamp_max", "clamp_max_"), _at_most),
         },

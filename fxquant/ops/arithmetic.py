@@ -20,7 +20,8 @@ from fxquant.graph import fact, is_parameter
 from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics import FLOAT32_EXACT, Ratio
 from fxquant.ops.form import Call
-from fxquant.ops.record import Operator, register
+from fxquant.ops.record import Instead, Operator, register
+from fxquant.ops.selection import where
 from fxquant.primitives import elementwise
 from fxquant.quantization.rounding import straight_through
 
@@ -236,6 +237,15 @@ def _refuses_mul(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return "it multiplies by zero" if 0 in (arguments["input"], arguments["other"]) else needs_activation(node, arguments)
 
 
+def _multiplied(input: Any, other: Any) -> dict[str, Any] | Instead:
+    """A product with truth values chooses: the tensor where they hold, else 0."""
+    for mask, tensor in ((input, other), (other, input)):
+        known = fact(mask) if isinstance(mask, fx.Node) and not is_parameter(mask) else None
+        if isinstance(known, TensorFact) and known.dtype == torch.bool and isinstance(tensor, fx.Node):
+            return Instead(where, {"condition": mask, "input": tensor, "other": 0.0})
+    return {"input": input, "other": other}
+
+
 def _onnx_mul(c: Call) -> str:
     return c.epilogue(c.do("Mul", c.operand("input"), c.operand("other")))
 
@@ -246,8 +256,8 @@ register(
         mul,
         ("input", "other"),
         _lower_mul,
-        functions=dict.fromkeys((torch.mul, torch.multiply, operator.mul, operator.imul)),
-        methods=dict.fromkeys(("mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__")),
+        functions=dict.fromkeys((torch.mul, torch.multiply, operator.mul, operator.imul), _multiplied),
+        methods=dict.fromkeys(("mul", "mul_", "multiply", "multiply_", "__mul__", "__rmul__", "__imul__"), _multiplied),
         idle=lambda arguments: _is(arguments["input"], 1) or _is(arguments["other"], 1),
         absorbs=frozenset({"clamp"}),
         refuses=_refuses_mul,

@@ -6,6 +6,7 @@ whole number. Of two tensors on different grids both are brought to the common s
 
 from __future__ import annotations
 
+import builtins
 import inspect
 import math
 import operator
@@ -21,7 +22,7 @@ from fxquant.lowering import Lowering, Quantized
 from fxquant.numerics import BOUNDARY_LIMIT, Grid, Ratio
 from fxquant.ops.form import Call
 from fxquant.ops.record import Operator, Plain, register
-from fxquant.primitives import comparison
+from fxquant.primitives import comparison, selection
 
 NEVER = 2 * int(BOUNDARY_LIMIT)  # no integer of a grid is as large
 REVERSED = {"eq": "eq", "ne": "ne", "lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}
@@ -160,3 +161,72 @@ register(
         parameters={"input": inspect.Parameter.empty},
     )
 )
+
+# ---- what no integer is ----------------------------------------------------------------------------------------------
+
+
+def _lower_constant(relation: str) -> Callable[..., Any]:
+    def lower(lowering: Lowering, input: Quantized) -> Any:
+        """Integers stand for finite numbers alone: what is said of each of them is said of it and itself."""
+        return lowering.call(comparison.compare, input.value, input.value, relation)
+
+    return lower
+
+
+for _name, _relation in (("isnan", "ne"), ("isinf", "ne"), ("isposinf", "ne"), ("isneginf", "ne"), ("isfinite", "eq"), ("isreal", "eq")):
+    register(
+        Operator(
+            _name,
+            getattr(torch, _name),
+            ("input",),
+            _lower_constant(_relation),
+            Plain("bool"),
+            methods=dict.fromkeys((_name,)) if hasattr(Tensor, _name) else {},
+            parameters={"input": inspect.Parameter.empty},
+        )
+    )
+
+# ---- of all along dimensions -----------------------------------------------------------------------------------------
+
+
+def any(input: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+    """Whether any of the truth values along dimensions holds."""
+    return torch.any(input, dim, keepdim)
+
+
+def all(input: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+    """Whether all truth values along dimensions hold."""
+    return torch.all(input, dim, keepdim)
+
+
+def _lower_truth(every: bool) -> Callable[..., Any]:
+    def lower(lowering: Lowering, input: Any, dim: Any, keepdim: bool) -> Any:
+        return lowering.call(selection.truth, input, list(dim) if isinstance(dim, list | tuple) else [dim], keepdim, every)
+
+    return lower
+
+
+def _refuses_truth(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    known = fact(arguments["input"])
+    if not isinstance(known, TensorFact) or known.dtype != torch.bool:
+        return "its operand is no tensor of truth values"
+    dim = arguments["dim"]
+    reduced = range(len(known.shape)) if dim is None else dim if isinstance(dim, list | tuple) else [dim]
+    return None if dim is not None and builtins.all(isinstance(known.shape[d], int) for d in reduced) else "it reduces the batch"
+
+
+for _function, _every in ((any, False), (all, True)):
+    _name = _function.__name__
+    register(
+        Operator(
+            _name,
+            _function,
+            (),
+            _lower_truth(_every),
+            Plain("bool"),
+            reads=("input",),
+            functions={getattr(torch, _name): None},
+            methods={_name: None},
+            refuses=_refuses_truth,
+        )
+    )

@@ -12,9 +12,11 @@ from torch import Tensor, fx
 from fxquant.facts import TensorFact
 from fxquant.graph import fact
 from fxquant.lowering import Lowering, Quantized
+from fxquant.ops.activation import clamp, clamp_between
+from fxquant.ops.composite import Builder
 from fxquant.ops.form import Call
-from fxquant.ops.record import Operator, Same, register
-from fxquant.primitives import pool, product, shape
+from fxquant.ops.record import Adapt, Instead, Operator, Same, register
+from fxquant.primitives import pool, product, selection, shape
 
 # ---- of two tensors -------------------------------------------------------------------------------------------------
 
@@ -63,20 +65,47 @@ def _refuses_extremum(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None if known else "one of its operands is no tensor"
 
 
-def _two_tensors(input: Any, other: Any = None, *rest: Any, **named: Any) -> dict[str, Any] | str:
-    """max and min of two tensors; with a dimension or nothing they are something else."""
-    if isinstance(other, fx.Node) and not rest and not named:
-        return {"input": input, "other": other}
-    return "it reduces its operand, as only torch.amax does in integers"
+def largest_along(input: Tensor, dim: int, keepdim: bool = False) -> Any:
+    """The largest elements along a dimension, and where they are."""
+    return torch.max(input, dim, keepdim)
+
+
+def smallest_along(input: Tensor, dim: int, keepdim: bool = False) -> Any:
+    """The smallest elements along a dimension, and where they are."""
+    return torch.min(input, dim, keepdim)
+
+
+def _one_or_two(over_all: Callable[..., Any], along: Callable[..., Any]) -> Adapt:
+    """max and min are three operators: of two tensors, of all elements, and of those along a dimension, with their places."""
+
+    def adapt(input: Any, dim: Any = None, keepdim: bool = False, *, other: Any = None) -> dict[str, Any] | Instead:
+        other = dim if isinstance(dim, fx.Node) else other
+        if other is not None:
+            return {"input": input, "other": other}
+        if dim is None:
+            return Instead(over_all, {"input": input, "dim": []})
+        return Instead(along, {"input": input, "dim": dim, "keepdim": keepdim})
+
+    return adapt
 
 
 def _onnx_extremum(operator: str) -> Callable[[Call], str]:
     return lambda c: c.do(operator, c.operand("input"), c.operand("other"))
 
 
-for _name, _function, _primitive, _short, _operator in (
-    ("maximum", maximum, product.maximum, torch.max, "Max"),
-    ("minimum", minimum, product.minimum, torch.min, "Min"),
+def amax(input: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
+    """The largest element along dimensions (all of them if there are none)."""
+    return torch.amax(input, dim, keepdim)
+
+
+def amin(input: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
+    """The smallest element along dimensions (all of them if there are none)."""
+    return torch.amin(input, dim, keepdim)
+
+
+for _name, _function, _primitive, _short, _operator, _adapt in (
+    ("maximum", maximum, product.maximum, torch.max, "Max", _one_or_two(amax, largest_along)),
+    ("minimum", minimum, product.minimum, torch.min, "Min", _one_or_two(amin, smallest_along)),
 ):
     register(
         Operator(
@@ -84,8 +113,8 @@ for _name, _function, _primitive, _short, _operator in (
             _function,
             ("input", "other"),
             _extremum(_function, _primitive),
-            functions={getattr(torch, _name): None, _short: _two_tensors},
-            methods={_name: None, _short.__name__: _two_tensors},
+            functions={getattr(torch, _name): None, _short: _adapt, **({torch.fmax: None} if _short is torch.max else {torch.fmin: None})},
+            methods={_name: None, _short.__name__: _adapt, **({"fmax": None} if _short is torch.max else {"fmin": None})},
             refuses=_refuses_extremum,
             onnx=_onnx_extremum(_operator),
         )
@@ -93,11 +122,6 @@ for _name, _function, _primitive, _short, _operator in (
 
 
 # ---- along dimensions -----------------------------------------------------------------------------------------------
-
-
-def amax(input: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
-    """The largest element along dimensions (all of them if there are none)."""
-    return torch.amax(input, dim, keepdim)
 
 
 def _reduced(rank: int, dim: Any) -> list[int]:
@@ -152,3 +176,42 @@ register(
         onnx=_onnx_amax,
     )
 )
+
+
+def _lower_amin(lowering: Lowering, input: Quantized, dim: Any, keepdim: bool) -> Quantized:
+    return input.with_value(lowering.call(selection.least, input.value, _reduced(len(input.shape), dim), keepdim))
+
+
+def _onnx_amin(c: Call) -> str:
+    dims = c["dim"]
+    return c.reduced("ReduceMin", c.input, (list(dims) if isinstance(dims, list | tuple) else [dims]) or None, c["keepdim"])
+
+
+register(
+    Operator(
+        "amin",
+        amin,
+        ("input",),
+        _lower_amin,
+        Same(),
+        functions={torch.amin: None},
+        methods={"amin": None},
+        refuses=_refuses_amax,
+        onnx=_onnx_amin,
+    )
+)
+
+
+# ---- limits that are tensors -----------------------------------------------------------------------------------------
+
+
+def _expand_clamp_between(build: Builder, input: fx.Node, min: Any, max: Any) -> Any:
+    """The larger of it and its lower limit, then the smaller of that and its upper one; a number limits as a clamp."""
+    if min is not None:
+        input = build(maximum, input, min) if isinstance(min, fx.Node) else build(clamp, input, min, None)
+    if max is not None:
+        input = build(minimum, input, max) if isinstance(max, fx.Node) else build(clamp, input, None, max)
+    return input
+
+
+register(Operator("clamp_between", clamp_between, ("input", "min", "max"), expand=_expand_clamp_between))

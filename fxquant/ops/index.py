@@ -14,9 +14,9 @@ from torch import Tensor, fx
 from fxquant.facts import Size, TensorFact
 from fxquant.graph import fact, is_parameter, shape_of
 from fxquant.lowering import Lowering, Quantized
-from fxquant.ops.record import Operator, Same, register
+from fxquant.ops.record import Instead, Operator, Same, register
 from fxquant.ops.shape import MANY_SIZES, many_sizes, rank_of, with_dims
-from fxquant.primitives import shape
+from fxquant.primitives import selection, shape
 
 # ---- indexing -------------------------------------------------------------------------------------------------------
 
@@ -73,7 +73,30 @@ def _indexed_sizes(index: list[Any], sizes: Sequence[Size]) -> list[int]:
     return result
 
 
-def _indexed(input: Any, index: Any) -> dict[str, Any] | str:
+def pick(input: Tensor, dim: int, index: Tensor) -> Tensor:
+    """The slices along a dimension at the places of a tensor that is computed or given, whose dimensions take that one's place."""
+    return input[(*[WHOLE] * dim, index)]
+
+
+def _lower_pick(lowering: Lowering, input: Quantized, dim: int, index: Any) -> Quantized:
+    return input.with_value(lowering.call(selection.pick, input.value, dim, lowering.given("index", index, torch.int64)))
+
+
+def _refuses_pick(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    known, index = fact(arguments["input"]), fact(arguments["index"])
+    if not isinstance(index, TensorFact) or index.dtype not in (torch.int64, torch.int32):
+        return "its index is no tensor of whole numbers"
+    return None if isinstance(known.shape[arguments["dim"]], int) else "it picks from the batch"
+
+
+def _computed(entry: Any) -> bool:
+    return isinstance(entry, fx.Node) and not is_parameter(entry) and isinstance(fact(entry), TensorFact)
+
+
+register(Operator("pick", pick, ("input",), _lower_pick, Same(), reads=("index",), refuses=_refuses_pick))
+
+
+def _indexed(input: Any, index: Any) -> dict[str, Any] | str | Instead:
     """input[index] for a tensor, and for the pieces of a split one."""
     known = fact(input)
     if isinstance(known, list | tuple):
@@ -85,7 +108,11 @@ def _indexed(input: Any, index: Any) -> dict[str, Any] | str:
     if missing < 0:
         return "its index is a mask or has too many entries"
     position = next((i for i, entry in enumerate(entries) if entry is Ellipsis), len(entries))
-    return {"input": input, "index": [*entries[:position], *[WHOLE] * missing, *entries[position + 1 :]]}
+    whole = [*entries[:position], *[WHOLE] * missing, *entries[position + 1 :]]
+    computed = [dim for dim, entry in enumerate(whole) if _computed(entry)]
+    if len(computed) == 1 and all(entry == WHOLE for dim, entry in enumerate(whole) if dim != computed[0]):
+        return _selected(input, computed[0], whole[computed[0]])
+    return {"input": input, "index": whole}
 
 
 def _refuses_getitem(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -139,7 +166,11 @@ def _narrowed(input: Any, dim: int, start: Any, length: Any) -> dict[str, Any] |
     return _along(input, dim, builtins.slice(begin, begin + length))
 
 
-def _selected(input: Any, dim: int, index: Any) -> dict[str, Any]:
+def _selected(input: Any, dim: int, index: Any) -> dict[str, Any] | str | Instead:
+    if _computed(index):
+        if fact(index).dtype == torch.bool:
+            return "the size of its result depends on the data: its index is a mask"
+        return Instead(pick, {"input": input, "dim": dim % rank_of(input), "index": index})
     return _along(input, dim, index)
 
 
@@ -193,6 +224,7 @@ register(
         ("input",),
         _lower_getitem,
         Same(),
+        moves=True,
         idle=lambda arguments: all(isinstance(entry, builtins.slice) for entry in arguments["index"]),
         functions={
             operator.getitem: _indexed,
@@ -243,6 +275,7 @@ register(
         ("input",),
         _lower_flip,
         Same(),
+        moves=True,
         functions={
             torch.flip: with_dims,
             torch.fliplr: lambda input: {"input": input, "dims": [1]},
@@ -293,6 +326,14 @@ def _refuses_roll(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 register(
     Operator(
-        "roll", roll, ("input",), _lower_roll, Same(), functions={torch.roll: _rolled}, methods={"roll": _rolled}, refuses=_refuses_roll
+        "roll",
+        roll,
+        ("input",),
+        _lower_roll,
+        Same(),
+        moves=True,
+        functions={torch.roll: _rolled},
+        methods={"roll": _rolled},
+        refuses=_refuses_roll,
     )
 )

@@ -16,9 +16,10 @@ from typing import Any
 from torch import Tensor, fx
 
 from fxquant.arithmetic import Arithmetic
-from fxquant.graph import is_parameter, stated_demand
+from fxquant.facts import TensorFact
+from fxquant.graph import fact, is_parameter, stated_demand
 from fxquant.lowering import Quantized
-from fxquant.numerics import EVERYTHING, Interval
+from fxquant.numerics import EVERYTHING, PLAIN_TYPES, Interval
 from fxquant.ops.form import Call
 
 # How the arguments of one spelling become canonical ones, by name; a string is the reason why they cannot.
@@ -89,7 +90,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Instead:
-    """What an adaption returns where a call with these arguments is one of another operator: that one's function, and its arguments by name."""
+    """What an adaption returns where a call with these arguments is another operator's: its function, and its arguments by name."""
 
     function: Callable[..., Any]
     arguments: dict[str, Any]
@@ -106,6 +107,8 @@ class Operator:
     name       its name, PyTorch's
     function   its float meaning, differentiable; the target of its canonical node; its signature is the canonical one
     operands   the parameters that take activations (a tensor, or a list of them)
+    moves      whether its result is elements of its one operand, in whatever place: truth values and whole numbers are moved as well, and
+               then it demands no grid; `lower` has them as a `Quantized` without one
     reads      the parameters that take truth values or whole numbers as they are: a mask, an index
     dtypes     the dtype that operands of these parameters should have, where the target has it and no rule asks for another
     demand     what it demands of its result's grid; a function of a node and its arguments where that depends on these
@@ -143,6 +146,7 @@ class Operator:
     operands: tuple[str, ...]
     lower: Callable[..., Any] = _never_lowered
     demand: Demand | Callable[[fx.Node, dict[str, Any]], Demand] = Own()
+    moves: bool = False
     reads: tuple[str, ...] = ()
     expand: Callable[..., Any] | None = None
     keeps: Callable[[dict[str, Any], Interval], Interval] | None = None
@@ -251,6 +255,9 @@ def demand(node: fx.Node) -> Demand | None:
     stated: Demand | None = stated_demand(node)
     if stated is not None:
         return stated
+    known = fact(node)
+    if operator.moves and read_nodes(operator, operator.arguments(node)) and isinstance(known, TensorFact):
+        return Plain(str(known.dtype).removeprefix("torch."))
     return operator.demand if isinstance(operator.demand, Own | Same | Fixed | Plain) else operator.demand(node, operator.arguments(node))
 
 
@@ -325,14 +332,22 @@ def operand_nodes(operator: Operator, arguments: Mapping[str, Any]) -> list[fx.N
     for name in (*operator.operands, "residual"):
         value = arguments.get(name)
         found.extend(value if isinstance(value, list | tuple) else [] if value is None else [value])
-    return [value for value in found if isinstance(value, fx.Node) and not is_parameter(value)]
+    nodes = [value for value in found if isinstance(value, fx.Node) and not is_parameter(value)]
+    return [value for value in nodes if not _is_plain(value)] if operator.moves else nodes
 
 
 def read_nodes(operator: Operator, arguments: Mapping[str, Any]) -> list[fx.Node]:
     """The nodes of the truth values and whole numbers that an operator reads as they are, in order; parameters are none."""
     found: list[fx.Node] = []
-    fx.map_arg([arguments.get(name) for name in operator.reads], found.append)
-    return [value for value in found if not is_parameter(value)]
+    fx.map_arg([arguments.get(name) for name in (*operator.reads, *(operator.operands if operator.moves else ()))], found.append)
+    moved = set(operator.operands) if operator.moves else set()
+    return [value for value in found if not is_parameter(value) and (not moved or _is_plain(value))]
+
+
+def _is_plain(value: fx.Node) -> bool:
+    """Whether a node holds truth values or whole numbers that are no quantized tensor's."""
+    known = fact(value)
+    return isinstance(known, TensorFact) and known.dtype in PLAIN_TYPES.values()
 
 
 def map_operands(operator: Operator, arguments: Mapping[str, Any], function: Callable[[str, Any], Any]) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from torch import Tensor, fx, nn
 from fxquant.facts import Size, TensorFact
 from fxquant.graph import fact, shape_of
 from fxquant.lowering import Lowering, Quantized
-from fxquant.ops.record import Operator, Same, register
+from fxquant.ops.record import Instead, Operator, Same, register
+from fxquant.ops.selection import where
 from fxquant.primitives import shape
 
 MANY_SIZES = "more than one of its sizes depends on the batch size"
@@ -65,6 +66,7 @@ register(
         ("input",),
         _lower_reshape,
         Same(),
+        moves=True,
         functions=dict.fromkeys(
             (
                 *(torch.reshape, torch.flatten, torch.unflatten, torch.squeeze, torch.unsqueeze, torch.ravel),
@@ -95,7 +97,7 @@ CASTS: dict[str, torch.dtype] = {"float": torch.float32, "double": torch.float64
 _UNASKED = ("non_blocking", "copy", "memory_format")
 
 
-def _cast(input: Any, *args: Any, **kwargs: Any) -> dict[str, Any] | str:
+def _cast(input: Any, *args: Any, **kwargs: Any) -> dict[str, Any] | str | Instead:
     """x.to(…), x.type(…), x.float(): nothing at all where the tensor has the dtype that is asked for.
 
     A device is none of a graph's business, which runs where its tensors are. What was float32 and is float32 again, with float64 in
@@ -109,6 +111,8 @@ def _cast(input: Any, *args: Any, **kwargs: Any) -> dict[str, Any] | str:
     if known.dtype == torch.float64 and is_cast(source):
         source = source.args[0]
     before = fact(source)
+    if known.dtype == torch.bool and wanted == {torch.float32}:
+        return Instead(where, {"condition": input, "input": 1.0, "other": 0.0})
     return {"input": source} if isinstance(before, TensorFact) and wanted <= {before.dtype} else "it changes the dtype"
 
 
@@ -128,7 +132,7 @@ def is_cast(node: fx.Node) -> bool:
     return node.op == "call_method" and node.target in ("to", "type", *CASTS) and bool(node.args) and isinstance(node.args[0], fx.Node)
 
 
-def _cast_to(dtype: torch.dtype) -> Callable[..., dict[str, Any] | str]:
+def _cast_to(dtype: torch.dtype) -> Callable[..., dict[str, Any] | str | Instead]:
     """The same for a method that names its dtype."""
     return lambda input, **_: _cast(input, dtype)
 
@@ -140,6 +144,7 @@ register(
         ("input",),
         _lower_identity,
         Same(),
+        moves=True,
         idle=lambda arguments: True,
         functions={
             torch.clone: lambda input, **_: {"input": input},
@@ -223,6 +228,7 @@ register(
         ("input",),
         _lower_permute,
         Same(),
+        moves=True,
         functions={
             torch.permute: with_dims,
             torch.t: _reversed,
@@ -279,6 +285,7 @@ register(
         ("input",),
         _lower_expand,
         Same(),
+        moves=True,
         idle=lambda arguments: True,
         functions={torch.broadcast_to: _expanded},
         methods=dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expanded),
@@ -323,6 +330,7 @@ register(
         ("input",),
         _lower_repeat,
         Same(),
+        moves=True,
         idle=lambda arguments: True,
         functions={torch.tile: _repeated},
         methods={"repeat": _repeated, "tile": _repeated},

@@ -84,11 +84,12 @@ def unary(
 ) -> Operator:
     """Declare a unary function.
 
-    `function` is its float meaning on tensors, `exact` the one on a Python float that the table is made of; where it has no value, NaN.
+    `function` is its float meaning on tensors, `exact` the one on a Python float that the table is made of: NaN where it has no value.
     `spellings` are further functions, names, and module classes. What PyTorch has of these names, and of `name`, spells it too: functions
     of torch, torch.special and torch.nn.functional, and methods, in place or not. `adapted` holds spellings, and `module` a class, that
-    take more than the settings, or other operands. `settings` are the function's own parameters with their defaults, which `exact` takes as well and a module holds under the same names. Outside of
-    `varies` the function is constant. `onnx` is the operator of ONNX that computes it, or writes it in several; see `Operator.onnx`.
+    take more than the settings, or other operands. `settings` are the function's own parameters with their defaults, which `exact` takes
+    as well and a module holds under the same names. Outside of `varies` the function is constant. `onnx` is the operator of ONNX that
+    computes it, or writes it in several; see `Operator.onnx`.
     """
 
     def lower(lowering: Lowering, input: Quantized, **chosen: Any) -> Quantized:

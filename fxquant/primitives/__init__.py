@@ -27,7 +27,21 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from fxquant.primitives import accumulate, boundary, comparison, elementwise, matrix, pool, product, requantize, resize, sampling, shape, transposed
+from fxquant.primitives import (
+    accumulate,
+    boundary,
+    comparison,
+    elementwise,
+    matrix,
+    pool,
+    product,
+    requantize,
+    resize,
+    sampling,
+    selection,
+    shape,
+    transposed,
+)
 from fxquant.primitives.record import PRIMITIVES, Emitter, Primitive, primitive
 
 __all__ = [
@@ -45,6 +59,7 @@ __all__ = [
     "requantize",
     "resize",
     "sampling",
+    "selection",
     "shape",
     "transposed",
 ]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fxquant.arithmetic import Arithmetic
 from fxquant.errors import CalibrationError
-from fxquant.lowering import EagerLowering, Quantized, cannot_be_integers, first_not_finite, limited, named_parameters
+from fxquant.lowering import EagerLowering, Quantized, cannot_be_integers, first_not_finite, limited, named_parameters, plainly
 from fxquant.numerics import EVERYTHING, Interval
 from fxquant.ops import Operator, map_operands
 from fxquant.quantization.quantizer import Quantizer
@@ -128,7 +128,10 @@ class QuantizedOperator(nn.Module):
         lowering.shares, lowering.observed = not self.owns_output and not self.plain, self.observed
         with torch.autocast(args[0].device.type if isinstance(args[0], Tensor) else "cpu", enabled=False):
             result = self.operator.lower(lowering, **self._operands(self.operator.bind_call(args, kwargs)))
-            return result.real() if isinstance(result, Quantized) else result
+        if isinstance(result, Quantized):
+            return result.value if self.plain else result.real()
+        value: Tensor = result
+        return value
 
     def _operands(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments with every activation as its integers."""
@@ -136,6 +139,8 @@ class QuantizedOperator(nn.Module):
 
         def take(name: str, value: Tensor) -> Quantized | Tensor:
             quantizer = next(used[name])
+            if quantizer is None and self.plain and self.operator.moves:
+                return plainly(value, tuple(value.shape))
             return value if quantizer is None else take_integers(value, quantizer)
 
         return map_operands(self.operator, arguments, take)

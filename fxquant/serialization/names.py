@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fxquant.frontend import functional
+from fxquant import functional
 from fxquant.ops import OPERATORS, Operator
 from fxquant.ops.parameters import FUNCTIONS as OF_PARAMETERS
 from fxquant.primitives import PRIMITIVES

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.errors import TraceError
 from fxquant.frontend import trace
-from fxquant.frontend.functional import write
+from fxquant.functional import write
 
 
 class Model(nn.Module):

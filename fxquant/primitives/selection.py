@@ -1,0 +1,133 @@
+"""Whole numbers that say where elements are, and the elements that such numbers pick.
+
+Of equal elements the first counts, wherever they are ranked.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fxquant.primitives.bounds import Range, Value, need
+from fxquant.primitives.comparison import named
+from fxquant.primitives.record import Emitter, primitive
+
+
+def _real(e: Emitter, value: str) -> str:
+    return value if e.dtype(value).is_floating_point else e.node("Cast", value, to=torch.float32)
+
+
+def _onnx_arg_extremum(e: Emitter, input: str, dim: int, keepdim: bool, largest: bool) -> str:
+    return e.node("ArgMax" if largest else "ArgMin", _real(e, input), axis=dim, keepdims=int(keepdim))
+
+
+def _bounds_arg_extremum(input: Value, dim: int, keepdim: bool, largest: bool) -> Range:
+    return Range(0.0, float(max(input.size(dim) - 1, 0)))
+
+
+@primitive(_onnx_arg_extremum, bounds=_bounds_arg_extremum, kind="plain")
+def arg_extremum(input: Tensor, dim: int, keepdim: bool, largest: bool) -> Tensor:
+    """Where the largest, or the smallest, element along `dim` is, as int64: the first of equal ones."""
+    return torch.argmax(input, dim, keepdim) if largest else torch.argmin(input, dim, keepdim)
+
+
+def _onnx_ranking(e: Emitter, input: str, dim: int, count: int, largest: bool) -> str:
+    k = e.constant(torch.tensor([count], dtype=torch.int64, device="cpu"))
+    return e.node("TopK", _real(e, input), k, axis=dim, largest=int(largest), sorted=1)
+
+
+def _bounds_ranking(input: Value, dim: int, count: int, largest: bool) -> Range:
+    need(0 < count <= input.size(dim), f"it ranks {count} of {input.size(dim)} elements")
+    return Range(0.0, float(input.size(dim) - 1))
+
+
+@primitive(_onnx_ranking, bounds=_bounds_ranking, kind="plain")
+def ranking(input: Tensor, dim: int, count: int, largest: bool) -> Tensor:
+    """Where the `count` largest, or smallest, elements along `dim` are, in their order, as int64: of equal ones the first comes first."""
+    return torch.argsort(input, dim=dim, descending=largest, stable=True).narrow(dim, 0, count)
+
+
+def _onnx_take_along(e: Emitter, input: str | Tensor, dim: int, index: str | Tensor) -> str:
+    value = named(e, input)
+    dtype = e.dtype(value)
+    taken = e.node("GatherElements", e.node("Cast", value, to=torch.float32), named(e, index), axis=dim)
+    return e.node("Cast", taken, to=dtype)
+
+
+def _bounds_picked(input: Value, dim: int, index: Value | None) -> Range:
+    return Range(input.low.min(), input.high.max())
+
+
+@primitive(_onnx_take_along, bounds=_bounds_picked)
+def take_along(input: Tensor, dim: int, index: Tensor) -> Tensor:
+    """The elements at these places along `dim`: result[…, i, …] = input[…, index[…, i, …], …]."""
+    return torch.gather(input, dim, index)
+
+
+def _onnx_pick(e: Emitter, input: str | Tensor, dim: int, index: str | Tensor) -> str:
+    return e.node("Gather", named(e, input), named(e, index), axis=dim)
+
+
+@primitive(_onnx_pick, bounds=_bounds_picked)
+def pick(input: Tensor, dim: int, index: Tensor) -> Tensor:
+    """The slices along `dim` at these places; the dimensions of `index` stand in the place of `dim`. Negative ones count from the end."""
+    return input[(*[slice(None)] * dim, index)]
+
+
+def _onnx_put_along(e: Emitter, input: str | Tensor, source: str | Tensor, dim: int, index: str | Tensor) -> str:
+    values = [named(e, value) for value in (input, source)]
+    dtype = e.dtype(values[0])
+    real = [e.node("Cast", value, to=torch.float32) for value in values]
+    return e.node("Cast", e.node("ScatterElements", real[0], named(e, index), real[1], axis=dim), to=dtype)
+
+
+def _bounds_put_along(input: Value, source: Value, dim: int, index: Value | None) -> Range:
+    return Range(torch.minimum(input.low.min(), source.low.min()), torch.maximum(input.high.max(), source.high.max()))
+
+
+@primitive(_onnx_put_along, bounds=_bounds_put_along)
+def put_along(input: Tensor, source: Tensor, dim: int, index: Tensor) -> Tensor:
+    """`input` with the elements of `source` at these places along `dim`, none of which is named twice; both are on one grid."""
+    return torch.scatter(input, dim, index, source)
+
+
+def _onnx_least(e: Emitter, input: str, dim: list[int], keepdim: bool) -> str:
+    dtype, value = e.dtype(input), e.node("Cast", input, to=torch.float32)
+    if e.opset < 18:
+        least = e.node("ReduceMin", value, axes=list(dim), keepdims=int(keepdim))
+    else:
+        least = e.node("ReduceMin", value, e.constant(torch.tensor(list(dim), dtype=torch.int64, device="cpu")), keepdims=int(keepdim))
+    return e.node("Cast", least, to=dtype)
+
+
+def _bounds_least(input: Value, dim: list[int], keepdim: bool) -> Range:
+    for reduced in dim:
+        input.size(reduced)
+    return Range(input.low.min(), input.high.max())
+
+
+@primitive(_onnx_least, bounds=_bounds_least)
+def least(input: Tensor, dim: list[int], keepdim: bool) -> Tensor:
+    """The smallest element along dimensions."""
+    return torch.amin(input, dim, keepdim)
+
+
+def _onnx_truth(e: Emitter, input: str, dim: list[int], keepdim: bool, every: bool) -> str:
+    operator, value = "ReduceMin" if every else "ReduceMax", e.node("Cast", input, to=torch.float32)
+    if e.opset < 18:
+        reduced = e.node(operator, value, axes=list(dim), keepdims=int(keepdim))
+    else:
+        reduced = e.node(operator, value, e.constant(torch.tensor(list(dim), dtype=torch.int64, device="cpu")), keepdims=int(keepdim))
+    return e.node("Cast", reduced, to=torch.bool)
+
+
+def _bounds_truth(input: Value | None, dim: list[int], keepdim: bool, every: bool) -> Range:
+    return Range(0.0, 1.0)
+
+
+@primitive(_onnx_truth, bounds=_bounds_truth, kind="plain")
+def truth(input: Tensor, dim: list[int], keepdim: bool, every: bool) -> Tensor:
+    """Whether every truth value along dimensions holds, or any of them."""
+    for reduced in sorted((d % input.dim() for d in dim), reverse=True):
+        input = torch.all(input, reduced, keepdim) if every else torch.any(input, reduced, keepdim)
+    return input
