@@ -91,6 +91,7 @@ class Lowering:
         self.training = False
         self.shares = False  # whether the output is on the operand's scale
         self.observed = EVERYTHING  # beyond it, values of the output are observed as the nearer end
+        self.seen: Tensor | None = None  # what the output's scale is found from in place of the result
         self.parameters: dict[str, Tensor | None] = {}  # what the operator's integers are made of, for errors
         self.live_batch_norm = False  # whether batch norms use, and move, statistics: in training alone
         self.accumulator_bits = 0  # of the largest accumulator so far
@@ -352,7 +353,7 @@ class EagerLowering(Lowering):
             to.require()
         value = real() if follows or torch.is_grad_enabled() else None
         if follows and value is not None:
-            to.follow(limited(value, self.observed) if to is self.output else value)
+            to.follow(limited(value if self.seen is None else self.seen, self.observed) if to is self.output else value)
         with torch.no_grad():
             integers = exact()
         grid = to.grid

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.arithmetic import Arithmetic
-from fxquant.facts import BATCH_SIZES, TensorFact
+from fxquant.facts import BATCH_SIZES, BatchDim, TensorFact
 from fxquant.graph import QParams, fact, noted, origin, qparams, resolve, zero_point
 from fxquant.numerics import ACTIVATION_TYPES, INT32_MAX, INT48_MAX, PLAIN_TYPES, bits_of
 from fxquant.primitives import PRIMITIVES, boundary, elementwise, requantize
@@ -39,6 +39,8 @@ class Shapes:
     def _run(node: fx.Node, batch: int) -> Tensor:
         def example(operand: fx.Node) -> Any:
             value = fact(operand)
+            if isinstance(value, BatchDim):
+                return value.at(batch)
             return torch.empty(value.at(batch), dtype=value.dtype, device="meta") if isinstance(value, TensorFact) else value
 
         result: Tensor = node.target(*fx.map_arg(node.args, example), **fx.map_arg(node.kwargs, example))  # type: ignore[operator]

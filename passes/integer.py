@@ -57,7 +57,17 @@ from fxquant.quantization.weights import WeightQuantizer
 ON_THE_OPERANDS_GRID: Mapping[Any, Callable[[tuple[Any, ...], int], tuple[Any, ...]]] = {
     **dict.fromkeys(
         (
-            *(shape.reshape, shape.permute, shape.concatenate, shape.crop, shape.select, shape.expand, shape.tile, pool.max_pool),
+            *(
+                shape.reshape,
+                shape.permute,
+                shape.concatenate,
+                shape.crop,
+                shape.select,
+                shape.rows,
+                shape.expand,
+                shape.tile,
+                pool.max_pool,
+            ),
             *(product.maximum, product.minimum, resize.resize_linear, comparison.choose),
             *(selection.take_along, selection.pick, selection.put_along, selection.least),
         ),
@@ -307,16 +317,18 @@ def _concrete(
 
 
 def _referring(arguments: dict[str, Any], environment: dict[fx.Node, fx.Node]) -> dict[str, Any]:
-    """The arguments with references to the new nodes; parameters, which have become constants, are left out."""
+    """The arguments with references to the new nodes; parameters, which have become constants, are left out, and None in a list."""
     plain: dict[str, Any] = {}
 
     def refer(value: Any) -> Any:
-        return Reference(environment[value].name) if isinstance(value, fx.Node) else value
+        if isinstance(value, fx.Node):
+            return None if is_parameter(value) else Reference(environment[value].name)
+        return value
 
     for name, value in arguments.items():
         nodes: list[fx.Node] = []
         fx.map_arg(value, nodes.append)
-        if not any(is_parameter(node) for node in nodes):
+        if not any(map(is_parameter, nodes)) or (isinstance(value, list) and not all(map(is_parameter, nodes))):
             plain[name] = fx.node.map_aggregate(value, refer) if nodes else value
     return plain
 

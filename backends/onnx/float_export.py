@@ -17,6 +17,7 @@ from onnx import helper
 from torch import Tensor, fx
 
 from fxquant.backends.onnx.exportable import replacement
+from fxquant.backends.onnx.sizes import emit_size, sizes_for_primitives
 from fxquant.errors import ExportError
 from fxquant.facts import BATCH_SIZES, BatchDim, TensorFact
 from fxquant.graph import attach, fact, qparams, resolve
@@ -37,6 +38,7 @@ class FloatRegions:
         self.functions: list[onnx.FunctionProto] = []
         self.exported: dict[Any, onnx.ModelProto] = {}  # of regions that differ in nothing but names
         self.region_of: dict[fx.Node, list[fx.Node]] = {}
+        self.sizes = sizes_for_primitives(integer.graph)  # no regions: each is written by itself
         current: list[fx.Node] = []
         for node in integer.graph.nodes:
             if node.op in ("placeholder", "get_attr", "output"):
@@ -44,11 +46,16 @@ class FloatRegions:
             if node.op == "call_function" and node.target in PRIMITIVES:
                 current = []
                 continue
+            if node in self.sizes:
+                continue
             current.append(node)
             self.region_of[node] = current
 
     def emit(self, node: fx.Node, emitter: Any, values: dict[fx.Node, Any]) -> None:
-        """Append the region that begins with this node; nothing for any later node of it."""
+        """Append the region that begins with this node; nothing for any later node of it. A size is appended by itself."""
+        if node in self.sizes:
+            values[node] = emit_size(node, emitter, values)
+            return
         region = self.region_of[node]
         if node is not region[0]:
             return
@@ -233,7 +240,7 @@ class FloatRegions:
                 )
         domains = {o.domain for o in self.opsets} | {""}
         self.opsets.extend(helper.make_opsetid(o.domain, o.version) for o in model.opset_import if o.domain not in domains)
-        emitter.types.update({name: known.dtype for name, known in outputs.items() if isinstance(known, TensorFact)})
+        emitter.types.update({name: known.dtype if isinstance(known, TensorFact) else torch.int64 for name, known in outputs.items()})
 
 
 def _unchanged(model: onnx.ModelProto, written: int, wanted: int) -> bool:

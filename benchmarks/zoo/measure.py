@@ -22,6 +22,7 @@ from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.boundary import dequantize, quantize
 
 Inputs = dict[str, Tensor]
+WHOLE = ("bool", "uint8", "int8", "int16", "int32", "int64")  # of float layers, as PyTorch calls them
 
 
 @dataclass
@@ -116,10 +117,16 @@ def _measure(
 
 
 def count_operators(row: Row, prepared: fx.GraphModule) -> None:
-    """How many operators are integer, a composite as one, and why the others are not."""
+    """How many operators are integer, a composite as one, and why the others are not.
+
+    What computes truth values and whole numbers is exact wherever it runs, and counts as integer.
+    """
     known = fxq.layers(prepared)
-    row.integer = sum(layer.integer and not layer.inner and not layer.boundary for layer in known)
+    whole = [layer for layer in left_in_float(known) if layer.dtype in WHOLE]
+    row.integer = sum(layer.integer and not layer.inner and not layer.boundary for layer in known) + len(whole)
     for layer in left_in_float(known):
+        if layer in whole:
+            continue
         row.floats.setdefault(layer.reason, []).append(f"{layer.name} ({layer.operator})")
     row.nodes = row.integer / max(row.integer + sum(map(len, row.floats.values())), 1)
 

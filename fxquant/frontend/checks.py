@@ -13,6 +13,7 @@ from fxquant.errors import TraceError
 from fxquant.facts import BatchDim, TensorFact
 from fxquant.frontend.environment import undisturbed
 from fxquant.frontend.inputs import ExampleInputs
+from fxquant.frontend.outputs import nest_of
 from fxquant.frontend.snapshot import Snapshot
 from fxquant.frontend.tracer import Recording
 
@@ -122,7 +123,7 @@ def _compare_at(model: nn.Module, traced: fx.GraphModule, inputs: ExampleInputs,
             return
     with torch.no_grad(), undisturbed(attention):
         found = traced(**{name: tensor.clone() for name, tensor in tensors.items()})
-    for index, (mine, theirs) in enumerate(zip(flat_tensors(found), flat_tensors(expected), strict=True)):
+    for index, (mine, theirs) in enumerate(zip(flat_tensors(nest_of(found)), flat_tensors(nest_of(expected)), strict=True)):
         if not same_tensor(mine, theirs):
             _refuse_numbers(index, mine, theirs, next(iter(tensors.values())).shape)
 

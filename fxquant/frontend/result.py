@@ -13,6 +13,7 @@ from fxquant.carried import Carried
 from fxquant.facts import TensorFact
 from fxquant.frontend.entry import STAGE
 from fxquant.frontend.input_check import TRANSIENT, attach_input_check
+from fxquant.frontend.outputs import set_form
 from fxquant.frontend.signature import attach_signature, set_signature
 from fxquant.frontend.snapshot import Snapshot
 from fxquant.frontend.tracer import Recording
@@ -47,6 +48,7 @@ def build(model: nn.Module, recording: Recording) -> fx.GraphModule:
     module.meta[TRANSIENT] = sorted(module._non_persistent_buffers_set)
     module.meta[CARRIED] = Carried.of(model)
     set_signature(module, recording.signature)
+    set_form(module, recording.form)
     attach_input_check(module)
     attach_signature(module)
     return module

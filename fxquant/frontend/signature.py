@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fxquant.errors import ConfigurationError
+from fxquant.frontend.outputs import attach_form
 
 _SIGNATURE = "fxquant.signature"  # in `meta`: {"parameters": [[name, kind, may be left out, form], …]}, as plain values
 
@@ -114,7 +115,8 @@ class CallSignature:
 
 
 def attach_signature(module: fx.GraphModule) -> None:
-    """Let the module be called like the float model; calling this again replaces it. Copies keep it."""
+    """Let the module be called like the float model, and return what that does; calling this again replaces it. Copies keep it."""
+    attach_form(module)
     for key, hook in list(module._forward_pre_hooks.items()):
         if isinstance(hook, CallSignature):
             del module._forward_pre_hooks[key]

@@ -18,9 +18,10 @@ from fxquant.frontend.fake import Evaluator
 from fxquant.frontend.handler import Handler
 from fxquant.frontend.inputs import ExampleInputs
 from fxquant.frontend.leaves import LeafRule, ModuleCalls
+from fxquant.frontend.outputs import Returned
 from fxquant.frontend.snapshot import Snapshot
 from fxquant.frontend.source import source_of_error
-from fxquant.frontend.values import BatchNumber, TracedTensor, Value, refuse, tracing
+from fxquant.frontend.values import TracedTensor, Value, tracing
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Recording:
     notes       what was fixed while tracing
     snapshot    the shells the trace ran on
     signature   how the model was called
+    form        what it returned
     """
 
     graph: fx.Graph
@@ -39,6 +41,7 @@ class Recording:
     notes: list[str]
     snapshot: Snapshot
     signature: list[list[Any]]
+    form: Any
 
 
 class _Mode(TorchFunctionMode):
@@ -74,18 +77,18 @@ def record(
     handler.call_module = ModuleCalls(handler, leaf, qconfigs)
     with tracing(handler):
         with prepared_environment(model), torch.no_grad(), _Mode(handler):
-            result = _run(handler, args, kwargs)
+            result, form = _run(handler, args, kwargs)
         graph.describe(handler.graph.output(result), fx.map_arg(result, graph.fact), "", "")
         _erase_unused(handler.graph)
-    return Recording(handler.graph, handler.constants, list(handler.notes), snapshot, inputs.signature)
+    return Recording(handler.graph, handler.constants, list(handler.notes), snapshot, inputs.signature, form)
 
 
 def _run(handler: Handler, args: Any, kwargs: Any) -> Any:
-    """Call the model and convert what it returns; frames outside of this one are not the model's."""
+    """What the model returns as a nest of nodes, and its form; frames outside of this one are not the model's."""
     try:
         output = handler.snapshot.root(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            return _Output(handler).convert(output)
+            return Returned(lambda tensor: _returned(handler, tensor), handler.note).convert(output)
     except FxQuantError:
         raise
     except Exception as error:
@@ -95,6 +98,15 @@ def _run(handler: Handler, args: Any, kwargs: Any) -> Any:
             because=str(error),
             remedy="call the model on the example inputs first; if that works, move what fails out of forward",
         ) from error
+
+
+def _returned(handler: Handler, tensor: torch.Tensor) -> fx.Node:
+    """The node of a tensor that forward returned."""
+    tensor = handler.memory.current(tensor)
+    if not isinstance(tensor, TracedTensor):
+        return handler.attribute(tensor)[0]
+    handler.memory.refresh(tensor)
+    return tensor.node
 
 
 def _raised_at(error: BaseException) -> str | None:
@@ -122,39 +134,6 @@ def _input_value(evaluator: Evaluator, example: torch.Tensor, batches: tuple[int
             for batch in batches or (0, 0)
         )
     return evaluator.intern(a, b)
-
-
-class _Output:
-    """Turns what forward returned into the argument of the output node."""
-
-    def __init__(self, handler: Handler) -> None:
-        self._handler = handler
-
-    def convert(self, output: Any) -> Any:
-        if isinstance(output, torch.Tensor):
-            return self._tensor(self._handler.memory.current(output))
-        if isinstance(output, BatchNumber):
-            return output.node
-        if isinstance(output, Mapping):
-            return {key: self.convert(item) for key, item in output.items()}
-        if isinstance(output, tuple) and hasattr(output, "_fields"):
-            return type(output)(*(self.convert(item) for item in output))
-        if type(output) in (tuple, list, torch.Size) or (isinstance(output, tuple) and not hasattr(output, "__dataclass_fields__")):
-            items = [self.convert(item) for item in output]
-            return items if isinstance(output, list) else tuple(items)
-        if output is None or isinstance(output, (bool, int, float, str, torch.dtype, torch.device)):
-            return output
-        refuse(
-            f"forward returned a {type(output).__name__}",
-            because="a graph returns tensors, numbers, and tuples, lists and dicts of them",
-            remedy="return a tuple or a dict, or wrap the model in a module whose forward does",
-        )
-
-    def _tensor(self, tensor: torch.Tensor) -> fx.Node:
-        if not isinstance(tensor, TracedTensor):
-            return self._handler.attribute(tensor)[0]
-        self._handler.memory.refresh(tensor)
-        return tensor.node
 
 
 def _erase_unused(graph: fx.Graph) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxquant.facts import TensorFact
 from fxquant.graph import fact, is_parameter
 from fxquant.lowering import Lowering, Quantized
+from fxquant.ops.constants import Branch, on_the_output, real
 from fxquant.ops.form import Call
 from fxquant.ops.record import Operator, Own, register
 from fxquant.ops.shape import MANY_SIZES, many_sizes, numbers
@@ -24,18 +26,22 @@ def cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
     return torch.cat(tensors, dim)
 
 
-def _lower_cat(lowering: Lowering, tensors: list[Quantized], dim: int) -> Quantized:
-    """Each operand requantized to the output's scale, then joined."""
+def _lower_cat(lowering: Lowering, tensors: list[Branch], dim: int) -> Quantized:
+    """Each operand requantized to the output's scale, a parameter rounded to it, then joined."""
 
     def join() -> Any:
-        parts = [lowering.rescale(tensor, lowering.output, f"operand{index}_") for index, tensor in enumerate(tensors)]
+        parts = [on_the_output(lowering, tensor, f"operand{index}") for index, tensor in enumerate(tensors)]
         return lowering.call(shape.concatenate, parts, dim)
 
-    return lowering.result(join, lambda: torch.cat([tensor.real() for tensor in tensors], dim))
+    return lowering.result(join, lambda: torch.cat([real(tensor) for tensor in tensors], dim))
 
 
 def _refuses_cat(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    return "one of its operands is a parameter or constant" if any(is_parameter(t) for t in arguments["tensors"]) else None
+    for tensor in arguments["tensors"]:
+        known = fact(tensor)
+        if is_parameter(tensor) and isinstance(known, TensorFact) and known.dtype != torch.float32:
+            return f"its operand %{tensor.name} is {str(known.dtype).removeprefix('torch.')}, and only float32 tensors are quantized"
+    return None
 
 
 def _along(dim: int, rank: int) -> Callable[..., dict[str, Any] | str]:
@@ -51,7 +57,12 @@ def _along(dim: int, rank: int) -> Callable[..., dict[str, Any] | str]:
 
 
 def _onnx_cat(c: Call) -> str:
-    return c.do("Concat", *c["tensors"], axis=c["dim"])
+    return c.do("Concat", *_joined(c), axis=c["dim"])
+
+
+def _joined(c: Call) -> list[str]:
+    """The real values of what is joined; a parameter has none among the arguments."""
+    return [c.operand(f"operand{index}") if value is None else value for index, value in enumerate(c["tensors"])]
 
 
 register(
@@ -79,17 +90,18 @@ def stack(tensors: list[Tensor], dim: int = 0) -> Tensor:
     return torch.stack(tensors, dim)
 
 
-def _lower_stack(lowering: Lowering, tensors: list[Quantized], dim: int) -> Quantized:
+def _lower_stack(lowering: Lowering, tensors: list[Branch], dim: int) -> Quantized:
     """Each operand requantized to the output's scale, given the new dimension, then joined."""
-    position = dim % (len(tensors[0].shape) + 1)
-    sizes = numbers(tensors[0].shape)
+    first = next(tensor for tensor in tensors if isinstance(tensor, Quantized))
+    position = dim % (len(first.shape) + 1)
+    sizes = numbers(first.shape)
     sizes.insert(position, 1)
 
     def join() -> Any:
-        parts = [lowering.rescale(tensor, lowering.output, f"operand{index}_") for index, tensor in enumerate(tensors)]
+        parts = [on_the_output(lowering, tensor, f"operand{index}") for index, tensor in enumerate(tensors)]
         return lowering.call(shape.concatenate, [lowering.call(shape.reshape, part, sizes) for part in parts], position)
 
-    return lowering.result(join, lambda: torch.stack([tensor.real() for tensor in tensors], dim))
+    return lowering.result(join, lambda: torch.stack([real(tensor) for tensor in tensors], dim))
 
 
 def _refuses_stack(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -99,7 +111,7 @@ def _refuses_stack(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 def _onnx_stack(c: Call) -> str:
     axis = c["dim"] % len(fact(c.node).shape)
     # Each part is on the result's scale already: onnxruntime cannot move QuantizeLinear of opset 21 behind Unsqueeze by itself.
-    return c.do("Concat", *(c.rounded(c.unsqueezed(tensor, axis)) for tensor in c["tensors"]), axis=axis)
+    return c.do("Concat", *(c.rounded(c.unsqueezed(tensor, axis)) for tensor in _joined(c)), axis=axis)
 
 
 register(

@@ -115,6 +115,8 @@ class Operator:
     keeps      which of its operand's values its result tells apart, given which of its result's matter: what lies outside the interval
                is as good as its nearer end, so no scale has to cover it. None: all of them, or, on its operand's scale, those that
                matter of its result
+    observes   what its scale is found from, given its arguments, where that is not its result: the whole of a table, of which batches
+               show but some rows
     lower      its integer meaning: lower(lowering, **arguments) -> Quantized, or, where it demands no grid (`Plain`), the value itself;
                every operator has it but a composite. An argument that is no operand, a mask or an index, comes as it is: a value of the
                lowering, or, where it is a constant, a tensor (`Lowering.given`)
@@ -151,6 +153,7 @@ class Operator:
     expand: Callable[..., Any] | None = None
     keeps: Callable[[dict[str, Any], Interval], Interval] | None = None
     dtypes: Mapping[str, str] = field(default_factory=dict)
+    observes: Callable[[dict[str, Any]], Tensor] | None = None
     functions: Mapping[Callable[..., Any], Adapt | None] = field(default_factory=dict)
     methods: Mapping[str, Adapt | None] = field(default_factory=dict)
     modules: Mapping[type, Callable[[Any], dict[str, Any] | str]] = field(default_factory=dict)

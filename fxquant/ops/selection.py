@@ -11,36 +11,16 @@ from torch import Tensor, fx
 from fxquant.facts import TensorFact
 from fxquant.graph import fact
 from fxquant.lowering import Lowering, Quantized
+from fxquant.ops.constants import Branch, on_the_output, real
 from fxquant.ops.form import Call
 from fxquant.ops.record import Operator, register
 from fxquant.primitives import comparison
-
-Branch = Quantized | Tensor | float
 
 
 def where(condition: Tensor, input: Tensor | float, other: Tensor | float) -> Tensor:
     """`input` where the condition holds, else `other`; each is a tensor or a number."""
     result = torch.where(condition, input, other)
     return result if result.is_floating_point() else result.float()
-
-
-def on_the_output(lowering: Lowering, branch: Branch, role: str) -> Any:
-    """An operand, a constant tensor or a number as integers on the output's grid."""
-    to = lowering.output
-    if isinstance(branch, Quantized):
-        return lowering.rescale(branch, to, f"{role}_")
-    value = torch.as_tensor(branch, dtype=torch.float32, device=to.grid.scale.device)
-    if bool(torch.isnan(value).any()):  # an infinite one saturates
-        lowering.parameters[f"its constant {role!r}"] = value
-        raise lowering.not_finite()
-    grid = to.grid
-    lowering.describe(role, grid.scale, zero_point=grid.zero_point)
-    return lowering.constant(role, lowering.stored(grid.quantize(value), grid), grid.type.storage)
-
-
-def real(branch: Branch) -> Any:
-    """What an operand, a constant or a number stands for."""
-    return branch.real() if isinstance(branch, Quantized) else branch
 
 
 def _lower_where(lowering: Lowering, condition: Any, input: Branch, other: Branch) -> Quantized:

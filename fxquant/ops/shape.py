@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxquant.facts import Size, TensorFact
-from fxquant.graph import fact, shape_of
+from fxquant.graph import fact, is_parameter, shape_of
 from fxquant.lowering import Lowering, Quantized
-from fxquant.ops.record import Instead, Operator, Same, register
+from fxquant.ops.constants import on_the_output
+from fxquant.ops.form import Call
+from fxquant.ops.record import Demand, Instead, Operator, Own, Same, register
 from fxquant.ops.selection import where
 from fxquant.primitives import shape
 
@@ -258,24 +260,62 @@ def expand(input: Tensor, sizes: list[int]) -> Tensor:
     return input.expand(sizes)
 
 
-def _lower_expand(lowering: Lowering, input: Quantized, sizes: list[int]) -> Quantized:
+def _lower_expand(lowering: Lowering, input: Quantized | Tensor, sizes: list[Any]) -> Quantized:
+    if isinstance(input, Tensor):
+        return _of_parameter(lowering, input, lambda value: lowering.call(shape.expand, value, sizes), lambda: expand(input, sizes))
     kept = [*[None] * (len(sizes) - len(input.shape)), *input.shape]
-    if all(size == -1 or size == old for size, old in zip(sizes, kept, strict=True)):
+    if all(isinstance(size, int) and (size == -1 or size == old) for size, old in zip(sizes, kept, strict=True)):
         return input
     return input.with_value(lowering.call(shape.expand, input.value, sizes))
 
 
+def _of_parameter(lowering: Lowering, input: Tensor, repeated: Callable[[Any], Any], real: Callable[[], Tensor]) -> Quantized:
+    """A parameter, such as a class token, on a grid of its own, once for each item of the batch."""
+    return lowering.result(lambda: repeated(on_the_output(lowering, input, "input")), real)
+
+
+def _repeats_of(c: Call, role: str) -> str:
+    """How often dimensions are repeated, or their sizes, as a tensor; one that depends on the batch is the name of a value."""
+    parts = [c.do("Reshape", size, c.integers([1])) if isinstance(size, str) else c.integers([max(size, 1)]) for size in c[role]]
+    return c.do("Concat", *parts, axis=0)
+
+
+def _onnx_expand(c: Call) -> str:
+    return c.do("Expand", c.operand("input"), _repeats_of(c, "sizes"))
+
+
+def _demanded_by(node: fx.Node, arguments: dict[str, Any]) -> Demand:
+    """A repeated activation is on its own grid, a repeated parameter on a new one."""
+    return Own() if isinstance(arguments["input"], fx.Node) and is_parameter(arguments["input"]) else Same()
+
+
+def _refuses_parameter(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    """A parameter is repeated as integers where the batch says how often; any other repetition of it is a parameter itself."""
+    input = arguments["input"]
+    known = fact(input) if isinstance(input, fx.Node) and is_parameter(input) else None
+    if isinstance(known, TensorFact) and known.dtype != torch.float32:
+        return f"its operand %{input.name} is {str(known.dtype).removeprefix('torch.')}, and only float32 tensors are quantized"
+    return None
+
+
 def _expanded(input: Any, *sizes: Any, **keywords: Any) -> dict[str, Any] | str:
-    """The wanted sizes, given as numbers or as those of another tensor; -1 where the batch stays as it is."""
+    """The wanted sizes, given as numbers or as those of another tensor; -1 where a size stays as it is."""
     wanted = keywords.get("size", keywords.get("other", sizes[0] if len(sizes) == 1 else sizes))
     if isinstance(wanted, fx.Node) and isinstance(fact(wanted), TensorFact):
         wanted = shape_of(wanted)
     wanted = list(wanted) if isinstance(wanted, list | tuple) else [wanted]
     present = [*[1] * (len(wanted) - rank_of(input)), *shape_of(input)]
-    plain = [size if isinstance(size, int) else -1 for size in wanted]
-    if any(size == -1 and known != -1 and old == 1 for size, known, old in zip(plain, wanted, present, strict=True)):
-        return "it is repeated as often as the batch is large"
-    return {"input": input, "sizes": plain}
+    plain = [_size_of(size, old) for size, old in zip(wanted, present, strict=True)]
+    return "it is repeated as often as the batch is large" if None in plain else {"input": input, "sizes": plain}
+
+
+def _size_of(wanted: Any, present: Size) -> Any:
+    """A size to expand to: a number, -1 where the batch stays as it is, or the node of one that depends on the batch; None otherwise."""
+    if isinstance(wanted, int):
+        return wanted
+    if present != 1:
+        return -1
+    return wanted if isinstance(wanted, fx.Node) else None
 
 
 register(
@@ -284,8 +324,11 @@ register(
         expand,
         ("input",),
         _lower_expand,
-        Same(),
+        _demanded_by,
         moves=True,
+        reads=("sizes",),
+        refuses=_refuses_parameter,
+        onnx=_onnx_expand,
         idle=lambda arguments: True,
         functions={torch.broadcast_to: _expanded},
         methods=dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expanded),
@@ -298,14 +341,20 @@ def repeat(input: Tensor, repeats: list[int]) -> Tensor:
     return input.repeat(repeats)
 
 
-def _lower_repeat(lowering: Lowering, input: Quantized, repeats: list[int]) -> Quantized:
-    value = input.value
-    new = len(repeats) - len(input.shape)
+def _lower_repeat(lowering: Lowering, input: Quantized | Tensor, repeats: list[Any]) -> Quantized:
+    sizes = numbers(input.shape)
+    if isinstance(input, Tensor):
+        return _of_parameter(lowering, input, lambda value: _tiled(lowering, value, sizes, repeats), lambda: repeat(input, repeats))
+    return input.with_value(_tiled(lowering, input.value, sizes, repeats))
+
+
+def _tiled(lowering: Lowering, value: Any, sizes: list[int], repeats: list[Any]) -> Any:
+    new = len(repeats) - len(sizes)
     if new:
-        value = lowering.call(shape.reshape, value, [*[1] * new, *numbers(input.shape)])
+        value = lowering.call(shape.reshape, value, [*[1] * new, *sizes])
     if any(count != 1 for count in repeats):
         value = lowering.call(shape.tile, value, repeats)
-    return input.with_value(value)
+    return value
 
 
 def _repeated(input: Any, *repeats: Any, **keywords: Any) -> dict[str, Any]:
@@ -314,10 +363,19 @@ def _repeated(input: Any, *repeats: Any, **keywords: Any) -> dict[str, Any]:
     return {"input": input, "repeats": [1] * (rank_of(input) - len(counts)) + counts}
 
 
+def _onnx_repeat(c: Call) -> str:
+    value, rank = c.operand("input"), len(c.operand_shape) if "input" not in c.constants else c.real("input").dim()
+    for _ in range(len(c["repeats"]) - rank):
+        value = c.unsqueezed(value, 0)
+    return c.do("Tile", value, _repeats_of(c, "repeats"))
+
+
 def _refuses_repeat(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     repeats = arguments["repeats"]
-    if not all(isinstance(count, int) and count > 0 for count in repeats):
-        return "how often it repeats is computed, or nothing is left"
+    if not all(isinstance(count, fx.Node) or count > 0 for count in repeats):
+        return "nothing is left of it"
+    if _refuses_parameter(node, arguments) is not None:
+        return _refuses_parameter(node, arguments)
     known = fact(arguments["input"])
     grows = isinstance(known, TensorFact) and len(repeats) > len(known.shape)
     return MANY_SIZES if grows and sum(not isinstance(size, int) for size in known.shape) > 1 else None
@@ -329,11 +387,13 @@ register(
         repeat,
         ("input",),
         _lower_repeat,
-        Same(),
+        _demanded_by,
         moves=True,
+        reads=("repeats",),
         idle=lambda arguments: True,
         functions={torch.tile: _repeated},
         methods={"repeat": _repeated, "tile": _repeated},
         refuses=_refuses_repeat,
+        onnx=_onnx_repeat,
     )
 )

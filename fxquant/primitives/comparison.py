@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fxquant.primitives.bounds import Range, Value, need
 from fxquant.primitives.record import Emitter, primitive
+from fxquant.primitives.shape import named
 
 RELATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "eq": torch.eq,
@@ -20,11 +21,6 @@ RELATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 _ONNX_RELATIONS = {"eq": "Equal", "ne": "Equal", "lt": "Less", "le": "LessOrEqual", "gt": "Greater", "ge": "GreaterOrEqual"}
 LOGIC: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"and": torch.logical_and, "or": torch.logical_or, "xor": torch.logical_xor}
-
-
-def named(e: Emitter, value: str | Tensor) -> str:
-    """The name of an operand that may be a constant."""
-    return value if isinstance(value, str) else e.constant(value)
 
 
 def _onnx_compare(e: Emitter, input: str | Tensor, other: str | Tensor, relation: str) -> str:

@@ -12,15 +12,16 @@ from fxquant.primitives.bounds import Range, Value, constant_of, need
 from fxquant.primitives.record import Emitter, primitive
 
 
-def _onnx_reshape(e: Emitter, input: str, shape: list[int | str]) -> str:
-    if all(isinstance(size, int) for size in shape):
-        return e.node("Reshape", input, e.constant(torch.tensor(shape, dtype=torch.int64, device="cpu")))
-    one = e.constant(torch.tensor([1], dtype=torch.int64, device="cpu"))
-    sizes = [
-        e.node("Reshape", size, one) if isinstance(size, str) else e.constant(torch.tensor([size], dtype=torch.int64, device="cpu"))
-        for size in shape
-    ]
-    return e.node("Reshape", input, e.node("Concat", *sizes, axis=0))
+def _sizes(e: Emitter, sizes: list[int | str]) -> str:
+    """Numbers as a tensor; a computed one, which depends on the batch, is a name."""
+    if all(isinstance(size, int) for size in sizes):
+        return _vector(e, sizes)  # type: ignore[arg-type]
+    one = _vector(e, [1])
+    return e.node("Concat", *(e.node("Reshape", size, one) if isinstance(size, str) else _vector(e, [size]) for size in sizes), axis=0)
+
+
+def _onnx_reshape(e: Emitter, input: str | Tensor, shape: list[int | str]) -> str:
+    return e.node("Reshape", named(e, input), _sizes(e, shape))
 
 
 def _bounds_moved(input: Value, *_: Any, **__: Any) -> Range:
@@ -43,8 +44,13 @@ def permute(input: Tensor, dims: list[int]) -> Tensor:
     return input.permute(dims)
 
 
-def _onnx_concatenate(e: Emitter, tensors: list[str], dim: int) -> str:
-    return e.node("Concat", *tensors, axis=dim)
+def named(e: Emitter, value: str | Tensor) -> str:
+    """The name of an operand that may be a constant."""
+    return value if isinstance(value, str) else e.constant(value)
+
+
+def _onnx_concatenate(e: Emitter, tensors: list[str | Tensor], dim: int) -> str:
+    return e.node("Concat", *(named(e, tensor) for tensor in tensors), axis=dim)
 
 
 def _bounds_concatenate(tensors: list[Value], dim: int) -> Range:
@@ -95,8 +101,22 @@ def select(input: Tensor, dim: int, indices: Tensor) -> Tensor:
     return input.index_select(dim, indices)
 
 
-def _onnx_expand(e: Emitter, input: str, sizes: list[int]) -> str:
-    return e.node("Expand", input, _vector(e, [1 if size == -1 else size for size in sizes]))
+def _onnx_rows(e: Emitter, table: str | Tensor, indices: str | Tensor) -> str:
+    return e.node("Gather", named(e, table), named(e, indices), axis=0)
+
+
+def _bounds_rows(table: Value, indices: Value | None) -> Range:
+    return Range(table.low.min(), table.high.max())
+
+
+@primitive(_onnx_rows, bounds=_bounds_rows)
+def rows(table: Tensor, indices: Tensor) -> Tensor:
+    """For each of the indices, whole numbers from 0 up in a tensor of any shape, the row of the table there."""
+    return F.embedding(indices, table)
+
+
+def _onnx_expand(e: Emitter, input: str | Tensor, sizes: list[int | str]) -> str:
+    return e.node("Expand", named(e, input), _sizes(e, [1 if size == -1 else size for size in sizes]))
 
 
 @primitive(_onnx_expand, bounds=_bounds_moved)
@@ -105,8 +125,8 @@ def expand(input: Tensor, sizes: list[int]) -> Tensor:
     return input.expand(sizes)
 
 
-def _onnx_tile(e: Emitter, input: str, repeats: list[int]) -> str:
-    return e.node("Tile", input, _vector(e, repeats))
+def _onnx_tile(e: Emitter, input: str | Tensor, repeats: list[int | str]) -> str:
+    return e.node("Tile", named(e, input), _sizes(e, repeats))
 
 
 @primitive(_onnx_tile, bounds=_bounds_moved)

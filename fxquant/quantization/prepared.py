@@ -96,13 +96,18 @@ class QuantizedOperator(nn.Module):
         try:
             value: Tensor = self.operator.function(*args, **kwargs)
             if self.owns_output:
-                self.output.observe(limited(value, self.observed))
+                seen = self._seen(self.operator.bind_call(args, kwargs))
+                self.output.observe(limited(value if seen is None else seen, self.observed))
         except CalibrationError as error:
             because = first_not_finite(self._parameters_of(self.operator.bind_call(args, kwargs)))
             if because is None:
                 raise
             raise cannot_be_integers(self.name, because, error.at or "", self.path) from None
         return value
+
+    def _seen(self, arguments: dict[str, Any]) -> Tensor | None:
+        """What the scale is found from in place of the result."""
+        return None if self.operator.observes is None else self.operator.observes(arguments)
 
     def _parameters_of(self, arguments: dict[str, Any]) -> dict[str, Tensor | None]:
         """The tensors among the arguments of a call that are parameters, by what they are."""
@@ -127,7 +132,9 @@ class QuantizedOperator(nn.Module):
         )
         lowering.shares, lowering.observed = not self.owns_output and not self.plain, self.observed
         with torch.autocast(args[0].device.type if isinstance(args[0], Tensor) else "cpu", enabled=False):
-            result = self.operator.lower(lowering, **self._operands(self.operator.bind_call(args, kwargs)))
+            arguments = self.operator.bind_call(args, kwargs)
+            lowering.seen = self._seen(arguments)
+            result = self.operator.lower(lowering, **self._operands(arguments))
         if isinstance(result, Quantized):
             return result.value if self.plain else result.real()
         value: Tensor = result

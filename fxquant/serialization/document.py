@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from fxquant.errors import FxQuantError
 from fxquant.facts import BATCH_SIZES, TensorFact
 from fxquant.frontend import InputCheck, attach_input_check, is_traced
+from fxquant.frontend.outputs import ReturnForm, is_form
 from fxquant.frontend.signature import CallSignature, attach_signature, is_signature
 from fxquant.graph import Annotation, Operation, Part, QParams, fact, resolve, spelling
 from fxquant.model import CARRIED, Model, replace_graph
@@ -51,7 +52,8 @@ def write_model(model: Any, target_of: TargetOf) -> tuple[dict[str, Any], dict[s
     if not isinstance(model, fx.GraphModule) or not (is_traced(model) or "stage" in model.meta):
         cannot_save(f"a {type(model).__name__}", "it is no model of fxquant's at any stage", "save what trace, prepare or convert returned")
     others = [hook for hook in model._forward_pre_hooks.values() if not (isinstance(hook, InputCheck | CallSignature))]
-    if others or model._forward_hooks or model._backward_hooks or model._backward_pre_hooks:
+    others += [hook for hook in model._forward_hooks.values() if not isinstance(hook, ReturnForm)]
+    if others or model._backward_hooks or model._backward_pre_hooks:
         cannot_save("the model", "it has hooks, and a file holds no code", "remove the hooks first")
     target = model.meta.get("target")
     if target is not None and target_of(target.name) != target:
@@ -173,6 +175,8 @@ def _check(model: Model, document: Mapping[str, Any], target_of: TargetOf) -> No
         raise Malformed(f"its {part} hold something that fxquant does not write")
     if not is_signature(model.meta, [str(node.target) for node in model.graph.find_nodes(op="placeholder")]):
         raise Malformed("it does not say how its inputs are given")
+    if not is_form(model.meta):
+        raise Malformed("it does not say what it returns")
     stage = Stage[model.meta["stage"]] if "stage" in model.meta else Stage.TRACED
     found = [(violation.node, violation.because) for violation in violations(model, stage)] or list(_contradictions(model, stage))
     if found:

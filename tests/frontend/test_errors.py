@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 
 import pytest
@@ -125,15 +124,14 @@ def test_state_that_the_graph_does_not_keep():
     )
 
 
-@dataclasses.dataclass
-class Result:
-    value: torch.Tensor
+class Nothing:
+    pass
 
 
-def test_a_dataclass_output():
-    assert refusal(lambda self, x: Result(x)) == (
-        "forward returned a Result\n"
-        "  because  a graph returns tensors, numbers, and tuples, lists and dicts of them\n"
+def test_an_output_without_tensors():
+    assert refusal(lambda self, x: Nothing()) == (
+        "forward returned a Nothing\n"
+        "  because  a graph returns tensors, numbers, and tuples, lists and dicts of them, and this object holds none\n"
         "  remedy   return a tuple or a dict, or wrap the model in a module whose forward does"
     )
 

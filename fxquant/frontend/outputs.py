@@ -1,0 +1,182 @@
+"""What a model returns: a graph returns tensors, numbers, and tuples, lists and dicts of them; a call of it, what the model does.
+
+A `ModelOutput` of two tensors stands in the graph as a dict of two nodes. The dict that a run gives is made a ModelOutput again by a
+forward hook, as far as PyTorch's pytree knows the class. A file holds the class's name, which is looked up in that registry and
+never imported; where it is not registered, the model returns the dict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from fxquant.frontend.values import BatchNumber, refuse
+
+_RETURNED = "fxquant.returned"  # in `meta`: {"form": the form of what forward returned}
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+_DEEPEST = 8  # of attributes of objects within objects
+
+# A form says what stands at a place of the nest that the graph returns:
+#   None                           what is there
+#   ["items", [form]]              a tuple or a list
+#   ["keys", [form]]               a dict, or a mapping
+#   ["class", name, context, [form]]   a class that pytree knows, of whose parts the graph returns a list or a dict
+Form = Any
+
+
+class Returned:
+    """What forward returned, as the nest that a graph returns.
+
+    leaf   makes what stands in the nest for a tensor: its node
+    note   records what was fixed
+    """
+
+    def __init__(self, leaf: Callable[[torch.Tensor], Any], note: Callable[[str], None]) -> None:
+        self._leaf, self._note = leaf, note
+
+    def convert(self, output: Any) -> tuple[Any, Form]:
+        """The nest, and its form."""
+        if isinstance(output, torch.Tensor):
+            return self._leaf(output), None
+        if isinstance(output, BatchNumber):
+            return output.node, None
+        registered = pytree.SUPPORTED_NODES.get(type(output))
+        if registered is not None and type(output).__module__.partition(".")[0] not in ("builtins", "collections", "torch"):
+            return self._class(output, registered)
+        if isinstance(output, Mapping):
+            parts = {key: self.convert(item) for key, item in output.items()}
+            return {key: part for key, (part, _) in parts.items()}, ["keys", [form for _, form in parts.values()]]
+        if isinstance(output, tuple) and hasattr(output, "_fields"):
+            return type(output)(*(self.convert(item)[0] for item in output)), None
+        if isinstance(output, (tuple, list)):
+            items = [self.convert(item) for item in output]
+            nest = [item for item, _ in items]
+            return nest if isinstance(output, list) else tuple(nest), ["items", [form for _, form in items]]
+        if isinstance(output, _PLAIN):
+            return output, None
+        return self._object(output), None
+
+    def _class(self, output: Any, registered: Any) -> tuple[Any, Form]:
+        children, context = registered.flatten_fn(output)
+        parts = [self.convert(child) for child in children]
+        forms = [form for _, form in parts]
+        keys = [getattr(key, "key", getattr(key, "name", None)) for key in _keys(output, registered)]
+        named = len(keys) == len(parts) and all(isinstance(key, str) for key in keys)
+        nest = dict(zip(keys, (part for part, _ in parts), strict=True)) if named else [part for part, _ in parts]
+        name = f"{type(output).__module__}.{type(output).__qualname__}"
+        if not _is_plain(context):
+            self._note(f"forward returned a {type(output).__name__}, whose parts are returned as a {'dict' if named else 'list'}")
+            return nest, ["keys" if named else "items", forms]
+        return nest, ["class", name, context, forms]
+
+    def _object(self, output: Any) -> Any:
+        """The attributes of an object that hold tensors, as a dict. Raises TraceError if there are none."""
+        nest = self._attributes(output, _DEEPEST)
+        if nest is None:
+            refuse(
+                f"forward returned a {type(output).__name__}",
+                because="a graph returns tensors, numbers, and tuples, lists and dicts of them, and this object holds none",
+                remedy="return a tuple or a dict, or wrap the model in a module whose forward does",
+            )
+        self._note(f"forward returned a {type(output).__name__}, whose tensors are returned as a dict of its attributes")
+        return nest
+
+    def _attributes(self, value: Any, depth: int) -> Any:
+        """A nest of the tensors an object holds; None if it holds none."""
+        if isinstance(value, (torch.Tensor, BatchNumber)):
+            return self.convert(value)[0]
+        if isinstance(value, (type, nn.Module)) or depth == 0:
+            return None
+        if isinstance(value, (list, tuple)):
+            items = [self._attributes(item, depth - 1) for item in value]
+            return items if any(item is not None for item in items) else None
+        held = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+        found = {key: self._attributes(item, depth - 1) for key, item in held.items() if isinstance(key, str)}
+        return {key: item for key, item in found.items() if item is not None} or None
+
+
+def nest_of(output: Any) -> Any:
+    """What a model returned, as the nest of tensors that its graph returns."""
+    return Returned(lambda tensor: tensor, lambda text: None).convert(output)[0]
+
+
+def _keys(output: Any, registered: Any) -> list[Any]:
+    if registered.flatten_with_keys_fn is None:
+        return []
+    return [key for key, _ in registered.flatten_with_keys_fn(output)[0]]
+
+
+def _is_plain(context: Any) -> bool:
+    if isinstance(context, (list, tuple)):
+        return all(map(_is_plain, context))
+    return context is None or isinstance(context, (bool, int, float, str))
+
+
+@dataclass(frozen=True)
+class ReturnForm:
+    """A forward hook: what forward returned, out of the nest that the graph does."""
+
+    form: Form
+
+    def __call__(self, module: Any, args: Any, result: Any) -> Any:
+        return _rebuilt(self.form, result)
+
+
+def attach_form(module: fx.GraphModule) -> None:
+    """Let the module return what the float model does; calling this again replaces the hook. Copies keep it."""
+    for key, hook in list(module._forward_hooks.items()):
+        if isinstance(hook, ReturnForm):
+            del module._forward_hooks[key]
+    form = module.meta.get(_RETURNED, {}).get("form")
+    if form is not None:
+        module.register_forward_hook(ReturnForm(form))
+
+
+def set_form(module: fx.GraphModule, form: Form) -> None:
+    """Write the form on a traced module, if any class is to be made again; what is made from it inherits it with `meta`."""
+    if any(True for _ in _classes(form)):
+        module.meta[_RETURNED] = {"form": form}
+
+
+def is_form(meta: dict[str, Any]) -> bool:
+    """Whether what `meta` of a loaded model holds is a form; none at all counts as well."""
+    try:
+        return _RETURNED not in meta or all(isinstance(name, str) for name in _classes(meta[_RETURNED]["form"]))
+    except (IndexError, KeyError, TypeError, ValueError):
+        return False
+
+
+def _classes(form: Form) -> Iterator[str]:
+    if form is None:
+        return
+    kind, *content = form
+    if kind == "class":
+        yield content[0]
+    elif kind not in ("items", "keys"):
+        raise ValueError(kind)
+    for inner in content[-1]:
+        yield from _classes(inner)
+
+
+def _rebuilt(form: Form, value: Any) -> Any:
+    """The nest with the classes made again that pytree knows in this process."""
+    if form is None or not isinstance(value, (dict, list, tuple)):
+        return value
+    parts = list(value.values()) if isinstance(value, dict) else list(value)
+    if len(parts) != len(form[-1]):
+        return value
+    parts = [_rebuilt(inner, part) for inner, part in zip(form[-1], parts, strict=True)]
+    made = _registered(form[1]) if form[0] == "class" else None
+    if made is not None:
+        return pytree.SUPPORTED_NODES[made].unflatten_fn(parts, form[2])
+    return dict(zip(value, parts, strict=True)) if isinstance(value, dict) else type(value)(parts)
+
+
+def _registered(name: str) -> type | None:
+    """The class of this name that pytree knows; None if there is none."""
+    return next((known for known in pytree.SUPPORTED_NODES if f"{known.__module__}.{known.__qualname__}" == name), None)
