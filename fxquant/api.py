@@ -172,13 +172,17 @@ def _prepare(
 
 
 def _require_float32(traced: fx.GraphModule) -> None:
-    for node in traced.graph.find_nodes(op="placeholder"):
-        known = fact(node)
-        if isinstance(known, TensorFact) and known.dtype in (torch.float16, torch.bfloat16):
-            name = str(known.dtype).removeprefix("torch.")
+    """Raise ConfigurationError for a half-precision input, and where float64 stands in place of float32."""
+    inputs = {
+        str(node.target): known.dtype for node in traced.graph.find_nodes(op="placeholder") if isinstance(known := fact(node), TensorFact)
+    }
+    refused = (torch.float16, torch.bfloat16, *([] if torch.float32 in inputs.values() else [torch.float64]))
+    for input, dtype in inputs.items():
+        if dtype in refused:
+            name = str(dtype).removeprefix("torch.")
             raise ConfigurationError(
                 f"a {name} model cannot be prepared",
-                because=f"its input {node.target} is {name}, and integers and scales are those of float32 tensors",
+                because=f"its input {input} is {name}, and integers and scales are those of float32 tensors",
                 remedy="convert model and inputs first: model.float() and x.float()",
             )
 

@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from fxquant.facts import TensorFact
 from fxquant.graph import absorb, fact, inherit, is_parameter, mark_parameter, refuse, resolve, set_fact, spell
-from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Instead, Operator, Parameter, operand_nodes, operator_of
+from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Fixed, Instead, Operator, Own, Parameter, Plain, operand_nodes, operator_of
 from fxquant.ops.shape import is_cast
 from fxquant.ops.unary import SHIFTED, with_offset
 from fxquant.pipeline import Context
@@ -40,7 +40,7 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
         operator, arguments, written = recognised
         spell(node, *written)
         if not isinstance(arguments, str):
-            arguments = operator.normalize(node, arguments)
+            arguments = _of_other_numbers(node, operator) or operator.normalize(node, arguments)
         if isinstance(arguments, str):
             refuse(node, arguments)
             context.say(f"%{node.name} stays as it is: {arguments}")
@@ -59,6 +59,18 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
         _shift(node, context)
     _eliminate_unused(gm.graph)
     return changes
+
+
+def _of_other_numbers(node: fx.Node, operator: Operator) -> str | None:
+    """Why another function, the operator's own, cannot stand for what the user wrote: that gives other numbers than the operator does."""
+    known = fact(node)
+    if node.target is operator.function or not isinstance(known, TensorFact):
+        return None
+    if isinstance(operator.demand, Plain):
+        given = known.dtype == getattr(torch, operator.demand.dtype)
+    else:
+        given = known.dtype == torch.float32 or not isinstance(operator.demand, Own | Fixed)
+    return None if given else f"its result is {str(known.dtype).removeprefix('torch.')}, and {operator.name} of integers has none of these"
 
 
 def _computes_parameter(node: fx.Node) -> bool:

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxquant.facts import TensorFact
 from fxquant.graph import (
     Annotation,
     annotation,
     computes_tensor,
+    fact,
     is_inner_part,
     is_parameter,
     matched_rules,
@@ -76,7 +78,7 @@ def _why_float(
         return "the qconfig says so"
     arguments = operator.arguments(node)
     operands = operand_nodes(operator, arguments)
-    because = reads_no_activation(operator, arguments) or operator.refuses(node, arguments) or needed.get(node) or None
+    because = reads_no_activation(operator, arguments) or _of_another_dtype(node) or operator.refuses(node, arguments) or needed.get(node)
     if because is not None:
         return because
     # A mask may hold -inf; the matrix of a product is a weight, which is refused where it is prepared.
@@ -114,6 +116,14 @@ def _why_beside_float(node: fx.Node, operator: Operator, arguments: dict[str, An
     if shares(node) and operands[0] is read[0]:
         return f"it only passes on the values of %{operands[0].name}, which is in float"
     return None
+
+
+def _of_another_dtype(node: fx.Node) -> str | None:
+    """Why a node's result cannot be quantized: a wider or a complex constant has made it such."""
+    known = fact(node)
+    if not isinstance(known, TensorFact) or known.dtype == torch.float32 or not (known.dtype.is_complex or known.dtype.is_floating_point):
+        return None
+    return f"its result is {str(known.dtype).removeprefix('torch.')}, and only float32 tensors are quantized"
 
 
 def _listed(value: Any) -> list[Any]:

@@ -216,11 +216,53 @@ BAD_ARGUMENTS: dict[str, tuple[type[fxq.FxQuantError], Callable[[], object]]] = 
     "model": (fxq.ConfigurationError, lambda: fxq.prepare(torch.relu, batch())),
 }
 
+# Models and example inputs of which no graph is made.
+BAD_MODELS: dict[str, Callable[[], object]] = {
+    "float64": lambda: fxq.prepare(Small().double(), batch().double()),
+    "float16": lambda: fxq.prepare(Small().half(), batch().half()),
+    "meta-model": lambda: fxq.prepare(Small().to("meta"), batch()),
+    "meta-layer": lambda: fxq.prepare(with_head_on_meta(), batch()),
+    "meta-input": lambda: fxq.prepare(Small(), batch().to("meta")),
+    "lazy": lambda: fxq.prepare(nn.Sequential(nn.LazyConv2d(4, 3)), batch()),
+    "sparse-input": lambda: fxq.prepare(nn.Linear(6, 3), torch.eye(6).to_sparse()),
+    "nested-input": lambda: fxq.prepare(nn.Linear(6, 3), torch.nested.nested_tensor([torch.ones(2, 6), torch.ones(3, 6)])),
+    "nothing": lambda: fxq.prepare(Small(), None),
+}
+
+
+def with_head_on_meta() -> nn.Module:
+    model = Small()
+    model.head.to("meta")
+    return model
+
 
 @pytest.mark.parametrize("name", BAD_ARGUMENTS)
 def test_a_bad_argument(name: str, golden: Golden) -> None:
     kind, action = BAD_ARGUMENTS[name]
     golden(error_text(action, kind), f"argument-{name}.txt")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", BAD_MODELS)
+def test_a_model_or_an_example_that_cannot_be_traced(name: str, golden: Golden) -> None:
+    golden(error_text(BAD_MODELS[name], fxq.ConfigurationError), f"model-{name}.txt")
+
+
+class Complex(nn.Module):
+    """Numbers that are not real, beside a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.turn = nn.Linear(6, 6), nn.Parameter(torch.randn(6, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.ifft(torch.fft.fft(self.layer(x)) * self.turn + self.layer(x) * self.turn).real
+
+
+def test_complex_numbers_stay_in_float_and_say_so() -> None:
+    prepared, integer = compiled(Complex(), [torch.randn(4, 6)])
+    assert "its result is complex64, and only float32 tensors are quantized" in fxq.explain(prepared)
+    assert_validate_is_integer(prepared, integer, torch.randn(4, 6))
 
 
 def test_convert_until_a_pass_of_prepare(calibrated: fx.GraphModule, golden: Golden) -> None:

@@ -102,12 +102,6 @@ def test_no_reason_names_an_internal_function() -> None:
     assert not [reason for body, _ in bodies for reason in reasons(body) if "()" in reason or " _" in reason]
 
 
-def test_a_float64_model() -> None:
-    gm = fxq.prepare(Written(lambda m, x: x * 2).double(), example().double(), until="specs.annotate")
-    found = [layer.reason for layer in left_in_float(layers(gm))]
-    assert found[0] == "its operand %x is float64, and only float32 tensors are quantized; convert it to float32"
-
-
 def test_an_int32_output_is_not_computed_with() -> None:
     qconfig = fxq.QConfigMapping().set_module_name("conv", fxq.QConfig(fxq.ActivationConfig("int32"))).set_module_name("sigmoid", None)
     gm = fxq.prepare(Written(lambda m, x: (x * 2).sigmoid()), example(), qconfig=qconfig, until="specs.annotate")

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.numerics import Ratio, real_multiplier
 from fxquant.ops.resize import _nearest, _neighbours
-from tests.contract import assert_train_is_validate, assert_validate_is_integer
+from tests.contract import assert_train_is_validate, assert_validate_is_integer, compiled
 
 
 class Layers(nn.Module):
@@ -250,3 +250,42 @@ class _Float64:
 
     def __exit__(self, *_: object) -> None:
         torch.set_default_dtype(torch.float32)
+
+
+POLES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sqrt": torch.sqrt,
+    "rsqrt": torch.rsqrt,
+    "log": torch.log,
+    "reciprocal": torch.reciprocal,
+    "pow": lambda x: x**0.3,
+    "log of what is clamped": lambda x: torch.log(x.clamp_min(1e-4)),
+}
+
+
+@pytest.mark.parametrize("name", POLES)
+def test_a_pole_that_the_grid_holds_leaves_training_alive(name: str) -> None:
+    """What is small is rounded to 0, where these functions have no finite value or slope."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return POLES[name](x * self.weight)
+
+    x = torch.linspace(0.3, 3, 16).reshape(4, 4)
+    prepared = compiled(Model(), [x]).prepared
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    prepared.train()
+    small = x.clone()
+    small[0] = 1e-9
+    before = list(fxq.qparams(prepared).values())[-1]
+    result = prepared(small.requires_grad_())
+    result.sum().backward()
+    assert bool(torch.isfinite(result).all())
+    for gradient in (small.grad, prepared.weight.grad):
+        assert bool(torch.isfinite(gradient).all())
+    assert bool((small.grad[0] == 0).all())
+    assert bool((small.grad[1:] != 0).any())
+    assert list(fxq.qparams(prepared).values())[-1] <= 1.5 * before, "the pole is observed"

@@ -30,11 +30,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.operators import page
 from benchmarks.operators.measure import ALL, CRASH, FLOAT, INTEGER, KINDS, NONE, REFUSED, WHOLE, WRONG, Result, has, measure
 from benchmarks.operators.rows import FAMILIES
 from benchmarks.operators.spelling import Spelling, spelled
 
 TARGETS = ("bayes-e",)
+PAGE = Path(__file__).parents[2] / "docs" / "OPERATORS.md"
 TOGETHER = 24  # spellings that a process is given at once
 
 
@@ -54,7 +56,13 @@ def main() -> None:
     )
     parser.add_argument("--processes", type=int, default=1, help="that try spellings at once, each on one thread")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="a file of results, read first and written as they come")
+    parser.add_argument(
+        "--page", action="store_true", help=f"write {PAGE.parent.name}/{PAGE.name}: all targets and dtypes of the page, without ONNX files"
+    )
     options = parser.parse_args()
+    if options.page:
+        write_page(options.processes, options.keep)
+        return
     chosen = [s for s in spelled(FAMILIES) if re.search(options.only, s.name) and (s.seed or not options.seed)]
     if options.list:
         print("\n".join(spelling.name for spelling in chosen))
@@ -71,6 +79,19 @@ def main() -> None:
     for pair in pairs:
         show(chosen, [result for result in results if (result.target, result.dtype) == pair], options.reasons)
     raise SystemExit(1 if any(result.kind in (CRASH, WRONG) for result in results) else 0)
+
+
+def write_page(processes: int, keep: Path | None) -> None:
+    """Measure what the page needs, and write it."""
+    kept = {(result.name, result.target, result.dtype): result for result in read(keep)}
+    wanted = list(page.wanted())
+    for result in measured([entry for entry in wanted if (entry[0].name, *entry[1:]) not in kept], NONE, processes):
+        kept[result.name, result.target, result.dtype] = result
+        if keep is not None:
+            with keep.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(result)) + "\n")
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(page.text([kept[s.name, target, dtype] for s, target, dtype in wanted]), encoding="utf-8")
 
 
 Wanted = tuple[Spelling, str, str]
@@ -103,7 +124,7 @@ def read(path: Path | None) -> list[Result]:
     if path is None or not path.exists():
         return []
     entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [Result(**{**entry, "reasons": tuple(entry["reasons"]), "nodes": tuple(entry["nodes"])}) for entry in entries]
+    return [Result(**{**entry, **{name: tuple(entry[name]) for name in ("reasons", "nodes", "operators")}}) for entry in entries]
 
 
 # ---- showing ----------------------------------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ class Result:
     sqnr     10·log10 of the power of the float model's result over that of the error, in dB, over all results that are real numbers
     agreeing of results that are whole numbers or truth values, the share of equal elements; None if there are none
     nodes    the operators in the prepared model, and of these those in float
+    operators  the names of the records that became integer: operators, and what composites were written
     seconds  that it took
     """
 
@@ -56,6 +57,7 @@ class Result:
     sqnr: float = math.inf
     agreeing: float | None = None
     nodes: tuple[int, int] = (0, 0)
+    operators: tuple[str, ...] = ()
     seconds: float = 0.0
 
 
@@ -123,7 +125,8 @@ def _measure(spelling: Spelling, target: str, dtype: str, onnx: str, place: list
     reasons = tuple(dict.fromkeys(f"{layer.operator}: {layer.reason}" for layer in floats))
     if sqnr < spelling.row.least and dtype != "int4":
         return Result(spelling.name, target, dtype, WRONG, (f"the result has {sqnr:.1f} dB", *reasons), "the result", sqnr, agreeing)
-    return Result(spelling.name, target, dtype, kind, reasons, "", sqnr, agreeing, (len(operators), len(floats)))
+    used = sorted({name for layer in operators if layer.integer for name in (layer.operator, layer.part.partition(":")[0]) if name})
+    return Result(spelling.name, target, dtype, kind, reasons, "", sqnr, agreeing, (len(operators), len(floats)), tuple(used))
 
 
 def _hold(

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxquant.errors import ConfigurationError, TraceError
+from fxquant.frontend.given import require_values
 from fxquant.frontend.handler import new_graph
 from fxquant.frontend.signature import signature_of
 
@@ -75,6 +76,7 @@ def bind_inputs(model: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> E
             because="tensors among the inputs become the inputs of the graph",
             remedy="pass at least one tensor, for example (torch.randn(1, 3, 224, 224),)",
         )
+    require_values(model, zip(names, leaves, strict=True))
     written = _unique(names)
     names = _legal(written)
     batch = _batch(leaves)

@@ -22,6 +22,7 @@ from fxquant.ops.record import OPERATORS, Adapt, Instead, Operator, operator_of,
 from fxquant.primitives import elementwise
 
 UNARY: dict[str, tuple[Callable[..., Tensor], Callable[..., float]]] = {}  # on tensors, and on one Python float
+SINGULAR: set[str] = set()  # those of them that have poles, or slopes without a bound
 
 
 def by_table(lowering: Lowering, input: Quantized, name: str, factor: float = 1.0, offset: float = 0.0, **settings: Any) -> Quantized:
@@ -36,7 +37,30 @@ def by_table(lowering: Lowering, input: Quantized, name: str, factor: float = 1.
             elementwise.lookup, input.value, lowering.constant("table", lowering.stored(entries, to), to.type.storage), *first
         )
 
-    return lowering.result(look_up, lambda: shifted(input.real(), name, factor, offset, settings))
+    def real() -> Tensor:
+        return _tamed(lambda x: shifted(x, name, factor, offset, settings), input.real(), name)
+
+    return lowering.result(look_up, real)
+
+
+def _tamed(function: Callable[[Tensor], Tensor], x: Tensor, name: str) -> Tensor:
+    """function(x) without gradients where it has no finite slope; where it is infinite, the most extreme of its other values.
+
+    A grid holds 0 where a real tensor rarely does: what is small is rounded to it. There the root, the logarithm and the quotient have
+    poles, whose gradient would be that of the whole layer; and the table has its last integer.
+    """
+    if name not in SINGULAR:
+        return function(x)
+    if x.requires_grad and torch.is_grad_enabled():
+        inner = x.detach().requires_grad_()
+        slope = torch.autograd.grad(function(inner).sum(), inner)[0]
+        x = torch.where(torch.isfinite(slope), x, x.detach())
+    value = function(x)
+    infinite = torch.isinf(value)
+    if bool(infinite.any()) and not bool(infinite.all()):
+        finite = value.detach()[~infinite]
+        value = value.clamp(float(finite.nan_to_num(math.inf).min()), float(finite.nan_to_num(-math.inf).max()))
+    return value
 
 
 PlainGrid = tuple[IntType, float, int]  # type, scale and zero point, which can be a dictionary's key
@@ -96,6 +120,8 @@ def unary(
         return by_table(lowering, input, name, **chosen)
 
     UNARY[name] = function, exact
+    if _has_poles(function, settings):
+        SINGULAR.add(name)
     others = adapted or {}
     found = _spelled(name, *(s for s in spellings if isinstance(s, str)))
     found_functions = [s for s in (*spellings, *found) if callable(s) and not isinstance(s, type)]
@@ -128,6 +154,16 @@ def unary(
             onnx=(lambda c: c.do(onnx, c.input)) if isinstance(onnx, str) else onnx,
         )
     )
+
+
+def _has_poles(function: Callable[..., Tensor], settings: Mapping[str, Any]) -> bool:
+    """Whether the function has no finite slope where such functions have their poles; of a power, at any exponent."""
+    x = torch.tensor([-1.0, 0.0, 1.0], device="cpu", requires_grad=True)
+    given = {key: 0.5 if isinstance(value, float) else value for key, value in settings.items()}
+    with torch.enable_grad():
+        value = function(x, **given)
+        slope = torch.autograd.grad(value.sum(), x)[0] if value.requires_grad else torch.zeros(3)
+    return not bool(torch.isfinite(slope).all())
 
 
 def _spelled(*names: str) -> list[Any]:

@@ -40,9 +40,10 @@ def _bounds_compare(input: Value, other: Value, relation: str) -> Range:
 def compare(input: Tensor, other: Tensor, relation: str) -> Tensor:
     """Whether each element of `input` is in this relation ("eq", "ne", "lt", "le", "gt", "ge") to that of `other`: bool.
 
-    Both are integers on one scale, or whole numbers; one may be a constant.
+    Both are integers on one scale, or whole numbers; one may be a constant, also one that is beyond the dtype of the other.
     """
-    return RELATIONS[relation](input, other)
+    dtype = torch.promote_types(input.dtype, other.dtype)  # a tensor without dimensions would be brought to the dtype of the other
+    return RELATIONS[relation](input.to(dtype), other.to(dtype))
 
 
 def _onnx_logic(e: Emitter, input: str | Tensor, other: str | Tensor, operation: str) -> str:
