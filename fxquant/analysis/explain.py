@@ -22,7 +22,9 @@ SHOWN_REASONS = 4  # in the line of the summary; the table has them all
 def explain(model: fx.GraphModule, *, steps: bool = False) -> str:
     """A table of every operator: integer or float, dtype, scale, and the reason; then what is fixed, and what was asked and is not done.
 
-    What a recurrence does alike at each of its steps has one row, under the name of the first; with `steps`, one for each. For a prepared or an integer model, and any graph between. Raises ConfigurationError for a model that is no graph.
+    What a recurrence does alike at each of its steps has one row, under the name of the first; with `steps`, one for each.
+
+    For a prepared or an integer model, and any graph between. Raises ConfigurationError for a model that is no graph.
     """
     known = layers(model)
     rows = [row for layer, again in (((layer, ()) for layer in known) if steps else _grouped(known)) for row in _rows(layer, again)]

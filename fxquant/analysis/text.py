@@ -25,7 +25,7 @@ from fxquant.numerics import ACTIVATION_TYPES
 def text(gm: fx.GraphModule, *, steps: bool = False) -> str:
     """The graph, one line per node; equal graphs give equal text. Raises ConfigurationError for a model that is no graph.
 
-    Of a recurrence only the first two steps and the last one are written out, since the others are like the second; with `steps`, all of them.
+    Of a recurrence the first two steps and the last one are written out, and with `steps` all of them: the others are like the second.
     """
     if not isinstance(gm, fx.GraphModule):
         raise ConfigurationError(

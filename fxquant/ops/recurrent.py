@@ -136,9 +136,9 @@ def _zeros(
 
 def lstm_cell(
     input: Tensor,
-    hx: Sequence[Tensor] | None,
-    weight_ih: Tensor,
-    weight_hh: Tensor,
+    hx: Sequence[Tensor] | None = None,
+    weight_ih: Any = None,
+    weight_hh: Any = None,
     bias_ih: Tensor | None = None,
     bias_hh: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -151,7 +151,7 @@ def lstm_cell(
 
 
 def gru_cell(
-    input: Tensor, hx: Tensor | None, weight_ih: Tensor, weight_hh: Tensor, bias_ih: Tensor | None = None, bias_hh: Tensor | None = None
+    input: Tensor, hx: Tensor | None = None, weight_ih: Any = None, weight_hh: Any = None, bias_ih: Any = None, bias_hh: Any = None
 ) -> Tensor:
     """One step of a GRU: the state."""
     return _simple_cell(torch.gru_cell, input, hx, weight_ih, weight_hh, bias_ih, bias_hh)
@@ -159,9 +159,9 @@ def gru_cell(
 
 def rnn_cell(
     input: Tensor,
-    hx: Tensor | None,
-    weight_ih: Tensor,
-    weight_hh: Tensor,
+    hx: Tensor | None = None,
+    weight_ih: Any = None,
+    weight_hh: Any = None,
     bias_ih: Tensor | None = None,
     bias_hh: Tensor | None = None,
     nonlinearity: str = "tanh",
