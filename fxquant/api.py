@@ -446,7 +446,7 @@ def dump(model: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
     """Write the graph's text to `path`/graph.txt, and its explanation to `path`/explain.txt; returns the directory."""
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "graph.txt").write_text(text(model), encoding="utf-8")
+    (directory / "graph.txt").write_text(text(model, steps=True), encoding="utf-8")
     (directory / "explain.txt").write_text(explain(model), encoding="utf-8")
     return directory
 

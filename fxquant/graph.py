@@ -232,6 +232,12 @@ def is_inner_part(node: fx.Node) -> bool:
     return known is not None and known.inner
 
 
+def step_of(node: fx.Node) -> int | None:
+    """At which step of a recurrence a part of it is computed, counted from 0; None of any other node."""
+    known = part(node)
+    return None if known is None else known.step
+
+
 def ties(node: fx.Node) -> tuple[str, ...]:
     """What a node is tied by: nodes with one tie in common have one grid."""
     return tuple(node.meta.get("ties", ()))

@@ -100,7 +100,7 @@ class Dial:
         """Write the graph as NN-name.txt where dumping is on."""
         if self.dump is not None:
             self.dump.mkdir(parents=True, exist_ok=True)
-            (self.dump / f"{self.count:02d}-{name}.txt").write_text(text(gm), encoding="utf-8")
+            (self.dump / f"{self.count:02d}-{name}.txt").write_text(text(gm, steps=True), encoding="utf-8")
         self.count += 1
 
 

@@ -38,6 +38,7 @@ from fxquant.graph import (
     set_part,
     set_qparams,
     source,
+    step_of,
     zero_point,
 )
 from fxquant.lowering import Lowering, Place, Quantized, plainly
@@ -114,7 +115,7 @@ class GraphLowering(Lowering):
         self.centred: dict[fx.Node, fx.Node] = {}  # the centred integers of affine tensors
         self.between: QParams | None = None  # of what a residual is added to
         self.facts: dict[str, Any] = {}
-        self.held: dict[Any, fx.Node] | None = None  # constants by content, of operators whose constants others read as well
+        self.held: dict[Any, fx.Node] | None = None  # constants by role and content, of operators whose constants others read as well
 
     @property
     def place(self) -> Place:
@@ -157,7 +158,7 @@ class GraphLowering(Lowering):
                 remedy="this is a defect of the operator's `lower`; give every constant a role of its own",
             )
         held = value.detach().to(dtype).contiguous()
-        key = (dtype, held.shape, held.cpu().numpy().tobytes()) if self.held is not None else None
+        key = (role, dtype, held.shape, held.cpu().numpy().tobytes()) if self.held is not None else None
         if self.held is not None and key in self.held:
             self.constants[role] = self.held[key].name
             return self.held[key]
@@ -290,8 +291,7 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
 
 def _repeats(node: fx.Node) -> bool:
     """Whether other operators may read the same constants: it reads a parameter that others read, or is a step of a recurrence."""
-    known = part(node)
-    if known is not None and known.step is not None:
+    if step_of(node) is not None:
         return True
     return any(len(read.users) > 1 for read in node.all_input_nodes if is_parameter(read))
 

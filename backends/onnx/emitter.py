@@ -52,6 +52,7 @@ class Emitter:
         self.scope = scope
         self.taken = taken
         self.nodes: list[onnx.NodeProto] = []
+        self.producers: dict[str, onnx.NodeProto] = {}  # by the value that each computes
         self.types: dict[str, torch.dtype] = {}
         self.constants: dict[Any, str] = {}
         self.initializers: list[onnx.TensorProto] = []
@@ -59,11 +60,23 @@ class Emitter:
 
     def node(self, operator: str, *inputs: str, **attributes: Any) -> str:
         attributes = {name: TYPES[value] if isinstance(value, torch.dtype) else value for name, value in attributes.items()}
+        if operator == "MatMul":
+            inputs = tuple(self._kept_apart(value) for value in inputs)
         output = self._fresh(operator)
         outputs = [f"{output}/values", output] if operator == "TopK" else [output]  # its second output, the indices, is the result
         self.nodes.append(helper.make_node(operator, list(inputs), outputs, name=output, **attributes))
+        self.producers[output] = self.nodes[-1]
         self.types[output] = self._result_type(operator, inputs, attributes)
         return output
+
+    def _kept_apart(self, value: str) -> str:
+        """An operand of a product, behind a barrier where it is a cast of a transposition.
+
+        onnxruntime 1.24 to 1.31 joins the three on x86 processors, and is ended by the operating system (microsoft/onnxruntime#28392).
+        """
+        cast = self.producers.get(value)
+        moved = None if cast is None or cast.op_type != "Cast" else self.producers.get(cast.input[0])
+        return value if moved is None or moved.op_type != "Transpose" else self.node("Round", value)
 
     def _result_type(self, operator: str, inputs: Sequence[str], attributes: dict[str, Any]) -> torch.dtype:
         if operator == "Cast":

@@ -183,6 +183,7 @@ class Writer:
             result = self.emitter.node("Identity", result)
             last = self.emitter.nodes[-1]
         last.output[0] = last.name = name
+        self.emitter.producers[name] = last
         self.emitter.types[name] = self.emitter.types.pop(result)
         return name
 

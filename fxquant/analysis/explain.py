@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 from torch import fx
 
@@ -17,13 +19,15 @@ SHOWN_REASONS = 4  # in the line of the summary; the table has them all
 
 
 @checked()
-def explain(model: fx.GraphModule) -> str:
+def explain(model: fx.GraphModule, *, steps: bool = False) -> str:
     """A table of every operator: integer or float, dtype, scale, and the reason; then what is fixed, and what was asked and is not done.
+
+    What a recurrence does alike at each of its steps has one row, under the name of the first; with `steps`, one for each.
 
     For a prepared or an integer model, and any graph between. Raises ConfigurationError for a model that is no graph.
     """
     known = layers(model)
-    rows = [row for layer in known for row in _rows(layer)]
+    rows = [row for layer, again in (((layer, ()) for layer in known) if steps else _grouped(known)) for row in _rows(layer, again)]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)).rstrip() for row in rows]
     lines.append("")
@@ -33,13 +37,39 @@ def explain(model: fx.GraphModule) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _rows(layer: Layer) -> list[tuple[str, str, str, str, str]]:
-    """The operator's row, behind those of tensors inside of it on another scale; none before it is decided what becomes of it."""
+def _grouped(known: tuple[Layer, ...]) -> list[tuple[Layer, list[Layer]]]:
+    """The layers; of a recurrence those that are the first of their kind, each with those that are like it at later steps."""
+    grouped: list[tuple[Layer, list[Layer]]] = []
+    there: dict[Any, list[Layer]] = {}
+    at: dict[Any, int] = {}  # how many of a kind there were, at the step at hand
+    number, before = 0, -1
+    for layer in known:
+        if layer.step is None:
+            grouped.append((layer, []))
+            continue
+        if layer.step != before:
+            number, before, at = number + (layer.step < before), layer.step, {}
+        kind = number, layer.part, layer.reason, layer.notes, layer.grid, layer.dtype
+        at[kind] = at.get(kind, 0) + 1
+        if (kind, at[kind]) in there:
+            there[kind, at[kind]].append(layer)
+        else:
+            there[kind, at[kind]] = again = []
+            grouped.append((layer, again))
+    return grouped
+
+
+def _rows(layer: Layer, again: Sequence[Layer]) -> list[tuple[str, str, str, str, str]]:
+    """The operator's row, behind those of tensors inside of it on another scale; none before it is decided what becomes of it.
+
+    `again` are those like it at other steps.
+    """
     inner = [tensor for tensor in layer.intermediates if tensor.grid != layer.grid]
     rows = [(f"%{each.name}", "integer", each.grid.dtype, _scale(each.grid), _where(layer, f"inside of %{layer.name}")) for each in inner]
     if layer.reason or layer.grid is not None:
         reason = layer.reason or "; ".join([layer.part, *layer.notes] if layer.part else layer.notes)
         also = f"; holds {', '.join(layer.fused)}" if layer.reason and layer.fused else ""
+        also += f"; at {len(again) + 1} steps, up to %{again[-1].name}" if again else ""
         kind, dtype = ("integer", layer.dtype) if layer.integer else ("float", "")
         rows.append((f"%{layer.name}", kind, dtype, _scale(layer.grid), _where(layer, reason + also)))
     return rows

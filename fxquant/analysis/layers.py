@@ -27,6 +27,7 @@ from fxquant.graph import (
     origin,
     part,
     source,
+    step_of,
 )
 
 HOST = "host"  # where float operators run
@@ -75,6 +76,7 @@ class Layer:
     fused             the names of the nodes that were fused into it
     part              which part of a composite operator it is ("softmax: exp"); "" if it is none
     inner             whether only other parts of its composite read it
+    step              of a part of a recurrence: at which of its steps it is computed, counted from 0; None of all others
     intermediates     the quantized tensors inside of it, in an integer model
 
     `macs` and `activation_bytes` are those of one item, or of the whole batch where the model is fixed to a batch size.
@@ -99,6 +101,7 @@ class Layer:
     fused: tuple[str, ...]
     part: str = ""
     inner: bool = False
+    step: int | None = None
     intermediates: tuple[Intermediate, ...] = ()
 
 
@@ -165,5 +168,6 @@ def _layer(
         fused=fused(node),
         part=str(part(node) or ""),
         inner=is_inner_part(node),
+        step=step_of(node),
         intermediates=intermediates,
     )

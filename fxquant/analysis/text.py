@@ -17,24 +17,52 @@ from fxquant.analysis.node import called, grid_of, primitive_of, record_of
 from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError
 from fxquant.facts import TensorFact
-from fxquant.graph import annotation, fact, fused, resolve
+from fxquant.graph import annotation, fact, fused, origin, resolve, step_of
 from fxquant.numerics import ACTIVATION_TYPES
 
 
 @checked()
-def text(gm: fx.GraphModule) -> str:
-    """The graph, one line per node; equal graphs give equal text. Raises ConfigurationError for a model that is no graph."""
+def text(gm: fx.GraphModule, *, steps: bool = False) -> str:
+    """The graph, one line per node; equal graphs give equal text. Raises ConfigurationError for a model that is no graph.
+
+    Of a recurrence the first two steps and the last one are written out, and with `steps` all of them: the others are like the second.
+    """
     if not isinstance(gm, fx.GraphModule):
         raise ConfigurationError(
             f"{type(gm).__name__} has no graph",
             because="only traced, prepared and integer models do",
             remedy="call fxq.trace(model, example_inputs) first",
         )
-    rows = [_row(gm, node) for node in gm.graph.nodes]
+    left_out = {} if steps else _alike(gm)
+    rows = [_row(gm, node) if node not in left_out else (left_out[node], "", "", "") for node in gm.graph.nodes if left_out.get(node) != ""]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
     widths[0] = min(widths[0], 100)
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)).rstrip() for row in rows]
     return "\n".join([f"graph   # {str(gm.meta.get('stage', 'traced')).lower()}", *("  " + line for line in lines)]) + "\n"
+
+
+def _alike(gm: fx.GraphModule) -> dict[fx.Node, str]:
+    """The nodes of all steps of recurrences but the first two and the last: a line for the first of them, nothing for the others."""
+    names = {node.name: step_of(node) for node in gm.graph.nodes}
+    found: dict[fx.Node, str] = {}
+    run: list[tuple[fx.Node, int]] = []  # the steps of one recurrence, as they follow each other
+
+    def finish() -> None:
+        last = run[-1][1] if run else 0
+        middle = [node for node, step in run if 1 < step < last]
+        if middle:
+            found.update(dict.fromkeys(middle, ""))
+            found[middle[0]] = f"…   # steps 2 to {last - 1}: {len(middle)} lines like those of step 1"
+        run.clear()
+
+    for node in gm.graph.nodes:
+        step = names.get(origin(node))
+        if step is None or (run and step < run[-1][1]):
+            finish()
+        if step is not None:
+            run.append((node, step))
+    finish()
+    return found
 
 
 def _row(gm: fx.GraphModule, node: fx.Node) -> tuple[str, str, str, str]:

@@ -29,7 +29,7 @@ from fxquant.ops.index import WHOLE, getitem
 from fxquant.ops.join import cat, stack
 from fxquant.ops.linear import linear
 from fxquant.ops.record import Demand, Fixed, Operator, Own, Parameter, Same, operator_of, register
-from fxquant.ops.shape import reshape
+from fxquant.ops.shape import numbers, reshape
 from fxquant.ops.unary import shifted
 
 WIDE = Own("int16", otherwise="int8")
@@ -136,9 +136,9 @@ def _zeros(
 
 def lstm_cell(
     input: Tensor,
-    hx: Sequence[Tensor] | None,
-    weight_ih: Tensor,
-    weight_hh: Tensor,
+    hx: Sequence[Tensor] | None = None,
+    weight_ih: Any = None,
+    weight_hh: Any = None,
     bias_ih: Tensor | None = None,
     bias_hh: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -151,7 +151,7 @@ def lstm_cell(
 
 
 def gru_cell(
-    input: Tensor, hx: Tensor | None, weight_ih: Tensor, weight_hh: Tensor, bias_ih: Tensor | None = None, bias_hh: Tensor | None = None
+    input: Tensor, hx: Tensor | None = None, weight_ih: Any = None, weight_hh: Any = None, bias_ih: Any = None, bias_hh: Any = None
 ) -> Tensor:
     """One step of a GRU: the state."""
     return _simple_cell(torch.gru_cell, input, hx, weight_ih, weight_hh, bias_ih, bias_hh)
@@ -159,9 +159,9 @@ def gru_cell(
 
 def rnn_cell(
     input: Tensor,
-    hx: Tensor | None,
-    weight_ih: Tensor,
-    weight_hh: Tensor,
+    hx: Tensor | None = None,
+    weight_ih: Any = None,
+    weight_hh: Any = None,
     bias_ih: Tensor | None = None,
     bias_hh: Tensor | None = None,
     nonlinearity: str = "tanh",
@@ -319,11 +319,11 @@ class _Sequence:
         for number, position in enumerate(reversed(steps) if backwards else steps):
             build.step = number
             state = after = step(layer, build(getitem, given, _along(self.axis, position)), state)
-            shown[position] = after[0]
+            shown[position] = build(reshape, after[0], _with(_numbers(build, after[0]), self.axis))
         build.step = None
         for nodes in layer.tied.values():
             build.tie(*nodes)
-        return build(stack, [shown[position] for position in steps], self.axis, demand=Same()), after
+        return build(cat, [shown[position] for position in steps], self.axis, demand=Same()), after
 
     def layers(
         self,
@@ -392,14 +392,19 @@ def _expand_layers(
     batched = len(known) == 3
     if not batched:
         input = build(reshape, input, [1, *known] if batch_first else [known[0], 1, known[1]])
-        state = None if state is None else [build(reshape, held, _with(build.fact(held).shape, 1)) for held in state]
+        state = None if state is None else [build(reshape, held, _with(_numbers(build, held), 1)) for held in state]
     output, last = _Sequence(build, kind, axis).layers(input, state, parameters, biases, num_layers, bidirectional, dropout)
     results = [output]
     for at, states in enumerate(list(zip(*last, strict=True))[: 2 if kind == "lstm" else 1]):
         results.append(build(stack, list(states), 0, demand=Same() if len(states) == 1 else WIDE if at else Own()))
     if batched:
         return results
-    return [build(reshape, value, _without(build.fact(value).shape, 1 - axis if at == 0 else 1)) for at, value in enumerate(results)]
+    return [build(reshape, value, _without(_numbers(build, value), 1 - axis if at == 0 else 1)) for at, value in enumerate(results)]
+
+
+def _numbers(build: Builder, value: fx.Node) -> list[int]:
+    """A shape for `reshape`, with -1 for the batch."""
+    return numbers(build.fact(value).shape)
 
 
 def _with(shape: Sequence[Any], dim: int) -> list[Any]:
