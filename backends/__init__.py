@@ -31,9 +31,13 @@ def get(name: str | Target) -> Target:
     aliases = {alias: target.name for target in TARGETS.values() for alias in (target.name, *target.aliases)}
     near = difflib.get_close_matches(wanted, aliases, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    listed = "; ".join(f"{t.name} ({', '.join(t.aliases)})" if t.aliases else t.name for t in TARGETS.values())
+    plain = [target for target in TARGETS.values() if not target.consistency]
+    listed = "; ".join(f"{t.name} ({', '.join(t.aliases)})" if t.aliases else t.name for t in plain)
+    levels = ", ".join(target.name for target in TARGETS.values() if target.consistency)
     raise UnknownTarget(
-        f"there is no target {shown(named)}", because=f"the targets (and chips) are: {listed}", remedy=f"{hint}pass one of these names"
+        f"there is no target {shown(named)}",
+        because=f"the targets (and chips) are: {listed}; with scales that are powers of two: {levels}",
+        remedy=f"{hint}pass one of these names",
     )
 
 
@@ -46,7 +50,7 @@ def require_dtypes(target: Target, asked: Iterable[tuple[Rule, QConfig | None]])
         for kind, dtypes, known in (("activations", activations, target.activations), ("weights", [config.weight.dtype], target.weights)):
             for dtype in dtypes:
                 if dtype not in known:
-                    able = [other.name for other in TARGETS.values() if dtype in getattr(other, kind)]
+                    able = [other.name for other in TARGETS.values() if dtype in getattr(other, kind) and not other.consistency]
                     raise ConfigurationError(
                         f"{target.name} has no {dtype} {kind}",
                         because=f"the qconfig asks for them ({'its default' if rule == DEFAULT else rule}); "

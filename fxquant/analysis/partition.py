@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import networkx as nx
 from torch import fx
 
-from fxquant.analysis.node import is_dequantize, primitive_of, quantized_operator
+from fxquant.analysis.node import in_float16, is_dequantize, primitive_of, quantized_operator
 from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError
 from fxquant.facts import TensorFact
@@ -26,7 +26,7 @@ HOST = "host"
 class Segment:
     """One segment.
 
-    device   where it runs: the target's name ("bayes-e"), or "host" for float operators
+    device   where it runs: the target's name ("bayes-e"), or "host" for float operators that the target does not compute in float16
     nodes    the names of its operators, in the order they run
     inputs   the names of the tensors it takes: inputs of the model, and outputs of segments before it
     outputs  the names of the tensors that later segments take, or that the model returns
@@ -78,7 +78,7 @@ def _works(node: fx.Node) -> bool:
 
 def _device(model: fx.GraphModule, node: fx.Node) -> str:
     integer = primitive_of(node) is not None or quantized_operator(model, node) is not None or is_dequantize(model, node)
-    return str(model.meta["target"].name) if integer else HOST
+    return str(model.meta["target"].name) if integer or in_float16(model, node) else HOST
 
 
 def _levels(nodes: list[fx.Node], device: Mapping[fx.Node, str], first: str) -> dict[fx.Node, int]:
