@@ -31,13 +31,9 @@ def get(name: str | Target) -> Target:
     aliases = {alias: target.name for target in TARGETS.values() for alias in (target.name, *target.aliases)}
     near = difflib.get_close_matches(wanted, aliases, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    plain = [target for target in TARGETS.values() if not target.consistency]
-    listed = "; ".join(f"{t.name} ({', '.join(t.aliases)})" if t.aliases else t.name for t in plain)
-    levels = ", ".join(target.name for target in TARGETS.values() if target.consistency)
+    listed = "; ".join(f"{t.name} ({', '.join(t.aliases)})" if t.aliases else t.name for t in TARGETS.values())
     raise UnknownTarget(
-        f"there is no target {shown(named)}",
-        because=f"the targets (and chips) are: {listed}; with scales that are powers of two: {levels}",
-        remedy=f"{hint}pass one of these names",
+        f"there is no target {shown(named)}", because=f"the targets (and chips) are: {listed}", remedy=f"{hint}pass one of these names"
     )
 
 

@@ -88,7 +88,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.analysis.explain": {"arguments", "graph", "layers", "frontend", "numerics"},
     "fxquant.analysis.site": {"facts", "graph", "ops"},
     "fxquant.analysis.windows": {"site"},
-    "fxquant.analysis.measures": {"facts", "fxquant.analysis", "graph", "numerics", "ops", "site", "windows"},
+    "fxquant.analysis.measures": {"facts", "graph", "numerics", "ops", "site", "windows"},
     "fxquant.analysis.breaches": {"measures", "target"},
     "fxquant.analysis.check": {"breaches", "graph", "layers", "measures", "node", "ops", "target"},
     "fxquant.remedies": {"facts", "graph", "model", "ops", "remedies", "target"},
