@@ -18,8 +18,8 @@ from tests.contract import compiled
 
 
 def spectrum(x: Tensor) -> Tensor:
-    """What no target has in integers."""
-    return torch.fft.fft(x).real
+    """What no target has in integers: numbers of another precision."""
+    return x.double().cos().float()
 
 
 class Mixed(nn.Module):
@@ -34,8 +34,8 @@ class Mixed(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         x = torch.relu(self.stem(x))
         y = spectrum(torch.sigmoid(spectrum(self.left(x)).reshape(x.shape)))
-        z = torch.fft.fft(self.right(x))
-        return self.block(y * 0.1) + x, self.block(z.imag * 0.1), x.size(0) * y, self.gain
+        z = self.right(x).double()
+        return self.block(y * 0.1) + x, self.block(z.sin().float() * 0.1), x.size(0) * y, self.gain
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_segments_are_few_and_convex(mixed: fx.GraphModule) -> None:
         assert own.device == ("bayes-e" if layer.integer or layer.boundary else "host")
 
 
-CUTS: list[tuple[Any, int]] = [((), 3), (("left", "block.1"), 6), (("stem", ["left", "right"]), 4)]
+CUTS: list[tuple[Any, int]] = [(("left", "block.1"), 6), (("stem", ["left", "right"]), 4)]
 
 
 @pytest.mark.parametrize(("cut", "count"), CUTS, ids=lambda value: str(value) if isinstance(value, tuple) else "")
@@ -171,7 +171,7 @@ def floats(function: Any, qconfig: Any = None) -> dict[str, str]:
 
 def test_integers_between_float_operators_stay_in_float() -> None:
     found = floats(lambda x: spectrum(torch.sigmoid(spectrum(x)) + 1))
-    assert found["sigmoid"] == found["add"] == "it stands between operators that are in float, and leads to %fft_fft_1 alone"
+    assert found["sigmoid"] == found["add"] == "it stands between operators that are in float, and leads to %double_1 alone"
     assert "reshape" in floats(lambda x: spectrum(x.flatten(1)))
     assert "sigmoid" not in floats(lambda x: spectrum(torch.sigmoid(x))), "an input is computed with on the target"
     assert "sigmoid" not in floats(lambda x: torch.sigmoid(spectrum(x))), "so is what the model returns"

@@ -70,7 +70,7 @@ class Rewriting(Builder):
         values: Sequence[Any],
         why: str,
     ) -> None:
-        super().__init__(name, node)
+        super().__init__(name, node, target.activations)
         self.gm, self.operator, self.target, self.limit, self.because = gm, operator, target, limit, why
         self.arguments = operator.arguments(node)
         self.values = list(values)
