@@ -130,13 +130,21 @@ def lifted(b: Rewriting) -> fx.Node | None:
         counted = b.arguments["count_include_pad"]
         made: Any = b(avg_pool2d, image, [1, kernel], [1, stride], [0, padding], b.arguments["ceil_mode"], counted, clamp=clamp)
     else:
-        weight, bias = b.folded(1)
-        own = b.parameter(torch.unsqueeze, weight, 2)
+        own = b.parameter(torch.unsqueeze, b.arguments["weight"], 2)
         residual = b.arguments.get("residual")
         added = None if residual is None else b(reshape, residual, numbers([*shape_of(residual)[:2], 1, shape_of(residual)[2]]))
         stride, padding, extra, dilation = (sizes(b.arguments[n], 1)[0] for n in ("stride", "padding", "output_padding", "dilation"))
         window = ([1, stride], [0, padding], [0, extra], b.arguments["groups"], [1, dilation])
-        made = b(conv_transpose2d, image, own, bias, *window, residual=added, clamp=clamp)
+        made = b(
+            conv_transpose2d,
+            image,
+            own,
+            b.arguments["bias"],
+            *window,
+            batch_norm=b.arguments.get("batch_norm"),
+            residual=added,
+            clamp=clamp,
+        )
     result: fx.Node = b(reshape, made, numbers(b.result))
     return result
 
