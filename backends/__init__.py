@@ -46,7 +46,7 @@ def require_dtypes(target: Target, asked: Iterable[tuple[Rule, QConfig | None]])
         for kind, dtypes, known in (("activations", activations, target.activations), ("weights", [config.weight.dtype], target.weights)):
             for dtype in dtypes:
                 if dtype not in known:
-                    able = [other.name for other in TARGETS.values() if dtype in getattr(other, kind)]
+                    able = [other.name for other in TARGETS.values() if dtype in getattr(other, kind) and not other.consistency]
                     raise ConfigurationError(
                         f"{target.name} has no {dtype} {kind}",
                         because=f"the qconfig asks for them ({'its default' if rule == DEFAULT else rule}); "

@@ -41,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="train a small network on real digits, quantize it, export it, and prove the bits equal")
     demo.add_argument("--target", default="bayes-e", help="march or chip to compile for (default: bayes-e)")
     demo.add_argument("--out", default="fxquant-demo", help="directory for model.onnx and the graphs (default: fxquant-demo)")
+    demo.add_argument("--adapt", action="store_true", help="make operators that break a limit of the target into others that keep it")
     demo.set_defaults(run=_demo)
 
     inspect = _command(
@@ -62,6 +63,19 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("a", type=Path, metavar="A", help=FILE)
     diff.add_argument("b", type=Path, metavar="B", help="another of the same kind")
     diff.set_defaults(run=_diff)
+
+    segments = _command(
+        commands,
+        "segments",
+        "write an integer model as one ONNX file for each stretch of the target's integers or the host's float operators",
+        "A manifest beside the files joins them: fxq.run_segments runs the folder, and gives the bits of the whole.",
+    )
+    segments.add_argument("file", type=Path, metavar="FILE", help="an integer model that fxq.save wrote (.fxq)")
+    segments.add_argument("folder", type=Path, metavar="FOLDER", help="where manifest.json and the files are written")
+    segments.add_argument(
+        "--cut", action="append", default=[], metavar="NAME", help="cut behind this tensor or module as well; may be given several times"
+    )
+    segments.set_defaults(run=_segments)
 
     verify = _command(
         commands,
@@ -104,7 +118,7 @@ def _positive(text: str) -> int:
 def _demo(options: argparse.Namespace) -> int:
     from fxquant.demo.run import run_demo
 
-    outcome = run_demo(options.target, options.out)
+    outcome = run_demo(options.target, options.out, adapt=options.adapt)
     return 0 if outcome.report and outcome.float_nodes == 0 else 1
 
 
@@ -122,6 +136,18 @@ def _diff(options: argparse.Namespace) -> int:
     found = difference(read(options.a), read(options.b))
     print(found or "equal: the same graph, scales and tensors")
     return 1 if found else 0
+
+
+def _segments(options: argparse.Namespace) -> int:
+    import fxquant as fxq
+    from fxquant.analysis.inspection import saved_model
+
+    integer = saved_model(options.file)
+    manifest = fxq.export_segments(integer, options.folder, cut=options.cut)
+    for index, segment in enumerate(fxq.segments(integer, cut=options.cut)):
+        print(f"{index}  {segment.device:10} {len(segment.nodes):5} nodes  {', '.join(segment.inputs)}  ->  {', '.join(segment.outputs)}")
+    print(manifest)
+    return 0
 
 
 def _verify(options: argparse.Namespace) -> int:

@@ -59,7 +59,8 @@ class Target:
     activations and weights name the integer dtypes it computes with ("int32" is the output of a last layer; an affine one,
     "uint8", needs an arithmetic with *real* requantization); default_activation is what an ActivationConfig without a dtype
     means; aliases are the chips and other names that mean it; limits are what it allows of operators, which `fxq.check` holds a
-    model against.
+    model against. float16 names the operators, and PyTorch's functions, that it computes itself, in float16, where they are no integer
+    operators; consistency is what of its scales are powers of two: 0 nothing, 1 those of activations, 2 those of weights as well.
     """
 
     name: str
@@ -71,7 +72,14 @@ class Target:
     per_channel_weights: bool = True
     limits: tuple[Limit, ...] = ()
     default_activation: str = "int8"
+    float16: frozenset[str] = frozenset()
+    consistency: int = 0
 
     def __post_init__(self) -> None:
         if not self.arithmetic.adds_zero_points and any(ACTIVATION_TYPES[name].affine for name in self.activations):
             raise ValueError(f"{self.name}: its arithmetic adds no zero point, so it has no affine activations")
+
+    def computes_in_float16(self, name: str) -> bool:
+        """Whether it computes an operator of this name in float16: a function's, or a module's class ("LayerNorm")."""
+        plain = name.lower().replace("_", "")
+        return any(plain == known.replace("_", "") for known in self.float16)

@@ -111,7 +111,7 @@ def largest(**options: Any) -> Built:
 
 INT16 = fxq.QConfig(output=fxq.ActivationConfig("int16"))
 
-FAMILIES = {"bernoulli2": ("bernoulli2",), "bayes": ("bayes", "bayes-e"), "nash": ("nash-e", "nash-m")}
+FAMILIES = {"bernoulli2": ("bernoulli2",), "bayes": ("bayes", "bayes-e"), "nash": ("nash-e", "nash-p")}
 ARITHMETIC: dict[str, Callable[[Any, Any], Tensor]] = {"add": torch.add, "sub": torch.sub, "mul": torch.mul}
 
 
@@ -326,6 +326,7 @@ ROWS = [
     Row("nash", "max_pool1d", "dilation", lambda d: built(nn.MaxPool1d(2, 1, 0, d), (4, 2, 8)), 1, 2),
     Row("nash", "max_pool2d", "dilation", lambda d: built(nn.MaxPool2d(2, 1, 0, d), image()), 1, 2),
     Row("nash", "pad", "padding mode", lambda mode: built(Alone(lambda x: F.pad(x, [1, 1, 1, 1], mode)), image()), "constant", "reflect"),
+    Row("nash", "gelu", "approximation", lambda a: built(nn.GELU(a), image()), "none", "tanh"),
     Row("nash", "mean", "number of reduced dimensions", lambda d: built(Alone(lambda x: x.mean(d)), image()), 2, (2, 3)),
     Row("nash", "sum", "number of reduced dimensions", lambda d: built(Alone(lambda x: x.sum(d)), image()), 2, (2, 3)),
     # ---- all of them ----
@@ -365,6 +366,12 @@ def check(one: Built, target: str, qconfig: Any = None) -> fxq.Findings:
 
 def broken(found: fxq.Findings, operator: str, measure: str) -> bool:
     return any(f.limit.startswith(f"its {measure} is ") and operator in ("", f.operator) for f in found if f.kind == "limit")
+
+
+def test_every_nash_march_has_the_limits_of_nash() -> None:
+    nash = [target for target in TARGETS.values() if target.name.startswith("nash")]
+    assert {target.name for target in nash} >= {"nash-e", "nash-m", "nash-b", "nash-p", "nash-h"}
+    assert all(target.limits == TARGETS["nash-e"].limits for target in nash)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.family}-{row.operator or 'any'}-{row.measure}-{row.outside}".replace(" ", "_"))

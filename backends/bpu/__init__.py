@@ -1,6 +1,9 @@
 """Horizon's BPU, march by march: the whole target in one screen. The arithmetic is specified in ARITHMETIC.md."""
 
+from dataclasses import replace
+
 from fxquant.arithmetic import FixedArithmetic, RealArithmetic
+from fxquant.backends.bpu.half import FLOAT16
 from fxquant.backends.bpu.limits import limited
 from fxquant.numerics import FixedWidths
 from fxquant.target import Target
@@ -29,11 +32,39 @@ ACTIVATIONS_16 = ("int4", "int8", "int16", "int32")
 WEIGHTS = ("int4", "int8")
 WEIGHTS_16 = ("int4", "int8", "int16")
 
+
+def _nash(name: str, description: str, *aliases: str, float16: frozenset[str] = frozenset()) -> Target:
+    return Target(name, f"BPU {description}: float32 requantization", REAL, ACTIVATIONS_16, WEIGHTS_16, aliases=aliases, float16=float16)
+
+
+def _consistent(target: Target, level: int) -> Target:
+    """A march at a consistency level: 1, the scales of activations are powers of two; 2, those of weights as well.
+
+    Both need a model trained, or calibrated, for it. The published level 1 also makes resizing and means agree between training and
+    device, which they do here at every level.
+    """
+    return replace(
+        target,
+        name=f"{target.name}-level{level}",
+        description=f"{target.description}, {'power-of-two scales' if level == 2 else 'power-of-two scales of activations'}",
+        arithmetic=replace(REAL, power_of_two_scales=True, power_of_two_weights=level == 2),
+        aliases=tuple(f"{alias}-level{level}" for alias in target.aliases),
+        consistency=level,
+    )
+
+
+NASH_E = _nash("nash-e", "Nash-e", "j6e", "s100", "rdk-s100", "nash-e-level0")
+NASH_M = _nash("nash-m", "Nash-m", "j6m", "s100p", "rdk-s100p", "nash-m-level0")
+
 TARGETS = limited(
     Target("bernoulli", "BPU Bernoulli: power-of-two scales, requantization by shifting", SHIFT, ACTIVATIONS, WEIGHTS, aliases=("xj2",)),
     Target("bernoulli2", "BPU Bernoulli2: fixed-point requantization", FIXED_8, ACTIVATIONS, WEIGHTS, aliases=("x3", "j3", "rdk-x3")),
     Target("bayes", "BPU Bayes: fixed-point requantization", FIXED, ACTIVATIONS_16, WEIGHTS, aliases=("j5", "rdk-ultra")),
     Target("bayes-e", "BPU Bayes-e: fixed-point requantization", FIXED, ACTIVATIONS_16, WEIGHTS, aliases=("x5", "rdk-x5")),
-    Target("nash-e", "BPU Nash-e: float32 requantization", REAL, ACTIVATIONS_16, WEIGHTS_16, aliases=("j6e", "s100", "rdk-s100")),
-    Target("nash-m", "BPU Nash-m: float32 requantization", REAL, ACTIVATIONS_16, WEIGHTS_16, aliases=("j6m", "s100p", "rdk-s100p")),
+    NASH_E,
+    NASH_M,
+    _nash("nash-b", "Nash-b", "j6b", "nash-b-lite", "nash-b-plus"),
+    _nash("nash-p", "Nash-p", "j6p", float16=FLOAT16),
+    _nash("nash-h", "Nash-h", "j6h", float16=FLOAT16),
+    *(_consistent(target, level) for target in (NASH_E, NASH_M) for level in (1, 2)),
 )

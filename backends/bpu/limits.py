@@ -158,15 +158,16 @@ NASH = (
     *COUNTED,
     _limit("max_pool1d max_pool2d", "dilation", "use dilation 1", high=1),
     _limit("pad", "padding mode", "pad with a constant, or replicate", among=("constant", "replicate")),
+    _limit("gelu", "approximation", "pass approximate='none'", among=("none",)),
     _limit("matmul", "rank", "give both operands at least two dimensions", low=2),
     _limit("mean sum", "number of reduced dimensions", "reduce one dimension after another", high=1),
     # These are in no published table of operators; an unpublished one may have them.
     _absent("conv_transpose1d conv_transpose3d avg_pool1d avg_pool3d max_pool3d", "use the two-dimensional layer"),
 )
 
-LIMITS = {"bernoulli2": BERNOULLI2, "bayes": BAYES, "bayes-e": BAYES, "nash-e": NASH, "nash-m": NASH}
+LIMITS = {"bernoulli2": BERNOULLI2, "bayes": BAYES, "bayes-e": BAYES, "nash": NASH}
 
 
 def limited(*targets: Target) -> tuple[Target, ...]:
     """The targets, each with the limits that are known of it."""
-    return tuple(replace(target, limits=LIMITS.get(target.name, ())) for target in targets)
+    return tuple(replace(target, limits=LIMITS.get("nash" if target.name.startswith("nash") else target.name, ())) for target in targets)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from fxquant.analysis.layers import Layer, layers, left_in_float
+from fxquant.analysis.layers import HOST, Layer, layers, left_in_float
 from fxquant.arguments import checked
 from fxquant.frontend import assumptions
 from fxquant.graph import QParams
@@ -70,7 +70,7 @@ def _rows(layer: Layer, again: Sequence[Layer]) -> list[tuple[str, str, str, str
         reason = layer.reason or "; ".join([layer.part, *layer.notes] if layer.part else layer.notes)
         also = f"; holds {', '.join(layer.fused)}" if layer.reason and layer.fused else ""
         also += f"; at {len(again) + 1} steps, up to %{again[-1].name}" if again else ""
-        kind, dtype = ("integer", layer.dtype) if layer.integer else ("float", "")
+        kind, dtype = ("integer", layer.dtype) if layer.integer else ("float", "" if layer.device == HOST or layer.boundary else "float16")
         rows.append((f"%{layer.name}", kind, dtype, _scale(layer.grid), _where(layer, reason + also)))
     return rows
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxquant.analysis.cost import cost_of
-from fxquant.analysis.node import called, dtype_of, grid_of, is_dequantize, is_quantize, primitive_of
+from fxquant.analysis.node import called, dtype_of, grid_of, in_float16, is_dequantize, is_quantize, primitive_of
 from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError
 from fxquant.facts import TensorFact
@@ -63,7 +63,8 @@ class Layer:
     shape             of its result: whole numbers, and sizes that depend on the batch as text ("B"); () where it is not one tensor
     source            the user's line
     module            the dotted path of the user's module; "" for the model itself
-    device            where it runs: the target's name ("bayes-e") if it is integer, "host" if not
+    device            where it runs: the target's name ("bayes-e") if it is integer, or a float operator that the target computes in
+                      float16; else "host"
     reason            why it is integer or float; "" before that is decided, and of integer operators in an integer model, whose `notes` say
                       more
     notes             of an integer model: the proved accumulator, the path a residual took, how a long sum is formed
@@ -148,18 +149,25 @@ def _layer(
     dtype = dtype_of(model, node)
     cost = cost_of(model, node, nodes, dtype)
     tensor = known if isinstance(known, TensorFact) else None
+    reason = "" if spec is None else spec.because
+    at_boundary = is_quantize(model, node) or is_dequantize(model, node)
+    if dtype is None and not at_boundary and in_float16(model, node):
+        reason = "; ".join([*([reason] if reason else []), f"{device} computes it in float16, outside the integer contract"])
+        where = device
+    else:
+        where = HOST if dtype is None else device
     return Layer(
         name=node.name,
         operator=called(model, node) if lowered is None else lowered.name,
         integer=dtype is not None,
-        boundary=is_quantize(model, node) or is_dequantize(model, node),
+        boundary=at_boundary,
         dtype=dtype or ("" if tensor is None else str(tensor.dtype).removeprefix("torch.")),
         grid=grid,
         shape=() if tensor is None else tuple(size if isinstance(size, int) else str(size) for size in tensor.shape),
         source=source(node),
         module=module_path(node),
-        device=HOST if dtype is None else device,
-        reason="" if spec is None else spec.because,
+        device=where,
+        reason=reason,
         notes=() if lowered is None else tuple(NOTES[key].format(value) for key, value in notes(node).items() if key in NOTES),
         accumulator_bits=noted(node, "accumulator_bits") or 0,
         macs=cost.macs,

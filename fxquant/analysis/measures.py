@@ -1,187 +1,30 @@
 """What can be measured of an operator where it stands in a graph: the quantities that a target's limits are about.
 
-A measure is a function of a `Site` that returns values, each of which a limit holds for. It returns none where it
-has nothing to say: about another operator, or about a size that depends on the batch.
+Windows have a file of their own. A measure returns nothing where it has nothing to say: about another operator, or about a size that
+depends on the batch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 from torch import fx
 
+from fxquant.analysis import windows
+from fxquant.analysis.site import MEASURES, Site, known, measure
 from fxquant.facts import Size, TensorFact
 from fxquant.graph import annotation, fact, is_parameter
 from fxquant.numerics import ACTIVATION_TYPES
 from fxquant.ops.boundary import DEQUANTIZE
-from fxquant.ops.record import Operator, operand_nodes
-from fxquant.ops.weighted import shape_of, sizes
 
-
-@dataclass(frozen=True)
-class Site:
-    """An operator of a graph: its node, its record, and its canonical arguments by name."""
-
-    node: fx.Node
-    operator: Operator
-    arguments: dict[str, Any]
-
-    def shape(self, name: str = "input") -> tuple[Size, ...]:
-        """The shape of an argument; empty if it is no tensor."""
-        return shape_of(self.arguments.get(name)) or ()
-
-    @property
-    def operands(self) -> list[fx.Node]:
-        """The activations it reads."""
-        return operand_nodes(self.operator, self.arguments)
-
-    @property
-    def result(self) -> tuple[Size, ...]:
-        """The shape of its result; empty if it is no tensor."""
-        value = fact(self.node)
-        return value.shape if isinstance(value, TensorFact) else ()
-
-    @property
-    def rank(self) -> int:
-        """How many spatial dimensions it has: 2 for conv2d."""
-        return len(self.shape()) - 2
-
-    def spatial(self, name: str) -> list[int]:
-        """An argument that is one number, or one for each spatial dimension, as a list; empty if it has no such argument."""
-        value = self.arguments.get(name)
-        if name == "stride" and value in (None, [], ()):
-            value = self.arguments.get("kernel_size")
-        return [] if value is None or isinstance(value, str) else sizes(value, self.rank)
-
-
-Measure = Callable[[Site], list[Any]]
-MEASURES: dict[str, Measure] = {}
-
-
-def measure(name: str) -> Callable[[Measure], Measure]:
-    """Make the decorated function the measure of this name; the name is what a user reads: "its <name> is"."""
-
-    def declare(function: Measure) -> Measure:
-        MEASURES[name] = function
-        return function
-
-    return declare
-
-
-def known(values: Any) -> list[int]:
-    """The sizes that do not depend on the batch."""
-    return [value for value in values if isinstance(value, int)]
+__all__ = ["MEASURES", "Site", "windows"]
 
 
 def is_power_of_two(value: Fraction) -> bool:
     """Whether a positive number is a power of two, or one divided by one."""
     return all(part & (part - 1) == 0 for part in (value.numerator, value.denominator))
-
-
-# ---- windows ----------------------------------------------------------------------------------------------------------
-
-
-@measure("kernel")
-def _kernel(site: Site) -> list[Any]:
-    if "weight" in site.arguments and site.rank > 0:
-        return list(site.shape("weight")[2:])
-    if "output_size" in site.arguments:  # windows that are all alike, unless it pools everything at once
-        return [] if _pools_everything(site) else [a // b for a, b in zip(known(site.shape()[2:]), known(site.result[2:]), strict=True)]
-    return site.spatial("kernel_size")
-
-
-def _pools_everything(site: Site) -> bool:
-    return all(size == 1 for size in site.result[2:])
-
-
-@measure("kernel in depth and height")
-def _kernel_depth_height(site: Site) -> list[Any]:
-    return _kernel(site)[:-1]
-
-
-@measure("kernel in width")
-def _kernel_width(site: Site) -> list[Any]:
-    return _kernel(site)[-1:]
-
-
-@measure("area of a global average")
-def _global_area(site: Site) -> list[Any]:
-    return [math.prod(known(site.shape()[2:]))] if "output_size" in site.arguments and _pools_everything(site) else []
-
-
-@measure("stride")
-def _stride(site: Site) -> list[Any]:
-    return site.spatial("stride")
-
-
-@measure("number of different strides")
-def _different_strides(site: Site) -> list[Any]:
-    return [len(set(site.spatial("stride")))]
-
-
-@measure("stride where it is dilated")
-def _stride_dilated(site: Site) -> list[Any]:
-    return site.spatial("stride") if any(d > 1 for d in site.spatial("dilation")) else []
-
-
-@measure("stride with a residual added")
-def _stride_residual(site: Site) -> list[Any]:
-    return site.spatial("stride") if site.arguments.get("residual") is not None else []
-
-
-@measure("stride beyond the kernel")
-def _stride_beyond(site: Site) -> list[Any]:
-    return [max(s - k, 0) for s, k in zip(site.spatial("stride"), _kernel(site), strict=True)]
-
-
-@measure("dilation")
-def _dilation(site: Site) -> list[Any]:
-    return site.spatial("dilation")
-
-
-@measure("padding")
-def _padding(site: Site) -> list[Any]:
-    return site.spatial("padding")
-
-
-@measure("padding beyond (kernel - 1) / 2")
-def _padding_beyond_middle(site: Site) -> list[Any]:
-    return [max(p - (k - 1) // 2, 0) for p, k in zip(site.spatial("padding"), _kernel(site), strict=True)]
-
-
-@measure("padding beyond kernel / 2")
-def _padding_beyond(site: Site) -> list[Any]:
-    return [max(p - k // 2, 0) for p, k in zip(site.spatial("padding"), _kernel(site), strict=True)]
-
-
-@measure("padding beyond kernel / stride")
-def _padding_beyond_step(site: Site) -> list[Any]:
-    rows = zip(site.spatial("padding"), _kernel(site), site.spatial("stride"), strict=True)
-    return [max(math.ceil(p - Fraction(k, s)), 0) for p, k, s in rows]
-
-
-@measure("output padding")
-def _output_padding(site: Site) -> list[Any]:
-    return site.spatial("output_padding")
-
-
-@measure("count_include_pad")
-def _count_include_pad(site: Site) -> list[Any]:
-    return [site.arguments.get("count_include_pad", True)] if any(site.spatial("padding")) else []
-
-
-@measure("divisor_override")
-def _divisor_override(site: Site) -> list[Any]:
-    return [site.arguments.get("divisor_override")]
-
-
-@measure("padding mode")
-def _padding_mode(site: Site) -> list[Any]:
-    return [site.arguments["mode"]]
 
 
 # ---- channels and weights -----------------------------------------------------------------------------------------------
@@ -375,6 +218,11 @@ def _resize_factor(site: Site) -> list[Any]:
 @measure("resize factor that is no power of two")
 def _odd_factor(site: Site) -> list[Any]:
     return [factor for factor in _resize_factor(site) if not is_power_of_two(factor)]
+
+
+@measure("approximation")
+def _approximation(site: Site) -> list[Any]:
+    return [site.arguments["approximate"]]
 
 
 @measure("align_corners")

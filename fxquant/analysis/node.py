@@ -38,6 +38,12 @@ def dtype_of(model: fx.GraphModule, node: fx.Node) -> str | None:
     return grid.dtype if grid is not None else None if spec is None else spec.dtype
 
 
+def in_float16(model: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a node that holds no quantized tensor is one that the model's target computes itself, in float16."""
+    target = model.meta.get("target")
+    return target is not None and bool(target.float16) and target.computes_in_float16(called(model, node))
+
+
 def record_of(model: fx.GraphModule, node: fx.Node) -> Operator | None:
     """The operator at a node, before or after it became a module; None if it is none of the table, or has been lowered."""
     module = quantized_operator(model, node)

@@ -7,17 +7,18 @@ other, since every operator is in the first segment of its device that everythin
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
 from torch import fx
 
-from fxquant.analysis.node import is_dequantize, primitive_of, quantized_operator
+from fxquant.analysis.node import in_float16, is_dequantize, primitive_of, quantized_operator
 from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError
 from fxquant.facts import TensorFact
-from fxquant.graph import computes_tensor, fact, is_inner, is_parameter, module_path
+from fxquant.graph import computes_tensor, fact, fused, is_inner, is_parameter, module_path, origin
 
 HOST = "host"
 
@@ -26,7 +27,7 @@ HOST = "host"
 class Segment:
     """One segment.
 
-    device   where it runs: the target's name ("bayes-e"), or "host" for float operators
+    device   where it runs: the target's name ("bayes-e"), or "host" for float operators that the target does not compute in float16
     nodes    the names of its operators, in the order they run
     inputs   the names of the tensors it takes: inputs of the model, and outputs of segments before it
     outputs  the names of the tensors that later segments take, or that the model returns
@@ -78,15 +79,20 @@ def _works(node: fx.Node) -> bool:
 
 def _device(model: fx.GraphModule, node: fx.Node) -> str:
     integer = primitive_of(node) is not None or quantized_operator(model, node) is not None or is_dequantize(model, node)
-    return str(model.meta["target"].name) if integer else HOST
+    return str(model.meta["target"].name) if integer or in_float16(model, node) else HOST
 
 
 def _levels(nodes: list[fx.Node], device: Mapping[fx.Node, str], first: str) -> dict[fx.Node, int]:
-    """The number of the segment of every node of a stage, where the first one is of this device and devices take turns."""
+    """The number of the segment of every node of a stage, where the first one is of this device and devices take turns.
+
+    What an operator was lowered to stays together: nothing passes between segments but tensors of the model.
+    """
     levels: dict[fx.Node, int] = {}
-    for node in nodes:
-        before = [levels[read] + (device[read] != device[node]) for read in _reads(node) if read in levels]
-        levels[node] = max(before, default=int(device[node] != first))
+    for _, together in itertools.groupby(nodes, origin):
+        operator = list(together)
+        before = [levels[read] + (device[read] != device[node]) for node in operator for read in _reads(node) if read in levels]
+        level = max(before, default=int(device[operator[0]] != first))
+        levels.update(dict.fromkeys(operator, level))
     return levels
 
 
@@ -128,6 +134,7 @@ def _named(model: fx.GraphModule, working: list[fx.Node], name: str) -> fx.Node:
         return tensors[name]
     inside = [node for node in tensors.values() if module_path(node) == name or module_path(node).startswith(f"{name}.")]
     inside = [node for node in inside if not is_dequantize(model, node)]
+    inside = inside or [node for node in tensors.values() if name.replace(".", "_") in fused(node)]
     if name and inside:
         return inside[-1]
     near = difflib.get_close_matches(name, [*tensors, *dict.fromkeys(map(module_path, working))], n=1)

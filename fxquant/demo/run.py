@@ -45,9 +45,13 @@ class Outcome:
 
 @checked(out=FOLDER)
 def run_demo(
-    target: str | Target = "bayes-e", out: str | Path = "fxquant-demo", console: Console | None = None, show_progress: bool | None = None
+    target: str | Target = "bayes-e",
+    out: str | Path = "fxquant-demo",
+    console: Console | None = None,
+    show_progress: bool | None = None,
+    adapt: bool = False,
 ) -> Outcome:
-    """Train, quantize, export and verify; the table is printed and the files are in `out`.
+    """Train, quantize, export and verify; the table is printed and the files are in `out`. `adapt` is that of `prepare`.
 
     Writes model.onnx, explain.txt and passes/ (the graph after each pass). Raises UnknownTarget before any work.
     """
@@ -55,10 +59,10 @@ def run_demo(
     console = console or Console()
     directory = Path(out)
     with one_thread():
-        return _run(chosen, directory, console, show_progress)
+        return _run(chosen, directory, console, show_progress, adapt)
 
 
-def _run(chosen: Target, directory: Path, console: Console, show_progress: bool | None) -> Outcome:
+def _run(chosen: Target, directory: Path, console: Console, show_progress: bool | None, adapt: bool) -> Outcome:
     start = time.perf_counter()
     dataset = load_digits_dataset()
     counts = f"{len(dataset.train_labels)} handwritten digits to train on, {len(dataset.test_labels)} to test on"
@@ -68,7 +72,7 @@ def _run(chosen: Target, directory: Path, console: Console, show_progress: bool 
         train_float(network, dataset, FLOAT_EPOCHS, SEED, step)
 
     passes = directory / "passes"
-    prepared = fxq.prepare(network, (dataset.train_images[:1],), target=chosen, dump=passes)
+    prepared = fxq.prepare(network, (dataset.train_images[:1],), target=chosen, adapt=adapt, dump=passes)
     calibration = list(torch.split(dataset.train_images, BATCH_SIZE))[:CALIBRATION_BATCHES]
     fxq.calibrate(prepared, calibration, show_progress=show_progress)
     calibrated = accuracy(prepared, dataset.test_images, dataset.test_labels)

@@ -97,6 +97,18 @@ class QConfigMapping:
         """This mapping with a rule for a module's class, a function, or a tensor's method by name."""
         return replace(self, types={**self.types, kind: qconfig})
 
+    @checked()
+    def set_host(self, *where: Any) -> QConfigMapping:
+        """This mapping with rules that keep these on the host, in float: classes and functions by type, modules' paths and nodes by name.
+
+        What is called `hybrid_dict` elsewhere. A rule with a QConfig for the same place is the other way about: it keeps integers where
+        the compiler would leave a few operators between float ones to the host.
+        """
+        mapping = self
+        for one in where:
+            mapping = mapping.set_module_name(one, None) if isinstance(one, str) else mapping.set_object_type(one, None)
+        return mapping
+
     @checked(qconfig=CHOSEN)
     def set_module_name_regex(self, pattern: str, qconfig: Chosen) -> QConfigMapping:
         """This mapping with a rule for module paths that a regular expression matches; one that is there keeps its place."""

@@ -3,7 +3,7 @@
 A remedy is a function of a `Rewriting`, registered for operators and measures of limits. The pass `adapt.apply` asks for it.
 """
 
-from fxquant.remedies import convolution, elementwise, pooling, products
+from fxquant.remedies import activations, convolution, elementwise, pooling, products
 from fxquant.remedies.rewriting import REMEDIES, Rewriting
 
-__all__ = ["REMEDIES", "Rewriting", "convolution", "elementwise", "pooling", "products"]
+__all__ = ["REMEDIES", "Rewriting", "activations", "convolution", "elementwise", "pooling", "products"]

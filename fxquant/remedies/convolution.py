@@ -56,10 +56,9 @@ def chain(b: Rewriting, parts: Sequence[tuple[fx.Node, Any]], bias: Any, call: A
 def undilated(b: Rewriting) -> fx.Node | None:
     """Zeros between the taps of the kernel; the sums are the same ones."""
     attributes = _attributes(b)
-    weight, bias = b.folded(1 if "output_padding" in attributes else 0)
-    wide = b.parameter(spread, weight, attributes["dilation"])
-    fused = {name: b.arguments.get(name) for name in ("residual", "clamp")}
-    return _call(b, b.input, wide, bias, {**attributes, "dilation": [1] * len(attributes["dilation"])}, **fused)
+    wide = b.parameter(spread, b.arguments["weight"], attributes["dilation"])
+    fused = {name: b.arguments.get(name) for name in ("batch_norm", "residual", "clamp")}
+    return _call(b, b.input, wide, b.arguments["bias"], {**attributes, "dilation": [1] * len(attributes["dilation"])}, **fused)
 
 
 @remedy("split by kernel", PLAIN, *KERNELS)
@@ -172,21 +171,17 @@ def padded_before(b: Rewriting) -> fx.Node | None:
     attributes = _attributes(b)
     around = [size for size in reversed(attributes["padding"]) for _ in range(2)]
     padded = b(pad, b.input, around)
-    kwargs = {name: value for name in ("residual", "clamp") if (value := b.arguments.get(name)) is not None}
-    made = _call(
-        b, padded, b.arguments["weight"], b.arguments["bias"], {**attributes, "padding": [0] * len(attributes["padding"])}, **kwargs
+    fused = {name: b.arguments.get(name) for name in ("batch_norm", "residual", "clamp")}
+    return _call(
+        b, padded, b.arguments["weight"], b.arguments["bias"], {**attributes, "padding": [0] * len(attributes["padding"])}, **fused
     )
-    if b.arguments.get("batch_norm") is not None:
-        made.kwargs = {**made.kwargs, "batch_norm": b.arguments["batch_norm"]}
-    return made
 
 
 @remedy("with its residual added behind it", f"{PLAIN} {REVERSED}", "stride with a residual added")
 def residual_behind(b: Rewriting) -> fx.Node | None:
     """The residual in an addition of its own."""
-    own = _call(b, b.input, b.arguments["weight"], b.arguments["bias"], _attributes(b), dtype=b.partial)
-    if b.arguments.get("batch_norm") is not None:
-        own.kwargs = {"batch_norm": b.arguments["batch_norm"]}
+    fused = {"batch_norm": b.arguments.get("batch_norm"), "dtype": b.partial}
+    own = _call(b, b.input, b.arguments["weight"], b.arguments["bias"], _attributes(b), **fused)
     total: fx.Node = b(add, own, b.arguments["residual"], clamp=b.arguments.get("clamp"))
     return total
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fxquant.graph import fact, is_parameter, shape_of
-from fxquant.ops.arithmetic import mul
+from fxquant.ops.arithmetic import add, mul
 from fxquant.ops.boundary import REQUANTIZE
 from fxquant.ops.convolution import conv2d, conv_transpose2d
 from fxquant.ops.index import WHOLE, getitem
@@ -17,9 +17,12 @@ from fxquant.ops.join import cat
 from fxquant.ops.pad import OUTSIDE, margins_of
 from fxquant.ops.parameters import channel_weight
 from fxquant.ops.pool import avg_pool2d
+from fxquant.ops.record import OPERATORS
 from fxquant.ops.shape import expand, identity, numbers, reshape
 from fxquant.ops.weighted import sizes
 from fxquant.remedies.rewriting import Rewriting, even, is_activation, remedy
+
+OPERATOR = {record.name: function for function, record in OPERATORS.items()}
 
 
 @remedy("as a product", "div", None)
@@ -127,15 +130,33 @@ def lifted(b: Rewriting) -> fx.Node | None:
         counted = b.arguments["count_include_pad"]
         made: Any = b(avg_pool2d, image, [1, kernel], [1, stride], [0, padding], b.arguments["ceil_mode"], counted, clamp=clamp)
     else:
-        weight, bias = b.folded(1)
-        own = b.parameter(torch.unsqueeze, weight, 2)
+        own = b.parameter(torch.unsqueeze, b.arguments["weight"], 2)
         residual = b.arguments.get("residual")
         added = None if residual is None else b(reshape, residual, numbers([*shape_of(residual)[:2], 1, shape_of(residual)[2]]))
         stride, padding, extra, dilation = (sizes(b.arguments[n], 1)[0] for n in ("stride", "padding", "output_padding", "dilation"))
         window = ([1, stride], [0, padding], [0, extra], b.arguments["groups"], [1, dilation])
-        made = b(conv_transpose2d, image, own, bias, *window, residual=added, clamp=clamp)
+        made = b(
+            conv_transpose2d,
+            image,
+            own,
+            b.arguments["bias"],
+            *window,
+            batch_norm=b.arguments.get("batch_norm"),
+            residual=added,
+            clamp=clamp,
+        )
     result: fx.Node = b(reshape, made, numbers(b.result))
     return result
+
+
+@remedy("of a sigmoid", "gelu", "approximation")
+def of_a_sigmoid(b: Rewriting) -> fx.Node | None:
+    """x · sigmoid(2√(2/π) · (x + 0.044715 x³)), which is what the tanh stands for, exactly."""
+    factor = 2 * math.sqrt(2 / math.pi)
+    square = b(mul, b.input, b.input, dtype=b.partial)
+    inner = b(mul, b.input, b(add, b(mul, square, 0.044715 * factor, dtype=b.partial), factor, dtype=b.partial), dtype=b.partial)
+    made: fx.Node = b(mul, b.input, b(OPERATOR["sigmoid"], inner, dtype=b.partial))
+    return made
 
 
 NARROWED = "conv3d conv_transpose2d interpolate avg_pool2d adaptive_avg_pool2d"

@@ -21,7 +21,7 @@ from fxquant.remedies.rewriting import Rewriting, even, remedy
 @remedy("as a 1×1 convolution", "linear", None, "bits")
 def as_convolution(b: Rewriting) -> fx.Node | None:
     """The same sums: features are channels, and rows positions. A flattened image in front of it is taken as it was."""
-    weight, bias = b.folded(0)
+    weight, bias = b.arguments["weight"], b.arguments["bias"]
     image = _before_flatten(b.input)
     if image is not None:
         kernel = [int(size) for size in shape_of(image)[1:]]  # type: ignore[arg-type]
@@ -33,7 +33,7 @@ def as_convolution(b: Rewriting) -> fx.Node | None:
         operand, own = laid, b.parameter(torch.reshape, weight, [*shape_of(weight), 1, 1])
     residual = b.arguments.get("residual")
     added = None if residual is None else _as_image(b, residual)
-    made = b(conv2d, operand, own, bias, residual=added, clamp=b.arguments.get("clamp"))
+    made = b(conv2d, operand, own, bias, batch_norm=b.arguments.get("batch_norm"), residual=added, clamp=b.arguments.get("clamp"))
     return _as_rows(b, made)
 
 

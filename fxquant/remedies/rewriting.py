@@ -70,7 +70,7 @@ class Rewriting(Builder):
         values: Sequence[Any],
         why: str,
     ) -> None:
-        super().__init__(name, node)
+        super().__init__(name, node, target.activations)
         self.gm, self.operator, self.target, self.limit, self.because = gm, operator, target, limit, why
         self.arguments = operator.arguments(node)
         self.values = list(values)
@@ -115,9 +115,9 @@ class Rewriting(Builder):
     def __call__(self, function: Callable[..., Any], *args: Any, demand: Any = None, dtype: str | None = None, **kwargs: Any) -> Any:
         """A call of an operator, as `Builder` makes it; `dtype` is its result's, where it is not that of the whole.
 
-        `residual` and `clamp` are fused into it.
+        `batch_norm`, `residual` and `clamp` are fused into it.
         """
-        fused = {name: value for name in ("residual", "clamp") if (value := kwargs.pop(name, None)) is not None}
+        fused = {name: value for name in ("batch_norm", "residual", "clamp") if (value := kwargs.pop(name, None)) is not None}
         made = super().__call__(function, *args, demand=demand, **kwargs)
         inherit(made, self.node, "adapt.apply")
         made.kwargs = fused

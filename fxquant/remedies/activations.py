@@ -1,0 +1,66 @@
+"""Activations that a target has no table for, written with relu, relu6, sums and products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from fxquant.ops.activation import clamp
+from fxquant.ops.arithmetic import add, mul, sub
+from fxquant.ops.record import OPERATORS
+from fxquant.remedies.rewriting import Rewriting, is_activation, remedy
+
+NAMED = {record.name: function for function, record in OPERATORS.items()}
+
+
+def relu(b: Rewriting, value: Any) -> Any:
+    """What is above 0."""
+    return b(clamp, value, 0.0, None)
+
+
+def gate(b: Rewriting) -> Any:
+    """relu6(x + 3)."""
+    return b(add, b.input, 3.0, clamp=(0.0, 6.0))
+
+
+@remedy("of relu6", "hardsigmoid hardswish", None)
+def of_relu6(b: Rewriting) -> fx.Node | None:
+    """relu6(x + 3) / 6, and for hardswish times x."""
+    value = gate(b) if b.operator.name == "hardsigmoid" else b(mul, b.input, gate(b))
+    made: fx.Node = b(mul, value, 1 / 6)
+    return made
+
+
+@remedy("of relu", "leaky_relu abs", None)
+def of_relu(b: Rewriting) -> fx.Node | None:
+    """relu(x) - slope · relu(-x); a slope of -1 for abs."""
+    slope = -1.0 if b.operator.name == "abs" else float(b.arguments["negative_slope"])
+    below = b(mul, b.input, -1.0, clamp=(0.0, None))
+    made: fx.Node = b(sub, relu(b, b.input), below, slope)
+    return made
+
+
+@remedy("of relu", "maximum minimum", None)
+def of_difference(b: Rewriting) -> fx.Node | None:
+    """relu(x - y) + y, or x - relu(x - y)."""
+    left, right = b.arguments["input"], b.arguments["other"]
+    if not is_activation(left) or not is_activation(right):
+        return None
+    above = b(sub, left, right, clamp=(0.0, None))
+    made: fx.Node = b(add, above, right) if b.operator.name == "maximum" else b(sub, left, above)
+    return made
+
+
+@remedy("as a product", "square", None)
+def of_itself(b: Rewriting) -> fx.Node | None:
+    """x · x."""
+    made: fx.Node = b(mul, b.input, b.input)
+    return made
+
+
+@remedy("of tanh", "tanhshrink", None)
+def of_tanh(b: Rewriting) -> fx.Node | None:
+    """x - tanh(x)."""
+    made: fx.Node = b(sub, b.input, b(NAMED["tanh"], b.input))
+    return made
