@@ -53,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.functional": set(),
     "fxquant.ops": BASE | {"functional", "batch_norm", "graph", "lowering", "ops", "primitives", "weights", "facts", "arithmetic"},
     "fxquant.quantization.prepared": BASE | {"arithmetic", "lowering", "ops", "primitives", "quantizer", "state", "weights"},
-    "fxquant.analysis.node": {"graph", "ops", "prepared", "primitives"},
+    "fxquant.analysis.node": {"numerics", "graph", "ops", "prepared", "primitives"},
     "fxquant.analysis.text": {"arguments", "errors", "graph", "node", "facts", "numerics"},
     "fxquant.proof": {"arithmetic", "graph", "numerics", "primitives", "facts"},
     "fxquant.stage": {"errors", "graph", "numerics", "ops", "prepared", "primitives", "facts"},
