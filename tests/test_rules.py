@@ -254,8 +254,8 @@ def test_rules_and_attributes_that_match_nothing_are_told(caplog: pytest.LogCapt
 
 
 def test_a_type_that_the_table_does_not_know_is_matched() -> None:
-    model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.LocalResponseNorm(2))
-    assert not_done(fxq.prepare(model, batch(), qconfig=mapping(("object_type", nn.LocalResponseNorm, None)))) == []
+    model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.FractionalMaxPool2d(2, output_size=2))
+    assert not_done(fxq.prepare(model, batch(), qconfig=mapping(("object_type", nn.FractionalMaxPool2d, None)))) == []
 
 
 def test_a_rule_that_others_go_before_everywhere_is_told() -> None:
@@ -316,10 +316,17 @@ def test_readers_that_ask_for_different_inputs_have_a_quantize_each(name: str, t
     assert fxq.verify(result.integer, fxq.export_onnx(result.integer, tmp_path / "model.onnx"), [batch()], show_progress=False)
 
 
+class Bessel(nn.Module):
+    """A function of which there is no table."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.special.bessel_j0(x)
+
+
 def test_an_input_is_honoured_behind_a_float_operator() -> None:
-    model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.LocalResponseNorm(2), nn.Conv2d(2, 2, 1))
+    model = nn.Sequential(nn.Conv2d(2, 2, 1), Bessel(), nn.Conv2d(2, 2, 1))
     prepared = fxq.prepare(model, batch(), "nash-e", mapping(("module_name", "2", INPUT)))
-    assert fxq.qparams(prepared)["_1_quantize"] == 1 / 1024
+    assert fxq.qparams(prepared)["special_bessel_j0_quantize"] == 1 / 1024
     assert not_done(prepared) == []
 
 
