@@ -21,6 +21,7 @@ from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS
 from fxquant.quantization.observers import MinMaxObserver
 from tests import contract
 from tests.contract import all_equal, compiled, graph_values
+from tests.test_tables_and_selection import ALSO, CASES
 
 Forward = Callable[..., Any]
 
@@ -718,16 +719,16 @@ def real_of(integer: fx.GraphModule, values: dict[str, Tensor], name: str) -> Te
 
 def test_every_registered_spelling_has_a_sample() -> None:
     ours = {function for function in FUNCTIONS if function.__module__.startswith("fxquant.")}  # the canonical functions
-    assert (set(FUNCTIONS) - ours) | set(METHODS) | set(MODULES) == set(SAMPLES)
+    assert (set(FUNCTIONS) - ours) | set(METHODS) | set(MODULES) == set(SAMPLES) | set(CASES)
 
 
 def test_every_operator_has_a_sample() -> None:
-    sampled = {sample.operator for samples in SAMPLES.values() for sample in samples} | {
-        "quantize",
-        "dequantize",
-        "requantize",
-        "scale_channels",
-    }
+    elsewhere = {case.operator for case in (*CASES.values(), *ALSO.values())}
+    sampled = (
+        elsewhere
+        | {sample.operator for samples in SAMPLES.values() for sample in samples}
+        | {"ranked", "pick", "quantize", "dequantize", "requantize", "scale_channels"}
+    )
     assert sampled == {record.name for record in OPERATORS.values()}
 
 
@@ -829,12 +830,12 @@ class Own(nn.Module):
 REFUSED: dict[str, tuple[str, Forward, nn.Module | None]] = {
     "add infinity": ("one of its numbers is not finite", lambda m, x: x + math.inf, None),
     "multiply by zero": ("it multiplies by zero", lambda m, x: x * 0, None),
-    "divide by a tensor": ("it divides by a tensor: multiply by torch.reciprocal of it", lambda m, x: x / x.exp(), None),
     "divide by zero": ("it divides by 0.0", lambda m, x: (x.relu() + 1) / 0.0, None),
-    "divide and round": ("rounding_mode='floor' has no integer form", lambda m, x: torch.div(x, 0.3, rounding_mode="floor"), None),
+    "divide by a tensor and round": (
+        "rounding_mode='floor' of a quotient of two tensors", lambda m, x: torch.div(x, x.exp(), rounding_mode="floor"), None
+    ),
     "power of a tensor": ("its exponent is computed, not a number", lambda m, x: torch.pow(x.exp(), x), None),
-    "maximum of everything": ("it reduces its operand, as only torch.amax does in integers", lambda m, x: torch.max(x).reshape(1), None),
-    "clamp by tensors": ("its bound 'min' is a tensor", lambda m, x: torch.clamp(x, m.constant), None),
+    "maximum of everything": ("it reduces the batch", lambda m, x: torch.max(x).reshape(1), None),
     "computed weight": ("its weight is computed by", lambda m, x: F.conv2d(x, m.kernel.weight * x.std()), None),
     "image without a batch": ("its input has no batch dimension", lambda m, x: F.conv2d(x[0], m.kernel.weight), None),
     "uneven windows": ("its windows differ in size", call, nn.AdaptiveAvgPool2d(4)),

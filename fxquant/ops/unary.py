@@ -143,7 +143,7 @@ def unary(
             lower,
             functions={**dict.fromkeys(found_functions, arguments), **{s: a for s, a in others.items() if callable(s)}},
             methods={
-                **{s: arguments for s in (*spellings, *found) if isinstance(s, str)},
+                **{s: arguments for s in (*spellings, *found) if isinstance(s, str) and hasattr(Tensor, s)},
                 **{s: a for s, a in others.items() if isinstance(s, str)},
             },
             modules={**classes, **({} if module is None else dict([module]))},

@@ -1,0 +1,351 @@
+"""Every spelling of tables, comparisons, selections, orders, assignments and quotients, many in one model: integer, and E1 to E3."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxquant as fxq
+from fxquant import functional, graph
+from fxquant.graph import annotation
+from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS
+from fxquant.ops.unary import UNARY
+from tests import contract
+from tests.contract import compiled
+
+Forward = Callable[[Any, Tensor, Tensor], Any]
+
+
+class Case(NamedTuple):
+    """One spelling: the operator it is, and what is computed of two live tensors of shape (B, 4, 6, 6); the second is between 0.1 and 0.9.
+
+    fine   whether its result is near the float one: it has no steps, as the whole numbers, an order, or an angle have
+    """
+
+    operator: str
+    forward: Forward
+    fine: bool = True
+
+
+STEPS = (
+    "tan",
+    "erfcx",
+    "ceil",
+    "floor",
+    "trunc",
+    "round",
+    "frac",
+    "sign",
+    "floor_divide",
+    "trunc_divide",
+    "remainder",
+    "fmod",
+    "threshold",
+    "hardshrink",
+)
+ABOVE_ONE = ("acosh", "lgamma", "digamma", "log2", "log10")
+WITHIN_ONE = ("asin", "acos", "atanh", "erfinv", "logit", "ndtri", "entr", "log1p", "log", "sqrt", "rsqrt", "reciprocal")
+SETTINGS: dict[str, tuple[Any, ...]] = {
+    "threshold": (0.1, -0.3), "floor_divide": (0.4,), "remainder": (0.4,), "fmod": (0.4,), "pow": (2,), "power_of": (2,),
+}  # fmt: skip
+OLDER = ("pow", "power_of", "abs", "exp", "tanh", "quotient_of")
+
+
+def _of(spelling: Any, name: str) -> Forward:
+    """A table's function of an operand in its domain."""
+
+    def forward(m: Any, x: Tensor, y: Tensor) -> Any:
+        operand = y.exp() if name in ABOVE_ONE else y.clone() if name in WITHIN_ONE else x.clone()
+        given = SETTINGS.get(name, ())
+        if isinstance(spelling, str):
+            return getattr(operand, spelling)(*given)
+        return m.layers[spelling.__name__](operand) if isinstance(spelling, type) else spelling(operand, *given)
+
+    return forward
+
+
+def _tables() -> dict[Any, Case]:
+    found = {}
+    for spelling, (record, _) in {**FUNCTIONS, **METHODS, **MODULES}.items():
+        own = not isinstance(spelling, str) and spelling.__module__.startswith("fxquant.")
+        if record.name in UNARY and not own:
+            found[spelling] = Case(record.name, _of(spelling, record.name), record.name not in STEPS)
+    return found
+
+
+def both(name: str, function: Callable[[Tensor, Tensor], Any], fine: bool = True) -> Case:
+    return Case(name, lambda m, x, y: function(x.clone(), y), fine)
+
+
+def truth(name: str, function: Callable[[Tensor, Tensor], Any]) -> Case:
+    """Of the truth values of two comparisons."""
+    return Case(name, lambda m, x, y: function(x > 0, y > 0.5), False)
+
+
+def assigned(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    result = x * 1.5
+    result[..., ::2] = y[..., 1::2]
+    result[:, 0] = y[:, 1]
+    result[:, 1, 2:4] = 0.5
+    result[:, m.places] = y[:, :2]
+    result[result > 1] = 0.25
+    return result
+
+
+_COMPARED = {"eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge"}
+_LONG = {"ne": "not_equal", "lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal"}
+_BITS = {"and": operator.and_, "or": operator.or_, "xor": operator.xor}
+
+CASES: dict[Any, Case] = {
+    **_tables(),
+    # ---- comparisons and truth values
+    **{getattr(torch, name): both(name, getattr(torch, name), False) for name in _COMPARED},
+    **{getattr(operator, name): both(name, getattr(operator, name), False) for name in _COMPARED},
+    **{getattr(torch, long): both(name, getattr(torch, long), False) for name, long in _LONG.items()},
+    **{name: both(name, lambda x, y, name=name: getattr(x, name)(0.3), False) for name in _COMPARED},
+    **{f"__{name}__": both(name, lambda x, y, name=name: getattr(x, f"__{name}__")(y), False) for name in _COMPARED},
+    **{long: both(name, lambda x, y, long=long: getattr(x, long)(-0.2), False) for name, long in _LONG.items()},
+    **{
+        spelling: truth(f"logical_{name}", lambda a, b, spelling=spelling: spelling(a, b))
+        for name, bits in _BITS.items()
+        for spelling in (bits, getattr(torch, f"logical_{name}"), getattr(torch, f"bitwise_{name}"))
+    },
+    **{
+        method: truth(f"logical_{name}", lambda a, b, method=method: getattr(a.clone(), method)(b))
+        for name in _BITS
+        for method in (f"logical_{name}", f"logical_{name}_", f"bitwise_{name}", f"bitwise_{name}_", f"__{name}__")
+    },
+    **{
+        spelling: truth("logical_not", lambda a, b, spelling=spelling: spelling(a))
+        for spelling in (torch.logical_not, torch.bitwise_not, operator.invert)
+    },
+    **{
+        method: truth("logical_not", lambda a, b, method=method: getattr(a.clone(), method)())
+        for method in ("logical_not", "logical_not_", "bitwise_not", "bitwise_not_", "__invert__")
+    },
+    **{getattr(torch, name): both(name, lambda x, y, name=name: getattr(torch, name)(x), False) for name in ("isposinf", "isneginf")},
+    **{
+        spelling: both(name, lambda x, y, name=name: getattr(torch, name)(x), False)
+        for name in ("isnan", "isinf", "isfinite", "isreal")
+        for spelling in (getattr(torch, name), name)
+    },
+    **{name: both(name, lambda x, y, name=name: getattr(x, name)(), False) for name in ("isposinf", "isneginf")},
+    torch.any: truth("any", lambda a, b: torch.any(a & b, 1)),
+    torch.all: truth("all", lambda a, b: torch.all(a | b, dim=2, keepdim=True)),
+    "any": truth("any", lambda a, b: (a & b).any(-1)),
+    "all": truth("all", lambda a, b: (a | b).all((2, 3))),
+    # ---- choosing
+    torch.where: both("where", lambda x, y: torch.where(x > y, x, y)),
+    torch.masked_fill: both("where", lambda x, y: torch.masked_fill(x, y > 0.5, -0.7)),
+    "where": both("where", lambda x, y: x.where(y < 0.7, 0.2)),
+    "masked_fill": both("where", lambda x, y: x.masked_fill((y > 0.5)[:, :1], 0.3)),
+    "masked_fill_": both("where", lambda x, y: (x * 1.2).masked_fill_(y > 0.5, 0.3)),
+    torch.fmax: both("maximum", torch.fmax),
+    torch.fmin: both("minimum", torch.fmin),
+    "fmax": both("maximum", lambda x, y: x.fmax(y)),
+    "fmin": both("minimum", lambda x, y: x.fmin(y)),
+    torch.clamp: both("clamp_between", lambda x, y: torch.clamp(x, y - 1, y)),
+    # ---- the extremes, their places, and order
+    torch.amin: both("amin", lambda x, y: torch.amin(x, (1, 2))),
+    "amin": both("amin", lambda x, y: x.amin(-1, keepdim=True)),
+    torch.max: both("max_along", lambda x, y: torch.max(x, 1).values),
+    "max": both("max_along", lambda x, y: x.max(-1, keepdim=True)[1], False),
+    torch.min: both("min_along", lambda x, y: torch.min(x, dim=2)[0]),
+    "min": both("min_along", lambda x, y: x.min(3).indices, False),
+    torch.argmax: both("argmax", lambda x, y: torch.argmax(x, 1, True).squeeze(1), False),
+    "argmax": both("argmax", lambda x, y: x.flatten(1).argmax(1), False),
+    torch.argmin: both("argmin", lambda x, y: torch.argmin(x, dim=-1), False),
+    "argmin": both("argmin", lambda x, y: x.argmin(2), False),
+    torch.topk: both("topk", lambda x, y: torch.topk(x, 2, 1)[0]),
+    "topk": both("topk", lambda x, y: x.flatten(1).topk(30, largest=False)[1], False),
+    torch.sort: both("sort", lambda x, y: torch.sort(x, descending=True)[0]),
+    "sort": both("sort", lambda x, y: x.sort(2)[1], False),
+    torch.argsort: both("argsort", lambda x, y: torch.argsort(x, 1), False),
+    "argsort": both("argsort", lambda x, y: x.argsort(descending=True), False),
+    torch.kthvalue: both("kthvalue", lambda x, y: torch.kthvalue(x, 3)[0]),
+    "kthvalue": both("kthvalue", lambda x, y: x.kthvalue(2, 1, True)[0]),
+    torch.median: both("median", lambda x, y: torch.median(x, 2)[0]),
+    "median": both("median", lambda x, y: x.median(1).values),
+    # ---- by indices
+    torch.gather: both("gather", lambda x, y: torch.gather(x, 2, y.argmax(2, True)), False),
+    "gather": both("gather", lambda x, y: x.gather(3, y.argsort(3)), False),
+    torch.take_along_dim: both("gather", lambda x, y: torch.take_along_dim(x, y.argmax(1, True), 1), False),
+    "take_along_dim": both("gather", lambda x, y: x.take_along_dim(y.argsort(3)[..., :2], 3), False),
+    torch.scatter: both("scatter", lambda x, y: torch.scatter(x, 1, y.argmax(1, True), y[:, :1]), False),
+    "scatter": both("scatter", lambda x, y: x.scatter(3, y.argsort(3), y), False),
+    "scatter_": both("scatter", lambda x, y: (x * 2).scatter_(2, y.argmin(2, True), y[:, :, :1]), False),
+    functional.setitem: Case("setitem", assigned, False),
+    torch.slice_scatter: both("setitem", lambda x, y: torch.slice_scatter(x, y[:, :, 1:3], 2, 2, 6, 2)),
+    "slice_scatter": both("setitem", lambda x, y: x.slice_scatter(y[:, :2], 1, 2)),
+    torch.select_scatter: both("setitem", lambda x, y: torch.select_scatter(x, y[:, 1], 1, 0)),
+    "select_scatter": both("setitem", lambda x, y: x.select_scatter(y[..., 2], -1, 3)),
+    torch.index_copy: Case("setitem", lambda m, x, y: torch.index_copy(x, 1, m.places, y[:, :2])),
+    "index_copy": Case("setitem", lambda m, x, y: x.index_copy(2, m.places, y[:, :, 2:4])),
+    "index_copy_": Case("setitem", lambda m, x, y: (x * 2).index_copy_(2, m.places, y[:, :, 2:4])),
+    torch.index_fill: Case("setitem", lambda m, x, y: torch.index_fill(x, 1, m.places, 0.4)),
+    "index_fill": Case("setitem", lambda m, x, y: x.index_fill(3, m.places, -0.4)),
+    "index_fill_": Case("setitem", lambda m, x, y: (x * 2).index_fill_(3, m.places, -0.4)),
+    "multiply_": both("mul", lambda x, y: x.multiply_(y)),
+    # ---- running sums and triangles
+    torch.cumsum: both("cumsum", lambda x, y: torch.cumsum(x, 1)),
+    "cumsum": both("cumsum", lambda x, y: y.cumsum(-1)),
+    "cumsum_": both("cumsum", lambda x, y: (y * 2).cumsum_(2)),
+    torch.tril: both("tril", lambda x, y: torch.tril(x)),
+    "tril": both("tril", lambda x, y: x.tril(1)),
+    "tril_": both("tril", lambda x, y: (x * 2).tril_(-1)),
+    torch.triu: both("triu", lambda x, y: torch.triu(x, -1)),
+    "triu": both("triu", lambda x, y: x.triu()),
+    "triu_": both("triu", lambda x, y: (x * 2).triu_(1)),
+    # ---- quotients
+    torch.divide: both("true_divide", torch.divide),
+    operator.truediv: both("quotient_of", lambda x, y: 2 / y),
+    operator.itruediv: both("true_divide", lambda x, y: operator.itruediv(x * 2, y)),
+    torch.div: both("trunc_divide", lambda x, y: torch.div(x, 0.4, rounding_mode="trunc"), False),
+    **{
+        method: both("true_divide", lambda x, y, method=method: getattr(x * 2, method)(y + 0.3))
+        for method in ("divide", "divide_", "true_divide", "true_divide_", "__div__", "__itruediv__", "__idiv__")
+        if hasattr(Tensor, method)
+    },
+    "__rtruediv__": both("quotient_of", lambda x, y: y.__rtruediv__(1.5)),
+    "__rdiv__": both("quotient_of", lambda x, y: y.__rdiv__(1.5)),
+    # ---- composites
+    torch.addcmul: both("addcmul", lambda x, y: torch.addcmul(x, x, y, value=0.5)),
+    "addcmul": both("addcmul", lambda x, y: x.addcmul(y, y)),
+    "addcmul_": both("addcmul", lambda x, y: (x * 2).addcmul_(y, y)),
+    torch.addcdiv: both("addcdiv", lambda x, y: torch.addcdiv(x, x, y + 0.5, value=0.5)),
+    "addcdiv": both("addcdiv", lambda x, y: x.addcdiv(y, y + 1)),
+    "addcdiv_": both("addcdiv", lambda x, y: (x * 2).addcdiv_(y, y + 1)),
+    torch.lerp: both("lerp", lambda x, y: torch.lerp(x, y, 0.3)),
+    "lerp": both("lerp", lambda x, y: x.lerp(y, y)),
+    "lerp_": both("lerp", lambda x, y: (x * 2).lerp_(y, 0.6)),
+    **{
+        spelling: both(name, lambda x, y, name=name, spelling=spelling: _called(spelling, x, y), name != "atan2")
+        for name in ("hypot", "logaddexp", "atan2")
+        for spelling in (getattr(torch, name), name)
+    },
+    torch.arctan2: both("atan2", torch.arctan2, False),
+    **{method: both(name, lambda x, y, method=method: getattr(x * 2, method)(y), False) for method, name in (
+        ("hypot_", "hypot"), ("atan2_", "atan2"), ("arctan2", "atan2"), ("arctan2_", "atan2"))},
+    **{f: both("xlogy", lambda x, y, f=f: f(x, y + 0.5)) for f in (torch.xlogy, torch.special.xlogy)},
+    "xlogy": both("xlogy", lambda x, y: x.xlogy(y + 0.5)),
+    "xlogy_": both("xlogy", lambda x, y: (x * 2).xlogy_(y + 0.5)),
+    F.pairwise_distance: both("pairwise_distance", F.pairwise_distance),
+    nn.PairwiseDistance: Case("pairwise_distance", lambda m, x, y: m.layers["PairwiseDistance"](x, y)),
+    torch.cdist: both("cdist", lambda x, y: torch.cdist(x, y, p=1.0)),
+    F.cosine_similarity: both("cosine_similarity", F.cosine_similarity),
+    nn.CosineSimilarity: Case("cosine_similarity", lambda m, x, y: m.layers["CosineSimilarity"](x, y)),
+    F.local_response_norm: both("local_response_norm", lambda x, y: F.local_response_norm(x, 3, 0.5)),
+    nn.LocalResponseNorm: Case("local_response_norm", lambda m, x, y: m.layers["LocalResponseNorm"](x)),
+}  # fmt: skip
+ALSO: dict[str, Case] = {
+    "moved masks": both("where", lambda x, y: torch.where((x > 0)[:, :1].expand(-1, 4, -1, -1).flip(2), x, y)),
+    "a mask as numbers": both("where", lambda x, y: (x > 0).float() * y + x * (y > 0.5)),
+}
+
+
+def _called(spelling: Any, x: Tensor, y: Tensor) -> Any:
+    return getattr(x, spelling)(y) if isinstance(spelling, str) else spelling(x, y)
+
+
+class Model(nn.Module):
+    """All of these cases on the two live tensors."""
+
+    def __init__(self, cases: list[Case]) -> None:
+        super().__init__()
+        self.cases = cases
+        self.first, self.second = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 3, padding=1)
+        plain = [kind for kind, (record, _) in MODULES.items() if record.name in UNARY]
+        given = [nn.CELU(0.7), nn.Threshold(0.1, -0.2), nn.Hardshrink(0.3), nn.Softshrink(0.3), nn.RReLU(), nn.PairwiseDistance(1)]
+        given += [nn.CosineSimilarity(-1), nn.LocalResponseNorm(2, 0.3)]
+        made = {type(layer): layer for layer in given}
+        self.layers = nn.ModuleDict({kind.__name__: made[kind] if kind in made else kind() for kind in (*plain, *made)})
+        self.register_buffer("places", torch.tensor([3, 1]))
+
+    def forward(self, x: Tensor) -> Any:
+        one, other = self.first(x), torch.sigmoid(self.second(x)) * 0.8 + 0.1
+        return tuple([case.forward(self, one, other) for case in self.cases])
+
+
+def model_of(cases: list[Case]) -> nn.Module:
+    torch.manual_seed(0)
+    return Model(cases).eval()
+
+
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(3, 3, 6, 6, generator=generator) for _ in range(2)]
+
+
+def test_every_spelling_becomes_its_operator_and_none_is_left_in_float() -> None:
+    chosen = list(CASES.items())
+    model, (images, _) = model_of([case for _, case in chosen]), batches()
+    prepared = fxq.prepare(model, images, until="specs.annotate")
+    left = {node.name: spec.because for node in prepared.graph.nodes if (spec := annotation(node)) is not None and spec.dtype is None}
+    assert not left
+    results = next(node for node in prepared.graph.nodes if node.op == "output").args[0]
+    assert isinstance(results, tuple)
+    for (spelling, case), result in zip(chosen, results, strict=True):
+        found = {known.composite for node in _behind(result) if (known := graph.part(node)) is not None}
+        found |= {OPERATORS[node.target].name for node in _behind(result) if node.target in OPERATORS}
+        assert case.operator in found, (spelling, found)
+
+
+def _behind(node: Any) -> set[Any]:
+    """A node and what it is made of, up to the layers."""
+    return {node}.union(*(_behind(operand) for operand in node.all_input_nodes if operand.op == "call_function"))
+
+
+# One spelling of every operator, in turn in each format; several in one model.
+ONE_EACH = {case.operator: case for case in reversed([*CASES.values()])}
+FORMATS = (("bayes-e", "int8"), ("nash-e", "int8"), ("bayes-e", "int8"))
+PACKS = [list(ONE_EACH)[start::3] for start in range(3)]
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_one_spelling_of_every_operator_holds_the_contract(index: int, tmp_path: Path) -> None:
+    target, dtype = FORMATS[index]
+    cases = [*(ONE_EACH[name] for name in PACKS[index]), *ALSO.values()]
+    model, inputs = model_of(cases), batches()
+    prepared, integer = compiled(model, inputs, target, fxq.QConfig(fxq.ActivationConfig(dtype)))
+    contract.assert_validate_is_integer(prepared, integer, inputs[0])
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(inputs[1],)])
+    contract.assert_train_is_validate(prepared, inputs[0])
+    with torch.no_grad():
+        for case, wanted, found in zip(cases, model(inputs[1]), integer(inputs[1]), strict=True):
+            assert wanted.shape == found.shape, case.operator
+            if case.fine:
+                error = float((wanted.double() - found.double()).pow(2).mean() / wanted.double().pow(2).mean())
+                assert error < 10**-2.2, (case.operator, error)  # 22 dB
+            else:
+                assert float((wanted == found).double().mean()) > 0.5 or float(wanted.double().std()) > 0, case.operator
+
+
+def test_thresholds_are_exact() -> None:
+    """A comparison with a number is the comparison of what the integers stand for, at every integer and at numbers between."""
+    images = torch.linspace(-1, 1, 256).reshape(1, 1, 16, 16).expand(2, -1, -1, -1)
+    numbers = [0.0, 0.25, 1e-3, -0.5, 0.99, 5.0, -5.0]
+
+    class Compared(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            relations = (torch.gt, torch.ge, torch.lt, torch.le, torch.eq, torch.ne)
+            return torch.relu(x), x.abs(), tuple([relation(torch.clamp(x, -1, 1), number) for number in numbers for relation in relations])
+
+    _, integer = compiled(Compared(), [images])
+    values = contract.graph_values(integer, images)
+    known = {node.name: node for node in integer.graph.nodes}
+    compared = next(node for node in known.values() if node.name.startswith("clamp") and graph.qparams(node) is not None)
+    scale = graph.qparams(compared).scale
+    real = values[compared.name].double() * scale
+    found = integer(images)[2]
+    relations = (torch.gt, torch.ge, torch.lt, torch.le, torch.eq, torch.ne)
+    for index, number in enumerate(numbers):
+        single = float(torch.tensor(number, dtype=torch.float32))
+        for offset, relation in enumerate(relations):
+            assert torch.equal(found[index * 6 + offset], relation(real, single)), (number, relation)
