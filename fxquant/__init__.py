@@ -41,6 +41,7 @@ from fxquant.errors import (
     UnsupportedOperator,
 )
 from fxquant.frontend import trace
+from fxquant.ops.custom import unary
 from fxquant.quantization.calibration import freeze, qparams, set_qparams, set_state
 from fxquant.quantization.mapping import QConfigMapping
 from fxquant.quantization.observations import Observations, observations
@@ -113,5 +114,6 @@ __all__ = [
     "set_state",
     "text",
     "trace",
+    "unary",
     "verify",
 ]

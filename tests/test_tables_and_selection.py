@@ -327,6 +327,26 @@ def test_one_spelling_of_every_operator_holds_the_contract(index: int, tmp_path:
                 assert float((wanted == found).double().mean()) > 0.5 or float(wanted.double().std()) > 0, case.operator
 
 
+def test_a_function_of_ones_own_is_one_table(tmp_path: Path) -> None:
+    bent = fxq.unary("bent_by_a_test", lambda x: x * torch.sigmoid(1.5 * x) + torch.sin(x))
+
+    class Bent(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return bent(x)
+
+    images = batches()
+    prepared, integer = compiled(Bent(), images)
+    assert [layer.operator for layer in fxq.layers(integer)] == ["quantize", "bent_by_a_test", "dequantize"]
+    contract.assert_validate_is_integer(prepared, integer, images[0])
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(images[1],)])
+    assert float((integer(images[0]) - bent(images[0])).abs().max()) < 0.05
+    with pytest.raises(fxq.ConfigurationError, match="bent_by_a_test"):
+        fxq.unary("bent_by_a_test", torch.sin)
+    record = next(record for record in OPERATORS.values() if record.name == "bent_by_a_test")
+    for table in (OPERATORS, FUNCTIONS):
+        del table[record.function]
+
+
 def test_thresholds_are_exact() -> None:
     """A comparison with a number is the comparison of what the integers stand for, at every integer and at numbers between."""
     images = torch.linspace(-1, 1, 256).reshape(1, 1, 16, 16).expand(2, -1, -1, -1)

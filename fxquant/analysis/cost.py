@@ -46,7 +46,7 @@ def cost_of(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node], 
         operator, values = _written(model, node)
         integer = dtype is not None and operator is not None
         weight_bytes = _integer_bytes(model, node, operator, values) if integer else _float_bytes(model, node)
-    itemsize = ACTIVATION_TYPES[dtype].storage.itemsize if dtype in ACTIVATION_TYPES else None
+    itemsize = ACTIVATION_TYPES[dtype].storage.itemsize if dtype is not None and dtype in ACTIVATION_TYPES else None
     return Cost(_macs(operator, values, fact(node)), weight_bytes, sum(_bytes(tensor, itemsize) for tensor in _tensors(fact(node))))
 
 

@@ -235,7 +235,8 @@ def _align_corners(site: Site) -> list[Any]:
 
 def _dtype_bits(node: fx.Node) -> list[int]:
     spec = annotation(node)
-    return [ACTIVATION_TYPES[spec.dtype].bits] if spec is not None and spec.dtype in ACTIVATION_TYPES else []
+    dtype = None if spec is None else spec.dtype
+    return [ACTIVATION_TYPES[dtype].bits] if dtype is not None and dtype in ACTIVATION_TYPES else []
 
 
 def _result_bits(site: Site) -> list[int]:

@@ -6,6 +6,7 @@ Where an inner tensor is a sum of squares or of products, 8 bits will do on a ta
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,11 +59,12 @@ def _expand_lerp(build: Builder, input: fx.Node, end: fx.Node, weight: Any) -> A
     return build(add, input, difference, weight)
 
 
-for _name, _function, _operands, _expand in (
+_FUSED: tuple[tuple[str, Callable[..., Tensor], tuple[str, ...], Callable[..., Any]], ...] = (
     ("addcmul", addcmul, ("input", "tensor1", "tensor2"), _expand_addcmul),
     ("addcdiv", addcdiv, ("input", "tensor1", "tensor2"), _expand_addcdiv),
     ("lerp", lerp, ("input", "end", "weight"), _expand_lerp),
-):
+)
+for _name, _function, _operands, _expand in _FUSED:
     register(
         Operator(
             _name, _function, _operands, expand=_expand, functions={getattr(torch, _name): None}, methods={_name: None, f"{_name}_": None}

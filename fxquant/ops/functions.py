@@ -53,7 +53,7 @@ unary("rad2deg", torch.rad2deg, math.degrees)
 
 
 def _round(x: float, decimals: int = 0) -> float:
-    return round(x * 10**decimals) / 10**decimals  # half to even, as PyTorch's
+    return float(round(x * 10**decimals) / 10**decimals)  # half to even, as PyTorch's
 
 
 def _onnx_round(c: Any) -> str:

@@ -71,7 +71,7 @@ def _onnx_pick(e: Emitter, input: str | Tensor, dim: int, index: str | Tensor) -
 @primitive(_onnx_pick, bounds=_bounds_picked)
 def pick(input: Tensor, dim: int, index: Tensor) -> Tensor:
     """The slices along `dim` at these places; the dimensions of `index` stand in the place of `dim`. Negative ones count from the end."""
-    return input[(*[slice(None)] * dim, index)]
+    return input[tuple([*[slice(None)] * dim, index])]  # Python 3.10 unpacks nothing inside of brackets
 
 
 def _onnx_put_along(e: Emitter, input: str | Tensor, source: str | Tensor, dim: int, index: str | Tensor) -> str:
