@@ -275,6 +275,7 @@ register(
         "argsort",
         argsort,
         ("input",),
+        demand=WHOLE_NUMBERS,
         expand=_expand_argsort,
         functions={torch.argsort: _sorted},
         methods={"argsort": _sorted},

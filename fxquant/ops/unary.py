@@ -319,7 +319,7 @@ def _raised(input: Any, exponent: Any) -> dict[str, Any] | Instead:
     return {"input": input, "exponent": exponent} if isinstance(input, fx.Node) else Instead(power_of, {"input": exponent, "base": input})
 
 
-_POWERS = (torch.pow, torch.float_power, operator.pow)
+_POWERS = (torch.pow, operator.pow)
 unary("pow", torch.pow, _power, "pow", "pow_", "__pow__", exponent=2.0, onnx=_onnx_pow, adapted=dict.fromkeys(_POWERS, _raised))
 unary("power_of", power_of, _power_of, "__rpow__", base=math.e)
 
