@@ -136,7 +136,7 @@ def _proved(node: fx.Node, values: Mapping[fx.Node, Value], arithmetic: Arithmet
         refuse(f"nothing is known of the range of {record.name}")
 
     def value_of(operand: fx.Node) -> Any:
-        return values.get(operand)
+        return values.get(operand, _given(operand))
 
     args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
     arguments = inspect.signature(record.function).bind(*args, **kwargs).arguments
@@ -152,6 +152,15 @@ def _proved(node: fx.Node, values: Mapping[fx.Node, Value], arithmetic: Arithmet
     _check_range(value, "plain" if known.dtype in PLAIN_TYPES.values() and record.kind == "quantized" else record.kind, described)
     _check_zero_points(node, described)
     return value
+
+
+def _given(node: fx.Node) -> Value | None:
+    """Truth values and whole numbers that are given, or that float operators computed: they may be any."""
+    known = fact(node)
+    if not isinstance(known, TensorFact) or known.dtype not in PLAIN_TYPES.values():
+        return None
+    largest = 1.0 if known.dtype == torch.bool else 2.0**63
+    return Value(torch.tensor(-largest, dtype=torch.float64), torch.tensor(largest, dtype=torch.float64), known)
 
 
 _ACTIVATIONS = frozenset(("input", "other", "accumulator", "residual"))

@@ -25,7 +25,7 @@ from fxquant.graph import (
 from fxquant.graph import annotate as set_annotation
 from fxquant.numerics import PLAIN_TYPES
 from fxquant.ops import Fixed, Operator, Own, Plain, demand, operand_nodes, operator_of, preferred_dtypes, read_nodes, shares
-from fxquant.ops.floating import needed_in_float, reads_no_activation
+from fxquant.ops.floating import needed_in_float, reads_no_activation, reason_of
 from fxquant.pipeline import Context
 from fxquant.quantization.mapping import DEFAULT, Rule
 from fxquant.quantization.rules import Decision, decide
@@ -73,7 +73,9 @@ def _why_float(
     if because is not None:
         return because
     if operator is None:
-        return f"no operator of the table recognises {_written(gm, node)}"
+        written = _written(gm, node)
+        because = reason_of(written)
+        return f"no operator of the table recognises {written}" + ("" if because is None else f": {because}")
     if qconfig is None:
         return "the qconfig says so"
     arguments = operator.arguments(node)

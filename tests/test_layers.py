@@ -95,7 +95,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.analysis.check": {"breaches", "graph", "layers", "measures", "node", "ops", "target"},
     "fxquant.remedies": {"facts", "graph", "model", "ops", "remedies", "target"},
     "fxquant.analysis.partition": {"arguments", "errors", "facts", "graph", "node"},
-    "fxquant.analysis.segments": {"facts", "graph", "node"},
+    "fxquant.analysis.segments": {"facts", "graph", "node", "numerics"},
     "fxquant.analysis.record": {"batches", "errors", "graph", "node", "prepared", "state"},
     "fxquant.analysis.report": {"arguments"},
     "fxquant.analysis.compare": {"graph", "node", "record", "report", "segments"},

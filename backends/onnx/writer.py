@@ -60,6 +60,9 @@ class Writer:
                 self._primitive(node)
             elif node.op != "output":
                 self.regions.emit(node, self.emitter, self.values)
+                known = fact(node)
+                if isinstance(known, TensorFact) and known.dtype in PLAIN_TYPES.values() and self.values.get(node) == node.name:
+                    self.infos.append(value_info(node.name, known.dtype, known.shape))  # `verify` hands it to an integer segment
         self._check_input_names()
         outputs = self._outputs(output_names)
         graph = helper.make_graph(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ def count_flips(left: GraphForm, whole: OnnxForm, batches: Iterable[list[Tensor]
     report = Report()
     handed = (*crossings(left.model), *float_outputs(left.model))
     for inputs in batches:
-        mine, other = left.run(inputs, COMPARED), whole.run(inputs, COMPARED)
+        mine, other = left.run(inputs, replace(COMPARED, names=frozenset(handed) & left.tensors.keys())), whole.run(inputs, COMPARED)
         _count({name: mine[name] for name in handed}, other, report)
     return report.mismatches
 
@@ -39,7 +40,7 @@ def compare(
     report.pairs += [f"{a.label} = {b.label}" for b in others]
     floats = float_outputs(a.model)
     for inputs in batches:
-        values = a.run(inputs, COMPARED)
+        values = a.run(inputs, replace(COMPARED, names=frozenset(crossings(a.model))))
         for b in others:
             left, measured = dict(values), floats if isinstance(b, OnnxForm) else set()
             if isinstance(b, OnnxForm):

@@ -232,7 +232,9 @@ class OnnxForm:
         return int(self.onnx.tensors[name].get("zero_point", 0))
 
     def _stored(self, name: str) -> Tensor:
-        """A given value as the file stores it."""
+        """A given value as the file stores it; truth values and whole numbers of float operators as they are."""
+        if "storage" not in self.onnx.tensors.get(name, {}):
+            return self.given[name]
         return (self.given[name] + self._zero_point(name)).to(_STORAGE[self.onnx.tensors[name]["storage"]])
 
     def _runner(self, expose: Sequence[str]) -> Any:

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxquant.analysis.node import is_dequantize, is_quantize
+from fxquant.analysis.node import is_dequantize, is_quantize, primitive_of, quantized_operator
 from fxquant.facts import TensorFact
-from fxquant.graph import fact
+from fxquant.graph import computes_tensor, fact
+from fxquant.numerics import PLAIN_TYPES
 
 
 def crossings(model: fx.GraphModule) -> list[str]:
-    """The quantized tensors, by name, that are made of what float operators computed: where these hand over to an integer segment."""
-    return [node.name for node in model.graph.nodes if is_quantize(model, node) and node.args[0].op != "placeholder"]
+    """What float operators hand over to an integer segment, by name: quantized tensors made of it, truth values, whole numbers."""
+    return [node.name for node in model.graph.nodes if _is_handed(model, node)]
+
+
+def _is_handed(model: fx.GraphModule, node: fx.Node) -> bool:
+    if is_quantize(model, node):
+        return bool(node.args[0].op != "placeholder")  # type: ignore[union-attr]
+    known = fact(node)
+    plain = isinstance(known, TensorFact) and known.dtype in PLAIN_TYPES.values()
+    return plain and computes_tensor(node) and not _is_integer(model, node) and any(_is_integer(model, user) for user in node.users)
+
+
+def _is_integer(model: fx.GraphModule, node: fx.Node) -> bool:
+    return primitive_of(node) is not None or quantized_operator(model, node) is not None
 
 
 def returned(model: fx.GraphModule) -> list[fx.Node]:

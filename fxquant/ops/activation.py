@@ -106,8 +106,9 @@ register(
         keeps=_kept,
         idle=lambda arguments: arguments["min"] in (None, -math.inf) and arguments["max"] in (None, math.inf),
         functions={
-            torch.clamp: _limited,
-            torch.clip: _limited,
+            **dict.fromkeys((torch.clamp, torch.clamp_, torch.clip, torch.clip_), _limited),
+            torch.clamp_min_: _at_least,
+            torch.clamp_max_: _at_most,
             torch.clamp_min: _at_least,
             torch.clamp_max: _at_most,
             torch.relu: _relu,

@@ -21,7 +21,7 @@ from fxquant.graph import fact, is_parameter
 from fxquant.lowering import Lowering, Quantized
 from fxquant.numerics import BOUNDARY_LIMIT, Grid, Ratio
 from fxquant.ops.form import Call
-from fxquant.ops.record import Operator, Plain, register
+from fxquant.ops.record import Operator, Plain, Same, register
 from fxquant.primitives import comparison, selection
 
 NEVER = 2 * int(BOUNDARY_LIMIT)  # no integer of a grid is as large
@@ -230,3 +230,21 @@ for _function, _every in ((any, False), (all, True)):
             refuses=_refuses_truth,
         )
     )
+
+
+def nan_to_num(input: Tensor, nan: float | None = None, posinf: float | None = None, neginf: float | None = None) -> Tensor:
+    """The tensor with numbers in place of what is none."""
+    return torch.nan_to_num(input, nan, posinf, neginf)
+
+
+register(
+    Operator(
+        "nan_to_num",
+        nan_to_num,
+        ("input",),
+        lambda lowering, input, nan, posinf, neginf: input,
+        Same(),
+        functions={torch.nan_to_num: None, torch.nan_to_num_: None},
+        methods={"nan_to_num": None, "nan_to_num_": None},
+    )
+)

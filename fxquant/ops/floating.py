@@ -30,6 +30,36 @@ DIVISIONS = frozenset(("div", "divide", "true_divide", "floor_divide", "remainde
 SINGULAR: frozenset[str] = frozenset()  # at 0; of those the table does not know
 ADDING = ("add", "sub", "maximum", "minimum")  # what a mask is brought in by
 
+_DEPENDS = "the size of its result depends on the data"
+_DRAWS = "it draws random numbers"
+_SPECTRUM = "a Fourier transform has no integer form"
+_SOLVES = "it solves equations, for which float arithmetic is needed"
+_PRODUCT = "a product of many elements has more bits than any accumulator"
+_ORDER = "it adds up by indices of the data, any number of them into one element"
+_COMPLEX = "complex numbers have no integer form"
+REASONS: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount", "histc", "masked_scatter"), _DEPENDS
+    ),
+    **dict.fromkeys(
+        ("bernoulli", "multinomial", "rand_like", "randn_like", "rand", "randn", "normal", "poisson", "gumbel_softmax"), _DRAWS
+    ),
+    **dict.fromkeys(("stft", "istft"), _SPECTRUM),
+    **dict.fromkeys(("inverse", "svd", "qr", "cholesky", "solve", "det", "logdet", "slogdet", "pinverse", "lstsq", "eig", "eigh"), _SOLVES),
+    **dict.fromkeys(("prod", "cumprod"), _PRODUCT),
+    **dict.fromkeys(
+        ("scatter_add", "scatter_add_", "index_add", "index_add_", "scatter_reduce", "scatter_reduce_", "index_reduce"), _ORDER
+    ),
+    **dict.fromkeys(("view_as_complex", "view_as_real", "complex", "polar", "angle"), _COMPLEX),
+}
+
+
+def reason_of(name: str) -> str | None:
+    """Why a function of PyTorch that the table does not know has no integer form, where more can be said than that."""
+    plain = name.removeprefix("linalg_")
+    return _SPECTRUM if name.startswith("fft_") else REASONS.get(plain)
+
+
 Ends = Callable[[fx.Node, fx.Node], bool]
 
 

@@ -279,7 +279,7 @@ def _onnx_gelu(c: Call) -> str:
 
 # ---- one line each --------------------------------------------------------------------------------------------------
 
-unary("sigmoid", torch.sigmoid, _sigmoid, F.sigmoid, "sigmoid", "sigmoid_", nn.Sigmoid, onnx="Sigmoid")
+unary("sigmoid", torch.sigmoid, _sigmoid, F.sigmoid, "sigmoid", "sigmoid_", "expit", nn.Sigmoid, onnx="Sigmoid")
 unary("tanh", torch.tanh, math.tanh, F.tanh, "tanh", "tanh_", nn.Tanh, onnx="Tanh")
 unary("silu", F.silu, lambda x: x * _sigmoid(x), nn.SiLU, onnx=lambda c: c.do("Mul", c.input, c.do("Sigmoid", c.input)))
 unary("hardswish", F.hardswish, lambda x: x * _hardsigmoid(x), nn.Hardswish, varies=(-3.0, math.inf), onnx=_onnx_hardswish)
