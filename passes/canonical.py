@@ -14,11 +14,14 @@ import torch
 from torch import fx, nn
 
 from fxquant.facts import TensorFact
-from fxquant.graph import absorb, fact, inherit, is_parameter, mark_parameter, refuse, resolve, set_fact, spell
+from fxquant.graph import absorb, attach, fact, inherit, is_parameter, mark_parameter, refuse, resolve, set_fact, spell
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Fixed, Instead, Operator, Own, Parameter, Plain, operand_nodes, operator_of
-from fxquant.ops.shape import is_cast
+from fxquant.ops.creation import is_broadcast, is_joined, made_anew, sizes_of
+from fxquant.ops.shape import expand, is_cast
 from fxquant.ops.unary import SHIFTED, with_offset
 from fxquant.pipeline import Context
+
+MADE = "made"  # where the constants stand that the model makes at every run
 
 
 def rewrite(gm: fx.GraphModule, context: Context) -> int:
@@ -31,6 +34,7 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
     modules = dict(gm.named_modules(remove_duplicate=False))
     changes = 0
     for node in list(gm.graph.nodes):
+        changes += _hold(gm, node, modules, attributes)
         if _computes_parameter(node):
             mark_parameter(node)
             continue
@@ -61,6 +65,54 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
     return changes
 
 
+def _hold(gm: fx.GraphModule, node: fx.Node, modules: dict[str, nn.Module], attributes: dict[str, fx.Node]) -> int:
+    """What is made anew at every run, with one number everywhere, is a constant where it is added to an activation, and the like."""
+    value = made_anew(node)
+    if value is None:
+        return 0
+    written = {reader: _operator_written(reader, modules) for reader in node.users}
+    added = [reader for reader, operator in written.items() if is_broadcast(node, reader, operator)]
+    joined = [reader for reader, operator in written.items() if is_joined(operator)]
+    if not added and not joined:
+        return 0
+    path = f"{MADE}.{node.name}"
+    attach(gm, path, value)
+    with gm.graph.inserting_before(node):
+        attributes[path] = inherit(gm.graph.create_node("get_attr", path, name=f"{node.name}_made"), node, "canonical.rewrite")
+    set_fact(attributes[path], TensorFact(tuple(value.shape), value.dtype))
+    for reader in added:
+        reader.replace_input_with(node, attributes[path])
+    if joined:
+        repeated = _repeated_for_the_batch(gm, node, attributes[path])
+        for reader in joined:
+            reader.replace_input_with(node, repeated)
+    return len(added) + len(joined)
+
+
+def _repeated_for_the_batch(gm: fx.GraphModule, node: fx.Node, constant: fx.Node) -> fx.Node:
+    """The constant, expanded to the sizes of what `node` makes."""
+    known, sizes = fact(node), sizes_of(node)
+    assert isinstance(known, TensorFact)
+    with gm.graph.inserting_before(node):
+        if sizes is None:
+            like = node.all_input_nodes[0]
+            sizes = []
+            for dim, size in enumerate(known.shape):
+                if not isinstance(size, int):
+                    size = inherit(gm.graph.call_method("size", (like, dim)), node, "canonical.rewrite")
+                    set_fact(size, known.shape[dim])
+                sizes.append(size)
+        repeated = inherit(gm.graph.call_function(expand, (constant, sizes)), node, "canonical.rewrite")
+    set_fact(repeated, known)
+    return repeated
+
+
+def _operator_written(node: fx.Node, modules: dict[str, nn.Module]) -> Operator | None:
+    """The operator that a node spells; None if the table knows none, or not with these arguments."""
+    recognised = _recognise(node, modules)
+    return None if recognised is None or isinstance(recognised[1], str) else recognised[0]
+
+
 def _of_other_numbers(node: fx.Node, operator: Operator) -> str | None:
     """Why another function, the operator's own, cannot stand for what the user wrote: that gives other numbers than the operator does."""
     known = fact(node)
@@ -70,7 +122,16 @@ def _of_other_numbers(node: fx.Node, operator: Operator) -> str | None:
         given = known.dtype == getattr(torch, operator.demand.dtype)
     else:
         given = known.dtype == torch.float32 or not isinstance(operator.demand, Own | Fixed)
-    return None if given else f"its result is {str(known.dtype).removeprefix('torch.')}, and {operator.name} of integers has none of these"
+        if operator.expand is not None and not given:  # the places of an order, which are whole numbers made of real ones
+            read = [of.dtype for operand in node.all_input_nodes if isinstance(of := fact(operand), TensorFact)]
+            given = known.dtype == torch.int64 and set(read) == {torch.float32}
+    if given:
+        return None
+    read = {operand: of.dtype for operand in node.all_input_nodes if isinstance(of := fact(operand), TensorFact)}
+    other = next((operand for operand, dtype in read.items() if dtype != torch.float32 and not is_parameter(operand)), None)
+    what, dtype = ("result", known.dtype) if other is None else (f"operand %{other.name}", read[other])
+    remedy = "; convert it to float32" if other is not None and dtype.is_floating_point else ""
+    return f"its {what} is {str(dtype).removeprefix('torch.')}, and only float32 tensors are quantized{remedy}"
 
 
 def _computes_parameter(node: fx.Node) -> bool:
@@ -112,7 +173,12 @@ def _eliminate_unused(graph: fx.Graph) -> None:
     """What only another spelling read: sizes of a reshape that knows its shape by now, the transpose of a matrix that became a weight."""
     for node in reversed(list(graph.nodes)):
         number = fact(node) is not None and not isinstance(fact(node), TensorFact)
-        if not node.users and (operator_of(node) is not None or is_cast(node) or (number and node.op in ("call_method", "call_function"))):
+        if not node.users and (
+            operator_of(node) is not None
+            or is_cast(node)
+            or made_anew(node) is not None
+            or (number and node.op in ("call_method", "call_function"))
+        ):
             graph.erase_node(node)
 
 
