@@ -14,11 +14,13 @@ import torch
 from torch import fx, nn
 
 from fxquant.facts import TensorFact
-from fxquant.graph import absorb, fact, inherit, is_parameter, mark_parameter, refuse, resolve, set_fact, spell
+from fxquant.graph import absorb, fact, inherit, is_parameter, mark_parameter, refuse, resolve, set_fact, spell, state_demand
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Fixed, Instead, Operator, Own, Parameter, Plain, operand_nodes, operator_of
+from fxquant.ops.boundary import QUANTIZE
 from fxquant.ops.shape import is_cast
 from fxquant.ops.unary import SHIFTED, with_offset
 from fxquant.pipeline import Context
+from fxquant.stubs import dequant_stub, outside, quant_stub
 
 
 def rewrite(gm: fx.GraphModule, context: Context) -> int:
@@ -30,9 +32,17 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
     attributes: dict[str, fx.Node] = {str(node.target): node for node in gm.graph.nodes if node.op == "get_attr"}
     modules = dict(gm.named_modules(remove_duplicate=False))
     changes = 0
+    excluded = outside(gm)
     for node in list(gm.graph.nodes):
         if _computes_parameter(node):
             mark_parameter(node)
+            continue
+        if node in excluded:
+            refuse(node, excluded[node])
+            continue
+        if node.target in (quant_stub, dequant_stub):
+            _replace_stub(node, context)
+            changes += 1
             continue
         recognised = _recognise(node, modules)
         if recognised is None:
@@ -71,6 +81,25 @@ def _of_other_numbers(node: fx.Node, operator: Operator) -> str | None:
     else:
         given = known.dtype == torch.float32 or not isinstance(operator.demand, Own | Fixed)
     return None if given else f"its result is {str(known.dtype).removeprefix('torch.')}, and {operator.name} of integers has none of these"
+
+
+def _replace_stub(node: fx.Node, context: Context) -> None:
+    """A stub is gone; one with a scale quantizes, with that scale."""
+    operand, *scale = node.args
+    assert isinstance(operand, fx.Node)
+    if scale and _is_float32(operand):
+        node.target, node.args = QUANTIZE.function, (operand,)
+        state_demand(node, Fixed(float(scale[0]), "int8"))  # type: ignore[arg-type]
+        return
+    context.say(f"%{node.name} says where the integer part begins or ends")
+    node.replace_all_uses_with(operand)
+    node.graph.erase_node(node)
+
+
+def _is_float32(operand: fx.Node) -> bool:
+    """Whether a node is a float32 tensor."""
+    known = fact(operand)
+    return isinstance(known, TensorFact) and known.dtype == torch.float32
 
 
 def _computes_parameter(node: fx.Node) -> bool:
