@@ -395,7 +395,7 @@ class Result:
         return verify(self.integer, path, batches)
 
 
-@checked(model=instance("an nn.Module", nn.Module), observations=OBSERVATIONS)
+@checked(model=instance("an nn.Module", nn.Module, torch.export.ExportedProgram), observations=OBSERVATIONS)
 def quantize(
     model: nn.Module,
     batches: Batches,

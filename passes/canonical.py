@@ -14,12 +14,14 @@ import torch
 from torch import fx, nn
 
 from fxquant.facts import TensorFact
-from fxquant.graph import absorb, attach, fact, inherit, is_parameter, mark_parameter, refuse, resolve, set_fact, spell
+from fxquant.graph import absorb, attach, fact, inherit, is_parameter, mark_parameter, refuse, resolve, set_fact, spell, state_demand
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Fixed, Instead, Operator, Own, Parameter, Plain, operand_nodes, operator_of
+from fxquant.ops.boundary import QUANTIZE
 from fxquant.ops.creation import is_broadcast, is_joined, made_anew, sizes_of
 from fxquant.ops.shape import expand, is_cast
 from fxquant.ops.unary import SHIFTED, with_offset
 from fxquant.pipeline import Context
+from fxquant.stubs import dequant_stub, outside, quant_stub
 
 MADE = "made"  # where the constants stand that the model makes at every run
 
@@ -33,10 +35,18 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
     attributes: dict[str, fx.Node] = {str(node.target): node for node in gm.graph.nodes if node.op == "get_attr"}
     modules = dict(gm.named_modules(remove_duplicate=False))
     changes = 0
+    excluded = outside(gm)
     for node in list(gm.graph.nodes):
         changes += _hold(gm, node, modules, attributes)
         if _computes_parameter(node):
             mark_parameter(node)
+            continue
+        if node in excluded:
+            refuse(node, excluded[node])
+            continue
+        if node.target in (quant_stub, dequant_stub):
+            _replace_stub(node, context)
+            changes += 1
             continue
         recognised = _recognise(node, modules)
         if recognised is None:
@@ -132,6 +142,25 @@ def _of_other_numbers(node: fx.Node, operator: Operator) -> str | None:
     what, dtype = ("result", known.dtype) if other is None else (f"operand %{other.name}", read[other])
     remedy = "; convert it to float32" if other is not None and dtype.is_floating_point else ""
     return f"its {what} is {str(dtype).removeprefix('torch.')}, and only float32 tensors are quantized{remedy}"
+
+
+def _replace_stub(node: fx.Node, context: Context) -> None:
+    """A stub is gone; one with a scale quantizes, with that scale."""
+    operand, *scale = node.args
+    assert isinstance(operand, fx.Node)
+    if scale and _is_float32(operand):
+        node.target, node.args = QUANTIZE.function, (operand,)
+        state_demand(node, Fixed(float(scale[0]), "int8"))  # type: ignore[arg-type]
+        return
+    context.say(f"%{node.name} says where the integer part begins or ends")
+    node.replace_all_uses_with(operand)
+    node.graph.erase_node(node)
+
+
+def _is_float32(operand: fx.Node) -> bool:
+    """Whether a node is a float32 tensor."""
+    known = fact(operand)
+    return isinstance(known, TensorFact) and known.dtype == torch.float32
 
 
 def _computes_parameter(node: fx.Node) -> bool:

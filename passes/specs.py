@@ -26,6 +26,7 @@ from fxquant.graph import (
 from fxquant.graph import annotate as set_annotation
 from fxquant.numerics import PLAIN_TYPES
 from fxquant.ops import Fixed, Operator, Own, Plain, demand, operand_nodes, operator_of, preferred_dtypes, read_nodes, shares
+from fxquant.ops.boundary import QUANTIZE
 from fxquant.ops.floating import needed_in_float, reads_no_activation, reason_of
 from fxquant.pipeline import Context
 from fxquant.quantization.mapping import DEFAULT, Rule
@@ -77,8 +78,8 @@ def _why_float(
         written = _written(gm, node)
         because = reason_of(written)
         return f"no operator of the table recognises {written}" + ("" if because is None else f": {because}")
-    if qconfig is None:
-        return "the qconfig says so"
+    if qconfig is None or operator is QUANTIZE:  # which a stub with a scale is
+        return "the qconfig says so" if qconfig is None else None
     arguments = operator.arguments(node)
     operands = operand_nodes(operator, arguments)
     because = reads_no_activation(operator, arguments) or _of_another_dtype(node) or operator.refuses(node, arguments) or needed.get(node)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 BASE = {"arguments", "errors", "numerics", "observers", "rounding", "spec", "mapping"}
 NOUNS = BASE | {
     "arithmetic", "batch_norm", "breaches", "copying", "facts", "graph", "learning", "lowering", "measures", "model", "ops", "pipeline",
-    "prepared", "primitives", "proof", "quantizer", "remedies", "rules", "stage", "state", "target", "text", "weights",
+    "prepared", "primitives", "proof", "quantizer", "remedies", "rules", "stage", "state", "stubs", "target", "text", "weights",
 }  # fmt: skip
 ALLOWED: dict[str, set[str]] = {
     # nouns, from the bottom up
@@ -40,6 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.codegen": set(),
     "fxquant.facts": set(),
     "fxquant.graph": {"codegen", "facts"},
+    "fxquant.stubs": {"facts", "graph"},
     "fxquant.copying": set(),
     "fxquant.model": {"codegen", "errors"},
     "fxquant.quantization.rules": {"graph", "mapping", "ops", "spec"},
@@ -62,7 +63,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.quantization.distributed": {"errors", "observers"},
     "fxquant.quantization.calibration": BASE | {"batches", "distributed", "graph", "prepared", "progress", "quantizer", "state"},
     "fxquant.quantization.observations": BASE | {"calibration", "graph", "ops", "prepared", "quantizer"},
-    "fxquant.frontend": {"arguments", "carried", "errors", "functional", "graph", "mapping", "frontend", "facts", "model"},
+    "fxquant.frontend": {"arguments", "carried", "errors", "functional", "graph", "mapping", "frontend", "facts", "model", "stubs"},
     "fxquant.serialization": BASE
     | {
         "arithmetic",
@@ -78,6 +79,7 @@ ALLOWED: dict[str, set[str]] = {
         "serialization",
         "stage",
         "state",
+        "stubs",
         "target",
         "frontend",
         "functional",

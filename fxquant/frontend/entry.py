@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 import torch
 from torch import fx, nn
 
-from fxquant.errors import ConfigurationError, TraceError
+from fxquant.errors import ConfigurationError
+from fxquant.frontend.exported import module_of
 
 STAGE = "fxquant.stage"  # in `meta` of a traced GraphModule
 
@@ -28,12 +29,13 @@ def is_traced(module: object) -> bool:
 
 
 def float_model(model: Any) -> nn.Module:
-    """The float model that is meant: the model itself, or the one `torch.compile` has wrapped.
+    """The float model that is meant: the model itself, the one `torch.compile` has wrapped, or what an ExportedProgram computes.
 
     Raises ConfigurationError for what is no float model: a prepared or an integer model of fxquant's, alone or inside of another
-    module, a model that torch.ao has prepared or converted, a scripted one, and what is no module. Raises TraceError for an
-    ExportedProgram.
+    module, a model that torch.ao has prepared or converted, a scripted one, and what is no module.
     """
+    if isinstance(model, torch.export.ExportedProgram):
+        return module_of(model)
     if not isinstance(model, nn.Module):
         _refuse_other(model)
     found = uncompiled(model)
@@ -99,12 +101,6 @@ def _refuse_torch_quantized(path: str, kind: type) -> NoReturn:
 
 
 def _refuse_other(model: object) -> NoReturn:
-    if isinstance(model, torch.export.ExportedProgram):
-        raise TraceError(
-            "exported programs cannot be traced yet",
-            because="an ExportedProgram is a graph of ATen operators, without the modules of the model it came from",
-            remedy="pass the nn.Module that was exported",
-        )
     raise ConfigurationError(
         f"a {type(model).__name__} cannot be traced", because="a model is an nn.Module", remedy="wrap the function in an nn.Module"
     )

@@ -31,6 +31,7 @@ class Handler:
 
     batches    the two batch sizes of this trace, and two others at which numbers are foreseen
     path       dotted path of the module whose forward is executing
+    line       where what is executing was written, of a program that knows it; "" of one that is Python
     memory     what in-place operations have changed
     known      what is to be recorded when it is an argument, by identity: parameters, buffers, constants changed in place
     notes      what was fixed while tracing, in order
@@ -46,6 +47,7 @@ class Handler:
         self.evaluator = evaluator
         self.graph = new_graph()
         self.path = ""
+        self.line = ""
         self.qconfig: tuple[tuple[str, Any], ...] = ()  # those of the modules being called, by path, the nearest first
         self.known: dict[int, Any] = dict(snapshot.tensors)
         self.memory = Memory(self.record, self.note, snapshot.tensors, self.known)
@@ -321,7 +323,7 @@ class Handler:
 
     def source(self) -> str:
         """The line of the model that is being executed."""
-        return user_source(self._root_code)
+        return self.line or user_source(self._root_code)
 
 
 def _without_flag(args: Any, kwargs: Any, position: int) -> tuple[Any, Any, bool]:

@@ -11,6 +11,8 @@ from torch import nn
 from fxquant.frontend.arguments import ATOMS, is_tracked
 from fxquant.frontend.entry import refuse_scripted, uncompiled
 from fxquant.frontend.handler import Handler
+from fxquant.frontend.values import TracedTensor
+from fxquant.stubs import stub_of
 
 LeafRule = Callable[[nn.Module, str], bool]
 
@@ -45,6 +47,10 @@ class ModuleCalls:
         path = handler.snapshot.paths.get(id(module))
         if path is None:
             return original(module, *args, **kwargs)
+        stub = stub_of(module)
+        if stub is not None and len(args) == 1 and not kwargs and isinstance(args[0], TracedTensor):
+            function: Any = stub[0]
+            return handler.record("call_function", function, function, (args[0], *stub[1:]), {})
         previous, handler.path = handler.path, path
         around = handler.qconfig
         if path in self._qconfigs:

@@ -22,6 +22,7 @@ from fxquant.ops.parameters import FUNCTIONS as OF_PARAMETERS
 from fxquant.primitives import PRIMITIVES
 from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer, PercentileObserver
 from fxquant.quantization.rounding import Nearest, Rounding
+from fxquant.stubs import FUNCTIONS as STUBS
 
 # ---- functions ------------------------------------------------------------------------------------------------------
 
@@ -112,6 +113,7 @@ def _functions() -> dict[str, Callable[..., Any]]:
         ("fxquant", functional, "setitem write copy fill zero"),
     ):
         table.update(_listed(space, home, names))
+    table.update({f"stub:{function.__name__}": function for function in STUBS})
     table.update({f"parameters:{function.__name__}": function for function in OF_PARAMETERS})
     table.update({f"operator:{record.name}": function for function, record in OPERATORS.items()})
     table.update({f"primitive:{record.name}": function for function, record in PRIMITIVES.items()})

@@ -202,9 +202,6 @@ def test_inputs_that_do_not_fit():
 
 
 def test_what_is_not_a_module():
-    exported = torch.export.export(nn.Linear(3, 3), (torch.randn(2, 3),))
-    with pytest.raises(TraceError, match="exported programs cannot be traced yet"):
-        trace(exported, torch.randn(2, 3))
     with pytest.raises(ConfigurationError, match="a function cannot be traced"):
         trace(lambda x: x, torch.randn(2, 3))
 
