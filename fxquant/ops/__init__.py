@@ -43,6 +43,7 @@ from fxquant.ops import (
     shape,
     softmax,
     unary,
+    unpool,
     weighted,
 )
 from fxquant.ops.record import (
@@ -135,5 +136,6 @@ __all__ = [
     "sharing_operands",
     "softmax",
     "unary",
+    "unpool",
     "weighted",
 ]
