@@ -150,6 +150,10 @@ def unpooled3d(x: Tensor) -> Tensor:
     return F.max_unpool3d(*F.max_pool3d(x, 2, return_indices=True), 2, output_size=x.shape)
 
 
+def deformed(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    return deform_conv2d(x, y, m.weight, m.bias, padding=1)
+
+
 def picked(x: Tensor, indices: Tensor) -> Tensor:
     """The elements of planes at these positions."""
     return x.flatten(2).gather(2, indices.flatten(2)).view_as(indices)
@@ -660,7 +664,7 @@ SAMPLES: dict[Any, list[Sample]] = {
     ],
     F.adaptive_max_pool3d_with_indices: [
         *unary("adaptive_max_pool3d_with_indices", EXACT, lambda m, x: F.adaptive_max_pool3d(x, 3, return_indices=True)[0], shape=VOLUME),
-        *unary("adaptive_max_indices3d", EXACT, lambda m, x: picked(x, F.adaptive_max_pool3d(x, 3, True)[1]), shape=VOLUME),
+        *unary("adaptive_max_indices3d", EXACT, lambda m, x: picked(x, nn.AdaptiveMaxPool3d(3, True)(x)[1]), shape=VOLUME),
     ],
     F.max_unpool1d: unary("max_unpool1d", EXACT, lambda m, x: F.max_unpool1d(*F.max_pool1d(x, 2, 4, return_indices=True), 2, 4), shape=LINE),
     F.max_unpool2d: unary("max_unpool2d", EXACT, lambda m, x: F.max_unpool2d(*F.max_pool2d(x, 3, return_indices=True), 3).relu()),
@@ -684,9 +688,7 @@ SAMPLES: dict[Any, list[Sample]] = {
         Sample("grid_sample", SAMPLED, (IMAGE, (2, 4, 5)), lambda m, x, y: F.grid_sample(x, y.permute(0, 2, 3, 1), padding_mode="border")),
         Sample("grid_sample", SAMPLED, (VOLUME, (2, 3, 2, 3)), lambda m, x, y: F.grid_sample(x, y, align_corners=False)),
         Sample("warp", SAMPLED, (IMAGE, (4, 5, 2)), lambda m, x, y: warp(x, y)),
-        Sample(
-            "deform_conv2d", SAMPLED, (IMAGE, (18, 6, 6)), lambda m, x, y: deform_conv2d(x, y, m.weight, m.bias, padding=1), weight=(4, 3, 3, 3)
-        ),
+        Sample("deform_conv2d", SAMPLED, (IMAGE, (18, 6, 6)), deformed, weight=(4, 3, 3, 3)),
     ],
     F.affine_grid: [
         Sample("affine_grid", ROUNDED, ((2, 3),), lambda m, x: F.affine_grid(x, [x.shape[0], 1, 8, 4], align_corners=True)),
@@ -943,7 +945,9 @@ REFUSED: dict[str, tuple[str, Forward, nn.Module | None]] = {
     "mean over the batch": ("it averages over the batch", lambda m, x: x.mean(0), None),
     "mean of everything": ("it averages over the batch", lambda m, x: x.mean().reshape(1), None),
     "mean to a dtype": ("a dtype argument", lambda m, x: x.mean(1, dtype=torch.float64), None),
-    "overlapping windows": ("two elements may have one place", lambda m, x: F.max_unpool2d(*F.max_pool2d(x, 3, 1, return_indices=True), 3, 1), None),
+    "overlapping windows": (
+        "two elements may have one place", lambda m, x: F.max_unpool2d(*F.max_pool2d(x, 3, 1, return_indices=True), 3, 1), None
+    ),
     "cubic sampling": ("mode='bicubic' has no integer form", lambda m, x: F.grid_sample(x, x[:, :2].permute(0, 2, 3, 1), "bicubic"), None),
     "norm without statistics": ("it has no running statistics", call, nn.BatchNorm2d(3, track_running_stats=False)),
     "bytes as another dtype": ("it reinterprets the bytes", lambda m, x: x.view(torch.int32).float(), None),
