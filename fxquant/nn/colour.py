@@ -18,7 +18,9 @@ class RgbToYuv444(nn.Module):
     centred   whether 128 is taken from every channel, as the image inputs of the BPU targets have it
     """
 
-    order = (0, 1, 2)  # where red, green and blue stand
+    weight: Tensor
+    bias: Tensor
+    order: tuple[int, ...] = (0, 1, 2)  # where red, green and blue stand
 
     def __init__(self, swing: str = "full", centred: bool = False) -> None:
         super().__init__()

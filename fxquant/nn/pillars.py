@@ -34,6 +34,10 @@ class BEVPool(nn.Module):
     element of depth, pixel of features (both without the batch) and cell each is. From: Huang et al., BEVDet / BEVPoolv2, 2022.
     """
 
+    ranks_depth: Tensor
+    ranks_feat: Tensor
+    ranks_bev: Tensor
+
     def __init__(self, size: Sequence[int], ranks_depth: Tensor, ranks_feat: Tensor, ranks_bev: Tensor) -> None:
         super().__init__()
         self.size = tuple(size)
@@ -46,4 +50,4 @@ class BEVPool(nn.Module):
         points = features.transpose(1, 2).flatten(2).index_select(2, self.ranks_feat)
         weighted = points * shares.unsqueeze(1)
         cells = torch.zeros(points.shape[0], points.shape[1], height * width, dtype=weighted.dtype, device=weighted.device)
-        return cells.index_add(2, self.ranks_bev, weighted).unflatten(2, (height, width))
+        return cells.index_add(2, self.ranks_bev, weighted).reshape(weighted.shape[0], -1, height, width)
