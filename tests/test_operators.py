@@ -664,7 +664,9 @@ SAMPLES: dict[Any, list[Sample]] = {
     ],
     F.adaptive_max_pool3d_with_indices: [
         *unary("adaptive_max_pool3d_with_indices", EXACT, lambda m, x: F.adaptive_max_pool3d(x, 3, return_indices=True)[0], shape=VOLUME),
-        *unary("adaptive_max_indices3d", EXACT, lambda m, x: picked(x, F.adaptive_max_pool3d_with_indices(x, 3)[1]), shape=VOLUME),
+        *unary(
+            "adaptive_max_indices3d", EXACT, lambda m, x: picked(x, F.adaptive_max_pool3d_with_indices(x, 3)[1]), shape=VOLUME
+        ),
     ],
     F.max_unpool1d: unary("max_unpool1d", EXACT, lambda m, x: F.max_unpool1d(*F.max_pool1d(x, 2, 4, return_indices=True), 2, 4), shape=LINE),
     F.max_unpool2d: unary("max_unpool2d", EXACT, lambda m, x: F.max_unpool2d(*F.max_pool2d(x, 3, return_indices=True), 3).relu()),

@@ -96,7 +96,9 @@ CALLS = {
     "resize_linear": gives([[[1, 2, 3]]], torch.int8, i8([[1, 3]]), None, i32([256, 0], [128, 128], [0, 256]), 8, False),
     "transform": gives([[-1, 6], [-3, 8]], torch.int32, i8([2, 3], [1, 4]), i32([1, -1], [0, 2]), -1, 2, False),
     "sample": gives(
-        [[[[2, 0, 4]]]], torch.int8, i8([[[1, 3], [5, 7]]]), i32([[[1, 0], [4, 0], [1, 1]]]), [2, 2], 1, "bilinear", "zeros", *(False, 0, False)
+        [[[[2, 0, 4]]]],
+        torch.int8,
+        *(i8([[[1, 3], [5, 7]]]), i32([[[1, 0], [4, 0], [1, 1]]]), [2, 2], 1, "bilinear", "zeros", False, 0, False),
     ),
     "pool_indices": gives([[[2, 3]]], torch.int64, i8([[5, 1, 7, 9]]), [3], [1], [0], [0], [1], [4], False),
     "unpool": gives([[[0, 8, 0, 9]]], torch.int8, i8([[8, 9]]), torch.tensor([[[1, 3]]]), [4], 0),
