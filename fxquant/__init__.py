@@ -15,7 +15,7 @@ from pathlib import Path
 if (_root := Path(__file__).resolve().parents[1]).joinpath("pyproject.toml").is_file():
     __path__.append(str(_root))
 
-from fxquant import primitives
+from fxquant import nn, primitives
 from fxquant.analysis.check import Finding, Findings
 from fxquant.analysis.explain import explain
 from fxquant.analysis.layers import Intermediate, Layer, layers
@@ -100,6 +100,7 @@ __all__ = [
     "freeze",
     "layers",
     "load",
+    "nn",
     "observations",
     "onnx_metadata",
     "prepare",

@@ -222,6 +222,8 @@ def _recognise(node: fx.Node, modules: dict[str, nn.Module]) -> tuple[Operator, 
         taken = extract(module)
         if isinstance(taken, str):
             return operator, taken, (type(module),)
+        if isinstance(taken, Instead):
+            operator, taken = OPERATORS[taken.function], taken.arguments
         given = {name: value for name, value in kwargs.items() if name not in operator.read_off}
         return operator, _bind(operator, args, {**taken, **given}), (type(module),)
     if node.op == "call_function" and node.target in FUNCTIONS:

@@ -47,7 +47,7 @@ from fxquant.numerics import WEIGHT_INT8, Grid
 from fxquant.ops import map_operands, operator_of
 from fxquant.ops.boundary import DEQUANTIZE
 from fxquant.pipeline import Context
-from fxquant.primitives import PRIMITIVES, boundary, comparison, elementwise, pool, product, resize, sampling, selection, shape
+from fxquant.primitives import PRIMITIVES, boundary, comparison, elementwise, pool, position, product, resize, sampling, selection, shape
 from fxquant.proof import Shapes
 from fxquant.quantization.prepared import QuantizedOperator
 from fxquant.quantization.quantizer import Quantizer
@@ -75,6 +75,7 @@ ON_THE_OPERANDS_GRID: Mapping[Any, Callable[[tuple[Any, ...], int], tuple[Any, .
         lambda arguments, zero: arguments,
     ),
     shape.pad: lambda arguments, zero: (*arguments[:3], arguments[3] + zero),
+    position.unpool: lambda arguments, zero: (*arguments[:3], arguments[3] + zero),
     sampling.sample: lambda arguments, zero: (*arguments[:7], arguments[7] + zero, *arguments[8:]),
     elementwise.clamp: lambda arguments, zero: (arguments[0], arguments[1] + zero, arguments[2] + zero),
 }

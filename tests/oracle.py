@@ -513,6 +513,73 @@ def resized_linear(input: Nested, sizes: Sequence[int], align_corners: bool, rul
     return nested((batch, channels, *sizes), element)
 
 
+def cubic_row(position: int, old: int, new: int, bits: int) -> list[tuple[int, int]]:
+    """(element, weight in steps of 2^-bits) of the four elements that bicubic interpolation joins; their weights sum to 2^bits."""
+    source = (position + HALF) * Fraction(old, new) - HALF
+    first = math.floor(source)
+    exact: dict[int, Fraction] = {}
+    for place in range(first - 1, first + 3):
+        x = abs(source - place)
+        near = (Fraction(5, 4) * x - Fraction(9, 4)) * x * x + 1
+        far = Fraction(-3, 4) * x**3 + Fraction(15, 4) * x**2 - 6 * x + 3
+        inside = min(max(place, 0), old - 1)
+        exact[inside] = exact.get(inside, Fraction(0)) + (near if x <= 1 else far)
+    whole = {place: half_up(weight * 2**bits) for place, weight in exact.items()}
+    whole[max(whole, key=lambda place: whole[place])] += 2**bits - sum(whole.values())
+    return list(whole.items())
+
+
+def resized_cubic(input: Nested, sizes: Sequence[int], x: Grid, to: Grid, rules: Rules) -> Nested:
+    """Fixed-point weights along both dimensions of an image, and one requantization: 46 bits hold the sum, which may double twice."""
+    batch, channels, *spatial = shape_of(input)
+    bits = min(rules.resize_bits, (46 - (x.bits - 1) - 2) // 2)
+    axes = [[cubic_row(i, old, new, bits) for i in range(new)] for old, new in zip(spatial, sizes, strict=True)]
+    largest = x.magnitude * math.prod(max(sum(abs(w) for _, w in row) for row in rows) for rows in axes)
+
+    def element(index: tuple[int, ...]) -> int:
+        taps = itertools.product(*(rows[i] for rows, i in zip(axes, index[2:], strict=True)))
+        total = sum(math.prod(w for _, w in tap) * at(input, (*index[:2], *(place for place, _ in tap))) for tap in taps)
+        return requantized(total, x.scale / 2 ** (2 * bits), to, rules, None, 32 if largest < 2**31 else 48)
+
+    return nested((batch, channels, *sizes), element)
+
+
+def adaptive_windows(old: int, new: int) -> list[range]:
+    """The elements of each window of adaptive pooling."""
+    return [range(i * old // new, -(-(i + 1) * old // new)) for i in range(new)]
+
+
+def read_between(plane: list[list[int]], x: int, y: int, bits: int) -> int:
+    """A plane at (x, y), in steps of 2^-bits of a pixel; 0 outside of it."""
+    (left, right), (top, down) = divmod(x, 2**bits), divmod(y, 2**bits)
+    total = 0
+    for row, column in itertools.product((0, 1), (0, 1)):
+        if 0 <= top + row < len(plane) and 0 <= left + column < len(plane[0]):
+            weight = (down if row else 2**bits - down) * (right if column else 2**bits - right)
+            total += weight * plane[top + row][left + column]
+    return half_up(Fraction(total, 2 ** (2 * bits)))
+
+
+def sampled(input: Nested, grid: Nested, x: Grid, y: Grid, rules: Rules) -> Nested:
+    """Planes read at a grid of (N, 2, H, W) whose -1 and 1 are the outer edges: requantized to 16 bits of 2^-8 pixels about the middle."""
+    height, width = shape_of(input)[2:]
+    fine = Grid(Fraction(1, 256), -(2**15), 2**15 - 1, 16)
+
+    def position(q: int, size: int) -> int:
+        return requantized(q, y.scale * Fraction(size, 2), fine, rules) + (size - 1) * 128
+
+    return [
+        [
+            [
+                [read_between(plane, position(u, width), position(v, height), 8) for u, v in zip(*pair, strict=True)]
+                for pair in zip(*where, strict=True)
+            ]
+            for plane in sample
+        ]
+        for sample, where in zip(input, grid, strict=True)
+    ]
+
+
 @dataclass(frozen=True)
 class Layer:
     """The integers of a layer of section 6: weight and bias, and each channel's weight scale."""

@@ -111,6 +111,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.api": {"*"},
     "fxquant.demo": {"", "arguments", "backends", "demo", "errors", "graph", "primitives", "progress", "target"},
     "fxquant.analysis.inspection": {"", "backends", "errors", "facts", "graph", "layers", "node", "numerics", "observers", "quantizer"},
+    "fxquant.nn": {"nn", "ops"},
     "fxquant.cli": {"", "arguments", "demo", "errors", "inspection", "sample"},
     "fxquant.analysis.sample": {"errors", "graph", "node", "numerics", "facts"},
 }

@@ -157,6 +157,18 @@ def averages(known: Known) -> Nested:
     )
 
 
+def means(known: Known) -> Nested:
+    """Of windows that differ: 5 by 4 elements become 3 by 3."""
+    axes = oracle.adaptive_windows(5, 3), oracle.adaptive_windows(4, 3)
+
+    def element(index: tuple[int, ...]) -> int:
+        places = [(row, column) for row in axes[0][index[2]] for column in axes[1][index[3]]]
+        total = sum(at(known.a, (*index[:2], *place)) for place in places)
+        return oracle.requantized(total, known.x.scale / len(places), known.to, known.rules)
+
+    return nested((*shape_of(known.a)[:2], 3, 3), element)
+
+
 def planes(known: Known, function: Callable[[list[int]], int]) -> Nested:
     """A function of every plane's elements."""
     return [[function([value for row in plane for value in row]) for plane in sample] for sample in known.a]
@@ -256,6 +268,16 @@ CASES: dict[str, Case] = {
     ),
     "bilinear_halves": plain(
         lambda a, b: F.interpolate(a, scale_factor=2, mode="bilinear"), lambda k: oracle.resized_linear(k.a, (10, 8), False, k.rules), False
+    ),
+    "bicubic": plain(
+        lambda a, b: F.interpolate(a, (7, 3), mode="bicubic"), lambda k: oracle.resized_cubic(k.a, (7, 3), k.x, k.to, k.rules)
+    ),
+    "area": plain(lambda a, b: F.interpolate(a, (3, 3), mode="area"), means),
+    "adaptive_avg_pool_uneven": plain(lambda a, b: F.adaptive_avg_pool2d(a, 3), means),
+    "grid_sample": plain(
+        lambda a, b: F.grid_sample(a, b[:, :2].permute(0, 2, 3, 1), align_corners=False),
+        lambda k: oracle.sampled(k.a, [one[:2] for one in k.b], k.x, k.y, k.rules),
+        False,
     ),
     "avg_pool": plain(lambda a, b: F.avg_pool2d(a, 3, 2, 1, True, False), averages),
     "max_pool": plain(lambda a, b: F.max_pool2d(a, 2, 1, 1), lambda k: oracle.max_pool(k.a, [2, 2], [1, 1], [1, 1], [1, 1], False), False),

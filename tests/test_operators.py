@@ -18,6 +18,8 @@ import fxquant as fxq
 from fxquant import graph
 from fxquant.graph import annotation, qparams, resolve
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS
+from fxquant.ops.deformable import deform_conv2d
+from fxquant.ops.sampling import warp
 from fxquant.quantization.observers import MinMaxObserver
 from tests import contract
 from tests.contract import all_equal, compiled, graph_values
@@ -53,8 +55,10 @@ NORMED = 1.5  # the same; and the result does not grow with the operand, so that
 ATTENDED = 1.6  # shares are rounded to the output's dtype before they are summed
 HEADS = 4.0  # the same, of what is projected, and then projected again
 WIDE_INSIDE = (COMPOSED, NORMED, ATTENDED, HEADS)
+SAMPLED = 4.0  # positions are rounded to a part of a pixel, and neighbours may differ by the whole range
 FOLDED = 3.0  # the batch norm moves the weights off the grid they were on
 FINE = 1.5  # more for int16, whose step is 2^-15 of the range, as are the rounding of slopes and of weights, and float32's own
+SAMPLED_FINE = 600.0  # the same in steps of int16
 COMPOSED_FINE = 12.0  # and for a composite in int16, each of whose parts is rounded to 16 bits
 
 
@@ -132,6 +136,31 @@ class Normalized(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(x)
+
+
+class Unpooled(nn.Module):
+    """A maximum pooling and its inverse."""
+
+    def __init__(self, pool: nn.Module, unpool: nn.Module) -> None:
+        super().__init__()
+        self.pool, self.unpool = pool, unpool
+
+    def forward(self, x: Tensor) -> Tensor:
+        values, indices = self.pool(x)
+        return self.unpool(values, indices, output_size=x.shape)
+
+
+def unpooled3d(x: Tensor) -> Tensor:
+    return F.max_unpool3d(*F.max_pool3d(x, 2, return_indices=True), 2, output_size=x.shape)
+
+
+def deformed(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    return deform_conv2d(x, y, m.weight, m.bias, padding=1)
+
+
+def picked(x: Tensor, indices: Tensor) -> Tensor:
+    """The elements of planes at these positions."""
+    return x.flatten(2).gather(2, indices.flatten(2)).view_as(indices)
 
 
 def functional_norm(m: Any, x: Tensor) -> Tensor:
@@ -600,7 +629,9 @@ SAMPLES: dict[Any, list[Sample]] = {
     ),
     F.adaptive_avg_pool3d: unary("adaptive_avg_pool3d", ROUNDED, lambda m, x: F.adaptive_avg_pool3d(x, (2, 1, 3)), shape=VOLUME),
     nn.AdaptiveAvgPool1d: layers("adaptive_avg_pool1d", ROUNDED, LINE, nn.AdaptiveAvgPool1d(1)),
-    nn.AdaptiveAvgPool2d: layers("adaptive_avg_pool2d", ROUNDED, IMAGE, nn.AdaptiveAvgPool2d((2, 3))),
+    nn.AdaptiveAvgPool2d: layers(
+        "adaptive_avg_pool2d", ROUNDED, IMAGE, nn.AdaptiveAvgPool2d((2, 3)), nn.AdaptiveAvgPool2d(4), nn.AdaptiveAvgPool2d((None, 5))
+    ),
     nn.AdaptiveAvgPool3d: layers("adaptive_avg_pool3d", ROUNDED, VOLUME, nn.AdaptiveAvgPool3d(1)),
     torch.mean: unary("mean", ROUNDED, lambda m, x: torch.mean(x, (2, 3)), lambda m, x: torch.mean(x, dim=-1, keepdim=True).relu()),
     "mean": unary("mean", ROUNDED, lambda m, x: x.mean((-1, -2), keepdim=True), lambda m, x: x.mean(1)),
@@ -696,13 +727,88 @@ SAMPLES: dict[Any, list[Sample]] = {
     F.interpolate: [
         *unary("interpolate", EXACT, lambda m, x: F.interpolate(x, scale_factor=2), lambda m, x: F.interpolate(x, (4, 9))),
         *unary("interpolate", INTERPOLATED, lambda m, x: F.interpolate(x, size=7, mode="linear", align_corners=True), shape=LINE),
+        *unary("interpolate", INTERPOLATED, lambda m, x: F.interpolate(x, (4, 9), mode="bicubic")),
+        *unary("interpolate", ROUNDED, lambda m, x: F.interpolate(x, (4, 9), mode="area")),
+        *unary("interpolate", INTERPOLATED, lambda m, x: F.interpolate(x, (4, 5), mode="bilinear", antialias=True)),
+        *unary("interpolate", INTERPOLATED, lambda m, x: F.interpolate(x, scale_factor=0.7, mode="bicubic", antialias=True)),
     ],
     nn.Upsample: [
         *layers("interpolate", EXACT, VOLUME, nn.Upsample(scale_factor=(1, 2, 1.5))),
         *layers("interpolate", INTERPOLATED, IMAGE, nn.Upsample(scale_factor=1.7, mode="bilinear")),
+        *layers("interpolate", INTERPOLATED, IMAGE, nn.Upsample(scale_factor=2, mode="bicubic", align_corners=True)),
+        *layers("interpolate", INTERPOLATED, VOLUME, nn.Upsample(scale_factor=(1, 2, 1.5), mode="trilinear")),
     ],
     nn.UpsamplingNearest2d: layers("interpolate", EXACT, IMAGE, nn.UpsamplingNearest2d(size=8)),
     nn.UpsamplingBilinear2d: layers("interpolate", INTERPOLATED, IMAGE, nn.UpsamplingBilinear2d(scale_factor=2)),
+    **dict.fromkeys((torch.constant_pad_nd,), unary("pad", ROUNDED, lambda m, x: torch.constant_pad_nd(x, (1, 0, 2, 1), 0.5))),
+    torch.native_channel_shuffle: unary("channel_shuffle", EXACT, lambda m, x: torch.native_channel_shuffle(x, 3), shape=(6, 2, 2)),
+    # ---- maxima of windows that differ, where maxima are, and back
+    F.adaptive_max_pool1d: unary("adaptive_max_pool1d", EXACT, lambda m, x: F.adaptive_max_pool1d(x, 4), shape=LINE),
+    F.adaptive_max_pool2d: unary("adaptive_max_pool2d", EXACT, lambda m, x: F.adaptive_max_pool2d(x, (4, None))),
+    F.adaptive_max_pool3d: unary("adaptive_max_pool3d", EXACT, lambda m, x: F.adaptive_max_pool3d(x, 3), shape=VOLUME),
+    nn.AdaptiveMaxPool1d: layers("adaptive_max_pool1d", EXACT, LINE, nn.AdaptiveMaxPool1d(1)),
+    nn.AdaptiveMaxPool2d: layers("adaptive_max_pool2d", EXACT, IMAGE, nn.AdaptiveMaxPool2d((2, 5))),
+    nn.AdaptiveMaxPool3d: layers("adaptive_max_pool3d", EXACT, VOLUME, nn.AdaptiveMaxPool3d((2, 1, 3))),
+    F.max_pool1d_with_indices: [
+        *unary("max_pool1d_with_indices", EXACT, lambda m, x: F.max_pool1d(x, 3, 2, 1, return_indices=True)[0], shape=LINE),
+        *unary("max_pool_indices1d", EXACT, lambda m, x: F.max_unpool1d(*F.max_pool1d(x, 3, return_indices=True), 3), shape=LINE),
+    ],
+    torch.max_pool1d_with_indices: unary(
+        "max_unpool1d", EXACT, lambda m, x: F.max_unpool1d(*torch.max_pool1d_with_indices(x, 3), 3), shape=LINE
+    ),
+    F.max_pool2d_with_indices: [
+        *unary("max_pool2d_with_indices", EXACT, lambda m, x: F.max_pool2d_with_indices(x, 2)[0]),
+        *unary("max_pool_indices2d", EXACT, lambda m, x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2)),
+    ],
+    F.max_pool3d_with_indices: [
+        *unary("max_pool3d_with_indices", EXACT, lambda m, x: F.max_pool3d(x, 2, return_indices=True)[0], shape=VOLUME),
+        *unary("max_pool_indices3d", EXACT, lambda m, x: unpooled3d(x), shape=VOLUME),
+    ],
+    F.adaptive_max_pool1d_with_indices: [
+        *unary("adaptive_max_pool1d_with_indices", EXACT, lambda m, x: F.adaptive_max_pool1d(x, 4, return_indices=True)[0], shape=LINE),
+        *unary("adaptive_max_indices1d", EXACT, lambda m, x: picked(x, F.adaptive_max_pool1d(x, 4, return_indices=True)[1]), shape=LINE),
+    ],
+    torch.adaptive_max_pool1d: unary(
+        "adaptive_max_pool1d_with_indices", EXACT, lambda m, x: torch.adaptive_max_pool1d(x, 2)[0], shape=LINE
+    ),
+    F.adaptive_max_pool2d_with_indices: [
+        *unary("adaptive_max_pool2d_with_indices", EXACT, lambda m, x: F.adaptive_max_pool2d(x, 4, return_indices=True)[0]),
+        *unary("adaptive_max_indices2d", EXACT, lambda m, x: picked(x, F.adaptive_max_pool2d(x, 4, return_indices=True)[1])),
+    ],
+    F.adaptive_max_pool3d_with_indices: [
+        *unary("adaptive_max_pool3d_with_indices", EXACT, lambda m, x: F.adaptive_max_pool3d(x, 3, return_indices=True)[0], shape=VOLUME),
+        *unary(
+            "adaptive_max_indices3d", EXACT, lambda m, x: picked(x, F.adaptive_max_pool3d_with_indices(x, 3)[1]), shape=VOLUME
+        ),
+    ],
+    F.max_unpool1d: unary("max_unpool1d", EXACT, lambda m, x: F.max_unpool1d(*F.max_pool1d(x, 2, 4, return_indices=True), 2, 4), shape=LINE),
+    F.max_unpool2d: unary("max_unpool2d", EXACT, lambda m, x: F.max_unpool2d(*F.max_pool2d(x, 3, return_indices=True), 3).relu()),
+    F.max_unpool3d: unary("max_unpool3d", EXACT, lambda m, x: unpooled3d(x), shape=VOLUME),
+    nn.MaxUnpool1d: layers("max_unpool1d", EXACT, LINE, Unpooled(nn.MaxPool1d(2, return_indices=True), nn.MaxUnpool1d(2))),
+    nn.MaxUnpool2d: layers("max_unpool2d", EXACT, IMAGE, Unpooled(nn.MaxPool2d((2, 3), return_indices=True), nn.MaxUnpool2d((2, 3)))),
+    nn.MaxUnpool3d: layers("max_unpool3d", EXACT, VOLUME, Unpooled(nn.MaxPool3d(2, return_indices=True), nn.MaxUnpool3d(2))),
+    # ---- windows as columns, and back
+    F.unfold: unary("unfold", EXACT, lambda m, x: F.unfold(x, 3, padding=1, stride=2), lambda m, x: F.unfold(x, (2, 1), dilation=2)),
+    nn.Unfold: layers("unfold", EXACT, IMAGE, nn.Unfold((2, 3), padding=(0, 1))),
+    F.fold: [
+        *unary("fold", ROUNDED, lambda m, x: F.fold(F.unfold(x, 3, padding=1), (6, 6), 3, padding=1)),
+        *unary("fold", EXACT, lambda m, x: F.fold(x, (4, 6), (2, 1), stride=(2, 1)), shape=(6, 12)),
+    ],
+    nn.Fold: layers("fold", ROUNDED, (12, 9), nn.Fold((4, 4), 2)),
+    "unfold": unary("unfold_dimension", EXACT, lambda m, x: x.unfold(-1, 3, 2), lambda m, x: x.unfold(1, 2, 1).unfold(2, 4, 1)),
+    # ---- images read between their pixels
+    F.grid_sample: [
+        Sample("grid_sample", SAMPLED, (IMAGE, (4, 5, 2)), lambda m, x, y: F.grid_sample(x, y / 2, align_corners=False)),
+        Sample("grid_sample", SAMPLED, (IMAGE, (4, 5, 2)), lambda m, x, y: F.grid_sample(x, y, "bilinear", "reflection", True)),
+        Sample("grid_sample", SAMPLED, (IMAGE, (2, 4, 5)), lambda m, x, y: F.grid_sample(x, y.permute(0, 2, 3, 1), padding_mode="border")),
+        Sample("grid_sample", SAMPLED, (VOLUME, (2, 3, 2, 3)), lambda m, x, y: F.grid_sample(x, y, align_corners=False)),
+        Sample("warp", SAMPLED, (IMAGE, (4, 5, 2)), lambda m, x, y: warp(x, y)),
+        Sample("deform_conv2d", SAMPLED, (IMAGE, (18, 6, 6)), deformed, weight=(4, 3, 3, 3)),
+    ],
+    F.affine_grid: [
+        Sample("affine_grid", ROUNDED, ((2, 3),), lambda m, x: F.affine_grid(x, [x.shape[0], 1, 8, 4], align_corners=True)),
+        Sample("affine_grid", ROUNDED, ((3, 4),), lambda m, x: F.affine_grid(x, (x.shape[0], 1, 2, 3, 4), align_corners=False)),
+    ],
     # ---- nothing at all
     torch.detach: unary("identity", EXACT, lambda m, x: torch.detach(x).relu()),
     "to": unary("identity", EXACT, lambda m, x: x.to(torch.float32).relu(), lambda m, x: x.to(x).relu()),
@@ -836,7 +942,7 @@ def test_every_registered_spelling_has_a_sample() -> None:
 
 def test_every_operator_has_a_sample() -> None:
     elsewhere = {case.operator for case in (*CASES.values(), *ALSO.values())}
-    parts = {"ranked", "pick", "quantize", "dequantize", "requantize", "scale_channels"}
+    parts = {"ranked", "pick", "quantize", "dequantize", "requantize", "scale_channels", "deformed_taps"}
     parts |= {"exponential", "inverse_root", "kept", "added", "masked_softmax"}
     sampled = elsewhere | {sample.operator for samples in SAMPLES.values() for sample in samples} | parts
     assert sampled == {record.name for record in OPERATORS.values()}
@@ -893,7 +999,7 @@ def assert_float_function_within_bound(
             continue
         known = qparams(result.all_input_nodes[0])
         assert known is not None
-        fine = COMPOSED_FINE if sample.bound in WIDE_INSIDE else FINE
+        fine = SAMPLED_FINE if sample.bound == SAMPLED else COMPOSED_FINE if sample.bound in WIDE_INSIDE else FINE
         bound = sample.bound + {**EXTRA, "int16": fine}.get(activation, 0)
         assert float((one.double() - other.double()).abs().max()) <= bound * known.scale, sample
 
@@ -948,11 +1054,13 @@ REFUSED: dict[str, tuple[str, Forward, nn.Module | None]] = {
     "maximum of everything": ("it reduces the batch", lambda m, x: torch.max(x).reshape(1), None),
     "computed weight": ("its weight is computed by", lambda m, x: F.conv2d(x, m.kernel.weight * x.std()), None),
     "image without a batch": ("its input has no batch dimension", lambda m, x: F.conv2d(x[0], m.kernel.weight), None),
-    "uneven windows": ("its windows differ in size", call, nn.AdaptiveAvgPool2d(4)),
     "mean over the batch": ("it averages over the batch", lambda m, x: x.mean(0), None),
     "mean of everything": ("it averages over the batch", lambda m, x: x.mean().reshape(1), None),
     "mean to a dtype": ("a dtype argument", lambda m, x: x.mean(1, dtype=torch.float64), None),
-    "indices of a pool": ("return_indices=True", lambda m, x: m.layer(x)[0], nn.MaxPool2d(2, return_indices=True)),
+    "overlapping windows": (
+        "two elements may have one place", lambda m, x: F.max_unpool2d(*F.max_pool2d(x, 3, 1, return_indices=True), 3, 1), None
+    ),
+    "cubic sampling": ("mode='bicubic' has no integer form", lambda m, x: F.grid_sample(x, x[:, :2].permute(0, 2, 3, 1), "bicubic"), None),
     "norm without statistics": ("it has no running statistics", call, nn.BatchNorm2d(3, track_running_stats=False)),
     "bytes as another dtype": ("it reinterprets the bytes", lambda m, x: x.view(torch.int32).float(), None),
     "constant in a concatenation": (

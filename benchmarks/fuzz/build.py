@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import fxquant as fxq
 from benchmarks.fuzz.generate import Case, Config, Input, Settings, Step
 from fxquant.demo.training import seeded
 
-NAMESPACE = {"torch": torch, "nn": nn, "F": F}
+NAMESPACE = {"torch": torch, "nn": nn, "F": F, "fxq": fxq}
 
 Block = tuple[str, str]  # a name, and statements
 

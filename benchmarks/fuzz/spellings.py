@@ -218,6 +218,40 @@ def _resizes() -> Iterator[Spelling]:
     call = "F.interpolate({0}, {size}, mode={mode!r}, align_corners={aligned})"
     yield from _spell("interpolate", call, mode=modes[2:], size=sizes, aligned=aligned)
     yield _module("interpolate", "nn.Upsample(scale_factor={factor}, mode={mode!r})", factor=factors, mode=modes)
+    call = "F.interpolate({0}, {size}, mode={mode!r})"
+    yield from _spell(
+        "interpolate", call, "F.interpolate({0}, scale_factor=1.7, mode={mode!r})", mode=("bicubic", "area", "trilinear"), size=sizes
+    )
+    yield from _spell("interpolate", "F.interpolate({0}, {size}, mode={mode!r}, antialias=True)", mode=("bilinear", "bicubic"), size=sizes)
+
+
+def _geometry() -> Iterator[Spelling]:
+    """Windows, and images read between their pixels."""
+    sizes = (2, 3, 1)
+    yield from _spell("adaptive_max_pool{rank}d", "F.adaptive_max_pool{rank}d({0}, {size})", size=sizes)
+    yield _module("adaptive_max_pool{rank}d", "nn.AdaptiveMaxPool{rank}d({size})", size=sizes)
+    pooled = "F.max_pool{rank}d({0}, {kernel}, return_indices=True)"
+    yield from _spell("max_pool{rank}d_with_indices", pooled + "[0]", kernel=(2, 3))
+    for name in ("max_unpool{rank}d", "max_pool_indices{rank}d"):
+        yield from _spell(name, f"F.max_unpool{{rank}}d(*{pooled}, {{kernel}}, output_size={{0}}.shape)", kernel=(2, 3))
+    adaptive = "F.adaptive_max_pool{rank}d({0}, {size}, return_indices=True)"
+    yield from _spell("adaptive_max_pool{rank}d_with_indices", adaptive + "[0]", size=sizes)
+    yield from _spell("adaptive_max_indices{rank}d", "{0}.flatten(2).gather(2, " + adaptive + "[1].flatten(2))", size=sizes)
+    yield from _spell(
+        "unfold", "F.unfold({0}, {kernel}, padding={padding}, stride={stride})", kernel=(2, 1, 3), padding=(0, 1), stride=(1, 2)
+    )
+    yield from _spell("fold", "F.fold(F.unfold({0}, {kernel}), {0}.shape[2:], {kernel})", kernel=(2, 1))
+    yield from _spell("unfold_dimension", "{0}.unfold({dim}, 2, {step})", dim=(1, -1), step=(1, 2))
+    paddings, aligned = ("zeros", "border", "reflection"), (False, True)
+    grid = "{0}[:, [0, 0]].permute(0, 2, 3, 1).tanh()"
+    yield from _spell(
+        "grid_sample", f"F.grid_sample({{0}}, {grid}, 'bilinear', {{padding!r}}, {{corners}})", padding=paddings, corners=aligned
+    )
+    grid = "F.affine_grid({0}.flatten(1)[:, :6].reshape(-1, 2, 3), {0}.shape, {corners})"
+    yield from _spell("affine_grid", f"F.grid_sample({{0}}, {grid}, align_corners={{corners}})", corners=aligned)
+    yield from _spell("warp", "fxq.nn.Warp()({0}, {0}[:, [0, 0]].permute(0, 2, 3, 1))")
+    yield _module("deform_conv2d", "fxq.nn.DeformConv2d({channels}, 3, 1)", call="{layer}({0}, {0}[:, [0, 0]])")
+    yield _module("deformed_taps", "fxq.nn.DeformConv2d({channels}, 2, 1)", call="{layer}({0}, {0}[:, [0, 0]])")
 
 
 def _settings() -> Iterator[Spelling]:
@@ -320,6 +354,7 @@ def _all() -> Iterator[Spelling]:
         _pools,
         _moves,
         _resizes,
+        _geometry,
         _settings,
         _composites,
         _attention,

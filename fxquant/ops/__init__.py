@@ -45,6 +45,7 @@ from fxquant.ops import (
     shape,
     softmax,
     unary,
+    unpool,
     weighted,
 )
 from fxquant.ops.record import (
@@ -139,5 +140,6 @@ __all__ = [
     "sharing_operands",
     "softmax",
     "unary",
+    "unpool",
     "weighted",
 ]

@@ -16,7 +16,7 @@ from fxquant.numerics import FLOAT32_EXACT, Ratio
 from fxquant.ops.form import Call
 from fxquant.ops.matrix import box, onnx_matrices, uneven_windows, weighted_sums, window_sizes
 from fxquant.ops.pool import LOWER_AVG_POOLS, lower_total, needs_batch, onnx_average_pool, spatial, too_many
-from fxquant.ops.record import Operator, Same, register
+from fxquant.ops.record import Instead, Operator, Same, operator_named, register
 from fxquant.primitives import pool, shape
 from fxquant.primitives.matrix import transform
 from fxquant.primitives.pool import POOLED_EXACT
@@ -25,7 +25,7 @@ AVG_POOLS: dict[int, Callable[..., Tensor]] = {1: F.adaptive_avg_pool1d, 2: F.ad
 MAX_POOLS: dict[int, Callable[..., Tensor]] = {1: F.adaptive_max_pool1d, 2: F.adaptive_max_pool2d, 3: F.adaptive_max_pool3d}
 
 
-def _counts(shape: tuple[Any, ...], output_size: Any, rank: int) -> list[int]:
+def window_counts(shape: tuple[Any, ...], output_size: Any, rank: int) -> list[int]:
     """How many windows there are along each of the last dimensions; None wants as many as there are elements."""
     wanted = list(output_size) if isinstance(output_size, list | tuple) else [output_size] * rank
     return [size if count is None else count for count, size in zip(wanted * (rank if len(wanted) == 1 else 1), shape[-rank:], strict=True)]
@@ -42,13 +42,15 @@ def _largest(shape: tuple[Any, ...], counts: list[int]) -> list[int]:
     return [max(b - a for a, b in uneven_windows(length, count)) for length, count in zip(shape[-len(counts) :], counts, strict=True)]
 
 
-def _refuses(rank: int, sums: bool) -> Callable[[fx.Node, dict[str, Any]], str | None]:
+def refuses_adaptive(rank: int, sums: bool) -> Callable[[fx.Node, dict[str, Any]], str | None]:
+    """Refuses windows along the batch, and, of sums, windows that are too large."""
+
     def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         reason = needs_batch(rank)(node, arguments)
         if reason is not None:
             return reason
         known = fact(arguments["input"]).shape
-        counts = _counts(known, arguments["output_size"], rank)
+        counts = window_counts(known, arguments["output_size"], rank)
         if not all(isinstance(count, int) for count in counts):
             return "its output size is computed"
         if not sums:
@@ -93,10 +95,10 @@ def _adaptive_avg_pool(rank: int) -> Callable[..., Tensor]:
         return value if clamp is None else value.clamp(*clamp)
 
     def lower(lowering: Lowering, input: Quantized, output_size: Any, *, clamp: Clamp | None = None) -> Quantized:
-        return lower_means(lowering, input, _counts(input.shape, output_size, rank), clamp)
+        return lower_means(lowering, input, window_counts(input.shape, output_size, rank), clamp)
 
     def onnx(c: Call) -> str:
-        return onnx_means(c, _counts(c.operand_shape, c["output_size"], rank))
+        return onnx_means(c, window_counts(c.operand_shape, c["output_size"], rank))
 
     function.__name__ = function.__qualname__ = f"adaptive_avg_pool{rank}d"
     function.__doc__ = f"The mean over windows that give the wanted output size, in {rank} dimensions."
@@ -110,7 +112,7 @@ def _adaptive_avg_pool(rank: int) -> Callable[..., Tensor]:
             modules={getattr(nn, f"AdaptiveAvgPool{rank}d"): lambda m: {"output_size": m.output_size}},
             idle=lambda arguments: True,
             absorbs=frozenset({"clamp"}),
-            refuses=_refuses(rank, True),
+            refuses=refuses_adaptive(rank, True),
             onnx=onnx,
         )
     )
@@ -121,15 +123,18 @@ def _adaptive_avg_pool(rank: int) -> Callable[..., Tensor]:
 
 
 def _filled(windows: list[tuple[int, int]], taps: int) -> list[int]:
-    """The elements of windows that all have this many: a smaller one holds its last element again."""
+    """The elements of windows that all have this many."""
     return [min(start + tap, stop - 1) for start, stop in windows for tap in range(taps)]
 
 
-def lower_largest(lowering: Lowering, input: Quantized, counts: list[int]) -> Any:
-    """The integers of each window's largest element; where windows differ, their elements are first put one window after the other."""
+def lower_windows(lowering: Lowering, input: Quantized, counts: list[int]) -> tuple[Any, list[int], list[list[int]]]:
+    """The integers with the elements of windows one window after the other, these windows' size, and which elements of each dimension.
+
+    Where windows differ, a smaller one holds its last element again.
+    """
     value, rank = input.value, len(counts)
     lengths = spatial(input.shape, rank)
-    kernel = []
+    kernel, places = [], []
     for axis, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         windows = uneven_windows(length, count)
         taps = max(stop - start for start, stop in windows)
@@ -138,8 +143,8 @@ def lower_largest(lowering: Lowering, input: Quantized, counts: list[int]) -> An
             stored = lowering.constant(f"indices{axis}", torch.tensor(chosen, device=input.scale.device), torch.int64)
             value = lowering.call(shape.select, value, axis - rank, stored)
         kernel.append(taps)
-    zeros, ones = [0] * rank, [1] * rank
-    return lowering.call(pool.max_pool, value, kernel, kernel, zeros, zeros, ones)
+        places.append(chosen)
+    return value, kernel, places
 
 
 def _adaptive_max_pool(rank: int) -> Callable[..., Tensor]:
@@ -147,7 +152,8 @@ def _adaptive_max_pool(rank: int) -> Callable[..., Tensor]:
         return MAX_POOLS[rank](input, output_size)
 
     def lower(lowering: Lowering, input: Quantized, output_size: Any) -> Quantized:
-        return input.with_value(lower_largest(lowering, input, _counts(input.shape, output_size, rank)))
+        value, kernel, _ = lower_windows(lowering, input, window_counts(input.shape, output_size, rank))
+        return input.with_value(lowering.call(pool.max_pool, value, kernel, kernel, [0] * rank, [0] * rank, [1] * rank))
 
     def onnx(c: Call) -> str:
         node = c.primitive(pool.max_pool)
@@ -164,22 +170,30 @@ def _adaptive_max_pool(rank: int) -> Callable[..., Tensor]:
             ("input",),
             lower,
             Same(),
-            functions={MAX_POOLS[rank]: _without_indices},
-            modules={getattr(nn, f"AdaptiveMaxPool{rank}d"): _module_without_indices},
+            functions={MAX_POOLS[rank]: _arguments(rank)},
+            modules={getattr(nn, f"AdaptiveMaxPool{rank}d"): _module(rank)},
             idle=lambda arguments: True,
-            refuses=_refuses(rank, False),
+            refuses=refuses_adaptive(rank, False),
             onnx=onnx,
         )
     )
     return function
 
 
-def _without_indices(input: Any, output_size: Any, return_indices: bool = False) -> dict[str, Any] | str:
-    return "return_indices=True has no integer form" if return_indices else {"input": input, "output_size": output_size}
+def _arguments(rank: int) -> Callable[..., dict[str, Any] | Instead]:
+    def function(input: Any, output_size: Any, return_indices: bool = False) -> dict[str, Any] | Instead:
+        given = {"input": input, "output_size": output_size}
+        return Instead(operator_named(f"adaptive_max_pool{rank}d_with_indices").function, given) if return_indices else given
+
+    return function
 
 
-def _module_without_indices(module: Any) -> dict[str, Any] | str:
-    return "return_indices=True has no integer form" if module.return_indices else {"output_size": module.output_size}
+def _module(rank: int) -> Callable[[Any], dict[str, Any] | Instead]:
+    def module(m: Any) -> dict[str, Any] | Instead:
+        given = {"output_size": m.output_size}
+        return Instead(operator_named(f"adaptive_max_pool{rank}d_with_indices").function, given) if m.return_indices else given
+
+    return module
 
 
 adaptive_avg_pool1d = _adaptive_avg_pool(1)

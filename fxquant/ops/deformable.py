@@ -22,7 +22,7 @@ from fxquant.ops.composite import Builder
 from fxquant.ops.convolution import conv2d
 from fxquant.ops.form import Call
 from fxquant.ops.record import Operator, Same, register
-from fxquant.ops.sampling import GRID_SAMPLE_OPSET, LINEAR_OPSET, Positions, lower_sample, refuses_image
+from fxquant.ops.sampling import GRID_SAMPLE_OPSET, LINEAR_OPSET, Positions, lower_sample, refuses_image, spatial_of
 from fxquant.ops.shape import expand, permute, reshape
 from fxquant.ops.weighted import shape_of, sizes
 from fxquant.primitives import shape
@@ -115,7 +115,8 @@ def _onnx_taps(c: Call) -> str:
     """GridSample of the taps' positions; the offsets are scaled first, since onnxruntime cannot move a DequantizeLinear behind Reshape."""
     node = c.primitive(sample)
     assert node is not None
-    height, width = node.args[2]  # type: ignore[misc]
+    assert isinstance(node.args[0], fx.Node)
+    height, width = spatial_of(c)
     channels, rows, columns = (int(size) for size in fact(c.node).shape[1:])
     taps = sizes(c["kernel_size"], 2)
     geometry = c["kernel_size"], c["stride"], c["padding"], c["dilation"]
@@ -184,16 +185,16 @@ def _expand(
     assert weights is not None
     rows, columns = (int(size) for size in weights[2:])  # type: ignore[arg-type]
     taps = build(deformed_taps, input, offset, [rows, columns], stride, padding, dilation)
-    channels, tall, wide = build.fact(taps).shape[1:]
+    channels, tall, wide = (int(size) for size in build.fact(taps).shape[1:])  # type: ignore[arg-type]
     if mask is not None:
-        given, height, width = build.fact(mask).shape[1:]
+        given, height, width = (int(size) for size in build.fact(mask).shape[1:])  # type: ignore[arg-type]
         groups = given // (rows * columns)
         factors = build(permute, build(reshape, mask, [-1, groups, rows, columns, height, width]), [0, 1, 4, 2, 5, 3])
         factors = build(reshape, factors, [-1, groups, 1, tall, wide])
         if groups > 1:
             factors = build(expand, factors, [-1, -1, channels // groups, -1, -1])
         taps = build(mul, taps, build(reshape, factors, [-1, channels if groups > 1 else 1, tall, wide]))
-    return build(conv2d, taps, weight, bias, [rows, columns], 0, 1, channels // weights[1])
+    return build(conv2d, taps, weight, bias, [rows, columns], 0, 1, channels // int(weights[1]))  # type: ignore[arg-type]
 
 
 def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:

@@ -15,7 +15,7 @@ from fxquant.graph import fact
 from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics import FLOAT32_EXACT, INT8, Ratio
 from fxquant.ops.form import Call
-from fxquant.ops.record import Operator, Same, register
+from fxquant.ops.record import Instead, Operator, Same, operator_named, register
 from fxquant.ops.weighted import sizes
 from fxquant.primitives import pool
 from fxquant.primitives.pool import POOLED_EXACT
@@ -56,6 +56,17 @@ def needs_batch(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
     return refuses
 
 
+def window_padding(
+    lengths: list[int], kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
+) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
+    """Kernel, stride, padding before and behind, and dilation of each dimension of these lengths."""
+    rank = len(lengths)
+    kernel, steps = sizes(kernel_size, rank), sizes(kernel_size if stride in (None, [], ()) else stride, rank)
+    begin, spread = sizes(padding, rank), sizes(dilation, rank)
+    end = [_windows(*row, ceil_mode)[1] for row in zip(lengths, kernel, steps, begin, spread, strict=True)]
+    return kernel, steps, begin, end, spread
+
+
 # ---- maximum --------------------------------------------------------------------------------------------------------
 
 
@@ -69,9 +80,7 @@ def _max_pool(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized
     def lower(
         lowering: Lowering, input: Quantized, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
     ) -> Quantized:
-        kernel, steps = sizes(kernel_size, rank), sizes(kernel_size if stride in (None, []) else stride, rank)
-        begin, spread = sizes(padding, rank), sizes(dilation, rank)
-        end = [_windows(*row, ceil_mode)[1] for row in zip(spatial(input.shape, rank), kernel, steps, begin, spread, strict=True)]
+        kernel, steps, begin, end, spread = window_padding(spatial(input.shape, rank), kernel_size, stride, padding, dilation, ceil_mode)
         return input.with_value(lowering.call(pool.max_pool, input.value, kernel, steps, begin, end, spread))
 
     function.__name__ = function.__qualname__ = f"max_pool{rank}d"
@@ -79,7 +88,9 @@ def _max_pool(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized
     return function, lower
 
 
-def _refuses_max_pool(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
+def refuses_max_pool(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
+    """Refuses what `needs_batch` does, and windows that meet no element."""
+
     def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         reason = needs_batch(rank)(node, arguments)
         operand = fact(arguments["input"])
@@ -104,24 +115,29 @@ def _sees_only_padding(size: int, kernel: int, stride: int, padding: int, dilati
     return dilation > 1 and any(not any(0 <= start + tap * dilation < size for tap in range(kernel)) for start in starts)
 
 
-def _max_pool_module(module: Any) -> dict[str, Any] | str:
-    if module.return_indices:
-        return "return_indices=True has no integer form"
-    return {n: getattr(module, n) for n in ("kernel_size", "stride", "padding", "dilation", "ceil_mode")}
+def _max_pool_module(rank: int) -> Callable[[Any], dict[str, Any] | Instead]:
+    def module(m: Any) -> dict[str, Any] | Instead:
+        window = {n: getattr(m, n) for n in ("kernel_size", "stride", "padding", "dilation", "ceil_mode")}
+        return Instead(operator_named(f"max_pool{rank}d_with_indices").function, window) if m.return_indices else window
+
+    return module
 
 
-def _max_pool_function(
-    input: Any,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> dict[str, Any] | str:
-    if return_indices:
-        return "return_indices=True has no integer form"
-    return {"input": input, "kernel_size": kernel_size, "stride": stride, "padding": padding, "dilation": dilation, "ceil_mode": ceil_mode}
+def _max_pool_function(rank: int) -> Callable[..., dict[str, Any] | Instead]:
+    def function(
+        input: Any,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        dilation: Any = 1,
+        ceil_mode: bool = False,
+        return_indices: bool = False,
+    ) -> dict[str, Any] | Instead:
+        window = {"kernel_size": kernel_size, "stride": stride, "padding": padding, "dilation": dilation, "ceil_mode": ceil_mode}
+        given = {"input": input, **window}
+        return Instead(operator_named(f"max_pool{rank}d_with_indices").function, given) if return_indices else given
+
+    return function
 
 
 def _window(rank: int) -> Callable[[dict[str, Any]], list[int]]:
@@ -159,11 +175,11 @@ for _rank, _function, _lower, _module in (
             ("input",),
             _lower,
             Same(),
-            functions={MAX_POOLS[_rank]: _max_pool_function, getattr(torch, f"max_pool{_rank}d"): _max_pool_function},
-            modules={_module: _max_pool_module},
+            functions=dict.fromkeys((MAX_POOLS[_rank], getattr(torch, f"max_pool{_rank}d")), _max_pool_function(_rank)),
+            modules={_module: _max_pool_module(_rank)},
             idle=lambda arguments: set(sizes(arguments["kernel_size"], 1)) == {1},
             window=_window(_rank),
-            refuses=_refuses_max_pool(_rank),
+            refuses=refuses_max_pool(_rank),
             onnx=_onnx_max_pool,
         )
     )

@@ -156,7 +156,7 @@ class Operator:
     observes: Callable[[dict[str, Any]], Tensor] | None = None
     functions: Mapping[Callable[..., Any], Adapt | None] = field(default_factory=dict)
     methods: Mapping[str, Adapt | None] = field(default_factory=dict)
-    modules: Mapping[type, Callable[[Any], dict[str, Any] | str]] = field(default_factory=dict)
+    modules: Mapping[type, Callable[[Any], dict[str, Any] | str | Instead]] = field(default_factory=dict)
     read_off: frozenset[str] = frozenset()
     absorbs: frozenset[str] = frozenset()
     refuses: Callable[[fx.Node, dict[str, Any]], str | None] = lambda node, arguments: None
@@ -173,7 +173,7 @@ class Operator:
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         # Copied and pickled by name: its functions are code.
-        return (_registered, (self.name,)) if OPERATORS.get(self.function) is self else super().__reduce__()
+        return (operator_named, (self.name,)) if OPERATORS.get(self.function) is self else super().__reduce__()
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Canonical arguments by name, defaults filled in. Raises TypeError as a call would."""
@@ -206,7 +206,8 @@ class Operator:
         return {**dict(zip(_SIGNATURES[self.function], args, strict=False)), **kwargs}
 
 
-def _registered(name: str) -> Operator:
+def operator_named(name: str) -> Operator:
+    """The operator of this name, which there is."""
     return next(operator for operator in OPERATORS.values() if operator.name == name)
 
 
@@ -216,7 +217,7 @@ _ALIASES = {"self": "input", "x": "input", "tensor": "input"}
 OPERATORS: dict[Callable[..., Any], Operator] = {}  # by canonical function
 FUNCTIONS: dict[Callable[..., Any], tuple[Operator, Adapt | None]] = {}
 METHODS: dict[str, tuple[Operator, Adapt | None]] = {}
-MODULES: dict[type, tuple[Operator, Callable[[Any], dict[str, Any] | str]]] = {}
+MODULES: dict[type, tuple[Operator, Callable[[Any], dict[str, Any] | str | Instead]]] = {}
 
 
 def register(operator: Operator) -> Operator:

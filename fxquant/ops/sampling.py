@@ -73,13 +73,21 @@ def lower_sample(lowering: Lowering, input: Quantized, where: Quantized | Tensor
         coordinates = lowering.call(elementwise.add_constant, lowering.call(elementwise.widen, moved), _held(lowering, offset))
     else:
         exact = where.to(device).double() * torch.tensor(positions.factor, dtype=torch.float64, device=device) * 2.0**bits
-        coordinates = lowering.constant("coordinates", torch.round(exact).clamp(*INT16.bounds) + offset, torch.int32)
+        coordinates = lowering.constant("coordinates", torch.round(exact).clamp(INT16.low, INT16.high) + offset, torch.int32)
     largest = input.grid.magnitude * (1 if mode == "nearest" else 2 ** (bits * len(spatial)))
     return lowering.call(sample, input.value, coordinates, spatial, bits, mode, padding, positions.corners, 0, largest >= FLOAT32_EXACT)
 
 
 def _held(lowering: Lowering, offset: Tensor) -> Any:
     return lowering.constant("offset", offset.float(), torch.int32)
+
+
+def spatial_of(c: Call) -> list[int]:
+    """The size of the image that an operator reads."""
+    node = c.primitive(sample)
+    assert node is not None
+    found: Any = node.args[2]
+    return list(found)
 
 
 def refuses_image(input: Any, mode: str, padding: str) -> str | None:
@@ -91,9 +99,10 @@ def refuses_image(input: Any, mode: str, padding: str) -> str | None:
         return f"padding_mode={padding!r} has no integer form"
     if not isinstance(known, TensorFact):
         return None
-    if len(known.shape) not in (4, 5) or not all(isinstance(size, int) and size > 0 for size in known.shape[2:]):
+    if len(known.shape) not in (4, 5) or any(not isinstance(size, int) or size == 0 for size in known.shape[2:]):
         return "its image has no size that is known"
-    return None if max(known.shape[2:]) <= LARGEST_IMAGE else f"its image is larger than {LARGEST_IMAGE}"  # type: ignore[type-var]
+    largest = max(size for size in known.shape[2:] if isinstance(size, int))
+    return None if largest <= LARGEST_IMAGE else f"its image is larger than {LARGEST_IMAGE}"
 
 
 # ---- grid_sample ----------------------------------------------------------------------------------------------------
@@ -179,9 +188,7 @@ def _onnx_warp(c: Call) -> str:
     """GridSample of the positions on a grid from -1 to 1."""
     if c.e.opset < GRID_SAMPLE_OPSET:
         return c.exported()
-    node = c.primitive(sample)
-    assert node is not None
-    height, width = node.args[2]  # type: ignore[misc]
+    height, width = spatial_of(c)
     rows, columns = (size for size in fact(c.node).shape[2:])
     sizes = torch.tensor([width, height], dtype=torch.float64, device="cpu")
     start = (2 * _pixels(rows, columns) + 1) / sizes - 1

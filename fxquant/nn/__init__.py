@@ -1,0 +1,23 @@
+"""Vision operators that PyTorch has no name for, as modules: float models use them as they are, and they compile like any other layer.
+
+Their meanings follow public descriptions of the operators of the same names; each says which.
+"""
+
+from fxquant.nn.colour import BgrToYuv444, RgbToYuv444
+from fxquant.nn.detection import AnchorGenerator, DetectionPostProcess
+from fxquant.nn.geometry import Correlation, DeformConv2d, MultiScaleDeformableAttention, RoIAlign, Warp
+from fxquant.nn.pillars import BEVPool, PointPillarsScatter
+
+__all__ = [
+    "AnchorGenerator",
+    "BEVPool",
+    "BgrToYuv444",
+    "Correlation",
+    "DeformConv2d",
+    "DetectionPostProcess",
+    "MultiScaleDeformableAttention",
+    "PointPillarsScatter",
+    "RgbToYuv444",
+    "RoIAlign",
+    "Warp",
+]

@@ -1,0 +1,78 @@
+"""Boxes: where a detector expects them, and what becomes of its outputs. On the host, in float: it chooses by data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class AnchorGenerator(nn.Module):
+    """The boxes x1 y1 x2 y2 that a detector refines: for each feature map (N, C, H, W) of a list, (H·W·anchors, 4), row by row.
+
+    sizes, ratios  of every feature map: the square root of a box's area, and its height by its width; one box for each pair
+    strides        how many pixels of the image a pixel of each feature map stands for; boxes have their middles at multiples of it
+    As in Ren et al., Faster R-CNN, 2015. They depend on nothing but shapes, and are constants of a compiled model.
+    """
+
+    def __init__(self, sizes: Sequence[Sequence[float]], ratios: Sequence[Sequence[float]], strides: Sequence[int]) -> None:
+        super().__init__()
+        self.strides = list(strides)
+        for level, (lengths, shapes) in enumerate(zip(sizes, ratios, strict=True)):
+            boxes = [
+                (-size / math.sqrt(ratio), -size * math.sqrt(ratio), size / math.sqrt(ratio), size * math.sqrt(ratio))
+                for ratio in shapes
+                for size in lengths
+            ]
+            self.register_buffer(f"boxes{level}", torch.tensor(boxes) / 2, persistent=False)
+
+    def forward(self, features: Sequence[Tensor]) -> list[Tensor]:
+        found = []
+        for level, (feature, stride) in enumerate(zip(features, self.strides, strict=True)):
+            boxes: Tensor = getattr(self, f"boxes{level}")
+            height, width = feature.shape[2:]
+            y, x = torch.meshgrid(torch.arange(height) * stride, torch.arange(width) * stride, indexing="ij")
+            shifts = torch.stack((x, y, x, y), -1).reshape(-1, 1, 4).to(boxes)
+            found.append((shifts + boxes).reshape(-1, 4))
+        return found
+
+
+class DetectionPostProcess(nn.Module):
+    """Scores (N, A, classes), deltas (N, A, 4) and anchors (A, 4) as (boxes (N, keep, 4), scores (N, keep), labels (N, keep)).
+
+    The `keep` best boxes whose score exceeds the threshold, decoded (dx, dy, dw, dh in units of their anchors), without those that overlap
+    a better one of their class by more than `overlap`: as in Ren et al., Faster R-CNN, 2015. Places that are left over have score 0 and
+    label -1. It runs on the host.
+    """
+
+    def __init__(self, keep: int = 100, score_threshold: float = 0.05, overlap: float = 0.5) -> None:
+        super().__init__()
+        self.keep, self.score_threshold, self.overlap = keep, score_threshold, overlap
+
+    def forward(self, scores: Tensor, deltas: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        best, labels = scores.max(-1)
+        best, order = best.topk(min(self.keep, best.shape[1]), 1)
+        boxes = _decode(deltas, anchors).gather(1, order.unsqueeze(-1).expand(-1, -1, 4))
+        labels = labels.gather(1, order)
+        left, right = (
+            torch.maximum(boxes[:, :, None, :2], boxes[:, None, :, :2]),
+            torch.minimum(boxes[:, :, None, 2:], boxes[:, None, :, 2:]),
+        )
+        common = (right - left).clamp(min=0).prod(-1)
+        area = (boxes[..., 2:] - boxes[..., :2]).clamp(min=0).prod(-1)
+        alike = labels[:, :, None] == labels[:, None, :]
+        over = alike & (common > self.overlap * (area[:, :, None] + area[:, None, :] - common))
+        kept = best > self.score_threshold
+        for index in range(best.shape[1]):
+            beaten = over[:, index] & kept[:, index : index + 1] & (torch.arange(best.shape[1], device=best.device) > index)
+            kept = kept & ~beaten
+        return boxes, torch.where(kept, best, torch.zeros_like(best)), torch.where(kept, labels, torch.full_like(labels, -1))
+
+
+def _decode(deltas: Tensor, anchors: Tensor) -> Tensor:
+    size = anchors[:, 2:] - anchors[:, :2]
+    centre = anchors[:, :2] + size / 2 + deltas[..., :2] * size
+    half = size * deltas[..., 2:].exp() / 2
+    return torch.cat((centre - half, centre + half), -1)

@@ -1,0 +1,53 @@
+"""From points to maps seen from above. Where elements go is data, so these run in float."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class PointPillarsScatter(nn.Module):
+    """Features of pillars (P, C) and their coordinates (P, 4), batch, z, y, x, as maps (batch, C, H, W); 0 where there is no pillar.
+
+    From: Lang et al., PointPillars, 2019.
+    """
+
+    def __init__(self, size: Sequence[int], batch: int = 1) -> None:
+        super().__init__()
+        self.size, self.batch = tuple(size), batch
+
+    def forward(self, features: Tensor, coordinates: Tensor) -> Tensor:
+        height, width = self.size
+        places = coordinates.long()
+        index = (places[:, 0] * height + places[:, 2]) * width + places[:, 3]
+        empty = torch.zeros(self.batch * height * width, features.shape[1], dtype=features.dtype, device=features.device)
+        maps = empty.index_copy(0, index, features)
+        return maps.reshape(self.batch, height, width, -1).permute(0, 3, 1, 2)
+
+
+class BEVPool(nn.Module):
+    """Σ depth · features over the points that fall into each cell of a map seen from above: (N, C, H, W).
+
+    depth (N, cameras, D, h, w), features (N, cameras, C, h, w); ranks_depth, ranks_feat and ranks_bev, of the points in use, say which
+    element of depth, pixel of features (both without the batch) and cell each is. From: Huang et al., BEVDet / BEVPoolv2, 2022.
+    """
+
+    ranks_depth: Tensor
+    ranks_feat: Tensor
+    ranks_bev: Tensor
+
+    def __init__(self, size: Sequence[int], ranks_depth: Tensor, ranks_feat: Tensor, ranks_bev: Tensor) -> None:
+        super().__init__()
+        self.size = tuple(size)
+        for name, ranks in (("ranks_depth", ranks_depth), ("ranks_feat", ranks_feat), ("ranks_bev", ranks_bev)):
+            self.register_buffer(name, ranks.long())
+
+    def forward(self, depth: Tensor, features: Tensor) -> Tensor:
+        height, width = self.size
+        shares = depth.flatten(1).index_select(1, self.ranks_depth)
+        points = features.transpose(1, 2).flatten(2).index_select(2, self.ranks_feat)
+        weighted = points * shares.unsqueeze(1)
+        cells = torch.zeros(points.shape[0], points.shape[1], height * width, dtype=weighted.dtype, device=weighted.device)
+        return cells.index_add(2, self.ranks_bev, weighted).reshape(weighted.shape[0], -1, height, width)

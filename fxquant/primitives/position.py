@@ -1,0 +1,114 @@
+"""Where the largest element of a window lies, and putting elements back where they were."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fxquant.primitives.bounds import Range, Value, constant_of, exact_below, need
+from fxquant.primitives.pool import MAX_POOLS
+from fxquant.primitives.record import Emitter, primitive
+
+# An element and its position are one number, q · count + (count - 1 - position): the largest of a window is its largest element, and
+# of several equally large ones the first.
+
+
+def _positions(sizes: list[int], width: torch.dtype, device: torch.device) -> Tensor:
+    count = math.prod(sizes)
+    return torch.arange(count - 1, -1, -1, dtype=width, device=device).reshape(1, 1, *sizes)
+
+
+def _onnx_pool_indices(
+    e: Emitter,
+    input: str,
+    kernel: list[int],
+    stride: list[int],
+    begin: list[int],
+    end: list[int],
+    dilation: list[int],
+    sizes: list[int],
+    wide: bool,
+    places: Tensor | None = None,
+) -> str:
+    width, count = torch.float64 if wide else torch.float32, math.prod(sizes)
+    whole = e.constant(float(count), width)
+    key = e.node("Mul", e.node("Cast", input, to=width), whole)
+    key = e.node("Add", key, e.constant(_positions(sizes, width, torch.device("cpu"))))
+    attributes = {"kernel_shape": list(kernel), "strides": list(stride), "pads": [*begin, *end], "dilations": list(dilation)}
+    largest = e.node("MaxPool", key, **attributes)
+    rest = e.node("Sub", largest, e.node("Mul", e.node("Floor", e.node("Div", largest, whole)), whole))
+    found = e.node("Cast", e.node("Sub", e.constant(count - 1.0, width), rest), to=torch.int64)
+    return found if places is None else e.node("Gather", e.constant(places), found, axis=0)
+
+
+def _bounds_pool_indices(
+    input: Value,
+    kernel: list[int],
+    stride: list[int],
+    begin: list[int],
+    end: list[int],
+    dilation: list[int],
+    sizes: list[int],
+    wide: bool,
+    places: Value | None = None,
+) -> Range:
+    need(list(input.fact.shape[2:]) == list(sizes), "its operand has another size than is said")
+    need((input.largest + 1) * math.prod(sizes) < exact_below(wide), "an element and its position do not fit one number")
+    for taps, before, behind, spread in zip(kernel, begin, end, dilation, strict=True):
+        need(0 <= before <= spread * (taps - 1) and 0 <= behind <= spread * (taps - 1), "one of its windows lies wholly in the padding")
+    if places is None:
+        return Range(0.0, float(math.prod(sizes) - 1))
+    known = constant_of(places, "places")
+    need(list(known.shape) == [math.prod(sizes)], "it does not say of every element where it lies")
+    return Range(float(known.min()), float(known.max()))
+
+
+@primitive(_onnx_pool_indices, bounds=_bounds_pool_indices, kind="plain")
+def pool_indices(
+    input: Tensor,
+    kernel: list[int],
+    stride: list[int],
+    begin: list[int],
+    end: list[int],
+    dilation: list[int],
+    sizes: list[int],
+    wide: bool,
+    places: Tensor | None = None,
+) -> Tensor:
+    """The position of each window's largest element in its plane of this size, row by row: int64; of equal ones the first.
+
+    `places` says what is given in place of a position.
+    """
+    width, count = torch.float64 if wide else torch.float32, math.prod(sizes)
+    key = input.detach().to(width) * count + _positions(sizes, width, input.device)
+    if any(begin) or any(end):
+        key = F.pad(key, [p for pair in reversed(list(zip(begin, end, strict=True))) for p in pair], value=-torch.inf)
+    largest = MAX_POOLS[len(kernel)](key, kernel, stride, 0, dilation).to(torch.int64)
+    found = count - 1 - largest % count
+    return found if places is None else places[found]
+
+
+def _onnx_unpool(e: Emitter, input: str, indices: str, sizes: list[int], outside: int) -> str:
+    planes = e.node("Slice", e.node("Shape", input), e.constant([0]), e.constant([2]))
+    count = math.prod(sizes)
+    empty = e.node(
+        "Expand", e.constant(torch.full((1, 1, 1), outside, dtype=e.dtype(input))), e.node("Concat", planes, e.constant([count]), axis=0)
+    )
+    flat = e.constant([0, 0, -1])
+    placed = e.node("ScatterElements", empty, e.node("Reshape", indices, flat), e.node("Reshape", input, flat), axis=2)
+    return e.node("Reshape", placed, e.constant([0, 0, *sizes]))
+
+
+def _bounds_unpool(input: Value, indices: Value, sizes: list[int], outside: int) -> Range:
+    need(indices.low.min() >= 0 and indices.high.max() < math.prod(sizes), "it puts elements where there is no place")
+    return Range(input.low.min().clamp_max(outside), input.high.max().clamp_min(outside))
+
+
+@primitive(_onnx_unpool, bounds=_bounds_unpool)
+def unpool(input: Tensor, indices: Tensor, sizes: list[int], outside: int) -> Tensor:
+    """Planes of this size with each element at its position, counted row by row, and `outside` elsewhere. No two have one position."""
+    empty = torch.full((*input.shape[:2], math.prod(sizes)), float(outside), device=input.device, dtype=input.dtype)
+    return empty.scatter(2, indices.flatten(2), input.flatten(2)).reshape(*input.shape[:2], *sizes)
