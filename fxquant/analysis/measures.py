@@ -245,7 +245,8 @@ def _align_corners(site: Site) -> list[Any]:
 
 def _dtype_bits(node: fx.Node) -> list[int]:
     spec = annotation(node)
-    return [ACTIVATION_TYPES[spec.dtype].bits] if spec is not None and spec.dtype in ACTIVATION_TYPES else []
+    known = None if spec is None else ACTIVATION_TYPES.get(spec.dtype or "")
+    return [] if known is None else [known.bits]
 
 
 def _result_bits(site: Site) -> list[int]:
