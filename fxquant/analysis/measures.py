@@ -225,6 +225,16 @@ def _approximation(site: Site) -> list[Any]:
     return [site.arguments["approximate"]]
 
 
+@measure("image size")
+def _image_size(site: Site) -> list[Any]:
+    return known(site.shape()[2:])
+
+
+@measure("image area")
+def _image_area(site: Site) -> list[Any]:
+    return [math.prod(known(site.shape()[2:]))]
+
+
 @measure("align_corners")
 def _align_corners(site: Site) -> list[Any]:
     return [bool(site.arguments["align_corners"])]
@@ -235,8 +245,8 @@ def _align_corners(site: Site) -> list[Any]:
 
 def _dtype_bits(node: fx.Node) -> list[int]:
     spec = annotation(node)
-    dtype = None if spec is None else spec.dtype
-    return [ACTIVATION_TYPES[dtype].bits] if dtype is not None and dtype in ACTIVATION_TYPES else []
+    known = None if spec is None else ACTIVATION_TYPES.get(spec.dtype or "")
+    return [] if known is None else [known.bits]
 
 
 def _result_bits(site: Site) -> list[int]:
