@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxquant.facts import TensorFact
+from fxquant.facts import BatchDim, TensorFact
 from fxquant.graph import absorb, attach, fact, inherit, is_parameter, mark_parameter, refuse, resolve, set_fact, spell, state_demand
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Fixed, Instead, Operator, Own, Parameter, Plain, operand_nodes, operator_of
 from fxquant.ops.boundary import QUANTIZE
@@ -47,6 +47,8 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
         if node.target in (quant_stub, dequant_stub):
             _replace_stub(node, context)
             changes += 1
+            continue
+        if isinstance(fact(node), int | float | BatchDim):  # sizes, and what is computed of them
             continue
         recognised = _recognise(node, modules)
         if recognised is None:

@@ -760,11 +760,17 @@ SAMPLES: dict[Any, list[Sample]] = {
     torch.roll: unary("roll", EXACT, lambda m, x: torch.roll(x, (1, -2), (2, 3))),
     "roll": unary("roll", EXACT, lambda m, x: x.roll(2, 1)),
     torch.broadcast_to: unary("expand", EXACT, lambda m, x: torch.broadcast_to(x[:, :1], x.shape)),
-    "expand": unary("expand", EXACT, lambda m, x: x[:, :, :1].expand(-1, 3, 4, 6)),
+    "expand": [
+        *unary("expand", EXACT, lambda m, x: x[:, :, :1].expand(-1, 3, 4, 6)),
+        *held("expand", ROUNDED, (1, 4, 5), lambda m, x: m.layer.value.expand(x.size(0) * 2, 4, 5)),
+    ],
     "expand_as": unary("expand", EXACT, lambda m, x: x[..., :1].expand_as(x)),
     "broadcast_to": unary("expand", EXACT, lambda m, x: x.broadcast_to((2, *x.shape))),
     torch.tile: unary("repeat", EXACT, lambda m, x: torch.tile(x, (2, 1))),
-    "repeat": unary("repeat", EXACT, lambda m, x: x.repeat(1, 2, 1, 3)),
+    "repeat": [
+        *unary("repeat", EXACT, lambda m, x: x.repeat(1, 2, 1, 3)),
+        *held("repeat", ROUNDED, (4, 5), lambda m, x: m.layer.value.repeat(x.size(0), 2, 1)),
+    ],
     "tile": unary("repeat", EXACT, lambda m, x: x.tile(2)),
     F.pad: [
         *unary("pad", EXACT, lambda m, x: F.pad(x, (1, 2)), lambda m, x: F.pad(x, (2, -1, 1, 0), mode="reflect")),
@@ -910,7 +916,14 @@ SAMPLES: dict[Any, list[Sample]] = {
     nn.AlphaDropout: layers("dropout", EXACT, IMAGE, nn.Sequential(nn.AlphaDropout(0.3), nn.ReLU())),
     nn.FeatureAlphaDropout: layers("dropout", EXACT, IMAGE, nn.Sequential(nn.FeatureAlphaDropout(0.3), nn.ReLU())),
     # ---- concatenation
-    torch.cat: binary("cat", ROUNDED, lambda m, x, y: torch.cat([x, y], 1), lambda m, x, y: torch.cat((y, x, y), dim=-1)),
+    torch.cat: [
+        *binary("cat", ROUNDED, lambda m, x, y: torch.cat([x, y], 1), lambda m, x, y: torch.cat((y, x, y), dim=-1)),
+        *held("cat", ROUNDED, (1, 3, 6, 2), lambda m, x: torch.cat([m.layer.value.expand(x.shape[0], -1, -1, -1), x], -1)),
+        *held("cat", ROUNDED, (3, 6, 6), lambda m, x: torch.cat([m.layer.value, x.flatten(0, 1)])[1:]),
+    ],
+    torch.embedding: held("embedding", ROUNDED, (6, 5), lambda m, x: torch.embedding(m.layer.value, x.argmax(-1))),
+    F.embedding: held("embedding", ROUNDED, (6, 5), lambda m, x: F.embedding(x.argmax(-1), m.layer.value, padding_idx=2)),
+    nn.Embedding: [Sample("embedding", ROUNDED, (IMAGE,), lambda m, x: m.layer(x.argmin(-1)), nn.Embedding(6, 5))],
     torch.concat: binary("cat", ROUNDED, lambda m, x, y: torch.concat([x, y], dim=2)),
     torch.hstack: binary("cat", ROUNDED, lambda m, x, y: torch.hstack([x, y])),
     torch.column_stack: binary("cat", ROUNDED, lambda m, x, y: torch.column_stack((x, y))),
@@ -1131,9 +1144,6 @@ REFUSED: dict[str, tuple[str, Forward, nn.Module | None]] = {
     "cubic sampling": ("mode='bicubic' has no integer form", lambda m, x: F.grid_sample(x, x[:, :2].permute(0, 2, 3, 1), "bicubic"), None),
     "norm without statistics": ("it has no running statistics", call, nn.BatchNorm2d(3, track_running_stats=False)),
     "bytes as another dtype": ("it reinterprets the bytes", lambda m, x: x.view(torch.int32).float(), None),
-    "constant in a concatenation": (
-        "one of its operands is a parameter or constant", lambda m, x: torch.cat([x.flatten(0, 1), m.constant]), None
-    ),
 }  # fmt: skip
 
 

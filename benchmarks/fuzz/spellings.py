@@ -189,6 +189,8 @@ def _moves() -> Iterator[Spelling]:
     yield from _spell("flip", "{0}.flip({dim})", "torch.flip({0}, (1, -1))", "torch.fliplr({0})", dim=(1, -1))
     yield from _spell("roll", "{0}.roll({shift}, {dim})", "torch.roll({0}, (1, {shift}), (1, -1))", shift=(1, -2, 7), dim=(1, -1))
     yield from _spell("cat", "torch.cat(({0}, {1}), {dim})", "torch.cat([{0}, {1}, {0}], {dim})", dim=(1, -1))
+    yield Spelling("cat", "torch.cat([{p0}.expand({0}.shape[0], *{sizes}), {0}], 1)", parameters=("torch.randn(1, *{sizes})",))
+    yield Spelling("embedding", "F.embedding({0}.argmax(1), {p0})", parameters=("torch.randn({channels}, 3)",))
     yield from _spell("cat", "torch.concat([{0}, {1}, {2}], 1)", "torch.cat([{0}])")
     yield from _spell("stack", "torch.stack(({0}, {1}), {dim})", "torch.stack([{0}, {0}, {1}], {dim})", dim=(1, -1, 2))
     yield from _spell("pixel_shuffle", "F.pixel_shuffle({0}, {factor})", factor=(2, 1))
