@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import fx
 
 from fxquant.facts import TensorFact
-from fxquant.graph import absorb, fact, is_parameter, ties
+from fxquant.graph import absorb, fact, is_parameter, stated_demand, ties
 from fxquant.ops import operator_of
 from fxquant.ops.floating import in_front_of_softmax, masks
 from fxquant.pipeline import Context
@@ -51,8 +51,8 @@ def _why_not(layer: fx.Node, addition: fx.Node) -> str | None:
     operator = operator_of(layer)
     if operator is None or "residual" not in operator.absorbs:
         return f"%{layer.name} is no layer with weights"
-    if ties(layer):
-        return f"%{layer.name} is on one grid with other parts of its composite"
+    if stated_demand(layer) is not None or ties(layer):
+        return f"its composite says what grid %{layer.name} is on"
     if len(layer.users) > 1 or addition.args[0] is addition.args[1]:
         return f"%{layer.name} has other users"
     if set(layer.kwargs) - {"batch_norm"}:

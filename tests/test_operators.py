@@ -26,6 +26,7 @@ from tests.test_tables_and_selection import ALSO, CASES
 Forward = Callable[..., Any]
 
 IMAGE, LINE, VOLUME, ROW, MATRIX = (3, 6, 6), (3, 9), (3, 4, 5, 6), (8,), (6, 6)
+SEQUENCE = (2, 4)
 POSITIVE = (0.3, 3.0)
 FORMATS = (
     ("bayes-e", "int8", "int8"),
@@ -53,6 +54,7 @@ NORMED = 1.5  # the same; and the result does not grow with the operand, so that
 ATTENDED = 1.6  # shares are rounded to the output's dtype before they are summed
 HEADS = 4.0  # the same, of what is projected, and then projected again
 WIDE_INSIDE = (COMPOSED, NORMED, ATTENDED, HEADS)
+RECURRENT = 6.0  # the state of a step, rounded, is an operand of the next one
 FOLDED = 3.0  # the batch norm moves the weights off the grid they were on
 FINE = 1.5  # more for int16, whose step is 2^-15 of the range, as are the rounding of slopes and of weights, and float32's own
 COMPOSED_FINE = 12.0  # and for a composite in int16, each of whose parts is rounded to 16 bits
@@ -132,6 +134,41 @@ class Normalized(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(x)
+
+
+class Picked(nn.Module):
+    """One of the results of a layer, which are nested."""
+
+    def __init__(self, layer: nn.Module, *path: int) -> None:
+        super().__init__()
+        self.layer, self.path = layer, path
+
+    def forward(self, x: Tensor) -> Any:
+        found = self.layer(x)
+        for index in self.path:
+            found = found[index]
+        return found
+
+
+class Functional(nn.Module):
+    """A recurrent layer by PyTorch's function, from a state of zeros."""
+
+    def __init__(self, layer: nn.RNNBase, function: Forward) -> None:
+        super().__init__()
+        self.layer, self.function = layer, function
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = x.new_zeros(1, x.shape[0], self.layer.hidden_size)
+        given = (state, state) if isinstance(self.layer, nn.LSTM) else state
+        return self.function(x, given, list(self.layer.parameters()), True, 1, 0.0, False, False, True)[0]
+
+
+def functional_cell(function: Forward) -> Forward:
+    def forward(m: Any, x: Tensor, y: Tensor) -> Any:
+        parameters = m.layer.weight_ih, m.layer.weight_hh, m.layer.bias_ih, m.layer.bias_hh
+        return function(x, (y, y), *parameters)[0] if function is torch.lstm_cell else function(x, y, *parameters)
+
+    return forward
 
 
 def functional_norm(m: Any, x: Tensor) -> Tensor:
@@ -303,6 +340,37 @@ SAMPLES: dict[Any, list[Sample]] = {
     ],
     nn.BatchNorm3d: layers("conv3d", FOLDED, VOLUME, Folded(nn.Conv3d(3, 4, 2), nn.BatchNorm3d(4))),
     nn.SyncBatchNorm: layers("conv2d", FOLDED, IMAGE, Folded(nn.Conv2d(3, 4, 3), nn.SyncBatchNorm(4))),
+    # ---- recurrent layers and cells
+    nn.LSTM: [
+        *layers("lstm", RECURRENT, SEQUENCE, Picked(nn.LSTM(4, 3, batch_first=True), 0)),
+        *layers("lstm", RECURRENT, SEQUENCE, Picked(nn.LSTM(4, 3, 2, bidirectional=True, dropout=0.2, batch_first=True), 0)),
+        *layers("lstm", RECURRENT, SEQUENCE, Picked(nn.LSTM(4, 3, proj_size=2, bias=False, batch_first=True), 1, 0)),
+    ],
+    nn.GRU: [
+        *layers("gru", RECURRENT, SEQUENCE, Picked(nn.GRU(4, 3, batch_first=True), 0)),
+        *layers("gru", RECURRENT, SEQUENCE, Picked(nn.GRU(4, 3, 2, bidirectional=True, bias=False, batch_first=True), 1)),
+    ],
+    nn.RNN: [
+        *layers("rnn", RECURRENT, SEQUENCE, Picked(nn.RNN(4, 3, batch_first=True), 0)),
+        *layers("rnn", RECURRENT, SEQUENCE, Picked(nn.RNN(4, 3, nonlinearity="relu", batch_first=True), 0)),
+    ],
+    nn.LSTMCell: [
+        Sample("lstm_cell", RECURRENT, ((4,), (3,)), lambda m, x, y: m.layer(x, (y, y))[0], nn.LSTMCell(4, 3)),
+        Sample("lstm_cell", RECURRENT, ((4,), (3,)), lambda m, x, y: m.layer(x, (y, y))[1], nn.LSTMCell(4, 3)),
+    ],
+    nn.GRUCell: [Sample("gru_cell", RECURRENT, ((4,), (3,)), lambda m, x, y: m.layer(x, y), nn.GRUCell(4, 3))],
+    nn.RNNCell: [
+        Sample("rnn_cell", RECURRENT, ((4,), (3,)), lambda m, x, y: m.layer(x, y), nn.RNNCell(4, 3)),
+        Sample("rnn_cell", RECURRENT, ((4,), (3,)), lambda m, x, y: m.layer(x, y), nn.RNNCell(4, 3, nonlinearity="relu")),
+    ],
+    torch.lstm: layers("lstm", RECURRENT, SEQUENCE, Functional(nn.LSTM(4, 3, batch_first=True), torch.lstm)),
+    torch.gru: layers("gru", RECURRENT, SEQUENCE, Functional(nn.GRU(4, 3, batch_first=True), torch.gru)),
+    torch.rnn_tanh: layers("rnn", RECURRENT, SEQUENCE, Functional(nn.RNN(4, 3, batch_first=True), torch.rnn_tanh)),
+    torch.rnn_relu: layers("rnn", RECURRENT, SEQUENCE, Functional(nn.RNN(4, 3, batch_first=True), torch.rnn_relu)),
+    torch.lstm_cell: [Sample("lstm_cell", RECURRENT, ((4,), (3,)), functional_cell(torch.lstm_cell), nn.LSTMCell(4, 3))],
+    torch.gru_cell: [Sample("gru_cell", RECURRENT, ((4,), (3,)), functional_cell(torch.gru_cell), nn.GRUCell(4, 3))],
+    torch.rnn_tanh_cell: [Sample("rnn_cell", RECURRENT, ((4,), (3,)), functional_cell(torch.rnn_tanh_cell), nn.RNNCell(4, 3))],
+    torch.rnn_relu_cell: [Sample("rnn_cell", RECURRENT, ((4,), (3,)), functional_cell(torch.rnn_relu_cell), nn.RNNCell(4, 3))],
     # ---- composites, 16 bits wide inside
     torch.softmax: unary("softmax", COMPOSED, lambda m, x: torch.softmax(x, -1), lambda m, x: torch.softmax(x, dim=1)),
     F.softmax: unary("softmax", COMPOSED, lambda m, x: F.softmax(x, 2), lambda m, x: F.softmax(x, dim=-1)),

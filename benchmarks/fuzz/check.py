@@ -26,7 +26,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 import fxquant as fxq
-from benchmarks.fuzz import build, recurrence
+from benchmarks.fuzz import build
 from benchmarks.fuzz.generate import Case
 from fxquant.backends.onnx.runtime import OnnxModel
 from fxquant.errors import FxQuantError
@@ -261,11 +261,6 @@ class Outcome:
 
 def run(case: Case) -> Outcome:
     """Run the case. Every error that is no FxQuantError is a failure, as is a check that does not hold."""
-    with recurrence.registered():
-        return _run(case)
-
-
-def _run(case: Case) -> Outcome:
     try:
         parts = build.blocks(case)
     except Exception as error:

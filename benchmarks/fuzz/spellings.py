@@ -265,14 +265,29 @@ def _attention() -> Iterator[Spelling]:
     )
 
 
+def _recurrent() -> Iterator[Spelling]:
+    bias, relu, size = (True, False), ("tanh", "relu"), (3, 1, 4)
+    for name in ("rnn", "gru", "lstm"):
+        layer = f"nn.{name.upper()}({{last}}, {{size}}, {{layers}}, bias={{bias}}, bidirectional={{both}}, batch_first=True)"
+        last = "[1][0]" if name == "lstm" else "[1]"
+        for picked in ("[0]", last):
+            yield _module(name, layer, call=f"{{layer}}({{0}}){picked}", size=size, layers=(1, 2), bias=bias, both=FLAG)
+    yield _module("rnn", "nn.RNN({last}, 3, nonlinearity={kind!r}, batch_first=True)", call="{layer}({0})[0]", kind=relu)
+    yield _module("lstm", "nn.LSTM({last}, 4, proj_size=2, batch_first=True)", call="{layer}({0})[0]")
+    yield _module("lstm", "nn.LSTM({last}, {last}, batch_first=True)", call="{layer}({0}, ({1}[:, :1].transpose(0, 1),) * 2)[0]")
+    yield _module("rnn_cell", "nn.RNNCell({last}, {last}, nonlinearity={kind!r})", call="{layer}({0}, {0})", kind=relu)
+    yield _module("gru_cell", "nn.GRUCell({last}, {last}, bias={bias})", call="{layer}({0}, {1})", bias=bias)
+    yield _module("gru_cell", "nn.GRUCell({last}, {size})", call="{layer}({0})", size=size)
+    yield _module("lstm_cell", "nn.LSTMCell({last}, {last}, bias={bias})", call="{layer}({0}, ({1}, {0}))[0]", bias=bias)
+    yield _module("lstm_cell", "nn.LSTMCell({last}, {last})", call="{layer}(*[{0}, {layer}({0}, ({1}, {1}))])[1]")
+
+
 def _floats() -> Iterator[Spelling]:
     """What stays in float, or may."""
     yield from _spell(FLOAT, "torch.cumsum({0}, {dim})", "F.normalize({0}, dim={dim})", dim=(-1, 1))
     yield from _spell(FLOAT, "torch.atan({0})", "1 / ({0}.abs() + 1)", "{0}.floor()", "{0}.sign()")
     yield from _spell(FLOAT, "{0} / ({1}.abs() + 1)", "torch.where({0} > 0, {0}, {1})", "{0}.std(-1)", "{0}.argmax(-1).float()")
     yield from _spell(FLOAT, "F.glu({0}, {dim})", "{0}.amin({dim})", "{0}.sort({dim}).values", "{0}.norm(dim={dim})", dim=(1, -1))
-    yield _module(FLOAT, "nn.RNN({last}, 3, batch_first=True)", call="{layer}({0})[0]")
-    yield _module(FLOAT, "nn.GRU({last}, 3, batch_first=True)", call="{layer}({0})[0]")
 
 
 # ---- functions of one tensor, read off the table -------------------------------------------------------------------------------
@@ -323,6 +338,7 @@ def _all() -> Iterator[Spelling]:
         _settings,
         _composites,
         _attention,
+        _recurrent,
         _floats,
     ):
         yield from family()

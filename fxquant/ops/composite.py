@@ -120,16 +120,6 @@ class Builder:
             state_demand(result, demand)
         return result
 
-    def parameter(self, function: Callable[..., Tensor], *args: Any) -> fx.Node:
-        """What a function of the table computes from parameters alone, a part of a bias: a parameter, too."""
-        made: fx.Node = self.node.graph.create_node("call_function", function, args, {}, name=f"{self.node.name}_parameter")
-        self.node.prepend(made)
-        inherit(made, self.node, "composite.expand")
-        mark_parameter(made)
-        set_fact(made, TensorFact.between(*(_on_meta(made, batch) for batch in BATCH_SIZES)))
-        self.parts.append(made)
-        return made
-
     def tie(self, *nodes: fx.Node) -> None:
         """These parts have one grid, found for all of them together: the state of a recurrence, over all of its steps."""
         self._ties += 1

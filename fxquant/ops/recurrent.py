@@ -11,7 +11,8 @@ With a_t = W x_t + b, formed for all steps as one linear layer, u_t = U h_{t-1} 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,9 +59,21 @@ def lstm(
     sequence, state, rank = _batched(input, hx, batch_first)
     if state is None:
         state = _zeros(sequence, parameters, num_layers, bidirectional, batch_first, 2)
-    result = torch.lstm(sequence, list(state), list(parameters), biases, num_layers, 0.0, False, bidirectional, batch_first)
+    with _without_onednn():
+        result = torch.lstm(sequence, list(state), list(parameters), biases, num_layers, 0.0, False, bidirectional, batch_first)
     output, hidden, cell = _as_given(result, rank, batch_first)
     return (output, (hidden, cell)) if nested else (output, hidden, cell)
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    """Inside, PyTorch's LSTM gives the same bits whether gradients are recorded or not: oneDNN, which has it only where none are, is off."""
+    before = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.set_flags(False)
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.set_flags(before)
 
 
 def gru(
@@ -537,13 +550,19 @@ def _plain(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
     computed = [weight for weight in weights if isinstance(weight, fx.Node) and not is_parameter(weight)]
     if computed:
         return f"one of its weights is computed by %{computed[0].name} from more than parameters"
+    because = _refuses(node, arguments)
+    return because if because is not None and arguments.get("dropout") else arguments  # the module drops while training
+
+
+def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    """Why a layer cannot be unrolled; None if it can."""
     if "parameters" not in arguments:
-        return arguments
-    sizes = known[0].shape
+        return None
+    sizes = Builder.fact(arguments["input"]).shape
     steps = sizes[1 if arguments["batch_first"] and len(sizes) == 3 else 0]
     if not isinstance(steps, int):
         return f"the number of its steps, {steps}, depends on the batch size: the batch is dimension 0 unless dynamic_shapes says otherwise"
-    return arguments if steps else "it has no steps"
+    return None if steps else "it has no steps"
 
 
 def _listed(value: Any) -> list[Any]:
@@ -570,4 +589,8 @@ for _name, _function, _expand, _modules, _functions in (
         {torch.rnn_tanh_cell: _cell_with(nonlinearity="tanh"), torch.rnn_relu_cell: _cell_with(nonlinearity="relu")},
     ),
 ):
-    register(Operator(_name, _function, ("input", "hx"), expand=_expand, modules=_modules, functions=_functions, normalize=_plain))
+    register(
+        Operator(
+            _name, _function, ("input", "hx"), expand=_expand, modules=_modules, functions=_functions, normalize=_plain, refuses=_refuses
+        )
+    )
