@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from benchmarks.fuzz.recurrence import registered
 from fxquant.graph import annotation, part, qparams
 from fxquant.quantization.prepared import quantized_operators
 from tests import contract
@@ -233,13 +231,6 @@ def test_a_32_bit_tensor_is_no_operand_and_no_result() -> None:
 # ---- ties, and outputs that are nests ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def toy() -> Iterator[None]:
-    """`nn.RNN` as an operator of the table, for one test."""
-    with registered():
-        yield
-
-
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -251,7 +242,7 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("target", ["bayes-e", "nash-e", "x86"])
-def test_a_recurrence_has_one_grid_for_its_state(target: str, toy: None, tmp_path: Path) -> None:
+def test_a_recurrence_has_one_grid_for_its_state(target: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, example = Recurrent().eval(), rows()[:, :3]
     prepared, integer = compiled(model, [example], target)
@@ -273,7 +264,7 @@ def test_a_recurrence_has_one_grid_for_its_state(target: str, toy: None, tmp_pat
 
 
 @pytest.mark.parametrize("training", ["statistics", "learned"])
-def test_a_shared_grid_trains(training: str, toy: None) -> None:
+def test_a_shared_grid_trains(training: str) -> None:
     """Each step moves the scale that the one before has used."""
     torch.manual_seed(0)
     config = fxq.QConfig(fxq.ActivationConfig("int8", training=training))

@@ -67,7 +67,7 @@ def lstm(
 
 @contextmanager
 def _without_onednn() -> Iterator[None]:
-    """Inside, PyTorch's LSTM gives the same bits whether gradients are recorded or not: oneDNN, which has it only where none are, is off."""
+    """Inside, PyTorch's LSTM gives the same bits with gradients and without: oneDNN, which it uses only without, is off."""
     before = torch.backends.mkldnn.enabled
     torch.backends.mkldnn.set_flags(False)
     try:

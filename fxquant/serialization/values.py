@@ -55,10 +55,10 @@ RECORDS: Mapping[type, Mapping[str, tuple[type, ...]]] = {
     Annotation: {"dtype": (str, NoneType), "because": (str,), "config": (QConfig, NoneType), "group": (int, NoneType)},
     QParams: {"scale": (float, tuple), "dtype": (str,), "axis": (int, NoneType), "zero_point": (int,)},
     Reference: {"node": (str,)},
-    Part: {"composite": (str,), "role": (str,), "inner": (bool,)},
-    Own: {"dtype": (str, NoneType), "shared_where": (str, NoneType)},
+    Part: {"composite": (str,), "role": (str,), "inner": (bool,), "step": (int, NoneType)},
+    Own: {"dtype": (str, NoneType), "shared_where": (str, NoneType), "otherwise": (str, NoneType)},
     Same: {"operands": (tuple,)},
-    Fixed: {"scale": (float,), "dtype": (str,)},
+    Fixed: {"scale": (float,), "dtype": (str,), "zero_point": (int, NoneType), "otherwise": (Fixed, Own, NoneType)},
     Constant: {"node": (str,), "scale": (float, tuple), "axis": (int, NoneType), "zero_point": (int,)},
     Operation: {"name": (str,), "arguments": (dict,), "constants": (dict,), "intermediate": (QParams, NoneType)},
 }
