@@ -54,8 +54,8 @@ def _grouped(known: tuple[Layer, ...]) -> list[tuple[Layer, list[Layer]]]:
         if (kind, at[kind]) in there:
             there[kind, at[kind]].append(layer)
         else:
-            there[kind, at[kind]] = again = []
-            grouped.append((layer, again))
+            there[kind, at[kind]] = []
+            grouped.append((layer, there[kind, at[kind]]))
     return grouped
 
 
