@@ -14,11 +14,14 @@ import torch
 from torch import fx, nn
 
 from fxquant.facts import TensorFact
-from fxquant.graph import absorb, fact, inherit, is_parameter, mark_parameter, refuse, resolve, set_fact, spell
+from fxquant.graph import absorb, attach, fact, inherit, is_parameter, mark_parameter, refuse, resolve, set_fact, spell
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Fixed, Instead, Operator, Own, Parameter, Plain, operand_nodes, operator_of
+from fxquant.ops.creation import is_broadcast, made_anew
 from fxquant.ops.shape import is_cast
 from fxquant.ops.unary import SHIFTED, with_offset
 from fxquant.pipeline import Context
+
+MADE = "made"  # where the constants stand that the model makes at every run
 
 
 def rewrite(gm: fx.GraphModule, context: Context) -> int:
@@ -31,6 +34,7 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
     modules = dict(gm.named_modules(remove_duplicate=False))
     changes = 0
     for node in list(gm.graph.nodes):
+        changes += _hold(gm, node, modules, attributes)
         if _computes_parameter(node):
             mark_parameter(node)
             continue
@@ -59,6 +63,30 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
         _shift(node, context)
     _eliminate_unused(gm.graph)
     return changes
+
+
+def _hold(gm: fx.GraphModule, node: fx.Node, modules: dict[str, nn.Module], attributes: dict[str, fx.Node]) -> int:
+    """What is made anew at every run, with one number everywhere, is a constant where it is added to an activation, and the like."""
+    value = made_anew(node)
+    if value is None:
+        return 0
+    readers = [reader for reader in node.users if is_broadcast(node, reader, _operator_written(reader, modules))]
+    if not readers:
+        return 0
+    path = f"{MADE}.{node.name}"
+    attach(gm, path, value)
+    with gm.graph.inserting_before(node):
+        attributes[path] = inherit(gm.graph.create_node("get_attr", path, name=f"{node.name}_made"), node, "canonical.rewrite")
+    set_fact(attributes[path], TensorFact(tuple(value.shape), value.dtype))
+    for reader in readers:
+        reader.replace_input_with(node, attributes[path])
+    return len(readers)
+
+
+def _operator_written(node: fx.Node, modules: dict[str, nn.Module]) -> Operator | None:
+    """The operator that a node spells; None if the table knows none, or not with these arguments."""
+    recognised = _recognise(node, modules)
+    return None if recognised is None or isinstance(recognised[1], str) else recognised[0]
 
 
 def _of_other_numbers(node: fx.Node, operator: Operator) -> str | None:
@@ -112,7 +140,12 @@ def _eliminate_unused(graph: fx.Graph) -> None:
     """What only another spelling read: sizes of a reshape that knows its shape by now, the transpose of a matrix that became a weight."""
     for node in reversed(list(graph.nodes)):
         number = fact(node) is not None and not isinstance(fact(node), TensorFact)
-        if not node.users and (operator_of(node) is not None or is_cast(node) or (number and node.op in ("call_method", "call_function"))):
+        if not node.users and (
+            operator_of(node) is not None
+            or is_cast(node)
+            or made_anew(node) is not None
+            or (number and node.op in ("call_method", "call_function"))
+        ):
             graph.erase_node(node)
 
 

@@ -1,0 +1,43 @@
+"""Tensors that a model makes anew, with one number everywhere: `zeros_like`, `new_ones`, `full` of a size that depends on the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.facts import TensorFact
+from fxquant.graph import fact, is_parameter
+from fxquant.ops.record import Operator
+
+# The number of each, from the arguments; None where that is no number.
+_FILLS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((torch.zeros, torch.zeros_like, "new_zeros"), lambda *_, **__: 0.0),
+    **dict.fromkeys((torch.ones, torch.ones_like, "new_ones"), lambda *_, **__: 1.0),
+    **dict.fromkeys(
+        (torch.full, torch.full_like, "new_full"), lambda input, *given, fill_value=None, **_: given[-1] if given else fill_value
+    ),
+    "new_tensor": lambda input, data=None, **_: data,
+}
+_BROADCASTING = ("add", "sub", "mul", "div", "maximum", "minimum")
+
+
+def made_anew(node: fx.Node) -> Tensor | None:
+    """The float32 values of a tensor that a node makes with one number everywhere, its batch of size 1; None of any other node."""
+    known = fact(node)
+    if node.op not in ("call_function", "call_method") or node.target not in _FILLS or not isinstance(known, TensorFact):
+        return None
+    fill = _FILLS[node.target](*node.args, **node.kwargs)
+    if known.dtype != torch.float32 or isinstance(fill, bool) or not isinstance(fill, int | float):
+        return None
+    return torch.full([size if isinstance(size, int) else 1 for size in known.shape], float(fill), device="cpu")
+
+
+def is_broadcast(node: fx.Node, reader: fx.Node, operator: Operator | None) -> bool:
+    """Whether a constant with a batch of 1 does for `node` where `reader` calls this operator: an activation has the result's shape."""
+    if operator is None or operator.name not in _BROADCASTING:
+        return False
+    others = [operand for operand in reader.all_input_nodes if operand is not node and not is_parameter(operand)]
+    return any(fact(other) == fact(reader) for other in others)

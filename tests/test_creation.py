@@ -1,0 +1,48 @@
+"""Tensors that a model makes anew at every run are constants where an activation gives the size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxquant as fxq
+from tests import contract
+from tests.contract import compiled
+
+MADE: dict[str, Callable[[Tensor], Tensor]] = {
+    "like it": lambda x: torch.maximum((x + torch.ones_like(x)) * torch.full_like(x, 0.5), torch.zeros_like(x)),
+    "new": lambda x: (x - x.new_ones(x.shape[0], 1, 6)) * x.new_full((x.size(0), 4, 6), -0.3) + x.new_tensor(0.25),
+    "of its size": lambda x: x * torch.full((x.shape[0], 4, 1), 2.0) + torch.ones(x.shape[0], 4, 6),
+}
+
+
+class Model(nn.Module):
+    def __init__(self, body: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.body = nn.Linear(6, 6), body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self.layer(x))
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_is_made_anew_is_a_constant_at_every_batch_size(name: str, tmp_path: Path) -> None:
+    model = Model(MADE[name]).eval()
+    batches = [(torch.randn(5, 4, 6),), (torch.randn(2, 4, 6),)]
+    prepared, integer = compiled(model, batches)
+    assert "none is left in float" in fxq.explain(prepared)
+    for (x,) in batches:
+        contract.assert_validate_is_integer(prepared, integer, x)
+        assert float((integer(x) - model(x)).detach().abs().max()) < 0.1
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", batches)
+    contract.assert_train_is_validate(prepared, *batches[0])
+
+
+def test_what_only_gives_its_own_size_stays_in_float() -> None:
+    prepared, integer = compiled(Model(lambda x: x.new_zeros(x.shape[0], 3)).eval(), [torch.randn(5, 4, 6)])
+    assert "no operator of the table recognises new_zeros" in fxq.explain(prepared)
+    assert torch.equal(integer(torch.randn(2, 4, 6)), torch.zeros(2, 3))
