@@ -16,8 +16,8 @@ from torch import fx, nn
 from fxquant.facts import TensorFact
 from fxquant.graph import absorb, attach, fact, inherit, is_parameter, mark_parameter, refuse, resolve, set_fact, spell
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Fixed, Instead, Operator, Own, Parameter, Plain, operand_nodes, operator_of
-from fxquant.ops.creation import is_broadcast, made_anew
-from fxquant.ops.shape import is_cast
+from fxquant.ops.creation import is_broadcast, is_joined, made_anew, sizes_of
+from fxquant.ops.shape import expand, is_cast
 from fxquant.ops.unary import SHIFTED, with_offset
 from fxquant.pipeline import Context
 
@@ -70,17 +70,41 @@ def _hold(gm: fx.GraphModule, node: fx.Node, modules: dict[str, nn.Module], attr
     value = made_anew(node)
     if value is None:
         return 0
-    readers = [reader for reader in node.users if is_broadcast(node, reader, _operator_written(reader, modules))]
-    if not readers:
+    written = {reader: _operator_written(reader, modules) for reader in node.users}
+    added = [reader for reader, operator in written.items() if is_broadcast(node, reader, operator)]
+    joined = [reader for reader, operator in written.items() if is_joined(operator)]
+    if not added and not joined:
         return 0
     path = f"{MADE}.{node.name}"
     attach(gm, path, value)
     with gm.graph.inserting_before(node):
         attributes[path] = inherit(gm.graph.create_node("get_attr", path, name=f"{node.name}_made"), node, "canonical.rewrite")
     set_fact(attributes[path], TensorFact(tuple(value.shape), value.dtype))
-    for reader in readers:
+    for reader in added:
         reader.replace_input_with(node, attributes[path])
-    return len(readers)
+    if joined:
+        repeated = _repeated_for_the_batch(gm, node, attributes[path])
+        for reader in joined:
+            reader.replace_input_with(node, repeated)
+    return len(added) + len(joined)
+
+
+def _repeated_for_the_batch(gm: fx.GraphModule, node: fx.Node, constant: fx.Node) -> fx.Node:
+    """The constant, expanded to the sizes of what `node` makes."""
+    known, sizes = fact(node), sizes_of(node)
+    assert isinstance(known, TensorFact)
+    with gm.graph.inserting_before(node):
+        if sizes is None:
+            like = node.all_input_nodes[0]
+            sizes = []
+            for dim, size in enumerate(known.shape):
+                if not isinstance(size, int):
+                    size = inherit(gm.graph.call_method("size", (like, dim)), node, "canonical.rewrite")
+                    set_fact(size, known.shape[dim])
+                sizes.append(size)
+        repeated = inherit(gm.graph.call_function(expand, (constant, sizes)), node, "canonical.rewrite")
+    set_fact(repeated, known)
+    return repeated
 
 
 def _operator_written(node: fx.Node, modules: dict[str, nn.Module]) -> Operator | None:

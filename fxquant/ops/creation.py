@@ -21,7 +21,8 @@ _FILLS: dict[Any, Callable[..., Any]] = {
     ),
     "new_tensor": lambda input, data=None, **_: data,
 }
-_BROADCASTING = ("add", "sub", "mul", "div", "maximum", "minimum")
+_JOINING = ("cat", "stack")
+_BROADCASTING = ("add", "sub", "mul", "div", "maximum", "minimum", "where")
 
 
 def made_anew(node: fx.Node) -> Tensor | None:
@@ -33,6 +34,23 @@ def made_anew(node: fx.Node) -> Tensor | None:
     if known.dtype != torch.float32 or isinstance(fill, bool) or not isinstance(fill, int | float):
         return None
     return torch.full([size if isinstance(size, int) else 1 for size in known.shape], float(fill), device="cpu")
+
+
+def sizes_of(node: fx.Node) -> list[Any] | None:
+    """The sizes of what a node makes anew, as an `expand` takes them: numbers, and the nodes of those that depend on the batch.
+
+    None where no node gives such a size: a tensor that is made like another one has none, and needs `Tensor.size`.
+    """
+    known = fact(node)
+    assert isinstance(known, TensorFact)
+    numbers = [operand for operand in node.all_input_nodes if not isinstance(fact(operand), TensorFact)]
+    found = [size if isinstance(size, int) else next((n for n in numbers if fact(n) == size), None) for size in known.shape]
+    return None if None in found else found
+
+
+def is_joined(operator: Operator | None) -> bool:
+    """Whether an operator puts tensors beside each other, so that a constant has to have the batch of the others."""
+    return operator is not None and operator.name in _JOINING
 
 
 def is_broadcast(node: fx.Node, reader: fx.Node, operator: Operator | None) -> bool:

@@ -259,7 +259,7 @@ def demand(node: fx.Node) -> Demand | None:
     if stated is not None:
         return stated
     known = fact(node)
-    if operator.moves and read_nodes(operator, operator.arguments(node)) and isinstance(known, TensorFact):
+    if operator.moves and _is_plain(node) and isinstance(known, TensorFact):
         return Plain(str(known.dtype).removeprefix("torch."))
     return operator.demand if isinstance(operator.demand, Own | Same | Fixed | Plain) else operator.demand(node, operator.arguments(node))
 
@@ -341,10 +341,11 @@ def operand_nodes(operator: Operator, arguments: Mapping[str, Any]) -> list[fx.N
 
 def read_nodes(operator: Operator, arguments: Mapping[str, Any]) -> list[fx.Node]:
     """The nodes of the truth values and whole numbers that an operator reads as they are, in order; parameters are none."""
-    found: list[fx.Node] = []
-    fx.map_arg([arguments.get(name) for name in (*operator.reads, *(operator.operands if operator.moves else ()))], found.append)
-    moved = set(operator.operands) if operator.moves else set()
-    return [value for value in found if not is_parameter(value) and (not moved or _is_plain(value))]
+    read: list[fx.Node] = []
+    moved: list[fx.Node] = []
+    fx.map_arg([arguments.get(name) for name in operator.reads], read.append)
+    fx.map_arg([arguments.get(name) for name in operator.operands if operator.moves], moved.append)
+    return [value for value in (*read, *(value for value in moved if _is_plain(value))) if not is_parameter(value)]
 
 
 def _is_plain(value: fx.Node) -> bool:
