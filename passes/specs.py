@@ -108,6 +108,8 @@ def _why_float(
 def _why_beside_float(node: fx.Node, operator: Operator, arguments: dict[str, Any]) -> str | None:
     """Why the node is better left in float, since what it reads is: it would cross into integers for what floats do as well."""
     operands, masks = operand_nodes(operator, arguments), read_nodes(operator, arguments)
+    if not operands and shares(node):
+        return "it moves the values of a parameter, which have no grid"
     held = [value for value in arguments.values() if isinstance(value, fx.Node) and is_parameter(value)]
     if not operands and not held and not any(map(_integer, masks)):
         return f"it reads %{masks[0].name} alone, which is computed in float or given"

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from fxquant.facts import Size, TensorFact
 from fxquant.graph import fact, is_parameter, shape_of
 from fxquant.lowering import Lowering, Quantized
+from fxquant.ops.embedding import embedding
 from fxquant.ops.record import Instead, Operator, Same, register
 from fxquant.ops.shape import MANY_SIZES, many_sizes, rank_of, with_dims
 from fxquant.primitives import selection, shape
@@ -170,6 +171,8 @@ def _selected(input: Any, dim: int, index: Any) -> dict[str, Any] | str | Instea
     if _computed(index):
         if fact(index).dtype == torch.bool:
             return "the size of its result depends on the data: its index is a mask"
+        if is_parameter(input) and dim == 0 and rank_of(input) == 2:
+            return Instead(embedding, {"input": index, "weight": input})
         return Instead(pick, {"input": input, "dim": dim % rank_of(input), "index": index})
     return _along(input, dim, index)
 
