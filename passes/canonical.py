@@ -122,6 +122,9 @@ def _of_other_numbers(node: fx.Node, operator: Operator) -> str | None:
         given = known.dtype == getattr(torch, operator.demand.dtype)
     else:
         given = known.dtype == torch.float32 or not isinstance(operator.demand, Own | Fixed)
+        if operator.expand is not None and not given:  # the places of an order, which are whole numbers made of real ones
+            read = [of.dtype for operand in node.all_input_nodes if isinstance(of := fact(operand), TensorFact)]
+            given = known.dtype == torch.int64 and set(read) == {torch.float32}
     return None if given else f"its result is {str(known.dtype).removeprefix('torch.')}, and {operator.name} of integers has none of these"
 
 

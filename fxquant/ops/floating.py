@@ -195,7 +195,9 @@ def _reads_mask(reader: fx.Node, node: fx.Node) -> bool:
     record = operator_of(reader)
     if record is None or record in HOST:
         return record is not None
-    return node in read_nodes(record, record.arguments(reader)) and (part(reader) is not None or record.expand is not None)
+    inner, outer = part(node), part(reader)
+    beside = inner is not None and outer is not None and inner.composite == outer.composite  # an order, a sign: of what is computed there
+    return node in read_nodes(record, record.arguments(reader)) and (outer is not None or record.expand is not None) and not beside
 
 
 def _divides(reader: fx.Node, node: fx.Node) -> bool:
