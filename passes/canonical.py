@@ -125,7 +125,13 @@ def _of_other_numbers(node: fx.Node, operator: Operator) -> str | None:
         if operator.expand is not None and not given:  # the places of an order, which are whole numbers made of real ones
             read = [of.dtype for operand in node.all_input_nodes if isinstance(of := fact(operand), TensorFact)]
             given = known.dtype == torch.int64 and set(read) == {torch.float32}
-    return None if given else f"its result is {str(known.dtype).removeprefix('torch.')}, and {operator.name} of integers has none of these"
+    if given:
+        return None
+    read = {operand: of.dtype for operand in node.all_input_nodes if isinstance(of := fact(operand), TensorFact)}
+    other = next((operand for operand, dtype in read.items() if dtype != torch.float32 and not is_parameter(operand)), None)
+    what, dtype = ("result", known.dtype) if other is None else (f"operand %{other.name}", read[other])
+    remedy = "; convert it to float32" if other is not None and dtype.is_floating_point else ""
+    return f"its {what} is {str(dtype).removeprefix('torch.')}, and only float32 tensors are quantized{remedy}"
 
 
 def _computes_parameter(node: fx.Node) -> bool:
