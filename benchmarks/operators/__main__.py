@@ -16,6 +16,7 @@ with --reasons. "of the lists" counts the spellings of operators that stand on H
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import time
@@ -31,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.operators import page
-from benchmarks.operators.measure import ALL, CRASH, FLOAT, INTEGER, KINDS, NONE, REFUSED, WHOLE, WRONG, Result, has, measure
+from benchmarks.operators.measure import ALL, CRASH, DECIDED, FLOAT, INTEGER, KINDS, NONE, REFUSED, WHOLE, WRONG, Result, has, measure
 from benchmarks.operators.rows import FAMILIES
 from benchmarks.operators.spelling import Spelling, spelled
 
@@ -57,7 +58,9 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1, help="that try spellings at once, each on one thread")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="a file of results, read first and written as they come")
     parser.add_argument(
-        "--page", action="store_true", help=f"write {PAGE.parent.name}/{PAGE.name}: all targets and dtypes of the page, without ONNX files"
+        "--page",
+        action="store_true",
+        help=f"write {PAGE.parent.name}/{PAGE.name}: held to the contract on its first target, prepared for the others",
     )
     options = parser.parse_args()
     if options.page:
@@ -85,7 +88,10 @@ def write_page(processes: int, keep: Path | None) -> None:
     """Measure what the page needs, and write it."""
     kept = {(result.name, result.target, result.dtype): result for result in read(keep)}
     wanted = list(page.wanted())
-    for result in measured([entry for entry in wanted if (entry[0].name, *entry[1:]) not in kept], NONE, processes):
+    missing = [entry for entry in wanted if (entry[0].name, *entry[1:]) not in kept]
+    proved = [entry for entry in missing if entry[1:] == page.FIRST]
+    decided = [entry for entry in missing if entry[1:] != page.FIRST]
+    for result in itertools.chain(measured(decided, DECIDED, processes), measured(proved, NONE, processes)):
         kept[result.name, result.target, result.dtype] = result
         if keep is not None:
             with keep.open("a", encoding="utf-8") as file:

@@ -29,6 +29,7 @@ from fxquant.errors import FxQuantError
 INTEGER, FLOAT, REFUSED, CRASH, WRONG, RANDOM = "integer", "float", "refused", "crash", "wrong", "random"
 KINDS = (INTEGER, FLOAT, REFUSED, CRASH, WRONG)
 NONE, WHOLE, ALL = "none", "whole", "all"  # which are exported: none, those without float operators, or all
+DECIDED = "decided"  # none, and nothing is run: what becomes integer is known once a model is prepared
 COUNTS = (4, 3)  # batch sizes: the first is the example's
 SECONDS = 120  # for one spelling
 
@@ -108,6 +109,11 @@ def _measure(spelling: Spelling, target: str, dtype: str, onnx: str, place: list
     known = fxq.layers(prepared)
     operators = [layer for layer in known if not layer.boundary]
     floats = left_in_float(known)
+    used = sorted({name for layer in operators if layer.integer for name in (layer.operator, layer.part.partition(":")[0]) if name})
+    if onnx == DECIDED:
+        kind = FLOAT if floats else INTEGER
+        reasons = tuple(dict.fromkeys(f"{layer.operator}: {layer.reason}" for layer in floats))
+        return Result(spelling.name, target, dtype, kind, reasons, nodes=(len(operators), len(floats)), operators=tuple(used))
     place[0] = "calibrate"
     fxq.calibrate(prepared, seen, show_progress=False)
     place[0] = "convert"
@@ -125,7 +131,6 @@ def _measure(spelling: Spelling, target: str, dtype: str, onnx: str, place: list
     reasons = tuple(dict.fromkeys(f"{layer.operator}: {layer.reason}" for layer in floats))
     if sqnr < spelling.row.least and dtype != "int4":
         return Result(spelling.name, target, dtype, WRONG, (f"the result has {sqnr:.1f} dB", *reasons), "the result", sqnr, agreeing)
-    used = sorted({name for layer in operators if layer.integer for name in (layer.operator, layer.part.partition(":")[0]) if name})
     return Result(spelling.name, target, dtype, kind, reasons, "", sqnr, agreeing, (len(operators), len(floats)), tuple(used))
 
 
