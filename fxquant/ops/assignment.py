@@ -14,10 +14,11 @@ from fxquant import functional
 from fxquant.facts import Size, TensorFact
 from fxquant.graph import fact, is_parameter, resolve, shape_of
 from fxquant.lowering import Lowering, Quantized
+from fxquant.ops.constants import Branch, on_the_output, real
 from fxquant.ops.form import Call
 from fxquant.ops.index import WHOLE
 from fxquant.ops.record import Instead, Operator, register
-from fxquant.ops.selection import Branch, on_the_output, real, where
+from fxquant.ops.selection import where
 from fxquant.primitives import comparison, shape
 
 

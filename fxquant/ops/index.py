@@ -76,7 +76,8 @@ def _indexed_sizes(index: list[Any], sizes: Sequence[Size]) -> list[int]:
 
 def pick(input: Tensor, dim: int, index: Tensor) -> Tensor:
     """The slices along a dimension at the places of a tensor that is computed or given, whose dimensions take that one's place."""
-    return input[tuple([*[WHOLE] * dim, index])]  # Python 3.10 unpacks nothing inside of brackets
+    places: tuple[Any, ...] = (*[WHOLE] * dim, index)
+    return input[places]
 
 
 def _lower_pick(lowering: Lowering, input: Quantized, dim: int, index: Any) -> Quantized:

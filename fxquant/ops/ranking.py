@@ -14,11 +14,11 @@ from fxquant.facts import TensorFact
 from fxquant.graph import fact, shape_of
 from fxquant.lowering import Lowering, Quantized
 from fxquant.ops.composite import Builder
+from fxquant.ops.constants import Branch, on_the_output, real
 from fxquant.ops.extremum import amax, amin, largest_along, smallest_along
 from fxquant.ops.form import Call
 from fxquant.ops.index import getitem
 from fxquant.ops.record import Operator, Plain, Same, register
-from fxquant.ops.selection import Branch, on_the_output, real
 from fxquant.primitives import selection
 
 WHOLE_NUMBERS = Plain("int64")

@@ -5,12 +5,14 @@ Of equal elements the first counts, wherever they are ranked.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fxquant.primitives.bounds import Range, Value, need
-from fxquant.primitives.comparison import named
 from fxquant.primitives.record import Emitter, primitive
+from fxquant.primitives.shape import named
 
 
 def _real(e: Emitter, value: str) -> str:
@@ -71,7 +73,8 @@ def _onnx_pick(e: Emitter, input: str | Tensor, dim: int, index: str | Tensor) -
 @primitive(_onnx_pick, bounds=_bounds_picked)
 def pick(input: Tensor, dim: int, index: Tensor) -> Tensor:
     """The slices along `dim` at these places; the dimensions of `index` stand in the place of `dim`. Negative ones count from the end."""
-    return input[tuple([*[slice(None)] * dim, index])]  # Python 3.10 unpacks nothing inside of brackets
+    places: tuple[Any, ...] = (*[slice(None)] * dim, index)
+    return input[places]
 
 
 def _onnx_put_along(e: Emitter, input: str | Tensor, source: str | Tensor, dim: int, index: str | Tensor) -> str:
