@@ -472,7 +472,7 @@ class Network(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.layers(x)
-        x = torch.atan(x)
+        x = torch.special.bessel_j0(x)
         return self.head(x)
 
 
@@ -486,7 +486,7 @@ def test_a_finding_says_where_and_what_to_do() -> None:
     assert "test_check.py" in kernel.source
     assert "x = self.layers(x)" in kernel.source
     assert unknown.kind == "float"
-    assert "no operator of the table recognises atan" in unknown.limit
+    assert "no operator of the table recognises special_bessel_j0" in unknown.limit
     assert (dilation.layer, dilation.limit) == ("head", "its dilation is 3; bernoulli2 allows 1, 2, 4")
     assert "self.head(x)" in dilation.source
     text = str(found)

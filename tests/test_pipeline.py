@@ -546,15 +546,19 @@ def test_weight_scales_per_tensor_and_per_channel_hold_the_contract(per_channel:
 INT16 = fxq.QConfig(output=fxq.ActivationConfig("int16"))
 
 
+NASH = "nash-e, nash-m, nash-b, nash-p, nash-h"
+WIDE = f"bayes, bayes-e, {NASH}"
+
+
 @pytest.mark.parametrize(
     ("target", "qconfig", "kind", "asker", "able"),
     [
-        ("bernoulli2", INT16, "int16 activations", "its default", "bayes, bayes-e, nash-e, nash-m, nash-b, nash-p, nash-h"),
-        ("bernoulli2", fxq.QConfig(input=INT16.output), "int16 activations", "its default", "bayes, bayes-e, nash-e, nash-m, nash-b, nash-p, nash-h"),
-        ("x86", fxq.QConfigMapping().set_module_name("head", INT16), "int16 activations", "name head", "bayes, bayes-e, nash-e, nash-m, nash-b, nash-p, nash-h"),
-        ("x86", fxq.QConfigMapping().set_object_type(F.relu, INT16), "int16 activations", "type relu", "bayes, bayes-e, nash-e, nash-m, nash-b, nash-p, nash-h"),
+        ("bernoulli2", INT16, "int16 activations", "its default", WIDE),
+        ("bernoulli2", fxq.QConfig(input=INT16.output), "int16 activations", "its default", WIDE),
+        ("x86", fxq.QConfigMapping().set_module_name("head", INT16), "int16 activations", "name head", WIDE),
+        ("x86", fxq.QConfigMapping().set_object_type(F.relu, INT16), "int16 activations", "type relu", WIDE),
         ("bayes-e", fxq.QConfigMapping().set_module_name_regex("conv", fxq.QConfig(weight=fxq.WeightConfig("int16"))), "int16 weights",
-         "pattern conv", "nash-e, nash-m, nash-b, nash-p, nash-h"),
+         "pattern conv", NASH),
     ],
 )  # fmt: skip
 def test_a_dtype_the_target_lacks_is_an_error_that_names_those_that_have_it(
