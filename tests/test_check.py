@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -103,6 +104,17 @@ def joined(count: int) -> Built:
 def chain(channels: int) -> Built:
     """A layer with so many channels that is not the last."""
     return built(nn.Sequential(nn.Conv2d(1, channels, 1), nn.Conv2d(channels, 1, 1)), image(1, 2, 2))
+
+
+def index(x: Tensor, function: str) -> Tensor:
+    """Where the largest or the smallest channel is."""
+    found: Tensor = getattr(torch, function)(x, 1, True)
+    return found
+
+
+def sampled(height: int, width: int) -> Built:
+    """Four points of an image of this size."""
+    return built(Call(lambda x, y: F.grid_sample(x, y.tanh(), align_corners=False)), image(1, height, width), (4, 2, 2, 2))
 
 
 def largest(**options: Any) -> Built:
@@ -329,6 +341,31 @@ ROWS = [
     Row("nash", "gelu", "approximation", lambda a: built(nn.GELU(a), image()), "none", "tanh"),
     Row("nash", "mean", "number of reduced dimensions", lambda d: built(Alone(lambda x: x.mean(d)), image()), 2, (2, 3)),
     Row("nash", "sum", "number of reduced dimensions", lambda d: built(Alone(lambda x: x.sum(d)), image()), 2, (2, 3)),
+    Row("nash", "argmax", "reduced size", lambda n: built(Alone(lambda x: torch.argmax(x, 1)), (4, n)), 32767, 32768),
+    Row("nash", "argmin", "reduced size", lambda n: built(Alone(lambda x: torch.argmin(x, 1)), (4, n)), 32767, 32768),
+    Row("nash", "all", "reduced size", lambda n: built(Alone(lambda x: torch.all(x > 0, 1)), (4, n)), 65535, 65536),
+    Row("nash", "any", "reduced size", lambda n: built(Alone(lambda x: torch.any(x > 0, 1)), (4, n)), 65535, 65536),
+    *(
+        row
+        for family, name in itertools.product(("bernoulli2", "bayes"), ("argmax", "argmin"))
+        for row in (
+            Row(family, name, "reduced size", lambda c, f=name: built(Alone(lambda x: getattr(torch, f)(x, 1, True)), image(c)), 64, 65),
+            Row(
+                family,
+                name,
+                "number of readers inside the model",
+                lambda n, f=name: built(Alone(lambda x: index(x, f) if n == 0 else x.gather(1, index(x, f))), image()),
+                0,
+                1,
+            ),
+        )
+    ),
+    *(
+        Row("bernoulli2", name, "reduced dimension", lambda d, f=name: built(Alone(lambda x: getattr(torch, f)(x, d, True)), image()), 1, 2)
+        for name in ("argmax", "argmin")
+    ),
+    Row("bayes", "grid_sample", "image size", lambda w: sampled(1, w), 1024, 1025),
+    Row("bayes", "grid_sample", "image area", lambda h: sampled(h, 1024), 720, 721),
     # ---- all of them ----
     *(
         row

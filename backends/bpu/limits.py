@@ -4,6 +4,9 @@ Sources: the operator lists of the RDK X3 (Bernoulli2) and RDK Ultra (Bayes) use
 tool for the same chips where they say more, and, for Nash, the constraints that its export publishes. A number
 the documents give twice and differently stands here at its looser value, with the other beside it.
 
+A composite is held to the limits of the operators that it is made of, not to those that are published of it as a whole: a softmax has any
+rank and axis that its parts have.
+
 What is not here is not known to be limited. For Bernoulli no limits are published. For Bayes-e none are published
 apart from those of Bayes, which it is held against. For Nash the published tables give dtypes rather than sizes.
 """
@@ -58,6 +61,16 @@ BERNOULLI2 = (
     _absent(
         "abs log sqrt rsqrt reciprocal erf sin cos pow square hardswish mish softsign tanhshrink logsigmoid maximum minimum", ON_THE_HOST
     ),
+    _absent(
+        "acos acosh asin asinh atan atanh ceil celu cosh deg2rad digamma entr erfc erfcx erfinv exp2 expm1 floor frac hardshrink i0 i0e "
+        "i1 i1e lgamma log10 log1p log2 log_ndtr logit ndtr ndtri rad2deg round rrelu sign sinc sinh softshrink tan threshold trunc",
+        ON_THE_HOST,
+    ),
+    _absent(
+        "eq ne lt le gt ge logical_and logical_or logical_xor logical_not isfinite isinf isnan where all any amin gather scatter setitem "
+        "embedding cumsum tril triu flip roll floor_divide fmod remainder trunc_divide grid_sample warp affine_grid fold unfold",
+        ON_THE_HOST,
+    ),
     _limit(CONVOLUTION, "kernel", SMALLER_KERNEL, low=1, high=7),
     _limit(CONVOLUTION, "channels of a kernel without groups", FEWER_CHANNELS, high=4096),
     _limit(CONVOLUTION, "channels of a kernel with groups", FEWER_CHANNELS, high=2048),
@@ -86,9 +99,9 @@ BERNOULLI2 = (
     _limit("interpolate", "align_corners", "pass align_corners=False", among=(False,)),
     _limit("mean", "reduced dimension", "average height and width with adaptive_avg_pool2d(1)", among=(1,)),
     _limit("sum", "reduced dimension", "average height and width with adaptive_avg_pool2d(1)", among=(0, 1)),
-    _limit("amax", "number of readers inside the model", "take the maximum at the model's output only", high=0),
-    _limit("amax", "reduced dimension", "take the maximum over the channels", among=(1,)),
-    _limit("amax", "reduced size", FEWER_CHANNELS, high=64),
+    _limit("amax argmax argmin", "number of readers inside the model", "take the maximum at the model's output only", high=0),
+    _limit("amax argmax argmin", "reduced dimension", "take the maximum over the channels", among=(1,)),
+    _limit("amax argmax argmin", "reduced size", FEWER_CHANNELS, high=64),
     _limit("pad", "padding mode", "pad with a constant, or replicate", among=("constant", "replicate")),
     _limit("exp sigmoid tanh silu gelu", "elements, aligned", "use a smaller image or fewer channels", high=8192),
     *COUNTED,
@@ -146,7 +159,10 @@ BAYES = (
     _limit("interpolate", "sizes", "resize in parts", high=8192),
     _limit("interpolate", "align_corners", "pass align_corners=False", among=(False,)),
     _limit("permute", "place of the batch", "leave the batch in its place", high=0, allows="the first dimension"),
-    _limit("amax", "reduced size", FEWER_CHANNELS, high=64),  # the conversion tool
+    _limit("amax argmax argmin", "reduced size", FEWER_CHANNELS, high=64),  # the conversion tool
+    _limit("argmax argmin", "number of readers inside the model", "take the index at the model's output only", high=0),
+    _limit("grid_sample", "image size", "sample a smaller image", high=1024),
+    _limit("grid_sample", "image area", "sample a smaller image", high=720 * 1024),  # in an older edition: 512 · 1024
     _limit("pad", "padding mode", "pad with a constant, or replicate", among=("constant", "replicate", "circular")),
     # Int16 is for convolutions, elementwise operators and tables; max pooling is listed both ways.
     _limit("conv3d conv_transpose2d linear interpolate avg_pool2d adaptive_avg_pool2d", "bits", "give its input dtype='int8'", high=8),
@@ -158,6 +174,8 @@ NASH = (
     *COUNTED,
     _limit("max_pool1d max_pool2d", "dilation", "use dilation 1", high=1),
     _limit("pad", "padding mode", "pad with a constant, or replicate", among=("constant", "replicate")),
+    _limit("argmax argmin", "reduced size", FEWER_CHANNELS, high=32767),
+    _limit("all any", "reduced size", "reduce in two steps", high=65535),
     _limit("gelu", "approximation", "pass approximate='none'", among=("none",)),
     _limit("matmul", "rank", "give both operands at least two dimensions", low=2),
     _limit("mean sum", "number of reduced dimensions", "reduce one dimension after another", high=1),

@@ -100,10 +100,10 @@ def _alone(integer: fx.GraphModule, nodes: list[fx.Node], part: Segment, outputs
 
 
 def _described(written: OnnxModel, inputs: Sequence[str], outputs: Sequence[str]) -> dict[str, Any]:
-    found = {}
+    found: dict[str, Any] = {}
     for names, what in ((inputs, "inputs"), (outputs, "outputs")):
         for name, entry in zip(names, written.metadata[what], strict=True):
-            known = written.tensors.get(entry.get("tensor", ""), {}) if entry.get("tensor") == name else {}
+            known: dict[str, Any] = written.tensors.get(entry.get("tensor", ""), {}) if entry.get("tensor") == name else {}
             grid = {key: known[key] for key in ("scale", "axis", "zero_point") if key in known}
             kept = {"dtype": entry["dtype"], "shape": entry["shape"], **grid}
             found[name] = {**kept, "range": known["dtype"]} if "dtype" in known else kept

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.fuzz.spellings import FLOAT, Spelling, by_operator
 from fxquant import backends
 
-TARGETS = ("bernoulli", "bernoulli2", "bayes", "bayes-e", "nash-e", "nash-m", "x86", "qnnpack")
+TARGETS = ("bernoulli", "bernoulli2", "bayes", "bayes-e", "nash-e", "nash-m", "nash-e-level2", "x86", "qnnpack")
 
 # How an input is drawn, simplest first.
 DATA = (

@@ -225,6 +225,16 @@ def _approximation(site: Site) -> list[Any]:
     return [site.arguments["approximate"]]
 
 
+@measure("image size")
+def _image_size(site: Site) -> list[Any]:
+    return known(site.shape()[2:])
+
+
+@measure("image area")
+def _image_area(site: Site) -> list[Any]:
+    return [math.prod(known(site.shape()[2:]))]
+
+
 @measure("align_corners")
 def _align_corners(site: Site) -> list[Any]:
     return [bool(site.arguments["align_corners"])]

@@ -189,8 +189,8 @@ def residual_behind(b: Rewriting) -> fx.Node | None:
 @remedy("with its limits behind it", "*", "bounds")
 def limits_behind(b: Rewriting) -> fx.Node | None:
     """The fused clamp as an operator of its own, which can then be elsewhere."""
-    limits = b.node.kwargs.get("clamp")
-    if limits is None:
+    limits = b.arguments.get("clamp")
+    if limits is None or "clamp" not in b.node.kwargs:
         return None
     own = b(b.operator.function, *b.node.args)
     own.kwargs = {name: value for name, value in b.node.kwargs.items() if name != "clamp"}

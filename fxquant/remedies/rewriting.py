@@ -101,7 +101,7 @@ class Rewriting(Builder):
     def pieces(self) -> int:
         """The fewest pieces of one size, of what is too large, that keep the limit."""
         assert isinstance(self.limit.high, int)
-        return -(-max(self.values) // self.limit.high)
+        return -(-int(max(self.values)) // self.limit.high)
 
     @property
     def partial(self) -> str:
