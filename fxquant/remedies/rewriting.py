@@ -29,7 +29,7 @@ from fxquant.ops import Operator, Same
 from fxquant.ops.composite import Builder
 from fxquant.ops.index import WHOLE, getitem
 from fxquant.ops.parameters import folded_bias, folded_weight
-from fxquant.ops.record import OPERATORS, demand
+from fxquant.ops.record import demand, shares
 from fxquant.target import Limit, Target
 
 Remedy = Callable[["Rewriting"], fx.Node | None]
@@ -126,8 +126,7 @@ class Rewriting(Builder):
             known = part(made)
             set_part(made, Part(outer.composite, f"{outer.role}: {known}"))
         taken = annotation(made.args[0][0] if isinstance(made.args[0], list | tuple) else made.args[0])
-        moves = isinstance(OPERATORS[function].demand, Same)
-        chosen = taken.dtype if moves and taken is not None and taken.dtype is not None else dtype or self.dtype
+        chosen = taken.dtype if shares(made) and taken is not None and taken.dtype is not None else dtype or self.dtype
         annotate(made, Annotation(chosen, f"{self.name}, since {self.because}", self.spec.config))
         return made
 
