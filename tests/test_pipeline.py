@@ -551,6 +551,10 @@ NASH = "nash-e, nash-m, nash-b, nash-p, nash-h"
 WIDE = f"bayes, bayes-e, {NASH}"
 
 
+NASH = "nash-e, nash-m, nash-b, nash-p, nash-h"
+WIDE = f"bayes, bayes-e, {NASH}"
+
+
 @pytest.mark.parametrize(
     ("target", "qconfig", "kind", "asker", "able"),
     [
