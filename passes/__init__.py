@@ -13,6 +13,7 @@ from fxquant.passes import (
     integer,
     islands,
     masks,
+    precision,
     quantizers,
     requantize,
     residual,
@@ -27,6 +28,7 @@ PIPELINE = (
     Pass(canonical.rewrite, Stage.CANONICAL),  # one spelling per operator; everything after this may assume it
     Pass(rules.match, Stage.CANONICAL),  # before the fusions: a rule is about what the user wrote, and may keep it apart
     Pass(masks.recognise, Stage.CANONICAL),  # after the rules, which are about what was written; before a softmax is its parts
+    Pass(precision.widen, Stage.CANONICAL),  # behind masks, which are no scores; a composite's last part is as wide as the whole
     Pass(composite.expand, Stage.CANONICAL),  # after the rules, which are about the whole operator; before fusions, which meet its parts
     Pass(batchnorm.fold, Stage.CANONICAL),  # before the fusions: conv-bn-add-relu must become conv-add-relu
     Pass(residual.fuse, Stage.CANONICAL),  # before clamps: a relu behind the addition belongs to the fused layer

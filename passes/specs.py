@@ -20,6 +20,7 @@ from fxquant.graph import (
     part,
     refusal,
     resolve,
+    stated_demand,
     ties,
 )
 from fxquant.graph import annotate as set_annotation
@@ -185,4 +186,6 @@ def _why_integer(node: fx.Node) -> str:
         grid = "on its operand's scale"
     else:
         grid = "with a scale of its own" if not ties(node) else "on the scale of what it is tied to"
+    if known is None and stated_demand(node) is not None:
+        return f"{grid}, 16 bits wide for the sake of what reads it"
     return grid if known is None else f"{known}, {grid}"

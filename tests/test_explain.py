@@ -125,7 +125,15 @@ def test_a_function_of_the_users_called_quantize_is_an_operator() -> None:
 def test_the_summary_tells_four_reasons_and_counts_the_others() -> None:
     def many(m: Any, x: Tensor) -> Any:
         j = torch.special.bessel_j0(x)
-        return x.logcumsumexp(1), torch.special.bessel_j1(x), torch.special.bessel_y0(x), j, torch.fft.rfft(x), x.histc(4), x.logcumsumexp(2)
+        return (
+            x.logcumsumexp(1),
+            torch.special.bessel_j1(x),
+            torch.special.bessel_y0(x),
+            j,
+            torch.fft.rfft(x),
+            x.histc(4),
+            x.logcumsumexp(2),
+        )
 
     told = summary(layers(fxq.prepare(Written(many), example(), until="specs.annotate")))
     assert "7 are left in float: 2 because no operator of the table recognises logcumsumexp; 1 because" in told

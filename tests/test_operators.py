@@ -49,6 +49,9 @@ ALIGNED = 0.54  # operands are brought to a common scale first
 INTERPOLATED = 1.5  # with 8 fraction bits, two rounded weights along each dimension
 COMPOSED = 0.6  # a last rounding of what was computed in 16 bits
 NORMED = 1.5  # the same; and the result does not grow with the operand, so that the largest of it may be cut off
+ATTENDED = 1.6  # shares are rounded to the output's dtype before they are summed
+HEADS = 4.0  # the same, of what is projected, and then projected again
+WIDE_INSIDE = (COMPOSED, NORMED, ATTENDED, HEADS)
 FOLDED = 3.0  # the batch norm moves the weights off the grid they were on
 FINE = 1.5  # more for int16, whose step is 2^-15 of the range, as are the rounding of slopes and of weights, and float32's own
 COMPOSED_FINE = 12.0  # and for a composite in int16, each of whose parts is rounded to 16 bits
@@ -144,6 +147,17 @@ def function_norm(m: Any, x: Tensor) -> Tensor:
     return torch.batch_norm(x, norm.weight, norm.bias, norm.running_mean, norm.running_var, False, 0.1, norm.eps, True)
 
 
+def both_results(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    result, weights = m.layer(x, y, y, average_attn_weights=False)
+    return result + weights[:, 0]
+
+
+def heads_function(m: Any, x: Tensor) -> Any:
+    turned, weight = x.transpose(0, 1), torch.cat([m.layer.value] * 3)
+    arguments = (turned, turned[:3], turned[:3], 6, 3, weight, None, None, None, False, 0.0, m.layer.value, None)
+    return F.multi_head_attention_forward(*arguments, training=False, attn_mask=torch.tensor([[False, True, False]] * 6))[0]
+
+
 def call(m: Any, x: Tensor) -> Tensor:
     return m.layer(x)
 
@@ -232,6 +246,45 @@ SAMPLES: dict[Any, list[Sample]] = {
     "bmm": binary("matmul", ROUNDED, lambda m, x, y: x.bmm(y), shape=MATRIX),
     "mm": held("matmul", ROUNDED, (8, 3), lambda m, x: x.mm(m.layer.value), shape=ROW),
     "addmm": weighted("matmul", ROW, (8, 8), lambda m, x: m.bias.addmm(x, m.weight).relu()),
+    # ---- contractions
+    torch.einsum: [
+        *binary("einsum", ROUNDED, lambda m, x, y: torch.einsum("bij,bkj->bik", x, y), shape=MATRIX),
+        *binary("einsum", ROUNDED, lambda m, x, y: torch.einsum("... i j, ... k j -> ... i k", x[:, 0], y[:, 0]), shape=IMAGE),
+        *held("einsum", ROUNDED, (6, 4), lambda m, x: torch.einsum("bijk,kh->bhij", x, m.layer.value)),
+        *binary("einsum", ROUNDED, lambda m, x, y: torch.einsum("bij,bij->bj", [x, y]), shape=MATRIX),
+    ],
+    torch.mv: held("einsum", ROUNDED, (3, 8), lambda m, x: torch.mv(x, m.layer.value[1]), shape=ROW),
+    "mv": held("einsum", ROUNDED, (3, 8), lambda m, x: x.mv(m.layer.value[1]), shape=ROW),
+    torch.dot: held("einsum", NORMED, (3, 8), lambda m, x: torch.dot(x[0], m.layer.value[1]) + x[:, 0], shape=ROW),
+    torch.vdot: held("einsum", NORMED, (3, 8), lambda m, x: torch.vdot(x[0], m.layer.value[1]) + x[:, 0], shape=ROW),
+    "dot": held("einsum", NORMED, (3, 8), lambda m, x: x[0].dot(m.layer.value[1]) + x[:, 0], shape=ROW),
+    "vdot": held("einsum", NORMED, (3, 8), lambda m, x: x[0].vdot(m.layer.value[1]) + x[:, 0], shape=ROW),
+    torch.outer: held("einsum", ROUNDED, (3, 8), lambda m, x: torch.outer(x[:, 0], m.layer.value[1]), shape=ROW),
+    torch.ger: unary("einsum", ROUNDED, lambda m, x: torch.ger(x[:, 0], x[0]), shape=ROW),
+    "outer": unary("einsum", ROUNDED, lambda m, x: x[:, 0].outer(x[0]), shape=ROW),
+    "ger": unary("einsum", ROUNDED, lambda m, x: x[:, 0].ger(x[0]), shape=ROW),
+    torch.inner: held("einsum", ROUNDED, (3, 8), lambda m, x: torch.inner(x, m.layer.value), shape=ROW),
+    "inner": held("einsum", ROUNDED, (3, 8), lambda m, x: x.inner(m.layer.value), shape=ROW),
+    torch.chain_matmul: held("einsum", ROUNDED, (8, 3), lambda m, x: torch.chain_matmul(x, m.layer.value), shape=ROW),
+    torch.linalg.multi_dot: held("einsum", ROUNDED, (8, 3), lambda m, x: torch.linalg.multi_dot([x, m.layer.value]), shape=ROW),
+    torch.tensordot: held(
+        "einsum", ROUNDED, (6, 6), lambda m, x: torch.tensordot(x, m.layer.value, 1),
+        lambda m, x: torch.tensordot(x, m.layer.value, ([2], [1])),
+    ),
+    torch.linalg.vecdot: binary("einsum", ROUNDED, lambda m, x, y: torch.linalg.vecdot(x, y, dim=1)),
+    torch.addmv: held("added_product", HEADS, (3, 8), lambda m, x: torch.addmv(x[:, 0], x, m.layer.value[1], alpha=0.5), shape=ROW),
+    "addmv": held("added_product", HEADS, (3, 8), lambda m, x: x[:, 0].addmv(x, m.layer.value[1], beta=0.5), shape=ROW),
+    torch.addr: held("added_product", HEADS, (3, 8), lambda m, x: torch.addr(x, x[:, 0], m.layer.value[1]), shape=ROW),
+    "addr": held("added_product", HEADS, (3, 8), lambda m, x: x.addr(x[:, 0], vec2=m.layer.value[1]), shape=ROW),
+    torch.baddbmm: binary("added_product", HEADS, lambda m, x, y: torch.baddbmm(x, x, y, beta=0.5, alpha=0.3), shape=MATRIX),
+    "baddbmm": binary("added_product", HEADS, lambda m, x, y: x.baddbmm(y, x, beta=0), shape=MATRIX),
+    torch.addbmm: held(
+        "added_product", HEADS, (8, 8), lambda m, x: torch.addbmm(x, x[None], m.layer.value[None]), shape=ROW
+    ),
+    "addbmm": held("added_product", HEADS, (8, 8), lambda m, x: x.addbmm(x[None], m.layer.value[None], beta=2), shape=ROW),
+    F.bilinear: held("bilinear", HEADS, (6, 6), lambda m, x: F.bilinear(x, x.flip(1), m.layer.value[None]), shape=MATRIX),
+    torch.bilinear: held("bilinear", HEADS, (6, 6), lambda m, x: torch.bilinear(x, x.flip(1), m.layer.value[None], None), shape=MATRIX),
+    nn.Bilinear: [Sample("bilinear", 100.0, (MATRIX, MATRIX), lambda m, x, y: m.layer(x, y), nn.Bilinear(6, 6, 2))],
     # ---- batch norms, which are folded into the layer before them, or stand alone
     F.batch_norm: [
         Sample("conv2d", FOLDED, (IMAGE,), functional_norm, Folded(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))),
@@ -259,11 +312,70 @@ SAMPLES: dict[Any, list[Sample]] = {
     F.log_softmax: unary("log_softmax", COMPOSED, lambda m, x: F.log_softmax(x, dim=1)),
     "log_softmax": unary("log_softmax", COMPOSED, lambda m, x: x.log_softmax(-1)),
     nn.LogSoftmax: layers("log_softmax", COMPOSED, ROW, nn.LogSoftmax(1)),
+    torch.special.softmax: unary("softmax", COMPOSED, lambda m, x: torch.special.softmax(x, 2)),
+    torch.special.log_softmax: unary("log_softmax", COMPOSED, lambda m, x: torch.special.log_softmax(x, 1)),
+    F.softmin: unary("softmin", COMPOSED, lambda m, x: F.softmin(x, 1)),
+    nn.Softmin: layers("softmin", COMPOSED, ROW, nn.Softmin(-1)),
+    torch.logsumexp: unary("logsumexp", COMPOSED, lambda m, x: torch.logsumexp(x, (1, 3)), lambda m, x: torch.logsumexp(x, 1, True)),
+    torch.special.logsumexp: unary("logsumexp", COMPOSED, lambda m, x: torch.special.logsumexp(x, 1)),
+    "logsumexp": unary("logsumexp", COMPOSED, lambda m, x: x.logsumexp(dim=-1)),
+    F.glu: unary("glu", NORMED, lambda m, x: F.glu(x, -2), lambda m, x: F.glu(x)),
+    nn.GLU: layers("glu", NORMED, ROW, nn.GLU()),
     F.layer_norm: unary("layer_norm", NORMED, lambda m, x: F.layer_norm(x, (6, 6)), lambda m, x: F.layer_norm(x, (6,), eps=0.1)),
     nn.LayerNorm: [
         *layers("layer_norm", NORMED, ROW, Normalized(nn.LayerNorm(8)), Normalized(nn.LayerNorm(8, bias=False))),
         *layers("layer_norm", NORMED, IMAGE, nn.LayerNorm((3, 6, 6)), nn.LayerNorm((6, 6), elementwise_affine=False)),
     ],
+    F.group_norm: unary("group_norm", NORMED, lambda m, x: F.group_norm(x, 3, eps=0.1)),
+    torch.group_norm: unary("group_norm", NORMED, lambda m, x: torch.group_norm(x, 1)),
+    nn.GroupNorm: layers("group_norm", NORMED, IMAGE, Normalized(nn.GroupNorm(1, 3)), nn.GroupNorm(3, 3, affine=False)),
+    F.instance_norm: unary("instance_norm", NORMED, lambda m, x: F.instance_norm(x)),
+    torch.instance_norm: unary(
+        "instance_norm", NORMED, lambda m, x: torch.instance_norm(x, None, None, None, None, True, 0.1, 1e-5, True)
+    ),
+    nn.InstanceNorm1d: layers("instance_norm", NORMED, LINE, Normalized(nn.InstanceNorm1d(3, affine=True))),
+    nn.InstanceNorm2d: layers("instance_norm", NORMED, IMAGE, nn.InstanceNorm2d(3), nn.InstanceNorm2d(3, track_running_stats=True)),
+    nn.InstanceNorm3d: layers("instance_norm", NORMED, VOLUME, nn.InstanceNorm3d(3)),
+    F.rms_norm: unary("rms_norm", NORMED, lambda m, x: F.rms_norm(x, (6, 6)), lambda m, x: F.rms_norm(x, (6,), eps=0.1)),
+    torch.rms_norm: unary("rms_norm", NORMED, lambda m, x: torch.rms_norm(x, (6,))),
+    nn.RMSNorm: layers("rms_norm", NORMED, ROW, Normalized(nn.RMSNorm(8))),
+    F.normalize: unary("normalize", NORMED, lambda m, x: F.normalize(x, dim=(2, 3)), lambda m, x: F.normalize(x, 1.0)),
+    torch.norm: unary("norm", NORMED, lambda m, x: torch.norm(x, dim=1), lambda m, x: torch.norm(x, 1, (1, 2), True)),
+    torch.linalg.norm: unary("norm", NORMED, lambda m, x: torch.linalg.norm(x, dim=(2, 3))),
+    torch.linalg.vector_norm: unary("norm", NORMED, lambda m, x: torch.linalg.vector_norm(x, 3, (1, 2))),
+    torch.linalg.matrix_norm: unary("norm", NORMED, lambda m, x: torch.linalg.matrix_norm(x)),
+    "norm": unary("norm", NORMED, lambda m, x: x.norm(math.inf, 1)),
+    torch.var: unary("var", NORMED, lambda m, x: torch.var(x, -1), lambda m, x: torch.var(x, (1, 2), correction=0, keepdim=True)),
+    "var": unary("var", NORMED, lambda m, x: x.var(1, False)),
+    torch.std: unary("std", NORMED, lambda m, x: torch.std(x, -1), lambda m, x: torch.std(x, dim=(2, 3), unbiased=False)),
+    "std": unary("std", NORMED, lambda m, x: x.std((1, 2), keepdim=True)),
+    torch.var_mean: unary("var_mean", NORMED, lambda m, x: sum(torch.var_mean(x, 1))),
+    torch.std_mean: unary("std_mean", NORMED, lambda m, x: sum(torch.std_mean(x, (2, 3)))),
+    # ---- attention
+    F.scaled_dot_product_attention: [
+        *binary("scaled_dot_product_attention", ATTENDED, lambda m, x, y: F.scaled_dot_product_attention(x, y, y), shape=MATRIX),
+        *binary(
+            "scaled_dot_product_attention", ATTENDED,
+            lambda m, x, y: F.scaled_dot_product_attention(x, y, y, is_causal=True, scale=0.4),
+            lambda m, x, y: F.scaled_dot_product_attention(x, y, y, torch.eye(6).bool().logical_not()),
+            lambda m, x, y: F.scaled_dot_product_attention(x, y, y, torch.eye(6).cumsum(1) - 1e9 * torch.eye(6)),
+            shape=MATRIX,
+        ),
+        *binary(
+            "scaled_dot_product_attention", ATTENDED,
+            lambda m, x, y: F.scaled_dot_product_attention(x, y[:, :1], y[:, :1], enable_gqa=True), shape=IMAGE,
+        ),
+    ],
+    nn.MultiheadAttention: [
+        Sample(
+            "multi_head_attention", HEADS, (MATRIX,), lambda m, x: m.layer(x, x, x)[0], nn.MultiheadAttention(6, 2, batch_first=True)
+        ),
+        Sample(
+            "multi_head_attention", HEADS, (MATRIX, MATRIX), both_results,
+            nn.MultiheadAttention(6, 1, bias=False, batch_first=True),
+        ),
+    ],
+    F.multi_head_attention_forward: held("multi_head_attention", HEADS, (6, 6), heads_function, shape=MATRIX),
     # ---- addition
     torch.add: [
         *binary("add", ALIGNED, lambda m, x, y: torch.add(x, y), lambda m, x, y: torch.add(x, other=y).relu()),
@@ -673,7 +785,7 @@ ROWS = [
         for name, sample in NAMED
         if OF_ITS_OPERATOR[sample.operator] is sample
         for format in FORMATS
-        if format[1] != "uint8" or sample.bound not in (COMPOSED, NORMED)  # x86 has no int16, and composites stay in float there
+        if format[1] != "uint8" or sample.bound not in WIDE_INSIDE  # x86 has no int16, and composites stay in float there
     ),
     *packed([(name, sample) for name, sample in NAMED if OF_ITS_OPERATOR[sample.operator] is not sample]),
 ]
@@ -727,6 +839,7 @@ def test_every_operator_has_a_sample() -> None:
         "dequantize",
         "requantize",
         "scale_channels",
+        *("exponential", "inverse_root", "kept", "added", "masked_softmax"),
     }
     assert sampled == {record.name for record in OPERATORS.values()}
 
@@ -782,7 +895,7 @@ def assert_float_function_within_bound(
             continue
         known = qparams(result.all_input_nodes[0])
         assert known is not None
-        fine = COMPOSED_FINE if sample.bound in (COMPOSED, NORMED) else FINE
+        fine = COMPOSED_FINE if sample.bound in WIDE_INSIDE else FINE
         bound = sample.bound + {**EXTRA, "int16": fine}.get(activation, 0)
         assert float((one.double() - other.double()).abs().max()) <= bound * known.scale, sample
 

@@ -92,10 +92,12 @@ class Around(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tiny = tiny()
+        self.register_buffer("mask", torch.tensor([0.0, -1e9, 0.0]))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.tiny(F.pad(x[..., 1:-1, 1:-1], (1, 1, 1, 1), "reflect"))
-        x = torch.fft.fft(torch.softmax(x, 1)).real
+        x = x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5)  # squares, which are to be wide
+        x = torch.fft.fft(torch.softmax(x + self.mask, 1)).real
         return torch.fft.fft(torch.sigmoid(x)).real
 
 

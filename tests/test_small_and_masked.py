@@ -74,29 +74,79 @@ def quality(model: nn.Module, data: list[tuple[Tensor, ...]], target: str) -> tu
 
 @pytest.mark.parametrize("target", contract.TARGETS)
 @pytest.mark.parametrize("name", SCORES)
-def test_a_mask_costs_no_accuracy(name: str, target: str) -> None:
+def test_a_mask_acts_in_the_softmax_and_costs_no_accuracy(name: str, target: str) -> None:
     data = [(x,) for x in batches()]
     unmasked = quality(Attention(lambda s, m: s + 0 * 0, 0.0), data, target)[0]
     for value in (-100.0, -math.inf) if name != "added" else VALUES:
         torch.manual_seed(0)
         masked, explained = quality(Attention(SCORES[name], value), data, target)
         assert masked > unmasked - 5, (value, masked, unmasked)  # there are fewer scores to average over
-        if name not in ("filled", "chosen"):
-            assert "an attention mask in front of a softmax" in explained
+        assert "none is left in float" in explained
+        assert "masked_softmax: exponential" in explained
 
 
-@pytest.mark.parametrize("name", ["added", "scaled afterwards", "reshaped between"])
+@pytest.mark.parametrize("name", ["added", "scaled afterwards", "reshaped between", "two of them", "filled", "computed from ones"])
 def test_a_mask_may_be_an_input_and_infinite(name: str, tmp_path: Path) -> None:
     mask = torch.triu(torch.full((LENGTH, LENGTH), -math.inf), 1).expand(4, LENGTH, LENGTH)
     if name == "reshaped between":
         mask = mask[0]
     model = MaskedFromOutside(SCORES[name], 0.0).eval()
     data = [(x, mask) for x in batches()]
-    found, _ = quality(model, data, "nash-e")
+    found, explained = quality(model, data, "nash-e")
     assert found > 25
+    assert "masked_softmax: exponential" in explained
     prepared, integer = compiled(model, data, "nash-e")
     contract.assert_validate_is_integer(prepared, integer, *data[0])
+    contract.assert_train_is_validate(prepared, *data[0])
+    fxq.save(prepared, tmp_path / "prepared.fxq")
+    assert torch.equal(fxq.load(tmp_path / "prepared.fxq")(*data[0]), prepared(*data[0]))
     assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), data, show_progress=False).mismatches == 0
+
+
+def test_a_softmax_that_stays_in_float_leaves_its_mask_there() -> None:
+    model, data = Attention(SCORES["added"], -1e9).eval(), [(x,) for x in batches()]
+    for target, qconfig in (("x86", None), ("bayes-e", fxq.QConfigMapping().set_module_name("softmax", None))):
+        result = compiled(model, data, target, qconfig)
+        assert sqnr(model(*data[0]), result.integer(*data[0])) > 25
+        contract.assert_validate_is_integer(result.prepared, result.integer, *data[0])
+
+
+class Heads(nn.Module):
+    """Several heads with a bias for every distance, and rows that a mask hides whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.distances = nn.Parameter(torch.randn(2, 2 * LENGTH - 1))
+        self.register_buffer("index", torch.arange(LENGTH)[:, None] - torch.arange(LENGTH) + LENGTH - 1)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        q, k, v = (layer(x).view(x.shape[0], LENGTH, 2, -1).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1]) + self.distances[:, self.index]
+        scores = scores + (1.0 - padding[:, None, None, :].float()) * LOWEST
+        return (torch.softmax(scores, -1) @ v).transpose(1, 2).flatten(2)
+
+
+def test_a_row_of_which_nothing_is_kept_becomes_zeros_and_a_bias_is_none(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    padding = torch.ones(4, LENGTH, dtype=torch.int64)
+    padding[0, 5:], padding[1, 2:] = 0, 0
+    data = [(x, padding) for x in batches()]
+    model = Heads().eval()
+    prepared, integer = compiled(model, data, "bayes-e")
+    assert sqnr(model(*data[0]), integer(*data[0])) > 28
+    contract.assert_validate_is_integer(prepared, integer, *data[0])
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", data)
+
+    class Hidden(nn.Module):
+        def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+            return torch.nn.functional.scaled_dot_product_attention(x, x, x, keep)
+
+    keep = torch.tensor([[True, False, True], [False, False, False], [True, True, False]])
+    x = torch.randn(4, 3, 4)
+    hidden = compiled(Hidden(), [(x, keep)]).integer
+    assert not hidden(x, keep)[:, 1].any()
+    assert hidden(x, keep)[:, 0].any()
 
 
 def test_a_bias_that_is_computed_stays_integer_and_so_does_an_addition_that_something_else_reads() -> None:

@@ -19,7 +19,10 @@ from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Operator
 from fxquant.ops.boundary import DEQUANTIZE, QUANTIZE, REQUANTIZE
 
 FLOAT = "float"  # the operator of what the table may not know
-UNWRITTEN = (QUANTIZE.name, DEQUANTIZE.name, REQUANTIZE.name, "shifted", "scale_channels")  # made by passes, never written by a user
+UNWRITTEN = (  # made by passes, never written by a user
+    *(QUANTIZE.name, DEQUANTIZE.name, REQUANTIZE.name, "shifted", "scale_channels"),
+    *("exponential", "inverse_root", "kept", "added", "masked_softmax"),
+)
 
 Options = Mapping[str, tuple[Any, ...]]
 
@@ -234,6 +237,32 @@ def _composites() -> Iterator[Spelling]:
     yield from _spell("layer_norm", "F.layer_norm({0}, ({last},))", "F.layer_norm({0}, ({last},), eps={eps})", eps=(1e-5, 0.1))
     yield _module("layer_norm", "nn.LayerNorm({last})")
     yield _module("layer_norm", "nn.LayerNorm({last}, bias={bias})", bias=(True, False))
+    yield from _spell("softmin", "F.softmin({0}, {dim})", dim=(-1, 1))
+    yield from _spell("logsumexp", "torch.logsumexp({0}, {dim}, keepdim={keep})", dim=DIMS, keep=FLAG)
+    yield from _spell("glu", dim=(-1, 1))
+    yield _module("group_norm", "nn.GroupNorm({groups}, {channels})", groups=(1, 2, "{channels}"))
+    yield from _spell("group_norm", "F.group_norm({0}, {groups}, eps={eps})", groups=(1, 2), eps=(1e-5, 0.1))
+    yield _module("instance_norm", "nn.InstanceNorm{rank}d({channels}, affine={affine})", affine=FLAG)
+    yield _module("rms_norm", "nn.RMSNorm({last})")
+    yield from _spell("rms_norm", "F.rms_norm({0}, ({last},), eps={eps})", eps=(1e-5, 0.1))
+    for name in ("var", "std"):
+        yield from _spell(name, f"{{0}}.{name}({{dim}}, correction={{one}}, keepdim={{keep}})", dim=DIMS, one=(0, 1), keep=FLAG)
+        yield from _spell(f"{name}_mean", f"torch.{name}_mean({{0}}, {{dim}})[{{member}}]", dim=DIMS, member=(0, 1))
+    yield from _spell("norm", "{0}.norm({p}, {dim}, {keep})", p=(2, 1, 3, 0.5, "float('inf')"), dim=DIMS, keep=FLAG)
+    yield from _spell("normalize", "F.normalize({0}, {p}, {dim})", p=(2.0, 1.0), dim=(1, -1))
+
+
+def _attention() -> Iterator[Spelling]:
+    """Attention, and masks in front of a softmax."""
+    name = "scaled_dot_product_attention"
+    yield from _spell(name, f"F.{name}({{0}}, {{0}}, {{0}}, is_causal={{flag}})", f"F.{name}({{0}}, {{1}}, {{1}})", flag=FLAG)
+    mask = "torch.rand({last}, {last}).round() * {value}"
+    values = (-1e9, "float('-inf')", -100.0, 1.0)
+    yield _held("softmax", "torch.softmax({0} @ {0}.mT @ {0} + {buffer}.nan_to_num(0)[0], -1)", buffer=mask, value=values[:1])
+    yield _held("softmax", "torch.softmax(({0} * 0.3).masked_fill({buffer} > 0.5, {value}), -1)", buffer="torch.rand({last})", value=values)
+    yield _module(
+        "multi_head_attention", "nn.MultiheadAttention({last}, 1, batch_first=True)", call="{layer}({0}, {0}, {0})[{member}]", member=(0, 1)
+    )
 
 
 def _floats() -> Iterator[Spelling]:
@@ -242,8 +271,6 @@ def _floats() -> Iterator[Spelling]:
     yield from _spell(FLOAT, "torch.atan({0})", "1 / ({0}.abs() + 1)", "{0}.floor()", "{0}.sign()")
     yield from _spell(FLOAT, "{0} / ({1}.abs() + 1)", "torch.where({0} > 0, {0}, {1})", "{0}.std(-1)", "{0}.argmax(-1).float()")
     yield from _spell(FLOAT, "F.glu({0}, {dim})", "{0}.amin({dim})", "{0}.sort({dim}).values", "{0}.norm(dim={dim})", dim=(1, -1))
-    yield _module(FLOAT, "nn.GroupNorm(1, {channels})")
-    yield _module(FLOAT, "nn.MultiheadAttention({last}, 1, batch_first=True)", call="{layer}({0}, {0}, {0})[0]")
     yield _module(FLOAT, "nn.RNN({last}, 3, batch_first=True)", call="{layer}({0})[0]")
     yield _module(FLOAT, "nn.GRU({last}, 3, batch_first=True)", call="{layer}({0})[0]")
 
@@ -295,6 +322,7 @@ def _all() -> Iterator[Spelling]:
         _resizes,
         _settings,
         _composites,
+        _attention,
         _floats,
     ):
         yield from family()

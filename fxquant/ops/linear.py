@@ -13,8 +13,9 @@ from torch.nn import functional as F
 from fxquant.graph import is_parameter
 from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics import FLOAT32_EXACT, INT32_MAX, INT48_MAX, Ratio
+from fxquant.ops.equations import added_product, with_vectors
 from fxquant.ops.form import Call
-from fxquant.ops.record import Operator, Parameter, register
+from fxquant.ops.record import Instead, Operator, Parameter, register
 from fxquant.ops.weighted import ABSORBED, BeforeResidual, Product, epilogue, lower_weighted, refuses_weighted, shape_of
 from fxquant.primitives import accumulate, product
 from fxquant.quantization.batch_norm import BatchNorm, fold
@@ -135,10 +136,15 @@ def _two(input: Any, mat2: Any) -> dict[str, Any]:
     return {"input": input, "other": mat2}
 
 
-def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> dict[str, Any] | str:
-    if (beta, alpha) != (1, 1):
-        return "beta and alpha other than 1 have no integer form"
-    return {"input": mat1, "other": mat2, "bias": input}
+def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> dict[str, Any] | str | Instead:
+    """A layer with a bias; or, where something else is added, its sum with a product."""
+    if not all(isinstance(number, int | float) for number in (beta, alpha)):
+        return "beta or alpha is computed"
+    columns = isinstance(mat2, fx.Node) and is_parameter(mat2) and isinstance(input, fx.Node) and is_parameter(input)
+    if columns and (beta, alpha) == (1, 1) and shape_of(input) == (shape_of(mat2) or (None,))[-1:]:
+        return {"input": mat1, "other": mat2, "bias": input}
+    given = {"input": input, "one": mat1, "other": mat2, "equation": "ij,jk->ik", "beta": beta, "alpha": alpha}
+    return Instead(added_product, given)
 
 
 register(
@@ -147,8 +153,8 @@ register(
         matmul,
         ("input", "other"),
         _lower_matmul,
-        functions={torch.matmul: None, operator.matmul: None, torch.bmm: _two, torch.mm: _two, torch.addmm: _addmm},
-        methods={"matmul": None, "__matmul__": None, "bmm": _two, "mm": _two, "addmm": _addmm},
+        functions={torch.matmul: with_vectors, operator.matmul: with_vectors, torch.bmm: _two, torch.mm: _two, torch.addmm: _addmm},
+        methods={"matmul": with_vectors, "__matmul__": with_vectors, "bmm": _two, "mm": _two, "addmm": _addmm},
         absorbs=frozenset({"clamp"}),
         refuses=_refuses_matmul,
         sums=True,

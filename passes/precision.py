@@ -1,0 +1,119 @@
+"""Sums of squares, what is divided by them, and scores of a softmax are 16 bits wide, where the target has these.
+
+%p = mean(square(%x), -1)            →    the square, the mean and the root on int16 grids, as in a layer norm;
+%y = mul(%x, rsqrt(%p + 1e-6))            the product as the qconfig says
+
+Of 8 bits of a square four are left of the number that was squared: whoever normalises by hand would lose what a layer norm keeps.
+A rule of the qconfig that is about one of these operators goes before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from fxquant.graph import refusal, state_demand, stated_demand
+from fxquant.ops import Own, operator_of, shares
+from fxquant.ops.unary import UNARY
+from fxquant.pipeline import Context
+from fxquant.quantization.rules import decide
+
+WIDE = Own("int16")
+REDUCTIONS = ("mean", "sum")
+STATISTICS = ("var", "std", "norm")
+SCALING = ("add", "sub", "mul", "div")  # by a number
+SOFTMAX = ("softmax", "masked_softmax", "log_softmax")
+SCORES = ("matmul", "einsum", *SCALING)
+
+
+def widen(gm: fx.GraphModule, context: Context) -> int:
+    """What is computed with squares up to a factor or a divisor, and what leads to a softmax alone, is 16 bits wide."""
+    if "int16" not in context.target.activations:
+        return 0
+    changes = 0
+    for node in [*_centred(gm), *_squares(gm), *_scores(gm)]:
+        decision = decide(node)
+        if decision.config is None or decision.asked or refusal(node) is not None or stated_demand(node) is not None or shares(node):
+            continue
+        state_demand(node, WIDE)
+        context.say(f"%{node.name} is 16 bits wide")
+        changes += 1
+    return changes
+
+
+def _name(node: fx.Node) -> str:
+    record = operator_of(node)
+    return "" if record is None else record.name
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    record = operator_of(node)
+    return {} if record is None else record.arguments(node)
+
+
+def _is_square(node: fx.Node) -> bool:
+    arguments = _arguments(node)
+    if _name(node) == "mul":
+        return arguments["input"] is arguments["other"]
+    return _name(node) == "square" or (_name(node) == "pow" and arguments["exponent"] == 2)
+
+
+def _centred(gm: fx.GraphModule) -> list[fx.Node]:
+    """What is left of tensors without their mean, and that mean, where it is squared or multiplied and nothing else."""
+    found: list[fx.Node] = []
+    for node in gm.graph.nodes:
+        mean = _arguments(node).get("other")
+        if _name(node) != "sub" or not isinstance(mean, fx.Node) or _name(mean) != "mean" or mean.args[0] is not node.args[0]:
+            continue
+        if all(_name(reader) in ("mul", "true_divide", *STATISTICS) or _is_square(reader) for reader in node.users):
+            found += [mean, node] if len(mean.users) == 1 else [node]
+    return found
+
+
+def _squares(gm: fx.GraphModule) -> list[fx.Node]:
+    """Squares that are summed, their sums, statistics, and what leads from these to a factor or a divisor alone."""
+    found: list[fx.Node] = []
+    after: dict[fx.Node, bool] = {}  # what is computed from squares: whether it is wide
+    for node in reversed(gm.graph.nodes):
+        readers = list(node.users)
+        if _name(node) in REDUCTIONS or _name(node) in STATISTICS or _follows(node):
+            after[node] = bool(readers) and all(after.get(reader, False) or _scales(reader, node) for reader in readers)
+        elif _is_square(node):
+            after[node] = bool(readers) and all(_name(reader) in REDUCTIONS for reader in readers)
+    of_squares: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        begins = _is_square(node) or _name(node) in STATISTICS
+        if (begins or any(operand in of_squares for operand in node.all_input_nodes)) and node in after:
+            of_squares.add(node)
+            if after[node]:
+                found.append(node)
+    return found
+
+
+def _follows(node: fx.Node) -> bool:
+    """Whether a node is a function of one tensor: a table, or a sum, a product or a quotient with a number."""
+    arguments = _arguments(node)
+    if _name(node) in SCALING:
+        return any(isinstance(arguments[name], int | float) for name in ("input", "other"))
+    return _name(node) in UNARY or _name(node) in ("shifted", "reshape", "expand", "clamp")
+
+
+def _scales(reader: fx.Node, node: fx.Node) -> bool:
+    """Whether a node is a factor or a divisor of something else."""
+    arguments = _arguments(reader)
+    return _name(reader) in ("mul", "true_divide") and arguments["input"] is not arguments["other"] and arguments["other"] is not None
+
+
+def _scores(gm: fx.GraphModule) -> list[fx.Node]:
+    """Products of matrices that are scores of a softmax, and what stands between."""
+    leading: set[fx.Node] = set()
+    for node in reversed(gm.graph.nodes):
+        moves = _name(node) in ("reshape", "permute", "expand", "where", "identity")
+        if (moves or _name(node) in SCORES) and node.users and all(_name(reader) in SOFTMAX or reader in leading for reader in node.users):
+            leading.add(node)
+    of_products: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        if node in leading and (_name(node) == "matmul" or any(operand in of_products for operand in node.all_input_nodes)):
+            of_products.add(node)
+    return [node for node in gm.graph.nodes if node in of_products]
