@@ -781,7 +781,7 @@ SAMPLES: dict[Any, list[Sample]] = {
             "adaptive_max_indices3d", EXACT, lambda m, x: picked(x, F.adaptive_max_pool3d_with_indices(x, 3)[1]), shape=VOLUME
         ),
     ],
-    F.max_unpool1d: unary("max_unpool1d", EXACT, lambda m, x: F.max_unpool1d(*F.max_pool1d(x, 2, 4, return_indices=True), 2, 4), shape=LINE),
+    F.max_unpool1d: unary("max_unpool1d", EXACT, lambda m, x: F.max_unpool1d(*F.max_pool1d(x, 2, 4, 0, 1, False, True), 2, 4), shape=LINE),
     F.max_unpool2d: unary("max_unpool2d", EXACT, lambda m, x: F.max_unpool2d(*F.max_pool2d(x, 3, return_indices=True), 3).relu()),
     F.max_unpool3d: unary("max_unpool3d", EXACT, lambda m, x: unpooled3d(x), shape=VOLUME),
     nn.MaxUnpool1d: layers("max_unpool1d", EXACT, LINE, Unpooled(nn.MaxPool1d(2, return_indices=True), nn.MaxUnpool1d(2))),

@@ -44,7 +44,7 @@ class DetectionPostProcess(nn.Module):
 
     The `keep` best boxes whose score exceeds the threshold, decoded (dx, dy, dw, dh in units of their anchors), without those that overlap
     a better one of their class by more than `overlap`: as in Ren et al., Faster R-CNN, 2015. Places that are left over have score 0 and
-    label -1. It runs on the host.
+    label -1. Its places are chosen by data and one after another: it is best called on the outputs of a compiled model, on the host.
     """
 
     def __init__(self, keep: int = 100, score_threshold: float = 0.05, overlap: float = 0.5) -> None:
