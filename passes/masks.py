@@ -50,7 +50,7 @@ class Search:
     def __init__(self, softmax: fx.Node, plain: set[fx.Node], activations: Sequence[str]) -> None:
         self.softmax, self.plain = softmax, plain
         self.build = Builder(masked_softmax.__name__, softmax, activations)
-        self.dim = softmax.args[1] % len(fact(softmax).shape)  # type: ignore[operator]
+        self.dim: int = softmax.args[1] % len(fact(softmax).shape)  # type: ignore[operator, assignment]
         self.keeps: list[fx.Node] = []
         self.moves: list[fx.Node] = []  # what gives another shape behind the masks, the last one first
         self.seen: list[fx.Node] = []

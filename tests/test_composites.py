@@ -204,12 +204,13 @@ class Masked(nn.Module):
             scores = (scores + self.mask).reshape(-1, 5, 12)
         elif self.kind == "filled":
             scores = scores.masked_fill(self.mask < 0, -torch.inf)
-        return torch.softmax(scores, -1)
+        return torch.log_softmax(scores, -1)
 
 
 @pytest.mark.parametrize(("kind", "because"), [("added", "holds an attention mask"), ("filled", "%masked_fill is computed in float")])
-def test_a_masked_softmax_stays_whole(kind: str, because: str) -> None:
-    assert because in whole(Masked(kind), rows(), "softmax")
+def test_the_logarithm_of_a_masked_softmax_stays_whole(kind: str, because: str) -> None:
+    """It has no values for what a mask hides."""
+    assert because in whole(Masked(kind), rows(), "log_softmax")
 
 
 def test_a_rule_keeps_it_whole_and_one_for_its_result_is_about_the_result_alone() -> None:

@@ -187,10 +187,12 @@ def multi_head_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """PyTorch's nn.MultiheadAttention without dropout: the attention, and its weights, or None; `parameters` are those of `HELD`."""
     turned = batch_first and query.dim() == 3
-    operands = [operand.transpose(0, 1) if turned else operand for operand in (query, key, value)]
-    named = dict(zip(HELD, parameters, strict=True))
+    first, second, third = (operand.transpose(0, 1) if turned else operand for operand in (query, key, value))
+    named: dict[str, Any] = dict(zip(HELD, parameters, strict=True))
     result, weights = F.multi_head_attention_forward(
-        *operands,
+        first,
+        second,
+        third,
         query.shape[-1],
         num_heads,
         bias_k=None,
@@ -204,7 +206,7 @@ def multi_head_attention(
         use_separate_proj_weight=named["in_proj_weight"] is None,
         average_attn_weights=average_attn_weights,
         is_causal=is_causal,
-        **named,  # type: ignore[arg-type]
+        **named,
     )
     return result.transpose(0, 1) if turned else result, weights
 
@@ -243,9 +245,9 @@ def _expand_heads(
         turned: fx.Node = build(permute, split, order)
         return turned
 
-    parts = [heads(operand, number) for number, operand in enumerate((query, key, value))]
-    mask = _masks(build, parts[0], parts[1], key_padding_mask, attn_mask, is_causal)
-    attended, weights = attend(build, *parts, mask, 1 / math.sqrt(width // num_heads))
+    query, key, value = heads(query, 0), heads(key, 1), heads(value, 2)
+    mask = _masks(build, query, key, key_padding_mask, attn_mask, is_causal)
+    attended, weights = attend(build, query, key, value, mask, 1 / math.sqrt(width // num_heads))
     joined = build(permute, attended, [1, 0, 2] if rank == 2 else [0, 2, 1, 3] if batch_first else [2, 0, 1, 3])
     shape = numbers(fact(joined).shape)
     result = build(linear, build(reshape, joined, [*shape[:-2], width]), out_weight, out_bias)

@@ -82,7 +82,8 @@ def _ranked_in_float(gm: fx.GraphModule, leading: set[fx.Node], masked: set[fx.N
     after = dict.fromkeys(masked, "its operand %{} holds an attention mask, which would take the whole range of an integer grid")
     for node in gm.graph.nodes:
         operator = operator_of(node)
-        if computes_tensor(node) and (operator is None or refusal(node) is not None):
+        refused = refusal(node) is not None or (operator is not None and operator.refuses(node, operator.arguments(node)) is not None)
+        if computes_tensor(node) and (operator is None or refused):
             after[node] = "its operand %{} is computed in float"
         because = next(((after[operand], operand) for operand in node.all_input_nodes if operand in after), None)
         if because is not None and node in leading:

@@ -151,12 +151,14 @@ for _name, _function, _expand, _spelling in (
 
 def norm(input: Tensor, p: float, dim: list[int], keepdim: bool = False) -> Tensor:
     """The p-norm over dimensions: (Σ |x|^p)^(1/p), and the largest magnitude for p = inf."""
-    return torch.linalg.vector_norm(input, p, dim, keepdim)
+    value: Tensor = torch.linalg.vector_norm(input, p, dim, keepdim)
+    return value
 
 
 def normalize(input: Tensor, p: float, dim: list[int], eps: float = 1e-12) -> Tensor:
     """The elements over the p-norm of theirs along dimensions."""
-    return input / torch.linalg.vector_norm(input, p, dim, keepdim=True).clamp_min(eps)
+    value: Tensor = input / torch.linalg.vector_norm(input, p, dim, keepdim=True).clamp_min(eps)
+    return value
 
 
 def _inverse_root(x: float, root: float = 2.0) -> float:
@@ -276,7 +278,7 @@ def _expand_group_norm(build: Builder, input: fx.Node, num_groups: int, weight: 
 
 def scaled(build: Builder, input: fx.Node, weight: fx.Node | None, bias: fx.Node | None) -> fx.Node:
     """A tensor times weight, plus bias, of its channels."""
-    if weight is None:
+    if weight is None and bias is not None:
         weight = build.constant(torch.ones(fact(bias).shape))
     result: fx.Node = build(scale_channels, input, weight, bias, len(fact(input).shape) - 2)
     return result
