@@ -20,12 +20,12 @@ COLUMNS = 8  # of a table of operators
 def rows() -> list[list[str]]:
     """The cells of every row of every table of the page."""
     lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
-    return [[cell.strip().replace("\\|", "|") for cell in line.replace("\\|", "\0").strip("| ").split(" | ")] for line in lines]
+    return [[cell.strip().replace("\0", "|") for cell in line.replace("\\|", "\0")[2:-2].split(" | ")] for line in lines]
 
 
 def written() -> dict[tuple[str, str], list[str]]:
     """The rows of the tables of operators, by operator and first spelling."""
-    return {(row[0], row[1].strip("`").replace("\0", "|")): row for row in rows() if len(row) == COLUMNS and row[1].startswith("`")}
+    return {(row[0], row[1].strip("`")): row for row in rows() if len(row) == COLUMNS and row[1].startswith("`")}
 
 
 def test_every_operator_that_is_tried_has_its_row() -> None:
