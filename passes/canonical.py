@@ -110,10 +110,12 @@ def _repeated_for_the_batch(gm: fx.GraphModule, node: fx.Node, constant: fx.Node
             like = node.all_input_nodes[0]
             sizes = []
             for dim, size in enumerate(known.shape):
-                if not isinstance(size, int):
-                    size = inherit(gm.graph.call_method("size", (like, dim)), node, "canonical.rewrite")
-                    set_fact(size, known.shape[dim])
-                sizes.append(size)
+                if isinstance(size, int):
+                    sizes.append(size)
+                    continue
+                computed = inherit(gm.graph.call_method("size", (like, dim)), node, "canonical.rewrite")
+                set_fact(computed, size)
+                sizes.append(computed)
         repeated = inherit(gm.graph.call_function(expand, (constant, sizes)), node, "canonical.rewrite")
     set_fact(repeated, known)
     return repeated
@@ -130,16 +132,15 @@ def _of_other_numbers(node: fx.Node, operator: Operator) -> str | None:
     known = fact(node)
     if node.target is operator.function or not isinstance(known, TensorFact):
         return None
+    read = {operand: of.dtype for operand in node.all_input_nodes if isinstance(of := fact(operand), TensorFact)}
     if isinstance(operator.demand, Plain):
         given = known.dtype == getattr(torch, operator.demand.dtype)
     else:
         given = known.dtype == torch.float32 or not isinstance(operator.demand, Own | Fixed)
         if operator.expand is not None and not given:  # the places of an order, which are whole numbers made of real ones
-            read = [of.dtype for operand in node.all_input_nodes if isinstance(of := fact(operand), TensorFact)]
-            given = known.dtype == torch.int64 and set(read) == {torch.float32}
+            given = known.dtype == torch.int64 and set(read.values()) == {torch.float32}
     if given:
         return None
-    read = {operand: of.dtype for operand in node.all_input_nodes if isinstance(of := fact(operand), TensorFact)}
     other = next((operand for operand, dtype in read.items() if dtype != torch.float32 and not is_parameter(operand)), None)
     what, dtype = ("result", known.dtype) if other is None else (f"operand %{other.name}", read[other])
     remedy = "; convert it to float32" if other is not None and dtype.is_floating_point else ""

@@ -104,9 +104,11 @@ def _described(written: OnnxModel, inputs: Sequence[str], outputs: Sequence[str]
     for names, what in ((inputs, "inputs"), (outputs, "outputs")):
         for name, entry in zip(names, written.metadata[what], strict=True):
             known: dict[str, Any] = written.tensors.get(entry.get("tensor", ""), {}) if entry.get("tensor") == name else {}
-            grid = {key: known[key] for key in ("scale", "axis", "zero_point") if key in known}
-            kept = {"dtype": entry["dtype"], "shape": entry["shape"], **grid}
-            found[name] = {**kept, "range": known["dtype"]} if "dtype" in known else kept
+            kept: dict[str, Any] = {"dtype": entry["dtype"], "shape": entry["shape"]}
+            kept.update((key, known[key]) for key in ("scale", "axis", "zero_point") if key in known)
+            if "dtype" in known:
+                kept["range"] = known["dtype"]
+            found[name] = kept
     return found
 
 

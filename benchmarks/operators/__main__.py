@@ -78,7 +78,7 @@ def main() -> None:
         if options.keep is not None:
             with options.keep.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(result)) + "\n")
-    results = [kept[(s.name, *pair)] for pair in pairs for s in chosen]
+    results = [kept[s.name, pair[0], pair[1]] for pair in pairs for s in chosen]
     for pair in pairs:
         show(chosen, [result for result in results if (result.target, result.dtype) == pair], options.reasons)
     raise SystemExit(1 if any(result.kind in (CRASH, WRONG) for result in results) else 0)

@@ -40,6 +40,11 @@ What stays in float works all the same: it runs on the host between integer segm
 """
 
 
+def first(spelling: Spelling) -> tuple[str, str, str]:
+    """Where its result on the first target at the first dtype stands among those that are known."""
+    return spelling.name, FIRST[0], FIRST[1]
+
+
 def wanted() -> Iterator[tuple[Spelling, str, str]]:
     """What is measured: every spelling on the first target, the first spelling of each row on all of them."""
     for entry in spelled(FAMILIES):
@@ -69,7 +74,7 @@ Known = Mapping[tuple[str, str, str], Result]
 def cells(family: str, row: Row, known: Known) -> list[str]:
     """The cells of one operator's row."""
     spellings = [Spelling(family, row, text) for text in row.texts]
-    integer = sum(known[(s.name, *FIRST)].kind == INTEGER for s in spellings)
+    integer = sum(known[first(s)].kind == INTEGER for s in spellings)
     lists = " ".join(letter for key, letter in LISTS.items() if key in row.lists)
     return [
         row.operator,
@@ -95,7 +100,7 @@ def cell(spelling: Spelling, target: str, known: Known) -> str:
 
 
 def _totals(known: Known) -> list[str]:
-    found = [(entry, known[(entry.name, *FIRST)].kind) for entry in spelled(FAMILIES)]
+    found = [(entry, known[first(entry)].kind) for entry in spelled(FAMILIES)]
     seed = [kind for entry, kind in found if entry.seed]
     everything = [kind for _, kind in found]
     lines = [
@@ -180,7 +185,7 @@ def _floats(known: Known) -> list[str]:
         for row in rows:
             reasons: dict[str, list[str]] = defaultdict(list)
             for entry in (Spelling(family, row, text) for text in row.texts):
-                result = known[(entry.name, *FIRST)]
+                result = known[first(entry)]
                 if result.kind != INTEGER:
                     reasons[result.reasons[0] if result.reasons else result.kind].append(entry.text)
             for reason, texts in list(reasons.items())[:REASONS]:

@@ -72,8 +72,8 @@ def row(name: str, entry: Entry, target: str, dtype: str, export: bool) -> Row:
         enliven(model, [entry.inputs(BATCH, seed) for seed in LIFE_SEEDS])
     except (ImportError, ValueError) as error:
         return Row(name, error=f"it cannot be built: {error}")
-    batches = ([entry.inputs(BATCH, seed) for seed in seeds] for seeds in (CALIBRATION_SEEDS, TEST_SEEDS))
-    return measure(name, model, *batches, target, qconfig_of(dtype), export)
+    calibration, test = ([entry.inputs(BATCH, seed) for seed in seeds] for seeds in (CALIBRATION_SEEDS, TEST_SEEDS))
+    return measure(name, model, calibration, test, target, qconfig_of(dtype), export)
 
 
 def qconfig_of(dtype: str) -> Any:

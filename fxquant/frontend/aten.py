@@ -100,10 +100,9 @@ def _upsample(mode: str, aligned: bool) -> Callable[..., Any]:
 
     def resize(input: Any, size: Any, *rest: Any, **named: Any) -> Any:
         align = rest[0] if aligned else None
-        scales = rest[1:] if aligned else rest
-        scales = scales[0] if scales and isinstance(scales[0], (list, tuple)) else [scale for scale in scales if scale is not None]
-        scales = list(scales or []) or None if size is None else None
-        return F.interpolate(input, size=size, scale_factor=scales, mode=mode, align_corners=align)
+        given = rest[1:] if aligned else rest
+        scales = given[0] if given and isinstance(given[0], (list, tuple)) else [scale for scale in given if scale is not None]
+        return F.interpolate(input, size=size, scale_factor=list(scales) or None if size is None else None, mode=mode, align_corners=align)
 
     return resize
 
@@ -112,11 +111,13 @@ def _slice(input: Any, dim: int = 0, start: Any = None, end: Any = None, step: i
     start, end = None if start in (0, None) else start, None if end is None or (type(end) is int and end >= _END) else end
     if start is None and end is None and step == 1:
         return input
-    return input[(*[slice(None)] * (dim % input.dim()), slice(start, end, step))]
+    places = (*[slice(None)] * (dim % input.dim()), slice(start, end, step))
+    return input[places]
 
 
 def _select(input: Any, dim: int, index: Any) -> Any:
-    return input[(*[slice(None)] * (dim % input.dim()), index)]
+    places = (*[slice(None)] * (dim % input.dim()), index)
+    return input[places]
 
 
 def _index(input: Any, indices: Any) -> Any:

@@ -63,6 +63,9 @@ class RoIAlign(nn.Module):
     of He et al., Mask R-CNN, 2017, with half-pixel offsets (aligned=True). Boxes are best kept at 16 bits; they prefer it by themselves.
     """
 
+    down: Tensor
+    across: Tensor
+
     def __init__(self, output_size: Any, spatial_scale: float = 1.0, sampling_ratio: int = 2) -> None:
         super().__init__()
         self.output_size = (output_size, output_size) if isinstance(output_size, int) else tuple(output_size)
@@ -80,7 +83,8 @@ class RoIAlign(nn.Module):
         grid = torch.stack((x, y), -1).reshape(-1, count * rows, columns, 2)
         points = F.grid_sample(features, grid, padding_mode="border", align_corners=False)
         cells = F.avg_pool2d(points, self.sampling_ratio)
-        return cells.unflatten(2, (count, self.output_size[0])).transpose(1, 2)
+        unflattened: Tensor = cells.unflatten(2, (count, self.output_size[0]))  # type: ignore[no-untyped-call]
+        return unflattened.transpose(1, 2)
 
     @staticmethod
     def _along(ends: Tensor, points: Tensor, scale: float) -> Tensor:

@@ -27,8 +27,8 @@ def added_product(input: Tensor, one: Tensor, other: Tensor, equation: str, beta
 
 def spelled(equation: str, *operands: Any) -> dict[str, Any] | str:
     """The canonical arguments of an equation: an ellipsis as letters, and the result, where it is not given, in their order."""
-    facts = [fact(operand) if isinstance(operand, fx.Node) else None for operand in operands]
-    if not all(isinstance(known, TensorFact) for known in facts):
+    facts = [known for operand in operands if isinstance(operand, fx.Node) and isinstance(known := fact(operand), TensorFact)]
+    if len(facts) < len(operands):
         return "one of its operands is no tensor"
     left, arrow, result = equation.replace(" ", "").partition("->")
     letters = left.split(",")

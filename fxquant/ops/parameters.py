@@ -23,7 +23,8 @@ def spread(weight: Tensor, dilation: list[int]) -> Tensor:
     """A kernel with zeros between its taps, which does without dilation what this one does with it."""
     sizes = [(taps - 1) * step + 1 for taps, step in zip(weight.shape[2:], dilation, strict=True)]
     result = weight.new_zeros((*weight.shape[:2], *sizes))
-    result[(slice(None), slice(None), *(slice(None, None, step) for step in dilation))] = weight
+    places = (slice(None), slice(None), *(slice(None, None, step) for step in dilation))
+    result[places] = weight
     return result
 
 

@@ -192,7 +192,7 @@ def _max_unpool(rank: int) -> Callable[..., Tensor]:
         given = arguments["indices"]
         if not isinstance(given, fx.Node) or INDICES[rank] is not given.target:
             return "where its elements belong is not known from a maximum pooling"
-        kernel, steps, _, _, spread = window_padding([0] * rank, *given.args[1:3], 0, given.args[4], False)
+        kernel, steps, _, _, spread = window_padding([0] * rank, given.args[1], given.args[2], 0, given.args[4], False)
         if any(step < apart * (taps - 1) + 1 for taps, step, apart in zip(kernel, steps, spread, strict=True)):
             return "its windows overlap, so that two elements may have one place"
         planes = shape_of(given.args[0])[2:]  # type: ignore[arg-type]
