@@ -221,6 +221,12 @@ def _names(value: Any) -> list[str]:
     return [_text(name) for name in words(value)]
 
 
+def _cuts(value: Any) -> list[str | list[str]]:
+    if isinstance(value, str | bytes | set | frozenset) or not isinstance(value, Iterable):
+        raise TypeError
+    return [_text(names) if isinstance(names, str) else _names(names) for names in value]
+
+
 def _pattern(value: Any) -> str:
     try:
         re.compile(_text(value))
@@ -247,9 +253,11 @@ CALLABLE = Kind("a function, or anything that can be called", _callable)
 
 KINDS: dict[str, Kind] = {
     "FXQUANT_DEBUG": such("0, 1, 2 or 3", int, lambda value: 0 <= value <= 3),
+    "adapt": FLAG,
     "batch_fn": CALLABLE.or_none("batches are taken as they are"),
     "bins": such("an even number of at least 2", _whole, lambda value: value >= 2 and value % 2 == 0),
     "check": FLAG,
+    "cut": Kind("a list of names of tensors, or of lists of such names", _cuts),
     "debug": such("0, 1, 2 or 3", _whole, lambda value: 0 <= value <= 3).or_none("as FXQUANT_DEBUG says"),
     "distributed": FLAG,
     "dump": FOLDER.or_none("as FXQUANT_DUMP says"),
@@ -279,5 +287,6 @@ KINDS: dict[str, Kind] = {
     "sample": POSITIVE,
     "scale": NUMBER.or_none("it is observed"),
     "show_progress": FLAG.or_none("in a terminal"),
+    "steps": FLAG,
     "threshold": NUMBER.or_none("it is observed"),
 }

@@ -27,7 +27,7 @@ def expand(gm: fx.GraphModule, context: Context) -> int:
     composites = [node for node in gm.graph.nodes if (known := operator_of(node)) is not None and known.expand is not None]
     if not composites:
         return 0
-    needed = needed_in_float(gm)
+    needed = needed_in_float(gm, context.target.activations)
     changes = 0
     for node in composites:
         composite = operator_of(node)

@@ -1,9 +1,10 @@
-"""Sums of squares, what is divided by them, and scores of a softmax are 16 bits wide, where the target has these.
+"""Sums of squares, what is divided by them or by anything else, and scores of a softmax are 16 bits wide, where the target has these.
 
 %p = mean(square(%x), -1)            →    the square, the mean and the root on int16 grids, as in a layer norm;
 %y = mul(%x, rsqrt(%p + 1e-6))            the product as the qconfig says
 
 Of 8 bits of a square four are left of the number that was squared: whoever normalises by hand would lose what a layer norm keeps.
+Near a pole, of 1 / x or log(x), a step of the operand is most of the result's range: what leads there alone is wide as well.
 A rule of the qconfig that is about one of these operators goes before.
 """
 
@@ -14,8 +15,8 @@ from typing import Any
 from torch import fx
 
 from fxquant.graph import refusal, state_demand, stated_demand
-from fxquant.ops import Own, operator_of, shares
-from fxquant.ops.unary import UNARY
+from fxquant.ops import Own, demand, operator_of, shares
+from fxquant.ops.unary import UNARY, steep
 from fxquant.pipeline import Context
 from fxquant.quantization.rules import decide
 
@@ -28,11 +29,11 @@ SCORES = ("matmul", "einsum", *SCALING)
 
 
 def widen(gm: fx.GraphModule, context: Context) -> int:
-    """What is computed with squares up to a factor or a divisor, and what leads to a softmax alone, is 16 bits wide."""
+    """What is computed with squares up to a factor or a divisor, and what leads to a softmax or to poles alone, is 16 bits wide."""
     if "int16" not in context.target.activations:
         return 0
     changes = 0
-    for node in [*_centred(gm), *_squares(gm), *_scores(gm)]:
+    for node in [*_centred(gm), *_squares(gm), *_scores(gm), *_before_poles(gm)]:
         decision = decide(node)
         if decision.config is None or decision.asked or refusal(node) is not None or stated_demand(node) is not None or shares(node):
             continue
@@ -117,3 +118,20 @@ def _scores(gm: fx.GraphModule) -> list[fx.Node]:
         if node in leading and (_name(node) == "matmul" or any(operand in of_products for operand in node.all_input_nodes)):
             of_products.add(node)
     return [node for node in gm.graph.nodes if node in of_products]
+
+
+def _before_poles(gm: fx.GraphModule) -> list[fx.Node]:
+    """What divisors and the operands of steep functions are computed by, where nothing else reads it, from layers and composites on."""
+    leading: dict[fx.Node, bool] = {}  # whether what such a node reads leads there as well
+    for node in reversed(gm.graph.nodes):
+        record = operator_of(node)
+        if record is not None and node.users and all(_divides(reader, node) or leading.get(reader, False) for reader in node.users):
+            leading[node] = record.expand is None and not record.sums and "weight" not in record.arguments(node)
+    return [node for node in leading if demand(node) == Own() and _name(node) != "quantize"]
+
+
+def _divides(reader: fx.Node, node: fx.Node) -> bool:
+    arguments = _arguments(reader)
+    if _name(reader) == "true_divide":
+        return arguments["other"] is node and arguments["input"] is not node
+    return steep(_name(reader), arguments)

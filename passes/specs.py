@@ -38,7 +38,7 @@ def annotate(gm: fx.GraphModule, context: Context) -> int:
     """Every node that computes a tensor is annotated; those that stay in float say why."""
     changes = 0
     effective: set[Rule] = set()
-    needed = needed_in_float(gm)
+    needed = needed_in_float(gm, context.target.activations)
     preferred = preferred_dtypes(gm.graph, context.target.activations)
     for node in gm.graph.nodes:
         if not computes_tensor(node):

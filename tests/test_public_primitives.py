@@ -27,6 +27,14 @@ def i32(*values: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
+def i64(*values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def holds(*values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.bool)
+
+
 def f32(*values: float) -> Tensor:
     return torch.tensor(values)
 
@@ -110,6 +118,18 @@ CALLS = {
     "expand": gives([[7, 7]], torch.int8, i8([7]), [-1, 2]),
     "tile": gives([1, 2, 1, 2], torch.int8, i8(1, 2), [2]),
     "pad": gives([9, 1, 2, 9, 9], torch.int8, i8(1, 2), [1], [2], 9),
+    "compare": gives([True, True, True], torch.bool, i8(-128, 127, 0), torch.tensor(200), "lt"),  # beyond the dtype of the other
+    "logic": gives([False, True, True, False], torch.bool, holds(0, 0, 1, 1), holds(0, 1, 0, 1), "xor"),
+    "opposite": gives([True, False], torch.bool, holds(0, 1)),
+    "truth": gives([[False], [True]], torch.bool, holds([1, 0], [1, 1]), [1], True, True),
+    "choose": gives([1, -7], torch.int8, i8(1, 2), i8(-6, -7), holds(1, 0)),
+    "least": gives([-9, -1], torch.int8, i8([-5, -9], [-1, 7]), [1], False),
+    "arg_extremum": gives([0, 1], torch.int64, i8([7, 7, -3], [1, 2, 2]), 1, False, True),
+    "ranking": gives([[2, 0], [1, 0]], torch.int64, i8([4, 7, -3], [2, 1, 2]), 1, 2, False),
+    "rows": gives([[[3, 4], [1, 2]]], torch.int8, i8([1, 2], [3, 4]), i64([1, 0])),
+    "pick": gives([[3, 1], [6, 4]], torch.int8, i8([1, 2, 3], [4, 5, 6]), 1, i64(-1, 0)),
+    "take_along": gives([[3, 1], [4, 5]], torch.int8, i8([1, 2, 3], [4, 5, 6]), 1, i64([2, 0], [0, 1])),
+    "put_along": gives([[9, 2, 8], [4, 7, 7]], torch.int8, i8([1, 2, 3], [4, 5, 6]), i8([8, 9], [7, 7]), 1, i64([2, 0], [1, 2])),
 }  # fmt: skip
 
 

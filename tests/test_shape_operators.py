@@ -115,9 +115,10 @@ ROUNDING: dict[str, tuple[float, Body]] = {
 }
 
 REFUSED: dict[str, tuple[str, Body]] = {
-    "bicubic": ("mode='bicubic' has no integer form", lambda x: F.interpolate(x, scale_factor=2, mode="bicubic")),
-    "area": ("mode='area' has no integer form", lambda x: F.interpolate(x, scale_factor=0.5, mode="area")),
-    "antialias": ("antialias=True has no integer form", lambda x: F.interpolate(x, scale_factor=2, mode="bilinear", antialias=True)),
+    "resizing with the batch": (
+        "the size of its input or output depends on the batch size",
+        lambda x: F.interpolate(x.transpose(0, 2), scale_factor=2),
+    ),
     "mask": ("its index is a constant that is no list of whole numbers", lambda x: x[:, torch.tensor([True] * 8)]),
     "two lists": ("it indexes several dimensions by lists", lambda x: x[:, [0, 1], [1, 2]]),
     "list of the batch": ("it picks from the batch by a list", lambda x: x[[0, 1]]),
@@ -126,7 +127,7 @@ REFUSED: dict[str, tuple[str, Body]] = {
     "roll of everything": ("it rolls the flattened tensor", lambda x: x.roll(1)),
     "repeats of the batch": ("it repeats along the batch", lambda x: x.repeat_interleave(2, 0)),
     "piece of the batch": ("it is a piece of the batch, whose size is not fixed", lambda x: x.chunk(2, 0)[0]),
-    "pieces of a sort": ("it picks from the results of %sort, which is in float", lambda x: torch.sort(x, 1)[0]),
+    "pieces of a sort": ("it picks from the results of %sort, which is in float", lambda x: torch.sort(x, 0)[0]),
 }
 
 

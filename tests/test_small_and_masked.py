@@ -203,6 +203,8 @@ SMALL: dict[str, Callable[[Tensor], Tensor]] = {
     "divided by a limited sum": lambda y: y / y.abs().sum(-1, keepdim=True).clamp(min=1e-6),
     "one divided": lambda y: 1 / (y.square() + 1e-3),
     "a reciprocal": lambda y: torch.reciprocal(1e-3 + y.abs()),
+    "a negative power": lambda y: (y.square() + 1e-2) ** -1.5,
+    "the logarithm of a square": lambda y: torch.log10(y.square() + 1e-4),
     "a logarithm": lambda y: torch.log(torch.relu(y) + 1e-6),
     "another logarithm": lambda y: torch.log2(torch.relu(y) + 1e-6),
     "a layer norm": lambda y: (y - y.mean(-1, keepdim=True)) / torch.sqrt(power(y - y.mean(-1, keepdim=True)) + 1e-5),
@@ -223,6 +225,30 @@ def test_nothing_becomes_infinite_that_is_finite_in_float(name: str, target: str
     if name == "a reciprocal":
         return  # the smallest of ordinary numbers decide the largest of its values, and are below a step
     assert sqnr(model(ordinary).detach(), compiled(model, [ordinary], target).integer(ordinary)) > 14
+
+
+@pytest.mark.parametrize("target", ["bernoulli2", "x86"])
+def test_without_16_bits_what_leads_to_a_pole_alone_stays_in_float(target: str) -> None:
+    model, x = Norm(SMALL["one divided"]), torch.randn(64, WIDTH)
+    prepared, integer = compiled(model, [x], target)
+    explained = fxq.explain(prepared)
+    assert "it leads to a divisor or a logarithm, and must not be rounded to 0: the target has no 16 bits" in explained
+    assert "near its pole it needs more of %square than 8 bits" in explained
+    assert sqnr(model(x).detach(), integer(x)) > 14
+    contract.assert_validate_is_integer(prepared, integer, x)
+    for layered in (lambda y: torch.log(torch.relu(y) + 1e-6), lambda y: torch.sqrt(y.square() + 1)):  # a layer's own values; no pole at 0
+        assert "none is left in float" in fxq.explain(compiled(Norm(layered), [x], target).prepared)
+
+
+def test_a_rule_keeps_what_leads_to_a_pole_narrow() -> None:
+    x = torch.randn(64, WIDTH)
+    rule = fxq.QConfigMapping().set_object_type(torch.square, fxq.QConfig(fxq.ActivationConfig("int8")))
+    dtypes = []
+    for qconfig in (None, rule):
+        prepared = compiled(Norm(lambda y: 1 / (torch.square(y) + 1e-3)), [x], "bayes-e", qconfig).prepared
+        dtypes.append({layer.name: layer.dtype for layer in fxq.layers(prepared)})
+    assert (dtypes[0]["square"], dtypes[1]["square"]) == ("int16", "int8")
+    assert dtypes[0]["truediv"] == "int8"  # the result is as the qconfig says
 
 
 def test_a_number_in_front_of_a_table_is_part_of_it(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ class World:
         self.model = Network().eval()
         self.prepared, self.integer = self._compiled()
         self.onnx, self.file = fxq.export_onnx(self.integer, directory / "model.onnx"), fxq.save(self.integer, directory / "model.fxq")
+        self.segments = fxq.export_segments(self.integer, directory / "segments").parent
         self.text = directory / "text.txt"
         self.text.write_text("no model", encoding="utf-8")
         self.result = fxq.Result(self.model, self.prepared, self.integer)
@@ -100,6 +101,7 @@ NO_BATCHES = ["", [], (), iter(())]
 BATCHES = [*WRONG_BATCHES, *NO_BATCHES]
 UNTIL = ["", "activation.fold", "fuse", 5, True, [], 1.5, fxq.Stage.TRACED, "CANONICAL", Colour.RED]
 DEBUGS = [True, -1, 4, "1", "abc", 1.5, [], ""]
+CUTS = [5, True, 1.5, "cnv", "conv", [5], [None], [[5]], ["cnv"], [["conv", "cnv"]], [""], Colour.RED]
 STYLES = [None, "", "qdqq", "EXACT", 5, [], True, ["exact"], Colour.RED]
 
 
@@ -107,6 +109,12 @@ STYLES = [None, "", "qdqq", "EXACT", 5, [], True, ["exact"], Colour.RED]
 def recorded(*args: Any, **kwargs: Any) -> list[dict[str, Tensor]]:
     """All that is recorded: a batch that does not fit is met when its turn comes."""
     return list(fxq.record(*args, **kwargs))
+
+
+@functools.wraps(fxq.run_segments)
+def segments_run(*args: Any, inputs: Sequence[Any] = (), **kwargs: Any) -> tuple[Tensor, ...]:
+    """What takes its inputs by position alone, by name like everything else that is called here."""
+    return fxq.run_segments(*(args if not inputs else (kwargs.pop("folder"), *inputs)), **kwargs)
 
 
 Call = Callable[..., Any]
@@ -131,6 +139,7 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
             "dynamic_shapes": [5, "batch", [], {"image": 0}],
             "batch_norm": [None, "", "dead", True, 5, [], ["live"]],
             "observations": OBSERVATIONS,
+            "adapt": [*FLAGS, None],
             "until": [*UNTIL, "integer.lower", fxq.Stage.INTEGER],
             "debug": DEBUGS,
             "dump": [5, 1.5, "", b"dump", [], True, "a\0b"],
@@ -138,7 +147,14 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
     ),
     "check": (
         lambda w: (fxq.check, {"model": w.model, "example_inputs": batch()}),
-        {"model": MODELS, "example_inputs": EXAMPLES, "target": TARGETS, "qconfig": CHOSEN[:7], "dynamic_shapes": [5, "batch", []]},
+        {
+            "model": MODELS,
+            "example_inputs": EXAMPLES,
+            "target": TARGETS,
+            "qconfig": CHOSEN[:7],
+            "dynamic_shapes": [5, "batch", []],
+            "adapt": [*FLAGS, None],
+        },
     ),
     "convert": (
         lambda w: (fxq.convert, {"prepared": w.prepared}),
@@ -165,6 +181,7 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
             "qconfig": CHOSEN[:7],
             "batch_norm": ["lively", None, 3, "", True],
             "observations": OBSERVATIONS,
+            "adapt": [*FLAGS, None],
             "num_batches": [*COUNTS, 0],
             "batch_fn": CALLABLES,
             "distributed": [*FLAGS, None],
@@ -212,8 +229,29 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
         },
     ),
     "layers": (lambda w: (fxq.layers, {"model": w.integer}), {"model": GRAPHS}),
-    "explain": (lambda w: (fxq.explain, {"model": w.integer}), {"model": GRAPHS}),
-    "text": (lambda w: (fxq.text, {"gm": w.integer}), {"gm": GRAPHS}),
+    "explain": (lambda w: (fxq.explain, {"model": w.integer}), {"model": GRAPHS, "steps": [*FLAGS, None]}),
+    "text": (lambda w: (fxq.text, {"gm": w.integer}), {"gm": GRAPHS, "steps": [*FLAGS, None]}),
+    "segments": (lambda w: (fxq.segments, {"model": w.integer}), {"model": GRAPHS, "cut": CUTS}),
+    "export_segments": (
+        lambda w: (fxq.export_segments, {"integer": w.integer, "folder": w.directory / "cut"}),
+        {"integer": GRAPHS, "folder": PATHS, "cut": CUTS, "opset": [True, 9, 22, -1, "17", 17.0, [], 1.5, ""]},
+    ),
+    "run_segments": (
+        lambda w: (segments_run, {"folder": w.segments, "inputs": (batch(),)}),
+        {
+            "folder": [*PATHS, "none"],
+            "inputs": [(), (batch(), batch()), (None,), ("image",), (np.zeros((4, 2, 6, 6)),)],
+            "runtime": [None, "", 5, "onnx", [], True],
+        },
+    ),
+    "unary": (
+        lambda w: (fxq.unary, {"name": "never_declared", "function": torch.exp}),
+        {
+            "name": [None, 5, "", b"wave", ["wave"], True, nn.Conv2d, "relu", "two words", "1st"],
+            "function": [None, *CALLABLES],
+            "number": CALLABLES,
+        },
+    ),
     "dump": (lambda w: (fxq.dump, {"model": w.integer, "path": w.directory / "dump"}), {"model": GRAPHS, "path": PATHS}),
     "save": (lambda w: (fxq.save, {"model": w.integer, "path": w.directory / "saved.fxq"}), {"model": GRAPHS, "path": PATHS}),
     "load": (lambda w: (fxq.load, {"path": w.file}), {"path": [*PATHS, "none.fxq"]}),
@@ -352,10 +390,12 @@ def test_an_argument_that_there_is_not_and_one_that_is_missing(name: str, world:
     with pytest.raises(fxq.ConfigurationError, match="nonsense") as caught:
         call(**right, nonsense=1)
     assert_ours(caught.value)
-    with pytest.raises(fxq.ConfigurationError, match="too many positional") as caught:
-        call(*range(20))
-    assert_ours(caught.value)
-    if any(p.default is p.empty and p.kind is not p.VAR_KEYWORD for p in inspect.signature(call).parameters.values()):
+    parameters = inspect.signature(call).parameters.values()
+    if all(p.kind is not p.VAR_POSITIONAL for p in parameters):
+        with pytest.raises(fxq.ConfigurationError, match="too many positional") as caught:
+            call(*range(20))
+        assert_ours(caught.value)
+    if any(p.default is p.empty and p.kind is not p.VAR_KEYWORD for p in parameters):
         with pytest.raises(fxq.ConfigurationError, match="missing"):
             call()
 
@@ -382,11 +422,13 @@ def test_every_public_name_is_in_the_table() -> None:
         "Target",
         "Intermediate",
         "Layer",
+        "Segment",
         "Result",
         "Report",
         "DeviationReport",
         "__version__",
         "primitives",
+        "nn",
     }
     errors = {name for name in fxq.__all__ if isinstance(getattr(fxq, name), type) and issubclass(getattr(fxq, name), Exception)}
     assert set(fxq.__all__) - errors - passive <= set(CALLS)

@@ -24,7 +24,7 @@ from torch import Tensor, fx
 
 from fxquant.analysis.partition import Segment, grouped, segments
 from fxquant.analysis.segments import returned
-from fxquant.arguments import FOLDER, checked
+from fxquant.arguments import FOLDER, checked, choice
 from fxquant.backends.onnx.export import STYLES, build, check_arguments
 from fxquant.backends.onnx.files import save_model
 from fxquant.backends.onnx.runtime import RUNTIME_NAMES, OnnxModel
@@ -112,7 +112,7 @@ def _described(written: OnnxModel, inputs: Sequence[str], outputs: Sequence[str]
     return found
 
 
-@checked(folder=FOLDER)
+@checked(folder=FOLDER, runtime=choice(*RUNTIME_NAMES))
 def run_segments(folder: str | os.PathLike[str], *inputs: Tensor, runtime: str = RUNTIME_NAMES[0]) -> tuple[Tensor, ...]:
     """What the segments in a folder give for these inputs, one after another as its manifest says: the model's outputs, flattened.
 

@@ -21,7 +21,8 @@ from fxquant.ops.boundary import DEQUANTIZE, QUANTIZE, REQUANTIZE
 FLOAT = "float"  # the operator of what the table may not know
 UNWRITTEN = (  # made by passes, never written by a user
     *(QUANTIZE.name, DEQUANTIZE.name, REQUANTIZE.name, "shifted", "scale_channels"),
-    *("exponential", "inverse_root", "kept", "added", "masked_softmax"),
+    *("exponential", "inverse_root", "kept", "added", "masked_softmax", "ranked", "pick"),
+    *("log_of_one_and_exponential", "angle_of_share"),
 )
 
 Options = Mapping[str, tuple[Any, ...]]
@@ -318,18 +319,69 @@ def _recurrent() -> Iterator[Spelling]:
     yield _module("lstm_cell", "nn.LSTMCell({last}, {last})", call="{layer}(*[{0}, {layer}({0}, ({1}, {1}))])[1]")
 
 
+def _choices() -> Iterator[Spelling]:
+    """Comparisons, truth values, orders, places and assignments."""
+    chosen = "torch.where({condition}, {{0}}, {{1}})"
+    compared = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+    for name, sign in compared.items():
+        both, number = f"{{0}} {sign} {{1}}", f"{{0}} {sign} {{number}}"
+        yield from _spell(name, *(chosen.format(condition=condition) for condition in (both, number)), number=NUMBERS)
+    for name, sign in (("and", "&"), ("or", "|"), ("xor", "^")):
+        yield from _spell(f"logical_{name}", chosen.format(condition=f"({{0}} > 0) {sign} ({{1}} > 0.5)"))
+    yield from _spell("logical_not", chosen.format(condition="~({0} > {1})"))
+    for name in ("any", "all"):
+        yield from _spell(name, chosen.format(condition=f"({{0}} > 0).{name}({{dim}}, keepdim=True)"), dim=DIMS)
+    yield from _spell("where", "torch.where({0} > 0, {1}, {number})", "{0}.masked_fill({1} > 0.5, {number})", number=NUMBERS)
+    yield from _spell("clamp_between", "torch.clamp({0}, {1} - 1, {1})")
+    for name, end in (("amin", ""), ("argmax", ".float()"), ("argmin", ".float()")):  # a place is a number to what follows
+        yield from _spell(name, f"{{0}}.{name}({{dim}}, keepdim={{keep}}){end}", dim=(1, -1), keep=FLAG)
+    for name in ("max", "min"):
+        yield from _spell(f"{name}_along", f"torch.{name}({{0}}, {{dim}})[0]", dim=(1, -1))
+    yield from _spell("sort", "{0}.sort({dim}, {flag})[0]", dim=(1, -1), flag=FLAG)
+    yield from _spell("argsort", "{0}.argsort({dim}, {flag}).float()", dim=(1, -1), flag=FLAG)
+    yield from _spell("topk", "{0}.topk(1, {dim}, {flag})[0]", dim=(1, -1), flag=FLAG)
+    yield from _spell("kthvalue", "torch.kthvalue({0}, 1, {dim})[0]", dim=(1, -1))
+    yield from _spell("median", "torch.median({0}, {dim})[0]", dim=(1, -1))
+    places = "{0}.argmax({dim}, True)"
+    yield from _spell("gather", f"{{1}}.gather({{dim}}, {places})", f"torch.take_along_dim({{0}}, {places}, {{dim}})", dim=(1, -1))
+    yield from _spell("scatter", f"{{0}}.scatter({{dim}}, {places}, {{1}})", dim=(1, -1))
+    yield from _spell("setitem", "torch.slice_scatter({0}, {0}[:, -1:], 1, 0, 1)", "torch.select_scatter({0}, {1}[:, -1], 1, 0)")
+    yield _held("setitem", "{0}.index_fill({dim}, {buffer}, {number})", buffer="torch.tensor([0])", dim=(1, -1), number=NUMBERS)
+    yield from _spell("cumsum", "torch.cumsum({0}, {dim})", dim=(1, -1))
+
+
+def _quotients() -> Iterator[Spelling]:
+    """Quotients, distances, and sums of products."""
+    yield from _spell("quotient_of", "{number} / ({0}.abs() + 0.5)", number=FACTORS)
+    yield from _spell("true_divide", "{0} / ({1}.abs() + 0.5)", "torch.div({0}, {1}.exp())")
+    yield from _spell("trunc_divide", "torch.div({0}, {number}, rounding_mode='trunc')", number=FACTORS)
+    yield from _spell("einsum", "torch.einsum('b...i,b...i->b...', {0}, {1})", "torch.einsum('bi...,bj...->bij', {0}, {1})")
+    yield from _spell("added_product", "torch.baddbmm({0}, {0}, {1})", "torch.baddbmm({0}, {0}, {1}, beta={number})", number=FACTORS)
+    yield _module("bilinear", "nn.Bilinear({last}, {last}, {size})", call="{layer}({0}, {1})", size=(1, 3))
+    yield from _spell("addcmul", "torch.addcmul({0}, {0}, {1}, value={number})", number=FACTORS)
+    yield from _spell("addcdiv", "torch.addcdiv({0}, {0}, {1}.abs() + 0.5, value={number})", number=FACTORS)
+    yield from _spell("lerp", "torch.lerp({0}, {1}, {number})", "torch.lerp({0}, {1}, {1})", number=(0.3, 1.5))
+    for name in ("hypot", "logaddexp", "atan2"):
+        yield from _spell(name, f"torch.{name}({{0}}, {{1}})")
+    yield from _spell("xlogy", "torch.xlogy({0}, {1}.abs() + 0.5)")
+    yield from _spell("pairwise_distance", "F.pairwise_distance({0}, {1})")
+    yield from _spell("cosine_similarity", "F.cosine_similarity({0}, {1}, {dim})", dim=(1, -1))
+    yield from _spell("cdist", "torch.cdist({0}, {1}, p={p})", p=(2.0, 1.0))
+    yield from _spell("local_response_norm", "F.local_response_norm({0}, {size})", size=(2, 3))
+    yield _module("local_response_norm", "nn.LocalResponseNorm(2, 0.3)")
+
+
 def _floats() -> Iterator[Spelling]:
-    """What stays in float, or may."""
-    yield from _spell(FLOAT, "torch.cumsum({0}, {dim})", "F.normalize({0}, dim={dim})", dim=(-1, 1))
-    yield from _spell(FLOAT, "torch.atan({0})", "1 / ({0}.abs() + 1)", "{0}.floor()", "{0}.sign()")
-    yield from _spell(FLOAT, "{0} / ({1}.abs() + 1)", "torch.where({0} > 0, {0}, {1})", "{0}.std(-1)", "{0}.argmax(-1).float()")
-    yield from _spell(FLOAT, "F.glu({0}, {dim})", "{0}.amin({dim})", "{0}.sort({dim}).values", "{0}.norm(dim={dim})", dim=(1, -1))
+    """What stays in float."""
+    yield from _spell(FLOAT, "torch.special.bessel_j0({0})", "torch.logcumsumexp({0}, {dim})", "torch.fft.rfft({0}).abs()", dim=(-1, 1))
+    yield from _spell(FLOAT, "({0}.abs() + 0.5) ** {1}", "{0}.cummax({dim}).values", "{0}.mode({dim}).values", dim=(-1, 1))
 
 
 # ---- functions of one tensor, read off the table -------------------------------------------------------------------------------
 
-SPACES = {"torch": torch, "F": F, "operator": operator}
-GUARDED = ("log", "sqrt", "rsqrt", "reciprocal")  # not defined everywhere
+SPACES = {"torch": torch, "F": F, "torch.special": torch.special, "operator": operator}
+WITHIN_ONE = ("asin", "acos", "atanh", "erfinv", "logit", "ndtri", "entr")  # not defined everywhere, as those of the next line
+GUARDED = ("log", "log1p", "log2", "log10", "sqrt", "rsqrt", "reciprocal", "lgamma", "digamma")
 SKIPPED_METHODS = ("detach", "view_as", "reshape_as")
 
 
@@ -343,7 +395,8 @@ def plain(record: Operator) -> Iterator[Spelling]:
     required = [name for name, value in _signature(record).items() if value is inspect.Parameter.empty]
     if required != ["input"] or record.operands != ("input",) or record.absorbs:
         return
-    operand = "({0}.abs() + 0.5)" if record.name in GUARDED else "{0}"
+    operands = {**dict.fromkeys(GUARDED, "({0}.abs() + 0.5)"), **dict.fromkeys(WITHIN_ONE, "(torch.sigmoid({0}) * 0.8 + 0.1)")}
+    operand = {**operands, "acosh": "({0}.abs() + 1.5)"}.get(record.name, "{0}")
     for function in [function for function, (known, _) in FUNCTIONS.items() if known is record]:
         name = _public(function)
         if name is not None:
@@ -376,6 +429,8 @@ def _all() -> Iterator[Spelling]:
         _composites,
         _attention,
         _recurrent,
+        _choices,
+        _quotients,
         _floats,
     ):
         yield from family()

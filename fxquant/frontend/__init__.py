@@ -57,7 +57,7 @@ def trace(
     if is_traced(model):
         assert isinstance(model, fx.GraphModule)
         return model
-    inputs = bind_inputs(model, example_inputs, dynamic_shapes)
+    inputs = bind_inputs(model, example_inputs, dynamic_shapes, check)
     with collection_paused():
         traced = _traced(model, inputs, leaf, check)
         if check:

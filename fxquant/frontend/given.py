@@ -12,10 +12,11 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from fxquant.errors import ConfigurationError
 
 
-def require_values(model: nn.Module, inputs: Iterable[tuple[str | None, Any]]) -> None:
+def require_values(model: nn.Module, inputs: Iterable[tuple[str | None, Any]], compared: bool = True) -> None:
     """Raise ConfigurationError for example inputs that are sparse or nested, and for inputs or parameters without values.
 
-    `inputs` are the leaves of the example inputs, each with its name if it is a tensor.
+    `inputs` are the leaves of the example inputs, each with its name if it is a tensor. Where graph and model are not `compared` on
+    them, their shapes are enough.
     """
     for name, value in inputs:
         if not isinstance(value, torch.Tensor):
@@ -27,7 +28,7 @@ def require_values(model: nn.Module, inputs: Iterable[tuple[str | None, Any]]) -
                 because="the inputs of a graph are dense: every element has its place",
                 remedy="pad it with torch.nested.to_padded_tensor" if value.is_nested else "convert it with .to_dense()",
             )
-        if value.is_meta:
+        if value.is_meta and compared:
             raise ConfigurationError(
                 f"the example input {name} has no values",
                 because="it is on the device meta, and the graph is compared with the model on the example inputs",

@@ -54,8 +54,8 @@ class ExampleInputs:
         return {name: _resized(tensor, batch) if self.has_batch(tensor) else tensor for name, tensor in self.tensors().items()}
 
 
-def bind_inputs(model: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> ExampleInputs:
-    """Name the tensors of the example inputs after the parameters of the model's forward."""
+def bind_inputs(model: nn.Module, example_inputs: Any, dynamic_shapes: Any, compared: bool = True) -> ExampleInputs:
+    """Name the tensors of the example inputs after the parameters of the model's forward; `compared`: see `require_values`."""
     args, kwargs = _as_call(example_inputs)
     order = list(inspect.signature(model.forward).parameters)
     kwargs = dict(sorted(kwargs.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
@@ -76,7 +76,7 @@ def bind_inputs(model: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> E
             because="tensors among the inputs become the inputs of the graph",
             remedy="pass at least one tensor, for example (torch.randn(1, 3, 224, 224),)",
         )
-    require_values(model, zip(names, leaves, strict=True))
+    require_values(model, zip(names, leaves, strict=True), compared)
     written = _unique(names)
     names = _legal(written)
     batch = _batch(leaves)

@@ -10,25 +10,29 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from fxquant.arguments import checked
+from fxquant.arguments import CALLABLE, checked, instance, such
 from fxquant.errors import ConfigurationError
 from fxquant.ops.record import OPERATORS
+from fxquant.ops.unary import spelled
 from fxquant.ops.unary import unary as declare
 
+NAME = such("a name as a variable of Python may have", instance("", str).take, str.isidentifier)
 
-@checked()
+
+@checked(name=NAME, function=CALLABLE, number=CALLABLE.or_none("the function in float64"))
 def unary(name: str, function: Callable[[Tensor], Tensor], number: Callable[[float], float] | None = None) -> Callable[[Tensor], Tensor]:
     """A function of one tensor, element by element, that is one table in integers, and one operator, `name`, in every graph.
 
     `function` is its float meaning, differentiable; `number` the same for one Python float, which decides the entries of the table that
     lie near a tie, and is `function` in float64 where it is None. What is returned is called in a model's forward in place of `function`.
     A file that `save` wrote of such a model can be loaded where the function has been declared. Raises ConfigurationError if the name is
-    taken.
+    taken, by an operator or by PyTorch.
     """
-    if any(record.name == name for record in OPERATORS.values()):
+    known = any(record.name == name for record in OPERATORS.values())
+    if known or spelled(name):
         raise ConfigurationError(
             f"the function {name!r} cannot be declared",
-            because="an operator of that name is in the table already",
+            because="an operator of that name is in the table already" if known else "PyTorch has a function of that name",
             remedy="give it another name, and declare it once, where its module is imported",
         )
 

@@ -7,7 +7,7 @@ to nothing else is computed there as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from fxquant.facts import TensorFact
 from fxquant.graph import computes_tensor, fact, is_parameter, part, refusal, resolve
 from fxquant.ops.masking import HOST
-from fxquant.ops.record import Operator, operand_nodes, operator_of, read_nodes
+from fxquant.ops.record import Operator, Own, demand, operand_nodes, operator_of, read_nodes
+from fxquant.ops.unary import has_pole
 
 RANKING = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softmax2d)
 RANKING_FUNCTIONS = frozenset((
@@ -28,6 +29,7 @@ RANKING_OPERATORS = ("softmax", "log_softmax")
 RANKING_METHODS = frozenset(("softmax", "log_softmax", "logsumexp", "argmax", "topk", "sort", "argsort"))
 DIVISIONS = frozenset(("div", "divide", "true_divide", "floor_divide", "remainder", "fmod"))
 SINGULAR: frozenset[str] = frozenset()  # at 0; of those the table does not know
+KEEPING = ("abs", "neg", "relu", "relu6", "clamp", "add", "sub", "mul", "div")  # of one tensor: the steps of its grid, as many as there are
 ADDING = ("add", "sub", "maximum", "minimum")  # what a mask is brought in by
 
 _DEPENDS = "the size of its result depends on the data"
@@ -63,8 +65,11 @@ def reason_of(name: str) -> str | None:
 Ends = Callable[[fx.Node, fx.Node], bool]
 
 
-def needed_in_float(gm: fx.GraphModule) -> dict[fx.Node, str]:
-    """What stays in float for the sake of a float operator that reads it, and why; "" where that depends on what the node itself reads."""
+def needed_in_float(gm: fx.GraphModule, offered: Collection[str]) -> dict[fx.Node, str]:
+    """What stays in float for the sake of a float operator that reads it, and why; "" where that depends on what the node itself reads.
+
+    `offered` are the dtypes of activations that the target has.
+    """
     leading = in_front_of_softmax(gm)
     masked = masks(gm, leading)
     return {
@@ -73,6 +78,7 @@ def needed_in_float(gm: fx.GraphModule) -> dict[fx.Node, str]:
         **dict.fromkeys(masked, "it adds an attention mask in front of a softmax, which is in float"),
         **dict.fromkeys(_computing_masks(gm), "it computes an attention mask, which is read in real numbers"),
         **dict.fromkeys(divisors(gm), "it leads to a divisor or a logarithm in float, and must not be rounded to 0"),
+        **({} if "int16" in offered else _around_poles(gm)),
     }
 
 
@@ -156,6 +162,34 @@ def given(gm: fx.GraphModule) -> set[fx.Node]:
 def divisors(gm: fx.GraphModule) -> set[fx.Node]:
     """The nodes whose results are part of a float operator's divisor, or of a logarithm's operand, and of nothing else."""
     return _leading(gm, _divides)
+
+
+def _around_poles(gm: fx.GraphModule) -> dict[fx.Node, str]:
+    """The tables of functions with a pole at 0 that read what is computed for them alone, and this, from layers on.
+
+    Of the 8 bits of a square hardly any are left where it is small, and there the function is largest.
+    """
+    leading, found = _leading(gm, lambda reader, node: _is_pole(reader)), dict[fx.Node, str]()
+    for node in gm.graph.nodes:
+        after = next((operand for operand in node.all_input_nodes if operand in found and operand in leading), None)
+        if node in leading and part(node) is None and (after is not None or _makes_smaller(node)):
+            found[node] = "it leads to a divisor or a logarithm, and must not be rounded to 0: the target has no 16 bits"
+        elif after is not None and _is_pole(node):
+            found[node] = f"near its pole it needs more of %{after.name} than 8 bits, and the target has no more"
+    return found
+
+
+def _makes_smaller(node: fx.Node) -> bool:
+    """Whether what is small in the operands of a node of the table may be smaller than a step of its result, on a grid of its own."""
+    operator = operator_of(node)
+    assert operator is not None
+    keeps_steps = operator.name in KEEPING and len(node.all_input_nodes) == 1
+    return demand(node) == Own() and not keeps_steps and operator.name != "quantize"
+
+
+def _is_pole(node: fx.Node) -> bool:
+    operator = operator_of(node)
+    return operator is not None and part(node) is None and has_pole(operator.name, operator.arguments(node))
 
 
 def _leading(gm: fx.GraphModule, ends: Ends) -> set[fx.Node]:

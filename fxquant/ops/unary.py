@@ -23,6 +23,7 @@ from fxquant.primitives import elementwise
 
 UNARY: dict[str, tuple[Callable[..., Tensor], Callable[..., float]]] = {}  # on tensors, and on one Python float
 SINGULAR: set[str] = set()  # those of them that have poles, or slopes without a bound
+POLES = ("quotient_of", "reciprocal", "rsqrt", "log", "log2", "log10")  # at 0; and powers with negative exponents
 
 
 def by_table(lowering: Lowering, input: Quantized, name: str, factor: float = 1.0, offset: float = 0.0, **settings: Any) -> Quantized:
@@ -123,7 +124,7 @@ def unary(
     if _has_poles(function, settings):
         SINGULAR.add(name)
     others = adapted or {}
-    found = _spelled(name, *(s for s in spellings if isinstance(s, str)))
+    found = spelled(name, *(s for s in spellings if isinstance(s, str)))
     found_functions = [s for s in (*spellings, *found) if callable(s) and not isinstance(s, type)]
     classes = {s: lambda m: {setting: getattr(m, setting) for setting in settings} for s in spellings if isinstance(s, type)}
 
@@ -166,7 +167,23 @@ def _has_poles(function: Callable[..., Tensor], settings: Mapping[str, Any]) -> 
     return not bool(torch.isfinite(slope).all())
 
 
-def _spelled(*names: str) -> list[Any]:
+def steep(name: str, arguments: Mapping[str, Any]) -> bool:
+    """Whether the operator of this name, with these arguments, is a unary function with poles, or with slopes without a bound."""
+    if name == "shifted":
+        return steep(arguments["function"], arguments["settings"])
+    exponent = arguments.get("exponent")
+    return name in SINGULAR and not (name == "pow" and isinstance(exponent, int | float) and exponent >= 1)
+
+
+def has_pole(name: str, arguments: Mapping[str, Any]) -> bool:
+    """Whether the operator of this name, with these arguments, is a unary function that is infinite at 0."""
+    if name == "shifted":
+        return has_pole(arguments["function"], arguments["settings"])
+    exponent = arguments.get("exponent")
+    return name in POLES or (name == "pow" and isinstance(exponent, int | float) and exponent < 0)
+
+
+def spelled(*names: str) -> list[Any]:
     """The functions of these names that PyTorch has, in place or not, and the names that are methods of tensors."""
     found: list[Any] = []
     for name in (n for plain in names for n in ((plain,) if plain.endswith("_") else (plain, f"{plain}_"))):

@@ -38,10 +38,10 @@ def compiled():
     return fxq.quantize(Net(), [X], target="nash-e", show_progress=False)
 
 
-@pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
+@pytest.mark.parametrize("entry", [name for name in ENTRIES if name != "check"])  # a prepared model is checked as it stands
 def test_a_model_that_is_prepared_already(entry, compiled):
     with pytest.raises(ConfigurationError) as caught:
-        entry(compiled.prepared)
+        ENTRIES[entry](compiled.prepared)
     assert str(caught.value) == (
         "the model is no float model, but a prepared model\n"
         "  because  it was compiled for nash-e already, and quantizing what is quantized would mix two arithmetics\n"
