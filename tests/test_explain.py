@@ -41,7 +41,7 @@ REASONS: dict[str, tuple[Body, str]] = {
     "max(x)": (lambda m, x: torch.max(x), "it reduces the batch, whose size is not fixed"),
     "logcumsumexp": (lambda m, x: x.logcumsumexp(1), "no operator of the table recognises logcumsumexp"),
     "bessel_j0": (lambda m, x: torch.special.bessel_j0(x), "no operator of the table recognises special_bessel_j0"),
-    "fft": (lambda m, x: torch.fft.rfft(x).abs(), "no operator of the table recognises fft_rfft"),
+    "fft": (lambda m, x: torch.fft.rfft(x).abs(), "no operator of the table recognises fft_rfft: a Fourier transform has no integer form"),
     "sum of all": (lambda m, x: x.sum(), "it sums over the batch, whose size is not fixed"),
     "mean, dtype": (lambda m, x: x.mean(1, dtype=torch.float64), "a dtype argument has no integer form"),
     "double": (lambda m, x: x.double() * 2, "it changes the dtype"),
@@ -51,8 +51,11 @@ REASONS: dict[str, tuple[Body, str]] = {
 # The second operator that stays in float: one that follows from another.
 FOLLOWING: dict[str, tuple[Body, str]] = {
     "a piece of mode": (lambda m, x: x.mode(1)[0], "it picks from the results of %mode, which is in float"),
-    "float64": (lambda m, x: x.double() * 2, "its result is float64, and mul of integers has none of these"),
-    "int64": (lambda m, x: x.long() + 1, "its result is int64, and add of integers has none of these"),
+    "float64": (
+        lambda m, x: x.double() * 2,
+        "its operand %double is float64, and only float32 tensors are quantized; convert it to float32",
+    ),
+    "int64": (lambda m, x: x.long() + 1, "its operand %long is int64, and only float32 tensors are quantized"),
     "complex": (lambda m, x: torch.fft.rfft(x).abs(), "its operand %fft_rfft is complex64, and only float32 tensors are quantized"),
     "a pool of what is float": (
         lambda m, x: F.max_pool2d(x.logcumsumexp(1), 2),

@@ -324,6 +324,9 @@ def test_qdq_files_run_and_are_near(name: str, opset: int, tmp_path: Path) -> No
 
 
 OPERATOR_SAMPLES = {sample.operator: sample for samples in SAMPLES.values() for sample in samples}
+# Their records have no form of ONNX, and PyTorch's exporter, which then writes them, knows opset 18 and later; or none at all.
+BY_THE_EXPORTER = {*("embedding", *(f"{kind}{rank}d" for kind in ("max_pool_indices", "max_unpool") for rank in (1, 2, 3)))}
+WITHOUT_A_FORM = {f"adaptive_max_indices{rank}d" for rank in (1, 2, 3)}
 
 
 @pytest.mark.parametrize("operator", OPERATOR_SAMPLES)
@@ -333,6 +336,10 @@ def test_every_operator_has_a_qdq_form(operator: str, tmp_path: Path) -> None:
     integer = compiled(model_of(sample), [inputs], "nash-e", covering()).integer
     wide = any(known.dtype == "int16" for node in integer.graph.nodes if (known := qparams(node)) is not None)
     for opset in (21,) if wide else (11, 21):
+        if operator in WITHOUT_A_FORM or (opset == 11 and operator in BY_THE_EXPORTER):
+            with pytest.raises(fxq.ExportError):
+                fxq.export_onnx(integer, tmp_path / "model.onnx", style="qdq", opset=opset)
+            continue
         report = measured(integer, fxq.export_onnx(integer, tmp_path / "model.onnx", style="qdq", opset=opset), inputs)
         assert worst(report) <= 1, str(report)
 
@@ -544,9 +551,7 @@ def test_metadata_of_another_file_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_float_operator_needs_an_opset_its_exporter_writes(tmp_path: Path) -> None:
-    integer = compiled(
-        Net(lambda n, x: torch.logaddexp(n["a"](x), x[:, :1].asinh()).flatten(1), a=conv(3, 4)).eval(), [batch()], "nash-e"
-    ).integer
+    integer = compiled(Net(lambda n, x: (n["a"](x).flatten(1), x.argmin(1)), a=conv(3, 4)).eval(), [batch()], "nash-e").integer
     with pytest.raises(fxq.ExportError, match="cannot be exported with opset=11"):
         fxq.export_onnx(integer, tmp_path / "model.onnx", style="qdq", opset=11)
     assert worst(measured(integer, fxq.export_onnx(integer, tmp_path / "model.onnx", style="qdq", opset=18))) < 1
