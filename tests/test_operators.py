@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -951,33 +951,38 @@ OPERATOR_INDEX = {name: index for index, name in enumerate(OF_ITS_OPERATOR)}
 PACKED = 10  # samples in one model; 1 shows which of them fails
 
 
-def row(sample: Sample, name: str, format: tuple[str, str, str]) -> Any:
-    """One row of the test below; of each operator one is in `make quick`, in one of the symmetric formats."""
-    is_quick = FORMATS.index(format) == OPERATOR_INDEX[sample.operator] % 4
-    return pytest.param([sample], *format, id="-".join([name, *format]), marks=[pytest.mark.quick] if is_quick else [])
-
-
-def packed(named: list[tuple[str, Sample]]) -> Iterator[Any]:
-    """Rows of several samples, each in the next symmetric format."""
-    for index, format in enumerate(FORMATS[:4]):
-        mine = named[index::4]
-        for start in range(0, len(mine), PACKED):
-            names, samples = zip(*mine[start : start + PACKED], strict=True)
-            yield pytest.param(list(samples), *format, id="-".join([f"{names[0]} to {names[-1]}", *format]))
-
-
 NAMED = [(f"{name_of(spelling)}-{index}", sample) for spelling, samples in SAMPLES.items() for index, sample in enumerate(samples)]
+FIRST = [(name, sample) for name, sample in NAMED if OF_ITS_OPERATOR[sample.operator] is sample]
+FURTHER = [(name, sample) for name, sample in NAMED if OF_ITS_OPERATOR[sample.operator] is not sample]
+
+
+def quick_format(sample: Sample) -> tuple[str, str, str]:
+    """The symmetric format in which an operator is alone in its model, and in `make quick`."""
+    return FORMATS[OPERATOR_INDEX[sample.operator] % 4]
+
+
+def packed(named: Sequence[tuple[str, Sample]], format: tuple[str, str, str]) -> Iterator[Any]:
+    """Rows of several samples in one format."""
+    for start in range(0, len(named), PACKED):
+        names, samples = zip(*named[start : start + PACKED], strict=True)
+        yield pytest.param(list(samples), *format, id="-".join([f"{names[0]} to {names[-1]}", *format]))
+
+
+def others(format: tuple[str, str, str]) -> list[tuple[str, Sample]]:
+    """The samples of operators that are alone in another format. x86 has no int16: composites stay in float there."""
+    apart = [(name, sample) for name, sample in FIRST if quick_format(sample) != format]
+    return [(name, sample) for name, sample in apart if format[1] != "uint8" or sample.bound not in WIDE_INSIDE]
+
+
 # Behind canonical.rewrite an operator is the same however it is spelled: one sample of it is held to the contract in every
-# format, and alone; the others, with arguments and operands of their own, in one format, and several in one model.
+# format, in one of them alone; the others, with arguments and operands of their own, in one format.
 ROWS = [
     *(
-        row(sample, name, format)
-        for name, sample in NAMED
-        if OF_ITS_OPERATOR[sample.operator] is sample
-        for format in FORMATS
-        if format[1] != "uint8" or sample.bound not in WIDE_INSIDE  # x86 has no int16, and composites stay in float there
+        pytest.param([sample], *quick_format(sample), id="-".join([name, *quick_format(sample)]), marks=[pytest.mark.quick])
+        for name, sample in FIRST
     ),
-    *packed([(name, sample) for name, sample in NAMED if OF_ITS_OPERATOR[sample.operator] is not sample]),
+    *(row for format in FORMATS for row in packed(others(format), format)),
+    *(row for index, format in enumerate(FORMATS[:4]) for row in packed(FURTHER[index::4], format)),
 ]
 
 

@@ -263,6 +263,7 @@ def _settings() -> Iterator[Spelling]:
     yield from _spell("elu", "F.elu({0}, alpha={alpha})", alpha=(1.0, 0.3))
     yield _module("softplus", "nn.Softplus({beta}, {threshold})", beta=(1.0, 0.5, 3.0), threshold=(20.0, 1.0))
     yield from _spell("gelu", "F.gelu({0}, approximate={kind!r})", kind=("none", "tanh"))
+    yield from _spell("threshold", "F.threshold({0}, {low}, {value})", low=(0.1, -0.5), value=(0.1, 0, -2.0))
     yield from _spell("pow", "{0} ** {exponent}", "{0}.pow({exponent})", exponent=(2, 3, 1, 4, 0))
     yield from _spell("pow", "({0}.abs() + 0.5) ** {exponent}", exponent=(2, 0.5, -1, -1.5))
 
@@ -331,6 +332,8 @@ def _choices() -> Iterator[Spelling]:
     yield from _spell("logical_not", chosen.format(condition="~({0} > {1})"))
     for name in ("any", "all"):
         yield from _spell(name, chosen.format(condition=f"({{0}} > 0).{name}({{dim}}, keepdim=True)"), dim=DIMS)
+    for name in TRUTHS:
+        yield from _spell(name, chosen.format(condition=f"torch.{name}({{0}})"))
     yield from _spell("where", "torch.where({0} > 0, {1}, {number})", "{0}.masked_fill({1} > 0.5, {number})", number=NUMBERS)
     yield from _spell("clamp_between", "torch.clamp({0}, {1} - 1, {1})")
     for name, end in (("amin", ""), ("argmax", ".float()"), ("argmin", ".float()")):  # a place is a number to what follows
@@ -352,6 +355,9 @@ def _choices() -> Iterator[Spelling]:
 
 def _quotients() -> Iterator[Spelling]:
     """Quotients, distances, and sums of products."""
+    for name in NUMBERED[:3]:
+        yield from _spell(name, f"torch.{name}({{0}}, {{number}})", f"{{0}}.{name}({{number}})", number=FACTORS)
+    yield from _spell("power_of", "torch.pow({number}, {0})", "{number} ** {0}", number=(2, 0.5, 1.7))
     yield from _spell("quotient_of", "{number} / ({0}.abs() + 0.5)", number=FACTORS)
     yield from _spell("true_divide", "{0} / ({1}.abs() + 0.5)", "torch.div({0}, {1}.exp())")
     yield from _spell("trunc_divide", "torch.div({0}, {number}, rounding_mode='trunc')", number=FACTORS)
@@ -382,6 +388,8 @@ def _floats() -> Iterator[Spelling]:
 SPACES = {"torch": torch, "F": F, "torch.special": torch.special, "operator": operator}
 WITHIN_ONE = ("asin", "acos", "atanh", "erfinv", "logit", "ndtri", "entr")  # not defined everywhere, as those of the next line
 GUARDED = ("log", "log1p", "log2", "log10", "sqrt", "rsqrt", "reciprocal", "lgamma", "digamma")
+TRUTHS = ("isnan", "isinf", "isfinite", "isreal", "isposinf", "isneginf")  # no model ends in them
+NUMBERED = ("floor_divide", "remainder", "fmod", "power_of", "threshold")  # they need a number besides
 SKIPPED_METHODS = ("detach", "view_as", "reshape_as")
 
 
@@ -435,7 +443,7 @@ def _all() -> Iterator[Spelling]:
     ):
         yield from family()
     for record in OPERATORS.values():
-        if record.name not in (*UNWRITTEN, "dropout"):  # functional dropout acts unless it is told not to
+        if record.name not in (*UNWRITTEN, *TRUTHS, *NUMBERED, "dropout"):  # functional dropout acts unless it is told not to
             yield from plain(record)
 
 
