@@ -408,7 +408,7 @@ def plain(record: Operator) -> Iterator[Spelling]:
     for function in [function for function, (known, _) in FUNCTIONS.items() if known is record]:
         name = _public(function)
         if name is not None:
-            yield Spelling(record.name, f"{name}({operand})")
+            yield Spelling(record.name, f"{name}({operand}{'.clone()' if name.endswith('_') else ''})")
     for method in [method for method, (known, _) in METHODS.items() if known is record and method not in SKIPPED_METHODS]:
         yield Spelling(record.name, f"{operand}{'.clone()' if method.endswith('_') else ''}.{method}()")
     for module in [module for module, (known, _) in MODULES.items() if known is record]:
