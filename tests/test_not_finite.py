@@ -258,7 +258,7 @@ POLES: dict[str, Callable[[Tensor], Tensor]] = {
     "log": torch.log,
     "reciprocal": torch.reciprocal,
     "pow": lambda x: x**0.3,
-    "log of what is clamped": lambda x: torch.log(x.clamp_min(1e-4)),
+    "log of what is clamped": lambda x: torch.log(x.clamp_min(1e-6)),
 }
 
 
