@@ -270,7 +270,7 @@ def run(case: Case) -> Outcome:
     exec(build.imports(), scope)
     done: list[build.Block] = []
     found: dict[str, Any] = {}
-    with _quiet(), _at_most(SECONDS):
+    with _quiet(), at_most(SECONDS):
         for name, text in parts:
             if name in WRITING and found["floats"] and not case.float_onnx:
                 continue
@@ -361,7 +361,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _at_most(seconds: int) -> Iterator[None]:
+def at_most(seconds: int) -> Iterator[None]:
     """Inside, TimeoutError after so many seconds."""
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-import signal
 import tempfile
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -21,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import fxquant as fxq
 from benchmarks.fuzz import check
+from benchmarks.fuzz.check import at_most
 from benchmarks.operators.spelling import Spelling
 from fxquant import backends
 from fxquant.analysis.layers import left_in_float
@@ -85,7 +83,7 @@ def measure(spelling: Spelling, target: str, dtype: str, onnx: str = WHOLE) -> R
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
         try:
-            with _limited(SECONDS):
+            with at_most(SECONDS):
                 return _measure(spelling, target, dtype, onnx, place)
         except Broken as error:
             return Result(spelling.name, target, dtype, WRONG, (str(error),), place[0])
@@ -206,19 +204,3 @@ def _line(text: str) -> str:
     lines = [line.strip() for line in text.strip().splitlines()] or [""]
     because = next((line for line in lines[1:] if line.startswith("because")), "")
     return " – ".join(part for part in (lines[0], because) if part)[:300]
-
-
-@contextmanager
-def _limited(seconds: int) -> Iterator[None]:
-    """Raises TimeoutError after so many seconds, in the main thread of a process."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"it took more than {seconds} seconds")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
