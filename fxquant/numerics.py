@@ -409,8 +409,8 @@ def table(function: Callable[[float], float], input: Grid, output: Grid, on_tens
     doubtful = ~torch.isfinite(value) | ((value - torch.round(value)).abs() <= value.abs().clamp_min(1) * 2.0**-30)
     result = torch.nan_to_num(torch.floor(value)).clamp(output.low, output.high).to(storage)
     saturated = torch.isfinite(value) & (value.abs() > 2 * output.magnitude)
-    for index in torch.nonzero(doubtful & ~saturated).flatten().tolist():
-        result[index] = _table_entry(function, float(x[index]), output_scale, output)
+    left = torch.nonzero(doubtful & ~saturated).flatten()
+    result[left] = torch.tensor([_table_entry(function, number, output_scale, output) for number in x[left].tolist()], dtype=storage)
     return result
 
 

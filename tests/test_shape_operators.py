@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -177,10 +177,26 @@ def assert_contract(body: Body, target: str, path: Path, steps: float) -> None:
     assert_gradients_reach_every_parameter(prepared, *batches()[0])
 
 
+class Several(nn.Module):
+    """Bodies beside each other."""
+
+    def __init__(self, bodies: Sequence[Body]) -> None:
+        super().__init__()
+        self.bodies = bodies
+        self.modules_of_bodies = nn.ModuleList(body for body in bodies if isinstance(body, nn.Module))
+
+    def forward(self, x: Tensor) -> list[Any]:
+        return [body(x) for body in self.bodies]
+
+
+NAMES = list(MOVES)
+PACKS = [NAMES[start : start + 8] for start in range(0, len(NAMES), 8)]
+
+
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", MOVES)
-def test_moves_are_exact(name: str, target: str, tmp_path: Path) -> None:
-    assert_contract(MOVES[name], target, tmp_path, 0)
+@pytest.mark.parametrize("names", PACKS, ids=lambda names: f"{names[0]} to {names[-1]}")
+def test_moves_are_exact(names: list[str], target: str, tmp_path: Path) -> None:
+    assert_contract(Several([MOVES[name] for name in names]), target, tmp_path, 0)
 
 
 @pytest.mark.parametrize("target", TARGETS)

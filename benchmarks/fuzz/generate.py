@@ -182,14 +182,14 @@ class Drawing:
         return lot.choice(LAYERS) if lot.random() < 0.3 else lot.choice(list(self.operators))
 
 
-def draw(seed: int, targets: Sequence[str] = TARGETS, operator: str | None = None) -> Case:
-    """The case of a seed. `operator` is one that is in it for certain; by default by lot."""
+def draw(seed: int, targets: Sequence[str] = TARGETS, operator: str | None = None, steps: int | None = None) -> Case:
+    """The case of a seed. `operator` is one that is in it for certain, `steps` how many it has at most; by default by lot."""
     lot = random.Random(seed)
     target = random.Random(f"target {seed}").choice(targets)  # so that a seed draws the same model for a target, however it was chosen
     operator = operator or lot.choice(list(by_operator()))
     while True:
         drawing = Drawing(lot, seed)
-        wanted = lot.choice((1, 1, 2, 3, 4, 5, 6, 8, 12))
+        wanted = lot.choice((1, 1, 2, 3, 4, 5, 6, 8, 12)) if steps is None else steps
         before = lot.randrange(wanted)
         for _ in range(3 * before):
             if len(drawing.steps) < before:
