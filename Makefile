@@ -18,7 +18,7 @@ demo: $(READY)  ## train, quantize, export and verify a small network (TARGET=ba
 
 # A file's tests stay in one process, where they share the models that they compile.
 test: $(READY)  ## run the whole test suite
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 15 -q
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15 -q
 
 quick: $(READY)  ## a choice of the tests that sees a break of any room, in less than 90 seconds
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m quick

@@ -25,6 +25,15 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)  # the networks are small, and threads that wait for each other cost more than they bring
 
 
+# Two processes share the files, and the last one to begin decides how long they wait for each other: those of long tests begin first.
+LONG = ("test_operators", "test_random_graphs", "test_contract", "test_readme", "test_zoo", "test_distributed", "test_threads")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {name: index for index, name in enumerate(LONG)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(LONG)))
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()  # PyTorch's and the tests' own objects live to the end: looking at them again and again costs a tenth of the suite's time

@@ -20,6 +20,7 @@ import fxquant as fxq
 from fxquant.analysis.report import FloatDifference, differing
 from fxquant.backends.onnx.float_export import _settings
 from fxquant.backends.onnx.runtime import OnnxModel
+from fxquant.backends.onnx.translations import built_once
 from tests.contract import assert_train_is_validate, compiled, same_bytes
 from tests.test_operators import SAMPLES, inputs_of, model_of
 
@@ -568,3 +569,17 @@ def test_a_graph_that_cannot_be_run_is_an_error_of_ours(written: tuple[fx.GraphM
     onnx.save(model, tmp_path / "model.onnx")
     with pytest.raises(fxq.ExportError, match="cannot be run"):
         fxq.verify(written[0], tmp_path / "model.onnx", [rows()], show_progress=False)
+
+
+def test_pytorchs_table_of_translations_is_built_once_and_left_as_it_was() -> None:
+    registry = pytest.importorskip("torch.onnx._internal.exporter._registration").ONNXRegistry
+    before = registry.__dict__["from_torchlib"]
+    with built_once():
+        first = registry.from_torchlib()
+        functions = {operator: list(known) for operator, known in first.functions.items()}
+        first.functions.clear()
+        second = registry.from_torchlib()
+    assert second is not first
+    assert second.functions == functions
+    assert functions
+    assert registry.__dict__["from_torchlib"] is before

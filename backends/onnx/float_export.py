@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from fxquant.backends.onnx.exportable import replacement
 from fxquant.backends.onnx.sizes import emit_size, sizes_for_primitives
+from fxquant.backends.onnx.translations import built_once
 from fxquant.errors import ExportError
 from fxquant.facts import BATCH_SIZES, BatchDim, TensorFact
 from fxquant.graph import attach, fact, qparams, resolve
@@ -286,7 +287,7 @@ def _quiet() -> Iterator[None]:
 
     One thread exports at a time: what is set here, and what the exporter sets, all threads see.
     """
-    with _exporting:
+    with _exporting, built_once():
         yield from _levels_raised()
 
 
