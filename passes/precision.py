@@ -54,18 +54,19 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def _is_square(node: fx.Node) -> bool:
-    arguments = _arguments(node)
-    if _name(node) == "mul":
+    name = _name(node)
+    if name == "mul":
+        arguments = _arguments(node)
         return arguments["input"] is arguments["other"]
-    return _name(node) == "square" or (_name(node) == "pow" and arguments["exponent"] == 2)
+    return name == "square" or (name == "pow" and _arguments(node)["exponent"] == 2)
 
 
 def _centred(gm: fx.GraphModule) -> list[fx.Node]:
     """What is left of tensors without their mean, and that mean, where it is squared or multiplied and nothing else."""
     found: list[fx.Node] = []
     for node in gm.graph.nodes:
-        mean = _arguments(node).get("other")
-        if _name(node) != "sub" or not isinstance(mean, fx.Node) or _name(mean) != "mean" or mean.args[0] is not node.args[0]:
+        mean = _arguments(node)["other"] if _name(node) == "sub" else None
+        if not isinstance(mean, fx.Node) or _name(mean) != "mean" or mean.args[0] is not node.args[0]:
             continue
         if all(_name(reader) in ("mul", "true_divide", *STATISTICS) or _is_square(reader) for reader in node.users):
             found += [mean, node] if len(mean.users) == 1 else [node]
@@ -75,6 +76,9 @@ def _centred(gm: fx.GraphModule) -> list[fx.Node]:
 def _squares(gm: fx.GraphModule) -> list[fx.Node]:
     """Squares that are summed, their sums, statistics, and what leads from these to a factor or a divisor alone."""
     found: list[fx.Node] = []
+    beginning = {node for node in gm.graph.nodes if _name(node) in STATISTICS or _is_square(node)}
+    if not beginning:
+        return found
     after: dict[fx.Node, bool] = {}  # what is computed from squares: whether it is wide
     for node in reversed(gm.graph.nodes):
         readers = list(node.users)
@@ -84,8 +88,7 @@ def _squares(gm: fx.GraphModule) -> list[fx.Node]:
             after[node] = bool(readers) and all(_name(reader) in REDUCTIONS for reader in readers)
     of_squares: set[fx.Node] = set()
     for node in gm.graph.nodes:
-        begins = _is_square(node) or _name(node) in STATISTICS
-        if (begins or any(operand in of_squares for operand in node.all_input_nodes)) and node in after:
+        if (node in beginning or any(operand in of_squares for operand in node.all_input_nodes)) and node in after:
             of_squares.add(node)
             if after[node]:
                 found.append(node)
