@@ -88,9 +88,8 @@ def outcomes(monkeypatch: pytest.MonkeyPatch) -> list[run.Outcome]:
     return kept
 
 
-@pytest.mark.parametrize("target", ["bayes-e", "j6e"])
-def test_the_demonstration(target: str, outcomes: list[run.Outcome], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--target", target, "--out", str(tmp_path)]) == 0
+def test_the_demonstration(outcomes: list[run.Outcome], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--target", "bayes-e", "--out", str(tmp_path)]) == 0
     (outcome,) = outcomes
     assert outcome.report
     assert outcome.report.mismatches == 0
@@ -98,7 +97,7 @@ def test_the_demonstration(target: str, outcomes: list[run.Outcome], tmp_path: P
     assert outcome.report.tensors >= 20
     assert len(outcome.report.pairs) == 5, "four runtimes, and the prepared model"
     assert outcome.float_nodes == 0
-    assert outcome.target == backends.get(target).name
+    assert outcome.target == "bayes-e"
     exact = {value for name, value in outcome.accuracies.items() if name.startswith(("prepared", "integer", "ONNX"))}
     assert len(exact) == 1
     before, after = outcome.weight_bytes
