@@ -78,6 +78,8 @@ def opposite(input: Tensor) -> Tensor:
 def _onnx_choose(e: Emitter, input: str | Tensor, other: str | Tensor, condition: str | Tensor) -> str:
     names = [named(e, value) for value in (input, other)]
     dtype = e.dtype(names[0])
+    if dtype == torch.int64:  # more bits than a float has
+        return e.node("Where", named(e, condition), *names)
     # Not every runtime has the operator for every integer dtype.
     chosen = e.node("Where", named(e, condition), *(e.node("Cast", name, to=torch.float32) for name in names))
     return e.node("Cast", chosen, to=dtype)

@@ -52,6 +52,8 @@ def ranking(input: Tensor, dim: int, count: int, largest: bool) -> Tensor:
 def _onnx_take_along(e: Emitter, input: str | Tensor, dim: int, index: str | Tensor) -> str:
     value = named(e, input)
     dtype = e.dtype(value)
+    if dtype in (torch.int64, torch.bool):
+        return e.node("GatherElements", value, named(e, index), axis=dim)
     taken = e.node("GatherElements", e.node("Cast", value, to=torch.float32), named(e, index), axis=dim)
     return e.node("Cast", taken, to=dtype)
 
@@ -80,6 +82,8 @@ def pick(input: Tensor, dim: int, index: Tensor) -> Tensor:
 def _onnx_put_along(e: Emitter, input: str | Tensor, source: str | Tensor, dim: int, index: str | Tensor) -> str:
     values = [named(e, value) for value in (input, source)]
     dtype = e.dtype(values[0])
+    if dtype == torch.int64:  # more bits than a float has
+        return e.node("ScatterElements", values[0], named(e, index), values[1], axis=dim)
     real = [e.node("Cast", value, to=torch.float32) for value in values]
     return e.node("Cast", e.node("ScatterElements", real[0], named(e, index), real[1], axis=dim), to=dtype)
 
