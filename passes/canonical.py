@@ -17,7 +17,9 @@ from fxquant.facts import BatchDim, TensorFact
 from fxquant.graph import absorb, attach, fact, inherit, is_parameter, mark_parameter, refuse, resolve, set_fact, spell, state_demand
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Fixed, Instead, Operator, Own, Parameter, Plain, operand_nodes, operator_of
 from fxquant.ops.boundary import QUANTIZE
+from fxquant.ops.composite import Builder
 from fxquant.ops.creation import is_broadcast, is_joined, made_anew, sizes_of
+from fxquant.ops.promotion import promoted
 from fxquant.ops.shape import expand, is_cast
 from fxquant.ops.unary import SHIFTED, with_offset
 from fxquant.pipeline import Context
@@ -55,8 +57,13 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
             continue
         operator, arguments, written = recognised
         spell(node, *written)
+        meant = promoted(node, operator, arguments, Builder(node.name, node, (), "canonical.rewrite"))
+        if isinstance(meant, tuple):
+            operator = OPERATORS[meant[0]]
+            arguments = _bind(operator, (), meant[1])
+        arguments = meant if isinstance(meant, str) else arguments
         if not isinstance(arguments, str):
-            arguments = _of_other_numbers(node, operator) or operator.normalize(node, arguments)
+            arguments = (None if meant is not None else _of_other_numbers(node, operator)) or operator.normalize(node, arguments)
         if isinstance(arguments, str):
             refuse(node, arguments)
             context.say(f"%{node.name} stays as it is: {arguments}")

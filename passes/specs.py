@@ -25,8 +25,9 @@ from fxquant.graph import (
 )
 from fxquant.graph import annotate as set_annotation
 from fxquant.numerics import PLAIN_TYPES
-from fxquant.ops import Fixed, Operator, Own, Plain, demand, operand_nodes, operator_of, preferred_dtypes, read_nodes, shares
+from fxquant.ops import Fixed, Operator, Own, Plain, demand, operand_nodes, operator_of, preferred_dtypes, shares
 from fxquant.ops.boundary import QUANTIZE
+from fxquant.ops.precision import IN_DTYPE
 from fxquant.ops.floating import needed_in_float, reads_no_activation, reason_of
 from fxquant.pipeline import Context
 from fxquant.quantization.mapping import DEFAULT, Rule
@@ -108,12 +109,9 @@ def _why_float(
 
 def _why_beside_float(node: fx.Node, operator: Operator, arguments: dict[str, Any]) -> str | None:
     """Why the node is better left in float, since what it reads is: it would cross into integers for what floats do as well."""
-    operands, masks = operand_nodes(operator, arguments), read_nodes(operator, arguments)
+    operands = operand_nodes(operator, arguments)
     if not operands and shares(node):
         return "it moves the values of a parameter, which have no grid"
-    held = [value for value in arguments.values() if isinstance(value, fx.Node) and is_parameter(value)]
-    if not operands and not held and not any(map(_integer, masks)):
-        return f"it reads %{masks[0].name} alone, which is computed in float or given"
     read = [operand for operand in operands if operand.op != "placeholder" and not _integer(operand)]
     if not read or part(node) is not None:
         return None
@@ -127,6 +125,8 @@ def _why_beside_float(node: fx.Node, operator: Operator, arguments: dict[str, An
 def _of_another_dtype(node: fx.Node) -> str | None:
     """Why a node's result cannot be quantized: a wider or a complex constant has made it such."""
     known = fact(node)
+    if operator_of(node) is IN_DTYPE:
+        return None
     if not isinstance(known, TensorFact) or known.dtype == torch.float32 or not (known.dtype.is_complex or known.dtype.is_floating_point):
         return None
     return f"its result is {str(known.dtype).removeprefix('torch.')}, and only float32 tensors are quantized"

@@ -163,7 +163,7 @@ class Writer:
     def _stays_integer(self, node: fx.Node, kind: str) -> bool:
         """Where the file takes and returns integers, its first and last nodes are left out."""
         operand: Any = node.args[0]
-        if node.target is quantize and operand.op == "placeholder":
+        if node.target is quantize and operand.op == "placeholder" and fact(operand).dtype.is_floating_point:
             name = self.values[node] = self.values[operand]
             self._declare_input(name, fact(node))
             self._describe(node, name, kind)

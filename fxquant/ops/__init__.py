@@ -35,7 +35,9 @@ from fxquant.ops import (
     patches,
     pixels,
     pool,
+    precision,
     prelu,
+    promotion,
     ranking,
     recurrent,
     resize,
@@ -47,6 +49,7 @@ from fxquant.ops import (
     unary,
     unpool,
     weighted,
+    whole,
 )
 from fxquant.ops.record import (
     FUNCTIONS,
@@ -124,9 +127,11 @@ __all__ = [
     "patches",
     "pixels",
     "pool",
+    "precision",
     "preferred_by",
     "preferred_dtypes",
     "prelu",
+    "promotion",
     "ranking",
     "read_nodes",
     "recurrent",
@@ -142,4 +147,5 @@ __all__ = [
     "unary",
     "unpool",
     "weighted",
+    "whole",
 ]

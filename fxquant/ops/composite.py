@@ -23,12 +23,14 @@ class Builder:
     name         the operator's
     node         its node, which has its meaning in float
     activations  the dtypes of activations that the target computes with
+    made_by      the pass that writes
     parts        the nodes that were made, in order, without those that are computed from parameters alone
     step         the step of a recurrence that is being written, counted from 0; None outside of it
     """
 
-    def __init__(self, name: str, node: fx.Node, activations: Sequence[str]) -> None:
+    def __init__(self, name: str, node: fx.Node, activations: Sequence[str], made_by: str = "composite.expand") -> None:
         self.name = name
+        self.made_by = made_by
         self.node = node
         self.activations = activations
         self._within = ""  # the composites inside of it that are being written, as a role begins with them
@@ -95,7 +97,7 @@ class Builder:
     def _node(self, op: str, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:
         made = self.node.graph.create_node(op, target, args, {}, name=f"{self.node.name}_{name}")
         self.node.prepend(made)
-        inherit(made, self.node, "composite.expand")
+        inherit(made, self.node, self.made_by)
         self._made.append(made)
         return made
 

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from fxquant.facts import TensorFact
 from fxquant.graph import computes_tensor, fact, is_parameter, part, refusal, resolve
 from fxquant.ops.masking import HOST
-from fxquant.ops.record import Operator, Own, demand, operand_nodes, operator_of, read_nodes
+from fxquant.ops.precision import IN_DTYPE
+from fxquant.ops.record import Operator, Own, Plain, demand, operand_nodes, operator_of, read_nodes
 from fxquant.ops.unary import has_pole
 
 RANKING = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softmax2d)
@@ -119,7 +120,7 @@ def _no_real_numbers(operand: fx.Node) -> str | None:
     known = fact(operand)
     if not isinstance(known, TensorFact):
         return f"its operand %{operand.name} is no tensor"
-    if known.dtype == torch.float32:
+    if known.dtype == torch.float32 or operator_of(operand) is IN_DTYPE:
         return None
     remedy = "; convert it to float32" if known.dtype.is_floating_point else ""
     return f"its operand %{operand.name} is {str(known.dtype).removeprefix('torch.')}, and only float32 tensors are quantized{remedy}"
@@ -220,6 +221,9 @@ def _computing_masks(gm: fx.GraphModule) -> set[fx.Node]:
     """What is computed from inputs and constants, and leads to masks of composites alone."""
     plain, found = given(gm), set()
     for node in reversed(gm.graph.nodes):
+        known = operator_of(node)
+        if known is not None and isinstance(demand(node), Plain):  # which is exact on integers
+            continue
         if node in plain and node.users and all(reader in found or _reads_mask(reader, node) for reader in node.users):
             found.add(node)
     return found

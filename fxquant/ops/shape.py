@@ -17,6 +17,9 @@ from fxquant.ops.constants import on_the_output
 from fxquant.ops.form import Call
 from fxquant.ops.record import Demand, Instead, Operator, Own, Same, register
 from fxquant.ops.selection import where
+from fxquant.ops.precision import REAL_DTYPES, in_dtype
+from fxquant.primitives.whole import DTYPES
+from fxquant.ops.whole import to_integer, to_real, truncated
 from fxquant.primitives import shape
 
 MANY_SIZES = "more than one of its sizes depends on the batch size"
@@ -95,7 +98,10 @@ def _lower_identity(lowering: Lowering, input: Quantized) -> Quantized:
     return input
 
 
-CASTS: dict[str, torch.dtype] = {"float": torch.float32, "double": torch.float64}  # methods that only change the dtype
+CASTS: dict[str, torch.dtype] = {  # methods that only change the dtype
+    "float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16, "bool": torch.bool,
+    "long": torch.int64, "int": torch.int32, "short": torch.int16, "char": torch.int8, "byte": torch.uint8,
+}  # fmt: skip
 _UNASKED = ("non_blocking", "copy", "memory_format")
 
 
@@ -110,12 +116,29 @@ def _cast(input: Any, *args: Any, **kwargs: Any) -> dict[str, Any] | str | Inste
     source, known = input, fact(input)
     if not isinstance(known, TensorFact):
         return "its operand is no tensor"
-    if known.dtype == torch.float64 and is_cast(source):
+    if known.dtype == torch.float64 and (is_cast(source) or source.target is in_dtype):
         source = source.args[0]
     before = fact(source)
-    if known.dtype == torch.bool and wanted == {torch.float32}:
+    if isinstance(before, TensorFact) and wanted <= {before.dtype}:
+        return {"input": source}
+    return _changed(input, known.dtype, next(iter(wanted))) if len(wanted) == 1 else "it changes the dtype"
+
+
+def _changed(input: fx.Node, before: torch.dtype, wanted: torch.dtype) -> str | Instead:
+    """A cast to another dtype, as the operator that it is."""
+    if wanted == torch.bool:
+        return Instead(torch.ne, {"input": input, "other": 0})
+    if before == torch.bool and wanted == torch.float32:
         return Instead(where, {"condition": input, "input": 1.0, "other": 0.0})
-    return {"input": source} if isinstance(before, TensorFact) and wanted <= {before.dtype} else "it changes the dtype"
+    if wanted in DTYPES:
+        if before == torch.bool or before in DTYPES:
+            return Instead(to_integer, {"input": input, "dtype": wanted})
+        return Instead(truncated, {"input": input}) if before in REAL_DTYPES else "it changes the dtype"
+    if wanted == torch.float32 and before in DTYPES:
+        return Instead(to_real, {"input": input})
+    if wanted in REAL_DTYPES and (before == torch.float32 or input.target is in_dtype):
+        return Instead(in_dtype, {"input": input, "dtype": wanted})
+    return "it changes the dtype"
 
 
 def _dtype(asked: Any) -> torch.dtype | None:

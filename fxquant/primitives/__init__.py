@@ -42,6 +42,7 @@ from fxquant.primitives import (
     selection,
     shape,
     transposed,
+    whole,
 )
 from fxquant.primitives.record import PRIMITIVES, Emitter, Primitive, primitive
 
@@ -64,6 +65,7 @@ __all__ = [
     "selection",
     "shape",
     "transposed",
+    "whole",
 ]
 
 

@@ -1,0 +1,168 @@
+"""Whole numbers that are no quantized tensor's, int64: counts, places, tokens. Beyond 64 bits they wrap around, in PyTorch and in ONNX.
+
+Division is written by the remainder alone, which has the sign of the divisor: runtimes round the quotient of negative numbers in
+different ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fxquant.primitives.bounds import Range, Value, need
+from fxquant.primitives.record import Emitter, primitive
+from fxquant.primitives.shape import named
+
+ANY = Range(-(2.0**63), 2.0**63)
+DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)  # of whole numbers
+
+
+def _quotient(input: Tensor, other: Tensor) -> Tensor:
+    return torch.div(input - torch.remainder(input, other), other, rounding_mode="trunc")
+
+
+JOINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "add": torch.add,
+    "subtract": torch.sub,
+    "multiply": torch.mul,
+    "quotient": _quotient,
+    "remainder": torch.remainder,
+    "larger": torch.maximum,
+    "smaller": torch.minimum,
+    "and": torch.bitwise_and,
+}
+_ONNX = {"add": "Add", "subtract": "Sub", "multiply": "Mul", "remainder": "Mod", "larger": "Max", "smaller": "Min"}
+
+
+def _whole(e: Emitter, value: str | Tensor) -> str:
+    return named(e, value) if isinstance(value, str) else named(e, value.to(torch.int64))
+
+
+def _onnx_joined(e: Emitter, input: str | Tensor, other: str | Tensor, operation: str) -> str:
+    left, right = _whole(e, input), _whole(e, other)
+    if operation in ("quotient", "remainder") and isinstance(other, str):
+        # What is divided by 0 is an error in PyTorch; integer division by 0 may end the process that runs a file.
+        right = e.node("Where", e.node("Equal", right, e.constant(0, torch.int64)), e.constant(1, torch.int64), right)
+    if operation == "quotient":
+        return e.node("Div", e.node("Sub", left, e.node("Mod", left, right)), right)
+    if operation == "and":
+        return e.node("BitwiseAnd", left, right) if e.opset >= 18 else _onnx_bits(e, left, right)
+    return e.node(_ONNX[operation], left, right)
+
+
+def _onnx_bits(e: Emitter, left: str, right: str) -> str:
+    """The bits of both, along a dimension of their own, multiplied and added up: before opset 18 there is no operator on bits."""
+    powers = e.constant(torch.tensor([2**bit for bit in range(63)], dtype=torch.int64, device="cpu"))
+    zero, two = e.constant(0, torch.int64), e.constant(2, torch.int64)
+    axis = e.constant([-1])
+
+    def bits(value: str) -> str:
+        tall = e.node("Unsqueeze", value, axis)
+        return e.node("Mod", e.node("Div", e.node("Sub", tall, e.node("Mod", tall, powers)), powers), two)
+
+    def sign(value: str) -> str:
+        return e.node("Cast", e.node("Less", value, zero), to=torch.int64)
+
+    both = e.node("Mul", e.node("Mul", bits(left), bits(right)), powers)
+    lowest = e.constant(-(2**63), torch.int64)
+    negative = e.node("Mul", e.node("Mul", sign(left), sign(right)), lowest)
+    return e.node("Add", e.node("ReduceSum", both, axis, keepdims=0), negative)
+
+
+def _bounds_joined(input: Value | None, other: Value | None, operation: str) -> Range:
+    need(operation in JOINED, f"its operation is {operation!r}")
+    if operation in ("quotient", "remainder") and other is not None and other.constant is not None:
+        need((other.constant != 0).all(), "it divides by 0")
+    return ANY
+
+
+@primitive(_onnx_joined, bounds=_bounds_joined, kind="plain")
+def joined(input: Tensor, other: Tensor, operation: str) -> Tensor:
+    """Two whole numbers as one, element by element: int64.
+
+    "add", "subtract", "multiply"; "quotient", ⌊input / other⌋, and "remainder", which has the sign of `other`; "larger", "smaller";
+    "and", of their bits in two's complement. A quotient is right for operands below 2^62.
+    """
+    return JOINED[operation](input, other)
+
+
+def _onnx_converted(e: Emitter, input: str, dtype: torch.dtype) -> str:
+    return e.node("Cast", input, to=dtype)
+
+
+def _bounds_converted(input: Value | None, dtype: torch.dtype) -> Range:
+    need(dtype in DTYPES, f"it is to be {dtype}")
+    return ANY
+
+
+@primitive(_onnx_converted, bounds=_bounds_converted, kind="plain")
+def converted(input: Tensor, dtype: torch.dtype) -> Tensor:
+    """Truth values, as 0 and 1, or whole numbers in a dtype of whole numbers; what it cannot hold wraps around."""
+    return input.to(dtype)
+
+
+def _onnx_truncated(e: Emitter, input: str, scale: Tensor) -> str:
+    real = e.node("Mul", e.node("Cast", input, to=torch.float32), e.constant(scale))
+    return e.node("Cast", real, to=torch.int64)
+
+
+def _bounds_truncated(input: Value, scale: Value) -> Range:
+    need(scale.constant is not None and scale.constant.dtype == torch.float32, "its scale is no constant")
+    return ANY
+
+
+@primitive(_onnx_truncated, bounds=_bounds_truncated, kind="plain")
+def truncated(input: Tensor, scale: Tensor) -> Tensor:
+    """The real number float32(q) · scale without its fraction, as int64: one float32 product, as where integers become real."""
+    return (input.float() * scale).to(torch.int64)
+
+
+def _onnx_chosen(e: Emitter, input: str | Tensor, other: str | Tensor, condition: str | Tensor) -> str:
+    return e.node("Where", named(e, condition), _whole(e, input), _whole(e, other))
+
+
+def _bounds_chosen(input: Value | None, other: Value | None, condition: Value | None) -> Range:
+    return ANY
+
+
+@primitive(_onnx_chosen, bounds=_bounds_chosen, kind="plain")
+def chosen(input: Tensor, other: Tensor, condition: Tensor) -> Tensor:
+    """The whole number of `input` where the condition holds, else that of `other`: int64."""
+    return torch.where(condition, input, other)
+
+
+REDUCED: dict[str, Callable[..., Tensor]] = {"sum": torch.sum, "largest": torch.amax, "smallest": torch.amin}
+_ONNX_REDUCED = {"sum": "ReduceSum", "largest": "ReduceMax", "smallest": "ReduceMin"}
+
+
+def _onnx_reduced(e: Emitter, input: str, dim: list[int], keepdim: bool, operation: str) -> str:
+    if operation == "sum" or e.opset >= 18:
+        return e.node(_ONNX_REDUCED[operation], input, e.constant(list(dim)), keepdims=int(keepdim))
+    return e.node(_ONNX_REDUCED[operation], input, axes=list(dim), keepdims=int(keepdim))
+
+
+def _bounds_reduced(input: Value | None, dim: list[int], keepdim: bool, operation: str) -> Range:
+    need(operation in REDUCED, f"its operation is {operation!r}")
+    return ANY
+
+
+@primitive(_onnx_reduced, bounds=_bounds_reduced, kind="plain")
+def reduced(input: Tensor, dim: list[int], keepdim: bool, operation: str) -> Tensor:
+    """The "sum" of whole numbers along dimensions, the "largest" or the "smallest" of them: int64."""
+    return REDUCED[operation](input, dim, keepdim=keepdim)
+
+
+def _onnx_running(e: Emitter, input: str, dim: int) -> str:
+    return e.node("CumSum", input, e.constant(dim, torch.int64))
+
+
+def _bounds_running(input: Value | None, dim: int) -> Range:
+    return ANY
+
+
+@primitive(_onnx_running, bounds=_bounds_running, kind="plain")
+def running(input: Tensor, dim: int) -> Tensor:
+    """The sum of the whole numbers up to each one along a dimension: int64."""
+    return torch.cumsum(input, dim)
