@@ -10,6 +10,7 @@ the softmax.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,9 +23,12 @@ from fxquant.ops import operator_of
 from fxquant.ops.arithmetic import add
 from fxquant.ops.composite import Builder
 from fxquant.ops.floating import given
-from fxquant.ops.masking import HIDDEN, added, kept, masked_softmax, parts_of
+from fxquant.ops.hiding import Hiding, far_below
+from fxquant.ops.masking import added, kept, masked_softmax, parts_of
 from fxquant.pipeline import Context
 from fxquant.quantization.rules import decide
+
+ABSORBING = -1e7  # scores are lost beside it in float32, so that all of a row that is hidden is equal
 
 
 def recognise(gm: fx.GraphModule, context: Context) -> int:
@@ -52,6 +56,7 @@ class Search:
         self.build = Builder(masked_softmax.__name__, softmax, activations)
         self.dim: int = softmax.args[1] % len(fact(softmax).shape)  # type: ignore[operator, assignment]
         self.keeps: list[fx.Node] = []
+        self.empty: set[str] = set()  # what becomes of rows of which each mask keeps nothing
         self.moves: list[fx.Node] = []  # what gives another shape behind the masks, the last one first
         self.seen: list[fx.Node] = []
 
@@ -71,7 +76,7 @@ class Search:
         for each in self.seen:
             absorb(node, each)
         if not self.moves:
-            node.target, node.args = masked_softmax, (clean, keep, self.dim)
+            node.target, node.args = masked_softmax, (clean, keep, self.dim, self._empty())
         else:
             self._moved(clean, keep)
         self.build.discard()
@@ -79,12 +84,16 @@ class Search:
             _erase(each)
         return names
 
+    def _empty(self) -> str:
+        """What becomes of rows of which nothing is kept: zeros where PyTorch has NaN, or where it is not known."""
+        return next((kind for kind in ("zeros", "equal", "whole") if kind in self.empty), "zeros")
+
     def _moved(self, clean: fx.Node, keep: fx.Node) -> None:
         """The softmax, and behind it what stood in front of it; the node of the softmax stays the first of them."""
         node = self.softmax
         readers = list(node.users)
         set_fact(node, fact(clean))
-        node.target, node.args = masked_softmax, (clean, keep, self.dim)
+        node.target, node.args = masked_softmax, (clean, keep, self.dim, self._empty())
         last = node
         for move in reversed(self.moves):
             made = node.graph.create_node("call_function", move.target, (last, *move.args[1:]), {}, name=f"{node.name}_{move.name}")
@@ -134,6 +143,14 @@ class Search:
             return None
         if negative:
             mask = self.build.host(torch.neg, mask)
+        hiding = Hiding(self.build)
+        kept_by = None if is_parameter(mask) else hiding.kept(mask)
+        if kept_by is not None:
+            self.keeps.append(kept_by)
+            self.seen.append(node)
+            self.empty.add("zeros" if hiding.adds == -math.inf else "equal" if hiding.adds <= ABSORBING else "whole")
+            within = self._without(scores)
+            return scores if within is None else within
         hides, adds = parts_of(mask, dim)
         if not hides:
             return self._with(node, scores)
@@ -148,9 +165,9 @@ class Search:
         condition, input, other = (arguments[name] for name in ("condition", "input", "other"))
         if not isinstance(condition, fx.Node) or fact(condition).dtype != torch.bool:
             return None
-        if isinstance(other, fx.Node) and self._far_below(input):
+        if isinstance(other, fx.Node) and far_below(input):
             scores, keep = other, self.build.host(torch.logical_not, condition)
-        elif isinstance(input, fx.Node) and self._far_below(other):
+        elif isinstance(input, fx.Node) and far_below(other):
             scores, keep = input, condition
         else:
             return None
@@ -158,22 +175,9 @@ class Search:
             return None
         self.keeps.append(keep)
         self.seen.append(node)
+        self.empty.add("zeros" if -math.inf in (input, other) else "equal")
         within = self._without(scores)
         return scores if within is None else within
-
-    def _far_below(self, value: Any) -> bool:
-        """Whether a number, or every element of a constant, is nothing beside scores."""
-        if isinstance(value, int | float):
-            return value <= HIDDEN
-        if not isinstance(value, fx.Node):
-            return False
-        if is_parameter(value):
-            model = value.graph.owning_module
-            assert model is not None
-            return bool((torch.as_tensor(parameter_value(model, value)) <= HIDDEN).all())
-        name = value.target if isinstance(value.target, str) else getattr(value.target, "__name__", "")
-        number = value.args[1] if len(value.args) > 1 else value.kwargs.get("fill_value")
-        return name in ("full_like", "new_full", "full") and isinstance(number, int | float) and number <= HIDDEN
 
     def _multiple(self, node: fx.Node, arguments: dict[str, Any]) -> fx.Node | None:
         number, operand = arguments["other"], arguments["input"]
@@ -186,9 +190,9 @@ class Search:
     def _limited(self, node: fx.Node, arguments: dict[str, Any]) -> fx.Node | None:
         """A limit far below, which keeps sums of masks finite."""
         scores, limit = arguments["input"], arguments.get("other", arguments.get("min"))
-        if self._far_below(scores):
+        if far_below(scores):
             scores, limit = limit, scores
-        if not isinstance(scores, fx.Node) or not self._far_below(limit) or arguments.get("max") is not None:
+        if not isinstance(scores, fx.Node) or not far_below(limit) or arguments.get("max") is not None:
             return None
         return self._same(node, {"input": scores})
 

@@ -14,11 +14,12 @@ import onnx
 from onnx import helper
 from torch import Tensor, fx
 
+from fxquant.analysis.segments import returned
 from fxquant.backends.onnx.emitter import DOMAIN, Emitter, value_info
 from fxquant.backends.onnx.float_export import FloatRegions
 from fxquant.backends.onnx.metadata import write_metadata
 from fxquant.errors import ConfigurationError, ExportError
-from fxquant.facts import BatchDim, Size, TensorFact
+from fxquant.facts import Size, TensorFact
 from fxquant.graph import annotation, fact, qparams, resolve, zero_point
 from fxquant.numerics import PLAIN_TYPES
 from fxquant.primitives import PRIMITIVES, Primitive
@@ -212,14 +213,14 @@ class Writer:
                 raise _taken(info.name, "input")
 
     def _outputs(self, output_names: Sequence[str] | None) -> list[onnx.ValueInfoProto]:
-        returned = _returned(self.integer)
-        given = _given(output_names, len(returned), "output")
-        known = {node: self._value(node) for node in dict.fromkeys(returned)}
-        values = [known[node][0] for node in returned]
+        results = _returned(self.integer)
+        given = _given(output_names, len(results), "output")
+        known = {node: self._value(node) for node in dict.fromkeys(results)}
+        values = [known[node][0] for node in results]
         inner = {name for node in self.emitter.nodes for name in node.output}
         outputs, taken = [], {info.name for info in self.inputs}
         self.sources.update({value: value for value in values if self.tensors.get(value, {}).get("kind") == "quantized"})
-        for (value, shape), name in zip((known[node] for node in returned), given or values, strict=True):
+        for (value, shape), name in zip((known[node] for node in results), given or values, strict=True):
             if given is not None and (name in taken or (name in inner and name != value)):
                 raise _taken(name, "output")
             while name in taken or (name in inner and name != value):
@@ -237,39 +238,24 @@ class Writer:
         found, known = self.values.get(node), fact(node)
         if isinstance(found, Tensor):
             return self._named(self.emitter.node("Identity", self.emitter.constant(found)), node.name), tuple(found.shape)
-        if not isinstance(found, str) or not isinstance(known, TensorFact):
-            raise ExportError(
-                "what the model returns cannot be written",
-                node=node,
-                because=f"it is {_kind(known)}, and an ONNX file returns tensors",
-                remedy="return tensors alone, or cut this from what the model returns",
-            )
+        assert isinstance(found, str)
+        assert isinstance(known, TensorFact)
         return found, known.shape
 
 
-def _kind(value: Any) -> str:
-    """What is known of a value, in words."""
-    return f"a number of type {type(value).__name__}" if isinstance(value, int | float | BatchDim) else f"a {type(value).__name__}"
-
-
 def _returned(integer: fx.GraphModule) -> list[fx.Node]:
-    """The nodes whose values the model returns, in order. Raises ExportError for numbers, which a file cannot return."""
-    result = next(node for node in reversed(integer.graph.nodes) if node.op == "output")
-    returned: list[fx.Node] = []
+    """The nodes of the tensors that the model returns, in order; numbers and None beside them are no part of a file.
 
-    def take(value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            returned.append(value)
-        elif value is not None:
-            raise ExportError(
-                f"the model returns {value!r}, which cannot be written",
-                because="an ONNX file returns tensors",
-                remedy="return torch.tensor(…) of it, or tensors alone",
-            )
-        return value
-
-    fx.node.map_aggregate(result.args[0], take)
-    return returned
+    Raises ExportError where there are none.
+    """
+    found = returned(integer)
+    if not found:
+        raise ExportError(
+            "what the model returns cannot be written",
+            because="it returns no tensor, and an ONNX file returns tensors alone",
+            remedy="return a tensor; numbers and None beside it are left out of the file",
+        )
+    return found
 
 
 def _in_float(integer: fx.GraphModule) -> dict[str, str]:

@@ -111,7 +111,10 @@ def results_of_onnx(model, prepared, integer, batches, style="exact"):
             run = file.runner(runtime, [])
             for batch in batches:
                 found = run(dict(zip(file.input_names, batch, strict=True)))
-                assert bits([found[name] for name in file.output_names]) == answer(integer, batch), runtime
+                results = answer(integer, batch)
+                if isinstance(results, list):  # numbers and None are no part of a file
+                    results = [one for one in results if isinstance(one, tuple)]
+                assert bits([found[name] for name in file.output_names]) == results, runtime
 
 
 def fast_is_integer(model, prepared, integer, batches):

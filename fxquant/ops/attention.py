@@ -17,12 +17,13 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxquant.facts import TensorFact
-from fxquant.graph import fact
+from fxquant.graph import fact, is_parameter
 from fxquant.ops.arithmetic import add, mul
 from fxquant.ops.composite import Builder
 from fxquant.ops.index import WHOLE, getitem
 from fxquant.ops.layer_norm import WIDE
 from fxquant.ops.linear import linear, matmul
+from fxquant.ops.hiding import Hiding
 from fxquant.ops.masking import added, kept, parts_of, shares
 from fxquant.ops.pool import mean
 from fxquant.ops.record import Operator, Parameter, register
@@ -51,6 +52,10 @@ class Mask:
         """Add a mask of truth values, which keeps where it is true, or one of real numbers."""
         if fact(mask).dtype == torch.bool:
             self.hide(mask)
+            return
+        found = None if is_parameter(mask) else Hiding(self.build).kept(mask)
+        if found is not None:
+            self.hide(found)
             return
         hides, adds = parts_of(mask, dim)
         if hides:

@@ -15,7 +15,8 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from fxquant.facts import TensorFact
-from fxquant.graph import computes_tensor, fact, is_parameter, part, refusal, resolve
+from fxquant.graph import computes_tensor, fact, is_parameter, parameter_value, part, refusal, resolve
+from fxquant.ops.hiding import HIDDEN
 from fxquant.ops.masking import HOST
 from fxquant.ops.precision import IN_DTYPE
 from fxquant.ops.record import Operator, Own, Plain, demand, operand_nodes, operator_of, read_nodes
@@ -143,10 +144,20 @@ def masks(gm: fx.GraphModule, leading: set[fx.Node]) -> set[fx.Node]:
         if operator is None or node not in leading:
             continue
         operands = [operand for operand in node.all_input_nodes if isinstance(fact(operand), TensorFact) or is_parameter(operand)]
-        adds = operator.name in ADDING and len(operands) > 1 and not plain.isdisjoint(operands)
+        computed = [operand for operand in operands if not is_parameter(operand)]
+        given_ones = [operand for operand in operands if operand in plain and (not is_parameter(operand) or _hides(gm, operand))]
+        adds = operator.name in ADDING and len(operands) > 1 and (len(computed) > 1 or any(map(is_parameter, given_ones))) and given_ones
         if adds or (node in plain and found.issuperset(node.users)):
             found.add(node)
     return found
+
+
+def _hides(gm: fx.GraphModule, constant: fx.Node) -> bool:
+    """Whether a constant pushes some elements far below others, as a mask does, and a bias does not."""
+    value = parameter_value(gm, constant)
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.numel() == 0:
+        return False
+    return bool(value.min() <= value.max() + HIDDEN)
 
 
 def given(gm: fx.GraphModule) -> set[fx.Node]:

@@ -3,8 +3,8 @@
     y = e / max(Σ e, 1),   e = exp(factor · (x - max x)) of the elements that are kept, and 0 of the others
 
 The largest element of a row is one that is kept, so that Σ e is 1 at least, but in a row of which nothing is kept: that becomes zeros.
-An added mask (of -10000, -inf, …) is truth values and what it adds to the elements that it keeps; both are found beside the integers,
-in real numbers, and of a constant mask once.
+An added mask (of -10000, -inf, …) is truth values and what it adds to the elements that it keeps. One that is made of truth values is
+found in the graph (`fxquant.ops.hiding`); of any other both are found beside the integers, in real numbers, and of a constant once.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from fxquant.facts import TensorFact
 from fxquant.graph import fact, is_parameter, parameter_value
 from fxquant.ops.activation import clamp
 from fxquant.ops.arithmetic import mul, sub
+from fxquant.ops.comparison import any as any_of
 from fxquant.ops.composite import Builder
 from fxquant.ops.extremum import amax
 from fxquant.ops.form import Call
+from fxquant.ops.hiding import HIDDEN
 from fxquant.ops.layer_norm import WIDE
 from fxquant.ops.pool import sum
-from fxquant.ops.record import Operator, Same, operator_of, register
+from fxquant.ops.record import Operator, Same, register
 from fxquant.ops.selection import where
 from fxquant.ops.softmax import AT_MOST_ONE
 from fxquant.ops.unary import by_table
 
-HIDDEN = -64.0  # what lies so far below the largest element of its row has no share of it: exp(-64) < 2^-92
 LOWEST = -1e9  # saturates on every grid
 SMALLEST = -12.0  # exp of it is less than half a step of 2^-15
 
@@ -56,52 +57,7 @@ def parts_of(mask: fx.Node, dim: int) -> tuple[bool, bool]:
     if is_parameter(mask) and model is not None:
         value = parameter_value(model, mask)
         return not bool(kept(value, dim).all()), bool((added(value, dim) != 0).any())
-    return True, not _two_valued(mask)
-
-
-def _two_valued(mask: fx.Node) -> bool:
-    """Whether a mask that is computed is 0 where it keeps, whatever it is given: chosen from two numbers, or a multiple of truth values."""
-    record = operator_of(mask)
-    if record is None:
-        return False
-    arguments = record.arguments(mask)
-    if record.name in MOVES:
-        return _two_valued(arguments["input"])
-    if record.name == "where":
-        branches = (arguments["input"], arguments["other"])
-        numbers = [value for value in branches if isinstance(value, int | float)]
-        zero = all(value == 0 or value <= HIDDEN for value in numbers)
-        return zero and all(isinstance(value, int | float) or _zeros(value) for value in branches)
-    if record.name == "mul":
-        factors = (arguments["input"], arguments["other"])
-        return any(
-            isinstance(number, int | float) and number <= HIDDEN and isinstance(value, fx.Node) and _truth_values(value)
-            for number, value in (factors, factors[::-1])
-        )
-    return False
-
-
-MOVES = ("reshape", "permute", "expand", "getitem", "identity", "repeat")  # that move elements, and change none
-
-
-def _zeros(node: fx.Node) -> bool:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name in ("zeros_like", "zeros", "new_zeros")
-
-
-def _truth_values(node: fx.Node) -> bool:
-    """Whether a tensor of numbers holds nothing but 0 and 1."""
-    known = fact(node)
-    if isinstance(known, TensorFact) and known.dtype == torch.bool:
-        return True
-    record = operator_of(node)
-    name = record.name if record is not None else node.target if isinstance(node.target, str) else ""
-    if name in ("sub", "rsub") and record is not None:
-        arguments = record.arguments(node)
-        other = arguments["other"]
-        return arguments["input"] == 1 and arguments["alpha"] == 1 and isinstance(other, fx.Node) and _truth_values(other)
-    source = node.args[0] if node.args else None
-    return name in (*MOVES, "to", "float", "type", "type_as") and isinstance(source, fx.Node) and _truth_values(source)
+    return True, True
 
 
 HOST = tuple(
@@ -141,19 +97,27 @@ register(
 # ---- softmax --------------------------------------------------------------------------------------------------------
 
 
-def masked_softmax(input: Tensor, keep: Tensor, dim: int) -> Tensor:
-    """exp(x) / Σ exp(x) along one dimension, over the elements that are kept; 0 of the others, and where none is."""
-    return torch.where(keep, torch.softmax(torch.where(keep, input, -math.inf), dim), 0.0)
+def masked_softmax(input: Tensor, keep: Tensor, dim: int, empty: str = "zeros") -> Tensor:
+    """exp(x) / Σ exp(x) along one dimension, over the elements that are kept; 0 of the others.
+
+    `empty` says what a row is of which nothing is kept: "zeros", "equal" shares, as a softmax of equal numbers has, or "whole", the
+    softmax of it without a mask, as where a mask adds the same number to all of it.
+    """
+    kept = keep if empty == "zeros" else keep | ~keep.expand_as(input).any(dim, keepdim=True)
+    scores = torch.where(keep, input, LOWEST) if empty == "equal" else input
+    return torch.where(kept, torch.softmax(torch.where(kept, scores, -math.inf), dim), 0.0)
 
 
-def shares(build: Builder, input: fx.Node, keep: fx.Node | None, dim: int, factor: float = 1.0) -> fx.Node:
-    """The softmax of factor · input along a dimension, of what is kept."""
+def shares(build: Builder, input: fx.Node, keep: fx.Node | None, dim: int, factor: float = 1.0, empty: str = "zeros") -> fx.Node:
+    """The softmax of factor · input along a dimension, of what is kept; `empty` is `masked_softmax`'s."""
+    counted = keep
     if keep is not None:
-        input = build(where, keep, input, LOWEST, demand=Same(("input",)))
+        counted = keep if empty == "zeros" else _with_empty_rows(build, keep, dim - len(fact(input).shape) if dim >= 0 else dim)
+        input = build(where, keep if empty == "equal" else counted, input, LOWEST, demand=Same(("input",)))
     difference = build(sub, input, build(amax, input, [dim], True), demand=WIDE)
     values = build(exponential, difference, float(factor), demand=AT_MOST_ONE)
     if keep is not None:
-        values = build(where, keep, values, 0.0, demand=Same(("input",)))
+        values = build(where, counted, values, 0.0, demand=Same(("input",)))
     total = build(sum, values, [dim], True, demand=WIDE)
     if keep is not None:
         total = build(clamp, total, 1.0, None)
@@ -161,8 +125,19 @@ def shares(build: Builder, input: fx.Node, keep: fx.Node | None, dim: int, facto
     return result
 
 
-def _expand(build: Builder, input: fx.Node, keep: fx.Node, dim: int) -> Any:
-    return shares(build, input, keep, dim)
+def _with_empty_rows(build: Builder, keep: fx.Node, dim: int) -> fx.Node:
+    """What is kept, and every row of which nothing is; `dim` is counted from the end."""
+    model = keep.graph.owning_module
+    if is_parameter(keep) and model is not None:
+        value = parameter_value(model, keep)
+        if value.dim() >= -dim and bool(value.any(dim).all()):
+            return keep
+    found = build.host(any_of, keep, [dim], True) if len(fact(keep).shape) >= -dim else keep
+    return build.host(torch.logical_or, keep, build.host(torch.logical_not, found))
+
+
+def _expand(build: Builder, input: fx.Node, keep: fx.Node, dim: int, empty: str) -> Any:
+    return shares(build, input, keep, dim, empty=empty)
 
 
 register(Operator("masked_softmax", masked_softmax, ("input",), reads=("keep",), expand=_expand))

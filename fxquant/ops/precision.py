@@ -6,8 +6,10 @@ rounding is left out, as it is for every operator between two grids.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxquant.lowering import Lowering, Quantized
 from fxquant.ops.record import Operator, Same, register
@@ -24,4 +26,10 @@ def _lower(lowering: Lowering, input: Quantized, dtype: torch.dtype) -> Quantize
     return input
 
 
-IN_DTYPE = register(Operator("in_dtype", in_dtype, ("input",), _lower, Same()))
+def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    if arguments["dtype"] != torch.bfloat16 or all(user.target in (in_dtype, "float", "to", "type") for user in node.users):
+        return None
+    return "bfloat16 numbers are the host's: no runtime of ONNX returns them"
+
+
+IN_DTYPE = register(Operator("in_dtype", in_dtype, ("input",), _lower, Same(), refuses=_refuses))
