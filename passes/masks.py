@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from fxquant.facts import TensorFact
-from fxquant.graph import absorb, fact, inherit, is_parameter, parameter_value, refusal, set_fact
+from fxquant.graph import absorb, fact, inherit, is_parameter, refusal, set_fact
 from fxquant.ops import operator_of
 from fxquant.ops.arithmetic import add
 from fxquant.ops.composite import Builder
@@ -27,8 +27,6 @@ from fxquant.ops.hiding import Hiding, far_below
 from fxquant.ops.masking import added, kept, masked_softmax, parts_of
 from fxquant.pipeline import Context
 from fxquant.quantization.rules import decide
-
-ABSORBING = -1e7  # scores are lost beside it in float32, so that all of a row that is hidden is equal
 
 
 def recognise(gm: fx.GraphModule, context: Context) -> int:
@@ -57,6 +55,7 @@ class Search:
         self.dim: int = softmax.args[1] % len(fact(softmax).shape)  # type: ignore[operator, assignment]
         self.keeps: list[fx.Node] = []
         self.empty: set[str] = set()  # what becomes of rows of which each mask keeps nothing
+        self.otherwise: fx.Node | None = None  # what counts in such a row, where there is one mask
         self.moves: list[fx.Node] = []  # what gives another shape behind the masks, the last one first
         self.seen: list[fx.Node] = []
 
@@ -76,7 +75,7 @@ class Search:
         for each in self.seen:
             absorb(node, each)
         if not self.moves:
-            node.target, node.args = masked_softmax, (clean, keep, self.dim, self._empty())
+            node.target, node.args = (masked_softmax, (clean, keep, self.dim, *self._empty()))
         else:
             self._moved(clean, keep)
         self.build.discard()
@@ -84,16 +83,17 @@ class Search:
             _erase(each)
         return names
 
-    def _empty(self) -> str:
+    def _empty(self) -> tuple[str, fx.Node | None]:
         """What becomes of rows of which nothing is kept: zeros where PyTorch has NaN, or where it is not known."""
-        return next((kind for kind in ("zeros", "equal", "whole") if kind in self.empty), "zeros")
+        kind = next((kind for kind in ("zeros", "equal", "whole") if kind in self.empty), "zeros")
+        return kind, self.otherwise if len(self.keeps) == 1 else None
 
     def _moved(self, clean: fx.Node, keep: fx.Node) -> None:
         """The softmax, and behind it what stood in front of it; the node of the softmax stays the first of them."""
         node = self.softmax
         readers = list(node.users)
         set_fact(node, fact(clean))
-        node.target, node.args = masked_softmax, (clean, keep, self.dim, self._empty())
+        node.target, node.args = masked_softmax, (clean, keep, self.dim, *self._empty())
         last = node
         for move in reversed(self.moves):
             made = node.graph.create_node("call_function", move.target, (last, *move.args[1:]), {}, name=f"{node.name}_{move.name}")
@@ -143,12 +143,13 @@ class Search:
             return None
         if negative:
             mask = self.build.host(torch.neg, mask)
-        hiding = Hiding(self.build)
-        kept_by = None if is_parameter(mask) else hiding.kept(mask)
+        hiding = Hiding(self.build, mask)
+        kept_by = None if is_parameter(mask) else hiding.kept(mask, dim)
         if kept_by is not None:
             self.keeps.append(kept_by)
             self.seen.append(node)
-            self.empty.add("zeros" if hiding.adds == -math.inf else "equal" if hiding.adds <= ABSORBING else "whole")
+            self.empty.add(hiding.empty)
+            self.otherwise = hiding.otherwise
             within = self._without(scores)
             return scores if within is None else within
         hides, adds = parts_of(mask, dim)

@@ -50,7 +50,8 @@ def export_onnx(
            done where one file cannot hold the model.
 
     What the file says about itself is read by `onnx_metadata`: scales, zero points and dtypes of its inputs, outputs
-    and inner tensors. Numbers and None beside the tensors that the model returns are no part of the file. The batch is dynamic where the model was traced so. The file is checked before it appears, and
+    and inner tensors. Numbers and None beside the tensors that the model returns are no part of the file. The batch is
+    dynamic where the model was traced so. The file is checked before it appears, and
     appears whole or not at all. Raises ConfigurationError or ExportError.
     """
     check_arguments(integer, style, io, opset)

@@ -20,10 +20,10 @@ from fxquant.facts import TensorFact
 from fxquant.graph import fact, is_parameter
 from fxquant.ops.arithmetic import add, mul
 from fxquant.ops.composite import Builder
+from fxquant.ops.hiding import Hiding
 from fxquant.ops.index import WHOLE, getitem
 from fxquant.ops.layer_norm import WIDE
 from fxquant.ops.linear import linear, matmul
-from fxquant.ops.hiding import Hiding
 from fxquant.ops.masking import added, kept, parts_of, shares
 from fxquant.ops.pool import mean
 from fxquant.ops.record import Operator, Parameter, register
@@ -37,12 +37,14 @@ class Mask:
 
     keep   truth values; None: everything is kept
     bias   the sum of what they add; None: nothing
+    empty  what becomes of rows of which nothing is kept, as `masked_softmax` takes it
     """
 
     def __init__(self, build: Builder) -> None:
         self.build = build
         self.keep: fx.Node | None = None
         self.bias: fx.Node | None = None
+        self.empty = "zeros"
 
     def hide(self, keep: fx.Node) -> None:
         """Keep what these truth values keep, too."""
@@ -53,9 +55,11 @@ class Mask:
         if fact(mask).dtype == torch.bool:
             self.hide(mask)
             return
-        found = None if is_parameter(mask) else Hiding(self.build).kept(mask)
+        hiding = Hiding(self.build, mask)
+        found = None if is_parameter(mask) else hiding.kept(mask, dim)
         if found is not None:
             self.hide(found)
+            self.empty = hiding.empty
             return
         hides, adds = parts_of(mask, dim)
         if hides:
@@ -75,7 +79,7 @@ def attend(build: Builder, query: fx.Node, key: fx.Node, value: fx.Node, mask: M
     if mask.bias is not None:
         scores = build(add, scores if scale == 1 else build(mul, scores, scale, demand=WIDE), mask.bias, demand=WIDE)
         scale = 1.0
-    weights = shares(build, scores, mask.keep, -1, scale)
+    weights = shares(build, scores, mask.keep, -1, scale, mask.empty)
     return build(matmul, weights, value), weights
 
 

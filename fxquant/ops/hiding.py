@@ -14,17 +14,19 @@ import math
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from fxquant.facts import TensorFact
 from fxquant.graph import fact, is_parameter, parameter_value
+from fxquant.ops.comparison import any as any_of
 from fxquant.ops.composite import Builder
-from fxquant.ops.record import operator_of
+from fxquant.ops.extremum import amax, amin
+from fxquant.ops.record import Operator, Same, operator_of, register
 from fxquant.ops.whole import COMPARISONS, to_real
 
 HIDDEN = -64.0  # what lies so far below the largest element of its row has no share of it: exp(-64) < 2^-92
+ABSORBING = -1e7  # scores are lost beside it in float32, so that all of a row that is hidden is equal
 MOVES = ("reshape", "permute", "expand", "getitem", "identity", "repeat", "in_dtype")  # that move elements, and change none
-NEARLY_ONE = 1 - 2.0**-8  # a mask of real numbers that are 0 and 1, on any grid
 
 
 def far_below(value: Any) -> bool:
@@ -40,15 +42,32 @@ def far_below(value: Any) -> bool:
 class Hiding:
     """What an added mask hides.
 
-    adds   what it adds to the elements that it hides: the number nearest to 0, where there are several
+    adds       what it adds to the elements that it hides; None where that is several numbers
+    otherwise  what counts in rows of which nothing is kept, which are equal: of a sum of two masks what one of them keeps; None: all
     """
 
-    def __init__(self, build: Builder) -> None:
+    def __init__(self, build: Builder, mask: fx.Node) -> None:
         self._build = build
-        self.adds = -math.inf
+        self._mask = mask
+        self.otherwise: fx.Node | None = None
+        self._added: set[float] = set()
 
-    def kept(self, mask: Any) -> fx.Node | None:
-        """The elements that a mask adds nothing to, as truth values; None where it is not made of truth values alone."""
+    @property
+    def adds(self) -> float | None:
+        return next(iter(self._added)) if len(self._added) == 1 else None
+
+    @property
+    def empty(self) -> str:
+        """What becomes of a row of which nothing is kept, as `masked_softmax` takes it."""
+        if self.adds is None or self.adds == -math.inf:
+            return "zeros"
+        return "equal" if self.adds <= ABSORBING else "whole"
+
+    def kept(self, mask: Any, dim: int | None) -> fx.Node | None:
+        """The elements that a mask adds nothing to, as truth values; None where it is not made of truth values alone.
+
+        `dim`, counted from the end, is what the rows run along; None where that is not known.
+        """
         if not isinstance(mask, fx.Node):
             return None
         if is_parameter(mask):
@@ -58,82 +77,102 @@ class Hiding:
             return None
         arguments = record.arguments(mask)
         if record.name in MOVES:
-            return self._moved(mask, self.kept(arguments["input"]))
+            return self._moved(mask, self.kept(arguments["input"], _dim_before(mask, dim)))
         if record.name == "where":
-            return self._chosen(**arguments)
-        if record.name in ("add", "minimum") and arguments.get("alpha", 1) == 1:
-            return self._both(self.kept(arguments["input"]), self.kept(arguments["other"]))
+            return self._chosen(**arguments, dim=dim)
+        if record.name in ("minimum", "add") and arguments.get("alpha", 1) == 1:
+            left, right = (self.kept(arguments[name], dim) for name in ("input", "other"))
+            return self._both(left, right) if record.name == "minimum" else self._sum(left, right, dim, mask)
         if record.name in ("maximum", "clamp") and far_below(arguments.get("other", arguments.get("min"))) and arguments.get("max") is None:
-            return self.kept(arguments["input"])
-        if record.name == "mul":
-            for number, value in ((arguments["other"], arguments["input"]), (arguments["input"], arguments["other"])):
-                number = _everywhere(number)
-                if number is not None and number <= HIDDEN:
-                    return self._seen(number, self._not(self.holds(value)))
-                if number is not None and number >= -HIDDEN:
-                    return self._seen(-number, self._less_one(value))
+            return self.kept(arguments["input"], dim)
+        return self._multiple(**arguments, dim=dim) if record.name == "mul" else None
+
+    def _multiple(self, input: Any, other: Any, dim: int | None) -> fx.Node | None:
+        """Of truth values as 0 and 1, or of these less 1."""
+        for factor, value in ((other, input), (input, other)):
+            number = _everywhere(factor)
+            if number is not None and number <= HIDDEN:
+                return self._seen(number, self._not(self.holds(value, dim, False)))
+            if number is not None and number >= -HIDDEN:
+                return self._seen(-number, self._less_one(value, dim))
         return None
 
-    def holds(self, value: Any) -> fx.Node | None:
-        """Where a tensor of nothing but 0 and 1 is 1."""
+    def holds(self, value: Any, dim: int | None, largest: bool) -> fx.Node | None:
+        """Where a tensor of nothing but 0 and 1 is 1.
+
+        Of real numbers that are given: where they are the largest of their row, or, without `largest`, where they are not the smallest.
+        """
         if not isinstance(value, fx.Node) or is_parameter(value) or not isinstance(fact(value), TensorFact):
             return None
         record, dtype = operator_of(value), fact(value).dtype
         if dtype == torch.bool:
             return value
         if record is None:
-            given = value.op == "placeholder" and dtype == torch.float32
-            return self._build.host(torch.gt, value, NEARLY_ONE) if given else None
+            return self._given(value, dim, largest) if value.op == "placeholder" and dtype == torch.float32 else None
         arguments = record.arguments(value)
         if record.function is to_real:
             return self._build.host(COMPARISONS["gt"], arguments["input"], 0)
         if record.name in MOVES:
-            return self._moved(value, self.holds(arguments["input"]))
+            return self._moved(value, self.holds(arguments["input"], _dim_before(value, dim), largest))
         if record.name == "where":
             branches = _everywhere(arguments["input"]), _everywhere(arguments["other"])
             return arguments["condition"] if branches == (1, 0) else self._not(arguments["condition"]) if branches == (0, 1) else None
         if record.name == "sub" and arguments["alpha"] == 1 and _everywhere(arguments["input"]) == 1:
-            return self._not(self.holds(arguments["other"]))
+            return self._not(self.holds(arguments["other"], dim, not largest))
         if record.name == "mul":
-            return self._both(self.holds(arguments["input"]), self.holds(arguments["other"]))
+            factors = [self.holds(arguments[name], None, largest) for name in ("input", "other")]
+            return self._both(*factors)
         return None
 
-    def _less_one(self, value: Any) -> fx.Node | None:
+    def _given(self, mask: fx.Node, dim: int | None, largest: bool) -> fx.Node | None:
+        if dim is None or len(fact(mask).shape) < -dim or not isinstance(fact(mask).shape[dim], int):
+            return None
+        wide = self._build.host(finely, mask)
+        return self._build.host(torch.eq if largest else torch.ne, wide, self._build.host(amax if largest else amin, wide, [dim], True))
+
+    def _less_one(self, value: Any, dim: int | None) -> fx.Node | None:
         """(mask - 1) · 1e9."""
         record = operator_of(value) if isinstance(value, fx.Node) else None
         if record is None or record.name not in ("sub", "add"):
             return None
         arguments = record.arguments(value)
         one = 1 if record.name == "sub" else -1
-        return self.holds(arguments["input"]) if _everywhere(arguments["other"]) == one and arguments["alpha"] == 1 else None
+        known = _everywhere(arguments["other"]) == one and arguments["alpha"] == 1
+        return self.holds(arguments["input"], dim, True) if known else None
 
-    def _chosen(self, condition: Any, input: Any, other: Any) -> fx.Node | None:
+    def _chosen(self, condition: Any, input: Any, other: Any, dim: int | None) -> fx.Node | None:
         if not isinstance(condition, fx.Node):
             return None
-        hides = far_below(input), far_below(other)
-        kept = [_everywhere(value) == 0 or self.kept(value) for value in (input, other)]
-        for branch, far in ((input, hides[0]), (other, hides[1])):
-            if far:
-                number = _everywhere(branch)
-                self._seen(HIDDEN if number is None else number, None)
-        if hides == (False, True) and kept[0] is not None:
-            return condition if kept[0] is True else self._both(condition, kept[0])
-        if hides == (True, False) and kept[1] is not None:
-            visible = self._not(condition)
-            return visible if kept[1] is True else self._both(visible, kept[1])
+        for hidden, visible, keeps in ((other, input, True), (input, other, False)):
+            if far_below(hidden) and not far_below(visible):
+                self._added |= _numbers(hidden)
+                keep = condition if keeps else self._not(condition)
+                return keep if _everywhere(visible) == 0 else self._both(keep, self.kept(visible, dim))
         return None
+
+    def _sum(self, left: fx.Node | None, right: fx.Node | None, dim: int | None, node: fx.Node) -> fx.Node | None:
+        """What both keep; in a row of which they keep nothing together, what one of them does: the other adds as much to all of it."""
+        if left is None or right is None or dim is None or self.adds is None:
+            return None
+        both, one = self._build.host(torch.logical_and, left, right), self._build.host(torch.logical_or, left, right)
+        if self.empty == "equal" and node is self._mask:
+            self.otherwise = one
+            return both
+        found = self._build.host(any_of, both, [dim], True)
+        return self._build.host(
+            torch.logical_or, both, self._build.host(torch.logical_and, one, self._build.host(torch.logical_not, found))
+        )
 
     def _of_constant(self, mask: fx.Node) -> fx.Node | None:
         model = mask.graph.owning_module
         value = None if model is None else parameter_value(model, mask)
         if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not bool(((value == 0) | (value <= HIDDEN)).all()):
             return None
-        if bool((value != 0).any()):
-            self._seen(float(value[value != 0].max()), None)
+        self._added |= set(value[value != 0].unique().tolist())
         return self._build.host(torch.eq, mask, 0.0)
 
     def _seen(self, adds: float, found: fx.Node | None) -> fx.Node | None:
-        self.adds = max(self.adds, adds)
+        self._added.add(adds)
         return found
 
     def _not(self, value: fx.Node | None) -> fx.Node | None:
@@ -154,6 +193,28 @@ class Hiding:
         return self._build.host(node.target, found, *node.args[1:])  # type: ignore[arg-type]
 
 
+def _numbers(value: Any) -> set[float]:
+    """The numbers that a number or a constant holds."""
+    number = _everywhere(value)
+    if number is not None:
+        return {number}
+    model = value.graph.owning_module
+    return set(torch.as_tensor(parameter_value(model, value)).unique().tolist())
+
+
+def _dim_before(node: fx.Node, dim: int | None) -> int | None:
+    """The dimension of what a node moves that is the result's; None where it is not known."""
+    before, after, record = fact(node.args[0]).shape, fact(node).shape, operator_of(node)  # type: ignore[arg-type]
+    if record is None or dim != -1 or not before or before[-1] != after[-1]:
+        return None
+    return None if record.name == "permute" and node.args[1][-1] not in (-1, len(before) - 1) else -1  # type: ignore[index, operator]
+
+
+def finely(input: Tensor) -> Tensor:
+    """A mask that is given in real numbers, in as many bits as the target has: the largest of a row is told from the others."""
+    return input
+
+
 def _everywhere(value: Any) -> float | None:
     """The one number that a number, or a tensor that is made anew, holds everywhere."""
     if isinstance(value, int | float):
@@ -170,3 +231,6 @@ def _everywhere(value: Any) -> float | None:
         return 0.0
     number = value.args[1] if len(value.args) > 1 else value.kwargs.get("fill_value")
     return float(number) if name in ("full_like", "new_full", "full") and isinstance(number, int | float) else None
+
+
+register(Operator("finely", finely, ("input",), lambda lowering, input: input, Same(), dtypes={"input": "int16"}))

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.facts import TensorFact
 from fxquant.graph import fact, is_parameter, parameter_value
 from fxquant.ops.activation import clamp
 from fxquant.ops.arithmetic import mul, sub
@@ -97,22 +96,32 @@ register(
 # ---- softmax --------------------------------------------------------------------------------------------------------
 
 
-def masked_softmax(input: Tensor, keep: Tensor, dim: int, empty: str = "zeros") -> Tensor:
+def masked_softmax(input: Tensor, keep: Tensor, dim: int, empty: str = "zeros", otherwise: Tensor | None = None) -> Tensor:
     """exp(x) / Σ exp(x) along one dimension, over the elements that are kept; 0 of the others.
 
     `empty` says what a row is of which nothing is kept: "zeros", "equal" shares, as a softmax of equal numbers has, or "whole", the
-    softmax of it without a mask, as where a mask adds the same number to all of it.
+    softmax of it without a mask, as where a mask adds the same number to all of it. Where there is `otherwise`, such a row consists of
+    what this keeps.
     """
-    kept = keep if empty == "zeros" else keep | ~keep.expand_as(input).any(dim, keepdim=True)
+    missing = ~keep.expand_as(input).any(dim, keepdim=True)
+    kept = keep if empty == "zeros" else keep | (missing if otherwise is None else missing & otherwise)
     scores = torch.where(keep, input, LOWEST) if empty == "equal" else input
     return torch.where(kept, torch.softmax(torch.where(kept, scores, -math.inf), dim), 0.0)
 
 
-def shares(build: Builder, input: fx.Node, keep: fx.Node | None, dim: int, factor: float = 1.0, empty: str = "zeros") -> fx.Node:
-    """The softmax of factor · input along a dimension, of what is kept; `empty` is `masked_softmax`'s."""
+def shares(
+    build: Builder,
+    input: fx.Node,
+    keep: fx.Node | None,
+    dim: int,
+    factor: float = 1.0,
+    empty: str = "zeros",
+    otherwise: fx.Node | None = None,
+) -> fx.Node:
+    """The softmax of factor · input along a dimension, of what is kept; `empty` and `otherwise` are `masked_softmax`'s."""
     counted = keep
     if keep is not None:
-        counted = keep if empty == "zeros" else _with_empty_rows(build, keep, dim - len(fact(input).shape) if dim >= 0 else dim)
+        counted = keep if empty == "zeros" else _with_empty_rows(build, keep, dim - len(fact(input).shape) if dim >= 0 else dim, otherwise)
         input = build(where, keep if empty == "equal" else counted, input, LOWEST, demand=Same(("input",)))
     difference = build(sub, input, build(amax, input, [dim], True), demand=WIDE)
     values = build(exponential, difference, float(factor), demand=AT_MOST_ONE)
@@ -125,7 +134,7 @@ def shares(build: Builder, input: fx.Node, keep: fx.Node | None, dim: int, facto
     return result
 
 
-def _with_empty_rows(build: Builder, keep: fx.Node, dim: int) -> fx.Node:
+def _with_empty_rows(build: Builder, keep: fx.Node, dim: int, otherwise: fx.Node | None) -> fx.Node:
     """What is kept, and every row of which nothing is; `dim` is counted from the end."""
     model = keep.graph.owning_module
     if is_parameter(keep) and model is not None:
@@ -133,11 +142,12 @@ def _with_empty_rows(build: Builder, keep: fx.Node, dim: int) -> fx.Node:
         if value.dim() >= -dim and bool(value.any(dim).all()):
             return keep
     found = build.host(any_of, keep, [dim], True) if len(fact(keep).shape) >= -dim else keep
-    return build.host(torch.logical_or, keep, build.host(torch.logical_not, found))
+    missing = build.host(torch.logical_not, found)
+    return build.host(torch.logical_or, keep, missing if otherwise is None else build.host(torch.logical_and, missing, otherwise))
 
 
-def _expand(build: Builder, input: fx.Node, keep: fx.Node, dim: int, empty: str) -> Any:
-    return shares(build, input, keep, dim, empty=empty)
+def _expand(build: Builder, input: fx.Node, keep: fx.Node, dim: int, empty: str, otherwise: fx.Node | None) -> Any:
+    return shares(build, input, keep, dim, empty=empty, otherwise=otherwise)
 
 
-register(Operator("masked_softmax", masked_softmax, ("input",), reads=("keep",), expand=_expand))
+register(Operator("masked_softmax", masked_softmax, ("input",), reads=("keep", "otherwise"), expand=_expand))

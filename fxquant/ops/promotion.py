@@ -1,8 +1,8 @@
 """What a call means where it reads whole numbers or truth values, as PyTorch promotes them.
 
-    tokens + 1, places // 2, mask & other      arithmetic on whole numbers, as they are: `fxquant.ops.whole`
-    scores * places, bytes / 255               whole numbers as real ones, on a grid of their own: `to_real`
-    logical_and(scores, mask)                  whether a number is not 0, then on truth values
+tokens + 1, places // 2, mask & other      arithmetic on whole numbers, as they are: `fxquant.ops.whole`
+scores * places, bytes / 255               whole numbers as real ones, on a grid of their own: `to_real`
+logical_and(scores, mask)                  whether a number is not 0, then on truth values
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from fxquant.ops import whole
 from fxquant.ops.composite import Builder
 from fxquant.ops.record import OPERATORS, Operator, operator_of
 from fxquant.ops.selection import where
+from fxquant.ops.shape import numbers, reshape
 from fxquant.ops.whole import COMPARISONS, to_integer, to_real
 from fxquant.primitives.comparison import RELATIONS
 from fxquant.primitives.whole import DTYPES
@@ -32,13 +33,14 @@ NEVER = 2**62  # stands for a number that no whole number is equal to
 def promoted(node: fx.Node, operator: Operator, arguments: dict[str, Any] | str, build: Builder) -> Call | str | None:
     """The call that a node means, of which parts may be made with `build`; None where it means what it says, or a reason."""
     result = fact(node)
-    if not isinstance(result, TensorFact) and operator.name not in ("largest_along", "smallest_along"):
+    if not isinstance(result, TensorFact) and operator.name not in ("max_along", "min_along"):
         return None
     if isinstance(arguments, str):
         return _quotient(node, build) if operator.name == "div" and _all_whole(node) else None
     read = [value for value in _nodes(arguments) if not is_parameter(value) and isinstance(fact(value), TensorFact)]
     if operator.name in ("any", "all", *LOGIC, "logical_not") and isinstance(result, TensorFact) and result.dtype == torch.bool:
-        return _of_truth(operator, arguments, build) if any(fact(value).dtype != torch.bool for value in read) else None
+        numbers = [arguments[name] for name in operator.reads if not isinstance(arguments[name], fx.Node)]
+        return _of_truth(operator, arguments, build) if numbers or any(fact(value).dtype != torch.bool for value in read) else None
     if operator.function is whole.truncated:
         return _narrow(node, operator.function, arguments, build)
     if not read or all(fact(value).dtype.is_floating_point or fact(value).dtype.is_complex for value in read):
@@ -47,6 +49,8 @@ def promoted(node: fx.Node, operator: Operator, arguments: dict[str, Any] | str,
         return _of_real_numbers(operator, arguments, build)
     if any(fact(value).dtype.is_floating_point for value in read):
         return _of_real_numbers(operator, arguments, build) if operator.name in RELATIONS else None
+    if operator.name in ("cat", "stack"):
+        return _joined(node, operator, arguments, build)
     if isinstance(result, TensorFact) and result.dtype == torch.bool and operator.name not in RELATIONS:
         return _of_bits(operator, arguments, build)
     if operator.moves:
@@ -71,7 +75,9 @@ def _all_whole(node: fx.Node) -> bool:
 
 def truth(value: Any, build: Builder) -> Any:
     """Whether the numbers of a tensor are not 0."""
-    if not isinstance(value, fx.Node) or fact(value).dtype == torch.bool:
+    if not isinstance(value, fx.Node):
+        return build.constant(torch.tensor(bool(value), device="cpu"))
+    if fact(value).dtype == torch.bool:
         return value
     if is_parameter(value) or fact(value).dtype.is_floating_point:
         return build.host(torch.ne, value, 0)
@@ -174,8 +180,23 @@ def _moved(node: fx.Node, operator: Operator, arguments: dict[str, Any], build: 
     return None if isinstance(bound, str) else _narrow(node, operator.function, bound, build)
 
 
+def _joined(node: fx.Node, operator: Operator, arguments: dict[str, Any], build: Builder) -> Call | None:
+    """Whole numbers, or truth values, one after another."""
+    known, dim = fact(node), arguments["dim"]
+    made = [value if known.dtype == torch.bool else wide(value, build) for value in arguments["tensors"]]
+    if operator.name == "stack":
+        dim %= len(known.shape)
+        shapes = [numbers(fact(value).shape) for value in made]
+        if any(shape.count(-1) > 1 for shape in shapes):
+            return None
+        made = [build.host(reshape, value, [*sizes[:dim], 1, *sizes[dim:]]) for value, sizes in zip(made, shapes, strict=True)]
+    return _narrow(node, whole.whole_cat, {"tensors": made, "dim": dim}, build)
+
+
 def _of_whole_numbers(node: fx.Node, operator: Operator, arguments: dict[str, Any], build: Builder) -> Call | str | None:
     name = operator.name
+    if name in ("max_along", "min_along"):
+        return _along(name, arguments, build)
     if name in RELATIONS:
         return _compared(name, arguments, build)
     if name.startswith("logical_") and fact(node).dtype != torch.bool:  # of bits
@@ -198,12 +219,15 @@ def _of_whole_numbers(node: fx.Node, operator: Operator, arguments: dict[str, An
     meaning = MEANINGS.get(name)
     if meaning is None or not isinstance(fact(node), TensorFact) or fact(node).dtype not in DTYPES:
         return None
-    call = meaning({each: wide(value, build) for each, value in arguments.items()}, fact(arguments["input"]) if _is_node(arguments) else None)
+    operand = fact(arguments["input"]) if isinstance(arguments.get("input"), fx.Node) else None
+    call = meaning({each: wide(value, build) for each, value in arguments.items()}, operand)
     return call if isinstance(call, str | None) else _narrow(node, *call, build)
 
 
-def _is_node(arguments: dict[str, Any]) -> bool:
-    return isinstance(arguments.get("input"), fx.Node)
+def _along(name: str, arguments: dict[str, Any], build: Builder) -> Call:
+    """The extreme ones along a dimension, and their places."""
+    function = whole.whole_largest_along if name == "max_along" else whole.whole_smallest_along
+    return function, {**arguments, "input": wide(arguments["input"], build), "dtype": fact(arguments["input"]).dtype}
 
 
 def _compared(relation: str, arguments: dict[str, Any], build: Builder) -> Call:

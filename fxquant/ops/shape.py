@@ -15,12 +15,12 @@ from fxquant.graph import fact, is_parameter, shape_of
 from fxquant.lowering import Lowering, Quantized
 from fxquant.ops.constants import on_the_output
 from fxquant.ops.form import Call
-from fxquant.ops.record import Demand, Instead, Operator, Own, Same, register
-from fxquant.ops.selection import where
 from fxquant.ops.precision import REAL_DTYPES, in_dtype
-from fxquant.primitives.whole import DTYPES
+from fxquant.ops.record import Demand, Instead, Operator, Own, Same, operator_of, register
+from fxquant.ops.selection import where
 from fxquant.ops.whole import to_integer, to_real, truncated
 from fxquant.primitives import shape
+from fxquant.primitives.whole import DTYPES
 
 MANY_SIZES = "more than one of its sizes depends on the batch size"
 
@@ -124,6 +124,22 @@ def _cast(input: Any, *args: Any, **kwargs: Any) -> dict[str, Any] | str | Inste
     return _changed(input, known.dtype, next(iter(wanted))) if len(wanted) == 1 else "it changes the dtype"
 
 
+_WHOLE = ("round", "floor", "ceil", "trunc", "sign", "floor_divide", "trunc_divide", "to_real")
+
+
+def _has_no_fraction(node: fx.Node) -> bool:
+    """Whether a node's real numbers are whole ones, by what they are computed from."""
+    record = operator_of(node)
+    if record is None:
+        return False
+    if record.name in ("neg", "abs", "clamp", "add", "sub", "mul") or record.moves:
+        values = [value for name, value in record.arguments(node).items() if name in (*record.operands, "min", "max")]
+        return all(
+            _has_no_fraction(value) if isinstance(value, fx.Node) else value is None or float(value).is_integer() for value in values
+        )
+    return record.name in _WHOLE
+
+
 def _changed(input: fx.Node, before: torch.dtype, wanted: torch.dtype) -> str | Instead:
     """A cast to another dtype, as the operator that it is."""
     if wanted == torch.bool:
@@ -133,7 +149,7 @@ def _changed(input: fx.Node, before: torch.dtype, wanted: torch.dtype) -> str | 
     if wanted in DTYPES:
         if before == torch.bool or before in DTYPES:
             return Instead(to_integer, {"input": input, "dtype": wanted})
-        return Instead(truncated, {"input": input}) if before in REAL_DTYPES else "it changes the dtype"
+        return Instead(truncated, {"input": input, "whole": _has_no_fraction(input)}) if before in REAL_DTYPES else "it changes the dtype"
     if wanted == torch.float32 and before in DTYPES:
         return Instead(to_real, {"input": input})
     if wanted in REAL_DTYPES and (before == torch.float32 or input.target is in_dtype):

@@ -16,9 +16,11 @@ from torch import Tensor, fx
 
 from fxquant.facts import TensorFact
 from fxquant.graph import fact, is_parameter
-from fxquant.lowering import Lowering
+from fxquant.lowering import Lowering, Quantized
+from fxquant.ops.composite import Builder
 from fxquant.ops.record import Operator, Plain, register
-from fxquant.primitives import comparison, selection, whole
+from fxquant.primitives import comparison, selection, shape
+from fxquant.primitives import whole as primitives
 
 WHOLE_NUMBERS, TRUTH_VALUES = Plain("int64"), Plain("bool")
 Value = Any  # a value of the lowering, a constant tensor, or a number
@@ -33,8 +35,8 @@ class Steps:
         self._constants = 0
 
     def __call__(self, operation: str, input: Value, other: Value) -> Any:
-        """The two joined: see `whole.joined`."""
-        return self._lowering.call(whole.joined, self.held(input), self.held(other), operation)
+        """The two joined: see `primitives.joined`."""
+        return self._lowering.call(primitives.joined, self.held(input), self.held(other), operation)
 
     def compare(self, input: Value, other: Value, relation: str) -> Any:
         """Whether they are in the relation."""
@@ -203,9 +205,7 @@ _register(whole_add, lambda steps, input, other, alpha: steps("add", input, _sca
 _register(whole_sub, lambda steps, input, other, alpha: steps("subtract", input, _scaled(steps, other, alpha)))
 _register(whole_mul, _join("multiply"))
 _register(whole_floor_divide, _join("quotient"), refuses=_refuses_division)
-_register(
-    whole_trunc_divide, lambda steps, input, other: steps.truncated_quotient(input, other), refuses=_refuses_division
-)
+_register(whole_trunc_divide, lambda steps, input, other: steps.truncated_quotient(input, other), refuses=_refuses_division)
 _register(whole_remainder, _join("remainder"), refuses=_refuses_division)
 _register(whole_fmod, _fmod, refuses=_refuses_division)
 _register(whole_maximum, _join("larger"))
@@ -284,14 +284,15 @@ def _refuses_shift(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def _shifts(function: Callable[..., Any], step: str, side: str) -> None:
+    long = f"bitwise_{_SIDES[side]}_shift"
     _register(
         function,
         lambda steps, input, other: steps(step, input, 2**other),
         ("input",),
         refuses=_refuses_shift,
-        functions=dict.fromkeys((getattr(operator, f"{side}shift"), getattr(operator, f"i{side}shift"), getattr(torch, f"bitwise_{_SIDES[side]}_shift"))),
-        methods=dict.fromkeys((f"__{side}shift__", f"__i{side}shift__", f"bitwise_{_SIDES[side]}_shift", f"bitwise_{_SIDES[side]}_shift_")),
-    )  # fmt: skip
+        functions=dict.fromkeys((getattr(operator, f"{side}shift"), getattr(operator, f"i{side}shift"), getattr(torch, long))),
+        methods=dict.fromkeys((f"__{side}shift__", f"__i{side}shift__", long, f"{long}_")),
+    )
 
 
 _SIDES = {"l": "left", "r": "right"}
@@ -359,18 +360,18 @@ def whole_argmin(input: Tensor, dim: int, keepdim: bool = False) -> Tensor:
 def _choose(lowering: Lowering, condition: Any, input: Any, other: Any) -> Any:
     steps = Steps(lowering)
     held = lowering.given("condition", condition, torch.bool)
-    return lowering.call(whole.chosen, steps.held(input), steps.held(other), held)
+    return lowering.call(primitives.chosen, steps.held(input), steps.held(other), held)
 
 
 def _reduce(operation: str) -> Callable[..., Any]:
-    return lambda lowering, input, dim, keepdim: lowering.call(whole.reduced, input, list(dim), keepdim, operation)
+    return lambda lowering, input, dim, keepdim: lowering.call(primitives.reduced, input, list(dim), keepdim, operation)
 
 
 def _place(operation: str) -> Callable[..., Any]:
     def lower(lowering: Lowering, input: Any, dim: int, keepdim: bool) -> Any:
         """The first that is equal to the extreme one."""
-        extreme = lowering.call(whole.reduced, input, [dim], True, operation)
-        found = lowering.call(whole.converted, lowering.call(comparison.compare, input, extreme, "eq"), torch.int64)
+        extreme = lowering.call(primitives.reduced, input, [dim], True, operation)
+        found = lowering.call(primitives.converted, lowering.call(comparison.compare, input, extreme, "eq"), torch.int64)
         return lowering.call(selection.arg_extremum, found, dim, keepdim, True)
 
     return lower
@@ -398,11 +399,57 @@ for _function, _lower, _refuses in (
     (whole_sum, _reduce("sum"), lambda node, arguments: None),
     (whole_amax, _reduce("largest"), lambda node, arguments: None),
     (whole_amin, _reduce("smallest"), lambda node, arguments: None),
-    (whole_cumsum, lambda lowering, input, dim: lowering.call(whole.running, input, dim), lambda node, arguments: None),
+    (whole_cumsum, lambda lowering, input, dim: lowering.call(primitives.running, input, dim), lambda node, arguments: None),
     (whole_argmax, _place("largest"), _refuses_place),
     (whole_argmin, _place("smallest"), _refuses_place),
 ):
     register(Operator(_function.__name__, _function, (), _lower, WHOLE_NUMBERS, reads=("input",), refuses=_refuses))
+
+
+def whole_largest_along(input: Tensor, dim: int, keepdim: bool = False, dtype: torch.dtype = torch.int64) -> Any:
+    """The largest along a dimension, in a dtype, and their places."""
+    values, places = torch.max(input, dim, keepdim)
+    return values.to(dtype), places
+
+
+def whole_smallest_along(input: Tensor, dim: int, keepdim: bool = False, dtype: torch.dtype = torch.int64) -> Any:
+    """The smallest along a dimension, in a dtype, and their places."""
+    values, places = torch.min(input, dim, keepdim)
+    return values.to(dtype), places
+
+
+for _function, _value, _where in ((whole_largest_along, whole_amax, whole_argmax), (whole_smallest_along, whole_amin, whole_argmin)):
+
+    def _expand(
+        build: Builder, input: fx.Node, dim: int, keepdim: bool, dtype: torch.dtype, value: Any = _value, place: Any = _where
+    ) -> Any:
+        values = build(value, input, [dim], keepdim)
+        return values if dtype == torch.int64 else build(to_integer, values, dtype), build(place, input, dim, keepdim)
+
+    register(Operator(_function.__name__, _function, (), reads=("input",), expand=_expand, refuses=_refuses_place))
+
+
+def whole_cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
+    """Whole numbers, or truth values, one after another."""
+    return torch.cat(tensors, dim)
+
+
+def _cat(lowering: Lowering, tensors: list[Any], dim: int) -> Any:
+    dtype = next((tensor.dtype for tensor in tensors if isinstance(tensor, Tensor)), torch.int64)
+    parts = [lowering.given(f"tensor_{index}", tensor, dtype) for index, tensor in enumerate(tensors)]
+    return lowering.call(shape.concatenate, parts, dim)
+
+
+register(
+    Operator(
+        "whole_cat",
+        whole_cat,
+        (),
+        _cat,
+        lambda node, arguments: TRUTH_VALUES if fact(node).dtype == torch.bool else WHOLE_NUMBERS,
+        reads=("tensors",),
+    )
+)
 
 # ---- other dtypes ---------------------------------------------------------------------------------------------------
 
@@ -412,8 +459,8 @@ def to_integer(input: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
     return input.to(dtype)
 
 
-def truncated(input: Tensor) -> Tensor:
-    """Real numbers without their fraction, as int64."""
+def truncated(input: Tensor, whole: bool = False) -> Tensor:
+    """Real numbers without their fraction, as int64; `whole` says that they have none, but for what a grid makes of them."""
     return input.to(torch.int64)
 
 
@@ -422,9 +469,16 @@ def to_real(input: Tensor) -> Tensor:
     return input.to(torch.float32)
 
 
+def _lower_truncated(lowering: Lowering, input: Quantized, whole: bool) -> Any:
+    """A whole number may be no step of the grid: numbers that are whole are rounded to the nearest one."""
+    margin = torch.tensor(0.5 if whole else 0.0, dtype=torch.float32, device=input.scale.device)
+    constants = [lowering.constant(role, value.detach(), torch.float32) for role, value in (("scale", input.scale), ("margin", margin))]
+    return lowering.call(primitives.truncated, input.value, *constants)
+
+
 def _refuses_dtype(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     dtype = arguments["dtype"]
-    return None if dtype in whole.DTYPES else f"it makes {str(dtype).removeprefix('torch.')} of whole numbers"
+    return None if dtype in primitives.DTYPES else f"it makes {str(dtype).removeprefix('torch.')} of whole numbers"
 
 
 register(
@@ -432,23 +486,13 @@ register(
         "to_integer",
         to_integer,
         (),
-        lambda lowering, input, dtype: lowering.call(whole.converted, input, dtype),
+        lambda lowering, input, dtype: lowering.call(primitives.converted, input, dtype),
         WHOLE_NUMBERS,
         reads=("input",),
         refuses=_refuses_dtype,
     )
 )
-register(
-    Operator(
-        "truncated",
-        truncated,
-        ("input",),
-        lambda lowering, input: lowering.call(
-            whole.truncated, input.value, lowering.constant("scale", input.scale, torch.float32)
-        ),
-        WHOLE_NUMBERS,
-    )
-)
+register(Operator("truncated", truncated, ("input",), _lower_truncated, WHOLE_NUMBERS))
 register(
     Operator(
         "to_real",

@@ -103,20 +103,23 @@ def converted(input: Tensor, dtype: torch.dtype) -> Tensor:
     return input.to(dtype)
 
 
-def _onnx_truncated(e: Emitter, input: str, scale: Tensor) -> str:
-    real = e.node("Mul", e.node("Cast", input, to=torch.float32), e.constant(scale))
-    return e.node("Cast", real, to=torch.int64)
+def _onnx_truncated(e: Emitter, input: str, scale: Tensor, margin: Tensor) -> str:
+    number = e.node("Cast", input, to=torch.float32)
+    beyond = e.node("Mul", e.node("Sign", number), e.constant(margin))
+    return e.node("Cast", e.node("Add", e.node("Mul", number, e.constant(scale)), beyond), to=torch.int64)
 
 
-def _bounds_truncated(input: Value, scale: Value) -> Range:
-    need(scale.constant is not None and scale.constant.dtype == torch.float32, "its scale is no constant")
+def _bounds_truncated(input: Value, scale: Value, margin: Value) -> Range:
+    for name, value in (("scale", scale), ("margin", margin)):
+        need(value.constant is not None and value.constant.dtype == torch.float32, f"its {name} is no constant")
     return ANY
 
 
 @primitive(_onnx_truncated, bounds=_bounds_truncated, kind="plain")
-def truncated(input: Tensor, scale: Tensor) -> Tensor:
-    """The real number float32(q) · scale without its fraction, as int64: one float32 product, as where integers become real."""
-    return (input.float() * scale).to(torch.int64)
+def truncated(input: Tensor, scale: Tensor, margin: Tensor) -> Tensor:
+    """The real number float32(q) · scale ± margin, away from 0, without its fraction, as int64; 0 of 0. Both steps are float32."""
+    number = input.float()
+    return (number * scale + torch.sign(number) * margin).to(torch.int64)
 
 
 def _onnx_chosen(e: Emitter, input: str | Tensor, other: str | Tensor, condition: str | Tensor) -> str:

@@ -1,7 +1,7 @@
 """The rows: which operators are tried, and how they are written. One line for each operator."""
 
-from benchmarks.operators.rows import choosing, elementwise, geometry, layers, rest
+from benchmarks.operators.rows import choosing, elementwise, geometry, layers, rest, whole
 
-FAMILIES = {**elementwise.FAMILIES, **choosing.FAMILIES, **layers.FAMILIES, **geometry.FAMILIES, **rest.FAMILIES}
+FAMILIES = {**elementwise.FAMILIES, **choosing.FAMILIES, **layers.FAMILIES, **geometry.FAMILIES, **rest.FAMILIES, **whole.FAMILIES}
 
 __all__ = ["FAMILIES"]
