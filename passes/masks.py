@@ -23,7 +23,7 @@ from fxquant.ops import operator_of
 from fxquant.ops.arithmetic import add
 from fxquant.ops.composite import Builder
 from fxquant.ops.floating import given
-from fxquant.ops.hiding import Hiding, far_below
+from fxquant.ops.hiding import ABSORBING, Hiding, far_below, level_of
 from fxquant.ops.masking import added, kept, masked_softmax, parts_of
 from fxquant.pipeline import Context
 from fxquant.quantization.rules import decide
@@ -56,6 +56,7 @@ class Search:
         self.keeps: list[fx.Node] = []
         self.empty: set[str] = set()  # what becomes of rows of which each mask keeps nothing
         self.otherwise: fx.Node | None = None  # what counts in such a row, where there is one mask
+        self.levels: list[float | None] = []  # what each mask adds where it hides
         self.moves: list[fx.Node] = []  # what gives another shape behind the masks, the last one first
         self.seen: list[fx.Node] = []
 
@@ -85,6 +86,8 @@ class Search:
 
     def _empty(self) -> tuple[str, fx.Node | None]:
         """What becomes of rows of which nothing is kept: zeros where PyTorch has NaN, or where it is not known."""
+        if len(self.keeps) == 2 and self.levels[0] == self.levels[1] and (self.levels[0] or 0.0) <= ABSORBING:
+            return "equal", self.build.host(torch.logical_or, *self.keeps)
         kind = next((kind for kind in ("zeros", "equal", "whole") if kind in self.empty), "zeros")
         return kind, self.otherwise if len(self.keeps) == 1 else None
 
@@ -150,12 +153,14 @@ class Search:
             self.seen.append(node)
             self.empty.add(hiding.empty)
             self.otherwise = hiding.otherwise
+            self.levels.append(hiding.adds)
             within = self._without(scores)
             return scores if within is None else within
         hides, adds = parts_of(mask, dim)
         if not hides:
             return self._with(node, scores)
         self.keeps.append(self.build.host(kept, mask, dim))
+        self.levels.append(level_of(mask) if is_parameter(mask) else None)
         self.seen.append(node)
         within = self._without(scores)
         clean = scores if within is None else within
@@ -175,6 +180,7 @@ class Search:
         if fact(scores).shape != fact(node).shape:
             return None
         self.keeps.append(keep)
+        self.levels.append(None)
         self.seen.append(node)
         self.empty.add("zeros" if -math.inf in (input, other) else "equal")
         within = self._without(scores)

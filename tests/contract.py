@@ -19,7 +19,7 @@ from fxquant.primitives.boundary import quantize
 from fxquant.quantization.prepared import quantized_operators
 
 TARGETS = ("bayes-e", "nash-e")
-NOT_LOWERED = ("identity", "dropout", "nan_to_num", "requantize")  # operators that may leave no primitive behind
+NOT_LOWERED = ("identity", "dropout", "nan_to_num", "requantize", "in_dtype", "finely")  # operators that may leave no primitive behind
 
 Inputs = tuple[Tensor, ...]
 

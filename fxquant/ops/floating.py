@@ -229,15 +229,20 @@ def _ranks(gm: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _computing_masks(gm: fx.GraphModule) -> set[fx.Node]:
-    """What is computed from inputs and constants, and leads to masks of composites alone."""
+    """What is computed from inputs and constants, and leads to masks of composites alone.
+
+    What is computed of truth values and whole numbers is none of it: that is exact on integers.
+    """
     plain, found = given(gm), set()
     for node in reversed(gm.graph.nodes):
-        known = operator_of(node)
-        if known is not None and isinstance(demand(node), Plain):  # which is exact on integers
-            continue
         if node in plain and node.users and all(reader in found or _reads_mask(reader, node) for reader in node.users):
             found.add(node)
-    return found
+    return {node for node in found if not _of_plain_values(node)}
+
+
+def _of_plain_values(node: fx.Node) -> bool:
+    operator = operator_of(node)
+    return operator is not None and isinstance(demand(node), Plain) and not operand_nodes(operator, operator.arguments(node))
 
 
 def _reads_mask(reader: fx.Node, node: fx.Node) -> bool:

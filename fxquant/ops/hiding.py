@@ -202,6 +202,12 @@ def _numbers(value: Any) -> set[float]:
     return set(torch.as_tensor(parameter_value(model, value)).unique().tolist())
 
 
+def level_of(constant: fx.Node) -> float | None:
+    """What a constant mask adds where it hides; None where that is several numbers."""
+    found = {number for number in _numbers(constant) if number != 0}
+    return next(iter(found)) if len(found) == 1 else None
+
+
 def _dim_before(node: fx.Node, dim: int | None) -> int | None:
     """The dimension of what a node moves that is the result's; None where it is not known."""
     before, after, record = fact(node.args[0]).shape, fact(node).shape, operator_of(node)  # type: ignore[arg-type]

@@ -210,10 +210,8 @@ def _of_whole_numbers(node: fx.Node, operator: Operator, arguments: dict[str, An
         made = {each: int(value) if isinstance(value, float) else value for each, value in made.items()}
         return _narrow(node, whole.whole_where, made, build)
     if operator.function is to_integer:
-        source = arguments["input"]
-        return None if arguments["dtype"] == torch.int64 or fact(source).dtype == torch.int64 else (
-            to_integer, {"input": wide(source, build), "dtype": arguments["dtype"]}
-        )  # fmt: skip
+        dtype = arguments["dtype"]
+        return to_integer, {"input": arguments["input"] if dtype == torch.int64 else wide(arguments["input"], build), "dtype": dtype}
     if name in ("whole_lshift", "whole_rshift"):
         return _narrow(node, operator.function, {each: wide(value, build) for each, value in arguments.items()}, build)
     meaning = MEANINGS.get(name)

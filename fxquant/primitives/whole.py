@@ -33,7 +33,7 @@ JOINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "smaller": torch.minimum,
     "and": torch.bitwise_and,
 }
-_ONNX = {"add": "Add", "subtract": "Sub", "multiply": "Mul", "remainder": "Mod", "larger": "Max", "smaller": "Min"}
+_ONNX = {"add": "Add", "subtract": "Sub", "multiply": "Mul", "remainder": "Mod"}
 
 
 def _whole(e: Emitter, value: str | Tensor) -> str:
@@ -49,6 +49,8 @@ def _onnx_joined(e: Emitter, input: str | Tensor, other: str | Tensor, operation
         return e.node("Div", e.node("Sub", left, e.node("Mod", left, right)), right)
     if operation == "and":
         return e.node("BitwiseAnd", left, right) if e.opset >= 18 else _onnx_bits(e, left, right)
+    if operation in ("larger", "smaller"):  # onnxruntime's Max, Min and ReduceMax compare the last 32 bits of an int64 alone
+        return e.node("Where", e.node("Less", *((right, left) if operation == "larger" else (left, right))), left, right)
     return e.node(_ONNX[operation], left, right)
 
 
@@ -137,13 +139,27 @@ def chosen(input: Tensor, other: Tensor, condition: Tensor) -> Tensor:
 
 
 REDUCED: dict[str, Callable[..., Tensor]] = {"sum": torch.sum, "largest": torch.amax, "smallest": torch.amin}
-_ONNX_REDUCED = {"sum": "ReduceSum", "largest": "ReduceMax", "smallest": "ReduceMin"}
+HALF = 2**31
 
 
 def _onnx_reduced(e: Emitter, input: str, dim: list[int], keepdim: bool, operation: str) -> str:
-    if operation == "sum" or e.opset >= 18:
-        return e.node(_ONNX_REDUCED[operation], input, e.constant(list(dim)), keepdims=int(keepdim))
-    return e.node(_ONNX_REDUCED[operation], input, axes=list(dim), keepdims=int(keepdim))
+    if operation == "sum":
+        return e.node("ReduceSum", input, e.constant(list(dim)), keepdims=int(keepdim))
+
+    def extreme(value: str, keepdims: int) -> str:
+        """Of whole numbers below 2^53, as float64."""
+        name, real = "ReduceMax" if operation == "largest" else "ReduceMin", e.node("Cast", value, to=torch.float64)
+        by = {} if e.opset >= 18 else {"axes": list(dim)}
+        axes = (e.constant(list(dim)),) if e.opset >= 18 else ()
+        return e.node("Cast", e.node(name, real, *axes, keepdims=keepdims, **by), to=torch.int64)
+
+    # The extreme upper part, and of what has that the extreme lower part.
+    half = e.constant(HALF, torch.int64)
+    lower = e.node("Mod", input, half)
+    upper = e.node("Div", e.node("Sub", input, lower), half)
+    first = e.node("Equal", upper, extreme(upper, 1))
+    beyond = e.constant(-1 if operation == "largest" else HALF, torch.int64)
+    return e.node("Add", e.node("Mul", extreme(upper, int(keepdim)), half), extreme(e.node("Where", first, lower, beyond), int(keepdim)))
 
 
 def _bounds_reduced(input: Value | None, dim: list[int], keepdim: bool, operation: str) -> Range:
