@@ -24,6 +24,7 @@ from fxquant.quantization.observers import MinMaxObserver
 from tests import contract
 from tests.contract import all_equal, compiled, graph_values
 from tests.test_tables_and_selection import ALSO, CASES
+from tests.test_whole_numbers import OF_REAL_NUMBERS, OF_WHOLE_NUMBERS
 
 Forward = Callable[..., Any]
 
@@ -892,6 +893,7 @@ SAMPLES: dict[Any, list[Sample]] = {
     "type_as": unary("identity", EXACT, lambda m, x: x.type_as(x).relu()),
     "float": unary("identity", EXACT, lambda m, x: x.float().relu()),
     "double": unary("identity", EXACT, lambda m, x: x.double().float().relu()),
+    "sum_to_size": unary("identity", EXACT, lambda m, x: x.sum_to_size(x.shape).relu()),
     "cpu": unary("identity", EXACT, lambda m, x: x.cpu().relu()),
     "positive": unary("identity", EXACT, lambda m, x: x.positive().relu()),
     torch.positive: unary("identity", EXACT, lambda m, x: torch.positive(x).relu()),
@@ -1035,7 +1037,13 @@ def test_every_operator_has_a_sample() -> None:
     elsewhere = {case.operator for case in (*CASES.values(), *ALSO.values())}
     parts = {"ranked", "pick", "quantize", "dequantize", "requantize", "scale_channels", "deformed_taps"}
     parts |= {"exponential", "inverse_root", "kept", "added", "masked_softmax", "log_of_one_and_exponential", "angle_of_share"}
-    sampled = elsewhere | {sample.operator for samples in SAMPLES.values() for sample in samples} | parts
+    sampled = (
+        elsewhere
+        | set(OF_WHOLE_NUMBERS)
+        | set(OF_REAL_NUMBERS)
+        | {sample.operator for samples in SAMPLES.values() for sample in samples}
+        | parts
+    )
     assert sampled == {record.name for record in OPERATORS.values()}
 
 

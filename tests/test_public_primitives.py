@@ -129,6 +129,12 @@ CALLS = {
     "rows": gives([[[3, 4], [1, 2]]], torch.int8, i8([1, 2], [3, 4]), i64([1, 0])),
     "pick": gives([[3, 1], [6, 4]], torch.int8, i8([1, 2, 3], [4, 5, 6]), 1, i64(-1, 0)),
     "take_along": gives([[3, 1], [4, 5]], torch.int8, i8([1, 2, 3], [4, 5, 6]), 1, i64([2, 0], [0, 1])),
+    "joined": gives([-2, 1], torch.int64, i64(-7, 7), i64(4, 4), "quotient"),
+    "converted": gives([-56, 5], torch.int8, i64(200, 5), torch.int8),
+    "truncated": gives([-2, 0, 3], torch.int64, i8(-5, 1, 6), torch.tensor(0.5), torch.tensor(0.0)),
+    "chosen": gives([1, 2**40], torch.int64, i64(1, 2), i64(-6, 2**40), holds(1, 0)),
+    "reduced": gives([2**40, 5], torch.int64, i64([2**40, 3], [-1, 5]), [1], False, "largest"),
+    "running": gives([[1, 3, 6]], torch.int64, i64([1, 2, 3]), 1),
     "put_along": gives([[9, 2, 8], [4, 7, 7]], torch.int8, i8([1, 2, 3], [4, 5, 6]), i8([8, 9], [7, 7]), 1, i64([2, 0], [1, 2])),
 }  # fmt: skip
 

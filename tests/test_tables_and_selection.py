@@ -99,6 +99,11 @@ def assigned(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return result
 
 
+def _shifted(spelling: Any, numbers: Tensor) -> Tensor:
+    result: Tensor = getattr(numbers, spelling)(1) if isinstance(spelling, str) else spelling(numbers, 1)
+    return result
+
+
 _COMPARED = {"eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge"}
 _LONG = {"ne": "not_equal", "lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal"}
 _BITS = {"and": operator.and_, "or": operator.or_, "xor": operator.xor}
@@ -223,6 +228,18 @@ CASES: dict[Any, Case] = {
     },
     "__rtruediv__": both("quotient_of", lambda x, y: y.__rtruediv__(1.5)),
     "__rdiv__": both("quotient_of", lambda x, y: y.__rdiv__(1.5)),
+    # ---- casts and shifts: what they give of whole numbers that are given is in test_whole_numbers
+    **{name: both("truncated", lambda x, y, name=name: getattr(x * 3, name)(), False) for name in ("int", "long", "short", "char", "byte")},
+    "bool": both("ne", lambda x, y: x.bool(), False),
+    **{name: both("in_dtype", lambda x, y, name=name: getattr(x, name)().float() * 2) for name in ("half", "bfloat16")},
+    **{
+        spelling: both(f"whole_{side}", lambda x, y, spelling=spelling: _shifted(spelling, (x * 3).long()), False)
+        for side, long in (("lshift", "bitwise_left_shift"), ("rshift", "bitwise_right_shift"))
+        for spelling in (
+            *(getattr(operator, side), getattr(operator, f"i{side}"), getattr(torch, long)),
+            *(f"__{side}__", f"__i{side}__", long, f"{long}_"),
+        )
+    },
     # ---- composites
     torch.addcmul: both("addcmul", lambda x, y: torch.addcmul(x, x, y, value=0.5)),
     "addcmul": both("addcmul", lambda x, y: x.addcmul(y, y)),

@@ -20,7 +20,7 @@ from tests.contract import all_equal, compiled
 Function = Callable[[Tensor, Tensor, Tensor, Tensor], Any]  # of numbers, of others, of narrow ones, and of truth values
 
 # By the operator that each becomes.
-EXACT: dict[str, list[Function]] = {
+OF_WHOLE_NUMBERS: dict[str, list[Function]] = {
     "whole_add": [lambda x, y, n, m: x + y, lambda x, y, n, m: torch.add(x, 3, alpha=2), lambda x, y, n, m: n + n],
     "whole_sub": [lambda x, y, n, m: 1 - x, lambda x, y, n, m: -y, lambda x, y, n, m: ~x, lambda x, y, n, m: torch.rsub(n, 7)],
     "whole_mul": [lambda x, y, n, m: x * y, lambda x, y, n, m: n * 5, lambda x, y, n, m: x.square(), lambda x, y, n, m: m * 3],
@@ -39,9 +39,9 @@ EXACT: dict[str, list[Function]] = {
     "whole_pow": [lambda x, y, n, m: x**3],
     **{
         f"whole_{side}": [
-            lambda x, y, n, m, function=getattr(operator, side): function(x, 2),
-            lambda x, y, n, m, function=getattr(operator, f"i{side}"): function(x.clone(), 3),
-            lambda x, y, n, m, function=getattr(torch, f"bitwise_{long}"): function(n, 1),
+            lambda x, y, n, m, side=side: getattr(operator, side)(x, 2),
+            lambda x, y, n, m, side=side: getattr(operator, f"i{side}")(x.clone(), 3),
+            lambda x, y, n, m, long=long: getattr(torch, f"bitwise_{long}")(n, 1),
             *[
                 lambda x, y, n, m, method=method: getattr(x * 3, method)(1)
                 for method in (f"__{side}__", f"__i{side}__", f"bitwise_{long}", f"bitwise_{long}_")
@@ -51,8 +51,8 @@ EXACT: dict[str, list[Function]] = {
     },
     **{
         f"whole_{name}": [
-            lambda x, y, n, m, function=getattr(torch, name): function(x, y),
-            lambda x, y, n, m, function=getattr(torch, name): function(n, 2.5),
+            lambda x, y, n, m, name=name: getattr(torch, name)(x, y),
+            lambda x, y, n, m, name=name: getattr(torch, name)(n, 2.5),
         ]
         for name in ("eq", "ne", "lt", "le", "gt", "ge")
     },
@@ -83,7 +83,7 @@ OF_REAL_NUMBERS = ("to_real", "truncated", "in_dtype", "finely")
 
 class Exact(nn.Module):
     def forward(self, x: Tensor, y: Tensor, n: Tensor, m: Tensor) -> Any:
-        return [function(x, y, n, m) for functions in EXACT.values() for function in functions]
+        return [function(x, y, n, m) for functions in OF_WHOLE_NUMBERS.values() for function in functions]
 
 
 def inputs_of(count: int, large: bool = False) -> tuple[Tensor, ...]:
@@ -106,13 +106,14 @@ def test_arithmetic_on_whole_numbers_is_pytorchs_in_every_form(tmp_path: Path) -
             assert all_equal(wanted, results)
     contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", batches)
     before = fxq.export_onnx(integer, tmp_path / "before.onnx", opset=17)  # without operators on bits
-    assert fxq.verify(integer, before, batches, show_progress=False)
+    report = fxq.verify(integer, before, batches, show_progress=False)
+    assert report, str(report)
 
 
 def test_each_becomes_its_operator() -> None:
     prepared = fxq.prepare(Exact().eval(), inputs_of(4), until="canonical.rewrite")
     found = {OPERATORS[node.target].name for node in prepared.graph.nodes if node.target in OPERATORS}
-    assert found >= EXACT.keys() - {"ne"}
+    assert found >= OF_WHOLE_NUMBERS.keys() - {"ne"}
 
 
 class Casts(nn.Module):

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from fxquant.facts import TensorFact
 from fxquant.graph import computes_tensor, fact, is_parameter, parameter_value, part, refusal, resolve
-from fxquant.ops.hiding import HIDDEN
+from fxquant.ops.hiding import HIDDEN, finely
 from fxquant.ops.masking import HOST
 from fxquant.ops.precision import IN_DTYPE
 from fxquant.ops.record import Operator, Own, Plain, demand, operand_nodes, operator_of, read_nodes
@@ -231,13 +231,16 @@ def _ranks(gm: fx.GraphModule, node: fx.Node) -> bool:
 def _computing_masks(gm: fx.GraphModule) -> set[fx.Node]:
     """What is computed from inputs and constants, and leads to masks of composites alone.
 
-    What is computed of truth values and whole numbers is none of it: that is exact on integers.
+    What is computed of truth values and whole numbers is none of it: that is exact on integers; nor is what tells the largest of a row.
     """
-    plain, found = given(gm), set()
+    plain, found, ranked = given(gm), set(), set[fx.Node]()
     for node in reversed(gm.graph.nodes):
         if node in plain and node.users and all(reader in found or _reads_mask(reader, node) for reader in node.users):
             found.add(node)
-    return {node for node in found if not _of_plain_values(node)}
+    for node in gm.graph.nodes:
+        if node.target is finely or not ranked.isdisjoint(node.all_input_nodes):
+            ranked.add(node)
+    return {node for node in found - ranked if not _of_plain_values(node)}
 
 
 def _of_plain_values(node: fx.Node) -> bool:

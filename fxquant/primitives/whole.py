@@ -70,7 +70,23 @@ def _onnx_bits(e: Emitter, left: str, right: str) -> str:
     both = e.node("Mul", e.node("Mul", bits(left), bits(right)), powers)
     lowest = e.constant(-(2**63), torch.int64)
     negative = e.node("Mul", e.node("Mul", sign(left), sign(right)), lowest)
-    return e.node("Add", e.node("ReduceSum", both, axis, keepdims=0), negative)
+    return e.node("Add", _onnx_sum(e, both, [-1], False), negative)
+
+
+HALF = 2**31
+
+
+def _halves(e: Emitter, input: str) -> tuple[str, str]:
+    """⌊x / 2^31⌋ and the 31 bits below."""
+    half = e.constant(HALF, torch.int64)
+    lower = e.node("Mod", input, half)
+    return e.node("Div", e.node("Sub", input, lower), half), lower
+
+
+def _onnx_sum(e: Emitter, input: str, dim: list[int], keepdim: bool) -> str:
+    """onnxruntime forms sums of int64 in float64, which is exact below 2^53: the upper parts and the lower ones apart."""
+    upper, lower = (e.node("ReduceSum", part, e.constant(list(dim)), keepdims=int(keepdim)) for part in _halves(e, input))
+    return e.node("Add", e.node("Mul", upper, e.constant(HALF, torch.int64)), lower)
 
 
 def _bounds_joined(input: Value | None, other: Value | None, operation: str) -> Range:
@@ -139,12 +155,11 @@ def chosen(input: Tensor, other: Tensor, condition: Tensor) -> Tensor:
 
 
 REDUCED: dict[str, Callable[..., Tensor]] = {"sum": torch.sum, "largest": torch.amax, "smallest": torch.amin}
-HALF = 2**31
 
 
 def _onnx_reduced(e: Emitter, input: str, dim: list[int], keepdim: bool, operation: str) -> str:
     if operation == "sum":
-        return e.node("ReduceSum", input, e.constant(list(dim)), keepdims=int(keepdim))
+        return _onnx_sum(e, input, dim, keepdim)
 
     def extreme(value: str, keepdims: int) -> str:
         """Of whole numbers below 2^53, as float64."""
@@ -154,9 +169,7 @@ def _onnx_reduced(e: Emitter, input: str, dim: list[int], keepdim: bool, operati
         return e.node("Cast", e.node(name, real, *axes, keepdims=keepdims, **by), to=torch.int64)
 
     # The extreme upper part, and of what has that the extreme lower part.
-    half = e.constant(HALF, torch.int64)
-    lower = e.node("Mod", input, half)
-    upper = e.node("Div", e.node("Sub", input, lower), half)
+    half, (upper, lower) = e.constant(HALF, torch.int64), _halves(e, input)
     first = e.node("Equal", upper, extreme(upper, 1))
     beyond = e.constant(-1 if operation == "largest" else HALF, torch.int64)
     return e.node("Add", e.node("Mul", extreme(upper, int(keepdim)), half), extreme(e.node("Where", first, lower, beyond), int(keepdim)))
@@ -169,7 +182,7 @@ def _bounds_reduced(input: Value | None, dim: list[int], keepdim: bool, operatio
 
 @primitive(_onnx_reduced, bounds=_bounds_reduced, kind="plain")
 def reduced(input: Tensor, dim: list[int], keepdim: bool, operation: str) -> Tensor:
-    """The "sum" of whole numbers along dimensions, the "largest" or the "smallest" of them: int64."""
+    """The "sum" of whole numbers along dimensions, at most 2^21 of them, the "largest" or the "smallest" of them: int64."""
     return REDUCED[operation](input, dim, keepdim=keepdim)
 
 
