@@ -27,8 +27,8 @@ from fxquant.graph import annotate as set_annotation
 from fxquant.numerics import PLAIN_TYPES
 from fxquant.ops import Fixed, Operator, Own, Plain, demand, operand_nodes, operator_of, preferred_dtypes, shares
 from fxquant.ops.boundary import QUANTIZE
+from fxquant.ops.casting import IN_DTYPE
 from fxquant.ops.floating import needed_in_float, reads_no_activation, reason_of
-from fxquant.ops.precision import IN_DTYPE
 from fxquant.pipeline import Context
 from fxquant.quantization.mapping import DEFAULT, Rule
 from fxquant.quantization.rules import Decision, decide

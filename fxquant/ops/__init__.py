@@ -11,6 +11,7 @@ from fxquant.ops import (
     assignment,
     attention,
     boundary,
+    casting,
     comparison,
     contraction,
     convolution,
@@ -35,7 +36,6 @@ from fxquant.ops import (
     patches,
     pixels,
     pool,
-    precision,
     prelu,
     promotion,
     ranking,
@@ -50,6 +50,7 @@ from fxquant.ops import (
     unpool,
     weighted,
     whole,
+    whole_along,
 )
 from fxquant.ops.record import (
     FUNCTIONS,
@@ -97,6 +98,7 @@ __all__ = [
     "assignment",
     "attention",
     "boundary",
+    "casting",
     "comparison",
     "contraction",
     "convolution",
@@ -127,7 +129,6 @@ __all__ = [
     "patches",
     "pixels",
     "pool",
-    "precision",
     "preferred_by",
     "preferred_dtypes",
     "prelu",
@@ -148,4 +149,5 @@ __all__ = [
     "unpool",
     "weighted",
     "whole",
+    "whole_along",
 ]

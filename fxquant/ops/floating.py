@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from fxquant.facts import TensorFact
 from fxquant.graph import computes_tensor, fact, is_parameter, parameter_value, part, refusal, resolve
+from fxquant.ops.casting import IN_DTYPE
 from fxquant.ops.hiding import HIDDEN, finely
 from fxquant.ops.masking import HOST
-from fxquant.ops.precision import IN_DTYPE
 from fxquant.ops.record import Operator, Own, Plain, demand, operand_nodes, operator_of, read_nodes
 from fxquant.ops.unary import has_pole
 

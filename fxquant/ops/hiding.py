@@ -18,11 +18,12 @@ from torch import Tensor, fx
 
 from fxquant.facts import TensorFact
 from fxquant.graph import fact, is_parameter, parameter_value
+from fxquant.ops.casting import to_real
 from fxquant.ops.comparison import any as any_of
 from fxquant.ops.composite import Builder
 from fxquant.ops.extremum import amax, amin
 from fxquant.ops.record import Operator, Same, operator_of, register
-from fxquant.ops.whole import COMPARISONS, to_real
+from fxquant.ops.whole import COMPARISONS
 
 HIDDEN = -64.0  # what lies so far below the largest element of its row has no share of it: exp(-64) < 2^-92
 ABSORBING = -1e7  # scores are lost beside it in float32, so that all of a row that is hidden is equal
@@ -168,7 +169,7 @@ class Hiding:
         value = None if model is None else parameter_value(model, mask)
         if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not bool(((value == 0) | (value <= HIDDEN)).all()):
             return None
-        self._added |= set(value[value != 0].unique().tolist())
+        self._added |= set(value[value != 0].flatten().tolist())
         return self._build.host(torch.eq, mask, 0.0)
 
     def _seen(self, adds: float, found: fx.Node | None) -> fx.Node | None:
@@ -199,7 +200,7 @@ def _numbers(value: Any) -> set[float]:
     if number is not None:
         return {number}
     model = value.graph.owning_module
-    return set(torch.as_tensor(parameter_value(model, value)).unique().tolist())
+    return set(torch.as_tensor(parameter_value(model, value)).flatten().tolist())
 
 
 def level_of(constant: fx.Node) -> float | None:

@@ -16,12 +16,13 @@ from torch import fx
 
 from fxquant.facts import TensorFact
 from fxquant.graph import fact, is_parameter
-from fxquant.ops import whole
+from fxquant.ops import whole, whole_along
+from fxquant.ops.casting import to_integer, to_real, truncated
 from fxquant.ops.composite import Builder
 from fxquant.ops.record import OPERATORS, Operator, operator_of
 from fxquant.ops.selection import where
 from fxquant.ops.shape import numbers, reshape
-from fxquant.ops.whole import COMPARISONS, to_integer, to_real
+from fxquant.ops.whole import COMPARISONS
 from fxquant.primitives.comparison import RELATIONS
 from fxquant.primitives.whole import DTYPES
 
@@ -41,7 +42,7 @@ def promoted(node: fx.Node, operator: Operator, arguments: dict[str, Any] | str,
     if operator.name in ("any", "all", *LOGIC, "logical_not") and isinstance(result, TensorFact) and result.dtype == torch.bool:
         numbers = [arguments[name] for name in operator.reads if not isinstance(arguments[name], fx.Node)]
         return _of_truth(operator, arguments, build) if numbers or any(fact(value).dtype != torch.bool for value in read) else None
-    if operator.function is whole.truncated:
+    if operator.function is truncated:
         return _narrow(node, operator.function, arguments, build)
     if not read or all(fact(value).dtype.is_floating_point or fact(value).dtype.is_complex for value in read):
         return None
@@ -190,7 +191,7 @@ def _joined(node: fx.Node, operator: Operator, arguments: dict[str, Any], build:
         if any(shape.count(-1) > 1 for shape in shapes):
             return None
         made = [build.host(reshape, value, [*sizes[:dim], 1, *sizes[dim:]]) for value, sizes in zip(made, shapes, strict=True)]
-    return _narrow(node, whole.whole_cat, {"tensors": made, "dim": dim}, build)
+    return _narrow(node, whole_along.whole_cat, {"tensors": made, "dim": dim}, build)
 
 
 def _of_whole_numbers(node: fx.Node, operator: Operator, arguments: dict[str, Any], build: Builder) -> Call | str | None:
@@ -208,7 +209,7 @@ def _of_whole_numbers(node: fx.Node, operator: Operator, arguments: dict[str, An
         if any(isinstance(value, float) and not value.is_integer() for value in made.values()):
             return None
         made = {each: int(value) if isinstance(value, float) else value for each, value in made.items()}
-        return _narrow(node, whole.whole_where, made, build)
+        return _narrow(node, whole_along.whole_where, made, build)
     if operator.function is to_integer:
         dtype = arguments["dtype"]
         return to_integer, {"input": arguments["input"] if dtype == torch.int64 else wide(arguments["input"], build), "dtype": dtype}
@@ -224,7 +225,7 @@ def _of_whole_numbers(node: fx.Node, operator: Operator, arguments: dict[str, An
 
 def _along(name: str, arguments: dict[str, Any], build: Builder) -> Call:
     """The extreme ones along a dimension, and their places."""
-    function = whole.whole_largest_along if name == "max_along" else whole.whole_smallest_along
+    function = whole_along.whole_largest_along if name == "max_along" else whole_along.whole_smallest_along
     return function, {**arguments, "input": wide(arguments["input"], build), "dtype": fact(arguments["input"]).dtype}
 
 
@@ -273,6 +274,7 @@ def _dims(function: Callable[..., Any]) -> Meaning:
     return meaning
 
 
+IDENTITY: Callable[..., Any] = next(function for function, record in OPERATORS.items() if record.name == "identity")
 MEANINGS: dict[str, Meaning] = {
     "add": _with(whole.whole_add),
     "sub": _with(whole.whole_sub),
@@ -292,13 +294,12 @@ MEANINGS: dict[str, Meaning] = {
         name: int(value) if isinstance(value, float) and value.is_integer() else value for name, value in arguments.items()
     }),
     "clamp_between": _with(whole.whole_clamp),
-    "sum": _dims(whole.whole_sum),
-    "amax": _dims(whole.whole_amax),
-    "amin": _dims(whole.whole_amin),
-    "cumsum": _with(whole.whole_cumsum),
-    "argmax": _with(whole.whole_argmax),
-    "argmin": _with(whole.whole_argmin),
+    "sum": _dims(whole_along.whole_sum),
+    "amax": _dims(whole_along.whole_amax),
+    "amin": _dims(whole_along.whole_amin),
+    "cumsum": _with(whole_along.whole_cumsum),
+    "argmax": _with(whole_along.whole_argmax),
+    "argmin": _with(whole_along.whole_argmin),
     **{name: lambda arguments, operand: (IDENTITY, arguments) for name in ("ceil", "floor", "trunc")},
     "round": lambda arguments, operand: (IDENTITY, {"input": arguments["input"]}),
 }  # fmt: skip
-IDENTITY = next(function for function, record in OPERATORS.items() if record.name == "identity")

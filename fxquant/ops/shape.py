@@ -13,14 +13,11 @@ from torch import Tensor, fx, nn
 from fxquant.facts import Size, TensorFact
 from fxquant.graph import fact, is_parameter, shape_of
 from fxquant.lowering import Lowering, Quantized
+from fxquant.ops.casting import CASTS, asked_dtype, changed, in_dtype
 from fxquant.ops.constants import on_the_output
 from fxquant.ops.form import Call
-from fxquant.ops.precision import REAL_DTYPES, in_dtype
-from fxquant.ops.record import Demand, Instead, Operator, Own, Same, operator_of, register
-from fxquant.ops.selection import where
-from fxquant.ops.whole import to_integer, to_real, truncated
+from fxquant.ops.record import Demand, Instead, Operator, Own, Same, register
 from fxquant.primitives import shape
-from fxquant.primitives.whole import DTYPES
 
 MANY_SIZES = "more than one of its sizes depends on the batch size"
 
@@ -98,10 +95,6 @@ def _lower_identity(lowering: Lowering, input: Quantized) -> Quantized:
     return input
 
 
-CASTS: dict[str, torch.dtype] = {  # methods that only change the dtype
-    "float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16, "bool": torch.bool,
-    "long": torch.int64, "int": torch.int32, "short": torch.int16, "char": torch.int8, "byte": torch.uint8,
-}  # fmt: skip
 _UNASKED = ("non_blocking", "copy", "memory_format")
 
 
@@ -112,7 +105,7 @@ def _cast(input: Any, *args: Any, **kwargs: Any) -> dict[str, Any] | str | Inste
     between, is what it was.
     """
     asked = [value for name, value in (*enumerate(args), *kwargs.items()) if name not in _UNASKED and not isinstance(value, bool)]
-    wanted = {dtype for dtype in map(_dtype, asked) if dtype is not None}
+    wanted = {dtype for dtype in map(asked_dtype, asked) if dtype is not None}
     source, known = input, fact(input)
     if not isinstance(known, TensorFact):
         return "its operand is no tensor"
@@ -121,7 +114,7 @@ def _cast(input: Any, *args: Any, **kwargs: Any) -> dict[str, Any] | str | Inste
     before = fact(source)
     if isinstance(before, TensorFact) and wanted <= {before.dtype}:
         return {"input": source}
-    return _changed(input, known.dtype, next(iter(wanted))) if len(wanted) == 1 else "it changes the dtype"
+    return changed(input, known.dtype, next(iter(wanted))) if len(wanted) == 1 else "it changes the dtype"
 
 
 def _summed_to(input: Any, *sizes: Any) -> dict[str, Any] | str:
@@ -129,50 +122,6 @@ def _summed_to(input: Any, *sizes: Any) -> dict[str, Any] | str:
     wanted = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], list | tuple) else sizes
     known, found = fact(input), tuple(fact(size) if isinstance(size, fx.Node) else size for size in wanted)
     return {"input": input} if isinstance(known, TensorFact) and known.shape == found else "it sums over dimensions"
-
-
-_WHOLE = ("round", "floor", "ceil", "trunc", "sign", "floor_divide", "trunc_divide", "to_real")
-
-
-def _has_no_fraction(node: fx.Node) -> bool:
-    """Whether a node's real numbers are whole ones, by what they are computed from."""
-    record = operator_of(node)
-    if record is None:
-        return False
-    if record.name in ("neg", "abs", "clamp", "add", "sub", "mul") or record.moves:
-        values = [value for name, value in record.arguments(node).items() if name in (*record.operands, "min", "max")]
-        return all(
-            _has_no_fraction(value) if isinstance(value, fx.Node) else value is None or float(value).is_integer() for value in values
-        )
-    return record.name in _WHOLE
-
-
-def _changed(input: fx.Node, before: torch.dtype, wanted: torch.dtype) -> str | Instead:
-    """A cast to another dtype, as the operator that it is."""
-    if wanted == torch.bool:
-        return Instead(torch.ne, {"input": input, "other": 0})
-    if before == torch.bool and wanted == torch.float32:
-        return Instead(where, {"condition": input, "input": 1.0, "other": 0.0})
-    if wanted in DTYPES:
-        if before == torch.bool or before in DTYPES:
-            return Instead(to_integer, {"input": input, "dtype": wanted})
-        return Instead(truncated, {"input": input, "whole": _has_no_fraction(input)}) if before in REAL_DTYPES else "it changes the dtype"
-    if wanted == torch.float32 and before in DTYPES:
-        return Instead(to_real, {"input": input})
-    if wanted in REAL_DTYPES and (before == torch.float32 or input.target is in_dtype):
-        return Instead(in_dtype, {"input": input, "dtype": wanted})
-    return "it changes the dtype"
-
-
-def _dtype(asked: Any) -> torch.dtype | None:
-    """The dtype that an argument of a cast asks for; None of a device."""
-    known = fact(asked) if isinstance(asked, fx.Node) else asked
-    if isinstance(known, TensorFact | torch.dtype):
-        return known if isinstance(known, torch.dtype) else known.dtype
-    name = str(asked)
-    if name.startswith("torch.") and name.endswith("Tensor"):  # "torch.FloatTensor"
-        return torch.empty(0).type(name).dtype if ".cuda." not in name else None
-    return None
 
 
 def is_cast(node: fx.Node) -> bool:

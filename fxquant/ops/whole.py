@@ -16,10 +16,9 @@ from torch import Tensor, fx
 
 from fxquant.facts import TensorFact
 from fxquant.graph import fact, is_parameter
-from fxquant.lowering import Lowering, Quantized
-from fxquant.ops.composite import Builder
+from fxquant.lowering import Lowering
 from fxquant.ops.record import Operator, Plain, register
-from fxquant.primitives import comparison, selection, shape
+from fxquant.primitives import comparison
 from fxquant.primitives import whole as primitives
 
 WHOLE_NUMBERS, TRUTH_VALUES = Plain("int64"), Plain("bool")
@@ -64,11 +63,12 @@ class Steps:
         return self("multiply", quotient, self("multiply", self.sign(input), self.sign(other)))
 
 
-def _as_whole(value: Any) -> Tensor:
+def as_whole(value: Any) -> Tensor:
+    """A number, or a tensor of whole numbers or truth values, as int64."""
     return torch.as_tensor(value).to(torch.int64)
 
 
-def _needs_numbers(*names: str) -> Callable[[fx.Node, dict[str, Any]], str | None]:
+def needs_numbers(*names: str) -> Callable[[fx.Node, dict[str, Any]], str | None]:
     """These arguments, where they are no tensors, are whole numbers that are known."""
 
     def refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -105,7 +105,7 @@ def _register(
             lower,
             demand,
             reads=reads,
-            refuses=refuses or _needs_numbers(*reads),
+            refuses=refuses or needs_numbers(*reads),
             functions=functions or {},
             methods=methods or {},
         )
@@ -117,62 +117,62 @@ def _register(
 
 def whole_add(input: Tensor, other: Tensor, alpha: int = 1) -> Tensor:
     """input + alpha · other."""
-    return _as_whole(input + alpha * other)
+    return as_whole(input + alpha * other)
 
 
 def whole_sub(input: Tensor, other: Tensor, alpha: int = 1) -> Tensor:
     """input - alpha · other."""
-    return _as_whole(input - alpha * other)
+    return as_whole(input - alpha * other)
 
 
 def whole_mul(input: Tensor, other: Tensor) -> Tensor:
     """input · other."""
-    return _as_whole(input * other)
+    return as_whole(input * other)
 
 
 def whole_floor_divide(input: Tensor, other: Tensor) -> Tensor:
     """⌊input / other⌋."""
-    return torch.div(_as_whole(input), _as_whole(other), rounding_mode="floor")
+    return torch.div(as_whole(input), as_whole(other), rounding_mode="floor")
 
 
 def whole_trunc_divide(input: Tensor, other: Tensor) -> Tensor:
     """input / other, rounded towards 0."""
-    return torch.div(_as_whole(input), _as_whole(other), rounding_mode="trunc")
+    return torch.div(as_whole(input), as_whole(other), rounding_mode="trunc")
 
 
 def whole_remainder(input: Tensor, other: Tensor) -> Tensor:
     """input - other · ⌊input / other⌋."""
-    return torch.remainder(_as_whole(input), _as_whole(other))
+    return torch.remainder(as_whole(input), as_whole(other))
 
 
 def whole_fmod(input: Tensor, other: Tensor) -> Tensor:
     """What is left of input divided by other, with the sign of input."""
-    return torch.fmod(_as_whole(input), _as_whole(other))
+    return torch.fmod(as_whole(input), as_whole(other))
 
 
 def whole_maximum(input: Tensor, other: Tensor) -> Tensor:
     """The larger of two whole numbers."""
-    return torch.maximum(_as_whole(input), _as_whole(other))
+    return torch.maximum(as_whole(input), as_whole(other))
 
 
 def whole_minimum(input: Tensor, other: Tensor) -> Tensor:
     """The smaller of two whole numbers."""
-    return torch.minimum(_as_whole(input), _as_whole(other))
+    return torch.minimum(as_whole(input), as_whole(other))
 
 
 def whole_and(input: Tensor, other: Tensor) -> Tensor:
     """The bits that both have, in two's complement."""
-    return torch.bitwise_and(_as_whole(input), _as_whole(other))
+    return torch.bitwise_and(as_whole(input), as_whole(other))
 
 
 def whole_or(input: Tensor, other: Tensor) -> Tensor:
     """The bits that one has or the other, in two's complement."""
-    return torch.bitwise_or(_as_whole(input), _as_whole(other))
+    return torch.bitwise_or(as_whole(input), as_whole(other))
 
 
 def whole_xor(input: Tensor, other: Tensor) -> Tensor:
     """The bits that only one of the two has, in two's complement."""
-    return torch.bitwise_xor(_as_whole(input), _as_whole(other))
+    return torch.bitwise_xor(as_whole(input), as_whole(other))
 
 
 def _scaled(steps: Steps, other: Value, alpha: int) -> Value:
@@ -194,7 +194,7 @@ def _fmod(steps: Steps, input: Value, other: Value) -> Any:
 
 
 def _refuses_division(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    return "it divides by 0" if arguments["other"] == 0 else _needs_numbers("input", "other")(node, arguments)
+    return "it divides by 0" if arguments["other"] == 0 else needs_numbers("input", "other")(node, arguments)
 
 
 def _join(operation: str) -> Callable[..., Any]:
@@ -229,8 +229,8 @@ def whole_sign(input: Tensor) -> Tensor:
 
 def whole_clamp(input: Tensor, min: Any = None, max: Any = None) -> Tensor:
     """Limited to [min, max], which are numbers or tensors; None is no limit."""
-    limited = input if min is None else torch.maximum(input, _as_whole(min).to(input.device))
-    return limited if max is None else torch.minimum(limited, _as_whole(max).to(input.device))
+    limited = input if min is None else torch.maximum(input, as_whole(min).to(input.device))
+    return limited if max is None else torch.minimum(limited, as_whole(max).to(input.device))
 
 
 def whole_pow(input: Tensor, exponent: int) -> Tensor:
@@ -252,7 +252,7 @@ def _power(steps: Steps, input: Value, exponent: int) -> Any:
 
 def _refuses_clamp(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     none = arguments["min"] is None and arguments["max"] is None
-    return "it limits nothing" if none else _needs_numbers("min", "max")(node, arguments)
+    return "it limits nothing" if none else needs_numbers("min", "max")(node, arguments)
 
 
 def _refuses_power(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -270,12 +270,12 @@ _register(whole_pow, _power, ("input",), refuses=_refuses_power)
 
 def whole_lshift(input: Tensor, other: int) -> Tensor:
     """input · 2^other."""
-    return _as_whole(torch.bitwise_left_shift(input, other))
+    return as_whole(torch.bitwise_left_shift(input, other))
 
 
 def whole_rshift(input: Tensor, other: int) -> Tensor:
     """⌊input / 2^other⌋."""
-    return _as_whole(torch.bitwise_right_shift(input, other))
+    return as_whole(torch.bitwise_right_shift(input, other))
 
 
 def _refuses_shift(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -306,7 +306,7 @@ COMPARISONS: dict[str, Callable[..., Any]] = {}
 
 def _comparison(relation: str) -> None:
     def compared(input: Tensor, other: Tensor) -> Tensor:
-        result: Tensor = getattr(torch, relation)(_as_whole(input), _as_whole(other))
+        result: Tensor = getattr(torch, relation)(as_whole(input), as_whole(other))
         return result
 
     compared.__name__ = compared.__qualname__ = f"whole_{relation}"
@@ -317,188 +317,3 @@ def _comparison(relation: str) -> None:
 
 for _relation in comparison.RELATIONS:
     _comparison(_relation)
-
-# ---- choosing, and along dimensions ---------------------------------------------------------------------------------
-
-
-def whole_where(condition: Tensor, input: Tensor, other: Tensor) -> Tensor:
-    """`input` where the condition holds, else `other`."""
-    device = condition.device
-    return torch.where(condition, _as_whole(input).to(device), _as_whole(other).to(device))
-
-
-def whole_sum(input: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
-    """The sum along dimensions."""
-    return torch.sum(input, dim, keepdim)
-
-
-def whole_amax(input: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
-    """The largest along dimensions."""
-    return torch.amax(input, dim, keepdim)
-
-
-def whole_amin(input: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
-    """The smallest along dimensions."""
-    return torch.amin(input, dim, keepdim)
-
-
-def whole_cumsum(input: Tensor, dim: int) -> Tensor:
-    """The sum up to each one along a dimension."""
-    return torch.cumsum(input, dim)
-
-
-def whole_argmax(input: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-    """The place of the largest along a dimension, the first of equal ones."""
-    return torch.argmax(input, dim, keepdim)
-
-
-def whole_argmin(input: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-    """The place of the smallest along a dimension, the first of equal ones."""
-    return torch.argmin(input, dim, keepdim)
-
-
-def _choose(lowering: Lowering, condition: Any, input: Any, other: Any) -> Any:
-    steps = Steps(lowering)
-    held = lowering.given("condition", condition, torch.bool)
-    return lowering.call(primitives.chosen, steps.held(input), steps.held(other), held)
-
-
-def _reduce(operation: str) -> Callable[..., Any]:
-    return lambda lowering, input, dim, keepdim: lowering.call(primitives.reduced, input, list(dim), keepdim, operation)
-
-
-def _place(operation: str) -> Callable[..., Any]:
-    def lower(lowering: Lowering, input: Any, dim: int, keepdim: bool) -> Any:
-        """The first that is equal to the extreme one."""
-        extreme = lowering.call(primitives.reduced, input, [dim], True, operation)
-        found = lowering.call(primitives.converted, lowering.call(comparison.compare, input, extreme, "eq"), torch.int64)
-        return lowering.call(selection.arg_extremum, found, dim, keepdim, True)
-
-    return lower
-
-
-def _refuses_place(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    known, dim = fact(arguments["input"]), arguments["dim"]
-    if not isinstance(known, TensorFact) or not known.shape or dim is None:
-        return "it looks through all elements" if dim is None else "its operand has no dimensions"
-    return None if isinstance(known.shape[dim], int) else "it looks through the batch, whose size is not fixed"
-
-
-register(
-    Operator(
-        "whole_where",
-        whole_where,
-        (),
-        _choose,
-        WHOLE_NUMBERS,
-        reads=("condition", "input", "other"),
-        refuses=_needs_numbers("input", "other"),
-    )
-)
-for _function, _lower, _refuses in (
-    (whole_sum, _reduce("sum"), lambda node, arguments: None),
-    (whole_amax, _reduce("largest"), lambda node, arguments: None),
-    (whole_amin, _reduce("smallest"), lambda node, arguments: None),
-    (whole_cumsum, lambda lowering, input, dim: lowering.call(primitives.running, input, dim), lambda node, arguments: None),
-    (whole_argmax, _place("largest"), _refuses_place),
-    (whole_argmin, _place("smallest"), _refuses_place),
-):
-    register(Operator(_function.__name__, _function, (), _lower, WHOLE_NUMBERS, reads=("input",), refuses=_refuses))
-
-
-def whole_largest_along(input: Tensor, dim: int, keepdim: bool = False, dtype: torch.dtype = torch.int64) -> Any:
-    """The largest along a dimension, in a dtype, and their places."""
-    values, places = torch.max(input, dim, keepdim)
-    return values.to(dtype), places
-
-
-def whole_smallest_along(input: Tensor, dim: int, keepdim: bool = False, dtype: torch.dtype = torch.int64) -> Any:
-    """The smallest along a dimension, in a dtype, and their places."""
-    values, places = torch.min(input, dim, keepdim)
-    return values.to(dtype), places
-
-
-for _function, _value, _where in ((whole_largest_along, whole_amax, whole_argmax), (whole_smallest_along, whole_amin, whole_argmin)):
-
-    def _expand(
-        build: Builder, input: fx.Node, dim: int, keepdim: bool, dtype: torch.dtype, value: Any = _value, place: Any = _where
-    ) -> Any:
-        values = build(value, input, [dim], keepdim)
-        return values if dtype == torch.int64 else build(to_integer, values, dtype), build(place, input, dim, keepdim)
-
-    register(Operator(_function.__name__, _function, (), reads=("input",), expand=_expand, refuses=_refuses_place))
-
-
-def whole_cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
-    """Whole numbers, or truth values, one after another."""
-    return torch.cat(tensors, dim)
-
-
-def _cat(lowering: Lowering, tensors: list[Any], dim: int) -> Any:
-    dtype = next((tensor.dtype for tensor in tensors if isinstance(tensor, Tensor)), torch.int64)
-    parts = [lowering.given(f"tensor_{index}", tensor, dtype) for index, tensor in enumerate(tensors)]
-    return lowering.call(shape.concatenate, parts, dim)
-
-
-register(
-    Operator(
-        "whole_cat",
-        whole_cat,
-        (),
-        _cat,
-        lambda node, arguments: TRUTH_VALUES if fact(node).dtype == torch.bool else WHOLE_NUMBERS,
-        reads=("tensors",),
-    )
-)
-
-# ---- other dtypes ---------------------------------------------------------------------------------------------------
-
-
-def to_integer(input: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Truth values or whole numbers in a dtype of whole numbers."""
-    return input.to(dtype)
-
-
-def truncated(input: Tensor, whole: bool = False) -> Tensor:
-    """Real numbers without their fraction, as int64; `whole` says that they have none, but for what a grid makes of them."""
-    return input.to(torch.int64)
-
-
-def to_real(input: Tensor) -> Tensor:
-    """Truth values or whole numbers as real numbers, on a grid."""
-    return input.to(torch.float32)
-
-
-def _lower_truncated(lowering: Lowering, input: Quantized, whole: bool) -> Any:
-    """A whole number may be no step of the grid: numbers that are whole are rounded to the nearest one."""
-    margin = torch.tensor(0.5 if whole else 0.0, dtype=torch.float32, device=input.scale.device)
-    constants = [lowering.constant(role, value.detach(), torch.float32) for role, value in (("scale", input.scale), ("margin", margin))]
-    return lowering.call(primitives.truncated, input.value, *constants)
-
-
-def _refuses_dtype(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    dtype = arguments["dtype"]
-    return None if dtype in primitives.DTYPES else f"it makes {str(dtype).removeprefix('torch.')} of whole numbers"
-
-
-register(
-    Operator(
-        "to_integer",
-        to_integer,
-        (),
-        lambda lowering, input, dtype: lowering.call(primitives.converted, input, dtype),
-        WHOLE_NUMBERS,
-        reads=("input",),
-        refuses=_refuses_dtype,
-    )
-)
-register(Operator("truncated", truncated, ("input",), _lower_truncated, WHOLE_NUMBERS))
-register(
-    Operator(
-        "to_real",
-        to_real,
-        (),
-        lambda lowering, input: lowering.quantize(input.float() if isinstance(input, Tensor) else input),
-        reads=("input",),
-    )
-)
