@@ -44,7 +44,7 @@ REASONS: dict[str, tuple[Body, str]] = {
     "fft": (lambda m, x: torch.fft.rfft(x).abs(), "no operator of the table recognises fft_rfft: a Fourier transform has no integer form"),
     "sum of all": (lambda m, x: x.sum(), "it sums over the batch, whose size is not fixed"),
     "mean, dtype": (lambda m, x: x.mean(1, dtype=torch.float64), "a dtype argument has no integer form"),
-    "double": (lambda m, x: x.double() * 2, "it changes the dtype"),
+    "double": (lambda m, x: x.double() * 2, "its operand %double_1 is float64, and only float32 tensors are quantized; convert it to float32"),
     "a mask": (lambda m, x: x[:, torch.tensor([True] * 8)], "its index is a constant that is no list of whole numbers"),
 }  # fmt: skip
 
@@ -52,10 +52,9 @@ REASONS: dict[str, tuple[Body, str]] = {
 FOLLOWING: dict[str, tuple[Body, str]] = {
     "a piece of mode": (lambda m, x: x.mode(1)[0], "it picks from the results of %mode, which is in float"),
     "float64": (
-        lambda m, x: x.double() * 2,
-        "its operand %double is float64, and only float32 tensors are quantized; convert it to float32",
+        lambda m, x: x.double() * 2 + 1,
+        "its operand %mul is float64, and only float32 tensors are quantized; convert it to float32",
     ),
-    "int64": (lambda m, x: x.long() + 1, "its operand %long is int64, and only float32 tensors are quantized"),
     "complex": (lambda m, x: torch.fft.rfft(x).abs(), "its operand %fft_rfft is complex64, and only float32 tensors are quantized"),
     "a pool of what is float": (
         lambda m, x: F.max_pool2d(x.logcumsumexp(1), 2),
