@@ -14,7 +14,10 @@ from fxquant.ops.record import Operator
 
 # The number of each, from the arguments; None where that is no number.
 _FILLS: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys((torch.zeros, torch.zeros_like, "new_zeros"), lambda *_, **__: 0.0),
+    # What is not filled yet holds any number.
+    **dict.fromkeys(
+        (torch.zeros, torch.zeros_like, "new_zeros", torch.empty, torch.empty_like, "new_empty"), lambda *_, **__: 0.0
+    ),
     **dict.fromkeys((torch.ones, torch.ones_like, "new_ones"), lambda *_, **__: 1.0),
     **dict.fromkeys(
         (torch.full, torch.full_like, "new_full"), lambda input, *given, fill_value=None, **_: given[-1] if given else fill_value
@@ -22,6 +25,7 @@ _FILLS: dict[Any, Callable[..., Any]] = {
     "new_tensor": lambda input, data=None, **_: data,
 }
 _JOINING = ("cat", "stack")
+_FILLED = ("setitem", "scatter", "scatter_add", "scatter_extremum")  # of which it is the tensor that the others are written into
 _BROADCASTING = ("add", "sub", "mul", "div", "maximum", "minimum", "where")
 
 
@@ -49,8 +53,8 @@ def sizes_of(node: fx.Node) -> list[Any] | None:
 
 
 def is_joined(operator: Operator | None) -> bool:
-    """Whether an operator puts tensors beside each other, so that a constant has to have the batch of the others."""
-    return operator is not None and operator.name in _JOINING
+    """Whether an operator puts tensors beside or into each other, so that a constant has to have the batch of the others."""
+    return operator is not None and operator.name in (*_JOINING, *_FILLED)
 
 
 def is_broadcast(node: fx.Node, reader: fx.Node, operator: Operator | None) -> bool:

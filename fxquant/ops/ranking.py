@@ -5,19 +5,20 @@ Indices are whole numbers without a scale (`Plain`). Of equal elements the first
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from fxquant.facts import TensorFact
-from fxquant.graph import fact, shape_of
+from fxquant.graph import fact, inherit, set_fact, shape_of
 from fxquant.lowering import Lowering, Quantized
 from fxquant.ops.composite import Builder
 from fxquant.ops.constants import Branch, on_the_output, real
 from fxquant.ops.extremum import amax, amin, largest_along, smallest_along
 from fxquant.ops.form import Call
-from fxquant.ops.index import getitem
+from fxquant.ops.index import WHOLE, getitem
 from fxquant.ops.record import Operator, Plain, Same, register
 from fxquant.primitives import selection
 
@@ -103,8 +104,8 @@ def _lower_gather(lowering: Lowering, input: Quantized, dim: int, index: Any) ->
     return input.with_value(lowering.call(selection.take_along, input.value, dim % len(input.shape), places))
 
 
-def scatter(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
-    """The tensor with other elements at these places along a dimension."""
+def scatter(input: Tensor, dim: int, index: Tensor, src: Tensor | float) -> Tensor:
+    """The tensor with other elements, or one number, at these places along a dimension."""
     return torch.scatter(input, dim, index, src)
 
 
@@ -130,9 +131,30 @@ def _refuses_index(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def _refuses_scatter(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    if not isinstance(arguments["src"], fx.Node):
-        return "it scatters one number"
+    value = arguments["src"]
+    if isinstance(value, fx.Node) and not isinstance(fact(value), TensorFact):
+        return "it scatters a number that is computed"
+    if not isinstance(value, fx.Node) and (not isinstance(value, int | float) or not math.isfinite(value)):
+        return f"it scatters {value!r}"
     return _refuses_index(node, arguments)
+
+
+def _as_large_as_index(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
+    """Of a source that is larger than the index its first elements count."""
+    known, index = (fact(value) if isinstance(value, fx.Node) else None for value in (arguments["src"], arguments["index"]))
+    if not isinstance(known, TensorFact) or not isinstance(index, TensorFact) or known.shape == index.shape:
+        return arguments
+    if len(known.shape) != len(index.shape):
+        return "its source has not the dimensions of its index"
+    if not known.shape:  # a number, as a tensor
+        return arguments
+    entries = [WHOLE if own == size else slice(0, size) for own, size in zip(known.shape, index.shape, strict=True)]
+    if not all(entry == WHOLE or isinstance(entry.stop, int) for entry in entries):
+        return "it scatters to a part of the batch"
+    with node.graph.inserting_before(node):
+        cut = inherit(node.graph.call_function(getitem, (arguments["src"], entries)), node, "canonical.rewrite")
+    set_fact(cut, TensorFact(index.shape, known.dtype))
+    return {**arguments, "src": cut}
 
 
 def _taken(input: Any, indices: Any, dim: int | None = None) -> dict[str, Any] | str:
@@ -176,6 +198,7 @@ register(
         functions={torch.scatter: _scattered},
         methods={"scatter": _scattered, "scatter_": _scattered},
         refuses=_refuses_scatter,
+        normalize=_as_large_as_index,
     )
 )
 

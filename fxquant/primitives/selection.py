@@ -85,7 +85,10 @@ def _onnx_put_along(e: Emitter, input: str | Tensor, source: str | Tensor, dim: 
     if dtype == torch.int64:  # more bits than a float has
         return e.node("ScatterElements", values[0], named(e, index), values[1], axis=dim)
     real = [e.node("Cast", value, to=torch.float32) for value in values]
-    return e.node("Cast", e.node("ScatterElements", real[0], named(e, index), real[1], axis=dim), to=dtype)
+    places = named(e, index)
+    if isinstance(source, Tensor) and source.dim() == 0:
+        real[1] = e.node("Expand", real[1], e.node("Shape", places))
+    return e.node("Cast", e.node("ScatterElements", real[0], places, real[1], axis=dim), to=dtype)
 
 
 def _bounds_put_along(input: Value, source: Value, dim: int, index: Value | None) -> Range:
@@ -94,8 +97,11 @@ def _bounds_put_along(input: Value, source: Value, dim: int, index: Value | None
 
 @primitive(_onnx_put_along, bounds=_bounds_put_along)
 def put_along(input: Tensor, source: Tensor, dim: int, index: Tensor) -> Tensor:
-    """`input` with the elements of `source` at these places along `dim`, none of which is named twice; both are on one grid."""
-    return torch.scatter(input, dim, index, source)
+    """`input` with the elements of `source` at these places along `dim`, none of which is named twice; both are on one grid.
+
+    A source without dimensions is the same number at all of them.
+    """
+    return torch.scatter(input, dim, index, source if source.dim() else source.to(input.dtype).expand(index.shape))
 
 
 def _onnx_least(e: Emitter, input: str, dim: list[int], keepdim: bool) -> str:
