@@ -7,6 +7,7 @@ operator is one record in one of these files.
 from fxquant.ops import (
     activation,
     adaptive,
+    advanced,
     arithmetic,
     assignment,
     attention,
@@ -90,6 +91,7 @@ __all__ = [
     "Same",
     "activation",
     "adaptive",
+    "advanced",
     "arithmetic",
     "assignment",
     "attention",

@@ -15,9 +15,7 @@ from fxquant.ops.record import Operator
 # The number of each, from the arguments; None where that is no number.
 _FILLS: dict[Any, Callable[..., Any]] = {
     # What is not filled yet holds any number.
-    **dict.fromkeys(
-        (torch.zeros, torch.zeros_like, "new_zeros", torch.empty, torch.empty_like, "new_empty"), lambda *_, **__: 0.0
-    ),
+    **dict.fromkeys((torch.zeros, torch.zeros_like, "new_zeros", torch.empty, torch.empty_like, "new_empty"), lambda *_, **__: 0.0),
     **dict.fromkeys((torch.ones, torch.ones_like, "new_ones"), lambda *_, **__: 1.0),
     **dict.fromkeys(
         (torch.full, torch.full_like, "new_full"), lambda input, *given, fill_value=None, **_: given[-1] if given else fill_value

@@ -227,7 +227,9 @@ def _computing_masks(gm: fx.GraphModule) -> set[fx.Node]:
 
 def _reads_mask(reader: fx.Node, node: fx.Node) -> bool:
     """Whether a node is an added mask, or truth values that a composite reads."""
-    record = operator_of(reader)
+    record, known = operator_of(reader), fact(node)
+    if isinstance(known, TensorFact) and known.dtype == torch.int64:
+        return False
     if record is None or record in HOST:
         return record is not None
     inner, outer = part(node), part(reader)
