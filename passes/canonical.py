@@ -17,14 +17,12 @@ from fxquant.facts import BatchDim, TensorFact
 from fxquant.graph import absorb, attach, fact, inherit, is_parameter, mark_parameter, refuse, resolve, set_fact, spell, state_demand
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Fixed, Instead, Operator, Own, Parameter, Plain, operand_nodes, operator_of
 from fxquant.ops.boundary import QUANTIZE
-from fxquant.ops.creation import is_broadcast, is_joined, made_anew, sizes_of
+from fxquant.ops.creation import MADE, is_broadcast, is_joined, made_anew, sizes_of
 from fxquant.ops.places import is_arange
 from fxquant.ops.shape import expand, is_cast
 from fxquant.ops.unary import SHIFTED, with_offset
 from fxquant.pipeline import Context
 from fxquant.stubs import dequant_stub, outside, quant_stub
-
-MADE = "made"  # where the constants stand that the model makes at every run
 
 
 def rewrite(gm: fx.GraphModule, context: Context) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.facts import TensorFact
-from fxquant.graph import fact, is_parameter
+from fxquant.graph import fact, is_parameter, parameter_value
 from fxquant.ops.record import Operator
 
 # The number of each, from the arguments; None where that is no number.
@@ -22,8 +22,15 @@ _FILLS: dict[Any, Callable[..., Any]] = {
     ),
     "new_tensor": lambda input, data=None, **_: data,
 }
+MADE = "made"  # where the constants stand that the model makes at every run
 _JOINING = ("cat", "stack")
-_FILLED = ("setitem", "scatter", "scatter_add", "scatter_extremum")  # of which it is the tensor that the others are written into
+_FILLED = (
+    "setitem",
+    "scatter",
+    "scatter_add",
+    "scatter_extremum",
+    "index_add",
+)  # of which it is the tensor that the others are written into
 _BROADCASTING = ("add", "sub", "mul", "div", "maximum", "minimum", "where")
 
 
@@ -36,6 +43,18 @@ def made_anew(node: fx.Node) -> Tensor | None:
     if known.dtype != torch.float32 or isinstance(fill, bool) or not isinstance(fill, int | float):
         return None
     return torch.full([size if isinstance(size, int) else 1 for size in known.shape], float(fill), device="cpu")
+
+
+def made_constant(node: Any, number: float) -> bool:
+    """Whether a node holds this number everywhere: a constant, made anew for the batch, of nothing else."""
+    while isinstance(node, fx.Node) and not is_parameter(node) and getattr(node.target, "__name__", "") == "expand":
+        node = node.args[0]
+    if not isinstance(node, fx.Node):
+        return False
+    value = made_anew(node)
+    if value is None and node.op == "get_attr" and str(node.target).startswith(MADE) and node.graph.owning_module is not None:
+        value = parameter_value(node.graph.owning_module, node)
+    return value is not None and bool((value == number).all())
 
 
 def sizes_of(node: fx.Node) -> list[Any] | None:

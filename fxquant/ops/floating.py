@@ -49,9 +49,7 @@ REASONS: Mapping[str, str] = {
     **dict.fromkeys(("stft", "istft"), _SPECTRUM),
     **dict.fromkeys(("inverse", "svd", "qr", "cholesky", "solve", "det", "logdet", "slogdet", "pinverse", "lstsq", "eig", "eigh"), _SOLVES),
     **dict.fromkeys(("prod", "cumprod"), _PRODUCT),
-    **dict.fromkeys(
-        ("scatter_add", "scatter_add_", "index_add", "index_add_", "scatter_reduce", "scatter_reduce_", "index_reduce"), _ORDER
-    ),
+    **dict.fromkeys(("index_reduce", "index_reduce_", "segment_reduce"), _ORDER),
     **dict.fromkeys(("view_as_complex", "view_as_real", "complex", "polar", "angle"), _COMPLEX),
 }
 

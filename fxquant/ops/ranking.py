@@ -5,21 +5,20 @@ Indices are whole numbers without a scale (`Plain`). Of equal elements the first
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from fxquant.facts import TensorFact
-from fxquant.graph import fact, inherit, set_fact, shape_of
+from fxquant.graph import fact, shape_of
 from fxquant.lowering import Lowering, Quantized
 from fxquant.ops.composite import Builder
-from fxquant.ops.constants import Branch, on_the_output, real
 from fxquant.ops.extremum import amax, amin, largest_along, smallest_along
 from fxquant.ops.form import Call
-from fxquant.ops.index import WHOLE, getitem
-from fxquant.ops.record import Operator, Plain, Same, register
+from fxquant.ops.index import getitem
+from fxquant.ops.record import Instead, Operator, Plain, Same, register
+from fxquant.ops.shape import expand
 from fxquant.primitives import selection
 
 WHOLE_NUMBERS = Plain("int64")
@@ -104,22 +103,8 @@ def _lower_gather(lowering: Lowering, input: Quantized, dim: int, index: Any) ->
     return input.with_value(lowering.call(selection.take_along, input.value, dim % len(input.shape), places))
 
 
-def scatter(input: Tensor, dim: int, index: Tensor, src: Tensor | float) -> Tensor:
-    """The tensor with other elements, or one number, at these places along a dimension."""
-    return torch.scatter(input, dim, index, src)
-
-
-def _lower_scatter(lowering: Lowering, input: Branch, dim: int, index: Any, src: Branch) -> Quantized:
-    places = lowering.given("index", index, torch.int64)
-    return lowering.result(
-        lambda: lowering.call(
-            selection.put_along, on_the_output(lowering, input, "input"), on_the_output(lowering, src, "src"), dim, places
-        ),
-        lambda: torch.scatter(real(input), dim, index, real(src)),
-    )
-
-
-def _refuses_index(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+def refuses_index(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    """Why its index cannot say where elements are along its dimension."""
     index = arguments["index"]
     known = fact(index) if isinstance(index, fx.Node) else None
     if not isinstance(known, TensorFact) or known.dtype not in (torch.int64, torch.int32):
@@ -130,49 +115,40 @@ def _refuses_index(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None if isinstance(operand.shape[arguments["dim"]], int) else "it picks from the batch"
 
 
-def _refuses_scatter(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    value = arguments["src"]
-    if isinstance(value, fx.Node) and not isinstance(fact(value), TensorFact):
-        return "it scatters a number that is computed"
-    if not isinstance(value, fx.Node) and (not isinstance(value, int | float) or not math.isfinite(value)):
-        return f"it scatters {value!r}"
-    return _refuses_index(node, arguments)
+def take_along_dim(input: Tensor, indices: Tensor, dim: int) -> Tensor:
+    """The elements at these places along a dimension; along others tensor and places are broadcast."""
+    return torch.take_along_dim(input, indices, dim)
 
 
-def _as_large_as_index(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
-    """Of a source that is larger than the index its first elements count."""
-    known, index = (fact(value) if isinstance(value, fx.Node) else None for value in (arguments["src"], arguments["index"]))
-    if not isinstance(known, TensorFact) or not isinstance(index, TensorFact) or known.shape == index.shape:
-        return arguments
-    if len(known.shape) != len(index.shape):
-        return "its source has not the dimensions of its index"
-    if not known.shape:  # a number, as a tensor
-        return arguments
-    entries = [WHOLE if own == size else slice(0, size) for own, size in zip(known.shape, index.shape, strict=True)]
-    if not all(entry == WHOLE or isinstance(entry.stop, int) for entry in entries):
-        return "it scatters to a part of the batch"
-    with node.graph.inserting_before(node):
-        cut = inherit(node.graph.call_function(getitem, (arguments["src"], entries)), node, "canonical.rewrite")
-    set_fact(cut, TensorFact(index.shape, known.dtype))
-    return {**arguments, "src": cut}
-
-
-def _taken(input: Any, indices: Any, dim: int | None = None) -> dict[str, Any] | str:
+def _taken(input: Any, indices: Any, dim: int | None = None) -> dict[str, Any] | str | Instead:
     if dim is None:
         return "it takes from the flattened tensor"
     mine, other = list(shape_of(input)), list(shape_of(indices))
     del mine[dim], other[dim]
-    return {"input": input, "dim": dim, "index": indices} if mine == other else "its indices are broadcast"
+    if mine == other:
+        return {"input": input, "dim": dim, "index": indices}
+    return Instead(take_along_dim, {"input": input, "indices": indices, "dim": dim})
+
+
+def _expand_taken(build: Builder, input: fx.Node, indices: fx.Node, dim: int) -> Any:
+    mine, other = build.fact(input).shape, build.fact(indices).shape
+    sizes = [-1 if own == size or d == dim % len(mine) else size for d, (own, size) in enumerate(zip(other, mine, strict=True))]
+    return build(gather, input, dim, build(expand, indices, sizes))
+
+
+def _refuses_taken(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    mine, other = shape_of(arguments["input"]), shape_of(arguments["indices"])
+    dim = arguments["dim"] % len(mine)
+    repeated = [(own, size) for d, (own, size) in enumerate(zip(mine, other, strict=True)) if d != dim and own != size]
+    if any(size != 1 for _, size in repeated):
+        return "its operand is broadcast to its indices"
+    if not all(isinstance(own, int) for own, _ in repeated):
+        return "its indices are repeated as often as the batch is large"
+    return refuses_index(node, {**arguments, "index": arguments["indices"]})
 
 
 def _gathered(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> dict[str, Any]:
     return {"input": input, "dim": dim, "index": index}
-
-
-def _scattered(input: Any, dim: int, index: Any, src: Any = None, *, value: Any = None, reduce: str | None = None) -> dict[str, Any] | str:
-    if reduce is not None:
-        return f"it reduces by {reduce!r}, whose order depends on the data"
-    return {"input": input, "dim": dim, "index": index, "src": value if src is None else src}
 
 
 register(
@@ -185,21 +161,11 @@ register(
         reads=("index",),
         functions={torch.gather: _gathered, torch.take_along_dim: _taken},
         methods={"gather": _gathered, "take_along_dim": _taken},
-        refuses=_refuses_index,
+        refuses=refuses_index,
     )
 )
 register(
-    Operator(
-        "scatter",
-        scatter,
-        ("input", "src"),
-        _lower_scatter,
-        reads=("index",),
-        functions={torch.scatter: _scattered},
-        methods={"scatter": _scattered, "scatter_": _scattered},
-        refuses=_refuses_scatter,
-        normalize=_as_large_as_index,
-    )
+    Operator("take_along_dim", take_along_dim, ("input",), demand=Same(), reads=("indices",), expand=_expand_taken, refuses=_refuses_taken)
 )
 
 # ---- values with their places -----------------------------------------------------------------------------------------
@@ -287,10 +253,16 @@ register(Operator("topk", topk, ("input",), expand=_expand_topk, functions={torc
 register(
     Operator("sort", sort, ("input",), expand=_expand_sort, functions={torch.sort: _sorted}, methods={"sort": _sorted}, refuses=_RANKED)
 )
-for _name, _composite, _parts in (("kthvalue", kthvalue, _expand_kthvalue), ("median", median, _expand_median)):
+for _composite, _parts, _names in ((kthvalue, _expand_kthvalue, ("kthvalue",)), (median, _expand_median, ("median", "nanmedian"))):
     register(
         Operator(
-            _name, _composite, ("input",), expand=_parts, functions={getattr(torch, _name): None}, methods={_name: None}, refuses=_RANKED
+            _names[0],
+            _composite,
+            ("input",),
+            expand=_parts,
+            functions={getattr(torch, name): None for name in _names},
+            methods=dict.fromkeys(_names),
+            refuses=_RANKED,
         )
     )
 register(
