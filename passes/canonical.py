@@ -82,8 +82,8 @@ def _hold(gm: fx.GraphModule, node: fx.Node, modules: dict[str, nn.Module], attr
     if value is None:
         return 0
     written = {reader: _operator_written(reader, modules) for reader in node.users}
-    added = [reader for reader, operator in written.items() if is_broadcast(node, reader, operator)]
-    joined = [reader for reader, operator in written.items() if is_joined(operator)]
+    joined = [reader for reader, operator in written.items() if is_joined(reader, operator)]
+    added = [reader for reader, operator in written.items() if reader not in joined and is_broadcast(node, reader, operator)]
     if not added and not joined:
         return 0
     path = f"{MADE}.{node.name}"

@@ -112,8 +112,7 @@ def _why_beside_float(node: fx.Node, operator: Operator, arguments: dict[str, An
     if not operands and shares(node):
         return "it moves the values of a parameter, which have no grid"
     held = [value for value in arguments.values() if isinstance(value, fx.Node) and is_parameter(value)]
-    places = part(node) is not None and demand(node) == Plain("int64")  # what a composite computes of places that are given
-    if not operands and not held and not places and not any(map(_integer, masks)):
+    if not operands and not held and not any(map(_integer, masks)):
         return f"it reads %{masks[0].name} alone, which is computed in float or given"
     read = [operand for operand in operands if operand.op != "placeholder" and not _integer(operand)]
     if not read or part(node) is not None:

@@ -51,6 +51,7 @@ from fxquant.ops import (
     softmax,
     unary,
     unpool,
+    views,
     weighted,
 )
 from fxquant.ops.record import (
@@ -151,5 +152,6 @@ __all__ = [
     "softmax",
     "unary",
     "unpool",
+    "views",
     "weighted",
 ]

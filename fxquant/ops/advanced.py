@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.facts import TensorFact
-from fxquant.graph import fact
+from fxquant.graph import fact, shape_of
 from fxquant.ops.composite import Builder
 from fxquant.ops.index import WHOLE, getitem, pick
 from fxquant.ops.places import constant_value, index, index_parts, index_put, pick_each, pick_parts
 from fxquant.ops.ranking import gather
-from fxquant.ops.record import Operator, Same, register
+from fxquant.ops.record import Instead, Operator, Same, register
 from fxquant.ops.running import tril, triu
 from fxquant.ops.selection import where
 from fxquant.ops.shape import MANY_SIZES, expand, numbers, permute, reshape
@@ -133,7 +133,16 @@ def _refuses_pick_each(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 register(
-    Operator("pick_each", pick_each, ("input",), demand=Same(), reads=("places",), expand=_expand_pick_each, refuses=_refuses_pick_each)
+    Operator(
+        "pick_each",
+        pick_each,
+        ("input",),
+        demand=Same(),
+        moves=True,
+        reads=("places",),
+        expand=_expand_pick_each,
+        refuses=_refuses_pick_each,
+    )
 )
 
 
@@ -152,7 +161,16 @@ def _refuses_pick_parts(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 register(
-    Operator("pick_parts", pick_parts, ("input",), demand=Same(), reads=("places",), expand=_expand_pick_parts, refuses=_refuses_pick_parts)
+    Operator(
+        "pick_parts",
+        pick_parts,
+        ("input",),
+        demand=Same(),
+        moves=True,
+        reads=("places",),
+        expand=_expand_pick_parts,
+        refuses=_refuses_pick_parts,
+    )
 )
 
 # ---- taking from everything ----------------------------------------------------------------------------------------------
@@ -232,6 +250,13 @@ def _refuses_diagonal(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return MANY_SIZES if sum(not isinstance(size, int) for size in known.shape) > 1 else None
 
 
+def _diag(input: Any, diagonal: int = 0) -> dict[str, Any] | Instead:
+    """Of a matrix its diagonal, of a row a matrix."""
+    if len(shape_of(input)) == 1:
+        return Instead(diag_embed, {"input": input, "offset": diagonal})
+    return {"input": input, "offset": diagonal}
+
+
 def _linalg_diagonal(A: Any, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> dict[str, Any]:
     return {"input": A, "offset": offset, "dim1": dim1, "dim2": dim2}
 
@@ -244,8 +269,8 @@ register(
         demand=Same(),
         moves=True,
         expand=_expand_diagonal,
-        functions={torch.diagonal: None, torch.linalg.diagonal: _linalg_diagonal},
-        methods={"diagonal": None},
+        functions={torch.diagonal: None, torch.linalg.diagonal: _linalg_diagonal, torch.diag: _diag},
+        methods={"diagonal": None, "diag": _diag},
         refuses=_refuses_diagonal,
     )
 )

@@ -207,6 +207,7 @@ register(
         expand=_expand,
         functions={
             torch.einsum: _einsum,
+            torch.trace: lambda input: spelled("ii->", input),
             torch.mv: _matrix_vector,
             torch.dot: _dot,
             torch.vdot: _dot,
@@ -217,7 +218,14 @@ register(
             torch.tensordot: _tensordot,
             torch.linalg.vecdot: _vecdot,
         },
-        methods={"mv": _matrix_vector, "dot": _dot, "vdot": _dot, **dict.fromkeys(("outer", "ger"), _outer_product), "inner": _inner},
+        methods={
+            "trace": lambda input: spelled("ii->", input),
+            "mv": _matrix_vector,
+            "dot": _dot,
+            "vdot": _dot,
+            **dict.fromkeys(("outer", "ger"), _outer_product),
+            "inner": _inner,
+        },
         refuses=_refuses,
     )
 )

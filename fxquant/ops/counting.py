@@ -15,7 +15,7 @@ from fxquant.ops.comparison import threshold
 from fxquant.ops.composite import Builder
 from fxquant.ops.record import Instead, Operator, Plain, register
 from fxquant.ops.shape import MANY_SIZES, numbers
-from fxquant.primitives import comparison, scatter, shape
+from fxquant.primitives import comparison, scatter, selection, shape
 
 # ---- one-hot vectors -----------------------------------------------------------------------------------------------------
 
@@ -147,3 +147,34 @@ register(
         refuses=_refuses_bucketize,
     )
 )
+
+# ---- among which of several numbers ------------------------------------------------------------------------------------------
+
+
+def isin(input: Tensor, elements: Tensor) -> Tensor:
+    """Whether each whole number is one of those of a constant."""
+    return torch.isin(input, elements)
+
+
+def _lower_isin(lowering: Lowering, input: Any, elements: Tensor) -> Any:
+    """Compared with each of them."""
+    value = input.value if isinstance(input, Quantized) else lowering.given("input", input, torch.int64)
+    each = lowering.call(shape.reshape, value, [*numbers(input.shape), 1])
+    known = lowering.given("elements", elements.flatten(), torch.int64)
+    return lowering.call(selection.truth, lowering.call(comparison.compare, each, known, "eq"), [len(input.shape)], False, False)
+
+
+def _is_in(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> dict[str, Any] | str:
+    return "it asks for those that are not" if invert else {"input": elements, "elements": test_elements}
+
+
+def _refuses_isin(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    known, elements = fact(arguments["input"]), arguments["elements"]
+    if not isinstance(known, TensorFact) or known.dtype != torch.int64:
+        return "its operand is no tensor of whole numbers"
+    if not isinstance(elements, fx.Node) or not is_parameter(elements) or fact(elements).dtype != torch.int64:
+        return "what it looks for is no constant of whole numbers"
+    return MANY_SIZES if sum(not isinstance(size, int) for size in known.shape) > 1 else None
+
+
+register(Operator("isin", isin, ("input",), _lower_isin, Plain("bool"), moves=True, functions={torch.isin: _is_in}, refuses=_refuses_isin))

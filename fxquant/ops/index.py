@@ -15,9 +15,10 @@ from fxquant.facts import Size, TensorFact
 from fxquant.graph import fact, is_parameter, shape_of
 from fxquant.lowering import Lowering, Quantized
 from fxquant.ops import places
+from fxquant.ops.constants import on_the_output
 from fxquant.ops.embedding import embedding
 from fxquant.ops.places import constant_value, counts_the_batch, is_list, pick_each, plain_entries
-from fxquant.ops.record import Instead, Operator, Same, register
+from fxquant.ops.record import Instead, Operator, Own, Same, register
 from fxquant.ops.shape import MANY_SIZES, many_sizes, rank_of, with_dims
 from fxquant.primitives import selection, shape
 
@@ -82,7 +83,12 @@ def pick(input: Tensor, dim: int, index: Tensor) -> Tensor:
     return input[places]
 
 
-def _lower_pick(lowering: Lowering, input: Quantized, dim: int, index: Any) -> Quantized:
+def _lower_pick(lowering: Lowering, input: Quantized | Tensor, dim: int, index: Any) -> Quantized:
+    if isinstance(input, Tensor):
+        places = lowering.given("index", index, torch.int64)
+        return lowering.result(
+            lambda: lowering.call(selection.pick, on_the_output(lowering, input, "input"), dim, places), lambda: pick(input, dim, index)
+        )
     return input.with_value(lowering.call(selection.pick, input.value, dim, lowering.given("index", index, torch.int64)))
 
 
@@ -90,6 +96,8 @@ def _refuses_pick(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     known, index = fact(arguments["input"]), fact(arguments["index"])
     if not isinstance(index, TensorFact) or index.dtype not in (torch.int64, torch.int32):
         return "its index is no tensor of whole numbers"
+    if is_parameter(arguments["input"]) and known.dtype != torch.float32:
+        return "it picks from a constant that is no float32 tensor"
     return None if isinstance(known.shape[arguments["dim"]], int) else "it picks from the batch"
 
 
@@ -97,7 +105,19 @@ def _computed(entry: Any) -> bool:
     return isinstance(entry, fx.Node) and not is_parameter(entry) and isinstance(fact(entry), TensorFact)
 
 
-register(Operator("pick", pick, ("input",), _lower_pick, Same(), reads=("index",), refuses=_refuses_pick))
+register(
+    Operator(
+        "pick",
+        pick,
+        ("input",),
+        _lower_pick,
+        lambda node, arguments: Own() if is_parameter(arguments["input"]) else Same(),
+        moves=True,
+        reads=("index",),
+        observes=lambda arguments: arguments["input"] if isinstance(arguments["input"], Tensor) else None,
+        refuses=_refuses_pick,
+    )
+)
 
 
 def _indexed(input: Any, index: Any) -> dict[str, Any] | str | Instead:

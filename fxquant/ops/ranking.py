@@ -87,7 +87,9 @@ def _onnx_ranked(c: Call) -> str:
     return c.do("TopK", c.input, c.integers([c["count"]]), axis=c["dim"], largest=int(c["largest"]), sorted=1)
 
 
-register(Operator("ranked", ranked, ("input",), _lower_ranked, WHOLE_NUMBERS, refuses=_fixed_dimension("ranks"), onnx=_onnx_ranked))
+register(
+    Operator("ranked", ranked, ("input",), _lower_ranked, WHOLE_NUMBERS, moves=True, refuses=_fixed_dimension("ranks"), onnx=_onnx_ranked)
+)
 
 
 # ---- the elements at these places -------------------------------------------------------------------------------------
@@ -158,6 +160,7 @@ register(
         ("input",),
         _lower_gather,
         Same(),
+        moves=True,
         reads=("index",),
         functions={torch.gather: _gathered, torch.take_along_dim: _taken},
         methods={"gather": _gathered, "take_along_dim": _taken},
@@ -165,7 +168,16 @@ register(
     )
 )
 register(
-    Operator("take_along_dim", take_along_dim, ("input",), demand=Same(), reads=("indices",), expand=_expand_taken, refuses=_refuses_taken)
+    Operator(
+        "take_along_dim",
+        take_along_dim,
+        ("input",),
+        demand=Same(),
+        moves=True,
+        reads=("indices",),
+        expand=_expand_taken,
+        refuses=_refuses_taken,
+    )
 )
 
 # ---- values with their places -----------------------------------------------------------------------------------------
@@ -249,9 +261,22 @@ def _sorted(input: Any, dim: int = -1, descending: bool = False, *, stable: bool
 _RANKED = _fixed_dimension("ranks")
 register(Operator("max_along", largest_along, ("input",), expand=_expand_largest, refuses=_fixed_dimension("looks through")))
 register(Operator("min_along", smallest_along, ("input",), expand=_expand_smallest, refuses=_fixed_dimension("looks through")))
-register(Operator("topk", topk, ("input",), expand=_expand_topk, functions={torch.topk: None}, methods={"topk": None}, refuses=_RANKED))
 register(
-    Operator("sort", sort, ("input",), expand=_expand_sort, functions={torch.sort: _sorted}, methods={"sort": _sorted}, refuses=_RANKED)
+    Operator(
+        "topk", topk, ("input",), moves=True, expand=_expand_topk, functions={torch.topk: None}, methods={"topk": None}, refuses=_RANKED
+    )
+)
+register(
+    Operator(
+        "sort",
+        sort,
+        ("input",),
+        moves=True,
+        expand=_expand_sort,
+        functions={torch.sort: _sorted},
+        methods={"sort": _sorted},
+        refuses=_RANKED,
+    )
 )
 for _composite, _parts, _names in ((kthvalue, _expand_kthvalue, ("kthvalue",)), (median, _expand_median, ("median", "nanmedian"))):
     register(
@@ -259,6 +284,7 @@ for _composite, _parts, _names in ((kthvalue, _expand_kthvalue, ("kthvalue",)), 
             _names[0],
             _composite,
             ("input",),
+            moves=True,
             expand=_parts,
             functions={getattr(torch, name): None for name in _names},
             methods=dict.fromkeys(_names),
@@ -270,6 +296,7 @@ register(
         "argsort",
         argsort,
         ("input",),
+        moves=True,
         demand=WHOLE_NUMBERS,
         expand=_expand_argsort,
         functions={torch.argsort: _sorted},

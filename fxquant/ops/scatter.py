@@ -20,7 +20,7 @@ from fxquant.numerics import FLOAT32_EXACT, Ratio
 from fxquant.ops.arithmetic import add, mul
 from fxquant.ops.composite import Builder
 from fxquant.ops.constants import Branch, on_the_output, real
-from fxquant.ops.creation import made_constant
+from fxquant.ops.creation import made_number
 from fxquant.ops.index import WHOLE, getitem
 from fxquant.ops.pool import too_many
 from fxquant.ops.ranking import refuses_index
@@ -165,13 +165,13 @@ def _size(build: Builder, input: fx.Node, dim: int) -> int:
 
 
 def _expand_scatter_add(build: Builder, input: fx.Node, dim: int, index: fx.Node, src: fx.Node) -> Any:
-    alone = made_constant(input, 0.0)
+    alone = made_number(input) == 0
     total = build(sum_at, src, dim, index, _size(build, input, dim), demand=None if alone else WIDE)
     return total if alone else build(add, input, total)
 
 
 def _expand_index_add(build: Builder, input: fx.Node, dim: int, index: fx.Node, source: fx.Node, alpha: float) -> Any:
-    alone = made_constant(input, 0.0)
+    alone = made_number(input) == 0
     if alpha != 1:
         source = build(mul, source, alpha, demand=WIDE)
     total = build(index_sum, source, dim, index, _size(build, input, dim), demand=None if alone else WIDE)
@@ -273,7 +273,7 @@ _REDUCTIONS = {"amax": True, "amin": False}
 def _scatter_reduced(
     input: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True
 ) -> dict[str, Any] | str | Instead:
-    if reduce in ("sum", "add") and (include_self or made_constant(input, 0.0)):
+    if reduce in ("sum", "add") and (include_self or made_number(input) == 0):
         return Instead(scatter_add, _scatter_added(input, dim, index, src))
     if reduce not in _REDUCTIONS:
         of = {"sum": "what it adds to depends on the data", "mean": "how many it averages depends on the data"}

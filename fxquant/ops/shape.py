@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxquant import functional
 from fxquant.facts import Size, TensorFact
 from fxquant.graph import fact, inherit, is_parameter, set_fact, shape_of
 from fxquant.lowering import Lowering, Quantized
@@ -316,6 +317,14 @@ def _expanded(input: Any, *sizes: Any, **keywords: Any) -> dict[str, Any] | str:
     return "it is repeated as often as the batch is large" if None in plain else {"input": input, "sizes": plain}
 
 
+def _copied(tensor: Any, source: Any) -> dict[str, Any] | str:
+    """What is copied into a tensor: broadcast to its shape."""
+    known, wanted = (fact(value) if isinstance(value, fx.Node) else None for value in (source, tensor))
+    if not isinstance(known, TensorFact) or not isinstance(wanted, TensorFact) or known.dtype != wanted.dtype:
+        return "it changes the dtype"
+    return _expanded(source, tensor)
+
+
 def _computed_size(tensor: fx.Node, dim: int) -> fx.Node:
     """A node of a size that depends on the batch."""
     with tensor.graph.inserting_after(tensor):
@@ -345,7 +354,7 @@ register(
         refuses=_refuses_parameter,
         onnx=_onnx_expand,
         idle=lambda arguments: True,
-        functions={torch.broadcast_to: _expanded},
+        functions={torch.broadcast_to: _expanded, functional.copy: _copied},
         methods=dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expanded),
     )
 )

@@ -16,7 +16,8 @@ from fxquant.primitives.shape import named
 
 
 def _real(e: Emitter, value: str) -> str:
-    return value if e.dtype(value).is_floating_point else e.node("Cast", value, to=torch.float32)
+    plain = e.dtype(value).is_floating_point or e.dtype(value) == torch.int64  # whole numbers that are no quantized tensor's
+    return value if plain else e.node("Cast", value, to=torch.float32)
 
 
 def _onnx_arg_extremum(e: Emitter, input: str, dim: int, keepdim: bool, largest: bool) -> str:
