@@ -1035,6 +1035,7 @@ def test_every_operator_has_a_sample() -> None:
     elsewhere = {case.operator for case in (*CASES.values(), *ALSO.values())}
     parts = {"ranked", "pick", "quantize", "dequantize", "requantize", "scale_channels", "deformed_taps"}
     parts |= {"exponential", "inverse_root", "kept", "added", "masked_softmax", "log_of_one_and_exponential", "angle_of_share"}
+    parts |= {"sum_at", "index_sum"}
     sampled = elsewhere | {sample.operator for samples in SAMPLES.values() for sample in samples} | parts
     assert sampled == {record.name for record in OPERATORS.values()}
 

@@ -143,7 +143,6 @@ register(
         _lower_bucketize,
         Plain("int64"),
         functions={torch.bucketize: _bucketized, torch.searchsorted: _searched},
-        methods={"bucketize": _bucketized},
         refuses=_refuses_bucketize,
     )
 )
