@@ -13,6 +13,7 @@ from fxquant.graph import fact, is_parameter, shape_of
 from fxquant.lowering import Lowering, Quantized
 from fxquant.ops.comparison import threshold
 from fxquant.ops.composite import Builder
+from fxquant.ops.form import Call
 from fxquant.ops.record import Instead, Operator, Plain, register
 from fxquant.ops.shape import MANY_SIZES, numbers
 from fxquant.primitives import comparison, scatter, selection, shape
@@ -90,6 +91,7 @@ register(
         _lower_count,
         Plain("int64"),
         reads=("input",),
+        onnx=lambda c: c.reduced("ReduceSum", c.do("Cast", c.operand("input"), to=torch.int64), list(c["dim"]), False),
         functions={torch.count_nonzero: _counted},
         methods={"count_nonzero": _counted},
         refuses=_refuses_count,
@@ -112,6 +114,13 @@ def _lower_bucketize(lowering: Lowering, input: Quantized, boundaries: Tensor, r
     limits = lowering.constant("boundaries", threshold(boundaries, input.grid, relation), torch.int32)
     value = lowering.call(shape.reshape, input.value, [*numbers(input.shape), 1])
     return lowering.call(scatter.count, lowering.call(comparison.compare, value, limits, relation), [len(input.shape)], False)
+
+
+def _onnx_bucketize(c: Call) -> str:
+    """The boundaries are in front, since onnxruntime cannot move QuantizeLinear of opset 21 behind a new dimension by itself."""
+    limits = c.e.constant(c.real("boundaries").reshape(-1, *[1] * len(c.operand_shape)))
+    below = c.do("Not", c.do("Less", c.input, limits)) if c["right"] else c.do("Greater", c.input, limits)
+    return c.reduced("ReduceSum", c.do("Cast", below, to=torch.int64), [0], False)
 
 
 def _refuses_bucketize(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -142,6 +151,7 @@ register(
         ("input",),
         _lower_bucketize,
         Plain("int64"),
+        onnx=_onnx_bucketize,
         functions={torch.bucketize: _bucketized, torch.searchsorted: _searched},
         refuses=_refuses_bucketize,
     )
@@ -163,6 +173,12 @@ def _lower_isin(lowering: Lowering, input: Any, elements: Tensor) -> Any:
     return lowering.call(selection.truth, lowering.call(comparison.compare, each, known, "eq"), [len(input.shape)], False, False)
 
 
+def _onnx_isin(c: Call) -> str:
+    rank = len(c.operand_shape)
+    same = c.do("Equal", c.unsqueezed(c.input, rank), c.e.constant(c.real("elements")))
+    return c.do("Cast", c.reduced("ReduceMax", c.do("Cast", same, to=torch.float32), [rank], False), to=torch.bool)
+
+
 def _is_in(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> dict[str, Any] | str:
     return "it asks for those that are not" if invert else {"input": elements, "elements": test_elements}
 
@@ -176,4 +192,16 @@ def _refuses_isin(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return MANY_SIZES if sum(not isinstance(size, int) for size in known.shape) > 1 else None
 
 
-register(Operator("isin", isin, ("input",), _lower_isin, Plain("bool"), moves=True, functions={torch.isin: _is_in}, refuses=_refuses_isin))
+register(
+    Operator(
+        "isin",
+        isin,
+        ("input",),
+        _lower_isin,
+        Plain("bool"),
+        moves=True,
+        functions={torch.isin: _is_in},
+        refuses=_refuses_isin,
+        onnx=_onnx_isin,
+    )
+)

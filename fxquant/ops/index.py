@@ -17,6 +17,7 @@ from fxquant.lowering import Lowering, Quantized
 from fxquant.ops import places
 from fxquant.ops.constants import on_the_output
 from fxquant.ops.embedding import embedding
+from fxquant.ops.form import Call
 from fxquant.ops.places import constant_value, counts_the_batch, is_list, pick_each, plain_entries
 from fxquant.ops.record import Instead, Operator, Own, Same, register
 from fxquant.ops.shape import MANY_SIZES, many_sizes, rank_of, with_dims
@@ -92,6 +93,12 @@ def _lower_pick(lowering: Lowering, input: Quantized | Tensor, dim: int, index: 
     return input.with_value(lowering.call(selection.pick, input.value, dim, lowering.given("index", index, torch.int64)))
 
 
+def _onnx_pick(c: Call) -> str:
+    index = c.arguments.get("index")
+    places = index if isinstance(index, str) else c.e.constant(c.real("index"))
+    return c.do("Gather", c.operand("input"), places, axis=c["dim"])
+
+
 def _refuses_pick(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     known, index = fact(arguments["input"]), fact(arguments["index"])
     if not isinstance(index, TensorFact) or index.dtype not in (torch.int64, torch.int32):
@@ -115,6 +122,7 @@ register(
         moves=True,
         reads=("index",),
         observes=lambda arguments: arguments["input"] if isinstance(arguments["input"], Tensor) else None,
+        onnx=_onnx_pick,
         refuses=_refuses_pick,
     )
 )

@@ -21,13 +21,16 @@ from fxquant.ops.arithmetic import add, mul
 from fxquant.ops.composite import Builder
 from fxquant.ops.constants import Branch, on_the_output, real
 from fxquant.ops.creation import made_number
+from fxquant.ops.form import Call
 from fxquant.ops.index import WHOLE, getitem
 from fxquant.ops.pool import too_many
 from fxquant.ops.ranking import refuses_index
 from fxquant.ops.record import Instead, Operator, Own, register
-from fxquant.primitives import accumulate, selection, shape
+from fxquant.primitives import PRIMITIVES, accumulate, selection, shape
 from fxquant.primitives import scatter as primitives
 
+SUMMING_OPSET = 16  # the first whose ScatterElements adds
+LARGEST = torch.finfo(torch.float32).max
 WIDE = Own("int16", otherwise="int8")
 
 # ---- in the place of others ---------------------------------------------------------------------------------------------
@@ -40,12 +43,13 @@ def scatter(input: Tensor, dim: int, index: Tensor, src: Tensor | float) -> Tens
 
 def _lower_scatter(lowering: Lowering, input: Branch, dim: int, index: Any, src: Branch) -> Quantized:
     places = lowering.given("index", index, torch.int64)
-    return lowering.result(
-        lambda: lowering.call(
-            selection.put_along, on_the_output(lowering, input, "input"), on_the_output(lowering, src, "src"), dim, places
-        ),
-        lambda: torch.scatter(real(input), dim, index, real(src)),
-    )
+    number = (True,) if not isinstance(src, Quantized) and torch.as_tensor(src).dim() == 0 else ()
+
+    def exact() -> Any:
+        values = on_the_output(lowering, input, "input"), on_the_output(lowering, src, "src")
+        return lowering.call(selection.put_along, *values, dim, places, *number)
+
+    return lowering.result(exact, lambda: torch.scatter(real(input), dim, index, real(src)))
 
 
 def _refuses_scatter(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -85,6 +89,14 @@ def _scattered(
     return {"input": input, "dim": dim, "index": index, "src": value if src is None else src}
 
 
+def _onnx_scatter(c: Call) -> str:
+    """Both on the result's scale; a number as often as there are places."""
+    places, source = _places(c), c.rounded(c.operand("src"))
+    if isinstance(c.arguments.get("src"), int | float):
+        source = c.do("Expand", source, c.do("Shape", places))
+    return c.do("ScatterElements", c.rounded(c.operand("input")), places, source, axis=c["dim"])
+
+
 register(
     Operator(
         "scatter",
@@ -94,6 +106,7 @@ register(
         reads=("index",),
         functions={torch.scatter: _scattered},
         methods={"scatter": _scattered, "scatter_": _scattered},
+        onnx=_onnx_scatter,
         refuses=_refuses_scatter,
         normalize=_as_large_as_index,
     )
@@ -122,7 +135,19 @@ def _refuses_sum_at(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return too_many([terms], 2**31) if isinstance(terms, int) else "it adds up the batch, whose size is not fixed"
 
 
-register(Operator("sum_at", sum_at, ("src",), _lower_sum_at, reads=("index",), refuses=_refuses_sum_at))
+def _places(c: Call) -> str:
+    """The index of a call, which may be a constant."""
+    index = c.arguments.get("index")
+    return index if isinstance(index, str) else c.e.constant(c.real("index"))
+
+
+def _onnx_sum_at(c: Call) -> str:
+    if c.e.opset < SUMMING_OPSET:
+        return c.exported()
+    return PRIMITIVES[primitives.sum_along].onnx(c.e, c.operand("src"), c["dim"], _places(c), c["size"], False)
+
+
+register(Operator("sum_at", sum_at, ("src",), _lower_sum_at, reads=("index",), refuses=_refuses_sum_at, onnx=_onnx_sum_at))
 
 
 def index_sum(src: Tensor, dim: int, index: Tensor, size: int) -> Tensor:
@@ -139,13 +164,26 @@ def _lower_index_sum(lowering: Lowering, src: Quantized, dim: int, index: Tensor
     largest = lowering.prove(torch.tensor(terms * src.grid.magnitude, dtype=torch.float64, device="cpu"), "the sum")
     order = [d for d in range(rank) if d != dim] + [dim]
     value = lowering.call(shape.permute, src.value, order)
+    lowering.describe("places", torch.empty(0, device="cpu"))
     summing = accumulate.linear if largest < FLOAT32_EXACT else accumulate.linear_wide
     total = lowering.call(summing, value, lowering.constant("places", matrix, torch.int8), None)
     result = lowering.requantize(total, Ratio((src.scale,)))
     return result.with_value(lowering.call(shape.permute, result.value, [order.index(d) for d in range(rank)]))
 
 
-register(Operator("index_sum", index_sum, ("src",), _lower_index_sum))
+def _onnx_index_sum(c: Call) -> str:
+    """No transposition, behind which onnxruntime cannot move QuantizeLinear of opset 21 by itself, where there is another form."""
+    order = [d for d in range(len(fact(c.node).shape)) if d != c["dim"]] + [c["dim"]]
+    matrix = c.real("places")
+    if c.e.opset >= SUMMING_OPSET:
+        places = c.e.constant(matrix.argmax(0).reshape([-1 if d == c["dim"] else 1 for d in range(len(order))]))
+        index = c.do("Expand", places, c.do("Shape", c.operand("src")))
+        return PRIMITIVES[primitives.sum_along].onnx(c.e, c.operand("src"), c["dim"], index, c["size"], False)
+    total = c.do("MatMul", c.do("Transpose", c.operand("src"), perm=order), c.e.constant(matrix.float().t().contiguous()))
+    return c.do("Transpose", total, perm=[order.index(d) for d in range(len(order))])
+
+
+register(Operator("index_sum", index_sum, ("src",), _lower_index_sum, onnx=_onnx_index_sum))
 
 
 def scatter_add(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
@@ -261,10 +299,21 @@ def _lower_scatter_extremum(
         if not include_self:
             end = torch.tensor(float(grid.bounds[0] if largest else grid.bounds[1]), dtype=torch.float32, device=grid.scale.device)
             held = lowering.constant("end", lowering.stored(end, grid), grid.type.storage)
-            value = lowering.call(selection.put_along, value, held, dim, places)
+            value = lowering.call(selection.put_along, value, held, dim, places, True)
         return lowering.call(primitives.extremum_along, value, other, dim, places, terms, largest)
 
     return lowering.result(exact, lambda: scatter_extremum(real(input), dim, index, real(src), largest, include_self))
+
+
+def _onnx_scatter_extremum(c: Call) -> str:
+    """Both on the result's scale."""
+    places, value = _places(c), c.rounded(c.operand("input"))
+    if not c["include_self"]:
+        end = c.do("Expand", c.number(-LARGEST if c["largest"] else LARGEST), c.do("Shape", places))
+        value = c.do("ScatterElements", value, places, end, axis=c["dim"])
+    write, node = PRIMITIVES[primitives.extremum_along].onnx, c.primitive(primitives.extremum_along)
+    assert node is not None
+    return write(c.e, value, c.rounded(c.operand("src")), c["dim"], places, node.args[4], c["largest"])
 
 
 _REDUCTIONS = {"amax": True, "amin": False}
@@ -288,6 +337,7 @@ register(
         ("input", "src"),
         _lower_scatter_extremum,
         reads=("index",),
+        onnx=_onnx_scatter_extremum,
         functions={torch.scatter_reduce: _scatter_reduced},
         methods=dict.fromkeys(("scatter_reduce", "scatter_reduce_"), _scatter_reduced),
         refuses=_refuses_scatter_add,

@@ -80,29 +80,30 @@ def pick(input: Tensor, dim: int, index: Tensor) -> Tensor:
     return input[places]
 
 
-def _onnx_put_along(e: Emitter, input: str | Tensor, source: str | Tensor, dim: int, index: str | Tensor) -> str:
+def _onnx_put_along(e: Emitter, input: str | Tensor, source: str | Tensor, dim: int, index: str | Tensor, number: bool = False) -> str:
     values = [named(e, value) for value in (input, source)]
     dtype = e.dtype(values[0])
     if dtype == torch.int64:  # more bits than a float has
         return e.node("ScatterElements", values[0], named(e, index), values[1], axis=dim)
     real = [e.node("Cast", value, to=torch.float32) for value in values]
     places = named(e, index)
-    if isinstance(source, Tensor) and source.dim() == 0:
+    if number:
         real[1] = e.node("Expand", real[1], e.node("Shape", places))
     return e.node("Cast", e.node("ScatterElements", real[0], places, real[1], axis=dim), to=dtype)
 
 
-def _bounds_put_along(input: Value, source: Value, dim: int, index: Value | None) -> Range:
+def _bounds_put_along(input: Value, source: Value, dim: int, index: Value | None, number: bool = False) -> Range:
+    need(not number or not source.fact.shape, "what it puts everywhere is no number")
     return Range(torch.minimum(input.low.min(), source.low.min()), torch.maximum(input.high.max(), source.high.max()))
 
 
 @primitive(_onnx_put_along, bounds=_bounds_put_along)
-def put_along(input: Tensor, source: Tensor, dim: int, index: Tensor) -> Tensor:
+def put_along(input: Tensor, source: Tensor, dim: int, index: Tensor, number: bool = False) -> Tensor:
     """`input` with the elements of `source` at these places along `dim`, none of which is named twice; both are on one grid.
 
-    A source without dimensions is the same number at all of them.
+    Where it is a `number`, a source without dimensions, this is at all of them.
     """
-    return torch.scatter(input, dim, index, source if source.dim() else source.to(input.dtype).expand(index.shape))
+    return torch.scatter(input, dim, index, source.to(input.dtype).expand(index.shape) if number else source)
 
 
 def _onnx_least(e: Emitter, input: str, dim: list[int], keepdim: bool) -> str:
