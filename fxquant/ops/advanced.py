@@ -32,7 +32,7 @@ def _tensor(entry: Any) -> Tensor:
 
 def _joined_places(lists: Sequence[Any], sizes: Sequence[int]) -> Tensor:
     """Lists of places along dimensions of these sizes as places in what they are together, row by row."""
-    places = torch.broadcast_tensors(*map(_tensor, lists))
+    places = torch.broadcast_tensors(*map(_tensor, lists))  # type: ignore[no-untyped-call]
     joined = torch.zeros_like(places[0])
     for place, size in zip(places, sizes, strict=True):
         joined = joined * size + place % size

@@ -110,7 +110,7 @@ def _expand_running(build: Builder, input: fx.Node, dim: int, extremum: Any) -> 
 
 
 def _refuses_running(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    because = _fixed("looks through")(node, arguments)
+    because: str | None = _fixed("looks through")(node, arguments)
     if because is not None:
         return because
     picked = [reader.args[1] if getattr(reader.target, "__name__", "") == "getitem" else 1 for reader in node.users]

@@ -38,7 +38,8 @@ def index_put(input: Tensor, lists: list[Any], value: Tensor | float) -> Tensor:
 
 def pick_parts(input: Tensor, index: list[Any], dim: int, places: Tensor) -> Tensor:
     """input[index], an index without lists, and of that result the slices along a dimension at the places."""
-    return input[tuple(index)][(*[builtins.slice(None)] * dim, places)]
+    where: tuple[Any, ...] = (*[builtins.slice(None)] * dim, places)
+    return input[tuple(index)][where]
 
 
 _index = index
@@ -107,7 +108,7 @@ def counts_the_batch(entry: Any, input: fx.Node, places: fx.Node) -> bool:
     start, step = entry.kwargs.get("start", 0), entry.kwargs.get("step", 1)
     if len(entry.args) > 1:
         start, step = entry.args[0], entry.args[2] if len(entry.args) > 2 else step
-    return start == 0 and step == 1
+    return bool(start == 0 and step == 1)
 
 
 def is_arange(node: fx.Node) -> bool:

@@ -153,7 +153,7 @@ class Operator:
     expand: Callable[..., Any] | None = None
     keeps: Callable[[dict[str, Any], Interval], Interval] | None = None
     dtypes: Mapping[str, str] = field(default_factory=dict)
-    observes: Callable[[dict[str, Any]], Tensor] | None = None
+    observes: Callable[[dict[str, Any]], Tensor | None] | None = None
     functions: Mapping[Callable[..., Any], Adapt | None] = field(default_factory=dict)
     methods: Mapping[str, Adapt | None] = field(default_factory=dict)
     modules: Mapping[type, Callable[[Any], dict[str, Any] | str | Instead]] = field(default_factory=dict)

@@ -43,9 +43,10 @@ def _places(shape: tuple[Size, ...], way: Any) -> Tensor | None:
 def _view(shape: Any, way: Any) -> Tensor | None:
     numbers = torch.arange(math.prod(shape), device="cpu").reshape(shape)
     try:
-        return functional.view_of(numbers, way)
+        found: Tensor = functional.view_of(numbers, way)
     except (RuntimeError, IndexError, TypeError):
         return None
+    return found
 
 
 def _expand(build: Builder, input: fx.Node, value: fx.Node, way: Any) -> Any:

@@ -81,15 +81,13 @@ def pick(input: Tensor, dim: int, index: Tensor) -> Tensor:
 
 
 def _onnx_put_along(e: Emitter, input: str | Tensor, source: str | Tensor, dim: int, index: str | Tensor, number: bool = False) -> str:
-    values = [named(e, value) for value in (input, source)]
-    dtype = e.dtype(values[0])
-    if dtype == torch.int64:  # more bits than a float has
-        return e.node("ScatterElements", values[0], named(e, index), values[1], axis=dim)
-    real = [e.node("Cast", value, to=torch.float32) for value in values]
-    places = named(e, index)
-    if number:
-        real[1] = e.node("Expand", real[1], e.node("Shape", places))
-    return e.node("Cast", e.node("ScatterElements", real[0], places, real[1], axis=dim), to=dtype)
+    value, put, places = (named(e, each) for each in (input, source, index))
+    dtype = e.dtype(value)
+    if dtype != torch.int64:  # which has more bits than a float
+        value, put = (e.node("Cast", each, to=torch.float32) for each in (value, put))
+    put = e.node("Expand", put, e.node("Shape", places)) if number else put
+    found = e.node("ScatterElements", value, places, put, axis=dim)
+    return found if dtype == torch.int64 else e.node("Cast", found, to=dtype)
 
 
 def _bounds_put_along(input: Value, source: Value, dim: int, index: Value | None, number: bool = False) -> Range:
