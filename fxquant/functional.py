@@ -36,7 +36,13 @@ def write(tensor: torch.Tensor, value: torch.Tensor, way: Any) -> torch.Tensor:
     another method.
     """
     result = tensor.clone()
-    view: Any = result
+    view_of(result, way).copy_(value)
+    return result
+
+
+def view_of(tensor: torch.Tensor, way: Any) -> Any:
+    """The view of `tensor` that `way` leads to, as in `write`. Raises ValueError for a method that makes no view."""
+    view: Any = tensor
     for name, args, kwargs in way:
         if name == "getattr" and args in (("T",), ("mT",)):
             view = getattr(view, args[0])
@@ -44,8 +50,7 @@ def write(tensor: torch.Tensor, value: torch.Tensor, way: Any) -> torch.Tensor:
             view = getattr(view, name)(*args, **kwargs) if isinstance(view, torch.Tensor) else view[args[0]]
         else:
             raise ValueError(f"{name} makes no view")
-    view.copy_(value)
-    return result
+    return view
 
 
 # Methods whose results are views of the tensor, and share its elements out among the items of a sequence.

@@ -104,6 +104,11 @@ class Lowering:
         assert self._output is not None, f"the result of %{self.name} has no grid"
         return self._output
 
+    @property
+    def plain(self) -> bool:
+        """Whether its result has no grid: truth values, or whole numbers."""
+        return self._output is None
+
     # -- what a subclass provides ----------------------------------------------------------------------------------
 
     def call(self, primitive: Callable[..., Tensor], *arguments: Any) -> Any:

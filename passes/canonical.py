@@ -18,14 +18,13 @@ from fxquant.graph import absorb, attach, fact, inherit, is_parameter, mark_para
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Fixed, Instead, Operator, Own, Parameter, Plain, operand_nodes, operator_of
 from fxquant.ops.boundary import QUANTIZE
 from fxquant.ops.composite import Builder
-from fxquant.ops.creation import is_broadcast, is_joined, made_anew, sizes_of
+from fxquant.ops.creation import MADE, is_broadcast, is_joined, made_anew, sizes_of
+from fxquant.ops.places import is_arange
 from fxquant.ops.promotion import promoted
 from fxquant.ops.shape import expand, is_cast
 from fxquant.ops.unary import SHIFTED, with_offset
 from fxquant.pipeline import Context
 from fxquant.stubs import dequant_stub, outside, quant_stub
-
-MADE = "made"  # where the constants stand that the model makes at every run
 
 
 def rewrite(gm: fx.GraphModule, context: Context) -> int:
@@ -90,8 +89,8 @@ def _hold(gm: fx.GraphModule, node: fx.Node, modules: dict[str, nn.Module], attr
     if value is None:
         return 0
     written = {reader: _operator_written(reader, modules) for reader in node.users}
-    added = [reader for reader, operator in written.items() if is_broadcast(node, reader, operator)]
-    joined = [reader for reader, operator in written.items() if is_joined(operator)]
+    joined = [reader for reader, operator in written.items() if is_joined(reader, operator)]
+    added = [reader for reader, operator in written.items() if reader not in joined and is_broadcast(node, reader, operator)]
     if not added and not joined:
         return 0
     path = f"{MADE}.{node.name}"
@@ -216,6 +215,7 @@ def _eliminate_unused(graph: fx.Graph) -> None:
             operator_of(node) is not None
             or is_cast(node)
             or made_anew(node) is not None
+            or is_arange(node)
             or (number and node.op in ("call_method", "call_function"))
         ):
             graph.erase_node(node)

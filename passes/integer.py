@@ -47,7 +47,20 @@ from fxquant.numerics import WEIGHT_INT8, Grid
 from fxquant.ops import map_operands, operator_of
 from fxquant.ops.boundary import DEQUANTIZE
 from fxquant.pipeline import Context
-from fxquant.primitives import PRIMITIVES, boundary, comparison, elementwise, pool, position, product, resize, sampling, selection, shape
+from fxquant.primitives import (
+    PRIMITIVES,
+    boundary,
+    comparison,
+    elementwise,
+    pool,
+    position,
+    product,
+    resize,
+    sampling,
+    scatter,
+    selection,
+    shape,
+)
 from fxquant.proof import Shapes
 from fxquant.quantization.prepared import QuantizedOperator
 from fxquant.quantization.quantizer import Quantizer
@@ -70,7 +83,7 @@ ON_THE_OPERANDS_GRID: Mapping[Any, Callable[[tuple[Any, ...], int], tuple[Any, .
                 pool.max_pool,
             ),
             *(product.maximum, product.minimum, resize.resize_linear, comparison.choose),
-            *(selection.take_along, selection.pick, selection.put_along, selection.least),
+            *(selection.take_along, selection.pick, selection.put_along, selection.least, scatter.extremum_along),
         ),
         lambda arguments, zero: arguments,
     ),

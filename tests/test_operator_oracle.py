@@ -241,6 +241,15 @@ def added_behind(m: Any, a: Tensor, b: Tensor) -> Tensor:
     return torch.relu(m.layer(a) + b)
 
 
+PLACES = torch.tensor([2, 0, 2])
+
+
+def brought_together(known: Known) -> Nested:
+    """Of three planes the first and the last at place 2, the second at place 0."""
+    sums = [[one[1], each(lambda q: 0, one[1]), each(lambda q, r: q + r, one[0], one[2])] for one in known.a]
+    return known.brought(sums, known.x.scale)
+
+
 CASES: dict[str, Case] = {
     "add": plain(lambda a, b: a + b, lambda k: k.sum()),
     "sub": plain(lambda a, b: a - b, lambda k: k.sum(-1)),
@@ -288,6 +297,8 @@ CASES: dict[str, Case] = {
         lambda a, b: F.adaptive_avg_pool2d(a, (1, 2)),
         lambda k: k.brought(oracle.sum_pool(k.a, [5, 2], [5, 2], [0, 0], False), k.x.scale / 10),
     ),
+    "scatter_add": plain(lambda a, b: torch.zeros_like(a).scatter_add(1, PLACES.view(1, 3, 1, 1).expand_as(a), a), brought_together),
+    "index_add": plain(lambda a, b: torch.zeros_like(a).index_add(1, PLACES, a), brought_together),
     "neg": plain(lambda a, b: -a, lambda k: k.brought(each(lambda q: -q, k.a), k.x.scale)),
     "stack": plain(lambda a, b: torch.stack((a, b), 1), lambda k: [[one[:3], one[3:]] for one in joined(k)]),
     "cat": plain(lambda a, b: torch.cat((a, b), 1), joined),

@@ -136,6 +136,9 @@ CALLS = {
     "reduced": gives([2**40, 5], torch.int64, i64([2**40, 3], [-1, 5]), [1], False, "largest"),
     "running": gives([[1, 3, 6]], torch.int64, i64([1, 2, 3]), 1),
     "put_along": gives([[9, 2, 8], [4, 7, 7]], torch.int8, i8([1, 2, 3], [4, 5, 6]), i8([8, 9], [7, 7]), 1, i64([2, 0], [1, 2])),
+    "sum_along": gives([[5, 0, -4], [0, 9, 0]], torch.int32, i8([-7, 5, 3], [4, -1, 6]), 1, i64([2, 0, 2], [1, 1, 1]), 3, False),
+    "extremum_along": gives([[9, 2], [8, 5]], torch.int8, i8([1, 2], [4, 5]), i8([9, -4], [7, 8]), 1, i64([0, 1], [0, 0]), 2, True),
+    "count": gives([2, 1], torch.int64, holds([1, 0, 1], [0, 0, 1]), [1], False),
 }  # fmt: skip
 
 

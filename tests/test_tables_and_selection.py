@@ -19,6 +19,7 @@ from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS
 from fxquant.ops.unary import UNARY
 from tests import contract
 from tests.contract import compiled
+from tests.indexing import ALSO_SPELLED, SPELLED
 
 Forward = Callable[[Any, Tensor, Tensor], Any]
 
@@ -273,6 +274,8 @@ ALSO: dict[str, Case] = {
     "moved masks": both("where", lambda x, y: torch.where((x > 0)[:, :1].expand(-1, 4, -1, -1).flip(2), x, y)),
     "a mask as numbers": both("where", lambda x, y: (x > 0).float() * y + x * (y > 0.5)),
 }
+CASES |= {spelling: Case(*written) for spelling, written in SPELLED.items()}
+ALSO |= {name: Case(*written) for name, written in ALSO_SPELLED.items()}
 
 
 def _called(spelling: Any, x: Tensor, y: Tensor) -> Any:
@@ -288,7 +291,7 @@ class Model(nn.Module):
         self.first, self.second = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 3, padding=1)
         plain = [kind for kind, (record, _) in MODULES.items() if record.name in UNARY]
         given = [nn.CELU(0.7), nn.Threshold(0.1, -0.2), nn.Hardshrink(0.3), nn.Softshrink(0.3), nn.RReLU(), nn.PairwiseDistance(1)]
-        given += [nn.CosineSimilarity(-1), nn.LocalResponseNorm(2, 0.3)]
+        given += [nn.CosineSimilarity(-1), nn.LocalResponseNorm(2, 0.3), nn.EmbeddingBag(6, 5)]
         made = {type(layer): layer for layer in given}
         self.layers = nn.ModuleDict({kind.__name__: made[kind] if kind in made else kind() for kind in (*plain, *made)})
         self.register_buffer("places", torch.tensor([3, 1]))

@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from fxquant.backends.onnx.emitter import Emitter, value_info
 from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.writer import Writer
+from fxquant.facts import TensorFact
 from fxquant.graph import fact, zero_point
 from fxquant.numerics import BOUNDARY_LIMIT
 from fxquant.primitives import (
@@ -205,7 +206,8 @@ def form(*primitives: Callable[..., Any]) -> Callable[[Callable[..., str | None]
 
 
 def _is_8_bits(node: Any) -> bool:
-    return isinstance(node, fx.Node) and fact(node).dtype in EIGHT_BITS
+    known = fact(node) if isinstance(node, fx.Node) else None
+    return isinstance(known, TensorFact) and known.dtype in EIGHT_BITS
 
 
 def _clipped(e: Emitter, value: str, low: int, high: int, zero_point: int) -> str:

@@ -22,7 +22,7 @@ FLOAT = "float"  # the operator of what the table may not know
 UNWRITTEN = (  # made by passes, never written by a user
     *(QUANTIZE.name, DEQUANTIZE.name, REQUANTIZE.name, "shifted", "scale_channels"),
     *("exponential", "inverse_root", "kept", "added", "masked_softmax", "ranked", "pick"),
-    *("log_of_one_and_exponential", "angle_of_share"),
+    *("log_of_one_and_exponential", "angle_of_share", "sum_at", "index_sum"),
 )
 
 Options = Mapping[str, tuple[Any, ...]]
@@ -350,7 +350,34 @@ def _choices() -> Iterator[Spelling]:
     yield from _spell("scatter", f"{{0}}.scatter({{dim}}, {places}, {{1}})", dim=(1, -1))
     yield from _spell("setitem", "torch.slice_scatter({0}, {0}[:, -1:], 1, 0, 1)", "torch.select_scatter({0}, {1}[:, -1], 1, 0)")
     yield _held("setitem", "{0}.index_fill({dim}, {buffer}, {number})", buffer="torch.tensor([0])", dim=(1, -1), number=NUMBERS)
+    yield from _chosen()
     yield from _spell("cumsum", "torch.cumsum({0}, {dim})", dim=(1, -1))
+
+
+def _chosen() -> Iterator[Spelling]:
+    """What is chosen by lists and constants, and what is brought together at places."""
+    for name, lists in (("index", "..., [0, -1], [0, 0]"), ("index_parts", ":, None, ..., [0, -1], [0, 0]")):
+        yield from _spell(name, f"{{0}}[{lists}]")
+    yield from _spell("take", "{0} + torch.take({0}, torch.tensor([0]))")
+    yield from _spell("diagonal", "torch.diagonal({0}, {offset}, 1, -1)", offset=(0, -1))
+    yield from _spell("diag_embed", "torch.diag_embed({0}, {offset})", offset=(0, 1))
+    yield from _spell("write", "torch.diagonal_scatter({0}, torch.diagonal({1}, 0, 1, -1), 0, 1, -1)")
+    yield from _spell("pick_parts", "{0}[:, :1, {1}.flatten(1)[0].argmax(0, keepdim=True) % 1]")
+    yield from _spell("pick_each", "{0}[torch.arange({0}.shape[0]), {0}.flatten(2)[..., 0].argmax(1)]")
+    yield from _spell("take_along_dim", "torch.take_along_dim({0}, {0}[:, :1].argsort(-1), -1)")
+    added, along = "{0}.argmax({dim}, True).expand_as({0})", {"dim": (1, -1)}
+    yield from _spell("scatter_add", f"{{0}}.scatter_add({{dim}}, {added}, {{0}})", **along)
+    yield from _spell("scatter_extremum", f"{{0}}.scatter_reduce({{dim}}, {added}, {{1}}, '{{how}}')", how=("amax", "amin"), **along)
+    yield from _spell("index_add", "torch.index_add({0}, {dim}, torch.tensor([0]), {0}.narrow({dim}, 0, 1))", **along)
+    yield from _spell("one_hot", "torch.nn.functional.one_hot({0}.argmax(1) % 2, 2).float()")
+    yield from _spell("count_nonzero", "torch.count_nonzero({0} > {number}, {dim}).float()", number=NUMBERS, **along)
+    yield from _spell("count_of", "torch.count_nonzero({0}, {dim}).float()", **along)
+    yield from _spell("bucketize", "torch.bucketize({0}, torch.tensor([-0.5, 0.25]), right={flag}).float()", flag=FLAG)
+    yield from _spell("isin", "torch.where(torch.isin({0}.argsort(1), torch.tensor([0])), {0}, {1})")
+    yield from _spell("aminmax", "torch.aminmax({0}, dim={dim})[1]", **along)
+    for name in ("cummax", "cummin"):
+        yield from _spell(name, f"torch.{name}({{0}}, {{dim}})[0]", **along)
+    yield from _spell("quantile", "torch.quantile({0}, {share}, dim={dim})", share=(0.5, 0.3), **along)
 
 
 def _quotients() -> Iterator[Spelling]:

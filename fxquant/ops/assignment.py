@@ -16,7 +16,8 @@ from fxquant.graph import fact, is_parameter, resolve, shape_of
 from fxquant.lowering import Lowering, Quantized
 from fxquant.ops.constants import Branch, on_the_output, real
 from fxquant.ops.form import Call
-from fxquant.ops.index import WHOLE
+from fxquant.ops.index import WHOLE, dimensions
+from fxquant.ops.places import index_put, is_list, plain_entries
 from fxquant.ops.record import Instead, Operator, register
 from fxquant.ops.selection import where
 from fxquant.primitives import comparison, shape
@@ -128,14 +129,24 @@ def _assigned(tensor: Any, index: Any, value: Any) -> dict[str, Any] | str | Ins
         if isinstance(value, fx.Node) and shape_of(value):
             return "where it assigns what depends on the data"
         return Instead(where, {"condition": index, "input": value, "other": tensor})
-    entries = list(index) if isinstance(index, tuple | list) else [index]
+    entries = list(index) if isinstance(index, tuple) else [index]
     if any(entry is None for entry in entries):
         return "its index makes dimensions"
-    missing = len(known.shape) - sum(entry is not Ellipsis for entry in entries)
+    missing = len(known.shape) - sum(map(dimensions, entries))
     if missing < 0:
         return "its index has too many entries"
     position = next((i for i, entry in enumerate(entries) if entry is Ellipsis), len(entries))
-    return {"input": tensor, "index": [*entries[:position], *[WHOLE] * missing, *entries[position + 1 :]], "value": value}
+    whole = plain_entries([*entries[:position], *[WHOLE] * missing, *entries[position + 1 :]])
+    if sum(map(is_list, whole)) > 1 and all(is_list(entry) or entry == WHOLE for entry in whole):
+        return Instead(index_put, {"input": tensor, "lists": [entry if is_list(entry) else None for entry in whole], "value": value})
+    return {"input": tensor, "index": whole, "value": value}
+
+
+def _put(input: Any, indices: Any, values: Any, accumulate: bool = False) -> dict[str, Any] | str | Instead:
+    """index_put: its indices are of the first dimensions."""
+    if accumulate:
+        return "it adds up what it assigns to one place"
+    return _assigned(input, tuple(WHOLE if entry is None else entry for entry in indices), values)
 
 
 def _along(input: Any, dim: int, entry: Any, value: Any) -> dict[str, Any]:
@@ -189,12 +200,14 @@ register(
             torch.select_scatter: _select_scattered,
             torch.index_copy: _index_copied,
             torch.index_fill: _index_filled,
+            torch.index_put: _put,
         },
         methods={
             "slice_scatter": _slice_scattered,
             "select_scatter": _select_scattered,
             **dict.fromkeys(("index_copy", "index_copy_"), _index_copied),
             **dict.fromkeys(("index_fill", "index_fill_"), _index_filled),
+            **dict.fromkeys(("index_put", "index_put_"), _put),
         },
         refuses=_refuses_setitem,
         onnx=_onnx_setitem,

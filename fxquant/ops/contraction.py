@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from fxquant.facts import TensorFact
 from fxquant.graph import fact, is_parameter
+from fxquant.ops.advanced import diagonal
 from fxquant.ops.arithmetic import add, mul
 from fxquant.ops.composite import Builder
 from fxquant.ops.equations import added_product, einsum, spelled
@@ -37,6 +38,8 @@ def _split(equation: str) -> tuple[list[str], str]:
 def _expand(build: Builder, equation: str, operands: Sequence[fx.Node]) -> Any:
     letters, result = _split(equation)
     values = list(operands)
+    for number in range(len(values)):
+        letters[number], values[number] = _without_repetition(build, letters[number], values[number])
     while len(values) > 2:  # from left to right
         later = set("".join([*letters[2:], result]))
         between = "".join(dict.fromkeys(letter for letter in letters[0] + letters[1] if letter in later))
@@ -46,6 +49,15 @@ def _expand(build: Builder, equation: str, operands: Sequence[fx.Node]) -> Any:
         return _product(build, (letters[0], values[0]), (letters[1], values[1]), result)
     kept, value = _summed(build, letters[0], values[0], set(result))
     return _ordered(build, value, kept, result)
+
+
+def _without_repetition(build: Builder, letters: str, value: fx.Node) -> tuple[str, fx.Node]:
+    """An operand with one dimension for each letter: two of one letter are their diagonal."""
+    while (repeated := next((letter for letter in letters if letters.count(letter) > 1), None)) is not None:
+        one, other = [position for position, letter in enumerate(letters) if letter == repeated][:2]
+        value = build(diagonal, value, 0, one, other)
+        letters = "".join(letter for position, letter in enumerate(letters) if position not in (one, other)) + repeated
+    return letters, value
 
 
 def _product(build: Builder, first: tuple[str, fx.Node], second: tuple[str, fx.Node], result: str) -> fx.Node:
@@ -123,8 +135,6 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     letters, result = _split(arguments["equation"])
     sizes: dict[str, Any] = {}
     for each, operand in zip(letters, arguments["operands"], strict=True):
-        if len(set(each)) < len(each):
-            return "it takes a diagonal"
         for letter, size in zip(each, fact(operand).shape, strict=True):
             if sizes.setdefault(letter, size) != size:
                 return "it repeats one of its operands"
@@ -197,6 +207,7 @@ register(
         expand=_expand,
         functions={
             torch.einsum: _einsum,
+            torch.trace: lambda input: spelled("ii->", input),
             torch.mv: _matrix_vector,
             torch.dot: _dot,
             torch.vdot: _dot,
@@ -207,7 +218,14 @@ register(
             torch.tensordot: _tensordot,
             torch.linalg.vecdot: _vecdot,
         },
-        methods={"mv": _matrix_vector, "dot": _dot, "vdot": _dot, **dict.fromkeys(("outer", "ger"), _outer_product), "inner": _inner},
+        methods={
+            "trace": lambda input: spelled("ii->", input),
+            "mv": _matrix_vector,
+            "dot": _dot,
+            "vdot": _dot,
+            **dict.fromkeys(("outer", "ger"), _outer_product),
+            "inner": _inner,
+        },
         refuses=_refuses,
     )
 )

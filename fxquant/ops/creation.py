@@ -8,20 +8,27 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxquant import functional
 from fxquant.facts import TensorFact
-from fxquant.graph import fact, is_parameter
+from fxquant.graph import fact, is_parameter, parameter_value
 from fxquant.ops.record import Operator
 
 # The number of each, from the arguments; None where that is no number.
 _FILLS: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys((torch.zeros, torch.zeros_like, "new_zeros"), lambda *_, **__: 0.0),
+    # What is not filled yet holds any number.
+    **dict.fromkeys(
+        (torch.zeros, torch.zeros_like, "new_zeros", torch.empty, torch.empty_like, "new_empty", functional.zero), lambda *_, **__: 0.0
+    ),
     **dict.fromkeys((torch.ones, torch.ones_like, "new_ones"), lambda *_, **__: 1.0),
     **dict.fromkeys(
         (torch.full, torch.full_like, "new_full"), lambda input, *given, fill_value=None, **_: given[-1] if given else fill_value
     ),
+    functional.fill: lambda tensor, value: value,
     "new_tensor": lambda input, data=None, **_: data,
 }
+MADE = "made"  # where the constants stand that the model makes at every run
 _JOINING = ("cat", "stack")
+_FILLED = ("setitem", "write", "scatter", "scatter_add", "scatter_extremum", "index_add")  # the others into this one
 _BROADCASTING = ("add", "sub", "mul", "div", "maximum", "minimum", "where")
 
 
@@ -36,6 +43,18 @@ def made_anew(node: fx.Node) -> Tensor | None:
     return torch.full([size if isinstance(size, int) else 1 for size in known.shape], float(fill), device="cpu")
 
 
+def made_number(node: Any) -> float | None:
+    """The number that a constant holds everywhere which is made anew for the batch; None of anything else."""
+    while isinstance(node, fx.Node) and not is_parameter(node) and getattr(node.target, "__name__", "") == "expand":
+        node = node.args[0]
+    if not isinstance(node, fx.Node):
+        return None
+    value = made_anew(node)
+    if value is None and node.op == "get_attr" and str(node.target).startswith(f"{MADE}.") and node.graph.owning_module is not None:
+        value = parameter_value(node.graph.owning_module, node)
+    return None if value is None or not value.numel() else float(value.flatten()[0])
+
+
 def sizes_of(node: fx.Node) -> list[Any] | None:
     """The sizes of what a node makes anew, as an `expand` takes them: numbers, and the nodes of those that depend on the batch.
 
@@ -48,9 +67,9 @@ def sizes_of(node: fx.Node) -> list[Any] | None:
     return None if None in found else found
 
 
-def is_joined(operator: Operator | None) -> bool:
-    """Whether an operator puts tensors beside each other, so that a constant has to have the batch of the others."""
-    return operator is not None and operator.name in _JOINING
+def is_joined(reader: fx.Node, operator: Operator | None) -> bool:
+    """Whether a call of an operator puts tensors beside or into each other, so that a constant has to have the batch of the others."""
+    return operator is not None and (operator.name in (*_JOINING, *_FILLED) or reader.target is functional.setitem)
 
 
 def is_broadcast(node: fx.Node, reader: fx.Node, operator: Operator | None) -> bool:
@@ -58,4 +77,6 @@ def is_broadcast(node: fx.Node, reader: fx.Node, operator: Operator | None) -> b
     if operator is None or operator.name not in _BROADCASTING:
         return False
     others = [operand for operand in reader.all_input_nodes if operand is not node and not is_parameter(operand)]
-    return any(fact(other) == fact(reader) for other in others)
+    shapes = [known.shape for other in others if isinstance(known := fact(other), TensorFact)]
+    result = fact(reader)
+    return isinstance(result, TensorFact) and result.dtype == torch.float32 and result.shape in shapes

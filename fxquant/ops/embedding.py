@@ -52,7 +52,8 @@ def _module(module: Any) -> dict[str, Any] | str:
     return "it changes its weight while it runs (max_norm)" if module.max_norm is not None else {"weight": Parameter("weight")}
 
 
-def _refuses_embedding(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+def refuses_embedding(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    """Why rows of its table cannot be taken as integers."""
     weight, known = arguments["weight"], fact(arguments["input"])
     if not isinstance(weight, fx.Node) or not is_parameter(weight):
         return "its table is an activation, where an integer form takes a constant"
@@ -75,7 +76,7 @@ register(
         reads=("input",),
         functions={F.embedding: _function, torch.embedding: _aten},
         modules={nn.Embedding: _module},
-        refuses=_refuses_embedding,
+        refuses=refuses_embedding,
         observes=lambda arguments: arguments["weight"],
         onnx=_onnx_embedding,
     )

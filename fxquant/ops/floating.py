@@ -51,9 +51,7 @@ REASONS: Mapping[str, str] = {
     **dict.fromkeys(("stft", "istft"), _SPECTRUM),
     **dict.fromkeys(("inverse", "svd", "qr", "cholesky", "solve", "det", "logdet", "slogdet", "pinverse", "lstsq", "eig", "eigh"), _SOLVES),
     **dict.fromkeys(("prod", "cumprod"), _PRODUCT),
-    **dict.fromkeys(
-        ("scatter_add", "scatter_add_", "index_add", "index_add_", "scatter_reduce", "scatter_reduce_", "index_reduce"), _ORDER
-    ),
+    **dict.fromkeys(("index_reduce", "index_reduce_", "segment_reduce"), _ORDER),
     **dict.fromkeys(("view_as_complex", "view_as_real", "complex", "polar", "angle"), _COMPLEX),
 }
 
@@ -250,7 +248,9 @@ def _of_plain_values(node: fx.Node) -> bool:
 
 def _reads_mask(reader: fx.Node, node: fx.Node) -> bool:
     """Whether a node is an added mask, or truth values that a composite reads."""
-    record = operator_of(reader)
+    record, known = operator_of(reader), fact(node)
+    if isinstance(known, TensorFact) and known.dtype == torch.int64:
+        return False
     if record is None or record in HOST:
         return record is not None
     inner, outer = part(node), part(reader)

@@ -14,8 +14,12 @@ from torch import Tensor, fx
 from fxquant.facts import Size, TensorFact
 from fxquant.graph import fact, is_parameter, shape_of
 from fxquant.lowering import Lowering, Quantized
+from fxquant.ops import places
+from fxquant.ops.constants import on_the_output
 from fxquant.ops.embedding import embedding
-from fxquant.ops.record import Instead, Operator, Same, register
+from fxquant.ops.form import Call
+from fxquant.ops.places import constant_value, counts_the_batch, is_list, pick_each, plain_entries
+from fxquant.ops.record import Instead, Operator, Own, Same, register
 from fxquant.ops.shape import MANY_SIZES, many_sizes, rank_of, with_dims
 from fxquant.primitives import selection, shape
 
@@ -80,14 +84,27 @@ def pick(input: Tensor, dim: int, index: Tensor) -> Tensor:
     return input[places]
 
 
-def _lower_pick(lowering: Lowering, input: Quantized, dim: int, index: Any) -> Quantized:
+def _lower_pick(lowering: Lowering, input: Quantized | Tensor, dim: int, index: Any) -> Quantized:
+    if isinstance(input, Tensor):
+        places = lowering.given("index", index, torch.int64)
+        return lowering.result(
+            lambda: lowering.call(selection.pick, on_the_output(lowering, input, "input"), dim, places), lambda: pick(input, dim, index)
+        )
     return input.with_value(lowering.call(selection.pick, input.value, dim, lowering.given("index", index, torch.int64)))
+
+
+def _onnx_pick(c: Call) -> str:
+    index = c.arguments.get("index")
+    places = index if isinstance(index, str) else c.e.constant(c.real("index"))
+    return c.do("Gather", c.operand("input"), places, axis=c["dim"])
 
 
 def _refuses_pick(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     known, index = fact(arguments["input"]), fact(arguments["index"])
     if not isinstance(index, TensorFact) or index.dtype not in (torch.int64, torch.int32):
         return "its index is no tensor of whole numbers"
+    if is_parameter(arguments["input"]) and known.dtype != torch.float32:
+        return "it picks from a constant that is no float32 tensor"
     return None if isinstance(known.shape[arguments["dim"]], int) else "it picks from the batch"
 
 
@@ -95,7 +112,20 @@ def _computed(entry: Any) -> bool:
     return isinstance(entry, fx.Node) and not is_parameter(entry) and isinstance(fact(entry), TensorFact)
 
 
-register(Operator("pick", pick, ("input",), _lower_pick, Same(), reads=("index",), refuses=_refuses_pick))
+register(
+    Operator(
+        "pick",
+        pick,
+        ("input",),
+        _lower_pick,
+        lambda node, arguments: Own() if is_parameter(arguments["input"]) else Same(),
+        moves=True,
+        reads=("index",),
+        observes=lambda arguments: arguments["input"] if isinstance(arguments["input"], Tensor) else None,
+        onnx=_onnx_pick,
+        refuses=_refuses_pick,
+    )
+)
 
 
 def _indexed(input: Any, index: Any) -> dict[str, Any] | str | Instead:
@@ -106,15 +136,54 @@ def _indexed(input: Any, index: Any) -> dict[str, Any] | str | Instead:
     if not isinstance(known, TensorFact):
         return "it indexes something that is no tensor"
     entries = list(index) if isinstance(index, tuple) else [index]
-    missing = len(known.shape) - sum(entry is not None and entry is not Ellipsis for entry in entries)
+    missing = len(known.shape) - sum(dimensions(entry) for entry in entries)
     if missing < 0:
-        return "its index is a mask or has too many entries"
+        return "its index has too many entries"
     position = next((i for i, entry in enumerate(entries) if entry is Ellipsis), len(entries))
-    whole = [*entries[:position], *[WHOLE] * missing, *entries[position + 1 :]]
+    whole = plain_entries([*entries[:position], *[WHOLE] * missing, *entries[position + 1 :]])
     computed = [dim for dim, entry in enumerate(whole) if _computed(entry)]
     if len(computed) == 1 and all(entry == WHOLE for dim, entry in enumerate(whole) if dim != computed[0]):
         return _selected(input, computed[0], whole[computed[0]])
+    if len(computed) == 1 and all(isinstance(entry, int | builtins.slice | None) for entry in whole if not _computed(entry)):
+        if fact(whole[computed[0]]).dtype == torch.bool:
+            return "the size of its result depends on the data: its index is a mask"
+        first = [WHOLE if _computed(entry) else entry for entry in whole]
+        dim = sum(not isinstance(entry, int) for entry in whole[: computed[0]])
+        return Instead(places.pick_parts, {"input": input, "index": first, "dim": dim, "places": whole[computed[0]]})
+    if _of_each_item(input, whole, computed):
+        return Instead(pick_each, {"input": input, "dim": computed[-1], "places": whole[computed[-1]]})
+    if sum(map(is_list, whole)) > 1 or any(is_list(entry) and any(map(is_list, entry)) for entry in whole):
+        return _by_lists(input, whole)
     return {"input": input, "index": whole}
+
+
+def _of_each_item(input: fx.Node, entries: list[Any], computed: list[int]) -> bool:
+    """Whether an index picks places of its own from each item of the batch: x[torch.arange(len(x)), places]."""
+    others = sum(entry == WHOLE for entry in entries if not isinstance(entry, fx.Node))
+    if not computed or computed[-1] == 0 or others != len(entries) - 2 or not isinstance(entries[0], fx.Node):
+        return False
+    return fact(entries[computed[-1]]).dtype == torch.int64 and counts_the_batch(entries[0], input, entries[computed[-1]])
+
+
+def dimensions(entry: Any) -> int:
+    """Over how many dimensions an entry of an index reaches."""
+    known = fact(entry) if isinstance(entry, fx.Node) else None
+    if isinstance(known, TensorFact) and known.dtype == torch.bool:
+        return len(known.shape)
+    return int(entry is not None and entry is not Ellipsis)
+
+
+def _by_lists(input: fx.Node, entries: list[Any]) -> dict[str, Any] | str | Instead:
+    """Numbers, slices and new dimensions first, then the lists."""
+    if not all(entry is None or is_list(entry) or isinstance(entry, int | builtins.slice) for entry in entries):
+        return "its index is computed"
+    if any(isinstance(entry, bool) for entry in entries):
+        return "its index is a mask"
+    first = [WHOLE if is_list(entry) else entry for entry in entries]
+    lists = [entry if is_list(entry) else None for entry in entries if not isinstance(entry, int)]
+    if first == [WHOLE] * len(first):
+        return Instead(places.index, {"input": input, "lists": lists})
+    return Instead(places.index_parts, {"input": input, "index": first, "lists": lists})
 
 
 def _refuses_getitem(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -179,12 +248,18 @@ def _selected(input: Any, dim: int, index: Any) -> dict[str, Any] | str | Instea
 
 
 def _interleaved(input: Any, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> dict[str, Any] | str:
-    if dim is None or not isinstance(repeats, int):
-        return "it repeats each element of the flattened tensor, or each a number of times of its own"
+    if dim is None and rank_of(input) != 1:
+        return "it repeats each element of the flattened tensor"
+    dim = dim or 0
     size = shape_of(input)[dim]
     if not isinstance(size, int):
         return "it repeats along the batch"
-    return _along(input, dim, [position for position in range(size) for _ in range(repeats)])
+    counts = constant_value(repeats)
+    each = [repeats] if isinstance(repeats, int) else None if counts is None else counts.flatten().tolist()
+    if each is None:
+        return "how often it repeats each element is computed"
+    each = each * size if len(each) == 1 else each
+    return _along(input, dim, [position for position, count in enumerate(each) for _ in range(count)])
 
 
 # Where the dimension stands among the arguments of what returns a tensor in pieces.

@@ -13,7 +13,7 @@ from fxquant.graph import fact, is_parameter
 from fxquant.lowering import Lowering, Quantized
 from fxquant.ops.constants import Branch, on_the_output, real
 from fxquant.ops.form import Call
-from fxquant.ops.record import Operator, Own, register
+from fxquant.ops.record import Demand, Operator, Own, register
 from fxquant.ops.shape import MANY_SIZES, many_sizes, numbers
 from fxquant.ops.weighted import shape_of
 from fxquant.primitives import shape
@@ -26,8 +26,22 @@ def cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
     return torch.cat(tensors, dim)
 
 
-def _lower_cat(lowering: Lowering, tensors: list[Branch], dim: int) -> Quantized:
+def _plain_parts(lowering: Lowering, tensors: list[Branch]) -> list[Any]:
+    """Truth values or whole numbers as they are."""
+    return [
+        tensor.value if isinstance(tensor, Quantized) else lowering.given(f"operand{index}", tensor, tensor.dtype)  # type: ignore[union-attr]
+        for index, tensor in enumerate(tensors)
+    ]
+
+
+def _demands(node: fx.Node, arguments: dict[str, Any]) -> Demand:
+    return Own(shared_where="share_concat")
+
+
+def _lower_cat(lowering: Lowering, tensors: list[Branch], dim: int) -> Any:
     """Each operand requantized to the output's scale, a parameter rounded to it, then joined."""
+    if lowering.plain:
+        return lowering.call(shape.concatenate, _plain_parts(lowering, tensors), dim)
 
     def join() -> Any:
         parts = [on_the_output(lowering, tensor, f"operand{index}") for index, tensor in enumerate(tensors)]
@@ -39,7 +53,7 @@ def _lower_cat(lowering: Lowering, tensors: list[Branch], dim: int) -> Quantized
 def _refuses_cat(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     for tensor in arguments["tensors"]:
         known = fact(tensor)
-        if is_parameter(tensor) and isinstance(known, TensorFact) and known.dtype != torch.float32:
+        if is_parameter(tensor) and isinstance(known, TensorFact) and known.dtype not in (torch.float32, fact(node).dtype):
             return f"its operand %{tensor.name} is {str(known.dtype).removeprefix('torch.')}, and only float32 tensors are quantized"
     return None
 
@@ -77,7 +91,8 @@ register(
             **dict.fromkeys((torch.vstack, torch.row_stack), _along(0, 2)),
             torch.dstack: _along(2, 3),
         },
-        demand=Own(shared_where="share_concat"),
+        demand=_demands,
+        moves=True,
         refuses=_refuses_cat,
         idle=lambda arguments: len(arguments["tensors"]) == 1,
         onnx=_onnx_cat,
@@ -90,12 +105,15 @@ def stack(tensors: list[Tensor], dim: int = 0) -> Tensor:
     return torch.stack(tensors, dim)
 
 
-def _lower_stack(lowering: Lowering, tensors: list[Branch], dim: int) -> Quantized:
+def _lower_stack(lowering: Lowering, tensors: list[Branch], dim: int) -> Any:
     """Each operand requantized to the output's scale, given the new dimension, then joined."""
     first = next(tensor for tensor in tensors if isinstance(tensor, Quantized))
     position = dim % (len(first.shape) + 1)
     sizes = numbers(first.shape)
     sizes.insert(position, 1)
+    if lowering.plain:
+        parts = [lowering.call(shape.reshape, part, sizes) for part in _plain_parts(lowering, tensors)]
+        return lowering.call(shape.concatenate, parts, position)
 
     def join() -> Any:
         parts = [on_the_output(lowering, tensor, f"operand{index}") for index, tensor in enumerate(tensors)]
@@ -120,7 +138,8 @@ register(
         stack,
         ("tensors",),
         _lower_stack,
-        demand=Own(shared_where="share_concat"),
+        demand=_demands,
+        moves=True,
         functions={torch.stack: None},
         refuses=_refuses_stack,
         onnx=_onnx_stack,

@@ -14,11 +14,11 @@ from fxquant.facts import TensorFact
 from fxquant.graph import fact, shape_of
 from fxquant.lowering import Lowering, Quantized
 from fxquant.ops.composite import Builder
-from fxquant.ops.constants import Branch, on_the_output, real
 from fxquant.ops.extremum import amax, amin, largest_along, smallest_along
 from fxquant.ops.form import Call
 from fxquant.ops.index import getitem
-from fxquant.ops.record import Operator, Plain, Same, register
+from fxquant.ops.record import Instead, Operator, Plain, Same, register
+from fxquant.ops.shape import expand
 from fxquant.primitives import selection
 
 WHOLE_NUMBERS = Plain("int64")
@@ -87,7 +87,9 @@ def _onnx_ranked(c: Call) -> str:
     return c.do("TopK", c.input, c.integers([c["count"]]), axis=c["dim"], largest=int(c["largest"]), sorted=1)
 
 
-register(Operator("ranked", ranked, ("input",), _lower_ranked, WHOLE_NUMBERS, refuses=_fixed_dimension("ranks"), onnx=_onnx_ranked))
+register(
+    Operator("ranked", ranked, ("input",), _lower_ranked, WHOLE_NUMBERS, moves=True, refuses=_fixed_dimension("ranks"), onnx=_onnx_ranked)
+)
 
 
 # ---- the elements at these places -------------------------------------------------------------------------------------
@@ -103,22 +105,8 @@ def _lower_gather(lowering: Lowering, input: Quantized, dim: int, index: Any) ->
     return input.with_value(lowering.call(selection.take_along, input.value, dim % len(input.shape), places))
 
 
-def scatter(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
-    """The tensor with other elements at these places along a dimension."""
-    return torch.scatter(input, dim, index, src)
-
-
-def _lower_scatter(lowering: Lowering, input: Branch, dim: int, index: Any, src: Branch) -> Quantized:
-    places = lowering.given("index", index, torch.int64)
-    return lowering.result(
-        lambda: lowering.call(
-            selection.put_along, on_the_output(lowering, input, "input"), on_the_output(lowering, src, "src"), dim, places
-        ),
-        lambda: torch.scatter(real(input), dim, index, real(src)),
-    )
-
-
-def _refuses_index(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+def refuses_index(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    """Why its index cannot say where elements are along its dimension."""
     index = arguments["index"]
     known = fact(index) if isinstance(index, fx.Node) else None
     if not isinstance(known, TensorFact) or known.dtype not in (torch.int64, torch.int32):
@@ -129,28 +117,40 @@ def _refuses_index(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None if isinstance(operand.shape[arguments["dim"]], int) else "it picks from the batch"
 
 
-def _refuses_scatter(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    if not isinstance(arguments["src"], fx.Node):
-        return "it scatters one number"
-    return _refuses_index(node, arguments)
+def take_along_dim(input: Tensor, indices: Tensor, dim: int) -> Tensor:
+    """The elements at these places along a dimension; along others tensor and places are broadcast."""
+    return torch.take_along_dim(input, indices, dim)
 
 
-def _taken(input: Any, indices: Any, dim: int | None = None) -> dict[str, Any] | str:
+def _taken(input: Any, indices: Any, dim: int | None = None) -> dict[str, Any] | str | Instead:
     if dim is None:
         return "it takes from the flattened tensor"
     mine, other = list(shape_of(input)), list(shape_of(indices))
     del mine[dim], other[dim]
-    return {"input": input, "dim": dim, "index": indices} if mine == other else "its indices are broadcast"
+    if mine == other:
+        return {"input": input, "dim": dim, "index": indices}
+    return Instead(take_along_dim, {"input": input, "indices": indices, "dim": dim})
+
+
+def _expand_taken(build: Builder, input: fx.Node, indices: fx.Node, dim: int) -> Any:
+    mine, other = build.fact(input).shape, build.fact(indices).shape
+    sizes = [-1 if own == size or d == dim % len(mine) else size for d, (own, size) in enumerate(zip(other, mine, strict=True))]
+    return build(gather, input, dim, build(expand, indices, sizes))
+
+
+def _refuses_taken(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    mine, other = shape_of(arguments["input"]), shape_of(arguments["indices"])
+    dim = arguments["dim"] % len(mine)
+    repeated = [(own, size) for d, (own, size) in enumerate(zip(mine, other, strict=True)) if d != dim and own != size]
+    if any(size != 1 for _, size in repeated):
+        return "its operand is broadcast to its indices"
+    if not all(isinstance(own, int) for own, _ in repeated):
+        return "its indices are repeated as often as the batch is large"
+    return refuses_index(node, {**arguments, "index": arguments["indices"]})
 
 
 def _gathered(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> dict[str, Any]:
     return {"input": input, "dim": dim, "index": index}
-
-
-def _scattered(input: Any, dim: int, index: Any, src: Any = None, *, value: Any = None, reduce: str | None = None) -> dict[str, Any] | str:
-    if reduce is not None:
-        return f"it reduces by {reduce!r}, whose order depends on the data"
-    return {"input": input, "dim": dim, "index": index, "src": value if src is None else src}
 
 
 register(
@@ -160,22 +160,23 @@ register(
         ("input",),
         _lower_gather,
         Same(),
+        moves=True,
         reads=("index",),
         functions={torch.gather: _gathered, torch.take_along_dim: _taken},
         methods={"gather": _gathered, "take_along_dim": _taken},
-        refuses=_refuses_index,
+        refuses=refuses_index,
     )
 )
 register(
     Operator(
-        "scatter",
-        scatter,
-        ("input", "src"),
-        _lower_scatter,
-        reads=("index",),
-        functions={torch.scatter: _scattered},
-        methods={"scatter": _scattered, "scatter_": _scattered},
-        refuses=_refuses_scatter,
+        "take_along_dim",
+        take_along_dim,
+        ("input",),
+        demand=Same(),
+        moves=True,
+        reads=("indices",),
+        expand=_expand_taken,
+        refuses=_refuses_taken,
     )
 )
 
@@ -260,14 +261,34 @@ def _sorted(input: Any, dim: int = -1, descending: bool = False, *, stable: bool
 _RANKED = _fixed_dimension("ranks")
 register(Operator("max_along", largest_along, ("input",), expand=_expand_largest, refuses=_fixed_dimension("looks through")))
 register(Operator("min_along", smallest_along, ("input",), expand=_expand_smallest, refuses=_fixed_dimension("looks through")))
-register(Operator("topk", topk, ("input",), expand=_expand_topk, functions={torch.topk: None}, methods={"topk": None}, refuses=_RANKED))
 register(
-    Operator("sort", sort, ("input",), expand=_expand_sort, functions={torch.sort: _sorted}, methods={"sort": _sorted}, refuses=_RANKED)
+    Operator(
+        "topk", topk, ("input",), moves=True, expand=_expand_topk, functions={torch.topk: None}, methods={"topk": None}, refuses=_RANKED
+    )
 )
-for _name, _composite, _parts in (("kthvalue", kthvalue, _expand_kthvalue), ("median", median, _expand_median)):
+register(
+    Operator(
+        "sort",
+        sort,
+        ("input",),
+        moves=True,
+        expand=_expand_sort,
+        functions={torch.sort: _sorted},
+        methods={"sort": _sorted},
+        refuses=_RANKED,
+    )
+)
+for _composite, _parts, _names in ((kthvalue, _expand_kthvalue, ("kthvalue",)), (median, _expand_median, ("median", "nanmedian"))):
     register(
         Operator(
-            _name, _composite, ("input",), expand=_parts, functions={getattr(torch, _name): None}, methods={_name: None}, refuses=_RANKED
+            _names[0],
+            _composite,
+            ("input",),
+            moves=True,
+            expand=_parts,
+            functions={getattr(torch, name): None for name in _names},
+            methods=dict.fromkeys(_names),
+            refuses=_RANKED,
         )
     )
 register(
@@ -275,6 +296,7 @@ register(
         "argsort",
         argsort,
         ("input",),
+        moves=True,
         demand=WHOLE_NUMBERS,
         expand=_expand_argsort,
         functions={torch.argsort: _sorted},

@@ -107,8 +107,8 @@ class Operator:
     name       its name, PyTorch's
     function   its float meaning, differentiable; the target of its canonical node; its signature is the canonical one
     operands   the parameters that take activations (a tensor, or a list of them)
-    moves      whether its result is elements of its one operand, in whatever place: truth values and whole numbers are moved as well, and
-               then it demands no grid; `lower` has them as a `Quantized` without one
+    moves      whether its result is elements of its operands, in whatever place, or their places: it moves truth values and whole numbers
+               as well, and then demands no grid; `lower` has them as a `Quantized` without one
     reads      the parameters that take truth values or whole numbers as they are: a mask, an index
     dtypes     the dtype that operands of these parameters should have, where the target has it and no rule asks for another
     demand     what it demands of its result's grid; a function of a node and its arguments where that depends on these
@@ -153,7 +153,7 @@ class Operator:
     expand: Callable[..., Any] | None = None
     keeps: Callable[[dict[str, Any], Interval], Interval] | None = None
     dtypes: Mapping[str, str] = field(default_factory=dict)
-    observes: Callable[[dict[str, Any]], Tensor] | None = None
+    observes: Callable[[dict[str, Any]], Tensor | None] | None = None
     functions: Mapping[Callable[..., Any], Adapt | None] = field(default_factory=dict)
     methods: Mapping[str, Adapt | None] = field(default_factory=dict)
     modules: Mapping[type, Callable[[Any], dict[str, Any] | str | Instead]] = field(default_factory=dict)

@@ -10,13 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxquant import functional
 from fxquant.facts import Size, TensorFact
-from fxquant.graph import fact, is_parameter, shape_of
+from fxquant.graph import fact, inherit, is_parameter, set_fact, shape_of
 from fxquant.lowering import Lowering, Quantized
+from fxquant.numerics import PLAIN_TYPES
 from fxquant.ops.casting import CASTS, asked_dtype, changed, in_dtype
 from fxquant.ops.constants import on_the_output
 from fxquant.ops.form import Call
-from fxquant.ops.record import Demand, Instead, Operator, Own, Same, register
+from fxquant.ops.record import Demand, Instead, Operator, Own, Plain, Same, register
+from fxquant.ops.selection import where
 from fxquant.primitives import shape
 
 MANY_SIZES = "more than one of its sizes depends on the batch size"
@@ -256,7 +259,9 @@ def expand(input: Tensor, sizes: list[int]) -> Tensor:
     return input.expand(sizes)
 
 
-def _lower_expand(lowering: Lowering, input: Quantized | Tensor, sizes: list[Any]) -> Quantized:
+def _lower_expand(lowering: Lowering, input: Quantized | Tensor, sizes: list[Any]) -> Any:
+    if isinstance(input, Tensor) and input.dtype in PLAIN_TYPES.values():
+        return lowering.call(shape.expand, lowering.given("input", input, input.dtype), sizes)
     if isinstance(input, Tensor):
         return _of_parameter(lowering, input, lambda value: lowering.call(shape.expand, value, sizes), lambda: expand(input, sizes))
     kept = [*[None] * (len(sizes) - len(input.shape)), *input.shape]
@@ -281,15 +286,19 @@ def _onnx_expand(c: Call) -> str:
 
 
 def _demanded_by(node: fx.Node, arguments: dict[str, Any]) -> Demand:
-    """A repeated activation is on its own grid, a repeated parameter on a new one."""
-    return Own() if isinstance(arguments["input"], fx.Node) and is_parameter(arguments["input"]) else Same()
+    """A repeated activation is on its own grid, a repeated parameter on a new one; one of truth values or whole numbers has none."""
+    if not isinstance(arguments["input"], fx.Node) or not is_parameter(arguments["input"]):
+        return Same()
+    known = fact(node)
+    plain = next((name for name, dtype in PLAIN_TYPES.items() if isinstance(known, TensorFact) and known.dtype == dtype), None)
+    return Own() if plain is None else Plain(plain)
 
 
 def _refuses_parameter(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     """A parameter is repeated as integers where the batch says how often; any other repetition of it is a parameter itself."""
     input = arguments["input"]
     known = fact(input) if isinstance(input, fx.Node) and is_parameter(input) else None
-    if isinstance(known, TensorFact) and known.dtype != torch.float32:
+    if isinstance(known, TensorFact) and known.dtype not in (torch.float32, *PLAIN_TYPES.values()):
         return f"its operand %{input.name} is {str(known.dtype).removeprefix('torch.')}, and only float32 tensors are quantized"
     return None
 
@@ -298,11 +307,27 @@ def _expanded(input: Any, *sizes: Any, **keywords: Any) -> dict[str, Any] | str:
     """The wanted sizes, given as numbers or as those of another tensor; -1 where a size stays as it is."""
     wanted = keywords.get("size", keywords.get("other", sizes[0] if len(sizes) == 1 else sizes))
     if isinstance(wanted, fx.Node) and isinstance(fact(wanted), TensorFact):
-        wanted = shape_of(wanted)
+        wanted = [size if isinstance(size, int) else _computed_size(wanted, dim) for dim, size in enumerate(shape_of(wanted))]
     wanted = list(wanted) if isinstance(wanted, list | tuple) else [wanted]
     present = [*[1] * (len(wanted) - rank_of(input)), *shape_of(input)]
     plain = [_size_of(size, old) for size, old in zip(wanted, present, strict=True)]
     return "it is repeated as often as the batch is large" if None in plain else {"input": input, "sizes": plain}
+
+
+def _copied(tensor: Any, source: Any) -> dict[str, Any] | str:
+    """What is copied into a tensor: broadcast to its shape."""
+    known, wanted = (fact(value) if isinstance(value, fx.Node) else None for value in (source, tensor))
+    if not isinstance(known, TensorFact) or not isinstance(wanted, TensorFact) or known.dtype != wanted.dtype:
+        return "it changes the dtype"
+    return _expanded(source, tensor)
+
+
+def _computed_size(tensor: fx.Node, dim: int) -> fx.Node:
+    """A node of a size that depends on the batch."""
+    with tensor.graph.inserting_after(tensor):
+        made = inherit(tensor.graph.call_method("size", (tensor, dim)), tensor, "canonical.rewrite")
+    set_fact(made, shape_of(tensor)[dim])
+    return made
 
 
 def _size_of(wanted: Any, present: Size) -> Any:
@@ -326,7 +351,7 @@ register(
         refuses=_refuses_parameter,
         onnx=_onnx_expand,
         idle=lambda arguments: True,
-        functions={torch.broadcast_to: _expanded},
+        functions={torch.broadcast_to: _expanded, functional.copy: _copied},
         methods=dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expanded),
     )
 )
@@ -337,8 +362,10 @@ def repeat(input: Tensor, repeats: list[int]) -> Tensor:
     return input.repeat(repeats)
 
 
-def _lower_repeat(lowering: Lowering, input: Quantized | Tensor, repeats: list[Any]) -> Quantized:
+def _lower_repeat(lowering: Lowering, input: Quantized | Tensor, repeats: list[Any]) -> Any:
     sizes = numbers(input.shape)
+    if isinstance(input, Tensor) and input.dtype in PLAIN_TYPES.values():
+        return _tiled(lowering, lowering.given("input", input, input.dtype), sizes, repeats)
     if isinstance(input, Tensor):
         return _of_parameter(lowering, input, lambda value: _tiled(lowering, value, sizes, repeats), lambda: repeat(input, repeats))
     return input.with_value(_tiled(lowering, input.value, sizes, repeats))

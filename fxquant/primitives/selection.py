@@ -16,7 +16,8 @@ from fxquant.primitives.shape import named
 
 
 def _real(e: Emitter, value: str) -> str:
-    return value if e.dtype(value).is_floating_point else e.node("Cast", value, to=torch.float32)
+    plain = e.dtype(value).is_floating_point or e.dtype(value) == torch.int64  # whole numbers that are no quantized tensor's
+    return value if plain else e.node("Cast", value, to=torch.float32)
 
 
 def _onnx_arg_extremum(e: Emitter, input: str, dim: int, keepdim: bool, largest: bool) -> str:
@@ -79,23 +80,28 @@ def pick(input: Tensor, dim: int, index: Tensor) -> Tensor:
     return input[places]
 
 
-def _onnx_put_along(e: Emitter, input: str | Tensor, source: str | Tensor, dim: int, index: str | Tensor) -> str:
-    values = [named(e, value) for value in (input, source)]
-    dtype = e.dtype(values[0])
-    if dtype == torch.int64:  # more bits than a float has
-        return e.node("ScatterElements", values[0], named(e, index), values[1], axis=dim)
-    real = [e.node("Cast", value, to=torch.float32) for value in values]
-    return e.node("Cast", e.node("ScatterElements", real[0], named(e, index), real[1], axis=dim), to=dtype)
+def _onnx_put_along(e: Emitter, input: str | Tensor, source: str | Tensor, dim: int, index: str | Tensor, number: bool = False) -> str:
+    value, put, places = (named(e, each) for each in (input, source, index))
+    dtype = e.dtype(value)
+    if dtype != torch.int64:  # which has more bits than a float
+        value, put = (e.node("Cast", each, to=torch.float32) for each in (value, put))
+    put = e.node("Expand", put, e.node("Shape", places)) if number else put
+    found = e.node("ScatterElements", value, places, put, axis=dim)
+    return found if dtype == torch.int64 else e.node("Cast", found, to=dtype)
 
 
-def _bounds_put_along(input: Value, source: Value, dim: int, index: Value | None) -> Range:
+def _bounds_put_along(input: Value, source: Value, dim: int, index: Value | None, number: bool = False) -> Range:
+    need(not number or not source.fact.shape, "what it puts everywhere is no number")
     return Range(torch.minimum(input.low.min(), source.low.min()), torch.maximum(input.high.max(), source.high.max()))
 
 
 @primitive(_onnx_put_along, bounds=_bounds_put_along)
-def put_along(input: Tensor, source: Tensor, dim: int, index: Tensor) -> Tensor:
-    """`input` with the elements of `source` at these places along `dim`, none of which is named twice; both are on one grid."""
-    return torch.scatter(input, dim, index, source)
+def put_along(input: Tensor, source: Tensor, dim: int, index: Tensor, number: bool = False) -> Tensor:
+    """`input` with the elements of `source` at these places along `dim`, none of which is named twice; both are on one grid.
+
+    Where it is a `number`, a source without dimensions, this is at all of them.
+    """
+    return torch.scatter(input, dim, index, source.to(input.dtype).expand(index.shape) if number else source)
 
 
 def _onnx_least(e: Emitter, input: str, dim: list[int], keepdim: bool) -> str:

@@ -1,0 +1,100 @@
+"""Writing into a view of a tensor: what was written, spread out to where the view has its elements, and chosen there."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant import functional
+from fxquant.facts import Size, TensorFact
+from fxquant.graph import fact, shape_of
+from fxquant.ops.composite import Builder
+from fxquant.ops.creation import made_number
+from fxquant.ops.index import WHOLE, getitem
+from fxquant.ops.record import Operator, register
+from fxquant.ops.selection import where
+from fxquant.ops.shape import reshape
+
+
+def write(input: Tensor, value: Tensor, way: Any) -> Tensor:
+    """A copy of `input` in which the view of it that `way` leads to (`functional.write`) holds `value`."""
+    return functional.write(input, value, way)
+
+
+def _places(shape: tuple[Size, ...], way: Any) -> Tensor | None:
+    """Where the elements of the view lie, in all of a tensor, or in each item of a batch of any size; None where that is not the same.
+
+    They are in the shape of the view, which, of a batch, has a first dimension of 1.
+    """
+    if all(isinstance(size, int) for size in shape):
+        return _view(shape, way)
+    rest = [size for size in shape[1:] if isinstance(size, int)]
+    if len(rest) < len(shape) - 1:
+        return None
+    one, two = (_view((count, *rest), way) for count in (1, 2))
+    if one is None or two is None or one.shape[:1] != (1,) or two.shape != (2, *one.shape[1:]):
+        return None
+    return one if torch.equal(two, torch.cat((one, one + math.prod(rest)))) else None
+
+
+def _view(shape: Any, way: Any) -> Tensor | None:
+    numbers = torch.arange(math.prod(shape), device="cpu").reshape(shape)
+    try:
+        found: Tensor = functional.view_of(numbers, way)
+    except (RuntimeError, IndexError, TypeError):
+        return None
+    return found
+
+
+def _expand(build: Builder, input: fx.Node, value: fx.Node, way: Any) -> Any:
+    shape = build.fact(input).shape
+    places = _places(shape, way)
+    assert places is not None
+    rest = [size for size in shape if isinstance(size, int)]
+    batch = [-1] * (len(shape) - len(rest))
+    source = torch.full((math.prod(rest),), -1, device="cpu")
+    source[places.flatten()] = torch.arange(places.numel(), device="cpu")
+    mask = build.constant((source >= 0).reshape([1] * len(batch) + rest))
+    number = made_number(value)
+    if number is not None:
+        return build(where, mask, number, input)
+    flat = build(reshape, value, [*batch, places.numel()])
+    spread = build(getitem, flat, [*[WHOLE] * len(batch), source.clamp(min=0).tolist()])
+    return build(where, mask, build(reshape, spread, [*batch, *rest]), input)
+
+
+def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    nodes: list[fx.Node] = []
+    fx.map_arg(arguments["way"], nodes.append)
+    known = fact(arguments["value"]) if isinstance(arguments["value"], fx.Node) else None
+    if nodes or not isinstance(known, TensorFact):
+        return "where it writes is computed"
+    shape = shape_of(arguments["input"])
+    places = _places(shape, arguments["way"])
+    if places is None or places.numel() == 0:
+        return "it writes to a part of the batch"
+    fixed = all(isinstance(size, int) for size in shape)
+    return None if tuple(known.shape[not fixed :]) == tuple(places.shape[not fixed :]) else "what it writes has another shape than where"
+
+
+def _scattered(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> dict[str, Any]:
+    return {"input": input, "value": src, "way": [("diagonal", (offset, dim1, dim2), {})]}
+
+
+register(
+    Operator(
+        "write",
+        write,
+        ("input", "value"),
+        expand=_expand,
+        functions={
+            functional.write: lambda tensor, value, way: {"input": tensor, "value": value, "way": way},
+            torch.diagonal_scatter: _scattered,
+        },
+        methods={"diagonal_scatter": _scattered},
+        refuses=_refuses,
+    )
+)
