@@ -18,7 +18,7 @@ from fxquant.graph import absorb, attach, fact, inherit, is_parameter, mark_para
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Fixed, Instead, Operator, Own, Parameter, Plain, operand_nodes, operator_of
 from fxquant.ops.boundary import QUANTIZE
 from fxquant.ops.creation import is_broadcast, is_joined, made_anew, sizes_of
-from fxquant.ops.shape import expand, is_cast
+from fxquant.ops.shape import expand, is_cast, is_power
 from fxquant.ops.unary import SHIFTED, with_offset
 from fxquant.pipeline import Context
 from fxquant.stubs import dequant_stub, outside, quant_stub
@@ -208,6 +208,7 @@ def _eliminate_unused(graph: fx.Graph) -> None:
         if not node.users and (
             operator_of(node) is not None
             or is_cast(node)
+            or is_power(node)
             or made_anew(node) is not None
             or (number and node.op in ("call_method", "call_function"))
         ):

@@ -17,6 +17,7 @@ from fxquant.ops.constants import on_the_output
 from fxquant.ops.form import Call
 from fxquant.ops.record import Demand, Instead, Operator, Own, Same, register
 from fxquant.ops.selection import where
+from fxquant.ops.unary import raised
 from fxquant.primitives import shape
 
 MANY_SIZES = "more than one of its sizes depends on the batch size"
@@ -112,6 +113,10 @@ def _cast(input: Any, *args: Any, **kwargs: Any) -> dict[str, Any] | str | Inste
         return "its operand is no tensor"
     if known.dtype == torch.float64 and is_cast(source):
         source = source.args[0]
+    if wanted == {torch.float32} and is_power(source):
+        base, exponent = [*source.args, *source.kwargs.values()]
+        power = raised(base, exponent)
+        return power if isinstance(power, Instead) else Instead(torch.pow, power)
     before = fact(source)
     if known.dtype == torch.bool and wanted == {torch.float32}:
         return Instead(where, {"condition": input, "input": 1.0, "other": 0.0})
@@ -132,6 +137,11 @@ def _dtype(asked: Any) -> torch.dtype | None:
 def is_cast(node: fx.Node) -> bool:
     """Whether a node, as the user wrote it, only gives a tensor another dtype."""
     return node.op == "call_method" and node.target in ("to", "type", *CASTS) and bool(node.args) and isinstance(node.args[0], fx.Node)
+
+
+def is_power(node: fx.Node) -> bool:
+    """Whether a node is a power that PyTorch computes in float64."""
+    return node.target in (torch.float_power, "float_power")
 
 
 def _cast_to(dtype: torch.dtype) -> Callable[..., dict[str, Any] | str | Instead]:

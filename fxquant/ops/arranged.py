@@ -1,0 +1,351 @@
+"""What moves and multiplies whole tensors: turns, grids, broadcasts, cross and Kronecker products, powers of matrices. Composites."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.facts import Size, TensorFact
+from fxquant.graph import fact
+from fxquant.ops.arithmetic import mul, sub
+from fxquant.ops.composite import Builder
+from fxquant.ops.distance import INNER
+from fxquant.ops.division import WIDE
+from fxquant.ops.index import flip
+from fxquant.ops.linear import matmul
+from fxquant.ops.moments import norm
+from fxquant.ops.pool import sum
+from fxquant.ops.progression import along
+from fxquant.ops.record import Operator, Same, register
+from fxquant.ops.shape import MANY_SIZES, expand, numbers, permute, reshape
+from fxquant.ops.unary import unary
+
+MOST_MATRICES = 64  # the largest power of a matrix
+SMALL = 1e-7  # what renorm adds to a norm before it divides
+
+
+def _sizes(value: Any) -> tuple[Size, ...]:
+    known = fact(value)
+    assert isinstance(known, TensorFact)
+    return tuple(known.shape)
+
+
+# ---- turns -----------------------------------------------------------------------------------------------------------
+
+
+def rot90(input: Tensor, k: int = 1, dims: Any = (0, 1)) -> Tensor:
+    """The plane of two dimensions turned by k quarters, from the first towards the second."""
+    return torch.rot90(input, k, dims)
+
+
+def _expand_rot90(build: Builder, input: fx.Node, k: int, dims: Any) -> Any:
+    one, other = (dim % len(_sizes(input)) for dim in dims)
+    if k % 4 == 2:
+        return build(flip, input, [one, other])
+    order = list(range(len(_sizes(input))))
+    order[one], order[other] = other, one
+    if k % 4 == 1:
+        return build(permute, build(flip, input, [other]), order)
+    return build(flip, build(permute, input, order), [other]) if k % 4 == 3 else input
+
+
+def _refuses_turn(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    sizes = _sizes(arguments["input"])
+    return None if all(isinstance(sizes[dim], int) for dim in arguments["dims"]) else "it turns the batch"
+
+
+register(
+    Operator(
+        "rot90",
+        rot90,
+        ("input",),
+        demand=Same(),
+        expand=_expand_rot90,
+        functions={torch.rot90: None},
+        methods={"rot90": None},
+        refuses=_refuses_turn,
+    )
+)
+
+# ---- several tensors in one shape ------------------------------------------------------------------------------------
+
+
+def broadcast_tensors(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    """The tensors, each repeated to the shape of all of them."""
+    return tuple(torch.broadcast_tensors(*tensors))
+
+
+def meshgrid(tensors: list[Tensor], indexing: str = "ij") -> tuple[Tensor, ...]:
+    """Each line along a dimension of its own, repeated along the others."""
+    return tuple(torch.meshgrid(*tensors, indexing=indexing))
+
+
+def _repeated(build: Builder, input: fx.Node, sizes: tuple[Size, ...]) -> fx.Node:
+    """A tensor repeated to these sizes; one that has them is itself."""
+    present = build.fact(input).shape
+    old = [*[1] * (len(sizes) - len(present)), *present]
+    if old == list(sizes) and len(present) == len(sizes):
+        return input
+    made: fx.Node = build(
+        expand, input, [-1 if one == other and not isinstance(other, int) else other for one, other in zip(old, sizes, strict=True)]
+    )
+    return made
+
+
+def _expand_broadcast(build: Builder, tensors: list[fx.Node]) -> Any:
+    common = fact(build.node)[0].shape
+    return tuple(_repeated(build, tensor, tuple(common)) for tensor in tensors)
+
+
+def _expand_meshgrid(build: Builder, tensors: list[fx.Node], indexing: str) -> Any:
+    places = list(range(len(tensors)))
+    if indexing == "xy" and len(tensors) > 1:
+        places[:2] = [1, 0]
+    found = []
+    for tensor, place, known in zip(tensors, places, fact(build.node), strict=True):
+        shape = [1] * len(tensors)
+        (shape[place],) = numbers(build.fact(tensor).shape) or [1]
+        found.append(_repeated(build, build(reshape, tensor, shape), tuple(known.shape)))
+    return tuple(found)
+
+
+def _refuses_broadcast(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    common = fact(node)[0].shape
+    for tensor in arguments["tensors"]:
+        sizes = _sizes(tensor)
+        present = [*[1] * (len(common) - len(sizes)), *sizes]
+        if any(one != other and not isinstance(other, int) for one, other in zip(present, common, strict=True)):
+            return "it is repeated as often as the batch is large"
+    return None
+
+
+def _refuses_meshgrid(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    fixed = all(isinstance(size, int) for tensor in arguments["tensors"] for size in _sizes(tensor))
+    return None if fixed else "one of its lines is the batch, whose size is not fixed"
+
+
+def _listed(*tensors: Any, **named: Any) -> dict[str, Any]:
+    """Tensors by position, or one list of them."""
+    if len(tensors) == 1 and isinstance(tensors[0], list | tuple):
+        tensors = tuple(tensors[0])
+    return {"tensors": list(tensors), **{name: value for name, value in named.items() if value is not None}}
+
+
+register(
+    Operator(
+        "broadcast_tensors",
+        broadcast_tensors,
+        ("tensors",),
+        expand=_expand_broadcast,
+        functions={torch.broadcast_tensors: _listed},
+        refuses=_refuses_broadcast,
+    )
+)
+register(
+    Operator("meshgrid", meshgrid, ("tensors",), expand=_expand_meshgrid, functions={torch.meshgrid: _listed}, refuses=_refuses_meshgrid)
+)
+
+
+def sum_to_size(input: Tensor, sizes: list[Any]) -> Tensor:
+    """The sums over dimensions that are 1, or missing in front, in a shape that the tensor could have been repeated from."""
+    return input.sum_to_size(sizes)
+
+
+def _expand_sum_to_size(build: Builder, input: fx.Node, sizes: list[Any]) -> Any:
+    present, wanted = build.fact(input).shape, build.fact(build.node).shape
+    new = len(present) - len(wanted)
+    dims = [dim for dim, size in enumerate(present) if dim < new or (size != 1 and wanted[dim - new] == 1)]
+    if not dims:
+        return input
+    total = build(sum, input, dims, True)
+    return build(reshape, total, numbers(wanted)) if new else total
+
+
+def _refuses_sum_to_size(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    present, wanted = _sizes(arguments["input"]), _sizes(node)
+    return None if varying_sizes(wanted) == varying_sizes(present) <= 1 else "it sums over the batch, whose size is not fixed"
+
+
+def varying_sizes(sizes: tuple[Size, ...]) -> int:
+    """How many sizes depend on the batch."""
+    return len([size for size in sizes if not isinstance(size, int)])
+
+
+def _summed(input: Any, *sizes: Any, **named: Any) -> dict[str, Any]:
+    wanted = named.get("size", sizes[0] if len(sizes) == 1 and isinstance(sizes[0], list | tuple) else sizes)
+    return {"input": input, "sizes": list(wanted)}
+
+
+register(
+    Operator(
+        "sum_to_size", sum_to_size, ("input",), expand=_expand_sum_to_size, methods={"sum_to_size": _summed}, refuses=_refuses_sum_to_size
+    )
+)
+
+# ---- products --------------------------------------------------------------------------------------------------------
+
+
+def kron(input: Tensor, other: Tensor) -> Tensor:
+    """Every element of one tensor times the whole of another, block by block."""
+    return torch.kron(input, other)
+
+
+def cross(input: Tensor, other: Tensor, dim: int = -1) -> Tensor:
+    """The vector products of vectors of three along a dimension."""
+    return torch.linalg.cross(input, other, dim=dim)  # type: ignore[no-any-return]
+
+
+def matrix_power(input: Tensor, n: int) -> Tensor:
+    """A square matrix times itself, n factors."""
+    return torch.linalg.matrix_power(input, n)  # type: ignore[no-any-return]
+
+
+def _expand_kron(build: Builder, input: fx.Node, other: fx.Node) -> Any:
+    shapes = [numbers(build.fact(value).shape) for value in (input, other)]
+    rank = max(map(len, shapes))
+    one, two = ([*[1] * (rank - len(shape)), *shape] for shape in shapes)
+    rows = build(reshape, input, [size for each in one for size in (each, 1)])
+    columns = build(reshape, other, [size for each in two for size in (1, each)])
+    blocks = [-1 if -1 in pair else pair[0] * pair[1] for pair in zip(one, two, strict=True)]
+    return build(reshape, build(mul, rows, columns), blocks)
+
+
+def _refuses_kron(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    varying = [varying_sizes(_sizes(arguments[name])) for name in ("input", "other")]
+    return None if varying[0] + varying[1] <= 1 else MANY_SIZES
+
+
+def _expand_cross(build: Builder, input: fx.Node, other: fx.Node, dim: int) -> Any:
+    (one, two), (three, four) = ((along(build, value, dim, [1, 2, 0]), along(build, value, dim, [2, 0, 1])) for value in (input, other))
+    return build(sub, build(mul, one, four, demand=INNER), build(mul, two, three, demand=INNER))
+
+
+def _crossed(input: Any, other: Any, dim: int | None = None) -> dict[str, Any] | str:
+    """torch.cross: along the first dimension of three where none is named."""
+    if dim is None:
+        dim = next((place for place, size in enumerate(_sizes(input)) if size == 3), None)
+    return "it has no dimension of three" if dim is None else {"input": input, "other": other, "dim": dim}
+
+
+def _refuses_cross(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    for name in ("input", "other"):
+        sizes = _sizes(arguments[name])
+        if sizes[arguments["dim"]] != 3:
+            return "its vectors run along the batch, or have not three elements"
+    return None
+
+
+def _expand_matrix_power(build: Builder, input: fx.Node, n: int) -> Any:
+    """By squares: of the bits of n."""
+    square, result = input, None
+    for bit in range(n.bit_length()):
+        if bit:
+            square = build(matmul, square, square, demand=INNER)
+        if n >> bit & 1:
+            result = square if result is None else build(matmul, result, square, demand=INNER)
+    return result
+
+
+def _refuses_matrix_power(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    n = arguments["n"]
+    if not isinstance(n, int) or not 1 <= n <= MOST_MATRICES:
+        return f"its power is {n}, and from 1 to {MOST_MATRICES} are computed in integers"
+    return None if all(isinstance(size, int) for size in _sizes(arguments["input"])[-2:]) else "its matrices are as large as the batch"
+
+
+register(
+    Operator(
+        "kron", kron, ("input", "other"), expand=_expand_kron, functions={torch.kron: None}, methods={"kron": None}, refuses=_refuses_kron
+    )
+)
+register(
+    Operator(
+        "cross",
+        cross,
+        ("input", "other"),
+        expand=_expand_cross,
+        functions={torch.cross: _crossed, torch.linalg.cross: lambda input, other, *, dim=-1: {"input": input, "other": other, "dim": dim}},
+        methods={"cross": _crossed},
+        refuses=_refuses_cross,
+    )
+)
+register(
+    Operator(
+        "matrix_power",
+        matrix_power,
+        ("input",),
+        expand=_expand_matrix_power,
+        functions=dict.fromkeys((torch.matrix_power, torch.linalg.matrix_power)),
+        methods={"matrix_power": None},
+        refuses=_refuses_matrix_power,
+    )
+)
+
+# ---- norms of whole slices -------------------------------------------------------------------------------------------
+
+
+def dist(input: Tensor, other: Tensor, p: float = 2) -> Tensor:
+    """The p-norm of all elements of a difference."""
+    return torch.dist(input, other, p)
+
+
+def renorm(input: Tensor, p: float, dim: int, maxnorm: float) -> Tensor:
+    """The slices along a dimension, those with a p-norm above `maxnorm` shrunk to it."""
+    return torch.renorm(input, p, dim, maxnorm)
+
+
+def shrinking(input: Tensor, most: float = 1.0) -> Tensor:
+    """What a slice with this norm is multiplied by, so that its norm is at most `most`."""
+    return torch.where(input > most, most / (input + SMALL), 1.0)
+
+
+unary("shrinking", shrinking, lambda x, most=1.0: most / (x + SMALL) if x > most else 1.0, most=1.0)
+
+
+def _expand_dist(build: Builder, input: fx.Node, other: fx.Node, p: float) -> Any:
+    difference = build(sub, input, other, demand=INNER)
+    return build(norm, difference, float(p), list(range(len(build.fact(difference).shape))), False)
+
+
+def _expand_renorm(build: Builder, input: fx.Node, p: float, dim: int, maxnorm: float) -> Any:
+    rank = len(_sizes(input))
+    others = [place for place in range(rank) if place != dim % rank]
+    length = build(norm, input, float(p), others, True, demand=WIDE)
+    return build(mul, input, build(shrinking, length, float(maxnorm), demand=WIDE))
+
+
+def _refuses_dist(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    sizes = [size for name in ("input", "other") for size in _sizes(arguments[name])]
+    return _refuses_norm(arguments, [size for size in sizes if not isinstance(size, int)])
+
+
+def _refuses_renorm(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    sizes = list(_sizes(arguments["input"]))
+    del sizes[arguments["dim"]]
+    return _refuses_norm(arguments, [size for size in sizes if not isinstance(size, int)])
+
+
+def _refuses_norm(arguments: dict[str, Any], varying: list[Size]) -> str | None:
+    p = arguments["p"]
+    if not isinstance(p, int | float) or not p > 0:
+        return f"the {p}-norm has no integer form"
+    return "it reduces the batch, whose size is not fixed" if varying else None
+
+
+for _name, _function, _operands, _expand, _refuses in (
+    ("dist", dist, ("input", "other"), _expand_dist, _refuses_dist),
+    ("renorm", renorm, ("input",), _expand_renorm, _refuses_renorm),
+):
+    register(
+        Operator(
+            _name,
+            _function,
+            _operands,
+            expand=_expand,
+            functions={getattr(torch, _name): None},
+            methods={name: None for name in (_name, f"{_name}_") if hasattr(Tensor, name)},
+            refuses=_refuses,
+        )
+    )
