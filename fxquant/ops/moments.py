@@ -248,7 +248,6 @@ register(
             torch.linalg.norm: _linalg_norm,
             torch.linalg.vector_norm: _vector_norm,
             torch.linalg.matrix_norm: _matrix_norm,
-            torch.frobenius_norm: lambda input, dim, keepdim=False: _norm(input, "fro", dim, keepdim),
         },
         methods={"norm": _norm},
         refuses=_refuses_norm,
