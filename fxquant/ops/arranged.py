@@ -223,10 +223,11 @@ def _expand_cross(build: Builder, input: fx.Node, other: fx.Node, dim: int) -> A
 
 
 def _crossed(input: Any, other: Any, dim: int | None = None) -> dict[str, Any] | str:
-    """torch.cross: along the first dimension of three where none is named."""
-    if dim is None:
-        dim = next((place for place, size in enumerate(_sizes(input)) if size == 3), None)
-    return "it has no dimension of three" if dim is None else {"input": input, "other": other, "dim": dim}
+    """torch.cross: along the first dimension of three where none is named, and the sizes are fixed."""
+    sizes = _sizes(input)
+    if dim is None and not all(isinstance(size, int) for size in sizes):
+        return "it takes the first dimension of three, which may be the batch; say dim=…"
+    return {"input": input, "other": other, "dim": sizes.index(3) if dim is None else dim}
 
 
 def _refuses_cross(node: fx.Node, arguments: dict[str, Any]) -> str | None:
