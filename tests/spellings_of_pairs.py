@@ -96,6 +96,8 @@ SPELLINGS: dict[Any, Spelled] = {
     torch.broadcast_tensors: _of("broadcast_tensors", lambda x, y: torch.broadcast_tensors(x, y[:, :1])[1]),
     torch.meshgrid: _of("meshgrid", lambda x, y: torch.meshgrid(x.flatten()[:2], y.flatten()[:3], indexing="xy")[0]),
     "sum_to_size": _of("sum_to_size", lambda x, y: x.sum_to_size(x.shape[0], 4, 1, 6)),
+    torch.as_strided: ("as_strided", lambda m, x, y: torch.as_strided(m.given, (2, 3), (3, 1), 4), True),
+    "as_strided": ("as_strided", lambda m, x, y: m.given.as_strided((2, 2, 2), (1, 6, 36)), True),
     torch.kron: _of("kron", lambda x, y: torch.kron(x, torch.tensor([[1.0, -0.5]]))),
     "kron": _of("kron", lambda x, y: x.kron(torch.tensor([[1.0], [-0.5]]))),
     torch.cross: _of("cross", lambda x, y: torch.cross(x[..., :3], y[..., :3], dim=-1)),

@@ -115,6 +115,10 @@ MEANINGS: dict[str, tuple[Callable[[Any], Any], dict[str, Any], float]] = {
     "fmod": (lambda x: x - truncated(x / mpf(0.7)) * mpf(0.7), {"other": 0.7}, 3.1),
     "inverse_root": (lambda x: x ** (-1 / mpf(3)) if x > 0 else mpf(0), {"root": 3.0}, 3),
     "log_of_one_and_exponential": (lambda x: mp.log1p(mp.exp(-abs(x))), {}, 4),
+    "log2_of_one_and_power": (lambda x: mp.log(1 + mpf(2) ** -abs(x), 2), {}, 4),
+    "smooth_magnitude": (lambda x: x * x / 2 / mpf(0.7) if abs(x) < mpf(0.7) else abs(x) - mpf(0.7) / 2, {"beta": 0.7}, 3),
+    "huber_magnitude": (lambda x: x * x / 2 if abs(x) < mpf(0.7) else mpf(0.7) * (abs(x) - mpf(0.7) / 2), {"delta": 0.7}, 3),
+    "shrinking": (lambda x: mpf(0.7) / (x + mpf(1e-7)) if x > mpf(0.7) else mpf(1), {"most": 0.7}, 3),
     "angle_of_share": (lambda x: mp.atan2(x, 1 - abs(x)), {}, 1),
     "softshrink": (lambda x: mp.sign(x) * max(abs(x) - mpf(0.5), mpf(0)), {"lambd": 0.5}, 3),
 }

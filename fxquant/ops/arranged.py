@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -12,21 +13,18 @@ from fxquant.graph import fact
 from fxquant.ops.arithmetic import mul, sub
 from fxquant.ops.composite import Builder
 from fxquant.ops.distance import INNER
-from fxquant.ops.division import WIDE
-from fxquant.ops.index import flip
+from fxquant.ops.index import flip, getitem
 from fxquant.ops.linear import matmul
-from fxquant.ops.moments import norm
 from fxquant.ops.pool import sum
 from fxquant.ops.progression import along
 from fxquant.ops.record import Operator, Same, register
 from fxquant.ops.shape import MANY_SIZES, expand, numbers, permute, reshape
-from fxquant.ops.unary import unary
 
 MOST_MATRICES = 64  # the largest power of a matrix
-SMALL = 1e-7  # what renorm adds to a norm before it divides
 
 
-def _sizes(value: Any) -> tuple[Size, ...]:
+def sizes_of(value: Any) -> tuple[Size, ...]:
+    """The sizes of a node's tensor."""
     known = fact(value)
     assert isinstance(known, TensorFact)
     return tuple(known.shape)
@@ -41,10 +39,10 @@ def rot90(input: Tensor, k: int = 1, dims: Any = (0, 1)) -> Tensor:
 
 
 def _expand_rot90(build: Builder, input: fx.Node, k: int, dims: Any) -> Any:
-    one, other = (dim % len(_sizes(input)) for dim in dims)
+    one, other = (dim % len(sizes_of(input)) for dim in dims)
     if k % 4 == 2:
         return build(flip, input, [one, other])
-    order = list(range(len(_sizes(input))))
+    order = list(range(len(sizes_of(input))))
     order[one], order[other] = other, one
     if k % 4 == 1:
         return build(permute, build(flip, input, [other]), order)
@@ -52,7 +50,7 @@ def _expand_rot90(build: Builder, input: fx.Node, k: int, dims: Any) -> Any:
 
 
 def _refuses_turn(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    sizes = _sizes(arguments["input"])
+    sizes = sizes_of(arguments["input"])
     return None if all(isinstance(sizes[dim], int) for dim in arguments["dims"]) else "it turns the batch"
 
 
@@ -114,7 +112,7 @@ def _expand_meshgrid(build: Builder, tensors: list[fx.Node], indexing: str) -> A
 def _refuses_broadcast(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     common = fact(node)[0].shape
     for tensor in arguments["tensors"]:
-        sizes = _sizes(tensor)
+        sizes = sizes_of(tensor)
         present = [*[1] * (len(common) - len(sizes)), *sizes]
         if any(one != other and not isinstance(other, int) for one, other in zip(present, common, strict=True)):
             return "it is repeated as often as the batch is large"
@@ -122,7 +120,7 @@ def _refuses_broadcast(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def _refuses_meshgrid(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    fixed = all(isinstance(size, int) for tensor in arguments["tensors"] for size in _sizes(tensor))
+    fixed = all(isinstance(size, int) for tensor in arguments["tensors"] for size in sizes_of(tensor))
     return None if fixed else "one of its lines is the batch, whose size is not fixed"
 
 
@@ -164,7 +162,7 @@ def _expand_sum_to_size(build: Builder, input: fx.Node, sizes: list[Any]) -> Any
 
 
 def _refuses_sum_to_size(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    present, wanted = _sizes(arguments["input"]), _sizes(node)
+    present, wanted = sizes_of(arguments["input"]), sizes_of(node)
     return None if varying_sizes(wanted) == varying_sizes(present) <= 1 else "it sums over the batch, whose size is not fixed"
 
 
@@ -181,6 +179,55 @@ def _summed(input: Any, *sizes: Any, **named: Any) -> dict[str, Any]:
 register(
     Operator(
         "sum_to_size", sum_to_size, ("input",), expand=_expand_sum_to_size, methods={"sum_to_size": _summed}, refuses=_refuses_sum_to_size
+    )
+)
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def as_strided(input: Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> Tensor:
+    """Elements of an input by their places in memory, where the first sample's elements stand one after the other."""
+    return torch.as_strided(input.contiguous(), size, stride, storage_offset)
+
+
+def _places(arguments: dict[str, Any]) -> Tensor:
+    """The place of each element of the result."""
+    places = torch.tensor(arguments["storage_offset"] or 0, device="cpu")
+    for count, step in zip(arguments["size"], arguments["stride"], strict=True):
+        places = places.unsqueeze(-1) + torch.arange(count, device="cpu") * step
+    return places
+
+
+def _expand_as_strided(build: Builder, input: fx.Node, size: Any, stride: Any, storage_offset: int | None) -> Any:
+    places = _places({"size": size, "stride": stride, "storage_offset": storage_offset})
+    shape = build.fact(input).shape
+    if not isinstance(shape[0], int):
+        input, shape = along(build, input, 0, slice(0, 1)), (1, *shape[1:])
+    flat = build(reshape, input, [math.prod(numbers(shape))])
+    return build(reshape, build(getitem, flat, [places.flatten().tolist()]), list(size))
+
+
+def _refuses_as_strided(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    input, steps = arguments["input"], [*arguments["size"], *arguments["stride"], arguments["storage_offset"] or 0]
+    if input.op != "placeholder":
+        return "it reads the memory of its operand, whose order is known of inputs alone"
+    sizes = sizes_of(input)
+    if not sizes or not all(isinstance(step, int) for step in steps) or not all(isinstance(size, int) for size in sizes[1:]):
+        return "it reads memory by numbers that are computed"
+    count = math.prod(size for size in sizes if isinstance(size, int))
+    places = _places(arguments)
+    return None if places.numel() and int(places.max()) < count else "it reads more than the first sample's memory"
+
+
+register(
+    Operator(
+        "as_strided",
+        as_strided,
+        ("input",),
+        expand=_expand_as_strided,
+        functions={torch.as_strided: None},
+        methods={"as_strided": None},
+        refuses=_refuses_as_strided,
     )
 )
 
@@ -213,7 +260,7 @@ def _expand_kron(build: Builder, input: fx.Node, other: fx.Node) -> Any:
 
 
 def _refuses_kron(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    varying = [varying_sizes(_sizes(arguments[name])) for name in ("input", "other")]
+    varying = [varying_sizes(sizes_of(arguments[name])) for name in ("input", "other")]
     return None if varying[0] + varying[1] <= 1 else MANY_SIZES
 
 
@@ -224,7 +271,7 @@ def _expand_cross(build: Builder, input: fx.Node, other: fx.Node, dim: int) -> A
 
 def _crossed(input: Any, other: Any, dim: int | None = None) -> dict[str, Any] | str:
     """torch.cross: along the first dimension of three where none is named, and the sizes are fixed."""
-    sizes = _sizes(input)
+    sizes = sizes_of(input)
     if dim is None and not all(isinstance(size, int) for size in sizes):
         return "it takes the first dimension of three, which may be the batch; say dim=…"
     return {"input": input, "other": other, "dim": sizes.index(3) if dim is None else dim}
@@ -232,7 +279,7 @@ def _crossed(input: Any, other: Any, dim: int | None = None) -> dict[str, Any] |
 
 def _refuses_cross(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     for name in ("input", "other"):
-        sizes = _sizes(arguments[name])
+        sizes = sizes_of(arguments[name])
         if sizes[arguments["dim"]] != 3:
             return "its vectors run along the batch, or have not three elements"
     return None
@@ -253,7 +300,7 @@ def _refuses_matrix_power(node: fx.Node, arguments: dict[str, Any]) -> str | Non
     n = arguments["n"]
     if not isinstance(n, int) or not 1 <= n <= MOST_MATRICES:
         return f"its power is {n}, and from 1 to {MOST_MATRICES} are computed in integers"
-    return None if all(isinstance(size, int) for size in _sizes(arguments["input"])[-2:]) else "its matrices are as large as the batch"
+    return None if all(isinstance(size, int) for size in sizes_of(arguments["input"])[-2:]) else "its matrices are as large as the batch"
 
 
 register(
@@ -283,70 +330,3 @@ register(
         refuses=_refuses_matrix_power,
     )
 )
-
-# ---- norms of whole slices -------------------------------------------------------------------------------------------
-
-
-def dist(input: Tensor, other: Tensor, p: float = 2) -> Tensor:
-    """The p-norm of all elements of a difference."""
-    return torch.dist(input, other, p)
-
-
-def renorm(input: Tensor, p: float, dim: int, maxnorm: float) -> Tensor:
-    """The slices along a dimension, those with a p-norm above `maxnorm` shrunk to it."""
-    return torch.renorm(input, p, dim, maxnorm)
-
-
-def shrinking(input: Tensor, most: float = 1.0) -> Tensor:
-    """What a slice with this norm is multiplied by, so that its norm is at most `most`."""
-    return torch.where(input > most, most / (input + SMALL), 1.0)
-
-
-unary("shrinking", shrinking, lambda x, most=1.0: most / (x + SMALL) if x > most else 1.0, most=1.0)
-
-
-def _expand_dist(build: Builder, input: fx.Node, other: fx.Node, p: float) -> Any:
-    difference = build(sub, input, other, demand=INNER)
-    return build(norm, difference, float(p), list(range(len(build.fact(difference).shape))), False)
-
-
-def _expand_renorm(build: Builder, input: fx.Node, p: float, dim: int, maxnorm: float) -> Any:
-    rank = len(_sizes(input))
-    others = [place for place in range(rank) if place != dim % rank]
-    length = build(norm, input, float(p), others, True, demand=WIDE)
-    return build(mul, input, build(shrinking, length, float(maxnorm), demand=WIDE))
-
-
-def _refuses_dist(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    sizes = [size for name in ("input", "other") for size in _sizes(arguments[name])]
-    return _refuses_norm(arguments, [size for size in sizes if not isinstance(size, int)])
-
-
-def _refuses_renorm(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    sizes = list(_sizes(arguments["input"]))
-    del sizes[arguments["dim"]]
-    return _refuses_norm(arguments, [size for size in sizes if not isinstance(size, int)])
-
-
-def _refuses_norm(arguments: dict[str, Any], varying: list[Size]) -> str | None:
-    p = arguments["p"]
-    if not isinstance(p, int | float) or not p > 0:
-        return f"the {p}-norm has no integer form"
-    return "it reduces the batch, whose size is not fixed" if varying else None
-
-
-for _name, _function, _operands, _expand, _refuses in (
-    ("dist", dist, ("input", "other"), _expand_dist, _refuses_dist),
-    ("renorm", renorm, ("input",), _expand_renorm, _refuses_renorm),
-):
-    register(
-        Operator(
-            _name,
-            _function,
-            _operands,
-            expand=_expand,
-            functions={getattr(torch, _name): None},
-            methods={name: None for name in (_name, f"{_name}_") if hasattr(Tensor, name)},
-            refuses=_refuses,
-        )
-    )

@@ -19,8 +19,8 @@ from fxquant.ops.arithmetic import mul
 from fxquant.ops.composite import Builder
 from fxquant.ops.form import Call
 from fxquant.ops.functions import floor_divided, floor_quotient, is_tensor, quotient_of, trunc_divided, trunc_quotient
-from fxquant.ops.record import OPERATORS, Instead, Operator, Own, operator_of, register
-from fxquant.ops.unary import SHIFTED, with_offset
+from fxquant.ops.record import OPERATORS, Instead, Operator, Own, register
+from fxquant.ops.unary import SHIFTED, of_inverse, with_offset
 from fxquant.primitives import elementwise
 
 WIDE = Own("int16")
@@ -62,8 +62,9 @@ def reciprocal_of(build: Builder, divisor: fx.Node) -> fx.Node:
     if is_parameter(divisor):
         return build.host(torch.reciprocal, divisor)
     record = OPERATORS[torch.reciprocal]
-    if operator_of(divisor) is OPERATORS[torch.exp]:  # 1 / exp(x) = exp(-x): of small exponentials, no grid has enough
-        made = build(SHIFTED.function, divisor.args[0], "exp", -1.0, 0.0, {}, demand=WIDE)
+    inverse = of_inverse(divisor)
+    if isinstance(inverse, Instead):
+        made = build(inverse.function, *inverse.arguments.values(), demand=WIDE)
         return made
     shifted = with_offset(record, {"input": divisor}, divisor)
     if shifted is None:
@@ -90,9 +91,10 @@ def _divided(input: Any, other: Any, rounding_mode: str | None = None) -> dict[s
         return {"input": input, "other": other}
     if is_tensor(input):
         return Instead(true_divide, {"input": input, "other": other})
-    return (
-        "it divides a number that is computed" if isinstance(input, fx.Node) else Instead(quotient_of, {"input": other, "numerator": input})
-    )
+    if isinstance(input, fx.Node):
+        return "it divides a number that is computed"
+    inverse = of_inverse(other) if input == 1 else None
+    return inverse if isinstance(inverse, Instead) else Instead(quotient_of, {"input": other, "numerator": input})
 
 
 def _reversed(input: Any, other: Any) -> dict[str, Any] | str | Instead:

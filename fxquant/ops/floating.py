@@ -38,7 +38,6 @@ _SPECTRUM = "a Fourier transform has no integer form"
 _SOLVES = "it solves equations, for which float arithmetic is needed"
 _ORDER = "it adds up by indices of the data, any number of them into one element"
 _DOUBLE = "its result is float64; .float() behind it makes it a power as any other"
-_MEMORY = "it reads the memory of its operand, whose order is no part of a tensor's meaning"
 _COMPLEX = "complex numbers have no integer form"
 REASONS: Mapping[str, str] = {
     **dict.fromkeys(
@@ -65,7 +64,6 @@ REASONS: Mapping[str, str] = {
     **dict.fromkeys(("stft", "istft"), _SPECTRUM),
     **dict.fromkeys(("inverse", "svd", "qr", "cholesky", "solve", "det", "logdet", "slogdet", "pinverse", "lstsq", "eig", "eigh"), _SOLVES),
     "float_power": _DOUBLE,
-    "as_strided": _MEMORY,
     **dict.fromkeys(
         ("scatter_add", "scatter_add_", "index_add", "index_add_", "scatter_reduce", "scatter_reduce_", "index_reduce"), _ORDER
     ),

@@ -311,7 +311,13 @@ unary("exp", torch.exp, math.exp, "exp", "exp_", onnx="Exp")
 unary("log", torch.log, _for_positive(math.log, -math.inf), "log", "log_", onnx="Log")
 unary("sqrt", torch.sqrt, _for_positive(math.sqrt, 0.0), "sqrt", "sqrt_", onnx="Sqrt")
 unary("rsqrt", torch.rsqrt, _for_positive(lambda x: 1 / math.sqrt(x), math.inf), "rsqrt", "rsqrt_", onnx=_onnx_rsqrt)
-unary("reciprocal", torch.reciprocal, lambda x: 1 / x if x else math.inf, "reciprocal", "reciprocal_", onnx="Reciprocal")
+unary(
+    "reciprocal",
+    torch.reciprocal,
+    lambda x: 1 / x if x else math.inf,
+    onnx="Reciprocal",
+    adapted=dict.fromkeys((torch.reciprocal, torch.reciprocal_, "reciprocal", "reciprocal_"), lambda input: of_inverse(input)),
+)
 unary("erf", torch.erf, math.erf, "erf", "erf_", onnx="Erf")
 unary("abs", torch.abs, abs, operator.abs, "abs", "abs_", "absolute", onnx="Abs")
 unary("square", torch.square, lambda x: x * x, "square", "square_", onnx=lambda c: c.do("Mul", c.input, c.input))
@@ -374,6 +380,14 @@ def _onnx_shifted(c: Call) -> str:
 
 
 SHIFTED = register(Operator("shifted", shifted, ("input",), _lower_shifted, onnx=_onnx_shifted))
+
+
+def of_inverse(input: Any) -> dict[str, Any] | Instead:
+    """1 / exp(x) is exp(-x), one table: of small exponentials, no grid has enough to divide by."""
+    operator = operator_of(input) if isinstance(input, fx.Node) else None
+    if operator is None or operator.name != "exp":
+        return {"input": input}
+    return Instead(shifted, {"input": input.args[0], "function": "exp", "factor": -1.0, "offset": 0.0, "settings": {}})
 
 
 def with_offset(function: Operator, arguments: dict[str, Any], addition: fx.Node) -> dict[str, Any] | None:
