@@ -103,6 +103,7 @@ SPELLINGS: dict[Any, Spelled] = {
     torch.cross: _of("cross", lambda x, y: torch.cross(x[..., :3], y[..., :3], dim=-1)),
     torch.linalg.cross: _of("cross", lambda x, y: torch.linalg.cross(x[:, :3], y[:, 1:], dim=1)),
     "cross": _of("cross", lambda x, y: x[:, :3].cross(y[:, 1:], 1)),
+    torch.linalg.matmul: _of("matmul", lambda x, y: torch.linalg.matmul(x, y)),
     torch.matrix_power: _of("matrix_power", lambda x, y: torch.matrix_power(x, 2)),
     torch.linalg.matrix_power: _of("matrix_power", lambda x, y: torch.linalg.matrix_power(x, 3)),
     "matrix_power": _of("matrix_power", lambda x, y: x.matrix_power(5)),

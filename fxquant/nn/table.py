@@ -24,7 +24,7 @@ class SegmentLUT(nn.Module):
     def __init__(self, function: Callable[[Tensor], Tensor], name: str | None = None) -> None:
         super().__init__()
         known = function in FUNCTIONS or function in _DECLARED
-        called = name or getattr(function, "__name__", "")
+        called = name or str(getattr(function, "__name__", ""))
         if not known and not called.isidentifier():
             raise ValueError("a function without a name of its own needs one: SegmentLUT(function, name=…)")
         if not known:

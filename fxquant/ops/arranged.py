@@ -72,7 +72,7 @@ register(
 
 def broadcast_tensors(tensors: list[Tensor]) -> tuple[Tensor, ...]:
     """The tensors, each repeated to the shape of all of them."""
-    return tuple(torch.broadcast_tensors(*tensors))
+    return tuple(torch.broadcast_tensors(*tensors))  # type: ignore[no-untyped-call]
 
 
 def meshgrid(tensors: list[Tensor], indexing: str = "ij") -> tuple[Tensor, ...]:

@@ -125,10 +125,11 @@ def _expand_atan2(build: Builder, input: fx.Node, other: fx.Node) -> Any:
 
 def xlogy(input: Tensor | float, other: Tensor | float) -> Tensor:
     """input · log(other); one of them may be a number."""
-    return torch.xlogy(input, other)  # type: ignore[call-overload, no-any-return]
+    value: Tensor = torch.xlogy(input, other)  # type: ignore[arg-type]
+    return value
 
 
-def _expand_xlogy(build: Builder, input: fx.Node, other: fx.Node) -> Any:
+def _expand_xlogy(build: Builder, input: Any, other: Any) -> Any:
     if not isinstance(other, fx.Node):
         return build(mul, input, math.log(other))
     return build(mul, build(torch.log, other, demand=WIDE), input)

@@ -193,17 +193,17 @@ def _quotient(x: float, numerator: float = 1.0) -> float:
 
 def floor_quotient(input: Tensor | float, other: Tensor) -> Tensor:
     """⌊input / other⌋ for a divisor that is a tensor."""
-    return torch.floor_divide(input, other)  # type: ignore[arg-type]
+    return torch.floor_divide(input, other)
 
 
 def trunc_quotient(input: Tensor | float, other: Tensor) -> Tensor:
     """input / other for a divisor that is a tensor, rounded towards 0."""
-    return torch.div(input, other, rounding_mode="trunc")  # type: ignore[call-overload, no-any-return]
+    return torch.div(input, other, rounding_mode="trunc")
 
 
 def floor_remainder(input: Tensor | float, other: Tensor) -> Tensor:
     """input - other · ⌊input / other⌋ for a divisor that is a tensor."""
-    return torch.remainder(input, other)  # type: ignore[call-overload, no-any-return]
+    return torch.remainder(input, other)
 
 
 def trunc_remainder(input: Tensor, other: Tensor) -> Tensor:

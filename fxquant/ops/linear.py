@@ -154,7 +154,7 @@ register(
         ("input", "other"),
         _lower_matmul,
         functions={
-            **dict.fromkeys((torch.matmul, torch.linalg.matmul, operator.matmul, operator.imatmul), with_vectors),
+            **dict.fromkeys((torch.matmul, torch.linalg.matmul, operator.matmul), with_vectors),
             torch.bmm: _two,
             torch.mm: _two,
             torch.addmm: _addmm,

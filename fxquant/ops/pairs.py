@@ -99,12 +99,13 @@ def _remainder(rounding: Callable[..., Tensor]) -> Callable[..., Any]:
     return expand
 
 
-for _name, _function, _expand in (
+_ROUNDED: tuple[tuple[str, Callable[..., Tensor], Callable[..., Any]], ...] = (
     ("floor_quotient", floor_quotient, _quotient(torch.floor)),
     ("trunc_quotient", trunc_quotient, _quotient(torch.trunc)),
     ("floor_remainder", floor_remainder, _remainder(torch.floor)),
     ("trunc_remainder", trunc_remainder, _remainder(torch.trunc)),
-):
+)
+for _name, _function, _expand in _ROUNDED:
     register(Operator(_name, _function, ("input", "other"), expand=_expand))
 
 # ---- signs and steps ---------------------------------------------------------------------------------------------------
@@ -112,7 +113,7 @@ for _name, _function, _expand in (
 
 def copysign(input: Tensor, other: Tensor | float) -> Tensor:
     """The magnitude of input with the sign of other."""
-    return torch.copysign(input, other)  # type: ignore[arg-type]
+    return torch.copysign(input, other)
 
 
 def heaviside(input: Tensor, values: Tensor) -> Tensor:

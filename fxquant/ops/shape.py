@@ -114,7 +114,8 @@ def _cast(input: Any, *args: Any, **kwargs: Any) -> dict[str, Any] | str | Inste
     if known.dtype == torch.float64 and is_cast(source):
         source = source.args[0]
     if wanted == {torch.float32} and is_power(source):
-        base, exponent = [*source.args, *source.kwargs.values()]
+        given: list[Any] = [*source.args, *source.kwargs.values()]
+        base, exponent = given
         power = raised(base, exponent)
         return power if isinstance(power, Instead) else Instead(torch.pow, power)
     before = fact(source)
