@@ -48,7 +48,7 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
             _replace_stub(node, context)
             changes += 1
             continue
-        if isinstance(fact(node), int | float | BatchDim):  # sizes, and what is computed of them
+        if isinstance(fact(node), int | float | BatchDim) or _of_sizes(node):  # sizes, and what is computed of them
             continue
         recognised = _recognise(node, modules)
         if recognised is None:
@@ -164,6 +164,17 @@ def _is_float32(operand: fx.Node) -> bool:
     """Whether a node is a float32 tensor."""
     known = fact(operand)
     return isinstance(known, TensorFact) and known.dtype == torch.float32
+
+
+def _of_sizes(node: fx.Node) -> bool:
+    """Whether a node computes a number that is no multiple of the batch size, such as 1 / x.shape[0]."""
+    read = [fact(operand) for operand in node.all_input_nodes]
+    return (
+        fact(node) is None
+        and bool(read)
+        and all(known is None or isinstance(known, int | float | BatchDim) for known in read)
+        and (not any(map(is_parameter, node.all_input_nodes)))
+    )
 
 
 def _computes_parameter(node: fx.Node) -> bool:

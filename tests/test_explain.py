@@ -36,6 +36,7 @@ REASONS: dict[str, tuple[Body, str]] = {
     "x / 0": (lambda m, x: x / 0, "it divides by 0"),
     "x / inf": (lambda m, x: x / float("inf"), "it divides by inf"),
     "x / batch": (lambda m, x: x / x.shape[0], "it divides by a number that is computed"),
+    "x * (1 / batch)": (lambda m, x: x * (1 / x.shape[0]), "its operand %truediv is no tensor"),
     "as_strided": (
         lambda m, x: x.relu().as_strided((2,), (1,)),
         "it reads the memory of its operand, whose order is known of inputs alone",
