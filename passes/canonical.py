@@ -21,7 +21,7 @@ from fxquant.ops.composite import Builder
 from fxquant.ops.creation import MADE, is_broadcast, is_joined, made_anew, sizes_of
 from fxquant.ops.places import is_arange
 from fxquant.ops.promotion import promoted
-from fxquant.ops.shape import expand, is_cast
+from fxquant.ops.shape import expand, is_cast, is_power
 from fxquant.ops.unary import SHIFTED, with_offset
 from fxquant.pipeline import Context
 from fxquant.stubs import dequant_stub, outside, quant_stub
@@ -49,7 +49,7 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
             _replace_stub(node, context)
             changes += 1
             continue
-        if isinstance(fact(node), int | float | BatchDim):  # sizes, and what is computed of them
+        if isinstance(fact(node), int | float | BatchDim) or _of_sizes(node):  # sizes, and what is computed of them
             continue
         recognised = _recognise(node, modules)
         if recognised is None:
@@ -172,6 +172,17 @@ def _is_float32(operand: fx.Node) -> bool:
     return isinstance(known, TensorFact) and known.dtype == torch.float32
 
 
+def _of_sizes(node: fx.Node) -> bool:
+    """Whether a node computes a number that is no multiple of the batch size, such as 1 / x.shape[0]."""
+    read = [fact(operand) for operand in node.all_input_nodes]
+    return (
+        fact(node) is None
+        and bool(read)
+        and all(known is None or isinstance(known, int | float | BatchDim) for known in read)
+        and (not any(map(is_parameter, node.all_input_nodes)))
+    )
+
+
 def _computes_parameter(node: fx.Node) -> bool:
     """Whether a node computes something from parameters alone that is the same every time; it then stays as the user wrote it."""
     if node.op not in ("call_function", "call_method") or not node.all_input_nodes or not all(map(is_parameter, node.all_input_nodes)):
@@ -214,6 +225,7 @@ def _eliminate_unused(graph: fx.Graph) -> None:
         if not node.users and (
             operator_of(node) is not None
             or is_cast(node)
+            or is_power(node)
             or made_anew(node) is not None
             or is_arange(node)
             or (number and node.op in ("call_method", "call_function"))

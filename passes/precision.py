@@ -24,6 +24,7 @@ WIDE = Own("int16")
 REDUCTIONS = ("mean", "sum")
 STATISTICS = ("var", "std", "norm")
 SCALING = ("add", "sub", "mul", "div")  # by a number
+DIVISIONS = ("true_divide", "floor_quotient", "trunc_quotient", "floor_remainder", "trunc_remainder")  # by their second operand
 SOFTMAX = ("softmax", "masked_softmax", "log_softmax")
 SCORES = ("matmul", "einsum", *SCALING)
 
@@ -106,7 +107,7 @@ def _follows(node: fx.Node) -> bool:
 def _scales(reader: fx.Node, node: fx.Node) -> bool:
     """Whether a node is a factor or a divisor of something else."""
     arguments = _arguments(reader)
-    return _name(reader) in ("mul", "true_divide") and arguments["input"] is not arguments["other"] and arguments["other"] is not None
+    return _name(reader) in ("mul", *DIVISIONS) and arguments["input"] is not arguments["other"] and arguments["other"] is not None
 
 
 def _scores(gm: fx.GraphModule) -> list[fx.Node]:
@@ -135,6 +136,6 @@ def _before_poles(gm: fx.GraphModule) -> list[fx.Node]:
 
 def _divides(reader: fx.Node, node: fx.Node) -> bool:
     arguments = _arguments(reader)
-    if _name(reader) == "true_divide":
+    if _name(reader) in DIVISIONS:
         return arguments["other"] is node and arguments["input"] is not node
     return steep(_name(reader), arguments)

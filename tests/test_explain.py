@@ -32,11 +32,15 @@ class Written(nn.Module):
 Body = Callable[[Any, Tensor], Any]
 # What is written, and what explain says of the first operator that stays in float.
 REASONS: dict[str, tuple[Body, str]] = {
-    "x ** x": (lambda m, x: x**x, "its exponent is computed, not a number"),
+    "x ** batch": (lambda m, x: x ** x.shape[0], "its exponent is computed, not a number"),
     "x / 0": (lambda m, x: x / 0, "it divides by 0"),
     "x / inf": (lambda m, x: x / float("inf"), "it divides by inf"),
     "x / batch": (lambda m, x: x / x.shape[0], "it divides by a number that is computed"),
-    "x * 0": (lambda m, x: x * 0, "it multiplies by zero"),
+    "x * (1 / batch)": (lambda m, x: x * (1 / x.shape[0]), "its operand %truediv is no tensor"),
+    "as_strided": (
+        lambda m, x: x.relu().as_strided((2,), (1,)),
+        "it reads the memory of its operand, whose order is known of inputs alone",
+    ),
     "x + nan": (lambda m, x: x + float("nan"), "one of its numbers is not finite"),
     "max(x)": (lambda m, x: torch.max(x), "it reduces the batch, whose size is not fixed"),
     "logcumsumexp": (lambda m, x: x.logcumsumexp(1), "no operator of the table recognises logcumsumexp"),

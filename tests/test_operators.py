@@ -1037,7 +1037,7 @@ def test_every_operator_has_a_sample() -> None:
     elsewhere = {case.operator for case in (*CASES.values(), *ALSO.values())}
     parts = {"ranked", "pick", "quantize", "dequantize", "requantize", "scale_channels", "deformed_taps"}
     parts |= {"exponential", "inverse_root", "kept", "added", "masked_softmax", "log_of_one_and_exponential", "angle_of_share"}
-    parts |= {"sum_at", "index_sum"}
+    parts |= {"sum_at", "index_sum", "log2_of_one_and_power", "smooth_magnitude", "huber_magnitude", "shrinking"}
     of_samples = {sample.operator for samples in SAMPLES.values() for sample in samples}
     sampled = elsewhere | set(OF_WHOLE_NUMBERS) | set(OF_REAL_NUMBERS) | of_samples | parts
     assert sampled == {record.name for record in OPERATORS.values()}
@@ -1140,12 +1140,10 @@ class Own(nn.Module):
 
 REFUSED: dict[str, tuple[str, Forward, nn.Module | None]] = {
     "add infinity": ("one of its numbers is not finite", lambda m, x: x + math.inf, None),
-    "multiply by zero": ("it multiplies by zero", lambda m, x: x * 0, None),
+    "multiply too many": ("it multiplies 36 elements", lambda m, x: x.flatten(2).prod(-1), None),
     "divide by zero": ("it divides by 0.0", lambda m, x: (x.relu() + 1) / 0.0, None),
-    "divide by a tensor and round": (
-        "rounding_mode='floor' of a quotient of two tensors", lambda m, x: torch.div(x, x.exp(), rounding_mode="floor"), None
-    ),
-    "power of a tensor": ("its exponent is computed, not a number", lambda m, x: torch.pow(x.exp(), x), None),
+    "loss of everything": ("its reduction 'mean' runs over the batch", lambda m, x: F.mse_loss(x, x.exp()).reshape(1), None),
+    "power of a negative constant": ("its base, a constant, is not positive", lambda m, x: torch.tensor(-2.0) ** x.exp(), None),
     "maximum of everything": ("it reduces the batch", lambda m, x: torch.max(x).reshape(1), None),
     "computed weight": ("its weight is computed by", lambda m, x: F.conv2d(x, m.kernel.weight * x.std()), None),
     "image without a batch": ("its input has no batch dimension", lambda m, x: F.conv2d(x[0], m.kernel.weight), None),
@@ -1155,7 +1153,7 @@ REFUSED: dict[str, tuple[str, Forward, nn.Module | None]] = {
     "overlapping windows": (
         "two elements may have one place", lambda m, x: F.max_unpool2d(*F.max_pool2d(x, 3, 1, return_indices=True), 3, 1), None
     ),
-    "cubic sampling": ("mode='bicubic' has no integer form", lambda m, x: F.grid_sample(x, x[:, :2].permute(0, 2, 3, 1), "bicubic"), None),
+    "memory": ("whose order is known of inputs alone", lambda m, x: x.as_strided((2, 3), (3, 1)), None),
     "norm without statistics": ("it has no running statistics", call, nn.BatchNorm2d(3, track_running_stats=False)),
     "bytes as another dtype": ("it reinterprets the bytes", lambda m, x: x.view(torch.int32).float(), None),
 }  # fmt: skip

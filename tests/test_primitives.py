@@ -35,7 +35,7 @@ from fxquant.ops.join import _lower_cat
 from fxquant.ops.linear import PRODUCT
 from fxquant.ops.pool import _lower_avg_pool2d
 from fxquant.ops.weighted import lower_weighted
-from fxquant.primitives import PRIMITIVES, accumulate, boundary, elementwise, pool, product, requantize, resize, shape, transposed
+from fxquant.primitives import PRIMITIVES, accumulate, boundary, cubic, elementwise, pool, product, requantize, resize, shape, transposed
 from fxquant.primitives.requantize import requantize_fixed, requantize_real
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.rounding import straight_through
@@ -642,6 +642,38 @@ def test_resize_linear(seed: int, dtype: IntType, sizes: tuple[int, int, int, in
         wide = dtype.magnitude * 2 ** (bits * (2 - matrices.count(None))) >= 2**24
         expected = oracle.resized_linear(input.tolist(), chosen, align_corners, oracle.Rules("fixed", resize_bits=bits))
         assert both_paths(resize.resize_linear, input, *matrices, bits, wide, storage=dtype.storage) == expected
+
+
+@SLOW
+@given(
+    *(seeds, narrow_types, st.tuples(st.integers(1, 4), st.integers(1, 4)), st.sampled_from(("zeros", "border", "reflection"))),
+    *(st.booleans(), st.integers(1, 8)),
+)
+def test_sample_cubic(seed: int, dtype: IntType, sizes: tuple[int, int], padding: str, corners: bool, bits: int) -> None:
+    input, table = drawn(seed, (2, 1, *sizes), dtype), random_integers(seed + 1, (2**bits, 4), -900, 900, torch.int32)
+    where = random_integers(seed + 2, (2, 2, 3, 2), -9 * 2**bits, 9 * 2**bits, torch.int32)
+
+    def inside(place: int, size: int) -> int | None:
+        """The pixel that stands for one outside; None for a zero."""
+        if padding == "reflection":
+            turn = max(2 * size - 2, 1) if corners else 2 * size
+            place %= turn
+            place = min(place, (turn if corners else turn - 1) - place) if size > 1 else 0
+        return min(max(place, 0), size - 1) if padding != "zeros" else place if 0 <= place < size else None
+
+    def taps(position: int, size: int) -> list[tuple[int, int]]:
+        first, weights = position // 2**bits, table[position % 2**bits].tolist()
+        found = [(inside(first + tap - 1, size), weight) for tap, weight in enumerate(weights)]
+        return [(place, weight) for place, weight in found if place is not None]
+
+    def expected(index: tuple[int, ...]) -> int:
+        x, y = where[index[0], index[2], index[3]].tolist()
+        plane = input[index[0], 0].tolist()
+        return sum(plane[r][c] * down * across for r, down in taps(y, sizes[0]) for c, across in taps(x, sizes[1]))
+
+    arguments = input, where, table, list(sizes), bits, padding, corners, True
+    found = both_paths(cubic.sample_cubic, *arguments, storage=torch.int64, activations=2, wide=True)
+    assert found == oracle.nested((2, 1, 2, 3), expected)
 
 
 @SLOW

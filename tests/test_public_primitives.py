@@ -108,6 +108,11 @@ CALLS = {
         torch.int8,
         *(i8([[[1, 3], [5, 7]]]), i32([[[1, 0], [4, 0], [1, 1]]]), [2, 2], 1, "bilinear", "zeros", False, 0, False),
     ),
+    "sample_cubic": gives(
+        [[[[2 * 5 * 2, (-1 * 5 + 1 * 5 + 2 * 3) * 2]]]],
+        torch.int32,
+        *(i8([[[5, 3]]]), i32([[[0, 0], [1, 0]]]), i32([0, 2, 0, 0], [-1, 1, 2, 0]), [1, 2], 1, "border", False, False),
+    ),
     "pool_indices": gives([[[2, 3]]], torch.int64, i8([[5, 1, 7, 9]]), [3], [1], [0], [0], [1], [4], False),
     "unpool": gives([[[0, 8, 0, 9]]], torch.int8, i8([[8, 9]]), torch.tensor([[[1, 3]]]), [4], 0),
     "reshape": gives([[1, 2], [3, 4]], torch.int8, i8(1, 2, 3, 4), [2, -1]),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
+from fxquant.ops import FUNCTIONS, OPERATORS
 from tests import contract
 from tests.contract import compiled
 
@@ -56,6 +58,33 @@ def test_roi_align_of_a_slope_is_the_slope_at_the_cells_middles() -> None:
     assert found.shape == (1, 2, 2, 2, 4)
     torch.testing.assert_close(found[0, 0, 0], (torch.tensor([5.0, 7, 9, 11]) - 0.5).expand(2, 4))
     torch.testing.assert_close(found[0, 0, 1], (torch.tensor([[3.5], [6.5]]) - 0.5).expand(2, 4))
+
+
+def test_a_box_is_read_from_the_level_that_fits_its_size() -> None:
+    pyramid = [torch.full((1, 1, 32 // 2**level, 32 // 2**level), float(level)) for level in range(3)]
+    boxes = torch.tensor([[[0.0, 0, 4, 4], [0, 0, 8, 8], [0, 0, 31, 4], [2, 2, 31, 31]]])
+    align = fxq.nn.MultiScaleRoIAlign(2, [1.0, 0.5, 0.25], canonical_scale=8, canonical_level=1)
+    assert align(pyramid, boxes)[0, :, 0, 0, 0].tolist() == [0.0, 1.0, 1.0, 2.0]
+
+
+def _bent(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.5 * x) + 0.2 * torch.sin(3 * x)
+
+
+def test_a_function_of_several_is_one_table_and_one_operator() -> None:
+    one, other = fxq.nn.SegmentLUT(_bent, name="bent_by_a_module"), fxq.nn.SegmentLUT(_bent)
+    model = nn.Sequential(one, other, fxq.nn.SegmentLUT(torch.sin))
+    prepared, integer = compiled(model, [(images(2, 3, 8, 9),)])
+    operators = [layer.operator for layer in fxq.layers(integer) if not layer.boundary]
+    assert operators == ["bent_by_a_module", "bent_by_a_module", "sin"]
+    contract.assert_validate_is_integer(prepared, integer, images(2, 3, 8, 9))
+    with pytest.raises(fxq.ConfigurationError, match="bent_by_a_module"):
+        fxq.nn.SegmentLUT(lambda x: x * 2, name="bent_by_a_module")
+    with pytest.raises(ValueError, match="needs one"):
+        fxq.nn.SegmentLUT(lambda x: x * 2 + 1)
+    record = next(record for record in OPERATORS.values() if record.name == "bent_by_a_module")
+    for table in (OPERATORS, FUNCTIONS):
+        del table[record.function]
 
 
 def test_correlation_finds_by_how_much_an_image_is_moved() -> None:
@@ -124,13 +153,15 @@ class Vision(nn.Module):
         self.colour = fxq.nn.BgrToYuv444(centred=True)
         self.flow, self.offset, self.mask = (nn.Conv2d(3, outputs, 3, padding=1) for outputs in (2, 18, 9))
         self.warp, self.deform = fxq.nn.Warp(), fxq.nn.DeformConv2d(3, 4, 3, padding=1)
-        self.correlation, self.regions = fxq.nn.Correlation(1), fxq.nn.RoIAlign(2)
+        self.correlation = fxq.nn.Correlation(1)
+        self.regions = fxq.nn.MultiScaleRoIAlign(1, [1.0, 0.5], canonical_scale=4, canonical_level=1)
 
-    def forward(self, image: Tensor, boxes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, image: Tensor, boxes: Tensor) -> tuple[Tensor, ...]:
         x = self.colour(image) / 64
         moved = self.warp(x, self.flow(x).permute(0, 2, 3, 1))
         features = self.deform(x, self.offset(x), self.mask(x).sigmoid())
-        return self.correlation(x, moved), features, self.regions(features, boxes)
+        levels = [features, nn.functional.avg_pool2d(features, 2)]
+        return self.correlation(x, moved), features, self.regions(levels, boxes)
 
 
 def test_they_become_integers_by_the_contract(tmp_path: Path) -> None:

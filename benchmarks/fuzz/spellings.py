@@ -22,7 +22,9 @@ FLOAT = "float"  # the operator of what the table may not know
 UNWRITTEN = (  # made by passes, never written by a user
     *(QUANTIZE.name, DEQUANTIZE.name, REQUANTIZE.name, "shifted", "scale_channels"),
     *("exponential", "inverse_root", "kept", "added", "masked_softmax", "ranked", "pick"),
-    *("log_of_one_and_exponential", "angle_of_share", "sum_at", "index_sum"),
+    *("log_of_one_and_exponential", "angle_of_share", "log2_of_one_and_power", "smooth_magnitude", "huber_magnitude", "shrinking"),
+    *("sum_at", "index_sum"),
+    *("meshgrid", "dist", "as_strided"),  # of what has no batch, and of inputs alone
 )
 
 Options = Mapping[str, tuple[Any, ...]]
@@ -404,10 +406,54 @@ def _quotients() -> Iterator[Spelling]:
     yield _module("local_response_norm", "nn.LocalResponseNorm(2, 0.3)")
 
 
+def _pairs() -> Iterator[Spelling]:
+    """Of two tensors: powers, rounded quotients, signs; products of many, neighbours, what is turned and multiplied whole."""
+    positive = "({1}.abs() + 0.5)"
+    yield from _spell("power", "({0}.abs() + 0.5) ** {1}.tanh()", f"torch.pow({positive}, {{0}}.tanh())")
+    yield _held("power", "{0} ** {buffer}", buffer="torch.arange({last}) % 3")
+    yield from _spell("floor_quotient", f"torch.div({{0}}, {positive}, rounding_mode='floor')", f"{{0}} // {positive}", f"2 // {positive}")
+    yield from _spell("trunc_quotient", f"torch.div({{0}}, {positive}, rounding_mode='trunc')")
+    yield from _spell("floor_remainder", f"{{0}} % {positive}", f"torch.remainder({{0}}, {positive})")
+    yield from _spell("trunc_remainder", f"torch.fmod({{0}}, {positive})")
+    for name in ("copysign", "heaviside", "logaddexp2"):
+        yield from _spell(name, f"torch.{name}({{0}}, {{1}})", f"{{0}}.{name}({{1}})")
+    yield from _spell("copysign", "torch.copysign({0}, {number})", number=FACTORS)
+    yield from _spell("ldexp", "torch.ldexp({0}, {1}.tanh())", "torch.ldexp({0}, torch.tensor(2))")
+    yield from _spell("xlog1py", f"torch.special.xlog1py({{0}}, {positive})")
+    yield from _spell("signbit", "torch.where(torch.signbit({0}), {0}, {1})")
+    for name in ("prod", "cumprod", "diff"):
+        yield from _spell(name, f"torch.{name}({{0}}, dim={{dim}})", f"{{0}}.{name}(dim={{dim}})", dim=(1, -1))
+    yield from _spell("diff", "torch.diff({0}, 1, {dim}, {1})", dim=(1, -1))
+    for name in ("trapezoid", "cumulative_trapezoid"):
+        yield from _spell(name, f"torch.{name}({{0}}, dx={{number}}, dim={{dim}})", number=FACTORS, dim=(1, -1))
+    yield from _spell("broadcast_tensors", "torch.broadcast_tensors({0}, {1}[:, :1])[{member}]", member=(0, 1))
+    yield from _spell("rot90", "torch.rot90({0}, {k}, (1, -1))", k=(1, 2, -1))
+    yield from _spell("sum_to_size", "{0}.sum_to_size({0}.shape[0], 1{ones})")
+    yield from _spell("kron", "torch.kron({0}, torch.tensor([0.5, -2.0]))")
+    yield from _spell("cross", "torch.cross({0}[..., [0, -1, 0]], {1}[..., [-1, 0, 0]], dim=-1)")
+    yield from _spell("matrix_power", "torch.matrix_power({0}.mT @ {0}, {n})", n=(1, 2, 3))
+    yield from _spell("renorm", "torch.renorm({0}, {p}, 0, {most})", p=(2, 1), most=(1.0, 5.0))
+
+
+def _losses() -> Iterator[Spelling]:
+    """Losses without a reduction, and pools by a power."""
+    for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "poisson_nll_loss"):
+        yield from _spell(name, f"F.{name}({{0}}, {{1}}, reduction='none')")
+    name = "binary_cross_entropy"
+    yield from _spell(f"{name}_with_logits", f"F.{name}_with_logits({{0}}, {{1}}.sigmoid(), reduction='none')")
+    yield from _spell(name, f"F.{name}({{0}}.sigmoid() * 0.8 + 0.1, {{1}}.sigmoid(), reduction='none')")
+    yield from _spell("kl_div", "F.kl_div({0}.log_softmax(1), {1}.sigmoid(), reduction='none')")
+    yield from _spell("lp_pool{rank}d", "F.lp_pool{rank}d({0}, {p}, {kernel})", p=(2, 1), kernel=(2, 3))
+    yield _module("cross_map_norm", "nn.CrossMapLRN2d(3, 0.5)")
+    grid = "{0}[:, [0, 0]].permute(0, 2, 3, 1).tanh()"
+    call = f"F.grid_sample({{0}}, {grid}, 'bicubic', {{padding!r}}, {{corners}})"
+    yield from _spell("cubic_sample", call, padding=("zeros", "border", "reflection"), corners=FLAG)
+
+
 def _floats() -> Iterator[Spelling]:
     """What stays in float."""
     yield from _spell(FLOAT, "torch.special.bessel_j0({0})", "torch.logcumsumexp({0}, {dim})", "torch.fft.rfft({0}).abs()", dim=(-1, 1))
-    yield from _spell(FLOAT, "({0}.abs() + 0.5) ** {1}", "{0}.cummax({dim}).values", "{0}.mode({dim}).values", dim=(-1, 1))
+    yield from _spell(FLOAT, "{0}.cummax({dim}).values", "{0}.mode({dim}).values", dim=(-1, 1))
 
 
 # ---- functions of one tensor, read off the table -------------------------------------------------------------------------------
@@ -466,6 +512,8 @@ def _all() -> Iterator[Spelling]:
         _recurrent,
         _choices,
         _quotients,
+        _pairs,
+        _losses,
         _floats,
     ):
         yield from family()

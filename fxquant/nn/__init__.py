@@ -5,8 +5,9 @@ Their meanings follow public descriptions of the operators of the same names; ea
 
 from fxquant.nn.colour import BgrToYuv444, RgbToYuv444
 from fxquant.nn.detection import AnchorGenerator, DetectionPostProcess
-from fxquant.nn.geometry import Correlation, DeformConv2d, MultiScaleDeformableAttention, RoIAlign, Warp
+from fxquant.nn.geometry import Correlation, DeformConv2d, MultiScaleDeformableAttention, MultiScaleRoIAlign, RoIAlign, Warp
 from fxquant.nn.pillars import BEVPool, PointPillarsScatter
+from fxquant.nn.table import SegmentLUT
 
 __all__ = [
     "AnchorGenerator",
@@ -16,8 +17,10 @@ __all__ = [
     "DeformConv2d",
     "DetectionPostProcess",
     "MultiScaleDeformableAttention",
+    "MultiScaleRoIAlign",
     "PointPillarsScatter",
     "RgbToYuv444",
     "RoIAlign",
+    "SegmentLUT",
     "Warp",
 ]

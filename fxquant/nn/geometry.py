@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -90,6 +92,37 @@ class RoIAlign(nn.Module):
     def _along(ends: Tensor, points: Tensor, scale: float) -> Tensor:
         """From the two ends of boxes (N, K, 2): where their points lie on a grid from -1 to 1, (N, K, points)."""
         return F.linear(ends, torch.stack((1 - points, points), 1) * scale, -torch.ones_like(points))
+
+
+class MultiScaleRoIAlign(nn.Module):
+    """RoIAlign of each box on the feature map of a pyramid that fits its size: forward(features, boxes), (N, K, C, h, w).
+
+    features is a list of maps, level l of which has `spatial_scales`[l] of the image's size, the finest first; boxes are those of RoIAlign.
+    A box of canonical_scale² pixels is read from the level of scale 2^-canonical_level, one of twice the side from the next coarser one,
+    as Lin et al., Feature Pyramid Networks, 2017, assign them. Boxes are read from every level, and one result is chosen.
+    """
+
+    def __init__(
+        self,
+        output_size: Any,
+        spatial_scales: Sequence[float],
+        sampling_ratio: int = 2,
+        canonical_scale: float = 224,
+        canonical_level: int = 4,
+    ) -> None:
+        super().__init__()
+        self.levels = nn.ModuleList(RoIAlign(output_size, scale, sampling_ratio) for scale in spatial_scales)
+        steps = [-math.log2(scale) - canonical_level for scale in spatial_scales[1:]]
+        self.sides = [canonical_scale * 2.0**step for step in steps]  # from which on a box belongs to the next level
+
+    def forward(self, features: Sequence[Tensor], boxes: Tensor) -> Tensor:
+        size = (boxes[:, :, 2:] - boxes[:, :, :2]).clamp(min=0)
+        area = (size[:, :, 0] * size[:, :, 1])[:, :, None, None, None]
+        aligned = [level(maps, boxes) for level, maps in zip(self.levels, features, strict=True)]
+        found: Tensor = aligned[0]
+        for side, coarser in zip(self.sides, aligned[1:], strict=True):
+            found = torch.where(area >= side * side, coarser, found)
+        return found
 
 
 class MultiScaleDeformableAttention(nn.Module):

@@ -19,6 +19,7 @@ from fxquant.facts import TensorFact
 from fxquant.graph import fact, is_parameter
 from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics import FLOAT32_EXACT, Ratio
+from fxquant.ops.activation import clamp
 from fxquant.ops.form import Call
 from fxquant.ops.record import Instead, Operator, register
 from fxquant.ops.selection import where
@@ -238,11 +239,14 @@ def _refuses_mul(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def _multiplied(input: Any, other: Any) -> dict[str, Any] | Instead:
-    """A product with truth values chooses: the tensor where they hold, else 0."""
+    """A product with truth values chooses: the tensor where they hold, else 0. One with 0 limits it to 0."""
     for mask, tensor in ((input, other), (other, input)):
         known = fact(mask) if isinstance(mask, fx.Node) and not is_parameter(mask) else None
         if isinstance(known, TensorFact) and known.dtype == torch.bool and isinstance(tensor, fx.Node):
             return Instead(where, {"condition": mask, "input": tensor, "other": 0.0})
+        known = fact(tensor) if isinstance(tensor, fx.Node) and not is_parameter(tensor) else None
+        if _is(mask, 0) and isinstance(known, TensorFact) and known.dtype == torch.float32:
+            return Instead(clamp, {"input": tensor, "min": 0.0, "max": 0.0})
     return {"input": input, "other": other}
 
 
@@ -270,8 +274,8 @@ register(
         torch.neg,
         ("input",),
         lambda lowering, input: _lower_mul(lowering, input, -1.0),
-        functions={torch.negative: None, operator.neg: None},
-        methods={"neg": None, "neg_": None, "__neg__": None},
+        functions=dict.fromkeys((torch.neg_, torch.negative, torch.negative_, operator.neg)),
+        methods=dict.fromkeys(("neg", "neg_", "negative", "negative_", "__neg__")),
         parameters={"input": inspect.Parameter.empty},
         onnx=lambda c: c.do("Neg", c.input),
     )

@@ -105,6 +105,19 @@ for _name, _long in (("eq", ""), ("ne", "not_equal"), ("lt", "less"), ("le", "le
         )
     )
 
+register(
+    Operator(
+        "signbit",
+        torch.signbit,
+        ("input",),
+        lambda lowering, input: _lower_comparison("lt")(lowering, input, 0.0),  # integers have no -0
+        Plain("bool"),
+        dtypes={"input": "int16"},  # on 8 bits, what is negative and small is 0
+        methods={"signbit": None},
+        parameters={"input": inspect.Parameter.empty},
+    )
+)
+
 # ---- of truth values -------------------------------------------------------------------------------------------------
 
 

@@ -18,10 +18,12 @@ from fxquant.ops.composite import Builder
 from fxquant.ops.division import WIDE, true_divide
 from fxquant.ops.extremum import maximum
 from fxquant.ops.index import getitem
+from fxquant.ops.linear import matmul
 from fxquant.ops.pad import pad
 from fxquant.ops.pool import sum
 from fxquant.ops.record import Operator, Own, register
 from fxquant.ops.selection import where
+from fxquant.ops.shape import numbers, reshape
 from fxquant.ops.unary import SHIFTED, unary
 
 INNER = Own("int16", otherwise="int8")
@@ -121,13 +123,22 @@ def _expand_atan2(build: Builder, input: fx.Node, other: fx.Node) -> Any:
     return build(where, build(torch.lt, other, 0.0), build(sub, half_turn, angle, demand=WIDE), angle)
 
 
-def xlogy(input: Tensor, other: Tensor) -> Tensor:
-    """input · log(other)."""
-    return torch.xlogy(input, other)
+def xlogy(input: Tensor | float, other: Tensor | float) -> Tensor:
+    """input · log(other); one of them may be a number."""
+    value: Tensor = torch.xlogy(input, other)  # type: ignore[arg-type]
+    return value
 
 
-def _expand_xlogy(build: Builder, input: fx.Node, other: fx.Node) -> Any:
-    return build(mul, input, build(torch.log, other, demand=WIDE))
+def _expand_xlogy(build: Builder, input: Any, other: Any) -> Any:
+    if not isinstance(other, fx.Node):
+        return build(mul, input, math.log(other))
+    return build(mul, build(torch.log, other, demand=WIDE), input)
+
+
+def _refuses_logarithm(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    numbers = [value for value in arguments.values() if not isinstance(value, fx.Node)]
+    positive = all(isinstance(value, int | float) and math.isfinite(value) and value > 0 for value in numbers)
+    return None if positive else f"one of its operands is {numbers[0]}"
 
 
 def _two_tensors(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -151,7 +162,7 @@ for _name, _function, _expand, _more in (
             expand=_expand,
             functions=dict.fromkeys(getattr(place, name) for name in _names for place in (torch, torch.special) if hasattr(place, name)),
             methods=dict.fromkeys(name for plain in _names for name in (plain, f"{plain}_") if hasattr(Tensor, name)),
-            refuses=_two_tensors,
+            refuses=_refuses_logarithm if _name == "xlogy" else _two_tensors,
         )
     )
 
@@ -261,5 +272,51 @@ register(
         functions={F.local_response_norm: None},
         modules={nn.LocalResponseNorm: lambda m: {"size": m.size, "alpha": m.alpha, "beta": m.beta, "k": m.k}},
         refuses=_refuses_channels,
+    )
+)
+
+
+def cross_map_norm(input: Tensor, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1) -> Tensor:
+    """nn.CrossMapLRN2d: as local_response_norm, but that channel 0 counts in every window from channel (size + 1) // 2 on."""
+    kept = _windows_across(input.shape[1], size).to(input)
+    totals = torch.einsum("dc,bchw->bdhw", kept, input.square())
+    return input * (totals * (alpha / size) + k) ** -beta
+
+
+def _windows_across(channels: int, size: int) -> Tensor:
+    """Which channels' squares each channel is divided by, as torch.nn's module sums them up from the channel before: ones and zeros."""
+    ahead = (size - 1) // 2 + 1
+    kept = torch.zeros(channels, channels, device="cpu")
+    kept[0, :ahead] = 1
+    for channel in range(1, channels):
+        kept[channel] = kept[channel - 1]
+        if channel < channels - ahead + 1:
+            kept[channel, channel + ahead - 1] = 1
+        if channel > ahead:
+            kept[channel, channel - ahead] = 0
+    return kept
+
+
+def _expand_cross_map_norm(build: Builder, input: fx.Node, size: int, alpha: float, beta: float, k: float) -> Any:
+    shape = numbers(build.fact(input).shape)
+    squares = build(reshape, build(torch.square, input, demand=WIDE), [*shape[:2], math.prod(shape[2:])])
+    totals = build(matmul, build.constant(_windows_across(shape[1], size)), squares, demand=WIDE)
+    total = build(reshape, totals, shape)
+    return build(mul, input, build(SHIFTED.function, total, "pow", float(alpha) / size, float(k), {"exponent": -float(beta)}, demand=WIDE))
+
+
+def _refuses_maps(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    shape = Builder.fact(arguments["input"]).shape
+    return None if len(shape) == 4 and all(isinstance(size, int) for size in shape[1:]) else "its operand has no images of a fixed size"
+
+
+register(
+    Operator(
+        "cross_map_norm",
+        cross_map_norm,
+        ("input",),
+        expand=_expand_cross_map_norm,
+        modules={nn.CrossMapLRN2d: lambda m: {"size": m.size, "alpha": m.alpha, "beta": m.beta, "k": m.k}},
+        refuses=_refuses_maps,
     )
 )

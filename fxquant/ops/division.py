@@ -12,16 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.facts import TensorFact
-from fxquant.graph import absorb, fact, is_parameter
+from fxquant.graph import absorb, is_parameter
 from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics import Ratio
 from fxquant.ops.arithmetic import mul
 from fxquant.ops.composite import Builder
 from fxquant.ops.form import Call
-from fxquant.ops.functions import floor_divided, quotient_of, trunc_divided
+from fxquant.ops.functions import floor_divided, floor_quotient, is_tensor, quotient_of, trunc_divided, trunc_quotient
 from fxquant.ops.record import OPERATORS, Instead, Operator, Own, register
-from fxquant.ops.unary import SHIFTED, with_offset
+from fxquant.ops.unary import SHIFTED, of_inverse, with_offset
 from fxquant.primitives import elementwise
 
 WIDE = Own("int16")
@@ -63,6 +62,10 @@ def reciprocal_of(build: Builder, divisor: fx.Node) -> fx.Node:
     if is_parameter(divisor):
         return build.host(torch.reciprocal, divisor)
     record = OPERATORS[torch.reciprocal]
+    inverse = of_inverse(divisor)
+    if isinstance(inverse, Instead):
+        made = build(inverse.function, *inverse.arguments.values(), demand=WIDE)
+        return made
     shifted = with_offset(record, {"input": divisor}, divisor)
     if shifted is None:
         made = build(torch.reciprocal, divisor, demand=WIDE)
@@ -76,23 +79,22 @@ def _expand_true_divide(build: Builder, input: fx.Node, other: fx.Node) -> Any:
     return build(mul, input, reciprocal_of(build, other))
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, fx.Node) and (isinstance(fact(value), TensorFact) or is_parameter(value))
+ROUNDED = {"floor": (floor_quotient, floor_divided), "trunc": (trunc_quotient, trunc_divided)}  # by a tensor, and by a number
 
 
 def _divided(input: Any, other: Any, rounding_mode: str | None = None) -> dict[str, Any] | str | Instead:
     """A division is one of several operators, by what is divided by what."""
     if rounding_mode is not None:
-        if _is_tensor(other):
-            return f"rounding_mode={rounding_mode!r} of a quotient of two tensors has no integer form: its last step decides"
-        return Instead(floor_divided if rounding_mode == "floor" else trunc_divided, {"input": input, "other": other})
-    if not _is_tensor(other):
+        by_a_tensor, by_a_number = ROUNDED[rounding_mode]
+        return Instead(by_a_tensor if is_tensor(other) else by_a_number, {"input": input, "other": other})
+    if not is_tensor(other):
         return {"input": input, "other": other}
-    if _is_tensor(input):
+    if is_tensor(input):
         return Instead(true_divide, {"input": input, "other": other})
-    return (
-        "it divides a number that is computed" if isinstance(input, fx.Node) else Instead(quotient_of, {"input": other, "numerator": input})
-    )
+    if isinstance(input, fx.Node):
+        return "it divides a number that is computed"
+    inverse = of_inverse(other) if input == 1 else None
+    return inverse if isinstance(inverse, Instead) else Instead(quotient_of, {"input": other, "numerator": input})
 
 
 def _reversed(input: Any, other: Any) -> dict[str, Any] | str | Instead:

@@ -38,19 +38,34 @@ _DEPENDS = "the size of its result depends on the data"
 _DRAWS = "it draws random numbers"
 _SPECTRUM = "a Fourier transform has no integer form"
 _SOLVES = "it solves equations, for which float arithmetic is needed"
-_PRODUCT = "a product of many elements has more bits than any accumulator"
 _ORDER = "it adds up by indices of the data, any number of them into one element"
+_DOUBLE = "its result is float64; .float() behind it makes it a power as any other"
 _COMPLEX = "complex numbers have no integer form"
 REASONS: Mapping[str, str] = {
     **dict.fromkeys(
         ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount", "histc", "masked_scatter"), _DEPENDS
     ),
     **dict.fromkeys(
-        ("bernoulli", "multinomial", "rand_like", "randn_like", "rand", "randn", "normal", "poisson", "gumbel_softmax"), _DRAWS
+        (
+            "FractionalMaxPool2d",
+            "FractionalMaxPool3d",
+            "fractional_max_pool2d",
+            "fractional_max_pool3d",
+            "bernoulli",
+            "multinomial",
+            "rand_like",
+            "randn_like",
+            "rand",
+            "randn",
+            "normal",
+            "poisson",
+            "gumbel_softmax",
+        ),
+        _DRAWS,
     ),
     **dict.fromkeys(("stft", "istft"), _SPECTRUM),
     **dict.fromkeys(("inverse", "svd", "qr", "cholesky", "solve", "det", "logdet", "slogdet", "pinverse", "lstsq", "eig", "eigh"), _SOLVES),
-    **dict.fromkeys(("prod", "cumprod"), _PRODUCT),
+    "float_power": _DOUBLE,
     **dict.fromkeys(("index_reduce", "index_reduce_", "segment_reduce"), _ORDER),
     **dict.fromkeys(("view_as_complex", "view_as_real", "complex", "polar", "angle"), _COMPLEX),
 }

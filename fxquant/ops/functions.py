@@ -11,10 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxquant.ops.unary import unary
+from fxquant.facts import TensorFact
+from fxquant.graph import fact, is_parameter
+from fxquant.ops.record import Instead
+from fxquant.ops.unary import spelled, unary
 
 
 def within_domain(function: Callable[..., float], **ends: float) -> Callable[..., float]:
@@ -188,10 +191,63 @@ def _quotient(x: float, numerator: float = 1.0) -> float:
     return numerator / x if x else math.copysign(math.inf, numerator)
 
 
+def floor_quotient(input: Tensor | float, other: Tensor) -> Tensor:
+    """⌊input / other⌋ for a divisor that is a tensor."""
+    return torch.floor_divide(input, other)
+
+
+def trunc_quotient(input: Tensor | float, other: Tensor) -> Tensor:
+    """input / other for a divisor that is a tensor, rounded towards 0."""
+    return torch.div(input, other, rounding_mode="trunc")
+
+
+def floor_remainder(input: Tensor | float, other: Tensor) -> Tensor:
+    """input - other · ⌊input / other⌋ for a divisor that is a tensor."""
+    return torch.remainder(input, other)
+
+
+def trunc_remainder(input: Tensor, other: Tensor) -> Tensor:
+    """What is left of input divided by a tensor, with the sign of input."""
+    return torch.fmod(input, other)
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether an argument is a node with a tensor, an activation or a parameter."""
+    return isinstance(value, fx.Node) and (isinstance(fact(value), TensorFact) or is_parameter(value))
+
+
+def _by(composite: Callable[..., Tensor], *, reverse: bool = False) -> Callable[..., dict[str, Any] | Instead]:
+    """A quotient or remainder by a number is a table, by a tensor a composite."""
+
+    def adapt(input: Any, other: Any) -> dict[str, Any] | Instead:
+        input, other = (other, input) if reverse else (input, other)
+        arguments = {"input": input, "other": other}
+        return Instead(composite, arguments) if is_tensor(other) else arguments
+
+    return adapt
+
+
 unary("quotient_of", quotient_of, _quotient, numerator=1.0)
 unary(
-    "floor_divide", floor_divided, lambda x, other=1.0: float(x // other), torch.floor_divide, operator.floordiv, "__floordiv__", other=1.0
+    "floor_divide",
+    floor_divided,
+    lambda x, other=1.0: float(x // other),
+    other=1.0,
+    adapted={
+        **dict.fromkeys((*spelled("floor_divide"), operator.floordiv, operator.ifloordiv), _by(floor_quotient)),
+        **dict.fromkeys(("__floordiv__", "__ifloordiv__"), _by(floor_quotient)),
+        "__rfloordiv__": _by(floor_quotient, reverse=True),
+    },
 )
 unary("trunc_divide", trunc_divided, lambda x, other=1.0: float(math.trunc(x / other)), other=1.0)
-unary("remainder", remainder, lambda x, other=1.0: x % other, torch.remainder, operator.mod, "__mod__", other=1.0)
-unary("fmod", fmod, lambda x, other=1.0: math.fmod(x, other), torch.fmod, other=1.0)
+unary(
+    "remainder",
+    remainder,
+    lambda x, other=1.0: x % other,
+    other=1.0,
+    adapted={
+        **dict.fromkeys((*spelled("remainder"), operator.mod, operator.imod, "__mod__", "__imod__"), _by(floor_remainder)),
+        "__rmod__": _by(floor_remainder, reverse=True),
+    },
+)
+unary("fmod", fmod, lambda x, other=1.0: math.fmod(x, other), other=1.0, adapted=dict.fromkeys(spelled("fmod"), _by(trunc_remainder)))

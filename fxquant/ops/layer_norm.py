@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
@@ -54,6 +55,13 @@ def _module(module: Any) -> dict[str, Any]:
     return {"normalized_shape": list(module.normalized_shape), **parameters, "eps": module.eps}
 
 
+def _low_level(
+    input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: Any = 1e-5, cudnn_enable: bool = True
+) -> dict[str, Any]:
+    """torch.layer_norm, which also says which kernel may compute it."""
+    return {"input": input, "normalized_shape": normalized_shape, "weight": weight, "bias": bias, "eps": eps}
+
+
 def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     given = [arguments["eps"], *arguments["normalized_shape"]]
     return None if all(isinstance(value, int | float) for value in given) else "one of its settings is computed, not a number"
@@ -65,7 +73,7 @@ register(
         layer_norm,
         ("input",),
         expand=_expand,
-        functions={F.layer_norm: None},
+        functions={F.layer_norm: None, torch.layer_norm: _low_level},
         modules={nn.LayerNorm: _module},
         refuses=_refuses,
     )

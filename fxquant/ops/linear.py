@@ -153,7 +153,12 @@ register(
         matmul,
         ("input", "other"),
         _lower_matmul,
-        functions={torch.matmul: with_vectors, operator.matmul: with_vectors, torch.bmm: _two, torch.mm: _two, torch.addmm: _addmm},
+        functions={
+            **dict.fromkeys((torch.matmul, torch.linalg.matmul, operator.matmul), with_vectors),
+            torch.bmm: _two,
+            torch.mm: _two,
+            torch.addmm: _addmm,
+        },
         methods={"matmul": with_vectors, "__matmul__": with_vectors, "bmm": _two, "mm": _two, "addmm": _addmm},
         absorbs=frozenset({"clamp"}),
         refuses=_refuses_matmul,

@@ -113,7 +113,8 @@ def _step(length: int, count: int, factor: float | None, align_corners: bool) ->
     return Fraction(length, count) if factor is None else 1 / Fraction(factor)
 
 
-def _cubic(distance: Fraction, a: Fraction) -> Fraction:
+def cubic_weight(distance: Fraction, a: Fraction) -> Fraction:
+    """The weight of an element at a distance, of a cubic interpolation with this coefficient."""
     x = abs(distance)
     if x <= 1:
         return ((a + 2) * x - (a + 3)) * x * x + 1
@@ -130,7 +131,7 @@ def cubic_rows(length: int, count: int, factor: float | None, align_corners: boo
         row: dict[int, Fraction] = {}
         for place in range(first - 1, first + 3):
             inside = min(max(place, 0), length - 1)
-            row[inside] = row.get(inside, Fraction(0)) + _cubic(source - place, CUBIC)
+            row[inside] = row.get(inside, Fraction(0)) + cubic_weight(source - place, CUBIC)
         rows.append(tuple(row.items()))
     return tuple(rows)
 
@@ -159,7 +160,7 @@ def antialiased_rows(length: int, count: int, factor: float | None, align_corner
         weights = []
         for place in range(start, stop):
             distance = (place - centre + HALF) / wider
-            weights.append(_cubic(distance, CUBIC_ANTIALIASED) if cubic else max(1 - abs(distance), Fraction(0)))
+            weights.append(cubic_weight(distance, CUBIC_ANTIALIASED) if cubic else max(1 - abs(distance), Fraction(0)))
         total = sum(weights, Fraction(0))
         rows.append(tuple((start + index, weight / total) for index, weight in enumerate(weights) if weight))
     return tuple(rows)

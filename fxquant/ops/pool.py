@@ -375,7 +375,9 @@ def _refuses_reduction(verb: str) -> Callable[[fx.Node, dict[str, Any]], str | N
 
 
 def _reduction_arguments(input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> dict[str, Any] | str:
-    return "a dtype argument has no integer form" if dtype is not None else {"input": input, "dim": dim, "keepdim": keepdim}
+    return (
+        "a dtype argument has no integer form" if dtype not in (None, torch.float32) else {"input": input, "dim": dim, "keepdim": keepdim}
+    )
 
 
 def _onnx_reduction(c: Call) -> str:
@@ -384,9 +386,9 @@ def _onnx_reduction(c: Call) -> str:
     return c.epilogue(c.reduced("ReduceMean" if c.name == "mean" else "ReduceSum", c.input, axes or None, c["keepdim"]))
 
 
-for _name, _reduction, _lower_reduction, _spelling, _verb in (
-    ("mean", mean, _lower_mean, torch.mean, "averages"),
-    ("sum", sum, _lower_sum, torch.sum, "sums"),
+for _name, _reduction, _lower_reduction, _spellings, _verb in (
+    ("mean", mean, _lower_mean, (torch.mean, torch.nanmean), "averages"),  # a quantized tensor has no NaN
+    ("sum", sum, _lower_sum, (torch.sum, torch.nansum), "sums"),
 ):
     register(
         Operator(
@@ -394,8 +396,8 @@ for _name, _reduction, _lower_reduction, _spelling, _verb in (
             _reduction,
             ("input",),
             _lower_reduction,
-            functions={_spelling: _reduction_arguments},
-            methods={_name: _reduction_arguments},
+            functions=dict.fromkeys(_spellings, _reduction_arguments),
+            methods=dict.fromkeys((_name, f"nan{_name}"), _reduction_arguments),
             absorbs=frozenset({"clamp"}),
             refuses=_refuses_reduction(_verb),
             onnx=_onnx_reduction,

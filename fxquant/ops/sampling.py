@@ -19,7 +19,7 @@ from fxquant.graph import fact, shape_of
 from fxquant.lowering import Lowering, Quantized
 from fxquant.numerics import EVERYTHING, FLOAT32_EXACT, INT16, Grid, Ratio
 from fxquant.ops.form import Call
-from fxquant.ops.record import Operator, Same, register
+from fxquant.ops.record import Instead, Operator, Same, register
 from fxquant.primitives import elementwise, product, shape
 from fxquant.primitives.sampling import sample
 
@@ -61,7 +61,14 @@ def bits_of_positions(spatial: Sequence[int]) -> int:
 def lower_sample(lowering: Lowering, input: Quantized, where: Quantized | Tensor, positions: Positions, mode: str, padding: str) -> Any:
     """The integers of the image at these positions, on its own grid."""
     spatial = [size for size in input.shape[2:] if isinstance(size, int)]
-    bits = bits_of_positions(spatial)
+    bits, coordinates = bits_of_positions(spatial), coordinates_of(lowering, input, where, positions)
+    largest = input.grid.magnitude * (1 if mode == "nearest" else 2 ** (bits * len(spatial)))
+    return lowering.call(sample, input.value, coordinates, spatial, bits, mode, padding, positions.corners, 0, largest >= FLOAT32_EXACT)
+
+
+def coordinates_of(lowering: Lowering, input: Quantized, where: Quantized | Tensor, positions: Positions) -> Any:
+    """The positions in steps of a part of a pixel from the middle of the image's first one: an accumulator."""
+    bits = bits_of_positions([size for size in input.shape[2:] if isinstance(size, int)])
     device = input.scale.device
     offset = torch.round(positions.offset.to(device) * 2.0**bits)
     if isinstance(where, Quantized):
@@ -70,12 +77,9 @@ def lower_sample(lowering: Lowering, input: Quantized, where: Quantized | Tensor
         moved = lowering.arithmetic.requantize(
             lowering, where.value, Ratio((where.scale, factor), (grid.scale,)), *grid.bounds, grid, "positions_"
         )
-        coordinates = lowering.call(elementwise.add_constant, lowering.call(elementwise.widen, moved), _held(lowering, offset))
-    else:
-        exact = where.to(device).double() * torch.tensor(positions.factor, dtype=torch.float64, device=device) * 2.0**bits
-        coordinates = lowering.constant("coordinates", torch.round(exact).clamp(INT16.low, INT16.high) + offset, torch.int32)
-    largest = input.grid.magnitude * (1 if mode == "nearest" else 2 ** (bits * len(spatial)))
-    return lowering.call(sample, input.value, coordinates, spatial, bits, mode, padding, positions.corners, 0, largest >= FLOAT32_EXACT)
+        return lowering.call(elementwise.add_constant, lowering.call(elementwise.widen, moved), _held(lowering, offset))
+    exact = where.to(device).double() * torch.tensor(positions.factor, dtype=torch.float64, device=device) * 2.0**bits
+    return lowering.constant("coordinates", torch.round(exact).clamp(INT16.low, INT16.high) + offset, torch.int32)
 
 
 def _held(lowering: Lowering, offset: Tensor) -> Any:
@@ -115,6 +119,24 @@ def grid_sample(
     return F.grid_sample(input, grid, mode, padding_mode, bool(align_corners))
 
 
+def cubic_sample(input: Tensor, grid: Tensor, padding_mode: str = "zeros", align_corners: bool = False) -> Tensor:
+    """The same by cubic interpolation, of images alone."""
+    return F.grid_sample(input, grid, "bicubic", padding_mode, align_corners)
+
+
+def _sampled(
+    input: Any, grid: Any, mode: str = "bilinear", padding_mode: str = "zeros", align_corners: bool | None = None
+) -> dict[str, Any] | Instead:
+    """Cubic interpolation is an operator of its own."""
+    arguments = {"input": input, "grid": grid, "padding_mode": padding_mode, "align_corners": bool(align_corners)}
+    return Instead(cubic_sample, arguments) if mode == "bicubic" else {**arguments, "mode": mode, "align_corners": align_corners}
+
+
+def _by_number(input: Any, grid: Any, interpolation_mode: int, padding_mode: int, align_corners: bool) -> dict[str, Any] | Instead:
+    """torch.grid_sampler: the modes by their places in a list."""
+    return _sampled(input, grid, (*MODES, "bicubic")[interpolation_mode], PADDINGS[padding_mode], align_corners)
+
+
 def _lower_grid_sample(
     lowering: Lowering, input: Quantized, grid: Quantized | Tensor, mode: str, padding_mode: str, align_corners: bool | None
 ) -> Quantized:
@@ -145,7 +167,10 @@ register(
         Same(("input",)),
         dtypes={"grid": "int16"},
         keeps=lambda arguments, after: EVERYTHING,  # what limits the image does not limit the positions
-        functions={F.grid_sample: None},
+        functions={
+            F.grid_sample: _sampled,
+            **dict.fromkeys((torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d), _by_number),
+        },
         refuses=lambda node, arguments: refuses_image(arguments["input"], arguments["mode"], arguments["padding_mode"]),
         onnx=_onnx_grid_sample,
     )

@@ -19,7 +19,7 @@ from fxquant.ops.casting import CASTS, asked_dtype, changed, in_dtype
 from fxquant.ops.constants import on_the_output
 from fxquant.ops.form import Call
 from fxquant.ops.record import Demand, Instead, Operator, Own, Plain, Same, register
-from fxquant.ops.selection import where
+from fxquant.ops.unary import raised
 from fxquant.primitives import shape
 
 MANY_SIZES = "more than one of its sizes depends on the batch size"
@@ -114,6 +114,11 @@ def _cast(input: Any, *args: Any, **kwargs: Any) -> dict[str, Any] | str | Inste
         return "its operand is no tensor"
     if known.dtype == torch.float64 and (is_cast(source) or source.target is in_dtype):
         source = source.args[0]
+    if wanted == {torch.float32} and is_power(source):
+        given: list[Any] = [*source.args, *source.kwargs.values()]
+        base, exponent = given
+        power = raised(base, exponent)
+        return power if isinstance(power, Instead) else Instead(torch.pow, power)
     before = fact(source)
     if isinstance(before, TensorFact) and wanted <= {before.dtype}:
         return {"input": source}
@@ -130,6 +135,11 @@ def _summed_to(input: Any, *sizes: Any) -> dict[str, Any] | str:
 def is_cast(node: fx.Node) -> bool:
     """Whether a node, as the user wrote it, only gives a tensor another dtype."""
     return node.op == "call_method" and node.target in ("to", "type", *CASTS) and bool(node.args) and isinstance(node.args[0], fx.Node)
+
+
+def is_power(node: fx.Node) -> bool:
+    """Whether a node is a power that PyTorch computes in float64."""
+    return node.target in (torch.float_power, "float_power")
 
 
 def _cast_to(dtype: torch.dtype) -> Callable[..., dict[str, Any] | str | Instead]:

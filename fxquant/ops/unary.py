@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from fxquant.facts import TensorFact
 from fxquant.graph import fact, is_parameter
 from fxquant.lowering import Lowering, Quantized
 from fxquant.numerics import EVERYTHING, Grid, Interval, IntType, table
@@ -310,9 +311,15 @@ unary("exp", torch.exp, math.exp, "exp", "exp_", onnx="Exp")
 unary("log", torch.log, _for_positive(math.log, -math.inf), "log", "log_", onnx="Log")
 unary("sqrt", torch.sqrt, _for_positive(math.sqrt, 0.0), "sqrt", "sqrt_", onnx="Sqrt")
 unary("rsqrt", torch.rsqrt, _for_positive(lambda x: 1 / math.sqrt(x), math.inf), "rsqrt", "rsqrt_", onnx=_onnx_rsqrt)
-unary("reciprocal", torch.reciprocal, lambda x: 1 / x if x else math.inf, "reciprocal", "reciprocal_", onnx="Reciprocal")
+unary(
+    "reciprocal",
+    torch.reciprocal,
+    lambda x: 1 / x if x else math.inf,
+    onnx="Reciprocal",
+    adapted=dict.fromkeys((torch.reciprocal, torch.reciprocal_, "reciprocal", "reciprocal_"), lambda input: of_inverse(input)),
+)
 unary("erf", torch.erf, math.erf, "erf", "erf_", onnx="Erf")
-unary("abs", torch.abs, abs, torch.absolute, operator.abs, "abs", "abs_", onnx="Abs")
+unary("abs", torch.abs, abs, operator.abs, "abs", "abs_", "absolute", onnx="Abs")
 unary("square", torch.square, lambda x: x * x, "square", "square_", onnx=lambda c: c.do("Mul", c.input, c.input))
 unary("sin", torch.sin, math.sin, "sin", "sin_", onnx="Sin")
 unary("cos", torch.cos, math.cos, "cos", "cos_", onnx="Cos")
@@ -331,13 +338,21 @@ def _power_of(x: float, base: float = math.e) -> float:
     return math.inf if base == 0 and x < 0 else math.nan if base < 0 and x != int(x) else base**x
 
 
-def _raised(input: Any, exponent: Any) -> dict[str, Any] | Instead:
-    """A number to the power of a tensor is a function of the tensor."""
-    return {"input": input, "exponent": exponent} if isinstance(input, fx.Node) else Instead(power_of, {"input": exponent, "base": input})
+def power(input: Tensor, exponent: Tensor) -> Tensor:
+    """input ** exponent for two tensors."""
+    return torch.pow(input, exponent)
 
 
-_POWERS = (torch.pow, operator.pow)
-unary("pow", torch.pow, _power, "pow", "pow_", "__pow__", exponent=2.0, onnx=_onnx_pow, adapted=dict.fromkeys(_POWERS, _raised))
+def raised(input: Any, exponent: Any) -> dict[str, Any] | Instead:
+    """A number to the power of a tensor is a function of the tensor, and a tensor to the power of another a composite."""
+    if not isinstance(input, fx.Node):
+        return Instead(power_of, {"input": exponent, "base": input})
+    to_a_tensor = isinstance(exponent, fx.Node) and (isinstance(fact(exponent), TensorFact) or is_parameter(exponent))
+    return Instead(power, {"input": input, "exponent": exponent}) if to_a_tensor else {"input": input, "exponent": exponent}
+
+
+_POWERS = dict.fromkeys((torch.pow, operator.pow, operator.ipow, "pow", "pow_", "__pow__", "__ipow__"), raised)
+unary("pow", torch.pow, _power, exponent=2.0, onnx=_onnx_pow, adapted=_POWERS)
 unary("power_of", power_of, _power_of, "__rpow__", base=math.e)
 
 # ---- with a number added in front -----------------------------------------------------------------------------------
@@ -365,6 +380,14 @@ def _onnx_shifted(c: Call) -> str:
 
 
 SHIFTED = register(Operator("shifted", shifted, ("input",), _lower_shifted, onnx=_onnx_shifted))
+
+
+def of_inverse(input: Any) -> dict[str, Any] | Instead:
+    """1 / exp(x) is exp(-x), one table: of small exponentials, no grid has enough to divide by."""
+    operator = operator_of(input) if isinstance(input, fx.Node) else None
+    if operator is None or operator.name != "exp":
+        return {"input": input}
+    return Instead(shifted, {"input": input.args[0], "function": "exp", "factor": -1.0, "offset": 0.0, "settings": {}})
 
 
 def with_offset(function: Operator, arguments: dict[str, Any], addition: fx.Node) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from fxquant.primitives.record import Emitter, primitive, stored
 # (index along an axis, weight in steps of 2^-bits) of the one or two neighbours of a position.
 
 
-def _onnx_position(e: Emitter, position: str, size: int, bits: int, padding: str, corners: bool) -> str:
+def onnx_brought_inside(e: Emitter, position: str, size: int, bits: int, padding: str, corners: bool) -> str:
     """The position brought inside, as `padding` says; in float32, which holds it."""
     low, span = (0.0, (size - 1) * 2.0**bits) if corners else (-(2.0 ** (bits - 1)), size * 2.0**bits)
     if padding == "reflection":
@@ -68,7 +68,7 @@ def _onnx_sample(
     for axis, size in enumerate(sizes):
         # The last coordinate is the first dimension's; one is kept as a dimension, which is that of the index into the image.
         position = e.node("Gather", where, e.constant([rank - 1 - axis]), axis=rank + 1)
-        position = _onnx_position(e, position, size, bits, padding, corners)
+        position = onnx_brought_inside(e, position, size, bits, padding, corners)
         axes.append(_onnx_neighbours(e, position, size, bits, mode, padding))
     total = ""
     for corner in itertools.product(*axes):
@@ -89,7 +89,8 @@ def _onnx_sample(
     return e.node("Cast", e.node("Transpose", total, perm=[0, rank + 1, *range(1, rank + 1)]), to=dtype)
 
 
-def _position(position: Tensor, size: int, bits: int, padding: str, corners: bool) -> Tensor:
+def brought_inside(position: Tensor, size: int, bits: int, padding: str, corners: bool) -> Tensor:
+    """The position brought inside, as `padding` says."""
     low, span = (0, (size - 1) * 2**bits) if corners else (-(2 ** (bits - 1)), size * 2**bits)
     if padding == "reflection":
         twice = 2 * max(span, 1)
@@ -142,7 +143,7 @@ def sample(
     pixels = image.flatten(2)
     positions = coordinates.to(torch.int64).flip(-1).unbind(-1)
     axes = [
-        _neighbours(_position(position, size, bits, padding, corners), size, bits, mode, padding)
+        _neighbours(brought_inside(position, size, bits, padding, corners), size, bits, mode, padding)
         for position, size in zip(positions, sizes, strict=True)
     ]
     total = torch.zeros((), dtype=image.dtype, device=image.device)

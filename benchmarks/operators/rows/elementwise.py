@@ -58,6 +58,11 @@ TABLES: tuple[Row, ...] = (
         "torch.pow(x, exponent=4)", "torch.float_power(x, 2).float()", "torch.square(x)", "x.pow(1)", lists="hn",
     ),
     row("pow", "torch.pow(x, 0.4)", "x ** 1.5", "torch.pow(x, y)", "x ** y", "x.pow(-2)", "x.sqrt().pow(3)", over=POSITIVE, lists="hn"),
+    row("powers of constants", "x ** {B([0.0, 1.0, 2.0, 3.0, 2.0, 1.0])}", "x.float_power(2).float()",
+        "torch.float_power(x, 3).to(torch.float32)",
+        "torch.ldexp(x, torch.tensor(3))", "x ** 2.0", "x.clone().__ipow__(2)"),
+    row("powers of tensors", "torch.pow({P(6).abs() + 0.5}, x)", "x ** {P(6)}", "(x + 0.2) ** y", "torch.float_power(x, y).float()",
+        "torch.pow(x, {B([0.5])})", over=POSITIVE),
     row("pow of a number", "torch.pow(2.0, x)", "torch.pow(0.5, x)", "x.__rpow__(3.0)", "10**x"),
 )  # fmt: skip
 
@@ -169,6 +174,15 @@ DIVISION: tuple[Row, ...] = (
     row("heaviside", "torch.heaviside(x, y)", least=5),
     row("ldexp", "torch.ldexp(x, {B(2)})", least=5),
     row("float_power", "torch.float_power(x, 3)", "x.float_power(2)", over=POSITIVE),
+    row("quotients of numbers", "5 // x", "5 % x", "torch.remainder(5, x)", "x.__rfloordiv__(7)", "2 / x // 1",
+        "torch.div(x, x + 1, rounding_mode='trunc')",
+        over=POSITIVE, least=0),
+    row("quotient by an exponential", "x / y.exp()", "torch.div(x, torch.exp(y))", "x * torch.exp(y).reciprocal()", "1 / x.exp()",
+        least=10),
+    row("signs", "torch.copysign(x, -1.0)", "torch.copysign(x, {P(6)})", "x.where(torch.signbit(y), y)", "x * y.signbit()",
+        "torch.heaviside(x, torch.tensor(0.5))", "x.heaviside(y)"),
+    row("logarithms of two", "torch.special.xlog1py(y, x)", "torch.xlogy(2.0, x)", "torch.xlogy(y, 2.0)", "x.logaddexp2(y)",
+        "torch.logaddexp(x, {P(6)})", over=POSITIVE),
     row("integer arithmetic", "(y // 2 + 1).float() * x", "x + (y % 3)", "x * y", over=(IMAGE, whole(7, 3, 6, 6))),
 )  # fmt: skip
 

@@ -85,6 +85,11 @@ PRODUCTS: tuple[Row, ...] = (
     row("tensordot", "torch.tensordot(x, {P(5, 3)}, dims=1)", "torch.inner(x, {P(3, 5)})", "torch.outer({P(3)}, {P(3)}) + x[:, :3, :3]",
         "torch.linalg.multi_dot([{P(4, 5)}, {P(5, 3)}]) + x[:, :4, :3]", "torch.kron(x, {P(2, 2)})", over=normal(5, 5)),
     row("dot", "(x * y).sum(-1)", "torch.linalg.vecdot(x, y)", "torch.linalg.cross(x[..., :3], y[..., :3])", over=TOKENS),
+    row("blocks", "torch.kron(x, torch.eye(2))", "torch.kron({P(2, 2)}, x)", "x.kron(torch.ones(1, 2))",
+        "torch.linalg.matmul(x, y)",
+        "torch.linalg.matrix_power(x, 3)", "x.matrix_power(2)", "torch.cross(x[..., :3], y[..., :3], dim=-1)",
+        "x[:, :3].cross(y[:, 1:4], 1)",
+        over=normal(5, 5)),
     row("linalg", "torch.linalg.inv(x + 5 * torch.eye(5))", "torch.linalg.det(x)", "torch.linalg.svd(x)[1]",
         "torch.linalg.solve(x + 5 * torch.eye(5), y)",
         "torch.matrix_power(x, 2)", "torch.linalg.matrix_exp(x * 0.1)", over=normal(5, 5)),
@@ -124,7 +129,8 @@ NORMS: tuple[Row, ...] = (
     row("standardize", "(x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + 1e-5)",
         "(x - x.mean((2, 3), keepdim=True)) * torch.rsqrt(x.var((2, 3), keepdim=True) + 1e-5)"),
     row("local_response_norm", "nn.LocalResponseNorm(3)", "F.local_response_norm(x, 2)", "nn.CrossMapLRN2d(3)", lists="n"),
-    row("renorm", "torch.renorm(x, 2, 1, 1.0)"),
+    row("CrossMapLRN2d", "nn.CrossMapLRN2d(3, 0.5)", "nn.CrossMapLRN2d(5, 0.5, 0.6, 2.0)", over=normal(6, 5, 5)),
+    row("renorm", "torch.renorm(x, 2, 1, 1.0)", "torch.renorm(x, 2, 0, 1.0)", "x.clone().renorm_(1, 0, 3.0)"),
 )  # fmt: skip
 
 ATTENTION: tuple[Row, ...] = (

@@ -1,0 +1,35 @@
+"""Any function of one tensor, element by element, as one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from fxquant.ops import FUNCTIONS, custom
+
+_DECLARED: dict[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] = {}
+
+
+class SegmentLUT(nn.Module):
+    """A function of one tensor, element by element, as one table: of 256 entries in int8 and uint8, of 65,536 in int16.
+
+    function  differentiable; one of PyTorch's, or made of several
+    name      that of its operator in graphs; a function made with `def` has its own. Two modules of one function share it.
+
+    What a march makes of a table of 16 bits, lines and segments of 64 entries, is its compiler's compression of the same meaning. Raises
+    ConfigurationError if the name is another function's, and ValueError if there is none.
+    """
+
+    def __init__(self, function: Callable[[Tensor], Tensor], name: str | None = None) -> None:
+        super().__init__()
+        known = function in FUNCTIONS or function in _DECLARED
+        called = name or str(getattr(function, "__name__", ""))
+        if not known and not called.isidentifier():
+            raise ValueError("a function without a name of its own needs one: SegmentLUT(function, name=…)")
+        if not known:
+            _DECLARED[function] = custom.unary(called, function)
+        self.function = _DECLARED.get(function, function)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.function(input)

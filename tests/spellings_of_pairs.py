@@ -1,0 +1,141 @@
+"""Spellings of what is computed of pairs, of neighbours, of windows and of whole slices: samples for the test of the table.
+
+Each is computed of two live tensors of shape (B, 4, 6, 6); the second is between 0.1 and 0.9.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fxquant.ops import MODULES
+
+Spelled = tuple[str, Callable[[Any, Tensor, Tensor], Any], bool]
+STEPS = ("floor_quotient", "trunc_quotient", "floor_remainder", "trunc_remainder", "heaviside", "copysign", "signbit", "kl_div")
+
+
+def _of(name: str, function: Callable[[Tensor, Tensor], Any]) -> Spelled:
+    return name, lambda m, x, y: function(x * 1.0, y), name not in STEPS
+
+
+def _losses() -> Iterator[tuple[Any, Spelled]]:
+    """Each without a reduction, in the function and in the module; a loss of probabilities of such, or of their logarithms."""
+    for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "poisson_nll_loss", "kl_div"):
+        function = getattr(F, name)
+        yield function, _of(name, lambda x, y, f=function: f(x, y, reduction="none"))
+    yield F.binary_cross_entropy, _of("binary_cross_entropy", lambda x, y: F.binary_cross_entropy(y, x.sigmoid(), reduction="none"))
+    yield (
+        F.binary_cross_entropy_with_logits,
+        _of(
+            "binary_cross_entropy_with_logits",
+            lambda x, y: F.binary_cross_entropy_with_logits(x, y, weight=y, reduction="none", pos_weight=torch.tensor(2.0)),
+        ),
+    )
+    for kind, (record, _) in MODULES.items():
+        if kind.__name__.endswith("Loss") and kind in LAYERS:
+            yield kind, (record.name, lambda m, x, y, n=kind.__name__: m.layers[n](y if n == "BCELoss" else x, y), record.name not in STEPS)
+
+
+LAYERS: dict[type, nn.Module] = {
+    nn.MSELoss: nn.MSELoss(reduction="none"), nn.L1Loss: nn.L1Loss(reduction="none"), nn.HuberLoss: nn.HuberLoss("none", 0.7),
+    nn.SmoothL1Loss: nn.SmoothL1Loss(reduction="none", beta=0.3), nn.SoftMarginLoss: nn.SoftMarginLoss(reduction="none"),
+    nn.BCELoss: nn.BCELoss(reduction="none"), nn.BCEWithLogitsLoss: nn.BCEWithLogitsLoss(reduction="none"),
+    nn.KLDivLoss: nn.KLDivLoss(reduction="none", log_target=True), nn.PoissonNLLLoss: nn.PoissonNLLLoss(reduction="none"),
+    nn.LPPool1d: nn.LPPool1d(2, 3), nn.LPPool2d: nn.LPPool2d(1, (2, 3), ceil_mode=True), nn.LPPool3d: nn.LPPool3d(3, 2),
+    nn.CrossMapLRN2d: nn.CrossMapLRN2d(3, 0.5),
+}  # fmt: skip
+
+SPELLINGS: dict[Any, Spelled] = {
+    # ---- powers, rounded quotients, signs, logarithms
+    torch.copysign: _of("copysign", torch.copysign),
+    "copysign": _of("copysign", lambda x, y: y.copysign(x)),
+    "copysign_": _of("copysign", lambda x, y: x.copysign_(-0.5)),
+    torch.heaviside: _of("heaviside", torch.heaviside),
+    "heaviside": _of("heaviside", lambda x, y: x.heaviside(y)),
+    "heaviside_": _of("heaviside", lambda x, y: x.heaviside_(y)),
+    torch.signbit: _of("signbit", lambda x, y: torch.where(torch.signbit(x), x, y)),
+    "signbit": _of("signbit", lambda x, y: x.signbit() & (y > 0.5)),
+    torch.ldexp: _of("ldexp", torch.ldexp),
+    torch.ldexp_: _of("ldexp", lambda x, y: torch.ldexp_(x, torch.tensor(2))),
+    "ldexp": _of("ldexp", lambda x, y: x.ldexp(y)),
+    "ldexp_": _of("ldexp", lambda x, y: x.ldexp_(y)),
+    torch.logaddexp2: _of("logaddexp2", torch.logaddexp2),
+    "logaddexp2": _of("logaddexp2", lambda x, y: x.logaddexp2(y)),
+    torch.special.xlog1py: _of("xlog1py", torch.special.xlog1py),
+    "__rfloordiv__": _of("floor_quotient", lambda x, y: y.__rfloordiv__(2.0)),
+    "__rmod__": _of("floor_remainder", lambda x, y: y.__rmod__(2.0)),
+    torch.neg_: _of("neg", lambda x, y: torch.neg_(x)),
+    torch.negative_: _of("neg", lambda x, y: torch.negative_(x)),
+    "negative": _of("neg", lambda x, y: x.negative()),
+    "negative_": _of("neg", lambda x, y: x.negative_()),
+    # ---- losses
+    **dict(_losses()),
+    # ---- products of many, neighbours
+    torch.prod: _of("prod", lambda x, y: torch.prod(x, -1)),
+    "prod": _of("prod", lambda x, y: y.prod(dim=2, keepdim=True)),
+    torch.cumprod: _of("cumprod", lambda x, y: torch.cumprod(x, 1)),
+    "cumprod": _of("cumprod", lambda x, y: y.cumprod(-1)),
+    "cumprod_": _of("cumprod", lambda x, y: x.cumprod_(2)),
+    torch.diff: _of("diff", lambda x, y: torch.diff(x, 2, 1, y)),
+    "diff": _of("diff", lambda x, y: x.diff(dim=2)),
+    torch.trapezoid: _of("trapezoid", lambda x, y: torch.trapezoid(x, dx=0.3, dim=2)),
+    torch.trapz: _of("trapezoid", lambda x, y: torch.trapz(x)),
+    torch.cumulative_trapezoid: _of("cumulative_trapezoid", lambda x, y: torch.cumulative_trapezoid(x, dim=1)),
+    torch.nanmean: _of("mean", lambda x, y: torch.nanmean(x, 1)),
+    "nanmean": _of("mean", lambda x, y: x.nanmean((2, 3), keepdim=True)),
+    torch.nansum: _of("sum", lambda x, y: torch.nansum(x, 1)),
+    "nansum": _of("sum", lambda x, y: x.nansum(-1)),
+    # ---- what is moved and multiplied whole
+    torch.rot90: _of("rot90", lambda x, y: torch.rot90(x, 1, (2, 3)).flatten(1)),
+    "rot90": _of("rot90", lambda x, y: x.rot90(-1, [1, 2]).flatten(1)),
+    torch.broadcast_tensors: _of("broadcast_tensors", lambda x, y: torch.broadcast_tensors(x, y[:, :1])[1]),
+    torch.meshgrid: _of("meshgrid", lambda x, y: torch.meshgrid(x.flatten()[:2], y.flatten()[:3], indexing="xy")[0]),
+    "sum_to_size": _of("sum_to_size", lambda x, y: x.sum_to_size(x.shape[0], 4, 1, 6)),
+    torch.as_strided: ("as_strided", lambda m, x, y: torch.as_strided(m.given, (2, 3), (3, 1), 4), True),
+    "as_strided": ("as_strided", lambda m, x, y: m.given.as_strided((2, 2, 2), (1, 6, 36)), True),
+    torch.kron: _of("kron", lambda x, y: torch.kron(x, torch.tensor([[1.0, -0.5]]))),
+    "kron": _of("kron", lambda x, y: x.kron(torch.tensor([[1.0], [-0.5]]))),
+    torch.cross: _of("cross", lambda x, y: torch.cross(x[..., :3], y[..., :3], dim=-1)),
+    torch.linalg.cross: _of("cross", lambda x, y: torch.linalg.cross(x[:, :3], y[:, 1:], dim=1)),
+    "cross": _of("cross", lambda x, y: x[:, :3].cross(y[:, 1:], 1)),
+    torch.linalg.matmul: _of("matmul", lambda x, y: torch.linalg.matmul(x, y)),
+    torch.matrix_power: _of("matrix_power", lambda x, y: torch.matrix_power(x, 2)),
+    torch.linalg.matrix_power: _of("matrix_power", lambda x, y: torch.linalg.matrix_power(x, 3)),
+    "matrix_power": _of("matrix_power", lambda x, y: x.matrix_power(5)),
+    torch.dist: _of("dist", lambda x, y: torch.dist(x[0], y[0])),
+    "dist": _of("dist", lambda x, y: x[0].dist(y[0], 1)),
+    torch.renorm: _of("renorm", lambda x, y: torch.renorm(x, 2, 0, 3.0)),
+    "renorm": _of("renorm", lambda x, y: x.renorm(1, 0, 20.0)),
+    "renorm_": _of("renorm", lambda x, y: x.renorm_(2, 0, 5.0)),
+    # ---- windows, norms, images
+    F.lp_pool1d: _of("lp_pool1d", lambda x, y: F.lp_pool1d(x.flatten(2), 2, 3)),
+    F.lp_pool2d: _of("lp_pool2d", lambda x, y: F.lp_pool2d(x, 2, 3, 2)),
+    F.lp_pool3d: _of("lp_pool3d", lambda x, y: F.lp_pool3d(y.unsqueeze(1), 3.0, 2)),
+    nn.LPPool1d: ("lp_pool1d", lambda m, x, y: m.layers["LPPool1d"](x.flatten(2)), True),
+    nn.LPPool2d: ("lp_pool2d", lambda m, x, y: m.layers["LPPool2d"](x), True),
+    nn.LPPool3d: ("lp_pool3d", lambda m, x, y: m.layers["LPPool3d"](y.unsqueeze(1)), True),
+    nn.CrossMapLRN2d: ("cross_map_norm", lambda m, x, y: m.layers["CrossMapLRN2d"](x), True),
+    torch.layer_norm: _of("layer_norm", lambda x, y: torch.layer_norm(x, (6,))),
+    torch.grid_sampler: _of("cubic_sample", lambda x, y: torch.grid_sampler(x, x[:, :2].permute(0, 2, 3, 1), 2, 1, False)),
+    torch.grid_sampler_2d: _of("grid_sample", lambda x, y: torch.grid_sampler_2d(x, x[:, :2].permute(0, 2, 3, 1), 0, 0, True)),
+    torch.grid_sampler_3d: _of(
+        "grid_sample", lambda x, y: torch.grid_sampler_3d(x.unsqueeze(1), y.unsqueeze(-1)[:, :3].permute(0, 2, 3, 4, 1), 0, 2, False)
+    ),
+}  # fmt: skip
+ALSO: dict[str, Spelled] = {
+    "a power": _of("power", lambda x, y: y**x),
+    "a power of few exponents": _of("power", lambda x, y: x ** torch.tensor([0.0, 1, 2, 3, 2, 1])),
+    "a power of doubles": _of("pow", lambda x, y: torch.float_power(x, 3).float()),
+    "a floor": _of("floor_quotient", lambda x, y: x // y),
+    "a floor of a number": _of("floor_quotient", lambda x, y: 2 // y),
+    "a truncation": _of("trunc_quotient", lambda x, y: torch.div(x, y, rounding_mode="trunc")),
+    "a remainder": _of("floor_remainder", lambda x, y: operator.mod(x, y)),
+    "a remainder of a sign": _of("trunc_remainder", torch.fmod),
+    "zeros": _of("clamp", lambda x, y: x * 0 + y),
+    "a quotient by an exponential": _of("true_divide", lambda x, y: x / x.exp()),
+}
