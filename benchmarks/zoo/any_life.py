@@ -13,6 +13,7 @@ from benchmarks.zoo.life import cumulative
 from fxquant.demo.training import seeded
 
 _SMALL = 0.1  # a constant below this stands for "nothing yet": the scale of a new layer's branch
+_LINEAR = 1.0  # standard deviations that a batch norm lifts its results by
 _PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
@@ -45,6 +46,8 @@ def _draw(module: nn.Module, name: str, parameter: Tensor) -> None:
         parameter.normal_(0, 1 / math.sqrt(parameter.numel() / parameter.shape[int(transposed)]))
     elif parameter.dim() == 2 and type(module).__name__ == "Conv1D":  # that of transformers: [in, out]
         parameter.normal_(0, 1 / math.sqrt(parameter.shape[0]))
+    elif name == "bias" and isinstance(module, _BatchNorm):
+        parameter.normal_(_LINEAR, 0.3)
     elif name.endswith("bias") and parameter.dim() == 1:
         parameter.normal_(0, 0.1)
     elif constant and abs(first) >= _SMALL:

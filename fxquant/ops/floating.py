@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from fxquant.facts import TensorFact
 from fxquant.graph import computes_tensor, fact, is_parameter, part, refusal, resolve
-from fxquant.ops.masking import HOST
+from fxquant.ops.masking import HOST, may_hide
 from fxquant.ops.record import Operator, Own, demand, operand_nodes, operator_of, read_nodes
 from fxquant.ops.unary import has_pole
 
@@ -133,7 +133,7 @@ def in_front_of_softmax(gm: fx.GraphModule) -> set[fx.Node]:
 def masks(gm: fx.GraphModule, leading: set[fx.Node]) -> set[fx.Node]:
     """Of those in front of a softmax, the additions of a mask, and what the masks are computed by.
 
-    A mask is a constant, an input, or computed from such by operators without weights.
+    A mask is a constant that hides something, an input, or computed from such by operators without weights.
     """
     plain = given(gm)
     found: set[fx.Node] = set()
@@ -142,7 +142,7 @@ def masks(gm: fx.GraphModule, leading: set[fx.Node]) -> set[fx.Node]:
         if operator is None or node not in leading:
             continue
         operands = [operand for operand in node.all_input_nodes if isinstance(fact(operand), TensorFact) or is_parameter(operand)]
-        adds = operator.name in ADDING and len(operands) > 1 and not plain.isdisjoint(operands)
+        adds = operator.name in ADDING and len(operands) > 1 and any(operand in plain and may_hide(operand) for operand in operands)
         if adds or (node in plain and found.issuperset(node.users)):
             found.add(node)
     return found

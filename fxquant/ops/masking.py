@@ -59,6 +59,15 @@ def parts_of(mask: fx.Node, dim: int) -> tuple[bool, bool]:
     return True, not _two_valued(mask)
 
 
+def may_hide(mask: fx.Node) -> bool:
+    """Whether what is added to scores may hide any of them; a constant whose elements lie close together, a position bias, does not."""
+    model = mask.graph.owning_module
+    if not is_parameter(mask) or model is None:
+        return True
+    value = parameter_value(model, mask)
+    return not isinstance(value, Tensor) or value.numel() == 0 or not bool(value.max() - value.min() < -HIDDEN)
+
+
 def _two_valued(mask: fx.Node) -> bool:
     """Whether a mask that is computed is 0 where it keeps, whatever it is given: chosen from two numbers, or a multiple of truth values."""
     record = operator_of(mask)

@@ -101,6 +101,7 @@ class TreeWriter:
         return {
             "dtype": module.dtype.name,
             **plain,
+            "headroom": expect(module.headroom, float),
             "observer": self._module(module.observer, path + ".observer"),
             "range": self._module(module.range, path + ".range"),
         }
@@ -297,7 +298,8 @@ class TreeReader:
             raise Malformed("the range of a Quantizer is none")
         if not isinstance(observer, Observer | None):
             raise Malformed("the observer of a Quantizer is no observer")
-        quantizer = Quantizer(look_up(ACTIVATION_TYPES, arguments["dtype"], "dtype"), observer, training=plain["mode"])
+        headroom = expect(arguments.get("headroom", 1.0), float)  # older files have none
+        quantizer = Quantizer(look_up(ACTIVATION_TYPES, arguments["dtype"], "dtype"), observer, training=plain["mode"], headroom=headroom)
         for name, value in plain.items():
             setattr(quantizer, name, value)
         return quantizer
