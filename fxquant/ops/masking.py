@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.facts import TensorFact
+from fxquant.facts import BatchDim, TensorFact
 from fxquant.graph import fact, is_parameter, parameter_value
 from fxquant.ops.activation import clamp
 from fxquant.ops.arithmetic import mul, sub
@@ -43,6 +43,11 @@ def kept(mask: Tensor, dim: int) -> Tensor:
     return value > value.amax(dim, keepdim=True) + HIDDEN
 
 
+def kept_by(mask: Tensor, dim: int) -> Tensor:
+    """Which elements truth values keep that choose between something and a number far below: in a row of which they keep none, all."""
+    return mask | ~mask.any(dim, keepdim=True)
+
+
 def added(mask: Tensor, dim: int) -> Tensor:
     """What a mask adds to the elements that it keeps, less the largest of each row, which makes no difference; 0 to the others."""
     value = mask.float()
@@ -66,6 +71,52 @@ def may_hide(mask: fx.Node) -> bool:
         return True
     value = parameter_value(model, mask)
     return not isinstance(value, Tensor) or value.numel() == 0 or not bool(value.max() - value.min() < -HIDDEN)
+
+
+def is_scores(mask: fx.Node) -> bool:
+    """Whether what is added to scores is computed by layers, as scores are, rather than a constant or the user's: it hides nothing."""
+    seen, open_ = {mask}, [mask]
+    while open_:
+        node = open_.pop()
+        record = operator_of(node)
+        if not is_parameter(node) and record is not None and (record.sums or "weight" in record.arguments(node)):
+            return True
+        new = [operand for operand in node.all_input_nodes if operand not in seen and isinstance(fact(operand), TensorFact)]
+        seen.update(new)
+        open_ += new
+    return False
+
+
+def repeated(mask: fx.Node) -> Tensor | None:
+    """What a mask that is computed from constants and the batch size repeats along its first dimension, once for each sample.
+
+    So a window's mask is, which is the same for every image. None where it reads anything else, or is not of that kind.
+    """
+    if is_parameter(mask) or not isinstance(fact(mask), TensorFact) or not fact(mask).shape:
+        return None
+    try:
+        one, three = (_at(mask, batch, {}) for batch in (1, 3))
+    except (LookupError, ValueError, RuntimeError, TypeError):
+        return None
+    same = isinstance(one, Tensor) and isinstance(three, Tensor) and torch.equal(three, one.repeat(3, *[1] * (one.dim() - 1)))
+    return one if same else None
+
+
+def _at(node: fx.Node, batch: int, known: dict[fx.Node, Any]) -> Any:
+    """The value of a node at a batch size. Raises LookupError where it is not the same for all inputs of that size."""
+    if node in known:
+        return known[node]
+    size, model = fact(node), node.graph.owning_module
+    if isinstance(size, int | BatchDim):
+        known[node] = size if isinstance(size, int) else size.at(batch)
+    elif is_parameter(node) and model is not None:
+        known[node] = parameter_value(model, node)
+    elif operator_of(node) is None or node.op != "call_function" or not node.all_input_nodes:
+        raise LookupError(node.name)
+    else:
+        arguments = fx.map_arg(node.args, lambda operand: _at(operand, batch, known))
+        known[node] = node.target(*arguments)  # type: ignore[operator]
+    return known[node]
 
 
 def _two_valued(mask: fx.Node) -> bool:
@@ -119,7 +170,7 @@ HOST = tuple(
             name, function, ("mask",), refuses=lambda node, arguments: "an attention mask is read in real numbers, beside the integers"
         )
     )
-    for name, function in (("kept", kept), ("added", added))
+    for name, function in (("kept", kept), ("kept_by", kept_by), ("added", added))
 )
 
 
