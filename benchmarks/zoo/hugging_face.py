@@ -18,6 +18,7 @@ from benchmarks.zoo.photographs import photographs, signals
 from fxquant.demo.training import seeded
 
 Inputs = dict[str, Tensor]
+LABELS = 32  # of a classifier: the noise of two numbers says little
 Draw = Callable[[int, int], Inputs]
 """From a number of items and a seed, the keyword inputs of forward for so many items."""
 
@@ -40,7 +41,8 @@ class Entry:
     def build(self) -> nn.Module:
         """The model with random weights from a fixed seed, in eval mode; they are not alive yet."""
         with seeded(0):
-            return _named(self.model)(_configuration(self.config, self.settings)).eval()
+            labels = {"num_labels": LABELS} if "Classification" in self.model else {}
+            return _named(self.model)(_configuration(self.config, {**labels, **self.settings})).eval()
 
 
 def _named(name: str) -> Any:

@@ -1,13 +1,14 @@
-"""What 8 bits leave of a model at best: its float form with the operands of products rounded, computed without any of fxquant.
+"""What 8 bits leave of a model at best, computed without any of fxquant: its float form, with the operands of products rounded.
 
-Nothing else is rounded, no operator is fused or replaced, and every scale is found with all calibration data at hand: what a compiler
-loses beyond this is the compiler's; what is lost here already is the network's own sensitivity.
+The operands of convolutions, of matrix products and of additions of two branches have 8 bits, weights a scale for each channel. Nothing
+else is rounded: norms, softmaxes and activations are computed in float from float. What a compiler loses beyond this is the compiler's,
+or the calibration's where tensors are rounded that are not here; what is lost here already is the network's own sensitivity.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Inputs = dict[str, Tensor]
-Outputs = dict[str, Tensor]
 LEVELS = 127  # of int8, symmetric
 CLIPPINGS = torch.arange(16, 65, dtype=torch.float64) / 64  # of a tensor's largest magnitude: what is tried to clip it at
+COVERED = 1e8  # what is larger is a mask's -1e9 or -inf, and no scale covers it
 SAMPLE = 2**16  # elements of a tensor that are looked at for its scale, per batch
 
 _aten = torch.ops.aten
@@ -28,27 +29,16 @@ PRODUCTS: dict[Any, tuple[int, int]] = {  # where their two operands stand
 SUMS = (_aten.add.Tensor, _aten.add_.Tensor)
 
 
-class Reference(NamedTuple):
-    """Signal to noise in dB, of the worst output.
-
-    products  where the operands of convolutions and matrix products are rounded
-    branches  where those of additions of two activations of one shape are rounded as well: no tensor between layers has more bits
-    """
-
-    products: float
-    branches: float
-
-
 class _Sites(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Meets the operands that are to be rounded, counted in the order of execution, which is the same for every batch."""
 
-    def __init__(self, parameters: set[int], branches: bool, meet: Callable[[int, Tensor], Tensor]) -> None:
+    def __init__(self, parameters: set[int], meet: Callable[[int, Tensor], Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.parameters, self.branches, self.meet, self.site = parameters, branches, meet, 0
+        self.parameters, self.meet, self.site = parameters, meet, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         places = PRODUCTS.get(func, ())
-        if self.branches and func in SUMS and _adds_branches(args):
+        if func in SUMS and _adds_branches(args):
             places = (0, 1)
         changed = list(args)
         for place in places:
@@ -75,21 +65,18 @@ def _weight(value: Tensor, channel: int) -> Tensor:
     return torch.round(value / step) * step
 
 
-def reference(model: nn.Module, calibration: Sequence[Inputs], test: Sequence[Inputs], measure: Callable[..., float]) -> Reference:
-    """The better of two choices of every scale: the largest magnitude, and the clipping with the least squared error.
+def ideal(model: nn.Module, calibration: Sequence[Inputs], measure: Callable[..., float]) -> float:
+    """The ratio of signal to noise in dB, of the better of two choices of all scales: the largest magnitude, or the least squared error.
 
-    `measure(run)` is the ratio of signal to noise of `run`, a function from a batch to outputs, over the test batches.
+    `measure(run)` is that ratio for `run`, which computes outputs as the model does.
     """
     parameters = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}
-    found = []
-    for branches in (False, True):
-        largest: dict[int, float] = {}
-        _over(model, calibration, _Sites(parameters, branches, _measuring(largest)))
-        errors: dict[int, Tensor] = {}
-        _over(model, calibration, _Sites(parameters, branches, _trying(largest, errors)))
-        clipped = {site: largest[site] * float(CLIPPINGS[int(error.argmin())]) for site, error in errors.items()}
-        found.append(max(_rounded(model, parameters, branches, limits, measure) for limits in (largest, clipped)))
-    return Reference(*found)
+    largest: dict[int, float] = {}
+    _over(model, calibration, _Sites(parameters, _measuring(largest)))
+    errors: dict[int, Tensor] = {}
+    _over(model, calibration, _Sites(parameters, _trying(largest, errors)))
+    clipped = {site: largest[site] * float(CLIPPINGS[int(error.argmin())]) for site, error in errors.items()}
+    return max(measure(_rounded(model, parameters, limits)) for limits in (largest, clipped))
 
 
 def _over(model: nn.Module, batches: Sequence[Inputs], sites: _Sites) -> None:
@@ -101,8 +88,7 @@ def _over(model: nn.Module, batches: Sequence[Inputs], sites: _Sites) -> None:
 
 def _measuring(largest: dict[int, float]) -> Callable[[int, Tensor], Tensor]:
     def meet(site: int, value: Tensor) -> Tensor:
-        # A mask's −1e9 or −inf is no magnitude to be covered.
-        finite = value[value.abs() < 1e8]
+        finite = value[value.abs() < COVERED]
         largest[site] = max(largest.get(site, 0.0), float(finite.abs().max()) if finite.numel() else 0.0)
         return value
 
@@ -120,15 +106,13 @@ def _trying(largest: dict[int, float], errors: dict[int, Tensor]) -> Callable[[i
     return meet
 
 
-def _rounded(
-    model: nn.Module, parameters: set[int], branches: bool, limits: dict[int, float], measure: Callable[..., float]
-) -> float:
+def _rounded(model: nn.Module, parameters: set[int], limits: dict[int, float]) -> Callable[..., Any]:
     def meet(site: int, value: Tensor) -> Tensor:
         step = max(limits[site], 1e-30) / LEVELS
-        return torch.where(value.abs() < 1e8, torch.clamp(torch.round(value / step), -LEVELS, LEVELS) * step, value)
+        return torch.where(value.abs() < COVERED, torch.clamp(torch.round(value / step), -LEVELS, LEVELS) * step, value)
 
     def run(**batch: Tensor) -> Any:
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), _Sites(parameters, branches, meet):
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), _Sites(parameters, meet):
             return model(**batch)
 
-    return measure(run)
+    return run

@@ -59,7 +59,9 @@ def _along(dim: int, rank: int) -> Callable[..., dict[str, Any] | str]:
 def _without_nothing(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
     """Tensors of one dimension without elements, as a cache begins with, are passed over by PyTorch whatever the others' dimensions are."""
     rank = len(fact(node).shape)
-    kept = [tensor for tensor in arguments["tensors"] if rank == 1 or not isinstance(fact(tensor), TensorFact) or fact(tensor).shape != (0,)]
+    kept = [
+        tensor for tensor in arguments["tensors"] if rank == 1 or not isinstance(fact(tensor), TensorFact) or fact(tensor).shape != (0,)
+    ]
     return {**arguments, "tensors": kept or arguments["tensors"]}
 
 
