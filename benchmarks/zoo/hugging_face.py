@@ -87,7 +87,13 @@ def _tokens(length: int, vocabulary: int, padded: bool = True) -> Draw:
 
 
 def _sound(length: int) -> Draw:
-    return lambda count, seed: {"input_values": signals(count, length, seed).flatten(1)[:, :length]}
+    """Sound with mean 0 and variance 1, as the model's feature extractor has it."""
+
+    def draw(count: int, seed: int) -> Inputs:
+        values = signals(count, length, seed).flatten(1)[:, :length]
+        return {"input_values": (values - values.mean(1, keepdim=True)) / values.std(1, keepdim=True)}
+
+    return draw
 
 
 def _spectrum(bands: int, length: int) -> Draw:
