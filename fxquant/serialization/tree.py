@@ -33,7 +33,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _OWN = (Quantizer, QuantizedOperator, WeightQuantizer, WeightScale, Observer)
 
 _QUANTIZER = {
-    "mode": (str,), "power_of_two": (bool,), "frozen": (bool,), "name": (str,), "source": (str,), "module_path": (str,),
+    "mode": (str,), "power_of_two": (bool,), "headroom": (float,), "frozen": (bool,), "name": (str,), "source": (str,), "module_path": (str,),
 }  # fmt: skip
 _OPERATOR = {"name": (str,), "path": (str,), "owns_output": (bool,), "live_batch_norm": (bool,)}
 MODES = (STATISTICS, LEARNED, FROZEN)
@@ -101,7 +101,6 @@ class TreeWriter:
         return {
             "dtype": module.dtype.name,
             **plain,
-            "headroom": expect(module.headroom, float),
             "observer": self._module(module.observer, path + ".observer"),
             "range": self._module(module.range, path + ".range"),
         }
@@ -298,8 +297,7 @@ class TreeReader:
             raise Malformed("the range of a Quantizer is none")
         if not isinstance(observer, Observer | None):
             raise Malformed("the observer of a Quantizer is no observer")
-        headroom = expect(arguments.get("headroom", 1.0), float)  # older files have none
-        quantizer = Quantizer(look_up(ACTIVATION_TYPES, arguments["dtype"], "dtype"), observer, training=plain["mode"], headroom=headroom)
+        quantizer = Quantizer(look_up(ACTIVATION_TYPES, arguments["dtype"], "dtype"), observer, training=plain["mode"])
         for name, value in plain.items():
             setattr(quantizer, name, value)
         return quantizer
