@@ -12,8 +12,6 @@ One row for each class of Hugging Face's `transformers` in `hugging_face`: rando
                of int16 only where branches are added and in the composites, which always are
     ideal      the same, at 8 bits, where nothing but the operands of products and of additions of branches is rounded, in float and without
                fxquant: what the network itself makes of 8 bits. A row below it by much is the compiler's, or its calibration's.
-               Wav2Vec2 is: an instance norm behind its first convolution makes all channels equally large, of which some are small beside
-               the others on that convolution's one scale of 8 bits; a rule that gives it int16 mends that
     seconds    to compile (trace, prepare, convert), and to export
 
 It needs the extra "zoo". The exit status is 1 if a model did not compile or a bit differs.

@@ -263,12 +263,13 @@ def _within(rank: int) -> Callable[[fx.Node, dict[str, Any]], dict[str, Any]]:
             return arguments
         kernel, padding = sizes(arguments["kernel_size"], rank), sizes(arguments["padding"], rank)
         steps = kernel if arguments["stride"] in (None, []) else sizes(arguments["stride"], rank)
-        rows = list(zip(known.shape[-rank:], fact(node).shape[-rank:], kernel, padding, strict=True))
-        ends = [isinstance(size, int) and count == 1 and taps > size and not pad for size, count, taps, pad in rows]
-        if not any(ends):
+        fitting = [
+            size if isinstance(size, int) and count == 1 and taps > size and not pad else taps
+            for size, count, taps, pad in zip(known.shape[-rank:], fact(node).shape[-rank:], kernel, padding, strict=True)
+        ]
+        if fitting == kernel:
             return arguments
-        fitting = [row[0] if end else row[2] for row, end in zip(rows, ends, strict=True)]
-        steps = [row[0] if end else step for row, end, step in zip(rows, ends, steps, strict=True)]
+        steps = [fits if fits != taps else step for fits, taps, step in zip(fitting, kernel, steps, strict=True)]
         return {**arguments, "kernel_size": fitting, "stride": steps}
 
     return normalize
