@@ -20,7 +20,7 @@ from fxquant.ops.unary import UNARY, steep
 from fxquant.pipeline import Context
 from fxquant.quantization.rules import decide
 
-WIDE = Own("int16")
+WIDE = Own("int16", headroom=2.0)
 REDUCTIONS = ("mean", "sum")
 STATISTICS = ("var", "std", "norm")
 SCALING = ("add", "sub", "mul", "div")  # by a number

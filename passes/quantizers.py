@@ -15,7 +15,7 @@ from fxquant.graph import Annotation, annotation, attach, is_parameter, module_p
 from fxquant.lowering import cannot_be_integers, first_not_finite, named_parameters
 from fxquant.model import free_name
 from fxquant.numerics import EVERYTHING
-from fxquant.ops import Operator, map_operands, operator_of, read_nodes, shares
+from fxquant.ops import Operator, Own, demand, map_operands, operator_of, read_nodes, shares
 from fxquant.pipeline import Context
 from fxquant.quantization.prepared import QuantizedOperator
 from fxquant.quantization.quantizer import Quantizer
@@ -128,6 +128,7 @@ def _weight_quantizer(
 
 
 def _quantizer(node: fx.Node, config: ActivationConfig, context: Context) -> Quantizer:
+    demanded = demand(node)
     return Quantizer(
         config.type,
         config.new_observer() if config.fixed_scale is None and config.dtype != "int32" else None,
@@ -135,6 +136,7 @@ def _quantizer(node: fx.Node, config: ActivationConfig, context: Context) -> Qua
         zero_point=config.fixed_zero_point,
         training=config.training,
         power_of_two=context.target.arithmetic.power_of_two_scales or config.power_of_two,
+        headroom=demanded.headroom if isinstance(demanded, Own) and config.dtype == demanded.dtype else 1.0,
         name=node.name,
         source=source(node),
         module=module_path(node),

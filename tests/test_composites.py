@@ -165,7 +165,7 @@ def test_training_moves_inner_scales_but_not_a_given_one() -> None:
     prepared(4 * rows(seed=2)).square().sum().backward()
     after = fxq.qparams(prepared)
     assert after["softmax_exp"] == before["softmax_exp"] == 2.0**-15
-    assert after["softmax_sub"] > before["softmax_sub"]
+    assert after["softmax_sub"] != before["softmax_sub"]
 
 
 # ---- what stays whole -------------------------------------------------------------------------------------------------------

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.graph import annotation
+from fxquant.primitives.boundary import quantize
 from fxquant.quantization.prepared import quantized_operators
 from tests import contract
 from tests.contract import compiled
@@ -304,3 +306,55 @@ def test_a_dead_channel_does_not_keep_a_layer_from_adding_its_residual() -> None
 
     integer = compiled(Model(), [torch.randn(2, 4, 6, 6)], "nash-e").integer
     assert "added in the accumulator" in fxq.explain(integer)
+
+
+class Windows(nn.Module):
+    """Attention in two windows of four positions each, by what image models, and text models with a position bias, add to scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.joint, self.relative = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(8, 4)
+        self.bias = nn.Parameter(torch.randn(2, 16))
+        self.register_buffer("places", torch.arange(16).view(4, 4).flip(0))
+        mask = torch.zeros(2, 4, 4)
+        mask[1, :2, 2:] = mask[1, 2:, :2] = -100.0
+        self.register_buffer("mask", mask)
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        query, key, value = self.joint(x.view(-1, 4, WIDTH)).view(-1, 4, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        bias = self.bias[:, self.places]
+        shifted = bias.unsqueeze(0) + self.mask.unsqueeze(0).expand(x.shape[0], -1, -1, -1).reshape(-1, 1, 4, 4)
+        chosen = torch.where(keep.view(-1, 1, 1, 4), bias, LOWEST)
+        masks = (shifted, chosen, self.relative(query) + chosen, self.relative(query) + bias)
+        attended = [F.scaled_dot_product_attention(query, key, value, mask) for mask in masks]
+        explicit = torch.softmax(query @ key.transpose(-2, -1) * 0.3 + bias, -1) @ value
+        return torch.stack([*attended, explicit], 1)
+
+
+def test_windows_and_position_biases_leave_nothing_in_float(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Windows().eval()
+    keep = torch.ones(4, 2, 4, dtype=torch.bool)
+    keep[1::2, 1, 2:] = False
+    inputs = (torch.randn(4, LENGTH, WIDTH), keep)
+    prepared, integer = compiled(model, [inputs])
+    crossed = [node for node in integer.graph.nodes if node.target is quantize and node.args[0].op != "placeholder"]
+    assert not crossed
+    with torch.no_grad():
+        assert sqnr(model(*inputs), integer(*inputs)) > 25
+    contract.assert_validate_is_integer(prepared, integer, *inputs)
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [inputs, (torch.randn(2, LENGTH, WIDTH), keep[:2])])
+
+
+def test_a_norm_keeps_samples_that_are_smaller_than_any_in_calibration() -> None:
+    """Their inverse deviation is larger than any that was seen: on a grid that ends there they would come out smaller than they are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)).eval()
+    _, integer = compiled(model, [torch.randn(4, LENGTH, WIDTH)], qconfig=fxq.QConfig(fxq.ActivationConfig("int16")))
+    small = 0.6 * torch.randn(4, LENGTH, WIDTH)
+    with torch.no_grad():
+        assert sqnr(model(small), integer(small)) > 30
+    prepared, _ = compiled(model, [small])
+    parts = [operator.output for operator in quantized_operators(prepared).values()]
+    assert {quantizer.headroom for quantizer in parts if quantizer.dtype.name == "int16"} == {2.0}
+    assert {quantizer.headroom for quantizer in parts if quantizer.dtype.name == "int8"} == {1.0}

@@ -10,6 +10,8 @@ One row for each class of Hugging Face's `transformers` in `hugging_face`: rando
     E1, E2     mismatching elements of the contract: ONNX file and integer graph in every runtime, integer graph and VALIDATE
     SQNR       signal to quantization noise of the worst output in dB, of weights of int8; with activations of int8, of int16, and, "mixed",
                of int16 only where branches are added and in the composites, which always are
+    ideal      the same, at 8 bits, where nothing but the operands of products and of additions of branches is rounded, in float and without
+               fxquant: what the network itself makes of 8 bits. A row below it by much is the compiler's, or its calibration's.
     seconds    to compile (trace, prepare, convert), and to export
 
 It needs the extra "zoo". The exit status is 1 if a model did not compile or a bit differs.
@@ -94,15 +96,15 @@ def cells(row: Row) -> list[str]:
     compiling = sum(row.seconds.get(step, 0) for step in ("traced", "prepared", "converted"))
     return [
         row.name, row.stage + (" ✗" if row.error else ""), f"{row.macs:.1%}", f"{row.nodes:.1%}", str(sum(map(len, row.floats.values()))),
-        str(row.crossings), "–" if row.e1 < 0 else str(row.e1), "–" if row.e2 < 0 else str(row.e2), f"{row.worst:.1f}",
-        f"{compiling:.1f}", f"{row.seconds.get('exported', float('nan')):.1f}",
+        str(row.crossings), "–" if row.e1 < 0 else str(row.e1), "–" if row.e2 < 0 else str(row.e2),
+        f"{row.worst:.1f}", f"{row.ideal:.1f}", f"{compiling:.1f}", f"{row.seconds.get('exported', float('nan')):.1f}",
     ]  # fmt: skip
 
 
 def show(rows: Iterable[Row]) -> None:
     """The table, what stopped models, and the operators left in float by reason."""
     rows = list(rows)
-    table = Table("model", "stage", "MACs", "nodes", "float", "cross", "E1", "E2", "SQNR", "compile s", "export s")
+    table = Table("model", "stage", "MACs", "nodes", "float", "cross", "E1", "E2", "SQNR", "ideal", "compile s", "export s")
     for row in rows:
         table.add_row(*cells(row))
     console = Console(width=140)

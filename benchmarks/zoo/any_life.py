@@ -13,6 +13,7 @@ from benchmarks.zoo.life import cumulative
 from fxquant.demo.training import seeded
 
 _SMALL = 0.1  # a constant below this stands for "nothing yet": the scale of a new layer's branch
+_LINEAR = 1.0  # standard deviations that a batch norm lifts its results by
 _PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
@@ -20,7 +21,10 @@ def enliven(model: nn.Module, batches: Sequence[dict[str, Tensor]], seed: int = 
     """Draw every parameter anew, and take the statistics of batch norms from `batches`; the model is left in eval mode.
 
     A matrix gives unit variance for unit variance, so that the scores of an attention vary by about one and its softmax is neither flat
-    nor a choice. What was constant varies around that constant; what was nothing, a class token or the scale of a branch, is something.
+    nor a choice. A batch norm lifts what it puts out, so that most of it passes through a relu: with as much below 0 as above, each layer
+    would amplify noise by 1.7 dB, since a relu halves the noise, and leaves a third of the variance that the next batch norm makes one
+    of (Yang et al., A Mean Field Theory of Batch Normalization); trained networks do not. What was constant varies around that constant;
+    what was nothing, a class token or the scale of a branch, is something.
     Raises ValueError if a layer puts out a constant, or what is not finite.
     """
     with seeded(seed), torch.no_grad():
@@ -45,6 +49,8 @@ def _draw(module: nn.Module, name: str, parameter: Tensor) -> None:
         parameter.normal_(0, 1 / math.sqrt(parameter.numel() / parameter.shape[int(transposed)]))
     elif parameter.dim() == 2 and type(module).__name__ == "Conv1D":  # that of transformers: [in, out]
         parameter.normal_(0, 1 / math.sqrt(parameter.shape[0]))
+    elif name == "bias" and isinstance(module, _BatchNorm):
+        parameter.normal_(_LINEAR, 0.3)
     elif name.endswith("bias") and parameter.dim() == 1:
         parameter.normal_(0, 0.1)
     elif constant and abs(first) >= _SMALL:

@@ -18,6 +18,7 @@ from benchmarks.zoo.photographs import photographs, signals
 from fxquant.demo.training import seeded
 
 Inputs = dict[str, Tensor]
+LABELS = 32  # of a classifier: the noise of two numbers says little
 Draw = Callable[[int, int], Inputs]
 """From a number of items and a seed, the keyword inputs of forward for so many items."""
 
@@ -40,7 +41,8 @@ class Entry:
     def build(self) -> nn.Module:
         """The model with random weights from a fixed seed, in eval mode; they are not alive yet."""
         with seeded(0):
-            return _named(self.model)(_configuration(self.config, self.settings)).eval()
+            labels = {"num_labels": LABELS} if "Classification" in self.model else {}
+            return _named(self.model)(_configuration(self.config, {**labels, **self.settings})).eval()
 
 
 def _named(name: str) -> Any:
@@ -85,7 +87,13 @@ def _tokens(length: int, vocabulary: int, padded: bool = True) -> Draw:
 
 
 def _sound(length: int) -> Draw:
-    return lambda count, seed: {"input_values": signals(count, length, seed).flatten(1)[:, :length]}
+    """Sound with mean 0 and variance 1, as the model's feature extractor has it."""
+
+    def draw(count: int, seed: int) -> Inputs:
+        values = signals(count, length, seed).flatten(1)[:, :length]
+        return {"input_values": (values - values.mean(1, keepdim=True)) / values.std(1, keepdim=True)}
+
+    return draw
 
 
 def _spectrum(bands: int, length: int) -> Draw:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxquant as fxq
+from benchmarks.zoo.ideal import ideal
 from fxquant.analysis.layers import left_in_float
 from fxquant.graph import computes_tensor
 from fxquant.primitives import PRIMITIVES
@@ -38,6 +39,7 @@ class Row:
     crossings  tensors that cross from float to integer, or back, inside of the model
     e1, e2     mismatching elements: of the ONNX file and the integer graph, of that and the prepared model
     sqnr       signal to quantization noise at the outputs in dB, by name
+    ideal      that of the worst output where only operands of products and of sums of branches have 8 bits: see `ideal`
     seconds    by step
     """
 
@@ -52,6 +54,7 @@ class Row:
     e1: int = -1
     e2: int = -1
     sqnr: dict[str, float] = field(default_factory=dict)
+    ideal: float = float("nan")
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -103,6 +106,8 @@ def _measure(
     row.crossings = count_crossings(integer)
     row.macs = integer_share(traced, integer, test[0])
     row.sqnr = signal_to_noise(model, integer, test)
+    row.ideal = ideal(model, calibration, lambda run: min(signal_to_noise(model, run, test).values()))
+    clock.reached("compared")
     row.e2 = fxq.verify(prepared, integer, test[:1], show_progress=False).mismatches
     clock.reached("validated")
     if not export:
@@ -168,7 +173,7 @@ def _products(model: fx.GraphModule, batch: Inputs, counted: Any) -> Iterator[in
     yield from found
 
 
-def signal_to_noise(model: nn.Module, integer: fx.GraphModule, batches: Sequence[Inputs]) -> dict[str, float]:
+def signal_to_noise(model: nn.Module, integer: Callable[..., Any], batches: Sequence[Inputs]) -> dict[str, float]:
     """The ratio in dB for every float output that both put out."""
     signal: Counter[str] = Counter()
     noise: Counter[str] = Counter()

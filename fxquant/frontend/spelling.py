@@ -79,8 +79,9 @@ def is_random(func: Any) -> bool:
 
 
 def is_method(func: Any) -> bool:
-    """Whether a function is a method of `torch.Tensor`."""
-    return bool(getattr(torch.Tensor, func.__name__, None) == func)
+    """Whether a function is a method of `torch.Tensor`, or one that PyTorch has wrapped for an operator: for `**` it reports `pow`."""
+    found = getattr(torch.Tensor, func.__name__, None)
+    return found is not None and bool(found == func or found == getattr(func, "__wrapped__", None))
 
 
 @functools.cache

@@ -24,9 +24,9 @@ from fxquant.ops.hiding import Hiding
 from fxquant.ops.index import WHOLE, getitem
 from fxquant.ops.layer_norm import WIDE
 from fxquant.ops.linear import linear, matmul
-from fxquant.ops.masking import added, kept, parts_of, shares
+from fxquant.ops.masking import HIDDEN, added, is_scores, kept, may_hide, parts_of, repeated, shares, with_empty_rows
 from fxquant.ops.pool import mean
-from fxquant.ops.record import Operator, Parameter, register
+from fxquant.ops.record import Operator, Parameter, operator_of, register
 from fxquant.ops.shape import MANY_SIZES, numbers, permute, reshape
 
 # ---- what is hidden -------------------------------------------------------------------------------------------------
@@ -35,9 +35,11 @@ from fxquant.ops.shape import MANY_SIZES, numbers, permute, reshape
 class Mask:
     """What several masks keep together, and what they add to it; each broadcasts against the scores.
 
-    keep   truth values; None: everything is kept
-    bias   the sum of what they add; None: nothing
-    empty  what becomes of rows of which nothing is kept, as `masked_softmax` takes it
+    keep    truth values; None: everything is kept
+    bias    the sum of what they add; None: nothing
+    empty   what becomes of rows of which nothing is kept, as `masked_softmax` takes it
+    scores  what is computed by layers, as the scores are, and added to these
+    rows    how many samples in a row have masks of their own, where all of these are constants that repeat then; else 1
     """
 
     def __init__(self, build: Builder) -> None:
@@ -45,6 +47,8 @@ class Mask:
         self.keep: fx.Node | None = None
         self.bias: fx.Node | None = None
         self.empty = "zeros"
+        self.scores: list[fx.Node] = []
+        self.rows = 1
 
     def hide(self, keep: fx.Node) -> None:
         """Keep what these truth values keep, too."""
@@ -61,6 +65,16 @@ class Mask:
             self.hide(found)
             self.empty = hiding.empty
             return
+        terms = _terms(mask)
+        if any(is_scores(term) or not may_hide(term) for term in terms):
+            for term in terms:
+                self.add(term, dim)
+            return
+        if self._chosen(mask, dim):
+            return
+        if is_scores(mask):
+            self.scores.append(mask)
+            return
         hides, adds = parts_of(mask, dim)
         if hides:
             self.hide(self.build.host(kept, mask, dim))
@@ -68,18 +82,49 @@ class Mask:
             bias = self.build.host(added, mask, dim) if hides else mask
             self.bias = bias if self.bias is None else self.build.host(torch.add, self.bias, bias)
 
+    def _chosen(self, mask: fx.Node, dim: int) -> bool:
+        """Add a tensor of which truth values keep some and a number far below replaces the others; whether the mask is one."""
+        record = operator_of(mask)
+        if record is None or record.name != "where" or is_parameter(mask):
+            return False
+        condition, value, far = record.arguments(mask).values()
+        if not isinstance(far, int | float) or far > HIDDEN or fact(condition).dtype != torch.bool or len(fact(condition).shape) < -dim:
+            return False
+        if not isinstance(value, fx.Node) or fact(condition).shape[dim] == 1 or not (is_scores(value) or not may_hide(value)):
+            return False
+        self.hide(with_empty_rows(self.build, condition, dim, None))
+        self.add(value, dim)
+        return True
+
     def causal(self, rows: int, columns: int) -> None:
         """Keep of every row what is not behind its own position."""
         self.hide(self.build.constant(torch.ones(rows, columns, dtype=torch.bool).tril()))
 
 
+def _terms(mask: fx.Node) -> list[fx.Node]:
+    """The tensors that a mask is the sum of; none where it is no sum of two, or a constant."""
+    record = operator_of(mask)
+    if record is None or record.name != "add" or is_parameter(mask):
+        return []
+    arguments = record.arguments(mask)
+    terms = [arguments["input"], arguments["other"]]
+    return terms if arguments["alpha"] == 1 and all(isinstance(t, fx.Node) and isinstance(fact(t), TensorFact) for t in terms) else []
+
+
 def attend(build: Builder, query: fx.Node, key: fx.Node, value: fx.Node, mask: Mask, scale: float) -> tuple[fx.Node, fx.Node]:
     """The attention of tensors whose last dimensions are positions and features; and the shares of every position."""
     scores = build(matmul, query, build(permute, key, _transposed(key)), demand=WIDE)
-    if mask.bias is not None:
-        scores = build(add, scores if scale == 1 else build(mul, scores, scale, demand=WIDE), mask.bias, demand=WIDE)
-        scale = 1.0
+    shape = numbers(fact(scores).shape)
+    if mask.rows > 1:
+        scores = build(reshape, scores, [-1, mask.rows, *shape[1:]])
+    added = [] if mask.bias is None else [mask.bias]
+    if (added or mask.scores) and scale != 1:
+        scores, scale = build(mul, scores, scale, demand=WIDE), 1.0
+    for term in (*added, *mask.scores):
+        scores = build(add, scores, term, demand=WIDE)
     weights = shares(build, scores, mask.keep, -1, scale, mask.empty)
+    if mask.rows > 1:
+        weights = build(reshape, weights, shape)
     return build(matmul, weights, value), weights
 
 
@@ -119,6 +164,9 @@ def _expand_attention(
     if is_causal:
         mask.causal(positions, fact(key).shape[-2])
     if attn_mask is not None:
+        constant = repeated(attn_mask)
+        if constant is not None and len(fact(query).shape) == len(fact(attn_mask).shape) == 4:
+            mask.rows, attn_mask = len(constant), build.constant(constant)
         mask.add(attn_mask)
     if enable_gqa:
         key, value = (_repeated(build, operand, fact(query).shape[-3]) for operand in (key, value))

@@ -23,7 +23,7 @@ from fxquant.ops.record import OPERATORS, Instead, Operator, Own, register
 from fxquant.ops.unary import SHIFTED, of_inverse, with_offset
 from fxquant.primitives import elementwise
 
-WIDE = Own("int16")
+WIDE = Own("int16", headroom=2.0)
 
 
 def div(input: Tensor, other: float, *, clamp: Clamp | None = None) -> Tensor:

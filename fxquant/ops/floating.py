@@ -15,10 +15,10 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from fxquant.facts import TensorFact
-from fxquant.graph import computes_tensor, fact, is_parameter, parameter_value, part, refusal, resolve
+from fxquant.graph import computes_tensor, fact, is_parameter, part, refusal, resolve
 from fxquant.ops.casting import IN_DTYPE
-from fxquant.ops.hiding import HIDDEN, finely
-from fxquant.ops.masking import HOST
+from fxquant.ops.hiding import finely
+from fxquant.ops.masking import HOST, may_hide
 from fxquant.ops.record import Operator, Own, Plain, demand, operand_nodes, operator_of, read_nodes
 from fxquant.ops.unary import has_pole
 
@@ -148,7 +148,7 @@ def in_front_of_softmax(gm: fx.GraphModule) -> set[fx.Node]:
 def masks(gm: fx.GraphModule, leading: set[fx.Node]) -> set[fx.Node]:
     """Of those in front of a softmax, the additions of a mask, and what the masks are computed by.
 
-    A mask is a constant, an input, or computed from such by operators without weights.
+    A mask is a constant that hides something, an input, or computed from such by operators without weights.
     """
     plain = given(gm)
     found: set[fx.Node] = set()
@@ -158,19 +158,11 @@ def masks(gm: fx.GraphModule, leading: set[fx.Node]) -> set[fx.Node]:
             continue
         operands = [operand for operand in node.all_input_nodes if isinstance(fact(operand), TensorFact) or is_parameter(operand)]
         computed = [operand for operand in operands if not is_parameter(operand)]
-        given_ones = [operand for operand in operands if operand in plain and (not is_parameter(operand) or _hides(gm, operand))]
+        given_ones = [operand for operand in operands if operand in plain and may_hide(operand)]
         adds = operator.name in ADDING and len(operands) > 1 and (len(computed) > 1 or any(map(is_parameter, given_ones))) and given_ones
         if adds or (node in plain and found.issuperset(node.users)):
             found.add(node)
     return found
-
-
-def _hides(gm: fx.GraphModule, constant: fx.Node) -> bool:
-    """Whether a constant pushes some elements far below others, as a mask does, and a bias does not."""
-    value = parameter_value(gm, constant)
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.numel() == 0:
-        return False
-    return bool(value.min() <= value.max() + HIDDEN)
 
 
 def given(gm: fx.GraphModule) -> set[fx.Node]:

@@ -70,6 +70,15 @@ def _along(dim: int, rank: int) -> Callable[..., dict[str, Any] | str]:
     return adapt
 
 
+def _without_nothing(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Tensors of one dimension without elements, as a cache begins with, are passed over by PyTorch whatever the others' dimensions are."""
+    rank = len(fact(node).shape)
+    kept = [
+        tensor for tensor in arguments["tensors"] if rank == 1 or not isinstance(fact(tensor), TensorFact) or fact(tensor).shape != (0,)
+    ]
+    return {**arguments, "tensors": kept or arguments["tensors"]}
+
+
 def _onnx_cat(c: Call) -> str:
     return c.do("Concat", *_joined(c), axis=c["dim"])
 
@@ -94,6 +103,7 @@ register(
         demand=_demands,
         moves=True,
         refuses=_refuses_cat,
+        normalize=_without_nothing,
         idle=lambda arguments: len(arguments["tensors"]) == 1,
         onnx=_onnx_cat,
     )

@@ -21,7 +21,7 @@ from fxquant.ops.pool import mean
 from fxquant.ops.record import Operator, Own, Parameter, register
 from fxquant.ops.unary import shifted
 
-WIDE = Own("int16")
+WIDE = Own("int16", headroom=2.0)
 
 
 def layer_norm(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxquant.facts import BatchDim, TensorFact
 from fxquant.graph import fact, is_parameter, parameter_value
 from fxquant.ops.activation import clamp
 from fxquant.ops.arithmetic import mul, sub
@@ -25,7 +26,7 @@ from fxquant.ops.form import Call
 from fxquant.ops.hiding import HIDDEN
 from fxquant.ops.layer_norm import WIDE
 from fxquant.ops.pool import sum
-from fxquant.ops.record import Operator, Same, register
+from fxquant.ops.record import Operator, Same, operator_of, register
 from fxquant.ops.selection import where
 from fxquant.ops.softmax import AT_MOST_ONE
 from fxquant.ops.unary import by_table
@@ -57,6 +58,63 @@ def parts_of(mask: fx.Node, dim: int) -> tuple[bool, bool]:
         value = parameter_value(model, mask)
         return not bool(kept(value, dim).all()), bool((added(value, dim) != 0).any())
     return True, True
+
+
+def may_hide(mask: fx.Node) -> bool:
+    """Whether what is added to scores may hide any of them; a constant whose elements lie close together, a position bias, does not."""
+    model = mask.graph.owning_module
+    if not is_parameter(mask) or model is None:
+        return True
+    value = parameter_value(model, mask)
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.numel() == 0:
+        return False
+    return not bool(value.max() - value.min() < -HIDDEN)
+
+
+def is_scores(mask: fx.Node) -> bool:
+    """Whether what is added to scores is computed by layers, as scores are, rather than a constant or the user's: it hides nothing."""
+    seen, open_ = {mask}, [mask]
+    while open_:
+        node = open_.pop()
+        record = operator_of(node)
+        if not is_parameter(node) and record is not None and (record.sums or "weight" in record.arguments(node)):
+            return True
+        new = [operand for operand in node.all_input_nodes if operand not in seen and isinstance(fact(operand), TensorFact)]
+        seen.update(new)
+        open_ += new
+    return False
+
+
+def repeated(mask: fx.Node) -> Tensor | None:
+    """What a mask that is computed from constants and the batch size repeats along its first dimension, once for each sample.
+
+    So a window's mask is, which is the same for every image. None where it reads anything else, or is not of that kind.
+    """
+    if is_parameter(mask) or not isinstance(fact(mask), TensorFact) or not fact(mask).shape:
+        return None
+    try:
+        one, three = (_at(mask, batch, {}) for batch in (1, 3))
+    except (LookupError, ValueError, RuntimeError, TypeError):
+        return None
+    same = isinstance(one, Tensor) and isinstance(three, Tensor) and torch.equal(three, one.repeat(3, *[1] * (one.dim() - 1)))
+    return one if same else None
+
+
+def _at(node: fx.Node, batch: int, known: dict[fx.Node, Any]) -> Any:
+    """The value of a node at a batch size. Raises LookupError where it is not the same for all inputs of that size."""
+    if node in known:
+        return known[node]
+    size, model = fact(node), node.graph.owning_module
+    if isinstance(size, int | BatchDim):
+        known[node] = size if isinstance(size, int) else size.at(batch)
+    elif is_parameter(node) and model is not None:
+        known[node] = parameter_value(model, node)
+    elif operator_of(node) is None or node.op != "call_function" or not node.all_input_nodes:
+        raise LookupError(node.name)
+    else:
+        arguments = fx.map_arg(node.args, lambda operand: _at(operand, batch, known))
+        known[node] = node.target(*arguments)  # type: ignore[operator]
+    return known[node]
 
 
 HOST = tuple(
@@ -121,7 +179,7 @@ def shares(
     """The softmax of factor · input along a dimension, of what is kept; `empty` and `otherwise` are `masked_softmax`'s."""
     counted = keep
     if keep is not None:
-        counted = keep if empty == "zeros" else _with_empty_rows(build, keep, dim - len(fact(input).shape) if dim >= 0 else dim, otherwise)
+        counted = keep if empty == "zeros" else with_empty_rows(build, keep, dim - len(fact(input).shape) if dim >= 0 else dim, otherwise)
         input = build(where, keep if empty == "equal" else counted, input, LOWEST, demand=Same(("input",)))
     difference = build(sub, input, build(amax, input, [dim], True), demand=WIDE)
     values = build(exponential, difference, float(factor), demand=AT_MOST_ONE)
@@ -134,7 +192,7 @@ def shares(
     return result
 
 
-def _with_empty_rows(build: Builder, keep: fx.Node, dim: int, otherwise: fx.Node | None) -> fx.Node:
+def with_empty_rows(build: Builder, keep: fx.Node, dim: int, otherwise: fx.Node | None) -> fx.Node:
     """What is kept, and every row of which nothing is; `dim` is counted from the end."""
     model = keep.graph.owning_module
     if is_parameter(keep) and model is not None:

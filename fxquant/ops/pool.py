@@ -254,6 +254,27 @@ def _refuses_avg_pool(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | No
     return refuses
 
 
+def _within(rank: int) -> Callable[[fx.Node, dict[str, Any]], dict[str, Any]]:
+    """A single window that reaches behind the end, as `ceil_mode` lets it, ends there: its divisor counts no more than that."""
+
+    def normalize(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
+        known = fact(arguments["input"])
+        if not arguments["ceil_mode"] or not isinstance(known, TensorFact):
+            return arguments
+        kernel, padding = sizes(arguments["kernel_size"], rank), sizes(arguments["padding"], rank)
+        steps = kernel if arguments["stride"] in (None, []) else sizes(arguments["stride"], rank)
+        fitting = [
+            size if isinstance(size, int) and count == 1 and taps > size and not pad else taps
+            for size, count, taps, pad in zip(known.shape[-rank:], fact(node).shape[-rank:], kernel, padding, strict=True)
+        ]
+        if fitting == kernel:
+            return arguments
+        steps = [fits if fits != taps else step for fits, taps, step in zip(fitting, kernel, steps, strict=True)]
+        return {**arguments, "kernel_size": fitting, "stride": steps}
+
+    return normalize
+
+
 def window_divisor(
     shape: Sequence[Size], arguments: Mapping[str, Any], kernel: list[int], stride: list[int], begin: list[int], end: list[int]
 ) -> Tensor:
@@ -310,6 +331,7 @@ for _rank, _function, _lower, _avg_module in (
             _lower,
             functions={AVG_POOLS[_rank]: None},
             modules={_avg_module: _avg_pool_module},
+            normalize=_within(_rank),
             idle=lambda arguments: set(sizes(arguments["kernel_size"], 1)) == {1} and arguments["divisor_override"] in (None, 1),
             absorbs=frozenset({"clamp"}),
             refuses=_refuses_avg_pool(_rank),

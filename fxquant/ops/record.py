@@ -34,11 +34,14 @@ class Own:
     A target that has no activations of the dtype refuses the operator, which then stays in float, unless `otherwise` names another.
     shared_where   a flag of `Arithmetic` with which the grid is that of all operands all the same
     otherwise      the dtype on a target that has no activations of the first: `Own("int16", otherwise="int8")`
+    headroom       what the scale that calibration finds is multiplied by, so that larger values than it has seen are still told apart;
+                   only for that dtype
     """
 
     dtype: str | None = None
     shared_where: str | None = None
     otherwise: str | None = None
+    headroom: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ def settled(demanded: Demand, dtypes: Collection[str]) -> Demand:
     if not isinstance(demanded, Own | Fixed) or demanded.otherwise is None or demanded.dtype in dtypes:
         return demanded
     if isinstance(demanded, Own):
-        return replace(demanded, dtype=demanded.otherwise, otherwise=None)
+        return replace(demanded, dtype=demanded.otherwise, otherwise=None, headroom=1.0)
     return settled(demanded.otherwise, dtypes)
 
 

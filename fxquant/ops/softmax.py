@@ -22,7 +22,7 @@ from fxquant.ops.pool import sum
 from fxquant.ops.record import Fixed, Operator, Own, register
 from fxquant.ops.shape import MANY_SIZES, many_sizes, numbers, rank_of, reshape
 
-WIDE = Own("int16")
+WIDE = Own("int16", headroom=2.0)
 AT_MOST_ONE = Fixed(2.0**-15, "int16")
 
 

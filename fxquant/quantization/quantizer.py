@@ -21,6 +21,7 @@ class Quantizer(TrainableScale):
     fixed. `training` says what it does in state TRAIN (see ActivationConfig); `frozen` ends that. A zero point is found with
     the scale, and follows "statistics" with it; a "learned" scale has the zero point that calibration found.
 
+    headroom     what the scale that was found, of a symmetric dtype, is multiplied by, for values beyond those that were observed
     range        the range of the batches, which "statistics" follow; None where the scale is fixed
     others       the observers, by class, that gather beside this one in calibration, so that what was observed can serve any of fxquant's
                  observers: see `observations`. They have no say in the scale
@@ -43,6 +44,7 @@ class Quantizer(TrainableScale):
         zero_point: int = 0,
         training: str = STATISTICS,
         power_of_two: bool = False,
+        headroom: float = 1.0,
         name: str = "",
         source: str = "",
         module: str = "",
@@ -53,6 +55,7 @@ class Quantizer(TrainableScale):
         self.observer = observer
         self.mode = training  # `training` is PyTorch's flag of every module
         self.power_of_two = power_of_two
+        self.headroom = headroom
         self.range = None if observer is None else observer.range_observer()
         self.others = nn.ModuleDict() if observer is None else _beside(observer)
         self.paused = False  # whether batches pass by unobserved
@@ -121,7 +124,7 @@ class Quantizer(TrainableScale):
             if self.dtype.affine:
                 self._cover(*self.observer.interval(self.dtype))
             else:
-                self.assign(self.observer.scale(self.dtype))
+                self.assign(self.observer.scale(self.dtype) * self.headroom)
         if self.range is not None:
             self.batches_used.copy_(self.range.count)
 
@@ -158,7 +161,7 @@ class Quantizer(TrainableScale):
                 self._cover(*torch.where(ends_before != 0, self.ends * (ends / ends_before), ends))
             else:
                 moved = (self.base_scale * (self.range.largest / before)).clamp_min(SMALLEST_SCALE)
-                self.base_scale.copy_(torch.where(before > 0, moved, self.range.scale(self.dtype)))
+                self.base_scale.copy_(torch.where(before > 0, moved, self.range.scale(self.dtype) * self.headroom))
             self.batches_used.copy_(self.range.count)
 
     def _cannot_observe(self, error: ValueError) -> CalibrationError:

@@ -33,7 +33,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _OWN = (Quantizer, QuantizedOperator, WeightQuantizer, WeightScale, Observer)
 
 _QUANTIZER = {
-    "mode": (str,), "power_of_two": (bool,), "frozen": (bool,), "name": (str,), "source": (str,), "module_path": (str,),
+    "mode": (str,), "power_of_two": (bool,), "headroom": (float,), "frozen": (bool,), "name": (str,), "source": (str,),
+    "module_path": (str,),
 }  # fmt: skip
 _OPERATOR = {"name": (str,), "path": (str,), "owns_output": (bool,), "live_batch_norm": (bool,)}
 MODES = (STATISTICS, LEARNED, FROZEN)

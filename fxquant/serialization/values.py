@@ -56,7 +56,7 @@ RECORDS: Mapping[type, Mapping[str, tuple[type, ...]]] = {
     QParams: {"scale": (float, tuple), "dtype": (str,), "axis": (int, NoneType), "zero_point": (int,)},
     Reference: {"node": (str,)},
     Part: {"composite": (str,), "role": (str,), "inner": (bool,), "step": (int, NoneType)},
-    Own: {"dtype": (str, NoneType), "shared_where": (str, NoneType), "otherwise": (str, NoneType)},
+    Own: {"dtype": (str, NoneType), "shared_where": (str, NoneType), "otherwise": (str, NoneType), "headroom": (float,)},
     Same: {"operands": (tuple,)},
     Fixed: {"scale": (float,), "dtype": (str,), "zero_point": (int, NoneType), "otherwise": (Fixed, Own, NoneType)},
     Constant: {"node": (str,), "scale": (float, tuple), "axis": (int, NoneType), "zero_point": (int,)},

@@ -368,6 +368,10 @@ def weight_shape(m, x):
     return x[..., : m.weight.shape[0]] + m.weight.numel() + m.weight.dim()
 
 
+def powers_of_parameters(m, x):
+    return x * m.weight[0].abs() ** 0.5 + 2.0 ** m.weight[0] - m.weight[0] ** 2
+
+
 FORWARDS = [
     value for name, value in list(globals().items()) if callable(value) and getattr(value, "__module__", "") == __name__
     and value not in (Layers, Doubled, Pair, scripted)
