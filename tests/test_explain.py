@@ -44,7 +44,10 @@ REASONS: dict[str, tuple[Body, str]] = {
     "fft": (lambda m, x: torch.fft.rfft(x).abs(), "no operator of the table recognises fft_rfft: a Fourier transform has no integer form"),
     "sum of all": (lambda m, x: x.sum(), "it sums over the batch, whose size is not fixed"),
     "mean, dtype": (lambda m, x: x.mean(1, dtype=torch.float64), "a dtype argument has no integer form"),
-    "double": (lambda m, x: x.double() * 2, "its operand %double_1 is float64, and only float32 tensors are quantized; convert it to float32"),
+    "double": (
+        lambda m, x: x.double() * 2,
+        "its operand %double_1 is float64, and only float32 tensors are quantized; convert it to float32",
+    ),
     "a mask": (lambda m, x: x[:, torch.tensor([True] * 8)], "its index is a constant that is no list of whole numbers"),
 }  # fmt: skip
 
