@@ -371,8 +371,14 @@ def _chosen() -> Iterator[Spelling]:
     yield from _spell("scatter_add", f"{{0}}.scatter_add({{dim}}, {added}, {{0}})", **along)
     yield from _spell("scatter_extremum", f"{{0}}.scatter_reduce({{dim}}, {added}, {{1}}, '{{how}}')", how=("amax", "amin"), **along)
     yield from _spell("index_add", "torch.index_add({0}, {dim}, torch.tensor([0]), {0}.narrow({dim}, 0, 1))", **along)
-    yield from _spell("one_hot", "torch.nn.functional.one_hot({0}.argmax(1) % 2, 2).float()")
-    yield from _spell("count_nonzero", "torch.count_nonzero({0} > {number}, {dim}).float()", number=NUMBERS, **along)
+    yield from _spell("one_hot", "{0}.gather(-1, torch.nn.functional.one_hot({0}.argmin(-1), {last}))")
+    counted = "torch.count_nonzero({0} > {number}, 1).unsqueeze(1)"
+    yield from _spell("count_nonzero", f"torch.where(torch.isin({counted}, torch.tensor([1])), {{0}}, {{1}})", number=NUMBERS)
+    yield from _spell("msort", "{0} + torch.msort({0}[0])")
+    first = "torch.tensor([0]), torch.tensor([0])"
+    yield from _spell("index_put", f"{{0}} + {{0}}[0].index_put(({first}), torch.tensor({{number}}))", number=(0.5, -1.0))
+    bags = "torch.nn.functional.embedding_bag({0}.flatten(2)[..., 0].argsort(1), torch.eye({channels}), mode='{how}')"
+    yield from _spell("embedding_bag", bags, how=("mean", "sum", "max"))
     yield from _spell("count_of", "torch.count_nonzero({0}, {dim}).float()", **along)
     yield from _spell("bucketize", "torch.bucketize({0}, torch.tensor([-0.5, 0.25]), right={flag}).float()", flag=FLAG)
     yield from _spell("isin", "torch.where(torch.isin({0}.argsort(1), torch.tensor([0])), {0}, {1})")
