@@ -37,7 +37,7 @@ def promoted(node: fx.Node, operator: Operator, arguments: dict[str, Any] | str,
     if not isinstance(result, TensorFact) and operator.name not in ("max_along", "min_along"):
         return None
     if isinstance(arguments, str):
-        return _quotient(node, build) if operator.name == "div" and _all_whole(node) else None
+        return None
     read = [value for value in _nodes(arguments) if not is_parameter(value) and isinstance(fact(value), TensorFact)]
     if operator.name in ("any", "all", *LOGIC, "logical_not") and isinstance(result, TensorFact) and result.dtype == torch.bool:
         numbers = [arguments[name] for name in operator.reads if not isinstance(arguments[name], fx.Node)]
@@ -63,12 +63,6 @@ def _nodes(arguments: dict[str, Any]) -> list[fx.Node]:
     found: list[fx.Node] = []
     fx.map_arg(list(arguments.values()), found.append)
     return found
-
-
-def _all_whole(node: fx.Node) -> bool:
-    """Whether everything that a node reads, and what it gives, is whole numbers."""
-    facts = [fact(node), *map(fact, node.all_input_nodes)]
-    return all(isinstance(known, TensorFact) and known.dtype in DTYPES for known in facts)
 
 
 # ---- truth values ---------------------------------------------------------------------------------------------------
@@ -243,16 +237,6 @@ def _compared(relation: str, arguments: dict[str, Any], build: Builder) -> Call:
     return COMPARISONS[relation], made
 
 
-def _quotient(node: fx.Node, build: Builder) -> Call | None:
-    """torch.div of two tensors of whole numbers, rounded."""
-    given = dict(zip(("input", "other"), node.args, strict=False)) | dict(node.kwargs)
-    mode = given.pop("rounding_mode", None)
-    if mode not in ("floor", "trunc") or set(given) != {"input", "other"}:
-        return None
-    function = whole.whole_floor_divide if mode == "floor" else whole.whole_trunc_divide
-    return _narrow(node, function, {name: wide(value, build) for name, value in given.items()}, build)
-
-
 Meaning = Callable[[dict[str, Any], "TensorFact | None"], "Call | str | None"]
 
 
@@ -281,6 +265,10 @@ MEANINGS: dict[str, Meaning] = {
     "mul": _with(whole.whole_mul),
     "floor_divide": _with(whole.whole_floor_divide),
     "trunc_divide": _with(whole.whole_trunc_divide),
+    "floor_quotient": _with(whole.whole_floor_divide),
+    "trunc_quotient": _with(whole.whole_trunc_divide),
+    "floor_remainder": _with(whole.whole_remainder),
+    "trunc_remainder": _with(whole.whole_fmod),
     "remainder": _with(whole.whole_remainder),
     "fmod": _with(whole.whole_fmod),
     "maximum": _with(whole.whole_maximum),

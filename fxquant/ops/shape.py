@@ -125,13 +125,6 @@ def _cast(input: Any, *args: Any, **kwargs: Any) -> dict[str, Any] | str | Inste
     return changed(input, known.dtype, next(iter(wanted))) if len(wanted) == 1 else "it changes the dtype"
 
 
-def _summed_to(input: Any, *sizes: Any) -> dict[str, Any] | str:
-    """x.sum_to_size(…) where that is the size it has."""
-    wanted = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], list | tuple) else sizes
-    known, found = fact(input), tuple(fact(size) if isinstance(size, fx.Node) else size for size in wanted)
-    return {"input": input} if isinstance(known, TensorFact) and known.shape == found else "it sums over dimensions"
-
-
 def is_cast(node: fx.Node) -> bool:
     """Whether a node, as the user wrote it, only gives a tensor another dtype."""
     return node.op == "call_method" and node.target in ("to", "type", *CASTS) and bool(node.args) and isinstance(node.args[0], fx.Node)
@@ -170,7 +163,6 @@ register(
             **dict.fromkeys(("to", "type", "type_as"), _cast),
             **{name: _cast_to(dtype) for name, dtype in CASTS.items()},
             "cpu": lambda input, **_: {"input": input},
-            "sum_to_size": _summed_to,
         },
         modules={nn.Identity: lambda m: {}},
     )
