@@ -62,7 +62,7 @@ RECURRENT = 6.0  # the state of a step, rounded, is an operand of the next one
 FOLDED = 3.0  # the batch norm moves the weights off the grid they were on
 FINE = 1.5  # more for int16, whose step is 2^-15 of the range, as are the rounding of slopes and of weights, and float32's own
 SAMPLED_FINE = 600.0  # the same in steps of int16
-COMPOSED_FINE = 12.0  # and for a composite in int16, each of whose parts is rounded to 16 bits
+COMPOSED_FINE = 20.0  # and for a composite in int16, each of whose parts is rounded to 16 bits, one of them headroom
 
 
 class Sample(NamedTuple):
