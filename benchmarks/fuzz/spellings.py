@@ -8,13 +8,17 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from benchmarks.fuzz.spelling import Options, Spelling
+from benchmarks.fuzz.spelling import held as _held
+from benchmarks.fuzz.spelling import module as _module
+from benchmarks.fuzz.spelling import spell as _spell
+from benchmarks.fuzz.whole import whole_numbers
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Operator
 from fxquant.ops.boundary import DEQUANTIZE, QUANTIZE, REQUANTIZE
 
@@ -23,54 +27,9 @@ UNWRITTEN = (  # made by passes, never written by a user
     *(QUANTIZE.name, DEQUANTIZE.name, REQUANTIZE.name, "shifted", "scale_channels"),
     *("exponential", "inverse_root", "kept", "added", "masked_softmax", "ranked", "pick"),
     *("log_of_one_and_exponential", "angle_of_share", "log2_of_one_and_power", "smooth_magnitude", "huber_magnitude", "shrinking"),
-    *("sum_at", "index_sum"),
+    *("sum_at", "index_sum", "finely", "in_dtype"),
     *("meshgrid", "dist", "as_strided"),  # of what has no batch, and of inputs alone
 )
-
-Options = Mapping[str, tuple[Any, ...]]
-
-
-@dataclass(frozen=True)
-class Spelling:
-    """One way to write an operator.
-
-    operator    its name in the table, of which {rank} is the number of the first operand's spatial dimensions
-    call        the expression: {0}, {1} are operands, {layer} a module of its own, {p0}, {p1} parameters, {buffer} a constant
-    layer       the module's constructor
-    parameters  the values that parameters start from
-    buffer      the value of the constant
-    after       statements that follow in __init__
-    options     what the fields of all these can be, simplest first; a string is formatted once more
-
-    Fields besides the options: {channels}, {last} and {sizes} are the size of the first operand's dimension 1, of its last one, and all
-    but the batch's; {ones} is ", 1" for each spatial dimension.
-    """
-
-    operator: str
-    call: str
-    layer: str = ""
-    parameters: tuple[str, ...] = ()
-    buffer: str = ""
-    after: tuple[str, ...] = ()
-    options: Options = field(default_factory=dict)
-
-    @property
-    def operands(self) -> int:
-        """How many values it reads."""
-        return 1 + max(position for position in range(4) if f"{{{position}}}" in self.call)
-
-
-def _spell(name: str, *calls: str, **options: tuple[Any, ...]) -> list[Spelling]:
-    return [Spelling(name, call, options={key: value for key, value in options.items() if f"{{{key}" in call}) for call in calls]
-
-
-def _module(name: str, layer: str, *after: str, call: str = "{layer}({0})", **options: tuple[Any, ...]) -> Spelling:
-    return Spelling(name, call, layer, after=after, options=options)
-
-
-def _held(name: str, call: str, *parameters: str, buffer: str = "", **options: tuple[Any, ...]) -> Spelling:
-    return Spelling(name, call, parameters=parameters, buffer=buffer, options=options)
-
 
 # ---- what is common to many ---------------------------------------------------------------------------------------------------
 
@@ -518,6 +477,7 @@ def _all() -> Iterator[Spelling]:
         _recurrent,
         _choices,
         _quotients,
+        whole_numbers,
         _pairs,
         _losses,
         _floats,
