@@ -52,7 +52,7 @@ REASONS: dict[str, tuple[Body, str]] = {
         lambda m, x: x.double() * 2,
         "its operand %double_1 is float64, and only float32 tensors are quantized; convert it to float32",
     ),
-    "a mask": (lambda m, x: x[:, torch.tensor([True] * 8)], "its index is a constant that is no list of whole numbers"),
+    "a list of the batch": (lambda m, x: x[[0, 1]], "it picks from the batch by a list"),
 }  # fmt: skip
 
 # The second operator that stays in float: one that follows from another.

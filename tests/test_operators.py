@@ -893,7 +893,6 @@ SAMPLES: dict[Any, list[Sample]] = {
     "type_as": unary("identity", EXACT, lambda m, x: x.type_as(x).relu()),
     "float": unary("identity", EXACT, lambda m, x: x.float().relu()),
     "double": unary("identity", EXACT, lambda m, x: x.double().float().relu()),
-    "sum_to_size": unary("identity", EXACT, lambda m, x: x.sum_to_size(x.shape).relu()),
     "cpu": unary("identity", EXACT, lambda m, x: x.cpu().relu()),
     "positive": unary("identity", EXACT, lambda m, x: x.positive().relu()),
     torch.positive: unary("identity", EXACT, lambda m, x: torch.positive(x).relu()),
@@ -1037,7 +1036,7 @@ def test_every_operator_has_a_sample() -> None:
     elsewhere = {case.operator for case in (*CASES.values(), *ALSO.values())}
     parts = {"ranked", "pick", "quantize", "dequantize", "requantize", "scale_channels", "deformed_taps"}
     parts |= {"exponential", "inverse_root", "kept", "added", "masked_softmax", "log_of_one_and_exponential", "angle_of_share"}
-    parts |= {"sum_at", "index_sum", "log2_of_one_and_power", "smooth_magnitude", "huber_magnitude", "shrinking"}
+    parts |= {"sum_at", "index_sum", "log_of_base", "log2_of_one_and_power", "smooth_magnitude", "huber_magnitude", "shrinking"}
     of_samples = {sample.operator for samples in SAMPLES.values() for sample in samples}
     sampled = elsewhere | set(OF_WHOLE_NUMBERS) | set(OF_REAL_NUMBERS) | of_samples | parts
     assert sampled == {record.name for record in OPERATORS.values()}

@@ -120,6 +120,7 @@ MEANINGS: dict[str, tuple[Callable[[Any], Any], dict[str, Any], float]] = {
     "smooth_magnitude": (lambda x: x * x / 2 / mpf(0.7) if abs(x) < mpf(0.7) else abs(x) - mpf(0.7) / 2, {"beta": 0.7}, 3),
     "huber_magnitude": (lambda x: x * x / 2 if abs(x) < mpf(0.7) else mpf(0.7) * (abs(x) - mpf(0.7) / 2), {"delta": 0.7}, 3),
     "shrinking": (lambda x: mpf(0.7) / (x + mpf(1e-7)) if x > mpf(0.7) else mpf(1), {"most": 0.7}, 3),
+    "log_of_base": (lambda x: mp.log(x) if x > 0 else (-20 * mp.log(2) if x == 0 else NAN), {}, 3),
     "angle_of_share": (lambda x: mp.atan2(x, 1 - abs(x)), {}, 1),
     "softshrink": (lambda x: mp.sign(x) * max(abs(x) - mpf(0.5), mpf(0)), {"lambd": 0.5}, 3),
 }

@@ -27,6 +27,7 @@ from fxquant.ops.record import Operator, register
 from fxquant.ops.selection import where
 from fxquant.ops.unary import power, spelled, unary
 
+SMALLEST = 2.0**-20  # stands for 0 as a base, whose logarithm is no number
 FEW = 8  # values of a constant exponent, each of which is a table
 
 # ---- powers ----------------------------------------------------------------------------------------------------------
@@ -35,7 +36,7 @@ FEW = 8  # values of a constant exponent, each of which is a table
 def _expand_power(build: Builder, input: fx.Node, exponent: fx.Node) -> Any:
     few = _values(exponent)
     if few is None:
-        logarithm = build(torch.log, input, demand=WIDE)
+        logarithm = build(log_of_base, input, demand=WIDE)
         return build(torch.exp, build(mul, logarithm, exponent, demand=WIDE))
     values, constant = few
     result = build(torch.pow, input, values[0])
@@ -63,6 +64,12 @@ def _refuses_power(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None
 
 
+def log_of_base(input: Tensor) -> Tensor:
+    """log(input), and of 0 a number so small that a positive power of 0 is 0, nearly."""
+    return torch.log(torch.where(input == 0, SMALLEST, input))
+
+
+unary("log_of_base", log_of_base, lambda x: math.log(x or SMALLEST) if x >= 0 else math.nan)
 register(Operator("power", power, ("input", "exponent"), expand=_expand_power, refuses=_refuses_power))
 
 
