@@ -192,13 +192,17 @@ def _quotient(x: float, numerator: float = 1.0) -> float:
 
 
 def floor_quotient(input: Tensor | float, other: Tensor) -> Tensor:
-    """⌊input / other⌋ for a divisor that is a tensor."""
-    return torch.floor_divide(input, other)
+    """⌊input / other⌋ for a divisor that is a tensor, with the gradient of a rounded number, which `torch.floor_divide` has not."""
+    return torch.div(_as_tensor(input, other), other, rounding_mode="floor")
 
 
 def trunc_quotient(input: Tensor | float, other: Tensor) -> Tensor:
     """input / other for a divisor that is a tensor, rounded towards 0."""
-    return torch.div(input, other, rounding_mode="trunc")
+    return torch.div(_as_tensor(input, other), other, rounding_mode="trunc")
+
+
+def _as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.full_like(like, value)
 
 
 def floor_remainder(input: Tensor | float, other: Tensor) -> Tensor:
