@@ -435,7 +435,7 @@ def _mutated(content: bytes, parts: tuple[bytes, bytes], path: Path, chance: ran
 
 @pytest.mark.parametrize("stage", ["traced", "training", "integer"])
 def test_a_damaged_file_is_an_error_and_nothing_else(stage: str, save: Save, tmp_path: Path) -> None:
-    """Each of 250 mutations is refused, or says something that fxquant writes and is all kept; none hangs or imports."""
+    """Each of 150 mutations is refused, or says something that fxquant writes and is all kept; none hangs or imports."""
     path = save(STAGES[stage]())
     content = path.read_bytes()
     with zipfile.ZipFile(path) as archive:
@@ -444,7 +444,7 @@ def test_a_damaged_file_is_an_error_and_nothing_else(stage: str, save: Save, tmp
     before = set(sys.modules)
     chance = random.Random(stage)
     refused = 0
-    for index in range(250):
+    for index in range(150):
         changed = _mutated(content, parts, tmp_path / "repacked", chance)
         path.write_bytes(changed)
         start = time.perf_counter()
@@ -459,7 +459,7 @@ def test_a_damaged_file_is_an_error_and_nothing_else(stage: str, save: Save, tmp
             assert set(kept) == set(tensors)
         assert time.perf_counter() - start < 60, index  # a hang, not a slow machine
     assert set(sys.modules) == before
-    assert refused > 125
+    assert refused > 75
 
 
 def test_code_in_names_is_never_run(save: Save, tmp_path: Path) -> None:
