@@ -323,6 +323,15 @@ def test_qdq_files_run_and_are_near(name: str, opset: int, tmp_path: Path) -> No
     assert report.outputs["onnxruntime"][0].elements > 0
 
 
+def test_a_word_among_the_arguments_may_be_the_name_of_a_value(tmp_path: Path) -> None:
+    net = Net(lambda n, x: (((x * 3).long() ^ ((x + x.flip(3)) * 2).long()).float(), n["a"](x)), a=conv(3, 3)).eval()
+    integer = compiled(net, [batch()], "nash-e").integer
+    words = {value for node in integer.graph.nodes for value in node.args if isinstance(value, str)}
+    assert words & {node.name for node in integer.graph.nodes}
+    path = fxq.export_onnx(integer, tmp_path / "model.onnx", style="fast")
+    assert fxq.verify(integer, path, [batch()], show_progress=False)
+
+
 OPERATOR_SAMPLES = {sample.operator: sample for samples in SAMPLES.values() for sample in samples}
 # Their records have no form of ONNX, and PyTorch's exporter, which then writes them, knows opset 18 and later; or none at all.
 BY_THE_EXPORTER = {*("embedding", *(f"{kind}{rank}d" for kind in ("max_pool_indices", "max_unpool") for rank in (1, 2, 3)))}

@@ -132,6 +132,8 @@ class FastWriter(Writer):
         if plain(value) is not value:
             return self.real(value)
         found = super().operand(value)
+        if not isinstance(value, fx.Node):  # a word among the arguments may be the name of a value as well
+            return found
         shifted = isinstance(found, str) and self._is_shifted(found) and fact(value).dtype == torch.int8
         return self._as(found, torch.int8, ZERO_POINT) if shifted else found
 
@@ -139,7 +141,7 @@ class FastWriter(Writer):
         """The same as float32; of an affine value, too, the whole numbers that its zero point is taken from."""
         known = plain(value)
         found = super().operand(known)
-        if isinstance(found, str) and self._is_shifted(found):
+        if isinstance(known, fx.Node) and isinstance(found, str) and self._is_shifted(found):
             return self._as(found, torch.float32, stored_zero_point(known))
         return found
 

