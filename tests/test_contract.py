@@ -43,8 +43,9 @@ def entry(name: str) -> zoo.ZooEntry:
     return zoo.ZooEntry(model, (calibration[:1],), list(torch.split(calibration, 16)), list(torch.split(test, 16)))
 
 
-every_model = pytest.mark.parametrize("name", MODELS)
 every_target = pytest.mark.parametrize("target", contract.TARGETS)
+PAIRS = [*((MODELS[0], target) for target in contract.TARGETS), *zip(MODELS[1:], contract.TARGETS, strict=True)]
+every_pair = pytest.mark.parametrize(("name", "target"), PAIRS)  # one network on both targets, the large ones on one each
 
 
 @cache
@@ -69,21 +70,18 @@ def exported(name: str, target: str, directory: Path) -> Path:
 # ---- E1, E2, E3 on whole models ---------------------------------------------------------------------------------------
 
 
-@every_target
-@every_model
+@every_pair
 def test_validate_is_integer(name: str, target: str) -> None:
     contract.assert_alive(compiled(name, target).integer, images(name, 8))
     contract.assert_validate_is_integer(*compiled(name, target), images(name, 8))
 
 
-@every_target
-@every_model
+@every_pair
 def test_integer_is_onnx_at_two_batch_sizes(name: str, target: str, tmp_path: Path) -> None:
     contract.assert_integer_is_onnx(compiled(name, target).integer, tmp_path / "model.onnx", [(images(name, 3),), (images(name, 1, 1),)])
 
 
-@every_target
-@every_model
+@every_pair
 def test_train_is_validate_and_every_parameter_learns(name: str, target: str) -> None:
     prepared, integer = fresh(name, target)
     contract.assert_train_is_validate(prepared, images(name, 4))
@@ -287,8 +285,7 @@ def primitive_sum(node: fx.Node, patches: Tensor, weight: Tensor, bias: Tensor |
     return node.target(full, weight, bias, [1] * rank, [0] * rank, [1] * rank, groups, *extra).flatten(1).diagonal()
 
 
-@every_target
-@every_model
+@every_pair
 def test_no_input_exceeds_the_proved_accumulator(name: str, target: str) -> None:
     integer = compiled(name, target).integer
     looked_at = 0
@@ -310,8 +307,7 @@ def test_no_input_exceeds_the_proved_accumulator(name: str, target: str) -> None
     assert looked_at == sum(isinstance(m, nn.Conv2d | nn.Linear) for m in entry(name).model.modules())
 
 
-@every_target
-@every_model
+@every_pair
 def test_accumulators_of_real_images_are_exact_and_within_their_bound(name: str, target: str) -> None:
     integer = compiled(name, target).integer
     values = graph_values(integer, images(name, 2))
@@ -444,8 +440,7 @@ def test_a_bias_beyond_the_accumulator_raises_the_scale_of_its_channel_alone() -
 # ---- nothing but integers between the boundary nodes --------------------------------------------------------------------
 
 
-@every_target
-@every_model
+@every_pair
 def test_no_float_stands_between_the_boundary_nodes(name: str, target: str) -> None:
     integer = compiled(name, target).integer
     values = graph_values(integer, images(name, 1))
@@ -459,8 +454,7 @@ def test_no_float_stands_between_the_boundary_nodes(name: str, target: str) -> N
         assert not real or all(user.op == "output" for user in node.users), node.name
 
 
-@every_target
-@every_model
+@every_pair
 def test_every_onnx_value_is_a_whole_number_of_its_declared_type(name: str, target: str, tmp_path: Path) -> None:
     path = exported(name, target, tmp_path)
     model = OnnxModel(path)
@@ -491,8 +485,7 @@ def weights_of_layers(model: onnx.ModelProto) -> list[np.ndarray]:
     return found
 
 
-@every_target
-@every_model
+@every_pair
 def test_the_runtime_fuses_no_scale_into_a_layer(name: str, target: str, tmp_path: Path) -> None:
     path = exported(name, target, tmp_path)
     options = onnxruntime.SessionOptions()

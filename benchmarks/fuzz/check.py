@@ -336,12 +336,28 @@ def _is_shifted(prepared: fx.GraphModule, node: fx.Node) -> bool:
     return getattr(getattr(module, "operator", None), "name", "") == "shifted"
 
 
-def _facts(scope: dict[str, Any], case: Case) -> dict[str, Any]:
-    """What is known of a converted model: operators that became integer, and how near to the float model it is."""
-    prepared = scope["prepared"]
+def becomes_integer(case: Case) -> set[str]:
+    """The operators of a case that are integer in its prepared model; none where it is refused, or no model."""
+    scope: dict[str, Any] = {"__name__": "__fuzz__"}
+    exec(build.imports(), scope)
+    with _quiet(), at_most(SECONDS):
+        try:
+            for name, text in build.blocks(case)[:2]:
+                _execute(name, text, case.seed, scope)
+        except (FxQuantError, RuntimeError, ValueError, TypeError, IndexError):
+            return set()
+    return _integer_operators(scope["prepared"])
+
+
+def _integer_operators(prepared: fx.GraphModule) -> set[str]:
     operators = {operator.operator.name for operator in quantized_operators(prepared).values()}
     operators |= {str(node.args[1]) for node in prepared.graph.nodes if _is_shifted(prepared, node)}  # a function with a number before it
-    operators |= {found.composite for node in prepared.graph.nodes if (found := part(node)) is not None}
+    return operators | {found.composite for node in prepared.graph.nodes if (found := part(node)) is not None}
+
+
+def _facts(scope: dict[str, Any], case: Case) -> dict[str, Any]:
+    """What is known of a converted model: operators that became integer, and how near to the float model it is."""
+    operators = _integer_operators(scope["prepared"])
     ratios: list[float] = []
     if case.optimizer is None:
         with torch.no_grad():
