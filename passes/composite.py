@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import fx
 
-from fxquant.graph import is_parameter, part, refusal, refuse, set_part, state_demand
-from fxquant.ops import Fixed, Operator, Own, demand, operand_nodes, operator_of, settled
+from fxquant.graph import is_parameter, part, refusal, refuse, set_part, state_demand, stated_demand
+from fxquant.ops import Fixed, Operator, Own, Same, demand, operand_nodes, operator_of, settled
 from fxquant.ops.composite import Builder
 from fxquant.ops.floating import needed_in_float, reads_no_activation
 from fxquant.pipeline import Context
@@ -100,6 +100,7 @@ def _replace(node: fx.Node, result: Any) -> None:
     if isinstance(result, fx.Node) and part(result) is not None:
         known = part(result)
         assert known is not None
+        _pass_on(node, result)
         node.target, node.args, node.kwargs = result.target, result.args, result.kwargs
         node.meta.update(result.meta)
         set_part(node, replace(known, inner=False))
@@ -111,6 +112,21 @@ def _replace(node: fx.Node, result: Any) -> None:
         if known is not None:
             set_part(one, replace(known, inner=False))
     _substitute(node, result)
+
+
+def _pass_on(node: fx.Node, result: fx.Node) -> None:
+    """What is demanded of the whole is demanded of its last part, or, where that only moves values, of the part that makes them."""
+    wanted, source = stated_demand(node), result
+    while wanted is not None and stated_demand(source) is None and isinstance(demand(source), Same):
+        record = operator_of(source)
+        assert record is not None
+        operands = operand_nodes(record, record.arguments(source))
+        state_demand(node, None)
+        if len(operands) != 1 or part(operands[0]) is None:
+            return
+        source = operands[0]
+    if wanted is not None and source is not result and stated_demand(source) is None:
+        state_demand(source, wanted)
 
 
 def _eliminate_unused(nodes: list[fx.Node]) -> None:
