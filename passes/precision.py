@@ -15,12 +15,11 @@ from typing import Any
 from torch import fx
 
 from fxquant.graph import refusal, state_demand, stated_demand
-from fxquant.ops import Own, demand, operator_of, shares
+from fxquant.ops import WIDE, Own, demand, operator_of, shares
 from fxquant.ops.unary import UNARY, steep
 from fxquant.pipeline import Context
 from fxquant.quantization.rules import decide
 
-WIDE = Own("int16", headroom=2.0)
 REDUCTIONS = ("mean", "sum")
 STATISTICS = ("var", "std", "norm")
 SCALING = ("add", "sub", "mul", "div")  # by a number

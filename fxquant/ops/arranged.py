@@ -12,12 +12,11 @@ from fxquant.facts import Size, TensorFact
 from fxquant.graph import fact
 from fxquant.ops.arithmetic import mul, sub
 from fxquant.ops.composite import Builder
-from fxquant.ops.distance import INNER
 from fxquant.ops.index import flip, getitem
 from fxquant.ops.linear import matmul
 from fxquant.ops.pool import sum
 from fxquant.ops.progression import along
-from fxquant.ops.record import Operator, Same, register
+from fxquant.ops.record import INNER, Operator, Same, register
 from fxquant.ops.shape import MANY_SIZES, expand, numbers, permute, reshape
 
 MOST_MATRICES = 64  # the largest power of a matrix

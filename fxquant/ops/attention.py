@@ -22,11 +22,10 @@ from fxquant.ops.arithmetic import add, mul
 from fxquant.ops.composite import Builder
 from fxquant.ops.hiding import HIDDEN, Hiding
 from fxquant.ops.index import WHOLE, getitem
-from fxquant.ops.layer_norm import WIDE
 from fxquant.ops.linear import linear, matmul
 from fxquant.ops.masking import added, is_scores, kept, may_hide, parts_of, repeated, shares, with_empty_rows
 from fxquant.ops.pool import mean
-from fxquant.ops.record import Operator, Parameter, operator_of, register
+from fxquant.ops.record import WIDE, Operator, Parameter, operator_of, register
 from fxquant.ops.shape import MANY_SIZES, numbers, permute, reshape
 
 # ---- what is hidden -------------------------------------------------------------------------------------------------

@@ -15,18 +15,16 @@ from torch.nn import functional as F
 
 from fxquant.ops.arithmetic import add, mul, sub
 from fxquant.ops.composite import Builder
-from fxquant.ops.division import WIDE, true_divide
+from fxquant.ops.division import true_divide
 from fxquant.ops.extremum import maximum
 from fxquant.ops.index import getitem
 from fxquant.ops.linear import matmul
 from fxquant.ops.pad import pad
 from fxquant.ops.pool import sum
-from fxquant.ops.record import Operator, Own, register
+from fxquant.ops.record import INNER, WIDE, Operator, register
 from fxquant.ops.selection import where
 from fxquant.ops.shape import numbers, reshape
 from fxquant.ops.unary import SHIFTED, unary
-
-INNER = Own("int16", otherwise="int8")
 
 # ---- fused arithmetic ------------------------------------------------------------------------------------------------
 

@@ -19,11 +19,9 @@ from fxquant.ops.arithmetic import mul
 from fxquant.ops.composite import Builder
 from fxquant.ops.form import Call
 from fxquant.ops.functions import floor_divided, floor_quotient, is_tensor, quotient_of, trunc_divided, trunc_quotient
-from fxquant.ops.record import OPERATORS, Instead, Operator, Own, register
+from fxquant.ops.record import OPERATORS, WIDE, Instead, Operator, register
 from fxquant.ops.unary import SHIFTED, of_inverse, with_offset
 from fxquant.primitives import elementwise
-
-WIDE = Own("int16", headroom=2.0)
 
 
 def div(input: Tensor, other: float, *, clamp: Clamp | None = None) -> Tensor:

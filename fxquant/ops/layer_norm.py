@@ -18,10 +18,8 @@ from fxquant.ops.arithmetic import add, mul, sub
 from fxquant.ops.composite import Builder
 from fxquant.ops.normalization import scale_channels
 from fxquant.ops.pool import mean
-from fxquant.ops.record import Operator, Own, Parameter, register
+from fxquant.ops.record import WIDE, Operator, Parameter, register
 from fxquant.ops.unary import shifted
-
-WIDE = Own("int16", headroom=2.0)
 
 
 def layer_norm(

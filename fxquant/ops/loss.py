@@ -26,10 +26,9 @@ from fxquant.graph import fact, is_parameter
 from fxquant.ops.activation import clamp
 from fxquant.ops.arithmetic import add, mul, sub
 from fxquant.ops.composite import Builder
-from fxquant.ops.distance import INNER, xlogy
-from fxquant.ops.division import WIDE
+from fxquant.ops.distance import xlogy
 from fxquant.ops.pool import mean, sum
-from fxquant.ops.record import Operator, Parameter, register
+from fxquant.ops.record import INNER, WIDE, Operator, Parameter, register
 from fxquant.ops.unary import unary
 
 LOWEST_LOGARITHM = -100.0  # PyTorch's, of a probability

@@ -15,9 +15,8 @@ from torch.nn import functional as F
 
 from fxquant.ops.arithmetic import mul
 from fxquant.ops.composite import Builder
-from fxquant.ops.division import WIDE
 from fxquant.ops.pool import avg_pool1d, avg_pool2d, avg_pool3d, needs_batch
-from fxquant.ops.record import Operator, register
+from fxquant.ops.record import WIDE, Operator, register
 from fxquant.ops.unary import SHIFTED
 from fxquant.ops.weighted import sizes
 

@@ -24,9 +24,8 @@ from fxquant.ops.composite import Builder
 from fxquant.ops.extremum import amax
 from fxquant.ops.form import Call
 from fxquant.ops.hiding import HIDDEN
-from fxquant.ops.layer_norm import WIDE
 from fxquant.ops.pool import sum
-from fxquant.ops.record import Operator, Same, operator_of, register
+from fxquant.ops.record import WIDE, Operator, Same, operator_of, register
 from fxquant.ops.selection import where
 from fxquant.ops.softmax import AT_MOST_ONE
 from fxquant.ops.unary import by_table

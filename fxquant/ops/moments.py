@@ -22,10 +22,9 @@ from fxquant.ops.arithmetic import mul, sub
 from fxquant.ops.composite import Builder
 from fxquant.ops.division import div
 from fxquant.ops.extremum import amax
-from fxquant.ops.layer_norm import WIDE
 from fxquant.ops.normalization import scale_channels
 from fxquant.ops.pool import mean, sum
-from fxquant.ops.record import Operator, Parameter, register
+from fxquant.ops.record import WIDE, Operator, Parameter, register
 from fxquant.ops.shape import MANY_SIZES, numbers, reshape
 from fxquant.ops.unary import shifted, unary
 

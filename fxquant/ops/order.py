@@ -17,9 +17,7 @@ from fxquant.ops.index import WHOLE, getitem
 from fxquant.ops.join import cat, stack
 from fxquant.ops.places import constant_value
 from fxquant.ops.ranking import gather, ranked, sort
-from fxquant.ops.record import Operator, Own, Same, register
-
-WIDE = Own("int16", otherwise="int8")
+from fxquant.ops.record import INNER, Operator, Same, register
 
 
 def _fixed(verb: str) -> Any:
@@ -175,7 +173,7 @@ def _expand_quantile(build: Builder, input: fx.Node, q: Any, dim: int, keepdim: 
         first = min(math.floor(position), length - 1)
         if share in (0.0, 1.0):
             return at(first + int(share))
-        found: fx.Node = build(add, build(mul, at(first), 1 - share, demand=WIDE), build(mul, at(first + 1), share, demand=WIDE))
+        found: fx.Node = build(add, build(mul, at(first), 1 - share, demand=INNER), build(mul, at(first + 1), share, demand=INNER))
         return found
 
     if isinstance(q, int | float):

@@ -19,11 +19,10 @@ from fxquant.facts import TensorFact
 from fxquant.graph import fact, is_parameter, parameter_value
 from fxquant.ops.arithmetic import add, mul, sub
 from fxquant.ops.composite import Builder
-from fxquant.ops.distance import INNER
-from fxquant.ops.division import WIDE, true_divide
+from fxquant.ops.division import true_divide
 from fxquant.ops.extremum import maximum
 from fxquant.ops.functions import floor_quotient, floor_remainder, quotient_of, trunc_quotient, trunc_remainder
-from fxquant.ops.record import Operator, register
+from fxquant.ops.record import INNER, WIDE, Operator, register
 from fxquant.ops.selection import where
 from fxquant.ops.unary import power, spelled, unary
 

@@ -19,11 +19,10 @@ from fxquant.facts import TensorFact
 from fxquant.graph import fact
 from fxquant.ops.arithmetic import add, mul, sub
 from fxquant.ops.composite import Builder
-from fxquant.ops.division import WIDE
 from fxquant.ops.index import WHOLE, getitem
 from fxquant.ops.join import cat
 from fxquant.ops.pool import sum
-from fxquant.ops.record import Operator, register
+from fxquant.ops.record import WIDE, Operator, register
 from fxquant.ops.running import cumsum
 from fxquant.ops.shape import numbers, reshape
 

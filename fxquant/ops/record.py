@@ -44,6 +44,11 @@ class Own:
     headroom: float = 1.0
 
 
+# Of an inner tensor of a composite: what its result is worth nothing without, and what it is better with.
+WIDE = Own("int16", headroom=2.0)
+INNER = Own("int16", otherwise="int8")
+
+
 @dataclass(frozen=True)
 class Same:
     """The grid of the operands of these parameters; of all operands, where none is named."""

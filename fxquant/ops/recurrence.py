@@ -18,11 +18,10 @@ from fxquant.ops.dropout import dropout
 from fxquant.ops.index import WHOLE, getitem
 from fxquant.ops.join import cat, stack
 from fxquant.ops.linear import linear
-from fxquant.ops.record import Demand, Fixed, Own, Same, operator_of
+from fxquant.ops.record import INNER, Demand, Fixed, Own, Same, operator_of
 from fxquant.ops.shape import numbers, reshape
 from fxquant.ops.unary import shifted
 
-WIDE = Own("int16", otherwise="int8")
 WITHIN_ONE = Fixed(2.0**-15, "int16", otherwise=Fixed(2.0**-7, "int8"))
 GATE = Fixed(2.0**-15, "int16", otherwise=Fixed(2.0**-8, "uint8", 0, otherwise=Fixed(2.0**-7, "int8")))  # from 0 to 1
 BENT = Fixed(2.0**-12, "int16", otherwise=Own("int8"))  # before a sigmoid or a tanh, which do not change any more beyond 8
@@ -57,7 +56,7 @@ class _Layer:
 
     def recurrent(self, hidden: fx.Node | None) -> fx.Node | None:
         """U h + b'; the bias alone where there is no state yet, and that may be None, too."""
-        return self.bias if hidden is None else self.made("recurrent", linear, hidden, self.weight, self.bias, demand=WIDE)
+        return self.bias if hidden is None else self.made("recurrent", linear, hidden, self.weight, self.bias, demand=INNER)
 
     def sum(self, given: fx.Node, recurrent: fx.Node | None, demand: Demand = BENT) -> fx.Node:
         """What the two give together."""
@@ -87,10 +86,10 @@ def _lstm_step(layer: _Layer, given: fx.Node, state: State) -> tuple[fx.Node, ..
     entering, forgetting, candidate, leaving = (layer.gate(bent, number) for number in range(4))
     entered = build(torch.sigmoid, entering, demand=GATE), build(torch.tanh, candidate, demand=WITHIN_ONE)
     if before is None:
-        cell = layer.made("cell", mul, *entered, demand=WIDE)
+        cell = layer.made("cell", mul, *entered, demand=INNER)
     else:
-        kept = layer.made("cell", mul, build(torch.sigmoid, forgetting, demand=GATE), before, demand=WIDE)
-        cell = layer.made("cell", add, kept, build(mul, *entered, demand=WITHIN_ONE), demand=WIDE)
+        kept = layer.made("cell", mul, build(torch.sigmoid, forgetting, demand=GATE), before, demand=INNER)
+        cell = layer.made("cell", add, kept, build(mul, *entered, demand=WITHIN_ONE), demand=INNER)
     value = layer.made("value", mul, build(torch.sigmoid, leaving, demand=GATE), build(torch.tanh, cell, demand=WITHIN_ONE), demand=Own())
     return value if layer.projection is None else layer.made("state", linear, value, layer.projection, None, demand=Own()), cell
 
@@ -102,11 +101,11 @@ def _gru_step(layer: _Layer, given: fx.Node, state: State) -> tuple[fx.Node, ...
     update, inner = layer.gate(gates, 1), layer.gate(recurrent, 2)
     if inner is not None:
         reset = build(torch.sigmoid, layer.gate(gates, 0), demand=GATE)
-        inner = layer.made("reset", mul, reset, inner, demand=WIDE)
+        inner = layer.made("reset", mul, reset, inner, demand=INNER)
     candidate = build(torch.tanh, layer.sum(layer.gate(given, 2), inner), demand=WITHIN_ONE)  # type: ignore[arg-type]
     share = build(shifted, update, "sigmoid", -1.0, 0.0, {}, demand=GATE)
     wide = "int16" in build.activations
-    remembered = Own() if not wide else WITHIN_ONE if layer.bounded else WIDE
+    remembered = Own() if not wide else WITHIN_ONE if layer.bounded else INNER
     after = layer.made("state", mul, share, candidate, demand=remembered)
     if before is not None:
         kept = layer.made("state", mul, build(torch.sigmoid, update, demand=GATE), before, demand=remembered)
@@ -154,7 +153,7 @@ class _Sequence:
         build, (step, gates, _) = self.build, STEPS[self.kind]
         bias_ih, bias_hh = weights[2:4] if biases else (None, None)
         projection = weights[-1] if len(weights) in (3, 5) else None
-        given = build(linear, input, weights[0], bias_ih, demand=WIDE)
+        given = build(linear, input, weights[0], bias_ih, demand=INNER)
         shape = build.fact(given).shape
         layer = _Layer(build, weights[1], bias_hh, projection, _whole(shape[-1]) // gates, bounded=state[0] is None)
         steps = range(_whole(shape[self.axis]))
@@ -240,7 +239,7 @@ def expand_layers(
     output, last = _Sequence(build, kind, axis).layers(input, state, parameters, biases, num_layers, bidirectional, dropout)
     results = [output]
     for at, states in enumerate(list(zip(*last, strict=True))[: 2 if kind == "lstm" else 1]):
-        results.append(build(stack, list(states), 0, demand=Same() if len(states) == 1 else WIDE if at else Own()))
+        results.append(build(stack, list(states), 0, demand=Same() if len(states) == 1 else INNER if at else Own()))
     if batched:
         return results
     return [build(reshape, value, _without(_numbers(build, value), 1 - axis if at == 0 else 1)) for at, value in enumerate(results)]
@@ -281,7 +280,7 @@ def expand_cell(
         input = build(reshape, input, [1, *sizes])
         state = None if state is None else [build(reshape, held, [1, *build.fact(held).shape]) for held in state]
     step, gates, _ = STEPS[kind]
-    given = build(linear, input, weights[0], weights[2], demand=WIDE)
+    given = build(linear, input, weights[0], weights[2], demand=INNER)
     assert weights[1] is not None
     layer = _Layer(build, weights[1], weights[3], None, _whole(build.fact(given).shape[-1]) // gates, bounded=state is None)
     results = step(layer, given, _filled(state or [None], kind))[: 2 if kind == "lstm" else 1]

@@ -25,13 +25,12 @@ from fxquant.ops.form import Call
 from fxquant.ops.index import WHOLE, getitem
 from fxquant.ops.pool import too_many
 from fxquant.ops.ranking import refuses_index
-from fxquant.ops.record import Instead, Operator, Own, register
+from fxquant.ops.record import INNER, Instead, Operator, register
 from fxquant.primitives import PRIMITIVES, accumulate, selection, shape
 from fxquant.primitives import scatter as primitives
 
 SUMMING_OPSET = 16  # the first whose ScatterElements adds
 LARGEST = torch.finfo(torch.float32).max
-WIDE = Own("int16", otherwise="int8")
 
 # ---- in the place of others ---------------------------------------------------------------------------------------------
 
@@ -204,15 +203,15 @@ def _size(build: Builder, input: fx.Node, dim: int) -> int:
 
 def _expand_scatter_add(build: Builder, input: fx.Node, dim: int, index: fx.Node, src: fx.Node) -> Any:
     alone = made_number(input) == 0
-    total = build(sum_at, src, dim, index, _size(build, input, dim), demand=None if alone else WIDE)
+    total = build(sum_at, src, dim, index, _size(build, input, dim), demand=None if alone else INNER)
     return total if alone else build(add, input, total)
 
 
 def _expand_index_add(build: Builder, input: fx.Node, dim: int, index: fx.Node, source: fx.Node, alpha: float) -> Any:
     alone = made_number(input) == 0
     if alpha != 1:
-        source = build(mul, source, alpha, demand=WIDE)
-    total = build(index_sum, source, dim, index, _size(build, input, dim), demand=None if alone else WIDE)
+        source = build(mul, source, alpha, demand=INNER)
+    total = build(index_sum, source, dim, index, _size(build, input, dim), demand=None if alone else INNER)
     return total if alone else build(add, input, total)
 
 

@@ -15,10 +15,8 @@ from fxquant.facts import Size
 from fxquant.ops.arithmetic import mul, sub
 from fxquant.ops.arranged import sizes_of
 from fxquant.ops.composite import Builder
-from fxquant.ops.distance import INNER
-from fxquant.ops.division import WIDE
 from fxquant.ops.moments import norm
-from fxquant.ops.record import Operator, register
+from fxquant.ops.record import INNER, WIDE, Operator, register
 from fxquant.ops.unary import unary
 
 SMALL = 1e-7  # what renorm adds to a norm before it divides

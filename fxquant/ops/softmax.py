@@ -19,10 +19,9 @@ from fxquant.ops.composite import Builder
 from fxquant.ops.extremum import amax
 from fxquant.ops.moments import reduced, refuses_reduction
 from fxquant.ops.pool import sum
-from fxquant.ops.record import Fixed, Operator, Own, register
+from fxquant.ops.record import WIDE, Fixed, Operator, register
 from fxquant.ops.shape import MANY_SIZES, many_sizes, numbers, rank_of, reshape
 
-WIDE = Own("int16", headroom=2.0)
 AT_MOST_ONE = Fixed(2.0**-15, "int16")
 
 
