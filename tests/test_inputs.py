@@ -347,3 +347,66 @@ def test_what_reduces_the_batch_is_not_integer_or_is_proved_for_every_batch(name
             assert int(values[node.name].long().abs().max()) < 2 ** (bits - 1), f"{node.name} exceeds what was proved"
     with torch.no_grad():
         assert all_equal(outcome.prepared(large[:1000]), integer(large[:1000]))
+
+
+# ---- what cuts the batch off at a fixed place ----------------------------------------------------------------------------
+
+CUT: dict[str, tuple[Callable[[Tensor], Tensor], int, int | None]] = {
+    "first": (lambda x: x[:2].relu(), 2, None),
+    "without the first": (lambda x: x[1:].relu(), 1, None),
+    "all but three": (lambda x: x[3:].relu(), 3, None),
+    "at most twenty": (lambda x: x[:20].relu(), 1, 20),
+    "the last twenty": (lambda x: x[-20:].sum(0), 1, 20),
+    "between": (lambda x: x[2:20].relu(), 2, 20),
+    "narrow": (lambda x: x.narrow(0, 1, 2).relu(), 3, None),
+    "split": (lambda x: x.split(20)[0].relu(), 1, 20),
+    "halves": (lambda x: x.chunk(2)[0].relu(), 1, None),
+    "diagonal": (lambda x: torch.diagonal(x[:, :3]).relu(), 3, None),
+    "topk": (lambda x: x.topk(3, 0)[0], 3, None),
+    "everything": (lambda x: x[:].relu(), 1, None),
+    "window": (lambda x: nn.functional.max_pool1d(x.t()[None], 3, 1), 3, None),
+    "a column": (lambda x: x[:, :2].relu(), 1, None),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_batch_that_is_cut_off_is_computed_where_its_shapes_hold_and_refused_elsewhere(name: str) -> None:
+    function, smallest, largest = CUT[name]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Reduces(function)).eval()
+    outcome = fxq.quantize(model, [torch.randn(8, 6)], "nash-e", show_progress=False)
+    for batch in (1, 2, 3, 5, 20, 21, 40):
+        x = torch.randn(batch, 6, generator=torch.Generator().manual_seed(batch))
+        if smallest <= batch <= (largest or batch):
+            with torch.no_grad():
+                expected, found = model(x), outcome.prepared(x)
+            assert torch.equal(found, outcome.integer(x))
+            assert found.shape == expected.shape
+            assert found.numel() == 0 or float((found - expected).abs().max()) < 0.2
+        else:
+            for form in (outcome.prepared, outcome.integer, copy.deepcopy(outcome.integer)):
+                with pytest.raises(fxq.ConfigurationError, match="its batch is"):
+                    form(x)
+
+
+def test_an_example_beyond_what_the_shapes_allow_is_refused_with_its_line() -> None:
+    with pytest.raises(fxq.TraceError, match="too small") as error:
+        fxq.trace(Reduces(lambda x: x[:2].relu()), torch.randn(1, 6))
+    assert "x[:2]" in str(error.value)
+    with pytest.raises(fxq.TraceError, match="too large"):
+        fxq.trace(Reduces(lambda x: x[:20].relu()), torch.randn(30, 6))
+    fxq.trace(Reduces(lambda x: x[:2].relu()), torch.randn(1, 6), {})
+
+
+def test_limits_of_the_batch_are_saved_and_the_file_cuts_off_like_the_model(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Reduces(lambda x: x[-20:].relu())).eval()
+    outcome = fxq.quantize(model, [torch.randn(8, 6)], "nash-e", show_progress=False)
+    fxq.save(outcome.integer, tmp_path / "model.fxq")
+    with pytest.raises(fxq.ConfigurationError, match="up to a batch of 20"):
+        fxq.load(tmp_path / "model.fxq")(torch.randn(21, 6))
+    fxq.export_onnx(outcome.integer, tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    x = torch.randn(30, 6)
+    found = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
+    assert torch.equal(torch.from_numpy(found), outcome.integer(x[-20:]))

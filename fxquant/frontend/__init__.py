@@ -21,6 +21,7 @@ from torch import fx, nn
 from fxquant.arguments import checked
 from fxquant.errors import FxQuantError, TraceError
 from fxquant.facts import BATCH_SIZES
+from fxquant.frontend.batch_limits import note_batch_limits
 from fxquant.frontend.checks import RETRACE_SIZES, compare_recordings, compare_with_model
 from fxquant.frontend.entry import float_model, is_traced
 from fxquant.frontend.input_check import InputCheck, attach_input_check
@@ -70,6 +71,8 @@ def _traced(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule | None, chec
     recording = _recorded(model, inputs, leaf, qconfigs)
     if check and inputs.batch is not None:
         compare_recordings(recording, record(model, inputs, (*RETRACE_SIZES, *BATCH_SIZES), leaf, locate=False))
+    if inputs.batch is not None:
+        note_batch_limits(recording.graph, inputs.batch)
     traced = build(model, recording)
     if qconfigs:
         traced.meta["qconfigs"] = list(qconfigs)  # the paths of their modules

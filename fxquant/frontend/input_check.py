@@ -17,6 +17,7 @@ from torch import fx
 from fxquant import graph
 from fxquant.errors import ConfigurationError
 from fxquant.facts import BatchDim, TensorFact
+from fxquant.frontend.batch_limits import BatchLimits, noted_limits
 from fxquant.model import Model
 
 TRANSIENT = "fxquant.transient_buffers"  # in meta: the names of the buffers that state_dict leaves out
@@ -42,11 +43,13 @@ class Input:
 class InputCheck:
     """A forward pre-hook: ConfigurationError unless a graph module is given its inputs, flat, as they were traced, with any batch size.
 
-    made  what was done with the model to get the graph: "traced" or "prepared"
+    made      what was done with the model to get the graph: "traced" or "prepared"
+    batches   between which batch sizes the graph's shapes hold
     """
 
     inputs: tuple[Input, ...]
     made: str
+    batches: BatchLimits
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._check_number(args, kwargs)
@@ -63,8 +66,18 @@ class InputCheck:
                         self._refuse(expected, f"dimension {dim} has size {size}", f"{self._made_with(expected)}, and {fixed}")
                 elif batch is None:
                     first, batch = expected.name, size
+                    self._check_batch(expected, size)
                 elif batch != size:
                     self._refuse(expected, f"its batch is {size}", f"input {first} has a batch of {batch}, and all inputs share one")
+
+    def _check_batch(self, expected: Input, size: int) -> None:
+        if 0 < size < self.batches.smallest:
+            where = f"from a batch of {self.batches.smallest} on"
+        elif self.batches.largest is not None and size > self.batches.largest:
+            where = f"up to a batch of {self.batches.largest}"
+        else:
+            return
+        self._refuse(expected, f"its batch is {size}", f"the model cuts its batch off at a fixed place, and its shapes hold {where}")
 
     def _check_number(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         names = [expected.name for expected in self.inputs]
@@ -128,9 +141,9 @@ def _unusual(given: torch.Tensor) -> tuple[str, str] | None:
 
 def input_check(module: fx.GraphModule) -> InputCheck:
     """The check of the inputs that the placeholders of a graph describe."""
-    return InputCheck(
-        tuple(_described(node) for node in module.graph.find_nodes(op="placeholder")), "prepared" if "target" in module.meta else "traced"
-    )
+    inputs = module.graph.find_nodes(op="placeholder")
+    made = "prepared" if "target" in module.meta else "traced"
+    return InputCheck(tuple(map(_described, inputs)), made, noted_limits(module.graph))
 
 
 def _described(node: fx.Node) -> Input:

@@ -200,6 +200,15 @@ def _refuses_getitem(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return MANY_SIZES if many_sizes(node) and any(entry is None or isinstance(entry, int) for entry in index) else None
 
 
+def _keeps_everything(arguments: dict[str, Any]) -> bool:
+    """For an index whose result has its operand's shape: whether it has it at every batch size; `[:20]` has not."""
+    known = fact(arguments["input"])
+    return isinstance(known, TensorFact) and all(
+        isinstance(entry, builtins.slice) and (isinstance(size, int) or (not entry.start and entry.stop is None))
+        for entry, size in zip(arguments["index"], known.shape, strict=False)
+    )
+
+
 def _refuses_entry(entry: Any, size: Size) -> str | None:
     """Why an index of a dimension of this size has no integer form."""
     if isinstance(entry, builtins.slice):
@@ -304,7 +313,7 @@ register(
         _lower_getitem,
         Same(),
         moves=True,
-        idle=lambda arguments: all(isinstance(entry, builtins.slice) for entry in arguments["index"]),
+        idle=_keeps_everything,
         functions={
             operator.getitem: _indexed,
             torch.narrow: _narrowed,
