@@ -91,7 +91,7 @@ def _rescaling() -> set[Function]:
 class FixedArithmetic(Arithmetic):
     """*fixed*: a shift, a product with whole numbers, a shift."""
 
-    final_rounding: str = "half_up"  # or "floor"
+    final_rounding: str = "half_up"  # or "floor", or "half_step": see `requantize_fixed`
     widths: Mapping[str, FixedWidths] = field(default_factory=dict)  # by name of the output dtype
 
     primitives = frozenset((requantize_fixed, align_fixed))

@@ -158,12 +158,12 @@ def scale_from_range(low: Tensor, high: Tensor, dtype: IntType) -> Tensor:
     """The float32 scale of a tensor whose values lie in [low, high]: max(|low|, |high|) / dtype.divisor.
 
     The one function that computes a scale, for observing, training and converting alike. At least 2^-48, so that a
-    division by it is always finite; 2^-23 where all values are zero.
+    division by it is always finite; 2^-23 where all values are zero; NaN where one is.
     """
     largest = torch.maximum(low.abs(), high.abs()).float()
     # A tensor divisor: dividing by a Python number may become a product with its reciprocal.
     scale = (largest / torch.tensor(dtype.divisor, dtype=torch.float32, device=largest.device)).clamp_min(SMALLEST_SCALE)
-    return torch.where(largest > 0, scale, FLOAT32_EPSILON)
+    return torch.where(largest == 0, FLOAT32_EPSILON, scale)
 
 
 def is_scale(value: float) -> bool:

@@ -173,9 +173,10 @@ def fixed_parameters(ratio: Fraction, widths: Widths, high: int, accumulator_bit
 def requantize_fixed(accumulator: int, a: int, multiplier: int, b: int, intermediate_bits: int, rounding: str, low: int, high: int) -> int:
     """One accumulator by *fixed*."""
     limit = 2 ** (intermediate_bits - 1)
-    t = limited(math.floor(Fraction(accumulator, 2**a)), -limit, limit - 1)
+    half = min(2 ** (a + b - 1) // multiplier, 2**31) if rounding == "half_step" and multiplier else 0
+    t = limited(math.floor(Fraction(accumulator + half, 2**a)), -limit, limit - 1)
     value = Fraction(t * multiplier, 2**b)
-    return limited({"half_up": half_up, "floor": math.floor}[rounding](value), low, high)
+    return limited(half_up(value) if rounding == "half_up" else math.floor(value), low, high)
 
 
 def real_multiplier(ratio: Fraction) -> Fraction:

@@ -29,12 +29,13 @@ class Layers(nn.Module):
         self.alone = nn.BatchNorm2d(4)
         self.offset = nn.Parameter(torch.randn(4, 1, 1))
         self.least = nn.Parameter(torch.randn(4, 1, 1))
+        self.factor = nn.Parameter(torch.randn(6))
         self.matrix = nn.Parameter(torch.randn(4, 4))
         self.head = nn.Linear(4, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.slope(self.norm(self.conv(x)))
-        x = F.max_pool2d(self.alone(x + self.offset), 2)
+        x = F.max_pool2d(self.alone(x + self.offset) * self.factor, 2)
         x = torch.maximum(x, self.least).mean((2, 3))
         return self.head(x @ self.matrix)
 
@@ -64,7 +65,11 @@ PLACES = {  # a parameter, the node and the module that the error names, what it
     "matrix": ("matmul", None, "its constant 'other' holds"),
     "head.weight": ("head", "head", "its weight holds"),
 }
-CONSTANTS = {"offset": ("add", None, "its constant 'other' holds"), "least": ("maximum", None, "its constant 'other' holds")}
+CONSTANTS = {
+    "offset": ("add", None, "its constant 'other' holds"),
+    "factor": ("mul", None, "its constant 'other' holds"),
+    "least": ("maximum", None, "its constant 'other' holds"),
+}
 
 
 def actions(model: fx.GraphModule) -> dict[str, Callable[[], object]]:

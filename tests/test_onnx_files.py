@@ -422,6 +422,33 @@ def test_a_float_operator_that_cannot_be_written_is_named(tmp_path: Path) -> Non
 # ---- metadata ---------------------------------------------------------------------------------------------------------
 
 
+class Chosen(nn.Module):
+    """An input that nothing reads, a mask, and two images, of which the second is read first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, unused: Tensor, mask: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return torch.where(mask, self.layer(y).relu(), self.layer(x))
+
+
+@pytest.mark.parametrize("style", ["exact", "fast", "qdq"])
+def test_a_file_of_integers_takes_every_input_in_the_order_of_the_model(style: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    batch = (torch.randn(4, 2), torch.rand(4, 3) > 0.5, torch.randn(4, 3), torch.randn(4, 3))
+    result = fxq.quantize(Chosen(), [batch], "nash-e", show_progress=False)
+    path = fxq.export_onnx(result.integer, tmp_path / "model.onnx", style=style, io="integer")
+    session = onnxruntime.InferenceSession(path)
+    assert [entry.name for entry in session.get_inputs()] == ["unused", "mask", "x", "y"]
+    assert [entry["dtype"] for entry in fxq.onnx_metadata(path)["inputs"]] == ["float", "bool", "int8", "int8"]
+    values = next(fxq.record(result.integer, [batch]))
+    integers = {name: values[f"{name}_quantize"].to(torch.int8) for name in ("x", "y")}
+    feeds = {"unused": batch[0], "mask": batch[1], **integers}
+    found = session.run(None, {name: value.numpy() for name, value in feeds.items()})[0]
+    assert torch.equal(torch.from_numpy(found).long(), values["where"].long())
+
+
 @pytest.mark.parametrize("width", ["int4", "int8", "int16", "int32"])
 @pytest.mark.parametrize("io", ["float", "integer"])
 @pytest.mark.parametrize("style", ["exact", "fast", "qdq"])

@@ -357,7 +357,7 @@ FORMATS = (
     Format("bayes-e", "int16", "int8", "int8", FIXED),
     Format("bayes-e", "int8", "int16", "int16", FIXED),
     Format("bayes-e", "int4", "int4", "int4", FIXED),
-    Format("bernoulli", "int8", "int8", "int8", Rules("fixed", "floor", 8, power_of_two_weights=True)),
+    Format("bernoulli", "int8", "int8", "int8", Rules("fixed", "half_step", 8, power_of_two_weights=True)),
     Format("bernoulli2", "int8", "int8", "int8", Rules("fixed", resize_bits=8)),
     Format(FLOOR, "int16", "int16", "int16", Rules("fixed", "floor")),
     Format("nash-e", "int8", "int8", "int8", REAL),

@@ -233,6 +233,9 @@ def fixed_at_ties(draw: Any) -> tuple[int, int, int, int]:
     return t * 2**a + dropped, a, multiplier, b
 
 
+ROUNDINGS = ("half_up", "floor", "half_step")
+
+
 def check_fixed(rows: list[tuple[int, int, int, int]], bits: int, rounding: str, low: int, high: int, storage: torch.dtype) -> None:
     """Rows of (acc, a, M, b), each its own channel, on every path."""
     accumulator, a, multiplier, b = (torch.tensor(column, dtype=torch.int32) for column in zip(*rows, strict=True))
@@ -252,14 +255,14 @@ def check_fixed(rows: list[tuple[int, int, int, int]], bits: int, rounding: str,
 @EXACT
 @given(
     st.lists(st.tuples(whole, st.integers(0, 31), st.integers(0, 2**15 - 1), st.integers(1, 31)), min_size=1, max_size=24),
-    st.sampled_from(["half_up", "floor"]), st.sampled_from([(-128, 127), (0, 127), (0, 102), (-50, 50)]),
+    st.sampled_from(ROUNDINGS), st.sampled_from([(-128, 127), (0, 127), (0, 102), (-50, 50)]),
 )  # fmt: skip
 def test_requantize_fixed(rows: list[tuple[int, int, int, int]], rounding: str, bounds: tuple[int, int]) -> None:
     check_fixed(rows, 16, rounding, *bounds, torch.int8)
 
 
 @EXACT
-@given(st.lists(fixed_at_ties(), min_size=1, max_size=24), st.sampled_from(["half_up", "floor"]))
+@given(st.lists(fixed_at_ties(), min_size=1, max_size=24), st.sampled_from(ROUNDINGS))
 def test_requantize_fixed_at_ties(rows: list[tuple[int, int, int, int]], rounding: str) -> None:
     check_fixed(rows, 16, rounding, -128, 127, torch.int8)
     check_fixed(rows, 16, rounding, -(2**20), 2**20, torch.int32)  # nothing saturates: every tie shows
@@ -268,7 +271,7 @@ def test_requantize_fixed_at_ties(rows: list[tuple[int, int, int, int]], roundin
 @EXACT
 @given(
     st.lists(st.tuples(whole, st.just(0), st.integers(0, 2**21 - 1), st.integers(1, 31)), min_size=1, max_size=24),
-    st.sampled_from(["half_up", "floor"]),
+    st.sampled_from(ROUNDINGS),
 )  # fmt: skip
 def test_requantize_fixed_to_int16(rows: list[tuple[int, int, int, int]], rounding: str) -> None:
     check_fixed(rows, 32, rounding, -32768, 32767, torch.int16)
@@ -278,7 +281,7 @@ def test_requantize_fixed_to_int16(rows: list[tuple[int, int, int, int]], roundi
 def test_requantize_fixed_at_the_ends_of_everything() -> None:
     ends = (INT32_LOW, INT32_LOW + 1, -32769, -32768, -32767, -2, -1, 0, 1, 2, 32767, 32768, INT32_HIGH - 1, INT32_HIGH)
     rows = list(itertools.product(ends, (0, 1, 6, 16, 31), (0, 1, 2**14, 2**15 - 1), (1, 2, 15, 22, 30, 31)))
-    for rounding in ("half_up", "floor"):
+    for rounding in ROUNDINGS:
         check_fixed(rows, 16, rounding, -128, 127, torch.int8)
         check_fixed(rows, 16, rounding, -(2**24), 2**24, torch.int32)
         check_fixed([(acc, 0, 2**21 - m // 2**10 - 1, b) for acc, _, m, b in rows], 32, rounding, -32768, 32767, torch.int16)

@@ -6,6 +6,7 @@ They are drawn by `benchmarks.fuzz`, which draws fresh ones when it is run by it
 from __future__ import annotations
 
 import itertools
+import math
 import pickle
 import sys
 import tempfile
@@ -98,7 +99,8 @@ def defect(monkeypatch: pytest.MonkeyPatch) -> None:
 def large(operator: str) -> Case:
     """A case of many operators that ends in another one than that it is about."""
     cases = (draw(seed, ("nash-e",), operator) for seed in itertools.count())
-    return next(case for case in cases if len(case.steps) >= 6 and case.steps[-1].spelling.operator != operator)
+    fits = (case for case in cases if len(case.steps) >= 6 and case.steps[-1].spelling.operator != operator)
+    return next(case for case in fits if operator in becomes_integer(case))
 
 
 @pytest.mark.usefixtures("defect")
@@ -108,7 +110,7 @@ def test_a_planted_defect_is_shrunk_to_a_program_that_fails(monkeypatch: pytest.
     assert outcome.kind == FAILED
     smallest, shrunk = shrink(case, outcome)
     assert (shrunk.kind, shrunk.like, len(smallest.steps)) == (FAILED, outcome.like, 1)
-    assert smallest.inputs[0].sizes == (1,) * len(smallest.inputs[0].sizes)
+    assert math.prod(smallest.inputs[0].sizes) <= 2
     assert (smallest.target, smallest.config, smallest.rules, smallest.optimizer) == ("bayes-e", Config(), (), None)
     assert shrunk.program.count("\n") < 30, shrunk.program
     with pytest.raises(AssertionError, match="first difference at %neg"):

@@ -17,7 +17,7 @@ WIDTHS = {
 }
 SHIFT = FixedArithmetic(
     "shift",
-    final_rounding="floor",
+    final_rounding="half_step",
     widths=WIDTHS,
     power_of_two_scales=True,
     power_of_two_weights=True,

@@ -104,28 +104,32 @@ class Writer:
         }
 
     def _placeholder(self, node: fx.Node, name: str) -> None:
-        if self.io == "integer":
-            others = [user.name for user in node.users if user.target is not quantize]
-            if others:
-                raise ExportError(
-                    f"io='integer' cannot be used: the input {node.name!r} is also read as a real number",
-                    node=node,
-                    because=f"{', '.join('%' + other for other in others)} stays in float",
-                    remedy="export with io='float'",
-                )
-            if len(node.users) > 1:
-                raise ExportError(
-                    f"io='integer' cannot be used: the input {node.name!r} is quantized on {len(node.users)} scales",
-                    node=node,
-                    because=f"{', '.join('%' + user.name for user in node.users)} are read by operators that limit it to different ranges",
-                    remedy="export with io='float', or limit the input once, before anything else reads it",
-                )
+        known = fact(node)
+        real = isinstance(known, TensorFact) and known.dtype.is_floating_point
         self.values[node] = name
-        if self.io == "float":
-            self._declare_input(name, fact(node))
-            if qparams(node) is not None:  # of a segment that takes up where another one ended
-                self._describe(node, name, "quantized")
-                self.sources[name] = name
+        self._declare_input(name, self._integers(node) if self.io == "integer" and real and node.users else known)
+        if self.io == "float" and qparams(node) is not None:  # of a segment that takes up where another one ended
+            self._describe(node, name, "quantized")
+            self.sources[name] = name
+
+    def _integers(self, node: fx.Node) -> Any:
+        """What is known of the integers that a real input is given as; ExportError where these are not one tensor."""
+        others = [user.name for user in node.users if user.target is not quantize]
+        if others:
+            raise ExportError(
+                f"io='integer' cannot be used: the input {node.name!r} is also read as a real number",
+                node=node,
+                because=f"{', '.join('%' + other for other in others)} stays in float",
+                remedy="export with io='float'",
+            )
+        if len(node.users) > 1:
+            raise ExportError(
+                f"io='integer' cannot be used: the input {node.name!r} is quantized on {len(node.users)} scales",
+                node=node,
+                because=f"{', '.join('%' + user.name for user in node.users)} are read by operators that limit it to different ranges",
+                remedy="export with io='float', or limit the input once, before anything else reads it",
+            )
+        return fact(next(iter(node.users)))
 
     def _declare_input(self, name: str, known: Any) -> None:
         if not isinstance(known, TensorFact):
@@ -166,7 +170,6 @@ class Writer:
         operand: Any = node.args[0]
         if node.target is quantize and operand.op == "placeholder" and fact(operand).dtype.is_floating_point:
             name = self.values[node] = self.values[operand]
-            self._declare_input(name, fact(node))
             self._describe(node, name, kind)
             self.sources[name] = name
             return True

@@ -293,6 +293,8 @@ def run(case: Case) -> Outcome:
                 if name == "convert":
                     found = _facts(scope, case)
             except BaseException as error:
+                if name == "train" and _float_model_raises(error, scope):
+                    return Outcome(INVALID, name, type(error).__name__, str(error))
                 return _ended(name, error, build.program([*done, (name, text)]), found)
             if name not in CHECKS:
                 done.append((name, text))
@@ -306,6 +308,19 @@ def _execute(name: str, text: str, seed: int, scope: dict[str, Any]) -> None:
         exec(compile(text, file, "exec"), scope)
     finally:
         linecache.cache.pop(file, None)
+
+
+def _float_model_raises(error: BaseException, scope: dict[str, Any]) -> bool:
+    """Whether the float model cannot be trained for the same reason, as one with an operator that PyTorch has no derivative of."""
+    if not isinstance(error, RuntimeError):
+        return False
+    model, batches = copy.deepcopy(scope["model"]), scope["batches"]
+    try:
+        loss = sum(y.square().mean() for y in tree_leaves([model(*[x.clone() for x in batch]) for batch in batches]))
+        loss.backward()
+    except RuntimeError as floats:
+        return str(floats) == str(error)
+    return False
 
 
 def _ended(name: str, error: BaseException, program: str, found: dict[str, Any]) -> Outcome:

@@ -14,6 +14,18 @@ from fxquant.primitives.boundary import offset
 from fxquant.primitives.bounds import FLOAT64_EXACT, Range, Value, constant_of, multipliers, need, stored_limits, within
 from fxquant.primitives.record import Emitter, primitive, stored
 
+HALF_STEP = "half_step"
+
+
+def half_step(shift: Tensor, multiplier: Tensor, right_shift: Tensor) -> Tensor:
+    """min(⌊2^(shift + right_shift - 1) / multiplier⌋, 2^31): half a step of the result, in steps of the accumulator, float64.
+
+    0 where a step of the accumulator is no smaller than one of the result, and for the multiplier 0. An accumulator of 32 bits with
+    more than 2^31 of its steps in half a step of the result is 0 there, whatever is added.
+    """
+    step = power_of_two(shift + right_shift - 1) / multiplier.double()
+    return torch.where(multiplier > 0, step.clamp_max(2.0**31), 0.0).floor()  # exact: the quotient of a number below 2^21
+
 
 def _as_float(e: Emitter, value: str) -> str:
     return value if e.dtype(value).is_floating_point else e.node("Cast", value, to=torch.float32)
@@ -34,11 +46,12 @@ def _onnx_requantize_fixed(
     value = _as_float(e, accumulator)
     width = e.dtype(value)
     limit = 2 ** (intermediate_bits - 1)
-    if intermediate_bits > 24 and width == torch.float32:
+    if (intermediate_bits > 24 or rounding == HALF_STEP) and width == torch.float32:
         value, width = e.node("Cast", value, to=torch.float64), torch.float64
 
-    def body(e: Emitter, x: str, first: str, product: str, low: str, high: str) -> str:
+    def body(e: Emitter, x: str, first: str, product: str, low: str, high: str, *half: str) -> str:
         bounds = e.constant(float(-limit), width), e.constant(float(limit - 1), width)
+        x = e.node("Add", x, half[0]) if half else x
         x = e.node("Clip", e.node("Floor", e.node("Mul", x, first)), *bounds)
         x = e.node("Mul", x if width == torch.float64 else e.node("Cast", x, to=torch.float64), product)
         if rounding == "half_up":
@@ -48,8 +61,9 @@ def _onnx_requantize_fixed(
     first = e.constant(power_of_two(-shift), width)
     product = e.constant(multiplier.double() * power_of_two(-right_shift), torch.float64)
     bounds = e.constant(float(low), torch.float64), e.constant(float(high), torch.float64)
+    half = [e.constant(half_step(shift, multiplier, right_shift), torch.float64)] if rounding == HALF_STEP else []
     name = f"requantize_fixed_{intermediate_bits}_{rounding}_{str(width).removeprefix('torch.')}_{str(dtype).removeprefix('torch.')}"
-    return e.call(name, body, value, first, product, *bounds)
+    return e.call(name, body, value, first, product, *bounds, *half)
 
 
 def _bounds_requantize_fixed(
@@ -82,16 +96,20 @@ def requantize_fixed(
 ) -> Tensor:
     """clip(round( sat(⌊acc / 2^shift⌋) · multiplier / 2^right_shift ), low, high).
 
-    `sat` is to `intermediate_bits` signed bits; the last rounding is "half_up" (⌊v + ½⌋) or "floor".
+    `sat` is to `intermediate_bits` signed bits; the last rounding is "half_up" (⌊v + ½⌋), "floor", or "half_step": floor, where
+    `half_step` was added to the accumulator.
     """
     limit = 2 ** (intermediate_bits - 1)
+    half = half_step(shift, multiplier, right_shift) if rounding == HALF_STEP else None
     if accumulator.is_floating_point():
-        narrowed = torch.floor(accumulator.double() * power_of_two(-shift)).clamp_(-limit, limit - 1)
+        real = accumulator.double() if half is None else accumulator.double() + half
+        narrowed = torch.floor(real * power_of_two(-shift)).clamp_(-limit, limit - 1)
         product = narrowed.mul_(multiplier.double() * power_of_two(-right_shift))
         return (product.add_(0.5) if rounding == "half_up" else product).floor_().clamp_(low, high).float()
     # 16 bits times 15 bits and the half fit int32; wider ones take int64.
-    wide = torch.int32 if intermediate_bits <= 16 and accumulator.dtype != torch.int64 else torch.int64
-    value = (accumulator.to(wide) >> shift).clamp_(-limit, limit - 1).mul_(multiplier)
+    wide = torch.int32 if intermediate_bits <= 16 and accumulator.dtype != torch.int64 and half is None else torch.int64
+    whole = accumulator.to(wide) if half is None else accumulator.to(wide) + half.to(wide)
+    value = (whole >> shift).clamp_(-limit, limit - 1).mul_(multiplier)
     if rounding == "half_up":
         value += torch.ones((), dtype=wide, device=value.device) << (right_shift.to(wide) - 1)
     return (value >> right_shift).clamp_(low, high).to(dtype)

@@ -228,6 +228,6 @@ def _beside(observer: Observer) -> nn.ModuleDict:
 
 
 def round_up_to_power_of_two(scale: Tensor) -> Tensor:
-    """The smallest power of two that is not below the scale."""
+    """The smallest power of two that is not below the scale; NaN for NaN."""
     mantissa, exponent = torch.frexp(scale)
-    return torch.ldexp(torch.ones_like(scale), torch.where(mantissa == 0.5, exponent - 1, exponent))
+    return torch.ldexp(torch.ones_like(scale), torch.where(mantissa == 0.5, exponent - 1, exponent)).where(scale == scale, scale)
