@@ -133,6 +133,16 @@ def test_fast_files_on_every_target_and_opset(target: str, opset: int, tmp_path:
     assert report, str(report)
 
 
+def test_products_far_beyond_what_is_stored_saturate_in_every_runtime(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).eval(), torch.randn(4, 8)
+    prepared = fxq.calibrate(fxq.prepare(model, x, "nash-e"), [x], show_progress=False)
+    fxq.set_qparams(prepared, {"_2": 1e-14})
+    integer = fxq.convert(prepared)
+    path = fxq.export_onnx(integer, tmp_path / "model.onnx", style="fast")
+    assert fxq.verify(integer, path, [x], show_progress=False).mismatches == 0
+
+
 def test_what_is_no_number_is_zero_in_fast_files_as_well(tmp_path: Path) -> None:
     integer = integer_of("convolution")
     path = fxq.export_onnx(integer, tmp_path / "model.onnx", style="fast")

@@ -246,7 +246,8 @@ def _requantize(
     if kernel is None:
         value = w.real(accumulator)  # or a quantized tensor that gets another scale
         value = value if e.dtype(value) == torch.float32 else e.node("Cast", value, to=torch.float32)
-        result = _rounded(w, node, e.node("Round", value), factor)  # a barrier, as in `requantize_real`'s own form
+        bits = torch.iinfo(fact(accumulator).dtype).bits
+        result = _rounded(w, node, e.node("Round", value), factor, min(bits, 32))  # a barrier, as in `requantize_real`'s own form
     elif kernel.target in CONVOLUTIONS:
         result = _convolution(w, node, factor, *kernel.args)
     elif kernel.target in LINEARS:
@@ -256,10 +257,13 @@ def _requantize(
     return _limited(e, result, low, high, stored_zero_point(node))
 
 
-def _rounded(w: FastWriter, node: fx.Node, value: str, multiplier: Tensor) -> str:
-    """round_half_even(value · multiplier), saturated, as the node stores it."""
+def _rounded(w: FastWriter, node: fx.Node, value: str, multiplier: Tensor, bits: int = 32) -> str:
+    """round_half_even(value · multiplier), saturated, as the node stores it; of a value of so many bits."""
     e = w.emitter
-    return e.node("QuantizeLinear", e.node("Mul", value, e.constant(multiplier)), e.constant(1.0), w.zero(node))
+    product = e.node("Mul", value, e.constant(multiplier))
+    if float(multiplier.max()) >= 2 ** (32 - bits):  # beyond the range of int32 not every runtime saturates
+        product = e.node("Clip", product, e.constant(-BOUNDARY_LIMIT), e.constant(BOUNDARY_LIMIT))
+    return e.node("QuantizeLinear", product, e.constant(1.0), w.zero(node))
 
 
 def _convolution(
