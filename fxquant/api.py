@@ -141,7 +141,7 @@ def _rules(qconfig: QConfig | QConfigMapping | None) -> QConfigMapping:
     rules = ", ".join(str(rule) for rule, _ in mapping.rules())
     if rules:
         logger.info("rules of the qconfig: %s", rules)
-    elif mapping is qconfig:
+    elif mapping is qconfig and mapping.default is not None:  # with None, attributes of modules say what is quantized
         logger.warning(
             "the QConfigMapping has no rules, only a default; if there should be any: setters return a new mapping and change none, as in"
             " mapping = mapping.set_module_name(...)"

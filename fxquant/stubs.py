@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from fxquant.facts import TensorFact
 from fxquant.graph import computes_tensor, fact, is_parameter
 
-_HOMES = ("torch.ao.quantization", "torch.quantization", "torch.ao.nn.quantized", "horizon")
+_HOMES = ("torch.ao.quantization", "torch.quantization", "torch.ao.nn.quantized", "horizon", "fxquant.compat.horizon")
 
 
 def quant_stub(input: Tensor, scale: float | None = None) -> Tensor:

@@ -114,6 +114,10 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.nn": {"nn", "ops"},
     "fxquant.cli": {"", "arguments", "demo", "errors", "inspection", "sample"},
     "fxquant.analysis.sample": {"errors", "graph", "node", "numerics", "facts"},
+    # names of other toolkits, over what the user calls
+    "fxquant.compat": {"errors", "mapping", "spec"},
+    "fxquant.compat.torch_ao": BASE | {"", "calibration", "compat.common", "compat.torch_ao", "frontend", "prepared", "state"},
+    "fxquant.compat.horizon": BASE | {"", "backends", "calibration", "compat.horizon", "compat.common", "prepared", "quantizer", "state"},
 }
 TABLES_OF_CONTENTS = {"fxquant": {"*"}, "fxquant.passes": NOUNS | {"passes"}}  # rows of an __init__.py alone
 
@@ -126,7 +130,7 @@ CONFINED: dict[str, set[str]] = {
     "onnxruntime": {"fxquant.backends.onnx.runtime"},
     "onnxscript": {"fxquant.backends.onnx.float_export"},
     "sklearn": {"fxquant.demo.digits"},
-    "torch.ao": set(),
+    "torch.ao": {"fxquant.compat.torch_ao"},  # PyTorch's own objects by name, where this PyTorch has them
     "torch.quantization": set(),
 }
 # PyTorch is removing its quantized tensors: plain int8, uint8 and int32 are used.

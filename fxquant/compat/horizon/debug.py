@@ -1,0 +1,218 @@
+"""Horizon's tools for looking at a model, and for writing it, as far as fxquant has what they show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import fxquant as fxq
+from fxquant.arguments import FILE, checked
+from fxquant.compat.horizon.march import required
+from fxquant.compat.horizon.quantization import convert_fx
+from fxquant.errors import ConfigurationError
+
+
+def _cosine(one: Tensor, other: Tensor) -> float:
+    return float(F.cosine_similarity(one.flatten(), other.flatten(), 0))
+
+
+def _kl(one: Tensor, other: Tensor) -> float:
+    return float(F.kl_div(F.log_softmax(other.flatten(), 0), F.softmax(one.flatten(), 0), reduction="sum"))
+
+
+def _sqnr(one: Tensor, other: Tensor) -> float:
+    noise = float((one - other).square().sum())
+    return math.inf if noise == 0 else 10 * math.log10(float(one.square().sum()) / noise)
+
+
+MEASURES: Mapping[str, Callable[[Tensor, Tensor], float]] = {
+    "Cosine": _cosine,
+    "MSE": lambda one, other: float(F.mse_loss(other, one)),
+    "L1": lambda one, other: float(F.l1_loss(other, one)),
+    "KL": _kl,
+    "SQNR": _sqnr,
+}
+
+
+class Similarity(NamedTuple):
+    """A tensor of two models: how near one is to the other, and by how much they differ at most."""
+
+    name: str
+    similarity: float
+    scale: float | None
+    atol: float
+
+
+def _values(model: Any, inputs: Any, other: Any) -> dict[str, Tensor]:
+    """The real values of a form's tensors by name; of a float model, those that the other form's operators would have in float."""
+    state = None
+    if not isinstance(model, fx.GraphModule) or "stage" not in model.meta:
+        target = getattr(other, "meta", {}).get("target")
+        model, state = fxq.prepare(model, inputs, required("featuremap_similarity") if target is None else target), fxq.State.FLOAT
+    return next(iter(fxq.record(model, [inputs], ["quantized", "outputs"], real=True, state=state)))
+
+
+def _scales(model: Any) -> dict[str, float]:
+    if not isinstance(model, fx.GraphModule) or "stage" not in model.meta:
+        return {}
+    scales = {layer.name: layer.grid.scale for layer in fxq.layers(model) if layer.grid is not None}
+    return {name: scale for name, scale in scales.items() if isinstance(scale, float)}
+
+
+@checked()
+def featuremap_similarity(
+    model1: nn.Module,
+    model2: nn.Module,
+    inputs: Any,
+    similarity_func: str | Callable[[Tensor, Tensor], float] = "Cosine",
+    threshold: float | None = None,
+    devices: Any = None,
+    out_dir: str | None = None,
+) -> list[Similarity]:
+    """The tensors that two forms of a model both have, float, prepared or integer, in the order they are computed.
+
+    similarity_func   "Cosine", "MSE", "L1", "KL", "SQNR" in dB, or a function of two tensors
+    threshold         rows on its wrong side are marked with * in the file: below it for Cosine and SQNR, above it for others
+    devices           has no effect: a model runs where its parameters are
+    out_dir           a folder for similarity.txt
+    """
+    measure = MEASURES.get(similarity_func) if isinstance(similarity_func, str) else similarity_func
+    if not callable(measure):
+        raise ConfigurationError(
+            f"similarity_func={similarity_func!r} is unknown",
+            because=f"it is one of {', '.join(MEASURES)}, or a function",
+            remedy="pass one",
+        )
+    first, second = _values(model1, inputs, model2), _values(model2, inputs, model1)
+    scales = {**_scales(model1), **_scales(model2)}
+    rows = []
+    for name, one in first.items():
+        if name in second and one.shape == second[name].shape and one.numel():
+            mine, theirs = one.detach().float(), second[name].detach().float()
+            rows.append(Similarity(name, measure(mine, theirs), scales.get(name), float((mine - theirs).abs().max())))
+    if out_dir is not None:
+        _write(out_dir, "similarity.txt", _table(rows, threshold, similarity_func in ("Cosine", "SQNR")))
+    return rows
+
+
+def _table(rows: list[Similarity], threshold: float | None, higher_is_better: bool) -> str:
+    marked = [threshold is not None and (row.similarity < threshold if higher_is_better else row.similarity > threshold) for row in rows]
+    lines = [
+        f"{'*' if mark else ' '} {row.name:32} {row.similarity:12.6g} {'' if row.scale is None else f'{row.scale:.6g}':>12}"
+        f" {row.atol:12.6g}"
+        for row, mark in zip(rows, marked, strict=True)
+    ]
+    return "\n".join([f"  {'tensor':32} {'similarity':>12} {'scale':>12} {'atol':>12}", *lines, ""])
+
+
+def _write(folder: str, name: str, text: str) -> None:
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    (Path(folder) / name).write_text(text, encoding="utf-8")
+
+
+@checked()
+def check_qconfig(model: fx.GraphModule, example_inputs: Any = None, *, out_dir: str | None = None) -> str:
+    """How every operator of a prepared or integer model is quantized, and what was asked for and not done; `fxquant.explain`.
+
+    out_dir   a folder for qconfig_info.txt
+    """
+    text = fxq.explain(model)
+    if out_dir is not None:
+        _write(out_dir, "qconfig_info.txt", text)
+    return text
+
+
+@checked()
+def check_deploy_device(model: fx.GraphModule) -> dict[str, str]:
+    """Where every operator of a prepared or integer model runs: the march, or "host"."""
+    return {layer.name: layer.device for layer in fxq.layers(model)}
+
+
+@checked()
+def get_module_called_count(model: nn.Module, example_inputs: Any, check_leaf_module: Any = None) -> dict[str, int]:
+    """How often each module without children, or each that `check_leaf_module(module)` chooses, is called: 0 unused, above 1 shared."""
+    counts: dict[str, int] = {}
+    hooks = []
+    for name, module in model.named_modules():
+        if check_leaf_module(module) if check_leaf_module is not None else not list(module.children()):
+            counts[name] = 0
+
+            def count(*_: Any, name: str = name) -> None:
+                counts[name] += 1
+
+            hooks.append(module.register_forward_hook(count))
+    try:
+        with torch.no_grad():
+            model(*example_inputs) if isinstance(example_inputs, tuple | list) else model(example_inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return counts
+
+
+@checked()
+def check_model(
+    module: nn.Module,
+    example_inputs: Any,
+    march: str | None = None,
+    input_source: Any = "ddr",
+    advice: int | None = None,
+    check_quanti_param: bool = True,
+) -> int:
+    """0 if a float or prepared model breaks no limit of the march and none of it stays in float, otherwise how many findings there are.
+
+    Findings are printed. The other arguments are the vendor's compiler's, and have no effect.
+    """
+    findings = fxq.check(module, example_inputs, required("check_model") if march is None else march)
+    if findings:
+        return 0
+    print(findings)
+    return len(findings)
+
+
+@checked(f=FILE)
+def export_to_onnx(
+    model: fx.GraphModule,
+    args: Any,
+    f: Any,
+    export_params: bool = True,
+    verbose: bool = False,
+    training: Any = None,
+    input_names: list[str] | None = None,
+    output_names: list[str] | None = None,
+    operator_export_type: Any = None,
+    opset_version: int = 11,
+    **options: Any,
+) -> Path:
+    """Write a prepared model with quantize and dequantize around float operators: for other compilers, and for viewing.
+
+    Not the bits of the integer model, which `export_quantized_onnx` writes. Options beside these have no effect. Returns the path.
+    """
+    integer = model if getattr(model, "meta", {}).get("stage") == "INTEGER" else convert_fx(model)
+    return fxq.export_onnx(integer, f, style="qdq", opset=opset_version, input_names=input_names, output_names=output_names)
+
+
+@checked(f=FILE)
+def export_quantized_onnx(
+    model: fx.GraphModule,
+    args: Any,
+    f: Any,
+    export_params: bool = True,
+    verbose: bool = False,
+    training: Any = None,
+    input_names: list[str] | None = None,
+    output_names: list[str] | None = None,
+    operator_export_type: Any = None,
+    opset_version: int | None = None,
+    **options: Any,
+) -> Path:
+    """Write an integer model as standard operators on whole numbers: it runs everywhere, with the same bits. Returns the path."""
+    return fxq.export_onnx(
+        model, f, opset=None if opset_version == 11 else opset_version, input_names=input_names, output_names=output_names
+    )

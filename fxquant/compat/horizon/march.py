@@ -1,0 +1,59 @@
+"""The march that models are prepared for: one for the process, as Horizon's programs set it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fxquant import backends
+from fxquant.compat.common import Refusal
+from fxquant.errors import ConfigurationError
+
+UNKNOWN = {
+    "bayes-a825-03": Refusal("what it computes is not public", "set March.BAYES"),
+    "meta": Refusal("it is no processor", "set the march of the processor, like March.NASH_E"),
+    "nash": Refusal("nash is a family of marches", "set the one of the processor: March.NASH_E, NASH_M, NASH_P, NASH_B or NASH_H"),
+}
+
+
+class March:
+    """The marches by Horizon's names; each is the name of a target."""
+
+    BERNOULLI = "bernoulli"
+    BERNOULLI2 = "bernoulli2"
+    BAYES = "bayes"
+    BAYES_E = "bayes-e"
+    BAYES_A825_03 = "bayes-a825-03"
+    NASH = "nash"
+    NASH_B = "nash-b"
+    NASH_E = "nash-e"
+    NASH_H = "nash-h"
+    NASH_M = "nash-m"
+    NASH_P = "nash-p"
+    META = "meta"
+
+
+_march: list[str] = []
+
+
+def set_march(march: Any) -> None:
+    """Prepare for this march from now on: a name of `March`, or any other name of a target. Raises UnknownTarget or ConfigurationError."""
+    if isinstance(march, str) and march in UNKNOWN:
+        raise UNKNOWN[march].error(f"the march {march!r} is not known")
+    backends.get(march)
+    _march[:] = [march]
+
+
+def get_march() -> str | None:
+    """The march that was set; None before that."""
+    return _march[0] if _march else None
+
+
+def required(called: str) -> str:
+    """The march. Raises ConfigurationError if none was set."""
+    if not _march:
+        raise ConfigurationError(
+            f"{called} needs a march",
+            because="what a model is prepared for says which dtypes and which arithmetic it has",
+            remedy="call set_march(March.BAYES_E), or that of another processor, first",
+        )
+    return _march[0]

@@ -1,0 +1,256 @@
+"""Horizon's qconfigs: each is a fxq.QConfig, made by name or from fake quantizes and observers by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import fxquant as fxq
+from fxquant.arguments import FLAG, checked
+from fxquant.compat.common import Refusal
+from fxquant.errors import ConfigurationError
+from fxquant.quantization.observers import Observer
+from fxquant.quantization.spec import FROZEN, LEARNED, STATISTICS
+
+qint4, qint8, qint16, qint32 = "int4", "int8", "int16", "int32"
+
+# Observers by the names that get_default_qconfig takes, and by those of classes.
+min_max, fixed_scale, clip, percentile, mse = "min_max", "fixed_scale", "clip", "percentile", "mse"
+MinMaxObserver = MovingAverageMinMaxObserver = PerChannelMinMaxObserver = MovingAveragePerChannelMinMaxObserver = min_max
+FixedScaleObserver, ClipObserver, PercentileObserver, MSEObserver = fixed_scale, clip, percentile, mse
+HistogramObserver = mse  # both choose the least squared error
+
+# What makes an observer by its name, given the averaging constant and further settings, of which it takes out those that it knows.
+OBSERVERS: dict[str, Callable[[float, dict[str, Any]], Any]] = {
+    min_max: lambda constant, _: fxq.MovingAverageMinMaxObserver(constant) if constant > 0 else fxq.MovingAverageMinMaxObserver,
+    percentile: lambda _, given: fxq.PercentileObserver(float(given.pop("percentile", 99.99)), int(given.pop("bins", 2048))),
+    mse: lambda *_: fxq.HistogramObserver,
+}
+WEIGHT_OBSERVERS = (None, min_max)
+
+REFUSED = {
+    "affine": Refusal("the marches' integers are symmetric", "pass a symmetric qscheme"),
+    "float": Refusal(
+        "it is no integer dtype, and floats are the host's", "give the layer None in the qconfig_dict, or name it in hybrid_dict"
+    ),
+    "pact": Refusal("a clipping bound that is learned is a scale that is learned", "use 'lsq', or default_qat_8bit_lsq_quant_qconfig"),
+    "weight": Refusal("the scale of a weight is its largest magnitude, or learned", "use 'min_max', or weight_fake_quant='lsq'"),
+    "no weight": Refusal("weights are integers wherever their layer is", "give the layer None, which keeps it in float"),
+    "ch_axis": Refusal("a weight has a scale for each output channel, on whatever axis those are", "leave ch_axis at 0"),
+}
+IGNORED = {
+    "stride",
+    "is_sync_quantize",
+    "factory_kwargs",
+    "compat_mask",
+    "in_place",
+    "fast_training",
+    "channel_len",
+    "saturate",
+    "use_grad_scaling",
+}
+
+
+def dtype_of(value: Any) -> str:
+    """The name of an integer dtype: of "qint8", torch.qint8, torch.int8 and "int8" it is "int8"."""
+    name = str(value).removeprefix("torch.").removeprefix("q")
+    if name in ("int4", "int8", "int16", "int32"):
+        return name
+    raise (
+        REFUSED["float"].error(f"the dtype {value} cannot be used")
+        if "float" in name
+        else ConfigurationError(
+            f"the dtype {value!r} is unknown", because="dtypes are qint4, qint8, qint16 and qint32", remedy="pass one of these"
+        )
+    )
+
+
+@dataclass(frozen=True)
+class FakeQuant:
+    """What a fake quantize is made from: how its scale is found, and the arguments beside that."""
+
+    training: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def with_args(self, **settings: Any) -> FakeQuant:
+        """The same with other arguments."""
+        return replace(self, settings={**self.settings, **settings})
+
+
+FakeQuantize = CalibFakeQuantize = FakeQuant(STATISTICS)
+_LearnableFakeQuantize = FakeQuant(LEARNED)
+KINDS: dict[Any, Any] = {"fake_quant": FakeQuantize, "lsq": _LearnableFakeQuantize}
+
+
+def _taken(settings: dict[str, Any], called: str) -> None:
+    """Raise ConfigurationError for arguments that are left, and for those that mean something that is not here."""
+    if "symmetric" not in str(settings.pop("qscheme", "symmetric")):
+        raise REFUSED["affine"].error(f"{called}(qscheme=…) cannot be done")
+    if settings.pop("zero_point", 0) not in (0, None):
+        raise REFUSED["affine"].error(f"{called}(zero_point=…) cannot be done")
+    if settings.pop("ch_axis", 0) not in (0, -1):
+        raise REFUSED["ch_axis"].error(f"{called}(ch_axis=…) cannot be done")
+    for name in ("quant_min", "quant_max", *IGNORED):  # the range is the dtype's
+        settings.pop(name, None)
+    if settings:
+        raise ConfigurationError(
+            f"{called} has no argument {next(iter(settings))!r}",
+            because="dtype, qscheme, ch_axis, averaging_constant, and those of the observer are known",
+            remedy="leave it out",
+        )
+
+
+def activation(given: Any) -> fxq.ActivationConfig:
+    """The ActivationConfig of a fake quantize. None is the sum of a last layer as it stands, in 32 bits."""
+    if given is None:
+        return fxq.ActivationConfig("int32")
+    if isinstance(given, fxq.ActivationConfig):
+        return given
+    if not isinstance(given, FakeQuant):
+        raise _no_fake_quant(given)
+    settings = dict(given.settings)
+    dtype, observer, training = dtype_of(settings.pop("dtype", qint8)), settings.pop("observer", min_max), given.training
+    constant = settings.pop("averaging_constant", 0.01)
+    if constant == 0 and training == STATISTICS:
+        training = FROZEN
+    made: dict[str, Any]
+    if observer == fixed_scale:
+        made = {"scale": float(settings.pop("scale"))} if "scale" in settings else {}
+        if not made:
+            raise ConfigurationError("a fixed scale is missing", because="the observer fixed_scale has nothing else", remedy="pass scale=…")
+    elif observer == clip:
+        made = {"threshold": max(abs(float(settings.pop("xmin", -1.0))), abs(float(settings.pop("xmax", 1.0))))}
+    else:
+        made = {"observer": _observer(observer, constant, settings), "training": training}
+    _taken(settings, "an activation's fake quantize")
+    return fxq.ActivationConfig(dtype, **made)
+
+
+def _observer(name: Any, constant: float, settings: dict[str, Any]) -> Any:
+    if isinstance(name, Observer) or (isinstance(name, type) and issubclass(name, Observer)):
+        return name
+    if name not in OBSERVERS:
+        raise ConfigurationError(
+            f"the observer {name!r} is not here",
+            because=f"observers are {', '.join(OBSERVERS)}, fixed_scale and clip, and classes of fxq.Observer",
+            remedy="use 'mse', which loses least, or name another of these",
+        )
+    return OBSERVERS[name](constant, settings)
+
+
+def weight(given: Any) -> fxq.WeightConfig:
+    """The WeightConfig of a fake quantize."""
+    if isinstance(given, fxq.WeightConfig):
+        return given
+    if given is None:
+        raise REFUSED["no weight"].error("a weight without a fake quantize cannot be done")
+    if not isinstance(given, FakeQuant):
+        raise _no_fake_quant(given)
+    settings = dict(given.settings)
+    settings.pop("averaging_constant", None)
+    if settings.pop("observer", min_max) not in WEIGHT_OBSERVERS:
+        raise REFUSED["weight"].error("this observer of a weight is not here")
+    dtype, per_channel = dtype_of(settings.pop("dtype", qint8)), "per_tensor" not in str(settings.get("qscheme", ""))
+    _taken(settings, "a weight's fake quantize")
+    return fxq.WeightConfig(dtype, per_channel=per_channel, training=LEARNED if given.training == LEARNED else STATISTICS)
+
+
+def _no_fake_quant(given: Any) -> ConfigurationError:
+    return ConfigurationError(
+        f"a {type(given).__name__} is no fake quantize",
+        because="it is one of the default_… of this module, or FakeQuantize.with_args(observer=…, dtype=…)",
+        remedy="pass one of these",
+    )
+
+
+@checked()
+def QConfig(activation: Any = None, weight: Any = None, input: Any = None, output: Any = None) -> fxq.QConfig:
+    """The fxq.QConfig of fake quantizes; `activation` and `output` are two names of one thing. Without either, the output has 32 bits."""
+    return fxq.QConfig(
+        _activation(output if activation is None else activation),
+        fxq.WeightConfig() if weight is None else _weight(weight),
+        None if input is None else _activation(input),
+    )
+
+
+_activation, _weight = activation, weight
+
+
+@checked()
+def get_default_qconfig(
+    activation_fake_quant: str | None = "fake_quant",
+    weight_fake_quant: str | None = "fake_quant",
+    activation_observer: Any = min_max,
+    weight_observer: Any = min_max,
+    activation_qkwargs: Mapping[str, Any] | None = None,
+    weight_qkwargs: Mapping[str, Any] | None = None,
+) -> fxq.QConfig:
+    """A QConfig by the names of fake quantizes ("fake_quant", "lsq", None) and observers (min_max, percentile, mse, clip …)."""
+    parts = ((activation_fake_quant, activation_observer, activation_qkwargs), (weight_fake_quant, weight_observer, weight_qkwargs))
+    made = [None if kind is None else _kind(kind).with_args(observer=observer, **(more or {})) for kind, observer, more in parts]
+    return fxq.QConfig(activation(made[0]), weight(made[1]))
+
+
+def _kind(name: Any) -> FakeQuant:
+    if name == "pact":
+        raise REFUSED["pact"].error("the fake quantize 'pact' is not here")
+    if name not in KINDS:
+        raise ConfigurationError(
+            f"the fake quantize {name!r} is unknown", because="it is 'fake_quant', 'lsq' or None", remedy="pass one of these"
+        )
+    found: FakeQuant = KINDS[name]
+    return found
+
+
+@checked(fix_scale=FLAG)
+def get_qconfig(
+    observer: Any = mse, in_dtype: Any = None, weight_dtype: Any = qint8, out_dtype: Any = qint8, fix_scale: bool = False
+) -> fxq.QConfig:
+    """A QConfig by dtypes; with `fix_scale` scales stay as calibrated while training."""
+    settings = {"observer": observer, **({"averaging_constant": 0} if fix_scale else {})}
+    input = None if in_dtype is None else activation(FakeQuantize.with_args(dtype=in_dtype, **settings))
+    return fxq.QConfig(
+        activation(FakeQuantize.with_args(dtype=out_dtype, **settings)), weight(FakeQuantize.with_args(dtype=weight_dtype)), input
+    )
+
+
+# ---- by name ------------------------------------------------------------------------------------------------------------
+#
+# Calibration and training have one observer, so that what was calibrated loads into what is trained: the scale is the one that loses
+# least, and follows in training the range of the batches.
+
+default_8bit_fake_quant = fxq.ActivationConfig("int8")
+default_4bit_fake_quant = fxq.ActivationConfig("int4")
+default_16bit_fake_quant = fxq.ActivationConfig("int16")
+default_calib_fake_quant = default_8bit_fake_quant
+default_8bit_fixed_act_fake_quant = fxq.ActivationConfig("int8", training=FROZEN)
+default_16bit_fixed_act_fake_quant = fxq.ActivationConfig("int16", training=FROZEN)
+default_8bit_lsq_quant = fxq.ActivationConfig("int8", training=LEARNED)
+default_4bit_lsq_quant = fxq.ActivationConfig("int4", training=LEARNED)
+default_16bit_lsq_quant = fxq.ActivationConfig("int16", training=LEARNED)
+default_weight_8bit_fake_quant = per_channel_8bit_fake_quant = fxq.WeightConfig("int8")
+default_weight_4bit_fake_quant = fxq.WeightConfig("int4")
+default_weight_16bit_fake_quant = fxq.WeightConfig("int16")
+default_weight_8bit_lsq_quant = fxq.WeightConfig("int8", training=LEARNED)
+default_weight_4bit_lsq_quant = fxq.WeightConfig("int4", training=LEARNED)
+default_weight_16bit_lsq_quant = fxq.WeightConfig("int16", training=LEARNED)
+
+_SUM = fxq.ActivationConfig("int32")
+NAMED: dict[str, fxq.QConfig] = {
+    **{
+        f"default_{use}_8bit{act}fake_quant_qconfig": fxq.QConfig(config, default_weight_8bit_fake_quant)
+        for use in ("qat", "calib")
+        for act, config in (("_", default_8bit_fake_quant), ("_weight_16bit_act_", default_16bit_fake_quant), ("_weight_32bit_out_", _SUM))
+    },
+    "default_qat_8bit_fixed_act_fake_quant_qconfig": fxq.QConfig(default_8bit_fixed_act_fake_quant),
+    "default_qat_8bit_weight_16bit_fixed_act_fake_quant_qconfig": fxq.QConfig(default_16bit_fixed_act_fake_quant),
+    "default_qat_8bit_lsq_quant_qconfig": fxq.QConfig(default_8bit_lsq_quant, default_weight_8bit_lsq_quant),
+    "default_qat_16bit_lsq_quant_qconfig": fxq.QConfig(default_16bit_lsq_quant, default_weight_8bit_lsq_quant),
+    "per_channel_qat_8bit_qconfig": fxq.QConfig(default_8bit_fake_quant),
+    # names that later releases of the plugin have given up
+    "default_qat_out_8bit_fake_quant_qconfig": fxq.QConfig(_SUM),
+    "default_calib_out_8bit_fake_quant_qconfig": fxq.QConfig(_SUM),
+    "default_qat_16bit_fake_quant_qconfig": fxq.QConfig(default_16bit_fake_quant),
+    "default_calib_16bit_fake_quant_qconfig": fxq.QConfig(default_16bit_fake_quant),
+}

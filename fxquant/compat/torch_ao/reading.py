@@ -1,0 +1,201 @@
+"""PyTorch's QConfigs as fxquant's: what their observers and fake quantizes ask for, read from one that is made.
+
+torch.ao                                                  fxquant
+quint8 or qint8, per_tensor_affine                        ActivationConfig("uint8"): the same 256 real numbers
+qint8 or quint8, per_tensor_symmetric                     ActivationConfig("int8")
+16 integers, symmetric                                    "int4"
+int16, symmetric                                          "int16"
+reduce_range=True: half of the integers                   all of them; sums are proved to fit the accumulator
+MinMaxObserver, MovingAverageMinMaxObserver,              those of the same names
+  HistogramObserver
+FixedQParamsObserver, FixedQParamsFakeQuantize            scale=, zero_point=
+FakeQuantize, FusedMovingAvgObsFakeQuantize               training="statistics"
+_LearnableFakeQuantize                                    training="learned"
+per_channel_symmetric                                     WeightConfig(per_channel=True)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fxquant.compat.common import Refusal
+from fxquant.errors import ConfigurationError
+from fxquant.numerics import ACTIVATION_TYPES
+from fxquant.quantization.mapping import Chosen
+from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer
+from fxquant.quantization.spec import LEARNED, STATISTICS, ActivationConfig, QConfig, WeightConfig
+
+HOMES = ("torch.ao.", "torch.quantization")
+BITS = {15: 4, 16: 4, 127: 8, 128: 8, 255: 8, 256: 8, 65535: 16, 65536: 16}  # by the number of integers; half of them: reduce_range
+
+# Observers of activations, by PyTorch's names.
+OBSERVERS: dict[str, Callable[[Any], Any]] = {
+    "HistogramObserver": lambda made: HistogramObserver(made.bins) if made.bins != HistogramObserver().bins else HistogramObserver,
+    "MovingAverageMinMaxObserver": lambda made: MovingAverageMinMaxObserver(made.averaging_constant),
+    "MinMaxObserver": lambda made: MinMaxObserver,
+}
+WEIGHT_OBSERVERS = ("MinMaxObserver", "PerChannelMinMaxObserver")  # and those made from them
+
+DYNAMIC = Refusal(
+    "a dynamic activation has another grid in each batch, and what is proved of a model is about grids that are its constants",
+    "use a static QConfig, like get_default_qconfig('x86'), and calibrate",
+)
+NOT_READ = {
+    "float16": Refusal("integers and scales are those of 8, 4 and 16 bits", "give the place None, which keeps it in float32"),
+    "bfloat16": Refusal("integers and scales are those of 8, 4 and 16 bits", "give the place None, which keeps it in float32"),
+    "float32": Refusal(
+        "weights alone cannot be integers here", "give the place None, which keeps it in float32, or quantize activations too"
+    ),
+    "Identity": Refusal(
+        "weights alone cannot be integers here", "give the place None, which keeps it in float32, or quantize activations too"
+    ),
+    "RecordingObserver": Refusal("it keeps every value and finds no scale", "read values with fxq.record(model, batches)"),
+    "PlaceholderObserver": Refusal("it finds no scale", "name an observer that does, like HistogramObserver"),
+    "ReuseInputObserver": Refusal("what only moves values has the scale of what it reads, without a rule", "leave the rule out"),
+    "NoopObserver": Refusal("it finds no scale", "name an observer that does, like HistogramObserver"),
+    "PerChannelMinMaxObserver": Refusal("an activation has one scale for all its channels", "name MinMaxObserver"),
+    "affine weight": Refusal(
+        "the integers of weights are symmetric: 0 stands for 0", "pass qscheme=torch.per_tensor_symmetric or torch.per_channel_symmetric"
+    ),
+    "unsigned weight": Refusal("weights are signed integers", "pass dtype=torch.qint8"),
+    "affine": Refusal("the affine dtype is one of 8 bits", "pass qscheme=torch.per_tensor_symmetric"),
+    "range": Refusal("dtypes have 4, 8 or 16 bits, whole", "leave quant_min and quant_max out"),
+    "ch_axis": Refusal("a weight has a scale for each output channel, on whatever axis those are", "leave ch_axis at 0"),
+    "weight observer": Refusal(
+        "the scale of a weight is its largest magnitude, or learned",
+        "name MinMaxObserver or PerChannelMinMaxObserver, or pass a fxq.QConfig with WeightConfig(training='learned')",
+    ),
+    "own": Refusal("only observers of torch.ao and of fxquant are known", "derive yours from fxq.Observer, and pass a fxq.QConfig with it"),
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What an observer, or the one inside of a fake quantize, asks for.
+
+    written   the class that the user named
+    names     the observer's class and those it is made from, by name
+    observer  the observer itself
+    """
+
+    written: str
+    names: tuple[str, ...]
+    observer: Any
+    learned: bool
+
+    @property
+    def dtype(self) -> str:
+        """PyTorch's dtype by name, without the mark of its quantized tensors: "quint8" is "uint8"."""
+        name = str(getattr(self.observer, "dtype", "torch.float32")).removeprefix("torch.")
+        return name.removeprefix("q")
+
+    @property
+    def scheme(self) -> str:
+        return str(getattr(self.observer, "qscheme", "torch.per_tensor_affine")).removeprefix("torch.")
+
+    @property
+    def bits(self) -> int | None:
+        """Of how many bits its integers are, those that reduce_range leaves out included; None for a range that no dtype has."""
+        low, high = getattr(self.observer, "quant_min", None), getattr(self.observer, "quant_max", None)
+        if low is None or high is None:
+            return {"int8": 8, "uint8": 8, "int16": 16}.get(self.dtype)
+        return BITS.get(int(high) - int(low) + 1)
+
+    def refused(self, key: str, what: str) -> ConfigurationError:
+        return NOT_READ[key].error(f"{what} {self.written} cannot be read")
+
+
+def asked(factory: Any, what: str) -> Asked:
+    """What the observer or fake quantize that a factory makes asks for. Raises ConfigurationError if it makes neither."""
+    try:
+        made = factory()
+    except Exception as error:
+        raise ConfigurationError(
+            f"{what} of this QConfig cannot be read",
+            because=f"making its observer raises {type(error).__name__}: {error}",
+            remedy="pass a class of torch.ao's observers, or one with_args",
+        ) from error
+    observer = getattr(made, "activation_post_process", made)
+    kinds = [kind for kind in type(observer).__mro__ if kind.__module__.startswith(HOMES)]
+    written = type(made).__name__
+    if not isinstance(observer, nn.Identity) and (not kinds or kinds[0] is not type(observer)):
+        raise NOT_READ["own"].error(f"{what} {written} cannot be read")
+    names = tuple(kind.__name__ for kind in kinds)
+    return Asked(written, names or ("Identity",), observer, learned="Learnable" in written)
+
+
+def activation(factory: Any) -> ActivationConfig:
+    """The ActivationConfig that means what an observer or fake quantize of an activation does."""
+    if isinstance(factory, ActivationConfig):
+        return factory
+    if isinstance(factory, type) and issubclass(factory, Observer):
+        return ActivationConfig(observer=factory)
+    one, what = asked(factory, "the activation"), "the activation"
+    if getattr(one.observer, "is_dynamic", False):
+        raise DYNAMIC.error("a dynamic activation cannot be quantized")
+    for key in (one.dtype, one.names[0], "PerChannelMinMaxObserver"):
+        if key in NOT_READ and (key in one.names or key == one.dtype):
+            raise one.refused(key, what)
+    if one.bits is None:
+        raise one.refused("range", what)
+    affine = one.scheme.endswith("affine")
+    dtype = f"{'u' if affine else ''}int{one.bits}"
+    if dtype not in ACTIVATION_TYPES:
+        raise one.refused("affine", what)
+    training = LEARNED if one.learned else STATISTICS
+    if "FixedQParamsObserver" in one.names:
+        scale, zero_point = float(one.observer.scale), int(one.observer.zero_point)
+        moved = zero_point + (128 if one.dtype == "int8" else 0)  # the same real numbers, counted from 0
+        return ActivationConfig(dtype, scale=scale, zero_point=moved if affine else None)
+    found = next((OBSERVERS[name] for name in one.names if name in OBSERVERS), None)
+    if found is None:
+        raise one.refused("own", what)
+    return ActivationConfig(dtype, observer=found(one.observer), training=training)
+
+
+def weight(factory: Any) -> WeightConfig:
+    """The WeightConfig that means what an observer or fake quantize of a weight does."""
+    if isinstance(factory, WeightConfig):
+        return factory
+    one, what = asked(factory, "the weight"), "the weight"
+    if "PlaceholderObserver" in one.names and one.dtype == "float32":
+        return WeightConfig()  # PyTorch's way to say of a layer norm that only its activation counts
+    if not any(name in one.names for name in WEIGHT_OBSERVERS):
+        raise one.refused("weight observer", what)
+    if one.dtype in ("float16", "bfloat16", "float32"):
+        raise one.refused(one.dtype, what)
+    if one.dtype != "int8":
+        raise one.refused("unsigned weight", what)
+    if "affine" in one.scheme:
+        raise one.refused("affine weight", what)
+    if one.bits not in (4, 8):
+        raise one.refused("range", what)
+    if getattr(one.observer, "ch_axis", 0) != 0:
+        raise one.refused("ch_axis", what)
+    return WeightConfig(f"int{one.bits}", per_channel="channel" in one.scheme, training=LEARNED if one.learned else STATISTICS)
+
+
+def is_foreign(qconfig: Any) -> bool:
+    """Whether this is a QConfig of PyTorch's: a pair of an activation and a weight."""
+    return isinstance(qconfig, tuple) and hasattr(qconfig, "activation") and hasattr(qconfig, "weight")
+
+
+def read(qconfig: Any, *, activation_alone: bool = False) -> Chosen:
+    """PyTorch's QConfig as fxquant's; a fxq.QConfig, and None, which keeps its place in float, are themselves.
+
+    activation_alone   the weight is fxquant's default, whatever is asked for it
+    """
+    if qconfig is None or isinstance(qconfig, QConfig):
+        return qconfig
+    if not is_foreign(qconfig):
+        raise ConfigurationError(
+            f"a {type(qconfig).__name__} is no qconfig",
+            because="a qconfig is a QConfig of torch.ao.quantization, a fxq.QConfig, or None: it stays in float",
+            remedy="pass one of these",
+        )
+    output = activation(qconfig.activation)
+    return QConfig(output, WeightConfig() if activation_alone else weight(qconfig.weight))

@@ -1,0 +1,90 @@
+"""PyTorch's switches of observers and fake quantization, for `prepared.apply(...)` or for a prepared model as a whole.
+
+observer  fake quantize   state
+on        on              TRAIN
+on        off             CALIBRATE
+off       on              TRAIN with frozen scales
+off       off             FLOAT
+"""
+
+from __future__ import annotations
+
+from torch import fx, nn
+
+import fxquant as fxq
+from fxquant.errors import ConfigurationError
+from fxquant.quantization.calibration import owned_quantizers, require_prepared, update_scales
+from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
+from fxquant.quantization.state import State
+
+
+def _operators(module: nn.Module) -> list[QuantizedOperator]:
+    """A quantized operator, all of a prepared model, or none: `apply` calls a switch with every module there is."""
+    if isinstance(module, QuantizedOperator):
+        return [module]
+    return list(quantized_operators(module).values()) if getattr(module, "meta", {}).get("stage") == "PREPARED" else []
+
+
+def disable_observer(module: nn.Module) -> None:
+    """Scales stay as they are from now on, those that are learned as well; batch norms go on."""
+    for operator in _operators(module):
+        if operator.state is State.CALIBRATE:
+            update_scales(operator)
+            operator.state = State.FLOAT
+        for quantizer in owned_quantizers(operator):
+            quantizer.freeze()
+        if operator.weight_quantizer.learned is not None:
+            operator.weight_quantizer.learned.stop()
+
+
+def enable_observer(module: nn.Module) -> None:
+    """Scales follow what passes, in train mode. Raises ConfigurationError if they were frozen."""
+    for operator in _operators(module):
+        if any(quantizer.frozen for quantizer in owned_quantizers(operator)):
+            raise ConfigurationError(
+                f"the scale of %{operator.name} cannot follow batches again",
+                because="it was frozen, and forgot what it followed",
+                remedy="prepare the model again, and load what was trained: fresh.load_state_dict(prepared.state_dict())",
+            )
+        operator.state = {State.VALIDATE: State.TRAIN, State.FLOAT: State.CALIBRATE}.get(operator.state, operator.state)
+
+
+def enable_fake_quant(module: nn.Module) -> None:
+    """The numbers are those of the integer function."""
+    for operator in _operators(module):
+        if operator.state is State.CALIBRATE:
+            update_scales(operator)
+        operator.state = {State.CALIBRATE: State.TRAIN, State.FLOAT: State.VALIDATE}.get(operator.state, operator.state)
+
+
+def disable_fake_quant(module: nn.Module) -> None:
+    """The numbers are those of the float function."""
+    for operator in _operators(module):
+        frozen = operator.state is State.VALIDATE or all(quantizer.frozen for quantizer in owned_quantizers(operator))
+        operator.state = State.FLOAT if frozen else State.CALIBRATE
+
+
+def freeze_bn_stats(module: nn.Module) -> None:
+    """Batch norms use their running statistics, and leave them as they are."""
+    for operator in _operators(module):
+        operator.live_batch_norm = False
+
+
+def update_bn_stats(module: nn.Module) -> None:
+    """Batch norms use and update the statistics of batches, in train mode."""
+    for operator in _operators(module):
+        operator.live_batch_norm = True
+
+
+def settle(prepared: nn.Module) -> None:
+    """Scales are those of everything observed so far; the states of operators stay."""
+    for operator in quantized_operators(prepared).values():
+        if operator.state is State.CALIBRATE:
+            update_scales(operator)
+
+
+def converted(prepared: fx.GraphModule) -> fx.GraphModule:
+    """The integer graph of a prepared model in any state, which goes on where it was."""
+    require_prepared(prepared)
+    settle(prepared)
+    return fxq.convert(prepared)

@@ -1,0 +1,112 @@
+"""The pages for those who come from elsewhere: both columns of their programs run, and the names of their tables are there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fxquant as fxq
+from fxquant.compat import horizon, torch_ao
+from fxquant.compat.horizon import march
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = re.compile(r"^```diff\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def programs(page: str) -> list[dict[str, str]]:
+    """The old and the new program of every block that shows both."""
+    found = []
+    for block in PROGRAM.findall((ROOT / "docs" / page).read_text(encoding="utf-8")):
+        columns = {}
+        for column, mark in (("old", "-"), ("new", "+")):
+            columns[column] = "".join(line[1:] + "\n" for line in block.splitlines() if not line or line[0] in (" ", mark))
+        found.append(columns)
+    return found
+
+
+def run(program: str, name: str, folder: Path) -> dict[str, Any]:
+    file = folder / f"{name}.py"
+    file.write_text(program, encoding="utf-8")
+    namespace: dict[str, Any] = {"__name__": name}
+    exec(compile(program, str(file), "exec"), namespace)
+    return namespace
+
+
+def signal(found: dict[str, Any]) -> float:
+    """SQNR in dB of what the program's quantized model puts out."""
+    exact, outputs = found["model"].eval()(found["batches"][0]), found["outputs"]
+    return float(10 * torch.log10(exact.var() / (outputs - exact).square().mean()))
+
+
+def imported(program: str) -> set[str]:
+    """The names that a program imports from a package that is to be replaced."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(program)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+            ("horizon_plugin_pytorch", "torch.ao", "torch.quantization")
+        ):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's, of its own function
+@pytest.mark.parametrize("index", range(3))
+def test_a_program_of_torch_ao_and_the_new_one(index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    if "x86" not in torch.backends.quantized.supported_engines:
+        pytest.skip("this PyTorch has no quantized kernels for x86")
+    monkeypatch.setattr(torch.backends.quantized, "engine", "x86")
+    program = programs("from-torch-ao.md")[index]
+    old, new = (run(program[column], f"{column}_{index}", tmp_path) for column in ("old", "new"))
+    assert "stage" not in old["quantized"].__dict__.get("meta", {})
+    assert new["quantized"].meta["stage"] == "INTEGER"
+    assert [tuple(found["outputs"].shape) for found in (old, new)] == [tuple(new["outputs"].shape)] * 2
+    if "optimizer" not in new:  # trained models are apart; calibrated ones are the float model's neighbours
+        assert signal(new) > signal(old) - 1
+        assert signal(new) > 20
+    assert all(hasattr(torch_ao, name) for name in imported(program["old"]))
+
+
+def test_the_program_of_horizon_runs_with_its_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(march, "_march", [])
+    (program,) = programs("from-horizon.md")
+    found = run(program["new"], "new", tmp_path)
+    assert fxq.layers(found["quantized"])
+    names = imported(program["old"])
+    assert len(names) >= 11
+    for name in names - {"compile_model"}:
+        assert hasattr(horizon, name), name
+    with pytest.raises(fxq.ConfigurationError, match="export_onnx"):
+        _ = horizon.compile_model
+    shared = [line for line in program["old"].splitlines() if line.strip()]
+    assert len(set(shared) & set(program["new"].splitlines())) > 0.8 * len(set(shared))  # the program is the same but for what is marked
+
+
+@pytest.mark.parametrize(("page", "module"), [("from-torch-ao.md", torch_ao), ("from-horizon.md", horizon)])
+def test_every_name_is_on_its_page(page: str, module: Any) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    names = [name for name in module.__all__ if not isinstance(getattr(module, name), ModuleType)]
+    assert len(names) >= 15
+    assert [name for name in names if not re.search(rf"\b{name}\b", text)] == []
+
+
+def test_the_pages_link_to_files_that_exist() -> None:
+    for page in ("from-torch-ao.md", "from-horizon.md"):
+        links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / "docs" / page).read_text(encoding="utf-8"))
+        assert links
+        assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
+
+
+def test_a_block_has_two_columns(tmp_path: Path) -> None:
+    (block,) = PROGRAM.findall("```diff\n a = 1\n-b = a\n+b = a + 1\n```\n")
+    assert block == " a = 1\n-b = a\n+b = a + 1\n"
+    value: Tensor = run("import torch\nx = torch.ones(2)\n", "tiny", tmp_path)["x"]
+    assert value.tolist() == [1, 1]

@@ -1,0 +1,333 @@
+"""Horizon's names over fxquant: its flow, its qconfigs and setters, its tools, and what has no equal here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxquant as fxq
+from fxquant.compat import horizon
+from fxquant.compat.horizon import march
+from fxquant.quantization.prepared import quantized_operators
+
+BATCHES = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+STATE = horizon.FakeQuantState
+
+
+class Net(nn.Module):
+    """A residual block between stubs, with the sum of a last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.quant, self.dequant, self.sum = horizon.QuantStub(scale=None), horizon.DeQuantStub(), horizon.FloatFunctional()
+        self.conv, self.bn, self.relu, self.skip = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(3, 8, 1)
+        self.head = nn.Conv2d(8, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.quant(x)
+        x = self.relu(self.sum.add(self.bn(self.conv(x)), self.skip(x)))
+        return self.dequant(self.head(x))
+
+
+@pytest.fixture(autouse=True)
+def _bayes_e() -> Iterator[None]:
+    horizon.set_march(horizon.March.BAYES_E)
+    yield
+    march._march.clear()
+    horizon.set_qat_mode(horizon.QATMode.FuseBN)
+
+
+def calibrated(prepared: nn.Module) -> nn.Module:
+    prepared.eval()
+    horizon.set_fake_quantize(prepared, STATE.CALIBRATION)
+    for batch in BATCHES:
+        prepared(batch)
+    horizon.set_fake_quantize(prepared, STATE.VALIDATION)
+    return prepared
+
+
+def prepared_as(qconfig: Any, model: nn.Module | None = None) -> Any:
+    return horizon.prepare_qat_fx(Net().eval() if model is None else model, {"": qconfig}, example_inputs=BATCHES[0])
+
+
+@pytest.mark.parametrize(
+    ("chip", "trained"),
+    [
+        ("bernoulli2", "default_qat_8bit_fake_quant_qconfig"),
+        ("bayes-e", "default_qat_8bit_weight_16bit_act_fake_quant_qconfig"),
+        ("nash-e", "default_qat_8bit_fixed_act_fake_quant_qconfig"),
+    ],
+)
+def test_the_flow_from_calibration_to_a_proved_model(chip: str, trained: str) -> None:
+    horizon.set_march(chip)
+    calibration = trained.replace("qat", "calib").replace("fixed_act_", "")
+    calib = calibrated(prepared_as(getattr(horizon, calibration)))
+    student = prepared_as(getattr(horizon, trained), Net().train())
+    student.load_state_dict(calib.state_dict())
+    assert fxq.qparams(student) == fxq.qparams(calib)
+    optimizer = torch.optim.SGD(student.parameters(), 0.01)
+    for batch in BATCHES:
+        optimizer.zero_grad()
+        student(batch).square().mean().backward()
+        optimizer.step()
+    assert (fxq.qparams(student) == fxq.qparams(calib)) == ("fixed_act" in trained)
+    student.eval()
+    horizon.set_fake_quantize(student, STATE.VALIDATION)
+    assert fxq.verify(student, horizon.convert_fx(student), BATCHES)
+
+
+def test_a_model_whose_scales_are_learned_takes_over_those_of_calibration() -> None:
+    calib = calibrated(prepared_as(horizon.get_default_qconfig(activation_observer="percentile", activation_qkwargs={"percentile": 99})))
+    student = prepared_as(horizon.default_qat_8bit_lsq_quant_qconfig)
+    assert set(fxq.qparams(student).values()) != set(fxq.qparams(calib).values())
+    horizon.load_observer_params(calib, student)
+    assert fxq.qparams(student) == fxq.qparams(calib)
+    student.train()(BATCHES[0]).square().mean().backward()
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for name, p in student.named_parameters() if "scale_change" in name)
+    moving = prepared_as(horizon.get_default_qconfig())
+    horizon.load_observer_params(calib, moving)
+    moving.train()(BATCHES[0])  # what training follows was taken over with the scale: one batch among four
+    assert all(0.9 < scale / fxq.qparams(calib)[name] < 1.1 for name, scale in fxq.qparams(moving).items())
+    wide = prepared_as(horizon.default_qat_8bit_weight_16bit_act_fake_quant_qconfig)
+    with pytest.raises(fxq.ConfigurationError, match="cannot be taken over"):
+        horizon.load_observer_params(calib, wide)
+
+
+def test_states_are_those_of_operators_and_a_part_has_its_own() -> None:
+    prepared = prepared_as(horizon.default_qat_8bit_fake_quant_qconfig)
+    for state in STATE:
+        horizon.set_fake_quantize(prepared, state)
+        assert {operator.state for operator in quantized_operators(prepared).values()} == {state.value}
+    horizon.set_fake_quantize(prepared.quantized, STATE.VALIDATION)
+    assert {operator.state for operator in quantized_operators(prepared).values()} == {fxq.State.VALIDATE}
+
+
+def test_batch_norms_are_folded_unless_they_are_to_live() -> None:
+    assert not any("bn" in name for name in prepared_as(fxq.QConfig()).state_dict())
+    horizon.set_qat_mode(horizon.QATMode.WithBN)
+    assert horizon.get_qat_mode() is horizon.QATMode.WithBN
+    assert "bn.running_mean" in prepared_as(fxq.QConfig()).state_dict()
+
+
+def test_the_scale_of_a_stub() -> None:
+    model = Net().eval()
+    model.quant = horizon.QuantStub()
+    prepared = prepared_as(horizon.default_calib_8bit_fake_quant_qconfig, model)
+    assert next(iter(fxq.qparams(prepared).values())) == 1 / 128
+
+
+# ---- what is quantized how ------------------------------------------------------------------------------------------------
+
+A, W, Q = fxq.ActivationConfig, fxq.WeightConfig, fxq.QConfig
+MOVING = fxq.MovingAverageMinMaxObserver(0.01)
+FAKE = horizon.FakeQuantize
+
+
+MEANINGS = {
+    "8 bits": (lambda: horizon.default_qat_8bit_fake_quant_qconfig, Q(A("int8"), W("int8"))),
+    "16 bits": (lambda: horizon.default_calib_8bit_weight_16bit_act_fake_quant_qconfig, Q(A("int16"), W("int8"))),
+    "32 bits": (lambda: horizon.default_qat_8bit_weight_32bit_out_fake_quant_qconfig, Q(A("int32"), W("int8"))),
+    "an older name": (lambda: horizon.default_qat_out_8bit_fake_quant_qconfig, Q(A("int32"), W("int8"))),
+    "frozen": (lambda: horizon.default_qat_8bit_fixed_act_fake_quant_qconfig, Q(A("int8", training="frozen"))),
+    "learned": (lambda: horizon.default_qat_8bit_lsq_quant_qconfig, Q(A("int8", training="learned"), W(training="learned"))),
+    "default": (horizon.get_default_qconfig, Q(A("int8", MOVING))),
+    "lsq": (lambda: horizon.get_default_qconfig("lsq", "lsq"), Q(A("int8", MOVING, training="learned"), W(training="learned"))),
+    "no fake quantize": (lambda: horizon.get_default_qconfig(None), Q(A("int32"))),
+    "percentile": (
+        lambda: horizon.get_default_qconfig(activation_observer="percentile", activation_qkwargs={"percentile": 99.9, "dtype": "qint16"}),
+        Q(A("int16", fxq.PercentileObserver(99.9))),
+    ),
+    "averaging": (
+        lambda: horizon.get_default_qconfig(activation_qkwargs={"averaging_constant": 0.5}),
+        Q(A("int8", fxq.MovingAverageMinMaxObserver(0.5))),
+    ),
+    "no averaging": (lambda: horizon.get_default_qconfig(activation_qkwargs={"averaging_constant": 0}).output.training, "frozen"),
+    "fixed": (
+        lambda: horizon.get_default_qconfig(activation_observer="fixed_scale", activation_qkwargs={"scale": 0.5}),
+        Q(A("int8", scale=0.5)),
+    ),
+    "clip": (
+        lambda: horizon.get_default_qconfig(activation_observer="clip", activation_qkwargs={"xmin": -2, "xmax": 1}),
+        Q(A("int8", threshold=2.0)),
+    ),
+    "per tensor": (
+        lambda: horizon.get_default_qconfig(weight_qkwargs={"qscheme": torch.per_tensor_symmetric}).weight,
+        W(per_channel=False),
+    ),
+    "dtypes": (
+        lambda: horizon.get_qconfig(in_dtype="qint16", weight_dtype=torch.qint8, out_dtype=torch.int16),
+        Q(A("int16"), W("int8"), A("int16")),
+    ),
+    "fixed scales": (lambda: horizon.get_qconfig(fix_scale=True).output, A("int8", training="frozen")),
+    "by parts": (
+        lambda: horizon.QConfig(
+            activation=FAKE.with_args(observer=horizon.MSEObserver, dtype="qint16"), weight=horizon.default_weight_4bit_fake_quant
+        ),
+        Q(A("int16"), W("int4")),
+    ),
+    "an observer of ours": (lambda: horizon.QConfig(FAKE.with_args(observer=fxq.MinMaxObserver)), Q(A("int8", fxq.MinMaxObserver))),
+}
+
+
+@pytest.mark.parametrize("name", MEANINGS)
+def test_a_qconfig_means(name: str) -> None:
+    made, expected = MEANINGS[name]
+    assert made() == expected
+
+
+def dtypes(prepared: nn.Module) -> dict[str, str]:
+    return {layer.name: layer.dtype for layer in fxq.layers(prepared)}
+
+
+def test_rules_of_a_dict_and_what_stays_on_the_host() -> None:
+    wide, sums = horizon.default_qat_8bit_weight_16bit_act_fake_quant_qconfig, horizon.default_qat_8bit_weight_32bit_out_fake_quant_qconfig
+    rules = {"": horizon.default_qat_8bit_fake_quant_qconfig, "module_type": [(nn.Conv2d, wide)], "module_name": [("head", sums)]}
+    model = Net().eval()
+    found = dtypes(horizon.prepare_qat_fx(model, rules, example_inputs=BATCHES[0]))
+    assert (found["conv"], found["head"]) == ("int16", "int32")
+    hybrid = horizon.prepare_qat_fx(model, rules, None, False, True, {"module_name": ["head"]}, example_inputs=BATCHES[0])
+    assert horizon.check_deploy_device(hybrid)["head"] == "host"
+    model.head.qconfig = None
+    assert dtypes(horizon.prepare_qat_fx(model, rules, example_inputs=BATCHES[0]))["head"] == "float32"
+    eager = Net().eval()
+    eager.conv.qconfig = eager.skip.qconfig = wide
+    found = dtypes(horizon.prepare_qat(eager, example_inputs=BATCHES[0]))
+    assert (found["skip"], found["head"]) == ("int16", "float32")
+
+
+def test_setters_and_templates() -> None:
+    setter = horizon.QconfigSetter(
+        horizon.get_qconfig(),
+        [
+            horizon.GEMMToGridSampleGridInt16Template(),
+            horizon.ConvDtypeTemplate("qint8", "qint4"),
+            horizon.ModuleNameTemplate({"skip": {"dtype": "qint16", "threshold": 4.0}, "conv": {"weight": "qint8", "output": "qint16"}}),
+            horizon.SensitivityTemplate([("head", "activation", 0.1), ("conv", "weight", 0.05)], 0.5, "activation"),
+        ],
+    )
+    mapping = setter.mapping()
+    assert mapping.types[nn.Conv2d].weight == W("int4")
+    assert mapping.names["skip"].output == A("int16", threshold=4.0)
+    assert (mapping.names["conv"].weight.dtype, mapping.names["conv"].output.dtype) == ("int8", "int16")
+    assert mapping.names["head"].output.dtype == "int16"
+    prepared = horizon.prepare(Net().eval(), BATCHES[0], setter)
+    assert dtypes(prepared)["head"] == "int16"
+    assert fxq.verify(calibrated(prepared), horizon.convert_fx(prepared), BATCHES[:1])
+    first = (horizon.ModuleNameQconfigSetter({"head": Q(A("int16"))}), horizon.TemplateQconfigSetter(Q(A("int8"))), Q(A("int4")))
+    found = dtypes(horizon.prepare(Net().eval(), BATCHES[0], first))
+    assert (found["head"], found["skip"]) == ("int16", "int8")
+
+
+# ---- tools ------------------------------------------------------------------------------------------------------------------
+
+
+def test_similarity_of_float_prepared_and_integer_models(tmp_path: Path) -> None:
+    model = Net().eval()
+    prepared = calibrated(prepared_as(horizon.default_calib_8bit_fake_quant_qconfig, model))
+    integer = horizon.convert_fx(prepared)
+    rows = horizon.featuremap_similarity(model, integer, BATCHES[0], "SQNR", 36.0, out_dir=str(tmp_path))
+    by_name = {row.name: row for row in rows}
+    assert {"x_quantize", "conv", "skip", "head", "output 0"} <= set(by_name)
+    exact, noisy = model(BATCHES[0]), integer(BATCHES[0])
+    assert by_name["output 0"].similarity == pytest.approx(10 * torch.log10(exact.square().sum() / (exact - noisy).square().sum()).item())
+    assert by_name["head"].scale == pytest.approx(fxq.qparams(prepared)["head"])
+    marked = [line[2:34].strip() for line in (tmp_path / "similarity.txt").read_text().splitlines() if line.startswith("*")]
+    assert marked == [row.name for row in rows if row.similarity < 36.0]
+    assert all(row.atol == 0 for row in horizon.featuremap_similarity(prepared, integer, BATCHES[0], "L1"))
+    assert all(0.9 < row.similarity < 1.001 for row in horizon.featuremap_similarity(model, prepared, BATCHES[0]))
+    assert "skip" in horizon.check_qconfig(prepared, out_dir=str(tmp_path))
+    assert (tmp_path / "qconfig_info.txt").read_text() == fxq.explain(prepared)
+
+
+def test_how_often_modules_are_called() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.twice, self.never = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.twice(self.twice(x))
+
+    assert horizon.get_module_called_count(Shared(), (torch.randn(2, 4),)) == {"twice": 2, "never": 0}
+
+
+def test_a_model_is_checked_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert horizon.check_model(Net().eval(), BATCHES[0]) == 0
+    assert horizon.check_model(nn.Conv2d(3, 4, 3, dilation=3), BATCHES[0], "bernoulli2") == 1
+    assert "dilation" in capsys.readouterr().out
+    prepared = calibrated(prepared_as(horizon.default_calib_8bit_fake_quant_qconfig))
+    integer = horizon.convert_fx(prepared)
+    path = horizon.export_quantized_onnx(integer, (BATCHES[0],), tmp_path / "model.onnx")
+    assert fxq.verify(integer, path, BATCHES[:1])
+    horizon.export_to_onnx(prepared, (BATCHES[0],), tmp_path / "view.onnx", input_names=["image"])
+    assert [one["name"] for one in fxq.onnx_metadata(tmp_path / "view.onnx")["inputs"]] == ["image"]
+
+
+# ---- what is refused --------------------------------------------------------------------------------------------------------
+
+
+CALLS = {
+    "no example": lambda: horizon.prepare_qat_fx(Net(), {"": Q()}),
+    "no march": lambda: (march._march.clear(), horizon.prepare_qat_fx(Net(), {"": Q()}, example_inputs=BATCHES[0])),
+    "a family of marches": lambda: horizon.set_march(horizon.March.NASH),
+    "no march of this name": lambda: horizon.set_march("bayes-f"),
+    "a march that is none": lambda: horizon.set_march(5),
+    "hybrid_dict alone": lambda: horizon.prepare_qat_fx(Net(), {"": Q()}, hybrid_dict={"module_name": ["head"]}, example_inputs=BATCHES[0]),
+    "an unknown hybrid rule": lambda: horizon.prepare_qat_fx(
+        Net(), {"": Q()}, hybrid=True, hybrid_dict={"x": []}, example_inputs=BATCHES[0]
+    ),
+    "an unknown rule": lambda: horizon.prepare_qat_fx(Net(), {"nonsense": []}, example_inputs=BATCHES[0]),
+    "a custom config": lambda: horizon.prepare_qat_fx(Net(), {"": Q()}, {"nonsense": 1}, example_inputs=BATCHES[0]),
+    "an unknown argument": lambda: horizon.prepare_qat_fx(Net(), {"": Q()}, **{"nonsense": 1}),
+    "a flag that is none": lambda: horizon.prepare_qat_fx(Net(), {"": Q()}, hybrid="yes", example_inputs=BATCHES[0]),
+    "16-bit weights on bayes-e": lambda: prepared_as(Q(weight=W("int16")), nn.Conv2d(3, 2, 1)),
+    "inplace": lambda: horizon.convert_fx(prepared_as(Q(), nn.Conv2d(3, 2, 1)), True),
+    "not prepared": lambda: horizon.convert_fx(Net()),
+    "no state": lambda: horizon.set_fake_quantize(prepared_as(Q(), nn.Conv2d(3, 2, 1)), "qat"),
+    "nothing to put into a state": lambda: horizon.set_fake_quantize(Net(), STATE.QAT),
+    "no mode": lambda: horizon.set_qat_mode("WithBN"),
+    "a zero point": lambda: horizon.QuantStub(zero_point=3),
+    "a scale of 0": lambda: horizon.QuantStub(scale=0),
+    "a functional that is called": lambda: horizon.FloatFunctional()(BATCHES[0]),
+    "affine": lambda: horizon.get_default_qconfig(activation_qkwargs={"qscheme": torch.per_tensor_affine}),
+    "a float dtype": lambda: horizon.get_qconfig(out_dtype=torch.float16),
+    "an unknown dtype": lambda: horizon.get_qconfig(out_dtype="qint7"),
+    "an unknown observer": lambda: horizon.get_default_qconfig(activation_observer="nonsense"),
+    "an unknown fake quantize": lambda: horizon.get_default_qconfig("nonsense"),
+    "an unknown setting": lambda: horizon.get_default_qconfig(activation_qkwargs={"nonsense": 1}),
+    "a fixed scale without one": lambda: horizon.get_default_qconfig(activation_observer="fixed_scale"),
+    "pact": lambda: horizon.get_default_qconfig("pact"),
+    "no fake quantize of a weight": lambda: horizon.get_default_qconfig(weight_fake_quant=None),
+    "an observer of a weight": lambda: horizon.get_default_qconfig(weight_observer="mse"),
+    "an axis": lambda: horizon.get_default_qconfig(weight_qkwargs={"ch_axis": 1}),
+    "no fake quantize": lambda: horizon.QConfig(activation=5),
+    "what convolutions read": lambda: horizon.QconfigSetter(templates=[horizon.ConvDtypeTemplate("qint16")]).mapping(),
+    "what is sensitive": lambda: horizon.QconfigSetter(templates=[horizon.SensitivityTemplate(["a"], 1, "x")]).mapping(),
+    "a template's key": lambda: horizon.QconfigSetter(templates=[horizon.ModuleNameTemplate({"a": {"outputs": "qint8"}})]).mapping(),
+    "a measure": lambda: horizon.featuremap_similarity(Net(), Net(), BATCHES[0], "nonsense"),
+    "a folder as a file": lambda: horizon.export_quantized_onnx(Net(), BATCHES[0], "/"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_cannot_be_done(name: str) -> None:
+    with pytest.raises(fxq.FxQuantError) as caught:
+        CALLS[name]()
+    assert caught.value.because
+    assert caught.value.remedy
+
+
+def test_names_without_an_equal_say_what_to_call() -> None:
+    for name in horizon.MISSING:
+        with pytest.raises(fxq.ConfigurationError, match=name) as caught:
+            getattr(horizon, name)
+        assert caught.value.remedy, name
+    assert not hasattr(horizon, "nonsense")
+    assert not hasattr(horizon, "dataclass")  # what its modules import is none of its names
+    assert (horizon.qint16, horizon._LearnableFakeQuantize.training) == ("int16", "learned")

@@ -1,0 +1,391 @@
+"""PyTorch's torch.ao.quantization over fxquant: its own objects read into ours, its functions, and what has no equal here."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.ao import quantization as ao
+from torch.ao.quantization.fx.custom_config import PrepareCustomConfig
+
+import fxquant as fxq
+from fxquant.compat import torch_ao
+from fxquant.compat.torch_ao.reading import read
+from fxquant.quantization.prepared import quantized_operators
+
+pytestmark = pytest.mark.filterwarnings("ignore:Please use quant_min")
+
+BATCHES = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+
+
+class Net(nn.Module):
+    """A layer with batch norm and ReLU, a transposed convolution, and a sigmoid, which PyTorch gives a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.bn, self.relu = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()
+        self.up, self.act, self.fc = nn.ConvTranspose2d(8, 8, 2, stride=2), nn.PReLU(8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.up(self.relu(self.bn(self.conv(x)))))
+        return torch.sigmoid(4 * self.fc(x.mean((2, 3))))
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Conv2d(3, 2, 1).eval()
+
+
+class Eager(nn.Module):
+    """The same with stubs, and with a layer behind the second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.quant, self.dequant, self.sum = ao.QuantStub(), ao.DeQuantStub(), torch.ao.nn.quantized.FloatFunctional()
+        self.conv, self.bn, self.relu, self.skip = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(3, 8, 1)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.quant(x)
+        x = self.sum.add(self.relu(self.bn(self.conv(x))), self.skip(x))
+        return self.head(self.dequant(x).mean((2, 3)))
+
+
+def calibrated(prepared: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for batch in BATCHES:
+            prepared(batch)
+    return prepared
+
+
+def signal(integer: nn.Module, model: nn.Module) -> float:
+    """SQNR in dB."""
+    with torch.no_grad():
+        exact = torch.cat([model(batch) for batch in BATCHES])
+        noise = torch.cat([integer(batch) for batch in BATCHES]) - exact
+    return 10 * torch.log10(exact.var() / noise.square().mean()).item()
+
+
+@pytest.mark.parametrize("backend", ["x86", "qnnpack"])
+def test_a_model_is_calibrated_by_calling_it(backend: str, tmp_path: Any) -> None:
+    model = Net().eval()
+    prepared = torch_ao.prepare_fx(model, torch_ao.get_default_qconfig_mapping(backend), (BATCHES[0],), target=backend)
+    integer = torch_ao.convert_fx(calibrated(prepared))
+    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx") if backend == "x86" else prepared, BATCHES[:1])
+    assert signal(integer, model) > 25
+    assert fxq.qparams(prepared)["sigmoid"] == (1 / 256, 0)  # as PyTorch's default mapping says
+    assert not [line for line in fxq.explain(prepared).splitlines() if "matched nothing" in line]
+    weights = {operator.weight_quantizer.per_channel for operator in quantized_operators(prepared).values() if operator.name == "conv"}
+    assert weights == {backend == "x86"}
+
+
+def test_a_prepared_model_goes_on_after_it_was_converted() -> None:
+    prepared = torch_ao.prepare_fx(small(), ao.get_default_qconfig_mapping(), (BATCHES[0],))
+    prepared(BATCHES[0] / 8)
+    first = torch_ao.convert_fx(prepared)
+    prepared(BATCHES[0])
+    second = torch_ao.convert_fx(prepared)
+    assert not torch.equal(first(BATCHES[0]), second(BATCHES[0]))
+
+
+def test_a_model_is_trained_and_its_observers_are_switched_off() -> None:
+    prepared = torch_ao.prepare_qat_fx(Net().train(), torch_ao.get_default_qat_qconfig_mapping("x86"), (BATCHES[0],))
+    optimizer = torch.optim.SGD(prepared.parameters(), 0.05)
+    before = {name: value.clone() for name, value in prepared.named_parameters()}
+    for batch in BATCHES:
+        optimizer.zero_grad()
+        prepared(batch).square().sum().backward()
+        optimizer.step()
+    still = [name for name, value in prepared.named_parameters() if torch.equal(value, before[name])]
+    assert still == ["conv.bias"]  # which a batch norm of the batch takes away again
+    prepared.apply(torch_ao.disable_observer)
+    prepared.apply(torch_ao.freeze_bn_stats)
+    scales, mean = fxq.qparams(prepared), prepared.state_dict()["bn.running_mean"].clone()
+    trained = prepared(BATCHES[0] * 3)
+    assert fxq.qparams(prepared) == scales
+    assert torch.equal(prepared.state_dict()["bn.running_mean"], mean)
+    prepared.eval()
+    assert torch.equal(torch_ao.convert_fx(prepared)(BATCHES[0] * 3), trained)
+    with pytest.raises(fxq.ConfigurationError, match="cannot follow"):
+        prepared.apply(torch_ao.enable_observer)
+
+
+def test_switches_are_states() -> None:
+    def states() -> set[fxq.State]:
+        return {operator.state for operator in quantized_operators(prepared).values()}
+
+    prepared = torch_ao.prepare_qat_fx(small().train(), torch_ao.get_default_qat_qconfig("x86"), (BATCHES[0],))
+    torch_ao.disable_fake_quant(prepared)
+    assert states() == {fxq.State.CALIBRATE}
+    calibrated(prepared)
+    torch_ao.enable_fake_quant(prepared)
+    assert states() == {fxq.State.TRAIN}
+    assert fxq.verify(prepared, torch_ao.convert_fx(prepared), BATCHES[:1])
+    fxq.set_state(prepared, "validate")
+    torch_ao.disable_fake_quant(prepared)
+    assert states() == {fxq.State.FLOAT}
+    torch_ao.enable_observer(prepared)
+    assert states() == {fxq.State.CALIBRATE}
+    torch_ao.disable_observer(prepared)
+    assert states() == {fxq.State.FLOAT}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_eager_model_has_integers_between_its_stubs(fused: bool) -> None:
+    model = Eager().eval()
+    if fused:  # by PyTorch itself: its modules are what they compute
+        model = ao.fuse_modules(model, [["conv", "bn", "relu"]])
+    model.qconfig = ao.get_default_qconfig("x86")
+    prepared = torch_ao.prepare(torch_ao.fuse_modules(model, [["conv", "bn", "relu"]]), example_inputs=(BATCHES[0],))
+    integer = torch_ao.convert(calibrated(prepared))
+    devices = {layer.name: layer.device for layer in fxq.layers(integer)}
+    assert (devices["conv_0" if fused else "conv"], devices["skip"], devices["head"]) == ("x86", "x86", "host")
+    assert fxq.verify(prepared, integer, BATCHES[:1])
+    assert signal(integer, model) > 25
+    assert isinstance(model.qconfig, ao.QConfig)  # the caller's model is as it was
+
+
+def test_an_eager_model_is_trained() -> None:
+    model = Eager().train()
+    model.qconfig = ao.get_default_qat_qconfig("x86")
+    model.skip.qconfig = None
+    prepared = torch_ao.prepare_qat(model, example_inputs=(BATCHES[0],))
+    assert {"conv"} <= set(fxq.qparams(prepared))
+    assert "skip" not in fxq.qparams(prepared)
+    prepared(BATCHES[0]).sum().backward()
+    assert prepared.conv.weight.grad.abs().sum() > 0
+    assert fxq.verify(prepared.eval(), torch_ao.convert(prepared), BATCHES[:1])
+
+
+# ---- what PyTorch's objects mean ----------------------------------------------------------------------------------------
+
+A, W = fxq.ActivationConfig, fxq.WeightConfig
+HIST = fxq.HistogramObserver
+WEIGHT = ao.default_weight_observer
+
+
+def activation(observer: Any, **arguments: Any) -> ao.QConfig:
+    return ao.QConfig(observer.with_args(**arguments), WEIGHT)
+
+
+MEANINGS = {
+    "affine": (activation(ao.HistogramObserver), A("uint8", HIST)),
+    "affine and signed": (activation(ao.HistogramObserver, dtype=torch.qint8), A("uint8", HIST)),
+    "symmetric": (activation(ao.MinMaxObserver, dtype=torch.qint8, qscheme=torch.per_tensor_symmetric), A("int8", fxq.MinMaxObserver)),
+    "symmetric and unsigned": (activation(ao.MinMaxObserver, qscheme=torch.per_tensor_symmetric), A("int8", fxq.MinMaxObserver)),
+    "reduced": (activation(ao.MinMaxObserver, reduce_range=True), A("uint8", fxq.MinMaxObserver)),
+    "moving": (activation(ao.MovingAverageMinMaxObserver, averaging_constant=0.25), A("uint8", fxq.MovingAverageMinMaxObserver(0.25))),
+    "bins": (activation(ao.HistogramObserver, bins=512), A("uint8", fxq.HistogramObserver(512))),
+    "four bits": (
+        activation(ao.MinMaxObserver, dtype=torch.qint8, qscheme=torch.per_tensor_symmetric, quant_min=-8, quant_max=7),
+        A("int4", fxq.MinMaxObserver),
+    ),
+    "sixteen bits": (
+        activation(ao.MinMaxObserver, dtype=torch.int16, qscheme=torch.per_tensor_symmetric, quant_min=-(2**15), quant_max=2**15 - 1),
+        A("int16", fxq.MinMaxObserver),
+    ),
+    "fixed": (
+        activation(ao.FixedQParamsObserver, scale=2 / 256, zero_point=128, dtype=torch.quint8, quant_min=0, quant_max=255),
+        A("uint8", scale=2 / 256, zero_point=128),
+    ),
+    "fake quantize": (ao.default_qat_qconfig, A("uint8", fxq.MovingAverageMinMaxObserver(0.01))),
+    "ours inside": (ao.QConfig(fxq.PercentileObserver, WEIGHT), A(observer=fxq.PercentileObserver)),
+}
+
+
+@pytest.mark.parametrize("name", MEANINGS)
+def test_an_activation_means(name: str) -> None:
+    qconfig, expected = MEANINGS[name]
+    assert read(qconfig).output == expected
+
+
+def test_a_weight_means() -> None:
+    def weight(observer: Any) -> fxq.WeightConfig:
+        return read(ao.QConfig(ao.default_observer, observer)).weight
+
+    assert weight(ao.default_weight_observer) == W("int8", per_channel=False)
+    assert weight(ao.default_per_channel_weight_observer) == W("int8")
+    assert weight(ao.default_per_channel_weight_fake_quant) == W("int8")
+    assert weight(ao.weight_observer_range_neg_127_to_127) == W("int8", per_channel=False)
+    assert weight(ao.default_per_channel_weight_observer.with_args(quant_min=-8, quant_max=7)) == W("int4")
+
+
+def test_a_learnable_fake_quantize_is_a_learned_scale() -> None:
+    from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantize
+
+    learnable = _LearnableFakeQuantize.with_args(observer=ao.MovingAverageMinMaxObserver, quant_min=0, quant_max=255)
+    by_weight = _LearnableFakeQuantize.with_args(
+        observer=ao.MinMaxObserver, quant_min=-128, quant_max=127, dtype=torch.qint8, qscheme=torch.per_tensor_symmetric
+    )
+    qconfig = read(ao.QConfig(learnable, by_weight))
+    assert (qconfig.output.training, qconfig.weight.training) == ("learned", "learned")
+
+
+def test_the_integers_of_a_signed_and_an_unsigned_affine_observer_stand_for_the_same_numbers() -> None:
+    found = []
+    for dtype in (torch.quint8, torch.qint8):
+        observer = ao.MinMaxObserver(dtype=dtype)
+        observer(BATCHES[0])
+        scale, zero_point = observer.calculate_qparams()
+        prepared = torch_ao.prepare_fx(small(), activation(ao.MinMaxObserver, dtype=dtype), (BATCHES[0],))
+        prepared(BATCHES[0])
+        torch_ao.convert_fx(prepared)
+        ours = next(iter(fxq.qparams(prepared).values()))
+        found.append(ours)
+        assert ours[0] == pytest.approx(float(scale))
+        assert ours[1] == int(zero_point) + (128 if dtype == torch.qint8 else 0)
+    assert found[0] == found[1]
+
+
+REFUSED = {
+    "dynamic": (ao.default_dynamic_qconfig, "dynamic"),
+    "dynamic while training": (ao.default_dynamic_qat_qconfig, "dynamic"),
+    "half": (ao.float16_static_qconfig, "PlaceholderObserver"),
+    "weights alone": (ao.default_weight_only_qconfig, "Identity"),
+    "activations alone": (ao.default_activation_only_qconfig, "weight Identity"),
+    "what it reads": (ao.default_reuse_input_qconfig, "ReuseInput"),
+    "recorded": (ao.default_debug_qconfig, "RecordingObserver"),
+    "unsigned weight": (ao.default_quint8_weight_qconfig, "weight"),
+    "embeddings": (ao.float_qparams_weight_only_qconfig, "Placeholder"),
+    "affine weight": (ao.QConfig(ao.default_observer, ao.MinMaxObserver.with_args(dtype=torch.qint8)), "weight"),
+    "channels of an activation": (ao.QConfig(ao.default_per_channel_weight_observer, WEIGHT), "activation"),
+    "another axis": (ao.QConfig(ao.default_observer, ao.default_per_channel_weight_observer.with_args(ch_axis=1)), "weight"),
+    "six bits": (activation(ao.MinMaxObserver, quant_min=0, quant_max=63), "activation"),
+    "affine in four bits": (activation(ao.MinMaxObserver, quant_min=0, quant_max=15), "activation"),
+    "histogram of a weight": (
+        ao.QConfig(ao.default_observer, ao.HistogramObserver.with_args(dtype=torch.qint8, qscheme=torch.per_tensor_symmetric)), "weight",
+    ),
+    "an observer of one's own": (ao.QConfig(type("Mine", (ao.MinMaxObserver,), {}), WEIGHT), "Mine"),
+    "none": ("int8", "qconfig"),
+    "broken": (ao.QConfig(lambda: 1 / 0, WEIGHT), "activation"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_qconfig_that_has_no_equal_is_refused(name: str) -> None:
+    qconfig, expected = REFUSED[name]
+    with pytest.raises(fxq.ConfigurationError, match=expected) as caught:
+        read(qconfig)
+    assert caught.value.because
+    assert caught.value.remedy
+
+
+# ---- mappings -------------------------------------------------------------------------------------------------------------
+
+SYMMETRIC = activation(ao.MinMaxObserver, dtype=torch.qint8, qscheme=torch.per_tensor_symmetric)
+
+
+def dtypes(prepared: nn.Module) -> dict[str, str]:
+    return {layer.name: layer.dtype for layer in fxq.layers(prepared)}
+
+
+@pytest.mark.parametrize("form", ["mapping", "dict", "fxq"])
+def test_every_kind_of_rule(form: str) -> None:
+    default = ao.get_default_qconfig("x86")
+    mapping: Any = ao.QConfigMapping().set_global(default).set_object_type(nn.ConvTranspose2d, SYMMETRIC)
+    mapping = mapping.set_module_name_regex("f.", SYMMETRIC).set_module_name("act", None)
+    if form == "dict":
+        mapping = mapping.to_dict()
+    if form == "fxq":
+        wanted = read(SYMMETRIC)
+        mapping = fxq.QConfigMapping().set_object_type(nn.ConvTranspose2d, wanted).set_module_name_regex("f.", wanted)
+        mapping = mapping.set_module_name("act", None)
+    found = dtypes(torch_ao.prepare_fx(Net().eval(), mapping, (BATCHES[0],)))
+    assert (found["conv"], found["up"], found["act"], found["fc"]) == ("uint8", "int8", "float32", "int8")
+
+
+def test_a_mapping_without_a_global_rule_leaves_the_rest_in_float() -> None:
+    found = dtypes(torch_ao.prepare_fx(Net().eval(), ao.QConfigMapping().set_module_name("fc", SYMMETRIC), (BATCHES[0],)))
+    assert (found["conv"], found["fc"]) == ("float32", "int8")
+
+
+def test_an_attribute_goes_before_the_mapping() -> None:
+    model = Net().eval()
+    model.up.qconfig = SYMMETRIC
+    found = dtypes(torch_ao.prepare_fx(model, ao.get_default_qconfig_mapping(), (BATCHES[0],)))
+    assert (found["conv"], found["up"]) == ("uint8", "int8")
+    assert model.up.qconfig is SYMMETRIC
+
+
+def test_a_module_that_is_not_traced_stays_whole() -> None:
+    class Part(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 + 1
+
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), Part(), nn.Conv2d(4, 2, 1)).eval()
+    custom = PrepareCustomConfig().set_non_traceable_module_names(["1"])
+    custom.set_preserved_attributes(["names"])
+    prepared = torch_ao.prepare_fx(model, ao.get_default_qconfig_mapping(), (BATCHES[0],), custom)
+    assert [node.target for node in prepared.graph.nodes if node.op == "call_module" and node.target == "1"] == ["1"]
+    assert fxq.verify(calibrated(prepared), torch_ao.convert_fx(prepared), BATCHES[:1])
+
+
+# ---- what is refused, and where PyTorch's objects come from -------------------------------------------------------------
+
+
+CALLS = {
+    "backend_config": lambda m: torch_ao.prepare_fx(m, None, (BATCHES[0],), backend_config={}),
+    "equalization": lambda m: torch_ao.prepare_fx(m, None, (BATCHES[0],), _equalization_config={}),
+    "standalone": lambda m: torch_ao.prepare_fx(m, None, (BATCHES[0],), {"standalone_module_names": ["conv"]}),
+    "quantized inputs": lambda m: torch_ao.prepare_fx(m, None, (BATCHES[0],), {"input_quantized_indexes": [0]}),
+    "unknown custom": lambda m: torch_ao.prepare_fx(m, None, (BATCHES[0],), {"nonsense": [0]}),
+    "no mapping": lambda m: torch_ao.prepare_fx(m, 5, (BATCHES[0],)),
+    "unknown rule": lambda m: torch_ao.prepare_fx(m, {"nonsense": []}, (BATCHES[0],)),
+    "order": lambda m: torch_ao.prepare_fx(
+        m, ao.QConfigMapping().set_module_name_object_type_order("", nn.Conv2d, 0, SYMMETRIC), (BATCHES[0],)
+    ),
+    "unknown argument": lambda m: torch_ao.prepare_fx(m, None, (BATCHES[0],), **{"nonsense": 1}),
+    "unknown target": lambda m: torch_ao.prepare_fx(m, None, (BATCHES[0],), target="x87"),
+    "a dtype that the target has not": lambda m: torch_ao.prepare_fx(m, ao.get_default_qconfig("x86"), (BATCHES[0],), target="bayes-e"),
+    "no example": lambda m: torch_ao.prepare(m),
+    "inplace": lambda m: torch_ao.prepare(m, True, example_inputs=(BATCHES[0],)),
+    "qat inplace": lambda m: torch_ao.prepare_qat(m, inplace=True, example_inputs=(BATCHES[0],)),
+    "a flag that is none": lambda m: torch_ao.prepare(m, "yes", example_inputs=(BATCHES[0],)),
+    "not prepared": lambda m: torch_ao.convert_fx(m),
+    "not calibrated": lambda m: torch_ao.convert_fx(torch_ao.prepare_fx(m, ao.get_default_qconfig("x86"), (BATCHES[0],))),
+    "another mapping": lambda m: torch_ao.convert_fx(m, qconfig_mapping=ao.QConfigMapping()),
+    "reference": lambda m: torch_ao.convert(m, is_reference=True),
+    "fuser": lambda m: torch_ao.fuse_modules(m, [], fuser_func=copy.copy),
+    "fuse config": lambda m: torch_ao.fuse_fx(m, {"additional_fuser_method_mapping": {1: 2}}),
+    "dynamic": lambda m: torch_ao.quantize_dynamic(m, {nn.Linear}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_cannot_be_done(name: str) -> None:
+    with pytest.raises(fxq.FxQuantError) as caught:
+        CALLS[name](small())
+    assert caught.value.because
+    assert caught.value.remedy
+
+
+def test_a_model_is_fused_when_it_is_prepared() -> None:
+    model = Net().eval()
+    assert torch_ao.fuse_fx(model) is model
+    prepared = torch_ao.prepare_fx(model, ao.get_default_qconfig("x86"), (BATCHES[0],))
+    assert "bn" not in dtypes(prepared)
+    assert "relu" not in dtypes(prepared)
+
+
+def test_pytorch_s_own_objects_are_its_own() -> None:
+    assert torch_ao.QConfigMapping is ao.QConfigMapping
+    assert torch_ao.HistogramObserver is ao.HistogramObserver
+    assert not hasattr(torch_ao, "nonsense")
+
+
+def test_a_pytorch_without_torch_ao(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("torch.ao")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch.ao", None)
+    with pytest.raises(fxq.ConfigurationError, match="get_default_qconfig_mapping is not here") as caught:
+        _ = torch_ao.get_default_qconfig_mapping
+    assert "torch.ao" in caught.value.because
+    assert "fxq.QConfig" in caught.value.remedy
+    prepared = torch_ao.prepare_fx(small(), fxq.QConfig(), (BATCHES[0],))
+    assert fxq.verify(calibrated(prepared), torch_ao.convert_fx(prepared), BATCHES[:1])
