@@ -18,6 +18,7 @@ from fxquant.graph import is_parameter, part, refusal, refuse, set_part, state_d
 from fxquant.ops import Fixed, Operator, Own, Same, demand, operand_nodes, operator_of, settled
 from fxquant.ops.composite import Builder
 from fxquant.ops.floating import needed_in_float, reads_no_activation
+from fxquant.ops.shape import MANY_SIZES, ManySizes
 from fxquant.pipeline import Context
 from fxquant.quantization.rules import decide
 
@@ -39,10 +40,10 @@ def expand(gm: fx.GraphModule, context: Context) -> int:
         because = _why_whole(node, composite, arguments) or needed.get(node)
         if because is None or because == "":
             build = Builder(composite.name, node, context.target.activations)
-            result = composite.expand(build, **arguments)
+            result, because = _expanded(composite, build, arguments)
             for made in build.parts:
                 _settle(made, context)
-            because = next((found for made in build.parts if (found := _why_float(made, context)) is not None), None)
+            because = because or next((found for made in build.parts if (found := _why_float(made, context)) is not None), None)
             if because is None:
                 read = node.all_input_nodes
                 _replace(node, result)
@@ -55,6 +56,15 @@ def expand(gm: fx.GraphModule, context: Context) -> int:
         refuse(node, because)
         context.say(f"%{node.name} stays whole: {because}")
     return changes
+
+
+def _expanded(composite: Operator, build: Builder, arguments: dict[str, Any]) -> tuple[Any, str | None]:
+    """The result of the parts; or why a shape on the way cannot be written."""
+    assert composite.expand is not None
+    try:
+        return composite.expand(build, **arguments), None
+    except ManySizes:
+        return None, MANY_SIZES
 
 
 def _why_whole(node: fx.Node, composite: Operator, arguments: dict[str, Any]) -> str | None:

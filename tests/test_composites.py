@@ -214,6 +214,19 @@ def test_the_logarithm_of_a_masked_softmax_stays_whole(kind: str, because: str) 
     assert because in whole(Masked(kind), rows(), "log_softmax")
 
 
+class AcrossTheBatch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x.flatten(1), x, x)
+
+
+def test_what_has_two_sizes_of_the_batch_stays_whole_and_leaves_nothing_behind() -> None:
+    example = torch.randn(2, 1, 4)
+    assert whole(AcrossTheBatch(), example, "scaled_dot_product_attention") == "more than one of its sizes depends on the batch size"
+    assert [node.name for node in fxq.prepare(AcrossTheBatch(), example).graph.nodes if "attention" in node.name] == [
+        "scaled_dot_product_attention"
+    ]
+
+
 def test_a_rule_keeps_it_whole_and_one_for_its_result_is_about_the_result_alone() -> None:
     keep = fxq.QConfigMapping().set_object_type(nn.LayerNorm, None)
     assert whole(head(), rows(), "norm", keep) == "the qconfig says so"

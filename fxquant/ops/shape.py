@@ -25,10 +25,15 @@ from fxquant.primitives import shape
 MANY_SIZES = "more than one of its sizes depends on the batch size"
 
 
+class ManySizes(Exception):
+    """A shape cannot be written as numbers, since more than one of its sizes depends on the batch size."""
+
+
 def numbers(sizes: Sequence[Size]) -> list[int]:
-    """A shape as numbers, with -1 for the one size that depends on the batch."""
+    """A shape as numbers, with -1 for the one size that depends on the batch. Raises ManySizes where there are more."""
     plain = [size if isinstance(size, int) else -1 for size in sizes]
-    assert plain.count(-1) <= 1
+    if plain.count(-1) > 1:
+        raise ManySizes
     return plain
 
 
