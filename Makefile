@@ -41,6 +41,7 @@ types: $(READY)  ## mypy: strict over what the wheel would hold, and over the te
 bench: $(READY)  ## the benchmarks of exactness, operators, accuracy, calibration memory and compile time
 	$(BIN)/python -m benchmarks.exactness --processes 2
 	$(BIN)/python -m benchmarks.operators --target bayes-e nash-e bernoulli2 x86 --dtype int8 int16
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[accuracy]'
 	$(BIN)/python -m benchmarks.accuracy
 	$(BIN)/python -m benchmarks.calibration_memory
 	$(BIN)/python -m benchmarks.compile_time

@@ -1,0 +1,68 @@
+"""python -m benchmarks.accuracy [--task …] [--network …] [--setting …] [--mode …] [--method …] [--seeds …] [--page]."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.markdown import Markdown
+
+import benchmarks.accuracy as package
+from benchmarks.accuracy import environments
+from benchmarks.accuracy.floats import CACHE, checkpoint, checkpoints, path_of
+from benchmarks.accuracy.networks import NETWORKS
+from benchmarks.accuracy.peers import PEERS
+from benchmarks.accuracy.rows import OURS, Result, Row, every, measure, rows
+from benchmarks.accuracy.settings import MODES, SETTINGS
+from benchmarks.accuracy.table import markdown
+from benchmarks.accuracy.tasks import TASKS
+from fxquant.progress import progress
+
+PAGE = Path(__file__).parents[1] / "results" / "accuracy.md"
+SEEDS = (0, 1, 2)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=package.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, known in (("task", TASKS), ("network", NETWORKS), ("setting", SETTINGS), ("mode", MODES), ("method", (OURS, *PEERS))):
+        made.add_argument(f"--{name}", nargs="+", choices=list(known), default=list(known), metavar="NAME", help=", ".join(known))
+    made.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    made.add_argument("--cache", type=Path, default=CACHE, help="where checkpoints, results and environments are kept")
+    made.add_argument("--page", action="store_true", help=f"write {PAGE.relative_to(PAGE.parents[2])}")
+    made.add_argument("--again", action="store_true", help="measure what was measured before")
+    made.add_argument("--kept", action="store_true", help="measure nothing: show what was measured before")
+    made.add_argument("--install", nargs="+", choices=list(PEERS), metavar="PEER", help="make the environments of these peers, and end")
+    return made
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parser().parse_args(arguments)
+    torch.set_num_threads(1)
+    if options.install:
+        environments.main(options.install, options.cache)
+        return
+    chosen = rows(options.task, options.network, options.setting, options.mode)
+    wanted = checkpoints(options.task, options.network, options.seeds)
+    if options.kept:
+        wanted = [one for one in wanted if path_of(*one, options.cache).exists()]
+        chosen = [row for row in chosen if all((row.task, row.network, seed) in wanted for seed in options.seeds)]
+    for task, network, seed in progress(wanted, len(wanted), "float networks"):
+        checkpoint(task, network, seed, options.cache)
+
+    def run(row: Row, method: str, seed: int) -> Result:
+        return measure(row, method, seed, options.cache, again=options.again, kept_only=options.kept)
+
+    found: dict[Row, list[Result]] = {row: [] for row in chosen}
+    total = len(chosen) * len(options.method) * len(options.seeds)
+    for row, result in progress(every(chosen, options.method, options.seeds, run), total, "quantized networks"):
+        found[row].append(result)
+    text = markdown(found, options.seeds)
+    if options.page:
+        PAGE.write_text(text, encoding="utf-8")
+    Console(width=200).print(Markdown(text))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""A peer whose pins may clash has an environment of its own, which sees fxquant's behind its own packages.
+
+python -m benchmarks.accuracy --install NNCF Brevitas     makes them in CACHE/environments
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import venv
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.accuracy.floats import Checkpoint, outputs_of
+from benchmarks.accuracy.peers import PEERS, Peer
+from benchmarks.accuracy.settings import Setting
+
+ROOT = Path(__file__).parents[2]
+LONGEST = 1800  # seconds of one row
+
+
+def folder(peer: Peer, cache: Path) -> Path:
+    return cache / "environments" / peer.environment
+
+
+def python(peer: Peer, cache: Path) -> Path:
+    return folder(peer, cache) / "bin" / "python"
+
+
+def install(peer: Peer, cache: Path) -> None:
+    """Make the peer's environment; raises CalledProcessError where pip cannot."""
+    place = folder(peer, cache)
+    venv.create(place, with_pip=True, clear=True)
+    packages = next((place / "lib").glob("python*")) / "site-packages"
+    (packages / "behind.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    subprocess.run([python(peer, cache), "-m", "pip", "install", "--quiet", *peer.requires], check=True)
+
+
+def version(peer: Peer, cache: Path) -> str:
+    """The version of the toolkit, or nothing if it is not installed."""
+    if peer.requires:
+        found = sorted(folder(peer, cache).glob(f"lib/python*/site-packages/{peer.package}-*.dist-info"))
+        return found[0].name.removeprefix(f"{peer.package}-").removesuffix(".dist-info") if found else ""
+    try:
+        return importlib.metadata.version(peer.package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def outputs(peer: Peer, checkpoint: Checkpoint, setting: Setting, mode: str, cache: Path) -> Tensor | str:
+    """What the peer's model gives for the whole test, or the reason why there is none. What it raises is such a reason."""
+    reason = peer.refuses(setting, mode)
+    if reason is not None:
+        return reason
+    if not version(peer, cache):
+        return "not installed"
+    if peer.requires:
+        return _apart(peer, checkpoint, setting, mode, cache)
+    try:
+        return outputs_of(peer.quantize(checkpoint, setting, mode), checkpoint.data.test_inputs)
+    except Exception as error:  # whatever a toolkit raises is printed in its place
+        return _short(f"{type(error).__name__}: {error}")
+
+
+def _apart(peer: Peer, checkpoint: Checkpoint, setting: Setting, mode: str, cache: Path) -> Tensor | str:
+    with tempfile.TemporaryDirectory() as place:
+        written = Path(place) / "outputs.pt"
+        names = (peer.name, checkpoint.task.name, checkpoint.name, str(checkpoint.seed), setting.name, mode, str(cache.resolve()))
+        command = [python(peer, cache), "-m", "benchmarks.accuracy.process", *names, written]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LONGEST, check=False)
+        if done.returncode != 0:
+            return _short((done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1])
+        found: Tensor = torch.load(written, weights_only=True)
+        return found
+
+
+def _short(reason: str) -> str:
+    line = " ".join(reason.split())
+    return line if len(line) <= 120 else line[:117] + "…"
+
+
+def main(names: list[str], cache: Path) -> None:
+    """Install the environments of these peers."""
+    for name in names:
+        if PEERS[name].requires:
+            print(f"{name}: {folder(PEERS[name], cache)}", file=sys.stderr)
+            install(PEERS[name], cache)

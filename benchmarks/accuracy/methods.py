@@ -1,0 +1,105 @@
+"""What fxquant does with a checkpoint: calibrate, tune, train. The outputs are those of the integer model."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+import fxquant as fxq
+from benchmarks.accuracy.floats import EVALUATED, Checkpoint
+from benchmarks.accuracy.settings import CALIBRATION, TRAINING, TUNING, Setting
+from benchmarks.accuracy.training import train
+
+LEARNED_BELOW = 8  # bits; at 8 bits the scales follow the ranges of the batches
+
+
+def quantize(checkpoint: Checkpoint, setting: Setting, mode: str) -> Tensor | str:
+    """The integer model's outputs for the whole test; asserts that they are the prepared model's. Text: why there are none."""
+    prepared = MODES[mode](checkpoint, setting)
+    if isinstance(prepared, str):
+        return prepared
+    prepared.eval()
+    fxq.set_state(prepared, fxq.State.VALIDATE)
+    return exact_outputs(prepared, fxq.convert(prepared), checkpoint.data.test_inputs)
+
+
+def exact_outputs(prepared: fx.GraphModule, integer: fx.GraphModule, inputs: Tensor) -> Tensor:
+    """What both give. Raises AssertionError where they differ in a bit."""
+    found = []
+    with torch.no_grad():
+        for batch in torch.split(inputs, EVALUATED):
+            outputs = integer(batch)
+            assert torch.equal(outputs, prepared(batch)), "integer and prepared model differ"
+            found.append(outputs)
+    return torch.cat(found)
+
+
+def outer_layers(network: nn.Module) -> tuple[str, str]:
+    """The names of the first and the last layer with weights, which keep 8 bits on every side."""
+    layers = [name for name, module in network.named_modules() if isinstance(module, nn.Conv2d | nn.Linear | nn.ConvTranspose2d)]
+    return layers[0], layers[-1]
+
+
+def prepare(checkpoint: Checkpoint, setting: Setting, *, learned: bool = False) -> fx.GraphModule:
+    """Prepared with fxquant's defaults, but for the bits that the setting says; not calibrated yet."""
+    network, target = checkpoint.load(), setting.target
+    training = "learned" if learned else "statistics"
+
+    def qconfig(weights: int, activations: int) -> fxq.QConfig:
+        dtype = None if activations == 8 else f"int{activations}"
+        return fxq.QConfig(
+            fxq.ActivationConfig(dtype, training=training),
+            fxq.WeightConfig(f"int{weights}", per_channel=setting.per_channel, training=training),
+        )
+
+    mapping = fxq.QConfigMapping(qconfig(setting.weights, setting.activations))
+    for name in outer_layers(network):
+        mapping = mapping.set_module_name(name, qconfig(8, 8))
+    return fxq.prepare(network, checkpoint.data.calibration[0], target, mapping)
+
+
+def calibrated(checkpoint: Checkpoint, setting: Setting) -> fx.GraphModule:
+    return fxq.calibrate(prepare(checkpoint, setting), checkpoint.data.calibration, show_progress=False)
+
+
+def tuned(checkpoint: Checkpoint, setting: Setting) -> fx.GraphModule | str:
+    """Calibrated, then every step of `STEPS` that this fxquant has, in this order."""
+    if not any(_function(name) for name, _ in STEPS):
+        return "this fxquant has no fxquant.tuning"
+    prepared = calibrated(checkpoint, setting)
+    for name, wanted in STEPS:
+        function = _function(name)
+        if function is not None and wanted(setting):
+            function(prepared, checkpoint.data.calibration, show_progress=False)
+    return prepared
+
+
+def _function(name: str) -> Callable[..., Any] | None:
+    try:
+        return getattr(importlib.import_module("fxquant.tuning"), name, None)
+    except ModuleNotFoundError:
+        return None
+
+
+STEPS: tuple[tuple[str, Callable[[Setting], bool]], ...] = (
+    ("reconstruct", lambda setting: setting.weights < 8 or setting.activations < 8),
+    ("correct_bias", lambda setting: True),
+)
+"""Functions of fxquant.tuning, and the settings they are for; equalization is a part of calibration."""
+
+
+def trained(checkpoint: Checkpoint, setting: Setting) -> fx.GraphModule:
+    """Calibrated, then trained; below 8 bits with learned scales, which is what the guide recommends there."""
+    learned = min(setting.weights, setting.activations) < LEARNED_BELOW
+    prepared = fxq.calibrate(prepare(checkpoint, setting, learned=learned), checkpoint.data.calibration, show_progress=False)
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    prepared.train()
+    train(prepared, checkpoint, lambda: fxq.freeze(prepared, scales=not learned))
+    return prepared
+
+
+MODES: dict[str, Callable[[Checkpoint, Setting], fx.GraphModule | str]] = {CALIBRATION: calibrated, TUNING: tuned, TRAINING: trained}

@@ -1,0 +1,27 @@
+"""One row of one peer, in the process of an environment of its own: reads the checkpoint, writes the outputs.
+
+python -m benchmarks.accuracy.process PEER TASK NETWORK SEED SETTING MODE CACHE OUTPUT
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from benchmarks.accuracy.floats import checkpoint, outputs_of
+from benchmarks.accuracy.peers import PEERS
+from benchmarks.accuracy.settings import SETTINGS
+
+
+def main() -> None:
+    name, task, network, seed, setting, mode, cache, output = sys.argv[1:]
+    torch.set_num_threads(1)
+    found = checkpoint(task, network, int(seed), Path(cache))
+    made = PEERS[name].quantize(found, SETTINGS[setting], mode)
+    torch.save(outputs_of(made, found.data.test_inputs), output)
+
+
+if __name__ == "__main__":
+    main()
