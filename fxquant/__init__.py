@@ -45,7 +45,20 @@ from fxquant.ops.custom import unary
 from fxquant.quantization.calibration import freeze, qparams, set_qparams, set_state
 from fxquant.quantization.mapping import QConfigMapping
 from fxquant.quantization.observations import Observations, observations
-from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer, PercentileObserver
+from fxquant.quantization.observers import (
+    ClipObserver,
+    ClipStdObserver,
+    FixedScaleObserver,
+    HistogramObserver,
+    KLObserver,
+    LpObserver,
+    MinMaxObserver,
+    MixObserver,
+    MovingAverageMinMaxObserver,
+    MSEObserver,
+    Observer,
+    PercentileObserver,
+)
 from fxquant.quantization.rounding import Nearest, Rounding
 from fxquant.quantization.spec import ActivationConfig, QConfig, WeightConfig
 from fxquant.quantization.state import State
@@ -57,16 +70,23 @@ __all__ = [
     "AccumulatorOverflow",
     "ActivationConfig",
     "CalibrationError",
+    "ClipObserver",
+    "ClipStdObserver",
     "ConfigurationError",
     "DeviationReport",
     "ExportError",
     "Finding",
     "Findings",
+    "FixedScaleObserver",
     "FxQuantError",
     "HistogramObserver",
     "Intermediate",
+    "KLObserver",
     "Layer",
+    "LpObserver",
+    "MSEObserver",
     "MinMaxObserver",
+    "MixObserver",
     "MovingAverageMinMaxObserver",
     "Nearest",
     "NotCalibrated",

@@ -260,15 +260,18 @@ KINDS: dict[str, Kind] = {
     "cut": Kind("a list of names of tensors, or of lists of such names", _cuts),
     "debug": such("0, 1, 2 or 3", _whole, lambda value: 0 <= value <= 3).or_none("as FXQUANT_DEBUG says"),
     "distributed": FLAG,
+    "deviations": NUMBER,
     "dump": FOLDER.or_none("as FXQUANT_DUMP says"),
     "external_data": FLAG.or_none("only where one file cannot hold the model"),
     "averaging_constant": such("a number above 0 and at most 1", _number, lambda value: 0 < value <= 1),
+    "highest": Kind("a finite number", _number),
     "input_names": NAMES.or_none("the names of forward's arguments"),
     "kinds": Kind(
         "'quantized', 'accumulators', 'float', 'outputs' or the name of a tensor, or a list of these",
         lambda value: [_text(value)] if isinstance(value, str) else _names(value),
     ),
     "leaf": CALLABLE.or_none("PyTorch's own modules stay whole"),
+    "lowest": Kind("a finite number", _number),
     "modules": Kind(
         "the name of a module or node, or a list of such names", lambda value: [_text(value)] if isinstance(value, str) else _names(value)
     ).or_none("all of them"),
@@ -277,6 +280,7 @@ KINDS: dict[str, Kind] = {
     "only_missing": FLAG,
     "opset": Kind("a whole number", _whole).or_none("the style's usual one"),
     "output_names": NAMES.or_none("made from the names of the graph"),
+    "p": such("a number from 1 to 16", _number, lambda value: 1 <= value <= 16),
     "path": FILE,
     "pattern": Kind("a regular expression that re.compile takes: a string that is not empty", _pattern),
     "per_channel": FLAG,

@@ -166,6 +166,12 @@ def scale_from_range(low: Tensor, high: Tensor, dtype: IntType) -> Tensor:
     return torch.where(largest == 0, FLOAT32_EPSILON, scale)
 
 
+def round_up_to_power_of_two(scale: Tensor) -> Tensor:
+    """The smallest power of two that is not below the scale; NaN for NaN."""
+    mantissa, exponent = torch.frexp(scale)
+    return torch.ldexp(torch.ones_like(scale), torch.where(mantissa == 0.5, exponent - 1, exponent)).where(scale == scale, scale)
+
+
 def is_scale(value: float) -> bool:
     """Whether a number can be a scale: as a float32 it is positive, finite, and has all its bits."""
     return SMALLEST_NORMAL <= value <= LARGEST_FLOAT32
@@ -338,18 +344,25 @@ def weight_scale(weight: Tensor, axis: int | None, dtype: IntType) -> Tensor:
     return scale_from_range(-largest, largest, dtype)
 
 
-def least_error_scale(weight: Tensor, axis: int | None, dtype: IntType, candidates: int = 24) -> Tensor:
-    """The scale with which the weight's integers have the least squared error, per index of `axis` (or one), float32, shape (C,).
+def least_error_scale(
+    weight: Tensor, axis: int | None, dtype: IntType, candidates: int = 24, p: float = 2.0, power_of_two: bool = False
+) -> Tensor:
+    """The scale with which the weight's integers have the least Σ |error|^p, per index of `axis` (or one), float32, shape (C,).
 
-    The candidates are evenly spaced fractions of `weight_scale`, from that down to a quarter of it.
+    The candidates are evenly spaced fractions of `weight_scale`, from that down to a quarter of it; of powers of two, that scale
+    rounded up, its half and its quarter.
     """
     largest = weight_scale(weight, axis, dtype)
     flat = weight.detach().reshape(1, -1) if axis is None else weight.detach().movedim(axis, 0).flatten(1)
+    fractions = [1 - 0.75 * step / candidates for step in range(candidates)]
+    if power_of_two:
+        largest, fractions = round_up_to_power_of_two(largest), [1.0, 0.5, 0.25]
     best, least = largest, torch.full_like(largest, math.inf)
-    for step in range(candidates):
-        scale = (largest * (1 - 0.75 * step / candidates)).clamp_min(SMALLEST_SCALE)
+    for fraction in fractions:
+        scale = (largest * fraction).clamp_min(SMALLEST_SCALE)
         column = scale.unsqueeze(1)
-        error = (torch.round(flat / column).clamp_(dtype.low, dtype.high).mul_(column) - flat).square_().sum(dim=1)
+        distance = torch.round(flat / column).clamp_(dtype.low, dtype.high).mul_(column) - flat
+        error = (distance.square_() if p == 2 else distance.abs_().pow_(p)).sum(dim=1)
         best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
     return best
 

@@ -124,6 +124,7 @@ def _weight_quantizer(
         power_of_two=config.power_of_two or context.target.arithmetic.power_of_two_weights,
         learned=WeightScale(len(weight) if per_channel else 1) if weight is not None and config.training == LEARNED else None,
         rounding=None if weight is None else config.rounding(tuple(weight.shape)),
+        p=None if weight is None else config.p,
     )
 
 

@@ -344,7 +344,7 @@ def test_a_range_is_the_interval(made: Callable[[], Observer]) -> None:
 
 def test_the_histogram_finds_the_interval_of_least_error() -> None:
     values = skewed()
-    low, high = observed(fxq.HistogramObserver(), *values.split(3000)).interval(UINT8)
+    low, high = observed(fxq.MSEObserver(), *values.split(3000)).interval(UINT8)
     best = error(values, low, high)
     assert best <= error(values, values.min(), values.max())
     assert best < 0.5 * error(values, *(torch.tensor(sign) * values.abs().max() for sign in (-1.0, 1.0)))

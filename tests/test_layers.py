@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.errors": set(),
     "fxquant.arguments": {"errors"},
     "fxquant.numerics": {"errors"},
-    "fxquant.quantization.observers": {"arguments", "errors", "numerics"},
+    "fxquant.quantization.observers": {"arguments", "errors", "numerics", "observers"},
     "fxquant.quantization.rounding": set(),
     "fxquant.quantization.spec": {"arguments", "errors", "numerics", "observers", "rounding"},
     "fxquant.quantization.mapping": {"arguments", "errors", "spec"},

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from fxquant import numerics
 from fxquant.backends.bpu import FIXED
-from fxquant.numerics import INT4, INT8, INT16, WEIGHT_INT4, WEIGHT_INT8, WEIGHT_INT16, Grid, IntType, Ratio
+from fxquant.numerics import INT4, INT8, INT16, WEIGHT_INT4, WEIGHT_INT8, WEIGHT_INT16, Grid, IntType, Ratio, round_up_to_power_of_two
 from fxquant.ops.pool import _windows, window_divisor
-from fxquant.quantization.quantizer import round_up_to_power_of_two
 from tests import oracle
 
 EXACT = settings(deadline=None, derandomize=True, max_examples=100)

@@ -95,6 +95,8 @@ OTHERS: dict[str, tuple[Any, str]] = {
     "int16": (fxq.QConfig(ACT("int16"), fxq.WeightConfig("int16")), "nash-e"),
     "int4": (fxq.QConfig(ACT("int4")), "nash-e"),
     "a percentile": (fxq.QConfig(ACT(observer=fxq.PercentileObserver(99.0))), "nash-e"),
+    "the least divergence, by name": (fxq.QConfig(ACT("int4", observer="kl")), "nash-e"),
+    "a power of the error": (fxq.QConfig(ACT(observer=fxq.LpObserver(2.4), power_of_two=True), fxq.WeightConfig(p=3)), "nash-e"),
     "smallest and largest": (fxq.QConfig(ACT(observer=fxq.MinMaxObserver)), "nash-e"),
     "the average range": (fxq.QConfig(ACT("int16", observer=fxq.MovingAverageMinMaxObserver)), "nash-e"),
     "a scale of a user's choice": (fxq.QConfig(ACT(observer=Halved)), "nash-e"),

@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 import fxquant as fxq
-from fxquant.numerics import INT8
-from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer, PercentileObserver
+from fxquant.numerics import INT4, INT8, INT16, UINT8, IntType, round_up_to_power_of_two
+from fxquant.quantization.observers import (
+    ClipObserver,
+    ClipStdObserver,
+    HistogramObserver,
+    KLObserver,
+    LpObserver,
+    MinMaxObserver,
+    MixObserver,
+    MovingAverageMinMaxObserver,
+    MSEObserver,
+    Observer,
+    PercentileObserver,
+)
+from fxquant.quantization.observers.names import NAMED
+
+HISTOGRAMS = (HistogramObserver, MSEObserver, LpObserver, PercentileObserver, ClipStdObserver, KLObserver, MixObserver)
+EVERY = (MinMaxObserver, MovingAverageMinMaxObserver, *HISTOGRAMS, functools.partial(ClipObserver, -4.0, 4.0))
 
 
 def observed(observer: Observer, *batches: torch.Tensor) -> Observer:
@@ -40,23 +61,64 @@ def test_a_histogram_counts_the_same_whatever_the_order_its_reach_grew_in() -> N
     assert int(torch.ne(in_steps.counts, at_once.counts).sum()) <= 1
 
 
-def test_a_histogram_cuts_off_what_costs_less_than_it_saves() -> None:
+@pytest.mark.parametrize(("observer", "p"), [(MSEObserver(), 2.0), (LpObserver(p=3.0), 3.0), (LpObserver(p=1.5), 1.5)], ids=str)
+@pytest.mark.parametrize("dtype", [INT4, INT8], ids=str)
+def test_the_smallest_error_of_a_power_is_found(observer: HistogramObserver, p: float, dtype: IntType) -> None:
     torch.manual_seed(0)
-    values = torch.randn(100_000)
+    values = torch.randn(20_000)
     values[0] = 40.0
-    threshold = float(observed(HistogramObserver(), values).threshold(INT8))
-    assert 3.0 < threshold < 40.0
+    threshold = float(observed(observer, values).threshold(dtype))
+    observer.reset()
 
     def error(limit: float) -> float:
-        step = limit / INT8.divisor
-        return float(((values / step).round().clamp(INT8.low, INT8.high) * step - values).square().mean())
+        step = limit / dtype.divisor
+        return float(((values / step).round().clamp(dtype.low, dtype.high) * step - values).abs().pow(p).mean())
 
-    assert error(threshold) < error(40.0)
-    assert error(threshold) <= 1.05 * min(error(40.0 * i / 400) for i in range(20, 401))
+    assert error(threshold) < error(40.0) or threshold == 40.0
+    assert error(threshold) <= 1.05 * min(error(40.0 * i / 400) for i in range(10, 401))
 
 
-def test_a_histogram_covers_a_uniform_tensor_whole() -> None:
-    assert float(observed(HistogramObserver(), torch.linspace(-1, 1, 10_000)).threshold(INT8)) > 0.98
+def test_the_default_loses_less_on_what_comes_later_than_what_is_best_or_whole_on_the_sample() -> None:
+    """Samples of 256, of a normal and of a long-tailed distribution: the error of each scale on many more values."""
+    torch.manual_seed(0)
+    lost: dict[type[Observer], float] = {MinMaxObserver: 0.0, MSEObserver: 0.0, HistogramObserver: 0.0}
+    for trial in range(20):
+        shape = torch.distributions.Normal(0.0, 1.0) if trial % 2 else torch.distributions.StudentT(4.0)
+        seen, later = shape.sample((256,)), shape.sample((20_000,))  # type: ignore[no-untyped-call]
+        for kind in lost:
+            scale = observed(kind(), seen).scale(INT8)
+            error = ((later / scale).round().clamp(INT8.low, INT8.high) * scale - later).square().mean()
+            lost[kind] += float(error / later.square().mean())
+    assert lost[HistogramObserver] < lost[MinMaxObserver]
+    assert lost[HistogramObserver] < lost[MSEObserver]
+
+
+def test_a_histogram_goes_beyond_what_it_saw_unless_many_values_lie_at_the_end() -> None:
+    torch.manual_seed(0)
+    values = torch.randn(50_000)
+
+    def threshold(seen: torch.Tensor) -> float:
+        return float(observed(HistogramObserver(), seen).threshold(INT8))
+
+    assert threshold(values.clamp(-1, 1)) == 1.0
+    assert threshold((3 * values).clamp(0, 6)) == 6.0
+    assert 1.03 < threshold(torch.rand(50_000)) <= 1.1
+    low, high = observed(HistogramObserver(), values.clamp(min=-1, max=20)).interval(UINT8)
+    assert float(low) == pytest.approx(-1.0, abs=2e-3)
+    assert 0.8 < float(high) / float(values.max()) <= 1.1
+
+
+@pytest.mark.parametrize("observer", HISTOGRAMS)
+def test_sixteen_bits_cover_everything(observer: type[HistogramObserver]) -> None:
+    """Bins are wider than their steps, and nothing is gained by cutting off."""
+    torch.manual_seed(0)
+    values = torch.randn(10_000)
+    values[0] = 10.0
+    covered = float(observed(observer(), values).scale(INT16)) * INT16.divisor
+    if observer in (PercentileObserver, ClipStdObserver):  # which are about the values alone
+        assert covered < 10.0
+    else:
+        assert covered == pytest.approx(11.0 if observer is HistogramObserver else 10.0)
 
 
 def test_a_percentile_leaves_out_its_share() -> None:
@@ -65,7 +127,7 @@ def test_a_percentile_leaves_out_its_share() -> None:
     assert 9_890 <= threshold <= 9_910
 
 
-@pytest.mark.parametrize("observer", [MinMaxObserver, MovingAverageMinMaxObserver, HistogramObserver, PercentileObserver])
+@pytest.mark.parametrize("observer", EVERY)
 def test_an_observer_holds_as_much_after_many_batches_as_after_one(observer: type[Observer]) -> None:
     def size(batches: int) -> int:
         made = observed(observer(), *(torch.randn(64) * (i + 1) for i in range(batches)))
@@ -74,7 +136,7 @@ def test_an_observer_holds_as_much_after_many_batches_as_after_one(observer: typ
     assert size(1) == size(64)
 
 
-@pytest.mark.parametrize("observer", [MinMaxObserver, MovingAverageMinMaxObserver, HistogramObserver, PercentileObserver])
+@pytest.mark.parametrize("observer", EVERY)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_is_refused_and_changes_nothing(observer: type[Observer], bad: float) -> None:
     made = observed(observer(), torch.randn(16))
@@ -84,7 +146,7 @@ def test_what_is_not_finite_is_refused_and_changes_nothing(observer: type[Observ
     assert all(torch.equal(tensor, before[name]) for name, tensor in made.state_dict().items())
 
 
-@pytest.mark.parametrize("observer", [MinMaxObserver, MovingAverageMinMaxObserver, HistogramObserver, PercentileObserver])
+@pytest.mark.parametrize("observer", EVERY)
 def test_zeros_alone_give_the_smallest_scale(observer: type[Observer]) -> None:
     assert observed(observer(), torch.zeros(8)).scale(INT8) == 2.0**-23
 
@@ -164,4 +226,120 @@ def test_the_same_values_give_the_same_scale_in_every_layout(observer: type[Hist
 def test_the_scale_does_not_depend_on_how_many_rows_a_batch_has(observer: type[HistogramObserver], rows: int) -> None:
     """Three columns of which one is a thousand times smaller: seen alone, it would give a scale a thousand times too small."""
     points = torch.rand(rows, 3) * torch.tensor([0.01, 10.0, 10.0])
-    assert 0.95 * 10 / 127.5 < float(observed(observer(), points).scale(INT8)) <= 10 / 127.5
+    assert 0.95 * 10 / 127.5 < float(observed(observer(), points).scale(INT8)) <= 1.1 * 10 / 127.5
+
+
+# ---- the others -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_lies_beyond_the_bounds_counts_as_the_bound() -> None:
+    observer = observed(ClipObserver(-1.0, 2.0), torch.tensor([-0.5, 1.0]), torch.tensor([9.0]))
+    assert observer.scale(INT8) == torch.tensor(2.0) / torch.tensor(127.5)
+    assert [float(end) for end in observer.interval(UINT8)] == [-0.5, 2.0]
+
+
+def test_deviations_from_the_mean_bound_the_range() -> None:
+    torch.manual_seed(0)
+    values = 2 + torch.randn(100_000)
+    low, high = observed(ClipStdObserver(1.5), values).interval(UINT8)
+    assert float(low) == 0.0  # 0 has an integer
+    assert float(high) == pytest.approx(float(values.mean() + 1.5 * values.std(correction=0)), rel=2e-3)
+    wide = observed(ClipStdObserver(50.0), values)
+    assert float(wide.scale(INT8)) * INT8.divisor == pytest.approx(float(values.max()), rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [INT4, INT8], ids=str)
+def test_the_divergence_is_that_of_the_formula(dtype: IntType) -> None:
+    """The smallest of all ends that the formula, written out slowly, gives."""
+    torch.manual_seed(0)
+    observer = observed(KLObserver(bins=256), torch.distributions.Laplace(0.0, 1.0).sample((20_000,)))  # type: ignore[no-untyped-call]
+    counts = observer.counts.tolist()
+    counts[0] = counts[1]
+    levels = dtype.high + 1
+
+    def divergence(end: int) -> float:
+        seen, inside = counts[:end], counts[:end]
+        seen[-1] += sum(counts[end:])
+        shown = [0.0] * end
+        for level in range(levels):
+            bins = [i for i in range(end) if i * levels // end == level]
+            there = [i for i in bins if inside[i] > 0]
+            for i in there:
+                shown[i] = sum(inside[j] for j in bins) / len(there)
+        total, whole = sum(seen), sum(shown)
+        terms = [(p / total, q / whole) for p, q in zip(seen, shown, strict=True) if p > 0]
+        return math.inf if any(q == 0 for _, q in terms) else sum(p * math.log(p / q) for p, q in terms)
+
+    found = round(float(observer.threshold(dtype)) / float(observer.reach) * 256)
+    ends = range(levels, 257, max(1, (256 - levels) // 64))
+    assert divergence(found) == pytest.approx(min(divergence(end) for end in ends))
+
+
+def test_a_mix_is_the_most_alike_of_four() -> None:
+    torch.manual_seed(0)
+    values = torch.randn(50_000)
+    values[:3] = 60.0
+
+    def cosine(scale: torch.Tensor) -> float:
+        return float(torch.cosine_similarity((values / scale).round().clamp(INT8.low, INT8.high) * scale, values, dim=0))
+
+    candidates = [cosine(observed(kind(), values).scale(INT8)) for kind in (MinMaxObserver, PercentileObserver, MSEObserver, KLObserver)]
+    assert max(candidates) > min(candidates) + 1e-3
+    assert cosine(observed(MixObserver(), values).scale(INT8)) == pytest.approx(max(candidates), abs=1e-5)
+
+
+@pytest.mark.parametrize("observer", [HistogramObserver, MSEObserver, LpObserver])
+def test_of_powers_of_two_the_one_is_chosen_that_loses_least(observer: type[HistogramObserver]) -> None:
+    """The best threshold, just above a power of two, would be rounded up to twice that."""
+    torch.manual_seed(0)
+    values = torch.randn(50_000)
+    largest = float(values.abs().max())
+    for factor in (1.05, 1.4, 1.9):
+        scaled = values / largest * 127.5 * factor  # in steps of 1, the largest just beyond the range
+        made = observed(observer(), scaled)
+        chosen = round_up_to_power_of_two(made.scale_before_rounding(INT8))
+
+        def lost(scale: torch.Tensor, seen: torch.Tensor = scaled, made: HistogramObserver = made) -> float:
+            both = torch.cat((seen, seen * made.ahead))
+            return float(made.loss(((both / scale).round().clamp(-128, 127) * scale - both).abs()).mean())
+
+        assert lost(chosen) <= 1.01 * min(lost(torch.tensor(2.0**k)) for k in (-2, -1, 0, 1))
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_name_is_the_class(name: str) -> None:
+    assert fxq.ActivationConfig(observer=name) == fxq.ActivationConfig(observer=NAMED[name])
+
+
+def test_a_fixed_scale_is_the_scale_of_the_config() -> None:
+    assert fxq.ActivationConfig(observer=fxq.FixedScaleObserver(scale=0.5)) == fxq.ActivationConfig(scale=0.5)
+    assert fxq.ActivationConfig("int16", observer=fxq.FixedScaleObserver(threshold=4.0)) == fxq.ActivationConfig("int16", threshold=4.0)
+    with pytest.raises(fxq.ConfigurationError, match="are both given"):
+        fxq.ActivationConfig(scale=1.0, observer=fxq.FixedScaleObserver(scale=0.5))
+
+
+@pytest.mark.parametrize("observer", EVERY)
+def test_what_several_have_seen_is_what_one_would_have(observer: Callable[[], Observer]) -> None:
+    torch.manual_seed(0)
+    parts = [torch.cat((torch.randn(4096), torch.tensor([-5.0, 5.0]))) for _ in range(3)]  # the same reach
+    each = [observed(observer(), part) for part in parts]
+    merged, whole = observer(), observed(observer(), *parts)
+    merged.merge([dict(one.named_buffers()) for one in each])
+    for dtype in (INT4, INT8):
+        assert merged.scale(dtype) == pytest.approx(whole.scale(dtype))
+    assert [float(end) for end in merged.interval(UINT8)] == pytest.approx([float(end) for end in whole.interval(UINT8)])
+
+
+def test_observers_with_settings_go_through_a_file(tmp_path: Path) -> None:
+    observers = [LpObserver(2.5), ClipObserver(-1.5, 2.0), ClipStdObserver(2.5), MixObserver()]
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in observers))
+    mapping = fxq.QConfigMapping()
+    for index, observer in enumerate(observers):
+        mapping = mapping.set_module_name(str(index), fxq.QConfig(fxq.ActivationConfig(observer=observer), fxq.WeightConfig("int4", p=2.5)))
+    example = torch.randn(64, 4)
+    prepared = fxq.calibrate(fxq.prepare(model, example, "nash-e", mapping), [example], show_progress=False)
+    loaded = fxq.load(fxq.save(prepared, tmp_path / "prepared.fxq"))
+    for one in (prepared, loaded):
+        fxq.calibrate(one, [2 * example], show_progress=False)
+    assert fxq.qparams(loaded) == fxq.qparams(prepared)
+    assert torch.equal(loaded(example), prepared(example))

@@ -70,6 +70,45 @@ def test_scales_and_integers(weight: Tensor, least: Tensor, dtype: IntType, per_
     assert found.integers.shape == weight.shape
 
 
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize("p", [2.0, 3.0])
+def test_a_scale_with_the_least_error_is_found(p: float, per_channel: bool, power_of_two: bool) -> None:
+    torch.manual_seed(0)
+    weight = torch.distributions.StudentT(3.0).sample((4, 400)) * torch.tensor([[0.1], [1.0], [3.0], [0.5]])  # type: ignore[no-untyped-call]
+    found = WeightQuantizer(WEIGHT_INT4, per_channel=per_channel, power_of_two=power_of_two, p=p).integers(weight)
+    rows = weight if per_channel else weight.reshape(1, -1)
+    assert found.integers.abs().max() == 7
+
+    def errors(scale: Tensor) -> Tensor:
+        column = scale.unsqueeze(1)
+        return ((rows / column).round().clamp(-7, 7) * column - rows).abs().pow(p).sum(1)
+
+    largest = rows.abs().amax(1) / 7
+    tried = [2.0**k for k in range(-8, 4)] if power_of_two else [float(largest.max()) * k / 400 for k in range(2, 401)]
+    best = torch.stack([errors(torch.full_like(largest, scale)) for scale in tried]).amin(0)
+    covering = torch.exp2(largest.log2().ceil()) if power_of_two else largest
+    assert bool((errors(found.scale) <= (1.0 if power_of_two else 1.05) * best + 1e-6).all())
+    assert bool((errors(found.scale) < errors(covering)).all()) or power_of_two
+    assert torch.equal(found.integers.reshape(rows.shape), (rows / found.scale.unsqueeze(1)).round().clamp(-7, 7))
+
+
+@pytest.mark.parametrize(("target", "config"), [
+    ("bayes-e", fxq.WeightConfig("int4", p=3.0)),
+    ("bernoulli", fxq.WeightConfig("int4", p=2.0, per_channel=False, power_of_two=True)),
+    ("nash-e", fxq.WeightConfig("int4", p=2.4, training="learned")),
+])  # fmt: skip
+def test_least_errors_hold_the_contract_after_training(target: str, config: fxq.WeightConfig, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    prepared = contract.compiled(Net(), batches(), target, fxq.QConfig(fxq.ActivationConfig(observer="lp"), config)).prepared
+    train(prepared, 2)
+    assert all(float(layer.weight.grad.abs().max()) > 0 for layer in (prepared.conv, prepared.head))
+    integer = fxq.convert(prepared)
+    contract.assert_validate_is_integer(prepared, integer, batches()[0])
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(batches()[0],)])
+    contract.assert_train_is_validate(prepared, batches()[1])
+
+
 def test_a_learned_scale_starts_where_it_is_kept() -> None:
     weight = torch.randn(4, 9)
     learned = WeightScale(4)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fxquant.errors import CalibrationError, NotCalibrated, NotFinite
-from fxquant.numerics import INT32, SMALLEST_SCALE, Grid, IntType, grid_from_range
+from fxquant.numerics import INT32, SMALLEST_SCALE, Grid, IntType, grid_from_range, round_up_to_power_of_two
 from fxquant.quantization.learning import TrainableScale
 from fxquant.quantization.observers import Observer, gathering, observe_together, standard
 from fxquant.quantization.spec import FROZEN, LEARNED, STATISTICS
@@ -124,7 +124,8 @@ class Quantizer(TrainableScale):
             if self.dtype.affine:
                 self._cover(*self.observer.interval(self.dtype))
             else:
-                self.assign(self.observer.scale(self.dtype) * self.headroom)
+                found = self.observer.scale_before_rounding(self.dtype) if self.power_of_two else self.observer.scale(self.dtype)
+                self.assign(found * self.headroom)
         if self.range is not None:
             self.batches_used.copy_(self.range.count)
 
@@ -225,9 +226,3 @@ class Quantizer(TrainableScale):
 def _beside(observer: Observer) -> nn.ModuleDict:
     there = gathering(observer)
     return nn.ModuleDict({kind.__name__: kind() for kind, gathers in standard().items() if gathers != there})
-
-
-def round_up_to_power_of_two(scale: Tensor) -> Tensor:
-    """The smallest power of two that is not below the scale; NaN for NaN."""
-    mantissa, exponent = torch.frexp(scale)
-    return torch.ldexp(torch.ones_like(scale), torch.where(mantissa == 0.5, exponent - 1, exponent)).where(scale == scale, scale)

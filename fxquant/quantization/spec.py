@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from fxquant.arguments import Kind, checked_class, instance, shown, such
+from fxquant.arguments import KINDS, Kind, checked_class, instance, shown, such
 from fxquant.errors import ConfigurationError, FxQuantError
 from fxquant.numerics import ACTIVATION_TYPES, WEIGHT_TYPES, IntType, is_scale, scale_from_threshold
-from fxquant.quantization.observers import HistogramObserver, Observer, settings
+from fxquant.quantization.observers import FixedScaleObserver, HistogramObserver, Observer, observer_named, settings
 from fxquant.quantization.rounding import Nearest, Rounding
 
 LEARNED, STATISTICS, FROZEN = "learned", "statistics", "frozen"
@@ -30,6 +30,8 @@ def _dtype(value: Any) -> str:
 
 def _observer(value: Any) -> Any:
     """What makes an observer, or a copy of one that has seen nothing. Raises ValueError for anything else."""
+    if isinstance(value, str):
+        return observer_named(value)
     try:
         made = value if isinstance(value, Observer) else value()
     except FxQuantError:
@@ -58,7 +60,9 @@ def _rounding(value: Any) -> type[Rounding]:
 
 
 ACTIVATION_DTYPE = DTYPE.or_none("the target's default")
-OBSERVER = Kind("a class of observers, an observer that is copied, or a function without arguments that makes one", _observer)
+OBSERVER = Kind(
+    "a class of observers, the name of one, an observer that is copied, or a function without arguments that makes one", _observer
+)
 
 
 @checked_class(dtype=ACTIVATION_DTYPE, observer=OBSERVER)
@@ -70,8 +74,9 @@ class ActivationConfig:
                    (q - zero_point) · scale, and the zero point is found with the scale. "int32" is the sum of a last layer as it
                    stands. None is the target's default: "uint8" for x86 and qnnpack, "int8" for any other
     zero_point     the zero point of "uint8", given beside a scale; 128 if that alone is, or a threshold
-    observer       what finds the scale, each tensor having its own: a class of observers, an observer whose settings are
-                   those of all, PercentileObserver(99.9), or any function without arguments that makes one
+    observer       what finds the scale, each tensor having its own: a class of observers, the name of one, "mse", an observer whose
+                   settings are those of all, PercentileObserver(99.9), or any function without arguments that makes one. A
+                   FixedScaleObserver becomes the scale or the threshold that it gives
     training       what an observed scale does in state TRAIN, from the calibrated one on:
                    "statistics"  it grows and shrinks with the range of the batches: a moving average, or all that was
                                  seen where MinMaxObserver observes
@@ -95,6 +100,7 @@ class ActivationConfig:
         if self.dtype is not None:
             _check(self.dtype, ACTIVATION_TYPES, "activation")
         _check_training(self.training, (STATISTICS, LEARNED, FROZEN), "an activation's scale")
+        self._take_fixed_scale()
         if self.scale is not None and self.threshold is not None:
             raise ConfigurationError(
                 f"scale={self.scale:g} and threshold={self.threshold:g} are both given",
@@ -115,6 +121,18 @@ class ActivationConfig:
                     because="a scale is a float32 number, which lies between 2^-126 (1.2e-38) and 3.4e38",
                     remedy=f"pass a {name} that is of the size of the tensor's values",
                 )
+
+    def _take_fixed_scale(self) -> None:
+        """What a FixedScaleObserver gives, beside what is given otherwise."""
+        made = self.observer if isinstance(self.observer, Observer | type) else self.observer()
+        if not isinstance(made, FixedScaleObserver):
+            return
+        if (self.scale, self.threshold) != (None, None):
+            raise ConfigurationError(
+                "a FixedScaleObserver and a scale are both given", because="either gives the scale", remedy="pass one of them"
+            )
+        for name, value in (("scale", made.given_scale), ("threshold", made.given_threshold), ("observer", HistogramObserver)):
+            object.__setattr__(self, name, value)
 
     def _check_zero_point(self) -> None:
         if self.zero_point is None:
@@ -187,7 +205,11 @@ class ActivationConfig:
         return None if self.fixed_scale is None else (self.fixed_scale, self.fixed_zero_point)
 
 
-@checked_class(dtype=DTYPE, rounding=Kind("a class of roundings, like Nearest: a subclass of Rounding", _rounding))
+@checked_class(
+    dtype=DTYPE,
+    p=KINDS["p"].or_none("the largest weight is covered"),
+    rounding=Kind("a class of roundings, like Nearest: a subclass of Rounding", _rounding),
+)
 @dataclass(frozen=True)
 class WeightConfig:
     """How a weight is quantized: dtype, and a scale for each output channel or one for all.
@@ -197,6 +219,9 @@ class WeightConfig:
                    "learned"     it is a parameter with the gradient of LSQ, of convolutions, linear layers and products with
                                  a matrix parameter; it starts where the squared error is least
     power_of_two   round it up to a power of two, as some targets do for all scales
+    p              the scale has the least Σ |error|^p for the weight at hand, for each output channel, or for all of them where they have
+                   one: with p = 2 the squared error, with a larger one large errors count for more. It cuts off the largest weights.
+                   None: it covers them
     rounding       how such a layer's weight, in steps of its scale, becomes integers: a class of roundings, of which every layer
                    has its own; what it learns trains with the model. What else is constant is rounded to the nearest
     """
@@ -206,6 +231,7 @@ class WeightConfig:
     training: str = STATISTICS
     power_of_two: bool = False
     rounding: type[Rounding] = Nearest
+    p: float | None = None
 
     def __post_init__(self) -> None:
         _check(self.dtype, WEIGHT_TYPES, "weight")

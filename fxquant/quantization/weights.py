@@ -1,6 +1,6 @@
 """A weight quantizer: the dtype, the scale and the rounding of one weight, and what of them is learned.
 
-    s = max |w| / divisor, or learned      per output channel, or one for all
+    s = max |w| / divisor, or that with the least Σ |error|^p, or learned      per output channel, or one for all
     s = max(s, what bias and residual need), rounded up to a power of two where there is no other
     w_q = round(w / s)
 
@@ -14,29 +14,31 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fxquant.numerics import SMALLEST_SCALE, IntType, least_error_scale, weight_scale
+from fxquant.numerics import SMALLEST_SCALE, IntType, least_error_scale, round_up_to_power_of_two, weight_scale
 from fxquant.quantization.learning import TrainableScale, learned_step
-from fxquant.quantization.quantizer import round_up_to_power_of_two
 from fxquant.quantization.rounding import Nearest, Rounding
 
 
 class WeightScale(TrainableScale):
     """The learned scale of a layer's weight: one number for each of `channels`, or a single one.
 
-    It starts at the scale with the least squared error for the weight of the first batch that passes in TRAIN or
-    VALIDATE; until then it is that of the weight at hand, as convert reads it. Where there is one for each channel,
+    It starts at the scale with the least error, squared unless the config has another p, for the weight of the first batch that passes
+    in TRAIN or VALIDATE; until then it is that of the weight at hand, as convert reads it. Where there is one for each channel,
     it is the scale of the weight without its batch norm: what that multiplies a channel by, it multiplies its scale by.
     """
 
     def __init__(self, channels: int) -> None:
         super().__init__(torch.full((channels,), float("nan"), dtype=torch.float32, device="cpu"), learned=True)
 
-    def of(self, weight: Tensor, gain: Tensor | None, dtype: IntType, keep: bool) -> Tensor:
-        """The scale for this weight, whose channels are its dimension 0, times `gain`; `keep` makes it where training starts."""
+    def of(self, weight: Tensor, gain: Tensor | None, dtype: IntType, keep: bool, p: float = 2.0) -> Tensor:
+        """The scale for this weight, whose channels are its dimension 0, times `gain`; `keep` makes it where training starts.
+
+        That is the scale with the least Σ |error|^p.
+        """
         factor = self.factor(gain)
         if bool(torch.isfinite(self.base_scale).all()):
             return (self.current() * factor).clamp_min(SMALLEST_SCALE)
-        start = least_error_scale(weight, 0 if self.base_scale.numel() > 1 else None, dtype)
+        start = least_error_scale(weight, 0 if self.base_scale.numel() > 1 else None, dtype, p=p)
         base = torch.where(factor > 0, start / factor, start)
         if keep:
             self.assign(base)
@@ -76,6 +78,8 @@ class WeightQuantizer(torch.nn.Module):
     power_of_two  whether scales are rounded up to powers of two
     learned       the learned scale; None: the scale follows from the largest magnitude of the weight at hand
     rounding      how the weight becomes whole numbers of steps
+    p             the scale has the least Σ |error|^p for the weight at hand, where a learned one starts, too; None: it covers the
+                  weight, and a learned one starts at the least squared error
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class WeightQuantizer(torch.nn.Module):
         power_of_two: bool = False,
         learned: WeightScale | None = None,
         rounding: Rounding | None = None,
+        p: float | None = None,
     ) -> None:
         super().__init__()
         self.dtype = dtype
@@ -93,6 +98,7 @@ class WeightQuantizer(torch.nn.Module):
         self.power_of_two = power_of_two
         self.learned = learned
         self.rounding = Nearest() if rounding is None else rounding
+        self.p = p
 
     def integers(self, weight: Tensor, gain: Tensor | None = None, least: Tensor | None = None, *, keep: bool = False) -> QuantizedWeight:
         """The integers of a real weight, whose channels are its dimension 0.
@@ -109,17 +115,20 @@ class WeightQuantizer(torch.nn.Module):
 
     def _scale(self, weight: Tensor, gain: Tensor | None, keep: bool) -> Tensor:
         if self.learned is not None:
-            return self.learned.of(weight, gain, self.dtype, keep)
-        return weight_scale(weight, 0 if self.per_channel else None, self.dtype)
+            return self.learned.of(weight, gain, self.dtype, keep, 2.0 if self.p is None else self.p)
+        axis = 0 if self.per_channel else None
+        if self.p is not None:
+            return least_error_scale(weight, axis, self.dtype, p=self.p, power_of_two=self.power_of_two)
+        return weight_scale(weight, axis, self.dtype)
 
     def _rounded(self, weight: Tensor, scale: Tensor, own: Tensor, gain: Tensor | None) -> Tensor:
         """round(w / s); a scale that is not the weight's own has no gradient."""
         low, high = self.dtype.low, self.dtype.high
         step = scale.reshape(-1, *[1] * (weight.dim() - 1))
         real = weight / step
-        if self.learned is None:
+        if self.learned is None and self.p is None:
             return self.rounding.integers(real, low, high)  # within the range but for a rounding error, which takes no gradient away
-        if self.learned.learns and torch.is_grad_enabled():
+        if self.learned is not None and self.learned.learns and torch.is_grad_enabled():
             exact = self.rounding.integers(real.detach(), low, high)
             return learned_step(weight, exact, step, self.learned, self.dtype, self.learned.factor(gain) * own)
         return self.rounding.integers(real.clamp(low, high), low, high)

@@ -20,7 +20,19 @@ from fxquant import functional
 from fxquant.ops import OPERATORS, Operator
 from fxquant.ops.parameters import FUNCTIONS as OF_PARAMETERS
 from fxquant.primitives import PRIMITIVES
-from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer, PercentileObserver
+from fxquant.quantization.observers import (
+    ClipObserver,
+    ClipStdObserver,
+    HistogramObserver,
+    KLObserver,
+    LpObserver,
+    MinMaxObserver,
+    MixObserver,
+    MovingAverageMinMaxObserver,
+    MSEObserver,
+    Observer,
+    PercentileObserver,
+)
 from fxquant.quantization.rounding import Nearest, Rounding
 from fxquant.stubs import FUNCTIONS as STUBS
 
@@ -214,7 +226,13 @@ _OBSERVERS: Mapping[type[Observer], str] = {
     MinMaxObserver: "",
     MovingAverageMinMaxObserver: "averaging_constant",
     HistogramObserver: "bins sample",
+    LpObserver: "p bins sample",
+    MSEObserver: "bins sample",
     PercentileObserver: "percentile bins sample",
+    ClipStdObserver: "deviations bins sample",
+    KLObserver: "bins sample",
+    MixObserver: "bins sample",
+    ClipObserver: "lowest highest",
 }
 
 _ROUNDINGS: Mapping[type[Rounding], str] = {Nearest: ""}

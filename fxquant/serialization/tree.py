@@ -113,6 +113,7 @@ class TreeWriter:
             "dtype": module.dtype.name,
             "per_channel": expect(module.per_channel, bool),
             "power_of_two": expect(module.power_of_two, bool),
+            "p": expect(module.p, float, NoneType),
             "learned": self._module(module.learned, path + ".learned"),
             "rounding": self._module(module.rounding, path + ".rounding"),
         }
@@ -311,6 +312,7 @@ class TreeReader:
             look_up(WEIGHT_TYPES, arguments["dtype"], "dtype"),
             per_channel=expect(arguments["per_channel"], bool),
             power_of_two=expect(arguments["power_of_two"], bool),
+            p=expect(arguments["p"], float, NoneType),
             learned=learned,
             rounding=rounding,
         )

@@ -41,7 +41,14 @@ _NAMED_TUPLES = {kind.__name__: kind for kind in (BatchNormTensors,)}
 _NUMBER = (float, int, NoneType)
 # Records: every field with the types its value may have.
 RECORDS: Mapping[type, Mapping[str, tuple[type, ...]]] = {
-    WeightConfig: {"dtype": (str,), "per_channel": (bool,), "training": (str,), "power_of_two": (bool,), "rounding": (type,)},
+    WeightConfig: {
+        "dtype": (str,),
+        "per_channel": (bool,),
+        "training": (str,),
+        "power_of_two": (bool,),
+        "rounding": (type,),
+        "p": (float, NoneType),
+    },
     ActivationConfig: {
         "dtype": (str, NoneType),
         "observer": (type, functools.partial),

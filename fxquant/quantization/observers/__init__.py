@@ -1,0 +1,39 @@
+"""Observers: they watch a tensor's values and say which scale, or which interval, covers them."""
+
+from fxquant.quantization.observers.distribution import ClipStdObserver, KLObserver, MixObserver, PercentileObserver
+from fxquant.quantization.observers.histogram import HistogramObserver, LpObserver, MSEObserver, sampled
+from fxquant.quantization.observers.names import NAMED, observer_named
+from fxquant.quantization.observers.ranges import (
+    ClipObserver,
+    FixedScaleObserver,
+    MinMaxObserver,
+    MovingAverageMinMaxObserver,
+    Observer,
+    finite_range,
+    settings,
+)
+from fxquant.quantization.observers.together import Gathering, gathering, observe_together, standard
+
+__all__ = [
+    "NAMED",
+    "ClipObserver",
+    "ClipStdObserver",
+    "FixedScaleObserver",
+    "Gathering",
+    "HistogramObserver",
+    "KLObserver",
+    "LpObserver",
+    "MSEObserver",
+    "MinMaxObserver",
+    "MixObserver",
+    "MovingAverageMinMaxObserver",
+    "Observer",
+    "PercentileObserver",
+    "finite_range",
+    "gathering",
+    "observe_together",
+    "observer_named",
+    "sampled",
+    "settings",
+    "standard",
+]

@@ -1,0 +1,220 @@
+"""Observers that count magnitudes in bins, and choose a threshold by what quantization loses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from fxquant.arguments import checked
+from fxquant.numerics import SMALLEST_SCALE, IntType, grid_from_range, round_up_to_power_of_two, scale_from_range
+from fxquant.quantization.observers.ranges import Observer, finite_range
+
+
+class HistogramObserver(Observer):
+    """Covers the range that loses least: the smallest mean squared error, of what was seen and of the same a tenth larger.
+
+    Calibration is a sample, and what comes later goes beyond it: the error that is least on the sample alone cuts off the largest of
+    what is to come, and this does more harm than a slightly wider step. So every value counts twice, as it is and `ahead` times as
+    large, and the range may reach that far beyond what was seen. Where a few values far from the others make the range wide, as in
+    few bits, they are cut off all the same. An end at which many values lie, as a clamp or an image leaves them, is taken for the
+    end of what there can be. `python -m benchmarks.observers` compares it with the others.
+
+    Magnitudes are counted in bins over [0, reach]. A larger value doubles the reach, as often as needed, by
+    joining neighbouring bins, so counts stay exact and memory constant however many batches pass. Of a tensor of
+    twice `sample` elements or more that many are counted (see `sampled`); its largest magnitude is always taken from all of it.
+    Those of negative values are counted a second time, on their own, for the dtypes that tell the signs apart.
+    """
+
+    largest: Tensor
+    reach: Tensor
+    counts: Tensor
+    negative: Tensor
+    ahead = 1.1  # how much larger later values are taken to be; 1 where what was seen counts alone
+
+    @checked()
+    def __init__(self, bins: int = 2048, sample: int = 2**18) -> None:
+        super().__init__()
+        self.bins, self.sample = bins, sample
+        self.register_buffer("largest", torch.zeros((), dtype=torch.float32, device="cpu"))
+        self.register_buffer("reach", torch.zeros((), dtype=torch.float32, device="cpu"))
+        self.register_buffer("counts", torch.zeros(bins, dtype=torch.float64, device="cpu"))
+        self.register_buffer("negative", torch.zeros(bins, dtype=torch.float64, device="cpu"))
+
+    def observe(self, value: Tensor) -> None:
+        self.take(value, *finite_range(value))
+
+    def take(self, value: Tensor, low: Tensor, high: Tensor) -> None:
+        """Take in a batch whose range is known."""
+        largest = torch.maximum(low.abs(), high.abs())
+        self._grow(float(largest))
+        values = sampled(value.detach(), self.sample).float()
+        reach, share = float(self.reach), value.numel() / values.numel()
+        if reach > 0:
+            self.counts += torch.histc(values.abs(), self.bins, 0.0, reach).double() * share
+        if float(low) < 0 and (below := -values[values < 0]).numel():
+            self.negative += torch.histc(below, self.bins, 0.0, reach).double() * share
+        self.largest.copy_(torch.maximum(self.largest, largest))
+        self.count += 1
+
+    def _grow(self, largest: float) -> None:
+        """Make the reach cover a magnitude; everything seen before was zero where it is still zero."""
+        if float(self.reach) == 0:
+            self.reach.fill_(largest)
+        while float(self.reach) < largest:
+            for counts in (self.counts, self.negative):
+                joined = counts.view(-1, 2).sum(1)
+                counts.zero_()
+                counts[: self.bins // 2] = joined
+            self.reach *= 2
+
+    def loss(self, error: Tensor) -> Tensor:
+        """What an error of this magnitude counts, float64."""
+        return error.square()
+
+    def threshold(self, dtype: IntType) -> Tensor:
+        """The magnitude that the dtype's largest value should stand for, float64: one of the 128ths of the largest one seen."""
+        largest, ahead = self.largest.double(), self._ahead(self.counts)
+        if not self.tells(dtype):
+            return largest * ahead
+        candidates = _fractions(ahead, largest.device) * largest
+        return candidates[int(self._lost(candidates / dtype.divisor, dtype).argmin())]
+
+    def tells(self, dtype: IntType) -> bool:
+        """Whether bins are as fine as the steps of a dtype that covers them all. Where they are not, everything is covered."""
+        return dtype.high < self.bins
+
+    def scale(self, dtype: IntType) -> Tensor:
+        threshold = self.threshold(dtype).float() if float(self.largest) > 0 else self.largest
+        return scale_from_range(-threshold, threshold, dtype)
+
+    def scale_before_rounding(self, dtype: IntType) -> Tensor:
+        """In the middle of those that are rounded up to the power of two that loses least, so that training does not move it at once."""
+        scale = self.scale(dtype)
+        if float(self.largest) == 0 or not self.tells(dtype):
+            return scale
+        widest = round_up_to_power_of_two(scale_from_range(-self.largest, self.largest * self._ahead(self.counts), dtype)).double()
+        steps = widest * 2.0 ** -torch.arange(8, device=widest.device, dtype=torch.float64)
+        return (0.75 * steps[int(self._lost(steps, dtype).argmin())]).float().clamp_min(SMALLEST_SCALE)
+
+    def interval(self, dtype: IntType) -> tuple[Tensor, Tensor]:
+        """The one that loses least: each end in turn is the best of so many 128ths of the range's, twice."""
+        ends = list(self.ends())
+        if float(self.largest) == 0:
+            return ends[0], ends[1]
+        seen, counts = self.points()
+        whole, beyond = tuple(ends), (self._ahead(self.negative), self._ahead(self._positive()))
+        points = torch.cat((seen, torch.where(seen < 0, beyond[0] * seen, beyond[1] * seen)))
+        counts = torch.cat((counts, counts))
+        for end in (1, 0, 1, 0):
+            if float(whole[end]) == 0:
+                continue
+            candidates = (_fractions(beyond[end], points.device) * whole[end].double()).float()
+            low, high = (candidates, ends[1]) if end == 0 else (ends[0], candidates)
+            scale, zero = (part.double().unsqueeze(1) for part in grid_from_range(low, high, dtype))
+            quantized = torch.clamp(torch.round(points / scale), dtype.low - zero, dtype.high - zero) * scale
+            ends[end] = candidates[int((self.loss((points - quantized).abs()) * counts).sum(1).argmin())]
+        return ends[0], ends[1]
+
+    def _lost(self, steps: Tensor, dtype: IntType) -> Tensor:
+        """What is lost with each of these steps, of a symmetric dtype."""
+        there = self.counts > 0
+        centres, counts = self._middles()[there], self.counts[there]
+        magnitudes, steps = torch.cat((centres, centres * self._ahead(self.counts))), steps.unsqueeze(1)
+        quantized = torch.round(magnitudes / steps).clamp_max(dtype.high) * steps
+        return (self.loss((magnitudes - quantized).abs()) * torch.cat((counts, counts))).sum(1)
+
+    def _ahead(self, counts: Tensor) -> float:
+        """`ahead`; 1 where the last of these counts is of many values: a 1024th of all, and eight times what one of those before it is."""
+        there = torch.nonzero(counts)
+        if self.ahead == 1 or not len(there):
+            return 1.0
+        last = int(there[-1])
+        before = counts[max(0, last - 16) : last]
+        crowded = last > 0 and float(counts[last]) > max(16.0, float(self.counts.sum()) / 1024, 8 * float(before.mean()))
+        return 1.0 if crowded else self.ahead
+
+    def _middles(self) -> Tensor:
+        return (torch.arange(self.bins, device=self.counts.device, dtype=torch.float64) + 0.5) * (self.reach.double() / self.bins)
+
+    def points(self) -> tuple[Tensor, Tensor]:
+        """The middles of the bins that hold something, with their signs, and how much they hold: float64."""
+        points, counts = torch.cat((-self._middles(), self._middles())), torch.cat((self.negative, self._positive()))
+        return points[counts > 0], counts[counts > 0]
+
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """The smallest and the largest value, as far as bins tell, float32; 0 is between them."""
+        edges = torch.arange(1, self.bins + 1, device=self.counts.device, dtype=torch.float64) * (self.reach.double() / self.bins)
+        low, high = ((edges * (counts > 0)).max().float().clamp_max(self.largest) for counts in (self.negative, self._positive()))
+        return -low, high
+
+    def _positive(self) -> Tensor:
+        return (self.counts - self.negative).clamp_min(0)
+
+    def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        """Counts over another reach go to the bins where the middles of theirs lie."""
+        reach = torch.stack([state["reach"] for state in states]).max()
+        middles = torch.arange(self.bins, device=reach.device, dtype=torch.float64) + 0.5
+        for name, buffer in (("counts", self.counts), ("negative", self.negative)):
+            counts = torch.zeros_like(buffer)
+            for state in states:
+                bins = (middles * (state["reach"].double() / reach.double())).long() if float(reach) > 0 else middles.long()
+                counts.index_add_(0, bins, state[name])
+            buffer.copy_(counts)
+        self.reach.copy_(reach)
+        self.largest.copy_(torch.stack([state["largest"] for state in states]).max())
+        self.count.copy_(torch.stack([state["count"] for state in states]).sum())
+
+    def extra_repr(self) -> str:
+        return f"bins={self.bins}"
+
+
+class LpObserver(HistogramObserver):
+    """Covers the range with the smallest mean |error|^p of what was seen. The larger p, the more large errors, those of clipping, count."""
+
+    ahead = 1.0
+
+    @checked()
+    def __init__(self, p: float = 3.0, bins: int = 2048, sample: int = 2**18) -> None:
+        super().__init__(bins, sample)
+        self.p = p
+
+    def loss(self, error: Tensor) -> Tensor:
+        return error.pow(self.p)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, bins={self.bins}"
+
+
+class MSEObserver(HistogramObserver):
+    """Covers the range with the smallest mean squared error of what was seen."""
+
+    ahead = 1.0
+
+
+def _fractions(ahead: float, device: torch.device) -> Tensor:
+    """128ths, from the first up to `ahead`: float64."""
+    return torch.arange(1, int(128 * ahead) + 1, device=device, dtype=torch.float64) / 128
+
+
+def sampled(value: Tensor, count: int) -> Tensor:
+    """So many of a tensor's elements, one-dimensional; all of them if there are fewer than twice as many.
+
+    The tensor, read in the order of its dimensions, is cut into `count` stretches of one length, and one element is
+    taken at a random place of each: every element is as likely as any other, whatever lies how many elements apart.
+    The places follow from the two numbers alone: neither the layout in memory nor the generators of random numbers
+    take part, so the same values give the same sample on every thread and rank.
+    """
+    size = value.numel()
+    if size < 2 * count:
+        return value.flatten()
+    places = ((torch.arange(count, dtype=torch.float64, device="cpu") + _places(count)) * (size / count)).long().clamp_max_(size - 1)
+    return torch.take(value, places.to(value.device))
+
+
+@lru_cache(maxsize=4)
+def _places(count: int) -> Tensor:
+    """Where in its stretch each element is taken, in [0, 1), float64."""
+    return torch.rand(count, dtype=torch.float64, device="cpu", generator=torch.Generator().manual_seed(0))

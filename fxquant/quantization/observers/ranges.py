@@ -1,0 +1,242 @@
+"""What every observer offers, and the observers of the smallest and largest value.
+
+An observer streams: it holds a few numbers however many batches pass. Writing another is a class with
+`observe` and `scale`, and with `interval` if affine dtypes are to make use of their zero point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxquant.arguments import checked
+from fxquant.errors import ConfigurationError
+from fxquant.numerics import INT8, IntType, scale_from_range, scale_from_threshold
+
+
+class Observer(nn.Module):
+    """What every observer offers. `observed` is False until the first batch."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64, device="cpu"))
+
+    @property
+    def observed(self) -> bool:
+        return bool(self.count > 0)
+
+    def observe(self, value: Tensor) -> None:
+        """Take in one batch of real values. Raises ValueError, and changes nothing, if any is NaN or infinite."""
+        raise NotImplementedError
+
+    def scale(self, dtype: IntType) -> Tensor:
+        """The float32 scale for what was observed."""
+        raise NotImplementedError
+
+    def scale_before_rounding(self, dtype: IntType) -> Tensor:
+        """The scale for what was observed, where it is then rounded up to a power of two. Here: `scale`."""
+        return self.scale(dtype)
+
+    def interval(self, dtype: IntType) -> tuple[Tensor, Tensor]:
+        """The interval of real numbers, float32, that the integers of an affine dtype should stand for.
+
+        Here: what int8 would stand for with this observer's scale; the zero point is then 128.
+        """
+        scale = self.scale(INT8)
+        return scale * INT8.low, scale * INT8.high
+
+    def range_observer(self) -> MinMaxObserver:
+        """The observer of the range that this one's scale follows in state TRAIN. Here: a moving average."""
+        return MovingAverageMinMaxObserver()
+
+    def reset(self) -> None:
+        """Forget everything that was observed. Here: every buffer becomes zero."""
+        for buffer in self.buffers():
+            buffer.zero_()
+
+    def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        """Become the observer that has seen what several have: `states` are their buffers by name, this one's among them.
+
+        Called with the same states in the same order on every rank, so that all ranks agree bit for bit. An observer
+        that has seen nothing is left out beforehand. Needed only to calibrate with torch.distributed.
+        """
+        raise NotImplementedError
+
+
+class MinMaxObserver(Observer):
+    """Covers every value seen: the scale comes from the smallest and the largest."""
+
+    low: Tensor
+    high: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("low", torch.zeros((), dtype=torch.float32, device="cpu"))
+        self.register_buffer("high", torch.zeros((), dtype=torch.float32, device="cpu"))
+
+    @property
+    def largest(self) -> Tensor:
+        """The largest magnitude of the range."""
+        return torch.maximum(self.low.abs(), self.high.abs())
+
+    @property
+    def ends(self) -> Tensor:
+        """The range, widened to hold 0: float32 of shape (2,)."""
+        return torch.stack((self.low.clamp_max(0.0), self.high.clamp_min(0.0)))
+
+    def observe(self, value: Tensor) -> None:
+        self.take(value, *finite_range(value))
+
+    def take(self, value: Tensor, low: Tensor, high: Tensor) -> None:
+        """Take in a batch whose range is known."""
+        first = self.count == 0
+        self.low.copy_(torch.where(first, low, torch.minimum(self.low, low)))
+        self.high.copy_(torch.where(first, high, torch.maximum(self.high, high)))
+        self.count += 1
+
+    def scale(self, dtype: IntType) -> Tensor:
+        return scale_from_range(self.low, self.high, dtype)
+
+    def interval(self, dtype: IntType) -> tuple[Tensor, Tensor]:
+        low, high = self.ends
+        return low, high
+
+    def range_observer(self) -> MinMaxObserver:
+        return MinMaxObserver()
+
+    def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        self.low.copy_(torch.stack([state["low"] for state in states]).min())
+        self.high.copy_(torch.stack([state["high"] for state in states]).max())
+        self.count.copy_(torch.stack([state["count"] for state in states]).sum())
+
+
+class MovingAverageMinMaxObserver(MinMaxObserver):
+    """Covers the average of the batches' ranges.
+
+    The first 1/averaging_constant batches count equally; later ones enter with weight `averaging_constant`.
+    """
+
+    @checked()
+    def __init__(self, averaging_constant: float = 0.01) -> None:
+        super().__init__()
+        self.averaging_constant = averaging_constant
+
+    def observe(self, value: Tensor) -> None:
+        self.take(value, *finite_range(value))
+
+    def take(self, value: Tensor, low: Tensor, high: Tensor) -> None:
+        """Take in a batch whose range is known."""
+        self.count += 1
+        weight = torch.clamp_min(1 / self.count, self.averaging_constant)
+        self.low += (low - self.low) * weight
+        self.high += (high - self.high) * weight
+
+    def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        """Every range counts as many times as there were batches."""
+        counts = torch.stack([state["count"] for state in states])
+        for name in ("low", "high"):
+            values = torch.stack([state[name] for state in states]).double()
+            getattr(self, name).copy_((values * counts).sum() / counts.sum())
+        self.count.copy_(counts.sum())
+
+    def range_observer(self) -> MinMaxObserver:
+        return MovingAverageMinMaxObserver(self.averaging_constant)
+
+    def extra_repr(self) -> str:
+        return f"averaging_constant={self.averaging_constant}"
+
+
+class ClipObserver(MinMaxObserver):
+    """Covers what was seen between two bounds, of which 0 lies between: what lies beyond counts as the bound."""
+
+    @checked()
+    def __init__(self, lowest: float, highest: float) -> None:
+        super().__init__()
+        if not lowest <= 0 <= highest or lowest == highest:
+            raise ConfigurationError(
+                f"ClipObserver({lowest}, {highest}) covers nothing",
+                because="0 has an integer in every dtype, so it lies between the bounds",
+                remedy="pass lowest=… that is 0 or negative and highest=… that is 0 or positive",
+            )
+        self.lowest, self.highest = lowest, highest
+
+    @property
+    def ends(self) -> Tensor:
+        """The range between the bounds, widened to hold 0: float32 of shape (2,)."""
+        return super().ends.clamp(self.lowest, self.highest)
+
+    @property
+    def largest(self) -> Tensor:
+        """The largest magnitude of that range."""
+        return self.ends.abs().max()
+
+    def scale(self, dtype: IntType) -> Tensor:
+        low, high = self.ends
+        return scale_from_range(low, high, dtype)
+
+    def range_observer(self) -> MinMaxObserver:
+        return ClipObserver(self.lowest, self.highest)
+
+    def extra_repr(self) -> str:
+        return f"lowest={self.lowest}, highest={self.highest}"
+
+
+class FixedScaleObserver(Observer):
+    """No observer, but a scale that is given, as `ActivationConfig(scale=…)` or `(threshold=…)` gives it, which it is turned into.
+
+    It is here for the sake of configs that are written in this way.
+    """
+
+    @checked()
+    def __init__(self, scale: float | None = None, threshold: float | None = None) -> None:
+        super().__init__()
+        if (scale is None) == (threshold is None):
+            raise ConfigurationError(
+                f"FixedScaleObserver(scale={scale}, threshold={threshold}) gives {'no scale' if scale is None else 'two scales'}",
+                because="a threshold is a way to give the scale: the real number that the largest integer stands for",
+                remedy="pass one of them",
+            )
+        self.given_scale, self.given_threshold = scale, threshold
+
+    def observe(self, value: Tensor) -> None:
+        finite_range(value)
+        self.count += 1
+
+    def scale(self, dtype: IntType) -> Tensor:
+        scale = self.given_scale if self.given_threshold is None else scale_from_threshold(self.given_threshold, dtype)
+        return torch.tensor(scale, dtype=torch.float32, device=self.count.device)
+
+    def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
+        self.count.copy_(torch.stack([state["count"] for state in states]).sum())
+
+
+def settings(observer: Observer) -> tuple[Any, ...]:
+    """What tells an observer that has seen nothing from others: its class, its attributes, and the same of observers inside of it.
+
+    Buffers are what was observed, and no settings.
+    """
+    own = {
+        name: value.tolist() if isinstance(value, Tensor) else value
+        for name, value in observer.__dict__.items()
+        if name not in _EVERY_MODULES
+    }
+    return type(observer), own, [(name, settings(child)) for name, child in observer.named_children() if isinstance(child, Observer)]
+
+
+_EVERY_MODULES = frozenset(nn.Module().__dict__)
+
+
+def finite_range(value: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest and largest value, float32. Raises ValueError if any is NaN or infinite, or if there is none."""
+    if value.numel() == 0:
+        raise ValueError("the tensor is empty")
+    low, high = torch.aminmax(value.detach())
+    if not bool(torch.isfinite(low) & torch.isfinite(high)):
+        kind = "NaN" if bool(torch.isnan(low)) else "infinite values"
+        raise ValueError(f"the tensor holds {kind}")
+    return low.float(), high.float()

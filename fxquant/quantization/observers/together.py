@@ -1,0 +1,53 @@
+"""Which observers gather the same, so that what one has seen serves the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import cast
+
+from torch import Tensor
+
+from fxquant.quantization.observers.histogram import HistogramObserver
+from fxquant.quantization.observers.ranges import MinMaxObserver, MovingAverageMinMaxObserver, Observer, finite_range
+
+
+@lru_cache
+def standard() -> dict[type[Observer], Gathering | None]:
+    """Observers that gather, between them, what each of fxquant's needs with its usual settings, and how each of them gathers."""
+    return {kind: gathering(kind()) for kind in (MinMaxObserver, MovingAverageMinMaxObserver, HistogramObserver)}
+
+
+Gathering = tuple[str, tuple[tuple[str, float], ...]]  # the name of a class, and the settings that say what it gathers
+
+
+def observe_together(observers: Sequence[Observer], value: Tensor) -> None:
+    """Let observers take in one batch of real values, whose range is computed once for all of fxquant's.
+
+    Raises ValueError, and changes none of these, if any value is NaN or infinite.
+    """
+    low, high = finite_range(value)
+    for observer in observers:
+        if gathering(observer) is None:
+            observer.observe(value)
+        else:
+            cast(_Gathers, observer).take(value, low, high)
+
+
+def gathering(observer: Observer) -> Gathering | None:
+    """How an observer gathers, so that observers of one way, which differ in how they choose a scale, can take over from each other.
+
+    None if its class has a method `observe` of its own, whose statistics mean something to that class alone.
+    """
+    for kind, names in _GATHERING.items():
+        if type(observer).observe is kind.observe:
+            return kind.__name__, tuple((name, getattr(observer, name)) for name in names)
+    return None
+
+
+_Gathers = MinMaxObserver | HistogramObserver
+_GATHERING: Mapping[type[Observer], tuple[str, ...]] = {
+    MinMaxObserver: (),
+    MovingAverageMinMaxObserver: ("averaging_constant",),
+    HistogramObserver: ("bins", "sample"),
+}
