@@ -64,6 +64,7 @@ from fxquant.quantization.spec import ActivationConfig, QConfig, WeightConfig
 from fxquant.quantization.state import State
 from fxquant.stage import Stage
 from fxquant.target import Target
+from fxquant.tuning import equalize
 from fxquant.version import __version__
 
 __all__ = [
@@ -114,6 +115,7 @@ __all__ = [
     "check",
     "convert",
     "dump",
+    "equalize",
     "explain",
     "export_onnx",
     "export_segments",

@@ -48,6 +48,7 @@ from fxquant.quantization.state import State
 from fxquant.serialization import load_file, save_model, save_observations
 from fxquant.stage import Stage
 from fxquant.target import Target
+from fxquant.tuning.equalization import by_first_batch
 
 logger = logging.getLogger("fxquant")
 
@@ -254,6 +255,7 @@ def calibrate(
     *,
     distributed: bool = True,
     only_missing: bool = False,
+    equalize: bool = True,
     show_progress: bool | None = None,
 ) -> fx.GraphModule:
     """Observe the batches, set every scale, and leave the model in state VALIDATE; returns it.
@@ -269,12 +271,23 @@ def calibrate(
     Calibrating again adds to what was observed. `only_missing` observes only tensors that have no scale yet, and leaves the others
     as they are; if there are none, no batch is taken.
 
+    Before anything is observed, channels whose ranges in the first batch are far apart are brought nearer by powers of two, where that
+    leaves clearly less of the error of weights and activations (`fxq.equalize`); `equalize=False` leaves them alone.
+
     Raises CalibrationError if there is no batch, or one does not fit the model, or holds NaN or infinite
     values, and ConfigurationError for arguments it cannot use; what was observed before stays observed.
     """
+    calibration.require_prepared(prepared)
     batches = as_batches(batches)
     calibration.calibrate(
-        prepared, batches, num_batches, batch_fn, distributed=distributed, only_missing=only_missing, show_progress=show_progress
+        prepared,
+        batches,
+        num_batches,
+        batch_fn,
+        distributed=distributed,
+        only_missing=only_missing,
+        show_progress=show_progress,
+        first=by_first_batch(prepared, distributed) if equalize else None,
     )
     return prepared
 
@@ -409,6 +422,7 @@ def quantize(
     num_batches: int | None = None,
     batch_fn: Callable[[Any], Any] | None = None,
     distributed: bool = True,
+    equalize: bool = True,
     show_progress: bool | None = None,
 ) -> Result:
     """Prepare, calibrate and convert in one call. The first batch serves as example input as well.
@@ -436,6 +450,7 @@ def quantize(
         batch_fn,
         distributed=distributed,
         only_missing=observations is not None,
+        equalize=equalize,
         show_progress=show_progress,
     )
     return Result(model, prepared, convert(prepared))

@@ -262,6 +262,7 @@ KINDS: dict[str, Kind] = {
     "distributed": FLAG,
     "deviations": NUMBER,
     "dump": FOLDER.or_none("as FXQUANT_DUMP says"),
+    "equalize": FLAG,
     "external_data": FLAG.or_none("only where one file cannot hold the model"),
     "averaging_constant": such("a number above 0 and at most 1", _number, lambda value: 0 < value <= 1),
     "highest": Kind("a finite number", _number),

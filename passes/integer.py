@@ -289,7 +289,12 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
                     environment[node] = graph.node_copy(node, environment.__getitem__)
                 continue
             operator = module.operator if isinstance(module, QuantizedOperator) else DEQUANTIZE
-            result = operator.lower(lowering, **_concrete(gm, operator, arguments, environment, results))
+            concrete = _concrete(gm, operator, arguments, environment, results)
+            if isinstance(module, QuantizedOperator) and module.factors is not None:
+                concrete = module.factors.of(operator, concrete)
+                if module.factors.told:
+                    lowering.note("equalized", module.factors.told)
+            result = operator.lower(lowering, **concrete)
             if isinstance(result, Quantized) and isinstance(module, QuantizedOperator) and module.plain:
                 result = result.value
             made = lowering.finish(result, lowering.operation(operator.name, _referring(arguments, environment)))

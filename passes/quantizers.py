@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.graph import Annotation, annotation, attach, is_parameter, module_path, observed, parameter_value, source
+from fxquant.graph import Annotation, annotation, attach, is_parameter, module_path, observed, parameter_value, shape_of, source
 from fxquant.lowering import cannot_be_integers, first_not_finite, named_parameters
 from fxquant.model import free_name
 from fxquant.numerics import EVERYTHING
 from fxquant.ops import Operator, Own, demand, map_operands, operator_of, read_nodes, shares
 from fxquant.pipeline import Context
+from fxquant.quantization.factors import ChannelFactors
 from fxquant.quantization.prepared import QuantizedOperator
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.rules import decide, result_config
@@ -52,6 +53,7 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
             live_batch_norm=context.batch_norm == "live",
             path=module_path(node),
             observed=observed(node) or EVERYTHING,
+            factors=_factors(node, operator, arguments),
         )
         target = f"{container}.{node.name}"
         attach(gm, target, module)
@@ -126,6 +128,15 @@ def _weight_quantizer(
         rounding=None if weight is None else config.rounding(tuple(weight.shape)),
         p=None if weight is None else config.p,
     )
+
+
+def _factors(node: fx.Node, operator: Operator, arguments: dict[str, Any]) -> ChannelFactors | None:
+    """One factor for each channel that the operator reads, and each it gives; None where it has no channels of a fixed number."""
+    if operator.channels is None:
+        return None
+    dim = operator.channels(arguments)
+    read, given = (shape_of(each)[dim] for each in (arguments["input"], node))
+    return ChannelFactors(read, given) if isinstance(read, int) and isinstance(given, int) else None
 
 
 def _quantizer(node: fx.Node, config: ActivationConfig, context: Context) -> Quantizer:

@@ -169,6 +169,18 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
             "batch_fn": CALLABLES,
             "distributed": [*FLAGS, None],
             "only_missing": [*FLAGS, None],
+            "equalize": [*FLAGS, None],
+            "show_progress": FLAGS,
+        },
+    ),
+    "equalize": (
+        lambda w: (fxq.equalize, {"prepared": w.uncalibrated, "batches": [batch()]}),
+        {
+            "prepared": GRAPHS,
+            "batches": BATCHES,
+            "num_batches": [*COUNTS, 0],
+            "batch_fn": CALLABLES,
+            "distributed": [*FLAGS, None],
             "show_progress": FLAGS,
         },
     ),
@@ -185,6 +197,7 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
             "num_batches": [*COUNTS, 0],
             "batch_fn": CALLABLES,
             "distributed": [*FLAGS, None],
+            "equalize": [*FLAGS, None],
             "show_progress": FLAGS,
         },
     ),
@@ -619,7 +632,7 @@ def test_wrong_calls_change_nothing(world: World) -> None:
 
     before = [{name: value.clone() if isinstance(value, Tensor) else value for name, value in found.items()} for found in state()]
     for name, argument, index in CASES:
-        if name in ("set_state", "set_qparams", "freeze", "calibrate"):
+        if name in ("set_state", "set_qparams", "freeze", "calibrate", "equalize"):
             call, right = CALLS[name][0](world)
             with pytest.raises(fxq.FxQuantError):
                 call(**{**right, argument: CALLS[name][1][argument][index]})

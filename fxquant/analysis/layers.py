@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxquant.analysis.cost import cost_of
-from fxquant.analysis.node import called, dtype_of, grid_of, in_float16, is_dequantize, is_quantize, primitive_of
+from fxquant.analysis.node import called, dtype_of, grid_of, in_float16, is_dequantize, is_quantize, primitive_of, quantized_operator
 from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError
 from fxquant.facts import TensorFact
@@ -31,7 +31,7 @@ from fxquant.graph import (
 )
 
 HOST = "host"  # where float operators run
-NOTES = {"accumulator_bits": "accumulator of {} bits", "residual": "residual {}", "wide": "{}", "narrowed": "{}"}
+NOTES = {"accumulator_bits": "accumulator of {} bits", "residual": "residual {}", "wide": "{}", "narrowed": "{}", "equalized": "{}"}
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,9 @@ def _layer(
     cost = cost_of(model, node, nodes, dtype)
     tensor = known if isinstance(known, TensorFact) else None
     reason = "" if spec is None else spec.because
+    module = quantized_operator(model, node)
+    if module is not None and module.factors is not None and module.factors.told:
+        reason = f"{reason}; {module.factors.told}"
     at_boundary = is_quantize(model, node) or is_dequantize(model, node)
     if dtype is None and not at_boundary and in_float16(model, node):
         reason = "; ".join([*([reason] if reason else []), f"{device} computes it in float16, outside the integer contract"])

@@ -113,7 +113,7 @@ class GraphForm:
                 if value is not None:
                     values[node.name] = value
 
-        with torch.no_grad(), _still(self.model, self.state):
+        with torch.no_grad(), still(self.model, self.state):
             result = _Reader(self.model, take).run(*inputs)
         return values | (_outputs(result) if OUTPUTS in wanted.kinds else {})
 
@@ -150,7 +150,7 @@ class _Reader(fx.Interpreter):
 
 
 @contextmanager
-def _still(model: fx.GraphModule, state: State | None) -> Iterator[None]:
+def still(model: fx.GraphModule, state: State | None) -> Iterator[None]:
     """Inside, the operators of a prepared model are in `state`, or in their own, and nothing of the model changes by running it."""
     operators = quantized_operators(model).values()
     states = [operator.state for operator in operators]

@@ -16,7 +16,7 @@ from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.ops.form import Call
 from fxquant.ops.pad import pad_before
 from fxquant.ops.record import Operator, Parameter, register
-from fxquant.ops.weighted import ABSORBED, BeforeResidual, Product, epilogue, lower_weighted, refuses_weighted, shape_of, sizes
+from fxquant.ops.weighted import ABSORBED, BeforeResidual, Product, epilogue, lower_weighted, refuses_weighted, rescaled, shape_of, sizes
 from fxquant.primitives import accumulate, transposed
 from fxquant.primitives.accumulate import CONVOLUTIONS
 from fxquant.primitives.transposed import TRANSPOSED, swap_channels
@@ -267,6 +267,8 @@ def _register(kind: Kind, rank: int, module: type[nn.Module], extract: Callable[
             normalize=normalize,
             folded=folded,
             weight=lambda weight, groups=1, **_: kind.arrange(weight, groups),
+            channels=lambda arguments: 1,
+            rescaled=lambda arguments, inputs, outputs: rescaled(arguments, inputs, outputs, kind.arrange),
             # PyTorch's weight is (out, in/groups, …), and (in, out/groups, …) of a transposed one.
             macs=lambda shapes, result: math.prod({**shapes, "result": result}[kind.spread]) * math.prod(shapes["weight"][1:]),
             onnx=_onnx_transposed if kind is REVERSED else _onnx_convolution,

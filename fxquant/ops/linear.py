@@ -16,7 +16,7 @@ from fxquant.numerics import FLOAT32_EXACT, INT32_MAX, INT48_MAX, Ratio
 from fxquant.ops.equations import added_product, with_vectors
 from fxquant.ops.form import Call
 from fxquant.ops.record import Instead, Operator, Parameter, register
-from fxquant.ops.weighted import ABSORBED, BeforeResidual, Product, epilogue, lower_weighted, refuses_weighted, shape_of
+from fxquant.ops.weighted import ABSORBED, BeforeResidual, Product, epilogue, lower_weighted, refuses_weighted, rescaled, shape_of
 from fxquant.primitives import accumulate, product
 from fxquant.quantization.batch_norm import BatchNorm, fold
 
@@ -77,6 +77,8 @@ register(
         sums=True,
         folded=lambda weight, bias, batch_norm, **_: fold(weight, bias, batch_norm, 0),
         weight=lambda weight, **_: weight,
+        channels=lambda arguments: -1,
+        rescaled=rescaled,
         macs=lambda shapes, result: math.prod(result) * shapes["weight"][-1],
         onnx=_onnx_linear,
     )

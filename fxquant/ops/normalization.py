@@ -15,7 +15,7 @@ from fxquant.ops.form import Call
 from fxquant.ops.record import Operator, Parameter, register
 from fxquant.ops.weighted import Product, epilogue, lower_weighted, refuses_weighted
 from fxquant.primitives import product
-from fxquant.quantization.batch_norm import BatchNorm, BatchNormTensors
+from fxquant.quantization.batch_norm import BatchNorm, BatchNormTensors, multiplied
 
 
 def batch_norm(input: Tensor, batch_norm: BatchNorm, *, clamp: Clamp | None = None) -> Tensor:
@@ -67,6 +67,10 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return f"its statistics are computed by %{computed[0]}, not stored or computed from what is" if computed else None
 
 
+def _rescaled_batch_norm(arguments: dict[str, Any], inputs: Tensor, outputs: Tensor) -> dict[str, Any]:
+    return {"batch_norm": multiplied(arguments["batch_norm"], outputs)}  # what it reads is never multiplied: its statistics are of that
+
+
 def _onnx_batch_norm(c: Call) -> str:
     trailing = [1] * (len(c.operand_shape) - 2)
     weight, bias = (c.e.constant(c.real(role).reshape(-1, *trailing)) for role in ("weight", "bias"))
@@ -83,6 +87,8 @@ register(
         modules={nn.BatchNorm1d: _module, nn.BatchNorm2d: _module, nn.BatchNorm3d: _module, nn.SyncBatchNorm: _module},
         absorbs=frozenset({"clamp"}),
         refuses=_refuses,
+        channels=lambda arguments: 1,
+        rescaled=_rescaled_batch_norm,
         onnx=_onnx_batch_norm,
     )
 )
@@ -108,6 +114,11 @@ def _lower_scale_channels(
     return lower_weighted(lowering, form, input, weight.unsqueeze(1), bias, clamp=clamp)
 
 
+def _rescaled_channels(arguments: dict[str, Any], inputs: Tensor, outputs: Tensor) -> dict[str, Any]:
+    weight, bias = arguments["weight"] * (outputs / inputs), arguments.get("bias")
+    return {"weight": weight} if bias is None else {"weight": weight, "bias": bias * outputs}
+
+
 def _onnx_scale_channels(c: Call) -> str:
     weight, bias = (
         c.e.constant(_shaped(c.real(role), c.arguments.get("trailing", 0))) if role in c.constants else None for role in ("weight", "bias")
@@ -126,6 +137,8 @@ register(
         absorbs=frozenset({"clamp"}),
         refuses=refuses_weighted,
         weight=lambda weight, **_: weight.unsqueeze(1),
+        channels=lambda arguments: -1 - arguments.get("trailing", 0),
+        rescaled=_rescaled_channels,
         onnx=_onnx_scale_channels,
     )
 )

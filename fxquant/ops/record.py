@@ -146,6 +146,11 @@ class Operator:
                that absorb one
     weight     the parameter among its arguments, which are given by name, that is its weight: a tensor whose dimension 0 is the output
                channels, as `lower` rounds it. What is learned of scales and roundings is of its shape. None: it has no such weight
+    channels   the dimension of its operand, and of its result, whose indices are channels, given its arguments; of operators that have
+               parameters for each channel. None: it has no such
+    rescaled   its arguments by name, the factors of the channels it reads, and of those it gives -> the arguments that change, so that
+               its result is what it was, channel by channel times the second, for an operand that is what it was times the first; of
+               operators with `channels`
     macs       how many products its sums have together, from the shapes of its arguments by name and that of its result
     onnx       its float meaning in standard operators of ONNX: onnx(call) -> the name of the result's value. None: its primitives,
                where these only move elements, or else `function` as PyTorch's exporter writes it
@@ -176,6 +181,8 @@ class Operator:
     sums: bool = False
     folded: Callable[..., tuple[Tensor, Tensor]] | None = None
     weight: Callable[..., Tensor | None] = lambda **arguments: None
+    channels: Callable[[dict[str, Any]], int] | None = None
+    rescaled: Callable[[dict[str, Any], Tensor, Tensor], dict[str, Any]] | None = None
     macs: Callable[[Mapping[str, Shape], Shape], Fraction | int] | None = None
     onnx: Callable[[Call], str] | None = None
 

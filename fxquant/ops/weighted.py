@@ -39,7 +39,7 @@ from fxquant.numerics import (
 )
 from fxquant.ops.arithmetic import lower_add
 from fxquant.primitives import accumulate, elementwise
-from fxquant.quantization.batch_norm import BatchNorm, correct_batch, fold, running_gain
+from fxquant.quantization.batch_norm import BatchNorm, correct_batch, fold, multiplied, running_gain
 from fxquant.quantization.rounding import straight_through
 from fxquant.quantization.weights import QuantizedWeight
 
@@ -313,6 +313,25 @@ def shape_of(value: Any) -> tuple[Size, ...] | None:
         return tuple(parameter.shape) if isinstance(parameter, Tensor) else None
     known = fact(value) if isinstance(value, fx.Node) else None
     return known.shape if isinstance(known, TensorFact) else None
+
+
+def rescaled(
+    arguments: dict[str, Any], inputs: Tensor, outputs: Tensor, arrange: Callable[[Tensor, int], Tensor] = lambda weight, groups: weight
+) -> dict[str, Any]:
+    """The parameters of a layer whose operand's channels were multiplied by `inputs`, and whose result's are to be by `outputs`.
+
+    `arrange` makes its weight (out, in/groups, …), and undoes itself. Where a batch norm is fused, it takes the factors of the result.
+    """
+    groups = arguments.get("groups", 1)
+    rows = arrange(arguments["weight"], groups)
+    trailing = [1] * (rows.dim() - 2)
+    read = inputs.reshape(groups, 1, -1).expand(-1, len(rows) // groups, -1).reshape(*rows.shape[:2], *trailing)
+    batch_norm = arguments.get("batch_norm")
+    if batch_norm is not None:
+        return {"weight": arrange(rows / read, groups), "batch_norm": multiplied(batch_norm, outputs)}
+    weight = arrange(rows * (outputs.reshape(-1, 1, *trailing) / read), groups)
+    bias = arguments.get("bias")
+    return {"weight": weight} if bias is None else {"weight": weight, "bias": bias * outputs}
 
 
 def refuses_weighted(node: fx.Node, arguments: dict[str, Any]) -> str | None:

@@ -37,6 +37,20 @@ class BatchNormTensors(NamedTuple):
     num_batches_tracked: Tensor | None = None
 
 
+def multiplied(batch_norm: BatchNorm, factors: Tensor) -> BatchNorm:
+    """The batch norm whose result is multiplied by one factor for each channel; its statistics are the same tensors, which move alike."""
+    bn = batch_norm
+    return BatchNormTensors(  # type: ignore[return-value]  # a tuple's fields are read, as all readers do
+        bn.running_mean,
+        bn.running_var,
+        factors if bn.weight is None else bn.weight * factors,
+        None if bn.bias is None else bn.bias * factors,
+        bn.momentum,
+        bn.eps,
+        bn.num_batches_tracked,
+    )
+
+
 def running_gain(batch_norm: BatchNorm) -> Tensor:
     """g, with the running statistics."""
     assert batch_norm.running_var is not None

@@ -116,13 +116,15 @@ def calibrate(
     distributed: bool = True,
     only_missing: bool = False,
     show_progress: bool | None = None,
+    first: Callable[[list[Any] | None], None] | None = None,
 ) -> None:
     """Observe the batches, set every scale, and leave the model in state VALIDATE.
 
     `batches` yields tensors, tuples or dicts; the leading items fill forward's inputs, and the rest (labels)
     is dropped. `batch_fn` maps a batch to the inputs. Memory does not grow with the number of batches. Where
     torch.distributed is in use, every rank observes its own batches, and all of them get the same scales. With
-    `only_missing`, tensors that have a scale are left as they are, and no batch is taken if all have one.
+    `only_missing`, tensors that have a scale are left as they are, and no batch is taken if all have one. `first` is called
+    with the first batch before that is observed; with None on a rank that has none.
 
     Raises CalibrationError if there is no batch, or one does not fit the model, or holds NaN or infinite
     values; what was observed before stays observed, and the state is CALIBRATE.
@@ -138,9 +140,21 @@ def calibrate(
         show_progress = False
 
     def observe() -> int:
+        nonlocal first
+        try:
+            return take()
+        finally:
+            if first is not None:
+                first(None)  # no other rank waits for this one
+
+    def take() -> int:
+        nonlocal first
         seen = 0
         for batch in progress(first_batches(batches, num_batches), length(batches, num_batches), "calibrating", show_progress):
             arguments = model_inputs(prepared, batch if batch_fn is None else batch_fn(batch), seen)
+            if first is not None:
+                prelude, first = first, None
+                prelude(arguments)
             with _all_or_nothing(prepared):
                 prepared(**by_name(prepared, arguments))
             seen += 1

@@ -8,6 +8,7 @@ gives every rank the scales and statistics of rank 0 before each forward pass.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,13 @@ def count() -> int:
 def index() -> int:
     """Which of them this one is."""
     return dist.get_rank() if count() > 1 else 0
+
+
+def gathered(value: Any) -> list[Any]:
+    """What every rank passes here, in their order; each calls this once."""
+    found: list[Any] = [None] * count()
+    dist.all_gather_object(found, value)
+    return found
 
 
 def copy_of(observers: Mapping[str, Observer]) -> Seen:

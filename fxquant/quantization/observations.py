@@ -13,12 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
+from fxquant.analysis.channels import channels, exponents, multiply
 from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError, NotCalibrated
 from fxquant.graph import fact, fused
 from fxquant.numerics import EVERYTHING, Interval
 from fxquant.ops.boundary import QUANTIZE
 from fxquant.quantization.calibration import INTERMEDIATE, require_prepared
+from fxquant.quantization.factors import LARGEST_EXPONENT
 from fxquant.quantization.observers import Gathering, MinMaxObserver, gathering
 from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
 from fxquant.quantization.quantizer import Quantizer
@@ -35,12 +37,14 @@ class Place:
     fused   the nodes that are fused into it
     shape   shape and dtype, as in f32[B,8,16,16]
     within  beyond this interval its values are observed as the nearer end
+    exponents  its channels were those of the float model times two to these powers (`ChannelFactors`); () where they were those themselves
     """
 
     name: str
     fused: tuple[str, ...]
     shape: str
     within: Interval
+    exponents: tuple[int, ...] = ()
 
 
 Places = tuple[Place, ...]  # of one tensor, or of several that share a scale, in the order they are computed
@@ -157,6 +161,7 @@ def restore(prepared: fx.GraphModule, observed: Observations) -> dict[str, str]:
 
     Raises ConfigurationError if they are of another model: if none of its tensors was observed.
     """
+    _multiply(prepared, observed)
     wanted = [(quantizer, places) for quantizer, places in _scales(prepared) if quantizer.observer is not None]
     found = [(quantizer, places, _missing(quantizer, places, observed)) for quantizer, places in wanted]
     missing = {", ".join(place.name for place in places): because for _, places, because in found if because is not None}
@@ -184,23 +189,46 @@ def _scales(prepared: nn.Module) -> list[tuple[Quantizer, Places]]:
     """Every quantizer with the places that it observes."""
     assert isinstance(prepared, fx.GraphModule)
     nodes = {node.name: node for node in prepared.graph.nodes}
+    known = channels(prepared)
+    of_label = exponents(prepared, known)
     quantizers: dict[int, tuple[Quantizer, list[Place]]] = {}
     for name, operator in quantized_operators(prepared).items():
         node = nodes[name]
         if operator.owns_output:
             _, places = quantizers.setdefault(id(operator.output), (operator.output, []))
-            places.append(_place(node, operator))
+            places.append(_place(node, operator, of_label[known.tensors[node]]))
         if operator.intermediate is not None:
-            place = Place(name + INTERMEDIATE, fused(node), str(fact(node)), EVERYTHING)
+            place = Place(name + INTERMEDIATE, fused(node), str(fact(node)), EVERYTHING, _plainly(of_label[known.tensors[node]]))
             quantizers[id(operator.intermediate)] = (operator.intermediate, [place])
     return [(quantizer, tuple(places)) for quantizer, places in quantizers.values()]
 
 
-def _place(node: fx.Node, operator: QuantizedOperator) -> Place:
+def _multiply(prepared: fx.GraphModule, observed: Observations) -> None:
+    """Give channels the factors that they were observed with, where all tensors that share them agree."""
+    known = channels(prepared)
+    low = torch.full((known.number,), LARGEST_EXPONENT, dtype=torch.int64, device="cpu")
+    high = -low
+    for node, labels in known.tensors.items():
+        for places in observed.named(node.name):
+            place = next(place for place in places if place.name == node.name)
+            own = torch.tensor(place.exponents or [0], dtype=torch.int64, device="cpu")
+            if len(own) in (1, labels.numel()):
+                low.scatter_reduce_(0, labels.flatten(), own.expand(labels.numel()), "amin")
+                high.scatter_reduce_(0, labels.flatten(), own.expand(labels.numel()), "amax")
+    agreed = torch.where(low == high, low, 0)
+    agreed[0] = 0
+    multiply(prepared, known, agreed)
+
+
+def _plainly(exponents: Tensor) -> tuple[int, ...]:
+    return tuple(exponents.flatten().tolist()) if bool(exponents.any()) else ()
+
+
+def _place(node: fx.Node, operator: QuantizedOperator, exponents: Tensor) -> Place:
     # A quantize passes on the real number it reads, which has one name whoever quantizes it.
     value = node.args[0] if operator.operator is QUANTIZE else node
     assert isinstance(value, fx.Node)
-    return Place(value.name, fused(value), str(fact(value)), operator.observed)
+    return Place(value.name, fused(value), str(fact(value)), operator.observed, _plainly(exponents))
 
 
 def _missing(quantizer: Quantizer, places: Places, observed: Observations) -> str | None:
@@ -231,6 +259,8 @@ def _why_elsewhere(places: Places, observed: Observations) -> str:
             return f"it was observed as {before.shape}, and is {place.shape} now"
         if before.within != place.within:
             return f"it was observed {_within(before)}, and counts {_within(place)} now"
+        if before.exponents != place.exponents:
+            return "it was observed with other factors for its channels, which what reads it now, or shares its scale, does not have"
     return "it shares its scale with other tensors than those it was observed with"
 
 

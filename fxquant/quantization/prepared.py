@@ -13,6 +13,7 @@ from fxquant.errors import CalibrationError
 from fxquant.lowering import EagerLowering, Quantized, cannot_be_integers, first_not_finite, limited, named_parameters, plainly
 from fxquant.numerics import EVERYTHING, Interval
 from fxquant.ops import Operator, map_operands
+from fxquant.quantization.factors import ChannelFactors
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.rounding import straight_through
 from fxquant.quantization.state import State
@@ -34,6 +35,7 @@ class QuantizedOperator(nn.Module):
     intermediate  the quantizer of what is computed before a fused residual is added, for when it cannot be
                   added in the accumulator
     weight_quantizer  what makes the integers of its weight, and of its constants
+    factors       what channels are multiplied by; None where it has no channels of its own
     observed      beyond this interval, values of its result are observed as its nearer end: to what reads them they are no different
     inputs        the quantizers of its operands, by parameter name. They belong to the operators that made the
                   operands, so they are referred to without being registered here.
@@ -53,6 +55,7 @@ class QuantizedOperator(nn.Module):
         live_batch_norm: bool,
         path: str = "",
         observed: Interval = EVERYTHING,
+        factors: ChannelFactors | None = None,
     ) -> None:
         super().__init__()
         self.name = name
@@ -67,6 +70,7 @@ class QuantizedOperator(nn.Module):
         self._shared = (output,)  # a tuple hides the module from registration, so that it is registered once
         self.intermediate = intermediate
         self.weight_quantizer = weight_quantizer
+        self.factors = factors
         self.live_batch_norm = live_batch_norm
         self.state = State.CALIBRATE
 
@@ -82,7 +86,15 @@ class QuantizedOperator(nn.Module):
         """Whether the result is no quantized tensor."""
         return self._shared[0] is None
 
+    def multiplied(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call with its parameters as they act: multiplied by the factors of its channels.
+
+        Whoever calls `operator.function` or `operator.lower` by himself calls this first.
+        """
+        return (args, kwargs) if self.factors is None else self.factors.of_call(self.operator, args, kwargs)
+
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        args, kwargs = self.multiplied(args, kwargs)
         if self.state is State.CALIBRATE:
             return self._calibrate(args, kwargs)
         if self.state is State.FLOAT:

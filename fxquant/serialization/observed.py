@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxquant.quantization.factors import LARGEST_EXPONENT
 from fxquant.quantization.observations import Observations, Observed, Place
 from fxquant.quantization.observers import Gathering, Observer, gathering
 from fxquant.serialization.names import ARGUMENTS, OBSERVERS
@@ -16,7 +17,7 @@ from fxquant.serialization.values import Malformed, decode, encode, expect, look
 FORMAT, VERSION = "fxquant observations", 1
 _SECTIONS = ["format", "version", "observed"]
 LARGEST_HISTOGRAM = 2**24  # bins that a file may ask for before any tensor of them is read
-_PLACE = ["name", "fused", "shape", "within"]
+_PLACE = ["name", "fused", "shape", "within", "exponents"]
 
 
 def write_observations(observations: Observations) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -81,9 +82,14 @@ def _buffer(name: str, like: Tensor, tensors: dict[str, Tensor]) -> Tensor:
 
 
 def _place(parts: list[Any]) -> Place:
-    name, fused, shape, within = (decode(part) for part in parts)
+    if len(parts) == len(_PLACE) - 1:
+        parts = [*parts, encode(())]  # of a version without factors
+    name, fused, shape, within, exponents = (decode(part) for part in parts)
     low, high = (expect(bound, float) for bound in expect(within, tuple))
     names = tuple(expect(other, str) for other in expect(fused, tuple))
     if not low <= high:
         raise Malformed("the values that were observed are none")
-    return Place(expect(name, str), names, expect(shape, str), (low, high))
+    powers = tuple(expect(power, int) for power in expect(exponents, tuple))
+    if any(abs(power) > LARGEST_EXPONENT for power in powers):
+        raise Malformed("the factors of the channels that were observed are none")
+    return Place(expect(name, str), names, expect(shape, str), (low, high), powers)

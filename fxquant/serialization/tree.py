@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fxquant.arithmetic import Arithmetic
 from fxquant.numerics import ACTIVATION_TYPES, EVERYTHING, WEIGHT_TYPES, Interval
+from fxquant.quantization.factors import LARGEST_EXPONENT, ChannelFactors
 from fxquant.quantization.learning import TrainableScale
 from fxquant.quantization.observers import MinMaxObserver, Observer
 from fxquant.quantization.prepared import QuantizedOperator
@@ -30,7 +31,7 @@ TargetOf = Callable[[str], Target]  # a target, by its name
 
 _LAYOUTS = {"channels_last": torch.channels_last, "channels_last_3d": torch.channels_last_3d}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OWN = (Quantizer, QuantizedOperator, WeightQuantizer, WeightScale, Observer)
+_OWN = (Quantizer, QuantizedOperator, ChannelFactors, WeightQuantizer, WeightScale, Observer)
 
 _QUANTIZER = {
     "mode": (str,), "power_of_two": (bool,), "headroom": (float,), "frozen": (bool,), "name": (str,), "source": (str,),
@@ -83,6 +84,8 @@ class TreeWriter:
             return self._operator(module, path)
         if type(module) is WeightQuantizer:
             return self._weight_quantizer(module, path)
+        if type(module) is ChannelFactors:
+            return {"inputs": len(module.inputs), "outputs": len(module.outputs)}
         if type(module) is WeightScale:
             return {"frozen": expect(module.frozen, bool)}
         if type(module) not in ARGUMENTS:
@@ -135,6 +138,7 @@ class TreeWriter:
             "output": None if module.plain else self._module(module.output, path + ".output"),
             "intermediate": self._module(module.intermediate, path + ".intermediate"),
             "weight_quantizer": self._module(module.weight_quantizer, path + ".weight_quantizer"),
+            "factors": self._module(module.factors, path + ".factors"),
         }
 
     def _reference(self, value: Any, path: str) -> Any:
@@ -263,6 +267,8 @@ class TreeReader:
             module = self._operator(arguments)
         elif name == "WeightQuantizer":
             module = self._weight_quantizer(arguments)
+        elif name == "ChannelFactors":
+            module = self._factors(arguments, expect(entry["buffers"], dict))
         elif name == "WeightScale":
             module = self._learned(arguments, expect(entry["buffers"], dict))
         else:
@@ -325,15 +331,25 @@ class TreeReader:
         weight_scale.frozen = expect(arguments["frozen"], bool)
         return weight_scale
 
+    def _factors(self, arguments: dict[str, Any], buffers: dict[str, Any]) -> ChannelFactors:
+        for name in ("inputs", "outputs"):
+            tensor = self._tensor(buffers[name])
+            if tensor is None or tensor.numel() != expect(arguments[name], int) or bool((tensor.abs() > LARGEST_EXPONENT).any()):
+                raise Malformed("the factors of a layer's channels are not what they should be")
+        return ChannelFactors(arguments["inputs"], arguments["outputs"])
+
     def _operator(self, arguments: dict[str, Any]) -> QuantizedOperator:
         plain = {name: expect(arguments[name], *kinds) for name, kinds in _OPERATOR.items()}
         operator = operator_named(expect(arguments["operator"], str))
         output = self._as_quantizer(arguments["output"])
         weight_quantizer = self._module(arguments["weight_quantizer"])
+        factors = self._module(arguments.get("factors"))
         if operator is None or self.arithmetic is None or (output is None and plain["owns_output"]):
             raise Malformed("a QuantizedOperator has no operator, no target or no output")
         if not isinstance(weight_quantizer, WeightQuantizer):
             raise Malformed(f"a {type(weight_quantizer).__name__} stands where a WeightQuantizer belongs")
+        if not isinstance(factors, ChannelFactors | None):
+            raise Malformed(f"a {type(factors).__name__} stands where ChannelFactors belong")
         module = QuantizedOperator(
             plain["name"],
             operator,
@@ -346,6 +362,7 @@ class TreeReader:
             live_batch_norm=plain["live_batch_norm"],
             path=plain["path"],
             observed=_interval(arguments.get("observed")),
+            factors=factors,
         )
         module.state = State(arguments["state"])
         return module

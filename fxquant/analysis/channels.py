@@ -1,0 +1,314 @@
+"""Which channels of a prepared model may be multiplied by a factor without changing its function, and which by the same one.
+
+Every tensor has a *label* for each of its channels. Channels with one label have one factor: that of what a layer gives is multiplied
+into its parameters, passes through whatever is positively homogeneous, f(a·x) = a·f(x) for a > 0, and is divided out of the weights
+of every layer that reads it. What anything else makes or reads has the label 0, and no factor.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.analysis.node import quantized_operator
+from fxquant.facts import TensorFact
+from fxquant.graph import fact, is_parameter, shape_of
+from fxquant.ops import operand_nodes
+from fxquant.ops.shape import numbers
+from fxquant.quantization.factors import ChannelFactors
+from fxquant.quantization.prepared import QuantizedOperator
+
+# Each of these computes every channel by itself, in the dimensions behind it, and is homogeneous.
+SPATIAL = ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "interpolate", "pad")
+ELEMENTWISE = ("identity", "dropout", "clamp", "leaky_relu", "prelu", "abs", "neg", "requantize")
+REDUCING = ("mean", "sum", "amax", "amin")
+
+
+@dataclass(frozen=True)
+class Channels:
+    """The labels of a prepared model's channels.
+
+    tensors  of every node that is a tensor behind a batch dimension: int64, of its shape without the batch, where 1 stands for every
+             dimension along which labels are the same
+    read     of every operator that has `ChannelFactors`: those of the channels it reads, a label for each
+    given    and those of the channels it gives
+    number   how many labels there are, 0 among them
+    """
+
+    tensors: dict[fx.Node, Tensor]
+    read: dict[fx.Node, Tensor]
+    given: dict[fx.Node, Tensor]
+    number: int
+
+
+def channels(prepared: fx.GraphModule, *, open_alone: bool = False) -> Channels:
+    """The labels of all channels; linear in their number. With `open_alone`, those of tensors whose scale is known already are 0."""
+    walk = _Walk()
+    for node in prepared.graph.nodes:
+        if not _has_channels(node):
+            continue
+        module = quantized_operator(prepared, node)
+        found = None if module is None else walk.through(node, module)
+        if found is None:
+            for operand in node.all_input_nodes:
+                walk.pin(walk.labels.get(operand))
+            rank = len(fact(node).shape) - 1 if isinstance(fact(node), TensorFact) else 0
+            found = torch.zeros([1] * rank, dtype=torch.int64, device="cpu")
+        walk.labels[node] = found
+        if module is not None and not _any_grid(module, open_alone):
+            walk.pin(found)
+    return walk.solved()
+
+
+def _has_channels(node: fx.Node) -> bool:
+    return not is_parameter(node) and (node.op == "output" or isinstance(fact(node), TensorFact | list | tuple | dict))
+
+
+def _any_grid(module: QuantizedOperator, open_alone: bool) -> bool:
+    """Whether the grid of the operator's result follows what is observed, so that the values may be others."""
+    if module.plain or module.output.follows_sum:
+        return not module.plain
+    return module.output.observer is not None and not (open_alone and module.output.calibrated)
+
+
+def exponents(prepared: fx.GraphModule, known: Channels) -> Tensor:
+    """The exponent of every label: int64 of shape (number,)."""
+    found = torch.zeros(known.number, dtype=torch.int64, device="cpu")
+    for node, given in known.given.items():
+        found[given] = _factors(prepared, node).outputs.cpu().long()
+    return found
+
+
+def multiply(prepared: fx.GraphModule, known: Channels, exponents: Tensor) -> None:
+    """Give every operator the factors 2^exponents of its labels; that of the label 0 is 1."""
+    for node, read in known.read.items():
+        _factors(prepared, node).assign(exponents[read], exponents[known.given[node]])
+
+
+def _factors(prepared: fx.GraphModule, node: fx.Node) -> ChannelFactors:
+    module = quantized_operator(prepared, node)
+    assert module is not None
+    assert module.factors is not None
+    return module.factors
+
+
+def homogeneous(low: Any, high: Any) -> bool:
+    """Whether limits are those of a clamp that multiplying its operand by a positive number commutes with."""
+    return all(bound is None or (isinstance(bound, int | float) and (bound == 0 or math.isinf(bound))) for bound in (low, high))
+
+
+class _Walk:
+    """Labels as they are found, and which of them turn out to be the same."""
+
+    def __init__(self) -> None:
+        self.labels: dict[fx.Node, Tensor] = {}
+        self.read: dict[fx.Node, Tensor] = {}
+        self.given: dict[fx.Node, Tensor] = {}
+        self.pairs: list[tuple[Tensor, Tensor]] = []
+        self.number = 1
+
+    # -- what labels are made of ---------------------------------------------------------------------------------
+
+    def fresh(self, count: int) -> Tensor:
+        made = torch.arange(self.number, self.number + count, dtype=torch.int64, device="cpu")
+        self.number += count
+        return made
+
+    def same(self, one: Tensor, other: Tensor) -> None:
+        self.pairs.append((one.flatten(), other.flatten()))
+
+    def pin(self, labels: Tensor | None) -> None:
+        if labels is not None:
+            self.same(labels, torch.zeros_like(labels))
+
+    def joined(self, one: Tensor, other: Tensor) -> Tensor:
+        """The labels of what has those of both."""
+        both = torch.broadcast_tensors(one, other)  # type: ignore[no-untyped-call]
+        self.same(*both)
+        first: Tensor = both[0]
+        return first
+
+    def along(self, labels: Tensor, dim: int, size: int) -> Tensor:
+        """One label for each index of a dimension: all that share it are the same."""
+        moved = labels.movedim(dim, 0)
+        rows = moved.reshape(len(moved), -1)
+        self.same(rows[:, :1].expand_as(rows), rows)
+        return rows[:, 0].expand(size)
+
+    # -- operators -----------------------------------------------------------------------------------------------
+
+    def through(self, node: fx.Node, module: QuantizedOperator) -> Tensor | None:
+        """The labels of an operator's result; None if factors do not pass through it."""
+        arguments = module.operator.bind_call(node.args, node.kwargs)
+        operands = operand_nodes(module.operator, arguments)
+        known = fact(node)
+        if not isinstance(known, TensorFact) or not all(isinstance(size, int) for size in known.shape[1:]):
+            return None
+        if not operands or any(operand not in self.labels or shape_of(operand)[:1] != known.shape[:1] for operand in operands):
+            return None
+        if module.factors is not None:
+            return self._layer(node, module, arguments)
+        if not homogeneous(*(arguments.get("clamp") or (None, None))) or not homogeneous(*module.observed):
+            return None
+        rule = _RULES.get(re.sub("[123]d$", "", module.operator.name))
+        return None if rule is None else rule(self, node, arguments)
+
+    def _layer(self, node: fx.Node, module: QuantizedOperator, arguments: Mapping[str, Any]) -> Tensor:
+        """A layer divides the factors of what it reads out of its weight, and multiplies others in."""
+        factors, operator = module.factors, module.operator
+        assert factors is not None
+        assert operator.channels is not None
+        rank = len(shape_of(node))
+        dim = operator.channels(dict(arguments)) % rank - 1
+        read = self.along(self.labels[arguments["input"]], dim, len(factors.inputs))
+        if "weight" not in arguments:
+            self.pin(read)  # a batch norm's statistics are of what it reads
+        given, residual = self.fresh(len(factors.outputs)), arguments.get("residual")
+        self.read[node], self.given[node] = read, given
+        shaped = given.reshape([-1 if index == dim else 1 for index in range(rank - 1)])
+        if isinstance(residual, fx.Node):
+            shaped = self.joined(shaped, self.labels[residual])
+        if not homogeneous(*(arguments.get("clamp") or (None, None))) or not homogeneous(*module.observed):
+            self.pin(shaped)
+        return shaped
+
+    def solved(self) -> Channels:
+        """All labels, renumbered from 0 so that those that are the same are equal."""
+        root = torch.arange(self.number, dtype=torch.int64, device="cpu")
+        if self.pairs:
+            one, other = (torch.cat(column) for column in zip(*self.pairs, strict=True))
+            while True:
+                least = torch.minimum(root[one], root[other])
+                lower = root.clone()
+                for side in (one, other):
+                    lower.scatter_reduce_(0, root[side], least, "amin")
+                    lower.scatter_reduce_(0, side, least, "amin")
+                lower = lower[lower]
+                if torch.equal(lower, root):
+                    break
+                root = lower
+        number = torch.unique(root, return_inverse=True)[1]  # 0 is the least, and stays it
+        tensors, read, given = ({node: number[labels] for node, labels in found.items()} for found in (self.labels, self.read, self.given))
+        return Channels(tensors, read, given, int(number.max()) + 1)
+
+
+# ---- rules -----------------------------------------------------------------------------------------------------------
+
+Rule = Callable[[_Walk, fx.Node, dict[str, Any]], "Tensor | None"]
+
+
+def _elementwise(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
+    if "min" in arguments and not homogeneous(arguments["min"], arguments["max"]):
+        return None
+    return walk.labels[arguments["input"]]
+
+
+def _spatial(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
+    labels = walk.labels[arguments["input"]]
+    if arguments.get("value") or arguments.get("divisor_override"):
+        return None
+    return labels if all(size == 1 for size in labels.shape[1:]) and labels.dim() == len(shape_of(node)) - 1 else None
+
+
+def _reducing(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
+    labels, dim = walk.labels[arguments["input"]], arguments["dim"]
+    rank = labels.dim() + 1
+    dims = sorted({d % rank for d in ([dim] if isinstance(dim, int) else dim or range(rank))}, reverse=True)
+    if 0 in dims:
+        return None
+    for d in dims:
+        first = labels.narrow(d - 1, 0, 1)
+        walk.same(first.expand_as(labels), labels)
+        labels = first if arguments["keepdim"] else first.squeeze(d - 1)
+    return labels
+
+
+def _added(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
+    pair = [walk.labels.get(arguments[name]) if isinstance(arguments[name], fx.Node) else None for name in ("input", "other")]
+    one, other = pair
+    if one is None or other is None or one.dim() != other.dim():
+        return None
+    return walk.joined(one, other)
+
+
+def _multiplied(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
+    """The factors of one operand pass; the other has none, unless it is a constant."""
+    both = [arguments[name] for name in ("input", "other")]
+    read = [value for value in both if isinstance(value, fx.Node) and value in walk.labels]
+    if any(shape_of(value)[1:] == shape_of(node)[1:] for value in read):
+        passing = next(value for value in read if shape_of(value)[1:] == shape_of(node)[1:])
+        for value in read:
+            if value is not passing or both[0] is both[1]:
+                walk.pin(walk.labels[value])
+        return walk.labels[passing]
+    return None
+
+
+def _joined(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
+    tensors = list(arguments["tensors"])
+    rank = len(shape_of(node))
+    dim = arguments["dim"] % rank - 1
+    if dim < 0 or not all(isinstance(value, fx.Node) and value in walk.labels for value in tensors):
+        return None
+    parts = [walk.labels[value] for value in tensors]
+    shape = [max(part.shape[index] for part in parts) for index in range(rank - 1)]
+    return torch.cat([part.expand([shape_of(value)[dim + 1] if index == dim else size for index, size in enumerate(shape)])
+                      for part, value in zip(parts, tensors, strict=True)], dim)  # fmt: skip
+
+
+def _full(walk: _Walk, operand: fx.Node) -> Tensor:
+    return walk.labels[operand].expand(numbers(shape_of(operand)[1:]))
+
+
+def _uniform(labels: Tensor) -> Tensor:
+    """The same labels, with dimensions of size 1 where they do not differ."""
+    for dim in range(labels.dim()):
+        first = labels.narrow(dim, 0, 1)
+        if torch.equal(first.expand_as(labels), labels):
+            labels = first
+    return labels
+
+
+def _reshaped(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
+    return _uniform(_full(walk, arguments["input"]).reshape(numbers(shape_of(node)[1:])))
+
+
+def _permuted(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
+    labels, dims = walk.labels[arguments["input"]], arguments["dims"]
+    dims = [dim % (labels.dim() + 1) for dim in dims]
+    return None if dims[0] != 0 else labels.permute([dim - 1 for dim in dims[1:]])
+
+
+def _indexed(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
+    index = arguments["index"] if isinstance(arguments["index"], list | tuple) else [arguments["index"]]
+    plain = all(part is None or part is Ellipsis or isinstance(part, int | slice) for part in index)
+    if not plain or not index or index[0] != slice(None):
+        return None
+    return _uniform(_full(walk, arguments["input"]).unsqueeze(0)[tuple(index)].squeeze(0))
+
+
+def _shuffled(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
+    """Channels in groups, whose order and the groups' are exchanged."""
+    labels = walk.labels[arguments["input"]]
+    groups = arguments["groups"]
+    return labels.reshape(groups, -1, *labels.shape[1:]).transpose(0, 1).flatten(0, 1) if len(labels) > 1 else labels
+
+
+_RULES: Mapping[str, Rule] = {
+    **dict.fromkeys(ELEMENTWISE, _elementwise),
+    **dict.fromkeys(SPATIAL, _spatial),
+    **dict.fromkeys(REDUCING, _reducing),
+    **dict.fromkeys(("add", "sub", "maximum", "minimum"), _added),
+    **dict.fromkeys(("mul", "div"), _multiplied),
+    "cat": _joined,
+    "reshape": _reshaped,
+    "permute": _permuted,
+    "getitem": _indexed,
+    "channel_shuffle": _shuffled,
+}

@@ -1,0 +1,93 @@
+"""Channel factors: powers of two that channels of a prepared model are multiplied by, and divided by again where they are read.
+
+    W'[o, i] = W[o, i] · 2^(outputs[o] - inputs[i]),   b'[o] = b[o] · 2^outputs[o]
+
+They stand on the operators, beside the parameters, which stay those of the float model: what is trained, loaded and saved means what
+it meant. Products with powers of two are exact, so the float function keeps its bits as long as nothing leaves the range of float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fxquant.numerics import power_of_two
+
+LARGEST_EXPONENT = 16  # of either sign
+
+
+class Rescalable(Protocol):
+    """What applying factors needs to know of an operator's record."""
+
+    @property
+    def rescaled(self) -> Any: ...
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]: ...
+
+    def bind_call(self, args: tuple[Any, ...], kwargs: Any) -> dict[str, Any]: ...
+
+
+class ChannelFactors(nn.Module):
+    """The factors of one operator: of the channels it reads, and of those it gives.
+
+    inputs   int8 buffer of shape (channels read,): its operand is the float model's times 2^inputs
+    outputs  int8 buffer of shape (channels given,): its result is the float model's times 2^outputs
+    """
+
+    inputs: Tensor
+    outputs: Tensor
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self._active: bool | None = None
+        self.register_buffer("inputs", torch.zeros(inputs, dtype=torch.int8, device="cpu"))
+        self.register_buffer("outputs", torch.zeros(outputs, dtype=torch.int8, device="cpu"))
+
+    @property
+    def active(self) -> bool:
+        """Whether any factor is not 1; looked up once for each assignment, so that it never waits for a device."""
+        if self._active is None:
+            self._active = bool(self.inputs.any()) or bool(self.outputs.any())
+        return self._active
+
+    @property
+    def told(self) -> str:
+        """Which of the channels that it gives are multiplied by what, in words; empty where none is."""
+        if not self.active or not (count := int(self.outputs.count_nonzero())):
+            return ""
+        return f"equalized: {count} of {len(self.outputs)} channels times 2^{int(self.outputs.min())} to 2^{int(self.outputs.max())}"
+
+    @torch.no_grad()
+    def assign(self, inputs: Tensor, outputs: Tensor) -> None:
+        """Make these the exponents."""
+        self.inputs.copy_(inputs)
+        self.outputs.copy_(outputs)
+        self._active = None
+
+    def of(self, operator: Rescalable, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call of the operator, with its parameters multiplied."""
+        if not self.active:
+            return arguments
+        inputs, outputs = (power_of_two(exponents.to(torch.int64)).float() for exponents in (self.inputs, self.outputs))
+        return {**arguments, **operator.rescaled(arguments, inputs, outputs)}
+
+    def of_call(self, operator: Rescalable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The same for arguments as they stand in a call."""
+        if not self.active:
+            return args, kwargs
+        arguments = self.of(operator, operator.bind_call(args, kwargs))
+        positional = operator.parameter_names[: len(args)]
+        return tuple(arguments[name] for name in positional), {name: arguments[name] for name in kwargs}
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """A state_dict of a model without factors says nothing of them: it has none."""
+        for name, own in (("inputs", self.inputs), ("outputs", self.outputs)):
+            state_dict.setdefault(prefix + name, torch.zeros_like(own))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        self._active = None
+
+    def extra_repr(self) -> str:
+        return f"{len(self.inputs)} → {len(self.outputs)}"

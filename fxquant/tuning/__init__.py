@@ -1,0 +1,5 @@
+"""Accuracy that is won without training."""
+
+from fxquant.tuning.equalization import equalize
+
+__all__ = ["equalize"]

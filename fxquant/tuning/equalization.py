@@ -1,0 +1,369 @@
+"""Cross-layer equalization: channels whose ranges are far apart are brought nearer by powers of two, which the layers that read them undo.
+
+Nagel, van Baalen, Blankevoort, Welling: Data-Free Quantization Through Weight Equalization and Bias Correction, ICCV 2019, section 4.1,
+moves a factor for each channel from one layer's weight to the next one's, so that the ranges of both weights are alike. That is what
+weights with one scale for all outputs need. Where every output has its own, the activations need it: they have one scale for a whole
+tensor, which the largest channel takes for itself. So several choices of factors are compared, by the error that they leave
+(`noise`), and one is taken only if it leaves clearly less than none.
+
+The factors are powers of two, beside the parameters (`ChannelFactors`): the float function keeps its bits, but for numbers beyond the
+range of float32, and parameters what they mean.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+import fxquant.quantization.distributed as ranks
+from fxquant.analysis.channels import Channels, channels, multiply
+from fxquant.analysis.node import quantized_operator
+from fxquant.analysis.record import still
+from fxquant.arguments import checked
+from fxquant.errors import ConfigurationError
+from fxquant.graph import by_name, is_parameter, parameter_value
+from fxquant.numerics import SMALLEST_NORMAL
+from fxquant.progress import progress
+from fxquant.quantization.batches import as_batches, first_batches, length, model_inputs, no_batches
+from fxquant.quantization.calibration import require_prepared
+from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
+from fxquant.quantization.state import State
+from fxquant.tuning.noise import LayerNoise, TensorNoise
+
+logger = logging.getLogger("fxquant")
+
+SHARES = (0.5, 1.0)  # of the way, in bits, to channels of one range
+WORTH = 0.5  # factors are kept where they leave at most so much of the error
+SWEEPS = 3  # over all groups, where weights have one scale for all outputs
+ROUNDS = 4  # how often each choice is balanced anew
+LARGEST = 10  # the largest exponent
+Statistics = dict[str, tuple[Tensor, Tensor, int]]  # by node: max |x| and Σ x̄² for each label of it, and how many tensors were seen
+
+
+@checked()
+def equalize(
+    prepared: fx.GraphModule,
+    batches: Iterable[Any],
+    num_batches: int | None = None,
+    batch_fn: Callable[[Any], Any] | None = None,
+    *,
+    distributed: bool = True,
+    show_progress: bool | None = None,
+) -> fx.GraphModule:
+    """Multiply channels whose ranges are far apart by powers of two, as these batches show them in the float model; returns it.
+
+    `calibrate` does so by its first batch; this takes all of them, and is called before it. What a layer gives is multiplied, as it
+    passes through whatever is positively homogeneous (relu, poolings, additions, concatenations, reshapes, a product with a gate), and
+    every layer that reads it undoes it in its weight: convolutions, transposed and grouped ones, linear layers, the affine part of a
+    norm. Nothing is multiplied where a limit other than 0 (relu6), another function, an output, a scale that is given or a float
+    operator meets it. Parameters are left as they are, and so is the float function, bit for bit, as long as no number leaves
+    the range of float32.
+
+    The arguments are those of `calibrate`. Raises what that raises, and ConfigurationError if anything was observed already.
+    """
+    require_prepared(prepared)
+    if _begun(prepared):
+        raise ConfigurationError(
+            "the channels of this model cannot be equalized any more",
+            because="scales were observed, and they are those of the channels as they are",
+            remedy="call fxq.equalize before fxq.calibrate, on a model that fxq.prepare has just returned",
+        )
+    taken = first_batches(as_batches(batches), num_batches)
+    seen = 0
+
+    def inputs() -> Iterator[list[Any]]:
+        nonlocal seen
+        for batch in progress(taken, length(batches, num_batches), "equalizing", show_progress):
+            yield model_inputs(prepared, batch if batch_fn is None else batch_fn(batch), seen)
+            seen += 1
+
+    _equalize(prepared, inputs(), _together if distributed else None)
+    if not seen and ranks.count() == 1:
+        raise no_batches(num_batches)
+    return prepared
+
+
+def by_first_batch(prepared: fx.GraphModule, distributed: bool) -> Callable[[list[Any] | None], None]:
+    """What does the same by one batch, unless the model has scales or factors now; it takes None on a rank that has no batch.
+
+    Where ranks calibrate together it is the batch of the first rank, as one process would have it, and every rank calls this.
+    """
+    multiplied = any(each.factors is not None and each.factors.active for each in quantized_operators(prepared).values())
+    settled = multiplied or _begun(prepared)
+
+    def join(seen: Sequence[Statistics | None]) -> Statistics:
+        return {} if None in seen else next((one for one in seen if one), {})
+
+    def choose(inputs: list[Any] | None) -> None:
+        _equalize(prepared, [] if inputs is None else [inputs], join if distributed else None, settled)
+
+    return choose
+
+
+def _begun(prepared: fx.GraphModule) -> bool:
+    """Whether anything was observed."""
+    operators = [operator for operator in quantized_operators(prepared).values() if operator.owns_output]
+    return any(operator.output.observer is not None and operator.output.observer.observed for operator in operators)
+
+
+def _equalize(
+    prepared: fx.GraphModule, batches: Iterable[Sequence[Any]], join: Callable[[Sequence[Any]], Statistics] | None, settled: bool = False
+) -> None:
+    """Choose factors and set them, by what `join` makes of what all ranks have seen; a model that is `settled` keeps what it has."""
+    joined = join is not None and ranks.count() > 1
+    if settled:
+        if joined:
+            ranks.gathered(None)
+        return
+    known = channels(prepared, open_alone=True)
+    watched = {node.name: labels for node, labels in known.tensors.items() if _matters(prepared, known, node)}
+    seen = _statistics(prepared, watched, batches)
+    if join is not None and joined:
+        seen = join(ranks.gathered(seen))
+    if not seen or not all(bool(torch.isfinite(part).all()) for entry in seen.values() for part in entry[:2]):
+        return  # calibration says what is wrong
+    found = _chosen(prepared, known, seen)
+    multiply(prepared, known, found)
+    layers = [node.name for node, given in known.given.items() if bool(found[given].any())]
+    if layers:
+        logger.info("channels are equalized in %d layers: %s", len(layers), ", ".join(layers))
+
+
+def _matters(prepared: fx.GraphModule, known: Channels, node: fx.Node) -> bool:
+    """Whether what a tensor holds has a say: channels of it may have factors, or a layer reads it."""
+    return quantized_operator(prepared, node) is not None and (
+        bool(known.tensors[node].any()) or any(user in known.read for user in node.users)
+    )
+
+
+# ---- what channels hold ----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _statistics(prepared: fx.GraphModule, watched: Mapping[str, Tensor], batches: Iterable[Sequence[Any]]) -> Statistics:
+    """The largest magnitude and the mean square of the channels of tensors, in the float model."""
+    found: Statistics = {}
+
+    def watch(module: QuantizedOperator, _: Any, result: Tensor) -> None:
+        labels = watched[module.name]
+        if result.dim() != labels.dim() + 1 or not result.is_floating_point() or not result.numel():
+            return
+        reduced = [0, *(dim + 1 for dim, size in enumerate(labels.shape) if size == 1)]
+        largest = result.abs().amax(reduced, keepdim=True).squeeze(0).double().cpu()
+        power = result.square().mean(reduced, keepdim=True, dtype=torch.float64).squeeze(0).cpu()
+        before = found.get(module.name)
+        found[module.name] = (
+            (largest, power, 1) if before is None else (torch.maximum(before[0], largest), before[1] + power, before[2] + 1)
+        )
+
+    operators = quantized_operators(prepared)
+    handles = [operators[name].register_forward_hook(watch) for name in watched]
+    try:
+        with still(prepared, State.FLOAT):
+            for inputs in batches:
+                prepared(**by_name(prepared, inputs))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _together(gathered: Sequence[Statistics]) -> Statistics:
+    """What all ranks have seen."""
+    found: Statistics = {}
+    for one in gathered:
+        for name, (largest, power, count) in one.items():
+            before = found.get(name)
+            found[name] = (
+                (largest, power, count) if before is None else (torch.maximum(before[0], largest), before[1] + power, before[2] + count)
+            )
+    return found
+
+
+# ---- what is chosen --------------------------------------------------------------------------------------------------
+
+
+class _Problem:
+    """The errors of all layers and grids as functions of one factor for each label, and which of them a label has a part in."""
+
+    def __init__(self, prepared: fx.GraphModule, known: Channels, seen: Statistics) -> None:
+        self.number = known.number
+        gain = torch.zeros(known.number, dtype=torch.float64, device="cpu")
+        # What is computed last comes first: what an error does in a layer depends on what it does behind it.
+        self.layers = [layer for node in reversed(known.read) if (layer := _layer(prepared, known, node, seen, gain)) is not None]
+        self.tensors = _grids(prepared, known, seen, gain)
+
+    def groups(self) -> Iterator[tuple[Tensor, list[LayerNoise | TensorNoise]]]:
+        """Labels that one tensor holds or one layer reads belong together; with each group the terms that it has a part in."""
+        root = torch.arange(self.number, dtype=torch.int64, device="cpu")
+        terms: list[tuple[Tensor, LayerNoise | TensorNoise]] = [(torch.unique(layer.read), layer) for layer in self.layers]
+        terms += [(tensor.labels, tensor) for tensor in self.tensors]
+        changed = True
+        while changed:
+            changed = False
+            for labels, _ in terms:
+                own = labels[labels > 0]
+                if len(own) and bool((root[own] != root[own].min()).any()):
+                    root[own], changed = root[own].min(), True
+        touched: dict[int, list[LayerNoise | TensorNoise]] = {}
+        for labels, term in terms:
+            given = term.given if isinstance(term, LayerNoise) and not term.per_channel else labels[:0]
+            for group in set(root[torch.cat([labels, given])].tolist()):
+                touched.setdefault(group, []).append(term)
+        for group in sorted(touched.keys() - {0}):
+            yield torch.nonzero(root == group).flatten(), touched[group]
+
+
+def _layer(prepared: fx.GraphModule, known: Channels, node: fx.Node, seen: Statistics, gain: Tensor) -> LayerNoise | None:
+    """The weight of a layer with its batch norm multiplied in; None where what it reads was not seen.
+
+    `gain` holds what an error of mean square one in a channel costs, by label; what it costs in this layer is added.
+    """
+    module = quantized_operator(prepared, node)
+    assert module is not None
+    operator, read = module.operator, known.read[node]
+    arguments = operator.bind_call(node.args, node.kwargs)
+    values = {
+        name: fx.map_arg(value, lambda operand: parameter_value(prepared, operand) if is_parameter(operand) else None)
+        for name, value in arguments.items()
+        if name in (*operator.parameter_names[1:], "batch_norm")
+    }
+    if "weight" not in values or arguments["input"].name not in seen:
+        return None
+    if values.get("batch_norm") is not None:
+        assert operator.folded is not None
+        values["weight"], values["bias"] = operator.folded(**values)
+    rows = operator.weight(**values)
+    assert rows is not None
+    rows = rows.detach().double().cpu().flatten(2) if rows.dim() > 2 else rows.detach().double().cpu().unsqueeze(2)
+    outputs, inputs, taps = rows.shape
+    groups = max(len(read) // inputs, 1)
+    index = (torch.arange(outputs) // (outputs // groups) * inputs).unsqueeze(1) + torch.arange(inputs)
+    _, power, count = seen[arguments["input"].name]
+    assert operator.channels is not None
+    dim = operator.channels(arguments) % (power.dim() + 1) - 1
+    moved = power.movedim(dim, 0)
+    means = (moved.reshape(len(moved), -1).mean(1) / count).expand(len(read))
+    squares = rows.square().sum(2)
+    signal = (squares * means[index]).sum(1) * outputs
+    given = known.given[node]
+    behind = torch.where(given > 0, gain[given], torch.where(signal > SMALLEST_NORMAL, 1 / signal.clamp_min(SMALLEST_NORMAL), 0))
+    gain.index_add_(0, read[index].flatten(), (squares * behind.unsqueeze(1)).flatten())
+    quantizer = module.weight_quantizer
+    return LayerNoise(
+        read=read[index],
+        given=given,
+        squares=squares,
+        largest=rows.abs().amax(2),
+        share=means[index] * behind.unsqueeze(1),
+        taps=taps,
+        divisor=quantizer.dtype.divisor,
+        per_channel=quantizer.per_channel,
+    )
+
+
+def _grids(prepared: fx.GraphModule, known: Channels, seen: Statistics, gain: Tensor) -> list[TensorNoise]:
+    """The tensors that are quantized, those of one grid together."""
+    held: dict[int, tuple[Any, list[str]]] = {}
+    nodes = {node.name: node for node in known.tensors}
+    for name, operator in quantized_operators(prepared).items():
+        if name in seen and not operator.plain and not operator.output.follows_sum:
+            held.setdefault(id(operator.output), (operator.output, []))[1].append(name)
+    found = []
+    for quantizer, names in held.values():
+        labels = torch.cat([known.tensors[nodes[name]].flatten() for name in names])
+        largest = torch.cat([seen[name][0].flatten() for name in names])
+        power = torch.cat([(seen[name][1] / seen[name][2]).flatten() for name in names])
+        own, place, count = torch.unique(labels, return_inverse=True, return_counts=True)
+        of_label = torch.zeros(len(own), dtype=torch.float64)
+        found.append(
+            TensorNoise(
+                labels=own,
+                largest=of_label.scatter_reduce(0, place, largest, "amax"),
+                power=of_label.scatter_add(0, place, power) / count,
+                gain=gain[own] * (own > 0),
+                divisor=quantizer.dtype.divisor,
+            )
+        )
+    return found
+
+
+def _chosen(prepared: fx.GraphModule, known: Channels, seen: Statistics) -> Tensor:
+    """The exponent of every label."""
+    problem = _Problem(prepared, known, seen)
+    exponents = torch.zeros(known.number, dtype=torch.int64, device="cpu")
+
+    def error(terms: list[LayerNoise | TensorNoise], candidate: Tensor) -> float:
+        factors = torch.exp2(candidate.double())
+        return sum(term.error(factors) for term in terms)
+
+    def better(group: Tensor, terms: list[LayerNoise | TensorNoise]) -> Tensor:
+        """The exponents with those of a group changed, if that is worth it."""
+        least = before = error(terms, exponents)
+        best = exponents
+        for offered in _candidates(group, terms, problem) if _worth(sum(term.least_error() for term in terms), before) else ():
+            candidate = exponents.clone()
+            candidate[group] = offered
+            for _ in range(ROUNDS):
+                after = error(terms, candidate)
+                if after < least:
+                    least, best = after, candidate
+                candidate = _balanced(candidate, group, terms)
+        if not _worth(least, before):
+            return exponents
+        lowest = best.clone()
+        lowest[group] -= best[group].min()  # a factor that all have in common changes nothing, where none of them is held
+        return lowest if error(terms, lowest) <= least else best
+
+    groups = list(problem.groups())
+    alone = all(layer.per_channel for layer in problem.layers)  # else what one group has changes what is best for others
+    for _ in range(1 if alone else SWEEPS):
+        before = exponents
+        for group, terms in groups:
+            exponents = better(group, terms)
+        if torch.equal(before, exponents):
+            break
+    return exponents
+
+
+def _worth(after: float, before: float) -> bool:
+    return after <= WORTH * before
+
+
+def _candidates(group: Tensor, terms: list[LayerNoise | TensorNoise], problem: _Problem) -> Iterator[Tensor]:
+    """Exponents for the labels of a group."""
+    nearest = torch.zeros(problem.number, dtype=torch.float64, device="cpu")
+    for term in terms:
+        if isinstance(term, TensorNoise):
+            nearest[term.labels] = torch.maximum(nearest[term.labels], term.largest / term.largest.max().clamp_min(1e-300))
+    short = torch.where(nearest > 0, -torch.log2(nearest.clamp_min(2.0**-60)), 0)[group]  # bits to the range of the largest channel
+    for share in SHARES:
+        yield torch.minimum(torch.round(short * share), torch.floor(short)).clamp(-LARGEST, LARGEST).long()
+    if all(term.per_channel for term in terms if isinstance(term, LayerNoise)):
+        return
+    made, read = (torch.zeros(problem.number, dtype=torch.float64, device="cpu") for _ in range(2))
+    for term in terms:
+        if isinstance(term, LayerNoise):
+            made.scatter_reduce_(0, term.given, term.largest.amax(1) / term.largest.max().clamp_min(1e-300), "amax")
+            read.scatter_reduce_(0, term.read.flatten(), (term.largest / term.largest.max().clamp_min(1e-300)).flatten(), "amax")
+    both = (made > 0) & (read > 0)
+    weights = torch.where(both, torch.log2(read.clamp_min(1e-300) / made.clamp_min(1e-300)) / 2, 0)[group]
+    for share in (0.0, 0.5):
+        yield torch.round(weights * (1 - share) + short * share).clamp(-LARGEST, LARGEST).long()
+
+
+def _balanced(exponents: Tensor, group: Tensor, terms: list[LayerNoise | TensorNoise]) -> Tensor:
+    """Where what grows with a factor would be as much as what shrinks with it, if no scale changed by that."""
+    factors = torch.exp2(exponents.double())
+    rising, falling = torch.zeros_like(factors), torch.zeros_like(factors)
+    for term in terms:
+        term.balance(factors, rising, falling)
+    both = (rising > 0) & (falling > 0)
+    moved = torch.where(both, torch.log2(falling.clamp_min(1e-300) / rising.clamp_min(1e-300)) / 4, 0)
+    found = exponents.clone()
+    found[group] = torch.round(exponents + moved)[group].clamp(-LARGEST, LARGEST).long()
+    return found

@@ -1,0 +1,254 @@
+"""Cross-layer equalization: which channels may be multiplied, that nothing but scales and weights notices, and what it is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import fxquant as fxq
+from fxquant.analysis.channels import channels, exponents, multiply
+from fxquant.quantization.prepared import quantized_operators
+
+
+class Chain(nn.Module):
+    """A convolution with a batch norm, what stands behind it, and a convolution that reads it."""
+
+    def __init__(self, between: Callable[[Any, Tensor], Tensor], inner: int = 8, outer: int = 8, **layers: nn.Module) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, inner, 3, padding=1), nn.BatchNorm2d(inner)
+        self.last = nn.Conv2d(outer, 5, 1)
+        self.layers, self.between = nn.ModuleDict(layers), between
+        with torch.no_grad():
+            self.norm.running_mean.uniform_(-0.5, 0.5)  # type: ignore[union-attr]
+            self.norm.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]
+
+    def forward(self, x: Tensor) -> Tensor:
+        value = self.norm(self.first(x))
+        result = self.between(self.layers, value)
+        return self.last(result) if result.dim() == 4 else result
+
+
+def _sliced(m: Any, x: Tensor) -> Tensor:
+    one, other = x.relu().chunk(2, 1)
+    return torch.cat([other, m["a"](one)], 1)
+
+
+# By name: the network, and how many labels its channels have besides 0.
+PASSES: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "nothing between": (lambda: Chain(lambda m, x: x), 8),
+    "relu": (lambda: Chain(lambda m, x: F.relu(x)), 8),
+    "leaky relu": (lambda: Chain(lambda m, x: F.leaky_relu(x, 0.1)), 8),
+    "prelu": (lambda: Chain(lambda m, x: m["p"](x), p=nn.PReLU(8)), 8),
+    "poolings": (lambda: Chain(lambda m, x: F.max_pool2d(F.avg_pool2d(F.relu(x), 2), 2)), 8),
+    "padding, interpolation and dropout": (
+        lambda: Chain(lambda m, x: F.dropout(F.interpolate(F.pad(x, [1, 1, 0, 0]), scale_factor=2), training=False)),
+        8,
+    ),
+    "depthwise": (lambda: Chain(lambda m, x: F.relu(m["d"](F.relu(x))), d=nn.Conv2d(8, 8, 3, groups=8)), 16),
+    "grouped": (lambda: Chain(lambda m, x: m["g"](F.relu(x)), g=nn.Conv2d(8, 8, 3, groups=2)), 16),
+    "transposed": (lambda: Chain(lambda m, x: m["t"](F.relu(x)), t=nn.ConvTranspose2d(8, 8, 2, 2, groups=4)), 16),
+    "residual": (lambda: Chain(lambda m, x: F.relu(x + m["b"](m["a"](F.relu(x)))), a=nn.Conv2d(8, 6, 1), b=nn.Conv2d(6, 8, 1)), 14),
+    "several readers": (lambda: Chain(lambda m, x: m["a"](x) - m["b"](x), a=nn.Conv2d(8, 8, 1), b=nn.Conv2d(8, 8, 1)), 16),
+    "concatenation": (lambda: Chain(lambda m, x: torch.cat([x, m["a"](x)], 1), outer=12, a=nn.Conv2d(8, 4, 1)), 12),
+    "slices": (lambda: Chain(_sliced, a=nn.Conv2d(4, 4, 1)), 12),
+    "shuffle": (lambda: Chain(lambda m, x: F.channel_shuffle(x.relu(), 2)), 8),
+    "a gate": (lambda: Chain(lambda m, x: x * torch.sigmoid(m["g"](x.mean((2, 3), keepdim=True))), g=nn.Conv2d(8, 8, 1)), 8),
+    "flatten": (lambda: Chain(lambda m, x: m["l"](F.adaptive_avg_pool2d(x, 2).flatten(1)), l=nn.Linear(32, 5)), 8),
+    "mean": (lambda: Chain(lambda m, x: m["l"](x.relu().mean((2, 3))), l=nn.Linear(8, 5)), 8),
+    "layer norm": (lambda: Chain(lambda m, x: m["l"](m["n"](x.flatten(2).transpose(1, 2))), n=nn.LayerNorm(8), l=nn.Linear(8, 5)), 8),
+    "a batch norm alone": (lambda: Chain(lambda m, x: F.relu(m["n"](F.relu(x))), n=nn.BatchNorm2d(8)), 8),
+}
+STOPS: dict[str, Callable[[], nn.Module]] = {
+    "a limit": lambda: Chain(lambda m, x: F.relu6(x)),
+    "another function": lambda: Chain(lambda m, x: F.silu(x)),
+    "a constant": lambda: Chain(lambda m, x: x + 1),
+    "an output": lambda: Chain(lambda m, x: x.flatten(1)),
+    "a float operator": lambda: Chain(lambda m, x: torch.fft.fft2(x).real),
+    "its own product": lambda: Chain(lambda m, x: x * x),
+    "channels that are mixed": lambda: Chain(lambda m, x: x.transpose(1, 2).contiguous().mean(1, keepdim=True).expand(-1, 8, -1, -1)),
+}
+
+
+def image(seed: int = 0, items: int = 4) -> Tensor:
+    return torch.randn(items, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def made(build: Callable[[], nn.Module], **options: Any) -> fx.GraphModule:
+    torch.manual_seed(0)
+    return fxq.prepare(build().eval(), image(), **options)
+
+
+def real(prepared: nn.Module, x: Tensor) -> Tensor:
+    fxq.set_state(prepared, "float")
+    with torch.no_grad():
+        value: Tensor = prepared(x)
+    return value
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_factors_of_any_size_leave_the_float_function_its_bits(name: str) -> None:
+    build, labels = PASSES[name]
+    prepared = made(build)
+    before = real(prepared, image(1))
+    known = channels(prepared)
+    drawn = torch.randint(-5, 6, (known.number,), generator=torch.Generator().manual_seed(2))
+    drawn[0] = 0
+    multiply(prepared, known, drawn)
+    assert known.number - 1 == labels
+    assert torch.equal(exponents(prepared, known), drawn)
+    assert torch.equal(real(prepared, image(1)), before)
+    assert any(operator.factors is not None and operator.factors.told for operator in quantized_operators(prepared).values())
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_factors_stop_where_the_function_would_change(name: str) -> None:
+    prepared = made(STOPS[name])
+    assert not channels(prepared).given[_first(prepared)].any()
+
+
+def test_a_scale_that_is_given_is_of_the_channels_as_they_are() -> None:
+    config = fxq.QConfigMapping().set_module_name("first", fxq.QConfig(fxq.ActivationConfig(scale=0.05)))
+    prepared = made(PASSES["relu"][0], qconfig=config)
+    assert not channels(prepared).given[_first(prepared)].any()
+    prepared = made(PASSES["relu"][0])
+    fxq.set_qparams(prepared, {"first": 0.05})
+    fxq.equalize(prepared, [image()])
+    assert not quantized_operators(prepared)["first"].factors.active  # type: ignore[union-attr]
+
+
+def _first(prepared: fx.GraphModule) -> fx.Node:
+    return next(node for node in prepared.graph.nodes if node.name == "first")
+
+
+# ---- what is chosen ----------------------------------------------------------------------------------------------------
+
+
+class Rescaled(nn.Module):
+    """An inverted residual and a head, with channels of very different ranges, which the layers behind them undo."""
+
+    def __init__(self, bits: int) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.widen, self.widened = nn.Conv2d(8, 24, 1, bias=False), nn.BatchNorm2d(24)
+        self.filter, self.filtered = nn.Conv2d(24, 24, 3, padding=1, groups=24, bias=False), nn.BatchNorm2d(24)
+        self.narrow, self.head = nn.Conv2d(24, 8, 1), nn.Linear(8, 5)
+        for norm, behind in ((self.widened, self.filter), (self.filtered, self.narrow)):
+            factors = 2.0 ** torch.randint(-bits, bits + 1, (24,))
+            with torch.no_grad():
+                norm.weight.mul_(factors)
+                norm.bias.uniform_(-0.5, 0.5).mul_(factors)
+                behind.weight.div_(factors.reshape((-1, 1, 1, 1) if behind.groups > 1 else (1, -1, 1, 1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x))
+        x = x + self.narrow(F.relu(self.filtered(self.filter(F.relu(self.widened(self.widen(x)))))))
+        return self.head(x.mean((2, 3)))
+
+
+def rescaled(bits: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    return Rescaled(bits).eval()
+
+
+def sqnr(model: nn.Module, prepared: nn.Module) -> float:
+    with torch.no_grad():
+        wanted, found = model(image(5, 32)).double(), prepared(image(5, 32)).double()
+    return float(10 * (wanted.square().sum() / (wanted - found).square().sum()).log10())
+
+
+def calibrated(model: nn.Module, target: str = "bayes-e", per_channel: bool = True, **options: Any) -> fx.GraphModule:
+    qconfig = fxq.QConfig(weight=fxq.WeightConfig(per_channel=per_channel))
+    prepared = fxq.prepare(model, image(), target, qconfig)
+    return fxq.calibrate(prepared, [image(seed) for seed in range(3)], show_progress=False, **options)
+
+
+@pytest.mark.parametrize(("target", "per_channel"), [("bayes-e", True), ("bayes-e", False), ("x86", True)])
+def test_channels_of_different_ranges_cost_nothing_any_more(target: str, per_channel: bool) -> None:
+    model, even = rescaled(), rescaled(0)
+    plain = sqnr(even, calibrated(even, target, per_channel))
+    without = sqnr(model, calibrated(model, target, per_channel, equalize=False))
+    found = sqnr(model, calibrated(model, target, per_channel))
+    assert without < plain - 6
+    assert found > (plain - 2 if per_channel else without + 12)
+
+
+def test_channels_of_like_ranges_are_left_alone() -> None:
+    model = rescaled(0)
+    one, other = calibrated(model), calibrated(model, equalize=False)
+    assert fxq.explain(one) == fxq.explain(other)
+    assert "equalized" not in fxq.explain(one)
+
+
+def test_the_contract_holds_with_factors_and_parameters_are_the_users(tmp_path: Path) -> None:
+    model = rescaled()
+    prepared = calibrated(model)
+    integer = fxq.convert(prepared)
+    assert "equalized" in fxq.explain(prepared)
+    assert "equalized" in fxq.explain(integer)
+    assert fxq.verify(prepared, integer, [image(7)])
+    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [image(7)])
+    for name, value in model.state_dict().items():
+        assert torch.equal(prepared.state_dict()[name], value)
+    with torch.no_grad():
+        expected = prepared(image(7))
+        fxq.freeze(prepared)
+        fxq.set_state(prepared, "train")
+        assert torch.equal(prepared(image(7)), expected)
+        fxq.set_state(prepared, "validate")
+    loaded = fxq.load(fxq.save(prepared, tmp_path / "model.fxq"))
+    fxq.set_state(loaded, "validate")
+    other = fxq.prepare(rescaled(0), image())
+    other.load_state_dict(prepared.state_dict())
+    fxq.set_state(other, "validate")
+    with torch.no_grad():
+        assert torch.equal(loaded(image(7)), expected)
+        assert torch.equal(other(image(7)), expected)
+
+
+def test_training_moves_the_users_parameters_and_statistics() -> None:
+    model = rescaled()
+    prepared = calibrated(model)
+    fxq.set_state(prepared, "train")
+    prepared.train()
+    prepared(image(7, 32)).square().mean().backward()
+    assert all(parameter.grad is not None and bool(parameter.grad.any()) for parameter in prepared.parameters())
+    model.train()
+    model(image(7, 32))
+    for name in ("widened.running_mean", "widened.running_var", "filtered.running_mean"):
+        wanted, found = model.state_dict()[name], prepared.state_dict()[name]
+        assert float((wanted - found).norm() / wanted.norm()) < 0.3  # a factor of 2 would be 1
+
+
+def test_observations_bring_their_factors_along(tmp_path: Path) -> None:
+    model = rescaled()
+    first = calibrated(model)
+    seen = fxq.load(fxq.save(fxq.observations(first), tmp_path / "seen.fxq"))
+    assert seen == fxq.observations(first)
+    again = fxq.prepare(model, image(), observations=seen)
+    assert fxq.verify(first, fxq.convert(again), [image(7)])
+    wide = fxq.prepare(model, image(), "nash-e", fxq.QConfig(fxq.ActivationConfig("int16"), fxq.WeightConfig("int16")), observations=seen)
+    assert sqnr(model, wide) > sqnr(model, first) + 3
+    apart = fxq.prepare(model, image(), qconfig=fxq.QConfigMapping().set_module_name("filter", None), observations=seen)
+    with pytest.raises(fxq.NotCalibrated):
+        fxq.convert(apart)
+    fxq.calibrate(apart, [image()], only_missing=True, show_progress=False)
+    assert sqnr(model, apart) > 6
+
+
+def test_all_batches_may_decide_and_only_before_calibration() -> None:
+    model = rescaled()
+    prepared = fxq.equalize(fxq.prepare(model, image()), [image(seed) for seed in range(3)], show_progress=False)
+    factors = quantized_operators(prepared)["widen"].factors
+    assert factors is not None
+    assert factors.active
+    before = factors.outputs.clone()
+    fxq.calibrate(prepared, [image(seed) for seed in range(3)], show_progress=False)
+    assert torch.equal(factors.outputs, before)
+    with pytest.raises(fxq.ConfigurationError, match="any more"):
+        fxq.equalize(prepared, [image()])
