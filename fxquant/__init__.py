@@ -62,14 +62,21 @@ from fxquant.quantization.observers import (
 from fxquant.quantization.rounding import Nearest, Rounding
 from fxquant.quantization.spec import ActivationConfig, QConfig, WeightConfig
 from fxquant.quantization.state import State
+from fxquant.serialization.qconfig import load_qconfig, save_qconfig
 from fxquant.stage import Stage
 from fxquant.target import Target
 from fxquant.tuning import equalize
+from fxquant.tuning.budget import Budget, Speed
+from fxquant.tuning.mixed_precision import MixedPrecision, mixed_precision
+from fxquant.tuning.observer_search import ObserverSearch, ObserverTrial, search_observers
+from fxquant.tuning.sensitivity import Sensitivity, TensorSensitivity, sensitivity
+from fxquant.tuning.tune import Tuned, TuneStep, tune
 from fxquant.version import __version__
 
 __all__ = [
     "AccumulatorOverflow",
     "ActivationConfig",
+    "Budget",
     "CalibrationError",
     "ClipObserver",
     "ClipStdObserver",
@@ -88,12 +95,15 @@ __all__ = [
     "MSEObserver",
     "MinMaxObserver",
     "MixObserver",
+    "MixedPrecision",
     "MovingAverageMinMaxObserver",
     "Nearest",
     "NotCalibrated",
     "NotFinite",
     "Observations",
     "Observer",
+    "ObserverSearch",
+    "ObserverTrial",
     "PercentileObserver",
     "QConfig",
     "QConfigMapping",
@@ -102,11 +112,16 @@ __all__ = [
     "Rounding",
     "ScaleConflict",
     "Segment",
+    "Sensitivity",
+    "Speed",
     "Stage",
     "StageViolation",
     "State",
     "Target",
+    "TensorSensitivity",
     "TraceError",
+    "TuneStep",
+    "Tuned",
     "UnknownTarget",
     "UnsupportedOperator",
     "WeightConfig",
@@ -122,6 +137,8 @@ __all__ = [
     "freeze",
     "layers",
     "load",
+    "load_qconfig",
+    "mixed_precision",
     "nn",
     "observations",
     "onnx_metadata",
@@ -132,11 +149,15 @@ __all__ = [
     "record",
     "run_segments",
     "save",
+    "save_qconfig",
+    "search_observers",
     "segments",
+    "sensitivity",
     "set_qparams",
     "set_state",
     "text",
     "trace",
+    "tune",
     "unary",
     "verify",
 ]

@@ -106,8 +106,8 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.analysis.compare": {"graph", "node", "record", "report", "segments"},
     "fxquant.analysis.verify": {"batches", "errors", "layers", "prepared", "record", "segments", "state"},
     # what makes a model more exact
-    "fxquant.tuning": BASE
-    | {"batches", "calibration", "channels", "distributed", "graph", "node", "prepared", "progress", "record", "state", "tuning"},
+    "fxquant.tuning": NOUNS
+    | {"batches", "calibration", "channels", "distributed", "graph", "layers", "node", "prepared", "progress", "record", "state", "tuning"},
     # verbs and targets: never each other
     "fxquant.passes": NOUNS,
     "fxquant.backends": NOUNS | {"backends", "partition", "segments", "version"},
@@ -115,6 +115,11 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.backends.cpu": {"arithmetic", "errors", "numerics", "target", "backends.cpu"},
     # what joins them
     "fxquant.api": {"*"},
+    **dict.fromkeys(
+        ("fxquant.tuning.mixed_precision", "fxquant.tuning.observer_search", "fxquant.tuning.sensitivity"),
+        NOUNS | {"api", "batches", "frontend", "observations", "progress", "tuning"},
+    ),
+    **dict.fromkeys(("fxquant.tuning.remedies", "fxquant.tuning.tune"), NOUNS | {"batches", "record", "serialization", "tuning"}),
     "fxquant.demo": {"", "arguments", "backends", "demo", "errors", "graph", "primitives", "progress", "target"},
     "fxquant.analysis.inspection": {"", "backends", "errors", "facts", "graph", "layers", "node", "numerics", "observers", "quantizer"},
     "fxquant.nn": {"nn", "ops"},
@@ -129,6 +134,7 @@ TABLES_OF_CONTENTS = {"fxquant": {"*"}, "fxquant.passes": NOUNS | {"passes"}}  #
 
 # Packages from outside that only these modules may import, if any.
 CONFINED: dict[str, set[str]] = {
+    "scipy": {"fxquant.tuning.program"},
     "onnx": {
         f"fxquant.backends.onnx.{name}"
         for name in ("emitter", "export", "fast", "files", "float_export", "kernels", "metadata", "reading", "runtime", "writer")

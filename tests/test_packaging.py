@@ -114,13 +114,19 @@ def test_what_is_imported_is_required(metadata: email.message.Message) -> None:
                 elif isinstance(node, ast.ImportFrom) and node.module:
                     imported.add(node.module.partition(".")[0])
     foreign = {DISTRIBUTIONS.get(name, name) for name in imported - sys.stdlib_module_names - {"fxquant"}}
-    assert foreign - {"scikit-learn"} == set(requirements(metadata))
+    assert foreign - {"scikit-learn", "scipy"} == set(requirements(metadata))
     assert set(requirements(metadata, "demo")) == {"scikit-learn"}
+    assert set(requirements(metadata, "tuning")) == {"scipy"}
 
 
 def test_the_oldest_versions_are_those_that_are_asked_for(metadata: email.message.Message) -> None:
     """What `make test-oldest` installs is the lower bound of every requirement, so that no bound is a guess."""
-    asked = {name: bound for extra in (None, "demo", "dev") for name, bound in requirements(metadata, extra).items() if name != "fxquant"}
+    asked = {
+        name: bound
+        for extra in (None, "demo", "tuning", "dev")
+        for name, bound in requirements(metadata, extra).items()
+        if name != "fxquant"
+    }
     lines = (ROOT / "constraints-oldest.txt").read_text(encoding="utf-8").splitlines()
     oldest = dict(line.split("==") for line in lines if line and not line.startswith("#"))
     assert {name: f">={version}" for name, version in oldest.items()} == asked
@@ -134,7 +140,7 @@ def test_the_wheel_can_be_installed_and_imported_without_what_is_optional(wheel:
     program = f"""
 import sys
 sys.path.insert(0, {str(tmp_path)!r})
-sys.modules.update(dict.fromkeys(("sklearn", "PIL", "pytest", "hypothesis")))  # as if they were not installed
+sys.modules.update(dict.fromkeys(("sklearn", "scipy", "PIL", "pytest", "hypothesis")))  # as if they were not installed
 import fxquant, fxquant.passes, fxquant.backends, fxquant.cli, fxquant.demo
 from importlib.metadata import version
 assert version("fxquant") == fxquant.__version__, version("fxquant")

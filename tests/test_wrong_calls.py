@@ -102,6 +102,14 @@ BATCHES = [*WRONG_BATCHES, *NO_BATCHES]
 UNTIL = ["", "activation.fold", "fuse", 5, True, [], 1.5, fxq.Stage.TRACED, "CANONICAL", Colour.RED]
 DEBUGS = [True, -1, 4, "1", "abc", 1.5, [], ""]
 CUTS = [5, True, 1.5, "cnv", "conv", [5], [None], [[5]], ["cnv"], [["conv", "cnv"]], [""], Colour.RED]
+SEARCH = {
+    "widths": [None, "8", 5, [5], [], 8.0, [None], True],
+    "measured": [*FLAGS, None],
+    "metric": [*CALLABLES, lambda model: "good", lambda model: float("nan"), lambda model: None],
+    "seed": [*COUNTS, None],
+    "checkpoint": PATHS[1:],
+    "show_progress": FLAGS,
+}  # what searches have in common
 STYLES = [None, "", "qdqq", "EXACT", 5, [], True, ["exact"], Colour.RED]
 
 
@@ -347,6 +355,74 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
         lambda w: (fxq.QConfigMapping().set_module_name_regex, {"pattern": "conv.*", "qconfig": None}),
         {"pattern": [None, 5, "", b"conv", ["conv"], True, "(", "*conv", "[a"], "qconfig": CHOSEN},
     ),
+    "sensitivity": (
+        lambda w: (fxq.sensitivity, {"model": w.prepared, "batches": [batch()], "widths": 8, "measured": False}),
+        {"model": MODELS, "batches": BATCHES, "target": [], "qconfig": [], "num_batches": [*COUNTS, 0], "batch_fn": CALLABLES, **SEARCH},
+    ),
+    "mixed_precision": (
+        lambda w: (
+            fxq.mixed_precision,
+            {"model": w.model, "batches": [batch()], "budget": fxq.Budget(weight_bits=8), "widths": 8, "measured": False},
+        ),
+        {
+            "model": MODELS,
+            "batches": BATCHES,
+            "target": TARGETS[:3],
+            "qconfig": CHOSEN[:3],
+            "budget": [None, 5, 5.0, {}, {"weight_bits": 5}, fxq.Budget],
+            "batch_fn": CALLABLES[:2],
+            **SEARCH,
+        },
+    ),
+    "search_observers": (
+        lambda w: (fxq.search_observers, {"model": w.model, "batches": [batch()]}),
+        {
+            "model": MODELS,
+            "batches": BATCHES,
+            "target": TARGETS[:3],
+            "qconfig": CHOSEN[:3],
+            "observers": [None, 5, "min-max", [], [5], [None], [nn.Identity], [fxq.Observer]],
+            "metric": CALLABLES,
+            "batch_fn": CALLABLES[:2],
+            "show_progress": FLAGS[:3],
+        },
+    ),
+    "tune": (
+        lambda w: (fxq.tune, {"model": w.model, "batches": [batch(), batch()], "tolerance": 100.0}),
+        {
+            "model": MODELS,
+            "batches": [*WRONG_BATCHES, *NO_BATCHES, [batch()]],
+            "target": TARGETS[:3],
+            "qconfig": CHOSEN[:3],
+            "metric": [*CALLABLES, lambda model: "good", lambda model: float("nan"), lambda model: None],
+            "budget": [5, 5.0, {}, {"weight_bits": 5}, fxq.Budget],
+            "tolerance": [-1, -0.5, float("nan"), float("inf"), "1", True, [], 1j],
+            "steps": [*COUNTS, None],
+            "batch_fn": CALLABLES[:2],
+            "seed": [*COUNTS, None],
+            "checkpoint": PATHS[1:],
+            "show_progress": FLAGS[:3],
+        },
+    ),
+    "Budget": (
+        lambda w: (fxq.Budget, {"weight_bits": 5}),
+        {
+            "weight_bytes": NUMBERS, "weight_bits": [*NUMBERS, None], "bit_operations": NUMBERS,
+            "latency": [*NUMBERS, 1.0], "speed": [5, "fast", {}, fxq.Speed, fxq.Speed(1, 1)],
+        },
+    ),
+    "Speed": (
+        lambda w: (fxq.Speed, {"macs_per_second": 1e9, "bytes_per_second": 1e9}),
+        {"macs_per_second": [*NUMBERS, None], "bytes_per_second": [*NUMBERS, None]},
+    ),
+    "save_qconfig": (
+        lambda w: (fxq.save_qconfig, {"mapping": fxq.QConfigMapping(), "path": w.directory / "mapping.json"}),
+        {"mapping": [None, "int8", 5, {}, [], fxq.QConfig, fxq.ActivationConfig()], "path": PATHS},
+    ),
+    "load_qconfig": (
+        lambda w: (fxq.load_qconfig, {"path": fxq.save_qconfig(fxq.QConfig(), w.directory / "mapping.json")}),
+        {"path": [*PATHS, "none.json"]},
+    ),
     "HistogramObserver": (
         lambda w: (fxq.HistogramObserver, {}),
         {"bins": [None, 0, 1, 3, -2, "2048", 2048.0, True, []], "sample": [None, 0, -1, "9", 1.5, True, []]},
@@ -456,6 +532,13 @@ def test_every_public_name_is_in_the_table() -> None:
         "Intermediate",
         "Layer",
         "Segment",
+        "Sensitivity",
+        "TensorSensitivity",
+        "MixedPrecision",
+        "ObserverSearch",
+        "ObserverTrial",
+        "Tuned",
+        "TuneStep",
         "Result",
         "Report",
         "DeviationReport",

@@ -1,0 +1,231 @@
+"""A QConfigMapping as a text that a person can read and edit: JSON, a line for each rule, of which only what is not the default is written.
+
+{"format": "fxquant qconfig", "version": 1,
+ "default": {},
+ "types": {
+  "functional:relu": {"output": {"dtype": "int16"}}},
+ "names": {
+  "stem": {"weight": {"dtype": "int4"}},
+  "head": null}}
+
+A rule of null keeps in float. A type is the name of a class of torch.nn, or of a function ("functional:relu", "torch:add"), or of a
+tensor's method ("method:relu").
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fxquant.arguments import PATH, checked, instance
+from fxquant.errors import ExportError, FxQuantError
+from fxquant.quantization.mapping import Chosen, QConfigMapping, as_mapping
+from fxquant.quantization.observers import Observer, settings
+from fxquant.quantization.rounding import Rounding
+from fxquant.quantization.spec import ActivationConfig, QConfig, WeightConfig
+from fxquant.serialization.names import ARGUMENTS, OBSERVERS, ROUNDINGS, function_name, function_named
+
+FORMAT, VERSION = "fxquant qconfig", 1
+PARTS: Mapping[str, type] = {"output": ActivationConfig, "weight": WeightConfig, "input": ActivationConfig}
+_SECTIONS = ("types", "patterns", "names")
+_METHOD = "method:"
+
+
+@checked(mapping=instance("a QConfig or a QConfigMapping", QConfig, QConfigMapping))
+def save_qconfig(mapping: QConfig | QConfigMapping, path: str | os.PathLike[str]) -> Path:
+    """Write a mapping to a JSON file that a person can edit; returns its path. A QConfig is written as a mapping's default.
+
+    Equal mappings give equal bytes. Raises ExportError for an observer, a rounding or a type that is a user's own: a file cannot name it.
+    """
+    text = written(as_mapping(mapping))
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text, encoding="utf-8")
+    return target
+
+
+@checked(path=PATH)
+def load_qconfig(path: str | os.PathLike[str]) -> QConfigMapping:
+    """The mapping in a file that `save_qconfig` wrote, or a person. Nothing a file names is imported.
+
+    Raises ExportError, which says where, for a file that is missing or is none, and for a name that is unknown.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, f"reading it raises {type(error).__name__}: {error}") from None
+    return read(text, path)
+
+
+def written(rules: QConfigMapping) -> str:
+    """The text of a file."""
+    lines = [
+        f'{{"format": {json.dumps(FORMAT)}, "version": {VERSION},',
+        f' "default": {json.dumps(_written(rules.default, "the default"))}',
+    ]
+    for section in _SECTIONS:
+        entries = {_type_name(key) if section == "types" else key: chosen for key, chosen in getattr(rules, section).items()}
+        if section != "patterns":
+            entries = dict(sorted(entries.items()))
+        if entries:
+            written = [f"  {json.dumps(name)}: {json.dumps(_written(chosen, name))}" for name, chosen in entries.items()]
+            lines[-1] += ","
+            lines.append(f" {json.dumps(section)}: {{")
+            lines.append(",\n".join(written) + "}")
+    return "\n".join(lines) + "}\n"
+
+
+def read(text: str, path: Any) -> QConfigMapping:
+    """The mapping that a text describes; `path` is what an error names."""
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise _unreadable(path, f"it is no JSON: {error}") from None
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise _unreadable(path, f'it does not say "format": "{FORMAT}"')
+    if document.get("version") != VERSION:
+        raise _unreadable(path, f"it has version {document.get('version')!r}, and this fxquant reads version {VERSION}")
+    unknown = [name for name in document if name not in ("format", "version", "default", *_SECTIONS)]
+    if unknown:
+        raise _unreadable(path, f"it has {unknown[0]!r}; its parts are default, {', '.join(_SECTIONS)}")
+    try:
+        rules = {section: _section(document.get(section, {}), section) for section in _SECTIONS}
+        return QConfigMapping(default=_read(document.get("default", {}), "the default"), **rules)
+    except (ValueError, FxQuantError) as error:
+        raise _unreadable(path, str(error)) from None
+
+
+def _unreadable(path: Any, because: str) -> ExportError:
+    return ExportError(f"{path} is no qconfig", because=because, remedy="mend the file, or write one with fxq.save_qconfig")
+
+
+# ---- to a document -------------------------------------------------------------------------------------------------------
+
+
+def _written(chosen: Chosen, rule: str) -> Any:
+    """A QConfig by what of it is not the default."""
+    if chosen is None:
+        return None
+    parts = {name: _part(getattr(chosen, name), rule) for name in PARTS if getattr(chosen, name) is not None}
+    return {name: part for name, part in parts.items() if part or name == "input"}
+
+
+def _part(config: Any, rule: str) -> dict[str, Any]:
+    default, found = type(config)(), {}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if value != getattr(default, field.name):
+            found[field.name] = _value(value, config, rule)
+    # A function that makes the usual observer asks for nothing else.
+    if "observer" in found and settings(config.new_observer()) == settings(default.new_observer()):
+        del found["observer"]
+    return found
+
+
+def _value(value: Any, config: Any, rule: str) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    made: Any = value if isinstance(value, Observer) else value()
+    kind: Any = type(made)
+    if not isinstance(made, Observer | Rounding) or kind.__name__ not in {**OBSERVERS, **ROUNDINGS} or kind not in ARGUMENTS:
+        raise _unnamed(getattr(kind, "__qualname__", str(value)), rule)
+    usual = kind()
+    given = {name: getattr(made, name) for name in ARGUMENTS[kind] if getattr(made, name) != getattr(usual, name)}
+    return [kind.__name__, given] if given else kind.__name__
+
+
+def _unnamed(name: str, rule: str) -> ExportError:
+    return ExportError(
+        f"{name} cannot be written to a file",
+        because=f"{rule} asks for it, and a file names only what fxquant and PyTorch have",
+        remedy="use one of fxquant's, or keep the mapping as Python code",
+    )
+
+
+def _type_name(kind: Any) -> str:
+    if isinstance(kind, str):
+        return _METHOD + kind
+    called = str(getattr(kind, "__name__", ""))
+    if isinstance(kind, type) and getattr(nn, called, None) is kind:
+        return called
+    name = function_name(kind) if callable(kind) else None
+    if name is None:
+        raise _unnamed(getattr(kind, "__qualname__", str(kind)), "a rule for this type")
+    return name
+
+
+# ---- and back ------------------------------------------------------------------------------------------------------------
+
+
+def _section(document: Any, section: str) -> dict[Any, Chosen]:
+    if not isinstance(document, dict):
+        raise ValueError(f"its {section} are no object of rules")
+    if section == "patterns":
+        for pattern in document:
+            _check_pattern(pattern)
+    return {_type(name) if section == "types" else name: _read(chosen, name) for name, chosen in document.items()}
+
+
+def _check_pattern(pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+
+
+def _type(name: str) -> Any:
+    if name.startswith(_METHOD):
+        return name.removeprefix(_METHOD)
+    kind = getattr(nn, name, None) if name.isidentifier() else None
+    if isinstance(kind, type) and issubclass(kind, nn.Module):
+        return kind
+    function: Callable[..., Any] | None = function_named(name)
+    if function is None:
+        raise ValueError(f"{name!r} is no class of torch.nn, no function that fxquant knows, and no 'method:…'")
+    return function
+
+
+def _read(document: Any, rule: str) -> Chosen:
+    if document is None:
+        return None
+    if not isinstance(document, dict):
+        raise ValueError(f"{rule}: what it chooses is neither an object nor null")
+    parts: dict[str, Any] = {}
+    for name, part in document.items():
+        if name not in PARTS:
+            raise ValueError(f"{rule}: {name!r} is unknown; a QConfig has {', '.join(PARTS)}")
+        parts[name] = None if part is None else _read_part(PARTS[name], part, f"{rule}, {name}")
+    return QConfig(**parts)
+
+
+def _read_part(kind: type, document: Any, where: str) -> Any:
+    known = [field.name for field in fields(kind) if field.default is not MISSING or field.default_factory is not MISSING]
+    if not isinstance(document, dict):
+        raise ValueError(f"{where}: it is no object")
+    values = {}
+    for name, value in document.items():
+        if name not in known:
+            raise ValueError(f"{where}: {name!r} is unknown; it has {', '.join(known)}")
+        if name in ("observer", "rounding"):
+            value = _made(value, name, where)
+        values[name] = value
+    try:
+        return kind(**values)
+    except FxQuantError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _made(value: Any, name: str, where: str) -> Any:
+    """A class by its name, or an observer with settings: ["PercentileObserver", {"percentile": 99.9}]."""
+    table: Mapping[str, Any] = OBSERVERS if name == "observer" else ROUNDINGS
+    called, given = value if isinstance(value, list) and len(value) == 2 else (value, None)
+    if not isinstance(called, str) or called not in table or not (given is None or isinstance(given, dict)):
+        raise ValueError(f"{where}: {value!r} is no {name}; known are {', '.join(table)}")
+    return table[called] if given is None else table[called](**given)

@@ -1,0 +1,279 @@
+"""What of a prepared model can be quantized in one way or another: its tensors and weights, and the mapping that says how.
+
+A *choice* is a quantized tensor, or a group of them that shares a scale, whose dtype nothing demands; or the weight of a layer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.analysis.layers import layers
+from fxquant.analysis.node import quantized_operator
+from fxquant.graph import annotation, is_inner_part, is_parameter, matched_rules, module_path, parameter_value, part, stated_demand
+from fxquant.numerics import ACTIVATION_TYPES, WEIGHT_TYPES
+from fxquant.ops import Operator, Own
+from fxquant.ops.boundary import QUANTIZE
+from fxquant.quantization.mapping import QConfigMapping, prefixes
+from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
+from fxquant.quantization.quantizer import Quantizer
+from fxquant.quantization.rules import decide
+from fxquant.quantization.spec import ActivationConfig, QConfig
+
+ACTIVATION, WEIGHT = "activation", "weight"
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """A tensor, or a weight, that can have one of several dtypes.
+
+    name       of the node whose result it is, the first where several share a scale; of a weight its layer's with ".weight"
+    kind       "activation" or "weight"
+    dtype      what it has
+    dtypes     what it can have, the narrowest first
+    operators  those that compute the tensor; the one that has the weight
+    elements   how many numbers: of a weight, or, of one item, of the tensors
+    macs       the multiply-accumulates, of one item, that read it
+    passes     how many times it is read or written: a weight once, a tensor once by what makes it and once by each that reads it
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    dtypes: tuple[str, ...]
+    operators: tuple[QuantizedOperator, ...]
+    elements: int
+    macs: int
+    passes: int = 1
+
+    def bytes(self, dtype: str) -> float:
+        """What it takes in this dtype, two int4 in a byte."""
+        return self.elements * bits(dtype) / 8
+
+
+@dataclass(frozen=True)
+class Products:
+    """The sums of products of one layer: how many, and what is multiplied: a tensor, and a weight or another tensor.
+
+    left, right    names of choices; "" where there is no choice
+    width          of each side its bits, where there is no choice
+    """
+
+    layer: str
+    macs: int
+    left: str
+    right: str
+    width: tuple[int, int]
+
+
+class Choices(Mapping[str, Choice]):
+    """All choices of a prepared model by name, in the order they run.
+
+    products  the layers that form sums of products
+    """
+
+    def __init__(self, prepared: fx.GraphModule, widths: Sequence[int] = (4, 8, 16)) -> None:
+        self.prepared = prepared
+        self.nodes = {node.name: node for node in prepared.graph.nodes}
+        self.known = {layer.name: layer for layer in layers(prepared)}
+        self._of: dict[int, Choice] = {}  # by the identity of a quantizer
+        found = [*self._activations(widths), *self._weights(widths)]
+        order = {name: index for index, name in enumerate(self.nodes)}
+        found.sort(key=lambda choice: (order[choice.operators[0].name], choice.kind == WEIGHT))
+        self._by_name = {choice.name: choice for choice in found}
+        self.products = tuple(self._products())
+
+    def __getitem__(self, name: str) -> Choice:
+        return self._by_name[name]
+
+    def __iter__(self) -> Any:
+        return iter(self._by_name)
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    # ---- what there is to choose -----------------------------------------------------------------------------------------
+
+    def _activations(self, widths: Sequence[int]) -> list[Choice]:
+        owners: dict[int, list[QuantizedOperator]] = {}
+        for operator in quantized_operators(self.prepared).values():
+            if not operator.plain and operator.owns_output:
+                owners.setdefault(id(operator.output), []).append(operator)
+        for key, operators in owners.items():
+            quantizer = operators[0].output
+            if quantizer.observer is None or quantizer.frozen or not all(map(self._is_free, operators)):
+                continue
+            dtypes = _of_widths(ACTIVATION_TYPES, self.prepared.meta["target"].activations, widths, quantizer.dtype.name)
+            elements = sum(self.known[operator.name].activation_bytes // quantizer.dtype.storage.itemsize for operator in operators)
+            name = operators[0].name
+            macs = sum(layer.macs for layer in self.known.values() if layer.macs and self._reads(layer.name, quantizer))
+            readers = sum(len(self.nodes[operator.name].users) for operator in operators)
+            passes = 1 + -(-readers // len(operators))
+            self._of[key] = Choice(name, ACTIVATION, quantizer.dtype.name, dtypes, tuple(operators), elements, macs, passes)
+        return list(self._of.values())
+
+    def _is_free(self, operator: QuantizedOperator) -> bool:
+        """Whether a rule of a mapping can say which dtype the result has."""
+        node = self.nodes[operator.name]
+        if operator.operator is QUANTIZE:
+            return all(_has_rules(reader) and part(reader) is None for reader in node.users)
+        return _has_rules(node) and _has_own_name(node) and not _demands_dtype(operator.operator, node)
+
+    def _reads(self, layer: str, quantizer: Quantizer) -> bool:
+        return any(one is quantizer for one in _operands(quantized_operator(self.prepared, self.nodes[layer])))
+
+    def _weights(self, widths: Sequence[int]) -> list[Choice]:
+        found = []
+        for name, operator in quantized_operators(self.prepared).items():
+            node = self.nodes[name]
+            weight = weight_of(operator, constant_arguments(self.prepared, node, operator))
+            if weight is None or part(node) is not None or not _has_rules(node):
+                continue
+            dtype = operator.weight_quantizer.dtype.name
+            dtypes = _of_widths(WEIGHT_TYPES, self.prepared.meta["target"].weights, widths, dtype)
+            found.append(Choice(f"{name}.weight", WEIGHT, dtype, dtypes, (operator,), weight.numel(), self.known[name].macs))
+        return found
+
+    def _products(self) -> list[Products]:
+        found = []
+        for name, layer in self.known.items():
+            operator = quantized_operator(self.prepared, self.nodes[name])
+            if operator is None or not layer.macs:
+                continue
+            read = [(self._of.get(id(q)), q.dtype.bits) for q in _operands(operator)][:2]
+            if len(read) < 2:
+                read.append((self._by_name.get(f"{name}.weight"), operator.weight_quantizer.dtype.bits))
+            (left, left_bits), (right, right_bits) = read
+            found.append(
+                Products(name, layer.macs, "" if left is None else left.name, "" if right is None else right.name, (left_bits, right_bits))
+            )
+        return found
+
+    # ---- the mapping ------------------------------------------------------------------------------------------------------
+
+    def mapping(
+        self, base: QConfigMapping, dtypes: Mapping[str, str], configs: Mapping[str, ActivationConfig] | None = None
+    ) -> QConfigMapping:
+        """The base with a rule for every node whose tensor or weight gets another of these dtypes, or config, by the names of choices."""
+        wanted: dict[str, QConfig] = {}
+        for name, node in self.nodes.items():
+            operator = quantized_operator(self.prepared, node)
+            if operator is None or operator.plain or operator.operator is QUANTIZE or is_inner_part(node):
+                continue
+            rule = self._rule(operator, dtypes, configs or {})
+            if rule is not None:
+                wanted[name] = rule
+        # A rule for a module's first call covers its other calls, too: these say what they have.
+        for name, node in self.nodes.items():
+            operator = quantized_operator(self.prepared, node)
+            if name not in wanted and operator is not None and not operator.plain and wanted.keys() & set(prefixes(module_path(node))):
+                wanted[name] = self._config_of(operator, dtypes, configs or {})
+        for name, config in wanted.items():
+            base = base.set_module_name(name, config)
+        return base
+
+    def _rule(self, operator: QuantizedOperator, dtypes: Mapping[str, str], configs: Mapping[str, ActivationConfig]) -> QConfig | None:
+        """The config of an operator with what is chosen for its result, its weight and the real numbers that it reads; None: as it is."""
+        read = [self._of.get(id(q)) for q in self._quantized_for(operator)]
+        own = [self._of.get(id(operator.output)), self._by_name.get(f"{operator.name}.weight"), *read]
+        moved = [c for c in own if c is not None and (dtypes.get(c.name, c.dtype) != c.dtype or c.name in configs)]
+        asked = decide(self.nodes[operator.name]).asked
+        if not moved or (not operator.owns_output and not asked):
+            return None
+        return self._config_of(operator, dtypes, configs)
+
+    def _config_of(self, operator: QuantizedOperator, dtypes: Mapping[str, str], configs: Mapping[str, ActivationConfig]) -> QConfig:
+        spec = annotation(self.nodes[operator.name])
+        assert spec is not None
+        config: QConfig = spec.config
+        output = config.output if operator.output.follows_sum else self._config(operator.output, config.output, dtypes, configs)
+        weight = self._by_name.get(f"{operator.name}.weight")
+        if weight is not None:
+            config = replace(config, weight=replace(config.weight, dtype=dtypes.get(weight.name, weight.dtype)))
+        inputs = list(self._quantized_for(operator))
+        # What is read as a real number follows the output's config where it has none; it is to stay what it is.
+        input = self._config(inputs[0], config.input or config.output, dtypes, configs) if inputs else None
+        return replace(config, output=output, input=input)
+
+    def _quantized_for(self, operator: QuantizedOperator) -> list[Quantizer]:
+        """The quantizers of the real numbers that an operator reads."""
+        boundary = {id(one.output) for one in quantized_operators(self.prepared).values() if one.operator is QUANTIZE}
+        return [quantizer for quantizer in _operands(operator) if id(quantizer) in boundary]
+
+    def _config(
+        self, quantizer: Quantizer, config: ActivationConfig, dtypes: Mapping[str, str], configs: Mapping[str, ActivationConfig]
+    ) -> ActivationConfig:
+        choice = self._of.get(id(quantizer))
+        if choice is None:
+            return config if quantizer.follows_sum or quantizer.observer is None else config.of(quantizer.dtype.name)
+        return configs.get(choice.name, config).of(dtypes.get(choice.name, choice.dtype))
+
+    def dtypes(self) -> dict[str, str]:
+        """What every choice has now."""
+        return {name: choice.dtype for name, choice in self.items()}
+
+
+def bits(dtype: str) -> int:
+    """Of one number."""
+    known = ACTIVATION_TYPES.get(dtype) or WEIGHT_TYPES[dtype]
+    return known.bits
+
+
+def _of_widths(known: Mapping[str, Any], offered: Sequence[str], widths: Sequence[int], dtype: str) -> tuple[str, ...]:
+    """The dtypes of these widths that are offered, one of each, and the one that is there."""
+    found = {known[dtype].bits: dtype}
+    for name in offered:
+        if name != "int32" and known[name].bits in widths:
+            found.setdefault(known[name].bits, name)
+    return tuple(found[width] for width in sorted(found))
+
+
+def _has_rules(node: fx.Node) -> bool:
+    """Whether a rule of the mapping goes before all others: no QConfig stands on a module around it."""
+    return all(rules[0][0].kind != "attribute" for rules in matched_rules(node))
+
+
+def _has_own_name(node: fx.Node) -> bool:
+    """Whether a node has the name that the user's operator had, and not one of a part of it."""
+    known = part(node)
+    return known is None or (not known.inner and re.search(rf"_{known.role.split()[-1]}(_\d+)?$", node.name) is None)
+
+
+def _demands_dtype(operator: Operator, node: fx.Node) -> bool:
+    demanded: Any = stated_demand(node)
+    if demanded is None:
+        demanded = operator.demand if not callable(operator.demand) else operator.demand(node, operator.arguments(node))
+    return not isinstance(demanded, Own) or demanded.dtype is not None
+
+
+def _operands(operator: QuantizedOperator | None) -> list[Quantizer]:
+    """The quantizers of an operator's operands, in order, without the residual that is fused into it."""
+    found: list[Quantizer] = []
+    for name, quantizer in ({} if operator is None else operator.inputs).items():
+        if name != "residual":
+            found += [one for one in (quantizer if isinstance(quantizer, list) else [quantizer]) if isinstance(one, Quantizer)]
+    return found
+
+
+def constant_arguments(prepared: fx.GraphModule, node: fx.Node, operator: QuantizedOperator) -> dict[str, Any]:
+    """The arguments of a node by name, with the values of parameters, and nodes in place of all others."""
+    arguments = operator.operator.bind_call(node.args, node.kwargs)
+    return fx.map_arg(arguments, lambda operand: parameter_value(prepared, operand) if is_parameter(operand) else operand)
+
+
+def weight_of(operator: QuantizedOperator, arguments: Mapping[str, Any]) -> Tensor | None:
+    """The weight among arguments as it is rounded, channels first; None where there is none."""
+    if operator.plain:
+        return None
+    weight = operator.operator.weight(**arguments)
+    return weight if isinstance(weight, Tensor) else None
+
+
+def is_real(value: Any) -> bool:
+    """Whether a value is a tensor of real numbers."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point()

@@ -1,0 +1,122 @@
+"""What `tune` tries, the cheapest first: a record each.
+
+A *recipe* is how a model is made from the float one: the mapping that it is prepared with, and the methods that tune it then, in order.
+A remedy proposes recipes, which `tune` builds, judges on held-out batches, and keeps or drops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fxquant.quantization.mapping import QConfigMapping
+from fxquant.serialization.qconfig import read, written
+from fxquant.tuning import mixed_precision, observer_search
+from fxquant.tuning.budget import Budget
+from fxquant.tuning.choices import Choices, bits
+from fxquant.tuning.mixed_precision import Work
+from fxquant.tuning.sensitivity import WIDTHS, find
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The mapping that a model is prepared with, and the names of the methods that tune it then, in order."""
+
+    mapping: QConfigMapping
+    methods: tuple[str, ...] = ()
+
+    def document(self) -> dict[str, Any]:
+        """As JSON holds it. Raises ExportError for what a file cannot name."""
+        return {"mapping": written(self.mapping), "methods": list(self.methods)}
+
+    @staticmethod
+    def of(document: dict[str, Any]) -> Recipe:
+        """The recipe of a document."""
+        return Recipe(read(document["mapping"], "the checkpoint's mapping"), tuple(document["methods"]))
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """What a remedy starts from.
+
+    work    the float model, calibrated as it was given, with the samples to learn from
+    recipe  the best so far
+    budget  what the model is to keep, if anything
+    seed    of whatever is drawn at random
+    show    whether to show progress
+    """
+
+    work: Work
+    recipe: Recipe
+    budget: Budget | None
+    seed: int
+    show: bool | None
+
+    def untuned(self) -> Work:
+        """The work from the best mapping so far on, before any method."""
+        return replace(self.work, prepared=self.work.with_mapping(self.recipe.mapping), base=self.recipe.mapping)
+
+
+Proposals = Iterator[tuple[str, Recipe]]
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One way to lose less.
+
+    name     as the report calls it
+    propose  recipes to judge, with what each is in words, one after the other until the drop is within the tolerance; nothing where
+             there is nothing to try
+    """
+
+    name: str
+    propose: Callable[[State], Proposals]
+
+
+def _observers(state: State) -> Proposals:
+    """The observer that is best for each tensor, and the best one for all."""
+    found = observer_search.search(state.untuned(), observer_search.OBSERVERS, None, state.show)
+    if found.chosen != "as given":
+        yield found.chosen, replace(state.recipe, mapping=found.qconfig)
+
+
+def _sixteen(state: State) -> Proposals:
+    """Sixteen bits for the most sensitive tensors and weights: one, two, four, …, a quarter of them at most."""
+    if state.budget is not None:
+        return
+    work = state.untuned()
+    choices = Choices(work.prepared, WIDTHS)
+    known = find(work.prepared, work.samples, WIDTHS, False, None, state.seed, None, state.show)
+    gains = {}
+    for tensor in known.tensors:
+        wide = [dtype for dtype in tensor.loss if bits(dtype) == 16]
+        if wide and tensor.dtype != wide[0]:
+            gains[tensor.name] = tensor.loss[tensor.dtype] - tensor.loss[wide[0]], wide[0]
+    ranked = sorted(gains, key=lambda name: gains[name][0], reverse=True)
+    count = 1
+    while count <= max(1, len(choices) // 4) and count <= len(ranked):
+        dtypes = {name: gains[name][1] for name in ranked[:count]}
+        yield f"int16 for {', '.join(dtypes)}", replace(state.recipe, mapping=choices.mapping(work.base, dtypes))
+        count *= 2
+
+
+def _within_budget(state: State) -> Proposals:
+    """The dtypes that are best within the budget."""
+    if state.budget is not None:
+        found = mixed_precision.search(state.untuned(), state.budget, WIDTHS, True, None, state.seed, None, state.show)
+        yield found.chosen.name, replace(state.recipe, mapping=found.qconfig)
+
+
+METHODS: dict[str, Callable[..., Any]] = {}  # by name: (prepared, batches, *, steps, seed, checkpoint, show_progress), in place
+
+
+def _method(name: str) -> Remedy:
+    def propose(state: State) -> Proposals:
+        yield name, replace(state.recipe, methods=(*state.recipe.methods, name))
+
+    return Remedy(name, propose)
+
+
+BUDGET = Remedy("mixed precision", _within_budget)
+REMEDIES: tuple[Remedy, ...] = (Remedy("observers", _observers), Remedy("16 bits", _sixteen), BUDGET)

@@ -1,0 +1,390 @@
+"""Sensitivity, mixed precision, the search over observers, and the tuner that tries one remedy after the other."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxquant as fxq
+from fxquant.serialization.qconfig import written
+from fxquant.tuning import observer_search, samples
+from fxquant.tuning import tune as tuner
+from fxquant.tuning.budget import costs, fits
+from fxquant.tuning.choices import Choices
+from fxquant.tuning.program import optimum
+
+
+class Network(nn.Module):
+    """A convolution with batch norm, a residual that is added into one, a pooling that keeps its scale, a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.mix = nn.Conv2d(8, 8, 3, padding=1)
+        self.up = nn.ConvTranspose2d(8, 6, 2, stride=2)
+        self.head = nn.Linear(14, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        stem = self.stem(x)
+        mixed = self.mix(stem) + stem
+        raised = self.up(F.max_pool2d(mixed, 2))
+        return self.head(torch.cat([raised, mixed], 1).mean((2, 3)))
+
+
+class Small(nn.Module):
+    """A convolution and a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.conv(x).relu().mean((2, 3)))
+
+
+@pytest.fixture(scope="module")
+def small() -> nn.Module:
+    torch.manual_seed(5)
+    return Small().eval()
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    torch.manual_seed(3)
+    network = Network()
+    with torch.no_grad():
+        network.stem[1].weight.uniform_(-2, 2)
+        for _ in range(20):
+            network(torch.randn(8, 3, 8, 8))  # running statistics that the stem has
+    return network.eval()
+
+
+@pytest.fixture(scope="module")
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    return [torch.randn(6, 3, 8, 8, generator=generator) * scale for scale in (1.0, 0.7, 1.3, 1.0)]
+
+
+@pytest.fixture(scope="module")
+def prepared(model: nn.Module, batches: list[Tensor]) -> Any:
+    return fxq.calibrate(fxq.prepare(model, batches[0], "nash-e"), batches)
+
+
+@pytest.fixture(scope="module")
+def found(prepared: Any, batches: list[Tensor]) -> fxq.Sensitivity:
+    return fxq.sensitivity(prepared, batches)
+
+
+def noise(wanted: list[Tensor], given: list[Tensor]) -> float:
+    error = sum(float((a.detach().double() - b.detach().double()).square().sum()) for a, b in zip(wanted, given, strict=True))
+    return error / sum(float(a.detach().double().square().sum()) for a in wanted)
+
+
+# ---- sensitivity ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_noise_of_one_tensor_is_that_of_rounding_it_by_hand(
+    model: nn.Module, prepared: Any, batches: list[Tensor], found: fxq.Sensitivity
+) -> None:
+    wanted = [model(x) for x in batches]
+    scale = fxq.qparams(prepared)["x_quantize"]
+    rounded = [torch.round(x / scale).clamp(-128, 127) * scale for x in batches]
+    assert found["x_quantize"].noise["int8"] == pytest.approx(noise(wanted, [model(x) for x in rounded]), rel=1e-4)
+    head = model.get_submodule("head")
+    weight = head.weight.detach().clone()
+    step = weight.abs().amax(1, keepdim=True) / 7
+    try:
+        head.weight.data.copy_(torch.round(weight / step) * step)
+        by_hand = noise(wanted, [model(x) for x in batches])
+    finally:
+        head.weight.data.copy_(weight)
+    assert found["head.weight"].noise["int4"] == pytest.approx(by_hand, rel=1e-4)
+    gain = model.stem[1].weight * torch.rsqrt(model.stem[1].running_var + model.stem[1].eps)  # type: ignore[union-attr, index, operator]
+    folded = model.stem[0].weight.detach() * gain.detach().reshape(-1, 1, 1, 1)  # type: ignore[index, union-attr, operator]
+    step = folded.abs().amax((1, 2, 3), keepdim=True) / 7
+    before = model.stem[0].weight.detach().clone()  # type: ignore[index, union-attr, operator]
+    try:
+        model.stem[0].weight.data.copy_(torch.round(folded / step) * step / gain.reshape(-1, 1, 1, 1))  # type: ignore[index, union-attr, operator]
+        by_hand = noise(wanted, [model(x) for x in batches])
+    finally:
+        model.stem[0].weight.data.copy_(before)  # type: ignore[index, union-attr, operator]
+    assert found["stem_0.weight"].noise["int4"] == pytest.approx(by_hand, rel=1e-3)
+
+
+def test_more_bits_lose_less_and_the_estimate_is_of_that_size(found: fxq.Sensitivity) -> None:
+    for tensor in found.values():
+        losses = [tensor.noise[dtype] for dtype in ("int4", "int8", "int16")]
+        assert losses == sorted(losses, reverse=True), tensor
+    ratios = [tensor.estimate["int8"] / tensor.noise["int8"] for tensor in found.values()]
+    assert sum(0.2 < ratio < 5 for ratio in ratios) >= 0.8 * len(ratios), ratios
+    assert {"x_quantize", "stem_0", "stem_0.weight", "cat", "head", "head.weight"} <= set(found)
+    assert found.ranked(8)[0].noise["int8"] == max(tensor.noise["int8"] for tensor in found.values())
+    assert found.ranked(8)[0].name in str(found).splitlines()[2]
+
+
+def test_a_sensitivity_leaves_the_model_and_the_generators_as_they_were_and_goes_on_after_a_kill(
+    prepared: Any, batches: list[Tensor], found: fxq.Sensitivity, tmp_path: Path
+) -> None:
+    before, generator = {name: value.clone() for name, value in prepared.state_dict().items()}, torch.get_rng_state()
+    calls = 0
+
+    def metric(model: Any) -> float:
+        nonlocal calls
+        calls += 1
+        if calls == 7:
+            raise KeyboardInterrupt
+        return -float(model(batches[0]).square().mean())
+
+    arguments: dict[str, Any] = {"widths": 8, "metric": metric, "checkpoint": tmp_path / "sensitivity.json"}
+    with pytest.raises(KeyboardInterrupt):
+        fxq.sensitivity(prepared, batches, **arguments)
+    resumed = fxq.sensitivity(prepared, batches, **arguments)
+    assert calls == 1 + len(resumed) + 1  # the float model, each tensor, and the one that was killed
+    assert {name: tensor.noise["int8"] for name, tensor in resumed.items()} == {n: t.noise["int8"] for n, t in found.items()}
+    assert all(torch.equal(value, before[name]) for name, value in prepared.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(parameter.grad is None for parameter in prepared.parameters())
+    with pytest.raises(fxq.ConfigurationError, match="of another call"):
+        fxq.sensitivity(prepared, batches, **{**arguments, "widths": 4})
+
+
+def test_what_no_rule_of_a_mapping_decides_is_left_out(batches: list[Tensor]) -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1)
+            self.b.qconfig = fxq.QConfig(fxq.ActivationConfig("int16"))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.softmax(self.b(self.a(x)).mean((2, 3)), 1)
+
+    prepared = fxq.calibrate(fxq.prepare(Fixed().eval(), batches[0], "bayes-e"), batches)
+    assert set(Choices(prepared)) == {"x_quantize", "a", "a.weight", "mean", "softmax"}
+
+
+# ---- the program ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [
+        fxq.Budget(weight_bits=6.1),
+        fxq.Budget(bit_operations=1.7e6),
+        fxq.Budget(latency=0.8, speed=fxq.Speed(1e5, 1e4)),
+        fxq.Budget(weight_bytes=1000, bit_operations=2e6),
+    ],
+    ids=lambda budget: "+".join(budget.limits),
+)
+def test_the_optimum_is_that_of_all_choices(prepared: Any, budget: fxq.Budget) -> None:
+    choices, draw = Choices(prepared), random.Random(len(budget.limits))
+    names = [name for name in choices if name not in ("x_quantize", "cat", "mean", "head")]
+    losses = {name: {dtype: draw.random() / 4**index for index, dtype in enumerate(choices[name].dtypes)} for name in names}
+    best = optimum(choices, losses, budget)
+
+    def loss(dtypes: Mapping[str, str]) -> float:
+        return sum(losses[name][dtypes[name]] for name in names)
+
+    every = ({**choices.dtypes(), **dict(zip(names, each, strict=True))} for each in itertools.product(*(choices[n].dtypes for n in names)))
+    within = [loss(dtypes) for dtypes in every if fits(costs(choices, dtypes, budget.speed), budget)]
+    assert fits(costs(choices, best, budget.speed), budget)
+    assert 0 < len(within) < 3 ** len(names)
+    assert loss(best) == pytest.approx(min(within), rel=1e-9)
+
+
+def test_costs_are_what_the_layers_cost(prepared: Any) -> None:
+    choices = Choices(prepared)
+    layers = {layer.name: layer for layer in fxq.layers(prepared)}
+    now = costs(choices, choices.dtypes(), fxq.Speed(1e6, 1e4))
+    assert now["bit_operations"] == 64 * sum(layer.macs for layer in layers.values())
+    assert now["weight_bits"] == 8
+    weights = [parameter.numel() for name, parameter in prepared.named_parameters() if name.endswith("weight") and parameter.dim() > 1]
+    assert now["weight_bytes"] == sum(weights)
+    assert costs(choices, {"head.weight": "int4"})["weight_bytes"] == sum(weights) - 14 * 5 / 2
+
+
+def test_a_budget_that_nothing_keeps_and_a_missing_solver_are_refused(prepared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    choices = Choices(prepared)
+    losses = {name: dict.fromkeys(choice.dtypes, 1.0) for name, choice in choices.items()}
+    with pytest.raises(fxq.ConfigurationError, match="weight_bits is 4 at least, and 3 is allowed"):
+        optimum(choices, losses, fxq.Budget(weight_bits=3))
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    with pytest.raises(fxq.ConfigurationError, match="needs SciPy"):
+        optimum(choices, losses, fxq.Budget(weight_bits=5))
+
+
+# ---- mappings ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_layer_that_is_called_twice_has_a_rule_for_each_call(batches: list[Tensor]) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(torch.tanh(self.conv(x)))
+
+    model = Twice().eval()
+    prepared = fxq.calibrate(fxq.prepare(model, batches[0], "nash-e"), batches)
+    choices = Choices(prepared)
+    mapping = choices.mapping(fxq.QConfigMapping(), {"conv": "int16", "conv.weight": "int4"})
+    made = fxq.prepare(model, batches[0], "nash-e", mapping, observations=fxq.observations(prepared))
+    assert Choices(made).dtypes() == {**choices.dtypes(), "conv": "int16", "conv.weight": "int4"}
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "bernoulli2", "x86"])
+def test_a_mapping_gives_every_tensor_the_dtype_that_was_chosen(
+    target: str, model: nn.Module, batches: list[Tensor], tmp_path: Path
+) -> None:
+    prepared = fxq.calibrate(fxq.prepare(model, batches[0], target), batches)
+    choices, draw = Choices(prepared), random.Random(5)
+    wanted = {name: draw.choice(choice.dtypes) for name, choice in choices.items()}
+    mapping = choices.mapping(fxq.QConfigMapping(), wanted)
+    made = fxq.prepare(model, batches[0], target, mapping, observations=fxq.observations(prepared))
+    assert Choices(made).dtypes() == wanted
+    assert fxq.load_qconfig(fxq.save_qconfig(mapping, tmp_path / "mapping.json")) == mapping
+
+
+def test_a_mapping_in_a_file_is_read_and_edited(tmp_path: Path) -> None:
+    observer = fxq.PercentileObserver(99.9)
+    mapping = (
+        fxq.QConfigMapping()
+        .set_global(fxq.QConfig(weight=fxq.WeightConfig("int4")))
+        .set_object_type(F.relu, fxq.QConfig(fxq.ActivationConfig("int16", observer=observer), input=fxq.ActivationConfig()))
+        .set_object_type(nn.Conv2d, None)
+        .set_object_type("relu", fxq.QConfig())
+        .set_module_name_regex("b.*", None)
+        .set_module_name_regex("a.*", fxq.QConfig(fxq.ActivationConfig(threshold=6.0)))
+        .set_module_name("stem", fxq.QConfig(weight=fxq.WeightConfig("int4", per_channel=False)))
+    )
+    path = fxq.save_qconfig(mapping, tmp_path / "mapping.json")
+    assert fxq.load_qconfig(path) == mapping
+    assert list(fxq.load_qconfig(path).patterns) == ["b.*", "a.*"]
+    assert written(fxq.load_qconfig(path)) == path.read_text(encoding="utf-8")
+    path.write_text(path.read_text(encoding="utf-8").replace("99.9", "99.5"), encoding="utf-8")
+    edited = fxq.load_qconfig(path).types[F.relu]
+    assert edited is not None
+    assert edited.output == fxq.ActivationConfig("int16", observer=fxq.PercentileObserver(99.5))
+
+
+@pytest.mark.parametrize(
+    ("text", "because"),
+    [
+        ("{", "no JSON"),
+        ("[]", "fxquant qconfig"),
+        ('{"format": "fxquant qconfig", "version": 9}', "version 9"),
+        ('{"format": "fxquant qconfig", "version": 1, "nams": {}}', "nams"),
+        ('{"format": "fxquant qconfig", "version": 1, "names": {"conv": {"ouput": {}}}}', "ouput"),
+        ('{"format": "fxquant qconfig", "version": 1, "names": {"conv": {"output": {"dtype": "int7"}}}}', "int7"),
+        ('{"format": "fxquant qconfig", "version": 1, "names": {"conv": {"output": {"observer": "os.system"}}}}', "os.system"),
+        ('{"format": "fxquant qconfig", "version": 1, "types": {"os.system": {}}}', "os.system"),
+        ('{"format": "fxquant qconfig", "version": 1, "patterns": {"(": {}}}', "regular expression"),
+    ],
+)
+def test_a_file_that_is_no_mapping_says_why(text: str, because: str, tmp_path: Path) -> None:
+    path = tmp_path / "mapping.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(fxq.ExportError, match="is no qconfig") as caught:
+        fxq.load_qconfig(path)
+    assert because in str(caught.value)
+
+
+def test_what_a_file_cannot_name_is_not_written(tmp_path: Path) -> None:
+    class Own(fxq.MinMaxObserver):
+        pass
+
+    for mapping in (
+        fxq.QConfigMapping().set_module_name("a", fxq.QConfig(fxq.ActivationConfig(observer=Own))),
+        fxq.QConfigMapping().set_object_type(Network, None),
+    ):
+        with pytest.raises(fxq.ExportError, match="cannot be written"):
+            fxq.save_qconfig(mapping, tmp_path / "mapping.json")
+
+
+# ---- searches ------------------------------------------------------------------------------------------------------------
+
+
+def test_mixed_precision_keeps_the_budget_the_contract_and_beats_uniform_dtypes(
+    model: nn.Module, batches: list[Tensor], tmp_path: Path
+) -> None:
+    result = fxq.mixed_precision(model, batches, "bayes-e", budget=fxq.Budget(weight_bits=5), measured=False)
+    assert result.chosen.costs["weight_bits"] <= 5
+    assert set(result.chosen.dtypes.values()) == {"int4", "int8"}
+    four = next(candidate for candidate in result.candidates if candidate.name == "4-bit weights")
+    assert result.chosen.noise is not None
+    assert four.noise is not None
+    assert result.before.noise is not None
+    assert result.before.noise < result.chosen.noise < four.noise
+    again = fxq.prepare(model, batches[0], "bayes-e", result.qconfig, observations=fxq.observations(result.prepared))
+    integer = fxq.convert(result.prepared)
+    assert fxq.verify(again, integer, batches)
+    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "mixed.onnx"), batches[:1])
+    assert "chosen" in str(result)
+
+
+def test_a_search_over_observers_mends_a_bad_one(small: nn.Module, batches: list[Tensor]) -> None:
+    bad = fxq.QConfig(fxq.ActivationConfig(observer=fxq.PercentileObserver(80.0)))
+    result = fxq.search_observers(small, batches, "nash-e", bad, observers=[fxq.MinMaxObserver, fxq.PercentileObserver(80.0)])
+    assert result.measured[result.chosen] < 0.1 * result.measured["as given"]
+    assert {trial.chosen for trial in result.tensors} == {"MinMax"}
+    assert fxq.verify(result.prepared, fxq.convert(result.prepared), batches[:1])
+    own = type("Own", (fxq.MinMaxObserver,), {"observe": lambda self, value: fxq.MinMaxObserver.observe(self, value)})
+    assert fxq.search_observers(small, batches, "nash-e", observers=[own, fxq.MinMaxObserver]).left_out == ("Own",)
+
+
+def test_tune_keeps_what_gains_and_goes_on_after_a_kill(
+    small: nn.Module, batches: list[Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = fxq.QConfig(fxq.ActivationConfig(observer=fxq.PercentileObserver(90.0)))
+    arguments: dict[str, Any] = {"tolerance": 0, "steps": 4, "target": "nash-e", "qconfig": bad}
+    monkeypatch.setattr(observer_search, "OBSERVERS", (fxq.MinMaxObserver, fxq.PercentileObserver(90.0)))
+    generator = torch.get_rng_state()
+    whole = fxq.tune(small, batches, **arguments)
+    assert torch.equal(torch.get_rng_state(), generator)
+    kept = [step.score for step in whole.steps if step.kept]
+    assert kept == sorted(kept)
+    assert whole.score == kept[-1] > kept[0] + 5
+    assert all(step.score < whole.score for step in whole.steps if not step.kept)
+    assert {step.remedy for step in whole.steps} >= {"calibration", "observers", "16 bits"}
+    assert fxq.verify(whole.prepared, fxq.convert(whole.prepared), batches[:1])
+
+    judge, judged = samples.real_outputs_of, 0
+
+    def killing(*given: Any) -> Any:
+        nonlocal judged
+        judged += 1
+        if judged == len(whole.steps):
+            raise KeyboardInterrupt
+        return judge(*given)
+
+    monkeypatch.setattr(tuner, "real_outputs_of", killing)
+    with pytest.raises(KeyboardInterrupt):
+        fxq.tune(small, batches, checkpoint=tmp_path / "tune.json", **arguments)
+    resumed = fxq.tune(small, batches, checkpoint=tmp_path / "tune.json", **arguments)
+    assert judged == len(whole.steps) + 1
+    assert resumed.steps == whole.steps
+    assert resumed.qconfig == whole.qconfig
+    assert fxq.verify(resumed.prepared, whole.prepared, batches[:1])
+
+
+def test_tune_stops_within_the_tolerance_and_keeps_a_budget(small: nn.Module, batches: list[Tensor]) -> None:
+    done = fxq.tune(small, batches, "nash-e", tolerance=50)
+    assert [step.remedy for step in done.steps] == ["calibration"]
+    assert done.reached
+    within = fxq.tune(
+        small, batches, "nash-e", budget=fxq.Budget(weight_bits=5), tolerance=9, metric=lambda m: -float(m(batches[0]).isnan().sum())
+    )
+    assert [(step.remedy, step.kept) for step in within.steps] == [("calibration", False), ("mixed precision", True)]
+    choices = Choices(within.prepared)
+    assert costs(choices, choices.dtypes())["weight_bits"] <= 5
+    with pytest.raises(fxq.CalibrationError, match="too little"):
+        fxq.tune(small, batches[:1], "nash-e")
