@@ -15,7 +15,7 @@ from pathlib import Path
 if (_root := Path(__file__).resolve().parents[1]).joinpath("pyproject.toml").is_file():
     __path__.append(str(_root))
 
-from fxquant import nn, primitives
+from fxquant import nn, primitives, tuning
 from fxquant.analysis.check import Finding, Findings
 from fxquant.analysis.explain import explain
 from fxquant.analysis.layers import Intermediate, Layer, layers
@@ -59,7 +59,7 @@ from fxquant.quantization.observers import (
     Observer,
     PercentileObserver,
 )
-from fxquant.quantization.rounding import Nearest, Rounding
+from fxquant.quantization.rounding import AdaptiveRounding, Nearest, Rounding
 from fxquant.quantization.spec import ActivationConfig, QConfig, WeightConfig
 from fxquant.quantization.state import State
 from fxquant.serialization.qconfig import load_qconfig, save_qconfig
@@ -76,6 +76,7 @@ from fxquant.version import __version__
 __all__ = [
     "AccumulatorOverflow",
     "ActivationConfig",
+    "AdaptiveRounding",
     "Budget",
     "CalibrationError",
     "ClipObserver",
@@ -158,6 +159,7 @@ __all__ = [
     "text",
     "trace",
     "tune",
+    "tuning",
     "unary",
     "verify",
 ]

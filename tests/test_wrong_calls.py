@@ -125,6 +125,8 @@ def segments_run(*args: Any, inputs: Sequence[Any] = (), **kwargs: Any) -> tuple
     return fxq.run_segments(*(args if not inputs else (kwargs.pop("folder"), *inputs)), **kwargs)
 
 
+LEARNING: tuple[Callable[..., Any], ...] = (fxq.tuning.adaround, fxq.tuning.reconstruct)
+
 Call = Callable[..., Any]
 CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str, list[Any]]]] = {
     "trace": (
@@ -454,6 +456,23 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
         lambda w: (fxq.MovingAverageMinMaxObserver, {}),
         {"averaging_constant": [None, 0, -1, 1.5, "1", True, float("nan"), []]},
     ),
+    **{
+        f"tuning.{method.__name__}": (
+            lambda w, method=method: (method, {"prepared": w.prepared, "batches": [batch()]}),
+            {
+                "prepared": GRAPHS,
+                "batches": BATCHES,
+                "num_batches": [*COUNTS, 0],
+                "batch_fn": CALLABLES,
+                "show_progress": FLAGS,
+                **({} if method is fxq.tuning.reestimate_batch_norm else {"batch_size": [*COUNTS, None, 0]}),
+                **({} if method not in LEARNING else {
+                    "steps": [*COUNTS, None, 0], "seed": [*COUNTS, None], "checkpoint": [path for path in PATHS if path is not None],
+                }),
+            },
+        )
+        for method in (fxq.tuning.correct_bias, fxq.tuning.reestimate_batch_norm, *LEARNING)
+    },
     "State": (lambda w: (fxq.State, {"value": "train"}), {"value": [None, 5, "", "TRAN", [], True, Colour.RED]}),
     "main": (lambda w: (main, {"arguments": ["inspect", str(w.file)]}), {"arguments": [5, "inspect", [5], True, 1.5, [None]]}),
 }  # fmt: skip
@@ -527,6 +546,7 @@ def test_every_public_name_is_in_the_table() -> None:
         "Observations",
         "Rounding",
         "Nearest",
+        "AdaptiveRounding",
         "Stage",
         "Target",
         "Intermediate",
@@ -545,6 +565,7 @@ def test_every_public_name_is_in_the_table() -> None:
         "__version__",
         "primitives",
         "nn",
+        "tuning",
     }
     errors = {name for name in fxq.__all__ if isinstance(getattr(fxq, name), type) and issubclass(getattr(fxq, name), Exception)}
     assert set(fxq.__all__) - errors - passive <= set(CALLS)

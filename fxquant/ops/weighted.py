@@ -146,6 +146,9 @@ def lower_weighted(
     if batch_norm is not None:
         gain = running_gain(batch_norm)
         weight, bias = fold(weight, bias, batch_norm, 0)
+    if batch_norm is not None and lowering.live_batch_norm:
+        lowering.weight.forget_correction()  # the statistics, which are of the integers from now on, take its place
+    bias = lowering.weight.corrected(bias)
     quantized = lowering.weight.integers(weight, gain, _least_scale(lowering, input, bias, residual), keep=lowering.keeps_start)
     layer = _Layer(lowering, product, *_narrowed(lowering, input, quantized, bias), quantized)
 

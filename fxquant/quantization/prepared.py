@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from fxquant.quantization.rounding import straight_through
 from fxquant.quantization.state import State
 from fxquant.quantization.weights import WeightQuantizer
 
+Lowered = TypeVar("Lowered", bound=EagerLowering)
 Inputs = Mapping[str, Any]  # a Quantizer, a list of them, or None for a constant
 
 
@@ -132,17 +133,7 @@ class QuantizedOperator(nn.Module):
         observing = moving and self.owns_output
         if not self.plain and not (observing and self.output.follows_training):
             self.output.require()
-        lowering = EagerLowering(
-            self.name,
-            self.arithmetic,
-            self._shared[0],
-            self.intermediate,
-            self.weight_quantizer,
-            training=moving,
-            observing=observing,
-            live_batch_norm=moving and self.live_batch_norm,
-        )
-        lowering.shares, lowering.observed = not self.owns_output and not self.plain, self.observed
+        lowering = self.lowering(EagerLowering)
         with torch.autocast(args[0].device.type if isinstance(args[0], Tensor) else "cpu", enabled=False):
             arguments = self.operator.bind_call(args, kwargs)
             lowering.seen = self._seen(arguments)
@@ -151,6 +142,22 @@ class QuantizedOperator(nn.Module):
             return result.value if self.plain else result.real()
         value: Tensor = result
         return value
+
+    def lowering(self, kind: type[Lowered]) -> Lowered:
+        """What its operator is lowered with to be computed at once, in the state and mode it is in."""
+        moving = self.state is State.TRAIN and self.training
+        lowering = kind(
+            self.name,
+            self.arithmetic,
+            self._shared[0],
+            self.intermediate,
+            self.weight_quantizer,
+            training=moving,
+            observing=moving and self.owns_output,
+            live_batch_norm=moving and self.live_batch_norm,
+        )
+        lowering.shares, lowering.observed = not self.owns_output and not self.plain, self.observed
+        return lowering
 
     def _operands(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments with every activation as its integers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,6 +33,39 @@ class Nearest(Rounding):
     def integers(self, real: Tensor, low: int, high: int) -> Tensor:
         exact = torch.round(real.detach()).clamp_(low, high)
         return straight_through(real, exact) if real.requires_grad else exact
+
+
+class AdaptiveRounding(Rounding):
+    """To the nearest whole number once an offset is added, which `fxq.tuning` chooses for each weight: 0 until then, so that it is Nearest.
+
+    What `settle` has decided stays decided where a weight or a scale moves by less than half a step, and moves along where they move by
+    more. The offsets are no parameters: what trains the model trains its weights.
+
+    offset  float32 buffer of the weight's shape, in steps
+    soft    None; or, while it is decided, a function of the weight in steps that gives a real number between the two integers beside it
+    """
+
+    offset: Tensor
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__(shape)
+        self.shape = tuple(shape)
+        self.soft: Callable[[Tensor], Tensor] | None = None
+        self.register_buffer("offset", torch.zeros(self.shape, dtype=torch.float32, device="cpu"))
+
+    def integers(self, real: Tensor, low: int, high: int) -> Tensor:
+        if self.soft is not None:
+            return self.soft(real).clamp(low, high)
+        exact = torch.round(real.detach() + self.offset).clamp_(low, high)
+        return straight_through(real, exact) if real.requires_grad else exact
+
+    @torch.no_grad()
+    def settle(self, real: Tensor, chosen: Tensor) -> None:
+        """Make these whole numbers what the weight, in steps, becomes."""
+        self.offset.copy_(chosen - real)
+
+    def extra_repr(self) -> str:
+        return f"shape={self.shape}"
 
 
 class _StraightThrough(torch.autograd.Function):

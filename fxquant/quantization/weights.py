@@ -9,14 +9,14 @@ An operator has one. What it makes of a constant is the same with one scale.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fxquant.numerics import SMALLEST_SCALE, IntType, least_error_scale, round_up_to_power_of_two, weight_scale
 from fxquant.quantization.learning import TrainableScale, learned_step
-from fxquant.quantization.rounding import Nearest, Rounding
+from fxquant.quantization.rounding import AdaptiveRounding, Nearest, Rounding
 
 
 class WeightScale(TrainableScale):
@@ -57,6 +57,23 @@ class WeightScale(TrainableScale):
         return f"channels={self.base_scale.numel()}{', fixed' if self.frozen else ''}"
 
 
+class BiasCorrection(torch.nn.Module):
+    """What is added to the bias of an operator's integer form, and not to that of its float form, to make up for its rounded weight.
+
+    value   float32 buffer of shape (C,), in the unit of the output
+    """
+
+    value: Tensor
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.channels = channels
+        self.register_buffer("value", torch.zeros(channels, dtype=torch.float32, device="cpu"))
+
+    def extra_repr(self) -> str:
+        return f"channels={self.channels}"
+
+
 class QuantizedWeight(NamedTuple):
     """A weight's integers and their scale.
 
@@ -80,6 +97,7 @@ class WeightQuantizer(torch.nn.Module):
     rounding      how the weight becomes whole numbers of steps
     p             the scale has the least Σ |error|^p for the weight at hand, where a learned one starts, too; None: it covers the
                   weight, and a learned one starts at the least squared error
+    correction    what is added to the bias beside it; None: nothing
     """
 
     def __init__(
@@ -91,6 +109,7 @@ class WeightQuantizer(torch.nn.Module):
         learned: WeightScale | None = None,
         rounding: Rounding | None = None,
         p: float | None = None,
+        correction: BiasCorrection | None = None,
     ) -> None:
         super().__init__()
         self.dtype = dtype
@@ -99,6 +118,38 @@ class WeightQuantizer(torch.nn.Module):
         self.learned = learned
         self.rounding = Nearest() if rounding is None else rounding
         self.p = p
+        self.correction = correction
+
+    def corrected(self, bias: Tensor | None) -> Tensor | None:
+        """The bias with its correction, shape (C,); None where there is neither."""
+        if self.correction is None:
+            return bias
+        return self.correction.value if bias is None else bias + self.correction.value
+
+    def correct(self, correction: BiasCorrection | None) -> None:
+        """Have this correction, or none."""
+        for place in (self.__dict__, self._modules):
+            place.pop("correction", None)
+        self.correction = correction
+
+    @torch.no_grad()
+    def forget_correction(self) -> None:
+        """Correct nothing any more."""
+        if self.correction is not None:
+            self.correction.value.zero_()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """What was tuned there is tuned here, and what was not is not."""
+        offset, value = prefix + "rounding.offset", prefix + "correction.value"
+        if offset in state_dict and type(self.rounding) is Nearest:
+            self.rounding = AdaptiveRounding(tuple(state_dict[offset].shape)).to(state_dict[offset].device)
+        elif isinstance(self.rounding, AdaptiveRounding):
+            state_dict.setdefault(offset, torch.zeros_like(self.rounding.offset))
+        if value in state_dict and self.correction is None:
+            self.correct(BiasCorrection(len(state_dict[value])).to(state_dict[value].device))
+        elif self.correction is not None:
+            state_dict.setdefault(value, torch.zeros_like(self.correction.value))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def integers(self, weight: Tensor, gain: Tensor | None = None, least: Tensor | None = None, *, keep: bool = False) -> QuantizedWeight:
         """The integers of a real weight, whose channels are its dimension 0.

@@ -33,7 +33,8 @@ from fxquant.quantization.observers import (
     Observer,
     PercentileObserver,
 )
-from fxquant.quantization.rounding import Nearest, Rounding
+from fxquant.quantization.rounding import AdaptiveRounding, Nearest, Rounding
+from fxquant.quantization.weights import BiasCorrection
 from fxquant.stubs import FUNCTIONS as STUBS
 
 # ---- functions ------------------------------------------------------------------------------------------------------
@@ -235,11 +236,13 @@ _OBSERVERS: Mapping[type[Observer], str] = {
     ClipObserver: "lowest highest",
 }
 
-_ROUNDINGS: Mapping[type[Rounding], str] = {Nearest: ""}
+_ROUNDINGS: Mapping[type[Rounding], str] = {Nearest: "", AdaptiveRounding: "shape"}
 
-LAYERS = {kind.__name__: kind for kind in (*_LAYERS, *_OBSERVERS, *_ROUNDINGS)}
+_CORRECTIONS: Mapping[type[nn.Module], str] = {BiasCorrection: "channels"}
+
+LAYERS = {kind.__name__: kind for kind in (*_LAYERS, *_OBSERVERS, *_ROUNDINGS, *_CORRECTIONS)}
 OBSERVERS = {kind.__name__: kind for kind in _OBSERVERS}
 ROUNDINGS = {kind.__name__: kind for kind in _ROUNDINGS}
 ARGUMENTS: Mapping[type[nn.Module], tuple[str, ...]] = {
-    kind: tuple(a.split()) for kind, a in (*_LAYERS.items(), *_OBSERVERS.items(), *_ROUNDINGS.items())
+    kind: tuple(a.split()) for kind, a in (*_LAYERS.items(), *_OBSERVERS.items(), *_ROUNDINGS.items(), *_CORRECTIONS.items())
 }

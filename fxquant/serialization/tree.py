@@ -22,7 +22,7 @@ from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.rounding import Rounding
 from fxquant.quantization.spec import FROZEN, LEARNED, STATISTICS
 from fxquant.quantization.state import State
-from fxquant.quantization.weights import WeightQuantizer, WeightScale
+from fxquant.quantization.weights import BiasCorrection, WeightQuantizer, WeightScale
 from fxquant.serialization.names import ARGUMENTS, LAYERS, operator_named
 from fxquant.serialization.values import DTYPES, Malformed, cannot_save, decode, encode, expect, look_up
 from fxquant.target import Target
@@ -119,6 +119,7 @@ class TreeWriter:
             "p": expect(module.p, float, NoneType),
             "learned": self._module(module.learned, path + ".learned"),
             "rounding": self._module(module.rounding, path + ".rounding"),
+            **({} if module.correction is None else {"correction": self._module(module.correction, path + ".correction")}),
         }
 
     def _operator(self, module: QuantizedOperator, path: str) -> dict[str, Any]:
@@ -312,8 +313,11 @@ class TreeReader:
 
     def _weight_quantizer(self, arguments: dict[str, Any]) -> WeightQuantizer:
         learned, rounding = self._module(arguments["learned"]), self._module(arguments["rounding"])
+        correction = self._module(arguments.get("correction"))
         if not isinstance(learned, WeightScale | None) or not isinstance(rounding, Rounding):
             raise Malformed("the scale or the rounding of a WeightQuantizer is none")
+        if not isinstance(correction, BiasCorrection | None):
+            raise Malformed("the correction of a WeightQuantizer is none")
         return WeightQuantizer(
             look_up(WEIGHT_TYPES, arguments["dtype"], "dtype"),
             per_channel=expect(arguments["per_channel"], bool),
@@ -321,6 +325,7 @@ class TreeReader:
             p=expect(arguments["p"], float, NoneType),
             learned=learned,
             rounding=rounding,
+            correction=correction,
         )
 
     def _learned(self, arguments: dict[str, Any], buffers: dict[str, Any]) -> WeightScale:

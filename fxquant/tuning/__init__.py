@@ -1,5 +1,10 @@
-"""Accuracy that is won without training, a module each."""
+"""Methods that make a calibrated model more exact, a module each."""
 
+from fxquant.tuning.batch_norm import reestimate_batch_norm
+from fxquant.tuning.bias import correct_bias
 from fxquant.tuning.equalization import equalize
+from fxquant.tuning.reconstruction import reconstruct
+from fxquant.tuning.result import TunedLayer, TuningResult
+from fxquant.tuning.rounding import adaround
 
-__all__ = ["equalize"]
+__all__ = ["TunedLayer", "TuningResult", "adaround", "correct_bias", "equalize", "reconstruct", "reestimate_batch_norm"]

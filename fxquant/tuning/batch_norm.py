@@ -1,0 +1,148 @@
+"""Batch norm re-estimation: running statistics are found anew from what the quantized weights give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor, fx, nn
+
+from fxquant.arguments import checked
+from fxquant.graph import by_name
+from fxquant.progress import progress
+from fxquant.quantization.batches import as_batches, first_batches, length, model_inputs, no_batches
+from fxquant.quantization.prepared import QuantizedOperator
+from fxquant.quantization.spec import FROZEN
+from fxquant.quantization.state import State
+from fxquant.tuning.guard import tuning
+from fxquant.tuning.result import as_text
+from fxquant.tuning.units import constant_arguments, operator_at
+
+
+@dataclass(frozen=True)
+class MovedStatistics:
+    """What became of the running statistics of one batch norm.
+
+    name      the node of the operator that it belongs to
+    mean      by how much a channel's mean moved, in standard deviations that it had: the root mean square over channels
+    variance  by what a channel's variance was multiplied: the geometric mean over channels
+    """
+
+    name: str
+    mean: float
+    variance: float
+
+
+@dataclass(frozen=True)
+class BatchNormResult:
+    """What `reestimate_batch_norm` returns: a row for each batch norm; iterates over them, and prints as a table.
+
+    skipped  those that it cannot re-estimate, each with the reason
+    batches  how many it took
+    """
+
+    layers: tuple[MovedStatistics, ...]
+    skipped: tuple[tuple[str, str], ...]
+    batches: int
+
+    def __iter__(self) -> Iterator[MovedStatistics]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __rich__(self) -> Table:
+        title = f"reestimate_batch_norm: {len(self.layers)} batch norms, {self.batches} batches"
+        table = Table("layer", "mean moved by", "variance times", "", title=title, title_justify="left")
+        for layer in self.layers:
+            table.add_row(layer.name, f"{layer.mean:.4f} σ", f"{layer.variance:.4f}", "")
+        for name, because in self.skipped:
+            table.add_row(name, "", "", because)
+        return table
+
+    def __str__(self) -> str:
+        return as_text(self.__rich__())
+
+
+@checked()
+def reestimate_batch_norm(
+    prepared: fx.GraphModule,
+    batches: Any,
+    num_batches: int | None = None,
+    batch_fn: Callable[[Any], Any] | None = None,
+    *,
+    show_progress: bool | None = None,
+) -> BatchNormResult:
+    """The running statistics of every batch norm are the mean of what the batches have, behind quantized weights; the state is VALIDATE.
+
+    All that moves are means, variances and their counts, of batch norms that are modules and keep such, frozen ones included; scales and
+    parameters stay, and dropout is off. Batches are seen as in training, each with its own statistics, so they should be of training's
+    size. A bias correction is dropped where the statistics take its place. Nothing is kept of a batch that has passed.
+
+    Raises NotCalibrated before calibration and CalibrationError for batches that do not fit, and then changes nothing.
+    """
+    with tuning(prepared):
+        found, skipped = _batch_norms(prepared)
+        before = [(_statistic(norm.running_mean), _statistic(norm.running_var)) for _, _, norm in found]
+        source, count = as_batches(batches), 0
+        with _seeing(found), torch.no_grad():
+            for batch in progress(first_batches(source, num_batches), length(source, num_batches), "batch norms", show_progress):
+                prepared(**by_name(prepared, model_inputs(prepared, batch if batch_fn is None else batch_fn(batch), count)))
+                count += 1
+            if not count:
+                raise no_batches(num_batches)
+        rows = [_row(name, norm, *known) for (name, _, norm), known in zip(found, before, strict=True)]
+    return BatchNormResult(tuple(rows), tuple(skipped), count)
+
+
+def _batch_norms(prepared: fx.GraphModule) -> tuple[list[tuple[str, QuantizedOperator, Any]], list[tuple[str, str]]]:
+    """The batch norms with the operator that each is a part of; and those that cannot be re-estimated."""
+    found: list[tuple[str, QuantizedOperator, Any]] = []
+    skipped = []
+    for node in prepared.graph.nodes:
+        operator = operator_at(prepared, node)
+        norm = None if operator is None else constant_arguments(prepared, node, operator).get("batch_norm")
+        if operator is None or norm is None:
+            continue
+        if not isinstance(norm, nn.modules.batchnorm._BatchNorm) or norm.num_batches_tracked is None:
+            skipped.append((node.name, "its batch norm is a function, whose momentum is written in the model"))
+        else:
+            found.append((node.name, operator, norm))
+    return found, skipped
+
+
+@contextmanager
+def _seeing(found: list[tuple[str, QuantizedOperator, Any]]) -> Iterator[None]:
+    """Batches count equally in the statistics of these batch norms, which start anew; nothing else moves."""
+    momenta = [norm.momentum for _, _, norm in found]
+    lives = [operator.live_batch_norm for _, operator, _ in found]
+    quantizers = [q for _, operator, _ in found for q in (operator.output, operator.intermediate) if q is not None]
+    modes = [quantizer.mode for quantizer in quantizers]
+    try:
+        for _, operator, norm in found:
+            norm.num_batches_tracked.zero_()
+            norm.momentum = None
+            operator.live_batch_norm, operator.state, operator.training = True, State.TRAIN, True
+        for quantizer in quantizers:
+            quantizer.mode = FROZEN
+        yield
+    finally:
+        for quantizer, mode in zip(quantizers, modes, strict=True):
+            quantizer.mode = mode
+        for (_, operator, norm), momentum, live in zip(found, momenta, lives, strict=True):
+            norm.momentum, operator.live_batch_norm, operator.state, operator.training = momentum, live, State.VALIDATE, False
+
+
+def _statistic(value: Tensor | None) -> Tensor:
+    assert value is not None
+    return value.detach().clone()
+
+
+def _row(name: str, norm: Any, mean: Tensor, variance: Tensor) -> MovedStatistics:
+    moved = (norm.running_mean - mean) / (variance + norm.eps).sqrt()
+    ratio = (norm.running_var + norm.eps) / (variance + norm.eps)
+    return MovedStatistics(name, float(moved.square().mean().sqrt()), float(ratio.log().mean().exp()))

@@ -1,0 +1,98 @@
+"""Bias correction: what an operator's rounded weight, and its rounded operands, shift its output by on average is taken from its bias.
+
+Nagel, van Baalen, Blankevoort, Welling: Data-Free Quantization Through Weight Equalization and Bias Correction, ICCV 2019, section 4.2
+and appendix D, empirical and sequential: per output channel, the mean over samples and places of what the float model has there, minus
+that of what the integers have, operand after operand corrected before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.arguments import checked
+from fxquant.progress import progress
+from fxquant.quantization.prepared import QuantizedOperator
+from fxquant.quantization.weights import BiasCorrection
+from fxquant.tuning.guard import tuning
+from fxquant.tuning.real import real_result, weight_of
+from fxquant.tuning.result import TunedLayer, TuningResult
+from fxquant.tuning.units import Lesson, bound_arguments, layer_units
+from fxquant.tuning.walk import Values, Walk, arguments_of, taken
+
+
+@checked()
+def correct_bias(
+    prepared: fx.GraphModule,
+    batches: Any,
+    num_batches: int | None = None,
+    batch_fn: Callable[[Any], Any] | None = None,
+    *,
+    batch_size: int = 16,
+    show_progress: bool | None = None,
+) -> TuningResult:
+    """Correct the bias of every weighted operator whose output is nearer to the float model's with it; the model is left in VALIDATE.
+
+    `batches` are as in `calibrate`. A quarter of the samples is held out, and judges: a layer whose mean squared error there, behind its
+    fused limits and the function that follows it, does not fall keeps the bias it had. The correction is beside the bias, not in it: the
+    model in state FLOAT stays what it is, `convert`, `save` and `state_dict` know of it, and a batch norm that is trained live takes
+    its place. The inputs are kept, and of what is between the layers two values, float and integer, for each that is still to be read.
+
+    Raises NotCalibrated before calibration and CalibrationError for batches that do not fit, and then changes nothing.
+    """
+    with tuning(prepared) as operators:
+        samples = taken(prepared, batches, num_batches, batch_fn, batch_size, show_progress)
+        exact, real = Walk(prepared, samples.chunks, exact=True), Walk(prepared, samples.chunks, exact=False)
+        units = layer_units(prepared)
+        found, skipped = [], []
+        for unit in progress(units, len(units), "correcting biases", show_progress):
+            operator = operators[unit.weighted[0].name]
+            lesson = Lesson(unit, samples, exact, real)
+            correction = _correction(lesson, operator)
+            if correction is None:
+                skipped.append((unit.name, "its channels are not those of its weight"))
+            else:
+                found.append(_tried(lesson, operator, correction))
+    return TuningResult("correct_bias", tuple(found), tuple(skipped), exact.largest + real.largest)
+
+
+@torch.no_grad()
+def _correction(lesson: Lesson, operator: QuantizedOperator) -> Tensor | None:
+    """What is to be added, shape (C,): the mean of float minus integer before the fused limits, over what is learned from."""
+    node = lesson.unit.weighted[0]
+    total, count = torch.zeros(()), 0
+    for index in lesson.samples.learning:
+        has = bound_arguments(node, operator, lesson.operands[index])
+        weight = weight_of(operator, has)
+        assert weight is not None
+        difference = _unlimited(node, operator, lesson.float_operands[index]) - real_result(operator, has, whole=False)
+        axis = difference.dim() - 1 - max(weight.dim() - 2, 0)
+        if axis < 0 or difference.shape[axis] != len(weight):
+            return None
+        rows = difference.double().movedim(axis, 0).flatten(1)
+        total, count = total + rows.sum(1), count + rows.shape[1]
+    return (total / max(count, 1)).float()
+
+
+def _unlimited(node: fx.Node, operator: QuantizedOperator, values: Values) -> Tensor:
+    """What its float function gives before the fused limits."""
+    args, kwargs = operator.multiplied(*arguments_of(node, values))
+    kwargs.pop("clamp", None)
+    result: Tensor = operator.operator.function(*args, **kwargs)
+    return result
+
+
+def _tried(lesson: Lesson, operator: QuantizedOperator, correction: Tensor) -> TunedLayer:
+    """The correction is there if it lowers the error of what is held out."""
+    quantizer, previous = operator.weight_quantizer, operator.weight_quantizer.correction
+    before = lesson.error()
+    added = BiasCorrection(len(correction)).to(correction.device)
+    added.value.copy_(correction if previous is None else previous.value + correction)
+    quantizer.correct(added)
+    after = lesson.error()
+    if not after < before:
+        quantizer.correct(previous)
+    return TunedLayer(lesson.unit.name, (lesson.unit.weighted[0].name,), before, after, after < before, lesson.signal())

@@ -1,0 +1,86 @@
+"""Units that learn one after the other, each behind those before it, with what is finished kept in a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import fx
+
+from fxquant.arguments import FILE
+from fxquant.progress import progress
+from fxquant.quantization.rounding import AdaptiveRounding, Nearest
+from fxquant.tuning.checkpoint import Checkpoint, digest, model_digest
+from fxquant.tuning.learning import Settings, Student
+from fxquant.tuning.result import TunedLayer, TuningResult
+from fxquant.tuning.units import Lesson, Unit, operator_at, shared_weights, weighted_nodes
+from fxquant.tuning.walk import Samples, Walk
+
+CHECKPOINT = FILE.or_none("nothing is kept, and a call begins anew")
+
+
+def learn(
+    prepared: fx.GraphModule,
+    units: Sequence[Unit],
+    samples: Samples,
+    settings: Settings,
+    seed: int,
+    call: dict[str, Any],
+    checkpoint: str | None,
+    show_progress: bool | None,
+) -> TuningResult:
+    """Let units learn, one after the other."""
+    known = Checkpoint(checkpoint, {**call, "model": model_digest(prepared), "samples": digest(samples.tensors)})
+    skipped = _skipped(prepared)
+    tried = [Unit(unit.nodes, free) for unit in units if (free := tuple(node for node in unit.weighted if node.name not in skipped))]
+    exact, real = Walk(prepared, samples.chunks, exact=True), Walk(prepared, samples.chunks, exact=False)
+
+    def run() -> Iterator[None]:
+        for unit in tried:
+            row = known.rows.get(unit.name)
+            if row is None:
+                yield from _taught(Lesson(unit, samples, exact, real), settings, _seed(seed, unit.name), known)
+                continue
+            if row.kept:
+                known.learned(row).put(prepared, unit)
+            for _ in range(settings.steps):
+                yield
+
+    for _ in progress(run(), len(tried) * settings.steps, call["method"], show_progress):
+        pass
+    return TuningResult(
+        call["method"], tuple(known.rows[unit.name] for unit in tried), tuple(skipped.items()), exact.largest + real.largest
+    )
+
+
+def _taught(lesson: Lesson, settings: Settings, seed: int, known: Checkpoint) -> Iterator[None]:
+    """One unit learns, and keeps what it has learned if that is better."""
+    before, student = lesson.error(), Student(lesson, settings, seed)
+    yield from student.study()
+    learned, after = student.settled(lesson.error)
+    kept = after < before
+    if not kept:
+        student.undo()
+    names = tuple(node.name for node in lesson.unit.weighted)
+    known.add(TunedLayer(lesson.unit.name, names, before, after, kept, lesson.signal()), learned if kept else None)
+
+
+def _skipped(prepared: fx.GraphModule) -> dict[str, str]:
+    """The weighted nodes whose rounding is not to be changed, by name, and why."""
+    shared = shared_weights(prepared)
+    found = {}
+    for node in weighted_nodes(prepared):
+        operator = operator_at(prepared, node)
+        assert operator is not None
+        rounding = operator.weight_quantizer.rounding
+        if type(rounding) not in (Nearest, AdaptiveRounding):
+            found[node.name] = f"it has a rounding of its own, {type(rounding).__name__}"
+        elif node in shared:
+            found[node.name] = "other operators read its weight, too, and would round it otherwise"
+    return found
+
+
+def _seed(seed: int, name: str) -> int:
+    """One for each unit, so that none depends on those before it."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")

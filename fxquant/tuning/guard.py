@@ -1,0 +1,54 @@
+"""A prepared model while it is tuned: in VALIDATE, without dropout and autocast, and as it was if anything is raised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import fx
+
+from fxquant.model import autocast_off
+from fxquant.quantization.calibration import require_prepared, set_state
+from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
+from fxquant.quantization.state import State
+
+
+@contextmanager
+def tuning(prepared: fx.GraphModule) -> Iterator[dict[str, QuantizedOperator]]:
+    """The operators of the model, by name, in state VALIDATE, where they are left.
+
+    If anything is raised inside, every state, rounding and correction, and every number in the model, is what it was. Raises
+    NotCalibrated, and changes nothing, where a scale is missing.
+    """
+    require_prepared(prepared)
+    operators = quantized_operators(prepared)
+    modes = {module: module.training for module in prepared.modules()}
+    states = {operator: operator.state for operator in operators.values()}
+    parts = {operator: (operator.weight_quantizer.rounding, operator.weight_quantizer.correction) for operator in operators.values()}
+    trained = [parameter for parameter in prepared.parameters() if parameter.requires_grad]
+    numbers = {name: value.detach().clone() for name, value in prepared.state_dict(keep_vars=True).items()}
+    try:
+        set_state(prepared, State.VALIDATE)
+        prepared.eval()
+        for operator in operators.values():
+            if not operator.plain:
+                operator.output.require()
+        for parameter in trained:
+            parameter.requires_grad_(False)  # what is tuned is no parameter of the model
+        with autocast_off(), torch.inference_mode(False), torch.enable_grad():
+            yield operators
+    except BaseException:
+        for operator, (rounding, correction) in parts.items():
+            operator.state = states[operator]
+            operator.weight_quantizer.rounding = rounding
+            operator.weight_quantizer.correct(correction)
+        with torch.no_grad():
+            for name, value in prepared.state_dict(keep_vars=True).items():
+                value.copy_(numbers[name])
+        raise
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+        for module, mode in modes.items():
+            module.training = mode

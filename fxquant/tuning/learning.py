@@ -1,0 +1,273 @@
+"""Learning how weights are rounded, and with which scales activations are, from what a unit of layers puts out in float.
+
+Rounding is that of Nagel, Amjad, van Baalen, Louizos, Blankevoort: Up or Down? Adaptive Rounding for Post-Training Quantization, ICML 2020,
+section 3: of each weight a number v decides between the integers beside it,
+
+    w_q = floor(w / s) + h(v),   h(v) = clip(1.2 · sigmoid(v) - 0.1, 0, 1),   penalty 1 - |2 h(v) - 1|^β
+
+starting where h(v) is the fraction of w / s. β falls from 20 to 2 in a cosine once a fifth of the steps is done; before, nothing is
+penalised. At the end w_q is the integer that h(v) is nearer to. The loss is the squared error of the results, in parts of what it is with
+weights rounded to the nearest, plus the mean penalty times `PENALTY`: so nothing depends on the unit of the results or on the
+number of weights.
+
+Activations inside of a unit are rounded as Wei, Gong, Li, Liu, Yu: QDrop, ICLR 2022, section 4 has it: each element with probability one
+half, else it is the real number; the same holds for what a unit reads. Their scales have LSQ's gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
+from fxquant.quantization.quantizer import Quantizer
+from fxquant.quantization.rounding import AdaptiveRounding, straight_through
+from fxquant.tuning.real import is_weighted, real_result, weight_of
+from fxquant.tuning.units import Lesson, Unit, bound_arguments, constant_arguments, operator_at
+from fxquant.tuning.walk import Values, run
+
+PENALTY = 1.0
+REACH = 10.0  # how far v can move in all steps together; where h(v) is one half, 2.4 decide
+SCALE_REACH = 1.0  # the same of the logarithm of a scale, whose steps become shorter in a cosine
+LARGEST_STEP = 0.1
+WITHOUT_PENALTY = 0.2  # of the steps
+SHARPEST, SOFTEST = 20.0, 2.0
+_LOW, _HIGH = -0.1, 1.1  # what the sigmoid is stretched to before it is cut off at 0 and 1
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a unit learns.
+
+    steps     of Adam, with one chunk of samples each
+    rounded   the probability with which an element that a unit reads or computes inside is rounded; None: what it reads always is, and
+              what it computes never
+    scales    whether the scales of what it computes are learned
+    """
+
+    steps: int
+    rounded: float | None = None
+    scales: bool = False
+
+
+class _Choice:
+    """What decides how one weight is rounded.
+
+    start  the weight in steps, as it is
+    value  v, a parameter of its shape
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+        self.start = torch.zeros(shape)
+        self.value: nn.Parameter | None = None
+
+    def between(self, real: Tensor) -> Tensor:
+        """The weight between the integers beside it; the first call says where it is."""
+        if self.value is None:
+            self.start = real.detach().clone()
+            share = self.start - torch.floor(self.start)
+            self.value = nn.Parameter(torch.logit((share - _LOW) / (_HIGH - _LOW)))
+        return torch.floor(self.start) + self.share()
+
+    def share(self) -> Tensor:
+        """h(v)."""
+        assert self.value is not None
+        return (torch.sigmoid(self.value) * (_HIGH - _LOW) + _LOW).clamp(0, 1)
+
+    @torch.no_grad()
+    def decided(self) -> AdaptiveRounding:
+        """A rounding that gives the integer h(v) is nearer to."""
+        rounding = AdaptiveRounding(self.shape).to(self.start.device)
+        rounding.settle(self.start, torch.floor(self.start) + torch.round(self.share()))
+        return rounding
+
+
+class Student:
+    """A unit while it learns.
+
+    Between `study` and `settled` its operators have roundings that give no integers; whatever is raised there, `undo` is for.
+    """
+
+    def __init__(self, lesson: Lesson, settings: Settings, seed: int) -> None:
+        self.lesson, self.settings, self.unit, self.prepared = lesson, settings, lesson.unit, lesson.prepared
+        self.generator = torch.Generator().manual_seed(seed)
+        self.operators = {node: operator for node in self.unit.nodes if (operator := operator_at(self.prepared, node)) is not None}
+        self.before = {node: self.operators[node].weight_quantizer.rounding for node in self.unit.weighted}
+        self.choices = {node: _Choice(self._shape(node)) for node in self.unit.weighted}
+        quantizers = _movable(self.prepared, self.operators.values()) if settings.scales else []
+        self.starts = {quantizer: quantizer.current().detach().clone() for quantizer in quantizers}
+        self.numbers = [(number, number.detach().clone()) for quantizer in quantizers for number in _numbers(quantizer)]
+        self.growth = {quantizer: nn.Parameter(torch.zeros_like(start)) for quantizer, start in self.starts.items()}
+
+    def _shape(self, node: fx.Node) -> tuple[int, ...]:
+        operator = self.operators[node]
+        weight = weight_of(operator, constant_arguments(self.prepared, node, operator))
+        assert weight is not None
+        return tuple(weight.shape)
+
+    def study(self) -> Iterator[None]:
+        """Learn, one step at a time."""
+        with torch.no_grad():
+            unit = max(self._loss(index).item() for index in self.lesson.samples.learning[:4])
+            for node, choice in self.choices.items():
+                rounding = AdaptiveRounding(choice.shape)
+                rounding.soft = choice.between
+                self.operators[node].weight_quantizer.rounding = rounding
+            self._loss(self.lesson.samples.learning[0])
+        values = [choice.value for choice in self.choices.values() if choice.value is not None]
+        size = sum(value.numel() for value in values)
+        if unit <= 0 or not size:
+            return
+        learned = [*values, *self.growth.values()]
+        steps = self.settings.steps
+        optimizer = torch.optim.Adam([{"params": values, "lr": min(REACH / steps, LARGEST_STEP)}])
+        if self.growth:
+            optimizer.add_param_group({"params": list(self.growth.values())})
+        for step in range(steps):
+            if self.growth:
+                optimizer.param_groups[1]["lr"] = min(SCALE_REACH / steps, LARGEST_STEP) * (1 + math.cos(math.pi * step / steps)) / 2
+            index = int(torch.randint(len(self.lesson.samples.learning), (), generator=self.generator))
+            loss = self._loss(self.lesson.samples.learning[index]) / unit
+            sharpness = _sharpness(step / steps)
+            if sharpness is not None:
+                penalties = [(1 - (2 * choice.share() - 1).abs().pow(sharpness)).sum() for choice in self.choices.values()]
+                loss = loss + PENALTY / size * torch.stack(penalties).sum()
+            for parameter, gradient in zip(learned, torch.autograd.grad(loss, learned, allow_unused=True), strict=True):
+                parameter.grad = gradient  # of these alone: the model's own parameters have no part in this
+            optimizer.step()
+            yield
+
+    def _loss(self, index: int) -> Tensor:
+        """The mean squared error of its results for one chunk, with what is learned as it is."""
+        values, targets = self._operands(index), self.lesson.targets[index]
+        for node in self.unit.nodes:
+            operator = self.operators.get(node)
+            arguments = {} if operator is None or operator.plain else bound_arguments(node, operator, values)
+            if operator is not None and arguments and is_weighted(operator, arguments):
+                values[node] = real_result(operator, arguments)
+            else:
+                values[node] = run(self.prepared, node, values, exact=False)
+            if operator is not None and not operator.plain and self.settings.rounded is not None:
+                values[node] = self._partly(values[node], self._rounded(values[node], operator.output))
+        errors = [(values[node] - targets[node]).square().mean() for node in self.unit.exits]
+        return torch.stack(errors).sum()
+
+    def _operands(self, index: int) -> Values:
+        rounded, real = self.lesson.operands[index], self.lesson.float_operands[index]
+        if self.settings.rounded is None:
+            return dict(rounded)
+        return {node: self._partly(real[node], value) if _is_real(value) else value for node, value in rounded.items()}
+
+    def _partly(self, real: Tensor, rounded: Tensor) -> Tensor:
+        """Each element rounded or real."""
+        assert self.settings.rounded is not None
+        if real is rounded:
+            return rounded
+        chosen = torch.rand(rounded.shape, generator=self.generator, device="cpu") < self.settings.rounded
+        return torch.where(chosen.to(rounded.device), rounded, real)
+
+    def _rounded(self, real: Tensor, quantizer: Quantizer) -> Tensor:
+        """The value on its grid, with LSQ's gradients to it and to the scale."""
+        if quantizer.follows_sum:
+            return real
+        grid = quantizer.grid
+        scale = self._scale(quantizer) if quantizer in self.growth else grid.scale
+        steps = (real / scale).clamp(*grid.bounds)
+        return straight_through(steps, torch.round(steps.detach())) * scale
+
+    def _scale(self, quantizer: Quantizer) -> Tensor:
+        return self.starts[quantizer] * torch.exp(self.growth[quantizer])
+
+    @torch.no_grad()
+    def settled(self, error: Callable[[], float]) -> tuple[Learned, float]:
+        """What was learned, as integers have it, is in the model; returned with the error it then has.
+
+        Of roundings and scales both, the roundings alone, or the scales alone are taken, whichever gives the least error.
+        """
+        offsets = {node.name: choice.decided().offset for node, choice in self.choices.items()}
+        scales = {quantizer.name: self._scale(quantizer).detach() for quantizer in self.growth}
+        candidates = [Learned(offsets, scales), Learned(offsets, {}), Learned({}, scales)] if scales else [Learned(offsets, {})]
+        errors = []
+        for candidate in candidates:
+            self.undo()
+            candidate.put(self.prepared, self.unit)
+            errors.append(error())
+        best = errors.index(min(errors))
+        self.undo()
+        candidates[best].put(self.prepared, self.unit)
+        return candidates[best], errors[best]
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Everything is as it was."""
+        for node, rounding in self.before.items():
+            self.operators[node].weight_quantizer.rounding = rounding
+        for number, before in self.numbers:
+            number.copy_(before)
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What a unit has learned: the offsets of its roundings by node, and scales by quantizer."""
+
+    offsets: Mapping[str, Tensor]
+    scales: Mapping[str, Tensor]
+
+    @torch.no_grad()
+    def put(self, prepared: fx.GraphModule, unit: Unit) -> None:
+        """It is in the model."""
+        for node in unit.nodes:
+            operator = operator_at(prepared, node)
+            if operator is None:
+                continue
+            if node.name in self.offsets:
+                offset = self.offsets[node.name]
+                rounding = AdaptiveRounding(tuple(offset.shape)).to(offset.device)
+                rounding.offset.copy_(offset)
+                operator.weight_quantizer.rounding = rounding
+            if not operator.plain and operator.owns_output and operator.output.name in self.scales:
+                _move(operator.output, self.scales[operator.output.name])
+
+
+def _movable(prepared: fx.GraphModule, operators: Iterable[QuantizedOperator]) -> list[Quantizer]:
+    """The quantizers whose scale can be learned: found by calibration, no power of two, and of no operator outside."""
+    inside = {operator.name for operator in operators}
+    shared = {id(o.output) for name, o in quantized_operators(prepared).items() if name not in inside and not o.plain}
+    found = {id(o.output): o.output for o in operators if not o.plain}
+    return [
+        quantizer
+        for quantizer in found.values()
+        if id(quantizer) not in shared
+        and not (quantizer.follows_sum or quantizer.power_of_two or quantizer.frozen or quantizer.observer is None)
+    ]
+
+
+def _numbers(quantizer: Quantizer) -> list[Tensor]:
+    """What `_move` changes."""
+    found = (quantizer.base_scale, quantizer.scale_change, quantizer.ends if quantizer.dtype.affine else None)
+    return [number for number in found if number is not None]
+
+
+@torch.no_grad()
+def _move(quantizer: Quantizer, scale: Tensor) -> None:
+    """Make this the scale; of an affine grid the zero point stays."""
+    if quantizer.dtype.affine:
+        quantizer.ends.mul_(scale / quantizer.current())
+    quantizer.assign(scale)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _sharpness(done: float) -> float | None:
+    """β after a share of the steps; None before anything is penalised."""
+    if done < WITHOUT_PENALTY:
+        return None
+    left = 1 + math.cos(math.pi * (done - WITHOUT_PENALTY) / (1 - WITHOUT_PENALTY))
+    return SOFTEST + (SHARPEST - SOFTEST) * left / 2

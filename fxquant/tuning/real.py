@@ -1,0 +1,60 @@
+"""An operator's integer function before its result is rounded: differentiable, also in what decides how its weight is rounded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxquant.lowering import Clamp, EagerLowering, Quantized
+from fxquant.numerics import INT32, INT32_MAX, Grid, Ratio
+from fxquant.ops import map_operands
+from fxquant.ops.weighted import epilogue
+from fxquant.quantization.prepared import QuantizedOperator
+from fxquant.quantization.quantizer import Quantizer
+
+
+class RealLowering(EagerLowering):
+    """Forms sums of products as the integer function does, and leaves them as real numbers; integers may be such, too."""
+
+    def prove(self, bound: Tensor, what: str, limit: int = INT32_MAX) -> float:
+        """What is no whole number has no parts, so every sum is formed in one."""
+        return 0.0
+
+    def requantize(
+        self, accumulator: Any, ratio: Ratio, clamp: Clamp | None = None, to: Quantizer | None = None, role: str = "", bound: float = 0
+    ) -> Quantized:
+        """The real number that an accumulator stands for."""
+        value: Tensor = accumulator * ratio.approximate().to(accumulator.dtype)
+        return Quantized(value.float(), Grid(INT32, torch.ones((), dtype=torch.float32, device=value.device)), tuple(value.shape))
+
+
+def is_weighted(operator: QuantizedOperator, arguments: dict[str, Any]) -> bool:
+    """Whether an operator, given its arguments with their values, forms sums of products with a weight of its own."""
+    return operator.operator.sums and not operator.plain and weight_of(operator, arguments) is not None
+
+
+def weight_of(operator: QuantizedOperator, arguments: dict[str, Any]) -> Tensor | None:
+    """Its weight as it is rounded: channels are dimension 0."""
+    return operator.operator.weight(**arguments)
+
+
+def real_result(operator: QuantizedOperator, arguments: dict[str, Any], *, whole: bool = True) -> Tensor:
+    """What a weighted operator puts out for real operands, which are not rounded, before its own result is.
+
+    The weight has its integers, or what its rounding gives in their place. Without `whole` the fused limits are left out.
+    """
+    given = dict(arguments)
+    residual, clamp = given.pop("residual", None), given.pop("clamp", None)
+    used = {name: iter(q if isinstance(q, list) else [q]) for name, q in operator.inputs.items()}
+
+    def take(name: str, value: Tensor) -> Quantized | Tensor:
+        quantizer = next(used[name])
+        if quantizer is None:
+            return value
+        grid = quantizer.grid
+        return Quantized(value / grid.scale, grid, tuple(value.shape))
+
+    result = operator.operator.lower(operator.lowering(RealLowering), **map_operands(operator.operator, given, take))
+    return epilogue(result.real(), residual, clamp if whole else None, None)

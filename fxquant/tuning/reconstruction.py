@@ -1,0 +1,45 @@
+"""Block reconstruction: roundings and scales of activations are learned together, block by block (see `blocks` and `learning`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from fxquant.arguments import POSITIVE, checked
+from fxquant.tuning.blocks import block_units
+from fxquant.tuning.course import CHECKPOINT, learn
+from fxquant.tuning.guard import tuning
+from fxquant.tuning.learning import Settings
+from fxquant.tuning.result import TuningResult
+from fxquant.tuning.walk import taken
+
+ROUNDED = 0.5
+
+
+@checked(steps=POSITIVE, checkpoint=CHECKPOINT)
+def reconstruct(
+    prepared: fx.GraphModule,
+    batches: Any,
+    num_batches: int | None = None,
+    batch_fn: Callable[[Any], Any] | None = None,
+    *,
+    steps: int = 2000,
+    batch_size: int = 16,
+    seed: int = 0,
+    checkpoint: str | None = None,
+    show_progress: bool | None = None,
+) -> TuningResult:
+    """Learn the roundings of weights and the scales of activations of each block, so that it puts out what it does in float.
+
+    BRECQ (Li et al. 2021) with QDrop (Wei et al. 2022): a block is a residual block, or a few layers in a row; while it learns, each
+    element of an activation is rounded with probability one half. Scales that are given, frozen, powers of two, or shared with an
+    operator outside of the block stay. Everything else is as in `adaround`: what is held out judges each block, and whether it takes both
+    what was learned of roundings and of scales; `seed`, `checkpoint`, memory and errors.
+    """
+    with tuning(prepared):
+        samples = taken(prepared, batches, num_batches, batch_fn, batch_size, show_progress)
+        call = {"method": "reconstruct", "steps": steps, "seed": seed, "batch_size": batch_size}
+        settings = Settings(steps, rounded=ROUNDED, scales=True)
+        return learn(prepared, block_units(prepared), samples, settings, seed, call, checkpoint, show_progress)

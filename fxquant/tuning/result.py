@@ -1,0 +1,103 @@
+"""What a method of tuning returns: its figures for every layer, which print as a table."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class TunedLayer:
+    """What was done to one layer, or one block of layers.
+
+    name     the last node with a weight in it; what is compared are the results of the last nodes of all, behind their fused limits
+    layers   the nodes with weights in it
+    before   the mean squared error of its result against the float model's, on samples that were held out
+    after    the same with what was tuned
+    kept     whether what was tuned is in the model: it is where the error fell
+    signal   the mean square of the float model's result
+    """
+
+    name: str
+    layers: tuple[str, ...]
+    before: float
+    after: float
+    kept: bool
+    signal: float
+
+    @property
+    def gain(self) -> float:
+        """By how many dB what was tuned is better than what was there."""
+        return _decibels(self.before, self.after)
+
+
+@dataclass(frozen=True)
+class TuningResult:
+    """What was tuned, layer by layer in the order they run; iterates over the layers, and prints as a table.
+
+    method   the function that tuned
+    layers   a row each
+    skipped  layers that the method cannot tune, each with the reason
+    memory   bytes of values that were kept for the samples at the same time, at most
+    """
+
+    method: str
+    layers: tuple[TunedLayer, ...]
+    skipped: tuple[tuple[str, str], ...] = ()
+    memory: int = 0
+
+    def __iter__(self) -> Iterator[TunedLayer]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @property
+    def kept(self) -> tuple[TunedLayer, ...]:
+        """The layers that have what was tuned."""
+        return tuple(layer for layer in self.layers if layer.kept)
+
+    @property
+    def summary(self) -> str:
+        """One line."""
+        return f"{self.method}: {len(self.kept)} of {len(self.layers)} tuned, {self.memory / 2**20:.1f} MiB of values kept at most"
+
+    def __rich__(self) -> Table:
+        table = Table(title=self.summary, title_justify="left")
+        for name in ("layer", "weights", "before", "after", "gain", ""):
+            table.add_column(name, justify="left" if name in ("layer", "weights", "") else "right")
+        for layer in self.layers:
+            table.add_row(
+                layer.name,
+                ", ".join(layer.layers),
+                f"{_decibels(layer.signal, layer.before):.2f} dB",
+                f"{_decibels(layer.signal, layer.after):.2f} dB",
+                f"{layer.gain:+.2f} dB",
+                "kept" if layer.kept else "left as it was",
+            )
+        for name, because in self.skipped:
+            table.add_row(name, "", "", "", "", because)
+        return table
+
+    def __str__(self) -> str:
+        """The table as plain text: signal-to-noise ratios of each layer's result, on samples that were held out."""
+        return as_text(self.__rich__())
+
+
+def as_text(table: Table) -> str:
+    """A table without colours, as wide as it needs to be."""
+    console = Console(file=io.StringIO(), width=160, color_system=None)
+    console.print(table)
+    written: io.StringIO = console.file  # type: ignore[assignment]
+    return "\n".join(line.rstrip() for line in written.getvalue().splitlines())
+
+
+def _decibels(signal: float, noise: float) -> float:
+    if noise <= 0:
+        return 0.0 if signal <= 0 else math.inf
+    return -math.inf if signal <= 0 else 10 * math.log10(signal / noise)

@@ -1,0 +1,137 @@
+"""What is tuned together: a layer with the function behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.facts import TensorFact
+from fxquant.graph import fact, is_parameter, resolve
+from fxquant.ops.unary import UNARY
+from fxquant.quantization.prepared import QuantizedOperator
+from fxquant.tuning.real import is_weighted
+from fxquant.tuning.walk import Samples, Values, Walk, arguments_of, run
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Nodes of a prepared model, in the order they run, and what they are to each other.
+
+    weighted  those whose rounded weight is tuned
+    exits     where it is compared with the float model: the real tensors that are read from outside, or else the last of `weighted`
+    inputs    what they read from outside, parameters included
+    """
+
+    nodes: tuple[fx.Node, ...]
+    weighted: tuple[fx.Node, ...]
+
+    @property
+    def name(self) -> str:
+        """That of the last node with a weight."""
+        return self.weighted[-1].name
+
+    @property
+    def exits(self) -> tuple[fx.Node, ...]:
+        found = tuple(node for node in self.nodes if _is_real(node) and any(user not in self.nodes for user in node.users))
+        return found or self.weighted[-1:]
+
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        return tuple(dict.fromkeys(operand for node in self.nodes for operand in node.all_input_nodes if operand not in self.nodes))
+
+
+def _is_real(node: fx.Node) -> bool:
+    known = fact(node)
+    return isinstance(known, TensorFact) and known.dtype.is_floating_point
+
+
+def operator_at(prepared: fx.GraphModule, node: fx.Node) -> QuantizedOperator | None:
+    """The quantized operator that a node calls; None if it calls none."""
+    module = prepared.get_submodule(str(node.target)) if node.op == "call_module" else None
+    return module if isinstance(module, QuantizedOperator) else None
+
+
+def weighted_nodes(prepared: fx.GraphModule) -> list[fx.Node]:
+    """The nodes whose weight is rounded on its own, in the order they run."""
+    found = []
+    for node in prepared.graph.nodes:
+        operator = operator_at(prepared, node)
+        if operator is not None and is_weighted(operator, constant_arguments(prepared, node, operator)):
+            found.append(node)
+    return found
+
+
+def constant_arguments(prepared: fx.GraphModule, node: fx.Node, operator: QuantizedOperator) -> dict[str, Any]:
+    """The arguments of a node by name, with the values of parameters, and nodes in place of all others."""
+
+    def value(operand: fx.Node) -> Any:
+        if not is_parameter(operand):
+            return operand
+        return run(prepared, operand, {inner: value(inner) for inner in operand.all_input_nodes}, exact=False)
+
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), value)
+    return operator.operator.bind_call(*operator.multiplied(args, dict(kwargs)))
+
+
+def shared_weights(prepared: fx.GraphModule) -> set[fx.Node]:
+    """The weighted nodes with a weight that others read, too: it is one constant for all, as long as all round it alike."""
+    readers: dict[str, set[fx.Node]] = {}
+    for node in weighted_nodes(prepared):
+        left = [operand for operand in node.all_input_nodes if is_parameter(operand)]
+        while left:
+            operand = left.pop()
+            left.extend(operand.all_input_nodes)
+            value = resolve(prepared, str(operand.target)) if operand.op == "get_attr" else None
+            if isinstance(value, Tensor) and value.dim() > 1:
+                readers.setdefault(str(operand.target), set()).add(node)
+    return {node for nodes in readers.values() if len(nodes) > 1 for node in nodes}
+
+
+def layer_units(prepared: fx.GraphModule) -> list[Unit]:
+    """A unit for every weighted node, with the function of one tensor that alone reads it, if there is one."""
+    return [Unit((node, *_function_behind(prepared, node)), (node,)) for node in weighted_nodes(prepared)]
+
+
+def _function_behind(prepared: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, ...]:
+    users = list(node.users)
+    operator = operator_at(prepared, users[0]) if len(users) == 1 else None
+    return (users[0],) if operator is not None and operator.operator.name in UNARY and fact(users[0]) == fact(node) else ()
+
+
+class Lesson:
+    """What a unit is to learn: the operands it has in integers and in float, and the results it has in float, chunk by chunk."""
+
+    def __init__(self, unit: Unit, samples: Samples, exact: Walk, real: Walk) -> None:
+        self.prepared, self.unit, self.samples = exact.prepared, unit, samples
+        self.operands, self.float_operands = exact.at(unit.inputs), real.at(unit.inputs)
+        self.targets = real.at(unit.exits)
+
+    def signal(self) -> float:
+        """The mean square of the results it is to have, over what is held out."""
+        return self._mean(lambda index, node: self.targets[index][node].double().square())
+
+    @torch.no_grad()
+    def error(self) -> float:
+        """The mean squared error of the results it has in integers as it is now, over what is held out."""
+        found: dict[int, Values] = {index: self.results(index) for index in self.samples.judging}
+        return self._mean(lambda index, node: (found[index][node] - self.targets[index][node]).double().square())
+
+    def results(self, index: int) -> Values:
+        """Its values in integers for one chunk."""
+        values = dict(self.operands[index])
+        for node in self.unit.nodes:
+            values[node] = run(self.prepared, node, values, exact=True)
+        return values
+
+    def _mean(self, square: Callable[[int, fx.Node], Tensor]) -> float:
+        squares = [square(index, node) for index in self.samples.judging for node in self.unit.exits]
+        return float(torch.stack([s.sum() for s in squares]).sum()) / max(sum(s.numel() for s in squares), 1)
+
+
+def bound_arguments(node: fx.Node, operator: QuantizedOperator, values: Values) -> dict[str, Any]:
+    """The arguments of a node by name, with the values of what it reads, parameters as they act."""
+    return operator.operator.bind_call(*operator.multiplied(*arguments_of(node, values)))

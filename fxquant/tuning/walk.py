@@ -1,0 +1,175 @@
+"""Samples that are led through a prepared model node by node, as the float model has them and as the integers have them.
+
+What a node gives is kept for every sample until all that reads it has run, so every node runs once for the whole of a method, and memory
+is that of the widest cut through the graph, twice, for all samples; no gradient is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.errors import CalibrationError
+from fxquant.facts import BatchDim, TensorFact
+from fxquant.graph import fact, resolve
+from fxquant.progress import progress
+from fxquant.quantization.batches import as_batches, first_batches, length, model_inputs, no_batches
+from fxquant.quantization.prepared import QuantizedOperator
+
+Values = dict[fx.Node, Any]
+
+HELD_OUT_OF = 4  # every fourth chunk of samples is held out
+
+
+class Samples:
+    """The inputs of a model in chunks of some samples each, of which every fourth judges what the others have taught.
+
+    chunks    for each, the values of the model's inputs, in the graph's order
+    learning  the positions of those that are learned from
+    judging   the positions of those that are held out
+    """
+
+    def __init__(self, chunks: list[list[Any]]) -> None:
+        self.chunks = chunks
+        self.judging = (
+            range(HELD_OUT_OF - 1, len(chunks), HELD_OUT_OF) if len(chunks) >= HELD_OUT_OF else range(len(chunks) - 1, len(chunks))
+        )
+        self.learning = [index for index in range(len(chunks)) if index not in self.judging]
+
+    @property
+    def tensors(self) -> Iterable[Tensor]:
+        """All of their tensors."""
+        return (value for chunk in self.chunks for value in chunk if isinstance(value, Tensor))
+
+
+def taken(
+    prepared: fx.GraphModule,
+    batches: Any,
+    num_batches: int | None,
+    batch_fn: Callable[[Any], Any] | None,
+    size: int,
+    show_progress: bool | None = None,
+) -> Samples:
+    """All batches, cut along the batch into chunks of at most `size` samples, of fewer where there would be less than four chunks.
+
+    A model of one batch size alone has its batches as chunks. Raises CalibrationError if there is no batch, one does not fit, or only one
+    sample is there.
+    """
+    whole: list[list[Any]] = []
+    source = as_batches(batches)
+    for batch in progress(first_batches(source, num_batches), length(source, num_batches), "taking batches", show_progress):
+        whole.append(model_inputs(prepared, batch if batch_fn is None else batch_fn(batch), len(whole)))
+    if not whole:
+        raise no_batches(num_batches)
+    axes = [_batch_axis(node) for node in prepared.graph.find_nodes(op="placeholder")]
+    if any(axis is not None for axis in axes):
+        count = sum(_count(inputs, axes) for inputs in whole)
+        size = max(1, min(size, count // HELD_OUT_OF))
+        whole = [chunk for inputs in whole for chunk in _cut(inputs, axes, size)]
+    if len(whole) < 2:
+        raise CalibrationError(
+            "there is too little to tune with",
+            because="`batches` yielded one sample; tuning learns from some and is judged on others",
+            remedy="pass at least 2 samples; 64 to 1024 are usual",
+        )
+    return Samples(whole)
+
+
+def _batch_axis(node: fx.Node) -> int | None:
+    """The dimension of an input that is the batch; None if there is none."""
+    known = fact(node)
+    if not isinstance(known, TensorFact):
+        return None
+    return next((axis for axis, size in enumerate(known.shape) if isinstance(size, BatchDim)), None)
+
+
+def _count(inputs: Sequence[Any], axes: Sequence[int | None]) -> int:
+    return next(int(value.shape[axis]) for value, axis in zip(inputs, axes, strict=True) if axis is not None)
+
+
+def _cut(inputs: Sequence[Any], axes: Sequence[int | None], size: int) -> Iterable[list[Any]]:
+    for start in range(0, _count(inputs, axes), size):
+        yield [
+            value if axis is None else value.narrow(axis, start, min(size, value.shape[axis] - start)).clone()
+            for value, axis in zip(inputs, axes, strict=True)
+        ]
+
+
+class Walk:
+    """The values of some chunks at the nodes of a prepared model, as far as they were asked for and are still to be read.
+
+    Without gradients, and with every operator as it is at that moment: in its float form, or, `exact`, in the state that it is in.
+    """
+
+    def __init__(self, prepared: fx.GraphModule, chunks: Sequence[Sequence[Any]], *, exact: bool) -> None:
+        self.prepared, self.exact = prepared, exact
+        self._left = {node: len(node.users) for node in prepared.graph.nodes}
+        self._order = {node: index for index, node in enumerate(prepared.graph.nodes)}
+        inputs = prepared.graph.find_nodes(op="placeholder")
+        self._values: list[Values] = [dict(zip(inputs, chunk, strict=True)) for chunk in chunks]
+        self._done: set[fx.Node] = set(inputs)
+        self.largest = 0  # bytes that were kept at the same time
+
+    def at(self, nodes: Iterable[fx.Node]) -> list[Values]:
+        """The values of these nodes for every chunk; what they are computed from, and was not computed yet, is computed now."""
+        wanted = list(nodes)
+        for node in self._needed(wanted):
+            for values in self._values:
+                values[node] = self._run(node, values)
+            self._done.add(node)
+            self.largest = max(self.largest, self._bytes())
+            for operand in node.all_input_nodes:
+                self._left[operand] -= 1
+                if not self._left[operand] and operand not in wanted:
+                    for values in self._values:
+                        del values[operand]
+        found = [{node: values[node] for node in wanted} for values in self._values]
+        for node in wanted:
+            if not self._left[node]:
+                for values in self._values:
+                    values.pop(node, None)
+        return found
+
+    def _needed(self, wanted: Sequence[fx.Node]) -> list[fx.Node]:
+        """What has to run for these nodes, in the order of the graph."""
+        found: set[fx.Node] = set()
+        left = [node for node in wanted if node not in self._done]
+        while left:
+            node = left.pop()
+            if node not in found:
+                found.add(node)
+                left.extend(operand for operand in node.all_input_nodes if operand not in self._done)
+        return sorted(found, key=self._order.__getitem__)
+
+    @torch.no_grad()
+    def _run(self, node: fx.Node, values: Values) -> Any:
+        return run(self.prepared, node, values, exact=self.exact)
+
+    def _bytes(self) -> int:
+        kept = (value for values in self._values for node, value in values.items() if node.op != "get_attr" and isinstance(value, Tensor))
+        return sum({value.data_ptr(): value.nbytes for value in kept}.values())
+
+
+def run(prepared: fx.GraphModule, node: fx.Node, values: Values, *, exact: bool) -> Any:
+    """The value of one node: of an operator the float form, or, `exact`, that of its state."""
+    if node.op == "get_attr":
+        return resolve(prepared, str(node.target))
+    args, kwargs = arguments_of(node, values)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    if node.op == "call_function":
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+    module = resolve(prepared, str(node.target))
+    if isinstance(module, QuantizedOperator) and not exact:
+        args, kwargs = module.multiplied(args, kwargs)
+        return module.operator.function(*args, **kwargs)
+    return module(*args, **kwargs)
+
+
+def arguments_of(node: fx.Node, values: Values) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a node with the values of what it reads."""
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+    return args, dict(kwargs)
