@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import fx
+
 from fxquant.quantization.mapping import QConfigMapping
 from fxquant.serialization.qconfig import read, written
-from fxquant.tuning import mixed_precision, observer_search
+from fxquant.tuning import adaround, correct_bias, mixed_precision, observer_search, reconstruct
 from fxquant.tuning.budget import Budget
 from fxquant.tuning.choices import Choices, bits
 from fxquant.tuning.mixed_precision import Work
@@ -43,6 +45,7 @@ class State:
     work    the float model, calibrated as it was given, with the samples to learn from
     recipe  the best so far
     budget  what the model is to keep, if anything
+    steps   of methods that learn
     seed    of whatever is drawn at random
     show    whether to show progress
     """
@@ -50,6 +53,7 @@ class State:
     work: Work
     recipe: Recipe
     budget: Budget | None
+    steps: int
     seed: int
     show: bool | None
 
@@ -108,15 +112,31 @@ def _within_budget(state: State) -> Proposals:
         yield found.chosen.name, replace(state.recipe, mapping=found.qconfig)
 
 
-METHODS: dict[str, Callable[..., Any]] = {}  # by name: (prepared, batches, *, steps, seed, checkpoint, show_progress), in place
+# By name what tunes a model in place: (prepared, samples, steps, seed, checkpoint, show progress).
+METHODS: dict[str, Callable[[fx.GraphModule, list[list[Any]], int, int, str | None, bool | None], Any]] = {
+    "bias correction": lambda model, samples, steps, seed, file, show: correct_bias(model, samples, show_progress=show),
+    "AdaRound": lambda model, samples, steps, seed, file, show: adaround(
+        model, samples, steps=steps, seed=seed, checkpoint=file, show_progress=show
+    ),
+    "reconstruction": lambda model, samples, steps, seed, file, show: reconstruct(
+        model, samples, steps=steps, seed=seed, checkpoint=file, show_progress=show
+    ),
+}
 
 
-def _method(name: str) -> Remedy:
+def _method(name: str, learns: bool = True) -> Remedy:
     def propose(state: State) -> Proposals:
-        yield name, replace(state.recipe, methods=(*state.recipe.methods, name))
+        yield f"{state.steps} steps" if learns else "", replace(state.recipe, methods=(*state.recipe.methods, name))
 
     return Remedy(name, propose)
 
 
 BUDGET = Remedy("mixed precision", _within_budget)
-REMEDIES: tuple[Remedy, ...] = (Remedy("observers", _observers), Remedy("16 bits", _sixteen), BUDGET)
+REMEDIES: tuple[Remedy, ...] = (
+    Remedy("observers", _observers),
+    _method("bias correction", learns=False),
+    Remedy("16 bits", _sixteen),
+    BUDGET,
+    _method("AdaRound"),
+    _method("reconstruction"),
+)

@@ -152,6 +152,16 @@ def weight_name(operator: QuantizedOperator, arguments: Mapping[str, Any]) -> st
 def rounded_weight(operator: QuantizedOperator, arguments: Mapping[str, Any], dtype: str) -> Tensor:
     """The weight, as the operator reads it, rounded to integers of a dtype with the scales of its config: real numbers."""
     name = weight_name(operator, arguments)
+    if operator.factors is None or not operator.factors.active:
+        return _rounded(operator, arguments, name, dtype)
+    acting = operator.factors.of(operator.operator, dict(arguments))
+    ones = operator.factors.of(operator.operator, {**arguments, name: torch.ones_like(arguments[name])})
+    rounded: Tensor = _rounded(operator, acting, name, dtype) / ones[name]  # factors are powers of two
+    return rounded
+
+
+def _rounded(operator: QuantizedOperator, arguments: Mapping[str, Any], name: str, dtype: str) -> Tensor:
+    """The same of a weight as it acts."""
     weight = arguments[name]
     places = torch.arange(weight.numel(), device=weight.device).reshape(weight.shape)
     arranged, where = weight_of(operator, arguments), weight_of(operator, {**arguments, name: places})

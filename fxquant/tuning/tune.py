@@ -143,7 +143,8 @@ def tune(
     out; so nothing that lowers it is kept. The search ends once the score is at most `tolerance` below the float model's.
 
     Tried are, in this order: calibration as the qconfig says; with a `budget` that this exceeds, the best dtypes within it; other
-    observers; int16 for the most sensitive tensors, or, with a budget, the best dtypes within it; methods that learn in `steps` each.
+    observers; bias correction; int16 for the most sensitive tensors, or, with a budget, the best dtypes within it; AdaRound and block
+    reconstruction, in `steps` for each layer or block.
 
     The same seed, model and batches give the same bits; no global generator is read. After a kill, the same call with the same
     `checkpoint` goes on behind the last thing that was tried, and ends with the same bits. Raises CalibrationError for fewer than
@@ -217,7 +218,7 @@ class _Session:
     def _try(self, remedy: Remedy, enough: float, refused: bool = False) -> None:
         """Judge what a remedy proposes, and keep the best of it."""
         known = self.journal.at(remedy.name, lambda: {"tried": [], "done": False})
-        state = State(self.work, self.recipe, self.budget, self.seed, self.show)
+        state = State(self.work, self.recipe, self.budget, self.steps, self.seed, self.show)
         for entry in known["tried"]:
             self._take(remedy, TuneStep(**entry["step"]), Recipe.of(entry["recipe"]), None)
         if not known["done"]:
