@@ -152,7 +152,8 @@ ALLOWED: dict[str, set[str]] = {
     # names of other toolkits, over what the user calls
     "fxquant.compat": {"errors", "mapping", "spec"},
     "fxquant.compat.torch_ao": BASE | {"", "calibration", "compat.common", "compat.torch_ao", "frontend", "prepared", "state"},
-    "fxquant.compat.horizon": BASE | {"", "backends", "calibration", "compat.horizon", "compat.common", "prepared", "quantizer", "state"},
+    "fxquant.compat.horizon": BASE
+    | {"", "backends", "tuning", "calibration", "compat.horizon", "compat.common", "prepared", "quantizer", "state"},
 }
 TABLES_OF_CONTENTS = {"fxquant": {"*"}, "fxquant.passes": NOUNS | {"passes"}}  # rows of an __init__.py alone
 

@@ -99,6 +99,15 @@ def test_a_model_whose_scales_are_learned_takes_over_those_of_calibration() -> N
         horizon.load_observer_params(calib, wide)
 
 
+@pytest.mark.parametrize("observer", ["mse", "kl", "mix", "clip_std"])
+def test_roundings_are_learned_of_a_model_that_any_observer_calibrated(observer: str) -> None:
+    prepared = calibrated(prepared_as(horizon.get_default_qconfig(activation_observer=observer)))
+    settings = {"num_batches": len(BATCHES), "num_steps": 20}
+    assert horizon.weight_reconstruction(prepared, BATCHES, custom_config_dict=settings) is prepared
+    integer = horizon.convert_fx(prepared)
+    assert torch.equal(prepared(BATCHES[0]), integer(BATCHES[0]))
+
+
 def test_states_are_those_of_operators_and_a_part_has_its_own() -> None:
     prepared = prepared_as(horizon.default_qat_8bit_fake_quant_qconfig)
     for state in STATE:
@@ -311,6 +320,7 @@ CALLS = {
     "what is sensitive": lambda: horizon.QconfigSetter(templates=[horizon.SensitivityTemplate(["a"], 1, "x")]).mapping(),
     "a template's key": lambda: horizon.QconfigSetter(templates=[horizon.ModuleNameTemplate({"a": {"outputs": "qint8"}})]).mapping(),
     "a measure": lambda: horizon.featuremap_similarity(Net(), Net(), BATCHES[0], "nonsense"),
+    "a setting of reconstruction": lambda: horizon.weight_reconstruction(Net(), BATCHES, None, {"b_range": [20, 2]}),
     "a folder as a file": lambda: horizon.export_quantized_onnx(Net(), BATCHES[0], "/"),
 }
 

@@ -41,6 +41,7 @@ from fxquant.compat.horizon.quantization import (
     prepare_qat_fx,
     set_fake_quantize,
     set_qat_mode,
+    weight_reconstruction,
 )
 from fxquant.compat.horizon.rules import (
     ConstTensorQuantTemplate,
@@ -105,6 +106,7 @@ __all__ = [
     "set_march",
     "set_qat_mode",
     "stubs",
+    "weight_reconstruction",
 ]
 
 _COMPILED = Refusal(
@@ -125,12 +127,9 @@ MISSING = {
         "an operand has the dtype of the operator that made it", "give those operators a dtype with ModuleNameTemplate"
     ),
     "PACTFakeQuantize": _PACT,
-    "QuantAnalysis": Refusal("it is several functions here", "call featuremap_similarity, fxq.record, or fxq.explain"),
+    "QuantAnalysis": Refusal("it is several functions here", "call featuremap_similarity, fxq.sensitivity, fxq.record, or fxq.explain"),
     "all_fp16_qconfig_setter": _FLOATS,
-    "auto_calibrate": Refusal(
-        "what calibration has seen serves every observer",
-        "prepare candidates with fxq.prepare(…, observations=fxq.observations(calib_model)), and keep the best",
-    ),
+    "auto_calibrate": Refusal("the search starts from the float model", "call fxq.search_observers(model, batches, target)"),
     "check_unfused_operations": Refusal("operators are fused whatever they are called", "read fxq.explain, or run with FXQUANT_DEBUG=3"),
     "compare_script_models": Refusal("there is no TorchScript", "compare two forms bit for bit with fxq.verify"),
     "compare_weights": Refusal("weights are quantized from what they are", "read both with state_dict()"),
@@ -162,10 +161,6 @@ MISSING = {
     "set_preserve_qat_mode": Refusal("an integer graph is integer", "keep an operator in float with None in the qconfig_dict"),
     "show_cuda_memory_consumption": Refusal("it is no part of quantization", "use torch.cuda.memory"),
     "split_compilable_model": Refusal("a compiled model is cut where devices change", "call fxq.export_segments"),
-    "weight_reconstruction": Refusal(
-        "a rounding that learns is a part of the weight's config",
-        "train the prepared model with fxq.WeightConfig(rounding=…), a class of fxq.Rounding",
-    ),
     "visualize_model": Refusal("it draws the vendor's compiler's files", "open what export_quantized_onnx writes"),
 }
 _refuse = refusing(__name__, MISSING)

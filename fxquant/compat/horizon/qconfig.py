@@ -17,15 +17,20 @@ qint4, qint8, qint16, qint32 = "int4", "int8", "int16", "int32"
 
 # Observers by the names that get_default_qconfig takes, and by those of classes.
 min_max, fixed_scale, clip, percentile, mse = "min_max", "fixed_scale", "clip", "percentile", "mse"
+clip_std, kl, mix = "clip_std", "kl", "mix"
 MinMaxObserver = MovingAverageMinMaxObserver = PerChannelMinMaxObserver = MovingAveragePerChannelMinMaxObserver = min_max
 FixedScaleObserver, ClipObserver, PercentileObserver, MSEObserver = fixed_scale, clip, percentile, mse
+ClipStdObserver, KLObserver, MixObserver = clip_std, kl, mix
 HistogramObserver = mse  # both choose the least squared error
 
 # What makes an observer by its name, given the averaging constant and further settings, of which it takes out those that it knows.
 OBSERVERS: dict[str, Callable[[float, dict[str, Any]], Any]] = {
     min_max: lambda constant, _: fxq.MovingAverageMinMaxObserver(constant) if constant > 0 else fxq.MovingAverageMinMaxObserver,
     percentile: lambda _, given: fxq.PercentileObserver(float(given.pop("percentile", 99.99)), int(given.pop("bins", 2048))),
-    mse: lambda *_: fxq.HistogramObserver,
+    mse: lambda *_: fxq.HistogramObserver,  # the squared error, of later values too; one observer for calibration and training
+    clip_std: lambda _, given: fxq.ClipStdObserver(float(given.pop("std_scale", 3.0))),
+    kl: lambda *_: fxq.KLObserver,
+    mix: lambda *_: fxq.MixObserver,
 }
 WEIGHT_OBSERVERS = (None, min_max)
 

@@ -19,6 +19,7 @@ from fxquant.quantization.observers import gathering
 from fxquant.quantization.prepared import quantized_operators
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.state import State
+from fxquant.tuning.rounding import adaround
 
 ARGUMENTS = {
     "mapping": Refusal("modules are traced, not replaced", "leave it out"),
@@ -238,3 +239,24 @@ def _take_over(mine: Quantizer, theirs: Quantizer) -> None:
             observer.load_state_dict(known[gathering(observer)].state_dict())
     if mine.range is not None:
         mine.batches_used.copy_(mine.range.count)
+
+
+@checked()
+def weight_reconstruction(
+    calib_model: nn.Module, batches: Any, batch_process_func: Any = None, custom_config_dict: Mapping[str, Any] | None = None
+) -> nn.Module:
+    """Learn of each weight whether it is rounded up or down (`fxquant.tuning.adaround`); returns the model, which is changed.
+
+    `custom_config_dict` may hold num_batches, 10 if it does not, and num_steps, 100. Raises what `adaround` raises, and
+    ConfigurationError for other keys: a layer that does not gain is left as it was, so that none is excluded by name.
+    """
+    settings = dict(custom_config_dict or {})
+    num_batches, steps = settings.pop("num_batches", 10), settings.pop("num_steps", 100)
+    if settings:
+        raise ConfigurationError(
+            f"custom_config_dict holds {', '.join(map(repr, settings))}",
+            because="num_batches and num_steps are what can be set",
+            remedy="leave it out, or call fxq.tuning.adaround",
+        )
+    adaround(calib_model, batches, num_batches, batch_process_func, steps=steps)  # type: ignore[arg-type]
+    return calib_model
