@@ -290,6 +290,24 @@ def test_a_layer_that_is_no_better_on_what_is_held_out_is_left_as_it_was(network
     assert same({name: value for name, value in bits(prepared).items() if "correction" not in name}, before)
 
 
+@pytest.mark.parametrize("method", [fxq.tuning.correct_bias, functools.partial(fxq.tuning.adaround, steps=STEPS)])
+def test_channels_that_are_equalized_are_tuned_as_they_act(method: Method) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4)).eval()
+    with torch.no_grad():
+        factors = 2.0 ** torch.randint(-4, 5, (8, 1, 1, 1))
+        model[0].weight *= factors
+        model[0].bias *= factors.flatten()
+        model[2].weight /= factors.transpose(0, 1)
+    prepared = compiled(model, LEARNED, "bayes-e", fxq.QConfig(weight=fxq.WeightConfig("int4"))).prepared
+    assert any(each.factors is not None and each.factors.active for each in quantized_operators(prepared).values())
+    before = error(prepared, model)
+    method(prepared, LEARNED, show_progress=False)
+    assert error(prepared, model) < 1.05 * before
+    with torch.no_grad():
+        assert torch.equal(prepared(SEEN_BY_NOBODY), fxq.convert(prepared)(SEEN_BY_NOBODY))
+
+
 def test_live_statistics_take_the_place_of_a_correction(network: nn.Module) -> None:
     prepared = calibrated(network)
     fxq.tuning.correct_bias(prepared, LEARNED)
