@@ -350,7 +350,8 @@ def test_a_copy_of_a_prepared_model_trains_and_converts_on_its_own(prepared: fx.
 def test_the_keys_are_the_float_models_and_the_quantizers(prepared: fx.GraphModule) -> None:
     float_keys, keys = set(tiny().state_dict()), set(prepared.state_dict())
     assert float_keys <= keys
-    pattern = r"quantized\.\w+\.(quantizer|intermediate)\.(base_scale|stopped|batches_used|(observer|range|others\.\w+)\.\w+)"
+    quantizer = r"(quantizer|intermediate)\.(base_scale|stopped|batches_used|(observer|range|others\.\w+)\.\w+)"
+    pattern = rf"quantized\.\w+\.({quantizer}|factors\.(inputs|outputs))"
     assert all(re.fullmatch(pattern, key) for key in keys - float_keys)
     assert {f"quantized.{name}.quantizer.base_scale" for name in ("x_quantize", "conv1", "conv2", "head")} <= keys
 

@@ -287,7 +287,7 @@ UNARY = {
 
 
 @pytest.mark.parametrize("name", UNARY)
-@settings(deadline=None, derandomize=True, max_examples=4)
+@settings(deadline=None, derandomize=True, max_examples=2)
 @given(
     st.floats(2.0**-18, 2.0**-10, width=32), st.floats(2.0**-18, 2.0**-6, width=32), st.booleans(),
     st.sampled_from([(INT16, INT16), (INT8, INT16), (INT16, INT8)]),

@@ -63,7 +63,7 @@ def correct_bias(
 def _correction(lesson: Lesson, operator: QuantizedOperator) -> Tensor | None:
     """What is to be added, shape (C,): the mean of float minus integer before the fused limits, over what is learned from."""
     node = lesson.unit.weighted[0]
-    total, count = torch.zeros(()), 0
+    total, count = torch.zeros((), device="cpu"), 0
     for index in lesson.samples.learning:
         has = bound_arguments(node, operator, lesson.operands[index])
         weight = weight_of(operator, has)

@@ -81,7 +81,7 @@ class Checkpoint:
         path = Path(self.path)
         path.parent.mkdir(parents=True, exist_ok=True)
         written = path.with_name(path.name + ".part")
-        safetensors.torch.save_file(self._tensors or {"nothing": torch.zeros(0)}, written, metadata)
+        safetensors.torch.save_file(self._tensors or {"nothing": torch.zeros(0, device="cpu")}, written, metadata)
         os.replace(written, path)  # whole or not at all
 
 

@@ -242,7 +242,7 @@ def _layer(prepared: fx.GraphModule, known: Channels, node: fx.Node, seen: Stati
     rows = rows.detach().double().cpu().flatten(2) if rows.dim() > 2 else rows.detach().double().cpu().unsqueeze(2)
     outputs, inputs, taps = rows.shape
     groups = max(len(read) // inputs, 1)
-    index = (torch.arange(outputs) // (outputs // groups) * inputs).unsqueeze(1) + torch.arange(inputs)
+    index = (torch.arange(outputs, device="cpu") // (outputs // groups) * inputs).unsqueeze(1) + torch.arange(inputs, device="cpu")
     _, power, count = seen[arguments["input"].name]
     assert operator.channels is not None
     dim = operator.channels(arguments) % (power.dim() + 1) - 1
@@ -279,7 +279,7 @@ def _grids(prepared: fx.GraphModule, known: Channels, seen: Statistics, gain: Te
         largest = torch.cat([seen[name][0].flatten() for name in names])
         power = torch.cat([(seen[name][1] / seen[name][2]).flatten() for name in names])
         own, place, count = torch.unique(labels, return_inverse=True, return_counts=True)
-        of_label = torch.zeros(len(own), dtype=torch.float64)
+        of_label = torch.zeros(len(own), dtype=torch.float64, device="cpu")
         found.append(
             TensorNoise(
                 labels=own,

@@ -63,7 +63,7 @@ class _Choice:
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape
-        self.start = torch.zeros(shape)
+        self.start = torch.zeros(shape, device="cpu")
         self.value: nn.Parameter | None = None
 
     def between(self, real: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class Student:
         for step in range(steps):
             if self.growth:
                 optimizer.param_groups[1]["lr"] = min(SCALE_REACH / steps, LARGEST_STEP) * (1 + math.cos(math.pi * step / steps)) / 2
-            index = int(torch.randint(len(self.lesson.samples.learning), (), generator=self.generator))
+            index = int(torch.randint(len(self.lesson.samples.learning), (), generator=self.generator, device="cpu"))
             loss = self._loss(self.lesson.samples.learning[index]) / unit
             sharpness = _sharpness(step / steps)
             if sharpness is not None:
