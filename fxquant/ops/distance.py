@@ -21,7 +21,7 @@ from fxquant.ops.index import getitem
 from fxquant.ops.linear import matmul
 from fxquant.ops.pad import pad
 from fxquant.ops.pool import sum
-from fxquant.ops.record import INNER, WIDE, Operator, register
+from fxquant.ops.record import INNER, WIDE, Operator, Own, register
 from fxquant.ops.selection import where
 from fxquant.ops.shape import numbers, reshape
 from fxquant.ops.unary import SHIFTED, unary
@@ -182,15 +182,21 @@ def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str = "use_mm_fo
     return torch.cdist(x1, x2, p, compute_mode)
 
 
-def length(build: Builder, difference: fx.Node, p: float, keepdim: bool) -> Any:
-    """The 1- or 2-norm along the last dimension."""
+def length(build: Builder, difference: fx.Node, p: float, keepdim: bool, eps: float = 0.0) -> Any:
+    """The 1- or 2-norm of difference + eps along the last dimension."""
+
+    def each(name: str, function: Callable[[Tensor], Tensor], demand: Own) -> fx.Node:
+        if eps == 0:
+            return build(function, difference, demand=demand)
+        return build(SHIFTED.function, difference, name, 1.0, float(eps), {}, demand=demand)
+
     if p == 1:
-        return build(sum, build(torch.abs, difference, demand=INNER), [-1], keepdim)
-    return build(torch.sqrt, build(sum, build(torch.square, difference, demand=WIDE), [-1], keepdim, demand=WIDE))
+        return build(sum, each("abs", torch.abs, INNER), [-1], keepdim)
+    return build(torch.sqrt, build(sum, each("square", torch.square, WIDE), [-1], keepdim, demand=WIDE))
 
 
 def _expand_pairwise_distance(build: Builder, x1: fx.Node, x2: fx.Node, p: float, eps: float, keepdim: bool) -> Any:
-    return length(build, build(sub, x1, x2, demand=INNER), p, keepdim)
+    return length(build, build(sub, x1, x2, demand=INNER), p, keepdim, eps)
 
 
 def _expand_cdist(build: Builder, x1: fx.Node, x2: fx.Node, p: float, compute_mode: str) -> Any:
