@@ -52,7 +52,7 @@ class Search:
     def __init__(self, softmax: fx.Node, plain: set[fx.Node], activations: Sequence[str]) -> None:
         self.softmax, self.plain = softmax, plain
         self.build = Builder(masked_softmax.__name__, softmax, activations)
-        self.dim: int = softmax.args[1] % len(fact(softmax).shape)  # type: ignore[operator, assignment]
+        self.dim: int = softmax.args[1] % max(len(fact(softmax).shape), 1)  # type: ignore[operator, assignment]
         self.keeps: list[fx.Node] = []
         self.empty: set[str] = set()  # what becomes of rows of which each mask keeps nothing
         self.otherwise: fx.Node | None = None  # what counts in such a row, where there is one mask

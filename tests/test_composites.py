@@ -214,6 +214,28 @@ def test_the_logarithm_of_a_masked_softmax_stays_whole(kind: str, because: str) 
     assert because in whole(Masked(kind), rows(), "log_softmax")
 
 
+REPEATED: dict[str, Callable[[Tensor], Tensor]] = {
+    "along the dimension": lambda x: F.cosine_similarity(x[:, :1], x, 1),
+    "last": lambda x: F.cosine_similarity(x, x[:, :, :1], -1),
+    "by a dimension more": lambda x: F.cosine_similarity(x, torch.tensor([1.0, -2.0, 3.0, 4.0]), -1),
+    "beside the dimension": lambda x: F.cosine_similarity(x, x[:, :, :1], 1),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_a_similarity_counts_what_is_repeated_along_its_dimension(name: str) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return REPEATED[name](x)
+
+    x = torch.rand(8, 3, 4) + 0.5
+    prepared, integer = compiled(Model(), [x])
+    with torch.no_grad():
+        assert float((integer(x) - Model()(x)).abs().max()) < 0.03
+        fxq.set_state(prepared, fxq.State.FLOAT)
+        assert torch.allclose(prepared(x), Model()(x), atol=1e-5)
+
+
 class AcrossTheBatch(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(x.flatten(1), x, x)

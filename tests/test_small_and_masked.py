@@ -358,3 +358,20 @@ def test_a_norm_keeps_samples_that_are_smaller_than_any_in_calibration() -> None
     parts = [operator.output for operator in quantized_operators(prepared).values()]
     assert {quantizer.headroom for quantizer in parts if quantizer.dtype.name == "int16"} == {2.0}
     assert {quantizer.headroom for quantizer in parts if quantizer.dtype.name == "int8"} == {1.0}
+
+
+OF_ONE_NUMBER: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda x: torch.softmax(x.sum(), -1),
+    "any": lambda x: (x.amax() > 0).any(0),
+    "all": lambda x: (x.amax() > 0).all(-1),
+}
+
+
+@pytest.mark.parametrize("name", OF_ONE_NUMBER)
+def test_a_dimension_of_one_number_may_be_named(name: str) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return OF_ONE_NUMBER[name](x)
+
+    x = torch.randn(4, 3)
+    assert torch.equal(compiled(Model(), [x]).integer(x), Model()(x))

@@ -17,7 +17,7 @@ from fxquant.ops.linear import matmul
 from fxquant.ops.pool import sum
 from fxquant.ops.progression import along
 from fxquant.ops.record import INNER, Operator, Same, register
-from fxquant.ops.shape import MANY_SIZES, expand, numbers, permute, reshape
+from fxquant.ops.shape import MANY_SIZES, numbers, permute, repeated, reshape, why_not_repeated
 
 MOST_MATRICES = 64  # the largest power of a matrix
 
@@ -79,21 +79,9 @@ def meshgrid(tensors: list[Tensor], indexing: str = "ij") -> tuple[Tensor, ...]:
     return tuple(torch.meshgrid(*tensors, indexing=indexing))
 
 
-def _repeated(build: Builder, input: fx.Node, sizes: tuple[Size, ...]) -> fx.Node:
-    """A tensor repeated to these sizes; one that has them is itself."""
-    present = build.fact(input).shape
-    old = [*[1] * (len(sizes) - len(present)), *present]
-    if old == list(sizes) and len(present) == len(sizes):
-        return input
-    made: fx.Node = build(
-        expand, input, [-1 if one == other and not isinstance(other, int) else other for one, other in zip(old, sizes, strict=True)]
-    )
-    return made
-
-
 def _expand_broadcast(build: Builder, tensors: list[fx.Node]) -> Any:
     common = fact(build.node)[0].shape
-    return tuple(_repeated(build, tensor, tuple(common)) for tensor in tensors)
+    return tuple(repeated(build, tensor, tuple(common)) for tensor in tensors)
 
 
 def _expand_meshgrid(build: Builder, tensors: list[fx.Node], indexing: str) -> Any:
@@ -104,18 +92,12 @@ def _expand_meshgrid(build: Builder, tensors: list[fx.Node], indexing: str) -> A
     for tensor, place, known in zip(tensors, places, fact(build.node), strict=True):
         shape = [1] * len(tensors)
         (shape[place],) = numbers(build.fact(tensor).shape) or [1]
-        found.append(_repeated(build, build(reshape, tensor, shape), tuple(known.shape)))
+        found.append(repeated(build, build(reshape, tensor, shape), tuple(known.shape)))
     return tuple(found)
 
 
 def _refuses_broadcast(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    common = fact(node)[0].shape
-    for tensor in arguments["tensors"]:
-        sizes = sizes_of(tensor)
-        present = [*[1] * (len(common) - len(sizes)), *sizes]
-        if any(one != other and not isinstance(other, int) for one, other in zip(present, common, strict=True)):
-            return "it is repeated as often as the batch is large"
-    return None
+    return why_not_repeated([sizes_of(tensor) for tensor in arguments["tensors"]], fact(node)[0].shape)
 
 
 def _refuses_meshgrid(node: fx.Node, arguments: dict[str, Any]) -> str | None:

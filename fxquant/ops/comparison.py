@@ -223,6 +223,8 @@ def _refuses_truth(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     known = fact(arguments["input"])
     if not isinstance(known, TensorFact) or known.dtype != torch.bool:
         return "its operand is no tensor of truth values"
+    if not known.shape:
+        return "its operand is one truth value, without dimensions"
     dim = arguments["dim"]
     reduced = range(len(known.shape)) if dim is None else dim if isinstance(dim, list | tuple) else [dim]
     return None if dim is not None and builtins.all(isinstance(known.shape[d], int) for d in reduced) else "it reduces the batch"

@@ -6,13 +6,15 @@ Where an inner tensor is a sum of squares or of products, 8 bits will do on a ta
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from fxquant.facts import Size
+from fxquant.graph import fact
 from fxquant.ops.arithmetic import add, mul, sub
 from fxquant.ops.composite import Builder
 from fxquant.ops.division import true_divide
@@ -23,7 +25,7 @@ from fxquant.ops.pad import pad
 from fxquant.ops.pool import sum
 from fxquant.ops.record import INNER, WIDE, Operator, Own, register
 from fxquant.ops.selection import where
-from fxquant.ops.shape import numbers, reshape
+from fxquant.ops.shape import numbers, repeated, reshape, why_not_repeated
 from fxquant.ops.unary import SHIFTED, unary
 
 # ---- fused arithmetic ------------------------------------------------------------------------------------------------
@@ -205,7 +207,26 @@ def _expand_cdist(build: Builder, x1: fx.Node, x2: fx.Node, p: float, compute_mo
     return length(build, build(sub, rows, columns, demand=INNER), p, False)
 
 
+def _alike_along(shapes: Sequence[Sequence[Size]], dim: int) -> tuple[int, list[list[Size]]]:
+    """The dimension counted from the end, and the shapes with the size there that they are repeated to together."""
+    behind = dim if dim < 0 else dim - max(map(len, shapes))
+    padded = [[*[1] * (-behind - len(sizes)), *sizes] for sizes in shapes]
+    size = next((sizes[behind] for sizes in padded if sizes[behind] != 1), 1)
+    return behind, [[*sizes[:behind], size, *sizes[len(sizes) + behind + 1 :]] for sizes in padded]
+
+
+def _refuses_cosine(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    shapes = [fact(arguments[name]).shape for name in ("x1", "x2") if isinstance(arguments[name], fx.Node)]
+    for sizes, wanted in zip(shapes, _alike_along(shapes, arguments["dim"])[1], strict=True):
+        because = why_not_repeated([sizes], wanted)
+        if because is not None:
+            return because
+    return None
+
+
 def _expand_cosine_similarity(build: Builder, x1: fx.Node, x2: fx.Node, dim: int, eps: float) -> Any:
+    dim, shapes = _alike_along([build.fact(x1).shape, build.fact(x2).shape], dim)
+    x1, x2 = (repeated(build, operand, sizes) for operand, sizes in zip((x1, x2), shapes, strict=True))  # a sum counts what is repeated
     product = build(sum, build(mul, x1, x2, demand=WIDE), [dim], False, demand=WIDE)
     for operand in (x1, x2):
         total = build(sum, build(torch.square, operand, demand=WIDE), [dim], False, demand=WIDE)
@@ -238,6 +259,7 @@ register(
         expand=_expand_cosine_similarity,
         functions={F.cosine_similarity: None, torch.cosine_similarity: None},
         modules={nn.CosineSimilarity: lambda m: {"dim": m.dim, "eps": m.eps}},
+        refuses=_refuses_cosine,
     )
 )
 

@@ -16,6 +16,7 @@ from fxquant.graph import fact, inherit, is_parameter, set_fact, shape_of
 from fxquant.lowering import Lowering, Quantized
 from fxquant.numerics import PLAIN_TYPES
 from fxquant.ops.casting import CASTS, asked_dtype, changed, in_dtype
+from fxquant.ops.composite import Builder
 from fxquant.ops.constants import on_the_output
 from fxquant.ops.form import Call
 from fxquant.ops.record import Demand, Instead, Operator, Own, Plain, Same, register
@@ -427,3 +428,23 @@ register(
         onnx=_onnx_repeat,
     )
 )
+
+
+def repeated(build: Builder, input: fx.Node, sizes: Sequence[Size]) -> fx.Node:
+    """A tensor repeated to these sizes; one that has them is itself."""
+    present = build.fact(input).shape
+    old = [*[1] * (len(sizes) - len(present)), *present]
+    if old == list(sizes) and len(present) == len(sizes):
+        return input
+    wanted = [-1 if one == other and not isinstance(other, int) else other for one, other in zip(old, sizes, strict=True)]
+    made: fx.Node = build(expand, input, wanted)
+    return made
+
+
+def why_not_repeated(shapes: Sequence[Sequence[Size]], common: Sequence[Size]) -> str | None:
+    """Why tensors of these shapes cannot be repeated to a common one."""
+    for sizes in shapes:
+        present = [*[1] * (len(common) - len(sizes)), *sizes]
+        if any(one != other and not isinstance(other, int) for one, other in zip(present, common, strict=True)):
+            return "it is repeated as often as the batch is large"
+    return None
