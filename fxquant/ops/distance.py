@@ -187,7 +187,7 @@ def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str = "use_mm_fo
 def length(build: Builder, difference: fx.Node, p: float, keepdim: bool, eps: float = 0.0) -> Any:
     """The 1- or 2-norm of difference + eps along the last dimension."""
 
-    def each(name: str, function: Callable[[Tensor], Tensor], demand: Own) -> fx.Node:
+    def each(name: str, function: Callable[[Tensor], Tensor], demand: Own) -> Any:
         if eps == 0:
             return build(function, difference, demand=demand)
         return build(SHIFTED.function, difference, name, 1.0, float(eps), {}, demand=demand)
