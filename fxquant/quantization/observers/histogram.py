@@ -127,14 +127,19 @@ class HistogramObserver(Observer):
         return (self.loss((magnitudes - quantized).abs()) * torch.cat((counts, counts))).sum(1)
 
     def _ahead(self, counts: Tensor) -> float:
-        """`ahead`; 1 where the last of these counts is of many values: a 1024th of all, and eight times what one of those before it is."""
+        """`ahead`; 1 where the last of these counts is of many values: a 1024th of all, and eight times what one of those before it is.
+
+        What stays within 1, as probabilities do, is covered up to 1 and not beyond.
+        """
         there = torch.nonzero(counts)
         if self.ahead == 1 or not len(there):
             return 1.0
         last = int(there[-1])
         before = counts[max(0, last - 16) : last]
         crowded = last > 0 and float(counts[last]) > max(16.0, float(self.counts.sum()) / 1024, 8 * float(before.mean()))
-        return 1.0 if crowded else self.ahead
+        largest = float(self.largest)
+        ahead = 1 / largest if largest <= 1 < largest * self.ahead else self.ahead
+        return 1.0 if crowded else ahead
 
     def _middles(self) -> Tensor:
         return (torch.arange(self.bins, device=self.counts.device, dtype=torch.float64) + 0.5) * (self.reach.double() / self.bins)
