@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import safetensors
 import safetensors.torch
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from fxquant.errors import ConfigurationError
 from fxquant.tuning.learning import Learned
 from fxquant.tuning.result import TunedLayer
+from fxquant.tuning.resumption import no_checkpoint, require_same_call, write_whole
 
 _OFFSET, _SCALE = "offset/", "scale/"
 
@@ -45,19 +43,8 @@ class Checkpoint:
             call, rows = json.loads(document["call"]), json.loads(document["rows"])
             found = {row["name"]: TunedLayer(**{**row, "layers": tuple(row["layers"])}) for row in rows}
         except (safetensors.SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigurationError(
-                f"checkpoint={path!r} is no checkpoint",
-                because=f"reading it raises {type(error).__name__}: {error}",
-                remedy="pass a path where there is no file yet, or the one of an earlier call of this method",
-            ) from None
-        differing = [name for name in {**call, **self.call} if call.get(name) != self.call.get(name)]
-        if differing:
-            raise ConfigurationError(
-                f"checkpoint={path!r} is of another call",
-                because="there "
-                + "; ".join(f"{name} is {call.get(name, 'nothing')}, and {self.call.get(name, 'nothing')} here" for name in differing),
-                remedy="repeat the call that it is of, with the same model and batches, or pass another path",
-            )
+            raise no_checkpoint(path, error) from None
+        require_same_call(path, call, self.call)
         self.rows, self._tensors = found, tensors
 
     def learned(self, row: TunedLayer) -> Learned:
@@ -75,26 +62,7 @@ class Checkpoint:
         if learned is not None:
             for prefix, values in ((_OFFSET, learned.offsets), (_SCALE, learned.scales)):
                 self._tensors.update({f"{row.name}/{prefix}{name}": value.detach().cpu().contiguous() for name, value in values.items()})
-        if self.path is None:
-            return
-        metadata = {"call": json.dumps(self.call), "rows": json.dumps([asdict(row) for row in self.rows.values()])}
-        path = Path(self.path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        written = path.with_name(path.name + ".part")
-        safetensors.torch.save_file(self._tensors or {"nothing": torch.zeros(0, device="cpu")}, written, metadata)
-        os.replace(written, path)  # whole or not at all
-
-
-def digest(tensors: Iterable[Tensor]) -> str:
-    """A number that tells tensors from others, as hexadecimal digits."""
-    found = hashlib.sha256()
-    for tensor in tensors:
-        found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]
-
-
-def model_digest(prepared: fx.GraphModule) -> str:
-    """The same of a model: its graph, its parameters and scales."""
-    text = torch.frombuffer(bytearray(str(prepared.graph).encode()), dtype=torch.uint8)
-    return digest([text, *prepared.state_dict().values()])
+        if self.path is not None:
+            metadata = {"call": json.dumps(self.call), "rows": json.dumps([asdict(row) for row in self.rows.values()])}
+            tensors = self._tensors or {"nothing": torch.zeros(0, device="cpu")}
+            write_whole(self.path, lambda part: safetensors.torch.save_file(tensors, part, metadata))

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from fxquant.analysis.layers import layers
 from fxquant.analysis.node import quantized_operator
-from fxquant.graph import annotation, is_inner_part, is_parameter, matched_rules, module_path, parameter_value, part, stated_demand
+from fxquant.graph import annotation, is_inner_part, matched_rules, module_path, part, stated_demand
 from fxquant.numerics import ACTIVATION_TYPES, WEIGHT_TYPES
 from fxquant.ops import Operator, Own
 from fxquant.ops.boundary import QUANTIZE
@@ -24,6 +24,8 @@ from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.rules import decide
 from fxquant.quantization.spec import ActivationConfig, QConfig
+from fxquant.tuning.real import weight_of
+from fxquant.tuning.units import constant_arguments
 
 ACTIVATION, WEIGHT = "activation", "weight"
 
@@ -258,20 +260,6 @@ def _operands(operator: QuantizedOperator | None) -> list[Quantizer]:
         if name != "residual":
             found += [one for one in (quantizer if isinstance(quantizer, list) else [quantizer]) if isinstance(one, Quantizer)]
     return found
-
-
-def constant_arguments(prepared: fx.GraphModule, node: fx.Node, operator: QuantizedOperator) -> dict[str, Any]:
-    """The arguments of a node by name, with the values of parameters, and nodes in place of all others."""
-    arguments = operator.operator.bind_call(node.args, node.kwargs)
-    return fx.map_arg(arguments, lambda operand: parameter_value(prepared, operand) if is_parameter(operand) else operand)
-
-
-def weight_of(operator: QuantizedOperator, arguments: Mapping[str, Any]) -> Tensor | None:
-    """The weight among arguments as it is rounded, channels first; None where there is none."""
-    if operator.plain:
-        return None
-    weight = operator.operator.weight(**arguments)
-    return weight if isinstance(weight, Tensor) else None
 
 
 def is_real(value: Any) -> bool:

@@ -11,9 +11,10 @@ from torch import fx
 from fxquant.arguments import FILE
 from fxquant.progress import progress
 from fxquant.quantization.rounding import AdaptiveRounding, Nearest
-from fxquant.tuning.checkpoint import Checkpoint, digest, model_digest
+from fxquant.tuning.checkpoint import Checkpoint
 from fxquant.tuning.learning import Settings, Student
 from fxquant.tuning.result import TunedLayer, TuningResult
+from fxquant.tuning.resumption import digest, model_digest
 from fxquant.tuning.units import Lesson, Unit, operator_at, shared_weights, weighted_nodes
 from fxquant.tuning.walk import Samples, Walk
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, fx
-
-from fxquant.errors import ConfigurationError
+from fxquant.tuning.resumption import no_checkpoint, require_same_call, write_whole
 
 
 class Journal:
@@ -33,19 +29,8 @@ class Journal:
             document = json.loads(Path(path).read_text(encoding="utf-8"))
             call, found = dict(document["call"]), dict(document["found"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigurationError(
-                f"checkpoint={path!r} is no checkpoint",
-                because=f"reading it raises {type(error).__name__}: {error}",
-                remedy="pass a path where there is no file yet, or the one of an earlier call",
-            ) from None
-        differing = [name for name in {**call, **self.call} if call.get(name) != self.call.get(name)]
-        if differing:
-            raise ConfigurationError(
-                f"checkpoint={path!r} is of another call",
-                because="there "
-                + "; ".join(f"{name} is {call.get(name, 'nothing')}, and {self.call.get(name, 'nothing')} here" for name in differing),
-                remedy="repeat the call that it is of, with the same model and batches, or pass another path",
-            )
+            raise no_checkpoint(path, error) from None
+        require_same_call(path, call, self.call)
         return found
 
     def at(self, name: str, find: Callable[[], Any]) -> Any:
@@ -57,25 +42,6 @@ class Journal:
 
     def write(self) -> None:
         """Put what is known into the file, whole or not at all."""
-        if self.path is None:
-            return
-        path = Path(self.path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(path.name + ".part")
-        part.write_text(json.dumps({"call": self.call, "found": self.found}), encoding="utf-8")
-        os.replace(part, path)
-
-
-def digest(tensors: Iterable[Tensor]) -> str:
-    """A number that tells tensors from others, as hexadecimal digits."""
-    found = hashlib.sha256()
-    for tensor in tensors:
-        found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]
-
-
-def model_digest(prepared: fx.GraphModule) -> str:
-    """The same of a model: its graph, its parameters and scales."""
-    text = torch.frombuffer(bytearray(str(prepared.graph).encode()), dtype=torch.uint8)
-    return digest([text, *prepared.state_dict().values()])
+        if self.path is not None:
+            text = json.dumps({"call": self.call, "found": self.found})
+            write_whole(self.path, lambda part: part.write_text(text, encoding="utf-8"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,12 +33,13 @@ class RealLowering(EagerLowering):
 
 def is_weighted(operator: QuantizedOperator, arguments: dict[str, Any]) -> bool:
     """Whether an operator, given its arguments with their values, forms sums of products with a weight of its own."""
-    return operator.operator.sums and not operator.plain and weight_of(operator, arguments) is not None
+    return operator.operator.sums and weight_of(operator, arguments) is not None
 
 
-def weight_of(operator: QuantizedOperator, arguments: dict[str, Any]) -> Tensor | None:
-    """Its weight as it is rounded: channels are dimension 0."""
-    return operator.operator.weight(**arguments)
+def weight_of(operator: QuantizedOperator, arguments: Mapping[str, Any]) -> Tensor | None:
+    """Its weight as it is rounded: channels are dimension 0; None where there is none."""
+    weight = None if operator.plain else operator.operator.weight(**arguments)
+    return weight if isinstance(weight, Tensor) else None
 
 
 def real_result(operator: QuantizedOperator, arguments: dict[str, Any], *, whole: bool = True) -> Tensor:

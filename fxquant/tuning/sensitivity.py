@@ -27,7 +27,8 @@ from fxquant.quantization.prepared import quantized_operators
 from fxquant.quantization.spec import QConfig
 from fxquant.target import Target
 from fxquant.tuning.choices import ACTIVATION, WEIGHT, Choice, Choices, bits, is_real
-from fxquant.tuning.journal import Journal, digest, model_digest
+from fxquant.tuning.journal import Journal
+from fxquant.tuning.resumption import digest, model_digest
 from fxquant.tuning.samples import Metric, Reference, taken
 from fxquant.tuning.simulation import Simulation, grid_for, rounded_weight
 from fxquant.tuning.table import table

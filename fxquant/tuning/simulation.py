@@ -23,7 +23,8 @@ from fxquant.quantization.rounding import Nearest
 from fxquant.quantization.spec import ActivationConfig
 from fxquant.quantization.state import State
 from fxquant.quantization.weights import WeightQuantizer
-from fxquant.tuning.choices import WEIGHT, Choice, Choices, is_real, weight_of
+from fxquant.tuning.choices import WEIGHT, Choice, Choices, is_real
+from fxquant.tuning.real import weight_of
 
 Way = str | Grid  # in which a choice is rounded: to a dtype with its observer's scale, or a tensor to this grid
 

@@ -1,0 +1,59 @@
+"""What files of finished work share: which call they are of, that they are written whole, and how they are refused."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.errors import ConfigurationError
+
+
+def no_checkpoint(path: str, error: Exception) -> ConfigurationError:
+    """The error for a file that cannot be read."""
+    return ConfigurationError(
+        f"checkpoint={path!r} is no checkpoint",
+        because=f"reading it raises {type(error).__name__}: {error}",
+        remedy="pass a path where there is no file yet, or the one of an earlier call of this function",
+    )
+
+
+def require_same_call(path: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError if a file is of another call: of other arguments, another model or other samples."""
+    differing = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+    if differing:
+        told = "; ".join(f"{name} is {there.get(name, 'nothing')}, and {here.get(name, 'nothing')} here" for name in differing)
+        raise ConfigurationError(
+            f"checkpoint={path!r} is of another call",
+            because=f"there {told}",
+            remedy="repeat the call that it is of, with the same model and batches, or pass another path",
+        )
+
+
+def write_whole(path: str, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a file that takes this path's place when it is complete, in a folder that is made if it is missing."""
+    place = Path(path)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    part = place.with_name(place.name + ".part")
+    write(part)
+    os.replace(part, place)
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """A number that tells tensors from others, as hexadecimal digits."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def model_digest(prepared: fx.GraphModule) -> str:
+    """The same of a model: its graph, its parameters and scales."""
+    text = torch.frombuffer(bytearray(str(prepared.graph).encode()), dtype=torch.uint8)
+    return digest([text, *prepared.state_dict().values()])
