@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -151,8 +152,8 @@ class Rescaled(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def rescaled(bits: int = 4) -> nn.Module:
-    torch.manual_seed(0)
+def rescaled(bits: int = 4, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
     return Rescaled(bits).eval()
 
 
@@ -170,12 +171,12 @@ def calibrated(model: nn.Module, target: str = "bayes-e", per_channel: bool = Tr
 
 @pytest.mark.parametrize(("target", "per_channel"), [("bayes-e", True), ("bayes-e", False), ("x86", True)])
 def test_channels_of_different_ranges_cost_nothing_any_more(target: str, per_channel: bool) -> None:
-    model, even = rescaled(), rescaled(0)
-    plain = sqnr(even, calibrated(even, target, per_channel))
-    without = sqnr(model, calibrated(model, target, per_channel, equalize=False))
-    found = sqnr(model, calibrated(model, target, per_channel))
+    networks = [(rescaled(4, seed), rescaled(0, seed)) for seed in (0, 1)]
+    plain = statistics.fmean(sqnr(even, calibrated(even, target, per_channel)) for _, even in networks)
+    without = statistics.fmean(sqnr(model, calibrated(model, target, per_channel, equalize=False)) for model, _ in networks)
+    found = statistics.fmean(sqnr(model, calibrated(model, target, per_channel)) for model, _ in networks)
     assert without < plain - 6
-    assert found > (plain - 3 if per_channel else without + 12)
+    assert found > (plain - 2 if per_channel else without + 12)
 
 
 def test_channels_of_like_ranges_are_left_alone() -> None:

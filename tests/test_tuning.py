@@ -103,7 +103,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 WORKS: dict[str, tuple[str, str | None, Callable[[fx.GraphModule], Any]]] = {
     "adaround, 16 bits": ("bayes-e", "int16", lambda p: fxq.tuning.adaround(p, LEARNED, steps=STEPS, batch_size=8)),
     "reconstruct, affine": ("x86", None, lambda p: fxq.tuning.reconstruct(p, LEARNED, steps=STEPS, batch_size=8)),
-    "reconstruct, 4 bits": ("bayes-e", "int4", lambda p: fxq.tuning.reconstruct(p, LEARNED, steps=STEPS, batch_size=8)),
+    "reconstruct, 4 bits": ("bayes-e", "int4", lambda p: fxq.tuning.reconstruct(p, LEARNED, steps=4 * STEPS, batch_size=8)),
     "one after the other": (
         "bernoulli2",
         "int8",
@@ -121,7 +121,7 @@ def test_nearer_to_the_float_model_and_equal_in_every_form(name: str, network: n
     assert any(layer.kept for layer in result)
     assert all((layer.after < layer.before) == layer.kept for layer in result)
     assert all(layer.name in str(result) for layer in result)
-    assert error(prepared, network) < 1.05 * before  # what each block gains on held-out samples is no promise for the whole
+    assert error(prepared, network) < before
     fxq.set_state(prepared, fxq.State.FLOAT)
     with torch.no_grad():
         assert torch.allclose(prepared(SEEN_BY_NOBODY), network(SEEN_BY_NOBODY), atol=1e-4)
