@@ -375,3 +375,14 @@ def test_a_dimension_of_one_number_may_be_named(name: str) -> None:
 
     x = torch.randn(4, 3)
     assert torch.equal(compiled(Model(), [x]).integer(x), Model()(x))
+
+
+def test_a_step_at_zero_is_the_value_given_for_it() -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return torch.heaviside(x.relu(), y)
+
+    batch = (torch.randn(8, 4), torch.randn(8, 4))
+    prepared = compiled(Model(), [batch]).prepared
+    fxq.set_state(prepared, fxq.State.FLOAT)
+    assert torch.equal(prepared(*batch), Model()(*batch))

@@ -137,8 +137,8 @@ def _expand_copysign(build: Builder, input: fx.Node, other: Any) -> Any:
 
 def _expand_heaviside(build: Builder, input: fx.Node, values: fx.Node) -> Any:
     """The sign of what is small is asked of 16 bits, where there are any: what is rounded to 0 would be taken for it."""
-    above = build(where, build(torch.signbit, build(torch.neg, input)), 1.0, values)
-    return build(where, build(torch.signbit, input), 0.0, above)
+    above = build(where, build(torch.gt, input, 0.0), 1.0, values)
+    return build(where, build(torch.lt, input, 0.0), 0.0, above)
 
 
 # ---- logarithms --------------------------------------------------------------------------------------------------------
@@ -178,12 +178,12 @@ def _is_parameter(value: Any) -> bool:
 
 
 unary("log2_of_one_and_power", log2_of_one_and_power, lambda x: math.log2(1 + 2.0 ** -abs(x)))
-for _name, _function, _expand, _operands in (
-    ("ldexp", ldexp, _expand_ldexp, ("input", "other")),
-    ("copysign", copysign, _expand_copysign, ("input", "other")),
-    ("heaviside", heaviside, _expand_heaviside, ("input", "values")),
-    ("xlog1py", xlog1py, _expand_xlog1py, ("input", "other")),
-    ("logaddexp2", logaddexp2, _expand_logaddexp2, ("input", "other")),
+for _name, _function, _expand, _operands, _dtypes in (
+    ("ldexp", ldexp, _expand_ldexp, ("input", "other"), {}),
+    ("copysign", copysign, _expand_copysign, ("input", "other"), {}),
+    ("heaviside", heaviside, _expand_heaviside, ("input", "values"), {"input": "int16"}),
+    ("xlog1py", xlog1py, _expand_xlog1py, ("input", "other"), {}),
+    ("logaddexp2", logaddexp2, _expand_logaddexp2, ("input", "other"), {}),
 ):
     _spellings = spelled(_name)
     register(
@@ -192,6 +192,7 @@ for _name, _function, _expand, _operands in (
             _function,
             _operands,
             expand=_expand,
+            dtypes=_dtypes,
             functions=dict.fromkeys(spelling for spelling in _spellings if callable(spelling)),
             methods=dict.fromkeys(spelling for spelling in _spellings if isinstance(spelling, str)),
             refuses=(lambda node, arguments: None) if _name == "copysign" else _two_tensors,
