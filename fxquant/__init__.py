@@ -23,6 +23,7 @@ from fxquant.analysis.partition import Segment, segments
 from fxquant.analysis.report import DeviationReport, Report
 from fxquant.analysis.text import text
 from fxquant.api import Result, calibrate, check, convert, dump, load, prepare, quantize, record, save, verify
+from fxquant.backends.aten.programs import export_pt2, export_torchscript
 from fxquant.backends.onnx.export import export_onnx
 from fxquant.backends.onnx.metadata import onnx_metadata
 from fxquant.backends.onnx.segments import export_segments, run_segments
@@ -134,7 +135,9 @@ __all__ = [
     "equalize",
     "explain",
     "export_onnx",
+    "export_pt2",
     "export_segments",
+    "export_torchscript",
     "freeze",
     "layers",
     "load",

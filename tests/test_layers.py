@@ -135,6 +135,7 @@ ALLOWED: dict[str, set[str]] = {
     # verbs and targets: never each other
     "fxquant.passes": NOUNS,
     "fxquant.backends": NOUNS | {"backends", "partition", "segments", "version"},
+    "fxquant.backends.aten": BASE | {"facts", "frontend", "graph", "sample"},
     "fxquant.backends.bpu": {"arithmetic", "errors", "numerics", "target", "backends.bpu"},
     "fxquant.backends.cpu": {"arithmetic", "errors", "numerics", "target", "backends.cpu"},
     # what joins them

@@ -259,6 +259,13 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
         lambda w: (fxq.export_segments, {"integer": w.integer, "folder": w.directory / "cut"}),
         {"integer": GRAPHS, "folder": PATHS, "cut": CUTS, "opset": [True, 9, 22, -1, "17", 17.0, [], 1.5, ""]},
     ),
+    **{
+        f"export_{kind}": (
+            lambda w, export=export, kind=kind: (export, {"integer": w.integer, "path": w.directory / f"exported.{kind}"}),
+            {"integer": GRAPHS, "path": PATHS},
+        )
+        for kind, export in {"pt2": fxq.export_pt2, "torchscript": fxq.export_torchscript}.items()
+    },
     "run_segments": (
         lambda w: (segments_run, {"folder": w.segments, "inputs": (batch(),)}),
         {
@@ -638,6 +645,7 @@ PLACES: dict[str, Callable[[World], Any]] = {
     "save: a folder": lambda w: fxq.save(w.integer, w.directory),
     "save: below a file": lambda w: fxq.save(w.integer, w.text / "model.fxq"),
     "export: a folder": lambda w: fxq.export_onnx(w.integer, w.directory),
+    "export of a program: a folder": lambda w: fxq.export_torchscript(w.integer, w.directory),
     "export: below a file": lambda w: fxq.export_onnx(w.integer, w.text / "model.onnx"),
     "load: a folder": lambda w: fxq.load(w.directory),
     "load: a text": lambda w: fxq.load(w.text),

@@ -1,0 +1,141 @@
+"""The integer model as a program of plain ATen operators: `torch.export`'s archive, or TorchScript."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from fxquant.analysis.sample import random_batches
+from fxquant.arguments import checked
+from fxquant.errors import ConfigurationError, ExportError
+from fxquant.facts import BatchDim, TensorFact
+from fxquant.frontend.batch_limits import noted_limits
+from fxquant.graph import fact
+
+LARGEST_BATCH = 2**31 - 1
+OTHERS = "export it as ONNX with fxq.export_onnx, or keep it with fxq.save"
+
+
+class Program(nn.Module):
+    """The integer graph alone: its inputs by position; the tensor that it returns, or a tuple of those, in order."""
+
+    def __init__(self, integer: fx.GraphModule) -> None:
+        super().__init__()
+        self.integer = integer
+        returned = pytree.tree_leaves(integer.graph.output_node().args[0])
+        # By their facts: while PyTorch traces, sizes are tensors as well.
+        self._is_tensor = [isinstance(value, fx.Node) and isinstance(fact(value), TensorFact) for value in returned]
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """What the graph computes; nothing of it is checked here."""
+        values = pytree.tree_leaves(self.integer.forward(*inputs))
+        returned = [value for value, is_tensor in zip(values, self._is_tensor, strict=True) if is_tensor]
+        return returned[0] if len(returned) == 1 else tuple(returned)
+
+
+@checked()
+def export_pt2(integer: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
+    """Write the integer model as an archive of `torch.export`, and return its path.
+
+    `torch.export.load(path).module()` is the model, in a process that has PyTorch and needs no fxquant: it takes the model's tensors by
+    position, in the order of its inputs, and returns its tensor, or a tuple of those, in order, with the bits of the integer model.
+    Numbers and None beside them are no part of it. The batch is dynamic where the model was traced so, within the sizes that it holds for.
+
+    Before the file appears it is loaded and run at several batch sizes, on inputs that fill their range, and compared byte for byte.
+    Raises ConfigurationError for what is no integer model, ExportError if `torch.export` refuses it or a bit differs.
+    """
+
+    def write(program: Program, inputs: list[Any], place: Path) -> None:
+        exported = torch.export.export(program, tuple(inputs), dynamic_shapes=(_dynamic_shapes(integer),))
+        torch.export.save(exported, place)
+
+    return _export(integer, Path(path), "torch.export", ".pt2", write, lambda place: torch.export.load(place).module())
+
+
+@checked()
+def export_torchscript(integer: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
+    """Write the integer model as TorchScript, and return its path.
+
+    `torch.jit.load(path)` is the model, in a process that needs no fxquant, or in C++: inputs and outputs are those of `export_pt2`, and so
+    is the proof. It is written by `torch.jit.trace`, which PyTorch keeps for what exists; new programs are better served by `export_pt2`.
+
+    Raises ConfigurationError for what is no integer model, ExportError if `torch.jit` refuses it or a bit differs.
+    """
+
+    def write(program: Program, inputs: list[Any], place: Path) -> None:
+        torch.jit.trace(program, tuple(inputs), check_trace=False).save(str(place))
+
+    return _export(integer, Path(path), "torch.jit", ".pt", write, lambda place: torch.jit.load(str(place)))
+
+
+def _export(
+    integer: fx.GraphModule,
+    path: Path,
+    by: str,
+    suffix: str,
+    write: Callable[[Program, list[Any], Path], None],
+    load: Callable[[Path], Callable[..., Any]],
+) -> Path:
+    if not isinstance(integer, fx.GraphModule) or integer.meta.get("stage") != "INTEGER":
+        raise ConfigurationError(
+            f"{type(integer).__name__} is no integer model",
+            because="only the result of fxq.convert can be exported",
+            remedy="call fxq.convert(prepared) first",
+        )
+    program = Program(integer)
+    batches = [list(batch.values()) for batch in random_batches(integer, _batch_sizes(integer))]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fxquant-") as folder, warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # of PyTorch, about its own formats and about shapes, which are compared below
+        place = Path(folder) / f"program{suffix}"  # PyTorch warns of any other ending
+        try:
+            write(program, batches[0], place)
+            loaded = load(place)
+            found = [pytree.tree_leaves(loaded(*batch)) for batch in batches]
+        except Exception as error:  # PyTorch's exporters raise errors of many classes
+            raise ExportError(
+                f"the model cannot be written by {by}",
+                because=f"{by} says: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}",
+                remedy=OTHERS,
+            ) from error
+        for batch, ours in zip(batches, found, strict=True):
+            if [_bytes(value) for value in ours] != [_bytes(value) for value in pytree.tree_leaves(program(*batch))]:
+                raise ExportError(
+                    f"what {by} has written is not equal to the integer model",
+                    because=f"the file was run with a batch of {_batch_of(batch)}, and gave other bits",
+                    remedy="use fxq.export_pt2, or trace with dynamic_shapes={} to fix the batch size" if suffix == ".pt" else OTHERS,
+                )
+        os.replace(place, path)
+    return path
+
+
+def _bytes(value: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
+    return value.dtype, value.shape, value.detach().cpu().contiguous().numpy().tobytes()
+
+
+def _batch_of(batch: list[Any]) -> int | str:
+    return next((len(value) for value in batch if isinstance(value, Tensor) and value.dim()), "no size")
+
+
+def _batch_sizes(integer: fx.GraphModule) -> tuple[int, ...]:
+    """The size to trace at, which is none that PyTorch treats in a way of its own, and others within the model's limits."""
+    limits = noted_limits(integer.graph)
+    within = [size for size in (4, 6, 3, 2, 1) if limits.smallest <= size <= (limits.largest or size)]
+    return tuple(within) or (limits.smallest, limits.largest or limits.smallest + 1)
+
+
+def _dynamic_shapes(integer: fx.GraphModule) -> tuple[dict[int, Any] | None, ...]:
+    limits = noted_limits(integer.graph)
+    batch = torch.export.Dim("batch", min=limits.smallest, max=limits.largest or LARGEST_BATCH)
+    return tuple(
+        {dim: batch for dim, size in enumerate(known.shape) if isinstance(size, BatchDim)} if isinstance(known, TensorFact) else None
+        for known in map(fact, integer.graph.find_nodes(op="placeholder"))
+    )
