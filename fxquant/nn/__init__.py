@@ -3,6 +3,7 @@
 Their meanings follow public descriptions of the operators of the same names; each says which.
 """
 
+from fxquant.nn.camera import BgrToGray, ChromaLoss, Nv12ToYuv444, RgbToGray, YuvToBgr, YuvToRgb, rgb_to_nv12, split_nv12
 from fxquant.nn.colour import BgrToYuv444, RgbToYuv444
 from fxquant.nn.detection import AnchorGenerator, DetectionPostProcess
 from fxquant.nn.geometry import Correlation, DeformConv2d, MultiScaleDeformableAttention, MultiScaleRoIAlign, RoIAlign, Warp
@@ -12,15 +13,23 @@ from fxquant.nn.table import SegmentLUT
 __all__ = [
     "AnchorGenerator",
     "BEVPool",
+    "BgrToGray",
     "BgrToYuv444",
+    "ChromaLoss",
     "Correlation",
     "DeformConv2d",
     "DetectionPostProcess",
     "MultiScaleDeformableAttention",
     "MultiScaleRoIAlign",
+    "Nv12ToYuv444",
     "PointPillarsScatter",
+    "RgbToGray",
     "RgbToYuv444",
     "RoIAlign",
     "SegmentLUT",
     "Warp",
+    "YuvToBgr",
+    "YuvToRgb",
+    "rgb_to_nv12",
+    "split_nv12",
 ]
