@@ -105,6 +105,26 @@ def test_a_mask_may_be_an_input_and_infinite(name: str, tmp_path: Path) -> None:
     assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), data, show_progress=False).mismatches == 0
 
 
+def test_a_mask_whose_batch_is_that_of_an_activation(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            query, key = self.query(x), self.key(x)
+            seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().expand(query.shape[0], -1, -1)
+            mask = torch.where(seen, torch.zeros(()), torch.finfo(torch.float32).min)
+            return torch.softmax(query @ key.transpose(1, 2) + mask, -1)
+
+    data, model = batches(), Model().eval()
+    prepared, integer = compiled(model, data, "bayes-e")
+    assert "masked_softmax: exponential" in fxq.explain(prepared)
+    assert sqnr(model(data[0]).detach(), integer(data[0])) > 20
+    contract.assert_validate_is_integer(prepared, integer, data[0])
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(data[0],)])
+
+
 def test_a_softmax_that_stays_in_float_leaves_its_mask_there() -> None:
     model, data = Attention(SCORES["added"], -1e9).eval(), [(x,) for x in batches()]
     for target, qconfig in (("x86", None), ("bayes-e", fxq.QConfigMapping().set_module_name("softmax", None))):

@@ -40,6 +40,12 @@ _FIXED_TYPE = {
 }
 
 
+# Operators that are not to be joined with one of these before a cast of their operand. A Transpose before a product: onnxruntime 1.24 to
+# 1.31 joins the three on x86 processors, and is ended by the operating system (microsoft/onnxruntime#28392). A Pad before a pool:
+# onnxruntime makes its zeros the pool's own padding, which no maximum sees; and 1.21 to 1.23 count uneven padding of means wrongly.
+_APART = {"MatMul": "Transpose", "MaxPool": "Pad", "AveragePool": "Pad"}
+
+
 class Emitter:
     """Collects ONNX nodes; implements `fxquant.primitives.Emitter` for a graph or for a function's body.
 
@@ -60,8 +66,8 @@ class Emitter:
 
     def node(self, operator: str, *inputs: str, **attributes: Any) -> str:
         attributes = {name: TYPES[value] if isinstance(value, torch.dtype) else value for name, value in attributes.items()}
-        if operator == "MatMul":
-            inputs = tuple(self._kept_apart(value) for value in inputs)
+        if operator in _APART:
+            inputs = tuple(self._kept_apart(operator, value) for value in inputs)
         output = self._fresh(operator)
         outputs = [f"{output}/values", output] if operator == "TopK" else [output]  # its second output, the indices, is the result
         self.nodes.append(helper.make_node(operator, list(inputs), outputs, name=output, **attributes))
@@ -69,14 +75,11 @@ class Emitter:
         self.types[output] = self._result_type(operator, inputs, attributes)
         return output
 
-    def _kept_apart(self, value: str) -> str:
-        """An operand of a product, behind a barrier where it is a cast of a transposition.
-
-        onnxruntime 1.24 to 1.31 joins the three on x86 processors, and is ended by the operating system (microsoft/onnxruntime#28392).
-        """
+    def _kept_apart(self, operator: str, value: str) -> str:
+        """An operand, behind a barrier where it is a cast of what a runtime would join with the operator."""
         cast = self.producers.get(value)
         moved = None if cast is None or cast.op_type != "Cast" else self.producers.get(cast.input[0])
-        return value if moved is None or moved.op_type != "Transpose" else self.node("Round", value)
+        return value if moved is None or moved.op_type != _APART[operator] else self.node("Round", value)
 
     def _result_type(self, operator: str, inputs: Sequence[str], attributes: dict[str, Any]) -> torch.dtype:
         if operator == "Cast":

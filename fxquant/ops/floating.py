@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from fxquant.facts import TensorFact
-from fxquant.graph import computes_tensor, fact, is_parameter, part, refusal, resolve
+from fxquant.graph import computes_tensor, fact, is_parameter, part, reads_shape_only, refusal, resolve
 from fxquant.ops.casting import IN_DTYPE
 from fxquant.ops.hiding import finely
 from fxquant.ops.masking import HOST, may_hide
@@ -166,11 +166,11 @@ def masks(gm: fx.GraphModule, leading: set[fx.Node]) -> set[fx.Node]:
 
 
 def given(gm: fx.GraphModule) -> set[fx.Node]:
-    """Constants, inputs, and what is computed from such by operators without weights."""
+    """Constants, inputs, sizes of anything, and what is computed from such by operators without weights."""
     plain: set[fx.Node] = set()
     for node in gm.graph.nodes:
         inputs = node.all_input_nodes
-        given = node.op == "placeholder" or is_parameter(node)
+        given = node.op == "placeholder" or is_parameter(node) or reads_shape_only(node)
         if given or (node.op in ("call_function", "call_method") and inputs and plain.issuperset(inputs) and not _sums(node)):
             plain.add(node)
     return plain
