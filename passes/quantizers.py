@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.graph import Annotation, annotation, attach, is_parameter, module_path, observed, parameter_value, shape_of, source
+from fxquant.facts import BatchDim, TensorFact
+from fxquant.graph import Annotation, annotation, attach, fact, is_parameter, module_path, observed, parameter_value, shape_of, source
 from fxquant.lowering import cannot_be_integers, first_not_finite, named_parameters
 from fxquant.model import free_name
 from fxquant.numerics import EVERYTHING
 from fxquant.ops import Operator, Own, demand, map_operands, operator_of, read_nodes, shares
+from fxquant.ops.boundary import DEQUANTIZE
 from fxquant.pipeline import Context
 from fxquant.quantization.factors import ChannelFactors
 from fxquant.quantization.prepared import QuantizedOperator
@@ -85,16 +87,28 @@ def _require_finite(gm: fx.GraphModule, node: fx.Node, operator: Operator, argum
 def _quantizers(gm: fx.GraphModule, context: Context) -> dict[int, Quantizer]:
     """One quantizer per group, configured by its first member that has a scale of its own, or a fixed one."""
     chosen: dict[int, tuple[fx.Node, ActivationConfig]] = {}
+    members: dict[int, list[fx.Node]] = {}
     for node in gm.graph.nodes:
         operator, spec = operator_of(node), annotation(node)
         if operator is None or spec is None or spec.group is None or spec.dtype is None:
             continue
+        members.setdefault(spec.group, []).append(node)
         config = result_config(node)
         if shares(node) and (config.fixed_scale is None or not decide(node).asked):
             continue
         if spec.group not in chosen or (config.fixed_scale is not None and chosen[spec.group][1].fixed_scale is None):
             chosen[spec.group] = (node, config)
-    return {group: _quantizer(node, config, context) for group, (node, config) in chosen.items()}
+    return {group: _quantizer(node, config, context, members[group]) for group, (node, config) in chosen.items()}
+
+
+def _holds_items(node: fx.Node) -> bool:
+    """Whether dimension 0 is the batch."""
+    known = fact(node)
+    return isinstance(known, TensorFact) and bool(known.shape) and known.shape[0] == BatchDim()
+
+
+def _is_shown(node: fx.Node) -> bool:
+    return any(user.op == "output" or operator_of(user) is DEQUANTIZE for user in node.users)
 
 
 def _intermediate(node: fx.Node, arguments: dict[str, Any], spec: Annotation, context: Context) -> Quantizer:
@@ -109,7 +123,7 @@ def _intermediate(node: fx.Node, arguments: dict[str, Any], spec: Annotation, co
         assert residual is not None
         assert residual.dtype is not None
         config = replace(config, dtype=residual.dtype)
-    quantizer = _quantizer(node, replace(config, dtype="int8") if config.dtype == "int4" else config, context)
+    quantizer = _quantizer(node, replace(config, dtype="int8") if config.dtype == "int4" else config, context, [node])
     quantizer.name = f"{node.name}.intermediate"
     return quantizer
 
@@ -139,7 +153,7 @@ def _factors(node: fx.Node, operator: Operator, arguments: dict[str, Any]) -> Ch
     return ChannelFactors(read, given) if isinstance(read, int) and isinstance(given, int) else None
 
 
-def _quantizer(node: fx.Node, config: ActivationConfig, context: Context) -> Quantizer:
+def _quantizer(node: fx.Node, config: ActivationConfig, context: Context, members: list[fx.Node]) -> Quantizer:
     demanded = demand(node)
     return Quantizer(
         config.type,
@@ -149,6 +163,8 @@ def _quantizer(node: fx.Node, config: ActivationConfig, context: Context) -> Qua
         training=config.training,
         power_of_two=context.target.arithmetic.power_of_two_scales or config.power_of_two,
         headroom=demanded.headroom if isinstance(demanded, Own) and config.dtype == demanded.dtype else 1.0,
+        items=all(map(_holds_items, members)),
+        shown=any(map(_is_shown, members)),
         name=node.name,
         source=source(node),
         module=module_path(node),

@@ -40,6 +40,13 @@ def _sliced(m: Any, x: Tensor) -> Tensor:
     return torch.cat([other, m["a"](one)], 1)
 
 
+def _attended(m: Any, x: Tensor) -> Tensor:
+    tokens = x.flatten(2).transpose(1, 2)
+    query, value = (m[name](tokens).reshape(-1, 64, 2, 4).transpose(1, 2) for name in ("q", "v"))
+    shares = torch.softmax(query @ query.transpose(-2, -1), -1)
+    return m["o"]((shares @ value).transpose(1, 2).reshape(-1, 64, 8))
+
+
 # By name: the network, and how many labels its channels have besides 0.
 PASSES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "nothing between": (lambda: Chain(lambda m, x: x), 8),
@@ -63,9 +70,11 @@ PASSES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "flatten": (lambda: Chain(lambda m, x: m["l"](F.adaptive_avg_pool2d(x, 2).flatten(1)), l=nn.Linear(32, 5)), 8),
     "mean": (lambda: Chain(lambda m, x: m["l"](x.relu().mean((2, 3))), l=nn.Linear(8, 5)), 8),
     "layer norm": (lambda: Chain(lambda m, x: m["l"](m["n"](x.flatten(2).transpose(1, 2))), n=nn.LayerNorm(8), l=nn.Linear(8, 5)), 8),
+    "an attention's values": (lambda: Chain(_attended, q=nn.Linear(8, 8), v=nn.Linear(8, 8), o=nn.Linear(8, 5)), 16),
     "a batch norm alone": (lambda: Chain(lambda m, x: F.relu(m["n"](F.relu(x))), n=nn.BatchNorm2d(8)), 8),
 }
 STOPS: dict[str, Callable[[], nn.Module]] = {
+    "what is summed over": lambda: Chain(lambda m, x: (x.flatten(2) @ x.flatten(2).abs().transpose(1, 2)).unsqueeze(2)),
     "a limit": lambda: Chain(lambda m, x: F.relu6(x)),
     "another function": lambda: Chain(lambda m, x: F.silu(x)),
     "a constant": lambda: Chain(lambda m, x: x + 1),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+import time
 from pathlib import Path
 
 import torch
@@ -14,7 +16,7 @@ from benchmarks.accuracy import environments
 from benchmarks.accuracy.floats import CACHE, checkpoint, checkpoints, path_of
 from benchmarks.accuracy.networks import NETWORKS
 from benchmarks.accuracy.peers import PEERS
-from benchmarks.accuracy.rows import OURS, Result, Row, every, measure, rows
+from benchmarks.accuracy.rows import NOT_RUN, OURS, Result, Row, every, measure, rows
 from benchmarks.accuracy.settings import MODES, SETTINGS
 from benchmarks.accuracy.table import markdown
 from benchmarks.accuracy.tasks import TASKS
@@ -32,6 +34,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--cache", type=Path, default=CACHE, help="where checkpoints, results and environments are kept")
     made.add_argument("--page", action="store_true", help=f"write {PAGE.relative_to(PAGE.parents[2])}")
     made.add_argument("--again", action="store_true", help="measure what was measured before")
+    made.add_argument(
+        "--minutes", type=float, help="begin nothing new after so many; what is measured is kept, and the same command goes on from there"
+    )
     made.add_argument("--kept", action="store_true", help="measure nothing: show what was measured before")
     made.add_argument("--install", nargs="+", choices=list(PEERS), metavar="PEER", help="make the environments of these peers, and end")
     return made
@@ -48,11 +53,21 @@ def main(arguments: list[str] | None = None) -> None:
     if options.kept:
         wanted = [one for one in wanted if path_of(*one, options.cache).exists()]
         chosen = [row for row in chosen if all((row.task, row.network, seed) in wanted for seed in options.seeds)]
+    end = math.inf if options.minutes is None else time.monotonic() + 60 * options.minutes
     for task, network, seed in progress(wanted, len(wanted), "float networks"):
-        checkpoint(task, network, seed, options.cache)
+        if path_of(task, network, seed, options.cache).exists() or time.monotonic() < end:
+            checkpoint(task, network, seed, options.cache)
+    trained = {one for one in wanted if path_of(*one, options.cache).exists()}
+    untrained = [row for row in chosen if not all((row.task, row.network, seed) in trained for seed in options.seeds)]
+    chosen = [row for row in chosen if row not in untrained]
+    left_out: list[str] = [f"{' '.join(row)}: no time to train the float network" for row in untrained]
 
     def run(row: Row, method: str, seed: int) -> Result:
-        return measure(row, method, seed, options.cache, again=options.again, kept_only=options.kept)
+        late = time.monotonic() > end
+        result = measure(row, method, seed, options.cache, again=options.again and not late, kept_only=options.kept or late)
+        if late and result.reason == NOT_RUN:
+            left_out.append(f"{' '.join(row)}, {method}, seed {seed}: the time was up")
+        return result
 
     found: dict[Row, list[Result]] = {row: [] for row in chosen}
     total = len(chosen) * len(options.method) * len(options.seeds)
@@ -62,6 +77,8 @@ def main(arguments: list[str] | None = None) -> None:
     if options.page:
         PAGE.write_text(text, encoding="utf-8")
     Console(width=200).print(Markdown(text))
+    if left_out:
+        print(f"left out: {len(left_out)}", *left_out, sep="\n  ")
 
 
 if __name__ == "__main__":

@@ -250,6 +250,20 @@ def _multiplied(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor
     return None
 
 
+def _product(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
+    """The factors of the right operand's columns pass, as those of an attention's values do; the left one has none."""
+    one, other = arguments["input"], arguments["other"]
+    if not all(isinstance(value, fx.Node) and value in walk.labels for value in (one, other)) or one is other:
+        return None
+    left, right = walk.labels[one], walk.labels[other]
+    if arguments["bias"] is not None or left.dim() < 2 or left.dim() != right.dim():
+        return None
+    walk.pin(left)
+    column = right.narrow(-2, 0, 1)
+    walk.same(column.expand_as(right), right)  # what is summed over has one factor
+    return column
+
+
 def _joined(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
     tensors = list(arguments["tensors"])
     rank = len(shape_of(node))
@@ -307,6 +321,7 @@ _RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("add", "sub", "maximum", "minimum"), _added),
     **dict.fromkeys(("mul", "div"), _multiplied),
     "cat": _joined,
+    "matmul": _product,
     "reshape": _reshaped,
     "permute": _permuted,
     "getitem": _indexed,

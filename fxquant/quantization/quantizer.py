@@ -22,6 +22,8 @@ class Quantizer(TrainableScale):
     the scale, and follows "statistics" with it; a "learned" scale has the zero point that calibration found.
 
     headroom     what the scale that was found, of a symmetric dtype, is multiplied by, for values beyond those that were observed
+    items        whether dimension 0 of what is observed is that of the items of a batch, which observers may tell apart by their loudness
+    shown        whether the tensor is an output of the model, or read by a float operator
     range        the range of the batches, which "statistics" follow; None where the scale is fixed
     others       the observers, by class, that gather beside this one in calibration, so that what was observed can serve any of fxquant's
                  observers: see `observations`. They have no say in the scale
@@ -45,6 +47,8 @@ class Quantizer(TrainableScale):
         training: str = STATISTICS,
         power_of_two: bool = False,
         headroom: float = 1.0,
+        items: bool = False,
+        shown: bool = False,
         name: str = "",
         source: str = "",
         module: str = "",
@@ -56,6 +60,7 @@ class Quantizer(TrainableScale):
         self.mode = training  # `training` is PyTorch's flag of every module
         self.power_of_two = power_of_two
         self.headroom = headroom
+        self.items, self.shown = items, shown
         self.range = None if observer is None else observer.range_observer()
         self.others = nn.ModuleDict() if observer is None else _beside(observer)
         self.paused = False  # whether batches pass by unobserved
@@ -114,17 +119,18 @@ class Quantizer(TrainableScale):
         if self.observer is None or self.frozen or self.paused:
             return
         try:
-            observe_together(self.observers, value)
+            observe_together(self.observers, value, self.items)
         except ValueError as error:
             raise self._cannot_observe(error) from None
 
     def update_scale(self) -> None:
         """Set the scale from what was observed since it was set last; unchanged if nothing was, or if it is fixed or frozen."""
         if self.observer is not None and self.observer.observed and not self.frozen and (self.pending or not self.calibrated):
+            observer = self.observer.of_output() if self.shown else self.observer
             if self.dtype.affine:
-                self._cover(*self.observer.interval(self.dtype))
+                self._cover(*observer.interval(self.dtype))
             else:
-                found = self.observer.scale_before_rounding(self.dtype) if self.power_of_two else self.observer.scale(self.dtype)
+                found = observer.scale_before_rounding(self.dtype) if self.power_of_two else observer.scale(self.dtype)
                 self.assign(found * self.headroom)
         if self.range is not None:
             self.batches_used.copy_(self.range.count)

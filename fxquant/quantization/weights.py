@@ -1,6 +1,7 @@
 """A weight quantizer: the dtype, the scale and the rounding of one weight, and what of them is learned.
 
     s = max |w| / divisor, or that with the least Σ |error|^p, or learned      per output channel, or one for all
+    s = s · share, where tuning has chosen to cover less
     s = max(s, what bias and residual need), rounded up to a power of two where there is no other
     w_q = round(w / s)
 
@@ -74,6 +75,23 @@ class BiasCorrection(torch.nn.Module):
         return f"channels={self.channels}"
 
 
+class Coverage(torch.nn.Module):
+    """How much of the largest magnitude of a weight its scale covers, which tuning chooses: what lies beyond is cut off.
+
+    share   float32 buffer of shape (C,), one number for each output channel, or (1,), in (0, 1]
+    """
+
+    share: Tensor
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.channels = channels
+        self.register_buffer("share", torch.ones(channels, dtype=torch.float32, device="cpu"))
+
+    def extra_repr(self) -> str:
+        return f"channels={self.channels}"
+
+
 class QuantizedWeight(NamedTuple):
     """A weight's integers and their scale.
 
@@ -98,6 +116,7 @@ class WeightQuantizer(torch.nn.Module):
     p             the scale has the least Σ |error|^p for the weight at hand, where a learned one starts, too; None: it covers the
                   weight, and a learned one starts at the least squared error
     correction    what is added to the bias beside it; None: nothing
+    coverage      what the scale is multiplied by, unless it is learned; None: nothing
     """
 
     def __init__(
@@ -110,6 +129,7 @@ class WeightQuantizer(torch.nn.Module):
         rounding: Rounding | None = None,
         p: float | None = None,
         correction: BiasCorrection | None = None,
+        coverage: Coverage | None = None,
     ) -> None:
         super().__init__()
         self.dtype = dtype
@@ -119,6 +139,7 @@ class WeightQuantizer(torch.nn.Module):
         self.rounding = Nearest() if rounding is None else rounding
         self.p = p
         self.correction = correction
+        self.coverage = coverage
 
     def corrected(self, bias: Tensor | None) -> Tensor | None:
         """The bias with its correction, shape (C,); None where there is neither."""
@@ -128,9 +149,16 @@ class WeightQuantizer(torch.nn.Module):
 
     def correct(self, correction: BiasCorrection | None) -> None:
         """Have this correction, or none."""
+        self._have("correction", correction)
+
+    def cover(self, coverage: Coverage | None) -> None:
+        """Have this coverage, or none."""
+        self._have("coverage", coverage)
+
+    def _have(self, name: str, part: torch.nn.Module | None) -> None:
         for place in (self.__dict__, self._modules):
-            place.pop("correction", None)
-        self.correction = correction
+            place.pop(name, None)
+        setattr(self, name, part)
 
     @torch.no_grad()
     def forget_correction(self) -> None:
@@ -149,6 +177,11 @@ class WeightQuantizer(torch.nn.Module):
             self.correct(BiasCorrection(len(state_dict[value])).to(state_dict[value].device))
         elif self.correction is not None:
             state_dict.setdefault(value, torch.zeros_like(self.correction.value))
+        share = prefix + "coverage.share"
+        if share in state_dict and self.coverage is None:
+            self.cover(Coverage(len(state_dict[share])).to(state_dict[share].device))
+        elif self.coverage is not None:
+            state_dict.setdefault(share, torch.ones_like(self.coverage.share))
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def integers(self, weight: Tensor, gain: Tensor | None = None, least: Tensor | None = None, *, keep: bool = False) -> QuantizedWeight:
@@ -169,15 +202,17 @@ class WeightQuantizer(torch.nn.Module):
             return self.learned.of(weight, gain, self.dtype, keep, 2.0 if self.p is None else self.p)
         axis = 0 if self.per_channel else None
         if self.p is not None:
-            return least_error_scale(weight, axis, self.dtype, p=self.p, power_of_two=self.power_of_two)
-        return weight_scale(weight, axis, self.dtype)
+            found = least_error_scale(weight, axis, self.dtype, p=self.p, power_of_two=self.power_of_two)
+        else:
+            found = weight_scale(weight, axis, self.dtype)
+        return found if self.coverage is None else (found * self.coverage.share).clamp_min(SMALLEST_SCALE)
 
     def _rounded(self, weight: Tensor, scale: Tensor, own: Tensor, gain: Tensor | None) -> Tensor:
         """round(w / s); a scale that is not the weight's own has no gradient."""
         low, high = self.dtype.low, self.dtype.high
         step = scale.reshape(-1, *[1] * (weight.dim() - 1))
         real = weight / step
-        if self.learned is None and self.p is None:
+        if self.learned is None and self.p is None and self.coverage is None:
             return self.rounding.integers(real, low, high)  # within the range but for a rounding error, which takes no gradient away
         if self.learned is not None and self.learned.learns and torch.is_grad_enabled():
             exact = self.rounding.integers(real.detach(), low, high)

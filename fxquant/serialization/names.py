@@ -34,7 +34,7 @@ from fxquant.quantization.observers import (
     PercentileObserver,
 )
 from fxquant.quantization.rounding import AdaptiveRounding, Nearest, Rounding
-from fxquant.quantization.weights import BiasCorrection
+from fxquant.quantization.weights import BiasCorrection, Coverage
 from fxquant.stubs import FUNCTIONS as STUBS
 
 # ---- functions ------------------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ _OBSERVERS: Mapping[type[Observer], str] = {
 
 _ROUNDINGS: Mapping[type[Rounding], str] = {Nearest: "", AdaptiveRounding: "shape"}
 
-_CORRECTIONS: Mapping[type[nn.Module], str] = {BiasCorrection: "channels"}
+_CORRECTIONS: Mapping[type[nn.Module], str] = {BiasCorrection: "channels", Coverage: "channels"}
 
 LAYERS = {kind.__name__: kind for kind in (*_LAYERS, *_OBSERVERS, *_ROUNDINGS, *_CORRECTIONS)}
 OBSERVERS = {kind.__name__: kind for kind in _OBSERVERS}

@@ -22,7 +22,7 @@ from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.rounding import Rounding
 from fxquant.quantization.spec import FROZEN, LEARNED, STATISTICS
 from fxquant.quantization.state import State
-from fxquant.quantization.weights import BiasCorrection, WeightQuantizer, WeightScale
+from fxquant.quantization.weights import BiasCorrection, Coverage, WeightQuantizer, WeightScale
 from fxquant.serialization.names import ARGUMENTS, LAYERS, operator_named
 from fxquant.serialization.values import DTYPES, Malformed, cannot_save, decode, encode, expect, look_up
 from fxquant.target import Target
@@ -34,8 +34,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _OWN = (Quantizer, QuantizedOperator, ChannelFactors, WeightQuantizer, WeightScale, Observer)
 
 _QUANTIZER = {
-    "mode": (str,), "power_of_two": (bool,), "headroom": (float,), "frozen": (bool,), "name": (str,), "source": (str,),
-    "module_path": (str,),
+    "mode": (str,), "power_of_two": (bool,), "headroom": (float,), "items": (bool,), "shown": (bool,), "frozen": (bool,),
+    "name": (str,), "source": (str,), "module_path": (str,),
 }  # fmt: skip
 _OPERATOR = {"name": (str,), "path": (str,), "owns_output": (bool,), "live_batch_norm": (bool,)}
 MODES = (STATISTICS, LEARNED, FROZEN)
@@ -120,6 +120,7 @@ class TreeWriter:
             "learned": self._module(module.learned, path + ".learned"),
             "rounding": self._module(module.rounding, path + ".rounding"),
             **({} if module.correction is None else {"correction": self._module(module.correction, path + ".correction")}),
+            **({} if module.coverage is None else {"coverage": self._module(module.coverage, path + ".coverage")}),
         }
 
     def _operator(self, module: QuantizedOperator, path: str) -> dict[str, Any]:
@@ -313,11 +314,13 @@ class TreeReader:
 
     def _weight_quantizer(self, arguments: dict[str, Any]) -> WeightQuantizer:
         learned, rounding = self._module(arguments["learned"]), self._module(arguments["rounding"])
-        correction = self._module(arguments.get("correction"))
+        correction, coverage = (self._module(arguments.get(name)) for name in ("correction", "coverage"))
         if not isinstance(learned, WeightScale | None) or not isinstance(rounding, Rounding):
             raise Malformed("the scale or the rounding of a WeightQuantizer is none")
         if not isinstance(correction, BiasCorrection | None):
             raise Malformed("the correction of a WeightQuantizer is none")
+        if not isinstance(coverage, Coverage | None):
+            raise Malformed("the coverage of a WeightQuantizer is none")
         return WeightQuantizer(
             look_up(WEIGHT_TYPES, arguments["dtype"], "dtype"),
             per_channel=expect(arguments["per_channel"], bool),
@@ -326,6 +329,7 @@ class TreeReader:
             learned=learned,
             rounding=rounding,
             correction=correction,
+            coverage=coverage,
         )
 
     def _learned(self, arguments: dict[str, Any], buffers: dict[str, Any]) -> WeightScale:

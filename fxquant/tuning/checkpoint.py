@@ -17,7 +17,7 @@ from fxquant.tuning.learning import Learned
 from fxquant.tuning.result import TunedLayer
 from fxquant.tuning.resumption import no_checkpoint, require_same_call, write_whole
 
-_OFFSET, _SCALE = "offset/", "scale/"
+_OFFSET, _SCALE, _SHARE = "offset/", "scale/", "share/"
 
 
 class Checkpoint:
@@ -54,13 +54,13 @@ class Checkpoint:
             start = f"{row.name}/{prefix}"
             return {name.removeprefix(start): value for name, value in self._tensors.items() if name.startswith(start)}
 
-        return Learned(of(_OFFSET), of(_SCALE))
+        return Learned(of(_OFFSET), of(_SCALE), of(_SHARE))
 
     def add(self, row: TunedLayer, learned: Learned | None) -> None:
         """A row is finished; what was learned is kept where it is in the model."""
         self.rows[row.name] = row
         if learned is not None:
-            for prefix, values in ((_OFFSET, learned.offsets), (_SCALE, learned.scales)):
+            for prefix, values in ((_OFFSET, learned.offsets), (_SCALE, learned.scales), (_SHARE, learned.shares)):
                 self._tensors.update({f"{row.name}/{prefix}{name}": value.detach().cpu().contiguous() for name, value in values.items()})
         if self.path is not None:
             metadata = {"call": json.dumps(self.call), "rows": json.dumps([asdict(row) for row in self.rows.values()])}

@@ -6,6 +6,9 @@ weights with one scale for all outputs need. Where every output has its own, the
 tensor, which the largest channel takes for itself. So several choices of factors are compared, by the error that they leave
 (`noise`), and one is taken only if it leaves clearly less than none.
 
+Xiao, Lin, Seznec, Wu, Demouth, Han: SmoothQuant, ICML 2023, section 4, has max |x_c|^α / max |w_c|^(1-α) for transformers, where a few
+channels of every token are far larger than all others. Some of the choices start there, with several α.
+
 The factors are powers of two, beside the parameters (`ChannelFactors`): the float function keeps its bits, but for numbers beyond the
 range of float32, and parameters what they mean.
 """
@@ -37,6 +40,7 @@ from fxquant.tuning.noise import LayerNoise, TensorNoise
 logger = logging.getLogger("fxquant")
 
 SHARES = (0.5, 1.0)  # of the way, in bits, to channels of one range
+MIGRATION = (0.35, 0.5, 0.65, 0.8)  # how much of an activation's range goes to the weights that read it
 WORTH = 0.5  # factors are kept where they leave at most so much of the error
 SWEEPS = 3  # over all groups, where weights have one scale for all outputs
 ROUNDS = 4  # how often each choice is balanced anew
@@ -343,6 +347,13 @@ def _candidates(group: Tensor, terms: list[LayerNoise | TensorNoise], problem: _
     short = torch.where(nearest > 0, -torch.log2(nearest.clamp_min(2.0**-60)), 0)[group]  # bits to the range of the largest channel
     for share in SHARES:
         yield torch.minimum(torch.round(short * share), torch.floor(short)).clamp(-LARGEST, LARGEST).long()
+    rows = torch.zeros(problem.number, dtype=torch.float64, device="cpu")
+    for term in terms:
+        if isinstance(term, LayerNoise):
+            rows.scatter_reduce_(0, term.read.flatten(), term.largest.flatten(), "amax")
+    light = torch.where(rows > 0, torch.log2(rows.clamp_min(2.0**-60)), 0)[group]
+    for strength in MIGRATION:
+        yield torch.round(strength * short + (1 - strength) * (light - light.max())).clamp(-LARGEST, LARGEST).long()
     if all(term.per_channel for term in terms if isinstance(term, LayerNoise)):
         return
     made, read = (torch.zeros(problem.number, dtype=torch.float64, device="cpu") for _ in range(2))

@@ -18,14 +18,15 @@ from fxquant.quantization.state import State
 def tuning(prepared: fx.GraphModule) -> Iterator[dict[str, QuantizedOperator]]:
     """The operators of the model, by name, in state VALIDATE, where they are left.
 
-    If anything is raised inside, every state, rounding and correction, and every number in the model, is what it was. Raises
+    If anything is raised inside, every state, rounding, correction and coverage, and every number in the model, is what it was. Raises
     NotCalibrated, and changes nothing, where a scale is missing.
     """
     require_prepared(prepared)
     operators = quantized_operators(prepared)
     modes = {module: module.training for module in prepared.modules()}
     states = {operator: operator.state for operator in operators.values()}
-    parts = {operator: (operator.weight_quantizer.rounding, operator.weight_quantizer.correction) for operator in operators.values()}
+    weights = {operator: operator.weight_quantizer for operator in operators.values()}
+    parts = {operator: (quantizer.rounding, quantizer.correction, quantizer.coverage) for operator, quantizer in weights.items()}
     trained = [parameter for parameter in prepared.parameters() if parameter.requires_grad]
     numbers = {name: value.detach().clone() for name, value in prepared.state_dict(keep_vars=True).items()}
     try:
@@ -39,10 +40,11 @@ def tuning(prepared: fx.GraphModule) -> Iterator[dict[str, QuantizedOperator]]:
         with autocast_off(), torch.inference_mode(False), torch.enable_grad():
             yield operators
     except BaseException:
-        for operator, (rounding, correction) in parts.items():
+        for operator, (rounding, correction, coverage) in parts.items():
             operator.state = states[operator]
             operator.weight_quantizer.rounding = rounding
             operator.weight_quantizer.correct(correction)
+            operator.weight_quantizer.cover(coverage)
         with torch.no_grad():
             for name, value in prepared.state_dict(keep_vars=True).items():
                 value.copy_(numbers[name])

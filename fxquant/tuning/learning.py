@@ -10,6 +10,9 @@ penalised. At the end w_q is the integer that h(v) is nearer to. The loss is the
 weights rounded to the nearest, plus the mean penalty times `PENALTY`: so nothing depends on the unit of the results or on the
 number of weights.
 
+The scale of a weight does not cover all of it where covering less is better (`weight_scales`); that is found first, and the roundings are
+learned with it.
+
 Activations inside of a unit are rounded as Wei, Gong, Li, Liu, Yu: QDrop, ICLR 2022, section 4 has it: each element with probability one
 half, else it is the real number; the same holds for what a unit reads. Their scales have LSQ's gradient.
 """
@@ -25,7 +28,9 @@ from torch import Tensor, fx, nn
 
 from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
 from fxquant.quantization.quantizer import Quantizer
-from fxquant.quantization.rounding import AdaptiveRounding, straight_through
+from fxquant.quantization.rounding import AdaptiveRounding, Nearest, straight_through
+from fxquant.quantization.weights import Coverage
+from fxquant.tuning import weight_scales
 from fxquant.tuning.real import is_weighted, real_result, weight_of
 from fxquant.tuning.units import Lesson, Unit, bound_arguments, constant_arguments, operator_at
 from fxquant.tuning.walk import Values, run
@@ -97,7 +102,9 @@ class Student:
         self.lesson, self.settings, self.unit, self.prepared = lesson, settings, lesson.unit, lesson.prepared
         self.generator = torch.Generator().manual_seed(seed)
         self.operators = {node: operator for node in self.unit.nodes if (operator := operator_at(self.prepared, node)) is not None}
-        self.before = {node: self.operators[node].weight_quantizer.rounding for node in self.unit.weighted}
+        quantizers_of_weights = {node: self.operators[node].weight_quantizer for node in self.unit.weighted}
+        self.before = {node: (quantizer.rounding, quantizer.coverage) for node, quantizer in quantizers_of_weights.items()}
+        self.shares: dict[fx.Node, Tensor] = {}
         self.choices = {node: _Choice(self._shape(node)) for node in self.unit.weighted}
         quantizers = _movable(self.prepared, self.operators.values()) if settings.scales else []
         self.starts = {quantizer: quantizer.current().detach().clone() for quantizer in quantizers}
@@ -114,6 +121,9 @@ class Student:
         """Learn, one step at a time."""
         with torch.no_grad():
             unit = max(self._loss(index).item() for index in self.lesson.samples.learning[:4])
+            for node in self.unit.weighted:
+                self.operators[node].weight_quantizer.rounding = Nearest()
+            self.shares = weight_scales.search(self.lesson, self.operators)
             for node, choice in self.choices.items():
                 rounding = AdaptiveRounding(choice.shape)
                 rounding.soft = choice.between
@@ -187,11 +197,15 @@ class Student:
     def settled(self, error: Callable[[], float]) -> tuple[Learned, float]:
         """What was learned, as integers have it, is in the model; returned with the error it then has.
 
-        Of roundings and scales both, the roundings alone, or the scales alone are taken, whichever gives the least error.
+        Of what was learned of roundings, of the scales of weights, with which they were learned, and of the scales of activations, what
+        gives the least error is taken.
         """
         offsets = {node.name: choice.decided().offset for node, choice in self.choices.items()}
+        shares = {node.name: share for node, share in self.shares.items()}
         scales = {quantizer.name: self._scale(quantizer).detach() for quantizer in self.growth}
-        candidates = [Learned(offsets, scales), Learned(offsets, {}), Learned({}, scales)] if scales else [Learned(offsets, {})]
+        candidates = [Learned(offsets, {}, shares), Learned({}, {}, shares)]
+        if scales:
+            candidates += [Learned(offsets, scales, shares), Learned({}, scales, {})]
         errors = []
         for candidate in candidates:
             self.undo()
@@ -205,18 +219,20 @@ class Student:
     @torch.no_grad()
     def undo(self) -> None:
         """Everything is as it was."""
-        for node, rounding in self.before.items():
+        for node, (rounding, coverage) in self.before.items():
             self.operators[node].weight_quantizer.rounding = rounding
+            self.operators[node].weight_quantizer.cover(coverage)
         for number, before in self.numbers:
             number.copy_(before)
 
 
 @dataclass(frozen=True)
 class Learned:
-    """What a unit has learned: the offsets of its roundings by node, and scales by quantizer."""
+    """What a unit has learned: offsets of roundings by node, scales by quantizer, and how much of weights their scales cover by node."""
 
     offsets: Mapping[str, Tensor]
     scales: Mapping[str, Tensor]
+    shares: Mapping[str, Tensor]
 
     @torch.no_grad()
     def put(self, prepared: fx.GraphModule, unit: Unit) -> None:
@@ -230,6 +246,11 @@ class Learned:
                 rounding = AdaptiveRounding(tuple(offset.shape)).to(offset.device)
                 rounding.offset.copy_(offset)
                 operator.weight_quantizer.rounding = rounding
+            if node.name in self.shares:
+                share = self.shares[node.name]
+                coverage = Coverage(len(share)).to(share.device)
+                coverage.share.copy_(share)
+                operator.weight_quantizer.cover(coverage)
             if not operator.plain and operator.owns_output and operator.output.name in self.scales:
                 _move(operator.output, self.scales[operator.output.name])
 

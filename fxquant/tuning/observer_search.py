@@ -12,7 +12,18 @@ from fxquant.arguments import Kind, checked
 from fxquant.errors import ConfigurationError
 from fxquant.progress import progress
 from fxquant.quantization.mapping import Chosen, QConfigMapping
-from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer, PercentileObserver
+from fxquant.quantization.observers import (
+    ClipStdObserver,
+    HistogramObserver,
+    KLObserver,
+    LpObserver,
+    MinMaxObserver,
+    MixObserver,
+    MovingAverageMinMaxObserver,
+    MSEObserver,
+    Observer,
+    PercentileObserver,
+)
 from fxquant.quantization.spec import OBSERVER, ActivationConfig, QConfig
 from fxquant.target import Target
 from fxquant.tuning.choices import ACTIVATION, Choice, Choices
@@ -24,11 +35,19 @@ from fxquant.tuning.table import table
 
 OBSERVERS: tuple[Any, ...] = (
     HistogramObserver,
+    MSEObserver,
+    LpObserver(2.4),
+    LpObserver(3.0),
+    LpObserver(4.0),
     MinMaxObserver,
     MovingAverageMinMaxObserver,
     PercentileObserver(99.999),
     PercentileObserver(99.99),
     PercentileObserver(99.9),
+    ClipStdObserver(4.0),
+    ClipStdObserver(6.0),
+    KLObserver,
+    MixObserver,
 )
 WORTH = 0.95  # a tensor has another observer where that leaves at most so much of the noise
 
@@ -178,11 +197,15 @@ def _trial(simulation: Simulation, reference: Reference, choice: Choice, observe
     return ObserverTrial(choice.name, noise, before, chosen)
 
 
+_TELLING: Mapping[type[Observer], str] = {PercentileObserver: "percentile", LpObserver: "p", ClipStdObserver: "deviations"}
+
+
 def label(observer: Any) -> str:
     """An observer by its class and settings."""
     made = observer if isinstance(observer, Observer) else observer()
     usual = type(made).__name__.removesuffix("Observer")
-    return f"{usual} {made.percentile:g}" if isinstance(made, PercentileObserver) else usual
+    setting = next((getattr(made, name) for kind, name in _TELLING.items() if isinstance(made, kind)), None)
+    return usual if setting is None else f"{usual} {setting:g}"
 
 
 def with_observer(mapping: QConfigMapping, observer: Any) -> QConfigMapping:

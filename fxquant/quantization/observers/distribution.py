@@ -16,6 +16,7 @@ class ThresholdObserver(HistogramObserver):
     """Covers the values up to a magnitude; of an affine dtype, the range as far as that reaches to either side."""
 
     ahead = 1.0
+    each = False
 
     def threshold(self, dtype: IntType) -> Tensor:
         raise NotImplementedError

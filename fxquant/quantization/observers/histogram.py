@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from fxquant.arguments import checked
 from fxquant.numerics import SMALLEST_SCALE, IntType, grid_from_range, round_up_to_power_of_two, scale_from_range
+from fxquant.quantization.observers import loudness
 from fxquant.quantization.observers.ranges import Observer, finite_range
 
 
@@ -22,6 +24,10 @@ class HistogramObserver(Observer):
     few bits, they are cut off all the same. An end at which many values lie, as a clamp or an image leaves them, is taken for the
     end of what there can be. `python -m benchmarks.observers` compares it with the others.
 
+    The squared error is that of the loudest items of a batch. Where these are 8 times as loud as the quietest, or more, and another range
+    halves the noise that an item has on average, in dB, that one is taken: it may cut off what a few loud items hold (`loudness`). An
+    output of the model is spared this.
+
     Magnitudes are counted in bins over [0, reach]. A larger value doubles the reach, as often as needed, by
     joining neighbouring bins, so counts stay exact and memory constant however many batches pass. Of a tensor of
     twice `sample` elements or more that many are counted (see `sampled`); its largest magnitude is always taken from all of it.
@@ -32,7 +38,9 @@ class HistogramObserver(Observer):
     reach: Tensor
     counts: Tensor
     negative: Tensor
+    items: Tensor
     ahead = 1.1  # how much larger later values are taken to be; 1 where what was seen counts alone
+    each = True  # whether every item of a batch has a say, however loud it is
 
     @checked()
     def __init__(self, bins: int = 2048, sample: int = 2**18) -> None:
@@ -42,12 +50,13 @@ class HistogramObserver(Observer):
         self.register_buffer("reach", torch.zeros((), dtype=torch.float32, device="cpu"))
         self.register_buffer("counts", torch.zeros(bins, dtype=torch.float64, device="cpu"))
         self.register_buffer("negative", torch.zeros(bins, dtype=torch.float64, device="cpu"))
+        self.register_buffer("items", loudness.empty())
 
     def observe(self, value: Tensor) -> None:
         self.take(value, *finite_range(value))
 
-    def take(self, value: Tensor, low: Tensor, high: Tensor) -> None:
-        """Take in a batch whose range is known."""
+    def take(self, value: Tensor, low: Tensor, high: Tensor, items: bool = False) -> None:
+        """Take in a batch whose range is known; with `items`, dimension 0 is that of its items."""
         largest = torch.maximum(low.abs(), high.abs())
         self._grow(float(largest))
         values = sampled(value.detach(), self.sample).float()
@@ -56,6 +65,8 @@ class HistogramObserver(Observer):
             self.counts += torch.histc(values.abs(), self.bins, 0.0, reach).double() * share
         if float(low) < 0 and (below := -values[values < 0]).numel():
             self.negative += torch.histc(below, self.bins, 0.0, reach).double() * share
+        if items and reach > 0 and value.numel() >= loudness.FEWEST * len(value):
+            loudness.count(self.items, value, reach)
         self.largest.copy_(torch.maximum(self.largest, largest))
         self.count += 1
 
@@ -68,6 +79,7 @@ class HistogramObserver(Observer):
                 joined = counts.view(-1, 2).sum(1)
                 counts.zero_()
                 counts[: self.bins // 2] = joined
+            loudness.doubled(self.items)
             self.reach *= 2
 
     def loss(self, error: Tensor) -> Tensor:
@@ -80,7 +92,7 @@ class HistogramObserver(Observer):
         if not self.tells(dtype):
             return largest * ahead
         candidates = _fractions(ahead, largest.device) * largest
-        return candidates[int(self._lost(candidates / dtype.divisor, dtype).argmin())]
+        return candidates[self._best(candidates / dtype.divisor, dtype)]
 
     def tells(self, dtype: IntType) -> bool:
         """Whether bins are as fine as the steps of a dtype that covers them all. Where they are not, everything is covered."""
@@ -97,7 +109,7 @@ class HistogramObserver(Observer):
             return scale
         widest = round_up_to_power_of_two(scale_from_range(-self.largest, self.largest * self._ahead(self.counts), dtype)).double()
         steps = widest * 2.0 ** -torch.arange(8, device=widest.device, dtype=torch.float64)
-        return (0.75 * steps[int(self._lost(steps, dtype).argmin())]).float().clamp_min(SMALLEST_SCALE)
+        return (0.75 * steps[self._best(steps, dtype)]).float().clamp_min(SMALLEST_SCALE)
 
     def interval(self, dtype: IntType) -> tuple[Tensor, Tensor]:
         """The one that loses least: each end in turn is the best of so many 128ths of the range's, twice."""
@@ -107,7 +119,7 @@ class HistogramObserver(Observer):
         seen, counts = self.points()
         whole, beyond = tuple(ends), (self._ahead(self.negative), self._ahead(self._positive()))
         points = torch.cat((seen, torch.where(seen < 0, beyond[0] * seen, beyond[1] * seen)))
-        counts = torch.cat((counts, counts))
+        counts, items = torch.cat((counts, counts)), self._items()
         for end in (1, 0, 1, 0):
             if float(whole[end]) == 0:
                 continue
@@ -115,8 +127,25 @@ class HistogramObserver(Observer):
             low, high = (candidates, ends[1]) if end == 0 else (ends[0], candidates)
             scale, zero = (part.double().unsqueeze(1) for part in grid_from_range(low, high, dtype))
             quantized = torch.clamp(torch.round(points / scale), dtype.low - zero, dtype.high - zero) * scale
-            ends[end] = candidates[int((self.loss((points - quantized).abs()) * counts).sum(1).argmin())]
+            pooled, step = (self.loss((points - quantized).abs()) * counts).sum(1), scale.squeeze(1)
+            below, above = ((limit * scale).abs().squeeze(1) for limit in (dtype.low - zero, dtype.high - zero))
+            ends[end] = candidates[items.better(pooled, step, below, above, beyond) if items else int(pooled.argmin())]
         return ends[0], ends[1]
+
+    def of_output(self) -> HistogramObserver:
+        """The same counts, of which the items have no say: the error of an output is the user's own, and counts as it is."""
+        found = copy.copy(self)
+        found.each = False
+        return found
+
+    def _items(self) -> loudness.Items | None:
+        return loudness.Items(self.items, float(self.reach)) if self.each else None
+
+    def _best(self, steps: Tensor, dtype: IntType) -> int:
+        """Which of these steps of a symmetric dtype to take."""
+        pooled, items, ahead = self._lost(steps, dtype), self._items(), self._ahead(self.counts)
+        limit = steps * dtype.high
+        return int(pooled.argmin()) if items is None else items.better(pooled, steps, limit, limit, (ahead, ahead))
 
     def _lost(self, steps: Tensor, dtype: IntType) -> Tensor:
         """What is lost with each of these steps, of a symmetric dtype."""
@@ -168,6 +197,7 @@ class HistogramObserver(Observer):
                 bins = (middles * (state["reach"].double() / reach.double())).long() if float(reach) > 0 else middles.long()
                 counts.index_add_(0, bins, state[name])
             buffer.copy_(counts)
+        self.items.copy_(loudness.merged(states, "items", reach))
         self.reach.copy_(reach)
         self.largest.copy_(torch.stack([state["largest"] for state in states]).max())
         self.count.copy_(torch.stack([state["count"] for state in states]).sum())
@@ -180,6 +210,7 @@ class LpObserver(HistogramObserver):
     """Covers the range with the smallest mean |error|^p of what was seen. The larger p, the more large errors, those of clipping, count."""
 
     ahead = 1.0
+    each = False
 
     @checked()
     def __init__(self, p: float = 3.0, bins: int = 2048, sample: int = 2**18) -> None:
@@ -197,6 +228,7 @@ class MSEObserver(HistogramObserver):
     """Covers the range with the smallest mean squared error of what was seen."""
 
     ahead = 1.0
+    each = False
 
 
 def _fractions(ahead: float, device: torch.device) -> Tensor:

@@ -54,6 +54,10 @@ class Observer(nn.Module):
         """The observer of the range that this one's scale follows in state TRAIN. Here: a moving average."""
         return MovingAverageMinMaxObserver()
 
+    def of_output(self) -> Observer:
+        """What chooses the scale where the tensor is an output of the model. Here: this observer."""
+        return self
+
     def reset(self) -> None:
         """Forget everything that was observed. Here: every buffer becomes zero."""
         for buffer in self.buffers():
@@ -92,7 +96,7 @@ class MinMaxObserver(Observer):
     def observe(self, value: Tensor) -> None:
         self.take(value, *finite_range(value))
 
-    def take(self, value: Tensor, low: Tensor, high: Tensor) -> None:
+    def take(self, value: Tensor, low: Tensor, high: Tensor, items: bool = False) -> None:
         """Take in a batch whose range is known."""
         first = self.count == 0
         self.low.copy_(torch.where(first, low, torch.minimum(self.low, low)))
@@ -129,7 +133,7 @@ class MovingAverageMinMaxObserver(MinMaxObserver):
     def observe(self, value: Tensor) -> None:
         self.take(value, *finite_range(value))
 
-    def take(self, value: Tensor, low: Tensor, high: Tensor) -> None:
+    def take(self, value: Tensor, low: Tensor, high: Tensor, items: bool = False) -> None:
         """Take in a batch whose range is known."""
         self.count += 1
         weight = torch.clamp_min(1 / self.count, self.averaging_constant)

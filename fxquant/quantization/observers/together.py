@@ -21,9 +21,10 @@ def standard() -> dict[type[Observer], Gathering | None]:
 Gathering = tuple[str, tuple[tuple[str, float], ...]]  # the name of a class, and the settings that say what it gathers
 
 
-def observe_together(observers: Sequence[Observer], value: Tensor) -> None:
+def observe_together(observers: Sequence[Observer], value: Tensor, items: bool = False) -> None:
     """Let observers take in one batch of real values, whose range is computed once for all of fxquant's.
 
+    With `items`, dimension 0 is that of the items, whose loudness is told apart.
     Raises ValueError, and changes none of these, if any value is NaN or infinite.
     """
     low, high = finite_range(value)
@@ -31,7 +32,7 @@ def observe_together(observers: Sequence[Observer], value: Tensor) -> None:
         if gathering(observer) is None:
             observer.observe(value)
         else:
-            cast(_Gathers, observer).take(value, low, high)
+            cast(_Gathers, observer).take(value, low, high, items)
 
 
 def gathering(observer: Observer) -> Gathering | None:

@@ -1,0 +1,110 @@
+"""Items of a batch by how loud they are, so that a few loud ones do not take the precision of all others unnoticed.
+
+An item's octave is how many times the reach of a histogram has to be halved to its largest magnitude. Of the items of each octave the
+magnitudes are counted in bins of their own, over [0, reach / 2^octave], those of positive values and of negative ones apart. So what a
+grid does to loud items and to quiet ones can be told without the items:
+
+    noise    E_k = Σ n · min(x², Δ²/12) of what the grid covers, Σ n · (|x| - limit)² of what it cuts off
+    an item  10·log10(E_k / P_k + 10^-3.5) dB, on average over all items: what is 35 dB below an item harms it no more
+
+The squared error of everything together is that of the loud items; this is the error of the item that comes next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+OCTAVES, BINS = 8, 256
+SAMPLE = 2**15  # about so many elements of a batch are counted
+FEWEST = 32  # elements that an item has at least: the loudness of a few numbers is what they say
+APART = 3  # octaves between the loudest items and the quietest; where there are fewer, all are alike
+ENOUGH = 10**-3.5  # of an item's power: error that does no more harm
+WORTH = 3.0  # dB: the noise of an item has to be halved, on average
+
+
+def empty() -> Tensor:
+    """Counts of positive and of negative values, for each octave: float64 of shape (2, OCTAVES, BINS)."""
+    return torch.zeros(2, OCTAVES, BINS, dtype=torch.float64, device="cpu")
+
+
+def count(counts: Tensor, value: Tensor, reach: float) -> None:
+    """Add the items of a batch, which dimension 0 counts; of a large one every so many elements count for those beside them."""
+    items = value.detach().flatten(1).float()
+    low, high = torch.aminmax(items, dim=1)
+    largest = torch.maximum(-low, high)
+    ratio = reach / largest.double().clamp_min(reach * 2.0**-OCTAVES)
+    octaves = (torch.frexp(ratio).exponent - 1).clamp(0, OCTAVES - 1)
+    apart = max(1, items.numel() // SAMPLE) | 1  # odd: it meets every column of an image whose width is a power of two
+    few = items[:, ::apart]
+    there = torch.unique(octaves).tolist()
+    for octave in there:
+        own, top = few if len(there) == 1 else few[octaves == octave], reach * 2.0**-octave
+        found = torch.histc(own, 2 * BINS, -top, top).double() * (items.shape[1] / few.shape[1])
+        counts[0, octave] += found[BINS:]
+        counts[1, octave] += found[:BINS].flip(0)
+
+
+def doubled(counts: Tensor) -> None:
+    """The reach has doubled: every octave is the next one."""
+    last = counts[:, -1].view(2, -1, 2).sum(2)
+    counts[:, 1:] = counts[:, :-1].clone()
+    counts[:, 0] = 0
+    counts[:, -1, : BINS // 2] += last
+
+
+def merged(states: Sequence[Mapping[str, Tensor]], name: str, reach: Tensor) -> Tensor:
+    """The counts of several histograms, over the largest reach of them."""
+    found = empty().to(reach.device)
+    middles = torch.arange(BINS, device=reach.device, dtype=torch.float64) + 0.5
+    for state in states:
+        if not float(state["reach"]) > 0:
+            continue
+        ratio = float(reach.double() / state["reach"].double())
+        lower = int(torch.frexp(torch.tensor(ratio, dtype=torch.float64, device="cpu")).exponent) - 1
+        for octave in range(OCTAVES):
+            to = min(octave + lower, OCTAVES - 1)
+            bins = (middles * (2.0 ** (to - octave) / ratio)).long().clamp_max(BINS - 1)
+            found[:, to].index_add_(1, bins, state[name][:, octave])
+    return found
+
+
+class Items:
+    """What a histogram knows of the loudness of its items."""
+
+    def __init__(self, counts: Tensor, reach: float) -> None:
+        there = torch.nonzero(counts.sum((0, 2))).flatten()
+        self.counts = counts[:, there]
+        tops = reach * torch.exp2(-there.double())
+        self.magnitudes = (torch.arange(BINS, device=counts.device, dtype=torch.float64) + 0.5) * (tops / BINS).unsqueeze(1)
+        self.power = (self.counts * self.magnitudes.square()).sum((0, 2))
+        self.differ = len(there) > 1 and int(there[-1] - there[0]) >= APART and bool((self.power > 0).sum() > 1)
+
+    def better(self, pooled: Tensor, steps: Tensor, low: Tensor, high: Tensor, beyond: tuple[float, float]) -> int:
+        """Which grid to take: the one with the least pooled error, unless another at least halves the noise of an item.
+
+        `pooled` is the error of everything together, for each grid; `steps`, `low` and `high` are the grids' scales and limits,
+        magnitudes, float64 of that shape. `beyond` says how much further negative and positive values reach than was seen; as many
+        count as seen and that much larger.
+        """
+        usual = int(pooled.argmin())
+        if not self.differ:
+            return usual
+        noise = torch.zeros(len(self.power), len(steps), dtype=torch.float64, device=steps.device)
+        for sign, limit, further in ((0, high, beyond[1]), (1, low, beyond[0])):
+            for factor in (1.0, further):
+                noise += self._noise(self.counts[sign], factor, steps, limit)
+        live = self.power > 0
+        share = self.counts.sum((0, 2))[live]
+        decibels = 10 * torch.log10(noise[live] / (2 * self.power[live]).unsqueeze(1) + ENOUGH)
+        mean = (decibels * (share / share.sum()).unsqueeze(1)).sum(0)
+        best = int(mean.argmin())
+        return best if float(mean[usual] - mean[best]) >= WORTH else usual
+
+    def _noise(self, counts: Tensor, factor: float, steps: Tensor, limit: Tensor) -> Tensor:
+        """The squared error of each octave on each grid, (octaves, grids)."""
+        values = (self.magnitudes * factor).unsqueeze(2)
+        inside = torch.minimum(values.square(), steps.square() / 12)
+        return (torch.where(values > limit, (values - limit).square(), inside) * counts.unsqueeze(2)).sum(1)
