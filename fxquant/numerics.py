@@ -196,7 +196,7 @@ def clamp_bound(value: float | None, scale: float, default: int, limits: IntType
 
 def power_of_two(exponent: Tensor) -> Tensor:
     """2**exponent as float64, exactly, for integer exponents in [-1022, 1023] (built from the bits; pow is not exact)."""
-    if torch.jit.is_tracing():  # TorchScript cannot see one dtype's bits as another's
+    if torch._C._get_tracing_state() is not None:  # TorchScript cannot see one dtype's bits as another's
         powers = torch.tensor([2.0**power for power in range(-1022, 1024)], dtype=torch.float64, device=exponent.device)
         return powers.take(exponent.to(torch.int64) + 1022)
     return ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64)

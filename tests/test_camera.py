@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from sklearn.datasets import load_sample_image
+from sklearn.datasets import load_sample_image  # type: ignore[import-untyped,unused-ignore]
 from torch import Tensor, nn
 
 import fxquant as fxq

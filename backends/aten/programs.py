@@ -71,9 +71,9 @@ def export_torchscript(integer: fx.GraphModule, path: str | os.PathLike[str]) ->
     """
 
     def write(program: Program, inputs: list[Any], place: Path) -> None:
-        torch.jit.trace(program, tuple(inputs), check_trace=False).save(str(place))
+        torch.jit.trace(program, tuple(inputs), check_trace=False).save(str(place))  # type: ignore[no-untyped-call]
 
-    return _export(integer, Path(path), "torch.jit", ".pt", write, lambda place: torch.jit.load(str(place)))
+    return _export(integer, Path(path), "torch.jit", ".pt", write, lambda place: torch.jit.load(str(place)))  # type: ignore[no-untyped-call]
 
 
 def _export(
