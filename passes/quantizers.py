@@ -20,10 +20,11 @@ from fxquant.ops import Operator, Own, demand, map_operands, operator_of, read_n
 from fxquant.ops.boundary import DEQUANTIZE
 from fxquant.pipeline import Context
 from fxquant.quantization.factors import ChannelFactors
+from fxquant.quantization.learning import METHODS
 from fxquant.quantization.prepared import QuantizedOperator
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.rules import decide, result_config
-from fxquant.quantization.spec import LEARNED, ActivationConfig, WeightConfig
+from fxquant.quantization.spec import ActivationConfig, WeightConfig
 from fxquant.quantization.weights import WeightQuantizer, WeightScale
 from fxquant.stage import is_integer, is_plain
 
@@ -134,11 +135,12 @@ def _weight_quantizer(
     """The operator's own, with one scale for each layer or powers of two where the target has no other; only a weight's can learn."""
     weight = operator.weight(**fx.map_arg(arguments, lambda operand: parameter_value(gm, operand) if is_parameter(operand) else operand))
     per_channel = config.per_channel and context.target.per_channel_weights
+    method = METHODS.get(config.training)
     return WeightQuantizer(
         config.type,
         per_channel=per_channel,
-        power_of_two=config.power_of_two or context.target.arithmetic.power_of_two_weights,
-        learned=WeightScale(len(weight) if per_channel else 1) if weight is not None and config.training == LEARNED else None,
+        power_of_two=config.power_of_two or context.target.arithmetic.power_of_two_weights or (method is not None and method.power_of_two),
+        learned=WeightScale(len(weight) if per_channel else 1, method) if weight is not None and method is not None else None,
         rounding=None if weight is None else config.rounding(tuple(weight.shape)),
         p=None if weight is None else config.p,
     )

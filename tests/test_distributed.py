@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, fx, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import fxquant as fxq
 from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver, Observer, PercentileObserver
+from fxquant.quantization.quantizer import Quantizer
 
 RANKS = 2
 OBSERVERS: dict[str, Any] = {
@@ -79,6 +81,8 @@ def work(rank: int, directory: str, pickled: fx.GraphModule) -> None:
             "missing": missing(rank),
             "trained": trained(rank, pickled),
             "frozen": frozen(rank),
+            "learned": learned(rank, "DistributedDataParallel"),
+            "sharded": learned(rank, "FullyShardedDataParallel"),
         }
         torch.save(found, f"{directory}/{rank}.pt")
         dist.barrier()
@@ -176,6 +180,45 @@ def frozen(rank: int) -> Any:
     model = DistributedDataParallel(prepared.train())
     loss_of(model, shard(rank)[0]).backward()
     return gradients(prepared)
+
+
+LEARNED = {
+    "DistributedDataParallel": fxq.QConfig(fxq.ActivationConfig("int4", training="learned"), fxq.WeightConfig("int4", training="learned")),
+    "FullyShardedDataParallel": fxq.QConfig(fxq.ActivationConfig("int4"), fxq.WeightConfig("int4", training="tqt")),
+}
+
+
+def learner(wrapper: str) -> fx.GraphModule:
+    """Scales that PyTorch's wrapper can take: FSDP has no parameter without dimensions, which that of one scale for a tensor is."""
+    prepared = fxq.prepare(network(), shards()[0], "bayes-e", LEARNED[wrapper], batch_norm="frozen")
+    fxq.calibrate(prepared, shards(), distributed=False, show_progress=False)
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    if wrapper == "FullyShardedDataParallel":
+        for module in prepared.modules():
+            if isinstance(module, Quantizer):
+                module.freeze()
+    return prepared.train()
+
+
+def three_steps(model: nn.Module, rank: int | None) -> None:
+    """On a rank's half of each batch, or on all of it."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    for batch in shards()[:3]:
+        optimizer.zero_grad()
+        loss_of(model, batch if rank is None else batch[2 * rank : 2 * rank + 2]).backward()
+        optimizer.step()
+
+
+def learned(rank: int, wrapper: str) -> Any:
+    """Scales are learned by ranks that have half of each batch."""
+    prepared = learner(wrapper)
+    if wrapper == "DistributedDataParallel":
+        three_steps(DistributedDataParallel(prepared), rank)
+        return dict(prepared.named_parameters())
+    model = FullyShardedDataParallel(prepared, use_orig_params=True, device_id=torch.device("cpu"))
+    three_steps(model, rank)
+    with FullyShardedDataParallel.summon_full_params(model):
+        return {name: value.detach().clone() for name, value in prepared.named_parameters()}
 
 
 def calibrated_alone() -> fx.GraphModule:
@@ -282,6 +325,21 @@ def test_the_gradient_is_that_of_all_shards_together(found: list[dict[str, Any]]
     assert equal(found[0]["frozen"], found[1]["frozen"])
     for name, value in gradients(prepared).items():
         torch.testing.assert_close(found[0]["frozen"][name], value)
+
+
+@pytest.mark.parametrize("wrapper", LEARNED)
+def test_scales_are_learned_as_by_one_process(found: list[dict[str, Any]], wrapper: str) -> None:
+    """From the same data: a sum over ranks is in another order than one over a batch, and nothing else differs."""
+    one, other = (rank["learned" if wrapper == "DistributedDataParallel" else "sharded"] for rank in found)
+    assert equal(one, other)
+    start, single = dict(learner(wrapper).named_parameters()), learner(wrapper)
+    three_steps(single, None)
+    assert one.keys() == start.keys()
+    changes = [name for name in one if name.endswith("_change")]
+    assert len(changes) == (7 if wrapper == "DistributedDataParallel" else 3)
+    for name, value in single.named_parameters():
+        torch.testing.assert_close(one[name], value, rtol=1e-4, atol=1e-6)
+        assert not name.endswith("_change") or not torch.equal(value, torch.zeros_like(value)), name
 
 
 # ---- merging, without any process -------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.model": {"codegen", "errors"},
     "fxquant.quantization.rules": {"graph", "mapping", "ops", "spec"},
     "fxquant.target": {"arithmetic", "numerics"},
-    "fxquant.quantization.learning": {"numerics"},
+    "fxquant.quantization.learning": {"learning", "numerics"},
     "fxquant.quantization.quantizer": BASE | {"learning"},
     "fxquant.quantization.weights": BASE | {"learning", "quantizer"},
     "fxquant.primitives": {"errors", "facts", "numerics", "primitives"},

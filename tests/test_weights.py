@@ -223,8 +223,9 @@ def test_gradients_reach_weights_scales_and_roundings(training: str) -> None:
         return
     torch.testing.assert_close(weight.grad, incoming * inside / found.scale.unsqueeze(1))
     of_real = incoming / found.scale.unsqueeze(1)  # of the real numbers that the integers stand for
-    of_scale = (of_real * (found.integers.detach() - real * inside)).sum(1) / math.sqrt(24 * 7)
-    torch.testing.assert_close(learned.scale_change.grad, of_scale / learned.base_scale)
+    of_scale = (of_real * (found.integers.detach() - real * inside)).sum(1)
+    error = (found.integers.detach() - real * inside).square().mean(1).clamp_min(1 / 12).sqrt()
+    torch.testing.assert_close(learned.scale_change.grad, of_scale / (weight.detach().norm(dim=1) * error))
 
 
 def test_a_rounding_that_is_not_finite_is_an_error() -> None:

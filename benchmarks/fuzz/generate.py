@@ -253,7 +253,7 @@ def _activation(lot: random.Random, dtypes: Sequence[str], default: str) -> Sett
         if dtype == "uint8" and "scale" in found:
             found |= {"dtype": repr(dtype), "zero_point": lot.choice(("0", "1", "77", "128", "255"))}
     if lot.random() < 0.4:
-        found["training"] = lot.choice(("'learned'", "'frozen'"))
+        found["training"] = lot.choice(("'learned'", "'frozen'", "'lsq+'", "'pact'", "'tqt'"))
     if lot.random() < 0.15:
         found["power_of_two"] = "True"
     return found
@@ -266,7 +266,7 @@ def _weight(lot: random.Random, dtypes: Sequence[str]) -> Settings:
     if lot.random() < 0.3:
         found["per_channel"] = "False"
     if lot.random() < 0.3:
-        found["training"] = "'learned'"
+        found["training"] = lot.choice(("'learned'", "'tqt'"))
     if lot.random() < 0.15:
         found["power_of_two"] = "True"
     return found

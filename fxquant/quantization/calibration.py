@@ -60,9 +60,8 @@ def set_state(prepared: nn.Module, state: State | str, modules: str | Iterable[s
 
 def update_scales(operator: QuantizedOperator) -> None:
     """Set the scales an operator owns from what was observed."""
-    learned = operator.weight_quantizer.learned
-    if learned is not None and operator.output.pending:
-        learned.forget()
+    if operator.weight_quantizer.learned is not None and operator.output.pending:
+        operator.weight_quantizer.forget_learned()
     for quantizer in owned_quantizers(operator):
         quantizer.update_scale()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -74,6 +75,13 @@ class QuantizedOperator(nn.Module):
         self.factors = factors
         self.live_batch_norm = live_batch_norm
         self.state = State.CALIBRATE
+        _leave_to_eager()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """One that knows this operator says what was learned of its weight, or that nothing was."""
+        if prefix + "quantizer.base_scale" in state_dict:
+            self.weight_quantizer.expect_learned(state_dict, prefix + "weight_quantizer.")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     @property
     def output(self) -> Quantizer:
@@ -175,6 +183,16 @@ class QuantizedOperator(nn.Module):
         return f"{self.operator.name}, {self.state.value}"
 
 
+@functools.cache
+def _leave_to_eager() -> None:
+    """torch.compile runs operators as they stand, and compiles what is beside them.
+
+    A compiler that joins, reorders or contracts float operations would have to be proved exact; and there is little for it to join, since
+    each operator looks at its scales. Not when this module is imported, for it takes PyTorch's compiler seconds to be.
+    """
+    QuantizedOperator.forward = torch.compiler.disable(QuantizedOperator.forward)  # type: ignore[method-assign, no-untyped-call]
+
+
 def take_integers(value: Tensor, quantizer: Quantizer) -> Quantized:
     """The integers of a real tensor on a quantizer's grid, exact where the tensor is integers times that scale."""
     quantizer.require()
@@ -182,7 +200,8 @@ def take_integers(value: Tensor, quantizer: Quantizer) -> Quantized:
     with torch.no_grad():
         integers = grid.quantize(value)
     if value.requires_grad and torch.is_grad_enabled():
-        integers = straight_through((value / grid.scale).clamp(*grid.bounds), integers)
+        low, high = grid.bounds  # by half a step wider, so that what was rounded to a limit is inside, whatever the division rounds
+        integers = straight_through((value / grid.scale).clamp(low - 0.5, high + 0.5), integers)
     return Quantized(integers, grid, tuple(value.shape))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,9 +10,9 @@ from torch import Tensor, nn
 
 from fxquant.errors import CalibrationError, NotCalibrated, NotFinite
 from fxquant.numerics import INT32, SMALLEST_SCALE, Grid, IntType, grid_from_range, round_up_to_power_of_two
-from fxquant.quantization.learning import TrainableScale
+from fxquant.quantization.learning import LSQ, LSQ_PLUS, METHODS, TrainableScale, method_of
 from fxquant.quantization.observers import Observer, gathering, observe_together, standard
-from fxquant.quantization.spec import FROZEN, LEARNED, STATISTICS
+from fxquant.quantization.spec import FROZEN, STATISTICS
 
 
 class Quantizer(TrainableScale):
@@ -19,7 +20,7 @@ class Quantizer(TrainableScale):
 
     `scale` is a float32 scalar, NaN until it is known. With an observer, calibration finds it; without one it is
     fixed. `training` says what it does in state TRAIN (see ActivationConfig); `frozen` ends that. A zero point is found with
-    the scale, and follows "statistics" with it; a "learned" scale has the zero point that calibration found.
+    the scale, and follows "statistics" and "lsq+" with it; any other learned scale has the zero point that calibration found.
 
     headroom     what the scale that was found, of a symmetric dtype, is multiplied by, for values beyond those that were observed
     items        whether dimension 0 of what is observed is that of the items of a batch, which observers may tell apart by their loudness
@@ -28,7 +29,7 @@ class Quantizer(TrainableScale):
     others       the observers, by class, that gather beside this one in calibration, so that what was observed can serve any of fxquant's
                  observers: see `observations`. They have no say in the scale
     batches_used int64 scalar: how many batches the scale was found from; `range` may have seen more
-    zero_point   int64 scalar, of affine dtypes: the integer that stands for 0
+    zero_point   int64 scalar, of affine dtypes: the integer that stands for 0, but for what "lsq+" has made of it
     ends         float32 of shape (2,), of affine dtypes: the interval of real numbers that scale and zero point were made for, NaN
                  where they were given. "statistics" move it, not its rounded image
     """
@@ -54,11 +55,12 @@ class Quantizer(TrainableScale):
         module: str = "",
     ) -> None:
         start = torch.tensor(float("nan") if scale is None else scale, dtype=torch.float32, device="cpu")
-        super().__init__(start, learned=observer is not None and training == LEARNED)
+        method = METHODS.get(training) if observer is not None else None
+        super().__init__(start, LSQ if method is LSQ_PLUS and not dtype.affine else method)
         self.dtype = dtype
         self.observer = observer
         self.mode = training  # `training` is PyTorch's flag of every module
-        self.power_of_two = power_of_two
+        self.power_of_two = power_of_two or (method is not None and method.power_of_two)
         self.headroom = headroom
         self.items, self.shown = items, shown
         self.range = None if observer is None else observer.range_observer()
@@ -74,7 +76,38 @@ class Quantizer(TrainableScale):
     @property
     def grid(self) -> Grid:
         """The grid of this moment."""
-        return Grid(self.dtype, self.scale, int(self.zero_point) if self.dtype.affine else 0)
+        scale = self.scale
+        return Grid(self.dtype, scale, self._zero_point(scale) if self.dtype.affine else 0)
+
+    def _zero_point(self, scale: Tensor) -> int:
+        """The zero point of this moment, beside this scale."""
+        if self.method is None or self.method.end is None or self.frozen or not self.calibrated:
+            return int(self.zero_point)
+        end = self.method.end(self.base_scale, -self.zero_point * self.base_scale, self._values())
+        return self._zero_point_at(end, scale)
+
+    def _zero_point_at(self, end: Tensor, scale: Tensor) -> int:
+        """The zero point with which the lowest integer stands for a real number, or for the nearest that it can."""
+        return int(torch.round(-end / scale).clamp(self.dtype.low, self.dtype.high))
+
+    @property
+    def reach(self) -> float:
+        """The largest magnitude of a centred integer."""
+        return self._reach_at(int(self.zero_point) if self.dtype.affine else 0)
+
+    def _reach_at(self, zero_point: int) -> float:
+        return float(max(self.dtype.high - zero_point, zero_point - self.dtype.low))
+
+    def _reach_in(self, state_dict: Mapping[str, Any], prefix: str) -> float:
+        found = state_dict.get(prefix + "zero_point") if self.dtype.affine else None
+        return self.reach if found is None else self._reach_at(int(found))
+
+    @torch.no_grad()
+    def assign(self, scale: Tensor, zero_point: Tensor | int | None = None) -> None:
+        """Make this the scale that training starts from, beside this zero point or that of the moment."""
+        if self.dtype.affine:
+            self.zero_point.fill_(self._zero_point(self.scale) if zero_point is None else zero_point)
+        super().assign(scale)
 
     @property
     def scale(self) -> Tensor:
@@ -82,7 +115,11 @@ class Quantizer(TrainableScale):
         scale = self.current()
         if torch.is_grad_enabled() and scale is self.base_scale:
             scale = scale.clone()  # where operators share it, one of them moves it after another has kept it for its gradient
-        return round_up_to_power_of_two(scale) if self.power_of_two and not self.frozen and self.observer is not None else scale
+        return scale if self.frozen else self._rounded(scale)
+
+    def _rounded(self, scale: Tensor) -> Tensor:
+        """A scale that was not given as the target or the config wants it."""
+        return round_up_to_power_of_two(scale) if self.power_of_two and self.observer is not None else scale
 
     @property
     def follows_sum(self) -> bool:
@@ -140,8 +177,7 @@ class Quantizer(TrainableScale):
         """Make this the interval that the integers of an affine dtype stand for."""
         scale, zero_point = grid_from_range(low, high, self.dtype)
         self.ends.copy_(torch.stack((low, high)))
-        self.assign(scale)
-        self.zero_point.copy_(zero_point)
+        self.assign(scale, zero_point)
 
     @torch.no_grad()
     def follow(self, value: Tensor) -> None:
@@ -182,9 +218,7 @@ class Quantizer(TrainableScale):
 
     def set_scale(self, scale: float, zero_point: int | None = None) -> None:
         """Fix the scale at this value, and the zero point at this one or at what it is; they follow nothing any more."""
-        self.assign(torch.full_like(self.base_scale, scale))
-        if zero_point is not None:
-            self.zero_point.fill_(zero_point)
+        self.assign(torch.full_like(self.base_scale, scale), zero_point)
         self.stop()
 
     def freeze(self) -> None:
@@ -194,11 +228,16 @@ class Quantizer(TrainableScale):
             self.stop()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """A scale that was given has no observations; those that are here then stay."""
+        """A scale that was given has no observations; those that are here then stay. A zero point that was learned loads where none is."""
+        saved, stopped = method_of(state_dict, prefix), bool(state_dict.get(prefix + "stopped", False))
+        if self.dtype.affine and saved is not None and saved.end is not None and self.method != saved and not stopped:
+            base, values = state_dict[prefix + "base_scale"], tuple(state_dict[prefix + name] for name in saved.parameters)
+            end, scale = saved.end(base, -state_dict[prefix + "zero_point"] * base, values), saved.scale(base, values, self.reach)
+            state_dict[prefix + "zero_point"] = torch.tensor(self._zero_point_at(end, self._rounded(scale)), device=base.device)
         if self.dtype.affine and self.given and not bool(state_dict.get(prefix + "stopped", True)):
             for name in ("zero_point", "ends"):  # as the scale that was given here stays
                 state_dict[prefix + name] = getattr(self, name).clone()
-        if bool(state_dict.get(prefix + "stopped", False)):
+        if stopped:
             for name, value in self.state_dict(prefix=prefix).items():
                 if name.startswith((prefix + "observer.", prefix + "range.", prefix + "others.")):
                     state_dict.setdefault(name, value)
@@ -206,12 +245,12 @@ class Quantizer(TrainableScale):
 
     def require(self) -> None:
         """Raise NotCalibrated if the scale is unknown, and NotFinite if training has made it NaN or infinite."""
-        if self.scale_change is not None and self.calibrated and not bool(torch.isfinite(self.current())):
+        if self.method is not None and self.calibrated and not bool(torch.isfinite(self.current())):
             raise NotFinite(
                 f"the scale of %{self.name} is {float(self.current())}",
                 at=self.source,
                 module=self.module_path,
-                because="it is learned, and training has made its parameter `scale_change` NaN or infinite",
+                because=f"it is learned, and training has made its parameter `{next(iter(self.trained))}` NaN or infinite",
                 remedy="load the last checkpoint whose parameters are finite; then lower the learning rate or clip gradients",
             )
         if not self.calibrated:
@@ -224,7 +263,7 @@ class Quantizer(TrainableScale):
             )
 
     def extra_repr(self) -> str:
-        zero_point = f", zero_point={int(self.zero_point)}" if self.dtype.affine else ""
+        zero_point = f", zero_point={self.grid.zero_point}" if self.dtype.affine else ""
         mode = "fixed" if self.observer is None or self.frozen else self.mode
         return f"{self.dtype}, scale={self.scale.item():.6g}{zero_point}, {mode}"
 

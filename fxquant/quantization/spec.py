@@ -16,7 +16,8 @@ from fxquant.numerics import ACTIVATION_TYPES, WEIGHT_TYPES, IntType, is_scale, 
 from fxquant.quantization.observers import FixedScaleObserver, HistogramObserver, Observer, observer_named, settings
 from fxquant.quantization.rounding import Nearest, Rounding
 
-LEARNED, STATISTICS, FROZEN = "learned", "statistics", "frozen"
+LEARNED, LSQ_PLUS, PACT, TQT = "learned", "lsq+", "pact", "tqt"  # methods of fxquant.quantization.learning
+STATISTICS, FROZEN = "statistics", "frozen"
 
 logger = logging.getLogger("fxquant")
 
@@ -81,6 +82,9 @@ class ActivationConfig:
                    "statistics"  it grows and shrinks with the range of the batches: a moving average, or all that was
                                  seen where MinMaxObserver observes
                    "learned"     it is a parameter with the gradient of LSQ
+                   "lsq+"        the zero point is learned beside it: LSQ+. A symmetric dtype has none, and "learned" is the same
+                   "pact"        where the tensor is clipped is a parameter in its own unit, `alpha`, which weight decay pulls to 0: PACT
+                   "tqt"         the logarithm of a threshold is a parameter, and the scale the next power of two: TQT
                    "frozen"      it stays
     power_of_two   round an observed or learned scale up to a power of two, as some targets do for all scales
 
@@ -99,7 +103,7 @@ class ActivationConfig:
     def __post_init__(self) -> None:
         if self.dtype is not None:
             _check(self.dtype, ACTIVATION_TYPES, "activation")
-        _check_training(self.training, (STATISTICS, LEARNED, FROZEN), "an activation's scale")
+        _check_training(self.training, (STATISTICS, LEARNED, LSQ_PLUS, PACT, TQT, FROZEN), "an activation's scale")
         self._take_fixed_scale()
         if self.scale is not None and self.threshold is not None:
             raise ConfigurationError(
@@ -218,6 +222,7 @@ class WeightConfig:
                    "statistics"  the largest magnitude of the weight at hand
                    "learned"     it is a parameter with the gradient of LSQ, of convolutions, linear layers and products with
                                  a matrix parameter; it starts where the squared error is least
+                   "tqt"         the same with a power of two, and the logarithm of a threshold as its parameter: TQT
     power_of_two   round it up to a power of two, as some targets do for all scales
     p              the scale has the least Σ |error|^p for the weight at hand, for each output channel, or for all of them where they have
                    one: with p = 2 the squared error, with a larger one large errors count for more. It cuts off the largest weights.
@@ -235,7 +240,7 @@ class WeightConfig:
 
     def __post_init__(self) -> None:
         _check(self.dtype, WEIGHT_TYPES, "weight")
-        _check_training(self.training, (STATISTICS, LEARNED), "a weight's scale")
+        _check_training(self.training, (STATISTICS, LEARNED, TQT), "a weight's scale")
 
     @property
     def type(self) -> IntType:

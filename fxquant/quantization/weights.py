@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fxquant.numerics import SMALLEST_SCALE, IntType, least_error_scale, round_up_to_power_of_two, weight_scale
-from fxquant.quantization.learning import TrainableScale, learned_step
+from fxquant.quantization.learning import LSQ, Method, TrainableScale, learned_step
 from fxquant.quantization.rounding import AdaptiveRounding, Nearest, Rounding
 
 
@@ -26,10 +26,11 @@ class WeightScale(TrainableScale):
     It starts at the scale with the least error, squared unless the config has another p, for the weight of the first batch that passes
     in TRAIN or VALIDATE; until then it is that of the weight at hand, as convert reads it. Where there is one for each channel,
     it is the scale of the weight without its batch norm: what that multiplies a channel by, it multiplies its scale by.
+    Without a method it is what another model has learned: it stays.
     """
 
-    def __init__(self, channels: int) -> None:
-        super().__init__(torch.full((channels,), float("nan"), dtype=torch.float32, device="cpu"), learned=True)
+    def __init__(self, channels: int, method: Method | None = LSQ) -> None:
+        super().__init__(torch.full((channels,), float("nan"), dtype=torch.float32, device="cpu"), method)
 
     def of(self, weight: Tensor, gain: Tensor | None, dtype: IntType, keep: bool, p: float = 2.0) -> Tensor:
         """The scale for this weight, whose channels are its dimension 0, times `gain`; `keep` makes it where training starts.
@@ -41,8 +42,8 @@ class WeightScale(TrainableScale):
             return (self.current() * factor).clamp_min(SMALLEST_SCALE)
         start = least_error_scale(weight, 0 if self.base_scale.numel() > 1 else None, dtype, p=p)
         base = torch.where(factor > 0, start / factor, start)
-        if keep:
-            self.assign(base)
+        if keep:  # what is trained stands at its start until there is a scale, and a forward pass writes on no parameter
+            self.base_scale.copy_(base)
         return (base * factor).clamp_min(SMALLEST_SCALE)
 
     def factor(self, gain: Tensor | None) -> Tensor:
@@ -166,6 +167,13 @@ class WeightQuantizer(torch.nn.Module):
         if self.correction is not None:
             self.correction.value.zero_()
 
+    def forget_learned(self) -> None:
+        """A learned scale starts anew from the weight; what another model has learned is gone."""
+        if self.learned is not None and self.learned.method is None:
+            self.learned = None
+        elif self.learned is not None:
+            self.learned.forget()
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """What was tuned there is tuned here, and what was not is not."""
         offset, value = prefix + "rounding.offset", prefix + "correction.value"
@@ -183,6 +191,24 @@ class WeightQuantizer(torch.nn.Module):
         elif self.coverage is not None:
             state_dict.setdefault(share, torch.ones_like(self.coverage.share))
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def expect_learned(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """What a state_dict of the whole operator says of a learned scale can be loaded; `prefix` is this module's.
+
+        It starts anew from the weight where none was learned there. One that is not to be learned here stays what was learned there.
+        """
+        learned = prefix + "learned."
+        if learned + "base_scale" in state_dict:
+            if self.learned is None:
+                base = state_dict[learned + "base_scale"]
+                self.learned = WeightScale(base.numel(), None).to(base.device)
+        elif self.learned is not None and self.learned.method is None:
+            self.learned = None
+        elif self.learned is not None and self.learned.method is not None:
+            start = torch.full_like(self.learned.base_scale, float("nan"))
+            values = zip(self.learned.trained, self.learned.method.start(start, self.learned.reach), strict=True)
+            state_dict.update({learned + "base_scale": start, learned + "stopped": torch.zeros((), dtype=torch.bool)})
+            state_dict.update({learned + name: parameter for name, parameter in values})
 
     def integers(self, weight: Tensor, gain: Tensor | None = None, least: Tensor | None = None, *, keep: bool = False) -> QuantizedWeight:
         """The integers of a real weight, whose channels are its dimension 0.
@@ -221,7 +247,8 @@ class WeightQuantizer(torch.nn.Module):
 
     def trained(self) -> dict[str, Tensor | None]:
         """What training moves besides the weight, by what it is: for errors."""
-        found: dict[str, Tensor | None] = {"the learned scale of its weight": None if self.learned is None else self.learned.scale_change}
+        learned = [] if self.learned is None else list(self.learned.trained.values())
+        found: dict[str, Tensor | None] = {"the learned scale of its weight": learned[0] if learned else None}
         return found | {f"the {name} of its weight's rounding": value for name, value in self.rounding.named_parameters()}
 
     def extra_repr(self) -> str:

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from fxquant.arithmetic import Arithmetic
 from fxquant.numerics import ACTIVATION_TYPES, EVERYTHING, WEIGHT_TYPES, Interval
 from fxquant.quantization.factors import LARGEST_EXPONENT, ChannelFactors
-from fxquant.quantization.learning import TrainableScale
+from fxquant.quantization.learning import LSQ, METHODS, TrainableScale
 from fxquant.quantization.observers import MinMaxObserver, Observer
 from fxquant.quantization.prepared import QuantizedOperator
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.rounding import Rounding
-from fxquant.quantization.spec import FROZEN, LEARNED, STATISTICS
+from fxquant.quantization.spec import FROZEN, STATISTICS
 from fxquant.quantization.state import State
 from fxquant.quantization.weights import BiasCorrection, Coverage, WeightQuantizer, WeightScale
 from fxquant.serialization.names import ARGUMENTS, LAYERS, operator_named
@@ -38,7 +38,7 @@ _QUANTIZER = {
     "name": (str,), "source": (str,), "module_path": (str,),
 }  # fmt: skip
 _OPERATOR = {"name": (str,), "path": (str,), "owns_output": (bool,), "live_batch_norm": (bool,)}
-MODES = (STATISTICS, LEARNED, FROZEN)
+MODES = (STATISTICS, *METHODS, FROZEN)
 
 
 # ---- writing ----------------------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ class TreeWriter:
         if type(module) is ChannelFactors:
             return {"inputs": len(module.inputs), "outputs": len(module.outputs)}
         if type(module) is WeightScale:
-            return {"frozen": expect(module.frozen, bool)}
+            return {"frozen": expect(module.frozen, bool), "method": None if module.method is None else module.method.name}
         if type(module) not in ARGUMENTS:
             cannot_save(
                 f"the module {path}",
@@ -336,7 +336,8 @@ class TreeReader:
         base_scale = self._tensor(buffers["base_scale"])
         if base_scale is None:
             raise Malformed("a WeightScale has no scale")
-        weight_scale = WeightScale(base_scale.numel())
+        method = expect(arguments.get("method", LSQ.name), str, NoneType)  # files that do not say so are of a time when there was one
+        weight_scale = WeightScale(base_scale.numel(), None if method is None else look_up(METHODS, method, "method"))
         weight_scale.frozen = expect(arguments["frozen"], bool)
         return weight_scale
 

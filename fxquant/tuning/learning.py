@@ -270,8 +270,8 @@ def _movable(prepared: fx.GraphModule, operators: Iterable[QuantizedOperator]) -
 
 def _numbers(quantizer: Quantizer) -> list[Tensor]:
     """What `_move` changes."""
-    found = (quantizer.base_scale, quantizer.scale_change, quantizer.ends if quantizer.dtype.affine else None)
-    return [number for number in found if number is not None]
+    found = [quantizer.base_scale, *quantizer.trained.values()]
+    return [*found, quantizer.ends, quantizer.zero_point] if quantizer.dtype.affine else found
 
 
 @torch.no_grad()

@@ -147,6 +147,8 @@ MEANINGS = {
     "learned": (lambda: horizon.default_qat_8bit_lsq_quant_qconfig, Q(A("int8", training="learned"), W(training="learned"))),
     "default": (horizon.get_default_qconfig, Q(A("int8", MOVING))),
     "lsq": (lambda: horizon.get_default_qconfig("lsq", "lsq"), Q(A("int8", MOVING, training="learned"), W(training="learned"))),
+    "pact": (lambda: horizon.default_qat_8bit_pact_quant_qconfig, Q(A("int8", training="pact"))),
+    "pact by its name": (lambda: horizon.get_default_qconfig("pact", "lsq"), Q(A("int8", MOVING, training="pact"), W(training="learned"))),
     "no fake quantize": (lambda: horizon.get_default_qconfig(None), Q(A("int32"))),
     "percentile": (
         lambda: horizon.get_default_qconfig(activation_observer="percentile", activation_qkwargs={"percentile": 99.9, "dtype": "qint16"}),
@@ -311,7 +313,7 @@ CALLS = {
     "an unknown fake quantize": lambda: horizon.get_default_qconfig("nonsense"),
     "an unknown setting": lambda: horizon.get_default_qconfig(activation_qkwargs={"nonsense": 1}),
     "a fixed scale without one": lambda: horizon.get_default_qconfig(activation_observer="fixed_scale"),
-    "pact": lambda: horizon.get_default_qconfig("pact"),
+    "pact of a weight": lambda: horizon.get_default_qconfig("pact", "pact"),
     "no fake quantize of a weight": lambda: horizon.get_default_qconfig(weight_fake_quant=None),
     "an observer of a weight": lambda: horizon.get_default_qconfig(weight_observer="mse"),
     "an axis": lambda: horizon.get_default_qconfig(weight_qkwargs={"ch_axis": 1}),

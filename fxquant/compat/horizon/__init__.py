@@ -112,7 +112,6 @@ __all__ = [
 _COMPILED = Refusal(
     "files for the processor are made by the vendor's compiler", "write the model with fxq.export_onnx, and give it the file"
 )
-_PACT = Refusal("a clipping bound that is learned is a scale that is learned", "use default_qat_8bit_lsq_quant_qconfig")
 _FLOATS = Refusal("floats are the host's", "give the operators None in the qconfig_dict")
 MISSING = {
     "AdaRoundFakeQuantize": Refusal("rounding belongs to the weight", "pass fxq.WeightConfig(rounding=…), a class of fxq.Rounding"),
@@ -126,7 +125,6 @@ MISSING = {
     "MatmulDtypeTemplate": Refusal(
         "an operand has the dtype of the operator that made it", "give those operators a dtype with ModuleNameTemplate"
     ),
-    "PACTFakeQuantize": _PACT,
     "QuantAnalysis": Refusal("it is several functions here", "call featuremap_similarity, fxq.sensitivity, fxq.record, or fxq.explain"),
     "all_fp16_qconfig_setter": _FLOATS,
     "auto_calibrate": Refusal("the search starts from the float model", "call fxq.search_observers(model, batches, target)"),
@@ -135,8 +133,6 @@ MISSING = {
     "compare_weights": Refusal("weights are quantized from what they are", "read both with state_dict()"),
     "compile_model": _COMPILED,
     "default_fp16_fake_cast": _FLOATS,
-    "default_qat_16bit_pact_quant_qconfig": _PACT,
-    "default_qat_8bit_pact_quant_qconfig": _PACT,
     "export_hbir": _COMPILED,
     "fuse_conv_shared_modules": Refusal("a layer that is called several times is fused at each call", "leave it out"),
     "get_default_calib_qconfig": Refusal("it was given up by the plugin", "use default_calib_8bit_fake_quant_qconfig"),

@@ -11,7 +11,7 @@ from fxquant.arguments import FLAG, checked
 from fxquant.compat.common import Refusal
 from fxquant.errors import ConfigurationError
 from fxquant.quantization.observers import Observer
-from fxquant.quantization.spec import FROZEN, LEARNED, STATISTICS
+from fxquant.quantization.spec import FROZEN, LEARNED, PACT, STATISTICS
 
 qint4, qint8, qint16, qint32 = "int4", "int8", "int16", "int32"
 
@@ -39,7 +39,7 @@ REFUSED = {
     "float": Refusal(
         "it is no integer dtype, and floats are the host's", "give the layer None in the qconfig_dict, or name it in hybrid_dict"
     ),
-    "pact": Refusal("a clipping bound that is learned is a scale that is learned", "use 'lsq', or default_qat_8bit_lsq_quant_qconfig"),
+    "pact": Refusal("what PACT learns is where an activation is clipped", "use weight_fake_quant='lsq', or 'fake_quant'"),
     "weight": Refusal("the scale of a weight is its largest magnitude, or learned", "use 'min_max', or weight_fake_quant='lsq'"),
     "no weight": Refusal("weights are integers wherever their layer is", "give the layer None, which keeps it in float"),
     "ch_axis": Refusal("a weight has a scale for each output channel, on whatever axis those are", "leave ch_axis at 0"),
@@ -54,6 +54,7 @@ IGNORED = {
     "channel_len",
     "saturate",
     "use_grad_scaling",
+    "alpha",  # where PACT starts: here at what calibration found
 }
 
 
@@ -84,8 +85,8 @@ class FakeQuant:
 
 
 FakeQuantize = CalibFakeQuantize = FakeQuant(STATISTICS)
-_LearnableFakeQuantize = FakeQuant(LEARNED)
-KINDS: dict[Any, Any] = {"fake_quant": FakeQuantize, "lsq": _LearnableFakeQuantize}
+_LearnableFakeQuantize, PACTFakeQuantize = FakeQuant(LEARNED), FakeQuant(PACT)
+KINDS: dict[Any, Any] = {"fake_quant": FakeQuantize, "lsq": _LearnableFakeQuantize, "pact": PACTFakeQuantize}
 
 
 def _taken(settings: dict[str, Any], called: str) -> None:
@@ -152,6 +153,8 @@ def weight(given: Any) -> fxq.WeightConfig:
         raise REFUSED["no weight"].error("a weight without a fake quantize cannot be done")
     if not isinstance(given, FakeQuant):
         raise _no_fake_quant(given)
+    if given.training == PACT:
+        raise REFUSED["pact"].error("PACT of a weight is not here")
     settings = dict(given.settings)
     settings.pop("averaging_constant", None)
     if settings.pop("observer", min_max) not in WEIGHT_OBSERVERS:
@@ -191,18 +194,16 @@ def get_default_qconfig(
     activation_qkwargs: Mapping[str, Any] | None = None,
     weight_qkwargs: Mapping[str, Any] | None = None,
 ) -> fxq.QConfig:
-    """A QConfig by the names of fake quantizes ("fake_quant", "lsq", None) and observers (min_max, percentile, mse, clip …)."""
+    """A QConfig by the names of fake quantizes ("fake_quant", "lsq", "pact", None) and observers (min_max, percentile, mse, clip …)."""
     parts = ((activation_fake_quant, activation_observer, activation_qkwargs), (weight_fake_quant, weight_observer, weight_qkwargs))
     made = [None if kind is None else _kind(kind).with_args(observer=observer, **(more or {})) for kind, observer, more in parts]
     return fxq.QConfig(activation(made[0]), weight(made[1]))
 
 
 def _kind(name: Any) -> FakeQuant:
-    if name == "pact":
-        raise REFUSED["pact"].error("the fake quantize 'pact' is not here")
     if name not in KINDS:
         raise ConfigurationError(
-            f"the fake quantize {name!r} is unknown", because="it is 'fake_quant', 'lsq' or None", remedy="pass one of these"
+            f"the fake quantize {name!r} is unknown", because="it is 'fake_quant', 'lsq', 'pact' or None", remedy="pass one of these"
         )
     found: FakeQuant = KINDS[name]
     return found
@@ -234,6 +235,9 @@ default_16bit_fixed_act_fake_quant = fxq.ActivationConfig("int16", training=FROZ
 default_8bit_lsq_quant = fxq.ActivationConfig("int8", training=LEARNED)
 default_4bit_lsq_quant = fxq.ActivationConfig("int4", training=LEARNED)
 default_16bit_lsq_quant = fxq.ActivationConfig("int16", training=LEARNED)
+default_4bit_pact_quant = fxq.ActivationConfig("int4", training=PACT)
+default_8bit_pact_quant = fxq.ActivationConfig("int8", training=PACT)
+default_16bit_pact_quant = fxq.ActivationConfig("int16", training=PACT)
 default_weight_8bit_fake_quant = per_channel_8bit_fake_quant = fxq.WeightConfig("int8")
 default_weight_4bit_fake_quant = fxq.WeightConfig("int4")
 default_weight_16bit_fake_quant = fxq.WeightConfig("int16")
@@ -252,6 +256,8 @@ NAMED: dict[str, fxq.QConfig] = {
     "default_qat_8bit_weight_16bit_fixed_act_fake_quant_qconfig": fxq.QConfig(default_16bit_fixed_act_fake_quant),
     "default_qat_8bit_lsq_quant_qconfig": fxq.QConfig(default_8bit_lsq_quant, default_weight_8bit_lsq_quant),
     "default_qat_16bit_lsq_quant_qconfig": fxq.QConfig(default_16bit_lsq_quant, default_weight_8bit_lsq_quant),
+    "default_qat_8bit_pact_quant_qconfig": fxq.QConfig(default_8bit_pact_quant, default_weight_8bit_fake_quant),
+    "default_qat_16bit_pact_quant_qconfig": fxq.QConfig(default_16bit_pact_quant, default_weight_8bit_fake_quant),
     "per_channel_qat_8bit_qconfig": fxq.QConfig(default_8bit_fake_quant),
     # names that later releases of the plugin have given up
     "default_qat_out_8bit_fake_quant_qconfig": fxq.QConfig(_SUM),

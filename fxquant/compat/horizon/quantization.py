@@ -229,9 +229,8 @@ def load_observer_params(from_model: nn.Module, to_model: nn.Module, verbose: bo
 
 
 def _take_over(mine: Quantizer, theirs: Quantizer) -> None:
-    mine.assign(theirs.scale)
+    mine.assign(theirs.scale, theirs.grid.zero_point)
     if mine.dtype.affine:
-        mine.zero_point.copy_(theirs.zero_point)
         mine.ends.copy_(theirs.ends)
     known = {gathering(observer): observer for observer in theirs.observers}
     for observer in mine.observers:
