@@ -63,6 +63,12 @@ from fxquant.quantization.observers import (
 from fxquant.quantization.rounding import AdaptiveRounding, Nearest, Rounding
 from fxquant.quantization.spec import ActivationConfig, QConfig, WeightConfig
 from fxquant.quantization.state import State
+from fxquant.reporting import checks
+from fxquant.reporting.advice import Advice
+from fxquant.reporting.comparison import Comparison, LayerComparison, compare
+from fxquant.reporting.diff import GraphDifference, diff
+from fxquant.reporting.draw import draw
+from fxquant.reporting.page import report
 from fxquant.serialization.qconfig import load_qconfig, save_qconfig
 from fxquant.stage import Stage
 from fxquant.target import Target
@@ -78,10 +84,12 @@ __all__ = [
     "AccumulatorOverflow",
     "ActivationConfig",
     "AdaptiveRounding",
+    "Advice",
     "Budget",
     "CalibrationError",
     "ClipObserver",
     "ClipStdObserver",
+    "Comparison",
     "ConfigurationError",
     "DeviationReport",
     "ExportError",
@@ -89,10 +97,12 @@ __all__ = [
     "Findings",
     "FixedScaleObserver",
     "FxQuantError",
+    "GraphDifference",
     "HistogramObserver",
     "Intermediate",
     "KLObserver",
     "Layer",
+    "LayerComparison",
     "LpObserver",
     "MSEObserver",
     "MinMaxObserver",
@@ -130,7 +140,11 @@ __all__ = [
     "__version__",
     "calibrate",
     "check",
+    "checks",
+    "compare",
     "convert",
+    "diff",
+    "draw",
     "dump",
     "equalize",
     "explain",
@@ -151,6 +165,7 @@ __all__ = [
     "qparams",
     "quantize",
     "record",
+    "report",
     "run_segments",
     "save",
     "save_qconfig",

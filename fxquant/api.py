@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxquant import backends
+from fxquant.analysis.channels import tensor_exponents
 from fxquant.analysis.check import Findings, broken_limits, findings
 from fxquant.analysis.compare import compare, count_flips, measure
 from fxquant.analysis.explain import explain, summary
@@ -31,7 +32,7 @@ from fxquant.copying import copy_parameters
 from fxquant.errors import ConfigurationError
 from fxquant.facts import TensorFact
 from fxquant.frontend import attach_input_check, attach_signature, float_model, trace
-from fxquant.graph import fact
+from fxquant.graph import fact, set_channel_exponents
 from fxquant.model import Model, autocast_off, collection_paused, copy_graph
 from fxquant.passes import CONVERT, PREPARE
 from fxquant.pipeline import BATCH_NORM_MODES, Context, Dial, check_until, run
@@ -45,6 +46,9 @@ from fxquant.quantization.prepared import quantized_operators
 from fxquant.quantization.rules import attributes
 from fxquant.quantization.spec import QConfig
 from fxquant.quantization.state import State
+from fxquant.reporting.comparison import Comparison
+from fxquant.reporting.comparison import compare as compare_forms
+from fxquant.reporting.page import report as write_report
 from fxquant.serialization import load_file, save_model, save_observations
 from fxquant.stage import Stage
 from fxquant.target import Target
@@ -240,6 +244,10 @@ def convert(
         integer = Model.of(prepared, prepared.graph)
         prepared.graph.owning_module = prepared
         run(integer, CONVERT, Context(target, QConfigMapping()), dial, until)
+    exponents = tensor_exponents(prepared)
+    for node in integer.graph.nodes:
+        if node.name in exponents:
+            set_channel_exponents(node, exponents[node.name].tolist())
     integer.training = False
     attach_signature(integer)
     attach_input_check(integer)
@@ -406,6 +414,17 @@ class Result:
     def verify(self, path: str | os.PathLike[str], batches: Batches) -> Report:
         """Compare the integer model with the exported file."""
         return verify(self.integer, path, batches)
+
+    @checked()
+    def compare(self, batches: Batches, **options: Any) -> Comparison:
+        """How far the integer model is from the float one, layer by layer, and what to do; options are those of `compare`."""
+        return compare_forms(self.float, self.integer, batches, **options)
+
+    @checked()
+    def report(self, path: str | os.PathLike[str], batches: Any = None, **options: Any) -> Path:
+        """Write what is known of the model as one HTML file, compared with the float one on batches; options are those of `report`."""
+        reference = None if batches is None else self.float
+        return write_report(self.integer, path, batches, **{"reference": reference, "prepared": self.prepared, **options})
 
 
 @checked(model=instance("an nn.Module", nn.Module, torch.export.ExportedProgram), observations=OBSERVATIONS)

@@ -64,6 +64,20 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("b", type=Path, metavar="B", help="another of the same kind")
     diff.set_defaults(run=_diff)
 
+    report = _command(
+        commands,
+        "report",
+        "write one HTML page of a model: its graph, its layers, how far they are from the float model, and what to do",
+        "The page opens without network. The advice needs --reference, the traced or prepared float side.",
+    )
+    report.add_argument("file", type=Path, metavar="FILE", help="a model that fxq.save wrote (.fxq)")
+    report.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page (default: report.html)")
+    report.add_argument(
+        "--reference", type=Path, metavar="FILE", help="the same model as fxq.trace or fxq.prepare made it, saved; a prepared one in float"
+    )
+    _data(report)
+    report.set_defaults(run=_report)
+
     segments = _command(
         commands,
         "segments",
@@ -86,13 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     verify.add_argument("a", type=Path, metavar="A", help=FILE)
     verify.add_argument("b", type=Path, metavar="B", help="another form of the same model")
-    verify.add_argument(
-        "--data",
-        type=Path,
-        metavar="FILE",
-        help="inputs: .npy, .npz or .safetensors, arrays by the names of the inputs with the batch as dimension 0 (default: random ones)",
-    )
-    verify.add_argument("--batch-size", type=_positive, default=32, metavar="N", help="rows run at a time (default: 32)")
+    _data(verify)
     verify.set_defaults(run=_verify)
     return parser
 
@@ -103,6 +111,16 @@ def _command(commands: Any, name: str, purpose: str, more: str) -> argparse.Argu
         name, help=purpose, description=described, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     return parser
+
+
+def _data(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help="inputs: .npy, .npz or .safetensors, arrays by the names of the inputs with the batch as dimension 0 (default: random ones)",
+    )
+    command.add_argument("--batch-size", type=_positive, default=32, metavar="N", help="rows run at a time (default: 32)")
 
 
 def _positive(text: str) -> int:
@@ -136,6 +154,25 @@ def _diff(options: argparse.Namespace) -> int:
     found = difference(read(options.a), read(options.b))
     print(found or "equal: the same graph, scales and tensors")
     return 1 if found else 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    import fxquant as fxq
+    from fxquant.analysis.inspection import saved_model
+    from fxquant.analysis.sample import batches_from, random_batches
+
+    model = saved_model(options.file)
+    reference = None if options.reference is None else saved_model(options.reference)
+    batches: Any = None
+    if reference is not None:
+        drawn = options.data is None
+        batches = random_batches(model, RANDOM_SIZES) if drawn else batches_from(options.data, model, options.batch_size)
+        if drawn:
+            print(f"no --data: {len(batches)} random batches, which fill the range of every input")
+        if reference.meta.get("stage") == "PREPARED":
+            fxq.set_state(reference, fxq.State.FLOAT)
+    print(fxq.report(model, options.out, batches, reference=reference, title=options.file.name))
+    return 0
 
 
 def _segments(options: argparse.Namespace) -> int:

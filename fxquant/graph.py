@@ -15,6 +15,7 @@ module, so no other file spells a key. Facts survive `copy.deepcopy` of a GraphM
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -270,6 +271,17 @@ def absorb(node: fx.Node, other: fx.Node) -> None:
     spell(node, *spelling(other))
 
 
+def unfused(node: fx.Node) -> str | None:
+    """Why a node was not fused into what it reads; None where nobody tried."""
+    value = node.meta.get("unfused")
+    return None if value is None else str(value)
+
+
+def set_unfused(node: fx.Node, because: str) -> None:
+    """Write why the node was not fused."""
+    node.meta["unfused"] = because
+
+
 def notes(node: fx.Node) -> dict[str, Any]:
     """Facts recorded while lowering: "accumulator_bits", "residual", "wide"."""
     value: dict[str, Any] = node.meta.setdefault("notes", {})
@@ -279,6 +291,20 @@ def notes(node: fx.Node) -> dict[str, Any]:
 def noted(node: fx.Node, key: str) -> Any:
     """One of these facts; None where it was not recorded."""
     return node.meta.get("notes", {}).get(key)
+
+
+def channel_exponents(node: fx.Node) -> list[Any] | None:
+    """In an integer graph: the tensor of a node is the float model's times 2 to these; None where it is the float model's.
+
+    They are nested lists of its shape without the batch, where a list of one stands for a whole dimension.
+    """
+    known = noted(node, "exponents")
+    return None if known is None else list(json.loads(known))
+
+
+def set_channel_exponents(node: fx.Node, value: list[Any]) -> None:
+    """Write them."""
+    notes(node)["exponents"] = json.dumps(value)
 
 
 @dataclass(frozen=True)

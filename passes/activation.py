@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from fxquant.graph import absorb
+from fxquant.graph import absorb, set_unfused
 from fxquant.ops import operator_of
 from fxquant.ops.activation import both
 from fxquant.ops.dropout import SCALING
@@ -32,6 +32,7 @@ def fuse(gm: fx.GraphModule, context: Context) -> int:
         producer = _limited(operand, clamp)
         reason = _why_not(producer) or apart(producer, node)
         if reason is not None:
+            set_unfused(node, reason)
             context.say(f"%{node.name} is not fused: {reason}")
             continue
         if operator_of(producer) is operator:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import fx, nn
 
-from fxquant.graph import absorb, attach, inherit, is_parameter, parameter_value, resolve, shape_of
+from fxquant.graph import absorb, attach, inherit, is_parameter, parameter_value, resolve, set_unfused, shape_of
 from fxquant.model import free_name
 from fxquant.ops import operator_of
 from fxquant.pipeline import Context
@@ -34,6 +34,7 @@ def fold(gm: fx.GraphModule, context: Context) -> int:
         assert isinstance(layer, fx.Node)
         reason = _why_not(layer) or apart(layer, node)
         if reason is not None:
+            set_unfused(node, reason)
             context.say(f"%{node.name} is not folded: {reason}")
             continue
         # The layer moves down to the batch norm, whose statistics may be read from nodes in between.

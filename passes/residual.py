@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import fx
 
 from fxquant.facts import TensorFact
-from fxquant.graph import absorb, fact, is_parameter, stated_demand, ties
+from fxquant.graph import absorb, fact, is_parameter, set_unfused, stated_demand, ties
 from fxquant.ops import operator_of
 from fxquant.ops.floating import in_front_of_softmax, masks
 from fxquant.pipeline import Context
@@ -32,6 +32,7 @@ def fuse(gm: fx.GraphModule, context: Context) -> int:
         candidates = sorted((a for a in node.args[:2] if isinstance(a, fx.Node)), key=position.__getitem__, reverse=True)
         reasons = [_why_not(layer, node) or apart(layer, node) for layer in candidates]
         if None not in reasons:
+            set_unfused(node, "; ".join(map(str, reasons)))
             context.say(f"%{node.name} is not fused: {'; '.join(str(r) for r in reasons)}")
             continue
         layer = candidates[reasons.index(None)]

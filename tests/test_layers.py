@@ -138,6 +138,30 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.backends.aten": BASE | {"facts", "frontend", "graph", "sample"},
     "fxquant.backends.bpu": {"arithmetic", "errors", "numerics", "target", "backends.bpu"},
     "fxquant.backends.cpu": {"arithmetic", "errors", "numerics", "target", "backends.cpu"},
+    # what is shown of models and of two of their forms
+    "fxquant.reporting": {
+        "arguments",
+        "backends",
+        "batch_norm",
+        "batches",
+        "channels",
+        "check",
+        "errors",
+        "facts",
+        "frontend",
+        "graph",
+        "inspection",
+        "layers",
+        "node",
+        "numerics",
+        "prepared",
+        "progress",
+        "record",
+        "reporting",
+        "spec",
+        "state",
+        "version",
+    },
     # what joins them
     "fxquant.api": {"*"},
     **dict.fromkeys(
@@ -146,7 +170,19 @@ ALLOWED: dict[str, set[str]] = {
     ),
     **dict.fromkeys(("fxquant.tuning.remedies", "fxquant.tuning.tune"), NOUNS | {"batches", "record", "serialization", "tuning"}),
     "fxquant.demo": {"", "arguments", "backends", "demo", "errors", "graph", "primitives", "progress", "target"},
-    "fxquant.analysis.inspection": {"", "backends", "errors", "facts", "graph", "layers", "node", "numerics", "observers", "quantizer"},
+    "fxquant.analysis.inspection": {
+        "backends",
+        "errors",
+        "facts",
+        "graph",
+        "layers",
+        "node",
+        "numerics",
+        "observers",
+        "quantizer",
+        "serialization",
+        "text",
+    },
     "fxquant.nn": {"nn", "ops"},
     "fxquant.cli": {"", "arguments", "demo", "errors", "inspection", "sample"},
     "fxquant.analysis.sample": {"errors", "graph", "node", "numerics", "facts"},
@@ -161,6 +197,8 @@ TABLES_OF_CONTENTS = {"fxquant": {"*"}, "fxquant.passes": NOUNS | {"passes"}}  #
 # Packages from outside that only these modules may import, if any.
 CONFINED: dict[str, set[str]] = {
     "scipy": {"fxquant.tuning.program"},
+    "matplotlib": {"fxquant.reporting.draw"},
+    "plotly": {"fxquant.reporting.page"},
     "onnx": {
         f"fxquant.backends.onnx.{name}"
         for name in ("emitter", "export", "fast", "files", "float_export", "kernels", "metadata", "reading", "runtime", "writer")

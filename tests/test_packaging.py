@@ -79,7 +79,7 @@ def test_the_top_level_is_fxquant_alone(wheel: zipfile.ZipFile) -> None:
 
 def test_everything_is_inside(wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
-    assert {"fxquant/py.typed", "fxquant/backends/bpu/ARITHMETIC.md"} <= names
+    assert {"fxquant/py.typed", "fxquant/backends/bpu/ARITHMETIC.md", "fxquant/reporting/page.html"} <= names
     for top, package in INSTALLED_AS.items():
         for file in (ROOT / top).rglob("*.py"):
             assert "/".join([*package.split("."), *file.relative_to(ROOT / top).parts]) in names
@@ -114,16 +114,17 @@ def test_what_is_imported_is_required(metadata: email.message.Message) -> None:
                 elif isinstance(node, ast.ImportFrom) and node.module:
                     imported.add(node.module.partition(".")[0])
     foreign = {DISTRIBUTIONS.get(name, name) for name in imported - sys.stdlib_module_names - {"fxquant"}}
-    assert foreign - {"scikit-learn", "scipy"} == set(requirements(metadata))
+    assert foreign - {"scikit-learn", "scipy", "plotly", "matplotlib"} == set(requirements(metadata))
     assert set(requirements(metadata, "demo")) == {"scikit-learn"}
     assert set(requirements(metadata, "tuning")) == {"scipy"}
+    assert set(requirements(metadata, "report")) == {"plotly", "matplotlib"}
 
 
 def test_the_oldest_versions_are_those_that_are_asked_for(metadata: email.message.Message) -> None:
     """What `make test-oldest` installs is the lower bound of every requirement, so that no bound is a guess."""
     asked = {
         name: bound
-        for extra in (None, "demo", "tuning", "dev")
+        for extra in (None, "demo", "report", "tuning", "dev")
         for name, bound in requirements(metadata, extra).items()
         if name != "fxquant"
     }
@@ -140,7 +141,8 @@ def test_the_wheel_can_be_installed_and_imported_without_what_is_optional(wheel:
     program = f"""
 import sys
 sys.path.insert(0, {str(tmp_path)!r})
-sys.modules.update(dict.fromkeys(("sklearn", "scipy", "PIL", "pytest", "hypothesis")))  # as if they were not installed
+optional = ("sklearn", "scipy", "plotly", "matplotlib", "PIL", "pytest", "hypothesis")
+sys.modules.update(dict.fromkeys(optional))  # as if they were not installed
 import fxquant, fxquant.passes, fxquant.backends, fxquant.cli, fxquant.demo
 from importlib.metadata import version
 assert version("fxquant") == fxquant.__version__, version("fxquant")

@@ -38,6 +38,14 @@ def batch() -> Tensor:
     return torch.randn(4, 2, 6, 6)
 
 
+class Writer:
+    def add_scalar(self, *args: Any) -> None: ...
+
+    def add_text(self, *args: Any) -> None: ...
+
+    def add_histogram_raw(self, *args: Any, **kwargs: Any) -> None: ...
+
+
 class World:
     """Models in every form, and files, made once; the calls under test are to change none of them."""
 
@@ -307,6 +315,83 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
         lambda w: (w.result.verify, {"path": w.onnx, "batches": [batch()]}),
         {"path": [*PATHS, "none.onnx"], "batches": WRONG_BATCHES},
     ),
+    "compare": (
+        lambda w: (fxq.compare, {"a": w.prepared, "b": w.integer, "batches": [batch()]}),
+        {
+            "a": [None, 5, "", "none.onnx", [], {}, torch.ones(2), UNPRINTABLE],
+            "b": [None, 5, "", "none.onnx", [], {}, torch.ones(2), UNPRINTABLE],
+            "batches": BATCHES,
+            "states": [None, "float", ("float",), ("flaot", None), (None, "float"), 5, [], (1, 2), ("float", "train", None)],
+            "advice": [*FLAGS, None],
+            "num_batches": [*COUNTS, 0],
+            "batch_fn": CALLABLES,
+            "show_progress": FLAGS,
+        },
+    ),
+    "report": (
+        lambda w: (fxq.report, {"model": w.integer, "path": w.directory / "report.html"}),
+        {
+            "model": GRAPHS,
+            "path": PATHS,
+            "batches": [*WRONG_BATCHES[1:], [batch()]],
+            "reference": [5, [], torch.ones(2)],
+            "comparison": [5, "found", [], True],
+            "prepared": [5, "model", [], nn.Linear(2, 2)],
+            "title": [None, "", 5, [], b"title"],
+            "advice": [*FLAGS, None],
+            "num_batches": [True, -1, 1.5, "3", [], Colour.RED],
+            "batch_fn": CALLABLES,
+            "show_progress": FLAGS,
+        },
+    ),
+    "draw": (
+        lambda w: (fxq.draw, {"model": w.integer, "path": w.directory / "graph.svg"}),
+        {"model": GRAPHS, "path": [*PATHS, "graph", "graph.gif"]},
+    ),
+    "diff": (
+        lambda w: (fxq.diff, {"a": w.integer, "b": w.integer}),
+        {"a": [*GRAPHS, "", "none.fxq"], "b": [*GRAPHS, "", "none.fxq"]},
+    ),
+    **{
+        f"checks.{check.__name__}": (lambda w, check=check: (check, {"prepared": w.prepared}), {"prepared": GRAPHS})
+        for check in (fxq.checks.not_fused, fxq.checks.suspicious_settings)
+    },
+    **{
+        f"checks.{check.__name__}": (lambda w, check=check: (check, {"model": w.integer}), {"model": GRAPHS})
+        for check in (fxq.checks.shared_scales, fxq.checks.memory, fxq.checks.devices)
+    },
+    "checks.compare_weights": (
+        lambda w: (fxq.checks.compare_weights, {"a": w.prepared, "b": w.integer}),
+        {"a": GRAPHS, "b": GRAPHS},
+    ),
+    "checks.call_counts": (
+        lambda w: (fxq.checks.call_counts, {"model": w.model, "example_inputs": batch()}),
+        {"model": MODELS, "example_inputs": EXAMPLES},
+    ),
+    "checks.value_ranges": (
+        lambda w: (fxq.checks.value_ranges, {"model": w.prepared, "batches": [batch()]}),
+        {
+            "model": [None, 5, "", "none.onnx", [], {}, torch.ones(2), UNPRINTABLE],
+            "batches": BATCHES,
+            "spread": NUMBERS,
+            "num_batches": [*COUNTS, 0],
+            "batch_fn": CALLABLES,
+            "show_progress": FLAGS,
+        },
+    ),
+    "Result.compare": (lambda w: (w.result.compare, {"batches": [batch()]}), {"batches": BATCHES}),
+    "Result.report": (
+        lambda w: (w.result.report, {"path": w.directory / "report.html", "batches": [batch()]}),
+        {"path": PATHS, "batches": [value for value in BATCHES if value is not None], "title": [None, "", 5]},
+    ),
+    "Comparison.worst": (
+        lambda w: (w.result.compare([batch()], advice=False).worst, {}),
+        {"n": [*COUNTS, 0, None]},
+    ),
+    "Comparison.write_tensorboard": (
+        lambda w: (w.result.compare([batch()], advice=False).write_tensorboard, {"writer": Writer()}),
+        {"writer": [None, 5, "folder", [], nn.Linear(2, 2)], "step": [*COUNTS, None]},
+    ),
     "Report.merge": (lambda w: (fxq.Report().merge, {"other": w.report}), {"other": [None, 5, "report", [], True]}),
     "ActivationConfig": (
         lambda w: (fxq.ActivationConfig, {}),
@@ -567,10 +652,15 @@ def test_every_public_name_is_in_the_table() -> None:
         "Tuned",
         "TuneStep",
         "Result",
+        "Advice",
+        "Comparison",
+        "GraphDifference",
+        "LayerComparison",
         "Report",
         "DeviationReport",
         "__version__",
         "primitives",
+        "checks",
         "nn",
         "tuning",
     }

@@ -16,6 +16,9 @@
                                dtype       its range: "int8", "uint8", "int16", …
                                storage     the element type it is stored with: "int8", or "uint8" in style "fast" and of an affine tensor
                                zero_point  what stands for 0: real = (stored - zero_point) · scale
+    fxquant.provenance       JSON: of values that are not the float model's of that name, by name: "fused", the nodes that were fused into
+                             it, of which the last one's result it is, and "exponents": it is that times 2 to these, nested lists of its
+                             shape without the batch, where a list of one stands for a whole dimension
     fxquant.float            JSON: why the operators outside of the integer part are there, by name
     fxquant.session_options  JSON: session options of onnxruntime, by name, that the file's numbers rely on where it was written
     fxquant.session_options_without_vnni
@@ -47,6 +50,7 @@ PREFIX = "fxquant."
 _PLAIN = ("version", "style", "io", "target")  # the others are JSON
 _ALLOWED = {"style": ("exact", "fast", "qdq"), "io": ("float", "integer")}
 KINDS = ("quantized", "accumulator", "plain", "float")
+LARGEST_EXPONENT = 64
 STORAGES = ("int8", "uint8", "int16", "int32")
 RANGES = tuple(ACTIVATION_TYPES)
 # On x86 processors without VNNI, kernels add pairs of products in 16 bits, which can saturate, unless told not to.
@@ -131,8 +135,27 @@ def _check(entries: Mapping[str, Any], model: onnx.ModelProto) -> None:
     _require(
         isinstance(reasons, dict) and all(isinstance(reason, str) for reason in reasons.values()), "fxquant.float is no object of texts"
     )
+    provenance = entries.get("provenance", {})
+    _require(isinstance(provenance, dict), "fxquant.provenance is no object")
+    for name, entry in provenance.items():
+        known: dict[str, Any] = entry if isinstance(entry, dict) else {"fused": None}
+        names, exponents = known.get("fused", []), known.get("exponents", [])
+        _require(
+            isinstance(names, list) and all(isinstance(each, str) for each in names) and _are_exponents(exponents),
+            f"fxquant.provenance of {name!r} is no object of names and exponents",
+        )
     for name in ("session_options", "session_options_without_vnni"):
         check_session_options(entries.get(name, {}), f"fxquant.{name}")
+
+
+def _are_exponents(value: object) -> bool:
+    """Whether a value is nested lists, of equal lengths at each depth, of whole numbers that a factor can have."""
+    if not isinstance(value, list):
+        return False
+    level = value
+    while level and all(isinstance(item, list) and len(item) == len(level[0]) for item in level):
+        level = [number for item in level for number in item]
+    return all(type(number) is int and abs(number) <= LARGEST_EXPONENT for number in level)
 
 
 def _check_tensor(name: str, entry: object) -> None:

@@ -20,7 +20,7 @@ from fxquant.backends.onnx.float_export import FloatRegions
 from fxquant.backends.onnx.metadata import write_metadata
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.facts import Size, TensorFact
-from fxquant.graph import annotation, fact, qparams, resolve, zero_point
+from fxquant.graph import annotation, channel_exponents, fact, fused, qparams, resolve, zero_point
 from fxquant.numerics import PLAIN_TYPES
 from fxquant.primitives import PRIMITIVES, Primitive
 from fxquant.primitives.boundary import dequantize, quantize
@@ -100,8 +100,18 @@ class Writer:
             "outputs": [_interface(info, self.sources) for info in outputs],
             "tensors": self.tensors,
             "float": _in_float(self.integer),
+            "provenance": self._provenance(),
             "session_options": {},
         }
+
+    def _provenance(self) -> dict[str, dict[str, Any]]:
+        """Which values of the float model the described tensors are."""
+        found: dict[str, dict[str, Any]] = {}
+        for node in self.integer.graph.nodes:
+            known = {"fused": [name for name in fused(node) if name != node.name], "exponents": channel_exponents(node)}
+            if node.name in self.tensors and any(known.values()):
+                found[node.name] = {key: value for key, value in known.items() if value}
+        return found
 
     def _placeholder(self, node: fx.Node, name: str) -> None:
         known = fact(node)

@@ -91,6 +91,18 @@ def multiply(prepared: fx.GraphModule, known: Channels, exponents: Tensor) -> No
         _factors(prepared, node).assign(exponents[read], exponents[known.given[node]])
 
 
+def tensor_exponents(prepared: fx.GraphModule) -> dict[str, Tensor]:
+    """Of every tensor that is not the float model's, by name, the exponents: it is that times 2 to these.
+
+    They are int64, of its shape without the batch, where 1 stands for every dimension along which they are the same.
+    """
+    if not any(isinstance(module, ChannelFactors) and module.active for module in prepared.modules()):
+        return {}
+    known = channels(prepared)
+    chosen = exponents(prepared, known)
+    return {node.name: found for node, labels in known.tensors.items() if bool((found := chosen[labels]).any())}
+
+
 def _factors(prepared: fx.GraphModule, node: fx.Node) -> ChannelFactors:
     module = quantized_operator(prepared, node)
     assert module is not None

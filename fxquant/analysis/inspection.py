@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-import fxquant as fxq
+from fxquant import backends
 from fxquant.analysis.layers import Layer, layers, left_in_float
 from fxquant.analysis.node import called
+from fxquant.analysis.text import text
 from fxquant.backends.onnx import reading
 from fxquant.backends.onnx.runtime import OnnxModel
 from fxquant.errors import ConfigurationError, ExportError
@@ -25,6 +26,7 @@ from fxquant.graph import QParams, fact
 from fxquant.numerics import ACTIVATION_TYPES
 from fxquant.quantization.observers import Observer
 from fxquant.quantization.quantizer import Quantizer
+from fxquant.serialization import load_file
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,12 @@ class Contents:
 
 def read(path: str | os.PathLike[str]) -> Contents:
     """What a file holds: an ONNX file if its name ends so, else a saved model. Raises ExportError if it is neither."""
-    return _of_onnx(OnnxModel(path)) if Path(path).suffix.lower() == ".onnx" else _of_model(Path(path), saved_model(path))
+    return _of_onnx(OnnxModel(path)) if Path(path).suffix.lower() == ".onnx" else of_model(Path(path), saved_model(path))
 
 
 def saved_model(path: str | os.PathLike[str]) -> fx.GraphModule:
     """The model in a file that `save` wrote. Raises ExportError if it holds none."""
-    loaded = fxq.load(path)
+    loaded = load_file(path, backends.get)
     if not isinstance(loaded, fx.GraphModule):
         raise ExportError(
             f"{path} holds no model", because="it holds observations, which are no graph", remedy="pass a file with a saved model"
@@ -125,7 +127,8 @@ def _of_onnx(opened: OnnxModel) -> Contents:
     )
 
 
-def _of_model(path: Path, model: fx.GraphModule) -> Contents:
+def of_model(path: Path, model: fx.GraphModule) -> Contents:
+    """What a graph holds; it is called by this path."""
     target, known = model.meta.get("target"), layers(model)
     nodes = {node.name: node for node in model.graph.nodes}
     output = next(node for node in reversed(model.graph.nodes) if node.op == "output")
@@ -143,7 +146,7 @@ def _of_model(path: Path, model: fx.GraphModule) -> Contents:
         tuple(_row(name, operator, grid, _shape(nodes[name])) for name, operator, grid in quantized),
         tuple(f"%{layer.name}: {layer.reason}" + (f"   [{layer.source}]" if layer.source else "") for layer in left_in_float(known)),
         _tensors(model),
-        fxq.text(model),
+        text(model),
     )
 
 
@@ -210,7 +213,7 @@ def describe(contents: Contents) -> str:
         ),
     ]
     lines.extend(f"  {label:<9} {value}" for label, value in facts if value)
-    lines.extend(f"            {text}" for text in contents.floats)
+    lines.extend(f"            {line}" for line in contents.floats)
     if contents.rows:
         cells = [("tensor", "operator", "dtype", "scale", "shape")]
         cells += [(f"%{row.name}", row.operator, row.dtype, _grid(row) or row.unknown, row.shape) for row in contents.rows]
@@ -266,7 +269,7 @@ def difference(a: Contents, b: Contents) -> str:
 
 
 def _different(what: str, a: Mapping[str, Any], b: Mapping[str, Any], paths: tuple[str, str], between: Any) -> Iterable[str]:
-    rows = [f"  {name}: {text}" for name in a if name in b and (text := between(a[name], b[name]))]
+    rows = [f"  {name}: {told}" for name in a if name in b and (told := between(a[name], b[name]))]
     shared = sum(name in b for name in a)
     if rows:
         yield f"{len(rows)} of {shared} {what}s differ"

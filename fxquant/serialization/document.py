@@ -35,7 +35,8 @@ _SECTIONS = ["format", "version", "name", "meta", "root", "modules", "tensors", 
 # What is kept of a node's meta, with the types it may have; `fact` is a nest of facts and numbers.
 _META: Mapping[str, tuple[type, ...] | None] = {
     "fact": None, "source": (str,), "module": (str,), "made_by": (str,), "annotation": (Annotation,), "refusal": (str,),
-    "qconfig": (tuple,), "spelling": (tuple,), "fused": (tuple,), "notes": (dict,), "qparams": (QParams,), "origin": (str,),
+    "qconfig": (tuple,), "spelling": (tuple,), "fused": (tuple,), "unfused": (str,),
+    "notes": (dict,), "qparams": (QParams,), "origin": (str,),
     "parameter": (bool,), "operation": (Operation,), "argument": (str,), "part": (Part,), "demand": (Own, Same, Fixed), "ties": (tuple,),
 }  # fmt: skip
 _MODEL_META: Mapping[str, tuple[type, ...]] = {

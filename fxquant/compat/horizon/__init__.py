@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from fxquant.compat.common import Refusal, refusing
-from fxquant.compat.horizon import debug, march, qconfig, quantization, rules, stubs
+from fxquant.compat.horizon import debug, march, profiling, qconfig, quantization, rules, stubs
 from fxquant.compat.horizon.debug import (
     check_deploy_device,
     check_model,
@@ -25,6 +25,7 @@ from fxquant.compat.horizon.debug import (
     get_module_called_count,
 )
 from fxquant.compat.horizon.march import March, get_march, set_march
+from fxquant.compat.horizon.profiling import check_unfused_operations, compare_weights, model_profiler
 from fxquant.compat.horizon.qconfig import NAMED, FakeQuant, FakeQuantize, QConfig, get_default_qconfig, get_qconfig
 from fxquant.compat.horizon.quantization import (
     FakeQuantState,
@@ -81,6 +82,8 @@ __all__ = [
     "check_deploy_device",
     "check_model",
     "check_qconfig",
+    "check_unfused_operations",
+    "compare_weights",
     "convert",
     "convert_fx",
     "debug",
@@ -96,9 +99,11 @@ __all__ = [
     "get_qconfig",
     "load_observer_params",
     "march",
+    "model_profiler",
     "prepare",
     "prepare_qat",
     "prepare_qat_fx",
+    "profiling",
     "qconfig",
     "quantization",
     "rules",
@@ -125,12 +130,10 @@ MISSING = {
     "MatmulDtypeTemplate": Refusal(
         "an operand has the dtype of the operator that made it", "give those operators a dtype with ModuleNameTemplate"
     ),
-    "QuantAnalysis": Refusal("it is several functions here", "call featuremap_similarity, fxq.sensitivity, fxq.record, or fxq.explain"),
+    "QuantAnalysis": Refusal("it is several functions here", "call fxq.compare, model_profiler, or fxq.sensitivity"),
     "all_fp16_qconfig_setter": _FLOATS,
     "auto_calibrate": Refusal("the search starts from the float model", "call fxq.search_observers(model, batches, target)"),
-    "check_unfused_operations": Refusal("operators are fused whatever they are called", "read fxq.explain, or run with FXQUANT_DEBUG=3"),
     "compare_script_models": Refusal("there is no TorchScript", "compare two forms bit for bit with fxq.verify"),
-    "compare_weights": Refusal("weights are quantized from what they are", "read both with state_dict()"),
     "compile_model": _COMPILED,
     "default_fp16_fake_cast": _FLOATS,
     "export_hbir": _COMPILED,
@@ -143,7 +146,6 @@ MISSING = {
         "a table of sensitivities is a template", "QconfigSetter(templates=[SensitivityTemplate(…)])"
     ),
     "jit": Refusal("there is no TorchScript", "save a model with fxq.save, and load it with fxq.load"),
-    "model_profiler": Refusal("it is several functions here", "call featuremap_similarity, check_qconfig, and fxq.verify"),
     "perf_model": Refusal("it measures the vendor's compiler's files", "read multiply-accumulates and bytes of each layer with fxq.layers"),
     "prepare_calibration": Refusal(
         "it was given up by the plugin", "prepare_qat_fx, and set_fake_quantize(model, FakeQuantState.CALIBRATION)"

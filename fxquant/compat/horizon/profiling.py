@@ -1,0 +1,52 @@
+"""Horizon's profiling tools: two models side by side, and what was not fused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+import fxquant as fxq
+from fxquant.arguments import FLAG, FOLDER, checked
+from fxquant.compat.horizon.march import required
+
+
+@checked(print_tabulate=FLAG)
+def check_unfused_operations(model: nn.Module, example_inputs: Any, print_tabulate: bool = True) -> Any:
+    """The batch norms, additions and relus of a model that do not become part of the layer before them, with the reason, a row each.
+
+    A float model is prepared for the march that was set. The rows are printed unless `print_tabulate` is False.
+    """
+    prepared = isinstance(model, fx.GraphModule) and model.meta.get("stage") == "PREPARED"
+    rows = fxq.checks.not_fused(model if prepared else fxq.prepare(model, example_inputs, required("check_unfused_operations")))  # type: ignore[arg-type]
+    if print_tabulate:
+        print(rows)
+    return rows
+
+
+@checked(out_dir=FOLDER.or_none("nothing is written"))
+def compare_weights(float_model: fx.GraphModule, qat_quantized_model: fx.GraphModule, *, out_dir: str | None = None) -> Any:
+    """How far the weights of two prepared or integer models are apart, a row each, worst first.
+
+    out_dir   a folder for weight_comparison.txt
+    """
+    rows = fxq.checks.compare_weights(float_model, qat_quantized_model)
+    if out_dir is not None:
+        folder = Path(out_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "weight_comparison.txt").write_text(f"{rows}\n", encoding="utf-8")
+    return rows
+
+
+@checked(out_dir=FOLDER.or_none("the working directory"))
+def model_profiler(
+    model1: nn.Module, model2: fx.GraphModule, example_inputs: Any, mode: Any = None, out_dir: str | None = None, kwargs_dict: Any = None
+) -> Path:
+    """Write profiler.html, the page of `fxquant.report`: the second model compared with the first. Returns its path.
+
+    `mode` and `kwargs_dict` have no effect: what the models are is known, and all of it is on one page.
+    """
+    batch = example_inputs if isinstance(example_inputs, torch.Tensor | dict) else tuple(example_inputs)
+    return fxq.report(model2, Path(out_dir or ".") / "profiler.html", [batch], reference=model1)

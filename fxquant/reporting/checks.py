@@ -1,0 +1,307 @@
+"""Questions about one model, each answered with rows.
+
+What was not fused and why, what is called several times, which settings are suspicious, which tensors share a scale, what needs how much
+memory, which values are far apart or no numbers, what runs where, how weights differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+
+from fxquant.analysis.layers import layers
+from fxquant.analysis.node import quantized_operator
+from fxquant.arguments import NUMBER, checked, instance
+from fxquant.errors import ConfigurationError
+from fxquant.frontend import trace
+from fxquant.graph import annotation, is_parameter, module_path, unfused
+from fxquant.progress import progress
+from fxquant.quantization.batches import as_batches, first_batches, length, no_batches
+from fxquant.quantization.spec import WeightConfig
+from fxquant.reporting.advice import grid_text
+from fxquant.reporting.contents import weight_of
+from fxquant.reporting.rows import Rows
+from fxquant.reporting.sides import side_of
+from fxquant.reporting.statistics import Steps, TensorStatistics, decibels
+
+GRAPH = instance("a traced, prepared or integer model", fx.GraphModule)
+PREPARED = instance("a prepared model", fx.GraphModule)
+WIDE = 2.0**15  # the largest magnitude over the mean one, beyond which 16 bits hardly hold both
+COMMON_RANGES = 32.0  # times that the range of what is added may be that of what it is added to
+
+
+class Unfused(NamedTuple):
+    """An operator that could have become part of what it reads, and did not."""
+
+    layer: str
+    operator: str
+    because: str
+    source: str
+
+
+class Called(NamedTuple):
+    """How often a module is called; 0 for one that is never."""
+
+    module: str
+    kind: str
+    times: int
+    nodes: tuple[str, ...]
+
+
+class Setting(NamedTuple):
+    """A setting that is allowed, and hardly meant."""
+
+    layer: str
+    setting: str
+    because: str
+    remedy: str
+
+
+class Weight(NamedTuple):
+    """How far the weight of a layer is apart in two models; `channel` is that with the largest error, relative to its own size."""
+
+    layer: str
+    cosine: float
+    sqnr: float
+    largest: float
+    channel: int
+    channel_sqnr: float
+
+
+class Shared(NamedTuple):
+    """Tensors on one grid."""
+
+    grid: str
+    tensors: tuple[str, ...]
+
+
+class Memory(NamedTuple):
+    """What a layer needs, in bytes: its weight and bias, its result, and all results that are alive when it has run."""
+
+    layer: str
+    operator: str
+    dtype: str
+    weights: int
+    activation: int
+    alive: int
+
+
+class Values(NamedTuple):
+    """What a tensor holds over all batches: its ends, the ratio of its largest to its mean magnitude, and how many are no numbers."""
+
+    tensor: str
+    low: float
+    high: float
+    spread: float
+    not_a_number: int
+    infinite: int
+    told: str
+    source: str
+
+
+class Device(NamedTuple):
+    """Where an operator runs, and why."""
+
+    layer: str
+    operator: str
+    device: str
+    dtype: str
+    because: str
+
+
+@checked(prepared=PREPARED)
+def not_fused(prepared: fx.GraphModule) -> Rows[Unfused]:
+    """The batch norms, additions and limits (relu, clamp) of a prepared model that stand alone, each with the reason."""
+    _require(prepared, "PREPARED")
+    nodes = {node.name: node for node in prepared.graph.nodes}
+    found = [
+        Unfused(layer.name, layer.operator, because, layer.source)
+        for layer in layers(prepared)
+        if (because := unfused(nodes[layer.name])) is not None
+    ]
+    return Rows("not fused", tuple(found), "every batch norm, addition and limit behind a layer is part of it")
+
+
+@checked(model=instance("an nn.Module", nn.Module))
+def call_counts(model: nn.Module, example_inputs: Any) -> Rows[Called]:
+    """How often each module without children is called: 0 is unused, above 1 has one weight and scales of several calls."""
+    traced = trace(model, example_inputs)
+    calls: dict[str, list[str]] = {}
+    for node in traced.graph.nodes:
+        path = str(node.target) if node.op == "call_module" else module_path(node)
+        if node.op not in ("placeholder", "output", "get_attr") and path:
+            calls.setdefault(path, []).append(node.name)
+    leaves = [(path, module) for path, module in model.named_modules() if path and not list(module.children())]
+    return Rows("calls of modules", tuple(Called(p, type(m).__name__, len(calls.get(p, ())), tuple(calls.get(p, ()))) for p, m in leaves))
+
+
+@checked(prepared=PREPARED)
+def suspicious_settings(prepared: fx.GraphModule) -> Rows[Setting]:
+    """Settings of a prepared model that are allowed and hardly meant, and what was asked for and is not done."""
+    _require(prepared, "PREPARED")
+    found: list[Setting] = []
+    nodes = {node.name: node for node in prepared.graph.nodes}
+    ends: dict[str, float] = {}  # of the grids
+    for layer in layers(prepared):
+        steps = Steps.of(layer.grid)
+        if steps is not None:
+            ends[layer.name] = max(steps.high, -steps.low) * steps.scale
+        node = nodes[layer.name]
+        found += _of_layer(prepared, node, layer.name)
+        read = [ends[each.name] for each in node.all_input_nodes if each.name in ends]
+        if layer.operator in ("add", "sub", "cat") and not layer.inner and read and max(read) > COMMON_RANGES * min(read):
+            because = f"it joins ranges that are {max(read) / min(read):.0f} times apart: of the smaller values hardly a bit is left"
+            found.append(
+                Setting(layer.name, "ranges", because, "fxq.equalize, or int16 for this layer and the operand of the larger range")
+            )
+    found += [Setting("", "qconfig", sentence, "change the rule, or leave it out") for sentence in prepared.meta.get("not_done", ())]
+    return Rows("suspicious settings", tuple(found))
+
+
+def _of_layer(prepared: fx.GraphModule, node: fx.Node, name: str) -> list[Setting]:
+    module, spec = quantized_operator(prepared, node), annotation(node)
+    if module is None or spec is None or spec.config is None:
+        return []
+    weight: WeightConfig = spec.config.weight
+    found = []
+    has_weight = any(is_parameter(each) for each in node.all_input_nodes) and module.factors is not None
+    if has_weight and not weight.per_channel:
+        found.append(Setting(name, "weight per tensor", "one scale serves all output channels", "WeightConfig(per_channel=True)"))
+    if has_weight and weight.dtype == "int4":
+        found.append(Setting(name, "int4 weight", "16 steps for each channel", "WeightConfig('int8'), or train it"))
+    if not module.plain and module.output.observer is None and not module.output.follows_sum and spec.config.output.scale is not None:
+        found.append(Setting(name, "given scale", f"calibration does not move {grid_text_of(module)}", "leave scale= and threshold= out"))
+    return found
+
+
+def grid_text_of(module: Any) -> str:
+    """The scale of an operator's result."""
+    return f"{float(module.output.scale):.4g}"
+
+
+@checked()
+def compare_weights(a: Any, b: Any) -> Rows[Weight]:
+    """The weights of the layers of two prepared or integer models, worst first; those of an integer model are what it computes with."""
+    one, other = _weights(a), _weights(b)
+    found = []
+    for name, weight in one.items():
+        if name not in other or other[name].shape != weight.shape:
+            continue
+        left, right = weight.flatten(1) if weight.dim() > 1 else weight.unsqueeze(1), other[name].reshape(len(weight), -1)
+        error = (left - right).square()
+        shares = error.sum(1) / left.square().sum(1).clamp_min(1e-300)
+        worst = int(shares.argmax())
+        cosine = float(nn.functional.cosine_similarity(left.flatten(), right.flatten(), 0))
+        sqnr = decibels(float(left.square().sum()), float(error.sum()))
+        found.append(Weight(name, cosine, sqnr, float(error.max().sqrt()), worst, decibels(1.0, float(shares[worst]))))
+    return Rows("weights", tuple(sorted(found, key=lambda row: row.sqnr)), "no layer with a weight is in both")
+
+
+def _weights(model: Any) -> dict[str, torch.Tensor]:
+    if not isinstance(model, fx.GraphModule) or model.meta.get("stage") not in ("PREPARED", "INTEGER"):
+        raise ConfigurationError(
+            f"the weights of a {type(model).__name__} cannot be compared",
+            because="layers are known by name in prepared and integer models",
+            remedy="pass the results of fxq.prepare and fxq.convert",
+        )
+    nodes = {node.name: node for node in model.graph.nodes}
+    return {name: weight for name, node in nodes.items() if (weight := weight_of(model, node, nodes)) is not None and weight.dim()}
+
+
+@checked(model=GRAPH)
+def shared_scales(model: fx.GraphModule) -> Rows[Shared]:
+    """The groups of tensors of a prepared or integer model that are on one grid."""
+    _require(model, "PREPARED", "INTEGER")
+    groups: dict[Any, list[str]] = {}
+    grids: dict[Any, str] = {}
+    for layer in layers(model):
+        if layer.grid is not None and layer.grid.scale != ():
+            node = next(node for node in model.graph.nodes if node.name == layer.name)
+            spec = annotation(node)
+            key = layer.grid if spec is None or spec.group is None else spec.group
+            groups.setdefault(key, []).append(layer.name)
+            grids[key] = grid_text(layer.grid)
+    return Rows("shared scales", tuple(Shared(grids[key], tuple(names)) for key, names in groups.items() if len(names) > 1))
+
+
+@checked(model=GRAPH)
+def memory(model: fx.GraphModule) -> Rows[Memory]:
+    """What every operator needs for one item: weights, result, and all results that are still to be read when it has run."""
+    known = {layer.name: layer for layer in layers(model)}
+    last: dict[str, int] = {}
+    order = {node: index for index, node in enumerate(model.graph.nodes)}
+    made: dict[fx.Node, frozenset[str]] = {}
+    for node in model.graph.nodes:
+        read = frozenset[str]().union(*(made.get(each, frozenset()) for each in node.all_input_nodes))
+        for name in read:
+            last[name] = order[node]
+        made[node] = frozenset([node.name]) if node.name in known else read
+    rows, alive = [], dict[str, int]()
+    for node in model.graph.nodes:
+        layer = known.get(node.name)
+        if layer is None:
+            continue
+        alive[node.name] = layer.activation_bytes
+        rows.append(Memory(layer.name, layer.operator, layer.dtype, layer.weight_bytes, layer.activation_bytes, sum(alive.values())))
+        alive = {name: size for name, size in alive.items() if last.get(name, -1) > order[node]}
+    return Rows("memory of one item", tuple(rows))
+
+
+@checked(spread=NUMBER)
+def value_ranges(
+    model: Any,
+    batches: Any,
+    *,
+    spread: float = WIDE,
+    num_batches: int | None = None,
+    batch_fn: Callable[[Any], Any] | None = None,
+    show_progress: bool | None = None,
+) -> Rows[Values]:
+    """The values of every tensor of a model over all batches, with what is told of those that are no numbers, or too far apart for 16 bits.
+
+    `model` is a float model, a graph at any stage or the path of an ONNX file. `spread` is the ratio of the largest to the mean magnitude
+    from which on a tensor is told of. Nothing is kept of a batch that has passed.
+    """
+    source = as_batches(batches)
+    side = None
+    seen: dict[str, TensorStatistics] = {}
+    total = length(source, num_batches)
+    for index, batch in enumerate(progress(first_batches(source, num_batches), total, "values", show_progress)):
+        taken = batch if batch_fn is None else batch_fn(batch)
+        side = side or side_of(model, taken, None)
+        values = side.values(side.form.inputs(taken, index), list(side.facts))
+        for name, value in values.items():
+            if value.is_floating_point() and name in side.facts:
+                seen.setdefault(name, TensorStatistics(None, None)).add(value, value)
+    if side is None:
+        raise no_batches(num_batches)
+    return Rows("values", tuple(_values(name, side.facts[name].source, statistics, spread) for name, statistics in seen.items()))
+
+
+def _values(name: str, where: str, seen: TensorStatistics, wide: float) -> Values:
+    count = max(seen.elements - seen.not_a_number - seen.infinite, 1)
+    mean = math.sqrt(seen.signal / count)
+    largest = max(abs(seen.low), abs(seen.high)) if seen.low <= seen.high else 0.0
+    spread = largest / mean if mean else 0.0
+    told = [text for text, holds in (("NaN", seen.not_a_number), ("infinite", seen.infinite), ("wide range", spread > wide)) if holds]
+    low, high = (seen.low, seen.high) if seen.low <= seen.high else (math.nan, math.nan)
+    return Values(name, low, high, spread, seen.not_a_number, seen.infinite, ", ".join(told), where)
+
+
+@checked(model=GRAPH)
+def devices(model: fx.GraphModule) -> Rows[Device]:
+    """Where every operator of a graph runs: the target, or the host, and why."""
+    return Rows("devices", tuple(Device(each.name, each.operator, each.device, each.dtype, each.reason) for each in layers(model)))
+
+
+def _require(model: fx.GraphModule, *stages: str) -> None:
+    if model.meta.get("stage") not in stages:
+        raise ConfigurationError(
+            f"a {str(model.meta.get('stage', 'traced')).lower()} model cannot be asked this",
+            because=f"it is about {' and '.join(stage.lower() for stage in stages)} models",
+            remedy="pass the result of fxq.prepare" + (" or fxq.convert" if "INTEGER" in stages else ""),
+        )

@@ -1,0 +1,204 @@
+"""What one tensor alone does to the outputs: one batch is run through the float model with that tensor changed.
+
+effect = mean over outputs of Σ(y' - y)² / Σy²
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from fxquant.analysis.record import GraphForm, still
+from fxquant.graph import is_parameter, resolve
+from fxquant.reporting.sides import Side, shifted
+from fxquant.reporting.statistics import Steps
+
+Change = Callable[[Any, tuple[Any, ...]], Any]  # of a value and what the node read
+
+
+@dataclass(frozen=True)
+class Inside:
+    """What an operator itself makes wrong, given what the other form gives it to read.
+
+    noise      Σ (f(v) - v')² of the batch, of the operator f in float, the other form's operands v and its result v'
+    signal     Σ f(v)²
+    effect     what that alone does to the outputs
+    constants  what it reads besides: parameters and buffers, by name
+    """
+
+    noise: float
+    signal: float
+    effect: float
+    constants: Mapping[str, Tensor]
+
+
+class Effects:
+    """The float side and one batch; each question is one run. `others` are the other form's tensors on this side's scale, by its names."""
+
+    def __init__(self, side: Side, inputs: Sequence[Any], others: Mapping[str, Tensor]) -> None:
+        assert isinstance(side.form, GraphForm)
+        self.side, self.model, self.inputs, self.others = side, side.form.model, list(inputs), others
+        self.state = side.form.state
+        self.outputs = self._run({})
+
+    def of_grid(self, reference: str, steps: Steps, exponents: Tensor | None) -> float:
+        """That of rounding a tensor into a grid, which it is multiplied by 2 to the exponents for."""
+
+        def rounded(value: Any, read: tuple[Any, ...]) -> Any:
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                return value
+            finite = torch.nan_to_num(shifted(value, exponents), nan=0.0)
+            found = shifted(steps.rounded(finite), None if exponents is None else -exponents)
+            return torch.where(torch.isinf(value), value, found.to(value.dtype))
+
+        return self._effect({reference: rounded})
+
+    def operands(self, reference: str, names: Sequence[str]) -> list[str] | None:
+        """The tensors that the nodes of these names read, which became the one; None if the other form does not show them all."""
+        assert isinstance(self.side.form, GraphForm)
+        nodes = self.side.form.nodes
+        group = {nodes[name] for name in (reference, *names) if name in nodes and nodes[name].op != "placeholder"}
+        read = dict.fromkeys(each for node in group for each in node.all_input_nodes if each not in group and not is_parameter(each))
+        return [each.name for each in read] if read and all(each.name in self.others for each in read) else None
+
+    def inside(self, reference: str, names: Sequence[str]) -> Inside | None:
+        """What the operator at these nodes makes wrong; None where what it reads is not known."""
+        read = self.operands(reference, names)
+        if read is None:
+            return None
+        kept: list[Tensor] = []
+
+        def keep(value: Any, read: tuple[Any, ...]) -> Any:
+            kept.append(value)
+            return value
+
+        def given(name: str) -> Change:
+            return lambda value, read: self.others[name].to(value.dtype) if isinstance(value, Tensor) else value
+
+        self._run({**{name: given(name) for name in read}, reference: keep})
+        error = torch.nan_to_num(self.others[reference].double() - kept[0].double(), nan=0.0, posinf=0.0, neginf=0.0)
+        signal = torch.nan_to_num(kept[0].double(), nan=0.0, posinf=0.0, neginf=0.0)
+        effect = self._effect({reference: lambda value, read: (value.double() + error).to(value.dtype)})
+        return Inside(float(error.square().sum()), float(signal.square().sum()), effect, self._constants(reference, names))
+
+    def _constants(self, reference: str, names: Sequence[str]) -> dict[str, Tensor]:
+        assert isinstance(self.side.form, GraphForm)
+        nodes = self.side.form.nodes
+        group = [nodes[name] for name in dict.fromkeys((reference, *names)) if name in nodes]
+        paths = [str(each.target) for node in group for each in (node, *node.all_input_nodes) if each.op in ("get_attr", "call_module")]
+        found: dict[str, Tensor] = {}
+        for path in dict.fromkeys(paths):
+            value = resolve(self.model, path)
+            held = (
+                {path: value} if isinstance(value, Tensor) else dict(value.named_parameters(path)) if isinstance(value, nn.Module) else {}
+            )
+            found.update({name: each.detach() for name, each in held.items() if each.is_floating_point()})
+        return found
+
+    def of_batch_statistics(self, name: str) -> float:
+        """That of the batch's own mean and variance in place of the running ones of a batch norm."""
+        norm = resolve(self.model, str(self._node(name).target))
+
+        def with_own(value: Any, read: tuple[Any, ...]) -> Any:
+            return F.batch_norm(read[0], None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
+
+        return self._effect({name: with_own})
+
+    def moved_statistics(self) -> dict[str, MovedStatistics]:
+        """How far the statistics of this batch are from those that batch norms keep, by node."""
+        found: dict[str, MovedStatistics] = {}
+
+        def look(name: str) -> Change:
+            def see(value: Any, read: tuple[Any, ...]) -> Any:
+                norm = resolve(self.model, str(self._node(name).target))
+                found[name] = MovedStatistics.of(norm, read[0])
+                return value
+
+            return see
+
+        norms = {node.name: look(node.name) for node in self.model.graph.nodes if _is_batch_norm(self.model, node)}
+        if norms:
+            self._run(norms)
+        return found
+
+    def _node(self, name: str) -> fx.Node:
+        assert isinstance(self.side.form, GraphForm)
+        found: fx.Node = self.side.form.nodes[name]
+        return found
+
+    def _run(self, changes: Mapping[str, Change]) -> list[Tensor]:
+        with torch.no_grad(), still(self.model, self.state):
+            result = _Changing(self.model, changes).run(*[value.clone() if isinstance(value, Tensor) else value for value in self.inputs])
+        found: list[Tensor] = []
+        fx.node.map_aggregate(result, lambda value: found.append(value) if isinstance(value, Tensor) else None)
+        return found
+
+    def _effect(self, changes: Mapping[str, Change]) -> float:
+        return noise(self.outputs, self._run(changes))
+
+
+def noise(wanted: Sequence[Tensor], found: Sequence[Tensor]) -> float:
+    """The mean over outputs that are real numbers of Σ(y' - y)² / Σy²; values that are not finite count in neither."""
+    shares = []
+    for one, other in zip(wanted, found, strict=True):
+        if one.is_floating_point() and one.shape == other.shape:
+            finite = torch.isfinite(one) & torch.isfinite(other)
+            left, right = one[finite].double(), other[finite].double()
+            signal = float(left.square().sum())
+            if signal:
+                shares.append(float((left - right).square().sum()) / signal)
+    return sum(shares) / len(shares) if shares else 0.0
+
+
+@dataclass(frozen=True)
+class MovedStatistics:
+    """How far the statistics of a batch are from those of a batch norm.
+
+    initial   whether these are what a new batch norm has: means of 0 and variances of 1
+    mean      the root mean square over channels of the difference of means, in standard deviations that the batch norm has
+    variance  by how much the batch's variance is larger: the geometric mean over channels
+    """
+
+    initial: bool
+    mean: float
+    variance: float
+
+    @staticmethod
+    def of(norm: Any, value: Tensor) -> MovedStatistics:
+        """Those of what a batch norm reads."""
+        dims = [dim for dim in range(value.dim()) if dim != 1]
+        real = value.double()
+        mean, variance = real.mean(dims), real.var(dims, correction=0)
+        kept_mean, kept_variance = norm.running_mean.double(), norm.running_var.double()
+        initial = bool((kept_mean == 0).all()) and bool((kept_variance == 1).all())
+        shift = (mean - kept_mean) / (kept_variance + norm.eps).sqrt()
+        ratio = (variance + norm.eps) / (kept_variance + norm.eps)
+        return MovedStatistics(initial, float(shift.square().mean().sqrt()), float(ratio.log().mean().exp()))
+
+
+def _is_batch_norm(model: fx.GraphModule, node: fx.Node) -> bool:
+    module = resolve(model, str(node.target)) if node.op == "call_module" else None
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and isinstance(module.running_mean, Tensor)
+
+
+class _Changing(fx.Interpreter):
+    """Runs a graph with some values changed as they are computed."""
+
+    def __init__(self, model: fx.GraphModule, changes: Mapping[str, Change]) -> None:
+        super().__init__(model)
+        self.changes, self.extra_traceback = changes, False
+
+    def run_node(self, n: fx.Node) -> Any:
+        change = self.changes.get(n.name)
+        if change is None:
+            return super().run_node(n)
+        read = self.fetch_args_kwargs_from_env(n)[0] if n.op != "placeholder" else ()
+        return change(super().run_node(n), read)
+
+    def fetch_attr(self, target: str) -> Any:
+        return resolve(self.module, target)

@@ -1,0 +1,184 @@
+"""What is kept of a tensor in two forms of a model while batches pass: sums, extremes and counts, and nothing of a batch.
+
+Octaves of magnitude, in eighths, stand for the distribution of the reference; from them follows what any other scale would lose:
+
+    noise(s) = Σ_m count(m) · ((|m| - limit·s)² beyond the grid's end, m² below half a step, s²/12 between)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxquant.graph import QParams
+from fxquant.numerics import ACTIVATION_TYPES
+
+FINENESS = 8  # of the octaves
+LOWEST, HIGHEST = -130, 60  # octaves of magnitudes, in steps of the scale
+COLUMNS = 96  # of the histogram that is drawn
+DRAWN = 1.5  # how far it reaches, in ranges of the grid
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A grid of one scale: its step, and the centred integers that it ends at."""
+
+    scale: float
+    low: int
+    high: int
+
+    @staticmethod
+    def of(grid: QParams | None) -> Steps | None:
+        """That of a quantized tensor; None where it has none, or several, or it is not known."""
+        if grid is None or not isinstance(grid.scale, float) or not math.isfinite(grid.scale):
+            return None
+        kind = ACTIVATION_TYPES[grid.dtype]
+        return Steps(grid.scale, kind.low - grid.zero_point, kind.high - grid.zero_point)
+
+    def rounded(self, value: Tensor) -> Tensor:
+        """The real numbers that the grid has for these, in float64."""
+        return (value.double() / self.scale).round_().clamp_(self.low, self.high).mul_(self.scale)
+
+
+class TensorStatistics:
+    """Of one tensor: the reference in one form, and the value in the other, both as real numbers on one scale.
+
+    elements, not_a_number, infinite   how many there were; those that are not finite count in nothing else
+    signal, noise, product, power      Σ r², Σ (r - v)², Σ r·v, Σ v²
+    largest                            max |r - v|
+    low, high                          the ends of the reference
+    clipped, zeroed, nonzero           of the reference's elements: beyond the grid's ends; rounded to 0 though they are not; not 0
+    truncation, rounding               Σ of the squared error that the grid alone makes of the reference, beyond its ends and between them
+    octaves                            int64 (2, bins): how many of either sign have which magnitude, in steps
+    columns                            int64 (COLUMNS + 2,): the histogram over DRAWN ranges of the grid, and what is beyond, at both ends
+    channels                           float64: the largest magnitude of each channel
+    """
+
+    def __init__(self, grid: QParams | None, axis: int | None) -> None:
+        self.steps, self.axis = Steps.of(grid), axis
+        self.elements = self.not_a_number = self.infinite = self.clipped = self.zeroed = self.nonzero = 0
+        self.signal = self.noise = self.product = self.power = self.largest = self.truncation = self.rounding = 0.0
+        self.low, self.high = math.inf, -math.inf
+        self.octaves = torch.zeros(2, (HIGHEST - LOWEST) * FINENESS, dtype=torch.int64, device="cpu")
+        self.columns = torch.zeros(COLUMNS + 2, dtype=torch.int64, device="cpu")
+        self.channels: Tensor | None = None
+
+    def add(self, reference: Tensor, value: Tensor) -> None:
+        """Take the values of one more batch into account."""
+        one, other = reference.detach().cpu().double(), value.detach().cpu().double()
+        self.elements += one.numel()
+        self.not_a_number += int(torch.isnan(one).sum())
+        self.infinite += int(torch.isinf(one).sum())
+        if self.axis is not None and one.dim() > 1:
+            self._see_channels(one)
+        finite = torch.isfinite(one) & torch.isfinite(other)
+        if not bool(finite.all()):
+            one, other = one[finite], other[finite]
+        if not one.numel():
+            return
+        error = one - other
+        self.signal += float(one.square().sum())
+        self.noise += float(error.square().sum())
+        self.product += float((one * other).sum())
+        self.power += float(other.square().sum())
+        self.largest = max(self.largest, float(error.abs().max()))
+        self.low, self.high = min(self.low, float(one.min())), max(self.high, float(one.max()))
+        if self.steps is not None:
+            self._see_grid(one, self.steps)
+
+    def _see_channels(self, value: Tensor) -> None:
+        assert self.axis is not None
+        dims = [dim for dim in range(value.dim()) if dim != self.axis % value.dim()]
+        largest = torch.nan_to_num(value, nan=0.0, posinf=0.0, neginf=0.0).abs().amax(dims)
+        if self.channels is None or self.channels.shape == largest.shape:
+            self.channels = largest if self.channels is None else torch.maximum(self.channels, largest)
+
+    def _see_grid(self, value: Tensor, steps: Steps) -> None:
+        number = value / steps.scale
+        rounded = number.round().clamp_(steps.low, steps.high)
+        beyond = (number < steps.low - 0.5) | (number > steps.high + 0.5)
+        error = (rounded - number).mul_(steps.scale).square_()
+        self.clipped += int(beyond.sum())
+        self.truncation += float(error[beyond].sum())
+        self.rounding += float(error.sum()) - float(error[beyond].sum())
+        there = number != 0
+        self.nonzero += int(there.sum())
+        self.zeroed += int((there & (rounded == 0)).sum())
+        octave = ((number[there].abs().log2() - LOWEST) * FINENESS).floor().clamp_(0, self.octaves.shape[1] - 1).long()
+        sign = (number[there] < 0).long()
+        self.octaves += torch.bincount(sign * self.octaves.shape[1] + octave, minlength=self.octaves.numel()).reshape(self.octaves.shape)
+        ends = drawn(steps)
+        place = ((number - ends[0]) * (COLUMNS / (ends[1] - ends[0]))).floor().clamp_(-1, COLUMNS).long() + 1
+        self.columns += torch.bincount(place.flatten(), minlength=COLUMNS + 2)
+
+    # -- what follows ------------------------------------------------------------------------------------------------
+
+    def noise_at(self, factor: float) -> float:
+        """The squared error that a grid of `factor` times the scale would make of the reference, estimated from the octaves."""
+        assert self.steps is not None
+        total = 0.0
+        middle = torch.exp2((torch.arange(self.octaves.shape[1], dtype=torch.float64, device="cpu") + 0.5) / FINENESS + LOWEST)
+        for sign, end in enumerate((self.steps.high, -self.steps.low)):
+            beyond = (middle - (end + 0.5) * factor).clamp_(min=0).square_()
+            between = torch.minimum(middle.square(), torch.full_like(middle, factor * factor / 12))
+            between = torch.where(middle < factor / 2, middle.square(), between)
+            total += float((self.octaves[sign] * torch.where(beyond > 0, beyond, between)).sum())
+        return total * self.steps.scale**2
+
+    def best_factor(self) -> float:
+        """The factor, a root of a power of two, for which that is least."""
+        return min((2 ** (k / 2) for k in range(-24, 80)), key=self.noise_at)
+
+    def populations(self) -> tuple[float, float] | None:
+        """The largest magnitude below, and the least above, the widest gap without any value, in steps; None if there is no gap."""
+        there = torch.nonzero(self.octaves.sum(0)).flatten()
+        if len(there) < 2:
+            return None
+        gaps = there[1:] - there[:-1]
+        at = int(gaps.argmax())
+        return 2 ** ((int(there[at]) + 1) / FINENESS + LOWEST), 2 ** (int(there[at + 1]) / FINENESS + LOWEST)
+
+    def above(self, magnitude: float) -> tuple[int, float]:
+        """How many values are of this magnitude, in steps, or more; and by which factor these differ among each other."""
+        first = max(math.floor((math.log2(magnitude) - LOWEST) * FINENESS + 0.5), 0)
+        counts = self.octaves.sum(0)[first:]
+        there = torch.nonzero(counts).flatten()
+        return int(counts.sum()), 2 ** ((int(there[-1]) - int(there[0])) / FINENESS) if len(there) else 1.0
+
+    @property
+    def reach(self) -> float:
+        """The end of the reference over the end of the grid, on the side where that is more; 1 where the range just fits."""
+        if self.steps is None or self.low > self.high:
+            return math.nan
+        ends = [value / (limit * self.steps.scale) for value, limit in ((self.low, self.steps.low), (self.high, self.steps.high)) if limit]
+        return max(ends, default=math.nan)
+
+
+def drawn(steps: Steps) -> tuple[float, float]:
+    """What the histogram reaches over, in steps."""
+    middle, half = (steps.low + steps.high) / 2, (steps.high - steps.low + 1) / 2 * DRAWN
+    return middle - half, middle + half
+
+
+def decibels(signal: float, noise: float) -> float:
+    """10·log10 of a ratio of powers; infinite where nothing is lost."""
+    return math.inf if noise <= 0 else -math.inf if signal <= 0 else 10 * math.log10(signal / noise)
+
+
+def ratio(part: float, whole: float) -> float:
+    """A share of something, 0 of nothing."""
+    return part / whole if whole else 0.0
+
+
+def json_ready(value: Any) -> Any:
+    """Numbers as JSON has them: none that is infinite or not a number."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): json_ready(item) for key, item in value.items()}
+    return [json_ready(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,288 @@
+"""Two forms of a model compared: what is measured is right, and models that were broken on purpose are told what is wrong with them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sklearn.datasets import load_digits  # type: ignore[import-untyped,unused-ignore]
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxquant as fxq
+
+
+class Digits(nn.Module):
+    """A classifier of 8×8 digits: convolutions with batch norms, a residual, a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(1, 12, 3, padding=1), nn.BatchNorm2d(12), nn.ReLU())
+        self.body = nn.Sequential(nn.Conv2d(12, 12, 3, padding=1), nn.BatchNorm2d(12), nn.ReLU())
+        self.down = nn.Sequential(nn.Conv2d(12, 24, 3, stride=2, padding=1), nn.BatchNorm2d(24), nn.ReLU())
+        self.head = nn.Linear(24 * 16, 10)
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.stem(image)
+        x = x + self.body(x)
+        return self.head(self.down(x).flatten(1))
+
+
+class Rows(nn.Module):
+    """The rows of a digit as tokens, of which a number that is added hides the last two from the maximum over them."""
+
+    def __init__(self, hidden: float, after: nn.Module) -> None:
+        super().__init__()
+        self.embed, self.mix, self.after, self.head = nn.Linear(8, 16), nn.Linear(16, 16), after, nn.Linear(16, 10)
+        self.register_buffer("mask", torch.where(torch.arange(8) < 6, 0.0, hidden).reshape(8, 1))
+
+    def forward(self, image: Tensor) -> Tensor:
+        tokens = torch.tanh(self.embed(image.squeeze(1)))
+        return self.head(self.after(self.mix(tokens) + self.mask).amax(1))
+
+
+class Attention(nn.Module):
+    """The rows of a digit attend to each other, with a mask in front of the softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.norm, self.head = nn.Linear(8, 16), nn.Linear(16, 48), nn.LayerNorm(16), nn.Linear(16, 10)
+        self.register_buffer("mask", torch.zeros(8, 8).masked_fill(torch.ones(8, 8).triu(1).bool(), -1e9))
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.embed(image.squeeze(1))
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        return self.head((x + torch.softmax(q @ k.transpose(1, 2) / 4 + self.mask, -1) @ v).mean(1))
+
+
+@functools.cache
+def digits() -> tuple[Tensor, Tensor]:
+    raw = load_digits()
+    return torch.tensor(raw.images, dtype=torch.float32).unsqueeze(1) / 8 - 1, torch.tensor(raw.target)
+
+
+def batches(count: int = 2) -> list[Tensor]:
+    return list(digits()[0][: 32 * count].split(32))
+
+
+def trained(model: nn.Module, steps: int = 12) -> nn.Module:
+    """The model after some steps of gradient descent: live activations, and batch norms with the statistics of the data."""
+    images, labels = digits()
+    for step in range(steps):
+        at = slice(64 * step, 64 * step + 64)
+        F.cross_entropy(model.train()(images[at]), labels[at]).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+    return model.eval()
+
+
+@functools.cache
+def network(kind: Callable[[], nn.Module] = Digits) -> nn.Module:
+    torch.manual_seed(0)
+    return trained(kind())
+
+
+@functools.cache
+def compiled(kind: Callable[[], nn.Module] = Digits, target: str = "nash-e") -> fxq.Result:
+    return quantized(network(kind), target=target)
+
+
+def quantized(model: nn.Module, **options: Any) -> fxq.Result:
+    """The model in every form, of which the float one is traced already."""
+    return fxq.quantize(fxq.trace(model, batches(1)[0], check=False), batches(), **{"target": "nash-e", **options})
+
+
+def broken(change: Callable[[Any], None]) -> nn.Module:
+    """The trained network with something changed."""
+    model = copy.deepcopy(network())
+    with torch.no_grad():
+        change(model)
+    return model
+
+
+def first(found: fxq.Comparison) -> fxq.Advice:
+    assert found.advice, str(found)
+    return found.advice[0]
+
+
+# ---- what is measured ------------------------------------------------------------------------------------------------
+
+
+def test_figures_are_those_of_the_tensors_recorded_in_both_forms(tmp_path: Path) -> None:
+    """Against the definitions, from the tensors of all batches at once."""
+    result, several = compiled(), batches(3)
+    found = fxq.compare(result.prepared, result.export(tmp_path / "model.onnx"), several, states=("float", None))
+    left = list(fxq.record(result.prepared, several, "quantized", real=True, state="float"))
+    right = list(fxq.record(tmp_path / "model.onnx", several, "quantized", real=True))
+    assert set(found) == set(left[0])
+    assert found.batches == 3
+    for name, layer in found.items():
+        one, other = (torch.cat([values[name] for values in side]).double() for side in (left, right))
+        noise = (one - other).square()
+        scale = fxq.qparams(result.prepared)[name]
+        assert layer.mse == pytest.approx(float(noise.mean()))
+        assert layer.sqnr == pytest.approx(float(10 * torch.log10(one.square().sum() / noise.sum())))
+        assert layer.cosine == pytest.approx(float(F.cosine_similarity(one.flatten(), other.flatten(), 0)))
+        assert layer.steps == pytest.approx(float((one - other).abs().max()) / scale)
+        exact = torch.round(one / scale).clamp(-128, 127)
+        outside = (one / scale < -128.5) | (one / scale > 127.5)
+        assert layer.clipped == float(outside.double().mean())
+        assert layer.zeroed == pytest.approx(float(((exact == 0) & (one != 0)).sum() / (one != 0).sum()))
+        assert layer.own == pytest.approx(float(10 * torch.log10(one.square().sum() / (exact * scale - one).square().sum())))
+
+
+@pytest.mark.parametrize("kind", [Digits, Attention])
+def test_every_form_is_matched_with_every_other(kind: Callable[[], nn.Module], tmp_path: Path) -> None:
+    """The float model's tensors are found under the names that they have before fusion; equal forms are equal."""
+    result = compiled(kind)
+    path = result.export(tmp_path / "model.onnx")
+    forms = [result.prepared, result.integer, path]
+    against_float = [fxq.compare(result.float, form, batches(1), advice=False) for form in forms]
+    for found in against_float:
+        assert all(layer.sqnr > 15 for layer in (*found.values(), *found.outputs)), str(found)
+        assert {name: layer.sqnr for name, layer in found.items()} == {name: against_float[1][name].sqnr for name in found}
+    for one, other in zip(forms, [*forms[1:], forms[0]], strict=True):
+        found = fxq.compare(one, other, batches(1))
+        assert found
+        assert all(layer.mse == 0 for layer in (*found.values(), *found.outputs))
+        assert not found.advice
+    if kind is Digits:
+        references = {name: layer.reference for name, layer in against_float[2].items()}
+        assert references == {"image_quantize": "image", "stem_0": "stem_2", "body_0": "body_2", "add": "add", "down_0": "down_2",
+                              "flatten": "flatten", "head": "head"}  # fmt: skip
+
+
+def test_channels_that_equalization_multiplied_are_multiplied_for_the_comparison(tmp_path: Path) -> None:
+    def spread(model: Any) -> None:
+        model.body[1].weight[2:5] *= 16
+        model.down[0].weight[:, 2:5] /= 16
+
+    class Chain(Digits):
+        def forward(self, image: Tensor) -> Tensor:
+            return self.head(self.down(self.body(self.stem(image))).flatten(1))
+
+    torch.manual_seed(0)
+    model = trained(Chain(), 5)
+    with torch.no_grad():
+        spread(model)
+    result = quantized(model)
+    assert "equalized" in fxq.explain(result.prepared)
+    loaded = fxq.load(fxq.save(result.integer, tmp_path / "model.fxq"))
+    for form in (result.prepared, loaded, result.export(tmp_path / "model.onnx")):
+        found = fxq.compare(result.float, form, batches(1), advice=False)
+        assert min(layer.sqnr for layer in found.values()) > 20, str(found)
+
+
+def test_memory_does_not_grow_with_the_number_of_batches() -> None:
+    """What is left of batches when the next ones come is counted, by the tensors that are alive."""
+    result, image = compiled(), batches(1)[0]
+    alive: list[int] = []
+
+    def many() -> Iterator[Tensor]:
+        import gc
+
+        for index in range(6):
+            if index >= 2:
+                alive.append(sum(value.numel() for value in gc.get_objects() if type(value) is Tensor))
+            yield image.clone()
+
+    fxq.compare(result.prepared, result.integer, many(), show_progress=False)
+    assert len(set(alive)) == 1
+
+
+def test_the_models_are_left_as_they_were() -> None:
+    result = compiled()
+    before = {name: value.clone() for name, value in result.prepared.state_dict().items()}
+    random = torch.get_rng_state()
+    fxq.compare(result.float, result.prepared, batches(1))
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(before[name], value) for name, value in result.prepared.state_dict().items())
+    assert {operator.state for operator in result.prepared.modules() if hasattr(operator, "live_batch_norm")} == {fxq.State.VALIDATE}
+
+
+# ---- models that are broken on purpose -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "target"), [(Digits, "x86"), (Attention, "nash-e")])
+def test_a_healthy_model_has_no_advice(kind: Callable[[], nn.Module], target: str) -> None:
+    found = compiled(kind, target).compare(batches())
+    assert not found.advice, str(found)
+    assert "no advice" in str(found)
+
+
+@pytest.mark.parametrize("layer", ["stem_0", "head"])
+def test_a_scale_that_is_8_times_too_small_is_named(layer: str) -> None:
+    prepared = copy.deepcopy(compiled().prepared)
+    fxq.set_qparams(prepared, {layer: fxq.qparams(prepared)[layer] / 8})
+    found = fxq.compare(compiled().float, fxq.convert(prepared), batches())
+    assert (first(found).layer, first(found).rule) == (layer, "scale_too_small")
+    assert found[layer].error == "truncation"
+    assert "calibrate again" in first(found).cure
+    assert found.worst(1)[0].name in (layer, "flatten")  # which has the scale of what it reads
+
+
+def test_a_scale_that_is_64_times_too_large_is_named() -> None:
+    layer = "down_0"
+    prepared = copy.deepcopy(compiled().prepared)
+    fxq.set_qparams(prepared, {layer: fxq.qparams(prepared)[layer] * 64})
+    found = fxq.compare(compiled().float, fxq.convert(prepared), batches())
+    assert (first(found).layer, first(found).rule) == (layer, "scale_too_large")
+    assert found[layer].error == "rounding"
+
+
+def test_an_outlier_channel_is_named() -> None:
+    def stretch(model: Any) -> None:
+        for parameter in (model.down[1].weight, model.down[1].bias):
+            parameter[3] *= 100
+        model.head.weight.view(10, 24, 16)[:, 3] /= 100
+
+    model = broken(stretch)
+    found = quantized(model, equalize=False).compare(batches())
+    assert (first(found).layer, first(found).rule) == ("down_0", "outlier_channel")
+    assert "channel 3 " in first(found).cause
+    assert "fxq.equalize" in first(found).cure
+    assert not quantized(model).compare(batches()).advice  # the cure helps
+
+
+def test_inputs_of_another_range_than_calibrations_are_named() -> None:
+    found = compiled().compare([8 * batch for batch in batches()])
+    assert (first(found).layer, first(found).rule) == ("image_quantize", "input_range")
+    assert "input image has values from -8 to 8" in first(found).cause
+
+
+def test_a_batch_norm_without_statistics_is_named() -> None:
+    model = broken(lambda model: model.body[1].reset_running_stats())
+    found = quantized(model).compare(batches())
+    assert (first(found).layer, first(found).rule) == ("body_1", "batch_norm_statistics")
+    assert "state_dict" in first(found).cure
+
+
+@pytest.mark.parametrize(("after", "hidden"), [(nn.ReLU(), -1e9), (nn.Identity(), -1e6)])
+def test_a_mask_that_sets_a_scale_is_named(after: nn.Module, hidden: float) -> None:
+    torch.manual_seed(0)
+    model = trained(Rows(hidden, after))
+    found = quantized(model).compare(batches())
+    assert (first(found).layer, first(found).rule) == ("add", "masked")
+    assert "torch.where" in first(found).cure
+    cured = trained(Rows(-4.0, after), 0)
+    cured.load_state_dict({**model.state_dict(), "mask": cured.mask})
+    assert not quantized(cured).compare(batches()).advice
+
+
+def test_a_tensor_with_nan_is_named() -> None:
+    class Rooted(Digits):
+        def forward(self, image: Tensor) -> Tensor:
+            return super().forward(torch.sqrt(image))
+
+    model = Rooted()
+    model.load_state_dict(network().state_dict())
+    result = fxq.quantize(model.eval(), [batch.abs() + 0.1 for batch in batches()], target="nash-e")
+    found = result.compare(batches())
+    assert (first(found).layer, first(found).rule) == ("sqrt", "no_numbers")

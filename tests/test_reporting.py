@@ -1,0 +1,245 @@
+"""Pages, pictures, differences and questions about one model: what they show is what the model has."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import networkx
+import onnx
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+import fxquant as fxq
+from fxquant.cli import main
+from fxquant.compat import horizon
+from fxquant.reporting.layout import drawing
+
+
+class Network(nn.Module):
+    """Two readers of one convolution, a module called twice, one never, a name that is markup, and an operator left in float."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.again, self.unused = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.Conv2d(6, 6, 1), nn.Linear(2, 2)
+
+    def forward(self, image: Tensor) -> Tensor:
+        read = self.conv(image)
+        x = self.norm(read) + read
+        x = self.again(self.again(x).relu())
+        return torch.fft.fft(x.mean((2, 3))).abs()  # </script><b> & "quoted"
+
+
+class Compiled:
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = Network().eval()
+        self.batches = [torch.randn(4, 3, 8, 8) for _ in range(2)]
+        self.result = fxq.quantize(self.model, self.batches, target="nash-e")
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Compiled:
+    return Compiled()
+
+
+def shown(page: str) -> Any:
+    """The data of a page."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
+# ---- the page ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_holds_what_is_known_of_the_model(compiled: Compiled, tmp_path: Path) -> None:
+    result = compiled.result
+    page = result.report(tmp_path / "folder" / "report.html", compiled.batches, title="a </script> title").read_text(encoding="utf-8")
+    data, found = shown(page), result.compare(compiled.batches)
+    assert data["title"] == "a </script> title"
+    known = {layer.name: layer for layer in fxq.layers(result.integer)}
+    nodes = {node["name"]: node for node in data["nodes"]}
+    assert set(nodes) == {*known, "image", "output"}
+    for name, layer in found.items():
+        assert nodes[name]["sqnr"] == pytest.approx(layer.sqnr)
+        assert nodes[name]["device"] == known[name].device
+        assert layer.grid is None or sum(data["details"][name]["counts"]) == layer.elements
+    assert [row[0] for row in data["floats"]] == ["fft_fft", "abs_1"]
+    assert data["floats"][0][2] == known["fft_fft"].reason
+    assert {form[0]: form[1] for form in data["forms"]}["integer against prepared"].startswith(f"{len(data['details']) + 1} of ")
+    assert len(data["weights"]["conv"]) == 6
+    assert ["add", "relu"] not in data["passes"]["fused"]
+    assert data["advice"] == [
+        {"layer": each.layer, "cause": each.cause, "cure": each.cure, "gain": None if each.gain == float("inf") else each.gain,
+         "source": each.source} for each in found.advice
+    ]  # fmt: skip
+
+
+def test_the_page_needs_no_network_and_keeps_text_apart_from_markup(compiled: Compiled, tmp_path: Path) -> None:
+    page = fxq.report(compiled.result.prepared, tmp_path / "report.html").read_text(encoding="utf-8")
+    assert not re.findall(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=", page)
+    assert "url(http" not in page.split("<script>")[0]
+    assert any("</script><b>" in node.get("source", "") for node in shown(page)["nodes"])
+    assert page.count("<script") - page.split('id="data">')[1].split("<script>", 1)[1].count("<script") == 2
+
+
+def test_every_stage_has_a_page_and_the_command_writes_one(compiled: Compiled, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    traced = fxq.trace(compiled.model, compiled.batches[0])
+    assert shown(fxq.report(traced, tmp_path / "traced.html").read_text(encoding="utf-8"))["stage"] == "traced"
+    float_file, file = fxq.save(compiled.result.prepared, tmp_path / "prepared.fxq"), fxq.save(compiled.result.integer, tmp_path / "m.fxq")
+    out = tmp_path / "page.html"
+    assert main(["report", str(file), "--reference", str(float_file), "--out", str(out)]) == 0
+    assert str(out) in capsys.readouterr().out
+    data = shown(out.read_text(encoding="utf-8"))
+    assert data["compared"]
+    assert all(node["sqnr"] is not None for node in data["nodes"] if "sqnr" in node)
+
+
+# ---- pictures ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_drawing_has_every_operator_and_every_value_once(compiled: Compiled) -> None:
+    found = drawing(compiled.result.prepared)
+    assert networkx.is_directed_acyclic_graph(found.graph)
+    assert all(found.places[one][1] > found.places[other][1] for one, other in found.graph.edges)
+    assert len(set(found.places.values())) == len(found.graph)
+    assert set(found.graph.successors("conv")) == {"norm", "add"}
+
+
+def test_pictures_are_written(compiled: Compiled, tmp_path: Path) -> None:
+    svg = fxq.draw(compiled.result.integer, tmp_path / "graph.svg")
+    assert ElementTree.parse(svg).getroot().tag.endswith("svg")
+    assert svg.read_bytes() == fxq.draw(compiled.result.integer, tmp_path / "again.svg").read_bytes()
+    picture = Image.open(fxq.draw(compiled.result.prepared, tmp_path / "graph.png"))
+    assert picture.height > picture.width > 200
+    assert len(picture.convert("RGB").getcolors(1 << 24)) > 10
+    with pytest.raises(fxq.ConfigurationError, match=r"\.svg, \.png, \.pdf"):
+        fxq.draw(compiled.result.integer, tmp_path / "graph.gif")
+
+
+# ---- differences -------------------------------------------------------------------------------------------------------
+
+
+def test_graphs_and_files_are_compared_as_text(compiled: Compiled, tmp_path: Path) -> None:
+    prepared, integer = compiled.result.prepared, compiled.result.integer
+    file = fxq.save(integer, tmp_path / "model.fxq")
+    assert fxq.diff(integer, file).equal
+    assert str(fxq.diff(file, file)) == "equal: the same graph, scales and tensors"
+    found = fxq.diff(prepared, integer)
+    assert not found.equal
+    assert "stage: prepared | integer" in str(found)
+    assert "background:#dafbe1" in found._repr_html_()
+
+
+# ---- questions ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_fused_says_why(compiled: Compiled, tmp_path: Path) -> None:
+    found = {row.layer: row for row in fxq.checks.not_fused(compiled.result.prepared)}
+    assert found["norm"].because == "%conv has 2 users"
+    assert "has other users" in found["add"].because
+    loaded = fxq.load(fxq.save(compiled.result.prepared, tmp_path / "model.fxq"))
+    assert fxq.checks.not_fused(loaded) == fxq.checks.not_fused(compiled.result.prepared)
+    assert "not fused" in str(fxq.checks.not_fused(loaded))
+    assert "<pre" in fxq.checks.not_fused(loaded)._repr_html_()
+
+
+def test_modules_are_counted(compiled: Compiled) -> None:
+    counts = {row.module: row.times for row in fxq.checks.call_counts(compiled.model, compiled.batches[0])}
+    assert counts == {"conv": 1, "norm": 1, "again": 2, "unused": 0}
+
+
+def test_weights_of_the_integer_model_are_near_those_that_were_rounded(compiled: Compiled) -> None:
+    rows = {row.layer: row for row in fxq.checks.compare_weights(compiled.result.prepared, compiled.result.integer)}
+    assert set(rows) >= {"conv", "again", "again_1"}
+    assert all(30 < row.channel_sqnr <= row.sqnr + 1e-6 or row.channel_sqnr < row.sqnr for row in rows.values())
+    same = fxq.checks.compare_weights(compiled.result.integer, compiled.result.integer)
+    assert all(row.largest == 0 for row in same)
+
+
+def test_memory_counts_what_is_still_to_be_read(compiled: Compiled) -> None:
+    rows = {row.layer: row for row in fxq.checks.memory(compiled.result.integer)}
+    size = 6 * 6 * 6
+    assert (rows["conv"].activation, rows["conv"].alive) == (size, size + 3 * 8 * 8)
+    assert rows["norm"].alive == 2 * size  # its result, and the convolution's, which the addition reads
+    assert rows["add"].alive == 3 * size
+
+
+def test_shared_scales_devices_and_ranges(compiled: Compiled) -> None:
+    prepared = compiled.result.prepared
+    for row in fxq.checks.shared_scales(prepared):
+        assert len({fxq.qparams(prepared)[name] for name in row.tensors if name in fxq.qparams(prepared)}) <= 1
+    assert {row.layer: row.device for row in fxq.checks.devices(prepared)} == {each.name: each.device for each in fxq.layers(prepared)}
+    image = compiled.batches[0].clone()
+    image[0, 0, 0, 0] = 1e9
+    rows = {row.tensor: row for row in fxq.checks.value_ranges(compiled.model, [*compiled.batches, image], spread=20)}
+    assert rows["conv"].told == "wide range"
+    assert {row.told for row in fxq.checks.value_ranges(compiled.model, compiled.batches)} == {""}
+
+
+def test_suspicious_settings_are_named() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1))
+    mapping = fxq.QConfigMapping().set_global(fxq.QConfig(weight=fxq.WeightConfig(per_channel=False)))
+    mapping = mapping.set_module_name("2", fxq.QConfig(fxq.ActivationConfig(scale=0.5))).set_module_name("nowhere", fxq.QConfig())
+    rows = fxq.checks.suspicious_settings(fxq.prepare(model, torch.randn(2, 3, 4, 4), "nash-e", mapping))
+    assert {(row.layer, row.setting) for row in rows} == {("_2", "given scale"), ("_0", "weight per tensor"), ("", "qconfig")}
+
+
+def test_tensorboard_is_given_every_figure(compiled: Compiled) -> None:
+    written: list[tuple[str, ...]] = []
+
+    class Writer:
+        def add_scalar(self, tag: str, value: float, step: int) -> None:
+            written.append(("scalar", tag))
+
+        def add_text(self, tag: str, text: str, step: int) -> None:
+            written.append(("text", tag))
+
+        def add_histogram_raw(self, tag: str, *, bucket_limits: list[float], bucket_counts: list[int], **rest: Any) -> None:
+            assert len(bucket_limits) == len(bucket_counts)
+            assert sum(bucket_counts) == rest["num"]
+            written.append(("histogram", tag))
+
+    found = compiled.result.compare(compiled.batches, advice=False)
+    found.write_tensorboard(Writer(), step=3)
+    assert ("scalar", "sqnr/conv") in written
+    assert ("histogram", "values/conv") in written
+    assert ("text", "advice") in written
+    assert found._repr_html_().count("<pre") == 1
+
+
+# ---- Horizon's names ---------------------------------------------------------------------------------------------------
+
+
+def test_horizons_profiling_tools_are_these(compiled: Compiled, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prepared, integer = compiled.result.prepared, compiled.result.integer
+    page = horizon.model_profiler(compiled.model, integer, compiled.batches[0], out_dir=tmp_path)
+    assert shown(page.read_text(encoding="utf-8"))["compared"]
+    assert horizon.check_unfused_operations(prepared, None) == fxq.checks.not_fused(prepared)
+    assert "%conv has 2 users" in capsys.readouterr().out
+    rows = horizon.compare_weights(prepared, integer, out_dir=tmp_path)
+    assert (tmp_path / "weight_comparison.txt").read_text(encoding="utf-8") == f"{rows}\n"
+
+
+# ---- what a file says of where its tensors come from -------------------------------------------------------------------
+
+
+DAMAGED = ('["conv"]', '{"_0": 5}', '{"_0": {"fused": "bn"}}', '{"_0": {"fused": [5]}}', '{"_0": {"exponents": 3}}',
+           '{"_0": {"exponents": [[1], [2, 3]]}}', '{"_0": {"exponents": [0.5]}}', '{"_0": {"exponents": [1000]}}')  # fmt: skip
+
+
+def test_a_file_whose_provenance_is_damaged_is_refused(tmp_path: Path) -> None:
+    path = fxq.quantize(nn.Sequential(nn.Linear(3, 2)), [torch.randn(4, 3)], target="nash-e").export(tmp_path / "model.onnx")
+    model = onnx.load(str(path))
+    said = {each.key: each.value for each in model.metadata_props}
+    for entry in DAMAGED:
+        onnx.helper.set_model_props(model, said | {"fxquant.provenance": entry})
+        onnx.save(model, str(path))
+        with pytest.raises(fxq.ExportError, match=r"fxquant\.provenance"):
+            fxq.onnx_metadata(path)
