@@ -10,6 +10,7 @@ from importlib import import_module
 
 from fxquant.arguments import shown
 from fxquant.errors import ConfigurationError, UnknownTarget
+from fxquant.kernels.record import Kernel
 from fxquant.quantization.mapping import DEFAULT, Rule
 from fxquant.quantization.spec import QConfig
 from fxquant.target import Target
@@ -17,6 +18,12 @@ from fxquant.target import Target
 # A family of targets is a folder here that says TARGETS; there is no list to keep.
 _FOLDERS = [import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__) if found.ispkg]
 TARGETS: dict[str, Target] = {target.name: target for folder in _FOLDERS for target in getattr(folder, "TARGETS", ())}
+KERNELS: tuple[Kernel, ...] = tuple(kernel for folder in _FOLDERS for kernel in getattr(folder, "KERNELS", ()))
+
+
+def kernels() -> tuple[Kernel, ...]:
+    """How PyTorch may run integer models fast: the kernels there are."""
+    return KERNELS
 
 
 def get(name: str | Target) -> Target:

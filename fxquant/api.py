@@ -18,6 +18,7 @@ from fxquant.analysis.channels import tensor_exponents
 from fxquant.analysis.check import Findings, broken_limits, findings
 from fxquant.analysis.compare import compare, count_flips, measure
 from fxquant.analysis.explain import explain, summary
+from fxquant.analysis.fused import kernel_forms
 from fxquant.analysis.layers import layers
 from fxquant.analysis.record import Form, GraphForm, OnnxForm, Wanted
 from fxquant.analysis.record import record as record_values
@@ -32,8 +33,9 @@ from fxquant.copying import copy_parameters
 from fxquant.errors import ConfigurationError
 from fxquant.facts import TensorFact
 from fxquant.frontend import attach_input_check, attach_signature, float_model, trace
-from fxquant.graph import fact, set_channel_exponents
-from fxquant.model import Model, autocast_off, collection_paused, copy_graph
+from fxquant.graph import fact, is_deployed, set_channel_exponents
+from fxquant.kernels.runner import Runner
+from fxquant.model import RUNNER, Model, autocast_off, collection_paused, copy_graph
 from fxquant.passes import CONVERT, PREPARE
 from fxquant.pipeline import BATCH_NORM_MODES, Context, Dial, check_until, run
 from fxquant.progress import progress
@@ -224,12 +226,22 @@ def check(
 
 @checked()
 def convert(
-    prepared: fx.GraphModule, *, until: str | Stage | None = None, debug: int | None = None, dump: str | os.PathLike[str] | None = None
+    prepared: fx.GraphModule,
+    *,
+    kernels: str = "reference",
+    until: str | Stage | None = None,
+    debug: int | None = None,
+    dump: str | os.PathLike[str] | None = None,
 ) -> fx.GraphModule:
     """The integer model: a graph of integer primitives with the weights and scales of this moment.
 
-    It takes and returns what the float model does. The prepared model is left untouched. Raises
-    NotCalibrated where a scale is unknown, and AccumulatorOverflow where a sum cannot be proved to fit.
+    It takes and returns what the float model does. The prepared model is left untouched.
+
+    With kernels="auto" it runs on a processor, from the second call with inputs of some sizes on, with kernels that hold 8-bit tensors as
+    bytes and sum products of bytes, each proved equal to the primitives of the graph on this machine; `explain` tells which run, and
+    why others do not. The numbers are the same.
+
+    Raises NotCalibrated where a scale is unknown, and AccumulatorOverflow where a sum cannot be proved to fit.
     """
     calibration.require_prepared(prepared)
     target: Target = prepared.meta["target"]
@@ -243,15 +255,24 @@ def convert(
         # The one pass reads this graph and writes another, so it need not be copied; its owner stays the prepared model.
         integer = Model.of(prepared, prepared.graph)
         prepared.graph.owning_module = prepared
-        run(integer, CONVERT, Context(target, QConfigMapping()), dial, until)
+        fuses = kernels == "auto" or any(step.reaches is Stage.FUSED and until in (step.name, Stage.FUSED) for step in CONVERT)
+        passes = tuple(step for step in CONVERT if fuses or step.reaches is not Stage.FUSED)
+        run(integer, passes, Context(target, QConfigMapping(), kernels=backends.kernels()), dial, until)
     exponents = tensor_exponents(prepared)
     for node in integer.graph.nodes:
         if node.name in exponents:
             set_channel_exponents(node, exponents[node.name].tolist())
+    _run_with_kernels(integer)
     integer.training = False
     attach_signature(integer)
     attach_input_check(integer)
     return integer
+
+
+def _run_with_kernels(integer: fx.GraphModule) -> None:
+    """Let a fused model run with the kernels that are admitted on this machine."""
+    if integer.meta["stage"] == Stage.FUSED.name:
+        integer.__dict__[RUNNER] = Runner(backends.kernels)
 
 
 @checked()
@@ -305,7 +326,8 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
     """Compare two forms of a model bit for bit: prepared, integer, or the path of an exported ONNX file.
 
     An ONNX file is run with all optimisations, with none, with one thread and two, and by the reference
-    evaluator. Every quantized tensor is compared, not only the outputs, byte for byte: 0.0 is not -0.0. Where float
+    evaluator. An integer model is compared as its primitives and as its kernels compute it.
+    Every quantized tensor is compared, not only the outputs, byte for byte: 0.0 is not -0.0. Where float
     operators stand between integer segments, each segment is fed from PyTorch and must be equal; what the float operators
     flipped, there or in outputs of their own, is counted apart, as `flips`, and `floats` says how far such outputs are apart.
 
@@ -317,17 +339,18 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
         first, second = second, first
     left = form_of(first)
     inputs = list(check_batches(first, as_batches(batches)))
-    integer = next((model for model in (first, second) if isinstance(model, fx.GraphModule) and model.meta["stage"] == "INTEGER"), None)
+    integer = next((model for model in (first, second) if isinstance(model, fx.GraphModule) and is_deployed(model)), None)
     report = Report()
     if not isinstance(second, str | os.PathLike):
-        _verify(left, [form_of(second)], inputs, integer, report, show_progress)
+        _verify(left, [form_of(second), *kernel_forms(first, second)], inputs, integer, report, show_progress)
         return report
     opened = OnnxModel(second)
     check_same_model(left, opened)
     if opened.style == "qdq":
         return _measured(left, opened, inputs, show_progress)
     handed = crossings(left.model)
-    _verify(left, [OnnxForm(opened, runtime, handed) for runtime in RUNTIME_NAMES], inputs, integer, report, show_progress)
+    files = [OnnxForm(opened, runtime, handed) for runtime in RUNTIME_NAMES]
+    _verify(left, [*files, *kernel_forms(first)], inputs, integer, report, show_progress)
     if handed or float_outputs(left.model):
         report.flips = count_flips(left, OnnxForm(opened, RUNTIME_NAMES[0], []), inputs)
     return report
@@ -500,9 +523,16 @@ def save(model: fx.GraphModule | Observations, path: str | os.PathLike[str]) -> 
 
 
 @checked(path=PATH)
-def load(path: str | os.PathLike[str]) -> Any:
+def load(path: str | os.PathLike[str], *, kernels: str = "reference") -> Any:
     """What `save` wrote: a GraphModule, on the CPU, or Observations. Nothing a file names is imported.
+
+    An integer model runs with kernels="auto" as it does after `convert` with the same.
 
     Raises ExportError if the file is missing, damaged, or nothing that this fxquant reads.
     """
-    return load_file(path, backends.get)
+    loaded = load_file(path, backends.get)
+    if kernels == "auto" and isinstance(loaded, fx.GraphModule) and is_deployed(loaded):
+        fused = [step for step in CONVERT if step.reaches is Stage.FUSED]
+        run(loaded, fused, Context(loaded.meta["target"], QConfigMapping(), kernels=backends.kernels()), Dial(0, None))
+        _run_with_kernels(loaded)
+    return loaded

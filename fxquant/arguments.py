@@ -268,11 +268,13 @@ KINDS: dict[str, Kind] = {
     "averaging_constant": such("a number above 0 and at most 1", _number, lambda value: 0 < value <= 1),
     "highest": Kind("a finite number", _number),
     "input_names": NAMES.or_none("the names of forward's arguments"),
+    "kernels": choice("auto", "reference"),
     "kinds": Kind(
         "'quantized', 'accumulators', 'float', 'outputs' or the name of a tensor, or a list of these",
         lambda value: [_text(value)] if isinstance(value, str) else _names(value),
     ),
     "leaf": CALLABLE.or_none("PyTorch's own modules stay whole"),
+    "machine": FLAG,
     "lowest": Kind("a finite number", _number),
     "modules": Kind(
         "the name of a module or node, or a list of such names", lambda value: [_text(value)] if isinstance(value, str) else _names(value)

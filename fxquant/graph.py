@@ -386,6 +386,21 @@ def set_operation(node: fx.Node, value: Operation) -> None:
     node.meta["operation"] = value
 
 
+def kernel(node: fx.Node) -> tuple[str, tuple[str, ...]] | None:
+    """The kernel that computes a node of an integer graph, and the nodes computed with it, itself the last; None where there is none."""
+    return node.meta.get("kernel")
+
+
+def set_kernel(node: fx.Node, name: str, covers: tuple[str, ...]) -> None:
+    """Write which kernel computes the node, and which nodes with it."""
+    node.meta["kernel"] = name, covers
+
+
+def is_deployed(model: Any) -> bool:
+    """Whether this is an integer model, with kernels or without."""
+    return bool(getattr(model, "meta", {}).get("stage") in ("INTEGER", "FUSED"))
+
+
 def origin(node: fx.Node) -> str:
     """The name of the prepared node an integer node was lowered from."""
     return str(node.meta.get("origin", node.name))

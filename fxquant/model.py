@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import threading
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from torch.fx.graph import PythonCode
 
 from fxquant.codegen import Code, own_names
 from fxquant.errors import ConfigurationError
+from fxquant.graph import is_deployed
 
 
 class _Collection:
@@ -60,6 +62,7 @@ def autocast_off() -> Iterator[None]:
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps", "mtia", "hpu", "maia")
 
 CARRIED = "fxquant.carried"  # in `meta` of a model: what else the float model held
+RUNNER = "_fxquant_runner"  # what runs an integer model, where that is not its graph as it stands
 
 
 class Model(fx.GraphModule):
@@ -96,13 +99,16 @@ class Model(fx.GraphModule):
         self._graph.set_codegen(Code())
         code = super().recompile()
         if self._is_deployed:  # a class of its own has the code of every GraphModule
-            type(self).forward = torch.no_grad()(type(self).forward)
+            type(self).forward = torch.no_grad()(_run_by(type(self).forward))
+        runner = self.__dict__.get(RUNNER)
+        if runner is not None:
+            runner.reset()
         return code
 
     @property
     def _is_deployed(self) -> bool:
         """Whether this is an integer model."""
-        return bool(self.__dict__.get("meta", {}).get("stage") == "INTEGER")
+        return is_deployed(self)
 
     @staticmethod
     def of(root: torch.nn.Module, graph: fx.Graph) -> Model:
@@ -151,7 +157,7 @@ class Model(fx.GraphModule):
         copied = Model.of(self, copy_graph(self.graph))
         for name, value in self.__dict__.items():
             if name not in _OF_EVERY_COPY:
-                copied.__dict__[name] = value.copy() if isinstance(value, dict | set) else value
+                copied.__dict__[name] = copy.copy(value) if isinstance(value, dict | set) or name == RUNNER else value
         copied.recompile()
         return copied
 
@@ -168,6 +174,17 @@ class Model(fx.GraphModule):
         # A GraphModule would be traced anew from its code, and forget every fact.
         state = {name: value for name, value in self.__dict__.items() if name != "_graph"}
         return _unpickle, (state, [_entry(node) for node in self.graph.nodes])
+
+
+def _run_by(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that the model's runner computes, where it has one; it is given the one that runs the graph as it stands."""
+
+    @functools.wraps(reference)
+    def forward(self: Model, *inputs: Any, **named: Any) -> Any:
+        runner = self.__dict__.get(RUNNER)
+        return reference(self, *inputs, **named) if runner is None or named else runner(self, reference, inputs)
+
+    return forward
 
 
 _OF_EVERY_COPY = ("_graph", "_code", "meta", "training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")

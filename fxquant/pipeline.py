@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import fx
 
@@ -36,6 +37,7 @@ class Context:
 
     adapt      whether operators that break a limit of the target become others
     attached   the QConfigs that stand on modules of the traced model itself; those of the model it came from are on the nodes
+    kernels    the kernels there are, which say where they can stand for primitives
     """
 
     target: Target
@@ -45,6 +47,7 @@ class Context:
     attached: Mapping[str, QConfig | None] = field(default_factory=dict)
     rewrites: list[str] = field(default_factory=list)
     adapt: bool = False
+    kernels: Sequence[Any] = ()
 
     def say(self, line: str) -> None:
         """Report a rewrite, or a near-miss with its reason; shown at debug level 3."""

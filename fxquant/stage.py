@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from fxquant.errors import StageViolation
 from fxquant.facts import TensorFact
-from fxquant.graph import annotation, fact, is_parameter, reads_shape_only, resolve
+from fxquant.graph import annotation, fact, is_parameter, kernel, reads_shape_only, resolve
 from fxquant.numerics import PLAIN_TYPES, is_scale
 from fxquant.ops import on_grid_of, operator_of
 from fxquant.primitives import PRIMITIVES
@@ -27,6 +27,7 @@ class Stage(enum.IntEnum):
     BOUNDED = 3  # quantize and dequantize stand where the integer part begins and ends
     PREPARED = 4  # operators observe, train and validate
     INTEGER = 5  # integer primitives between the boundary nodes
+    FUSED = 6  # the same, and which of them a kernel computes together
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,19 @@ def only_primitives(gm: fx.GraphModule) -> Iterator[Violation]:
                 yield Violation(node, f"it reads the float %{operand.name}")
 
 
+def kernels_of_their_own(gm: fx.GraphModule) -> Iterator[Violation]:
+    """A kernel covers primitives that are there, and that nothing outside of it reads but its result."""
+    nodes = {node.name: node for node in gm.graph.nodes}
+    for node in gm.graph.nodes:
+        _, covers = kernel(node) or ("", ())
+        for name in covers:
+            covered = nodes.get(name)
+            if covered is None or covered.target not in PRIMITIVES:
+                yield Violation(node, f"its kernel covers %{name}, which is no primitive of this graph")
+            elif covered is not node and any(user.name not in covers for user in covered.users):
+                yield Violation(node, f"its kernel covers %{name}, which others read")
+
+
 def consistent(gm: fx.GraphModule) -> Iterator[Violation]:
     """Targets exist, and every value is defined before it is used."""
     seen: set[fx.Node] = set()
@@ -180,6 +194,7 @@ SPECS: dict[Stage, tuple[Rule, ...]] = {
     Stage.BOUNDED: (consistent, canonical_spelling, tensors_have_facts, annotated, bounded, one_scale_per_group),
     Stage.PREPARED: (consistent, prepared_operators),
     Stage.INTEGER: (consistent, only_primitives),
+    Stage.FUSED: (consistent, only_primitives, kernels_of_their_own),
 }
 
 

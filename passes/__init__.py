@@ -12,6 +12,7 @@ from fxquant.passes import (
     composite,
     integer,
     islands,
+    kernels,
     masks,
     precision,
     quantizers,
@@ -41,6 +42,7 @@ PIPELINE = (
     Pass(scales.share, Stage.BOUNDED),  # after the boundary, whose nodes take part in sharing
     Pass(quantizers.insert, Stage.PREPARED),  # here the prepared model is calibrated and trained
     Pass(integer.lower, Stage.INTEGER),  # operators become integer primitives with the weights of this moment
+    Pass(kernels.fuse, Stage.FUSED),  # on primitives, which are what a kernel means; they stay as they are
 )
 
 PREPARE = tuple(step for step in PIPELINE if step.reaches <= Stage.PREPARED)

@@ -42,7 +42,8 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.graph": {"codegen", "facts"},
     "fxquant.stubs": {"facts", "graph"},
     "fxquant.copying": set(),
-    "fxquant.model": {"codegen", "errors"},
+    "fxquant.model": {"codegen", "errors", "graph"},
+    "fxquant.kernels": {"facts", "graph", "kernels", "model", "numerics", "primitives", "progress"},
     "fxquant.quantization.rules": {"graph", "mapping", "ops", "spec"},
     "fxquant.target": {"arithmetic", "numerics"},
     "fxquant.quantization.learning": {"learning", "numerics"},
@@ -92,7 +93,8 @@ ALLOWED: dict[str, set[str]] = {
     },
     "fxquant.analysis.cost": {"facts", "graph", "node", "numerics", "ops"},
     "fxquant.analysis.layers": {"arguments", "cost", "errors", "facts", "graph", "node"},
-    "fxquant.analysis.explain": {"arguments", "graph", "layers", "frontend", "numerics"},
+    "fxquant.analysis.fused": {"facts", "graph", "kernels", "model", "primitives", "record"},
+    "fxquant.analysis.explain": {"arguments", "fused", "graph", "layers", "frontend", "numerics"},
     "fxquant.analysis.site": {"facts", "graph", "ops"},
     "fxquant.analysis.windows": {"site"},
     "fxquant.analysis.measures": {"facts", "graph", "numerics", "ops", "site", "windows"},
@@ -104,7 +106,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.analysis.record": {"batches", "errors", "graph", "node", "prepared", "state"},
     "fxquant.analysis.report": {"arguments"},
     "fxquant.analysis.compare": {"graph", "node", "record", "report", "segments"},
-    "fxquant.analysis.verify": {"batches", "errors", "layers", "prepared", "record", "segments", "state"},
+    "fxquant.analysis.verify": {"batches", "errors", "graph", "layers", "prepared", "record", "segments", "state"},
     # what makes a model more exact
     "fxquant.tuning": NOUNS
     | {
@@ -134,10 +136,10 @@ ALLOWED: dict[str, set[str]] = {
     },
     # verbs and targets: never each other
     "fxquant.passes": NOUNS,
-    "fxquant.backends": NOUNS | {"backends", "partition", "segments", "version"},
+    "fxquant.backends": NOUNS | {"backends", "kernels", "partition", "segments", "version"},
     "fxquant.backends.aten": BASE | {"facts", "frontend", "graph", "sample"},
     "fxquant.backends.bpu": {"arithmetic", "errors", "numerics", "target", "backends.bpu"},
-    "fxquant.backends.cpu": {"arithmetic", "errors", "numerics", "target", "backends.cpu"},
+    "fxquant.backends.cpu": {"arithmetic", "graph", "kernels", "numerics", "primitives", "target", "backends.cpu"},
     # what is shown of models and of two of their forms
     "fxquant.reporting": {
         "arguments",
@@ -190,7 +192,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.compat": {"errors", "mapping", "spec"},
     "fxquant.compat.torch_ao": BASE | {"", "calibration", "compat.common", "compat.torch_ao", "frontend", "prepared", "state"},
     "fxquant.compat.horizon": BASE
-    | {"", "backends", "tuning", "calibration", "compat.horizon", "compat.common", "prepared", "quantizer", "state"},
+    | {"", "backends", "tuning", "calibration", "compat.horizon", "compat.common", "graph", "prepared", "quantizer", "state"},
 }
 TABLES_OF_CONTENTS = {"fxquant": {"*"}, "fxquant.passes": NOUNS | {"passes"}}  # rows of an __init__.py alone
 

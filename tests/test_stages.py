@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.backends import get as get_target
 from fxquant.facts import TensorFact
-from fxquant.graph import Annotation, annotate, annotation, fact, inherit, set_fact
+from fxquant.graph import Annotation, annotate, annotation, fact, inherit, set_fact, set_kernel
 from fxquant.ops import OPERATORS
 from fxquant.passes import PREPARE
 from fxquant.pipeline import Context, Dial, Pass, run
@@ -49,8 +49,8 @@ def graph_at(stage: Stage) -> fx.GraphModule:
     if stage is Stage.TRACED:
         return fxq.trace(Net(), image())
     prepared, integer = compiled(Net(), [image()])
-    if stage in (Stage.PREPARED, Stage.INTEGER):
-        return prepared if stage is Stage.PREPARED else integer
+    if stage >= Stage.PREPARED:
+        return {Stage.PREPARED: prepared, Stage.INTEGER: integer}.get(stage) or fxq.convert(prepared, kernels="auto")
     return fxq.prepare(Net(), image(), until=stage)
 
 
@@ -137,6 +137,14 @@ def forget_a_dtype(gm: fx.GraphModule) -> None:
     set_fact(node(gm, "conv"), None)
 
 
+def cover_what_is_not_there(gm: fx.GraphModule) -> None:
+    set_kernel(node(gm, "conv"), "sum of products", ("nothing", "conv"))
+
+
+def cover_what_others_read(gm: fx.GraphModule) -> None:
+    set_kernel(node(gm, "conv"), "sum of products", ("x_quantize", "conv"))
+
+
 BREAKS: list[tuple[Stage, Break]] = [
     (Stage.TRACED, name_a_module_that_does_not_exist),
     (Stage.TRACED, call_a_tensor),
@@ -155,6 +163,8 @@ BREAKS: list[tuple[Stage, Break]] = [
     (Stage.INTEGER, leave_an_operator),
     (Stage.INTEGER, make_an_accumulator_float),
     (Stage.INTEGER, forget_a_dtype),
+    (Stage.FUSED, cover_what_is_not_there),
+    (Stage.FUSED, cover_what_others_read),
 ]
 
 

@@ -18,7 +18,7 @@ from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.facts import BatchDim, TensorFact
 from fxquant.frontend.batch_limits import noted_limits
-from fxquant.graph import fact
+from fxquant.graph import fact, is_deployed
 
 LARGEST_BATCH = 2**31 - 1
 OTHERS = "export it as ONNX with fxq.export_onnx, or keep it with fxq.save"
@@ -84,7 +84,7 @@ def _export(
     write: Callable[[Program, list[Any], Path], None],
     load: Callable[[Path], Callable[..., Any]],
 ) -> Path:
-    if not isinstance(integer, fx.GraphModule) or integer.meta.get("stage") != "INTEGER":
+    if not isinstance(integer, fx.GraphModule) or not is_deployed(integer):
         raise ConfigurationError(
             f"{type(integer).__name__} is no integer model",
             because="only the result of fxq.convert can be exported",

@@ -1,7 +1,10 @@
 """Processors: affine uint8 activations with float32 requantization, as onnxruntime's integer operators compute it."""
 
 from fxquant.arithmetic import RealArithmetic
+from fxquant.backends.cpu.kernels import KERNELS
 from fxquant.target import Target
+
+__all__ = ["KERNELS", "TARGETS"]
 
 REAL = RealArithmetic("real")
 ACTIVATIONS = ("uint8", "int8", "int4", "int32")

@@ -16,7 +16,7 @@ from fxquant.backends.onnx.files import save_model
 from fxquant.backends.onnx.qdq import QdqWriter
 from fxquant.backends.onnx.writer import Writer
 from fxquant.errors import ConfigurationError, ExportError
-from fxquant.graph import resolve
+from fxquant.graph import is_deployed, resolve
 from fxquant.primitives import PRIMITIVES
 from fxquant.target import Target
 
@@ -71,7 +71,7 @@ def build(
 
 def check_arguments(integer: fx.GraphModule, style: str, io: str, opset: int | None) -> None:
     """Raise ConfigurationError or ExportError for arguments that nothing can be written with."""
-    if not isinstance(integer, fx.GraphModule) or integer.meta.get("stage") != "INTEGER":
+    if not isinstance(integer, fx.GraphModule) or not is_deployed(integer):
         raise ConfigurationError(
             f"{type(integer).__name__} is no integer model",
             because="only the result of fxq.convert can be exported",

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+from fxquant.analysis.fused import told
 from fxquant.analysis.layers import HOST, Layer, layers, left_in_float
 from fxquant.arguments import checked
 from fxquant.frontend import assumptions
@@ -19,10 +20,13 @@ SHOWN_REASONS = 4  # in the line of the summary; the table has them all
 
 
 @checked()
-def explain(model: fx.GraphModule, *, steps: bool = False) -> str:
+def explain(model: fx.GraphModule, *, steps: bool = False, machine: bool = False) -> str:
     """A table of every operator: integer or float, dtype, scale, and the reason; then what is fixed, and what was asked and is not done.
 
     What a recurrence does alike at each of its steps has one row, under the name of the first; with `steps`, one for each.
+
+    Of an integer model that has run, kernels that are not used on this machine follow, with the reason. `machine` tells of every
+    kernel, and runs the model once where it has not run yet.
 
     For a prepared or an integer model, and any graph between. Raises ConfigurationError for a model that is no graph.
     """
@@ -34,6 +38,7 @@ def explain(model: fx.GraphModule, *, steps: bool = False) -> str:
     lines.append(summary(known))
     lines.extend(f"fixed by the model's Python: {text}" for text in assumptions(model))
     lines.extend(model.meta.get("not_done", ()))
+    lines.extend(told(model, machine))
     return "\n".join(lines) + "\n"
 
 

@@ -22,7 +22,7 @@ from fxquant.backends.onnx import reading
 from fxquant.backends.onnx.runtime import OnnxModel
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.facts import DTYPE_NAMES, TensorFact
-from fxquant.graph import QParams, fact
+from fxquant.graph import QParams, fact, is_deployed
 from fxquant.numerics import ACTIVATION_TYPES
 from fxquant.quantization.observers import Observer
 from fxquant.quantization.quantizer import Quantizer
@@ -138,7 +138,7 @@ def of_model(path: Path, model: fx.GraphModule) -> Contents:
     return Contents(
         path,
         "saved model",
-        str(model.meta.get("stage", "traced")).lower(),
+        "integer" if is_deployed(model) else str(model.meta.get("stage", "traced")).lower(),  # a file holds no kernels
         "" if target is None else target.name,
         tuple(f"{node.target} {_shape(node)}" for node in model.graph.nodes if node.op == "placeholder"),
         tuple(f"{node.name} {_shape(node)}" for node in returned),

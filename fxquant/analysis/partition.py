@@ -47,7 +47,7 @@ def segments(model: fx.GraphModule, cut: Sequence[str | Sequence[str]] = ()) -> 
     has, is on its near side, everything else beyond. A path of the user's module means its last tensor. Several names
     in a list of their own are one cut. Raises ConfigurationError for a model at another stage, and for a name that no tensor has.
     """
-    if not isinstance(model, fx.GraphModule) or model.meta.get("stage") not in ("PREPARED", "INTEGER"):
+    if not isinstance(model, fx.GraphModule) or model.meta.get("stage") not in ("PREPARED", "INTEGER", "FUSED"):
         raise ConfigurationError(
             f"a {type(model).__name__} has no segments",
             because="only prepared and integer models say what is integer",

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from fxquant.analysis.node import grid_of, primitive_of, quantized_operator
 from fxquant.errors import ConfigurationError
-from fxquant.graph import QParams, computes_tensor, resolve, zero_point
+from fxquant.graph import QParams, computes_tensor, is_deployed, resolve, zero_point
 from fxquant.quantization.batches import bad_batch, model_inputs
 from fxquant.quantization.prepared import quantized_operators
 from fxquant.quantization.state import State
@@ -89,7 +89,7 @@ class GraphForm:
 
     def __init__(self, model: fx.GraphModule, state: State | None = None) -> None:
         self.model, self.state = model, state
-        self.label = str(model.meta.get("stage", "traced")).lower()
+        self.label = "integer" if is_deployed(model) else str(model.meta.get("stage", "traced")).lower()
         self.nodes = {node.name: node for node in model.graph.nodes}
         kinds = ((node.name, self._kind(node)) for node in model.graph.nodes)
         self.tensors: Mapping[str, str] = {name: kind for name, kind in kinds if kind is not None}
@@ -115,7 +115,7 @@ class GraphForm:
 
         with torch.no_grad(), still(self.model, self.state):
             result = _Reader(self.model, take).run(*inputs)
-        return values | (_outputs(result) if OUTPUTS in wanted.kinds else {})
+        return values | (outputs(result) if OUTPUTS in wanted.kinds else {})
 
     def _shown(self, node: fx.Node, value: Tensor, real: bool) -> Tensor | None:
         """A tensor as it is recorded; None where integers are wanted and it has none."""
@@ -174,7 +174,8 @@ def _real(value: Tensor, grid: QParams) -> Tensor:
     return value.float() * (scale if grid.axis is None else scale.reshape(-1, *[1] * (-grid.axis - 1)))
 
 
-def _outputs(result: Any) -> Values:
+def outputs(result: Any) -> Values:
+    """What a model returns, by name."""
     found: list[Tensor] = []
     fx.node.map_aggregate(result, lambda value: found.append(value) if isinstance(value, Tensor) else None)
     return {f"output {index}": value for index, value in enumerate(found)}

@@ -17,7 +17,7 @@ from fxquant.analysis.node import called, grid_of, primitive_of, record_of
 from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError
 from fxquant.facts import TensorFact
-from fxquant.graph import annotation, fact, fused, origin, resolve, step_of
+from fxquant.graph import annotation, fact, fused, kernel, origin, resolve, step_of
 from fxquant.numerics import ACTIVATION_TYPES
 
 
@@ -155,5 +155,7 @@ def _quantization(gm: fx.GraphModule, node: fx.Node) -> str:
 
 
 def _comment(node: fx.Node) -> str:
-    names = (node.name, *fused(node))
-    return f"# was: {', '.join(names)}" if len(names) > 1 else ""
+    names, runs = (node.name, *fused(node)), kernel(node)
+    told = [f"was: {', '.join(names)}"] if len(names) > 1 else []
+    told += [f"kernel: {runs[0]}"] if runs is not None else []
+    return f"# {'; '.join(told)}" if told else ""

@@ -15,6 +15,7 @@ from fxquant.analysis.layers import layers
 from fxquant.analysis.record import GraphForm
 from fxquant.analysis.segments import returned
 from fxquant.errors import ConfigurationError, ExportError
+from fxquant.graph import is_deployed
 from fxquant.quantization.batches import model_inputs
 from fxquant.quantization.prepared import quantized_operators
 from fxquant.quantization.state import State
@@ -42,7 +43,7 @@ def check_same_model(left: GraphForm, opened: Any) -> None:
             because=f"it has {found[0]} inputs and {found[1]} outputs, and this model has {sizes[0]} and {sizes[1]}",
             remedy="pass the file that fxq.export_onnx wrote of this model",
         )
-    if left.model.meta["stage"] == "INTEGER":
+    if is_deployed(left.model):
         names = [layer.name for layer in layers(left.model) if layer.grid is not None]
     else:
         names = [name for name, operator in quantized_operators(left.model).items() if operator.owns_output]
@@ -58,7 +59,7 @@ def check_same_model(left: GraphForm, opened: Any) -> None:
 def form_of(model: Any) -> GraphForm:
     """The form of a model object. Raises ConfigurationError if it is neither prepared nor integer."""
     stage = getattr(model, "meta", {}).get("stage") if isinstance(model, fx.GraphModule) else None
-    if stage in ("PREPARED", "INTEGER"):
+    if stage in ("PREPARED", "INTEGER", "FUSED"):
         return GraphForm(model, State.VALIDATE)
     raise ConfigurationError(
         f"{type(model).__name__} cannot be verified",

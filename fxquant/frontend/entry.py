@@ -80,6 +80,7 @@ def _at(path: str) -> str:
 
 def _refuse_stage(path: str, stage: str, target: Any) -> NoReturn:
     kinds = {"PREPARED": "a prepared model", "INTEGER": "an integer model"}
+    stage = "INTEGER" if stage == "FUSED" else stage
     march = f" for {target.name}" if target is not None else ""
     going_on = {
         "PREPARED": "; this one goes on with fxq.calibrate, fxq.set_state and fxq.convert",

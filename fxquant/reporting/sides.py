@@ -18,7 +18,7 @@ from fxquant.backends.onnx import reading
 from fxquant.backends.onnx.runtime import RUNTIME_NAMES, OnnxModel
 from fxquant.errors import ConfigurationError
 from fxquant.frontend import trace
-from fxquant.graph import QParams, channel_exponents
+from fxquant.graph import QParams, channel_exponents, is_deployed
 from fxquant.quantization.batches import example_inputs
 from fxquant.quantization.prepared import quantized_operators
 from fxquant.quantization.state import State
@@ -78,10 +78,10 @@ class Side:
                 because = layer.reason or "; ".join(layer.notes)
                 self.facts[layer.name] = Facts(layer.operator, layer.source, layer.grid, layer.fused, reads, because, layer.macs)
         state = form.state or next((operator.state for operator in quantized_operators(model).values()), State.VALIDATE)
-        self.real = stage != "INTEGER" and (stage != "PREPARED" or state in STATES_OF_FLOAT)
+        self.real = not is_deployed(model) and (stage != "PREPARED" or state in STATES_OF_FLOAT)
         if stage == "PREPARED":
             self.exponents = tensor_exponents(model)
-        elif stage == "INTEGER":
+        elif is_deployed(model):
             known = {node.name: channel_exponents(node) for node in model.graph.nodes}
             self.exponents = {name: torch.tensor(value, device="cpu") for name, value in known.items() if value is not None}
 
@@ -136,7 +136,7 @@ def side_of(model: Any, batch: Any, state: State | str | None) -> Side:
             remedy="pass a float model, the result of fxq.trace, fxq.prepare or fxq.convert, or a path",
         )
     graph = model
-    if not (isinstance(model, fx.GraphModule) and model.meta.get("stage") in ("PREPARED", "INTEGER")):
+    if not (isinstance(model, fx.GraphModule) and (model.meta.get("stage") == "PREPARED" or is_deployed(model))):
         graph = trace(model, example_inputs(model, batch) if isinstance(model, nn.Module) else batch)
     assert isinstance(graph, fx.GraphModule)
     if graph.meta.get("stage") != "PREPARED":

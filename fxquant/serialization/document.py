@@ -65,13 +65,20 @@ def write_model(model: Any, target_of: TargetOf) -> tuple[dict[str, Any], dict[s
         "format": FORMAT,
         "version": VERSION,
         "name": _identifier(type(model).__name__),
-        "meta": {name: encode(value.name if name == "target" else value) for name, value in model.meta.items() if name != CARRIED},
+        "meta": {name: encode(_kept_of_model(name, value)) for name, value in model.meta.items() if name != CARRIED},
         "root": root,
         "modules": tree.modules,
         "tensors": tree.roles,
         "nodes": [_located(node, model) for node in model.graph.nodes],
     }
     return document, tree.tensors
+
+
+def _kept_of_model(name: str, value: Any) -> Any:
+    """A target by its name, and of an integer model the primitives alone: kernels are those of the machine that loads it."""
+    if name == "target":
+        return value.name
+    return Stage.INTEGER.name if name == "stage" and value == Stage.FUSED.name else value
 
 
 def _located(node: fx.Node, model: fx.GraphModule) -> dict[str, Any]:
@@ -228,7 +235,7 @@ def _model_meta(content: dict[str, Any]) -> dict[str, Any]:
     for name, kinds in _MODEL_META.items():
         if name in meta:
             expect(meta[name], *kinds)
-    if meta.get("stage", "TRACED") not in Stage.__members__:
+    if meta.get("stage", "TRACED") not in {stage.name for stage in Stage if stage is not Stage.FUSED}:
         raise Malformed("it is at no stage that fxquant has")
     lists = [value for value in meta.values() if isinstance(value, list)]
     if not all(type(item) is str for items in lists for item in items):

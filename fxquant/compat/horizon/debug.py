@@ -16,6 +16,7 @@ from fxquant.arguments import FILE, checked
 from fxquant.compat.horizon.march import required
 from fxquant.compat.horizon.quantization import convert_fx
 from fxquant.errors import ConfigurationError
+from fxquant.graph import is_deployed
 
 
 def _cosine(one: Tensor, other: Tensor) -> float:
@@ -194,7 +195,7 @@ def export_to_onnx(
 
     Not the bits of the integer model, which `export_quantized_onnx` writes. Options beside these have no effect. Returns the path.
     """
-    integer = model if getattr(model, "meta", {}).get("stage") == "INTEGER" else convert_fx(model)
+    integer = model if is_deployed(model) else convert_fx(model)
     return fxq.export_onnx(integer, f, style="qdq", opset=opset_version, input_names=input_names, output_names=output_names)
 
 

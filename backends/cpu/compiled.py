@@ -1,0 +1,373 @@
+"""The implementations that native.c has."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fxquant.backends.cpu import native
+from fxquant.backends.cpu.native import FIXED, REAL, SUM, Epilogue, Move, Sum
+from fxquant.graph import qparams
+from fxquant.kernels.layer import Layer, enumerated
+from fxquant.kernels.patterns import LINEARS
+from fxquant.kernels.record import ALIGNMENT, BIASED, Bound, Built, Held, Refused, Site
+from fxquant.numerics import INT32_MAX
+from fxquant.primitives import requantize
+
+LANES = 16  # output channels that are summed side by side
+
+
+def _library(dot_products: bool = False) -> Any:
+    loaded = native.library()
+    if isinstance(loaded, str):
+        raise Refused(loaded)
+    if dot_products and not loaded.fxq_has_dot_products():
+        raise Refused("the processor has no instructions for sums of products of bytes")
+    return loaded
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function of native.c with its structure filled in but for tensors; `keeps` are the tensors it points to.
+
+    The number of images is `batch` for each row of what is read first, over `rows`.
+    """
+
+    function: Callable[[Any], None]
+    structure: Sum | Move
+    names: tuple[str, ...]  # of what is read, in order
+    keeps: tuple[Tensor, ...] = ()
+    rows: int = 1
+    batch: int = 1
+
+    def bind(self) -> Bound:
+        own = type(self.structure).from_buffer_copy(self.structure)
+        function, names, address, keeps = self.function, self.names, ctypes.addressof(own), self.keeps
+        rows, batch = self.rows, self.batch
+
+        def bound(inputs: Sequence[Tensor], output: Tensor, _keeps: Any = (own, keeps)) -> None:
+            for name, tensor in zip(names, inputs, strict=True):
+                setattr(own, name, tensor.data_ptr())
+            own.output = output.data_ptr()
+            own.batch = inputs[0].shape[0] * batch // rows
+            own.threads = torch.get_num_threads()
+            function(address)
+
+        return bound
+
+
+# ---- requantization -------------------------------------------------------------------------------------------------
+
+
+def _per_channel(tensor: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype).flatten().expand(channels).contiguous() if tensor.numel() in (1, channels) else _uneven()
+
+
+def _uneven() -> Tensor:
+    raise Refused("its requantization is not one for each channel")
+
+
+@dataclass(frozen=True)
+class Requantization:
+    """An `Epilogue`, and the tensors it points to; `limit` is what no accumulator may exceed."""
+
+    epilogue: Epilogue
+    keeps: tuple[Tensor, ...]
+
+    @staticmethod
+    def of(site: Site, layer: Layer) -> Requantization:
+        """That of a layer. Raises Refused where 32 bits do not hold what it computes."""
+        root, epilogue = site.match.root, Epilogue()
+        channels, largest = layer.weight.shape[0], layer.largest
+        if largest > INT32_MAX:
+            raise Refused("its sums have more than 32 bits")
+        if root.target is requantize.accumulator_output:
+            epilogue.mode = SUM
+            return Requantization(epilogue, ())
+        constants: dict[str, Tensor] = {}
+        zero_point = 0
+        if root.target is requantize.requantize_real:
+            _, factor, epilogue.low, epilogue.high, _, *rest = root.args
+            zero_point = rest[0] if rest else 0  # type: ignore[assignment]
+            epilogue.mode = REAL
+            constants["factor"] = _per_channel(site.constant(factor), channels, torch.float32)  # type: ignore[arg-type]
+        else:
+            _, shift, multiplier, right_shift, bits, rounding, epilogue.low, epilogue.high, _ = root.args
+            shift, multiplier, right_shift = (
+                _per_channel(site.constant(node), channels, torch.int64)  # type: ignore[arg-type]
+                for node in (shift, multiplier, right_shift)
+            )
+            epilogue.mode, epilogue.limit = FIXED, 2 ** (bits - 1)  # type: ignore[operator]
+            before = torch.zeros_like(shift)
+            if rounding == requantize.HALF_STEP:
+                before = requantize.half_step(shift, multiplier, right_shift).to(torch.int64)
+            half = (1 << (right_shift - 1)) if rounding == "half_up" else torch.zeros_like(shift)
+            if int(before.max()) + largest > INT32_MAX or int(shift.max()) > 31 or int(right_shift.max()) > 31:
+                raise Refused("its requantization needs more than 32 bits")
+            if epilogue.limit > 2**15 or int(multiplier.max()) >= 2**15 or int((epilogue.limit * multiplier + half).max()) > INT32_MAX:
+                raise Refused("its requantization needs more than a product of 16 bits")
+            values = {"shift": shift, "multiplier": multiplier, "right_shift": right_shift, "half": half, "before": before}
+            constants.update({name: value.to(torch.int32) for name, value in values.items()})
+        known = qparams(root)
+        if known is None or known.zero_point != zero_point:
+            raise Refused("its zero point is not that of its grid")
+        epilogue.zero = site.result().zero
+        if "factor" in site.match.parts and site.match.parts["factor"] is not None:
+            constants["residual_factor"] = _per_channel(site.tensor("factor"), channels, torch.int32)
+            epilogue.residual_zero = site.held(site.match.reads[1]).zero
+        padded = {name: _padded(tensor, site.result().pixel) for name, tensor in constants.items()}
+        for name, tensor in padded.items():
+            setattr(epilogue, name, tensor.data_ptr())
+        return Requantization(epilogue, tuple(padded.values()))
+
+
+# ---- sums of products -----------------------------------------------------------------------------------------------
+
+
+def _structure(site: Site, layer: Layer, own: Requantization) -> tuple[Sum, tuple[Tensor, ...]]:
+    """The structure without weights, and what it points to. Channels that are computed along have no bias."""
+    input, result = site.held(site.match.reads[0]), site.result()
+    outside = torch.full((input.pixel,), input.zero, dtype=torch.uint8, device="cpu")
+    bias = _padded(layer.bias(input.zero), result.pixel)
+    made = Sum(outside=outside.data_ptr(), bias=bias.data_ptr(), epilogue=own.epilogue, threads=1, groups=layer.window["groups"])
+    made.batch, made.height, made.width, _ = input.grid
+    made.channels = input.pixel
+    _, made.out_height, made.out_width, made.out_channels = result.grid
+    made.out_pixel = result.pixel
+    for name, values in (("kernel", layer.weight.shape[2:]), *((key, layer.window[key]) for key in ("stride", "padding", "dilation"))):
+        setattr(made, f"{name}_height", values[0])
+        setattr(made, f"{name}_width", values[1])
+    return made, (outside, bias, *own.keeps)
+
+
+def _padded(tensor: Tensor, size: int) -> Tensor:
+    """With zeros behind it, up to this size."""
+    return F.pad(tensor, (0, size - tensor.shape[-1])).contiguous()
+
+
+@dataclass(frozen=True)
+class Summed(Call):
+    """A call that requantizes sums."""
+
+    finish: Callable[[Any], None] | None = None
+
+    def requantized(self, sums: Tensor) -> Tensor:
+        """Rows of accumulators as bytes."""
+        rows, channels = sums.shape
+        output = torch.empty(rows, channels, dtype=torch.uint8, device="cpu")
+        made = Sum(input=sums.data_ptr(), output=output.data_ptr(), batch=rows, out_height=1, out_width=1, threads=1)
+        made.out_channels = made.out_pixel = channels
+        assert isinstance(self.structure, Sum)
+        made.epilogue = self.structure.epilogue
+        assert self.finish is not None
+        self.finish(ctypes.addressof(made))
+        return output
+
+
+def _packed(weight: Tensor, groups: int, pixel: int) -> Tensor:
+    """(group, block, tap, quad of input channels, 16 output channels, 4), with zeros where there are no channels."""
+    outer, inner, height, width = weight.shape
+    count = outer // groups
+    blocks, quads = -(-count // LANES), pixel // groups // ALIGNMENT
+    full = torch.zeros(groups, blocks * LANES, quads * ALIGNMENT, height * width, dtype=torch.int8, device="cpu")
+    full[:, :count, :inner] = weight.reshape(groups, count, inner, height * width)
+    return full.view(groups, blocks, LANES, quads, ALIGNMENT, height * width).permute(0, 1, 5, 3, 2, 4).contiguous()
+
+
+class Convolution:
+    """Sums of products of bytes, over all channels or those of a group, requantized in registers."""
+
+    name = "native convolution"
+    reads_held = True
+
+    def build(self, site: Site) -> Built:
+        loaded = _library(dot_products=True)
+        layer = Layer.of(site)
+        groups, input = layer.window["groups"], site.held(site.match.reads[0])
+        if groups > 1 and (layer.weight.shape[1] % ALIGNMENT or input.pixel != input.channels):
+            raise Refused(f"a group has {layer.weight.shape[1]} channels, no multiple of {ALIGNMENT}")
+        own = Requantization.of(site, layer)
+        structure, keeps = _structure(site, layer, own)
+        weight = _packed(layer.weight, groups, input.pixel)
+        structure.weight = weight.data_ptr()
+        structure.joined = groups == 1 and structure.kernel_width > 1 and structure.dilation_width == 1
+        return _proved(
+            site, layer, Summed(loaded.fxq_convolution, structure, _read(site), (weight, *keeps), _area(input), finish=loaded.fxq_finish)
+        )
+
+
+class Depthwise:
+    """One filter for each channel."""
+
+    name = "native depthwise convolution"
+    reads_held = True
+
+    def build(self, site: Site) -> Built:
+        loaded = _library()
+        layer = Layer.of(site)
+        outer, inner, *_ = layer.weight.shape
+        input = site.held(site.match.reads[0])
+        if site.match.parts["sum"].target in LINEARS or inner != 1 or not layer.window["groups"] == outer == input.channels:
+            raise Refused("it is no depthwise convolution")
+        if site.result().dtype == torch.int32:
+            raise Refused("its result is a sum")
+        own = Requantization.of(site, layer)
+        structure, keeps = _structure(site, layer, own)
+        weight = _padded(layer.weight.flatten(1).t().to(torch.int32) & 0xFFFF, input.pixel)
+        structure.weight = weight.data_ptr()
+        return _proved(
+            site, layer, Summed(loaded.fxq_depthwise, structure, _read(site), (weight, *keeps), _area(input), finish=loaded.fxq_finish)
+        )
+
+
+def _proved(site: Site, layer: Layer, made: Summed) -> Summed:
+    layer.prove_requantization(site, made.requantized)
+    return made
+
+
+def _area(form: Held) -> int:
+    """The pixels of an image."""
+    return form.grid[1] * form.grid[2]
+
+
+def _read(site: Site) -> tuple[str, ...]:
+    return ("input", "residual")[: len(site.match.reads)]
+
+
+# ---- what needs no weights ------------------------------------------------------------------------------------------
+
+
+def _move(input: Held, result: Held, **values: int) -> Move:
+    batch, height, width, channels = input.grid
+    _, out_height, out_width, _ = result.grid
+    return Move(
+        batch=batch,
+        height=height,
+        width=width,
+        channels=channels,
+        out_height=out_height,
+        out_width=out_width,
+        out_channels=result.pixel,
+        threads=1,
+        **values,
+    )
+
+
+class Quantize:
+    """Real numbers as bytes, channels last."""
+
+    name = "native quantization"
+    reads_held = False
+
+    def build(self, site: Site) -> Built:
+        loaded, root, result = _library(), site.match.root, site.result()
+        scale = site.constant(root.args[1])  # type: ignore[arg-type]
+        assert scale is not None
+        made = _move(Held(result.sizes), result, low=root.args[2], high=root.args[3], zero=result.zero)  # type: ignore[arg-type]
+        made.scale = float(scale)
+        return _Contiguous(Call(loaded.fxq_quantize, made, ("input",)))
+
+
+@dataclass(frozen=True)
+class _Contiguous:
+    """A call whose operand is brought into order first."""
+
+    call: Call
+
+    def bind(self) -> Bound:
+        bound = self.call.bind()
+        return lambda inputs, output: bound([inputs[0].contiguous()], output)
+
+
+class MaxPool:
+    """The largest byte of each window."""
+
+    name = "native maximum"
+    reads_held = True
+
+    def build(self, site: Site) -> Built:
+        loaded, parts = _library(), site.match.parts
+        input, result = site.held(site.match.reads[0]), site.result()
+        if input.zero != result.zero:
+            raise Refused("its result is held otherwise than its operand")
+        made = _move(input, result)
+        made.channels = input.pixel
+        for name, key in (("kernel", "kernel"), ("stride", "stride"), ("padding", "begin"), ("dilation", "dilation")):
+            setattr(made, f"{name}_height", parts[key][0])
+            setattr(made, f"{name}_width", parts[key][1])
+        return Call(loaded.fxq_max_pool, made, ("input",), rows=_area(input))
+
+
+class Total:
+    """Sums over whole images."""
+
+    name = "native sum"
+    reads_held = True
+
+    def build(self, site: Site) -> Built:
+        loaded, input = _library(), site.held(site.match.reads[0])
+        if input.pixel != input.channels:
+            raise Refused(f"it has {input.channels} channels, no multiple of {ALIGNMENT}")
+        if math.prod(input.grid[1:3]) * 255 > INT32_MAX:
+            raise Refused("its sums have more than 32 bits")
+        return Call(loaded.fxq_sum, _move(input, input, zero=input.zero), ("input",), rows=_area(input))
+
+
+class Pointwise:
+    """One byte from one byte, or from two, by a table of all there are, which the primitives compute: a proof for every operand."""
+
+    name = "native table"
+    reads_held = True
+
+    def build(self, site: Site) -> Built:
+        loaded, result = _library(), site.result()
+        forms = [site.held(read) for read in site.match.reads]
+        table = enumerated(site, forms, result)
+        made = _move(forms[0], result)
+        made.table = table.data_ptr()
+        if len(forms) == 1:
+            return Call(loaded.fxq_lookup, made, ("input",), (table,), batch=forms[0].pixel)
+        first, second = forms
+        made.channels = first.pixel
+        made.out_height = int(second.sizes != first.sizes)
+        one = len(first.sizes) == 4 and second.sizes == (*first.sizes[:2], 1, 1)
+        if result.sizes != first.sizes or (made.out_height and not one):
+            raise Refused("its operands have different sizes")
+        return Call(loaded.fxq_pairs, made, ("input", "other"), (table,), rows=_area(first))
+
+
+class Join:
+    """Images one after another along their channels."""
+
+    name = "joined bytes"
+    reads_held = True
+
+    def build(self, site: Site) -> Built:
+        result = site.result()
+        forms = [site.held(read) for read in site.match.reads]
+        if any((form.zero ^ result.zero) not in (0, BIASED) for form in forms):
+            raise Refused("its operands are held otherwise than its result")
+        return _Joined(forms, result)
+
+
+@dataclass(frozen=True)
+class _Joined:
+    forms: Sequence[Held]
+    result: Held
+
+    def bind(self) -> Bound:
+        def bound(inputs: Sequence[Tensor], output: Tensor) -> None:
+            first = 0
+            for form, tensor in zip(self.forms, inputs, strict=True):
+                part, bytes_ = output[:, first : first + form.channels], tensor[:, : form.channels]
+                part.copy_(bytes_ if form.zero == self.result.zero else bytes_ ^ BIASED)
+                first += form.channels
+
+        return bound

@@ -1,0 +1,14 @@
+"""The kernels that PyTorch's processors have."""
+
+from fxquant.backends.cpu import compiled, tensors
+from fxquant.kernels import patterns
+from fxquant.kernels.record import Kernel
+
+KERNELS = (
+    Kernel("sum of products", patterns.sum_of_products, (compiled.Depthwise(), compiled.Convolution(), tensors.OneDnn())),
+    Kernel("quantization", patterns.quantization, (compiled.Quantize(),)),
+    Kernel("maximum", patterns.maximum, (compiled.MaxPool(), tensors.TensorPool())),
+    Kernel("sum", patterns.total, (compiled.Total(),)),
+    Kernel("table", patterns.pointwise, (compiled.Pointwise(), tensors.TensorTable())),
+    Kernel("concatenation", patterns.joined, (compiled.Join(),)),
+)

@@ -1,0 +1,506 @@
+/* Integer kernels: sums of products of bytes, requantized before they leave the registers.
+
+   Tensors are bytes, channels last: byte b stands for the centred integer b - zero, where `zero` is the tensor's own. Sums are
+   32 bits wide; that they fit is proved where the graph is lowered. What an accumulator becomes is said by `Epilogue`, in the words
+   of the primitives requantize_real and requantize_fixed. Everything is exact, so the order of sums and the number of threads
+   change nothing. */
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512VNNI__)
+#include <immintrin.h>
+#define VNNI 1
+#else
+#define VNNI 0
+#endif
+
+enum { SUM = 0, REAL = 1, FIXED = 2 };
+
+typedef struct {
+    int64_t mode;                    /* SUM: int32 accumulators are the result; REAL; FIXED */
+    int64_t low, high;               /* limits of the centred integers */
+    int64_t zero;                    /* of the result */
+    int64_t limit;                   /* FIXED: of the intermediate, 2^(bits - 1) */
+    int64_t residual_zero;
+    const float *factor;             /* REAL, per channel */
+    const int32_t *shift, *multiplier, *right_shift, *half, *before; /* FIXED: before is added to the sum, half to the product */
+    const int32_t *residual_factor;  /* where there is a residual */
+} Epilogue;
+
+typedef struct {
+    const uint8_t *input, *residual, *outside; /* outside: a pixel of zeros, which stands for the padding */
+    const void *weight;
+    const int32_t *bias;
+    void *output;
+    int64_t batch, height, width, channels;    /* of the input; channels are also the bytes of a pixel */
+    int64_t out_height, out_width, out_channels, out_pixel; /* out_pixel: elements of a pixel of the output, and of the residual */
+    int64_t kernel_height, kernel_width, stride_height, stride_width, pad_height, pad_width, dilation_height, dilation_width;
+    int64_t groups, threads;
+    int64_t joined; /* whether the taps of a row, which lie side by side, are summed as one */
+    Epilogue epilogue;
+} Sum;
+
+typedef struct {
+    const void *input, *table;
+    const uint8_t *other;
+    void *output;
+    int64_t batch, height, width, channels, out_height, out_width;
+    int64_t kernel_height, kernel_width, stride_height, stride_width, pad_height, pad_width, dilation_height, dilation_width;
+    int64_t zero, low, high, out_channels, threads;
+    float scale;
+} Move;
+
+int64_t fxq_has_dot_products(void) { return VNNI; }
+
+/* ---- from an accumulator to a byte ---- */
+
+static inline int32_t nearest(float value) { /* half to even; |value| < 2^22 */
+    union { float f; int32_t i; } u;
+    u.f = value + 12582912.0f;
+    return u.i - 0x4B400000;
+}
+
+static inline int32_t requantized(const Epilogue *e, int32_t sum, int64_t c) {
+    int32_t low = (int32_t)e->low, high = (int32_t)e->high, q;
+    if (e->mode == REAL) {
+        float v = (float)sum * e->factor[c];
+        v = v < (float)low ? (float)low : v;
+        v = v > (float)high ? (float)high : v;
+        q = nearest(v);
+    } else {
+        int32_t limit = (int32_t)e->limit, v = (sum + e->before[c]) >> e->shift[c];
+        v = v < -limit ? -limit : v;
+        v = v > limit - 1 ? limit - 1 : v;
+        q = (v * e->multiplier[c] + e->half[c]) >> e->right_shift[c];
+        q = q < low ? low : q;
+        q = q > high ? high : q;
+    }
+    return q + (int32_t)e->zero;
+}
+
+static inline void finish_one(const Epilogue *e, int32_t sum, int64_t c, const uint8_t *residual, void *output, int64_t at) {
+    if (residual) sum += ((int32_t)residual[at] - (int32_t)e->residual_zero) * e->residual_factor[c];
+    if (e->mode == SUM) ((int32_t *)output)[at] = sum;
+    else ((uint8_t *)output)[at] = (uint8_t)requantized(e, sum, c);
+}
+
+#if VNNI
+#define INLINE static inline __attribute__((always_inline))
+typedef struct {
+    __m512 factor;
+    __m512i shift, multiplier, right_shift, half, before, residual_factor;
+} Lanes; /* what an epilogue is for sixteen channels */
+
+INLINE __mmask16 mask_of(int64_t channels) { return channels >= 16 ? 0xFFFF : (__mmask16)((1u << channels) - 1); }
+
+INLINE Lanes lanes_of(const Epilogue *e, int mode, int adds, int64_t c, __mmask16 mask) {
+    Lanes l;
+    if (mode == REAL) l.factor = _mm512_maskz_loadu_ps(mask, e->factor + c);
+    if (mode == FIXED) {
+        l.shift = _mm512_maskz_loadu_epi32(mask, e->shift + c);
+        l.multiplier = _mm512_maskz_loadu_epi32(mask, e->multiplier + c);
+        l.right_shift = _mm512_maskz_loadu_epi32(mask, e->right_shift + c);
+        l.half = _mm512_maskz_loadu_epi32(mask, e->half + c);
+        l.before = _mm512_maskz_loadu_epi32(mask, e->before + c);
+    }
+    if (adds) l.residual_factor = _mm512_maskz_loadu_epi32(mask, e->residual_factor + c);
+    return l;
+}
+
+/* mode, adds and full are constants where this is inlined. */
+INLINE void finish(const Epilogue *e, const Lanes *l, int mode, int adds, int full, __m512i sum, __mmask16 mask, const uint8_t *residual,
+                   void *output, int64_t at) {
+    if (adds) {
+        __m128i bytes = full ? _mm_loadu_si128((const __m128i *)(residual + at)) : _mm_maskz_loadu_epi8(mask, residual + at);
+        __m512i r = _mm512_sub_epi32(_mm512_cvtepu8_epi32(bytes), _mm512_set1_epi32((int32_t)e->residual_zero));
+        sum = _mm512_add_epi32(sum, _mm512_mullo_epi32(r, l->residual_factor));
+    }
+    if (mode == SUM) {
+        _mm512_mask_storeu_epi32((int32_t *)output + at, mask, sum);
+        return;
+    }
+    __m512i q;
+    if (mode == REAL) {
+        __m512 v = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), l->factor);
+        v = _mm512_max_ps(v, _mm512_set1_ps((float)e->low));
+        v = _mm512_min_ps(v, _mm512_set1_ps((float)e->high));
+        q = _mm512_cvt_roundps_epi32(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    } else {
+        __m512i v = _mm512_srav_epi32(_mm512_add_epi32(sum, l->before), l->shift);
+        v = _mm512_max_epi32(v, _mm512_set1_epi32((int32_t)-e->limit));
+        v = _mm512_min_epi32(v, _mm512_set1_epi32((int32_t)(e->limit - 1)));
+        v = _mm512_madd_epi16(v, l->multiplier); /* both have 16 bits, and the upper half of the multiplier is 0 */
+        v = _mm512_srav_epi32(_mm512_add_epi32(v, l->half), l->right_shift);
+        v = _mm512_max_epi32(v, _mm512_set1_epi32((int32_t)e->low));
+        q = _mm512_min_epi32(v, _mm512_set1_epi32((int32_t)e->high));
+    }
+    __m128i bytes = _mm512_cvtepi32_epi8(_mm512_add_epi32(q, _mm512_set1_epi32((int32_t)e->zero)));
+    if (full) _mm_storeu_si128((__m128i *)((uint8_t *)output + at), bytes);
+    else _mm_mask_storeu_epi8((uint8_t *)output + at, mask, bytes);
+}
+
+/* BODY(mode, adds) with constants, for what the structure says. */
+#define FOR_EACH_EPILOGUE(s, BODY)                                                                                                     \
+    switch ((s)->epilogue.mode * 2 + ((s)->residual != NULL)) {                                                                        \
+        case 2 * SUM: BODY(SUM, 0); break;                                                                                             \
+        case 2 * SUM + 1: BODY(SUM, 1); break;                                                                                         \
+        case 2 * REAL: BODY(REAL, 0); break;                                                                                           \
+        case 2 * REAL + 1: BODY(REAL, 1); break;                                                                                       \
+        case 2 * FIXED: BODY(FIXED, 0); break;                                                                                         \
+        default: BODY(FIXED, 1); break;                                                                                                \
+    }
+#endif
+
+static void finish_row(const Sum *s, const int32_t *sums, int64_t at) {
+    int64_t channels = s->out_channels;
+#if VNNI
+#define ROW(MODE, ADDS)                                                                                                                \
+    for (int64_t c = 0; c < channels; c += 16) {                                                                                       \
+        __mmask16 mask = mask_of(channels - c);                                                                                        \
+        Lanes lanes = lanes_of(&s->epilogue, MODE, ADDS, c, mask);                                                                     \
+        finish(&s->epilogue, &lanes, MODE, ADDS, 0, _mm512_maskz_loadu_epi32(mask, sums + c), mask, s->residual, s->output, at + c);   \
+    }
+    FOR_EACH_EPILOGUE(s, ROW)
+#else
+    for (int64_t c = 0; c < channels; c++) finish_one(&s->epilogue, sums[c], c, s->residual, s->output, at + c);
+#endif
+}
+
+/* Rows of accumulators, each of `out_channels`, as bytes. */
+void fxq_finish(const Sum *s) {
+    int64_t rows = s->batch * s->out_height * s->out_width, channels = s->out_channels;
+#pragma omp parallel for num_threads(s->threads) if (s->threads > 1)
+    for (int64_t row = 0; row < rows; row++)
+        finish_row(s, (const int32_t *)s->input + row * channels, row * s->out_pixel);
+}
+
+/* ---- where a sum reads ---- */
+
+static int64_t taps_of(const Sum *s) { return s->kernel_height * (s->joined ? 1 : s->kernel_width); }
+
+/* Of what find_pixels needs: the table, corners, and copies of rows that lie partly outside. */
+static size_t bytes_of_table(const Sum *s, int64_t stride) {
+    int64_t taps = taps_of(s), copies = s->joined ? taps * stride * s->kernel_width * s->channels : 0;
+    return (size_t)((taps + 1) * stride) * sizeof(uint8_t *) + (size_t)copies;
+}
+
+/* For each tap and each of `count` output pixels from `first` on, the pixel of the input; [tap][stride]. Joined taps are rows. */
+static void find_pixels(const Sum *s, int64_t first, int64_t count, int64_t stride, const uint8_t **table) {
+    int64_t area = s->out_height * s->out_width, taps = taps_of(s), row_bytes = s->kernel_width * s->channels;
+    int64_t image = first / area, y = first % area / s->out_width, x = first % s->out_width;
+    int64_t deep = (s->kernel_height - 1) * s->dilation_height, wide = (s->kernel_width - 1) * s->dilation_width;
+    const uint8_t **corners = table + taps * stride; /* the first tap's; null where some tap is outside */
+    uint8_t *copies = (uint8_t *)(corners + stride);
+    for (int64_t m = 0; m < stride; m++) {
+        int64_t top = y * s->stride_height - s->pad_height, left = x * s->stride_width - s->pad_width;
+        const uint8_t *base = s->input + image * s->height * s->width * s->channels;
+        int inside = m < count && top >= 0 && left >= 0 && top + deep < s->height && left + wide < s->width;
+        corners[m] = inside ? base + (top * s->width + left) * s->channels : NULL;
+        if (!inside) /* what is computed for pixels from `count` on is not stored */
+            for (int64_t i = 0; i < s->kernel_height; i++) {
+                int64_t row = top + i * s->dilation_height;
+                uint8_t *copy = copies + (i * stride + m) * row_bytes;
+                if (s->joined) table[i * stride + m] = copy;
+                for (int64_t j = 0; j < s->kernel_width; j++) {
+                    int64_t column = left + j * s->dilation_width;
+                    int here = m < count && row >= 0 && row < s->height && column >= 0 && column < s->width;
+                    const uint8_t *pixel = here ? base + (row * s->width + column) * s->channels : s->outside;
+                    if (s->joined) memcpy(copy + j * s->channels, pixel, (size_t)s->channels);
+                    else table[(i * s->kernel_width + j) * stride + m] = pixel;
+                }
+            }
+        if (++x == s->out_width) {
+            x = 0;
+            if (++y == s->out_height) y = 0, image++;
+        }
+    }
+    int64_t across = taps / s->kernel_height;
+    for (int64_t t = 0; t < taps; t++) {
+        int64_t offset = (t / across * s->dilation_height * s->width + t % across * s->dilation_width) * s->channels;
+        const uint8_t **row = table + t * stride;
+        for (int64_t m = 0; m < stride; m++) row[m] = corners[m] ? corners[m] + offset : row[m];
+    }
+}
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* ---- sums of products over channels ---- */
+
+#if VNNI
+/* `PIXELS` output pixels by `BLOCKS` times sixteen output channels. The weight of a block is [tap][channels / 4][16][4]. */
+#define TILE(NAME, PIXELS, BLOCKS)                                                                                                     \
+    static void NAME(const Sum *s, const uint8_t *const *table, int64_t stride, int64_t offset, const int8_t *weight,                  \
+                     int64_t block_bytes, int64_t quads, int64_t channel, int64_t channels, int64_t first, int64_t count) {            \
+        enum { TILE_PIXELS = PIXELS, TILE_BLOCKS = BLOCKS };                                                                           \
+        __m512i sum[PIXELS][BLOCKS];                                                                                                   \
+        int64_t taps = taps_of(s);                                                                                                     \
+        _Pragma("GCC unroll 4") for (int b = 0; b < BLOCKS; b++) {                                                                     \
+            int64_t left = channels - 16 * b;                                                                                          \
+            __mmask16 mask = left >= 16 ? 0xFFFF : (__mmask16)((1u << left) - 1);                                                      \
+            __m512i bias = _mm512_maskz_loadu_epi32(mask, s->bias + channel + 16 * b);                                                 \
+            _Pragma("GCC unroll 16") for (int m = 0; m < PIXELS; m++) sum[m][b] = bias;                                                \
+        }                                                                                                                              \
+        for (int64_t t = 0; t < taps; t++) {                                                                                           \
+            const uint8_t *pixel[PIXELS];                                                                                              \
+            const int8_t *w = weight + t * quads * 64;                                                                                 \
+            _Pragma("GCC unroll 16") for (int m = 0; m < PIXELS; m++) pixel[m] = table[t * stride + m] + offset;                       \
+            for (int64_t k = 0; k < quads; k++, w += 64) {                                                                             \
+                __m512i factors[BLOCKS];                                                                                               \
+                _Pragma("GCC unroll 4") for (int b = 0; b < BLOCKS; b++) factors[b] = _mm512_loadu_si512(w + b * block_bytes);         \
+                _Pragma("GCC unroll 16") for (int m = 0; m < PIXELS; m++) {                                                            \
+                    int32_t word;                                                                                                      \
+                    memcpy(&word, pixel[m] + 4 * k, 4);                                                                                \
+                    __m512i x = _mm512_set1_epi32(word);                                                                               \
+                    _Pragma("GCC unroll 4") for (int b = 0; b < BLOCKS; b++) sum[m][b] = _mm512_dpbusd_epi32(sum[m][b], x, factors[b]); \
+                }                                                                                                                      \
+            }                                                                                                                          \
+        }                                                                                                                              \
+        FOR_EACH_EPILOGUE(s, STORE)                                                                                                    \
+    }
+#define STORE(MODE, ADDS)                                                                                                              \
+    if (channels == 16 * TILE_BLOCKS && count == TILE_PIXELS) { STORE_TILE(MODE, ADDS, 1) } else { STORE_TILE(MODE, ADDS, 0) }
+#define STORE_TILE(MODE, ADDS, FULL)                                                                                                   \
+    _Pragma("GCC unroll 4") for (int b = 0; b < TILE_BLOCKS; b++) {                                                                         \
+        __mmask16 mask = mask_of(channels - 16 * b);                                                                                   \
+        Lanes lanes = lanes_of(&s->epilogue, MODE, ADDS, channel + 16 * b, mask);                                                      \
+        _Pragma("GCC unroll 16") for (int m = 0; m < TILE_PIXELS; m++) if (FULL || m < count)                                               \
+            finish(&s->epilogue, &lanes, MODE, ADDS, FULL, sum[m][b], mask, s->residual, s->output,                                    \
+                   (first + m) * s->out_pixel + channel + 16 * b);                                                                     \
+    }
+
+TILE(tile_1, 12, 1)
+TILE(tile_2, 12, 2)
+TILE(tile_3, 8, 3)
+TILE(tile_4, 6, 4)
+#define CHUNK 48 /* pixels; a whole number of tiles of every kind */
+
+static void chunk_of(const Sum *s, int64_t group, int64_t first, int64_t count, int64_t begin, int64_t end, const uint8_t **table) {
+    int64_t inner = s->channels / s->groups, outer = s->out_channels / s->groups, taps = taps_of(s);
+    int64_t quads = inner / 4 * (s->joined ? s->kernel_width : 1), block_bytes = taps * quads * 64;
+    const int8_t *weight = (const int8_t *)s->weight + group * ((outer + 15) / 16) * block_bytes;
+    for (int64_t block = begin; block < end;) {
+        int64_t left = end - block, blocks = left >= 4 && left != 5 ? 4 : left >= 3 ? 3 : left;
+        int64_t pixels = blocks == 4 ? 6 : blocks == 3 ? 8 : 12, channels = least(outer - 16 * block, 16 * blocks);
+        for (int64_t m = 0; m < count; m += pixels) {
+            void (*tile)(const Sum *, const uint8_t *const *, int64_t, int64_t, const int8_t *, int64_t, int64_t, int64_t, int64_t, int64_t,
+                         int64_t) = blocks == 4 ? tile_4 : blocks == 3 ? tile_3 : blocks == 2 ? tile_2 : tile_1;
+            tile(s, table + m, CHUNK, group * inner, weight + block * block_bytes, block_bytes, quads, group * outer + 16 * block, channels,
+                 first + m, least(pixels, count - m));
+        }
+        block += blocks;
+    }
+}
+#endif
+
+/* Σ x·w + bias over the channels of each group, which are a multiple of four, and requantized. */
+void fxq_convolution(const Sum *s) {
+#if VNNI
+    int64_t pixels = s->batch * s->out_height * s->out_width, blocks = (s->out_channels / s->groups + 15) / 16;
+    int64_t chunks = (pixels + CHUNK - 1) / CHUNK;
+    int64_t parts = chunks * s->groups >= 4 * s->threads ? 1 : least(blocks, 4 * s->threads), part = (blocks + parts - 1) / parts;
+    if (part < 4) part = least(blocks, 4);
+    parts = (blocks + part - 1) / part;
+    int64_t jobs = chunks * parts * s->groups;
+#pragma omp parallel num_threads(s->threads) if (s->threads > 1)
+    {
+        const uint8_t **table = malloc(bytes_of_table(s, CHUNK));
+        int64_t at = -1;
+#pragma omp for schedule(dynamic)
+        for (int64_t job = 0; job < jobs; job++) {
+            int64_t chunk = job / (parts * s->groups), group = job / parts % s->groups, begin = job % parts * part;
+            int64_t first = chunk * CHUNK, count = least(CHUNK, pixels - first);
+            if (at != chunk) find_pixels(s, first, count, CHUNK, table);
+            at = chunk;
+            chunk_of(s, group, first, count, begin, least(begin + part, blocks), table);
+        }
+        free((void *)table);
+    }
+#else
+    (void)s;
+#endif
+}
+
+/* ---- one filter for each channel ---- */
+
+#if VNNI
+#define FILTERED 6 /* pixels side by side */
+INLINE void filter_tile(const Sum *s, const uint8_t *const *table, int64_t first, int64_t m, int64_t count, int64_t c, int mode, int adds,
+                        int full) {
+    int64_t taps = s->kernel_height * s->kernel_width, channels = s->channels;
+    __mmask16 mask = mask_of(channels - c);
+    __m512i bias = _mm512_maskz_loadu_epi32(mask, s->bias + c), sum[FILTERED];
+    const int32_t *weight = (const int32_t *)s->weight + c;
+    Lanes lanes = lanes_of(&s->epilogue, mode, adds, c, mask);
+#pragma GCC unroll 8
+    for (int i = 0; i < FILTERED; i++) sum[i] = bias;
+    for (int64_t t = 0; t < taps; t++) {
+        __m512i w = full ? _mm512_loadu_si512(weight + t * channels) : _mm512_maskz_loadu_epi32(mask, weight + t * channels);
+        const uint8_t *const *pixel = table + t * s->out_width + m;
+#pragma GCC unroll 8
+        for (int i = 0; i < FILTERED; i++) {
+            const uint8_t *p = pixel[full || i < count ? i : 0] + c;
+            __m128i bytes = full ? _mm_loadu_si128((const __m128i *)p) : _mm_maskz_loadu_epi8(mask, p);
+            sum[i] = _mm512_dpwssd_epi32(sum[i], _mm512_cvtepu8_epi32(bytes), w);
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < FILTERED; i++)
+        if (full || i < count) finish(&s->epilogue, &lanes, mode, adds, full, sum[i], mask, s->residual, s->output, (first + m + i) * s->out_pixel + c);
+}
+
+INLINE void filter_row(const Sum *s, const uint8_t *const *table, int64_t first, int mode, int adds) {
+    for (int64_t m = 0; m < s->out_width; m += FILTERED)
+        for (int64_t c = 0; c < s->channels; c += 16) {
+            int64_t count = least(FILTERED, s->out_width - m);
+            if (count == FILTERED && s->channels - c >= 16) filter_tile(s, table, first, m, count, c, mode, adds, 1);
+            else filter_tile(s, table, first, m, count, c, mode, adds, 0);
+        }
+}
+#endif
+
+/* The weight is [tap][channels], int32, of which the upper halves are 0. */
+void fxq_depthwise(const Sum *s) {
+    int64_t taps = s->kernel_height * s->kernel_width, channels = s->channels, rows = s->batch * s->out_height;
+#if !VNNI
+    const int32_t *weight = s->weight;
+#endif
+#pragma omp parallel num_threads(s->threads) if (s->threads > 1)
+    {
+        const uint8_t **table = malloc(bytes_of_table(s, s->out_width));
+        int32_t *sums = malloc((size_t)channels * sizeof *sums);
+#pragma omp for
+        for (int64_t row = 0; row < rows; row++) {
+            int64_t first = row * s->out_width;
+            find_pixels(s, first, s->out_width, s->out_width, table);
+#if VNNI
+            (void)sums;
+#define FILTER(MODE, ADDS) filter_row(s, table, first, MODE, ADDS)
+            FOR_EACH_EPILOGUE(s, FILTER)
+#else
+            for (int64_t m = 0; m < s->out_width; m++) {
+                memcpy(sums, s->bias, (size_t)channels * sizeof *sums);
+                for (int64_t t = 0; t < taps; t++) {
+                    const uint8_t *p = table[t * s->out_width + m];
+                    const int32_t *w = weight + t * channels;
+                    for (int64_t c = 0; c < channels; c++) sums[c] += (int32_t)p[c] * (int16_t)w[c];
+                }
+                finish_row(s, sums, (first + m) * s->out_pixel);
+            }
+#endif
+        }
+        free((void *)table);
+        free(sums);
+    }
+}
+
+/* ---- what needs no weights ---- */
+
+/* float32, channels first, as bytes, channels last; channels beyond those of the input are `zero`. */
+void fxq_quantize(const Move *s) {
+    int64_t area = s->height * s->width, width = s->out_channels;
+#pragma omp parallel for collapse(2) num_threads(s->threads) if (s->threads > 1)
+    for (int64_t image = 0; image < s->batch; image++)
+        for (int64_t row = 0; row < s->height; row++) {
+            const float *x = (const float *)s->input + image * s->channels * area + row * s->width;
+            uint8_t *y = (uint8_t *)s->output + (image * area + row * s->width) * width;
+            float low = (float)s->low, high = (float)s->high, scale = s->scale;
+            int32_t zero = (int32_t)s->zero;
+#if VNNI
+            const __m512 lows = _mm512_set1_ps(low), highs = _mm512_set1_ps(high), scales = _mm512_set1_ps(scale);
+            if (width == 4) {
+                for (int64_t i = 0; i < s->width; i += 16) {
+                    __mmask16 mask = mask_of(s->width - i);
+                    __m512i word = _mm512_setzero_si512();
+                    for (int64_t k = 0; k < 4; k++) {
+                        __m512i q = _mm512_set1_epi32(zero);
+                        if (k < s->channels) {
+                            __m512 v = _mm512_maskz_loadu_ps(mask, x + k * area + i);
+                            v = _mm512_div_ps(_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(v, v, _CMP_ORD_Q), v), scales);
+                            v = _mm512_min_ps(_mm512_max_ps(v, lows), highs);
+                            q = _mm512_add_epi32(q, _mm512_cvt_roundps_epi32(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+                        }
+                        word = _mm512_or_si512(word, _mm512_sll_epi32(q, _mm_cvtsi64_si128(8 * k)));
+                    }
+                    _mm512_mask_storeu_epi32((int32_t *)y + i, mask, word);
+                }
+                continue;
+            }
+#endif
+            for (int64_t c = 0; c < width; c += 4) {
+                int64_t here = s->channels - c;
+                for (int64_t i = 0; i < s->width; i++) {
+                    uint32_t word = 0;
+                    for (int64_t k = 0; k < 4 && c + k < width; k++) {
+                        int32_t q = zero;
+                        if (k < here) {
+                            float v = x[(c + k) * area + i];
+                            v = v == v ? v / scale : 0.0f;
+                            v = v < low ? low : v;
+                            v = v > high ? high : v;
+                            q += nearest(v);
+                        }
+                        word |= (uint32_t)(uint8_t)q << (8 * k);
+                    }
+                    memcpy(y + i * width + c, &word, (size_t)least(4, width - c));
+                }
+            }
+        }
+}
+
+/* The largest byte of each window; padding never wins. */
+void fxq_max_pool(const Move *s) {
+    int64_t channels = s->channels;
+#pragma omp parallel for collapse(2) num_threads(s->threads) if (s->threads > 1)
+    for (int64_t image = 0; image < s->batch; image++)
+        for (int64_t row = 0; row < s->out_height; row++)
+            for (int64_t column = 0; column < s->out_width; column++) {
+                uint8_t *restrict y = (uint8_t *)s->output + ((image * s->out_height + row) * s->out_width + column) * channels;
+                memset(y, 0, (size_t)channels);
+                for (int64_t i = 0; i < s->kernel_height; i++) {
+                    int64_t at = row * s->stride_height - s->pad_height + i * s->dilation_height;
+                    if (at < 0 || at >= s->height) continue;
+                    for (int64_t j = 0; j < s->kernel_width; j++) {
+                        int64_t left = column * s->stride_width - s->pad_width + j * s->dilation_width;
+                        if (left < 0 || left >= s->width) continue;
+                        const uint8_t *restrict x = (const uint8_t *)s->input + ((image * s->height + at) * s->width + left) * channels;
+                        for (int64_t c = 0; c < channels; c++) y[c] = y[c] > x[c] ? y[c] : x[c];
+                    }
+                }
+            }
+}
+
+/* The sum of the centred integers of each channel over all pixels, int32. */
+void fxq_sum(const Move *s) {
+    int64_t channels = s->channels, area = s->height * s->width;
+#pragma omp parallel for num_threads(s->threads) if (s->threads > 1)
+    for (int64_t image = 0; image < s->batch; image++) {
+        int32_t *restrict y = (int32_t *)s->output + image * channels;
+        const uint8_t *x = (const uint8_t *)s->input + image * area * channels;
+        for (int64_t c = 0; c < channels; c++) y[c] = (int32_t)(-s->zero * area);
+        for (int64_t p = 0; p < area; p++)
+            for (int64_t c = 0; c < channels; c++) y[c] += x[p * channels + c];
+    }
+}
+
+/* table[x] of `batch` bytes. */
+void fxq_lookup(const Move *s) {
+    const uint8_t *x = s->input, *table = s->table;
+    uint8_t *y = s->output;
+#pragma omp parallel for num_threads(s->threads) if (s->threads > 1)
+    for (int64_t i = 0; i < s->batch; i++) y[i] = table[x[i]];
+}
+
+/* table[256 * x + z]: z has as many images and channels as x, and as many pixels, or one, which is `out_height` = 1. */
+void fxq_pairs(const Move *s) {
+    const uint8_t *table = s->table;
+    int64_t pixels = s->height * s->width, channels = s->channels;
+#pragma omp parallel for collapse(2) num_threads(s->threads) if (s->threads > 1)
+    for (int64_t image = 0; image < s->batch; image++)
+        for (int64_t p = 0; p < pixels; p++) {
+            const uint8_t *x = (const uint8_t *)s->input + (image * pixels + p) * channels;
+            const uint8_t *z = s->other + (s->out_height ? image : image * pixels + p) * channels;
+            uint8_t *y = (uint8_t *)s->output + (image * pixels + p) * channels;
+            for (int64_t c = 0; c < channels; c++) y[c] = table[256 * x[c] + z[c]];
+        }
+}

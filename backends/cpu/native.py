@@ -1,0 +1,123 @@
+"""The kernels of native.c, compiled once for this processor and kept in the user's cache; nothing needs them, or a compiler.
+
+FXQUANT_NATIVE=0 leaves them out. The library stands in a folder that only the user can write to, under a name made of the source,
+the compiler and the processor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger("fxquant")
+
+SOURCE = Path(__file__).with_name("native.c")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")  # every rounding is IEEE's
+SWITCH = "FXQUANT_NATIVE"
+SUM, REAL, FIXED = 0, 1, 2
+
+_int64, _pointer = ctypes.c_int64, ctypes.c_void_p
+_WINDOW = [(name, _int64) for pair in ("kernel", "stride", "padding", "dilation") for name in (f"{pair}_height", f"{pair}_width")]
+
+
+class Epilogue(ctypes.Structure):
+    """What an accumulator becomes: the structure of native.c."""
+
+    _fields_ = [
+        *((name, _int64) for name in ("mode", "low", "high", "zero", "limit", "residual_zero")),
+        *((name, _pointer) for name in ("factor", "shift", "multiplier", "right_shift", "half", "before", "residual_factor")),
+    ]
+
+
+class Sum(ctypes.Structure):
+    """A sum of products: the structure of native.c."""
+
+    _fields_ = [
+        *((name, _pointer) for name in ("input", "residual", "outside", "weight", "bias", "output")),
+        *((name, _int64) for name in ("batch", "height", "width", "channels", "out_height", "out_width", "out_channels", "out_pixel")),
+        *_WINDOW,
+        ("groups", _int64),
+        ("threads", _int64),
+        ("joined", _int64),
+        ("epilogue", Epilogue),
+    ]
+
+
+class Move(ctypes.Structure):
+    """What needs no weights: the structure of native.c."""
+
+    _fields_ = [
+        *((name, _pointer) for name in ("input", "table", "other", "output")),
+        *((name, _int64) for name in ("batch", "height", "width", "channels", "out_height", "out_width")),
+        *_WINDOW,
+        *((name, _int64) for name in ("zero", "low", "high", "out_channels", "threads")),
+        ("scale", ctypes.c_float),
+    ]
+
+
+@functools.cache
+def library() -> Any:
+    """The compiled kernels, or a sentence that says why there are none."""
+    if os.environ.get(SWITCH, "1") == "0":
+        return f"{SWITCH} is 0"
+    compiler = next((found for name in (os.environ.get("CC", ""), "cc", "gcc", "clang") if name and (found := shutil.which(name))), None)
+    if compiler is None:
+        return "there is no C compiler"
+    try:
+        loaded = ctypes.CDLL(str(_compiled(compiler)))
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.info("the integer kernels in C are left out: %s", error)
+        return f"its C source was not compiled: {error}"
+    for name in ("convolution", "depthwise", "finish", "quantize", "max_pool", "sum", "lookup", "pairs"):
+        getattr(loaded, f"fxq_{name}").restype = None
+        getattr(loaded, f"fxq_{name}").argtypes = [_pointer]
+    loaded.fxq_has_dot_products.restype = _int64
+    return loaded
+
+
+def _compiled(compiler: str) -> Path:
+    source = SOURCE.read_bytes()
+    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=60, check=True).stdout
+    key = hashlib.sha256(b"\0".join((source, version, compiler.encode(), " ".join(FLAGS).encode(), _processor().encode()))).hexdigest()[:20]
+    found = _folder() / f"kernels-{key}.so"
+    if found.exists():
+        return found
+    logger.info("compiling the integer kernels for this processor, once: %s", found)
+    with tempfile.TemporaryDirectory(dir=found.parent) as directory:
+        made = Path(directory) / found.name
+        for threads in (["-fopenmp"], []):  # without OpenMP, one thread
+            done = subprocess.run([compiler, *FLAGS, *threads, str(SOURCE), "-o", str(made)], capture_output=True, timeout=300, check=False)
+            if done.returncode == 0:
+                os.replace(made, found)  # whole or not at all, whoever else compiles
+                return found
+    raise OSError(done.stderr.decode(errors="replace").strip()[:500])
+
+
+def _folder() -> Path:
+    """The cache: the user's own, which no one else writes to."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fxquant"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    known = folder.stat()
+    if hasattr(os, "getuid") and (known.st_uid != os.getuid() or known.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
+        raise OSError(f"others can write to {folder}")
+    return folder
+
+
+def _processor() -> str:
+    """What the compiler may choose instructions by."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return " ".join(platform.uname())
+    kept = {line for line in lines if line.split("\t")[0] in ("model name", "flags", "Features", "CPU part", "CPU implementer")}
+    return "\n".join([platform.machine(), *sorted(kept)])

@@ -1,0 +1,236 @@
+"""Implementations of tensor operations alone: oneDNN's sums of products of bytes, as PyTorch has them. Nothing is compiled.
+
+oneDNN gives the sums as float32, whole numbers that are exact below 2^24; images are taken in groups whose sums stay in the cache.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fxquant.kernels.layer import Layer, enumerated
+from fxquant.kernels.record import Bound, Built, Held, Refused, Site
+from fxquant.numerics import FLOAT32_EXACT, power_of_two
+from fxquant.primitives import requantize
+
+CACHED = 2**20  # bytes of float32 sums that are made at a time
+Requantization = Callable[[Tensor], Tensor]  # of float32 sums, which it may overwrite, with the zero added
+
+
+def _shaped(tensor: Tensor | None, dtype: torch.dtype) -> Tensor:
+    assert tensor is not None
+    return tensor.to(dtype).reshape(1, -1, 1, 1)
+
+
+def _real(site: Site) -> Requantization:
+    """One product with a float32 number, as the primitive forms it."""
+    arguments: Any = site.match.root.args
+    _, node, low, high, *_ = arguments
+    factor, zero = _shaped(site.constant(node), torch.float32), site.result().zero
+
+    def requantized(sums: Tensor) -> Tensor:
+        value = sums.mul_(factor).round_().clamp_(low, high)
+        return value.add_(zero) if zero else value
+
+    return requantized
+
+
+def _fixed(width: torch.dtype) -> Callable[[Site], Requantization]:
+    """Shift, product and shift in floats. In float64 every product is exact; in float32 it is proved where it is used, or not used."""
+
+    def of(site: Site) -> Requantization:
+        arguments: Any = site.match.root.args
+        _, *nodes, bits, rounding, low, high, _ = arguments
+        shift, multiplier, right_shift = (_shaped(site.constant(node), torch.int64) for node in nodes)
+        before = requantize.half_step(shift, multiplier, right_shift) if rounding == requantize.HALF_STEP else None
+        if before is not None and (width != torch.float64 and float(before.max()) >= FLOAT32_EXACT):
+            raise Refused("half a step is beyond 2^24")
+        before = None if before is None else before.to(width)
+        first, product = power_of_two(-shift).to(width), (multiplier.double() * power_of_two(-right_shift)).to(width)
+        limit, zero, shifts = 2 ** (bits - 1), site.result().zero, bool((shift > 0).any())
+        half = 0.5 if rounding == "half_up" else 0.0
+
+        def requantized(sums: Tensor) -> Tensor:
+            value = sums.to(width)
+            if before is not None:
+                value = value.add_(before)
+            if shifts:
+                value = value.mul_(first).floor_()
+            value = value.clamp_(-limit, limit - 1).mul_(product)
+            value = (value.add_(half) if half else value).floor_().clamp_(low, high)
+            return value.add_(zero) if zero else value
+
+        return requantized
+
+    return of
+
+
+def _forms(site: Site) -> list[Callable[[Site], Requantization]]:
+    target = site.match.root.target
+    return [_real] if target is requantize.requantize_real else [_fixed(torch.float32), _fixed(torch.float64)]
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """oneDNN's sums, requantized in groups of images."""
+
+    layer: Layer
+    input: Held
+    result: Held
+    residual: Held | None
+    residual_factor: Tensor | None
+    requantized_sums: Requantization
+    packed: Tensor
+    ones: Tensor
+    zeros: Tensor
+    bias: Tensor | None
+
+    def sums(self, images: Tensor) -> Tensor:
+        """Those of images of bytes, channels last."""
+        window = self.layer.window
+        found: Tensor = torch.ops.onednn.qconv_pointwise(
+            images, 1.0, self.input.zero, self.packed, self.ones, self.zeros, self.bias,
+            window["stride"], window["padding"], window["dilation"], window["groups"], 1.0, 0, torch.float32, "none", [], "",
+        )  # fmt: skip
+        return found
+
+    def requantized(self, sums: Tensor) -> Tensor:
+        """Rows of accumulators as bytes."""
+        return self.requantized_sums(sums.float()[..., None, None]).to(torch.uint8)[..., 0, 0]
+
+    def bind(self) -> Bound:
+        _, height, width, _ = self.input.grid
+        _, out_height, out_width, channels = self.result.grid
+        result, residual = self.result, self.residual
+        step = max(1, CACHED // (4 * out_height * out_width * channels))
+
+        def images_of(form: Held, held: Tensor, size: tuple[int, int], channels: int) -> Tensor:
+            return held.view(-1, *size, form.pixel)[..., :channels].permute(0, 3, 1, 2)
+
+        def bound(inputs: Sequence[Tensor], output: Tensor) -> None:
+            given = images_of(self.input, inputs[0], (height, width), self.packed_channels)
+            written = images_of(result, output, (out_height, out_width), channels)
+            added = None if residual is None else images_of(residual, inputs[1], (out_height, out_width), channels)
+            for first in range(0, given.shape[0], step):
+                sums = self.sums(given[first : first + step])
+                if added is not None and residual is not None:
+                    centred = added[first : first + step].float()
+                    sums.addcmul_(centred.sub_(residual.zero) if residual.zero else centred, self.residual_factor)  # type: ignore[arg-type]
+                written[first : first + step].copy_(self.requantized_sums(sums))
+
+        return bound
+
+    @property
+    def packed_channels(self) -> int:
+        return self.input.pixel if self.layer.window["groups"] == 1 else self.input.channels
+
+
+class OneDnn:
+    """Sums of products of bytes by oneDNN."""
+
+    name = "oneDNN convolution"
+    reads_held = True
+
+    def build(self, site: Site) -> Built:
+        if not torch._C._has_mkldnn or not hasattr(torch.ops.onednn, "qconv_pointwise"):
+            raise Refused("this PyTorch has no integer operators of oneDNN")
+        layer = Layer.of(site)
+        if layer.largest >= FLOAT32_EXACT:
+            raise Refused(f"a sum can reach {layer.largest:.0f}, beyond 2^24")
+        if site.result().dtype == torch.int32:
+            raise Refused("its result is a sum")
+        input, groups = site.held(site.match.reads[0]), layer.window["groups"]
+        weight = F.pad(layer.weight, (0, 0, 0, 0, 0, input.pixel - input.channels)) if groups == 1 else layer.weight
+        outer = weight.shape[0]
+        ones = torch.ones(outer, dtype=torch.float32, device="cpu")
+        zeros = torch.zeros(outer, dtype=torch.int64, device="cpu")
+        batch, height, width, _ = input.grid
+        window = [layer.window[name] for name in ("stride", "padding", "dilation", "groups")]
+        sizes = [batch, weight.shape[1] * groups, height, width]
+        packed = torch.ops.onednn.qconv_prepack(weight.contiguous(), ones, 1.0, input.zero, *window, sizes)
+        bias = None if layer.given is None else layer.given.float()
+        residual = factor = None
+        if site.match.parts["factor"] is not None:
+            residual, factor = site.held(site.match.reads[1]), _shaped(site.tensor("factor"), torch.float32)
+        forms, because = _forms(site), ""
+        for form in forms:
+            try:
+                requantized = form(site)
+                built = _Sums(layer, input, site.result(), residual, factor, requantized, packed, ones, zeros, bias)
+                layer.prove_requantization(site, built.requantized)
+                return built
+            except Refused as error:
+                because = str(error)
+        raise Refused(because)
+
+
+class TensorPool:
+    """The largest byte of each window, by PyTorch: first down, then across."""
+
+    name = "PyTorch's maximum"
+    reads_held = True
+
+    def build(self, site: Site) -> Built:
+        parts, input, result = site.match.parts, site.held(site.match.reads[0]), site.result()
+        if input.zero != result.zero:
+            raise Refused("its result is held otherwise than its operand")
+        return _Pool({name: tuple(parts[name]) for name in ("kernel", "stride", "begin", "dilation")}, input, result)
+
+
+@dataclass(frozen=True)
+class _Pool:
+    window: Mapping[str, tuple[int, ...]]
+    input: Held
+    result: Held
+
+    def bind(self) -> Bound:
+        _, height, width, _ = self.input.grid
+        _, *sizes, _ = self.result.grid
+        windows = list(zip(sizes, *(self.window[name] for name in ("kernel", "stride", "begin", "dilation")), strict=True))
+
+        def bound(inputs: Sequence[Tensor], output: Tensor) -> None:
+            value = inputs[0].view(-1, height, width, self.input.pixel)
+            for dim, (size, taps, stride, begin, dilation) in enumerate(windows, start=1):
+                reach = (size - 1) * stride + (taps - 1) * dilation + 1
+                around = [0, 0] * (2 - dim) + [begin, reach - begin - value.shape[dim]]
+                value = F.pad(value, [0, 0, *around])  # with zeros, which never win
+                parts = [value.narrow(dim, tap * dilation, (size - 1) * stride + 1) for tap in range(taps)]
+                strided = [part[:, ::stride] if dim == 1 else part[:, :, ::stride] for part in parts]
+                value = functools.reduce(torch.maximum, strided)
+            output.view(value.shape).copy_(value)
+
+        return bound
+
+
+class TensorTable:
+    """A table of bytes, or of pairs of them, by PyTorch."""
+
+    name = "PyTorch's table"
+    reads_held = True
+
+    def build(self, site: Site) -> Built:
+        forms, result = [site.held(read) for read in site.match.reads], site.result()
+        if any(form.sizes != result.sizes for form in forms):
+            raise Refused("its operands have different sizes")
+        return _Table(enumerated(site, forms, result), result)
+
+
+@dataclass(frozen=True)
+class _Table:
+    table: Tensor
+    result: Held
+
+    def bind(self) -> Bound:
+        def bound(inputs: Sequence[Tensor], output: Tensor) -> None:
+            index = inputs[0].to(torch.int32)
+            if len(inputs) == 2:
+                index = index.mul_(256).add_(inputs[1])
+            torch.index_select(self.table, 0, index.flatten(), out=output.view(-1))
+
+        return bound

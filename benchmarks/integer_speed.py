@@ -1,0 +1,137 @@
+"""How fast do integer models run in PyTorch?   python -m benchmarks.integer_speed
+
+One row for each network, target, batch size and number of threads: milliseconds of the float model, run eagerly, and how many times
+faster the integer model runs by its primitives ("reference"), and with kernels; torch.ao's int8 model in the same run, where this
+PyTorch has one. Medians of warm runs taken in turn, so that what else the machine does falls on all alike, and the quickest run beside
+them. Before anything is timed, the kernels' results are compared with the primitives', bit for bit, at every output and tensor.
+
+`--tensors` leaves out the kernels in C, as on a machine without a compiler. --device cuda is not measured: kernels are for the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import fxquant as fxq
+from benchmarks.zoo.mobilenet import MobileNetV2
+from benchmarks.zoo.resnet import ResNet18, ResNet50
+from fxquant.backends.cpu import native
+from fxquant.progress import progress
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {"ResNet-18": ResNet18, "MobileNetV2": MobileNetV2, "ResNet-50": ResNet50}
+TARGETS = ("bayes-e", "nash-e", "x86")
+COLUMNS = ("float", "reference", "kernels", "torch.ao")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", nargs="*", default=["ResNet-18", "MobileNetV2"], choices=list(NETWORKS))
+    parser.add_argument("--targets", nargs="*", default=list(TARGETS))
+    parser.add_argument("--batches", nargs="*", type=int, default=[1, 8])
+    parser.add_argument("--threads", nargs="*", type=int, default=[1, 2])
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--tensors", action="store_true")
+    options = parser.parse_args()
+    if options.tensors:
+        os.environ[native.SWITCH] = "0"
+    logging.getLogger("fxquant").setLevel(logging.ERROR)
+    table = Table("network", "target", "batch", "threads", "float", "reference", "kernels", "quickest", "torch.ao", "refused")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    jobs = [(network, target) for network in options.networks for target in options.targets]
+    for network, target in progress(jobs, len(jobs), "networks"):
+        for row in measure(network, target, options):
+            table.add_row(*row)
+    Console(width=130).print(table)
+    print(f"{platform.machine()}, {os.cpu_count()} processors, PyTorch {torch.__version__}; times are those of float over each")
+
+
+def measure(network: str, target: str, options: argparse.Namespace) -> list[tuple[str, ...]]:
+    """The rows of a network on a target."""
+    torch.manual_seed(0)
+    model = live(NETWORKS[network](), options.size)
+    generator = torch.Generator().manual_seed(1)
+    result = fxq.quantize(model, [torch.randn(4, 3, options.size, options.size, generator=generator)], target=target, show_progress=False)
+    reference, fused, theirs = result.integer, fxq.convert(result.prepared, kernels="auto"), torch_ao(model, options.size)
+    rows = []
+    for batch in options.batches:
+        images = torch.randn(batch, 3, options.size, options.size, generator=generator)
+        report = fxq.verify(reference, fused, [images], show_progress=False)
+        assert report, str(report)
+        forms: dict[str, Callable[[Tensor], Any]] = {"float": model, "reference": reference, "kernels": fused}
+        if theirs is not None:
+            forms["torch.ao"] = theirs
+        for threads in options.threads:
+            torch.set_num_threads(threads)
+            assert torch.equal(fused(images), reference(images))
+            times = timed(forms, images, options.runs)
+            middle = {name: statistics.median(values) for name, values in times.items()}
+            quickest = min(times["float"]) / min(times["kernels"])
+            ratios = [f"{middle['float'] / middle[name]:.2f}" if name in middle else "–" for name in ("reference", "kernels", "torch.ao")]
+            told = fxq.explain(fused).count("runs its primitives")
+            head = network, target, str(batch), str(threads), f"{1000 * middle['float']:.1f} ms"
+            rows.append((*head, *ratios[:2], f"{quickest:.2f}", ratios[2], str(told)))
+        torch.set_num_threads(1)
+    return rows
+
+
+def live(model: nn.Module, size: int) -> nn.Module:
+    """The network with statistics of its own activations in its batch norms, so that these are live through all layers."""
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    for norm in norms:
+        norm.momentum = None  # the mean of what it sees
+    with torch.no_grad():
+        model.train()
+        model(torch.randn(4, 3, size, size, generator=torch.Generator().manual_seed(2)))
+    return model.eval()
+
+
+def torch_ao(model: nn.Module, size: int) -> Callable[[Tensor], Any] | None:
+    """torch.ao's int8 model; None where this PyTorch has none."""
+    try:
+        from torch.ao.quantization import get_default_qconfig_mapping
+        from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
+    except ImportError:
+        return None
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        images = torch.randn(4, 3, size, size, generator=torch.Generator().manual_seed(1))
+        try:
+            prepared = prepare_fx(model, get_default_qconfig_mapping("x86"), (images,))
+            prepared(images)
+            converted: Callable[[Tensor], Any] = convert_fx(prepared)
+            converted(images)
+        except (RuntimeError, NotImplementedError):
+            return None
+    return converted
+
+
+def timed(forms: dict[str, Callable[[Tensor], Any]], images: Tensor, runs: int) -> dict[str, list[float]]:
+    """Seconds of warm runs of each, taken in turn."""
+    times: dict[str, list[float]] = {name: [] for name in forms}
+    with torch.no_grad():
+        for index in range(runs + 2):
+            for name, form in forms.items():
+                start = time.perf_counter()
+                form(images)
+                if index >= 2:
+                    times[name].append(time.perf_counter() - start)
+    return times
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""What implementations have in common: the numbers of a sum of products, the proof of its requantization, tables of all bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.graph import QParams, qparams
+from fxquant.kernels.admission import evaluate
+from fxquant.kernels.patterns import LINEARS
+from fxquant.kernels.record import Held, Refused, Site
+from fxquant.numerics import ACTIVATION_TYPES, INT32_MAX, accumulator_bound, power_of_two
+from fxquant.primitives import requantize
+
+AROUND = (-1, 0, 1, 2)  # of the sum below a step of the result, those that are compared
+
+
+def grid(node: fx.Node) -> QParams:
+    """The grid of a quantized tensor."""
+    known = qparams(node)
+    assert known is not None
+    return known
+
+
+def magnitude(node: fx.Node) -> int:
+    """The largest absolute value of a centred integer of a tensor of bytes."""
+    known = grid(node)
+    return max(known.zero_point, 255 - known.zero_point) if known.dtype == "uint8" else 128
+
+
+def _flat(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor.flatten()
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a sum of products is made of.
+
+    weight   (out, in / groups, height, width), int8
+    given    the bias as it is, int32; None where there is none
+    largest  the largest |sum|, the residual included
+    window   stride, padding, dilation, groups
+    """
+
+    weight: Tensor
+    given: Tensor | None
+    largest: float
+    window: Mapping[str, Any]
+
+    @staticmethod
+    def of(site: Site) -> Layer:
+        """That of a place where the pattern was found."""
+        parts, reads = site.match.parts, site.match.reads
+        weight = site.tensor("weight")
+        weight = weight.reshape(*weight.shape, 1, 1) if weight.dim() == 2 else weight
+        given = site.constant(parts["bias"])
+        bound = accumulator_bound(weight, given, 0, magnitude(reads[0]))
+        if parts["factor"] is not None:
+            bound = bound + site.tensor("factor").double().abs().flatten() * magnitude(reads[1])
+        return Layer(weight, given, float(bound.max()), {name: parts[name] for name in ("stride", "padding", "dilation", "groups")})
+
+    def bias(self, zero: int) -> Tensor:
+        """What is added to the sum of products of bytes whose zero this is, int32: right modulo 2^32, as sums of 32 bits are."""
+        whole = self.weight.flatten(1).to(torch.int64).sum(1) * -zero
+        whole = whole if self.given is None else whole + self.given
+        return ((whole + 2**31) % 2**32 - 2**31).to(torch.int32)
+
+    def prove_requantization(self, site: Site, requantized: Callable[[Tensor], Tensor]) -> None:
+        """Raises Refused unless a function of int32 rows of sums gives the primitive's result, held, for every sum there is.
+
+        Both never fall as the sum grows, so they are equal everywhere if they are on both sides of every step of the result.
+        """
+        root = site.match.root
+        if root.target is requantize.accumulator_output:
+            return
+        sums = self._steps(site)
+        is_linear = site.match.parts["sum"].target in LINEARS
+        constants = [site.constant(node) if isinstance(node, fx.Node) else node for node in root.args[1:]]
+        given = sums if is_linear else sums[..., None, None]
+        wanted: Tensor = root.target(given, *constants)  # type: ignore[operator]
+        centred = wanted.to(torch.int64).reshape(sums.shape) - grid(root).zero_point
+        apart = requantized(sums.clone()).to(torch.int64) - site.result().zero != centred
+        if bool(apart.any()):
+            raise Refused(f"its requantization differs from the primitive's for {int(apart.sum())} of {apart.numel()} sums")
+
+    def _steps(self, site: Site) -> Tensor:
+        """For each channel the sums on both sides of every step of the result, the ends, and 0: int32, (sums, channels)."""
+        root, channels = site.match.root, self.weight.shape[0]
+        arguments: Any = root.args
+        if root.target is requantize.requantize_real:
+            factor = site.constant(arguments[1])
+            assert factor is not None
+            ratio, low, high = factor.double().flatten(), int(arguments[2]), int(arguments[3])
+        else:
+            shift, multiplier, right_shift = (_flat(site.constant(node)) for node in arguments[1:4])
+            ratio = multiplier.double() * power_of_two(-shift - right_shift)
+            low, high = int(arguments[6]), int(arguments[7])
+        steps = torch.arange(low - 1, high + 2, dtype=torch.float64, device="cpu")
+        largest = min(self.largest, float(INT32_MAX))
+        found = []
+        for place in (0.0, 0.5):  # where results round, and where they are floors
+            below = torch.floor((steps[:, None] + place) / ratio.clamp_min(2.0**-60).expand(channels))
+            found += [below + offset for offset in AROUND]
+        ends = torch.tensor([-largest, 1 - largest, -1.0, 0.0, 1.0, largest - 1, largest], dtype=torch.float64, device="cpu")
+        sums = torch.cat([*found, ends[:, None].expand(-1, channels)]).clamp_(-largest, largest)
+        return sums.to(torch.int32)
+
+
+def enumerated(site: Site, forms: Sequence[Held], result: Held) -> Tensor:
+    """The result's byte for every byte of an operand, or every pair of them; 0 where a byte stands for no integer of the tensor.
+
+    The primitives compute it, so it is right for every operand.
+    """
+    valid = torch.ones((), dtype=torch.bool, device="cpu")
+    given: dict[fx.Node, Tensor] = {}
+    size = [256] * len(forms)
+    # The constants have one element, and up to four dimensions.
+    ones = [1] * (4 - len(forms))
+    for axis, (read, form) in enumerate(zip(site.match.reads, forms, strict=True)):
+        dtype = ACTIVATION_TYPES[grid(read).dtype]
+        stored = torch.arange(256, device="cpu") - form.zero + grid(read).zero_point
+        shape = [256 if axis == index else 1 for index in range(len(forms))]
+        valid = valid & ((stored >= dtype.low) & (stored <= dtype.high)).reshape(shape)
+        given[read] = stored.clamp(dtype.low, dtype.high).to(dtype.storage).reshape(shape).expand(size).reshape(*size, *ones)
+    found = evaluate(site.model, site.match, given).to(torch.int64) - grid(site.match.root).zero_point + result.zero
+    return torch.where(valid, found.reshape(size), 0).to(torch.uint8).flatten().contiguous()

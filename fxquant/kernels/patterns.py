@@ -1,0 +1,181 @@
+"""The patterns of primitives that kernels stand for. A pattern is about the graph alone, and the same on every machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxquant.facts import TensorFact
+from fxquant.graph import fact, qparams
+from fxquant.kernels.record import Match
+from fxquant.primitives import accumulate, boundary, comparison, elementwise, pool, product, requantize, resize, selection, shape
+
+BYTES = (torch.int8, torch.uint8)
+CONVOLUTIONS = (accumulate.convolution, accumulate.convolution_wide)
+LINEARS = (accumulate.linear, accumulate.linear_wide)
+REQUANTIZATIONS = (requantize.requantize_real, requantize.requantize_fixed)
+MOVING = (
+    *(shape.reshape, shape.permute, shape.concatenate, shape.crop, shape.select, shape.rows, shape.expand, shape.tile),
+    *(pool.max_pool, product.maximum, product.minimum, resize.resize_linear, comparison.choose),
+    *(selection.take_along, selection.pick, selection.put_along, selection.least),
+)
+
+POINTWISE = (
+    *(elementwise.align_fixed, elementwise.align_real, elementwise.add, elementwise.subtract, elementwise.add_constant),
+    *(elementwise.multiply, elementwise.widen, elementwise.centre, elementwise.negate, elementwise.shift_right),
+    *(elementwise.clamp, elementwise.lookup, product.maximum, product.minimum, *REQUANTIZATIONS),
+)
+
+
+def known_tensor(node: Any, *dtypes: torch.dtype, ranks: Sequence[int] = (2, 3, 4)) -> bool:
+    """Whether a value is a tensor of one of these dtypes and ranks."""
+    known = fact(node) if isinstance(node, fx.Node) else None
+    return isinstance(known, TensorFact) and known.dtype in dtypes and len(known.shape) in ranks
+
+
+def bytes_of(node: Any, ranks: Sequence[int] = (2, 3, 4)) -> fx.Node | None:
+    """The quantized tensor of 8 bits that is read: the operand itself, or what its centred integers are made of."""
+    if isinstance(node, fx.Node) and node.target is elementwise.centre:
+        node = node.args[0]
+    if not known_tensor(node, *BYTES, ranks=ranks) or node.op == "get_attr" or qparams(node) is None:
+        return None
+    return node  # type: ignore[no-any-return]
+
+
+def _only_for(node: Any, *targets: Any) -> bool:
+    """Whether a node is a call of one of these, and read by one node."""
+    return isinstance(node, fx.Node) and node.target in targets and len(node.users) == 1
+
+
+def sum_of_products(root: fx.Node) -> Match | None:
+    """A convolution in two dimensions or a linear layer on bytes, the residual added to it, and the requantization to bytes.
+
+    Or the sum itself, where that is the output of a last layer.
+    """
+    if root.target not in (*REQUANTIZATIONS, requantize.accumulator_output):
+        return None
+    covers, total = [root], root.args[0]
+    residual, factor = None, None
+    if _only_for(total, accumulate.add_residual):
+        covers.append(total)  # type: ignore[arg-type]
+        total, added, factor = total.args  # type: ignore[union-attr]
+        residual = bytes_of(added)
+        if residual is None:
+            return None
+    if not _only_for(total, *CONVOLUTIONS, *LINEARS) or not (root.target in REQUANTIZATIONS) <= known_tensor(root, *BYTES):
+        return None
+    assert isinstance(total, fx.Node)
+    covers.append(total)
+    is_linear = total.target in LINEARS
+    operand, weight, bias, *attributes = total.args
+    input = bytes_of(operand, (2, 3) if is_linear else (4,))
+    if input is None or not known_tensor(weight, torch.int8) or (bias is not None and not known_tensor(bias, torch.int32, ranks=(1,))):
+        return None
+    window = {"stride": [1, 1], "padding": [0, 0], "dilation": [1, 1], "groups": 1}
+    if not is_linear:
+        window = dict(zip(window, attributes, strict=False))
+    parts = {"weight": weight, "bias": bias, "factor": factor, "sum": total, **window}
+    return Match(root, tuple(reversed(covers)), (input,) if residual is None else (input, residual), parts)
+
+
+def quantization(root: fx.Node) -> Match | None:
+    """A float32 image, or rows of real numbers, as bytes."""
+    if root.target is not boundary.quantize or not known_tensor(root, *BYTES, ranks=(4,)):
+        return None
+    if not known_tensor(root.args[0], torch.float32):
+        return None
+    return Match(root, (root,), (root.args[0],))  # type: ignore[arg-type]
+
+
+def maximum(root: fx.Node) -> Match | None:
+    """The largest of each window in two dimensions."""
+    if root.target is not pool.max_pool or not known_tensor(root, *BYTES, ranks=(4,)) or bytes_of(root.args[0]) is None:
+        return None
+    window = dict(zip(("kernel", "stride", "begin", "end", "dilation"), root.args[1:], strict=True))
+    return Match(root, (root,), (root.args[0],), window)  # type: ignore[arg-type]
+
+
+def total(root: fx.Node) -> Match | None:
+    """The sum over height and width."""
+    if root.target is not pool.sum:
+        return None
+    operand = bytes_of(root.args[0], (4,))
+    if operand is None or sorted(dim % 4 for dim in root.args[1]) != [2, 3] or not known_tensor(root, torch.int32):  # type: ignore[union-attr, operator]
+        return None
+    return Match(root, (root,), (operand,))
+
+
+def pointwise(root: fx.Node) -> Match | None:
+    """Bytes from one tensor of bytes, or from two, element by element, with numbers that are the same everywhere."""
+    if root.target not in POINTWISE or not known_tensor(root, *BYTES):
+        return None
+    covers: list[fx.Node] = []
+    reads: list[fx.Node] = []
+    if not all(_pointwise(operand, covers, reads) for operand in root.all_input_nodes) or not 1 <= len(reads) <= 2:
+        return None
+    if len(reads) == 2 and math.prod(_trailing(reads[0])) == 1:
+        reads.reverse()  # what has one pixel comes second
+    return Match(root, (*covers, root), tuple(reads))
+
+
+def _trailing(node: fx.Node) -> tuple[int, ...]:
+    """Height and width of an image; of anything else 0."""
+    known = fact(node)
+    assert isinstance(known, TensorFact)
+    return tuple(size if isinstance(size, int) else 0 for size in known.shape[2:]) if len(known.shape) == 4 else (0,)
+
+
+def _pointwise(node: fx.Node, covers: list[fx.Node], reads: list[fx.Node]) -> bool:
+    """Whether a value is a constant number, a tensor of bytes, or made of such; collects what it is made of."""
+    known = fact(node)
+    if not isinstance(known, TensorFact):
+        return False
+    if node.op == "get_attr":
+        return all(size == 1 for size in known.shape) or all(user.target is elementwise.lookup for user in node.users)
+    if known.dtype in BYTES and qparams(node) is not None:
+        if node not in reads:
+            reads.append(node)
+        return len(known.shape) in (2, 3, 4)
+    inner = node.target in POINTWISE and (len(node.users) == 1 or node.target is elementwise.centre)
+    if not inner or not all(_pointwise(operand, covers, reads) for operand in node.all_input_nodes):
+        return False
+    if len(node.users) == 1:
+        covers.append(node)
+    return True
+
+
+def joined(root: fx.Node) -> Match | None:
+    """Images one after another along their channels."""
+    if root.target is not shape.concatenate or not known_tensor(root, *BYTES, ranks=(4,)) or root.args[1] not in (1, -3):
+        return None
+    operands = tuple(root.args[0])  # type: ignore[arg-type]
+    if any(bytes_of(operand, (4,)) is not operand for operand in operands):
+        return None
+    return Match(root, (root,), operands)
+
+
+def without_negatives(model: fx.GraphModule) -> frozenset[fx.Node]:
+    """The quantized tensors that never hold negative centred integers."""
+    found: set[fx.Node] = set()
+    for node in model.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target is requantize.requantize_fixed:
+            low = node.args[6]
+        elif node.target in (requantize.requantize_real, boundary.quantize, elementwise.clamp):
+            low = node.args[1 if node.target is elementwise.clamp else 2]
+        elif node.target in MOVING:
+            operands = [
+                operand for operand in node.all_input_nodes if operand.op != "get_attr" and known_tensor(operand, *BYTES, ranks=range(9))
+            ]
+            low = 0 if operands and len(operands) == len(node.all_input_nodes) and all(operand in found for operand in operands) else -1
+            low = low if node.target is not shape.pad else -1
+        else:
+            continue
+        if low >= 0:
+            found.add(node)
+    return frozenset(found)

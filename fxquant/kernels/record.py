@@ -1,0 +1,190 @@
+"""What a kernel is: a pattern of primitives, which are its meaning, and implementations, each with what it needs to be right.
+
+Between kernels a quantized tensor is held as bytes, channels last: byte b stands for the centred integer b - zero, where the zero is
+the grid's zero point for uint8, 0 for int8 that has no negative integers, and 128 for any other. `Held` says how.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.graph import qparams, resolve
+
+SIZES = tuple[int, ...]
+BIASED = 128  # what is added to int8, where it has negative integers
+ALIGNMENT = 4  # the bytes of a pixel are a multiple of this
+
+
+@dataclass(frozen=True)
+class Match:
+    """Where a pattern was found.
+
+    root    the node whose value the kernel computes
+    covers  the primitives that are computed with it, the root last
+    reads   the quantized tensors, or real ones, that it reads
+    parts   the rest, by name: nodes of constants, numbers, primitives
+    """
+
+    root: fx.Node
+    covers: tuple[fx.Node, ...]
+    reads: tuple[fx.Node, ...]
+    parts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor as kernels hold it: `rows` pixels of `pixel` elements, of which the first `channels` count.
+
+    zero   the byte that stands for the centred integer 0
+    dtype  uint8, or int32 for accumulators, which have no zero
+    """
+
+    sizes: SIZES
+    zero: int = 0
+    dtype: torch.dtype = torch.uint8
+
+    @property
+    def grid(self) -> tuple[int, int, int, int]:
+        """Images, height, width and channels; without a height and a width these are 1."""
+        if len(self.sizes) == 4:
+            batch, channels, height, width = self.sizes
+            return batch, height, width, channels
+        return math.prod(self.sizes[:-1]), 1, 1, self.sizes[-1]
+
+    @property
+    def channels(self) -> int:
+        """How many elements of a pixel count."""
+        return self.grid[3]
+
+    @property
+    def pixel(self) -> int:
+        """The elements of a pixel."""
+        return self.channels if self.dtype == torch.int32 else -(-self.channels // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def rows(self) -> int:
+        """The number of pixels."""
+        return math.prod(self.grid[:3])
+
+    def of(self, held: Tensor) -> Held:
+        """How a tensor with another number of images, or of rows, is held."""
+        images = held.shape[0] // max(1, self.rows // max(1, self.sizes[0]))
+        return replace(self, sizes=(images, *self.sizes[1:]))
+
+    def view(self, held: Tensor) -> Tensor:
+        """The held elements in the order of the tensor's own dimensions."""
+        batch, height, width, channels = self.grid
+        pixels = held.view(batch, height, width, self.pixel)[..., :channels]
+        return pixels.permute(0, 3, 1, 2) if len(self.sizes) == 4 else pixels.reshape(self.sizes)
+
+    def hold(self, value: Tensor, held: Tensor) -> None:
+        """Write a tensor as primitives have it into one as kernels hold it."""
+        batch, height, width, channels = self.grid
+        pixels = held.view(batch, height, width, self.pixel)[..., :channels]
+        value = value.permute(0, 2, 3, 1) if len(self.sizes) == 4 else value.reshape(batch, 1, 1, channels)
+        if value.dtype == torch.int8:
+            value = value.view(torch.uint8)
+            if self.zero:
+                torch.bitwise_xor(value, BIASED, out=pixels) if pixels.is_contiguous() else pixels.copy_(value ^ BIASED)
+                return
+        pixels.copy_(value)
+
+    def plain(self, held: Tensor, dtype: torch.dtype, strides: SIZES) -> Tensor:
+        """A tensor as primitives have it, with these strides."""
+        value = self.view(held)
+        found = torch.empty_strided(self.sizes, strides, dtype=value.dtype, device="cpu")
+        found.copy_(value)
+        if dtype == torch.int8:
+            if self.zero:
+                found.bitwise_xor_(BIASED)
+            return found.view(torch.int8)
+        return found
+
+    def centred(self, held: Tensor) -> Tensor:
+        """The integers it stands for, int64."""
+        return self.view(held).to(torch.int64) - self.zero
+
+
+class Refused(Exception):
+    """Why an implementation is not used at a place."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place where a kernel may run, with everything that is known of it.
+
+    sizes        of every tensor of the graph, for as many images as the proof takes; what is built runs with any number
+    non_negative the quantized tensors without negative centred integers
+    """
+
+    model: fx.GraphModule
+    match: Match
+    sizes: Mapping[fx.Node, SIZES]
+    non_negative: frozenset[fx.Node]
+
+    def constant(self, node: fx.Node | None) -> Tensor | None:
+        """The tensor of a constant."""
+        return None if node is None else resolve(self.model, str(node.target)).detach()
+
+    def tensor(self, name: str) -> Tensor:
+        """A constant among the parts, by name."""
+        found = self.constant(self.match.parts[name])
+        assert found is not None
+        return found
+
+    def held(self, node: fx.Node) -> Held:
+        """How a quantized tensor, or an accumulator, is held."""
+        return held(node, self.sizes[node], node in self.non_negative)
+
+    def result(self) -> Held:
+        """How the result is held."""
+        return self.held(self.match.root)
+
+
+def held(node: fx.Node, sizes: SIZES, non_negative: bool) -> Held:
+    """How kernels hold a quantized tensor of an integer graph, or an accumulator."""
+    known, dtype = qparams(node), node.meta["fact"].dtype
+    if dtype == torch.uint8 and known is not None:
+        return Held(sizes, known.zero_point)
+    if dtype == torch.int8:
+        return Held(sizes, 0 if non_negative else BIASED)
+    return Held(sizes, 0, torch.int32)
+
+
+Bound = Callable[[Sequence[Tensor], Tensor], None]  # from what is read, as it is held, into the result
+
+
+class Built(Protocol):
+    """An implementation at one place, for any number of images, or rows."""
+
+    def bind(self) -> Bound:
+        """A function of its own for one thread at a time."""
+
+
+class Implementation(Protocol):
+    """A way to compute a kernel.
+
+    name     what `explain` calls it
+    reads_held  whether it reads tensors as they are held; else as primitives have them
+    """
+
+    name: str
+    reads_held: bool
+
+    def build(self, site: Site) -> Built:
+        """For one place. Raises Refused where its conditions do not hold, with the reason."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A pattern of primitives, which define it, and how it may be computed, the fastest first."""
+
+    name: str
+    match: Callable[[fx.Node], Match | None]
+    implementations: tuple[Implementation, ...]

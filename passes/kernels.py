@@ -1,0 +1,30 @@
+"""Where a kernel stands for several primitives, the node of the result says so; the primitives stay, and are its meaning.
+
+    %y_convolution = convolution(%x, …)
+    %y = requantize_real(%y_convolution, …)     →     %y is computed by the kernel "sum of products", with %y_convolution
+
+What runs of it is decided where the model runs: see `fxquant.kernels.runner`.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fxquant.graph import set_kernel
+from fxquant.pipeline import Context
+
+
+def fuse(gm: fx.GraphModule, context: Context) -> int:
+    """Every node that a kernel computes says which, and with what other nodes."""
+    changes = 0
+    for node in gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        for kernel in context.kernels:
+            match = kernel.match(node)
+            if match is not None:
+                set_kernel(node, kernel.name, tuple(covered.name for covered in match.covers))
+                context.say(f"%{node.name}: {kernel.name} of {', '.join(covered.name for covered in match.covers)}")
+                changes += 1
+                break
+    return changes
