@@ -40,11 +40,11 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.attend = nn.Embedding(20, 8), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-        self.head = nn.Linear(8, 6)
+        self.embed, self.query, self.head = nn.Embedding(20, 8), nn.Linear(8, 8), nn.Linear(8, 6)
 
     def forward(self, tokens: Tensor) -> dict[str, Any]:
-        scores = self.head(self.attend(self.embed(tokens)))
+        x = self.embed(tokens)
+        scores = self.head(torch.softmax(self.query(x) @ x.transpose(1, 2), -1) @ x)
         return {"best": scores.topk(2, -1), "size": tokens.shape[0], "far": torch.fft.rfft(scores).abs(), "last": scores[-2:].sum(0)}
 
 
@@ -66,7 +66,7 @@ def test_programs_run_without_fxquant_at_every_batch_size(tmp_path: Path) -> Non
     assert result.stdout == "equal\n", result.stderr
 
 
-@pytest.mark.parametrize("target", ["bernoulli", "nash-e", "x86"])
+@pytest.mark.parametrize("target", ["bernoulli", "x86"])
 def test_they_are_the_integer_models_bits(target: str, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(32, 5))
     image = torch.randn(5, 3, 6, 6)
