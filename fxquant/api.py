@@ -228,7 +228,7 @@ def check(
 def convert(
     prepared: fx.GraphModule,
     *,
-    kernels: str = "reference",
+    kernels: str = "auto",
     until: str | Stage | None = None,
     debug: int | None = None,
     dump: str | os.PathLike[str] | None = None,
@@ -237,9 +237,9 @@ def convert(
 
     It takes and returns what the float model does. The prepared model is left untouched.
 
-    With kernels="auto" it runs on a processor, from the second call with inputs of some sizes on, with kernels that hold 8-bit tensors as
-    bytes and sum products of bytes, each proved equal to the primitives of the graph on this machine; `explain` tells which run, and
-    why others do not. The numbers are the same.
+    Unless kernels="reference" it runs on a processor, from the second call with inputs of some sizes on, with kernels that hold 8-bit
+    tensors as bytes and sum products of bytes, each proved equal to the primitives of the graph on this machine; `explain` tells which
+    run, and why others do not. The numbers are the same.
 
     Raises NotCalibrated where a scale is unknown, and AccumulatorOverflow where a sum cannot be proved to fit.
     """
@@ -523,10 +523,10 @@ def save(model: fx.GraphModule | Observations, path: str | os.PathLike[str]) -> 
 
 
 @checked(path=PATH)
-def load(path: str | os.PathLike[str], *, kernels: str = "reference") -> Any:
+def load(path: str | os.PathLike[str], *, kernels: str = "auto") -> Any:
     """What `save` wrote: a GraphModule, on the CPU, or Observations. Nothing a file names is imported.
 
-    An integer model runs with kernels="auto" as it does after `convert` with the same.
+    An integer model runs with the kernels of this machine; kernels="reference" leaves them out, as for `convert`.
 
     Raises ExportError if the file is missing, damaged, or nothing that this fxquant reads.
     """

@@ -43,10 +43,16 @@ class Arithmetic:
     share_concat: bool = False  # concat's operands share one scale, instead of being requantized
     add_fraction_bits: int = 14  # the common scale of an addition is 2^-14 of the larger one
     resize_fraction_bits: int = 16
+    residual: str = "accumulator"  # what is added to a layer: to its sum of products, or, "requantize", to its requantized 8 bits
 
     primitives: ClassVar[frozenset[Function]] = frozenset()  # with which it requantizes and aligns
     multiplies_by: ClassVar[str] = ""  # what brings an accumulator to a scale, in words
     adds_zero_points: ClassVar[bool] = False  # whether it requantizes to affine grids
+
+    @property
+    def adds_in_output_steps(self) -> bool:
+        """Whether a sum of 8-bit tensors is formed in fractions of a step of its result, and not of its largest term's."""
+        return False
 
     def requantize(
         self,
@@ -148,6 +154,10 @@ class RealArithmetic(Arithmetic):
     primitives = frozenset((requantize_real, align_real))
     multiplies_by = "a float32 multiplier"
     adds_zero_points = True
+
+    @property
+    def adds_in_output_steps(self) -> bool:
+        return self.residual == "requantize"
 
     def requantize(
         self,

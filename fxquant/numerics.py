@@ -7,7 +7,7 @@ definitions are those of backends/bpu/ARITHMETIC.md, and the slow oracle in test
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -335,6 +335,30 @@ def real_multiplier(ratio: Ratio) -> Tensor:
     """The ratio rounded once, half to even, to float32; one beyond is the largest float32, with which every non-zero integer saturates."""
     mantissa, k = ratio.mantissa(24)
     return (mantissa.double() * power_of_two(-k)).clamp_max(LARGEST_FLOAT32).float()
+
+
+def narrow_multipliers(ratios: Sequence[Ratio]) -> tuple[int, list[Tensor]]:
+    """(n, [M, …]): the terms of a sum in fractions of 2^-n of a step, M = min(round_half_even(ratio · 2^n), 2^14), int64 scalars.
+
+    n is the largest of 0…14 for which no M but that minimum exceeds 2^14; 0 if there is none. Three times 255 · 2^14 is below 2^24:
+    float32 adds two terms of 8 bits and a zero point exactly, in any order.
+    """
+    for bits in range(NARROW_BITS, -1, -1):
+        found = [_limited_multiplier(ratio, bits) for ratio in ratios]
+        if bits == 0 or all(int(multiplier) <= LARGEST_NARROW_MULTIPLIER for multiplier in found):
+            break
+    return bits, [multiplier.clamp_max(LARGEST_NARROW_MULTIPLIER) for multiplier in found]
+
+
+def _limited_multiplier(ratio: Ratio, bits: int) -> Tensor:
+    """round_half_even(ratio · 2^bits); something larger than 2^14 where it is that."""
+    large = float(ratio.approximate()) > 2.0 * LARGEST_NARROW_MULTIPLIER
+    exponent = torch.tensor(bits, dtype=torch.int64, device=ratio.numerators[0].device)
+    return torch.full_like(exponent, 2 * LARGEST_NARROW_MULTIPLIER) if large else ratio.rounded(exponent)
+
+
+NARROW_BITS = 14
+LARGEST_NARROW_MULTIPLIER = 2**NARROW_BITS
 
 
 # ---- weights ------------------------------------------------------------------------------------------------------

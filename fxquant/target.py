@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
 from fxquant.arithmetic import Arithmetic
+from fxquant.errors import ConfigurationError
 from fxquant.numerics import ACTIVATION_TYPES
+
+RESIDUALS = ("accumulator", "requantize")  # see `Arithmetic.residual`
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,18 @@ class Target:
     def __post_init__(self) -> None:
         if not self.arithmetic.adds_zero_points and any(ACTIVATION_TYPES[name].affine for name in self.activations):
             raise ValueError(f"{self.name}: its arithmetic adds no zero point, so it has no affine activations")
+
+    def adding_residuals(self, how: str) -> Target:
+        """The same target with another choice of `Arithmetic.residual`; its name says so: "nash-e/requantize"."""
+        if how == self.arithmetic.residual:
+            return self
+        if how not in RESIDUALS:
+            raise ConfigurationError(
+                f"{how!r} is no way to add a residual",
+                because=f"it is one of {' and '.join(map(repr, RESIDUALS))}",
+                remedy=f'write one of them behind the target, as in "{self.name}/{RESIDUALS[0]}", or nothing',
+            )
+        return replace(self, name=f"{self.name}/{how}", arithmetic=replace(self.arithmetic, residual=how))
 
     def computes_in_float16(self, name: str) -> bool:
         """Whether it computes an operator of this name in float16: a function's, or a module's class ("LayerNorm")."""

@@ -400,6 +400,7 @@ class Rules:
     power_of_two_weights: bool = False
     per_channel: bool = True
     weight_bits: int = 8
+    in_output_steps: bool = False  # whether 8-bit tensors are added as section 21 says, residuals among them
 
     @property
     def largest_weight(self) -> int:
@@ -437,9 +438,19 @@ def aligned(q: int, ratio: Fraction, on: Grid, rules: Rules) -> int:
 def added(q: int, r: int, x: Grid, y: Grid, to: Grid, rules: Rules, alpha: Fraction = Fraction(1), clamp: Clamp | None = None) -> int:
     """q + alpha · r."""
     steps = x.scale, y.scale * abs(alpha)
+    if rules.in_output_steps and max(x.bits, y.bits, to.bits) <= 8:
+        return added_in_output_steps(q, r if alpha > 0 else -r, [step / to.scale for step in steps], *limits(to, clamp))
     unit = max(steps) / 2**14
     one, other = (aligned(value, step / unit, on, rules) for value, step, on in zip((q, r), steps, (x, y), strict=True))
     return requantized(one + other if alpha > 0 else one - other, unit, to, rules, clamp)
+
+
+def added_in_output_steps(q: int, r: int, ratios: list[Fraction], low: int, high: int) -> int:
+    """q · ratios[0] + r · ratios[1], in fractions of a step (section 21)."""
+    fitting = [n for n in range(15) if all(half_even(ratio * 2**n) <= 2**14 for ratio in ratios)]
+    n = max(fitting, default=0)
+    one, other = (min(half_even(ratio * 2**n), 2**14) for ratio in ratios)
+    return limited(half_even(Fraction(q * one + r * other, 2**n)), low, high)
 
 
 def added_constant(
@@ -621,7 +632,8 @@ def finished(
     fused = False
     if residual is not None:
         multipliers = [residual_multiplier(residual[1].scale, x.scale, s) for s in made.scales]
-        fused = min(multipliers) >= (16 if residual[1].bits == 4 else 256)  # B is far below A for layers of a few elements
+        fused = not (rules.in_output_steps and to.bits <= 8)
+        fused = fused and min(multipliers) >= (16 if residual[1].bits == 4 else 256)  # B is far below A for layers of a few elements
     inner = replace(to, low=-128, high=127, bits=8) if to.bits == 4 else to
 
     def element(index: tuple[int, ...]) -> int:

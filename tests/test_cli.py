@@ -95,7 +95,7 @@ def test_the_demonstration(outcomes: list[run.Outcome], tmp_path: Path, capsys: 
     assert outcome.report.mismatches == 0
     assert outcome.report.flips == 0
     assert outcome.report.tensors >= 20
-    assert len(outcome.report.pairs) == 5, "four runtimes, and the prepared model"
+    assert len(outcome.report.pairs) == 7, "four runtimes and the kernels, the prepared model, and the kernels again"
     assert outcome.float_nodes == 0
     assert outcome.target == "bayes-e"
     exact = {value for name, value in outcome.accuracies.items() if name.startswith(("prepared", "integer", "ONNX"))}
@@ -105,7 +105,7 @@ def test_the_demonstration(outcomes: list[run.Outcome], tmp_path: Path, capsys: 
 
     steps = ["trace", *(step.name for step in PIPELINE if step.reaches is not fxq.Stage.FUSED)]
     assert sorted(file.name for file in (tmp_path / "passes").iterdir()) == [f"{i:02d}-{name}.txt" for i, name in enumerate(steps)]
-    assert steps[-1] == "integer.lower"
+    assert steps[-1] == "kernels.fuse"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["explain.txt", "model.onnx", "passes"]
     assert "none is left in float" in (tmp_path / "explain.txt").read_text(encoding="utf-8")
     shown = capsys.readouterr().out

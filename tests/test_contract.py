@@ -64,7 +64,7 @@ def images(name: str, count: int, batch: int = 0) -> Tensor:
 
 
 def exported(name: str, target: str, directory: Path) -> Path:
-    return fxq.export_onnx(compiled(name, target).integer, directory / "model.onnx")
+    return fxq.export_onnx(compiled(name, target).integer, directory / "model.onnx", style="exact")
 
 
 # ---- E1, E2, E3 on whole models ---------------------------------------------------------------------------------------
@@ -612,7 +612,7 @@ def test_a_bound_in_the_file_that_is_off_by_one_is_located(target: str, tmp_path
 @pytest.mark.parametrize("role", ["bias", "multiplier"])
 def test_a_constant_of_the_integer_graph_that_is_off_by_one_is_located(target: str, role: str, tmp_path: Path) -> None:
     prepared, integer = fresh("demo network", target)
-    path = fxq.export_onnx(integer, tmp_path / "model.onnx")
+    path = fxq.export_onnx(integer, tmp_path / "model.onnx", style="exact")
     before, accumulator, result = layer_nodes(integer)
     constant = resolve(integer, f"integer.{LAYER}.{role}")
     constant.copy_(constant * (1 + LAST_OF_15_BITS) if constant.is_floating_point() else constant + 1)

@@ -45,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.model": {"codegen", "errors", "graph"},
     "fxquant.kernels": {"facts", "graph", "kernels", "model", "numerics", "primitives", "progress"},
     "fxquant.quantization.rules": {"graph", "mapping", "ops", "spec"},
-    "fxquant.target": {"arithmetic", "numerics"},
+    "fxquant.target": {"arithmetic", "errors", "numerics"},
     "fxquant.quantization.learning": {"learning", "numerics"},
     "fxquant.quantization.quantizer": BASE | {"learning"},
     "fxquant.quantization.weights": BASE | {"learning", "quantizer"},

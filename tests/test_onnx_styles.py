@@ -520,7 +520,7 @@ def test_weights_beside_the_file(style: str, tmp_path: Path) -> None:
     else:
         report = verified(integer, path)
         assert report, str(report)
-        assert len(report.pairs) == 4
+        assert len(report.pairs) == 5
 
 
 @pytest.mark.parametrize("style", ["exact", "fast", "qdq"])

@@ -363,8 +363,8 @@ FORMATS = (
     Format("nash-e", "int8", "int8", "int8", REAL),
     Format("nash-m", "int16", "int16", "int16", REAL),
     Format("nash-e", "int16", "int8", "int16", replace(REAL, weight_bits=16), "int16"),
-    Format("x86", "uint8", "uint8", "uint8", REAL),
-    Format("qnnpack", "uint8", "int8", "uint8", Rules("real", per_channel=False)),
+    Format("x86", "uint8", "uint8", "uint8", replace(REAL, in_output_steps=True)),
+    Format("qnnpack", "uint8", "int8", "uint8", Rules("real", per_channel=False, in_output_steps=True)),
 )
 BITS = {"int4": 4, "int8": 8, "uint8": 8, "int16": 16}
 HOW = ("any scale", "powers of two", "next to powers of two")  # of two the sums are ties; next to them a mantissa is rounded up to one

@@ -48,9 +48,9 @@ def image() -> Tensor:
 def graph_at(stage: Stage) -> fx.GraphModule:
     if stage is Stage.TRACED:
         return fxq.trace(Net(), image())
-    prepared, integer = compiled(Net(), [image()])
+    prepared, fused = compiled(Net(), [image()])
     if stage >= Stage.PREPARED:
-        return {Stage.PREPARED: prepared, Stage.INTEGER: integer}.get(stage) or fxq.convert(prepared, kernels="auto")
+        return {Stage.PREPARED: prepared, Stage.FUSED: fused}.get(stage) or fxq.convert(prepared, kernels="reference")
     return fxq.prepare(Net(), image(), until=stage)
 
 

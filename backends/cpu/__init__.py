@@ -6,7 +6,7 @@ from fxquant.target import Target
 
 __all__ = ["KERNELS", "TARGETS"]
 
-REAL = RealArithmetic("real")
+REAL = RealArithmetic("real", residual="requantize")  # onnxruntime adds 8-bit tensors much faster than accumulators
 ACTIVATIONS = ("uint8", "int8", "int4", "int32")
 WEIGHTS = ("int4", "int8")
 

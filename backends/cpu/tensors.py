@@ -145,6 +145,9 @@ class OneDnn:
             raise Refused(f"a sum can reach {layer.largest:.0f}, beyond 2^24")
         if site.result().dtype == torch.int32:
             raise Refused("its result is a sum")
+        for length, spread, padding in zip(layer.weight.shape[2:], layer.window["dilation"], layer.window["padding"], strict=True):
+            if padding > spread * (length - 1):  # seen to crash, on pages that are not mapped
+                raise Refused("oneDNN reads outside of the image where a whole window is padding")
         input, groups = site.held(site.match.reads[0]), layer.window["groups"]
         weight = F.pad(layer.weight, (0, 0, 0, 0, 0, input.pixel - input.channels)) if groups == 1 else layer.weight
         outer = weight.shape[0]

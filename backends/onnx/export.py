@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ from fxquant.graph import is_deployed, resolve
 from fxquant.primitives import PRIMITIVES
 from fxquant.target import Target
 
+logger = logging.getLogger("fxquant")
+
 # Of each style: the opsets it can be written in, and the one it is written in unless told otherwise.
 STYLES = {"exact": (range(17, 22), 21), "fast": (range(17, 22), 21), "qdq": (range(11, 22), 17)}
 
@@ -28,7 +31,7 @@ STYLES = {"exact": (range(17, 22), 21), "fast": (range(17, 22), 21), "qdq": (ran
 def export_onnx(
     integer: fx.GraphModule,
     path: str | os.PathLike[str],
-    style: str = "exact",
+    style: str = "auto",
     io: str = "float",
     opset: int | None = None,
     input_names: Sequence[str] | None = None,
@@ -38,7 +41,9 @@ def export_onnx(
 ) -> Path:
     """Write the integer model as an ONNX file, and return its path.
 
-    style  "exact": standard operators on whole numbers, the same bits in every runtime, at any optimisation
+    style  "auto": "fast" where this target has it and every kernel is exact here without session options, else "exact"; the log says
+           which, and so does `onnx_metadata`.
+           "exact": standard operators on whole numbers, the same bits in every runtime, at any optimisation
            "fast": the same bits by uint8 kernels, proved in onnxruntime before it is written; for targets with
            float32 requantization (nash-e, nash-m, x86, qnnpack). Its metadata names session options to run it with,
            above all on x86 processors without VNNI.
@@ -55,7 +60,7 @@ def export_onnx(
     appears whole or not at all. Raises ConfigurationError or ExportError.
     """
     check_arguments(integer, style, io, opset)
-    version = STYLES[style][1] if opset is None else opset
+    version = STYLES[_strict(style)][1] if opset is None else opset
     save_model(build(integer, style, io, version, input_names, output_names), Path(path), external_data)
     return Path(path)
 
@@ -64,9 +69,35 @@ def build(
     integer: fx.GraphModule, style: str, io: str, opset: int, input_names: Sequence[str] | None, output_names: Sequence[str] | None
 ) -> onnx.ModelProto:
     """The model in memory."""
+    if style == "auto":
+        found = _fast_if_exact(integer, io, opset, input_names, output_names) if _has_kernels(integer) else None
+        logger.info("style 'auto': written in style '%s'", "exact" if found is None else "fast")
+        return Writer(integer, io, opset).write(input_names, output_names) if found is None else found
     if style == "fast":
-        return write_fast(integer, io, opset, input_names, output_names)
+        fast = write_fast(integer, io, opset, input_names, output_names)
+        assert fast is not None
+        return fast
     return (QdqWriter if style == "qdq" else Writer)(integer, io, opset).write(input_names, output_names)
+
+
+def _fast_if_exact(
+    integer: fx.GraphModule, io: str, opset: int, input_names: Sequence[str] | None, output_names: Sequence[str] | None
+) -> onnx.ModelProto | None:
+    try:
+        return write_fast(integer, io, opset, input_names, output_names, plain=True)
+    except ExportError as error:  # the whole differs, or nothing can be written, which the exact style says as well
+        logger.warning("style 'auto': 'fast' cannot be used: %s", error.because)
+        return None
+
+
+def _strict(style: str) -> str:
+    """The style that is as strict about opsets."""
+    return "exact" if style == "auto" else style
+
+
+def _has_kernels(integer: fx.GraphModule) -> bool:
+    target: Target = integer.meta["target"]
+    return has_kernels(target.arithmetic)
 
 
 def check_arguments(integer: fx.GraphModule, style: str, io: str, opset: int | None) -> None:
@@ -78,12 +109,12 @@ def check_arguments(integer: fx.GraphModule, style: str, io: str, opset: int | N
             remedy="call fxq.convert(prepared) first",
         )
     _check_constants(integer)
-    _check_choice("style", style, list(STYLES))
+    _check_choice("style", style, ["auto", *STYLES])
     _check_choice("io", io, ["float", "integer"])
-    opsets, default = STYLES[style]
+    opsets, default = STYLES[_strict(style)]
     _check_choice("opset", default if opset is None else opset, list(opsets))
     target: Target = integer.meta["target"]
-    if style == "fast" and not has_kernels(target.arithmetic):
+    if style == "fast" and not _has_kernels(integer):
         raise ConfigurationError(
             f"style='fast' cannot be used for {target.name}",
             because=f"it requantizes by {target.arithmetic.multiplies_by}, and ONNX's integer operators multiply by a float32 number",

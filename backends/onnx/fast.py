@@ -35,12 +35,23 @@ def has_kernels(arithmetic: Arithmetic) -> bool:
 
 
 def write_fast(
-    integer: fx.GraphModule, io: str, opset: int, input_names: Sequence[str] | None, output_names: Sequence[str] | None
-) -> onnx.ModelProto:
-    """The model in memory, compared with the integer graph. Raises ExportError if it differs as a whole."""
+    integer: fx.GraphModule,
+    io: str,
+    opset: int,
+    input_names: Sequence[str] | None,
+    output_names: Sequence[str] | None,
+    *,
+    plain: bool = False,
+) -> onnx.ModelProto | None:
+    """The model in memory, compared with the integer graph. Raises ExportError if it differs as a whole.
+
+    If `plain`, None where there is no kernel, or one is not exact here in a session without options.
+    """
     kernels = FastWriter(integer, io, opset).kernels()
     settings: dict[str, str] = {}
     refused = [node for node in kernels if not _kernel_is_exact(integer, node, opset, settings)]
+    if plain and (refused or not kernels):
+        return None
     if refused:
         settings = PRECISE
         refused = [node for node in kernels if not _kernel_is_exact(integer, node, opset, settings)]
@@ -79,14 +90,13 @@ def _whole_range(operand: fx.Node, generator: torch.Generator) -> Tensor:
 def _kernel_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int, settings: Mapping[str, str]) -> bool:
     """Whether one integer kernel, alone, gives PyTorch's integers for operands of the whole range."""
     writer = FastWriter(integer, "integer", opset)
-    kernel = writer.kernel_of(node)
-    assert kernel is not None
+    parts = writer.parts_of(node)
     generator = torch.Generator().manual_seed(0)
     given: dict[fx.Node, Tensor] = {}
-    for operand in (*map(plain, kernel.all_input_nodes), *node.all_input_nodes):
+    for operand in dict.fromkeys(plain(read) for part in (*parts, node) for read in part.all_input_nodes):
         if operand.op == "get_attr":
             given[operand] = writer.values[operand] = resolve(integer, str(operand.target)).cpu()
-        elif operand is not kernel:
+        elif operand not in parts:
             given[operand] = _whole_range(operand, generator)
             writer.values[operand] = operand.name
             writer.emitter.types[operand.name] = torch.uint8
@@ -105,10 +115,11 @@ def _kernel_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int, setting
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
     with torch.no_grad():
-        for centred in kernel.all_input_nodes:
-            if centred not in given:
-                given[centred] = given[plain(centred)].to(torch.int32) - zero_point(plain(centred))
-        given[kernel] = kernel.target(*fx.map_arg(kernel.args, given.__getitem__))  # type: ignore[operator]
+        for part in parts:
+            for centred in part.all_input_nodes:
+                if centred not in given:
+                    given[centred] = given[plain(centred)].to(torch.int32) - zero_point(plain(centred))
+            given[part] = part.target(*fx.map_arg(part.args, given.__getitem__))  # type: ignore[operator]
         wanted: Tensor = node.target(*fx.map_arg(node.args, given.__getitem__))  # type: ignore[operator]
     return torch.equal(_run(model, fed, settings)[result].to(torch.int16) - moved_by(node), wanted.to(torch.int16))
 

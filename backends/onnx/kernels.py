@@ -20,8 +20,8 @@ from fxquant.backends.onnx.emitter import Emitter, value_info
 from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.writer import Writer
 from fxquant.facts import TensorFact
-from fxquant.graph import fact, zero_point
-from fxquant.numerics import BOUNDARY_LIMIT
+from fxquant.graph import fact, resolve, zero_point
+from fxquant.numerics import BOUNDARY_LIMIT, LARGEST_NARROW_MULTIPLIER, NARROW_BITS
 from fxquant.primitives import (
     PRIMITIVES,
     Primitive,
@@ -74,10 +74,11 @@ class FastWriter(Writer):
         self.refused = refused
         self.settings = settings or {}
         self.converted: dict[tuple[str, torch.dtype], str] = {}
+        self.parts = {part for node in integer.graph.nodes for part in self.parts_of(node)}
 
     def kernels(self) -> list[fx.Node]:
         """The requantizations that become part of an integer kernel."""
-        return [node for node in self.integer.graph.nodes if self.kernel_of(node) is not None]
+        return [node for node in self.integer.graph.nodes if self.parts_of(node)]
 
     def metadata(self, outputs: list[onnx.ValueInfoProto]) -> dict[str, Any]:
         kernels = {"integer": [node.name for node in self.kernels()], "refused": list(self.refused)}
@@ -102,7 +103,7 @@ class FastWriter(Writer):
     # ---- nodes ------------------------------------------------------------------------------------------------------
 
     def emit(self, node: fx.Node, record: Primitive) -> str | None:
-        if self._is_part(node) or plain(node) is not node:
+        if node in self.parts or plain(node) is not node:
             return None  # a later node computes it too
         own = FORMS.get(node.target)
         result = None if own is None else own(self, node, *node.args)
@@ -112,20 +113,29 @@ class FastWriter(Writer):
         """Append a primitive in its own form, with its arguments as `take` gives them."""
         return PRIMITIVES[node.target].onnx(self.emitter, *fx.node.map_aggregate(node.args, take))  # type: ignore[index]
 
-    def _is_part(self, node: fx.Node) -> bool:
-        """Whether a sum is part of the kernel that its requantization becomes."""
-        return len(node.users) == 1 and self.kernel_of(next(iter(node.users))) is node
-
-    def kernel_of(self, node: fx.Node) -> fx.Node | None:
-        """The sum of 8-bit products that becomes one kernel with this requantization; None if there is none."""
+    def parts_of(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """What becomes one kernel with this requantization, in order: a sum of 8-bit products, or of two 8-bit tensors; or nothing."""
         if node.target is not requantize_real or node.args[4] not in EIGHT_BITS or node.name in self.refused:
-            return None
+            return ()
         total = node.args[0]
         assert isinstance(total, fx.Node)
-        known = total.target in CONVOLUTIONS or total.target in LINEARS or total.target in PRODUCTS
-        if not known or len(total.users) != 1:
-            return None
-        return total if all(_is_8_bits(plain(operand)) for operand in total.args[:2]) else None
+        if len(total.users) != 1:
+            return ()
+        if total.target in CONVOLUTIONS or total.target in LINEARS or total.target in PRODUCTS:
+            return (total,) if all(_is_8_bits(plain(operand)) for operand in total.args[:2]) else ()
+        return (*_terms(total), total) if self._adds_exactly(node, total) else ()
+
+    def _adds_exactly(self, node: fx.Node, total: fx.Node) -> bool:
+        """Whether float32 adds two tensors of 8 bits, as fractions of a step of the result, exactly: ARITHMETIC.md, section 11."""
+        terms = _terms(total)
+        if self.opset < _DEQUANTIZES_BYTES or total.target not in (elementwise.add, elementwise.subtract) or len(terms) != 2:
+            return False
+        if not all(len(term.users) == 1 and _is_8_bits(plain(term.args[0])) and plain(term.args[0]).op != "get_attr" for term in terms):
+            return False
+        factors = [resolve(self.integer, str(term.args[1].target)) for term in terms]  # type: ignore[union-attr]
+        step = float(resolve(self.integer, str(node.args[1].target)))  # type: ignore[union-attr]
+        whole = all(factor.numel() == 1 and float(factor) == int(factor) <= LARGEST_NARROW_MULTIPLIER for factor in factors)
+        return whole and step in _NARROW_STEPS
 
     def operand(self, value: Any) -> Any:
         """An int8 value as the real whole numbers, which an exact form reads; an affine one as it is stored, or centred."""
@@ -186,6 +196,15 @@ def plain(value: Any) -> Any:
     return value.args[0] if isinstance(value, fx.Node) and value.target is elementwise.centre else value
 
 
+def _terms(total: fx.Node) -> tuple[fx.Node, ...]:
+    """The tensors of a sum, each in steps of it."""
+    return tuple(term for term in total.args if isinstance(term, fx.Node) and term.target is elementwise.align_real)
+
+
+_DEQUANTIZES_BYTES = 19  # before, ONNX's own evaluator has no DequantizeLinear of uint8
+_NARROW_STEPS = frozenset(2.0**-bits for bits in range(NARROW_BITS + 1))
+
+
 def stored_zero_point(node: Any) -> int:
     """What stands for 0 where a node's value is uint8; a constant beside it is int8."""
     return zero_point(node) if isinstance(node, fx.Node) and fact(node).dtype == torch.uint8 else ZERO_POINT
@@ -242,18 +261,20 @@ def _requantize(
     if dtype not in EIGHT_BITS:
         return None
     e, factor = w.emitter, w.values[multiplier]
-    kernel = w.kernel_of(node)
-    if kernel is None:
+    parts = w.parts_of(node)
+    if not parts:
         value = w.real(accumulator)  # or a quantized tensor that gets another scale
         value = value if e.dtype(value) == torch.float32 else e.node("Cast", value, to=torch.float32)
         bits = torch.iinfo(fact(accumulator).dtype).bits
         result = _rounded(w, node, e.node("Round", value), factor, min(bits, 32))  # a barrier, as in `requantize_real`'s own form
-    elif kernel.target in CONVOLUTIONS:
-        result = _convolution(w, node, factor, *kernel.args)
-    elif kernel.target in LINEARS:
-        result = _linear(w, node, factor, *kernel.args)
+    elif parts[-1].target in CONVOLUTIONS:
+        result = _convolution(w, node, factor, *parts[-1].args)
+    elif parts[-1].target in LINEARS:
+        result = _linear(w, node, factor, *parts[-1].args)
+    elif parts[-1].target in PRODUCTS:
+        result = _product(w, node, factor, *parts[-1].args)
     else:
-        result = _product(w, node, factor, *kernel.args)
+        result = _sum(w, node, factor, "Add" if parts[-1].target is elementwise.add else "Sub", parts[:-1])
     return _limited(e, result, low, high, stored_zero_point(node))
 
 
@@ -301,6 +322,19 @@ def _product(w: FastWriter, node: fx.Node, multiplier: Tensor, left: Any, right:
     e, one, zero = w.emitter, w.emitter.constant(1.0), w.zero(node)
     operands = (w.shifted(left), one, w.zero(left), w.shifted(right), e.constant(multiplier.reshape(())), w.zero(right))
     return e.node("QLinearMatMul", *operands, one, zero)
+
+
+def _sum(w: FastWriter, node: fx.Node, multiplier: Tensor, kind: str, terms: tuple[fx.Node, ...]) -> str:
+    """Every number in it has at most 24 bits, so runtimes may form the sum in any order: onnxruntime's QLinearAdd is one."""
+    e = w.emitter
+    apart = stored_zero_point(node) % 2  # QLinearAdd rounds with the zero point added, which would move a tie to another even number
+    real = []
+    for term in terms:
+        scale = (w.values[term.args[1]] * multiplier * 2**apart).reshape(())
+        real.append(e.node("DequantizeLinear", w.shifted(term.args[0]), e.constant(scale), w.zero(term.args[0])))
+    total = e.node(kind, *real)
+    total = e.node("Mul", total, e.constant(0.5)) if apart else total
+    return e.node("QuantizeLinear", total, e.constant(1.0), w.zero(node))
 
 
 @form(dequantize)

@@ -73,13 +73,13 @@ def run(site: Site, implementation: Implementation, built: Built, given: dict[fx
     for node in site.match.reads:
         if implementation.reads_held and not fact(node).dtype.is_floating_point:
             form = site.held(node)
-            tensor = torch.empty(form.rows, form.pixel, dtype=torch.uint8, device="cpu")
+            tensor = form.memory()
             form.hold(given[node], tensor)
             inputs.append(tensor)
         else:
             inputs.append(given[node])
     result = site.result()
-    output = torch.empty(result.rows, result.pixel, dtype=result.dtype, device="cpu")
+    output = result.memory()
     built.bind()(inputs, output)
     return output
 

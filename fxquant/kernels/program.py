@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from fxquant.graph import resolve
 from fxquant.kernels.admission import is_primitive
-from fxquant.kernels.record import Bound, Built, Held, Implementation, Match, held
+from fxquant.kernels.record import SLACK, Bound, Built, Held, Implementation, Match, held
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # sizes, strides
 Step = Callable[[list[Any]], None]  # on the values, by their places
@@ -197,7 +197,7 @@ class _Instance:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        memory = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in program.slots]
+        memory = [torch.empty(size + SLACK, dtype=torch.uint8, device="cpu") for size in program.slots]
         self.buffers: dict[int, Tensor] = {}
         for place, form in program.buffers.items():
             size = form.rows * form.pixel * form.dtype.itemsize

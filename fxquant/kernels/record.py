@@ -19,6 +19,7 @@ from fxquant.graph import qparams, resolve
 SIZES = tuple[int, ...]
 BIASED = 128  # what is added to int8, where it has negative integers
 ALIGNMENT = 4  # the bytes of a pixel are a multiple of this
+SLACK = 64  # bytes behind a held tensor that vector instructions may read
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,11 @@ class Held:
     def rows(self) -> int:
         """The number of pixels."""
         return math.prod(self.grid[:3])
+
+    def memory(self) -> Tensor:
+        """Memory of its own, rows by pixels, with the slack behind it."""
+        size = self.rows * self.pixel
+        return torch.empty(size + SLACK // self.dtype.itemsize, dtype=self.dtype, device="cpu")[:size].view(self.rows, self.pixel)
 
     def of(self, held: Tensor) -> Held:
         """How a tensor with another number of images, or of rows, is held."""

@@ -18,12 +18,13 @@ from torch import Tensor, fx
 from fxquant.facts import TensorFact
 from fxquant.graph import fact, is_parameter
 from fxquant.lowering import Clamp, Lowering, Quantized
-from fxquant.numerics import FLOAT32_EXACT, Ratio
+from fxquant.numerics import FLOAT32_EXACT, LARGEST_NARROW_MULTIPLIER, Ratio, narrow_multipliers
 from fxquant.ops.activation import clamp
 from fxquant.ops.form import Call
 from fxquant.ops.record import Instead, Operator, register
 from fxquant.ops.selection import where
 from fxquant.primitives import elementwise
+from fxquant.primitives.requantize import requantize_real
 from fxquant.quantization.rounding import straight_through
 
 Operand = Quantized | Tensor | float
@@ -76,6 +77,8 @@ def _lower_sub(lowering: Lowering, input: Operand, other: Operand, alpha: float 
 def _lower_sum(lowering: Lowering, terms: dict[str, tuple[Operand, float]], clamp: Clamp | None) -> Quantized:
     """The terms that are activations on the common scale, and a constant in whole steps of it, requantized once."""
     tensors = {role: (operand, factor) for role, (operand, factor) in terms.items() if isinstance(operand, Quantized)}
+    if len(tensors) == len(terms) and _in_output_steps(lowering, tensors):
+        return _lower_narrow_sum(lowering, tensors, clamp)
     constants = {role: (operand, factor) for role, (operand, factor) in terms.items() if not isinstance(operand, Quantized)}
     steps = {role: _step(operand, factor) for role, (operand, factor) in tensors.items()}
     larger = max(steps.values(), key=lambda ratio: float(ratio.approximate()))
@@ -104,6 +107,40 @@ def _lower_sum(lowering: Lowering, terms: dict[str, tuple[Operand, float]], clam
             total = lowering.call(elementwise.add_constant, total, lowering.constant(name, held, torch.int32))
     lowering.prove(bound, "the sum")
     return lowering.requantize(total, Ratio(larger.numerators, (unit,)), clamp)
+
+
+def _in_output_steps(lowering: Lowering, tensors: dict[str, tuple[Quantized, float]]) -> bool:
+    narrow = all(operand.dtype.bits <= 8 for operand, _ in tensors.values()) and lowering.output.dtype.bits <= 8
+    return lowering.arithmetic.adds_in_output_steps and narrow
+
+
+def _lower_narrow_sum(lowering: Lowering, terms: dict[str, tuple[Quantized, float]], clamp: Clamp | None) -> Quantized:
+    """The terms in whole numbers of 2^-n of a step of the result, of 15 bits: float32 adds them and what is left exactly, in any order."""
+
+    def exact() -> Any:
+        grid = lowering.output.grid
+        ratios = {role: _step(operand, factor).over(grid.scale) for role, (operand, factor) in terms.items()}
+        bits, multipliers = narrow_multipliers(list(ratios.values()))
+        total: Any = None
+        for (role, (operand, factor)), multiplier in zip(terms.items(), multipliers, strict=True):
+            held = lowering.constant(f"{role}_multiplier", multiplier.float(), torch.float32)
+            aligned = lowering.call(elementwise.align_real, operand.value, held, False)
+            if total is None:
+                total = aligned if factor > 0 else lowering.call(elementwise.negate, aligned)
+            else:
+                total = lowering.call(elementwise.add if factor > 0 else elementwise.subtract, total, aligned)
+        step = lowering.constant("multiplier", _factor(2.0**-bits, next(iter(ratios.values()))).float(), torch.float32)
+        low, high = lowering.bounds(clamp, lowering.output)
+        value = lowering.call(requantize_real, total, step, low, high, grid.type.storage, *lowering.offset(grid))
+        return lowering.holds(value, lowering.output)
+
+    def real() -> Tensor:
+        total: Any = sum(operand.real() * factor for operand, factor in terms.values())
+        return _clamped(total, clamp)
+
+    largest = sum(LARGEST_NARROW_MULTIPLIER * operand.grid.magnitude for operand, _ in terms.values())
+    lowering.prove(torch.tensor(float(largest), dtype=torch.float64, device="cpu"), "the sum")
+    return lowering.result(exact, real)
 
 
 def _magnitude(constant: Tensor | float) -> float:

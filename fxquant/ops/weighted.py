@@ -178,7 +178,7 @@ def _least_scale(lowering: Lowering, input: Quantized, bias: Tensor | None, resi
     found = []
     if bias is not None:
         found.append(least_scale_for_bias(bias, input.scale, bias_limit(input.dtype, lowering.weight.dtype)))
-    if residual is not None:
+    if residual is not None and not _requantizes(lowering):
         limit = (_limit(lowering) + 1) // 2
         found.append(least_scale_for_residual(residual.scale, residual.grid.magnitude, input.scale, limit))
     return functools.reduce(torch.maximum, found) if found else None
@@ -243,6 +243,9 @@ def _with_bias(layer: _Layer, sums: Tensor, bias: Tensor | None, largest: float)
 
 def _residual_multiplier(layer: _Layer, residual: Quantized, steps: tuple[Tensor, ...], bound: Tensor) -> tuple[Tensor | None, Tensor]:
     """(k_c, bound with the residual), or (None, bound) where the residual has to be added after a requantization."""
+    if _requantizes(layer.lowering):
+        layer.lowering.note("residual", "added after a requantization, as this target does")
+        return None, bound
     ratio = Ratio((residual.scale,), steps)
     shape = torch.broadcast_shapes(*(factor.shape for factor in steps))  # type: ignore[no-untyped-call]
     multiplier = ratio.rounded(torch.zeros(shape, dtype=torch.int64, device=bound.device))
@@ -258,6 +261,11 @@ def _residual_multiplier(layer: _Layer, residual: Quantized, steps: tuple[Tensor
         return straight_through(real, multiplier.double()) if real.requires_grad and torch.is_grad_enabled() else multiplier, with_residual
     layer.lowering.note("residual", f"added after a requantization: {reason}")
     return None, bound
+
+
+def _requantizes(lowering: Lowering) -> bool:
+    """Whether what is added to a layer is added to its output's 8 bits; an output of more bits is the sum with it."""
+    return lowering.arithmetic.residual == "requantize" and lowering.output.dtype.bits <= 8
 
 
 def _finished(
