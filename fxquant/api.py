@@ -55,6 +55,7 @@ from fxquant.serialization import load_file, save_model, save_observations
 from fxquant.stage import Stage
 from fxquant.target import Target
 from fxquant.tuning.equalization import by_first_batch
+from fxquant.tuning.second_moment import FirstSamples
 
 logger = logging.getLogger("fxquant")
 
@@ -285,6 +286,7 @@ def calibrate(
     distributed: bool = True,
     only_missing: bool = False,
     equalize: bool = True,
+    round_weights: bool | None = None,
     show_progress: bool | None = None,
 ) -> fx.GraphModule:
     """Observe the batches, set every scale, and leave the model in state VALIDATE; returns it.
@@ -301,13 +303,16 @@ def calibrate(
     as they are; if there are none, no batch is taken.
 
     Before anything is observed, channels whose ranges in the first batch are far apart are brought nearer by powers of two, where that
-    leaves clearly less of the error of weights and activations (`fxq.equalize`); `equalize=False` leaves them alone.
+    leaves clearly less of the error of weights and activations (`fxq.equalize`); `equalize=False` leaves them alone. Behind it, weights of
+    less than 8 bits are rounded so that their errors cancel in what the first 64 samples make them meet
+    (`fxq.tuning.round_weights`): with `round_weights=True` all weights are, with False none.
 
     Raises CalibrationError if there is no batch, or one does not fit the model, or holds NaN or infinite
     values, and ConfigurationError for arguments it cannot use; what was observed before stays observed.
     """
     calibration.require_prepared(prepared)
     batches = as_batches(batches)
+    samples = FirstSamples(prepared, round_weights)
     calibration.calibrate(
         prepared,
         batches,
@@ -317,7 +322,9 @@ def calibrate(
         only_missing=only_missing,
         show_progress=show_progress,
         first=by_first_batch(prepared, distributed) if equalize else None,
+        each=samples.take,
     )
+    samples.round(distributed, show_progress)
     return prepared
 
 

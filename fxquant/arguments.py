@@ -291,6 +291,7 @@ KINDS: dict[str, Kind] = {
     "percentile": such("a number above 0 and at most 100", _number, lambda value: 0 < value <= 100),
     "power_of_two": FLAG,
     "real": FLAG,
+    "round_weights": FLAG.or_none("those of less than 8 bits are"),
     "runtime": choice("onnxruntime", "onnxruntime, 2 threads", "onnxruntime, no optimisation", "reference").or_none("onnxruntime"),
     "sample": POSITIVE,
     "scale": NUMBER.or_none("it is observed"),

@@ -75,6 +75,7 @@ def work(rank: int, directory: str, pickled: fx.GraphModule) -> None:
         found = {
             "calibrated": {name: calibrated(rank, observer) for name, observer in OBSERVERS.items()},
             "again": again(rank),
+            "rounded": rounded(rank),
             "one without": one_without(rank),
             "failed": failed(rank),
             "alone": alone(rank),
@@ -102,6 +103,13 @@ def again(rank: int) -> Any:
     fxq.calibrate(prepared, shard(rank))
     fxq.calibrate(prepared, shard(rank))
     return fxq.qparams(prepared), observations(prepared)
+
+
+def rounded(rank: int) -> Any:
+    """Weights of four bits, by the samples of the first rank."""
+    prepared = fxq.prepare(network(), shards()[0], "bayes-e", fxq.QConfig(weight=fxq.WeightConfig("int4")))
+    fxq.calibrate(prepared, shard(rank))
+    return {name: value.clone() for name, value in prepared.state_dict().items() if name.endswith("offset")}
 
 
 def one_without(rank: int) -> Any:
@@ -266,6 +274,12 @@ def test_a_second_calibration_goes_on(found: list[dict[str, Any]]) -> None:
     once = found[0]["calibrated"]["histogram"][1]
     total = next(name for name in once if name.endswith(".counts"))
     assert float(seen[total].sum()) == 2 * float(once[total].sum())
+
+
+def test_ranks_round_weights_alike(found: list[dict[str, Any]]) -> None:
+    offsets = found[0]["rounded"]
+    assert offsets
+    assert equal(offsets, found[1]["rounded"])
 
 
 def test_a_rank_may_have_no_batch(found: list[dict[str, Any]]) -> None:

@@ -194,6 +194,7 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
             "distributed": [*FLAGS, None],
             "only_missing": [*FLAGS, None],
             "equalize": [*FLAGS, None],
+            "round_weights": FLAGS,
             "show_progress": FLAGS,
         },
     ),
@@ -572,7 +573,7 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
                 }),
             },
         )
-        for method in (fxq.tuning.correct_bias, fxq.tuning.reestimate_batch_norm, *LEARNING)
+        for method in (fxq.tuning.correct_bias, fxq.tuning.reestimate_batch_norm, fxq.tuning.round_weights, *LEARNING)
     },
     "State": (lambda w: (fxq.State, {"value": "train"}), {"value": [None, 5, "", "TRAN", [], True, Colour.RED]}),
     "main": (lambda w: (main, {"arguments": ["inspect", str(w.file)]}), {"arguments": [5, "inspect", [5], True, 1.5, [None]]}),

@@ -86,6 +86,7 @@ def _function(name: str) -> Callable[..., Any] | None:
 
 
 STEPS: tuple[tuple[str, Callable[[Setting], bool]], ...] = (
+    ("round_weights", lambda setting: True),
     ("reconstruct", lambda setting: setting.weights < 8 or setting.activations < 8),
     ("correct_bias", lambda setting: True),
 )

@@ -116,6 +116,7 @@ def calibrate(
     only_missing: bool = False,
     show_progress: bool | None = None,
     first: Callable[[list[Any] | None], None] | None = None,
+    each: Callable[[list[Any]], None] | None = None,
 ) -> None:
     """Observe the batches, set every scale, and leave the model in state VALIDATE.
 
@@ -123,7 +124,7 @@ def calibrate(
     is dropped. `batch_fn` maps a batch to the inputs. Memory does not grow with the number of batches. Where
     torch.distributed is in use, every rank observes its own batches, and all of them get the same scales. With
     `only_missing`, tensors that have a scale are left as they are, and no batch is taken if all have one. `first` is called
-    with the first batch before that is observed; with None on a rank that has none.
+    with the first batch before that is observed; with None on a rank that has none; `each` with every batch once it is.
 
     Raises CalibrationError if there is no batch, or one does not fit the model, or holds NaN or infinite
     values; what was observed before stays observed, and the state is CALIBRATE.
@@ -156,6 +157,8 @@ def calibrate(
                 prelude(arguments)
             with _all_or_nothing(prepared):
                 prepared(**by_name(prepared, arguments))
+            if each is not None:
+                each(arguments)
             seen += 1
         return seen
 

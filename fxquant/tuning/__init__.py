@@ -6,5 +6,6 @@ from fxquant.tuning.equalization import equalize
 from fxquant.tuning.reconstruction import reconstruct
 from fxquant.tuning.result import TunedLayer, TuningResult
 from fxquant.tuning.rounding import adaround
+from fxquant.tuning.second_moment import round_weights
 
-__all__ = ["TunedLayer", "TuningResult", "adaround", "correct_bias", "equalize", "reconstruct", "reestimate_batch_norm"]
+__all__ = ["TunedLayer", "TuningResult", "adaround", "correct_bias", "equalize", "reconstruct", "reestimate_batch_norm", "round_weights"]

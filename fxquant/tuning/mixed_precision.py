@@ -22,6 +22,7 @@ from fxquant.tuning.budget import Budget, costs, fits
 from fxquant.tuning.choices import ACTIVATION, WEIGHT, Choices, bits
 from fxquant.tuning.program import optimum
 from fxquant.tuning.samples import Metric, Reference, real_outputs_of, taken
+from fxquant.tuning.second_moment import FirstSamples
 from fxquant.tuning.sensitivity import CHECKPOINT, METRIC, WIDTH, WIDTHS, Sensitivity, as_prepared, decibels, find, score_of
 from fxquant.tuning.simulation import Simulation
 from fxquant.tuning.table import table
@@ -148,6 +149,10 @@ class Work:
         for operator in quantized_operators(found).values():
             if not operator.plain:
                 operator.output.require()
+        first = FirstSamples(found, None)  # as calibration does
+        for inputs in self.samples:
+            first.take(inputs)
+        first.round(False, False)
         return found
 
 

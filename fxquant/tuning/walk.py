@@ -64,17 +64,23 @@ def taken(
         whole.append(model_inputs(prepared, batch if batch_fn is None else batch_fn(batch), len(whole)))
     if not whole:
         raise no_batches(num_batches)
-    axes = [_batch_axis(node) for node in prepared.graph.find_nodes(op="placeholder")]
-    if any(axis is not None for axis in axes):
-        count = sum(_count(inputs, axes) for inputs in whole)
-        size = max(1, min(size, count // HELD_OUT_OF))
-        whole = [chunk for inputs in whole for chunk in _cut(inputs, axes, size)]
-    if len(whole) < 2:
+    found = cut(prepared, whole, size)
+    if len(found.chunks) < 2:
         raise CalibrationError(
             "there is too little to tune with",
             because="`batches` yielded one sample; tuning learns from some and is judged on others",
             remedy="pass at least 2 samples; 64 to 1024 are usual",
         )
+    return found
+
+
+def cut(prepared: fx.GraphModule, whole: list[list[Any]], size: int) -> Samples:
+    """The model's inputs of some batches, cut as `taken` says."""
+    axes = [_batch_axis(node) for node in prepared.graph.find_nodes(op="placeholder")]
+    if any(axis is not None for axis in axes):
+        count = sum(_count(inputs, axes) for inputs in whole)
+        size = max(1, min(size, count // HELD_OUT_OF))
+        whole = [chunk for inputs in whole for chunk in _cut(inputs, axes, size)]
     return Samples(whole)
 
 
