@@ -24,6 +24,7 @@ from fxquant.analysis.report import DeviationReport, Report
 from fxquant.analysis.text import text
 from fxquant.api import Result, calibrate, check, convert, dump, load, prepare, quantize, record, save, verify
 from fxquant.backends.aten.programs import export_pt2, export_torchscript
+from fxquant.backends.c.export import export_c
 from fxquant.backends.onnx.export import export_onnx
 from fxquant.backends.onnx.metadata import onnx_metadata
 from fxquant.backends.onnx.segments import export_segments, run_segments
@@ -68,10 +69,11 @@ from fxquant.reporting.advice import Advice
 from fxquant.reporting.comparison import Comparison, LayerComparison, compare
 from fxquant.reporting.diff import GraphDifference, diff
 from fxquant.reporting.draw import draw
+from fxquant.reporting.estimate import Estimate, LayerEstimate, estimate
 from fxquant.reporting.page import report
 from fxquant.serialization.qconfig import load_qconfig, save_qconfig
 from fxquant.stage import Stage
-from fxquant.target import Target
+from fxquant.target import Roofline, Target
 from fxquant.tuning import equalize
 from fxquant.tuning.budget import Budget, Speed
 from fxquant.tuning.mixed_precision import MixedPrecision, mixed_precision
@@ -92,6 +94,7 @@ __all__ = [
     "Comparison",
     "ConfigurationError",
     "DeviationReport",
+    "Estimate",
     "ExportError",
     "Finding",
     "Findings",
@@ -103,6 +106,7 @@ __all__ = [
     "KLObserver",
     "Layer",
     "LayerComparison",
+    "LayerEstimate",
     "LpObserver",
     "MSEObserver",
     "MinMaxObserver",
@@ -121,6 +125,7 @@ __all__ = [
     "QConfigMapping",
     "Report",
     "Result",
+    "Roofline",
     "Rounding",
     "ScaleConflict",
     "Segment",
@@ -147,7 +152,9 @@ __all__ = [
     "draw",
     "dump",
     "equalize",
+    "estimate",
     "explain",
+    "export_c",
     "export_onnx",
     "export_pt2",
     "export_segments",

@@ -241,6 +241,7 @@ def _text(value: Any) -> str:
     return value
 
 
+TEXT = Kind("a text that is not empty", _text)
 FLAG = Kind("True or False", _flag)
 COUNT = such("a whole number from 0 on", _whole, lambda value: value >= 0)
 POSITIVE = such("a positive whole number", _whole, lambda value: value > 0)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,22 @@ def _parser() -> argparse.ArgumentParser:
         "--cut", action="append", default=[], metavar="NAME", help="cut behind this tensor or module as well; may be given several times"
     )
     segments.set_defaults(run=_segments)
+
+    export = _command(
+        commands,
+        "export",
+        "write an integer model for another program: as ONNX, C, or a program of PyTorch's own",
+        "Any number of forms may be asked for.",
+    )
+    export.add_argument("file", type=Path, metavar="FILE", help="an integer model that fxq.save wrote (.fxq)")
+    export.add_argument("--onnx", type=Path, metavar="PATH", help="an ONNX file with the same bits in every runtime (.onnx)")
+    export.add_argument(
+        "--c", type=Path, metavar="PATH", help="a C99 program that needs nothing else: its source, with header and main beside (.c)"
+    )
+    export.add_argument("--pt2", type=Path, metavar="PATH", help="an archive of torch.export (.pt2)")
+    export.add_argument("--torchscript", type=Path, metavar="PATH", help="TorchScript (.pt)")
+    export.add_argument("--batch-size", type=_positive, default=1, metavar="N", help="rows of a batch of the C program (default: 1)")
+    export.set_defaults(run=_export)
 
     verify = _command(
         commands,
@@ -184,6 +201,27 @@ def _segments(options: argparse.Namespace) -> int:
     for index, segment in enumerate(fxq.segments(integer, cut=options.cut)):
         print(f"{index}  {segment.device:10} {len(segment.nodes):5} nodes  {', '.join(segment.inputs)}  ->  {', '.join(segment.outputs)}")
     print(manifest)
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    import fxquant as fxq
+    from fxquant.analysis.inspection import saved_model
+
+    writers: dict[str, Callable[..., Path]] = {
+        "onnx": fxq.export_onnx,
+        "c": functools.partial(fxq.export_c, batch_size=options.batch_size),
+        "pt2": fxq.export_pt2,
+        "torchscript": fxq.export_torchscript,
+    }
+    asked = {name: path for name in writers if (path := getattr(options, name)) is not None}
+    if not asked:
+        raise ConfigurationError(
+            "nothing is to be written", because="a form is asked for by its option", remedy=f"give one of --{', --'.join(writers)}"
+        )
+    integer = saved_model(options.file)
+    for name, path in asked.items():
+        print(writers[name](integer, path))
     return 0
 
 

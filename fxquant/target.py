@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
+from fxquant.arguments import FLAG, NUMBER, TEXT, checked_class
 from fxquant.arithmetic import Arithmetic
 from fxquant.errors import ConfigurationError
 from fxquant.numerics import ACTIVATION_TYPES
@@ -55,6 +56,23 @@ class Limit:
         return str(self.low) if self.low == self.high else f"{self.low} to {self.high}"
 
 
+@checked_class(macs_per_second=NUMBER, bytes_per_second=NUMBER, source=TEXT, assumed=FLAG)
+@dataclass(frozen=True)
+class Roofline:
+    """The peak rates of a chip, which no program exceeds.
+
+    macs_per_second   multiply-accumulates of two int8 numbers
+    bytes_per_second  to and from its memory
+    source            where the rates are published; of one that is not, what it is assumed from
+    assumed           whether the rate of the memory is such an assumption, which may be wrong by a factor of two either way
+    """
+
+    macs_per_second: float
+    bytes_per_second: float
+    source: str = "given"
+    assumed: bool = False
+
+
 @dataclass(frozen=True)
 class Target:
     """A target to compile for.
@@ -64,6 +82,7 @@ class Target:
     means; aliases are the chips and other names that mean it; limits are what it allows of operators, which `fxq.check` holds a
     model against. float16 names the operators, and PyTorch's functions, that it computes itself, in float16, where they are no integer
     operators; consistency is what of its scales are powers of two: 0 nothing, 1 those of activations, 2 those of weights as well.
+    roofline holds the peak rates of its chip, for `fxq.estimate`; None where they are those of the machine.
     """
 
     name: str
@@ -77,6 +96,7 @@ class Target:
     default_activation: str = "int8"
     float16: frozenset[str] = frozenset()
     consistency: int = 0
+    roofline: Roofline | None = None
 
     def __post_init__(self) -> None:
         if not self.arithmetic.adds_zero_points and any(ACTIVATION_TYPES[name].affine for name in self.activations):

@@ -28,10 +28,10 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert stopped.value.code == 0
     shown = capsys.readouterr().out
-    assert all(name in shown for name in ("demo", "inspect", "diff", "verify"))
+    assert all(name in shown for name in ("demo", "export", "inspect", "diff", "verify"))
 
 
-@pytest.mark.parametrize("command", ["demo", "inspect", "diff", "verify"])
+@pytest.mark.parametrize("command", ["demo", "export", "inspect", "diff", "verify"])
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main([command, "--help"])
@@ -410,6 +410,18 @@ def test_forms_that_cannot_be_verified(a: str, b: str, files: dict[str, Path], c
     assert status == 2
     assert "cannot be verified" in error
     assert "remedy" in error
+
+
+def test_export_writes_every_form_that_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = str(fxq.save(fxq.quantize(nn.Linear(4, 3), [torch.randn(4, 4)]).integer, tmp_path / "integer.fxq"))
+    wanted = {"--onnx": "net.onnx", "--c": "net.c", "--pt2": "net.pt2"}
+    options = [str(text) for option, name in wanted.items() for text in (option, tmp_path / name)]
+    assert main(["export", saved, *options, "--batch-size", "3"]) == 0
+    assert capsys.readouterr().out.split() == [str(tmp_path / name) for name in wanted.values()]
+    assert "a batch of 3" in (tmp_path / "net.h").read_text()
+    assert (tmp_path / "net.onnx").exists()
+    assert main(["export", saved]) == 2
+    assert "give one of --onnx, --c" in capsys.readouterr().err
 
 
 def test_verify_before_calibration(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:

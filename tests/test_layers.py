@@ -45,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.model": {"codegen", "errors", "graph"},
     "fxquant.kernels": {"facts", "graph", "kernels", "model", "numerics", "primitives", "progress"},
     "fxquant.quantization.rules": {"graph", "mapping", "ops", "spec"},
-    "fxquant.target": {"arithmetic", "errors", "numerics"},
+    "fxquant.target": {"arguments", "arithmetic", "errors", "numerics"},
     "fxquant.quantization.learning": {"learning", "numerics"},
     "fxquant.quantization.quantizer": BASE | {"learning"},
     "fxquant.quantization.weights": BASE | {"learning", "quantizer"},
@@ -139,11 +139,14 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.backends": NOUNS | {"backends", "kernels", "partition", "segments", "version"},
     "fxquant.backends.aten": BASE | {"facts", "frontend", "graph", "sample"},
     "fxquant.backends.bpu": {"arithmetic", "errors", "numerics", "target", "backends.bpu"},
+    "fxquant.backends.c": {"arguments", "backends.c", "errors", "facts", "frontend", "graph", "primitives", "segments", "version"},
     "fxquant.backends.cpu": {"arithmetic", "graph", "kernels", "numerics", "primitives", "target", "backends.cpu"},
     # what is shown of models and of two of their forms
     "fxquant.reporting": {
         "arguments",
         "backends",
+        "cost",
+        "target",
         "batch_norm",
         "batches",
         "channels",
@@ -200,7 +203,7 @@ TABLES_OF_CONTENTS = {"fxquant": {"*"}, "fxquant.passes": NOUNS | {"passes"}}  #
 CONFINED: dict[str, set[str]] = {
     "scipy": {"fxquant.tuning.program"},
     "matplotlib": {"fxquant.reporting.draw"},
-    "plotly": {"fxquant.reporting.page"},
+    "plotly": {"fxquant.reporting.page", "fxquant.reporting.estimate"},
     "onnx": {
         f"fxquant.backends.onnx.{name}"
         for name in ("emitter", "export", "fast", "files", "float_export", "kernels", "metadata", "reading", "runtime", "writer")

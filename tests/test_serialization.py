@@ -11,7 +11,6 @@ import random
 import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
+from benchmarks.files.mutations import mutated_archive
 from fxquant import backends
 from fxquant.ops import OPERATORS
 from fxquant.primitives import PRIMITIVES
 from fxquant.proof import unproved
 from fxquant.serialization import names
-from fxquant.serialization.archive import GRAPH, TENSORS, as_text, pack, unpack
+from fxquant.serialization.archive import as_text, pack, unpack
 from fxquant.serialization.document import write_model
 from fxquant.serialization.values import RECORDS, decode, encode
 
@@ -342,110 +342,18 @@ def test_paths_that_cannot_be_used(tmp_path: Path) -> None:
 
 # ---- damaged files ----------------------------------------------------------------------------------------------------
 
-JUNK: list[Any] = [
-    None, True, -1, 0, 7, 10**6, 2**62, 2**80, 1e308, "", "x", "weight", "__class__", "os.system",
-    "x = __import__('os')", "0\"]", [], {}, [[]],
-    {"node": "output"}, {"node": 3}, {"tuple": 1}, {"tuple": []}, {"dict": [[[], 1]]}, {"batch": [1, 0, 1, 1]},
-    {"tensor": ["float32", [2**62] * 9]},
-    {"constant": "ellipsis"}, {"observer": ["os", {}]}, {"slice": [1]}, {"float": "1"}, {"QConfig": {}}, {"device": "no"}, {"unknown": 0},
-]  # fmt: skip
-
-
-def _deep(depth: int) -> Any:
-    value: Any = 1
-    for _ in range(depth):
-        value = [value]
-    return value
-
-
-def _mutate(document: Any, chance: random.Random) -> None:
-    """Change one place of a JSON document, whatever it is."""
-    places: list[tuple[Any, Any]] = []
-    waiting = [document]
-    while waiting:
-        holder = waiting.pop()
-        for key, value in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
-            places.append((holder, key))
-            if isinstance(value, dict | list):
-                waiting.append(value)
-    holder, key = chance.choice(places)
-    kind = chance.randrange(6)
-    if kind == 0:
-        del holder[key]
-    elif kind == 1:
-        other, name = chance.choice(places)
-        holder[key] = copy.deepcopy(other[name]) if name in other or (isinstance(other, list) and name < len(other)) else None
-    elif kind == 2 and isinstance(holder, dict):
-        holder[chance.choice(["x", "class", "forward", "__init__", "a b", "node"])] = holder.pop(key)
-    elif kind == 3 and isinstance(holder[key], int):
-        holder[key] = holder[key] + chance.choice([-1, 1, 1000, 2**40])
-    elif kind == 4 and isinstance(holder, list):
-        holder.append(copy.deepcopy(holder[key]))
-    else:
-        holder[key] = copy.deepcopy(chance.choice([*JUNK, _deep(40), _deep(300)]))
-
-
-def _mutate_tensors(tensors: dict[str, Tensor], chance: random.Random) -> None:
-    name = chance.choice(list(tensors))
-    kind = chance.randrange(4)
-    if kind == 0:
-        del tensors[name]
-    elif kind == 1:
-        tensors[name + "_"] = tensors.pop(name)
-    elif kind == 2:
-        tensors[name] = tensors[name].to(chance.choice([torch.float64, torch.int32, torch.bool]))
-    else:
-        tensors[name] = tensors[name].flatten()[:1].reshape(chance.choice([(), (1,), (1, 1, 1)]))
-
-
-def _flip(content: bytes, chance: random.Random) -> bytes:
-    changed = bytearray(content)
-    for _ in range(chance.choice([1, 1, 2, 8])):
-        changed[chance.randrange(len(changed))] ^= 1 << chance.randrange(8)
-    return bytes(changed)
-
-
-def _repacked(graph: bytes, tensors: bytes, path: Path) -> bytes:
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(GRAPH, graph)
-        archive.writestr(TENSORS, tensors)
-    return path.read_bytes()
-
-
-def _mutated(content: bytes, parts: tuple[bytes, bytes], path: Path, chance: random.Random) -> bytes:
-    kind = chance.randrange(10)
-    if kind == 0:
-        return content[: chance.randrange(len(content))]
-    if kind <= 2:
-        end = chance.random() < 0.5  # the zip's own directory
-        return content[:-300] + _flip(content[-300:], chance) if end else _flip(content, chance)
-    if kind == 3:
-        return _repacked(_flip(parts[0], chance), parts[1], path)
-    if kind == 4:
-        head = 8 + int.from_bytes(parts[1][:8], "little")
-        return _repacked(parts[0], _flip(parts[1][:head], chance) + parts[1][head:], path)
-    document, tensors = unpack(content)
-    if kind == 5:
-        _mutate_tensors(tensors, chance)
-    else:
-        for _ in range(chance.choice([1, 1, 1, 3])):
-            _mutate(document, chance)
-    return pack(document, tensors)
-
 
 @pytest.mark.parametrize("stage", ["traced", "training", "integer"])
 def test_a_damaged_file_is_an_error_and_nothing_else(stage: str, save: Save, tmp_path: Path) -> None:
     """Each of 150 mutations is refused, or says something that fxquant writes and is all kept; none hangs or imports."""
     path = save(STAGES[stage]())
     content = path.read_bytes()
-    with zipfile.ZipFile(path) as archive:
-        parts = archive.read(GRAPH), archive.read(TENSORS)
     fxq.load(path)
     before = set(sys.modules)
     chance = random.Random(stage)
     refused = 0
     for index in range(150):
-        changed = _mutated(content, parts, tmp_path / "repacked", chance)
+        changed = mutated_archive(content, chance)
         path.write_bytes(changed)
         start = time.perf_counter()
         try:

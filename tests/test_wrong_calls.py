@@ -284,6 +284,10 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
         )
         for kind, export in {"pt2": fxq.export_pt2, "torchscript": fxq.export_torchscript}.items()
     },
+    "export_c": (
+        lambda w: (fxq.export_c, {"integer": w.integer, "path": w.directory / "net.c"}),
+        {"integer": GRAPHS, "path": [*PATHS, "net.onnx", "net"], "batch_size": [0, -1, True, None, "1", 1.5, []], "external_data": FLAGS},
+    ),
     "run_segments": (
         lambda w: (segments_run, {"folder": w.segments, "inputs": (batch(),)}),
         {
@@ -512,12 +516,29 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
         lambda w: (fxq.Budget, {"weight_bits": 5}),
         {
             "weight_bytes": NUMBERS, "weight_bits": [*NUMBERS, None], "bit_operations": NUMBERS,
-            "latency": [*NUMBERS, 1.0], "speed": [5, "fast", {}, fxq.Speed, fxq.Speed(1, 1)],
+            "latency": NUMBERS, "speed": [5, "fast", {}, fxq.Speed, fxq.Speed(1, 1)],
         },
     ),
     "Speed": (
         lambda w: (fxq.Speed, {"macs_per_second": 1e9, "bytes_per_second": 1e9}),
         {"macs_per_second": [*NUMBERS, None], "bytes_per_second": [*NUMBERS, None]},
+    ),
+    "Roofline": (
+        lambda w: (fxq.Roofline, {"macs_per_second": 1e9, "bytes_per_second": 1e9}),
+        {
+            "macs_per_second": [*NUMBERS, None],
+            "bytes_per_second": [*NUMBERS, None],
+            "source": [None, 5, "", [], True, UNPRINTABLE],
+            "assumed": [*FLAGS, None],
+        },
+    ),
+    "estimate": (
+        lambda w: (fxq.estimate, {"integer": w.integer}),
+        {"integer": GRAPHS, "target": [*TARGETS[1:], "x86"], "roofline": [5, 1e9, "fast", {}, fxq.Roofline, fxq.Speed(1, 1)]},
+    ),
+    "Estimate.to_html": (
+        lambda w: (fxq.estimate(w.integer).to_html, {"path": w.directory / "estimate.html"}),
+        {"path": PATHS},
     ),
     "save_qconfig": (
         lambda w: (fxq.save_qconfig, {"mapping": fxq.QConfigMapping(), "path": w.directory / "mapping.json"}),
@@ -663,6 +684,8 @@ def test_every_public_name_is_in_the_table() -> None:
         "TuneStep",
         "Result",
         "Advice",
+        "Estimate",
+        "LayerEstimate",
         "Comparison",
         "GraphDifference",
         "LayerComparison",

@@ -5,6 +5,7 @@ from dataclasses import replace
 from fxquant.arithmetic import FixedArithmetic, RealArithmetic
 from fxquant.backends.bpu.half import FLOAT16
 from fxquant.backends.bpu.limits import limited
+from fxquant.backends.bpu.rooflines import with_rooflines
 from fxquant.numerics import FixedWidths
 from fxquant.target import Target
 
@@ -56,15 +57,19 @@ def _consistent(target: Target, level: int) -> Target:
 NASH_E = _nash("nash-e", "Nash-e", "j6e", "s100", "rdk-s100", "nash-e-level0")
 NASH_M = _nash("nash-m", "Nash-m", "j6m", "s100p", "rdk-s100p", "nash-m-level0")
 
-TARGETS = limited(
-    Target("bernoulli", "BPU Bernoulli: power-of-two scales, requantization by shifting", SHIFT, ACTIVATIONS, WEIGHTS, aliases=("xj2",)),
-    Target("bernoulli2", "BPU Bernoulli2: fixed-point requantization", FIXED_8, ACTIVATIONS, WEIGHTS, aliases=("x3", "j3", "rdk-x3")),
-    Target("bayes", "BPU Bayes: fixed-point requantization", FIXED, ACTIVATIONS_16, WEIGHTS, aliases=("j5", "rdk-ultra")),
-    Target("bayes-e", "BPU Bayes-e: fixed-point requantization", FIXED, ACTIVATIONS_16, WEIGHTS, aliases=("x5", "rdk-x5")),
-    NASH_E,
-    NASH_M,
-    _nash("nash-b", "Nash-b", "j6b", "nash-b-lite", "nash-b-plus"),
-    _nash("nash-p", "Nash-p", "j6p", float16=FLOAT16),
-    _nash("nash-h", "Nash-h", "j6h", float16=FLOAT16),
-    *(_consistent(target, level) for target in (NASH_E, NASH_M) for level in (1, 2)),
+TARGETS = with_rooflines(
+    limited(
+        Target(
+            "bernoulli", "BPU Bernoulli: power-of-two scales, requantization by shifting", SHIFT, ACTIVATIONS, WEIGHTS, aliases=("xj2",)
+        ),
+        Target("bernoulli2", "BPU Bernoulli2: fixed-point requantization", FIXED_8, ACTIVATIONS, WEIGHTS, aliases=("x3", "j3", "rdk-x3")),
+        Target("bayes", "BPU Bayes: fixed-point requantization", FIXED, ACTIVATIONS_16, WEIGHTS, aliases=("j5", "rdk-ultra")),
+        Target("bayes-e", "BPU Bayes-e: fixed-point requantization", FIXED, ACTIVATIONS_16, WEIGHTS, aliases=("x5", "rdk-x5")),
+        NASH_E,
+        NASH_M,
+        _nash("nash-b", "Nash-b", "j6b", "nash-b-lite", "nash-b-plus"),
+        _nash("nash-p", "Nash-p", "j6p", float16=FLOAT16),
+        _nash("nash-h", "Nash-h", "j6h", float16=FLOAT16),
+        *(_consistent(target, level) for target in (NASH_E, NASH_M) for level in (1, 2)),
+    )
 )

@@ -34,12 +34,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import onnx
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from fxquant.arguments import PATH, checked
 from fxquant.errors import ExportError
@@ -188,13 +188,26 @@ def check_session_options(options: object, what: str) -> None:
 def read_model(path: Path) -> onnx.ModelProto:
     """The model in a file, without its external data. Raises ExportError if it is none."""
     try:
-        return onnx.load(str(path), load_external_data=False)
-    except (OSError, DecodeError) as error:
+        model = onnx.load(str(path), load_external_data=False)
+        _require(all(isinstance(text, str) for text in _texts(model)), "a name in it is no text")
+        return model
+    except (OSError, DecodeError, Unusable) as error:
         raise ExportError(
             f"{path} cannot be read as ONNX",
             because=str(error).splitlines()[0] or type(error).__name__,
             remedy="pass a file written by fxq.export_onnx",
         ) from None
+
+
+def _texts(message: Any) -> Iterator[object]:
+    """What stands where a message has text; of a damaged file it is bytes."""
+    for field, value in message.ListFields():
+        several = (value,) if isinstance(value, str | bytes | Message) else value
+        if field.type == field.TYPE_STRING:
+            yield from several
+        elif field.type == field.TYPE_MESSAGE:
+            for each in several:
+                yield from _texts(each)
 
 
 @checked(path=PATH)

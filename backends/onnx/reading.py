@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import onnx
@@ -11,14 +13,37 @@ from onnx import helper, numpy_helper
 from torch import Tensor
 
 from fxquant.backends.onnx.runtime import OnnxModel
+from fxquant.errors import ExportError
 from fxquant.facts import DTYPE_NAMES
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+
+def _of_any_file(function: Callable[Concatenate[OnnxModel, P], R]) -> Callable[Concatenate[OnnxModel, P], R]:
+    """The function, which raises ExportError where ONNX's readers raise whatever they do about a file that is damaged, or was made up."""
+
+    @functools.wraps(function)
+    def call(opened: OnnxModel, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(opened, *args, **kwargs)
+        except Exception as error:  # their errors have no class in common
+            raise ExportError(
+                f"{opened.path} cannot be read as ONNX",
+                because=str(error).strip().split("\n")[0] or type(error).__name__,
+                remedy="export it again with fxq.export_onnx, and keep a .data file beside it where there is one",
+            ) from error
+
+    return call
+
+
+@_of_any_file
 def operators(opened: OnnxModel) -> dict[str, str]:
     """The operator of every node of the graph, by the name of its first output."""
     return {node.output[0]: node.op_type for node in opened.model.graph.node}
 
 
+@_of_any_file
 def shape(opened: OnnxModel, name: str) -> str:
     """The element type and shape of a value, as in f32[batch,3,8,8]; empty if the file does not say."""
     graph = opened.model.graph
@@ -37,6 +62,7 @@ def _type(tensor: Any) -> str:
 _NAMES = {torch.empty((), dtype=dtype).numpy().dtype: name for dtype, name in DTYPE_NAMES.items() if dtype != torch.bfloat16}
 
 
+@_of_any_file
 def constants(opened: OnnxModel) -> dict[str, Tensor]:
     """The constants of the graph, by name."""
     return {tensor.name: _tensor(numpy_helper.to_array(tensor, str(opened.path.parent))) for tensor in opened.model.graph.initializer}
@@ -47,6 +73,7 @@ def _tensor(array: np.ndarray[Any, Any]) -> Tensor:
     return torch.from_numpy(array.copy() if array.dtype in _NAMES else array.astype(np.int8 if "int" in str(array.dtype) else np.float32))
 
 
+@_of_any_file
 def text(opened: OnnxModel) -> str:
     """The graph and its functions, one line for each node."""
     model = opened.model

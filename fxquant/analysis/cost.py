@@ -37,10 +37,11 @@ def cost_of(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node], 
     """The cost of the operator at a node of a graph at any stage; `dtype` is that of its quantized result, None where it is float."""
     lowered = operation(node)
     if lowered is not None:
-        record = next(record for record in OPERATORS.values() if record.name == lowered.name)
-        operator: Operator | None = record
+        # A loaded model may have a function of the user's that this process has not declared.
+        operator: Operator | None = next((record for record in OPERATORS.values() if record.name == lowered.name), None)
         values = _lowered(lowered, nodes)
-        held = [constant.node for role, constant in lowered.constants.items() if role in (WEIGHT, BIAS) or record.sums]
+        sums = operator is not None and operator.sums
+        held = [constant.node for role, constant in lowered.constants.items() if role in (WEIGHT, BIAS) or sums]
         weight_bytes = sum(_bytes(fact(nodes[name])) for name in held)
     else:
         operator, values = _written(model, node)
@@ -106,6 +107,11 @@ def _whole(size: Size) -> int | Fraction:
 
 
 # ---- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def bytes_of(known: Any) -> int:
+    """The bytes of all tensors of a nest of facts, of one item."""
+    return sum(map(_bytes, _tensors(known)))
 
 
 def _bytes(known: TensorFact, itemsize: int | None = None) -> int:

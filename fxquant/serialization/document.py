@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from fxquant.errors import FxQuantError
 from fxquant.facts import BATCH_SIZES, TensorFact
 from fxquant.frontend import InputCheck, attach_input_check, is_traced
 from fxquant.frontend.outputs import ReturnForm, is_form
 from fxquant.frontend.signature import CallSignature, attach_signature, is_signature
-from fxquant.graph import Annotation, Operation, Part, QParams, fact, resolve, spelling
+from fxquant.graph import Annotation, Constant, Operation, Part, QParams, Reference, fact, operation, resolve, spelling
 from fxquant.model import CARRIED, Model, replace_graph
 from fxquant.ops import Fixed, Own, Same
 from fxquant.proof import unproved
@@ -258,7 +259,21 @@ def _graph(entries: list[Any]) -> fx.Graph:
         nodes[name] = node
         node.meta.update(_node_meta(expect(entry["meta"], dict)))
     _check_ends(list(graph.nodes))
+    for node in graph.nodes:
+        _check_operation(node, nodes)
     return graph
+
+
+def _check_operation(node: fx.Node, nodes: Mapping[str, fx.Node]) -> None:
+    known = operation(node)
+    if known is None:
+        return
+    constants = list(known.constants.values())
+    if not all(isinstance(constant, Constant) for constant in constants):
+        raise Malformed(f"what %{node.name} is the result of has constants that are none")
+    named = [value.node for value in pytree.tree_leaves(known.arguments) if isinstance(value, Reference)]
+    if not all(type(name) is str and name in nodes for name in (*named, *(constant.node for constant in constants))):
+        raise Malformed(f"what %{node.name} is the result of reads a node that there is not")
 
 
 def _check_ends(nodes: list[fx.Node]) -> None:

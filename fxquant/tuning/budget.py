@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from fxquant.arguments import NUMBER, Kind, checked_class, instance
 from fxquant.errors import ConfigurationError
+from fxquant.target import Target
 from fxquant.tuning.choices import ACTIVATION, WEIGHT, Choices, bits
 
 _NONE = NUMBER.or_none("no limit")
@@ -25,7 +26,7 @@ class Speed:
     bytes_per_second: float
 
 
-SPEED: Kind = instance("a Speed", Speed).or_none("there is no limit of latency")
+SPEED: Kind = instance("a Speed", Speed).or_none("that of the target's chip")
 
 
 @checked_class(weight_bytes=_NONE, weight_bits=_NONE, bit_operations=_NONE, latency=_NONE, speed=SPEED)
@@ -37,6 +38,7 @@ class Budget:
     weight_bits     the same as the average over all weights, in bits for each
     bit_operations  of one item: multiply-accumulates, each times the bits of both its factors
     latency         seconds for one item, as `speed` estimates it
+    speed           None: the peak rates of the target, as those of `fxq.estimate`
     """
 
     weight_bytes: float | None = None
@@ -52,12 +54,24 @@ class Budget:
                 because="weight_bytes, weight_bits, bit_operations and latency are all None",
                 remedy="give one of them, as in Budget(weight_bits=5)",
             )
-        if (self.latency is None) != (self.speed is None):
+        if self.latency is None and self.speed is not None:
             raise ConfigurationError(
-                "latency and speed are not given together",
-                because="seconds are estimated by how fast the device is",
+                "a speed is given without a latency",
+                because="it is there to estimate seconds, of which nothing is said",
                 remedy="pass Budget(latency=0.01, speed=Speed(macs_per_second=1e12, bytes_per_second=1e10)), or neither",
             )
+
+    def on(self, target: Target) -> Budget:
+        """The budget with the peak rates of the target's chip, where it limits seconds and has no speed. Raises ConfigurationError."""
+        if self.latency is None or self.speed is not None:
+            return self
+        if target.roofline is None:
+            raise ConfigurationError(
+                f"a latency on {target.name} cannot be estimated",
+                because="the rates are those of the machine that the model runs on",
+                remedy="pass Budget(latency=0.01, speed=Speed(macs_per_second=1e11, bytes_per_second=2e10))",
+            )
+        return replace(self, speed=Speed(target.roofline.macs_per_second, target.roofline.bytes_per_second))
 
     @property
     def limits(self) -> dict[str, float]:

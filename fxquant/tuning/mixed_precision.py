@@ -183,6 +183,7 @@ def search(
     show_progress: bool | None,
 ) -> MixedPrecision:
     """The best dtypes for a model that is prepared and calibrated."""
+    budget = budget.on(work.prepared.meta["target"])
     known = find(work.prepared, work.samples, widths, measured, None, seed, checkpoint, show_progress, budget.kinds)
     choices = Choices(work.prepared, widths)
     losses = {tensor.name: tensor.loss for tensor in known.tensors}

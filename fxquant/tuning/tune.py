@@ -164,6 +164,7 @@ def tune(
     judging = taken(work.prepared, [every[index] for index in held_out], None, batch_fn)
     call = {"function": "tune", "steps": steps, "seed": seed, "metric": metric is not None, "budget": budget}
     call |= {"model": model_digest(work.prepared), "samples": digest(_tensors([*work.samples, *judging]))}
+    budget = None if budget is None else budget.on(work.prepared.meta["target"])
     session = _Session(work, judging, metric, Journal(checkpoint, call), steps, budget, seed, show_progress)
     return session.run(tolerance)
 

@@ -1,0 +1,45 @@
+"""The peak rates of the chips, from what is published of them.
+
+Published TOPS count a multiply-accumulate of int8 numbers as two operations. Memory is published as its width and its speed: bits / 8 times
+transfers per second. Where only its kind is published, the width is assumed from chips of the same class, and the row says so. What a
+program reaches of either is published of none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from fxquant.target import Roofline, Target
+
+
+def _peak(tops: float, bits: int, megatransfers: int, source: str, assumed: bool = True) -> Roofline:
+    return Roofline(tops * 1e12 / 2, bits / 8 * megatransfers * 1e6, source, assumed)
+
+
+# By the march, or its beginning: the longest name that a target's begins with.
+ROOFLINES: Mapping[str, Roofline] = {
+    "bernoulli": _peak(4, 32, 2400, "Journey 2: 4 TOPS (the vendor's announcement, 2019); memory assumed, 32 bits of LPDDR4-2400"),
+    "bernoulli2": _peak(
+        5, 32, 3200, "Journey 3: 5 TOPS, 32 bits of memory at 3200 MT/s (eet-china.com/mp/a330998.html); X3 is the same", assumed=False
+    ),
+    "bayes": _peak(
+        128, 128, 3200, "Journey 5: 128 TOPS (42how.com, 2021-07-31), RDK Ultra 96; memory assumed, 128 bits of LPDDR4 at 3200 MT/s"
+    ),
+    "bayes-e": _peak(10, 32, 4266, "RDK X5: 10 TOPS (the vendor's announcement); memory assumed, 32 bits of LPDDR4-4266"),
+    "nash-e": _peak(
+        80, 96, 6400, "Journey 6E, RDK S100: 80 TOPS (the vendor's announcement, 2024); memory assumed, 96 bits of LPDDR5-6400"
+    ),
+    "nash-m": _peak(128, 96, 6400, "Journey 6M, RDK S100P: 128 TOPS (the same); memory assumed, 96 bits of LPDDR5-6400"),
+    "nash-b": _peak(18, 32, 4266, "Journey 6B: 18 TOPS (the same); memory assumed, 32 bits of LPDDR4X-4266"),
+    "nash-p": _peak(560, 256, 6400, "Journey 6P: 560 TOPS (chinaevtimes.com, 2025-07-22); memory assumed, 256 bits of LPDDR5-6400"),
+    "nash-h": _peak(420, 192, 6400, "Journey 6H: 420 TOPS (the vendor's announcement, 2024); memory assumed, 192 bits of LPDDR5-6400"),
+}
+
+
+def with_rooflines(targets: tuple[Target, ...]) -> tuple[Target, ...]:
+    """The targets, each with the peak rates of its chip."""
+    return tuple(
+        replace(target, roofline=ROOFLINES[max((name for name in ROOFLINES if target.name.startswith(name)), key=len)])
+        for target in targets
+    )

@@ -1,0 +1,1 @@
+"""The integer model as a C99 program that needs nothing else."""

@@ -1,0 +1,178 @@
+"""The C forms of what moves elements, or finds them by where they are."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from fxquant.backends.c.broadcast import around, joined, steps, strides_of
+from fxquant.backends.c.program import VIEWS, Call, Value, form
+from fxquant.primitives import cubic, position, sampling, scatter, selection, shape
+
+MODES = {"zeros": 0, "border": 1, "reflection": 2}
+
+
+def _moved(call: Call, input: Value, size: list[int], step: list[int], start: int = 0) -> None:
+    """The elements from `start` on, with these steps along dimensions of these sizes, one after another."""
+    y = call.result()
+    sizes, moved = joined(size, step)
+    first = Value(f"{input.text} + {start}", input.dtype, input.shape) if start else input
+    call.emit("moved", [input.dtype], y.count, len(sizes), sizes, moved, first, y)
+
+
+VIEWS.add(shape.reshape)
+
+
+@form(shape.reshape)
+def _reshape(call: Call, input: Value, shape: list[int]) -> Value:
+    return Value(input.text, input.dtype, call.shape)
+
+
+@form(shape.permute)
+def _permute(call: Call, input: Value, dims: list[int]) -> None:
+    strides = strides_of(input.shape)
+    _moved(call, input, list(call.shape), [strides[dim] for dim in dims])
+
+
+@form(shape.crop)
+def _crop(call: Call, input: Value, dims: list[int], starts: list[int], stops: list[int], step: list[int]) -> None:
+    strides = strides_of(input.shape)
+    moved, start = list(strides), 0
+    for dim, first, stop, each in zip(dims, starts, stops, step, strict=True):
+        dim %= len(input.shape)
+        start += slice(first, stop, each).indices(input.shape[dim])[0] * strides[dim]
+        moved[dim] = strides[dim] * each
+    _moved(call, input, list(call.shape), moved, start if math.prod(call.shape) else 0)
+
+
+@form(shape.expand)
+def _expand(call: Call, input: Value, sizes: list[int]) -> None:
+    _moved(call, input, list(call.shape), steps(input.shape, call.shape))
+
+
+@form(shape.tile)
+def _tile(call: Call, input: Value, repeats: list[int]) -> None:
+    inner = [1] * (len(repeats) - len(input.shape)) + list(input.shape)
+    size = [number for pair in zip(repeats, inner, strict=True) for number in pair]
+    _moved(call, input, size, [number for step in strides_of(inner) for number in (0, step)])
+
+
+@form(shape.concatenate)
+def _concatenate(call: Call, tensors: list[Value], dim: int) -> None:
+    y = call.result()
+    outer, whole, inner = around(y.shape, dim)
+    start = 0
+    for tensor in tensors:
+        length = around(tensor.shape, dim)[1] * inner
+        part = Value(f"{y.text} + {start}", y.dtype, y.shape) if start else y
+        call.emit("concatenate", [y.dtype], outer, length, whole * inner, tensor, part)
+        start += length
+
+
+@form(shape.pad)
+def _pad(call: Call, input: Value, begin: list[int], end: list[int], value: int) -> None:
+    y = call.result()
+    call.emit("pad", [input.dtype], y.count, len(y.shape), list(y.shape), list(begin), list(input.shape), value, input, y)
+
+
+def _pick(call: Call, input: Value, dim: int, index: Value) -> None:
+    y = call.result()
+    outer, terms, inner = around(input.shape, dim)
+    call.emit("pick", [input.dtype, index.dtype], outer, terms, inner, index.count, input, index, y, fails=True)
+
+
+form(shape.select, selection.pick)(_pick)
+
+
+@form(shape.rows)
+def _rows(call: Call, table: Value, indices: Value) -> None:
+    _pick(call, table, 0, indices)
+
+
+def _along(input: Value, index: Value, dim: int, *others: Value) -> tuple[Any, ...]:
+    """How an index is gone through, and what lies below it in a tensor apart from one dimension: count, rank, sizes, steps; then the
+    size of the dimension, and how far apart its elements are.
+    """  # noqa: D205
+    dim %= len(input.shape)
+    strides = strides_of(input.shape)
+    fixed = [0 if d == dim else step for d, step in enumerate(strides)]
+    sizes, *moved = joined(index.shape, fixed, *(strides_of(other.shape) if other.shape else [0] * len(index.shape) for other in others))
+    return (index.count, len(sizes), sizes, *moved, input.shape[dim], strides[dim])
+
+
+@form(selection.take_along)
+def _take_along(call: Call, input: Value, dim: int, index: Value) -> None:
+    y = call.result()
+    call.emit("take_along", [input.dtype, index.dtype], *_along(input, index, dim), input, index, y, fails=True)
+
+
+@form(selection.put_along)
+def _put_along(call: Call, input: Value, source: Value, dim: int, index: Value, number: bool = False) -> None:
+    y = call.result()
+    places = _along(input, index, dim, source)
+    call.emit("put_along", [input.dtype, source.dtype, index.dtype], y.count, *places, input, source, index, y, fails=True)
+
+
+@form(scatter.sum_along)
+def _sum_along(call: Call, source: Value, dim: int, index: Value, size: int, wide: bool) -> None:
+    y = call.result()
+    call.emit("sum_along", [source.dtype, index.dtype, y.dtype], y.count, *_along(y, index, dim), source, index, y, fails=True)
+
+
+@form(scatter.extremum_along)
+def _extremum_along(call: Call, input: Value, source: Value, dim: int, index: Value, terms: int, largest: bool) -> None:
+    y = call.result()
+    places = _along(input, index, dim)
+    call.emit("extremum_along", [input.dtype, index.dtype], y.count, *places, largest, input, source, index, y, fails=True)
+
+
+@form(position.unpool)
+def _unpool(call: Call, input: Value, indices: Value, sizes: list[int], outside: int) -> None:
+    y = call.result()
+    planes, count = math.prod(input.shape[:2]), math.prod(sizes)
+    call.emit("unpool", [input.dtype], planes, math.prod(input.shape[2:]), count, outside, input, indices, y, fails=True)
+
+
+@form(selection.arg_extremum)
+def _arg_extremum(call: Call, input: Value, dim: int, keepdim: bool, largest: bool) -> None:
+    y = call.result()
+    call.emit("arg_extremum", [input.dtype], *around(input.shape, dim), largest, input, y)
+
+
+@form(selection.ranking)
+def _ranking(call: Call, input: Value, dim: int, count: int, largest: bool) -> None:
+    y = call.result()
+    call.emit("ranking", [input.dtype], *around(input.shape, dim), count, largest, input, y)
+
+
+@form(sampling.sample)
+def _sample(
+    call: Call,
+    input: Value,
+    coordinates: Value,
+    sizes: list[int],
+    bits: int,
+    mode: str,
+    padding: str,
+    corners: bool,
+    outside: int,
+    wide: bool,
+) -> None:
+    y, rank = call.result(), len(sizes)
+    positions = math.prod(coordinates.shape[1:-1])
+    settings = bits, mode == "nearest", MODES[padding], corners, outside
+    call.emit("sample", [input.dtype, coordinates.dtype], *input.shape[:2], rank, list(sizes), positions, *settings, input, coordinates, y)
+
+
+@form(cubic.sample_cubic)
+def _sample_cubic(
+    call: Call, input: Value, coordinates: Value, weights: Value, sizes: list[int], bits: int, padding: str, corners: bool, wide: bool
+) -> None:
+    y = call.result()
+    types: list[torch.dtype] = [input.dtype, coordinates.dtype, weights.dtype, y.dtype]
+    positions = math.prod(coordinates.shape[1:-1])
+    call.emit(
+        "sample_cubic", types, *input.shape[:2], list(sizes), positions, bits, MODES[padding], corners, input, coordinates, weights, y
+    )

@@ -1,0 +1,319 @@
+"""A walk over an integer graph that gives the body of a C function: memory for every tensor, and a call for every primitive."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.analysis.segments import returned
+from fxquant.backends.c.templates import C_TYPES, Functions
+from fxquant.errors import ExportError
+from fxquant.facts import BatchDim, TensorFact
+from fxquant.graph import annotation, argument_name, fact, resolve, source
+from fxquant.primitives import PRIMITIVES
+
+WIDTH = 140  # of a line of numbers
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor of the program, its elements one after another: an expression for the first one's address."""
+
+    text: str
+    dtype: torch.dtype
+    shape: Shape
+    constant: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        """The number of its elements."""
+        return math.prod(self.shape)
+
+
+class Window(NamedTuple):
+    """A `struct window`: of each row, depth, height and width."""
+
+    size: list[int]
+    result: list[int]
+    kernel: list[int]
+    stride: list[int]
+    before: list[int]
+    dilation: list[int]
+
+
+@dataclass
+class Pool:
+    """Memory for the tensors of one C type, whose places are given again to others when they are no longer read."""
+
+    taken: dict[str, tuple[int, int]] = field(default_factory=dict)  # first element and number, by node
+    size: int = 0
+
+    def take(self, name: str, count: int) -> int:
+        """The first element of a free place, the lowest there is."""
+        at = 0
+        for first, length in sorted(self.taken.values()):
+            if first - at >= count:
+                break
+            at = max(at, first + length)
+        self.taken[name] = at, count
+        self.size = max(self.size, at + count)
+        return at
+
+
+class Call:
+    """What the C form of a primitive is told, and says: the result's facts, and the calls that compute it."""
+
+    def __init__(self, program: Program, node: fx.Node) -> None:
+        self._program, self.node = program, node
+        known = program.fact_of(node)
+        self.shape, self.dtype = known.at(program.batch), known.dtype
+
+    def result(self) -> Value:
+        """Memory for the result."""
+        return self._program.store(self.node, self.dtype, self.shape)
+
+    def constant(self, value: Tensor) -> Value:
+        """An array of the program with this value; equal ones are one."""
+        return self._program.constant(value)
+
+    def emit(
+        self,
+        name: str,
+        types: Sequence[torch.dtype],
+        *arguments: object,
+        template: str | None = None,
+        replaced: Mapping[str, str] | None = None,
+        fails: bool = False,
+    ) -> None:
+        """Append a call of a function for these element types; one that `fails` ends the program where it returns other than 0."""
+        function = self._program.functions.name(template or name, name, types, replaced)
+        line = f"{function}({', '.join(map(self._program.argument, arguments))})"
+        self._program.lines.append(f"if ({line} != 0) return 1;" if fails else f"{line};")
+
+
+def number(value: float, dtype: torch.dtype = torch.float32) -> str:
+    """A real number in C, exactly; NaN and infinity as math.h spells them."""
+    if math.isnan(value):
+        return "NAN"
+    if math.isinf(value):
+        return "INFINITY" if value > 0 else "-INFINITY"
+    return float(value).hex() + ("f" if dtype == torch.float32 else "")
+
+
+Form = Callable[..., Value | None]
+FORMS: dict[Callable[..., Any], Form] = {}
+
+
+def form(*primitives: Callable[..., Any]) -> Callable[[Form], Form]:
+    """Declare the decorated function the C form of primitives: it receives a `Call` and the arguments of the primitive, tensors as
+    `Value`s, and emits calls, or returns the value that is the result without any.
+    """  # noqa: D205
+
+    def declare(function: Form) -> Form:
+        for primitive in primitives:
+            FORMS[primitive] = function
+        return function
+
+    return declare
+
+
+class Program:
+    """The program of an integer model at one batch size. Raises ExportError for what has no C form, before anything is written."""
+
+    def __init__(self, integer: fx.GraphModule, batch: int) -> None:
+        self.integer, self.batch = integer, batch
+        self.functions = Functions()
+        self.lines: list[str] = []
+        self.sizes: dict[str, str] = {}  # arrays of sizes and steps by name
+        self.windows: dict[str, str] = {}  # names of windows by what they hold
+        self.pools: dict[str, Pool] = {}
+        self.constants: dict[tuple[torch.dtype, Shape, bytes], Value] = {}
+        self.values: dict[fx.Node, Any] = {}
+        self.inputs: list[Value] = []
+        self.outputs = [self._output(index, node) for index, node in enumerate(returned(integer))]
+        self._results = {node: index for index, node in enumerate(returned(integer)) if [user.op for user in node.users] == ["output"]}
+        released = self._released()
+        for index, node in enumerate(integer.graph.nodes):
+            self._walk(node)
+            for finished in released.get(index, ()):
+                for pool in self.pools.values():
+                    pool.taken.pop(finished.name, None)
+        for node, output in zip(returned(integer), self.outputs, strict=True):
+            if not self._stands(node, output):
+                self._copy(self.values[node], output)
+        words = set(re.findall(r"\w+", "\n".join(self.lines)))
+        self.arrays = [value for value in self.constants.values() if value.text in words]  # others are numbers in the calls
+
+    # ---- facts ----------------------------------------------------------------------------------------------------------
+
+    def fact_of(self, node: fx.Node) -> TensorFact:
+        """What is known of a tensor."""
+        known = fact(node)
+        if node.op == "get_attr":
+            value = resolve(self.integer, str(node.target))
+            known = TensorFact(tuple(value.shape), value.dtype)
+        if not isinstance(known, TensorFact):
+            raise ExportError(
+                "what is computed here is no tensor of known shape",
+                node=node,
+                because="every array of a C program has its size when it is compiled",
+                remedy="export it with fxq.export_onnx",
+            )
+        if known.dtype not in C_TYPES:
+            raise ExportError(
+                f"a tensor of {str(known.dtype).removeprefix('torch.')} cannot be written in C",
+                node=node,
+                because="C99 has no such type",
+                remedy="convert it to float32 in forward, or before the model is called",
+            )
+        return known
+
+    def _released(self) -> dict[int, list[fx.Node]]:
+        """The nodes whose memory nothing reads any more behind each place in the graph."""
+        order = {node: index for index, node in enumerate(self.integer.graph.nodes)}
+        last = {node: max((order[user] for user in node.users), default=index) for node, index in order.items()}
+        for node in reversed(order):
+            operand = node.args[0] if node.target in VIEWS else None
+            if isinstance(operand, fx.Node):
+                last[operand] = max(last[operand], last[node])
+        released: dict[int, list[fx.Node]] = {}
+        for node, index in last.items():
+            released.setdefault(index, []).append(node)
+        return released
+
+    # ---- the walk -------------------------------------------------------------------------------------------------------
+
+    def _walk(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            self._input(node)
+        elif node.op == "get_attr":
+            self.fact_of(node)
+            self.values[node] = resolve(self.integer, str(node.target)).detach().cpu()
+        elif node.op == "call_function" and node.target in PRIMITIVES:
+            self._primitive(node)
+        elif node.op != "output":
+            self.values[node] = self._number(node)
+
+    def _input(self, node: fx.Node) -> None:
+        known = self.fact_of(node)
+        name = f"input_{identifier(argument_name(node))}"
+        while name in {value.text for value in self.inputs}:
+            name += "_"
+        self.values[node] = Value(name, known.dtype, known.at(self.batch))
+        self.inputs.append(self.values[node])
+
+    def _output(self, index: int, node: fx.Node) -> Value:
+        known = self.fact_of(node)
+        return Value(f"output_{index}", known.dtype, known.at(self.batch))
+
+    def _number(self, node: fx.Node) -> Any:
+        """A number that the graph computes from sizes. Raises ExportError for what is computed in float."""
+        known = fact(node)
+        if isinstance(known, TensorFact) or known is None:
+            spec = annotation(node)
+            raise ExportError(
+                "the model has operators in float, which are not written in C",
+                node=node,
+                because=f"{spec.because if spec is not None else 'this is no integer operator'}; the C program is of whole numbers alone",
+                remedy="take it out of the model, to the host's side, or export with fxq.export_onnx; fxq.explain lists all of them",
+            )
+        return fx.node.map_aggregate(known, lambda value: value.at(self.batch) if isinstance(value, BatchDim) else value)
+
+    def _primitive(self, node: fx.Node) -> None:
+        record = PRIMITIVES[node.target]  # type: ignore[index]
+        written = FORMS.get(record.function)
+        if written is None:
+            raise ExportError(
+                f"the primitive {record.name} has no C form yet",
+                node=node,
+                because=f"the C program knows {len(FORMS)} of the {len(PRIMITIVES)} primitives",
+                remedy="export it with fxq.export_onnx",
+            )
+        arguments = fx.node.map_aggregate(node.args, lambda value: self.operand(value) if isinstance(value, fx.Node) else value)
+        self.lines.append(f"\n/* {node.name}: {comment(source(node))} */" if source(node) else f"\n/* {node.name} */")
+        before = len(self.lines)
+        found = written(Call(self, node), *arguments, **node.kwargs)
+        if found is not None:
+            self.values[node] = found
+            if len(self.lines) == before:
+                self.lines.pop()
+
+    def operand(self, node: fx.Node) -> Any:
+        """The value of an argument: a `Value`, or a number."""
+        found = self.values[node]
+        return self.constant(found) if isinstance(found, Tensor) else found
+
+    # ---- memory ---------------------------------------------------------------------------------------------------------
+
+    def store(self, node: fx.Node, dtype: torch.dtype, shape: Shape) -> Value:
+        """Memory for the result of a node: the caller's, where it is returned and read by nothing else."""
+        if node in self._results:
+            self.values[node] = self.outputs[self._results[node]]
+            return self.outputs[self._results[node]]
+        kind = C_TYPES[dtype]
+        at = self.pools.setdefault(kind, Pool()).take(node.name, max(math.prod(shape), 1))
+        made = self.values[node] = Value(f"{pool_name(kind)} + {at}", dtype, shape)
+        return made
+
+    def constant(self, tensor: Tensor) -> Value:
+        """An array with this value; equal ones are one."""
+        tensor = tensor.detach().cpu().contiguous()
+        key = tensor.dtype, tuple(tensor.shape), tensor.numpy().tobytes()
+        if key not in self.constants:
+            self.constants[key] = Value(f"constant_{len(self.constants)}", tensor.dtype, tuple(tensor.shape), tensor)
+        return self.constants[key]
+
+    def _stands(self, node: fx.Node, output: Value) -> bool:
+        return isinstance(self.values[node], Value) and self.values[node].text == output.text
+
+    def argument(self, value: object) -> str:
+        """An argument of a call, in C."""
+        if isinstance(value, Value):
+            return value.text
+        if isinstance(value, bool | int):
+            return str(int(value)) if abs(int(value)) < 2**31 else f"INT64_C({int(value)})"
+        if isinstance(value, float):
+            return number(value)
+        if isinstance(value, Window):
+            return f"&{self._window(value)}"
+        return "NULL" if value is None else self._numbers(value)
+
+    def _numbers(self, value: Any) -> str:
+        """The name of an array of sizes, or of steps, which says what it holds."""
+        name = "_".join(["sizes", *(str(number).replace("-", "m") for number in value)])
+        self.sizes[name] = ", ".join(map(str, value))
+        return name
+
+    def _window(self, window: Window) -> str:
+        text = ", ".join("{" + ", ".join(map(str, row)) + "}" for row in window)
+        return self.windows.setdefault(text, f"window_{len(self.windows)}")
+
+    def _copy(self, value: Any, output: Value) -> None:
+        value = self.constant(value) if isinstance(value, Tensor) else value
+        function = self.functions.name("moved", "moved", [output.dtype])
+        self.lines.append(f"\n{function}({', '.join(map(self.argument, (output.count, 1, [output.count], [1], value, output)))});")
+
+
+VIEWS: set[Any] = set()  # primitives whose result is their operand's memory
+
+
+def identifier(text: str) -> str:
+    """The letters and digits of a text, with underscores between them."""
+    return re.sub(r"[^0-9A-Za-z]+", "_", text).strip("_")
+
+
+def comment(text: str) -> str:
+    """A text that can stand in a comment."""
+    return "".join(c if c.isprintable() else " " for c in text).replace("*/", "* /").replace("/*", "/ *").replace("??", "? ?").rstrip("\\")
+
+
+def pool_name(kind: str) -> str:
+    """The array of the memory for tensors of a C type."""
+    return f"memory_{kind.removesuffix('_t')}"

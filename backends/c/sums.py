@@ -1,0 +1,216 @@
+"""The C forms of sums of products, and of what is done with windows and along whole dimensions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fxquant.backends.c.broadcast import around, joined, steps, strides_of
+from fxquant.backends.c.program import Call, Value, Window, form
+from fxquant.primitives import accumulate, matrix, pool, position, product, resize, scatter, selection, transposed, whole
+
+
+def _window(call: Call, input: Value, kernel: list[int], stride: list[int], before: list[int], dilation: list[int] | None = None) -> Window:
+    """The window over the last dimensions; those that there are not are 1."""
+    rank = len(kernel)
+
+    def row(values: Sequence[int], missing: int = 1) -> list[int]:
+        return [*[missing] * (3 - rank), *values]
+
+    sides = row(input.shape[-rank:]), row(call.shape[-rank:])
+    return Window(*sides, row(kernel), row(stride), row(before, 0), row(dilation or [1] * rank))
+
+
+def _planes(input: Value, rank: int) -> int:
+    return math.prod(input.shape[: len(input.shape) - rank])
+
+
+def _sum_types(call: Call, input: Value, weight: Value, bias: Value | None) -> list[torch.dtype]:
+    return [input.dtype, weight.dtype, torch.int32 if bias is None else bias.dtype, call.dtype]
+
+
+@form(accumulate.convolution, accumulate.convolution_wide)
+def _convolution(
+    call: Call,
+    input: Value,
+    weight: Value,
+    bias: Value | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    cut: list[int] | None = None,  # a method of the float kernels, not another sum
+) -> None:
+    y, kernel = call.result(), list(weight.shape[2:])
+    window = _window(call, input, kernel, stride, padding, dilation)
+    batch = _planes(input, len(kernel) + 1)
+    sizes = batch, input.shape[-len(kernel) - 1], weight.shape[0], groups
+    call.emit("convolution", _sum_types(call, input, weight, bias), *sizes, window, input, weight, bias, y)
+
+
+@form(transposed.transposed_convolution, transposed.transposed_convolution_wide)
+def _transposed_convolution(
+    call: Call,
+    input: Value,
+    weight: Value,
+    bias: Value | None,
+    stride: list[int],
+    padding: list[int],
+    output_padding: list[int],
+    dilation: list[int],
+    groups: int,
+    cut: list[int] | None = None,
+) -> None:
+    y, kernel = call.result(), list(weight.shape[2:])
+    window = _window(call, input, kernel, stride, padding, dilation)
+    sizes = _planes(input, len(kernel) + 1), weight.shape[0], weight.shape[1] * groups, groups
+    call.emit("transposed_convolution", _sum_types(call, input, weight, bias), *sizes, window, input, weight, bias, y)
+
+
+@form(accumulate.linear, accumulate.linear_wide)
+def _linear(call: Call, input: Value, weight: Value, bias: Value | None) -> None:
+    y = call.result()
+    columns, terms = weight.shape
+    call.emit("linear", _sum_types(call, input, weight, bias), math.prod(input.shape[:-1]), terms, columns, input, weight, bias, y)
+
+
+@form(product.matrix_product, product.matrix_product_wide)
+def _matrix_product(call: Call, input: Value, other: Value) -> None:
+    y = call.result()
+    rows, terms = input.shape[-2:]
+    columns = other.shape[-1]
+    batch = call.shape[:-2]
+    moved = [
+        [step * each for step in steps(operand.shape[:-2], batch)] for operand, each in ((input, rows * terms), (other, terms * columns))
+    ]
+    sizes, *found = joined(batch, *moved)
+    call.emit(
+        "matrix_product",
+        [input.dtype, other.dtype, y.dtype],
+        math.prod(batch),
+        len(sizes),
+        sizes,
+        *found,
+        rows,
+        terms,
+        columns,
+        input,
+        other,
+        y,
+    )
+
+
+@form(matrix.transform)
+def _transform(call: Call, input: Value, matrix: Value, dim: int, rank: int, wide: bool) -> None:
+    y = call.result()
+    outer, terms, inner = around(input.shape, dim)
+    call.emit("transform", [input.dtype, matrix.dtype, y.dtype], outer, terms, matrix.shape[0], inner, input, matrix, y)
+
+
+@form(resize.resize_linear)
+def _resize_linear(call: Call, input: Value, rows: Value | None, columns: Value | None, bits: int, wide: bool) -> None:
+    y = call.result()
+    weights = [matrix for matrix in (rows, columns) if matrix is not None]
+    call.emit(
+        "resize_linear",
+        [input.dtype, weights[0].dtype, y.dtype],
+        _planes(input, 2),
+        *input.shape[-2:],
+        *call.shape[-2:],
+        input,
+        rows,
+        columns,
+        bits * len(weights),
+        y,
+    )
+
+
+# ---- windows ----------------------------------------------------------------------------------------------------------
+
+
+@form(pool.max_pool)
+def _max_pool(
+    call: Call, input: Value, kernel: list[int], stride: list[int], begin: list[int], end: list[int], dilation: list[int]
+) -> None:
+    y = call.result()
+    window = _window(call, input, kernel, stride, begin, dilation)
+    call.emit("max_pool", [input.dtype, y.dtype], _planes(input, len(kernel)), window, input, y)
+
+
+@form(pool.sum_pool)
+def _sum_pool(call: Call, input: Value, kernel: list[int], stride: list[int], begin: list[int], end: list[int], wide: bool = False) -> None:
+    y = call.result()
+    call.emit("sum_pool", [input.dtype, y.dtype], _planes(input, len(kernel)), _window(call, input, kernel, stride, begin), input, y)
+
+
+@form(position.pool_indices)
+def _pool_indices(
+    call: Call,
+    input: Value,
+    kernel: list[int],
+    stride: list[int],
+    begin: list[int],
+    end: list[int],
+    dilation: list[int],
+    sizes: list[int],
+    wide: bool,
+    places: Value | None = None,
+) -> None:
+    y = call.result()
+    window = _window(call, input, kernel, stride, begin, dilation)
+    call.emit("pool_indices", [input.dtype], _planes(input, len(kernel)), window, input, places, y)
+
+
+# ---- whole dimensions -------------------------------------------------------------------------------------------------
+
+LARGEST, SMALLEST = "k == 0 || q > total ? q : total", "k == 0 || q < total ? q : total"
+REDUCED = {"sum": "wrapped((uint64_t)total + (uint64_t)(int64_t)q)", "largest": LARGEST, "smallest": SMALLEST}
+
+
+def _reduce(call: Call, name: str, document: str, expression: str, input: Value, dim: list[int], start: int = 0) -> None:
+    y, rank = call.result(), len(input.shape)
+    gone = {d % rank for d in dim}
+    along, kept, strides = sorted(gone), [d for d in range(rank) if d not in gone], strides_of(input.shape)
+    arguments: list[Any] = []
+    for dims in (kept, along):
+        sizes, moved = joined([input.shape[d] for d in dims], [strides[d] for d in dims])
+        arguments += [math.prod(input.shape[d] for d in dims), len(sizes), sizes, moved]
+    words = {"DOCUMENT": document, "EXPRESSION": expression, "START": str(start)}
+    call.emit(name, [input.dtype, y.dtype], *arguments, input, y, template="REDUCE", replaced=words)
+
+
+@form(pool.sum)
+def _sum(call: Call, input: Value, dim: list[int], keepdim: bool, wide: bool = False) -> None:
+    _reduce(call, "sum", "Section 15: Σ q over dimensions.", "total + q", input, dim)
+
+
+@form(selection.least)
+def _least(call: Call, input: Value, dim: list[int], keepdim: bool) -> None:
+    _reduce(call, "least", "The smallest element along dimensions.", SMALLEST, input, dim)
+
+
+@form(selection.truth)
+def _truth(call: Call, input: Value, dim: list[int], keepdim: bool, every: bool) -> None:
+    if every:
+        _reduce(call, "truth_every", "Whether every element holds.", "total && q", input, dim, 1)
+    else:
+        _reduce(call, "truth_any", "Whether any element holds.", "total || q", input, dim)
+
+
+@form(scatter.count)
+def _count(call: Call, input: Value, dim: list[int], keepdim: bool) -> None:
+    _reduce(call, "count", "How many elements hold.", "total + (q != 0)", input, dim)
+
+
+@form(whole.reduced)
+def _reduced(call: Call, input: Value, dim: list[int], keepdim: bool, operation: str) -> None:
+    _reduce(call, f"reduced_{operation}", "Of whole numbers along dimensions.", REDUCED[operation], input, dim)
+
+
+@form(whole.running)
+def _running(call: Call, input: Value, dim: int) -> None:
+    y = call.result()
+    call.emit("running", [input.dtype], *around(input.shape, dim), input, y)

@@ -1,0 +1,238 @@
+"""The C forms of what is computed element by element, and of both ends of the integer part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fxquant.backends.c.broadcast import joined, steps
+from fxquant.backends.c.program import Call, Value, form
+from fxquant.backends.c.templates import C_TYPES
+from fxquant.primitives import accumulate, boundary, comparison, elementwise, product, requantize, whole
+
+ROUNDINGS = {"floor": 0, "half_up": 1, requantize.HALF_STEP: 2}
+
+
+def _beside(call: Call, *operands: Value) -> tuple[Any, ...]:
+    """The arguments that begin a call which reads operands beside each other: count, rank, sizes, and the steps of each."""
+    sizes, *moved = joined(call.shape, *(steps(operand.shape, call.shape) for operand in operands))
+    count = 1
+    for size in sizes:
+        count *= size
+    return (count, len(sizes), sizes, *moved)
+
+
+def _in_one_shape(call: Call, *constants: Value) -> list[Value]:
+    """Constants repeated to the shape of all of them, so that they are read at one place."""
+    if len({value.shape for value in constants}) == 1:
+        return list(constants)
+    tensors = [value.constant for value in constants]
+    assert all(tensor is not None for tensor in tensors)
+    return [call.constant(tensor) for tensor in torch.broadcast_tensors(*tensors)]  # type: ignore[no-untyped-call]
+
+
+@form(boundary.quantize)
+def _quantize(call: Call, input: Value, scale: Value, low: int, high: int, dtype: torch.dtype, zero_point: int = 0) -> None:
+    assert scale.constant is not None
+    y = call.result()
+    call.emit("quantize", [input.dtype, y.dtype], y.count, input, float(scale.constant), low, high, zero_point, y)
+
+
+@form(boundary.dequantize)
+def _dequantize(call: Call, input: Value, scale: Value, dtype: torch.dtype = torch.float32, zero_point: int = 0) -> None:
+    y = call.result()
+    call.emit("dequantize", [input.dtype, y.dtype], *_beside(call, scale), input, scale, zero_point, y)
+
+
+@form(requantize.requantize_fixed)
+def _requantize_fixed(
+    call: Call, acc: Value, shift: Value, multiplier: Value, right: Value, bits: int, rounding: str, low: int, high: int, dtype: torch.dtype
+) -> None:
+    y, constants = call.result(), _in_one_shape(call, shift, multiplier, right)
+    call.emit(
+        "requantize_fixed", [acc.dtype, y.dtype], *_beside(call, constants[0]), acc, *constants, bits, ROUNDINGS[rounding], low, high, y
+    )
+
+
+@form(requantize.requantize_real)
+def _requantize_real(call: Call, acc: Value, multiplier: Value, low: int, high: int, dtype: torch.dtype, zero_point: int = 0) -> None:
+    y = call.result()
+    call.emit("requantize_real", [acc.dtype, y.dtype], *_beside(call, multiplier), acc, multiplier, low, high, zero_point, y)
+
+
+@form(requantize.clamp_accumulator)
+def _clamp_accumulator(call: Call, input: Value, low: Value, high: Value) -> None:
+    y, limits = call.result(), _in_one_shape(call, low, high)
+    call.emit("clamp_accumulator", [input.dtype, limits[0].dtype, y.dtype], *_beside(call, limits[0]), input, *limits, y)
+
+
+@form(elementwise.align_fixed)
+def _align_fixed(call: Call, input: Value, multiplier: Value, right_shift: Value, wide: bool = False) -> None:
+    y, constants = call.result(), _in_one_shape(call, multiplier, right_shift)
+    call.emit("align_fixed", [input.dtype, y.dtype], *_beside(call, constants[0]), input, *constants, y)
+
+
+@form(elementwise.align_real)
+def _align_real(call: Call, input: Value, multiplier: Value, wide: bool = False) -> None:
+    y = call.result()
+    call.emit("align_real", [input.dtype, y.dtype], *_beside(call, multiplier), input, multiplier, y)
+
+
+@form(accumulate.add_residual)
+def _add_residual(call: Call, accumulator: Value, residual: Value, multiplier: Value) -> None:
+    y = call.result()
+    call.emit(
+        "add_residual",
+        [accumulator.dtype, residual.dtype, y.dtype],
+        *_beside(call, residual, multiplier),
+        accumulator,
+        residual,
+        multiplier,
+        y,
+    )
+
+
+@form(elementwise.centre)
+def _centre(call: Call, input: Value, zero_point: int) -> None:
+    y = call.result()
+    call.emit("centre", [input.dtype, y.dtype], y.count, input, zero_point, y)
+
+
+@form(elementwise.shift_right)
+def _shift_right(call: Call, input: Value, bits: int) -> None:
+    y = call.result()
+    call.emit("shift_right", [input.dtype, y.dtype], y.count, input, bits, y)
+
+
+@form(elementwise.clamp)
+def _clamp(call: Call, input: Value, low: int, high: int) -> None:
+    y = call.result()
+    call.emit("clamp", [input.dtype, y.dtype], y.count, input, low, high, y)
+
+
+@form(elementwise.lookup)
+def _lookup(call: Call, input: Value, table: Value, first: int | None = None) -> None:
+    y = call.result()
+    call.emit("lookup", [input.dtype, y.dtype], y.count, input, table, -(table.count // 2) if first is None else first, y)
+
+
+@form(product.rectify)
+def _rectify(call: Call, input: Value, positive: int, negative: Value, wide: bool = False) -> None:
+    y = call.result()
+    call.emit("rectify", [input.dtype, negative.dtype, y.dtype], *_beside(call, negative), input, positive, negative, y)
+
+
+@form(product.scale_channels, product.scale_channels_wide)
+def _scale_channels(call: Call, input: Value, weight: Value, bias: Value | None, trailing: int) -> None:
+    y = call.result()
+    place = _beside(call, Value("", weight.dtype, (weight.count, *[1] * trailing)))
+    call.emit(
+        "scale_channels", [input.dtype, weight.dtype, torch.int32 if bias is None else bias.dtype, y.dtype], *place, input, weight, bias, y
+    )
+
+
+@form(whole.truncated)
+def _truncated(call: Call, input: Value, scale: Value, margin: Value) -> None:
+    assert scale.constant is not None
+    assert margin.constant is not None
+    y = call.result()
+    call.emit("truncated", [input.dtype], y.count, input, float(scale.constant), float(margin.constant), y)
+
+
+def _plain(name: str) -> Any:
+    """The form of a primitive that reads one tensor and nothing else."""
+
+    def written(call: Call, input: Value, *_: Any) -> None:
+        y = call.result()
+        call.emit(name, [input.dtype, y.dtype], y.count, input, y)
+
+    return written
+
+
+form(requantize.accumulator_output)(_plain("accumulator_output"))
+form(elementwise.widen)(_plain("widen"))
+form(elementwise.negate)(_plain("negate"))
+form(comparison.opposite)(_plain("opposite"))
+form(whole.converted)(_plain("converted"))
+
+
+# ---- two operands -----------------------------------------------------------------------------------------------------
+
+PAIRS: dict[Any, tuple[str, str]] = {
+    elementwise.add: ("The sum of two accumulators.", "(Y)a + (Y)b"),
+    elementwise.subtract: ("The difference of two accumulators.", "(Y)a - (Y)b"),
+    elementwise.add_constant: ("An accumulator and a whole number.", "(Y)a + (Y)b"),
+    elementwise.multiply: ("Section 16: the product of two integers.", "(Y)a * (Y)b"),
+    product.maximum: ("The larger of two integers on one scale.", "a > b ? a : b"),
+    product.minimum: ("The smaller of two integers on one scale.", "a < b ? a : b"),
+}
+RELATIONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+LOGIC = {"and": "a && b", "or": "a || b", "xor": "!a != !b"}
+WHOLE = {
+    "add": "wrapped((uint64_t)(int64_t)a + (uint64_t)(int64_t)b)",
+    "subtract": "wrapped((uint64_t)(int64_t)a - (uint64_t)(int64_t)b)",
+    "multiply": "wrapped((uint64_t)(int64_t)a * (uint64_t)(int64_t)b)",
+    "larger": "(int64_t)a > (int64_t)b ? (int64_t)a : (int64_t)b",
+    "smaller": "(int64_t)a < (int64_t)b ? (int64_t)a : (int64_t)b",
+    "and": "(int64_t)a & (int64_t)b",
+}
+NEGATED, LESS_REMAINDER = "wrapped(0 - (uint64_t)a)", "wrapped((uint64_t)a - (uint64_t)remainder_of(a, b))"
+DIVISIONS = {
+    "quotient": ("floor(a / b), modulo 2^64. 1 where b is 0.", f"b == -1 ? {NEGATED} : {LESS_REMAINDER} / b"),
+    "remainder": ("The remainder of a / b, which has the sign of b. 1 where b is 0.", "remainder_of(a, b)"),
+}
+
+
+def pair(call: Call, name: str, document: str, expression: str, input: Value, other: Value) -> None:
+    """A function of two tensors, element by element."""
+    y = call.result()
+    words = {"DOCUMENT": document, "EXPRESSION": _typed(expression, y.dtype)}
+    call.emit(name, [input.dtype, other.dtype, y.dtype], *_beside(call, input, other), input, other, y, template="PAIR", replaced=words)
+
+
+def _typed(expression: str, dtype: torch.dtype) -> str:
+    return expression.replace("(Y)", f"({C_TYPES[dtype]})")
+
+
+def _pair_form(primitive: Any, document: str, expression: str) -> None:
+    name = primitive.__name__
+
+    def written(call: Call, input: Value, other: Value, *_: Any) -> None:
+        pair(call, name, document, expression, input, other)
+
+    form(primitive)(written)
+
+
+for _primitive, _text in PAIRS.items():
+    _pair_form(_primitive, *_text)
+
+
+@form(comparison.compare)
+def _compare(call: Call, input: Value, other: Value, relation: str) -> None:
+    width = torch.promote_types(input.dtype, other.dtype)
+    kind = {torch.float32: "float", torch.float64: "double"}.get(width, "int64_t")
+    pair(call, f"compare_{relation}", "Section 16, truth values.", f"({kind})a {RELATIONS[relation]} ({kind})b", input, other)
+
+
+@form(comparison.logic)
+def _logic(call: Call, input: Value, other: Value, operation: str) -> None:
+    pair(call, f"logic_{operation}", "Two truth values joined.", LOGIC[operation], input, other)
+
+
+@form(whole.joined)
+def _joined(call: Call, input: Value, other: Value, operation: str) -> None:
+    if operation in WHOLE:
+        pair(call, f"joined_{operation}", "Section 16: two whole numbers, modulo 2^64.", WHOLE[operation], input, other)
+        return
+    y = call.result()
+    words = dict(zip(("DOCUMENT", "EXPRESSION"), DIVISIONS[operation], strict=True))
+    place = _beside(call, input, other)
+    call.emit(f"joined_{operation}", [input.dtype, other.dtype], *place, input, other, y, template="DIVISION", replaced=words, fails=True)
+
+
+@form(comparison.choose, whole.chosen)
+def _choose(call: Call, input: Value, other: Value, condition: Value) -> None:
+    y = call.result()
+    types = [input.dtype, other.dtype, condition.dtype, y.dtype]
+    call.emit("choose", types, *_beside(call, input, other, condition), input, other, condition, y)

@@ -1,0 +1,1 @@
+"""Damaged files: an error each time, and nothing else."""

@@ -1,0 +1,141 @@
+"""Reading damaged files, and what came of it."""
+
+from __future__ import annotations
+
+import functools
+import random
+import resource
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import fxquant as fxq
+from benchmarks.files.mutations import mutated_archive, mutated_onnx, mutated_text
+from fxquant.analysis.inspection import describe, read
+
+SECONDS = 60  # for one file: a hang, not a slow machine
+MEMORY = 16 * 2**30  # bytes that a process may ask for
+
+
+class Outcome(NamedTuple):
+    """What came of one mutation: "refused", "read", or what should not be: "error", "hang", "import", "crash"."""
+
+    kind: str
+    seed: int
+    result: str
+    told: str
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(nn.functional.silu(self.norm(self.conv(x))).mean((2, 3))).softmax(-1)
+
+
+@functools.cache
+def compiled() -> tuple[fxq.Result, Tensor]:
+    """A small model, and a batch for it."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        batch = torch.randn(2, 2, 5, 5)
+        return fxq.quantize(Network().eval(), [batch], target="nash-e", show_progress=False), batch
+
+
+@functools.cache
+def original(kind: str) -> bytes:
+    """A file of a kind as it should be."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"original{KINDS[kind][0]}"
+        if kind == "qconfig":
+            wide = fxq.QConfig(fxq.ActivationConfig("int16", observer=fxq.PercentileObserver), fxq.WeightConfig("int4"))
+            mapping = fxq.QConfigMapping().set_module_name("head", wide).set_object_type(nn.Conv2d, None)
+            return fxq.save_qconfig(mapping.set_module_name_regex("he.*", fxq.QConfig()), path).read_bytes()
+        result, _ = compiled()
+        if kind.startswith("onnx"):
+            return result.export(path, style="fast" if kind == "onnx-fast" else "exact").read_bytes()
+        saved = {"prepared": result.prepared, "integer": result.integer, "observations": fxq.observations(result.prepared)}
+        return fxq.save(saved[kind], path).read_bytes()
+
+
+def _read_model(path: Path) -> None:
+    loaded = fxq.load(path)
+    if not isinstance(loaded, fxq.Observations):
+        fxq.explain(loaded)
+        fxq.text(loaded)
+
+
+def _read_onnx(path: Path) -> None:
+    fxq.onnx_metadata(path)
+    describe(read(path))
+    result, batch = compiled()
+    fxq.verify(result.integer, path, [batch], show_progress=False)
+
+
+Mutate = Callable[[bytes, random.Random], bytes]
+Read = Callable[[Path], Any]
+KINDS: dict[str, tuple[str, Mutate, Read]] = {
+    "prepared": (".fxq", mutated_archive, _read_model),
+    "integer": (".fxq", mutated_archive, _read_model),
+    "observations": (".fxq", mutated_archive, _read_model),
+    "qconfig": (".json", mutated_text, fxq.load_qconfig),
+    "onnx": (".onnx", mutated_onnx, _read_onnx),
+    "onnx-fast": (".onnx", mutated_onnx, _read_onnx),
+}
+
+
+def check(kind: str, seeds: range, folder: Path, limit_memory: bool = True) -> list[Outcome]:
+    """What comes of these mutations of a kind of file, one after the other."""
+    if limit_memory:
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    suffix, mutate, load = KINDS[kind]
+    return [_checked(kind, seed, suffix, mutate, load, folder) for seed in seeds]
+
+
+def _checked(kind: str, seed: int, suffix: str, mutate: Mutate, load: Read, folder: Path) -> Outcome:
+    path = folder / f"damaged{suffix}"
+    path.write_bytes(mutate(original(kind), random.Random(f"{kind} {seed}")))
+    before, start = set(sys.modules), time.perf_counter()
+    result, told = "read", ""
+    try:
+        with limited(SECONDS):
+            load(path)
+    except fxq.FxQuantError as error:
+        result, told = "refused", error.what
+    except TimeoutError:
+        result, told = "hang", f"after {time.perf_counter() - start:.0f} s"
+    except Exception as error:
+        result, told = "error", f"{type(error).__name__}: {error}"
+    new = {name for name in set(sys.modules) - before if name.partition(".")[0] not in KNOWN}
+    if new:
+        return Outcome(kind, seed, "import", ", ".join(sorted(new)))
+    return Outcome(kind, seed, result, told)
+
+
+KNOWN = {"onnx", "onnxruntime", "numpy", "torch", "fxquant", "rich"}  # whose parts are imported when they are first needed
+
+
+@contextmanager
+def limited(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError in what takes longer."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,221 @@
+"""What a model would cost on a chip: products and bytes of each operator, against the peak rates of the chip."""
+
+from __future__ import annotations
+
+import html
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from fxquant import backends
+from fxquant.analysis.cost import bytes_of
+from fxquant.analysis.layers import HOST, Layer, layers
+from fxquant.arguments import PATH, Kind, checked, instance
+from fxquant.errors import ConfigurationError
+from fxquant.graph import fact, is_deployed, operation
+from fxquant.reporting.layout import drawing, needs
+from fxquant.reporting.rows import Rows
+from fxquant.target import Roofline, Target
+
+MILLION = 1e6  # microseconds in a second
+ROOFLINE = instance("a fxq.Roofline", Roofline).or_none("that of the target")
+
+
+class LayerEstimate(NamedTuple):
+    """What one operator costs, for one item.
+
+    layer            its name
+    operator         PyTorch's name of what it computes
+    dtype            of its result
+    macs             multiply-accumulates
+    bytes            of its weights, of the tensors that it reads, and of its result
+    compute_us       microseconds of its products at the peak rate; those of a and b bits take a·b/64 times as long as those of int8
+    memory_us        microseconds of its bytes at the peak rate
+    microseconds     the larger of the two
+    bound            which of them that is: "compute" or "memory"; "host" of what runs there, of which no time is known
+    """
+
+    layer: str
+    operator: str
+    dtype: str
+    macs: int
+    bytes: int
+    compute_us: float
+    memory_us: float
+    microseconds: float
+    bound: str
+
+
+class Estimate(Rows[LayerEstimate]):
+    """What `estimate` found: a row for each operator; iterates, prints as a table with totals, and is written as a page by `to_html`.
+
+    roofline  the rates it rests on
+    target    whose they are
+    """
+
+    roofline: Roofline
+    target: str
+
+    def __init__(self, items: tuple[LayerEstimate, ...], roofline: Roofline, target: str) -> None:
+        super().__init__(f"one item on {target}, at the peak rates of the chip", items)
+        object.__setattr__(self, "roofline", roofline)
+        object.__setattr__(self, "target", target)
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates of all operators."""
+        return sum(row.macs for row in self.items)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that are moved for all operators, each reading from memory and writing to it."""
+        return sum(row.bytes for row in self.items)
+
+    @property
+    def seconds(self) -> float:
+        """The sum of all operators' times, of those on the target: no program is faster that moves these bytes."""
+        return sum(row.microseconds for row in self.items if not math.isnan(row.microseconds)) / MILLION
+
+    @property
+    def on_host(self) -> tuple[str, ...]:
+        """The operators that run on the host, whose time is not in the sum."""
+        return tuple(row.layer for row in self.items if row.bound == HOST)
+
+    @property
+    def summary(self) -> str:
+        """Totals, what they rest on, and how far they can be trusted, in lines."""
+        bound = [sum(row.microseconds for row in self.items if row.bound == name) for name in ("compute", "memory")]
+        rates = f"{self.roofline.macs_per_second:.4g} multiply-accumulates and {self.roofline.bytes_per_second:.4g} bytes a second"
+        lines = [
+            f"{self.macs:,} multiply-accumulates, {self.bytes:,} bytes moved",
+            f"{self.seconds * MILLION:.4g} µs: {bound[0]:.4g} bound by compute, {bound[1]:.4g} by memory",
+            f"rates: {rates}; {self.roofline.source}",
+            "uncertainty: a bound from below where every operator moves its bytes; programs reach a part of peak rates, and a compiler"
+            " that keeps tensors on the chip moves fewer bytes"
+            + ("; the rate of the memory is assumed, and may be wrong by a factor of 2" if self.roofline.assumed else ""),
+        ]
+        if self.on_host:
+            shown = ", ".join(self.on_host[:8]) + (", …" if len(self.on_host) > 8 else "")
+            lines.append(f"not in the time, since they run on the host: {len(self.on_host)} operators: {shown}")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}\n{self.summary}"
+
+    def plot(self) -> Any:
+        """A plotly figure: each operator's products for a byte, and the rate that this allows, under the roofs of the chip.
+
+        Needs plotly, of the extra "report". Raises ConfigurationError without it.
+        """
+        try:
+            from plotly import graph_objects
+        except ImportError as error:
+            raise needs("plotly", error) from error
+        known = [row for row in self.items if row.macs and row.microseconds > 0]
+        intensity = [row.macs / row.bytes for row in known]
+        ridge = self.roofline.macs_per_second / self.roofline.bytes_per_second
+        ends = [min([*intensity, ridge]) / 2, ridge, max([*intensity, ridge]) * 2]
+        roof = [min(self.roofline.macs_per_second, self.roofline.bytes_per_second * each) for each in ends]
+        figure = graph_objects.Figure()
+        figure.add_scatter(x=ends, y=roof, mode="lines", name="peak", line={"color": "#444444", "dash": "dash"})
+        for bound, symbol, colour in (("compute", "circle", "#0072b2"), ("memory", "square", "#d55e00")):
+            chosen = [(row, x) for row, x in zip(known, intensity, strict=True) if row.bound == bound]
+            figure.add_scatter(
+                x=[x for _, x in chosen],
+                y=[row.macs / row.microseconds * MILLION for row, _ in chosen],
+                text=[f"{row.layer}: {row.operator}, {row.microseconds:.3g} µs" for row, _ in chosen],
+                mode="markers",
+                hoverinfo="text",
+                name=f"bound by {bound}",
+                marker={"symbol": symbol, "color": colour, "size": 9},
+            )
+        figure.update_xaxes(type="log", title="multiply-accumulates for a byte moved")
+        figure.update_yaxes(type="log", title="multiply-accumulates a second")
+        figure.update_layout(template="plotly_white")
+        return figure
+
+    @checked(path=PATH)
+    def to_html(self, path: str | os.PathLike[str]) -> Path:
+        """Write totals, plot and table as one HTML file, which opens without network; returns its path. Needs plotly."""
+        drawn = self.plot().to_html(full_html=False, include_plotlyjs=True)
+        summary = html.escape(self.summary)
+        page = f"<!doctype html><meta charset=utf-8><title>{html.escape(self.title)}</title><h1>{html.escape(self.title)}</h1>"
+        file = Path(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{page}<pre style=white-space:pre-wrap>{summary}</pre>{drawn}{self._repr_html_()}", encoding="utf-8")
+        return file
+
+
+def _target(value: Any) -> str | Target:
+    if not isinstance(value, str | Target) or not value:
+        raise TypeError
+    return value
+
+
+@checked(
+    integer=instance("an integer model", fx.GraphModule),
+    target=Kind("the name of a target, or a Target", _target).or_none("the one it was converted for"),
+    roofline=ROOFLINE,
+)
+def estimate(integer: fx.GraphModule, target: str | Target | None = None, *, roofline: Roofline | None = None) -> Estimate:
+    """What an integer model would cost on a chip: for each operator its products, the bytes it moves, and the time of each at peak rates.
+
+    The rates are those of `target`, the one that the model was converted for unless another is named, or a `roofline` of your own:
+    fxq.Roofline(macs_per_second, bytes_per_second). An operator takes the longer of its two times (Williams, Waterman and
+    Patterson 2009, "Roofline"), as if products and transfers overlapped within it, and each operator read from memory and wrote to
+    it. Costs are of one item, or of the batch that the model is fixed to.
+
+    Raises ConfigurationError for what is no integer model, and where no rates are known of the target; UnknownTarget.
+    """
+    if not is_deployed(integer):
+        raise ConfigurationError(
+            "the cost of this model is not known yet",
+            because="it is no integer model: dtypes and weights are settled by fxq.convert",
+            remedy="pass fxq.convert(prepared)",
+        )
+    chosen: Target = integer.meta["target"] if target is None else backends.get(target)
+    rates = roofline or chosen.roofline
+    if rates is None:
+        raise ConfigurationError(
+            f"there are no peak rates of {chosen.name}",
+            because="they are those of the machine that the model runs on",
+            remedy="pass roofline=fxq.Roofline(macs_per_second=1e11, bytes_per_second=2e10), with the numbers of your machine",
+        )
+    shown = drawing(integer).graph
+    nodes = {node.name: node for node in integer.graph.nodes}
+    known = {layer.name: layer for layer in layers(integer)}
+
+    def read(name: str) -> int:
+        return sum(known[each].activation_bytes if each in known else bytes_of(fact(nodes[each])) for each in shown.predecessors(name))
+
+    rows = tuple(_row(layer, nodes, known, list(shown.predecessors(layer.name)), read(layer.name), rates) for layer in known.values())
+    return Estimate(rows, rates, chosen.name)
+
+
+def _row(
+    layer: Layer, nodes: Mapping[str, fx.Node], known: Mapping[str, Layer], operands: list[str], read: int, rates: Roofline
+) -> LayerEstimate:
+    moved = layer.weight_bytes + read + layer.activation_bytes
+    if not layer.integer and not layer.boundary:
+        return LayerEstimate(layer.name, layer.operator, layer.dtype, layer.macs, moved, math.nan, math.nan, math.nan, HOST)
+    compute = layer.macs * _slowness(nodes[layer.name], nodes, known, operands) / rates.macs_per_second * MILLION
+    memory = moved / rates.bytes_per_second * MILLION
+    bound = "compute" if compute > memory else "memory"
+    return LayerEstimate(layer.name, layer.operator, layer.dtype, layer.macs, moved, compute, memory, max(compute, memory), bound)
+
+
+def _slowness(node: fx.Node, nodes: Mapping[str, fx.Node], known: Mapping[str, Layer], operands: list[str]) -> float:
+    """How many times as long as of two int8 numbers its products take: by the widths of their factors as they are stored."""
+    lowered = operation(node)
+    held = None if lowered is None else lowered.constants.get("weight")
+    widths = [8 * _itemsize(known[name].dtype) for name in operands if name in known][:2]
+    weight = widths[-1:] if held is None else [8 * fact(nodes[held.node]).dtype.itemsize]
+    return math.prod([*widths[:1], *weight]) / 64 if widths else 1.0
+
+
+def _itemsize(dtype: str) -> int:
+    return {"int16": 2, "int32": 4, "int64": 8, "float32": 4}.get(dtype, 1)
