@@ -23,6 +23,7 @@ from fxquant.ops.places import is_arange
 from fxquant.ops.promotion import promoted
 from fxquant.ops.shape import expand, is_cast, is_power
 from fxquant.ops.unary import SHIFTED, with_offset
+from fxquant.ops.unbatched import give_batch
 from fxquant.pipeline import Context
 from fxquant.stubs import dequant_stub, outside, quant_stub
 
@@ -51,7 +52,7 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
             continue
         if isinstance(fact(node), int | float | BatchDim) or _of_sizes(node):  # sizes, and what is computed of them
             continue
-        recognised = _recognise(node, modules)
+        recognised = _with_batch(node, modules, context)
         if recognised is None:
             continue
         operator, arguments, written = recognised
@@ -63,6 +64,7 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
         arguments = meant if isinstance(meant, str) else arguments
         if not isinstance(arguments, str):
             arguments = (None if meant is not None else _of_other_numbers(node, operator)) or operator.normalize(node, arguments)
+        arguments = _without_elements(node, arguments) or arguments
         if isinstance(arguments, str):
             refuse(node, arguments)
             context.say(f"%{node.name} stays as it is: {arguments}")
@@ -153,6 +155,14 @@ def _of_other_numbers(node: fx.Node, operator: Operator) -> str | None:
     return f"its {what} is {str(dtype).removeprefix('torch.')}, and only float32 tensors are quantized{remedy}"
 
 
+def _without_elements(node: fx.Node, arguments: dict[str, Any] | str) -> str | None:
+    """Why nothing is to be computed in integers: a tensor without elements has no range, and no sum or largest element."""
+    read: list[fx.Node] = [node]
+    fx.map_arg(arguments if isinstance(arguments, dict) else {}, read.append)
+    empty = next((value for value in read if isinstance(of := fact(value), TensorFact) and 0 in of.shape), None)
+    return None if empty is None else f"%{empty.name} has no elements"
+
+
 def _replace_stub(node: fx.Node, context: Context) -> None:
     """A stub is gone; one with a scale quantizes, with that scale."""
     operand, *scale = node.args
@@ -221,9 +231,11 @@ def _shift(node: fx.Node, context: Context) -> None:
 def _eliminate_unused(graph: fx.Graph) -> None:
     """What only another spelling read: sizes of a reshape that knows its shape by now, the transpose of a matrix that became a weight."""
     for node in reversed(list(graph.nodes)):
-        number = fact(node) is not None and not isinstance(fact(node), TensorFact)
+        known = fact(node)
+        number = known is not None and not isinstance(known, TensorFact)
         if not node.users and (
             operator_of(node) is not None
+            or (isinstance(known, TensorFact) and 0 in known.shape and node.op in ("call_method", "call_function"))
             or is_cast(node)
             or is_power(node)
             or made_anew(node) is not None
@@ -231,6 +243,15 @@ def _eliminate_unused(graph: fx.Graph) -> None:
             or (number and node.op in ("call_method", "call_function"))
         ):
             graph.erase_node(node)
+
+
+def _with_batch(
+    node: fx.Node, modules: dict[str, nn.Module], context: Context
+) -> tuple[Operator, dict[str, Any] | str, tuple[Any, ...]] | None:
+    """What `_recognise` finds, of a node that reads a batch."""
+    if give_batch(node, modules):
+        context.say(f"%{node.name} reads a sample without a batch: it is called on a batch of one")
+    return _recognise(node, modules)
 
 
 def _recognise(node: fx.Node, modules: dict[str, nn.Module]) -> tuple[Operator, dict[str, Any] | str, tuple[Any, ...]] | None:
@@ -246,8 +267,7 @@ def _recognise(node: fx.Node, modules: dict[str, nn.Module]) -> tuple[Operator, 
             return operator, taken, (type(module),)
         if isinstance(taken, Instead):
             operator, taken = OPERATORS[taken.function], taken.arguments
-        given = {name: value for name, value in kwargs.items() if name not in operator.read_off}
-        return operator, _bind(operator, args, {**taken, **given}), (type(module),)
+        return operator, _bind_module(operator, args, kwargs, taken), (type(module),)
     if node.op == "call_function" and node.target in FUNCTIONS:
         operator, adapt = FUNCTIONS[node.target]
     elif node.op == "call_method" and node.target in METHODS:
@@ -267,6 +287,15 @@ def _recognise(node: fx.Node, modules: dict[str, nn.Module]) -> tuple[Operator, 
     if isinstance(adapted, Instead):
         operator, adapted = OPERATORS[adapted.function], adapted.arguments
     return operator, adapted if isinstance(adapted, str) else _bind(operator, (), adapted), (node.target,)
+
+
+def _bind_module(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], taken: dict[str, Any]) -> dict[str, Any] | str:
+    """The arguments of a module's call, and those `taken` from the module itself; what is read off the result is left out."""
+    given = {name: value for name, value in kwargs.items() if name not in operator.read_off}
+    twice = [place for place, name in enumerate(operator.parameter_names[: len(args)]) if name in taken]
+    if twice and not operator.read_off:
+        return "its arguments have an integer form where they are given by name"
+    return _bind(operator, args[: twice[0]] if twice else args, {**taken, **given})
 
 
 def _is_scalar(args: tuple[Any, ...]) -> bool:

@@ -5,6 +5,7 @@ Each is computed of two live tensors of shape (B, 4, 6, 6); the second is betwee
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -39,6 +40,16 @@ def _losses() -> Iterator[tuple[Any, Spelled]]:
     for kind, (record, _) in MODULES.items():
         if kind.__name__.endswith("Loss") and kind in LAYERS:
             yield kind, (record.name, lambda m, x, y, n=kind.__name__: m.layers[n](y if n == "BCELoss" else x, y), record.name not in STEPS)
+
+
+def _assigned_to_lists(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    x = x.clone()
+    x[:, [0, 2], [1, 3]] = y[:, :2, 0]
+    return x
+
+
+def _places(x: Tensor) -> Tensor:
+    return x.argmax(1, keepdim=True).expand(-1, 4, -1, -1)
 
 
 LAYERS: dict[type, nn.Module] = {
@@ -112,6 +123,8 @@ SPELLINGS: dict[Any, Spelled] = {
     torch.renorm: _of("renorm", lambda x, y: torch.renorm(x, 2, 0, 3.0)),
     "renorm": _of("renorm", lambda x, y: x.renorm(1, 0, 20.0)),
     "renorm_": _of("renorm", lambda x, y: x.renorm_(2, 0, 5.0)),
+    torch.isclose: ("isclose", lambda m, x, y: torch.isclose(x, y, atol=0.2), False),
+    "isclose": ("isclose", lambda m, x, y: x.isclose(y[:, :1], rtol=0, atol=0.3), False),
     # ---- windows, norms, images
     F.lp_pool1d: _of("lp_pool1d", lambda x, y: F.lp_pool1d(x.flatten(2), 2, 3)),
     F.lp_pool2d: _of("lp_pool2d", lambda x, y: F.lp_pool2d(x, 2, 3, 2)),
@@ -136,6 +149,12 @@ ALSO: dict[str, Spelled] = {
     "a truncation": _of("trunc_quotient", lambda x, y: torch.div(x, y, rounding_mode="trunc")),
     "a remainder": _of("floor_remainder", lambda x, y: operator.mod(x, y)),
     "a remainder of a sign": _of("trunc_remainder", torch.fmod),
+    "means at places": ("scatter_mean", lambda m, x, y: x.scatter_reduce(1, _places(x), y, "mean"), False),
+    "means of others at places": ("scatter_mean", lambda m, x, y: x.scatter_reduce(1, _places(x), y, "mean", include_self=False), False),
+    "sums in place of others": ("scatter_sum", lambda m, x, y: x.scatter_reduce(1, _places(x), y, "sum", include_self=False), False),
+    "lists of places": ("put_lists", _assigned_to_lists, True),
+    "a norm of sums": _of("sums_norm", lambda x, y: torch.linalg.matrix_norm(x, 1)),
+    "a norm of the least": _of("norm", lambda x, y: torch.linalg.vector_norm(y, -math.inf, dim=1)),
     "zeros": _of("clamp", lambda x, y: x * 0 + y),
     "a quotient by an exponential": _of("true_divide", lambda x, y: x / x.exp()),
 }

@@ -330,7 +330,7 @@ def _sum(w: FastWriter, node: fx.Node, multiplier: Tensor, kind: str, terms: tup
     apart = stored_zero_point(node) % 2  # QLinearAdd rounds with the zero point added, which would move a tie to another even number
     real = []
     for term in terms:
-        scale = (w.values[term.args[1]] * multiplier * 2**apart).reshape(())
+        scale = (w.values[term.args[1]] * multiplier * 2**apart).reshape(())  # type: ignore[index]
         real.append(e.node("DequantizeLinear", w.shifted(term.args[0]), e.constant(scale), w.zero(term.args[0])))
     total = e.node(kind, *real)
     total = e.node("Mul", total, e.constant(0.5)) if apart else total

@@ -19,20 +19,34 @@ import argparse
 import itertools
 import json
 import re
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.operators import page
-from benchmarks.operators.measure import ALL, CRASH, DECIDED, FLOAT, INTEGER, KINDS, NONE, REFUSED, WHOLE, WRONG, Result, has, measure
+from benchmarks.operators.measure import (
+    ALL,
+    CRASH,
+    DECIDED,
+    FLOAT,
+    INTEGER,
+    KINDS,
+    NONE,
+    REFUSED,
+    WHOLE,
+    WRONG,
+    Result,
+    Wanted,
+    has,
+    several,
+    timed,
+)
 from benchmarks.operators.rows import FAMILIES
 from benchmarks.operators.spelling import Spelling, spelled
 
@@ -100,9 +114,6 @@ def write_page(processes: int, keep: Path | None) -> None:
     PAGE.write_text(page.text([kept[s.name, target, dtype] for s, target, dtype in wanted]), encoding="utf-8")
 
 
-Wanted = tuple[Spelling, str, str]
-
-
 def measured(wanted: Sequence[Wanted], onnx: str, processes: int) -> Iterator[Result]:
     """The results as they come, in order."""
     if processes <= 1:
@@ -113,16 +124,6 @@ def measured(wanted: Sequence[Wanted], onnx: str, processes: int) -> Iterator[Re
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         for results in pool.map(several, groups, [onnx] * len(groups)):
             yield from results
-
-
-def several(wanted: Sequence[Wanted], onnx: str) -> list[Result]:
-    return [timed(spelling, target, dtype, onnx) for spelling, target, dtype in wanted]
-
-
-def timed(spelling: Spelling, target: str, dtype: str, onnx: str) -> Result:
-    torch.set_num_threads(1)
-    started = time.perf_counter()
-    return replace(measure(spelling, target, dtype, onnx), seconds=time.perf_counter() - started)
 
 
 def read(path: Path | None) -> list[Result]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,21 @@ def qconfig_of(target: str, dtype: str) -> fxq.QConfig:
 def has(target: str, dtype: str) -> bool:
     """Whether the target has activations of this dtype."""
     return dtype in backends.get(target).activations
+
+
+Wanted = tuple[Spelling, str, str]  # what is tried: a spelling, on a target, in a dtype
+
+
+def several(wanted: Sequence[Wanted], onnx: str) -> list[Result]:
+    """The results of several spellings, on one thread: what a process of a pool runs."""
+    return [timed(spelling, target, dtype, onnx) for spelling, target, dtype in wanted]
+
+
+def timed(spelling: Spelling, target: str, dtype: str, onnx: str) -> Result:
+    """The result of one spelling, on one thread, with the seconds that it took."""
+    torch.set_num_threads(1)
+    started = time.perf_counter()
+    return replace(measure(spelling, target, dtype, onnx), seconds=time.perf_counter() - started)
 
 
 class Broken(Exception):

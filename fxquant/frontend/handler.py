@@ -19,6 +19,7 @@ from fxquant.frontend.snapshot import Snapshot
 from fxquant.frontend.source import user_source
 from fxquant.frontend.spelling import Spelling, is_random, property_name, property_spelling, python_operator, spelling_of
 from fxquant.frontend.values import BatchFloat, BatchInt, BatchNumber, Number, TracedTensor, Value, numeric_fact, refuse
+from fxquant.frontend.written_out import by_own_names, written_out
 
 _READS_CONTENT = frozenset((
     "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "numpy", "__array__", "is_nonzero",
@@ -77,6 +78,10 @@ class Handler:
             if function is not None:
                 result = self.operator(function, args)
                 return self.memory.advance(args[0], result) if func.__name__.endswith("_") else result
+        kwargs = by_own_names(func, kwargs)
+        written = written_out(func, args, kwargs)
+        if written is not NotImplemented:
+            return written
         return self._spelled(spelling_of(func), args, kwargs)
 
     def operator(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -231,6 +236,13 @@ class Handler:
         return outcome
 
     def _refuse_data(self, name: str) -> NoReturn:
+        if name == "_pack_padded_sequence":
+            refuse(
+                "packed sequences cannot be traced",
+                because="how many items each step has depends on the lengths, and a graph has a fixed number of operations",
+                remedy="call the recurrent layer on the padded tensor, and mask, or gather, its outputs by the lengths; "
+                "a layer that runs backwards reads the padding first: flip each item by its length before it",
+            )
         refuse(
             "the model's Python depends on the content of a tensor",
             because=f"{name} needs numbers that are known only when the graph runs",
@@ -270,6 +282,8 @@ class Handler:
 
     def _property(self, name: str, tensor: torch.Tensor) -> Any:
         tensor = self.memory.current(tensor)
+        if name == "real" and not tensor.is_complex():
+            return tensor
         spelling = property_spelling(name)
         if spelling is not None:
             args = (tensor, name) if spelling.op == "call_function" else (tensor,)

@@ -20,6 +20,7 @@ from fxquant.ops.index import WHOLE, dimensions
 from fxquant.ops.places import index_put, is_list, plain_entries
 from fxquant.ops.record import Instead, Operator, register
 from fxquant.ops.selection import where
+from fxquant.ops.views import put_lists
 from fxquant.primitives import comparison, shape
 
 
@@ -138,6 +139,8 @@ def _assigned(tensor: Any, index: Any, value: Any) -> dict[str, Any] | str | Ins
     position = next((i for i, entry in enumerate(entries) if entry is Ellipsis), len(entries))
     whole = plain_entries([*entries[:position], *[WHOLE] * missing, *entries[position + 1 :]])
     if sum(map(is_list, whole)) > 1 and all(is_list(entry) or entry == WHOLE for entry in whole):
+        if isinstance(value, fx.Node) and isinstance(fact(value), TensorFact) and shape_of(value):
+            return Instead(put_lists, {"input": tensor, "value": value, "lists": [entry if is_list(entry) else None for entry in whole]})
         return Instead(index_put, {"input": tensor, "lists": [entry if is_list(entry) else None for entry in whole], "value": value})
     return {"input": tensor, "index": whole, "value": value}
 

@@ -24,8 +24,10 @@ from fxquant.ops.hiding import HIDDEN, Hiding
 from fxquant.ops.index import WHOLE, getitem
 from fxquant.ops.linear import linear, matmul
 from fxquant.ops.masking import added, is_scores, kept, may_hide, parts_of, repeated, shares, with_empty_rows
+from fxquant.ops.pad import pad
 from fxquant.ops.pool import mean
 from fxquant.ops.record import WIDE, Operator, Parameter, operator_of, register
+from fxquant.ops.selection import where
 from fxquant.ops.shape import MANY_SIZES, numbers, permute, reshape
 
 # ---- what is hidden -------------------------------------------------------------------------------------------------
@@ -225,7 +227,10 @@ register(
 # ---- several heads --------------------------------------------------------------------------------------------------
 
 
-HELD = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "out_proj_weight", "out_proj_bias")
+HELD = (
+    *("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "out_proj_weight", "out_proj_bias"),
+    *("bias_k", "bias_v"),
+)
 
 
 def multi_head_attention(
@@ -240,6 +245,7 @@ def multi_head_attention(
     parameters: Sequence[Tensor | None] = (),
     num_heads: int = 1,
     batch_first: bool = False,
+    add_zero_attn: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """PyTorch's nn.MultiheadAttention without dropout: the attention, and its weights, or None; `parameters` are those of `HELD`."""
     turned = batch_first and query.dim() == 3
@@ -251,9 +257,7 @@ def multi_head_attention(
         third,
         query.shape[-1],
         num_heads,
-        bias_k=None,
-        bias_v=None,
-        add_zero_attn=False,
+        add_zero_attn=add_zero_attn,
         dropout_p=0.0,
         training=False,
         key_padding_mask=key_padding_mask,
@@ -280,9 +284,10 @@ def _expand_heads(
     parameters: Sequence[fx.Node | None],
     num_heads: int,
     batch_first: bool,
+    add_zero_attn: bool,
 ) -> Any:
     rank, width = len(fact(query).shape), fact(query).shape[-1]
-    joint, *separate, bias, out_weight, out_bias = parameters
+    joint, *separate, bias, out_weight, out_bias, bias_k, bias_v = parameters
 
     def third(parameter: fx.Node | None, number: int) -> fx.Node | None:
         if parameter is None:
@@ -302,7 +307,9 @@ def _expand_heads(
         return turned
 
     query, key, value = heads(query, 0), heads(key, 1), heads(value, 2)
-    mask = _masks(build, query, key, key_padding_mask, attn_mask, is_causal)
+    more = (bias_k is not None) + add_zero_attn  # positions behind those of the keys, which no mask hides
+    mask = _masks(build, query, key, key_padding_mask, attn_mask, is_causal, more)
+    key, value = (_with_positions(build, operand, own, add_zero_attn) for operand, own in ((key, bias_k), (value, bias_v)))
     attended, weights = attend(build, query, key, value, mask, 1 / math.sqrt(width // num_heads))
     joined = build(permute, attended, [1, 0, 2] if rank == 2 else [0, 2, 1, 3] if batch_first else [2, 0, 1, 3])
     shape = numbers(fact(joined).shape)
@@ -312,38 +319,58 @@ def _expand_heads(
     return result, build(mean, weights, [rank - 2], False) if average_attn_weights else weights
 
 
+def _with_positions(build: Builder, operand: fx.Node, own: fx.Node | None, zeros: bool) -> fx.Node:
+    """Keys or values by heads, [..., positions, features], with a position that the layer itself has, and one of zeros, behind them."""
+    if own is not None:
+        operand = build(pad, operand, [0, 0, 0, 1], "constant", 0.0)
+        heads, positions, features = fact(operand).shape[-3:]
+        last = torch.arange(positions, device="cpu").reshape(-1, 1) == positions - 1
+        operand = build(where, build.constant(last), build(reshape, own, [heads, 1, features]), operand)
+    return build(pad, operand, [0, 0, 0, 1], "constant", 0.0) if zeros else operand
+
+
 def _masks(
-    build: Builder, query: fx.Node, key: fx.Node, key_padding_mask: fx.Node | None, attn_mask: fx.Node | None, is_causal: bool
+    build: Builder, query: fx.Node, key: fx.Node, key_padding_mask: fx.Node | None, attn_mask: fx.Node | None, is_causal: bool, more: int
 ) -> Mask:
-    """PyTorch's masks hide where they are true."""
+    """PyTorch's masks hide where they are true; none of them is about the last `more` positions."""
     mask = Mask(build)
+    if more:
+        attn_mask, key_padding_mask = (
+            given if given is None else _never_hiding(build, given, more) for given in (attn_mask, key_padding_mask)
+        )
     if attn_mask is not None:
         given = build.host(torch.logical_not, attn_mask) if fact(attn_mask).dtype == torch.bool else attn_mask
         shape = numbers(fact(given).shape)
         if len(shape) == 3 and len(fact(query).shape) == 4:  # samples and heads are one dimension
-            given = build.host(torch.unflatten, given, 0, (-1, fact(query).shape[1]))
+            given = build.host(reshape, given, [-1, fact(query).shape[1], *shape[1:]])
         mask.add(given)
     elif is_causal:
         mask.causal(fact(query).shape[-2], fact(key).shape[-2])
     if key_padding_mask is not None:
         padding = fact(key_padding_mask).dtype == torch.bool
         given = build.host(torch.logical_not, key_padding_mask) if padding else key_padding_mask
-        mask.add(given if len(fact(given).shape) == 1 else build.host(torch.unsqueeze, build.host(torch.unsqueeze, given, 1), 1))
+        mask.add(given if len(fact(given).shape) == 1 else build.host(reshape, given, [-1, 1, 1, fact(given).shape[-1]]))
     return mask
 
 
+def _never_hiding(build: Builder, mask: fx.Node, more: int) -> fx.Node:
+    """A mask that hides where it is true, or adds something, with `more` columns that hide nothing, and to which it adds nothing."""
+    shape = fact(mask).shape
+    if is_parameter(mask) or fact(mask).dtype != torch.bool or not shape[-1]:
+        return build.host(F.pad, mask, (0, more))
+    columns = [*range(shape[-1]), *[0] * more]
+    own = torch.arange(len(columns), device="cpu") < shape[-1]
+    return build.host(torch.logical_and, build.host(getitem, mask, [*[WHOLE] * (len(shape) - 1), columns]), build.constant(own))
+
+
 def _heads_module(module: Any) -> dict[str, Any] | str:
-    if module.bias_k is not None or module.add_zero_attn:
-        return ADDED
     projection = {"out_proj_weight": Parameter("out_proj.weight"), "out_proj_bias": Parameter("out_proj.bias")}
-    held = {name: Parameter(name) for name in HELD[:-2] if getattr(module, name) is not None}
+    held = {name: Parameter(name) for name in HELD if not name.startswith("out") and getattr(module, name) is not None}
     if module.out_proj.bias is None:
         del projection["out_proj_bias"]
     parameters = [{**held, **projection}.get(name) for name in HELD]
-    return {"parameters": parameters, "num_heads": module.num_heads, "batch_first": module.batch_first}
-
-
-ADDED = "keys and values that are added to the given ones have no integer form"
+    settings = {name: getattr(module, name) for name in ("num_heads", "batch_first", "add_zero_attn")}
+    return {"parameters": parameters, **settings}
 
 
 def _heads_function(*args: Any, **kwargs: Any) -> dict[str, Any] | str:
@@ -353,12 +380,15 @@ def _heads_function(*args: Any, **kwargs: Any) -> dict[str, Any] | str:
     given = bound.arguments
     if given["training"] and given["dropout_p"]:
         return "it drops elements at random"
-    if given["bias_k"] is not None or given["add_zero_attn"] or given["static_k"] is not None or given["static_v"] is not None:
-        return ADDED
+    if given["static_k"] is not None or given["static_v"] is not None:
+        return "keys or values that are projected already (static_k, static_v) have no integer form: call F.scaled_dot_product_attention"
     parameters = [given[name] for name in HELD]
     if given["use_separate_proj_weight"]:
         parameters[0] = None
-    names = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal", "num_heads")
+    names = (
+        *("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask", "average_attn_weights"),
+        *("is_causal", "num_heads", "add_zero_attn"),
+    )
     return {**{name: given[name] for name in names}, "parameters": parameters}
 
 

@@ -1,42 +1,145 @@
-"""Bags of embeddings, all of one size: the sum, mean or largest of the rows that each of them names."""
+"""Bags of embeddings: the sum, mean or largest of the rows that each of them names.
+
+Bags of other sizes than one, whose offsets are a constant, are filled up to the largest with a row that counts for nothing: zeros in a
+sum, the smallest of each column where the largest counts. So is what `padding_idx` leaves out.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxquant.facts import TensorFact
-from fxquant.graph import fact
+from fxquant.graph import fact, is_parameter
 from fxquant.ops.arithmetic import mul
 from fxquant.ops.composite import Builder
+from fxquant.ops.counting import count_nonzero
 from fxquant.ops.embedding import embedding, refuses_embedding
 from fxquant.ops.extremum import amax
+from fxquant.ops.index import getitem
+from fxquant.ops.places import constant_value
 from fxquant.ops.pool import mean, sum
-from fxquant.ops.record import Operator, Parameter, register
-from fxquant.ops.shape import reshape
+from fxquant.ops.record import INNER, Operator, Parameter, register
+from fxquant.ops.selection import where
+from fxquant.ops.shape import numbers, reshape
+from fxquant.ops.whole import COMPARISONS, whole_add, whole_mul
 
 
-def embedding_bag(input: Tensor, weight: Tensor, mode: str = "mean", per_sample_weights: Tensor | None = None) -> Tensor:
-    """For each row of `input`, int64 [bags, size], the "sum", "mean" or "max" of the rows of `weight` that it names: [bags, features].
+def embedding_bag(
+    input: Tensor,
+    offsets: Tensor | None = None,
+    per_sample_weights: Tensor | None = None,
+    weight: Any = None,
+    mode: str = "mean",
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """For each bag the "sum", "mean" or "max" of the rows of `weight` that it names: [bags, features]; zeros of an empty one.
 
-    In a sum each of them may have a factor: per_sample_weights [bags, size].
+    The bags are the rows of `input`, int64 [bags, size], or begin at `offsets`, int64 [bags], in `input` [places]. In a sum each row may
+    have a factor, `per_sample_weights`, of the shape of `input`. What names the row `padding_idx` is left out.
     """
-    rows = F.embedding(input, weight)
-    if per_sample_weights is not None:
-        rows = rows * per_sample_weights.unsqueeze(-1)
-    return rows.sum(1) if mode == "sum" else rows.mean(1) if mode == "mean" else rows.amax(1)
+    return F.embedding_bag(
+        input,
+        weight,
+        offsets,
+        mode=mode,
+        per_sample_weights=per_sample_weights,
+        include_last_offset=include_last_offset,
+        padding_idx=padding_idx,
+    )
 
 
-def _expand(build: Builder, input: fx.Node, weight: fx.Node, mode: str, per_sample_weights: fx.Node | None) -> Any:
-    rows = build(embedding, input, weight)
+def _places(input: fx.Node, offsets: fx.Node | None, include_last_offset: bool) -> list[range]:
+    """Which places of a row of numbers each bag has; none where the bags are rows themselves."""
+    value = None if offsets is None else constant_value(offsets)
+    if value is None:
+        return []
+    starts: list[int] = value.tolist()
+    size = fact(input).shape[0]
+    ends = starts[1:] if include_last_offset else [*starts[1:], size]
+    return [range(start, end) for start, end in zip(starts, ends, strict=False)]
+
+
+def _expand(
+    build: Builder,
+    input: fx.Node,
+    offsets: fx.Node | None,
+    per_sample_weights: fx.Node | None,
+    weight: fx.Node,
+    mode: str,
+    include_last_offset: bool,
+    padding_idx: int | None,
+) -> Any:
+    bags, rows = _places(input, offsets, include_last_offset), build.fact(weight).shape[0]
+    assert isinstance(rows, int)
+    padding = None if padding_idx is None else padding_idx % rows
+    filled = torch.tensor([])  # where a bag of the largest size has a place that it has not itself
+    if bags:
+        size = max(1, *map(len, bags))
+        places = torch.tensor([[*bag, *[0] * (size - len(bag))] for bag in bags], device="cpu")
+        filled = torch.tensor([[place >= len(bag) for place in range(size)] for bag in bags], device="cpu")
+        input = _arranged(build, input, places)
+        per_sample_weights = None if per_sample_weights is None else _arranged(build, per_sample_weights, places)
+    weight = _with_row_for_nothing(build, weight, mode, padding, bool(filled.any()) and padding is None)
+    if filled.any():
+        input = build(whole_mul, input, build.constant((~filled).long()))
+        input = build(whole_add, input, build.constant(filled.long() * (rows if padding is None else padding)))
+    taken = build(embedding, input, weight)
     if per_sample_weights is not None:
-        size = build.fact(per_sample_weights).shape[1]
-        rows = build(mul, rows, build(reshape, per_sample_weights, [-1, size, 1]))
-    if mode == "max":
-        return build(amax, rows, [1], False)
-    return build(sum if mode == "sum" else mean, rows, [1], False)
+        taken = build(mul, taken, build(reshape, per_sample_weights, [-1, build.fact(per_sample_weights).shape[1], 1]))
+    if padding is None and not filled.any():
+        return build({"sum": sum, "mean": mean, "max": amax}[mode], taken, [1], False)
+    if mode == "sum":
+        return build(sum, taken, [1], False)
+    # How many rows of each bag count: known, or counted where the padding is among what is read.
+    count = (~filled).sum(1, keepdim=True) if padding is None else None
+    if mode == "mean":
+        total = build(sum, taken, [1], False, demand=INNER)
+        return build(mul, total, _share(build, input, padding, count))
+    largest = build(amax, taken, [1], False)
+    if count is not None:
+        return build(where, build.constant(count > 0), largest, 0.0) if bool((count == 0).any()) else largest
+    assert padding is not None
+    counted = build(COMPARISONS["ne"], build(reshape, _counted(build, input, padding), [-1, 1]), 0)
+    return build(where, counted, largest, 0.0)
+
+
+def _arranged(build: Builder, value: fx.Node, places: Tensor) -> fx.Node:
+    """A row of numbers as bags, [bags, size]."""
+    taken: fx.Node = build(reshape, build(getitem, value, [places.flatten().tolist()]), list(places.shape))
+    return taken
+
+
+def _with_row_for_nothing(build: Builder, weight: fx.Node, mode: str, padding: int | None, another: bool) -> fx.Node:
+    """The table in which the row of the padding counts for nothing, and, with `another`, a further such row at its end."""
+    rows, features = numbers(build.fact(weight).shape)
+    if padding is None and not another:
+        return weight
+    nothing: Any = build.host(torch.amin, weight, 0, True) if mode == "max" else build.constant(torch.zeros(1, features, device="cpu"))
+    if padding is not None:
+        mask = torch.arange(rows, device="cpu").reshape(-1, 1) == padding
+        weight = build.host(torch.where, build.constant(mask), nothing, weight)
+    return build.host(torch.cat, [weight, nothing]) if another else weight
+
+
+def _counted(build: Builder, input: fx.Node, padding: int) -> fx.Node:
+    counted: fx.Node = build(count_nonzero, build(COMPARISONS["ne"], input, padding), [1])
+    return counted
+
+
+def _share(build: Builder, input: fx.Node, padding: int | None, count: Tensor | None) -> fx.Node:
+    """One over the number of rows that count in each bag, [bags, 1]; 0 where none does."""
+    if padding is None:
+        assert count is not None
+        return build.constant(torch.where(count > 0, 1 / count.clamp(min=1), 0.0))
+    size = numbers(build.fact(input).shape)[1]
+    table = torch.tensor([[0.0], *([1 / number] for number in range(1, size + 1))], device="cpu")
+    share: fx.Node = build(embedding, _counted(build, input, padding), build.constant(table), demand=INNER)
+    return share
 
 
 def _function(
@@ -52,24 +155,25 @@ def _function(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> dict[str, Any] | str:
-    if offsets is not None:
-        return "the sizes of its bags depend on the data"
     if max_norm is not None:
         return "it changes its weight while it runs (max_norm)"
-    if padding_idx is not None:
-        return "how many rows of a bag count depends on the data (padding_idx)"
-    return {"input": input, "weight": weight, "mode": mode, "per_sample_weights": per_sample_weights}
+    given = {"input": input, "offsets": offsets, "per_sample_weights": per_sample_weights, "weight": weight, "mode": mode}
+    return {**given, "include_last_offset": include_last_offset, "padding_idx": padding_idx}
 
 
 def _module(module: Any) -> dict[str, Any] | str:
-    given = _function(None, Parameter("weight"), max_norm=module.max_norm, mode=module.mode, padding_idx=module.padding_idx)
-    return given if isinstance(given, str) else {"weight": given["weight"], "mode": given["mode"]}
+    if module.max_norm is not None:
+        return "it changes its weight while it runs (max_norm)"
+    own = {name: getattr(module, name) for name in ("mode", "include_last_offset", "padding_idx")}
+    return {"weight": Parameter("weight"), **own}
 
 
 def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    known = fact(arguments["input"])
-    if not isinstance(known, TensorFact) or len(known.shape) != 2 or not isinstance(known.shape[1], int):
-        return "the sizes of its bags depend on the data"
+    known, offsets = fact(arguments["input"]), arguments["offsets"]
+    if not isinstance(known, TensorFact) or not isinstance(known.shape[-1], int):
+        return "the sizes of its bags depend on the batch size"
+    if len(known.shape) == 1 and not (isinstance(offsets, fx.Node) and is_parameter(offsets)):
+        return "the sizes of its bags depend on the data: give offsets that are a buffer, or bags of one size, [bags, size]"
     return refuses_embedding(node, arguments)
 
 

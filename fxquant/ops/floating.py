@@ -40,6 +40,7 @@ _SPECTRUM = "a Fourier transform has no integer form"
 _SOLVES = "it solves equations, for which float arithmetic is needed"
 _ORDER = "it adds up by indices of the data, any number of them into one element"
 _DOUBLE = "its result is float64; .float() behind it makes it a power as any other"
+_MADE = "it makes numbers anew, and nothing of an activation is in them"
 _COMPLEX = "complex numbers have no integer form"
 REASONS: Mapping[str, str] = {
     **dict.fromkeys(
@@ -64,8 +65,13 @@ REASONS: Mapping[str, str] = {
         _DRAWS,
     ),
     **dict.fromkeys(("stft", "istft"), _SPECTRUM),
-    **dict.fromkeys(("inverse", "svd", "qr", "cholesky", "solve", "det", "logdet", "slogdet", "pinverse", "lstsq", "eig", "eigh"), _SOLVES),
+    **dict.fromkeys(
+        ("inverse", "inv", "svd", "qr", "cholesky", "solve", "det", "logdet", "slogdet", "pinverse", "lstsq", "eig", "eigh"), _SOLVES
+    ),
     "float_power": _DOUBLE,
+    "mode": "which number is the most frequent depends on how each of them is rounded: torch.median has an integer form",
+    "logcumsumexp": "its running sums have a larger range than a grid: x.exp().cumsum(dim).log() has an integer form where theirs is small",
+    **dict.fromkeys(("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"), _MADE),
     **dict.fromkeys(("index_reduce", "index_reduce_", "segment_reduce"), _ORDER),
     **dict.fromkeys(("view_as_complex", "view_as_real", "complex", "polar", "angle"), _COMPLEX),
 }

@@ -71,11 +71,8 @@ def _along(dim: int, rank: int) -> Callable[..., dict[str, Any] | str]:
 
 
 def _without_nothing(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Tensors of one dimension without elements, as a cache begins with, are passed over by PyTorch whatever the others' dimensions are."""
-    rank = len(fact(node).shape)
-    kept = [
-        tensor for tensor in arguments["tensors"] if rank == 1 or not isinstance(fact(tensor), TensorFact) or fact(tensor).shape != (0,)
-    ]
+    """Tensors without elements are left out where others have any; of one dimension, as a cache begins with, PyTorch passes them over."""
+    kept = [tensor for tensor in arguments["tensors"] if not isinstance(fact(tensor), TensorFact) or 0 not in fact(tensor).shape]
     return {**arguments, "tensors": kept or arguments["tensors"]}
 
 

@@ -1,9 +1,8 @@
 """Statistics of a tensor and what is normalised by them: composites, 16 bits wide inside.
 
-    var(x) = Σ c² / (n - correction),  c = x - mean x        std(x) = sqrt(var x)        norm(x) = (Σ |x|^p)^(1/p)
+    var(x) = Σ c² / (n - correction),  c = x - mean x        std(x) = sqrt(var x)
 
-What is divided by is one table: 1 / sqrt(v + ε) with ε in it, as layer norms have it, and s^(-1/p), which is 0 where s is: a row of
-zeros stays one.
+What is divided by is one table: 1 / sqrt(v + ε) with ε in it, as layer norms have it.
 """
 
 from __future__ import annotations
@@ -21,12 +20,11 @@ from fxquant.graph import fact
 from fxquant.ops.arithmetic import mul, sub
 from fxquant.ops.composite import Builder
 from fxquant.ops.division import div
-from fxquant.ops.extremum import amax
 from fxquant.ops.normalization import scale_channels
 from fxquant.ops.pool import mean, sum
 from fxquant.ops.record import WIDE, Operator, Parameter, register
 from fxquant.ops.shape import MANY_SIZES, numbers, reshape
-from fxquant.ops.unary import shifted, unary
+from fxquant.ops.unary import shifted
 
 # ---- variance and deviation -----------------------------------------------------------------------------------------
 
@@ -144,117 +142,6 @@ for _name, _function, _expand, _spelling in (
             refuses=_refuses_statistics,
         )
     )
-
-# ---- norms ----------------------------------------------------------------------------------------------------------
-
-
-def norm(input: Tensor, p: float, dim: list[int], keepdim: bool = False) -> Tensor:
-    """The p-norm over dimensions: (Σ |x|^p)^(1/p), and the largest magnitude for p = inf."""
-    value: Tensor = torch.linalg.vector_norm(input, p, dim, keepdim)
-    return value
-
-
-def normalize(input: Tensor, p: float, dim: list[int], eps: float = 1e-12) -> Tensor:
-    """The elements over the p-norm of theirs along dimensions."""
-    value: Tensor = input / torch.linalg.vector_norm(input, p, dim, keepdim=True).clamp_min(eps)
-    return value
-
-
-def _inverse_root(x: float, root: float = 2.0) -> float:
-    return x ** (-1 / root) if x > 0 else 0.0
-
-
-def inverse_root(input: Tensor, root: float = 2.0) -> Tensor:
-    """x^(-1/root) of positive numbers, and 0 of 0."""
-    return torch.where(input > 0, input.clamp_min(torch.finfo(torch.float32).tiny) ** (-1 / root), 0.0)
-
-
-unary("inverse_root", inverse_root, _inverse_root, root=2.0)
-
-
-def _powers(build: Builder, input: fx.Node, p: float, dims: list[int], keepdim: bool, last: dict[str, Any]) -> tuple[fx.Node, float]:
-    """What the norm is a root of, and which; `last` says how its grid is found where it is the norm itself."""
-    if p == 2:
-        return build(sum, build(mul, input, input, demand=WIDE), dims, keepdim, demand=WIDE), 2.0
-    magnitude = build(torch.abs, input, demand=WIDE)
-    if math.isinf(p):
-        return build(amax, magnitude, dims, keepdim), 1.0
-    if p == 1:
-        return build(sum, magnitude, dims, keepdim, **last), 1.0
-    return build(sum, build(torch.pow, magnitude, float(p), demand=WIDE), dims, keepdim, demand=WIDE), float(p)
-
-
-def _expand_norm(build: Builder, input: fx.Node, p: float, dim: list[int], keepdim: bool) -> Any:
-    total, root = _powers(build, input, p, dim, keepdim, {})
-    if root == 1:
-        return total
-    return build(torch.sqrt, total) if root == 2 else build(torch.pow, total, 1 / root)
-
-
-def _expand_normalize(build: Builder, input: fx.Node, p: float, dim: list[int], eps: float) -> Any:
-    total, root = _powers(build, input, p, dim, True, {"demand": WIDE})
-    return build(mul, input, build(inverse_root, total, root, demand=WIDE))
-
-
-def _norm(input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None) -> dict[str, Any] | str:
-    """torch.norm and Tensor.norm: the numbers are norms of vectors, over whatever dimensions."""
-    if dtype not in (None, torch.float32):
-        return f"it computes in {dtype}"
-    dims = reduced(input, dim)
-    if isinstance(dims, str):
-        return dims
-    p = 2 if p in (None, "fro") else p
-    if not isinstance(p, int | float):
-        return f"the norm {p!r} has no integer form"
-    return {"input": input, "p": float(p), "dim": dims, "keepdim": keepdim}
-
-
-def _vector_norm(input: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> dict[str, Any] | str:
-    return _norm(input, ord, dim, keepdim, None, dtype)
-
-
-def _matrix_norm(input: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None) -> dict[str, Any] | str:
-    return _norm(input, "fro", dim, keepdim, None, dtype) if ord == "fro" else f"the matrix norm {ord!r} has no integer form"
-
-
-def _linalg_norm(input: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> dict[str, Any] | str:
-    """torch.linalg.norm: of two dimensions, or of a matrix, a number is a norm of matrices."""
-    dims = reduced(input, dim)
-    matrix = not isinstance(dims, str) and len(dims) == 2 and ord is not None
-    return (_matrix_norm if matrix else _norm)(input, "fro" if ord is None else ord, dim, keepdim, dtype=dtype)
-
-
-def _normalized(input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> dict[str, Any] | str:
-    dims = reduced(input, dim)
-    return dims if isinstance(dims, str) else {"input": input, "p": float(p), "dim": dims, "eps": eps}
-
-
-def _refuses_norm(node: fx.Node, arguments: dict[str, Any]) -> str | None:
-    p = arguments["p"]
-    if not isinstance(p, float) or p <= 0 or math.isnan(p):
-        return f"the {p}-norm has no integer form"
-    return refuses_reduction(arguments["input"], arguments["dim"])
-
-
-register(
-    Operator(
-        "norm",
-        norm,
-        ("input",),
-        expand=_expand_norm,
-        functions={
-            torch.norm: _norm,
-            torch.linalg.norm: _linalg_norm,
-            torch.linalg.vector_norm: _vector_norm,
-            torch.linalg.matrix_norm: _matrix_norm,
-        },
-        methods={"norm": _norm},
-        refuses=_refuses_norm,
-    )
-)
-register(
-    Operator("normalize", normalize, ("input",), expand=_expand_normalize, functions={F.normalize: _normalized}, refuses=_refuses_norm)
-)
 
 # ---- normalisation of groups, of instances, by the root of the mean square ------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What is added, or compared, at places that whole numbers say: scatter_add, scatter_reduce, index_add.
+"""What is written, or added, at places that whole numbers say: scatter, scatter_add, index_add.
 
     x.scatter_add(1, index, source)   →   x + Σ of the source at each place, an accumulator of at most as many terms as the source is long
 
@@ -60,7 +60,7 @@ def _refuses_scatter(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return refuses_index(node, arguments)
 
 
-def _as_large_as_index(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
+def as_large_as_index(node: fx.Node, arguments: dict[str, Any]) -> dict[str, Any] | str:
     """Of a source that is larger than the index its first elements count."""
     known, index = (fact(value) if isinstance(value, fx.Node) else None for value in (arguments["src"], arguments["index"]))
     if not isinstance(known, TensorFact) or not isinstance(index, TensorFact) or known.shape == index.shape:
@@ -82,7 +82,7 @@ def _scattered(
     input: Any, dim: int, index: Any, src: Any = None, *, value: Any = None, reduce: str | None = None
 ) -> dict[str, Any] | str | Instead:
     if reduce == "add" and isinstance(src, fx.Node):
-        return Instead(scatter_add, _scatter_added(input, dim, index, src))
+        return Instead(scatter_add, scatter_added(input, dim, index, src))
     if reduce is not None:
         return f"it reduces by {reduce!r}"
     return {"input": input, "dim": dim, "index": index, "src": value if src is None else src}
@@ -90,7 +90,7 @@ def _scattered(
 
 def _onnx_scatter(c: Call) -> str:
     """Both on the result's scale; a number as often as there are places."""
-    places, source = _places(c), c.rounded(c.operand("src"))
+    places, source = places_of(c), c.rounded(c.operand("src"))
     if isinstance(c.arguments.get("src"), int | float):
         source = c.do("Expand", source, c.do("Shape", places))
     return c.do("ScatterElements", c.rounded(c.operand("input")), places, source, axis=c["dim"])
@@ -107,7 +107,7 @@ register(
         methods={"scatter": _scattered, "scatter_": _scattered},
         onnx=_onnx_scatter,
         refuses=_refuses_scatter,
-        normalize=_as_large_as_index,
+        normalize=as_large_as_index,
     )
 )
 
@@ -134,7 +134,7 @@ def _refuses_sum_at(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return too_many([terms], 2**31) if isinstance(terms, int) else "it adds up the batch, whose size is not fixed"
 
 
-def _places(c: Call) -> str:
+def places_of(c: Call) -> str:
     """The index of a call, which may be a constant."""
     index = c.arguments.get("index")
     return index if isinstance(index, str) else c.e.constant(c.real("index"))
@@ -143,7 +143,7 @@ def _places(c: Call) -> str:
 def _onnx_sum_at(c: Call) -> str:
     if c.e.opset < SUMMING_OPSET:
         return c.exported()
-    return PRIMITIVES[primitives.sum_along].onnx(c.e, c.operand("src"), c["dim"], _places(c), c["size"], False)
+    return PRIMITIVES[primitives.sum_along].onnx(c.e, c.operand("src"), c["dim"], places_of(c), c["size"], False)
 
 
 register(Operator("sum_at", sum_at, ("src",), _lower_sum_at, reads=("index",), refuses=_refuses_sum_at, onnx=_onnx_sum_at))
@@ -195,7 +195,8 @@ def index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, alpha: flo
     return torch.index_add(input, dim, index, source, alpha=alpha)
 
 
-def _size(build: Builder, input: fx.Node, dim: int) -> int:
+def size_along(build: Builder, input: fx.Node, dim: int) -> int:
+    """How many places there are along a dimension, which is not the batch."""
     size = build.fact(input).shape[dim]
     assert isinstance(size, int)
     return size
@@ -203,19 +204,22 @@ def _size(build: Builder, input: fx.Node, dim: int) -> int:
 
 def _expand_scatter_add(build: Builder, input: fx.Node, dim: int, index: fx.Node, src: fx.Node) -> Any:
     alone = made_number(input) == 0
-    total = build(sum_at, src, dim, index, _size(build, input, dim), demand=None if alone else INNER)
+    total = build(sum_at, src, dim, index, size_along(build, input, dim), demand=None if alone else INNER)
     return total if alone else build(add, input, total)
 
 
 def _expand_index_add(build: Builder, input: fx.Node, dim: int, index: fx.Node, source: fx.Node, alpha: float) -> Any:
     alone = made_number(input) == 0
+    if is_parameter(source):
+        return build(add, input, build.host(index_sum, source, dim, index, size_along(build, input, dim)), float(alpha))
     if alpha != 1:
         source = build(mul, source, alpha, demand=INNER)
-    total = build(index_sum, source, dim, index, _size(build, input, dim), demand=None if alone else INNER)
+    total = build(index_sum, source, dim, index, size_along(build, input, dim), demand=None if alone else INNER)
     return total if alone else build(add, input, total)
 
 
-def _refuses_scatter_add(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+def refuses_scatter_add(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    """Why what is added at places has no integer form."""
     because = refuses_index(node, arguments)
     if because is not None:
         return because
@@ -235,7 +239,7 @@ def _refuses_index_add(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     if not isinstance(fact(arguments["input"]).shape[arguments["dim"]], int):
         return "it adds to a part of the batch"
     source = arguments["source"]
-    if not isinstance(source, fx.Node) or is_parameter(source) or not isinstance(arguments["alpha"], int | float):
+    if not isinstance(source, fx.Node) or not isinstance(arguments["alpha"], int | float):
         return "what it adds is no activation"
     return None
 
@@ -244,7 +248,8 @@ def _with_dim(dim: int, input: Any) -> int:
     return dim % max(len(fact(input).shape), 1)
 
 
-def _scatter_added(input: Any, dim: int, index: Any, src: Any) -> dict[str, Any]:
+def scatter_added(input: Any, dim: int, index: Any, src: Any) -> dict[str, Any]:
+    """The arguments of what adds at places, by name."""
     return {"input": input, "dim": _with_dim(dim, input), "index": index, "src": src}
 
 
@@ -259,10 +264,10 @@ register(
         ("input", "src"),
         reads=("index",),
         expand=_expand_scatter_add,
-        functions={torch.scatter_add: _scatter_added},
-        methods=dict.fromkeys(("scatter_add", "scatter_add_"), _scatter_added),
-        refuses=_refuses_scatter_add,
-        normalize=_as_large_as_index,
+        functions={torch.scatter_add: scatter_added},
+        methods=dict.fromkeys(("scatter_add", "scatter_add_"), scatter_added),
+        refuses=refuses_scatter_add,
+        normalize=as_large_as_index,
     )
 )
 register(
@@ -274,72 +279,5 @@ register(
         functions={torch.index_add: _index_added},
         methods=dict.fromkeys(("index_add", "index_add_"), _index_added),
         refuses=_refuses_index_add,
-    )
-)
-
-# ---- the larger and the smaller ------------------------------------------------------------------------------------------
-
-
-def scatter_extremum(input: Tensor, dim: int, index: Tensor, src: Tensor, largest: bool, include_self: bool = True) -> Tensor:
-    """The largest, or smallest, of an element and those of `src` that have its place; `include_self` is about places that are named."""
-    return torch.scatter_reduce(input, dim, index, src, "amax" if largest else "amin", include_self=include_self)
-
-
-def _lower_scatter_extremum(
-    lowering: Lowering, input: Branch, dim: int, index: Any, src: Quantized, largest: bool, include_self: bool
-) -> Quantized:
-    """Without the elements themselves: these are as small, or as large, as can be, where a place is named."""
-    places = lowering.given("index", index, torch.int64)
-    terms = src.shape[dim]
-    grid = lowering.output.grid
-
-    def exact() -> Any:
-        value, other = on_the_output(lowering, input, "input"), on_the_output(lowering, src, "src")
-        if not include_self:
-            end = torch.tensor(float(grid.bounds[0] if largest else grid.bounds[1]), dtype=torch.float32, device=grid.scale.device)
-            held = lowering.constant("end", lowering.stored(end, grid), grid.type.storage)
-            value = lowering.call(selection.put_along, value, held, dim, places, True)
-        return lowering.call(primitives.extremum_along, value, other, dim, places, terms, largest)
-
-    return lowering.result(exact, lambda: scatter_extremum(real(input), dim, index, real(src), largest, include_self))
-
-
-def _onnx_scatter_extremum(c: Call) -> str:
-    """Both on the result's scale."""
-    places, value = _places(c), c.rounded(c.operand("input"))
-    if not c["include_self"]:
-        end = c.do("Expand", c.number(-LARGEST if c["largest"] else LARGEST), c.do("Shape", places))
-        value = c.do("ScatterElements", value, places, end, axis=c["dim"])
-    write, node = PRIMITIVES[primitives.extremum_along].onnx, c.primitive(primitives.extremum_along)
-    assert node is not None
-    return write(c.e, value, c.rounded(c.operand("src")), c["dim"], places, node.args[4], c["largest"])
-
-
-_REDUCTIONS = {"amax": True, "amin": False}
-
-
-def _scatter_reduced(
-    input: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True
-) -> dict[str, Any] | str | Instead:
-    if reduce in ("sum", "add") and (include_self or made_number(input) == 0):
-        return Instead(scatter_add, _scatter_added(input, dim, index, src))
-    if reduce not in _REDUCTIONS:
-        of = {"sum": "what it adds to depends on the data", "mean": "how many it averages depends on the data"}
-        return of.get(reduce, f"a {reduce} of any number of elements has more bits than any accumulator")
-    return {**_scatter_added(input, dim, index, src), "largest": _REDUCTIONS[reduce], "include_self": include_self}
-
-
-register(
-    Operator(
-        "scatter_extremum",
-        scatter_extremum,
-        ("input", "src"),
-        _lower_scatter_extremum,
-        reads=("index",),
-        onnx=_onnx_scatter_extremum,
-        functions={torch.scatter_reduce: _scatter_reduced},
-        methods=dict.fromkeys(("scatter_reduce", "scatter_reduce_"), _scatter_reduced),
-        refuses=_refuses_scatter_add,
-        normalize=_as_large_as_index,
     )
 )

@@ -15,7 +15,7 @@ from fxquant.facts import Size
 from fxquant.ops.arithmetic import mul, sub
 from fxquant.ops.arranged import sizes_of
 from fxquant.ops.composite import Builder
-from fxquant.ops.moments import norm
+from fxquant.ops.norms import norm
 from fxquant.ops.record import INNER, WIDE, Operator, register
 from fxquant.ops.unary import unary
 

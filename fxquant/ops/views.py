@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,13 +11,19 @@ from torch import Tensor, fx
 
 from fxquant import functional
 from fxquant.facts import Size, TensorFact
-from fxquant.graph import fact, shape_of
+from fxquant.graph import fact, is_parameter, shape_of
 from fxquant.ops.composite import Builder
 from fxquant.ops.creation import made_number
 from fxquant.ops.index import WHOLE, getitem
 from fxquant.ops.record import Operator, register
 from fxquant.ops.selection import where
 from fxquant.ops.shape import reshape
+
+
+def put_lists(input: Tensor, value: Tensor, lists: Sequence[Any]) -> Tensor:
+    """A copy of `input` in which input[lists] is `value`; for every dimension a list of places, or None."""
+    index = tuple(slice(None) if entry is None else torch.tensor(entry, device=input.device) for entry in lists)
+    return functional.setitem(input, index, value)
 
 
 def write(input: Tensor, value: Tensor, way: Any) -> Tensor:
@@ -43,10 +50,40 @@ def _places(shape: tuple[Size, ...], way: Any) -> Tensor | None:
 def _view(shape: Any, way: Any) -> Tensor | None:
     numbers = torch.arange(math.prod(shape), device="cpu").reshape(shape)
     try:
-        found: Tensor = functional.view_of(numbers, way)
+        found: Tensor = numbers[_index(way)] if isinstance(way, Lists) else functional.view_of(numbers, way)
     except (RuntimeError, IndexError, TypeError):
         return None
     return found
+
+
+class Lists(list[Any]):
+    """The entries of an index, in place of a way: for every dimension a list of places, or None."""
+
+
+def _index(lists: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(slice(None) if entry is None else torch.tensor(entry, device="cpu") for entry in lists)
+
+
+def _expand_lists(build: Builder, input: fx.Node, value: fx.Node, lists: Sequence[Any]) -> Any:
+    places = _places(build.fact(input).shape, Lists(lists))
+    if is_parameter(value) and places is not None:
+        value = build.host(torch.broadcast_to, value, list(places.shape))
+    return _expand(build, input, value, Lists(lists))
+
+
+def _refuses_lists(node: fx.Node, arguments: dict[str, Any]) -> str | None:
+    shape, value = shape_of(arguments["input"]), arguments["value"]
+    if not isinstance(value, fx.Node) or not isinstance(fact(value), TensorFact):
+        return "it assigns a number that is computed"
+    places = _places(shape, Lists(arguments["lists"]))
+    if places is None or places.numel() == 0:
+        return "it assigns to a part of the batch"
+    sizes = shape_of(value)
+    if is_parameter(value):
+        return None
+    one = len(sizes) == places.dim() and all(isinstance(size, int) for size in sizes[1:])
+    fits = one and tuple(sizes[1:]) == tuple(places.shape[1:]) and (sizes[0] in (places.shape[0], shape[0]))
+    return None if fits else "what it assigns has another shape than where"
 
 
 def _expand(build: Builder, input: fx.Node, value: fx.Node, way: Any) -> Any:
@@ -98,3 +135,4 @@ register(
         refuses=_refuses,
     )
 )
+register(Operator("put_lists", put_lists, ("input", "value"), expand=_expand_lists, refuses=_refuses_lists))

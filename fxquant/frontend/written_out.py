@@ -1,0 +1,295 @@
+"""Functions of PyTorch that are others, called: what they move, copy or join is recorded as those.
+
+    torch.block_diag(a, b)   →   torch.cat((F.pad(a, …), F.pad(b, …)))
+
+Each has the arguments of the function that it stands for and gives the same numbers. One that returns NotImplemented says that, with
+these arguments, the function is recorded as it stands.
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fxquant.frontend.aten import python_form
+
+NUMPY = {
+    "axis": "dim",
+    "keepdims": "keepdim",
+    "x1": "input",
+    "a": "input",
+    "x2": "other",
+}  # what PyTorch takes as well, in place of its own
+WRITTEN: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def written_out(function: Any, args: Any, kwargs: Any) -> Any:
+    """The result of the calls that a call of this function is; NotImplemented where it is none of others."""
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        function = getattr(function, function.overloads()[0])  # type: ignore[no-untyped-call]  # all of them have one Python form
+    if isinstance(function, torch._ops.OpOverload):
+        form = python_form(function)
+        if form is function or function._schema.is_mutable:
+            return NotImplemented
+        return form(*args, **kwargs)
+    try:
+        written = WRITTEN.get(function)
+    except TypeError:  # it cannot be hashed
+        return NotImplemented
+    if written is None:
+        return NotImplemented
+    try:
+        return written(*args, **kwargs)
+    except TypeError:  # an overload with other arguments
+        return NotImplemented
+
+
+def by_own_names(function: Any, kwargs: Any) -> Any:
+    """Keyword arguments by PyTorch's names where they are given by NumPy's: `axis` and `keepdims`."""
+    if not kwargs or NUMPY.keys().isdisjoint(kwargs) or inspect.isfunction(function):
+        return kwargs
+    return {NUMPY.get(name, name): value for name, value in kwargs.items()}
+
+
+def _stands_for(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def declare(form: Callable[..., Any]) -> Callable[..., Any]:
+        WRITTEN.update(dict.fromkeys(functions, form))
+        return form
+
+    return declare
+
+
+def _methods(*names: str) -> list[Any]:
+    """The functions of these names, and the methods."""
+    return [getattr(home, name) for name in names for home in (torch, Tensor) if hasattr(home, name)]
+
+
+def _fixed(input: Any) -> bool:
+    """Whether no size of a tensor depends on the batch."""
+    return all(type(size) is int for size in input.shape)
+
+
+# ---- of numbers that are not complex --------------------------------------------------------------------------------
+
+
+@_stands_for(*_methods("conj", "resolve_conj", "resolve_neg"), torch.real)
+def _real(input: Tensor) -> Any:
+    return NotImplemented if input.is_complex() else input
+
+
+@_stands_for(*_methods("conj_physical"))
+def _real_copy(input: Tensor) -> Any:
+    return NotImplemented if input.is_complex() else input.clone()
+
+
+# ---- copies of views ------------------------------------------------------------------------------------------------
+
+
+def _copied(view: Callable[..., Any]) -> Callable[..., Any]:
+    def copy(*args: Any, **kwargs: Any) -> Any:
+        found = view(*args, **kwargs)
+        return tuple(each.clone() for each in found) if isinstance(found, tuple | list) else found.clone()
+
+    return copy
+
+
+def _slice(input: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Tensor:
+    places = (*[builtins.slice(None)] * (dim % input.dim()), builtins.slice(start, end, step))
+    return input[places]
+
+
+_VIEWS: dict[str, Callable[..., Any]] = {
+    "slice": _slice,
+    "view": lambda input, size: input.view(size),
+    "expand": lambda input, size, *, implicit=False: input.expand(size),
+    "unfold": Tensor.unfold,
+    "alias": lambda input: input,
+    "split_with_sizes": torch.split,
+}
+for _name in (
+    *("narrow", "select", "diagonal", "permute", "unsqueeze", "squeeze", "transpose", "t", "unbind", "split", "detach"),
+    *("slice", "view", "expand", "unfold", "alias", "split_with_sizes"),
+):
+    for _function in _methods(f"{_name}_copy"):
+        WRITTEN[_function] = _copied(_VIEWS[_name] if _name in _VIEWS else getattr(torch, _name))
+
+
+@_stands_for(Tensor.new_tensor)
+def _new_tensor(input: Tensor, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False) -> Any:
+    """Numbers that the model's Python holds are a constant."""
+    if isinstance(data, Tensor) or not _of_numbers(data):
+        return NotImplemented
+    return torch.tensor(data, dtype=dtype or input.dtype, device=device or input.device)
+
+
+def _of_numbers(data: Any) -> bool:
+    if isinstance(data, tuple | list):
+        return all(map(_of_numbers, data))
+    return type(data) in (int, float, bool)
+
+
+for _name in ("convolution", "native_layer_norm", "native_group_norm"):
+    WRITTEN[getattr(torch, _name)] = python_form(getattr(torch.ops.aten, _name).default)
+
+
+# ---- over all elements ----------------------------------------------------------------------------------------------
+
+
+def _flattened(function: Callable[..., Any], place: int = 1, keeps: bool = True) -> Callable[..., Any]:
+    """A reduction of all elements, where no size of them depends on the batch: that of one row. `place` is that of its dimension."""
+
+    def reduce(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        given = len(args) >= place or "dim" in kwargs or "axis" in kwargs
+        if (
+            (given and (args[place - 1] if len(args) >= place else kwargs.get("dim", 0)) is not None)
+            or not input.dim()
+            or not _fixed(input)
+        ):
+            return NotImplemented
+        named = {name: value for name, value in kwargs.items() if name not in ("dim", "keepdim")}
+        keepdim = bool(kwargs.get("keepdim", args[place] if len(args) > place else False))
+        found = function(input.flatten(), *args[: place - 1], **{**named, "dim": 0})
+        found = found if isinstance(found, Tensor) else found.values
+        return found.reshape([*found.shape, *[1] * input.dim()]) if keepdim and keeps else found
+
+    return reduce
+
+
+for _name in ("argmax", "argmin", "any", "all", "median", "nanmedian"):
+    for _function in _methods(_name):
+        WRITTEN[_function] = _flattened(getattr(torch, _name))
+for _name in ("quantile", "nanquantile"):
+    for _function in _methods(_name):
+        WRITTEN[_function] = _flattened(getattr(torch, _name), 2)
+
+
+@_stands_for(*_methods("roll"))
+def _roll(input: Tensor, shifts: Any, dims: Any = ()) -> Any:
+    if dims not in ((), []) or not _fixed(input) or input.dim() < 2:
+        return NotImplemented
+    return torch.roll(input.flatten(), shifts, 0).reshape(input.shape)
+
+
+@_stands_for(*_methods("put"))
+def _put(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Any:
+    if not _fixed(input):
+        return NotImplemented
+    flat = input.flatten()
+    put = flat.index_add if accumulate else flat.index_copy
+    return put(0, index.flatten(), source.flatten()).reshape(input.shape)
+
+
+@_stands_for(*_methods("index_put"))
+def _index_put(input: Tensor, indices: Sequence[Tensor], values: Tensor, accumulate: bool = False) -> Any:
+    """What is added up at places of the first dimensions is added to these as one dimension."""
+    given = list(indices)
+    sizes = input.shape[: len(given)]
+    if not accumulate or not _fixed(input) or any(each.is_floating_point() or each.dtype == torch.bool for each in given):
+        return NotImplemented
+    place, rest = torch.zeros((), dtype=torch.int64, device=input.device), list(input.shape[len(given) :])
+    for each, size in zip(given, sizes, strict=True):
+        place = place * size + each % size
+    flat = input.flatten(0, len(given) - 1) if len(given) > 1 else input
+    source = values.expand([*place.shape, *rest]).reshape([-1, *rest])
+    return flat.index_add(0, place.flatten(), source).reshape(input.shape)
+
+
+# ---- joined ---------------------------------------------------------------------------------------------------------
+
+
+def _listed(tensors: Sequence[Any]) -> Sequence[Any]:
+    return tensors[0] if len(tensors) == 1 and isinstance(tensors[0], tuple | list) else tensors
+
+
+def _each(function: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(*tensors: Any) -> Any:
+        several = _listed(tensors)
+        return tuple(function(each) for each in several) if several is not tensors or len(tensors) > 1 else NotImplemented
+
+    return apply
+
+
+for _function in (torch.atleast_1d, torch.atleast_2d, torch.atleast_3d):
+    WRITTEN[_function] = _each(_function)
+
+
+@_stands_for(torch.block_diag)
+def _block_diag(*tensors: Any) -> Any:
+    blocks = [each.reshape([1] * (2 - each.dim()) + list(each.shape)) for each in _listed(tensors)]
+    if not all(_fixed(block) and block.dim() == 2 for block in blocks):
+        return NotImplemented
+    total = sum(block.shape[1] for block in blocks)
+    ends = list(itertools.accumulate(block.shape[1] for block in blocks))
+    return torch.cat([F.pad(block, (end - block.shape[1], total - end)) for block, end in zip(blocks, ends, strict=True)])
+
+
+@_stands_for(torch.cartesian_prod)
+def _cartesian_prod(*tensors: Any) -> Any:
+    several = _listed(tensors)
+    if len(several) == 1:
+        return several[0]
+    return torch.stack(torch.meshgrid(*several, indexing="ij"), -1).reshape(-1, len(several))
+
+
+@_stands_for(torch.combinations)
+def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Any:
+    if not _fixed(input) or r < 1:
+        return NotImplemented
+    choose = itertools.combinations_with_replacement if with_replacement else itertools.combinations
+    places = list(choose(range(input.shape[0]), r))
+    return input[torch.tensor(places, dtype=torch.int64, device=input.device)] if places else NotImplemented
+
+
+@_stands_for(torch.vander)
+def _vander(x: Tensor, N: int | None = None, increasing: bool = False) -> Any:
+    size = x.shape[0] if N is None else N
+    if not size or x.dim() != 1 or not x.is_floating_point():
+        return NotImplemented
+    powers = [torch.ones_like(x) if power == 0 else x if power == 1 else x**power for power in range(size)]
+    return torch.stack(powers if increasing else powers[::-1], 1)
+
+
+@_stands_for(torch._C._nn.pad_sequence)
+def _pad_sequence(sequences: Sequence[Tensor], batch_first: bool = False, padding_value: float = 0.0, padding_side: str = "right") -> Any:
+    if not all(_fixed(each) for each in sequences):
+        return NotImplemented
+    longest = max(each.shape[0] for each in sequences)
+    rows = []
+    for each in sequences:
+        missing = longest - each.shape[0]
+        margins = (0, missing) if padding_side == "right" else (missing, 0)
+        rows.append(F.pad(each, (*[0, 0] * (each.dim() - 1), *margins), value=padding_value) if missing else each)
+    return torch.stack(rows, 0 if batch_first else 1)
+
+
+# ---- sums of products -----------------------------------------------------------------------------------------------
+
+
+def _centred(input: Tensor) -> Tensor:
+    rows = input.reshape(1, -1) if input.dim() < 2 else input
+    return rows - rows.mean(1, keepdim=True)
+
+
+@_stands_for(*_methods("cov"))
+def _cov(input: Tensor, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
+    if fweights is not None or aweights is not None or not _fixed(input) or not input.is_floating_point():
+        return NotImplemented
+    rows = _centred(input)
+    found = (rows @ rows.t()) / max(rows.shape[1] - correction, 0)
+    return found.reshape([]) if input.dim() < 2 else found
+
+
+@_stands_for(*_methods("corrcoef"))
+def _corrcoef(input: Tensor) -> Any:
+    if not _fixed(input) or not input.is_floating_point() or input.dim() != 2:
+        return NotImplemented
+    found = torch.cov(input)
+    deviation = found.diagonal().sqrt()
+    return (found / deviation.reshape(-1, 1) / deviation.reshape(1, -1)).clamp(-1, 1)
