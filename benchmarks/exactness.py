@@ -140,7 +140,7 @@ def measure(name: str, entry: ZooEntry, target: str, dtype: str, theirs: dict[st
     integer = fxq.convert(prepared)
     small, large = ([entry.test_batches[index][:size] for index, size in enumerate(sizes)] for sizes in (SMALL, LARGE))
     with tempfile.TemporaryDirectory() as directory:
-        path = fxq.export_onnx(integer, Path(directory) / "model.onnx")
+        path = fxq.export_onnx(integer, Path(directory) / "model.onnx", style="exact")
         e1 = fxq.verify(integer, path, small, show_progress=False)
         qdq = fxq.export_onnx(integer, Path(directory) / "qdq.onnx", style="qdq", opset=21)
         report = fxq.verify(integer, qdq, large, show_progress=False)

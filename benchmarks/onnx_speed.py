@@ -1,28 +1,34 @@
 """How fast do the exported files run?   python -m benchmarks.onnx_speed
 
-One row per model: milliseconds of the float model's file (written by PyTorch's exporter) in onnxruntime, one thread,
-and of the same model's quantized files in each style, as a multiple of it; medians of runs taken in turn. Styles
-"exact" and "fast" are verified in the same run; of "qdq", the signal-to-noise ratio against the integer model is shown.
+One row per model: milliseconds of the float model's file (written by PyTorch's exporter) in onnxruntime, one thread, and how many times
+faster the same model's quantized files are in each style, and the file that onnxruntime's own quantization makes of the float one (uint8,
+int8 weights for each channel); medians of runs taken in turn. Styles "exact" and "fast" are verified in the same run; of "qdq", the
+signal-to-noise ratio against the integer model is shown.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import statistics
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import onnxruntime
 import torch
+from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
 import fxquant as fxq
 from benchmarks.zoo import zoo
+from benchmarks.zoo.mobilenet import MobileNetV2
+from benchmarks.zoo.resnet import ResNet18
 from fxquant.progress import progress
 
 STYLES = ("exact", "fast", "qdq")
@@ -48,7 +54,32 @@ def _of_the_zoo(name: str) -> Callable[[], tuple[nn.Module, list[Tensor]]]:
     return build
 
 
-MODELS = {"chain": chain, "perceptron": perceptron, **{name: _of_the_zoo(name) for name in zoo()}}
+def _large(build: Callable[[], nn.Module]) -> Callable[[], tuple[nn.Module, list[Tensor]]]:
+    """A network on eight images of 224²."""
+    return lambda: (build(), [torch.randn(8, 3, 224, 224) for _ in range(2)])
+
+
+LARGE = {"ResNet-18, 8 × 224²": _large(ResNet18), "MobileNetV2, 8 × 224²": _large(MobileNetV2)}
+MODELS = {"chain": chain, "perceptron": perceptron, **{name: _of_the_zoo(name) for name in zoo()}, **LARGE}
+
+
+class _Reader(CalibrationDataReader):  # type: ignore[misc,unused-ignore]
+    """The batches, as onnxruntime's quantization asks for them."""
+
+    def __init__(self, name: str, batches: list[Tensor]) -> None:
+        self.left = iter([{name: batch.numpy()} for batch in batches])
+
+    def get_next(self) -> Any:
+        """The next batch; None after the last."""
+        return next(self.left, None)
+
+
+def _own_file(float_file: Path, batches: list[Tensor], path: Path) -> Path:
+    """onnxruntime's own quantized file, with a zero point."""
+    name = onnxruntime.InferenceSession(str(float_file), providers=["CPUExecutionProvider"]).get_inputs()[0].name
+    settings = {"quant_format": QuantFormat.QDQ, "activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8, "per_channel": True}
+    quantize_static(str(float_file), str(path), _Reader(name, batches), **settings)
+    return path
 
 
 def main() -> None:
@@ -58,7 +89,8 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=30)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    table = Table("model", "float", *STYLES, "integer kernels", "mismatches", "qdq SQNR")
+    logging.disable(logging.WARNING)  # of PyTorch's exporter, and of the quantization of onnxruntime
+    table = Table("model", "float", *STYLES, "onnxruntime's", "integer kernels", "mismatches", "qdq SQNR")
     for column in table.columns[1:]:
         column.justify = "right"
     for name in progress(options.models, len(options.models), "models"):
@@ -73,6 +105,7 @@ def measure(model: nn.Module, batches: list[Tensor], target: str, runs: int) -> 
     with tempfile.TemporaryDirectory() as directory:
         files = {"float": _float_file(model, input, Path(directory) / "float.onnx")}
         files.update({style: result.export(Path(directory) / f"{style}.onnx", style=style) for style in STYLES})
+        files["own"] = _own_file(files["float"], batches, Path(directory) / "own.onnx")
         times = medians({style: _session(path) for style, path in files.items()}, input, runs)
         mismatches = [str(result.verify(files[style], [input]).mismatches) for style in ("exact", "fast")]
         deviation = result.verify(files["qdq"], [input])
@@ -80,7 +113,7 @@ def measure(model: nn.Module, batches: list[Tensor], target: str, runs: int) -> 
     assert isinstance(deviation, fxq.DeviationReport)
     return [
         f"{1000 * times['float']:.2f} ms",
-        *(f"{times[style] / times['float']:.2f} ×" for style in STYLES),
+        *(f"{times['float'] / times[style]:.2f} ×" for style in (*STYLES, "own")),
         f"{len(kernels['integer'])}",
         " / ".join(mismatches),
         f"{min(output.sqnr for outputs in deviation.outputs.values() for output in outputs):.1f} dB",

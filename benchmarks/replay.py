@@ -71,7 +71,7 @@ def _hashes(name: str, pairs: list[tuple[str, str]]) -> Iterator[tuple[str, str,
         prepared = fxq.prepare(entry.model, entry.example_inputs, target, qconfig)
         fxq.calibrate(prepared, entry.calibration_batches, show_progress=False)
         with tempfile.TemporaryDirectory() as directory:
-            path = fxq.export_onnx(fxq.convert(prepared), Path(directory) / "model.onnx")
+            path = fxq.export_onnx(fxq.convert(prepared), Path(directory) / "model.onnx", style="exact")
             yield target, dtype, hashlib.sha256(path.read_bytes()).hexdigest()
 
 

@@ -13,9 +13,10 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from fxquant.numerics import FixedWidths, Grid, IntType, Ratio, fixed_requantization, real_multiplier
+from fxquant.numerics import Grid, IntType
 from fxquant.primitives.elementwise import align_fixed, align_real
 from fxquant.primitives.requantize import requantize_fixed, requantize_real
+from fxquant.rescaling import FixedWidths, Ratio, fixed_requantization, real_multiplier
 
 Function = Callable[..., Tensor]
 

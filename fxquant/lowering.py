@@ -20,7 +20,7 @@ from torch import Tensor
 from fxquant.arithmetic import Arithmetic
 from fxquant.errors import AccumulatorOverflow, NotFinite
 from fxquant.facts import Size
-from fxquant.numerics import EVERYTHING, INT32, INT32_MAX, Grid, Interval, IntType, Ratio, bits_of, clamp_bound, real_multiplier
+from fxquant.numerics import EVERYTHING, INT32, INT32_MAX, Grid, Interval, IntType, bits_of, clamp_bound
 from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.boundary import quantize
 from fxquant.primitives.elementwise import shift_right
@@ -30,6 +30,7 @@ from fxquant.quantization.learning import learned_step
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.rounding import straight_through
 from fxquant.quantization.weights import WeightQuantizer
+from fxquant.rescaling import Ratio, real_multiplier
 
 Clamp = tuple[float | None, float | None]
 

@@ -19,13 +19,14 @@ import fxquant as fxq
 from fxquant.arithmetic import FixedArithmetic, RealArithmetic
 from fxquant.graph import qparams
 from fxquant.lowering import EagerLowering, Quantized
-from fxquant.numerics import INT8, UINT8, WEIGHT_INT8, FixedWidths, Grid, IntType, grid_from_range, table
+from fxquant.numerics import INT8, UINT8, WEIGHT_INT8, Grid, IntType, grid_from_range, table
 from fxquant.ops import OPERATORS
 from fxquant.primitives import boundary, elementwise, requantize, shape
 from fxquant.quantization.observers import Observer
 from fxquant.quantization.prepared import quantized_operators
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import WeightQuantizer
+from fxquant.rescaling import FixedWidths
 from fxquant.serialization.archive import pack, unpack
 from fxquant.target import Target
 from tests import contract, oracle

@@ -15,10 +15,11 @@ import fxquant as fxq
 from fxquant import backends
 from fxquant.arithmetic import Arithmetic, Composer, FixedArithmetic, RealArithmetic
 from fxquant.backends.bpu import FIXED, REAL, WIDTHS
-from fxquant.numerics import IntType, Ratio
+from fxquant.numerics import IntType
 from fxquant.primitives.elementwise import align_fixed, align_real
 from fxquant.primitives.requantize import requantize_fixed, requantize_real
 from fxquant.proof import unproved
+from fxquant.rescaling import Ratio
 from fxquant.target import Target
 from tests import contract
 

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from fxquant.backends.bpu import FIXED, REAL
-from fxquant.numerics import ACTIVATION_TYPES, Ratio, fixed_requantization, real_multiplier
+from fxquant.numerics import ACTIVATION_TYPES
 from fxquant.primitives.requantize import requantize_fixed, requantize_real
+from fxquant.rescaling import Ratio, fixed_requantization, real_multiplier
 from tests import oracle
 
 HERE = Path(__file__).parent

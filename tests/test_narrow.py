@@ -13,8 +13,9 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.backends.bpu import FIXED
 from fxquant.graph import qparams, resolve
-from fxquant.numerics import INT4, INT8, Ratio, fixed_requantization
+from fxquant.numerics import INT4, INT8
 from fxquant.primitives.requantize import requantize_fixed
+from fxquant.rescaling import Ratio, fixed_requantization
 from tests import contract, oracle
 
 W4A4 = fxq.QConfig(fxq.ActivationConfig("int4"), fxq.WeightConfig("int4"))

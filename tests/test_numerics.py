@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fxquant import numerics
+from fxquant import numerics, rescaling
 from fxquant.backends.bpu import FIXED
-from fxquant.numerics import INT4, INT8, INT16, WEIGHT_INT4, WEIGHT_INT8, WEIGHT_INT16, Grid, IntType, Ratio, round_up_to_power_of_two
+from fxquant.numerics import INT4, INT8, INT16, WEIGHT_INT4, WEIGHT_INT8, WEIGHT_INT16, Grid, IntType, round_up_to_power_of_two
 from fxquant.ops.pool import _windows, window_divisor
+from fxquant.rescaling import Ratio
 from tests import oracle
 
 EXACT = settings(deadline=None, derandomize=True, max_examples=100)
@@ -162,7 +163,7 @@ def test_ties_that_float64_arithmetic_loses(rows: list[tuple[int, int, int, int]
     for bits in (8, 12, 15, 21):
         mantissa, k = ratio.mantissa(bits)
         assert list(zip(mantissa.tolist(), k.tolist(), strict=True)) == [oracle.mantissa(Fraction(value), bits) for value in odd]
-    assert numerics.real_multiplier(ratio).tolist() == [oracle.float32(value) for value in odd]
+    assert rescaling.real_multiplier(ratio).tolist() == [oracle.float32(value) for value in odd]
 
 
 @EXACT
@@ -218,7 +219,7 @@ def test_ratio_broadcasts() -> None:
 def test_fixed_parameters(name: str, dtype: IntType, widths: oracle.Widths, rows: list[Row], exponent: int, bits: int) -> None:
     rows = [(x, w * Fraction(2) ** exponent, y) for x, w, y in rows]
     ratio, exact = ratio_of(rows)
-    fixed = numerics.fixed_requantization(ratio, FIXED.widths[name], dtype, bits)
+    fixed = rescaling.fixed_requantization(ratio, FIXED.widths[name], dtype, bits)
     assert fixed.shift.dtype == fixed.multiplier.dtype == fixed.right_shift.dtype == torch.int32
     columns = (fixed.shift.tolist(), fixed.multiplier.tolist(), fixed.right_shift.tolist())
     assert list(zip(*columns, strict=True)) == [oracle.fixed_parameters(value, widths, dtype.high, bits) for value in exact]
@@ -231,7 +232,7 @@ def test_fixed_parameters_of_other_widths(rows: list[Row], intermediate: int, mu
     if 2 ** (intermediate - 1) <= dtype.high:
         return
     ratio, exact = ratio_of(rows)
-    fixed = numerics.fixed_requantization(ratio, numerics.FixedWidths(intermediate, multiplier, True), dtype)
+    fixed = rescaling.fixed_requantization(ratio, rescaling.FixedWidths(intermediate, multiplier, True), dtype)
     columns = (fixed.shift.tolist(), fixed.multiplier.tolist(), fixed.right_shift.tolist())
     widths = oracle.Widths(intermediate, multiplier, True)
     assert list(zip(*columns, strict=True)) == [oracle.fixed_parameters(value, widths, dtype.high) for value in exact]
@@ -241,7 +242,7 @@ def test_first_shift_at_every_multiplier() -> None:
     """a changes between M = 32640 and 32641; every M of 15 bits, at several exponents, and with the carry."""
     mantissas = torch.arange(2**14, 2**15, dtype=torch.float32)
     for k in (1, 13, 22, 23, 24, 25, 40, 53, 54, 55, 62, 63):
-        fixed = numerics.fixed_requantization(Ratio((mantissas, float32(Fraction(1, 2**k)))), FIXED.widths["int8"], INT8)
+        fixed = rescaling.fixed_requantization(Ratio((mantissas, float32(Fraction(1, 2**k)))), FIXED.widths["int8"], INT8)
         least = [-(-255 * 2**k // (2 * 32767 * m)) for m in mantissas.int().tolist()]  # 2^a is at least this
         shift = torch.tensor([min((n - 1).bit_length(), 31) for n in least], dtype=torch.int32)
         assert torch.equal(fixed.shift, shift)
@@ -253,7 +254,7 @@ def test_first_shift_at_every_multiplier() -> None:
 @given(st.lists(triples, min_size=1, max_size=12))
 def test_real_multiplier_is_correctly_rounded(rows: list[Row]) -> None:
     ratio, exact = ratio_of(rows)
-    multiplier = numerics.real_multiplier(ratio)
+    multiplier = rescaling.real_multiplier(ratio)
     assert multiplier.dtype == torch.float32
     assert [Fraction(value) for value in multiplier.tolist()] == [oracle.float32(value) for value in exact]
 
@@ -262,7 +263,7 @@ def test_real_multiplier_differs_from_products_and_quotients_in_sequence() -> No
     """The test above would notice float32(float32(s_x · s_w) / s_y)."""
     generator = torch.Generator().manual_seed(0)
     input, weight, output = (torch.rand(500, generator=generator) + 0.1 for _ in range(3))
-    once = numerics.real_multiplier(Ratio((input, weight), (output,)))
+    once = rescaling.real_multiplier(Ratio((input, weight), (output,)))
     assert not torch.equal(once, input * weight / output)
     rows = zip(input.tolist(), weight.tolist(), output.tolist(), strict=True)
     assert [Fraction(value) for value in once.tolist()] == [oracle.float32(Fraction(x) * Fraction(w) / Fraction(y)) for x, w, y in rows]

@@ -18,18 +18,7 @@ from fxquant.arithmetic import Arithmetic
 from fxquant.backends.bpu import FIXED, REAL
 from fxquant.errors import AccumulatorOverflow
 from fxquant.lowering import EagerLowering, Quantized
-from fxquant.numerics import (
-    INT8,
-    INT16,
-    WEIGHT_INT8,
-    FixedRequantization,
-    Grid,
-    IntType,
-    Ratio,
-    fixed_requantization,
-    real_multiplier,
-    table,
-)
+from fxquant.numerics import INT8, INT16, WEIGHT_INT8, Grid, IntType, table
 from fxquant.ops.arithmetic import lower_add
 from fxquant.ops.join import _lower_cat
 from fxquant.ops.linear import PRODUCT
@@ -40,6 +29,7 @@ from fxquant.primitives.requantize import requantize_fixed, requantize_real
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.rounding import straight_through
 from fxquant.quantization.weights import WeightQuantizer
+from fxquant.rescaling import FixedRequantization, Ratio, fixed_requantization, real_multiplier
 from tests import oracle
 
 pytestmark = pytest.mark.quick

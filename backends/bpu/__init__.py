@@ -6,7 +6,7 @@ from fxquant.arithmetic import FixedArithmetic, RealArithmetic
 from fxquant.backends.bpu.half import FLOAT16
 from fxquant.backends.bpu.limits import limited
 from fxquant.backends.bpu.rooflines import with_rooflines
-from fxquant.numerics import FixedWidths
+from fxquant.rescaling import FixedWidths
 from fxquant.target import Target
 
 _SHORT = FixedWidths(intermediate_bits=16, multiplier_bits=15, first_shift=True)

@@ -21,7 +21,7 @@ from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.writer import Writer
 from fxquant.facts import TensorFact
 from fxquant.graph import fact, resolve, zero_point
-from fxquant.numerics import BOUNDARY_LIMIT, LARGEST_NARROW_MULTIPLIER, NARROW_BITS
+from fxquant.numerics import BOUNDARY_LIMIT
 from fxquant.primitives import (
     PRIMITIVES,
     Primitive,
@@ -37,6 +37,7 @@ from fxquant.primitives import (
 )
 from fxquant.primitives.boundary import as_float32, dequantize, quantize
 from fxquant.primitives.requantize import requantize_real
+from fxquant.rescaling import LARGEST_NARROW_MULTIPLIER, NARROW_BITS
 
 ZERO_POINT = 128  # of what is stored as int8 elsewhere
 EIGHT_BITS = (torch.int8, torch.uint8)

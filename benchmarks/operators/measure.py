@@ -140,7 +140,7 @@ def _measure(spelling: Spelling, target: str, dtype: str, onnx: str, place: list
     elif exported:
         place[0] = "export"
         with tempfile.TemporaryDirectory() as folder:
-            fxq.export_onnx(integer, Path(folder) / "model.onnx")
+            fxq.export_onnx(integer, Path(folder) / "model.onnx", style="exact")
     kind = FLOAT if floats else INTEGER
     reasons = tuple(dict.fromkeys(f"{layer.operator}: {layer.reason}" for layer in floats))
     if sqnr < spelling.row.least and dtype != "int4":

@@ -11,10 +11,11 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxquant.lowering import Lowering, Quantized
-from fxquant.numerics import Interval, Ratio
+from fxquant.numerics import Interval
 from fxquant.ops.form import Call
 from fxquant.ops.record import Instead, Operator, Own, Same, register
 from fxquant.primitives import elementwise
+from fxquant.rescaling import Ratio
 
 
 def clamp(input: Tensor, min: float | None = None, max: float | None = None) -> Tensor:

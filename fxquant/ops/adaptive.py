@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fxquant.graph import fact
 from fxquant.lowering import Clamp, Lowering, Quantized
-from fxquant.numerics import FLOAT32_EXACT, Ratio
+from fxquant.numerics import FLOAT32_EXACT
 from fxquant.ops.form import Call
 from fxquant.ops.matrix import box, onnx_matrices, uneven_windows, weighted_sums, window_sizes
 from fxquant.ops.pool import LOWER_AVG_POOLS, lower_total, needs_batch, onnx_average_pool, spatial, too_many
@@ -20,6 +20,7 @@ from fxquant.ops.record import Instead, Operator, Same, operator_named, register
 from fxquant.primitives import pool, shape
 from fxquant.primitives.matrix import transform
 from fxquant.primitives.pool import POOLED_EXACT
+from fxquant.rescaling import Ratio
 
 AVG_POOLS: dict[int, Callable[..., Tensor]] = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}
 MAX_POOLS: dict[int, Callable[..., Tensor]] = {1: F.adaptive_max_pool1d, 2: F.adaptive_max_pool2d, 3: F.adaptive_max_pool3d}

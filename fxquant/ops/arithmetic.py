@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from fxquant.facts import TensorFact
 from fxquant.graph import fact, is_parameter
 from fxquant.lowering import Clamp, Lowering, Quantized
-from fxquant.numerics import FLOAT32_EXACT, LARGEST_NARROW_MULTIPLIER, Ratio, narrow_multipliers
+from fxquant.numerics import FLOAT32_EXACT
 from fxquant.ops.activation import clamp
 from fxquant.ops.form import Call
 from fxquant.ops.record import Instead, Operator, register
@@ -26,6 +26,7 @@ from fxquant.ops.selection import where
 from fxquant.primitives import elementwise
 from fxquant.primitives.requantize import requantize_real
 from fxquant.quantization.rounding import straight_through
+from fxquant.rescaling import LARGEST_NARROW_MULTIPLIER, Ratio, narrow_multipliers
 
 Operand = Quantized | Tensor | float
 LARGEST_CONSTANT = 2**22  # steps of the common scale; with int8 terms beside it the sum stays below 2^24

@@ -19,10 +19,11 @@ from torch import Tensor, fx
 from fxquant.facts import TensorFact
 from fxquant.graph import fact, is_parameter
 from fxquant.lowering import Lowering, Quantized
-from fxquant.numerics import BOUNDARY_LIMIT, Grid, Ratio
+from fxquant.numerics import BOUNDARY_LIMIT, Grid
 from fxquant.ops.form import Call
 from fxquant.ops.record import Operator, Plain, Same, register
 from fxquant.primitives import comparison, selection
+from fxquant.rescaling import Ratio
 
 NEVER = 2 * int(BOUNDARY_LIMIT)  # no integer of a grid is as large
 REVERSED = {"eq": "eq", "ne": "ne", "lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}

@@ -12,12 +12,13 @@ from torch import Tensor, fx
 
 from fxquant.graph import shape_of
 from fxquant.lowering import Lowering, Quantized
-from fxquant.numerics import EVERYTHING, FLOAT32_EXACT, INT32_MAX, INT48_MAX, Ratio
+from fxquant.numerics import EVERYTHING, FLOAT32_EXACT, INT32_MAX, INT48_MAX
 from fxquant.ops.form import Call
 from fxquant.ops.matrix import CUBIC, cubic_weight
 from fxquant.ops.record import Operator, register
 from fxquant.ops.sampling import GRID_SAMPLE_OPSET, LINEAR_OPSET, bits_of_positions, coordinates_of, cubic_sample, normalized, refuses_image
 from fxquant.primitives.cubic import sample_cubic
+from fxquant.rescaling import Ratio
 
 WEIGHT_BITS = 10
 

@@ -14,7 +14,6 @@ from torch import Tensor, fx
 
 from fxquant.graph import absorb, is_parameter
 from fxquant.lowering import Clamp, Lowering, Quantized
-from fxquant.numerics import Ratio
 from fxquant.ops.arithmetic import mul
 from fxquant.ops.composite import Builder
 from fxquant.ops.form import Call
@@ -22,6 +21,7 @@ from fxquant.ops.functions import floor_divided, floor_quotient, is_tensor, quot
 from fxquant.ops.record import OPERATORS, WIDE, Instead, Operator, register
 from fxquant.ops.unary import SHIFTED, of_inverse, with_offset
 from fxquant.primitives import elementwise
+from fxquant.rescaling import Ratio
 
 
 def div(input: Tensor, other: float, *, clamp: Clamp | None = None) -> Tensor:

@@ -12,13 +12,14 @@ from torch.nn import functional as F
 
 from fxquant.graph import is_parameter
 from fxquant.lowering import Clamp, Lowering, Quantized
-from fxquant.numerics import FLOAT32_EXACT, INT32_MAX, INT48_MAX, Ratio
+from fxquant.numerics import FLOAT32_EXACT, INT32_MAX, INT48_MAX
 from fxquant.ops.equations import added_product, with_vectors
 from fxquant.ops.form import Call
 from fxquant.ops.record import Instead, Operator, Parameter, register
 from fxquant.ops.weighted import ABSORBED, BeforeResidual, Product, epilogue, lower_weighted, refuses_weighted, rescaled, shape_of
 from fxquant.primitives import accumulate, product
 from fxquant.quantization.batch_norm import BatchNorm, fold
+from fxquant.rescaling import Ratio
 
 LARGEST_PRODUCT = 2**17  # terms of two int8 operands that stay within int32
 PRODUCT = Product(accumulate.linear, accumulate.linear_wide)

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from fxquant.lowering import Clamp, Lowering, Quantized
-from fxquant.numerics import FLOAT32_EXACT, INT48_MAX, Ratio
+from fxquant.numerics import FLOAT32_EXACT, INT48_MAX
 from fxquant.ops.form import Call
 from fxquant.primitives import elementwise
 from fxquant.primitives.matrix import transform
+from fxquant.rescaling import Ratio
 
 HALF = Fraction(1, 2)
 CUBIC = Fraction(-3, 4)  # the coefficient of PyTorch's bicubic interpolation,

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from fxquant.facts import TensorFact
 from fxquant.graph import fact
 from fxquant.lowering import Lowering, Quantized
-from fxquant.numerics import Ratio
 from fxquant.ops.form import Call
 from fxquant.ops.matrix import onnx_matrices, weighted_sums
 from fxquant.ops.pool import needs_batch
@@ -20,6 +19,7 @@ from fxquant.ops.record import Demand, Operator, Own, Same, register
 from fxquant.ops.shape import MANY_SIZES, many_sizes, numbers, rank_of
 from fxquant.ops.weighted import sizes
 from fxquant.primitives import shape
+from fxquant.rescaling import Ratio
 
 Window = tuple[int, int, int, int]  # taps, dilation, padding, stride
 

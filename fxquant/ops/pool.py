@@ -13,12 +13,13 @@ from torch.nn import functional as F
 from fxquant.facts import Size, TensorFact
 from fxquant.graph import fact
 from fxquant.lowering import Clamp, Lowering, Quantized
-from fxquant.numerics import FLOAT32_EXACT, INT8, Ratio
+from fxquant.numerics import FLOAT32_EXACT, INT8
 from fxquant.ops.form import Call
 from fxquant.ops.record import Instead, Operator, Same, operator_named, register
 from fxquant.ops.weighted import sizes
 from fxquant.primitives import pool
 from fxquant.primitives.pool import POOLED_EXACT
+from fxquant.rescaling import Ratio
 
 MAX_POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 AVG_POOLS: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}

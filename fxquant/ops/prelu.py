@@ -11,12 +11,13 @@ from torch.nn import functional as F
 
 from fxquant.graph import is_parameter
 from fxquant.lowering import Clamp, Lowering, Quantized
-from fxquant.numerics import FLOAT32_EXACT, INT32_MAX, Ratio
+from fxquant.numerics import FLOAT32_EXACT, INT32_MAX
 from fxquant.ops.form import Call
 from fxquant.ops.record import Operator, Parameter, register
 from fxquant.ops.weighted import shape_of
 from fxquant.primitives import product
 from fxquant.quantization.rounding import straight_through
+from fxquant.rescaling import Ratio
 
 
 def prelu(input: Tensor, weight: Tensor, *, clamp: Clamp | None = None) -> Tensor:

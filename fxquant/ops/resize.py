@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from fxquant.facts import TensorFact
 from fxquant.graph import fact, shape_of
 from fxquant.lowering import Lowering, Quantized
-from fxquant.numerics import EVERYTHING, FLOAT32_EXACT, Ratio
+from fxquant.numerics import EVERYTHING, FLOAT32_EXACT
 from fxquant.ops.adaptive import lower_means, onnx_means
 from fxquant.ops.form import Call
 from fxquant.ops.matrix import (
@@ -36,6 +36,7 @@ from fxquant.ops.matrix import (
 )
 from fxquant.ops.record import Operator, Own, Same, register
 from fxquant.primitives import resize, shape
+from fxquant.rescaling import Ratio
 
 NEAREST = ("nearest", "nearest-exact")
 LINEAR = ("linear", "bilinear")

@@ -10,9 +10,10 @@ from torch import Tensor, fx
 from fxquant.facts import TensorFact
 from fxquant.graph import fact
 from fxquant.lowering import Lowering, Quantized
-from fxquant.numerics import FLOAT32_EXACT, Ratio
+from fxquant.numerics import FLOAT32_EXACT
 from fxquant.ops.record import Operator, Same, register
 from fxquant.primitives import accumulate, comparison, shape
+from fxquant.rescaling import Ratio
 
 # ---- running sums ----------------------------------------------------------------------------------------------------
 

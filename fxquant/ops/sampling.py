@@ -17,11 +17,12 @@ from torch.overrides import handle_torch_function, has_torch_function
 from fxquant.facts import TensorFact
 from fxquant.graph import fact, shape_of
 from fxquant.lowering import Lowering, Quantized
-from fxquant.numerics import EVERYTHING, FLOAT32_EXACT, INT16, Grid, Ratio
+from fxquant.numerics import EVERYTHING, FLOAT32_EXACT, INT16, Grid
 from fxquant.ops.form import Call
 from fxquant.ops.record import Instead, Operator, Same, register
 from fxquant.primitives import elementwise, product, shape
 from fxquant.primitives.sampling import sample
+from fxquant.rescaling import Ratio
 
 MODES, PADDINGS = ("bilinear", "nearest"), ("zeros", "border", "reflection")
 FRACTION_BITS = 8

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from fxquant.facts import TensorFact
 from fxquant.graph import fact, inherit, is_parameter, set_fact
 from fxquant.lowering import Lowering, Quantized
-from fxquant.numerics import FLOAT32_EXACT, Ratio
+from fxquant.numerics import FLOAT32_EXACT
 from fxquant.ops.arithmetic import add, mul
 from fxquant.ops.composite import Builder
 from fxquant.ops.constants import Branch, on_the_output, real
@@ -28,6 +28,7 @@ from fxquant.ops.ranking import refuses_index
 from fxquant.ops.record import INNER, Instead, Operator, register
 from fxquant.primitives import PRIMITIVES, accumulate, selection, shape
 from fxquant.primitives import scatter as primitives
+from fxquant.rescaling import Ratio
 
 SUMMING_OPSET = 16  # the first whose ScatterElements adds
 LARGEST = torch.finfo(torch.float32).max

@@ -30,7 +30,6 @@ from fxquant.numerics import (
     SMALLEST_SCALE,
     Grid,
     IntType,
-    Ratio,
     accumulator_bound,
     bias_integers,
     bias_limit,
@@ -42,6 +41,7 @@ from fxquant.primitives import accumulate, elementwise
 from fxquant.quantization.batch_norm import BatchNorm, correct_batch, fold, multiplied, running_gain
 from fxquant.quantization.rounding import straight_through
 from fxquant.quantization.weights import QuantizedWeight
+from fxquant.rescaling import Ratio
 
 MOST_NARROWED = 8  # bits an int16 operand may give up so that its sums fit the accumulator
 SMALLEST_RESIDUAL_MULTIPLIER = 256  # of int8: below it, rounding k_c to a whole number costs more than half a step of the largest residual

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from fxquant.lowering import Clamp, EagerLowering, Quantized
-from fxquant.numerics import INT32, INT32_MAX, Grid, Ratio
+from fxquant.numerics import INT32, INT32_MAX, Grid
 from fxquant.ops import map_operands
 from fxquant.ops.weighted import epilogue
 from fxquant.quantization.prepared import QuantizedOperator
 from fxquant.quantization.quantizer import Quantizer
+from fxquant.rescaling import Ratio
 
 
 class RealLowering(EagerLowering):

@@ -1,0 +1,170 @@
+"""From one scale to another: exact ratios, and the multipliers and shifts that *fixed*, *real* and narrow sums make of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from fxquant.numerics import LARGEST_FLOAT32, IntType, power_of_two
+
+NARROW_BITS = 14  # of a step, in the sums of ARITHMETIC.md, section 21
+LARGEST_NARROW_MULTIPLIER = 2**NARROW_BITS
+
+# ---- exact ratios -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """An exact positive rational: the product of `numerators` over the product of `denominators`.
+
+    The factors are float32 scales or small whole numbers, as tensors that broadcast together. Kept as
+    factors because a product of them is not a float.
+    """
+
+    numerators: tuple[Tensor, ...]
+    denominators: tuple[Tensor, ...] = ()
+
+    def times(self, *numerators: Tensor) -> Ratio:
+        """This ratio multiplied by more factors."""
+        return Ratio(self.numerators + numerators, self.denominators)
+
+    def over(self, *denominators: Tensor) -> Ratio:
+        """This ratio divided by more factors."""
+        return Ratio(self.numerators, self.denominators + denominators)
+
+    def approximate(self) -> Tensor:
+        """The ratio in float64, within a few units in the last place."""
+        value = torch.ones((), dtype=torch.float64, device=self.numerators[0].device)
+        for factor in self.numerators:
+            value = value * factor.double()
+        for factor in self.denominators:
+            value = value / factor.double()
+        return value
+
+    def exact(self) -> list[Fraction]:
+        """The ratio of every element, in order of the broadcast shape, as exact fractions. Slow."""
+        factors = torch.broadcast_tensors(*(f.detach().double().cpu() for f in self.numerators + self.denominators))  # type: ignore[no-untyped-call]
+        rows = zip(*(f.flatten().tolist() for f in factors), strict=True)
+        above = len(self.numerators)
+        return [
+            math.prod(map(Fraction, row[:above]), start=Fraction(1)) / math.prod(map(Fraction, row[above:]), start=Fraction(1))
+            for row in rows
+        ]
+
+    def rounded(self, exponent: Tensor) -> Tensor:
+        """The integers round_half_even(ratio · 2^exponent), exactly, as int64.
+
+        Computed in float64; an element so near a tie that the few roundings on the way could decide it is
+        computed again with fractions. Requires results below 2^31.
+        """
+        approximate = self.approximate().detach() * power_of_two(exponent)
+        result = torch.round(approximate)
+        doubtful = ((approximate - torch.floor(approximate)) - 0.5).abs() <= approximate * 2.0**-48
+        if bool(doubtful.any()):
+            exponents = exponent.expand_as(approximate).flatten().tolist()
+            shape = approximate.shape
+            chosen = torch.nonzero(doubtful.flatten()).flatten().tolist()
+            fractions = Ratio(
+                tuple(f.expand(shape).flatten()[chosen] for f in self.numerators),
+                tuple(f.expand(shape).flatten()[chosen] for f in self.denominators),
+            ).exact()
+            flat = result.flatten()
+            for index, value in zip(chosen, fractions, strict=True):
+                flat[index] = round(value * Fraction(2) ** exponents[index])
+            result = flat.view(shape)
+        return result.to(torch.int64)
+
+    def mantissa(self, bits: int, largest_exponent: int = 1000) -> tuple[Tensor, Tensor]:
+        """(M, k) with ratio ≈ M · 2^-k: M = round_half_even(ratio · 2^k) of `bits` bits, as int64 tensors.
+
+        k is the one that puts M in [2^(bits-1), 2^bits), but at most `largest_exponent`: below that M has
+        fewer bits, down to 0.
+        """
+        k = (bits - torch.frexp(self.approximate()).exponent.to(torch.int64)).clamp_max(largest_exponent)
+        mantissa = self.rounded(k)
+        carried = mantissa >> bits  # 1 where rounding went up to 2^bits
+        return mantissa >> carried, k - carried
+
+
+# ---- requantization -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FixedWidths:
+    """The widths of *fixed* requantization for one output dtype."""
+
+    intermediate_bits: int  # of the accumulator after the first shift, saturated
+    multiplier_bits: int  # of M, unsigned
+    first_shift: bool  # whether the accumulator is shifted before it is multiplied
+    largest_shift: int = 31
+
+
+@dataclass(frozen=True)
+class FixedRequantization:
+    """y = sat(round( sat_t(⌊acc / 2^shift⌋) · multiplier / 2^right_shift )), per channel (int32 tensors)."""
+
+    shift: Tensor
+    multiplier: Tensor
+    right_shift: Tensor
+
+
+def fixed_requantization(ratio: Ratio, widths: FixedWidths, output: IntType, accumulator_bits: int = 32) -> FixedRequantization:
+    """The integers of *fixed* for multiplying an accumulator of so many bits by `ratio` into `output`.
+
+    The multiplier is the nearest M · 2^-k with M of `multiplier_bits` bits. The first shift a is the smallest
+    one for which the intermediate, times M · 2^(a-k), still covers the output's limit and a half; the last
+    shift is k - a. An accumulator of more than 32 bits always has a first shift. A ratio of 2^(multiplier_bits-1)
+    or more takes the largest representable multiplier: every non-zero accumulator saturates either way, so no
+    result changes.
+    """
+    bits = widths.multiplier_bits
+    first_shift = widths.first_shift or accumulator_bits > 32
+    multiplier, k = ratio.mantissa(bits, largest_exponent=1000 if first_shift else widths.largest_shift)
+    largest_intermediate = 2 ** (widths.intermediate_bits - 1) - 1
+    if first_shift:
+        # The largest right shift r with largest_intermediate · M ≥ (high + ½) · 2^r is one of two neighbours.
+        least = (largest_intermediate << (bits - 1)) * 2 // (2 * output.high + 1)
+        smaller = least.bit_length() - 1
+        covers = 2 * largest_intermediate * multiplier >= (2 * output.high + 1) << (smaller + 1)
+        shift = (k - smaller - covers.to(torch.int64)).clamp(0, accumulator_bits - 1)
+    else:
+        shift = torch.zeros_like(k)
+    right_shift = k - shift
+    overflow = right_shift < 1
+    multiplier = torch.where(overflow, 2**bits - 1, multiplier)
+    right_shift = torch.where(overflow, 1, right_shift)
+    underflow = right_shift > widths.largest_shift  # only where the first shift met its limit: the product rounds to 0
+    multiplier = torch.where(underflow, 0, multiplier)
+    right_shift = torch.where(underflow, widths.largest_shift, right_shift)
+    return FixedRequantization(shift.int(), multiplier.int(), right_shift.int())
+
+
+def real_multiplier(ratio: Ratio) -> Tensor:
+    """The ratio rounded once, half to even, to float32; one beyond is the largest float32, with which every non-zero integer saturates."""
+    mantissa, k = ratio.mantissa(24)
+    return (mantissa.double() * power_of_two(-k)).clamp_max(LARGEST_FLOAT32).float()
+
+
+def narrow_multipliers(ratios: Sequence[Ratio]) -> tuple[int, list[Tensor]]:
+    """(n, [M, …]): the terms of a sum in fractions of 2^-n of a step, M = min(round_half_even(ratio · 2^n), 2^14), int64 scalars.
+
+    n is the largest of 0…14 for which no M but that minimum exceeds 2^14; 0 if there is none. Three times 255 · 2^14 is below 2^24:
+    float32 adds two terms of 8 bits and a zero point exactly, in any order.
+    """
+    for bits in range(NARROW_BITS, -1, -1):
+        found = [_limited_multiplier(ratio, bits) for ratio in ratios]
+        if bits == 0 or all(int(multiplier) <= LARGEST_NARROW_MULTIPLIER for multiplier in found):
+            break
+    return bits, [multiplier.clamp_max(LARGEST_NARROW_MULTIPLIER) for multiplier in found]
+
+
+def _limited_multiplier(ratio: Ratio, bits: int) -> Tensor:
+    """round_half_even(ratio · 2^bits); something larger than 2^14 where it is that."""
+    large = float(ratio.approximate()) > 2.0 * LARGEST_NARROW_MULTIPLIER
+    exponent = torch.tensor(bits, dtype=torch.int64, device=ratio.numerators[0].device)
+    return torch.full_like(exponent, 2 * LARGEST_NARROW_MULTIPLIER) if large else ratio.rounded(exponent)
