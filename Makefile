@@ -36,7 +36,7 @@ types: $(READY)  ## mypy: strict over what the wheel would hold, and over the te
 	rm -rf build/types && mkdir -p build/types/fxquant
 	ln -s $(CURDIR)/fxquant/* build/types/fxquant/
 	ln -s $(CURDIR)/passes $(CURDIR)/backends build/types/fxquant/
-	MYPYPATH=build/types:. $(BIN)/mypy build/types/fxquant tests benchmarks
+	MYPYPATH=build/types:. $(BIN)/mypy build/types/fxquant tests benchmarks examples
 
 bench: $(READY)  ## the benchmarks of exactness, operators, accuracy, calibration memory and compile time
 	$(BIN)/python -m benchmarks.exactness --processes 2

@@ -88,12 +88,11 @@ class Requantization:
         channels, largest = layer.weight.shape[0], layer.largest
         if largest > INT32_MAX:
             raise Refused("its sums have more than 32 bits")
-        if root.target is requantize.accumulator_output:
-            epilogue.mode = SUM
-            return Requantization(epilogue, ())
         constants: dict[str, Tensor] = {}
         zero_point = 0
-        if root.target is requantize.requantize_real:
+        if root.target is requantize.accumulator_output:
+            epilogue.mode = SUM
+        elif root.target is requantize.requantize_real:
             _, factor, epilogue.low, epilogue.high, _, *rest = root.args
             zero_point = rest[0] if rest else 0  # type: ignore[assignment]
             epilogue.mode = REAL
@@ -118,7 +117,8 @@ class Requantization:
         known = qparams(root)
         if known is None or known.zero_point != zero_point:
             raise Refused("its zero point is not that of its grid")
-        epilogue.zero = site.result().zero
+        if epilogue.mode != SUM:
+            epilogue.zero = site.result().zero
         if "factor" in site.match.parts and site.match.parts["factor"] is not None:
             constants["residual_factor"] = _per_channel(site.tensor("factor"), channels, torch.int32)
             epilogue.residual_zero = site.held(site.match.reads[1]).zero

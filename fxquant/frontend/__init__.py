@@ -60,13 +60,14 @@ def trace(
         return model
     inputs = bind_inputs(model, example_inputs, dynamic_shapes, check)
     with collection_paused():
-        traced = _traced(model, inputs, leaf, check)
+        traced, draws = _traced(model, inputs, leaf, check)
         if check:
-            compare_with_model(model, traced, inputs)
+            compare_with_model(model, traced, inputs, draws)
     return traced
 
 
-def _traced(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule | None, check: bool) -> fx.GraphModule:
+def _traced(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule | None, check: bool) -> tuple[fx.GraphModule, bool]:
+    """The graph, and whether anything in the model draws random numbers."""
     qconfigs = attached_qconfigs(model)
     recording = _recorded(model, inputs, leaf, qconfigs)
     if check and inputs.batch is not None:
@@ -76,7 +77,7 @@ def _traced(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule | None, chec
     traced = build(model, recording)
     if qconfigs:
         traced.meta["qconfigs"] = list(qconfigs)  # the paths of their modules
-    return traced
+    return traced, recording.draws
 
 
 def _recorded(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule | None, qconfigs: Mapping[str, Any]) -> Recording:

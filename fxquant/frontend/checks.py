@@ -102,28 +102,33 @@ def _refuse(node: fx.Node, because: str) -> NoReturn:
 # ---- comparison with the model itself ------------------------------------------------------------------------------
 
 
-def compare_with_model(model: nn.Module, traced: fx.GraphModule, inputs: ExampleInputs) -> None:
-    """Raise a TraceError if the graph and the model do not give the same bits on the example inputs, at two batch sizes."""
-    _compare_at(model, traced, inputs, inputs.tensors(), required=True)
+def compare_with_model(model: nn.Module, traced: fx.GraphModule, inputs: ExampleInputs, draws: bool) -> None:
+    """Raise a TraceError if the graph and the model do not give the same bits on the example inputs, at two batch sizes.
+
+    `draws` says whether the model draws random numbers.
+    """
+    _compare_at(model, traced, inputs, inputs.tensors(), draws, required=True)
     if inputs.batch is not None:
         other = noted_limits(traced.graph).another(inputs.batch)
         if other is not None:
-            _compare_at(model, traced, inputs, inputs.with_batch(other), required=False)
+            _compare_at(model, traced, inputs, inputs.with_batch(other), draws, required=False)
 
 
-def _compare_at(model: nn.Module, traced: fx.GraphModule, inputs: ExampleInputs, tensors: dict[str, torch.Tensor], required: bool) -> None:
+def _compare_at(
+    model: nn.Module, traced: fx.GraphModule, inputs: ExampleInputs, tensors: dict[str, torch.Tensor], draws: bool, *, required: bool
+) -> None:
     leaves = [leaf if name is None else tensors[name].clone() for name, leaf in zip(inputs.names, inputs.leaves, strict=True)]
     args, kwargs = inputs.arguments(leaves)
     shells = Snapshot(model, own_buffers=True)
     attention = any(isinstance(module, _ATTENTION) for module in shells.modules)
-    with torch.no_grad(), undisturbed(attention):
+    with torch.no_grad(), undisturbed(attention, draws):
         try:
             expected = shells.root(*args, **kwargs)
         except Exception:
             if required:
                 raise
             return
-    with torch.no_grad(), undisturbed(attention):
+    with torch.no_grad(), undisturbed(attention, draws):
         found = traced(**{name: tensor.clone() for name, tensor in tensors.items()})
     for index, (mine, theirs) in enumerate(zip(flat_tensors(nest_of(found)), flat_tensors(nest_of(expected)), strict=True)):
         if not same_tensor(mine, theirs):

@@ -184,15 +184,17 @@ _replacements = _Replacements()
 
 
 @contextlib.contextmanager
-def prepared_environment(model: nn.Module) -> Iterator[None]:
+def prepared_environment(model: nn.Module) -> Iterator[_OwnRandomNumbers]:
     """Inside, this thread calls modules through the `call_module` of its trace, and Python keeps batch numbers as they are.
 
-    Other threads may trace at the same time, or run models: they notice nothing.
+    What it gives says afterwards whether anything drew random numbers. Other threads may trace at the same time, or run models: they
+    notice nothing.
     """
     wanted: list[tuple[Any, str, Any]] = [(nn.Module, "__call__", _call_module), (_FAKE_LOG, "filter", _keeps_to_itself)]
     wanted += [entry for module in _python_modules(model) for entry in _stand_ins(module)]
-    with undisturbed(), _replacements.installed(wanted):
-        yield
+    numbers = _OwnRandomNumbers()
+    with undisturbed(numbers=numbers), _replacements.installed(wanted):
+        yield numbers
 
 
 def _stand_ins(module: ModuleType) -> Iterator[tuple[ModuleType, str, Any]]:
@@ -213,14 +215,17 @@ def _stand_ins(module: ModuleType) -> Iterator[tuple[ModuleType, str, Any]]:
 
 
 @contextlib.contextmanager
-def undisturbed(attention: bool = True) -> Iterator[None]:
+def undisturbed(attention: bool = True, draws: bool = True, numbers: _OwnRandomNumbers | None = None) -> Iterator[None]:
     """Inside, this thread draws its own random numbers without autocast, and attention layers compute what their code says.
 
     The numbers are the same every time. Nothing of that is seen by another thread, and no generator has moved afterwards.
 
     attention   False where there is no attention layer: every call of a function is then faster
+    draws       False where nothing draws random numbers: every operator is then faster
+    numbers     the random numbers, where they are the caller's
     """
-    with autocast_off(), _SlowAttention() if attention else contextlib.nullcontext(), _OwnRandomNumbers():
+    own = (numbers or _OwnRandomNumbers()) if draws else contextlib.nullcontext()
+    with autocast_off(), _SlowAttention() if attention else contextlib.nullcontext(), own:
         yield
 
 
@@ -239,6 +244,7 @@ class _OwnRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._states: dict[Any, torch.Tensor] = {}
+        self.drawn = False  # whether any operator has drawn, of tensors without values too
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -248,6 +254,7 @@ class _OwnRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not _draws(func):
             return func(*args, **kwargs)
+        self.drawn = True
         generator = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)), None)
         device = torch.device(kwargs.get("device") or next((arg.device for arg in args if isinstance(arg, torch.Tensor)), "cpu"))
         if device.type == "meta":

@@ -99,10 +99,13 @@ class Snapshot:
         for name, value in original.__dict__.items():
             if name in state or name == "_compiled_call_impl":  # which `module.compile()` leaves
                 continue
-            if type(value) in ATOMS:
+            kind = type(value)
+            if kind in ATOMS or (kind is tuple and ATOMS.issuperset(map(type, value))):
                 state[name] = value
+            elif name in _HOOKS and not value:
+                state[name] = kind()
             else:
-                state[name] = type(value)() if name in _HOOKS and not value else self._attribute(value, name, path)
+                state[name] = self._attribute(value, name, path)
 
     def _attribute(self, value: Any, name: str, path: str) -> Any:
         kind = type(value)

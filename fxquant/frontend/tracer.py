@@ -34,6 +34,7 @@ class Recording:
     snapshot    the shells the trace ran on
     signature   how the model was called
     form        what it returned
+    draws       whether anything in it draws random numbers
     """
 
     graph: fx.Graph
@@ -42,6 +43,7 @@ class Recording:
     snapshot: Snapshot
     signature: list[list[Any]]
     form: Any
+    draws: bool
 
 
 class _Mode(TorchFunctionMode):
@@ -76,11 +78,11 @@ def record(
     ])  # fmt: skip
     handler.call_module = ModuleCalls(handler, leaf, qconfigs)
     with tracing(handler):
-        with prepared_environment(model), torch.no_grad(), _Mode(handler):
+        with prepared_environment(model) as numbers, torch.no_grad(), _Mode(handler):
             result, form = _run(handler, args, kwargs)
         graph.describe(handler.graph.output(result), fx.map_arg(result, graph.fact), "", "")
         _erase_unused(handler.graph)
-    return Recording(handler.graph, handler.constants, list(handler.notes), snapshot, inputs.signature, form)
+    return Recording(handler.graph, handler.constants, list(handler.notes), snapshot, inputs.signature, form, numbers.drawn)
 
 
 def _run(handler: Handler, args: Any, kwargs: Any) -> Any:
