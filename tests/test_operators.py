@@ -1145,7 +1145,6 @@ REFUSED: dict[str, tuple[str, Forward, nn.Module | None]] = {
     "power of a negative constant": ("its base, a constant, is not positive", lambda m, x: torch.tensor(-2.0) ** x.exp(), None),
     "maximum of everything": ("it reduces the batch", lambda m, x: torch.max(x).reshape(1), None),
     "computed weight": ("its weight is computed by", lambda m, x: F.conv2d(x, m.kernel.weight * x.std()), None),
-    "image without a batch": ("its input has no batch dimension", lambda m, x: F.conv2d(x[0], m.kernel.weight), None),
     "mean over the batch": ("it averages over the batch", lambda m, x: x.mean(0), None),
     "mean of everything": ("it averages over the batch", lambda m, x: x.mean().reshape(1), None),
     "mean to a dtype": ("a dtype argument", lambda m, x: x.mean(1, dtype=torch.float64), None),

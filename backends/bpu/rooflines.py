@@ -38,8 +38,9 @@ ROOFLINES: Mapping[str, Roofline] = {
 
 
 def with_rooflines(targets: tuple[Target, ...]) -> tuple[Target, ...]:
-    """The targets, each with the peak rates of its chip."""
-    return tuple(
-        replace(target, roofline=ROOFLINES[max((name for name in ROOFLINES if target.name.startswith(name)), key=len)])
-        for target in targets
-    )
+    """The targets, each with the peak rates of its chip where they are known."""
+    return tuple(replace(target, roofline=_of(target.name)) for target in targets)
+
+
+def _of(target: str) -> Roofline | None:
+    return ROOFLINES.get(max((name for name in ROOFLINES if target.startswith(name)), key=len, default=""))

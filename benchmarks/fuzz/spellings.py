@@ -248,6 +248,9 @@ def _composites() -> Iterator[Spelling]:
         yield from _spell(name, f"{{0}}.{name}({{dim}}, correction={{one}}, keepdim={{keep}})", dim=DIMS, one=(0, 1), keep=FLAG)
         yield from _spell(f"{name}_mean", f"torch.{name}_mean({{0}}, {{dim}})[{{member}}]", dim=DIMS, member=(0, 1))
     yield from _spell("norm", "{0}.norm({p}, {dim}, {keep})", p=(2, 1, 3, 0.5, "float('inf')"), dim=DIMS, keep=FLAG)
+    yield from _spell(
+        "sums_norm", "torch.linalg.matrix_norm({0}, {p}, {dims}, {keep})", p=(1, -1, "float('inf')"), dims=((1, 2), (-1, 1)), keep=FLAG
+    )
     yield from _spell("normalize", "F.normalize({0}, {p}, {dim})", p=(2.0, 1.0), dim=(1, -1))
 
 
@@ -295,6 +298,8 @@ def _choices() -> Iterator[Spelling]:
         yield from _spell(name, chosen.format(condition=f"({{0}} > 0).{name}({{dim}}, keepdim=True)"), dim=DIMS)
     for name in TRUTHS:
         yield from _spell(name, chosen.format(condition=f"torch.{name}({{0}})"))
+    close = chosen.format(condition="torch.isclose({0}, {1}, {share}, {near})")
+    yield from _spell("isclose", close, share=(0.0, 0.1), near=(0.5, 1e-3))
     yield from _spell("where", "torch.where({0} > 0, {1}, {number})", "{0}.masked_fill({1} > 0.5, {number})", number=NUMBERS)
     yield from _spell("clamp_between", "torch.clamp({0}, {1} - 1, {1})")
     for name, end in (("amin", ""), ("argmax", ".float()"), ("argmin", ".float()")):  # a place is a number to what follows
@@ -319,6 +324,8 @@ def _chosen() -> Iterator[Spelling]:
     """What is chosen by lists and constants, and what is brought together at places."""
     for name, lists in (("index", "..., [0, -1], [0, 0]"), ("index_parts", ":, None, ..., [0, -1], [0, 0]")):
         yield from _spell(name, f"{{0}}[{lists}]")
+    put = "(lambda whole, part: (whole.__setitem__((..., [0, -1], [0, 0]), part), whole)[1])"
+    yield from _spell("put_lists", f"{put}({{0}} * 1, {{1}}[..., [0, -1], [0, 0]])")
     yield from _spell("take", "{0} + torch.take({0}, torch.tensor([0]))")
     yield from _spell("diagonal", "torch.diagonal({0}, {offset}, 1, -1)", offset=(0, -1))
     yield from _spell("diag_embed", "torch.diag_embed({0}, {offset})", offset=(0, 1))
@@ -329,6 +336,9 @@ def _chosen() -> Iterator[Spelling]:
     added, along = "{0}.argmax({dim}, True).expand_as({0})", {"dim": (1, -1)}
     yield from _spell("scatter_add", f"{{0}}.scatter_add({{dim}}, {added}, {{0}})", **along)
     yield from _spell("scatter_extremum", f"{{0}}.scatter_reduce({{dim}}, {added}, {{1}}, '{{how}}')", how=("amax", "amin"), **along)
+    reduced = f"{{0}}.scatter_reduce({{dim}}, {added}, {{1}}, '{{how}}', include_self={{keep}})"
+    yield from _spell("scatter_mean", reduced, how=("mean",), keep=FLAG, **along)
+    yield from _spell("scatter_sum", reduced, how=("sum",), keep=(False,), **along)
     yield from _spell("index_add", "torch.index_add({0}, {dim}, torch.tensor([0]), {0}.narrow({dim}, 0, 1))", **along)
     yield from _spell("one_hot", "{0}.gather(-1, torch.nn.functional.one_hot({0}.argmin(-1), {last}))")
     counted = "torch.count_nonzero({0} > {number}, 1).unsqueeze(1)"

@@ -66,7 +66,7 @@ def test_a_program_of_torch_ao_and_the_new_one(index: int, tmp_path: Path, monke
     program = programs("from-torch-ao.md")[index]
     old, new = (run(program[column], f"{column}_{index}", tmp_path) for column in ("old", "new"))
     assert "stage" not in old["quantized"].__dict__.get("meta", {})
-    assert new["quantized"].meta["stage"] == "INTEGER"
+    assert new["quantized"].meta["stage"] == "FUSED"
     assert [tuple(found["outputs"].shape) for found in (old, new)] == [tuple(new["outputs"].shape)] * 2
     if "optimizer" not in new:  # trained models are apart; calibrated ones are the float model's neighbours
         assert signal(new) > signal(old) - 1
