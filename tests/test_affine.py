@@ -231,7 +231,7 @@ def test_a_network_holds_the_contract(network: contract.Compiled, tmp_path: Path
         report = fxq.verify(integer, path, [batch()], show_progress=False)
         assert report or style == "qdq", str(report)
     kernels = fxq.onnx_metadata(tmp_path / "fast.onnx")["kernels"]
-    assert (len(kernels["integer"]), kernels["refused"]) == (4, [])
+    assert (len(kernels["integer"]), kernels["refused"]) == (6, [])
     contract.assert_train_is_validate(again, batch())
     contract.assert_gradients_reach_every_parameter(again, batch())
 

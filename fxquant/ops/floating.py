@@ -70,7 +70,7 @@ REASONS: Mapping[str, str] = {
     ),
     "float_power": _DOUBLE,
     "mode": "which number is the most frequent depends on how each of them is rounded: torch.median has an integer form",
-    "logcumsumexp": "its running sums have a larger range than a grid: x.exp().cumsum(dim).log() has an integer form where theirs is small",
+    "logcumsumexp": "its running sums have a larger range than a grid; exp, cumsum and log have an integer form where theirs is small",
     **dict.fromkeys(("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"), _MADE),
     **dict.fromkeys(("index_reduce", "index_reduce_", "segment_reduce"), _ORDER),
     **dict.fromkeys(("view_as_complex", "view_as_real", "complex", "polar", "angle"), _COMPLEX),
