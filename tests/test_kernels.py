@@ -118,6 +118,25 @@ def test_without_a_compiler_tensor_operations_give_the_same(target: str, no_comp
     assert {"PyTorch's maximum", "PyTorch's table", "joined bytes"} <= used
 
 
+class Returning(nn.Module):
+    """Returns a constant and its input beside what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.anchors = nn.Buffer(torch.arange(6.0).view(2, 3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.anchors, self.conv(x), x, self.anchors
+
+
+def test_constants_and_inputs_are_returned_by_every_run() -> None:
+    integer, reference = both(Returning(), "bayes-e", ordinary(2, 3, 6, 6))
+    assert_same(integer, reference, images(2, 3, 6, 6), runs=3)
+    x = images(2, 3, 6, 6)
+    assert torch.equal(integer(x)[0], Returning().anchors)
+
+
 def test_a_window_that_can_be_all_padding_is_not_onednns(no_compiler: None) -> None:
     """There it reads outside of the image, which ends the process where that page is not mapped."""
     for padding, taken in ((1, False), (0, True)):

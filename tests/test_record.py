@@ -43,7 +43,7 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path, lis
     torch.manual_seed(0)
     found = batches()
     prepared, integer = compiled(Mixed().eval(), found, "nash-e")
-    return prepared, integer, fxq.export_onnx(integer, tmp_path_factory.mktemp("forms") / "model.onnx"), found
+    return prepared, integer, fxq.export_onnx(integer, tmp_path_factory.mktemp("forms") / "model.onnx", style="exact"), found
 
 
 class Whole(nn.Module):
@@ -61,7 +61,7 @@ class Whole(nn.Module):
 def test_one_name_and_the_same_numbers_in_every_form(target: str, tmp_path: Path) -> None:
     found = batches()
     prepared, integer = compiled(Whole(), found, target)
-    path = fxq.export_onnx(integer, tmp_path / "model.onnx")
+    path = fxq.export_onnx(integer, tmp_path / "model.onnx", style="exact")
     for real in (False, True):
         kinds = ["quantized", "outputs"]
         recorded = [list(fxq.record(form, found, kinds, real=real)) for form in (prepared, integer, path)]

@@ -146,7 +146,7 @@ def of_model(path: Path, model: fx.GraphModule) -> Contents:
         tuple(_row(name, operator, grid, _shape(nodes[name])) for name, operator, grid in quantized),
         tuple(f"%{layer.name}: {layer.reason}" + (f"   [{layer.source}]" if layer.source else "") for layer in left_in_float(known)),
         _tensors(model),
-        text(model),
+        text(model, kernels="reference"),
     )
 
 

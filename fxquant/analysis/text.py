@@ -22,10 +22,11 @@ from fxquant.numerics import ACTIVATION_TYPES
 
 
 @checked()
-def text(gm: fx.GraphModule, *, steps: bool = False) -> str:
+def text(gm: fx.GraphModule, *, steps: bool = False, kernels: str = "auto") -> str:
     """The graph, one line per node; equal graphs give equal text. Raises ConfigurationError for a model that is no graph.
 
     Of a recurrence the first two steps and the last one are written out, and with `steps` all of them: the others are like the second.
+    With kernels="reference" an integer model is shown as a file holds it, by its primitives alone.
     """
     if not isinstance(gm, fx.GraphModule):
         raise ConfigurationError(
@@ -34,11 +35,15 @@ def text(gm: fx.GraphModule, *, steps: bool = False) -> str:
             remedy="call fxq.trace(model, example_inputs) first",
         )
     left_out = {} if steps else _alike(gm)
-    rows = [_row(gm, node) if node not in left_out else (left_out[node], "", "", "") for node in gm.graph.nodes if left_out.get(node) != ""]
+    shows = kernels == "auto"
+    shown = [node for node in gm.graph.nodes if left_out.get(node) != ""]
+    rows = [_row(gm, node, shows) if node not in left_out else (left_out[node], "", "", "") for node in shown]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
     widths[0] = min(widths[0], 100)
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)).rstrip() for row in rows]
-    return "\n".join([f"graph   # {str(gm.meta.get('stage', 'traced')).lower()}", *("  " + line for line in lines)]) + "\n"
+    stage = str(gm.meta.get("stage", "traced")).lower()
+    stage = "integer" if stage == "fused" and not shows else stage
+    return "\n".join([f"graph   # {stage}", *("  " + line for line in lines)]) + "\n"
 
 
 def _alike(gm: fx.GraphModule) -> dict[fx.Node, str]:
@@ -65,10 +70,10 @@ def _alike(gm: fx.GraphModule) -> dict[fx.Node, str]:
     return found
 
 
-def _row(gm: fx.GraphModule, node: fx.Node) -> tuple[str, str, str, str]:
+def _row(gm: fx.GraphModule, node: fx.Node, kernels: bool) -> tuple[str, str, str, str]:
     if node.op == "output":
         return f"return {_value(node.args[0])}", "", "", ""
-    return f"%{node.name} = {_call(gm, node)}", _fact_text(fact(node)), _quantization(gm, node), _comment(node)
+    return f"%{node.name} = {_call(gm, node)}", _fact_text(fact(node)), _quantization(gm, node), _comment(node, kernels)
 
 
 def _call(gm: fx.GraphModule, node: fx.Node) -> str:
@@ -154,8 +159,8 @@ def _quantization(gm: fx.GraphModule, node: fx.Node) -> str:
     return f"{spec.dtype}{scale}" + ("" if spec.group is None else f" g{spec.group}")
 
 
-def _comment(node: fx.Node) -> str:
-    names, runs = (node.name, *fused(node)), kernel(node)
+def _comment(node: fx.Node, kernels: bool) -> str:
+    names, runs = (node.name, *fused(node)), kernel(node) if kernels else None
     told = [f"was: {', '.join(names)}"] if len(names) > 1 else []
     told += [f"kernel: {runs[0]}"] if runs is not None else []
     return f"# {'; '.join(told)}" if told else ""

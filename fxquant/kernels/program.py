@@ -93,7 +93,7 @@ class Program:
             if node.op == "placeholder":
                 self.inputs.append(self._place(node, False))
             elif node.op == "output":
-                self.result = returned(node.args[0], lambda read: _At(self._plain(read)))
+                self.result = returned(node.args[0], self._output)
             elif node not in needed or node.op == "get_attr":
                 continue
             elif node in self.chosen and self.chosen[node].built is not None:
@@ -101,6 +101,10 @@ class Program:
             else:
                 reads = [self._plain(read) for read in node.all_input_nodes if read.op != "get_attr"]
                 self.steps.append((_Primitive(self.model, node, self.places), reads, self._place(node, False)))
+
+    def _output(self, read: fx.Node) -> Any:
+        """What stands for a node that is returned: its place, or the constant that it is."""
+        return resolve(self.model, str(read.target)) if read.op == "get_attr" else _At(self._plain(read))
 
     def _needed(self) -> set[fx.Node]:
         """What has to be computed: all but the primitives that no one reads any more."""
