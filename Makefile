@@ -38,7 +38,9 @@ types: $(READY)  ## mypy: strict over what the wheel would hold, and over the te
 	ln -s $(CURDIR)/passes $(CURDIR)/backends build/types/fxquant/
 	MYPYPATH=build/types:. $(BIN)/mypy build/types/fxquant tests benchmarks examples
 
-bench: $(READY)  ## the benchmarks of exactness, operators, accuracy, calibration memory and compile time
+bench: $(READY)  ## the benchmarks of speed, exactness, operators, accuracy, calibration memory and compile time
+	$(BIN)/python -m benchmarks.integer_speed
+	$(BIN)/python -m benchmarks.onnx_speed --target x86
 	$(BIN)/python -m benchmarks.exactness --processes 2
 	$(BIN)/python -m benchmarks.operators --target bayes-e nash-e bernoulli2 x86 --dtype int8 int16
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[accuracy]'

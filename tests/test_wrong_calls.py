@@ -271,7 +271,7 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
         lambda w: (fxq.explain, {"model": w.integer}),
         {"model": GRAPHS, "steps": [*FLAGS, None], "machine": [*FLAGS, None]},
     ),
-    "text": (lambda w: (fxq.text, {"gm": w.integer}), {"gm": GRAPHS, "steps": [*FLAGS, None]}),
+    "text": (lambda w: (fxq.text, {"gm": w.integer}), {"gm": GRAPHS, "steps": [*FLAGS, None], "kernels": ["", "fast", None, True, 5]}),
     "segments": (lambda w: (fxq.segments, {"model": w.integer}), {"model": GRAPHS, "cut": CUTS}),
     "export_segments": (
         lambda w: (fxq.export_segments, {"integer": w.integer, "folder": w.directory / "cut"}),
