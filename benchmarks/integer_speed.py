@@ -66,7 +66,8 @@ def measure(network: str, target: str, options: argparse.Namespace) -> list[tupl
     model = live(NETWORKS[network](), options.size)
     generator = torch.Generator().manual_seed(1)
     result = fxq.quantize(model, [torch.randn(4, 3, options.size, options.size, generator=generator)], target=target, show_progress=False)
-    reference, fused, theirs = result.integer, fxq.convert(result.prepared, kernels="auto"), torch_ao(model, options.size)
+    reference, fused = fxq.convert(result.prepared, kernels="reference"), result.integer
+    theirs = torch_ao(model, options.size)
     rows = []
     for batch in options.batches:
         images = torch.randn(batch, 3, options.size, options.size, generator=generator)

@@ -127,7 +127,7 @@ class FastWriter(Writer):
         return (*_terms(total), total) if self._adds_exactly(node, total) else ()
 
     def _adds_exactly(self, node: fx.Node, total: fx.Node) -> bool:
-        """Whether float32 adds two tensors of 8 bits, as fractions of a step of the result, exactly: ARITHMETIC.md, section 11."""
+        """Whether float32 adds two tensors of 8 bits, as fractions of a step of the result, exactly: ARITHMETIC.md, section 21."""
         terms = _terms(total)
         if self.opset < _DEQUANTIZES_BYTES or total.target not in (elementwise.add, elementwise.subtract) or len(terms) != 2:
             return False
