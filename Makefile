@@ -43,7 +43,8 @@ bench: $(READY)  ## the benchmarks of speed, exactness, operators, accuracy, cal
 	$(BIN)/python -m benchmarks.onnx_speed --target x86
 	$(BIN)/python -m benchmarks.exactness --processes 2
 	$(BIN)/python -m benchmarks.operators --target bayes-e nash-e bernoulli2 x86 --dtype int8 int16
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[accuracy]'
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[accuracy,zoo]'
+	$(BIN)/python -m benchmarks.export_speed
 	$(BIN)/python -m benchmarks.accuracy
 	$(BIN)/python -m benchmarks.calibration_memory
 	$(BIN)/python -m benchmarks.compile_time

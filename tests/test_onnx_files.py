@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.analysis.report import FloatDifference, differing
-from fxquant.backends.onnx.float_export import _settings
+from fxquant.backends.onnx.float_export import FloatRegions, _settings
+from fxquant.backends.onnx.parts import split
 from fxquant.backends.onnx.runtime import OnnxModel
 from fxquant.backends.onnx.translations import built_once
 from tests.contract import assert_train_is_validate, compiled, same_bytes
@@ -442,6 +443,59 @@ def test_a_float_operator_that_cannot_be_written_is_named(tmp_path: Path) -> Non
     assert "test_onnx_files.py" in text
     assert "\x1b" not in text
     assert "bessel_j0" in text.split("because")[1]
+
+
+class Islands(nn.Module):
+    """Three parts between linear layers that bernoulli2, which has no 16-bit tensors, leaves in float; the second reads parameters."""
+
+    def __init__(self, last: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.last = last
+        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.c(self.norm(self.b(self.a(x).softmax(1)))))
+
+
+def islands(last: Callable[[Tensor], Tensor]) -> tuple[fx.GraphModule, Tensor]:
+    torch.manual_seed(0)
+    batch = torch.randn(4, 6)
+    return integer_of(Islands(last), batch, "bernoulli2"), batch
+
+
+def test_all_float_parts_are_written_by_one_call_of_the_exporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, original = list[object](), torch.onnx.export
+    monkeypatch.setattr(torch.onnx, "export", lambda *given, **named: (calls.append(given), original(*given, **named))[1])
+    integer, batch = islands(lambda y: y.softmax(1))
+    path = fxq.export_onnx(integer, tmp_path / "model.onnx")
+    assert len(calls) == 1
+    assert len(FloatRegions(integer, 18).regions) == 3
+    assert fxq.verify(integer, path, [batch, batch[:1]], show_progress=False)
+
+
+def test_of_several_float_parts_the_one_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    integer, _ = islands(torch.special.bessel_j0)
+    with pytest.raises(fxq.ExportError, match="bessel_j0"):
+        fxq.export_onnx(integer, tmp_path / "model.onnx")
+
+
+def test_a_model_of_parts_is_cut_also_where_graphs_inside_of_nodes_read_values() -> None:
+    text = """
+    <ir_version: 8, opset_import: ["": 18]>
+    parts (float[2] x, bool flag, float[2] y) => (float[2] one, float[2] two) <float[2] c = {1, 2}> {
+        one = Abs(x)
+        two = If (flag) <
+            then_branch = then () => (float[2] r) { r = Add(c, OPERAND) },
+            else_branch = other () => (float[2] r) { r = Neg(c) }>
+    }
+    """
+    one, two = split(onnx.parser.parse_model(text.replace("OPERAND", "y")), [(1, 1), (2, 1)])
+    assert [node.op_type for node in one.graph.node] == ["Abs"]
+    assert [tensor.name for tensor in two.graph.initializer] == ["c"]
+    onnx.checker.check_model(two)
+    with pytest.raises(ValueError, match="'x', which is an input of another"):
+        split(onnx.parser.parse_model(text.replace("OPERAND", "x")), [(1, 1), (2, 1)])
 
 
 # ---- metadata ---------------------------------------------------------------------------------------------------------

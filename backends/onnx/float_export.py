@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import threading
@@ -9,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import onnx
 import torch
@@ -17,6 +18,7 @@ from onnx import helper
 from torch import Tensor, fx
 
 from fxquant.backends.onnx.exportable import replacement
+from fxquant.backends.onnx.parts import split
 from fxquant.backends.onnx.sizes import emit_size, sizes_for_primitives
 from fxquant.backends.onnx.translations import built_once
 from fxquant.errors import ExportError
@@ -27,49 +29,77 @@ from fxquant.primitives import PRIMITIVES
 OLDEST_OPSET = 18  # that PyTorch's exporter writes in every version
 
 
-class FloatRegions:
-    """The maximal runs of consecutive float nodes of an integer graph, each exported when its first node is met.
+class Region(NamedTuple):
+    """A run of consecutive float nodes of an integer graph: no value leaves it and comes back.
 
-    Consecutive in the graph's order means that no value leaves a region and comes back.
+    key  what determines its export besides names; the first node itself where parameters or buffers do
+    """
+
+    nodes: list[fx.Node]
+    inputs: list[fx.Node]
+    outputs: list[fx.Node]
+    key: Any
+
+
+class FloatRegions:
+    """The maximal runs of consecutive float nodes of an integer graph, exported together when the first of all nodes is met.
+
+    One call of PyTorch's exporter for a model: most of a call's time does not depend on what it exports.
     """
 
     def __init__(self, integer: fx.GraphModule, opset: int) -> None:
         self.integer, self.opset = integer, opset
         self.opsets: list[onnx.OperatorSetIdProto] = []
         self.functions: list[onnx.FunctionProto] = []
-        self.exported: dict[Any, onnx.ModelProto] = {}  # of regions that differ in nothing but names
-        self.region_of: dict[fx.Node, list[fx.Node]] = {}
+        self.exported: dict[Any, onnx.ModelProto] = {}  # by the key of regions
+        self.tried = False  # to export them together
         self.sizes = sizes_for_primitives(integer.graph)  # no regions: each is written by itself
-        current: list[fx.Node] = []
+        runs: list[list[fx.Node]] = [[]]
         for node in integer.graph.nodes:
             if node.op in ("placeholder", "get_attr", "output"):
                 continue
             if node.op == "call_function" and node.target in PRIMITIVES:
-                current = []
-                continue
-            if node in self.sizes:
-                continue
-            current.append(node)
-            self.region_of[node] = current
+                runs.append([])
+            elif node not in self.sizes:
+                runs[-1].append(node)
+        self.regions = {run[0]: _region(integer, run) for run in runs if run}
 
     def emit(self, node: fx.Node, emitter: Any, values: dict[fx.Node, Any]) -> None:
         """Append the region that begins with this node; nothing for any later node of it. A size is appended by itself."""
         if node in self.sizes:
             values[node] = emit_size(node, emitter, values)
             return
-        region = self.region_of[node]
-        if node is not region[0]:
+        region = self.regions.get(node)
+        if region is None:
             return
-        inside = set(region)
-        inputs = list(dict.fromkeys(o for n in region for o in n.all_input_nodes if o not in inside and o.op != "get_attr"))
-        outputs = [n for n in region if any(user not in inside for user in n.users)]
-        key = _key(self.integer, region, inputs, outputs)
-        if key is None or key not in self.exported:
-            self.exported[key] = self._export(region, inputs, outputs)
-        exported = self.exported[key]
-        self._append(exported, emitter, [values[i] for i in inputs], {output.name: fact(output) for output in outputs}, outputs[0])
+        if region.key not in self.exported:
+            self._export_together()
+        if region.key not in self.exported:
+            self.exported[region.key] = self._export(region)
+        outputs = region.outputs
+        named = {output.name: fact(output) for output in outputs}
+        self._append(self.exported[region.key], emitter, [values[i] for i in region.inputs], named, outputs[0])
         for output in outputs:
             values[output] = output.name
+
+    def _export_together(self) -> None:
+        """Fill `exported` with all regions' models, by one call of the exporter; leave it as it is if that fails, once for all."""
+        left = {region.key: region for region in self.regions.values()}
+        if self.tried or len(left) < 2:
+            return
+        self.tried = True
+        graph = fx.Graph()
+        results = [self._copied(graph, region, f"part{index}_") for index, region in enumerate(left.values())]
+        graph.output(tuple(itertools.chain(*results)))
+        facts = [fact(node) for region in left.values() for node in region.inputs]
+        counts = [(len(region.inputs), len(region.outputs)) for region in left.values()]
+        try:
+            with _quiet():
+                program = self._program(self._part(graph), facts, sum(outputs for _, outputs in counts))
+                models = [self._at_opset(model) for model in split(program, counts)]
+        except Exception:  # each by itself says which operator it is
+            return
+        self.exported.update(zip(left, models, strict=True))
 
     def emit_function(
         self,
@@ -128,20 +158,20 @@ class FloatRegions:
         self._check_opset(model, node, "an operator")
         return model
 
-    def _export(self, region: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> onnx.ModelProto:
+    def _export(self, region: Region) -> onnx.ModelProto:
         """The region as an ONNX model. Raises ExportError, about the node that cannot be written where one alone cannot."""
         try:
             with _quiet():
-                model = self._written(region, inputs, outputs)
+                model = self._written(region)
         except Exception as error:
-            found = self._culprit(region)
+            found = self._culprit(region.nodes)
             raise ExportError(
                 "an operator that stays in float cannot be exported",
-                node=found or region[0],
+                node=found or region.nodes[0],
                 because=("" if found else "together with those behind it: ") + f"PyTorch's ONNX exporter says: {_reason(error)}",
                 remedy="replace the operator, or cut the model before it",
             ) from error
-        self._check_opset(model, region[0], "an operator that stays in float")
+        self._check_opset(model, region.nodes[0], "an operator that stays in float")
         return model
 
     def _check_opset(self, model: onnx.ModelProto, node: fx.Node, what: str) -> None:
@@ -173,15 +203,20 @@ class FloatRegions:
                 continue  # an element of a sequence: what made that is looked at
             try:
                 with _quiet():
-                    self._written([node], inputs, [node])
+                    self._written(Region([node], inputs, [node], node))
             except Exception:  # whatever it is, it is said of the region
                 return node
         return None
 
-    def _written(self, region: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> onnx.ModelProto:
+    def _written(self, region: Region) -> onnx.ModelProto:
         graph = fx.Graph()
-        environment = {node: graph.placeholder(node.name) for node in inputs}
-        for node in region:
+        graph.output(tuple(self._copied(graph, region)))
+        return self._exported(self._part(graph), [fact(node) for node in region.inputs], len(region.outputs))
+
+    def _copied(self, graph: fx.Graph, region: Region, prefix: str = "") -> list[fx.Node]:
+        """The region's outputs in a graph, to which placeholders of its inputs and copies of its nodes are appended."""
+        environment = {node: graph.placeholder(prefix + node.name) for node in region.inputs}
+        for node in region.nodes:
             for operand in node.all_input_nodes:
                 if operand.op == "get_attr" and operand not in environment:
                     environment[operand] = graph.node_copy(operand)
@@ -189,11 +224,14 @@ class FloatRegions:
             other = replacement(node)
             if other is not None:
                 copied.op, copied.target = "call_function", other
-        graph.output(tuple(environment[node] for node in outputs))
-        return self._exported(self._part(graph), [fact(node) for node in inputs], len(outputs))
+        return [environment[node] for node in region.outputs]
 
     def _exported(self, part: fx.GraphModule, inputs: list[Any], outputs: int) -> onnx.ModelProto:
         """A model with inputs of these facts and so many outputs, by PyTorch's exporter. Raises whatever that raises."""
+        return self._at_opset(self._program(part, inputs, outputs))
+
+    def _program(self, part: fx.GraphModule, inputs: list[Any], outputs: int) -> onnx.ModelProto:
+        """The same, of the opset that the exporter writes."""
         program: Any = torch.onnx.export(
             part,
             tuple(_example(known) for known in inputs),
@@ -209,6 +247,10 @@ class FloatRegions:
 
             convert_version(program.model, self.opset, fallback=True)
         model: onnx.ModelProto = program.model_proto
+        return model
+
+    def _at_opset(self, model: onnx.ModelProto) -> onnx.ModelProto:
+        """The model, said to be of the wanted opset if that means the same."""
         for entry in model.opset_import:
             if entry.domain == "" and entry.version > self.opset and _unchanged(model, entry.version, self.opset):
                 entry.version = self.opset
@@ -306,6 +348,14 @@ def _levels_raised() -> Iterator[None]:
     finally:
         for logger, level in before.items():
             logger.setLevel(level)
+
+
+def _region(integer: fx.GraphModule, nodes: list[fx.Node]) -> Region:
+    inside = set(nodes)
+    inputs = list(dict.fromkeys(o for n in nodes for o in n.all_input_nodes if o not in inside and o.op != "get_attr"))
+    outputs = [n for n in nodes if any(user not in inside for user in n.users)]
+    key = _key(integer, nodes, inputs, outputs)
+    return Region(nodes, inputs, outputs, nodes[0] if key is None else key)
 
 
 def _key(integer: fx.GraphModule, region: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> Any:
