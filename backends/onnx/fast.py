@@ -21,6 +21,7 @@ from fxquant.backends.onnx.runtime import RUNTIMES, Runner
 from fxquant.errors import ExportError
 from fxquant.facts import BATCH_SIZES, TensorFact
 from fxquant.graph import by_name, fact, qparams, resolve, zero_point
+from fxquant.kernels.admission import whole_range
 from fxquant.numerics import ACTIVATION_TYPES, INT8
 from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.boundary import quantize
@@ -78,13 +79,9 @@ def _run(model: onnx.ModelProto, feeds: dict[str, Tensor], settings: Mapping[str
 
 
 def _whole_range(operand: fx.Node, generator: torch.Generator) -> Tensor:
-    """Integers of every size, a third of them the smallest and the largest there are, where sums in too few bits saturate."""
     described = qparams(operand)
     dtype = INT8 if described is None else ACTIVATION_TYPES[described.dtype]
-    size = fact(operand).at(BATCH_SIZES[0])
-    values = torch.randint(dtype.low, dtype.high + 1, size, generator=generator, device="cpu")
-    choice = torch.randint(0, 6, size, generator=generator, device="cpu")
-    return values.masked_fill(choice == 0, dtype.low).masked_fill(choice == 1, dtype.high).to(dtype.storage)
+    return whole_range(dtype, fact(operand).at(BATCH_SIZES[0]), dtype.low, generator)
 
 
 def _kernel_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int, settings: Mapping[str, str]) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,21 +11,29 @@ from torch import Tensor, fx
 
 from fxquant.graph import fact, qparams, resolve
 from fxquant.kernels.record import Built, Implementation, Match, Refused, Site
-from fxquant.numerics import ACTIVATION_TYPES
+from fxquant.numerics import ACTIVATION_TYPES, IntType
 from fxquant.primitives import PRIMITIVES
 
-EXTREMES = 6  # of so many elements one is the smallest there is, and one the largest
+EXTREMES = 43  # of 256 elements so many are the smallest there is, and as many the largest
 
 
-def whole_range(node: fx.Node, sizes: tuple[int, ...], non_negative: bool, generator: torch.Generator) -> Tensor:
-    """Integers of every size, a third of them the smallest and the largest there are, where sums in too few bits saturate."""
-    described = qparams(node)
-    assert described is not None
-    dtype = ACTIVATION_TYPES[described.dtype]
-    low = described.zero_point if non_negative else dtype.low
-    values = torch.randint(low, dtype.high + 1, sizes, generator=generator, device="cpu")
-    choice = torch.randint(0, EXTREMES, sizes, generator=generator, device="cpu")
-    return values.masked_fill_(choice == 0, low).masked_fill_(choice == 1, dtype.high).to(dtype.storage)
+def whole_range(dtype: IntType, sizes: Sequence[int], low: int, generator: torch.Generator) -> Tensor:
+    """Integers of every size from `low` on, a third of them the smallest and the largest there are, where sums in too few bits saturate."""
+    values, count = _random_bits(dtype.storage, sizes, generator), dtype.high + 1 - low
+    if count & (count - 1):
+        values = values.to(torch.int32).remainder_(count).add_(low).to(dtype.storage)
+    elif count < 2 ** (8 * dtype.storage.itemsize):
+        values = values.bitwise_and_(count - 1).add_(low)
+    choice = _random_bits(torch.uint8, sizes, generator)
+    lowest, highest = (torch.tensor(value, dtype=dtype.storage, device="cpu") for value in (low, dtype.high))
+    return torch.where(choice < EXTREMES, lowest, torch.where(choice >= 256 - EXTREMES, highest, values))
+
+
+def _random_bits(dtype: torch.dtype, sizes: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Every pattern of bits with equal probability, of eight bytes at once: drawing them is most of what a proof costs."""
+    count = math.prod(sizes)
+    words = torch.empty(-(-count * dtype.itemsize // 8), dtype=torch.int64, device="cpu").random_(-(2**63), None, generator=generator)
+    return words.view(dtype)[:count].reshape(*sizes)
 
 
 def evaluate(model: fx.GraphModule, match: Match, given: dict[fx.Node, Tensor]) -> Tensor:
@@ -48,7 +58,11 @@ def operands(site: Site, generator: torch.Generator) -> dict[fx.Node, Tensor]:
         if fact(node).dtype.is_floating_point:
             given[node] = _real(site, node, generator)
         else:
-            given[node] = whole_range(node, site.sizes[node], node in site.non_negative, generator)
+            described = qparams(node)
+            assert described is not None
+            dtype = ACTIVATION_TYPES[described.dtype]
+            low = described.zero_point if node in site.non_negative else dtype.low
+            given[node] = whole_range(dtype, site.sizes[node], low, generator)
     return given
 
 
