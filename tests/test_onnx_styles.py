@@ -258,6 +258,32 @@ def test_a_fast_file_that_takes_integers_takes_the_same_ones(tmp_path: Path) -> 
     assert torch.equal(found, values["silu_1"])
 
 
+POOLS: dict[str, tuple[Callable[..., Tensor], int]] = {
+    "behind a convolution": (lambda n, x: F.max_pool2d(F.relu(n["a"](x)), 3, 2, 1), 1),
+    "behind a convolution that is not clamped": (lambda n, x: F.max_pool2d(n["a"](x), (2, 3), (1, 2), (0, 1), dilation=(2, 1)), 1),
+    "behind an addition": (lambda n, x: F.max_pool2d(n["a"](x) + n["b"](x), 2), 1),
+    "one behind another, with padding": (lambda n, x: F.max_pool2d(F.max_pool2d(n["a"](x), 3, 1, 1), 5, 1, 2), 2),
+    "behind zeros": (lambda n, x: F.max_pool2d(F.pad(n["a"](x), (1, 1, 1, 1)), 3), 0),
+    "of the input": (lambda n, x: n["a"](F.max_pool2d(x, 3, 2, 1)), 0),
+}
+
+
+@pytest.mark.parametrize("target", ["nash-e/requantize", "x86"])
+@pytest.mark.parametrize("name", POOLS)
+def test_maxima_are_of_bytes_where_a_convolution_leaves_the_pixels_together(name: str, target: str, tmp_path: Path) -> None:
+    forward, bytewise = POOLS[name]
+    torch.manual_seed(0)
+    integer = fxq.quantize(Net(forward, a=conv(3, 8), b=conv(3, 8)).eval(), [batch()], target, show_progress=False).integer
+    path = fxq.export_onnx(integer, tmp_path / "model.onnx", style="fast")
+    graph = onnx.shape_inference.infer_shapes(onnx.load(path)).graph
+    types = {info.name: info.type.tensor_type.elem_type for info in (*graph.value_info, *graph.output)}
+    pools = [types[node.output[0]] for node in graph.node if node.op_type == "MaxPool"]
+    assert pools.count(onnx.TensorProto.UINT8) == bytewise
+    assert pools.count(onnx.TensorProto.FLOAT) == len(pools) - bytewise
+    report = verified(integer, path)
+    assert report, str(report)
+
+
 def test_float_operators_among_fast_kernels(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Net(lambda n, x: n["b"](torch.logaddexp(n["a"](x), 0.5 * n["a"](x))), a=conv(3, 8), b=conv(8, 4)).eval()

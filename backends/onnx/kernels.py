@@ -48,7 +48,7 @@ PRODUCTS = (product.matrix_product, product.matrix_product_wide)
 # Their ONNX forms give the same elements, so many more, for elements that are so many more.
 SHIFTED: frozenset[Callable[..., Any]] = frozenset((
     shape.reshape, shape.permute, shape.concatenate, shape.crop, shape.select, shape.expand, shape.tile,
-    pool.max_pool, product.maximum, product.minimum, resize.resize_linear, comparison.choose,
+    product.maximum, product.minimum, resize.resize_linear, comparison.choose,
     selection.take_along, selection.pick, selection.put_along, selection.least,
 ))  # fmt: skip
 # Their ONNX forms begin with a cast of their quantized operands to float.
@@ -250,9 +250,9 @@ def _quantize(
         return None
     e, step = w.emitter, w.values[scale]
     value = as_float32(e, w.values[input])
-    value = e.node("Where", e.node("IsNaN", value), e.constant(0.0), value)
-    value = e.node("Clip", value, e.constant(-step * BOUNDARY_LIMIT), e.constant(step * BOUNDARY_LIMIT))
-    return _limited(e, e.node("QuantizeLinear", value, e.constant(step), w.zero(node)), low, high, stored_zero_point(node))
+    known = e.node("Clip", value, e.constant(-step * BOUNDARY_LIMIT), e.constant(step * BOUNDARY_LIMIT))
+    stored = _limited(e, e.node("QuantizeLinear", known, e.constant(step), w.zero(node)), low, high, stored_zero_point(node))
+    return e.node("Where", e.node("IsNaN", value), w.zero(node), stored)  # bytes, which are chosen four times as fast as floats
 
 
 @form(requantize_real)
@@ -374,6 +374,24 @@ def _pad(w: FastWriter, node: fx.Node, input: fx.Node, begin: list[int], end: li
         e.constant(torch.tensor([*begin, *end], dtype=torch.int64, device="cpu")),
         e.constant(value + moved_by(input), torch.uint8),
     )
+
+
+@form(pool.max_pool)
+def _max_pool(w: FastWriter, node: fx.Node, input: fx.Node, kernel: list[int], *_: Any) -> str | None:
+    """On uint8 where the pixels of an image lie together for onnxruntime's convolutions; on float, five times faster, elsewhere."""
+    if not _is_8_bits(input) or len(kernel) != 2 or not _beside_convolution(w, input):
+        return _moved(w, node)
+    attributes = dict(zip(("kernel_shape", "strides", "begin", "end", "dilations"), map(list, node.args[1:]), strict=True))  # type: ignore[arg-type]
+    pads = [*attributes.pop("begin"), *attributes.pop("end")]
+    return w.emitter.node("MaxPool", w.shifted(input), pads=pads, **attributes)
+
+
+def _beside_convolution(w: FastWriter, value: fx.Node) -> bool:
+    """Whether an image comes of a QLinearConv, directly or by additions and pools."""
+    parts = w.parts_of(value)
+    if parts:
+        return parts[-1].target in CONVOLUTIONS or any(_beside_convolution(w, plain(term.args[0])) for term in parts[:-1])
+    return value.target is pool.max_pool and _beside_convolution(w, value.args[0])  # type: ignore[arg-type]
 
 
 @form(*SHIFTED)

@@ -74,7 +74,7 @@ class Gather(OpRun):
 
 
 class MaxPool(op_max_pool.MaxPool):
-    """Where strides and dilations are all 1, it forgets the padding when it computes the output's shape."""
+    """Where strides and dilations are all 1, it forgets the padding when it computes the output's shape; integers it pads with NaN."""
 
     def _run(self, x: Any, **given: Any) -> Any:  # type: ignore[override]
         kernel = given["kernel_shape"]
@@ -84,7 +84,7 @@ class MaxPool(op_max_pool.MaxPool):
         pads = given.get("pads") or [0] * (2 * rank)
         strides, dilations = (given.get(name) or [1] * rank for name in ("strides", "dilations"))
         margin = [(0, 0), (0, 0), *zip(pads[:rank], pads[rank:], strict=True)]
-        padded = np.pad(x, margin, constant_values=-np.inf)
+        padded = np.pad(x, margin, constant_values=np.iinfo(x.dtype).min if np.issubdtype(x.dtype, np.integer) else -np.inf)
         reach = tuple(dilation * (size - 1) + 1 for size, dilation in zip(kernel, dilations, strict=True))
         windows = np.lib.stride_tricks.sliding_window_view(padded, reach, axis=tuple(range(2, 2 + rank)))
         steps = (slice(None), slice(None), *(slice(None, None, step) for step in (*strides, *dilations)))
