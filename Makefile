@@ -38,16 +38,12 @@ types: $(READY)  ## mypy: strict over what the wheel would hold, and over the te
 	ln -s $(CURDIR)/passes $(CURDIR)/backends build/types/fxquant/
 	MYPYPATH=build/types:. $(BIN)/mypy build/types/fxquant tests benchmarks examples
 
-bench: $(READY)  ## the benchmarks of speed, exactness, operators, accuracy, calibration memory and compile time
-	$(BIN)/python -m benchmarks.integer_speed
-	$(BIN)/python -m benchmarks.onnx_speed --target x86
+bench: $(READY)  ## the benchmarks of speed (into benchmarks/RESULTS.md), exactness, operators and accuracy
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[accuracy,zoo]'
+	$(BIN)/python -m benchmarks.speed
 	$(BIN)/python -m benchmarks.exactness --processes 2
 	$(BIN)/python -m benchmarks.operators --target bayes-e nash-e bernoulli2 x86 --dtype int8 int16
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[accuracy,zoo]'
-	$(BIN)/python -m benchmarks.export_speed
 	$(BIN)/python -m benchmarks.accuracy
-	$(BIN)/python -m benchmarks.calibration_memory
-	$(BIN)/python -m benchmarks.compile_time
 
 clean:  ## remove what these targets made
 	rm -rf $(VENV) .venv-oldest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis fxquant-demo

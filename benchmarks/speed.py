@@ -1,0 +1,90 @@
+"""Every question of speed, one after another, into one page.   python -m benchmarks.speed [--only NAME …]
+
+Runs the benchmarks below, each in a process of its own as its command says, shows their tables, and writes them to RESULTS.md in this
+directory with the machine and the versions they were measured with. Peers are measured in the same runs; what a table says of
+mismatches is measured in it, too. Exit status 1 if a benchmark failed, whose output is on the page all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+from fxquant.progress import progress
+
+WRITTEN = Path(__file__).with_name("RESULTS.md")
+PACKAGES = ("torch", "onnxruntime", "onnx", "torchao", "transformers")
+
+
+class Question(NamedTuple):
+    """What is asked, and the benchmark's module with its arguments."""
+
+    asked: str
+    command: str
+
+
+QUESTIONS: dict[str, Question] = {
+    "integer": Question("How fast is the integer graph in PyTorch, beside float and torch.ao's?", "integer_speed"),
+    "onnx-x86": Question("How fast are files for x86 in onnxruntime, beside float and its own quantized files?", "onnx_speed --target x86"),
+    "onnx-nash-e": Question("And those for nash-e?", "onnx_speed --target nash-e/requantize"),
+    "training": Question("What does a step of training or calibration cost, beside float's and torch.ao's?", "training_speed"),
+    "export": Question("How long do export and verification take?", "export_speed"),
+    "compile": Question("How long does compiling take, and how does it grow?", "compile_time"),
+    "memory": Question("How much memory does calibration need?", "calibration_memory"),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=list(QUESTIONS), default=list(QUESTIONS), metavar="NAME", help="of %(choices)s")
+    options = parser.parse_args()
+    sections, failed = [f"# Speed\n\n{_machine()}\n"], False
+    for name in progress(options.only, len(options.only), "benchmarks"):
+        asked, command = QUESTIONS[name]
+        found = subprocess.run(
+            [sys.executable, "-m", *f"benchmarks.{command}".split()], capture_output=True, text=True, env={**os.environ, "COLUMNS": "160"}
+        )
+        failed |= found.returncode != 0
+        table = found.stdout if found.returncode == 0 else f"{found.stdout}\nexit status {found.returncode}\n{found.stderr[-2000:]}"
+        print(table)
+        sections.append(f"## {asked}\n\n`python -m benchmarks.{command}`\n\n```\n{table.strip()}\n```\n")
+        WRITTEN.write_text("\n".join(sections), encoding="utf-8")  # what was measured is kept if a later one is interrupted
+    return int(failed)
+
+
+def _machine() -> str:
+    """The processor, its cores, the load, the versions and the day."""
+    load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
+    lines = (
+        f"{_processor()}, {os.cpu_count()} cores; other work at the start: a load of {load}.",
+        f"Python {platform.python_version()}, {', '.join(_versions())}; {datetime.now(timezone.utc):%Y-%m-%d}.",
+    )
+    return "\n".join(lines)
+
+
+def _processor() -> str:
+    found = Path("/proc/cpuinfo")
+    known = dict(line.split(":", 1) for line in found.read_text().splitlines() if ":" in line) if found.exists() else {}
+    known = {key.strip(): value.strip() for key, value in known.items()}
+    flags = [flag for flag in ("avx2", "avx512f", "avx512_vnni", "amx_int8") if flag in known.get("flags", "").split()]
+    return f"{known.get('model name', platform.processor() or platform.machine())} ({', '.join(flags) or 'no vector extension named'})"
+
+
+def _versions() -> Iterator[str]:
+    for package in PACKAGES:
+        try:
+            yield f"{package} {version(package)}"
+        except PackageNotFoundError:
+            yield f"no {package}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
