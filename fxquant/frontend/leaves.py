@@ -89,11 +89,11 @@ class _OutOfPlace:
     """The forward of a module with `inplace=True`, without changing its input."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self.__self__ = module  # as a method has it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        copy = object.__new__(type(self._module))
-        copy.__dict__.update(self._module.__dict__, inplace=False)
+        copy = object.__new__(type(self.__self__))
+        copy.__dict__.update(self.__self__.__dict__, inplace=False)
         return copy.forward(*args, **kwargs)
 
 
