@@ -64,6 +64,11 @@ class Evaluator:
             value = self._interned[key] = Value(self._fake(a), self._fake(b))
         return value
 
+    def new(self, a: Sequence[int], b: Sequence[int], like: Value) -> Value:
+        """The value of a new tensor of these shapes, with the dtype and on the device of another."""
+        with self.mode:
+            return self.intern(*(torch.empty(shape, dtype=like.dtype, device=like.device) for shape in (a, b)))
+
     def known(self, tensor: torch.Tensor) -> Value:
         """The value of a tensor whose content is known while tracing."""
         return Value(tensor, tensor, self.intern(tensor, tensor))

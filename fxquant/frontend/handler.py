@@ -15,7 +15,7 @@ from fxquant.errors import FxQuantError
 from fxquant.frontend.arguments import Arguments, is_tracked
 from fxquant.frontend.fake import Evaluator, Outcome, Sequenced, is_data_dependent, refuse_batch_condition
 from fxquant.frontend.memory import Memory, share_memory, view_step
-from fxquant.frontend.shapes import result_like_input
+from fxquant.frontend.shapes import known_result
 from fxquant.frontend.snapshot import Snapshot
 from fxquant.frontend.source import user_source
 from fxquant.frontend.spelling import Spelling, is_random, property_name, property_spelling, python_operator, spelling_of
@@ -221,9 +221,9 @@ class Handler:
         name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
         if fake and name in _READS_CONTENT:
             self._refuse_data(name)
-        like = result_like_input(function, args, kwargs) if fake else None
-        if like is not None:
-            return Outcome(like, None, same_place=False)
+        known = known_result(self.evaluator, function, args, kwargs) if fake else None
+        if known is not None:
+            return Outcome(known, None, same_place=False)
         try:
             outcome = self.evaluator.run(function, args, kwargs, fake, arguments.substitutes)
         except FxQuantError:

@@ -1,18 +1,20 @@
 """What is known of a layer's result without running the layer: the commonest ones give a tensor like the one they take.
 
 PyTorch works a batch norm out from some fifteen operators on tensors without values, at four batch sizes; that was most of a trace.
+Where anything is unusual, from strides to the dtype of a parameter, nothing is known, and the layer runs.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fxquant.frontend.fake import Evaluator
 from fxquant.frontend.values import TracedTensor, Value
 
 _DIMENSIONS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
@@ -22,8 +24,8 @@ _ELEMENTWISE = frozenset((
 ))  # fmt: skip
 
 
-def result_like_input(function: Callable[..., Any], args: Any, kwargs: Any) -> Value | None:
-    """The result of a module's forward, where it is a new tensor of its input's shape, strides and dtype; None where that is not known."""
+def known_result(evaluator: Evaluator, function: Callable[..., Any], args: Any, kwargs: Any) -> Value | None:
+    """The result of a module's forward, a new tensor of its input's dtype; None where it is not known without running it."""
     module = getattr(function, "__self__", None)
     if kwargs or len(args) != 1 or not isinstance(args[0], TracedTensor) or not isinstance(module, nn.Module):
         return None
@@ -33,7 +35,33 @@ def result_like_input(function: Callable[..., Any], args: Any, kwargs: Any) -> V
         return None
     if type(module) in _ELEMENTWISE:
         return known
+    if type(module) is nn.Linear:
+        return _projected(evaluator, module, known)
+    if type(module) is nn.LayerNorm:
+        return known if all(_is_layer_of(module, side) for side in sides) else None
     return known if isinstance(module, _BatchNorm) and all(_is_normalized_by(module, side) for side in sides) else None
+
+
+def _projected(evaluator: Evaluator, module: nn.Linear, known: Value) -> Value | None:
+    if not _are(module, {"weight": (module.out_features, module.in_features), "bias": (module.out_features,)}, known):
+        return None
+    shapes = [tuple(side.shape) for side in (known.a, known.b)]
+    if any(not shape or shape[-1] != module.in_features for shape in shapes):
+        return None
+    return evaluator.new(*((*shape[:-1], module.out_features) for shape in shapes), known)
+
+
+def _is_layer_of(module: nn.LayerNorm, input: torch.Tensor) -> bool:
+    shape = tuple(module.normalized_shape)
+    return tuple(input.shape[-len(shape) :]) == shape and _are(module, {"weight": shape, "bias": shape}, input)
+
+
+def _are(module: nn.Module, shapes: Mapping[str, tuple[int, ...]], like: torch.Tensor | Value) -> bool:
+    """Whether a module's parameters, those that it has, have these shapes, and the dtype and device of a tensor."""
+    held = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
+    return held.keys() <= shapes.keys() and all(
+        (tuple(tensor.shape), tensor.dtype, tensor.device) == (shapes[name], like.dtype, like.device) for name, tensor in held.items()
+    )
 
 
 def _is_normalized_by(module: _BatchNorm, input: torch.Tensor) -> bool:
