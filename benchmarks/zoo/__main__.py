@@ -20,7 +20,9 @@ It needs the extra "zoo". The exit status is 1 if a model did not compile or a b
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
+import operator
 import os
 import warnings
 from collections import defaultdict
@@ -35,11 +37,11 @@ import fxquant as fxq
 from benchmarks.zoo.any_life import enliven
 from benchmarks.zoo.hugging_face import ENTRIES, Entry
 from benchmarks.zoo.measure import Row, measure
-from fxquant.ops.arithmetic import add
 
 BATCH = 4
 CALIBRATION_SEEDS, TEST_SEEDS, LIFE_SEEDS = (0, 1, 2, 3), (11, 12), (21, 22)
 DTYPES = ("int8", "int16", "mixed")
+ADDITIONS = (operator.add, torch.add, operator.iadd, "add", "add_")  # as models spell them
 
 
 def main() -> None:
@@ -82,7 +84,7 @@ def qconfig_of(dtype: str) -> Any:
     """Activations of one dtype, or of int16 only where branches are added."""
     wide = fxq.QConfig(fxq.ActivationConfig("int16"), fxq.WeightConfig("int8"))
     if dtype == "mixed":
-        return fxq.QConfigMapping().set_object_type(add, wide)
+        return functools.reduce(lambda rules, spelling: rules.set_object_type(spelling, wide), ADDITIONS, fxq.QConfigMapping())
     return wide if dtype == "int16" else None
 
 
