@@ -20,6 +20,7 @@ SMALLEST_NORMAL = 2.0**-126  # below it float32 numbers have fewer bits
 LARGEST_FLOAT32 = 2.0**128 - 2.0**104
 INT32_MAX = 2**31 - 1
 INT48_MAX = 2**47 - 1
+SMALLEST_DYNAMIC, LARGEST_DYNAMIC = 2.0**-110, 2.0**126  # the magnitudes that a grid which is made at run time tells apart
 BOUNDARY_LIMIT = 2.0**20  # inputs are clipped to ±2^20 steps: far outside every dtype here, and safe to convert
 
 Interval = tuple[float, float]

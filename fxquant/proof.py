@@ -140,9 +140,12 @@ def _proved(node: fx.Node, values: Mapping[fx.Node, Value], arithmetic: Arithmet
 
     args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
     arguments = inspect.signature(record.function).bind(*args, **kwargs).arguments
-    if any(value is None for name, value in arguments.items() if name in _ACTIVATIONS and node.target is not boundary.quantize):
+    real = node.target is boundary.quantize or record.kind == "dynamic"
+    if not real and any(value is None for name, value in arguments.items() if name in _ACTIVATIONS):
         refuse("it reads something that is no integer of this graph")
     found = record.bounds(**arguments)
+    if record.kind == "dynamic":
+        return None  # a real number, of a sum that fits
     held = {name: value.constant if isinstance(value, Value) else value for name, value in arguments.items()}
     because = arithmetic.refuses(record.function, held, known.dtype)
     if because is not None:

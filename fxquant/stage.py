@@ -142,11 +142,17 @@ def only_primitives(gm: fx.GraphModule) -> Iterator[Violation]:
         result = fact(node)
         if not isinstance(result, TensorFact):
             yield Violation(node, "its dtype is unknown")
-        elif (record.kind == "float") != result.dtype.is_floating_point:
+        elif (record.kind in ("float", "dynamic")) != result.dtype.is_floating_point:
             yield Violation(node, f"its kind is {record.kind} but its dtype is {result.dtype}")
         for operand in node.all_input_nodes:
             value = fact(operand)
-            if record.name != "quantize" and operand.op != "get_attr" and isinstance(value, TensorFact) and value.dtype.is_floating_point:
+            if (
+                record.name != "quantize"
+                and record.kind != "dynamic"
+                and operand.op != "get_attr"
+                and isinstance(value, TensorFact)
+                and value.dtype.is_floating_point
+            ):
                 yield Violation(node, f"it reads the float %{operand.name}")
 
 

@@ -82,6 +82,7 @@ class Target:
     means; aliases are the chips and other names that mean it; limits are what it allows of operators, which `fxq.check` holds a
     model against. float16 names the operators, and PyTorch's functions, that it computes itself, in float16, where they are no integer
     operators; consistency is what of its scales are powers of two: 0 nothing, 1 those of activations, 2 those of weights as well.
+    dynamic says whether it quantizes the operands of linear layers at run time.
     roofline holds the peak rates of its chip, for `fxq.estimate`; None where they are those of the machine.
     """
 
@@ -97,6 +98,7 @@ class Target:
     float16: frozenset[str] = frozenset()
     consistency: int = 0
     roofline: Roofline | None = None
+    dynamic: bool = False
 
     def __post_init__(self) -> None:
         if not self.arithmetic.adds_zero_points and any(ACTIVATION_TYPES[name].affine for name in self.activations):

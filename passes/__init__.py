@@ -10,6 +10,7 @@ from fxquant.passes import (
     boundary,
     canonical,
     composite,
+    dynamic,
     integer,
     islands,
     kernels,
@@ -31,6 +32,7 @@ PIPELINE = (
     Pass(masks.recognise, Stage.CANONICAL),  # after the rules, which are about what was written; before a softmax is its parts
     Pass(precision.widen, Stage.CANONICAL),  # behind masks, which are no scores; a composite's last part is as wide as the whole
     Pass(composite.expand, Stage.CANONICAL),  # after the rules, which are about the whole operator; before fusions, which meet its parts
+    Pass(dynamic.choose, Stage.CANONICAL),  # behind the parts of recurrent layers; before fusions, which join nothing with these
     Pass(batchnorm.fold, Stage.CANONICAL),  # before the fusions: conv-bn-add-relu must become conv-add-relu
     Pass(residual.fuse, Stage.CANONICAL),  # before clamps: a relu behind the addition belongs to the fused layer
     Pass(activation.fuse, Stage.CANONICAL),  # a fused clamp needs no scale of its own

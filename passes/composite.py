@@ -14,9 +14,10 @@ from typing import Any
 
 from torch import fx
 
-from fxquant.graph import is_parameter, part, refusal, refuse, set_part, state_demand, stated_demand
+from fxquant.graph import is_parameter, matched_rules, part, refusal, refuse, set_matched_rules, set_part, state_demand, stated_demand
 from fxquant.ops import Fixed, Operator, Own, Same, demand, operand_nodes, operator_of, settled
 from fxquant.ops.composite import Builder
+from fxquant.ops.dynamic import may_be_dynamic
 from fxquant.ops.floating import needed_in_float, reads_no_activation
 from fxquant.ops.shape import MANY_SIZES, ManySizes
 from fxquant.pipeline import Context
@@ -34,16 +35,18 @@ def expand(gm: fx.GraphModule, context: Context) -> int:
         composite = operator_of(node)
         assert composite is not None
         assert composite.expand is not None
-        if decide(node).config is None or refusal(node) is not None:
+        config = decide(node).config
+        if config is None or refusal(node) is not None:
             continue
         arguments = composite.arguments(node)
-        because = _why_whole(node, composite, arguments) or needed.get(node)
+        because = _why_whole(node, composite, arguments) or (None if config.dynamic else needed.get(node))
         if because is None or because == "":
-            build = Builder(composite.name, node, context.target.activations)
+            build = Builder(composite.name, node, context.target.activations, real=config.dynamic)
             result, because = _expanded(composite, build, arguments)
             for made in build.parts:
-                _settle(made, context)
-            because = because or next((found for made in build.parts if (found := _why_float(made, context)) is not None), None)
+                _leave_in_float(made) if config.dynamic else _settle(made, context)
+            if not config.dynamic:
+                because = because or next((found for made in build.parts if (found := _why_float(made, context)) is not None), None)
             if because is None:
                 read = node.all_input_nodes
                 _replace(node, result)
@@ -87,6 +90,16 @@ def _settle(made: fx.Node, context: Context) -> None:
     demanded = demand(made)
     if demanded is not None and settled(demanded, context.target.activations) != demanded:
         state_demand(made, settled(demanded, context.target.activations))
+
+
+def _leave_in_float(made: fx.Node) -> None:
+    """Of what is quantized at run time, a part that is no layer stays in float; a layer has no grid of its own."""
+    state_demand(made, None)
+    if not may_be_dynamic(made):
+        set_matched_rules(made, *(tuple((rule, None) for rule, _ in rules) for rules in matched_rules(made)))
+        known = part(made)
+        assert known is not None
+        refuse(made, f"a part of {known.composite}, between layers that are quantized at run time")
 
 
 def _why_float(made: fx.Node, context: Context) -> str | None:

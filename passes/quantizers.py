@@ -39,17 +39,18 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
     for node in gm.graph.nodes:
         operator = operator_of(node)
         spec = annotation(node)
-        if operator is None or spec is None or not is_integer(node):
+        if operator is None or spec is None or not (is_integer(node) or operator.dynamic):
             continue
         arguments = operator.arguments(node)
         _require_finite(gm, node, operator, arguments)
-        own = not shares(node) and not is_plain(node)
+        plain = is_plain(node) or operator.dynamic
+        own = not shares(node) and not plain
         module = QuantizedOperator(
             node.name,
             operator,
             context.target.arithmetic,
             _inputs(operator, arguments, quantizers),
-            None if is_plain(node) else quantizers[_group(spec)],
+            None if plain else quantizers[_group(spec)],
             owns_output=own,
             intermediate=_intermediate(node, arguments, spec, context) if "residual" in arguments else None,
             weight_quantizer=_weight_quantizer(gm, operator, arguments, spec.config.weight, context),

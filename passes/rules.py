@@ -9,15 +9,32 @@ from typing import Any
 
 from torch import fx
 
-from fxquant.graph import computes_tensor, matched_rules, resolve, set_matched_rules, spelling
+from fxquant.errors import ConfigurationError
+from fxquant.graph import computes_tensor, matched_rules, refuse, resolve, set_matched_rules, spelling
+from fxquant.ops.dynamic import NOT_DYNAMIC, may_be_dynamic
 from fxquant.pipeline import Context
-from fxquant.quantization.mapping import Chosen, Rule
-from fxquant.quantization.rules import covering
+from fxquant.quantization.mapping import DEFAULT, Chosen, MatchedRules, Rule, is_dynamic
+from fxquant.quantization.rules import attributes, covering
+
+
+def _check_target(gm: fx.GraphModule, context: Context) -> None:
+    """Raise ConfigurationError where something is to be quantized at run time, and the target has no such operators."""
+    if context.target.dynamic:
+        return
+    asked = [*(pair for pair in context.qconfig.rules()), *attributes(gm, context.attached), (DEFAULT, context.qconfig.default)]
+    for rule, chosen in asked:
+        if is_dynamic(chosen):
+            raise ConfigurationError(
+                f"{context.target.name} has no dynamic quantization, which the qconfig's {rule} asks for",
+                because="its operators compute with scales that are constants of the model",
+                remedy="leave dynamic=True out and calibrate, or compile for a target that finds scales at run time: x86 or qnnpack",
+            )
 
 
 def match(gm: fx.GraphModule, context: Context) -> int:
     """Every node that computes a tensor knows the rules that cover it, and the model those that cover none."""
     changes, default = 0, context.target.default_activation
+    _check_target(gm, context)
     resolved: dict[int, Chosen] = {}  # by identity: the user gives a few configs, which are those of many nodes
 
     def resolve_config(chosen: Chosen) -> Chosen:
@@ -28,7 +45,8 @@ def match(gm: fx.GraphModule, context: Context) -> int:
     for node in gm.graph.nodes:
         if computes_tensor(node):
             rules = covering(node, spelling(node) or _written(gm, node), context.qconfig, context.attached)
-            set_matched_rules(node, tuple([(rule, resolve_config(chosen)) for rule, chosen in rules]))
+            chosen = tuple([(rule, resolve_config(chosen)) for rule, chosen in rules])
+            set_matched_rules(node, chosen if may_be_dynamic(node) else _static(node, chosen))
             changes += 1
     matched = {rule for node in gm.graph.nodes for rules in matched_rules(node) for rule, _ in rules}
     attributes = dict.fromkeys((*gm.meta.get("qconfigs", ()), *context.attached))
@@ -37,6 +55,13 @@ def match(gm: fx.GraphModule, context: Context) -> int:
         if rule not in matched:
             context.not_done(gm, f"this rule of the qconfig matched nothing: {rule}")
     return changes
+
+
+def _static(node: fx.Node, rules: MatchedRules) -> MatchedRules:
+    """The rules of a node that dynamic quantization is not about: it stays in float where they ask for that."""
+    if is_dynamic(rules[0][1]):
+        refuse(node, NOT_DYNAMIC)
+    return tuple([(rule, None if is_dynamic(chosen) else chosen) for rule, chosen in rules])
 
 
 def _written(gm: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:

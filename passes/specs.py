@@ -34,6 +34,8 @@ from fxquant.quantization.mapping import DEFAULT, Rule
 from fxquant.quantization.rules import Decision, decide
 from fxquant.quantization.spec import QConfig
 
+AT_RUN_TIME = "its input is quantized at run time, its weight is integers, and its result is a real number"
+
 
 def annotate(gm: fx.GraphModule, context: Context) -> int:
     """Every node that computes a tensor is annotated; those that stay in float say why."""
@@ -48,7 +50,8 @@ def annotate(gm: fx.GraphModule, context: Context) -> int:
         decision = decide(node)
         effective |= {decision.output, decision.layer}
         qconfig = decision.config
-        reason = _why_float(gm, node, operator, qconfig, needed)
+        dynamic = operator is not None and operator.dynamic
+        reason = AT_RUN_TIME if dynamic else _why_float(gm, node, operator, qconfig, needed)
         if reason is not None:
             set_annotation(node, Annotation(None, reason, qconfig))
             context.say(f"%{node.name} stays in float: {reason}")

@@ -52,7 +52,7 @@ def cases(seed: int) -> list[Case]:
     """Each primitive at least once."""
     draw = Draw(seed)
     found: list[Case] = []
-    for family in (_boundary, _requantizations, _sums, _elementwise, _windows, _dimensions, _places, _sampling, _whole):
+    for family in (_boundary, _dynamic, _requantizations, _sums, _elementwise, _windows, _dimensions, _places, _sampling, _whole):
         for name, *arguments in family(draw):
             found.append(Case(getattr(primitives, name), tuple(arguments)))
     return found
@@ -71,6 +71,14 @@ def _boundary(draw: Draw) -> Calls:
     yield "dequantize", draw.whole(2, 3), draw.real()
     yield "dequantize", draw.whole(2, 3, 5, dtype=I32, low=-(2**30), high=2**30), draw.real(3, 1)
     yield "dequantize", draw.whole(2, 3, dtype=U8), draw.real(), torch.float64, 131
+
+
+def _dynamic(draw: Draw) -> Calls:
+    x = torch.randn(2, 3, 5, generator=draw.generator)
+    odd = torch.tensor([[torch.nan, torch.inf, -torch.inf, 1e-40, -3e38], [0.0, -0.0, 1e-20, 2.5, 1.0]])
+    for operand in (x, odd, x.abs() + 1, -x.abs(), x * 0, x * 1e-42, torch.tensor([[127.0, -128.0, 0.5, 1.5, -2.5]])):
+        yield "dynamic_linear", operand, draw.whole(4, 5, low=-127), draw.real(4), torch.randn(4, generator=draw.generator)
+    yield "dynamic_linear", x, draw.whole(2, 5, low=-127), draw.real(), None
 
 
 def _requantizations(draw: Draw) -> Calls:

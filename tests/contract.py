@@ -74,7 +74,7 @@ def graph_values(integer: fx.GraphModule, *inputs: Tensor) -> dict[str, Tensor]:
 
 
 def primitive_kind(node: fx.Node) -> str | None:
-    """ "quantized", "accumulator", "plain" or "float" for a primitive; None for any other node."""
+    """ "quantized", "accumulator", "plain", "float" or "dynamic" for a primitive; None for any other node."""
     record = PRIMITIVES.get(node.target) if node.op == "call_function" else None
     if record is None or (record.kind == "quantized" and graph.fact(node).dtype in (torch.bool, torch.int64)):
         return None if record is None else "plain"
@@ -126,7 +126,7 @@ def assert_validate_is_integer(prepared: fx.GraphModule, integer: fx.GraphModule
         known = qparams(nodes[name])
         scale = torch.tensor(known.scale).reshape(-1, *[1] * (-known.axis - 1)) if known.axis is not None else torch.tensor(known.scale)
         assert same_bytes(real[name], (integers[name].float() - known.zero_point) * scale), name
-    plain = [name for name in real if name in nodes and primitive_kind(nodes[name]) == "plain"]
+    plain = [name for name in real if name in nodes and primitive_kind(nodes[name]) in ("plain", "dynamic")]
     for name in plain:
         assert same_bytes(real[name], integers[name]), name
     missing = {name: operator.operator.name for name, operator in quantized_operators(prepared).items() if name not in compared + plain}

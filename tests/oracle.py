@@ -674,3 +674,29 @@ def transposed_convolution(
 def each(function: Callable[..., int], *tensors: Nested) -> Nested:
     """A function of the elements at each place of tensors of one shape."""
     return nested(shape_of(tensors[0]), lambda index: function(*(at(tensor, index) for tensor in tensors)))
+
+
+# ---- layers that are quantized at run time (section 22) -------------------------------------------------------------------
+
+
+def considered(value: float) -> Fraction:
+    """What counts of a float32 number."""
+    if math.isnan(value) or abs(value) < 2.0**-110:
+        return Fraction(0)
+    return Fraction(max(-(2.0**126), min(2.0**126, value)))
+
+
+def dynamic_linear(rows: Sequence[Sequence[float]], weight: Any, scales: Sequence[Fraction], bias: Any) -> list[list[Fraction]]:
+    """The results of all rows, which have one grid together."""
+    values = [[considered(value) for value in row] for row in rows]
+    low = min(Fraction(0), *(value for row in values for value in row))
+    high = max(Fraction(0), *(value for row in values for value in row))
+    scale = float32(float32(high - low) / 255) if high != low else Fraction(1)
+    zero = half_even(Fraction(limited(-float32(low / scale), 0, 255)))  # type: ignore[arg-type, type-var]
+    found = []
+    for row in values:
+        centred = [limited(half_even(float32(value / scale)) + zero, 0, 255) - zero for value in row]
+        sums = [sum(c * w for c, w in zip(centred, channel, strict=True)) for channel in weight]
+        products = [float32(float32(total) * float32(scale * step)) for total, step in zip(sums, scales, strict=True)]
+        found.append(products if bias is None else [float32(one + added) for one, added in zip(products, bias, strict=True)])
+    return found

@@ -329,7 +329,8 @@ def test_the_stage_and_the_reference_graph() -> None:
     assert Stage.FUSED > Stage.INTEGER
     assert [node.format_node() for node in fused.graph.nodes] == [node.format_node() for node in reference.graph.nodes]
     assert all(kernel(node) is None for node in reference.graph.nodes)
-    assert {name for node in fused.graph.nodes if (name := (kernel(node) or ("",))[0])} == {each.name for each in backends.kernels()}
+    known = {each.name for each in backends.kernels()} - {"dynamic layer"}  # which tests/test_dynamic.py holds
+    assert {name for node in fused.graph.nodes if (name := (kernel(node) or ("",))[0])} == known
     assert "# kernel: sum of products" in fxq.text(fused)
 
 

@@ -207,7 +207,7 @@ CONFINED: dict[str, set[str]] = {
     "plotly": {"fxquant.reporting.page", "fxquant.reporting.estimate"},
     "onnx": {
         f"fxquant.backends.onnx.{name}"
-        for name in ("emitter", "export", "fast", "files", "float_export", "kernels", "metadata", "reading", "runtime", "writer")
+        for name in ("emitter", "export", "fast", "files", "float_export", "kernels", "metadata", "parts", "reading", "runtime", "writer")
     },
     "onnxruntime": {"fxquant.backends.onnx.runtime"},
     "onnxscript": {"fxquant.backends.onnx.float_export"},

@@ -690,3 +690,14 @@ def test_pytorchs_table_of_translations_is_built_once_and_left_as_it_was() -> No
     assert second.functions == functions
     assert functions
     assert registry.__dict__["from_torchlib"] is before
+
+
+def test_a_tensor_without_elements_is_flattened(tmp_path: Path) -> None:
+    class Empty(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.relu(x), torch.sin(x)[:, :0].flatten(1)
+
+    result = fxq.quantize(Empty(), [torch.randn(2, 3, 4, 4)], qconfig=fxq.QConfigMapping(default=None), show_progress=False)
+    path = result.export(tmp_path / "empty.onnx")
+    found = OnnxModel(path).runner("onnxruntime", [], [])({"x": torch.randn(5, 3, 4, 4)})
+    assert [tuple(value.shape) for value in found.values()] == [(5, 3, 4, 4), (5, 0)]

@@ -106,8 +106,10 @@ def traced_model() -> fx.GraphModule:
     return Model.of(copy_parameters(traced), copy_graph(traced.graph))
 
 
-def context() -> Context:
-    """Of which every pass has something to do: a pool that is to have another dtype than the layer before it."""
+def context(step: Pass | None = None) -> Context:
+    """Of which every pass has something to do: a pool that is to have another dtype than the layer before it; a dynamic layer."""
+    if step is not None and step.name == "dynamic.choose":
+        return Context(get_target("x86"), QConfigMapping().set_object_type(nn.Linear, fxq.QConfig(dynamic=True)))
     mapping = QConfigMapping().set_object_type(nn.MaxPool2d, fxq.QConfig(fxq.ActivationConfig("int16")))
     return Context(get_target("bayes-e"), mapping, adapt=True)
 
@@ -115,7 +117,7 @@ def context() -> Context:
 def run_up_to(step: Pass) -> fx.GraphModule:
     """The graph as it is when this pass begins."""
     gm = traced_model()
-    run(gm, PREPARE[: PREPARE.index(step)], context(), Dial(0, None))
+    run(gm, PREPARE[: PREPARE.index(step)], context(step), Dial(0, None))
     return gm
 
 
@@ -123,7 +125,7 @@ def run_up_to(step: Pass) -> fx.GraphModule:
 def test_a_pass_changes_something_and_keeps_the_outputs(step: Pass) -> None:
     gm, image = run_up_to(step), batch()
     before = gm(image)
-    assert step.function(gm, context()) > 0
+    assert step.function(gm, context(step)) > 0
     gm.recompile()
     after = gm(image)
     if step.name in (
@@ -150,9 +152,9 @@ def test_a_fusion_leaves_nothing_for_a_second_run(step: Pass) -> None:
 @by_pass
 def test_a_second_run_of_a_pass_changes_no_text(step: Pass) -> None:
     gm = run_up_to(step)
-    step.function(gm, context())
+    step.function(gm, context(step))
     text = fxq.text(gm)
-    step.function(gm, context())
+    step.function(gm, context(step))
     assert fxq.text(gm) == text
 
 
@@ -285,7 +287,7 @@ def test_dump_by_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     fxq.prepare(tiny(), batch(), until="batchnorm.fold")
     assert sorted(file.name for file in (tmp_path / "new" / "directory").iterdir()) == [
         "00-trace.txt", "01-canonical.rewrite.txt", "02-rules.match.txt", "03-masks.recognise.txt", "04-precision.widen.txt",
-        "05-composite.expand.txt", "06-batchnorm.fold.txt",
+        "05-composite.expand.txt", "06-dynamic.choose.txt", "07-batchnorm.fold.txt",
     ]  # fmt: skip
 
 

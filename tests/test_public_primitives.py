@@ -67,6 +67,9 @@ CALLS = {
     "transposed_convolution_wide": gives(
         [[[[300 * 100 + 7]]]], torch.int32, i16([[[300]]]), i8([[[100]]]), i32(7), ONES, NONE, NONE, ONES, 1, CUT
     ),
+    "dynamic_linear": gives(
+        [[(255 * 2 + 51 * 3) * 0.5 + 1.0]], torch.float32, torch.tensor([[255.0, 51.4]]), i8([2, 3]), torch.tensor(0.5), torch.tensor([1.0])
+    ),
     "linear": gives([[2 * 5 - 3 * 7 + 1, 2 * -128 - 3 * 0 + 0]], torch.int32, i8([2, -3]), i8([5, 7], [-128, 0]), i32(1, 0)),
     "linear_wide": gives([[20000 * 127 * 2]], torch.int32, i16([20000, 20000]), i8([127, 127]), None),
     "matrix_product": gives([[[1 * 3 + 2 * 4]]], torch.int32, i8([[1, 2]]), i8([[3], [4]])),

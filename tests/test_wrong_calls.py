@@ -439,6 +439,7 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
             "output": [None, "int8", 5, [], {}, fxq.ActivationConfig, fxq.WeightConfig(), fxq.QConfig(), torch.int8],
             "weight": [None, "int8", 5, [], {}, fxq.WeightConfig, fxq.ActivationConfig(), torch.int8],
             "input": ["int8", 5, [], fxq.WeightConfig(), fxq.ActivationConfig, fxq.ActivationConfig("int32")],
+            "dynamic": [None, "yes", 5, [], fxq.WeightConfig()],
         },
     ),
     "QConfigMapping": (

@@ -11,7 +11,15 @@ ACTIVATIONS = ("uint8", "int8", "int4", "int32")
 WEIGHTS = ("int4", "int8")
 
 TARGETS = (
-    Target("x86", "x86 processors: a weight scale for each output channel", REAL, ACTIVATIONS, WEIGHTS, default_activation="uint8"),
+    Target(
+        "x86",
+        "x86 processors: a weight scale for each output channel",
+        REAL,
+        ACTIVATIONS,
+        WEIGHTS,
+        default_activation="uint8",
+        dynamic=True,
+    ),
     Target(
         "qnnpack",
         "ARM processors: one weight scale for each layer",
@@ -20,5 +28,6 @@ TARGETS = (
         WEIGHTS,
         per_channel_weights=False,
         default_activation="uint8",
+        dynamic=True,
     ),
 )

@@ -24,7 +24,8 @@ from fxquant.primitives import requantize
 LANES = 16  # output channels that are summed side by side
 
 
-def _library(dot_products: bool = False) -> Any:
+def loaded_library(dot_products: bool = False) -> Any:
+    """The functions of native.c. Raises Refused where there are none, or none that sum products of bytes."""
     loaded = native.library()
     if isinstance(loaded, str):
         raise Refused(loaded)
@@ -171,7 +172,7 @@ class Summed(Call):
         return output
 
 
-def _packed(weight: Tensor, groups: int, pixel: int) -> Tensor:
+def packed(weight: Tensor, groups: int, pixel: int) -> Tensor:
     """(group, block, tap, quad of input channels, 16 output channels, 4), with zeros where there are no channels."""
     outer, inner, height, width = weight.shape
     count = outer // groups
@@ -188,14 +189,14 @@ class Convolution:
     reads_held = True
 
     def build(self, site: Site) -> Built:
-        loaded = _library(dot_products=True)
+        loaded = loaded_library(dot_products=True)
         layer = Layer.of(site)
         groups, input = layer.window["groups"], site.held(site.match.reads[0])
         if groups > 1 and (layer.weight.shape[1] % ALIGNMENT or input.pixel != input.channels):
             raise Refused(f"a group has {layer.weight.shape[1]} channels, no multiple of {ALIGNMENT}")
         own = Requantization.of(site, layer)
         structure, keeps = _structure(site, layer, own)
-        weight = _packed(layer.weight, groups, input.pixel)
+        weight = packed(layer.weight, groups, input.pixel)
         structure.weight = weight.data_ptr()
         structure.joined = groups == 1 and structure.kernel_width > 1 and structure.dilation_width == 1
         return _proved(
@@ -210,7 +211,7 @@ class Depthwise:
     reads_held = True
 
     def build(self, site: Site) -> Built:
-        loaded = _library()
+        loaded = loaded_library()
         layer = Layer.of(site)
         outer, inner, *_ = layer.weight.shape
         input = site.held(site.match.reads[0])
@@ -267,7 +268,7 @@ class Quantize:
     reads_held = False
 
     def build(self, site: Site) -> Built:
-        loaded, root, result = _library(), site.match.root, site.result()
+        loaded, root, result = loaded_library(), site.match.root, site.result()
         scale = site.constant(root.args[1])  # type: ignore[arg-type]
         assert scale is not None
         made = _move(Held(result.sizes), result, low=root.args[2], high=root.args[3], zero=result.zero)  # type: ignore[arg-type]
@@ -293,7 +294,7 @@ class MaxPool:
     reads_held = True
 
     def build(self, site: Site) -> Built:
-        loaded, parts = _library(), site.match.parts
+        loaded, parts = loaded_library(), site.match.parts
         input, result = site.held(site.match.reads[0]), site.result()
         if input.zero != result.zero:
             raise Refused("its result is held otherwise than its operand")
@@ -312,7 +313,7 @@ class Total:
     reads_held = True
 
     def build(self, site: Site) -> Built:
-        loaded, input = _library(), site.held(site.match.reads[0])
+        loaded, input = loaded_library(), site.held(site.match.reads[0])
         if input.pixel != input.channels:
             raise Refused(f"it has {input.channels} channels, no multiple of {ALIGNMENT}")
         if math.prod(input.grid[1:3]) * 255 > INT32_MAX:
@@ -327,7 +328,7 @@ class Pointwise:
     reads_held = True
 
     def build(self, site: Site) -> Built:
-        loaded, result = _library(), site.result()
+        loaded, result = loaded_library(), site.result()
         forms = [site.held(read) for read in site.match.reads]
         table = enumerated(site, forms, result)
         made = _move(forms[0], result)

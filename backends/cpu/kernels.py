@@ -1,6 +1,6 @@
 """The kernels that PyTorch's processors have."""
 
-from fxquant.backends.cpu import compiled, tensors
+from fxquant.backends.cpu import compiled, dynamic, tensors
 from fxquant.kernels import patterns
 from fxquant.kernels.record import Kernel
 
@@ -10,5 +10,6 @@ KERNELS = (
     Kernel("maximum", patterns.maximum, (compiled.MaxPool(), tensors.TensorPool())),
     Kernel("sum", patterns.total, (compiled.Total(),)),
     Kernel("table", patterns.pointwise, (compiled.Pointwise(), tensors.TensorTable())),
+    Kernel("dynamic layer", patterns.dynamic_layer, (dynamic.NativeDynamic(), dynamic.OneDnnDynamic())),
     Kernel("concatenation", patterns.joined, (compiled.Join(),)),
 )

@@ -504,3 +504,83 @@ void fxq_pairs(const Move *s) {
             for (int64_t c = 0; c < channels; c++) y[c] = table[256 * x[c] + z[c]];
         }
 }
+
+/* ---- a linear layer whose operand becomes bytes on a grid of its own ---- */
+
+typedef int32_t __attribute__((may_alias)) accumulator;
+
+typedef struct {
+    Sum sum;             /* of one pixel for each row, with the mode SUM and no bias */
+    const float *input;  /* rows of `inputs` numbers, without gaps */
+    float *output;       /* rows of sum.out_channels numbers */
+    const int32_t *totals; /* of the weights of each output channel */
+    const float *scale, *bias;
+    int64_t inputs;
+    float smallest, largest; /* magnitudes: what is smaller is 0, and what is larger is this */
+} Dynamic;
+
+/* float32(Σ (q - zero)·w) · (s_x · scale) + bias, where q, zero and s_x are those of the operand's range: ARITHMETIC.md has the formula. */
+void fxq_dynamic(const Dynamic *d) {
+#if VNNI
+    int64_t rows = d->sum.batch, inputs = d->inputs, pixel = d->sum.channels, outputs = d->sum.out_channels, count = rows * inputs;
+    int64_t threads = count > 65536 ? d->sum.threads : 1;
+    const __m512 smallest = _mm512_set1_ps(d->smallest), ends = _mm512_set1_ps(d->largest), zeros = _mm512_setzero_ps();
+    const __m512 negative = _mm512_sub_ps(zeros, ends);
+#define OPERAND(MASK, AT) \
+    ({ \
+        __m512 value = _mm512_maskz_loadu_ps(MASK, AT); \
+        value = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(_mm512_abs_ps(value), smallest, _CMP_GE_OQ), value); \
+        _mm512_min_ps(_mm512_max_ps(value, negative), ends); \
+    })
+    __m512 lows = zeros, highs = zeros;
+    for (int64_t i = 0; i < count; i += 16) {
+        __m512 v = OPERAND(mask_of(count - i), d->input + i);
+        lows = _mm512_min_ps(lows, v);
+        highs = _mm512_max_ps(highs, v);
+    }
+    float low = _mm512_reduce_min_ps(lows), high = _mm512_reduce_max_ps(highs);
+    float step = high == low ? 1.0f : (high - low) / 255.0f;
+    float zero = 0.0f - low / step;
+    zero = zero < 0.0f ? 0.0f : zero > 255.0f ? 255.0f : zero;
+    int32_t zero_point = nearest(zero);
+    uint8_t *bytes = malloc((size_t)(rows * pixel + 64));
+    int64_t padded = (outputs + 15) / 16 * 16;
+    int32_t *bias = malloc((size_t)padded * 4);
+    float *factor = malloc((size_t)padded * 4);
+    for (int64_t c = 0; c < padded; c++) {
+        bias[c] = c < outputs ? -zero_point * d->totals[c] : 0; /* sums of 32 bits are right modulo 2^32 */
+        factor[c] = c < outputs ? step * d->scale[c] : 0.0f;
+    }
+    const __m512 steps = _mm512_set1_ps(step), least_q = _mm512_set1_ps((float)-zero_point), most_q = _mm512_set1_ps((float)(255 - zero_point));
+    const __m512i moved = _mm512_set1_epi32(zero_point);
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t i = 0; i < pixel; i += 16) {
+            __m512 v = _mm512_div_ps(OPERAND(mask_of(inputs - i), d->input + row * inputs + i), steps);
+            v = _mm512_min_ps(_mm512_max_ps(v, least_q), most_q);
+            __m512i q = _mm512_add_epi32(moved, _mm512_cvt_roundps_epi32(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+            _mm512_mask_cvtepi32_storeu_epi8(bytes + row * pixel + i, mask_of(pixel - i), q);
+        }
+    Sum sum = d->sum;
+    sum.input = sum.outside = bytes;
+    sum.bias = bias;
+    sum.output = d->output;
+    fxq_convolution(&sum);
+    threads = rows * outputs > 65536 ? d->sum.threads : 1;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t row = 0; row < rows; row++) {
+        accumulator *total = (accumulator *)(d->output + row * outputs);
+        for (int64_t c = 0; c < outputs; c += 16) {
+            __mmask16 mask = mask_of(outputs - c);
+            __m512 v = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(mask, total + c)), _mm512_loadu_ps(factor + c));
+            if (d->bias) v = _mm512_add_ps(v, _mm512_maskz_loadu_ps(mask, d->bias + c));
+            _mm512_mask_storeu_ps(d->output + row * outputs + c, mask, v);
+        }
+    }
+    free(bytes);
+    free(bias);
+    free(factor);
+#else
+    (void)d;
+#endif
+}

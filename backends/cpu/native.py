@@ -65,6 +65,18 @@ class Move(ctypes.Structure):
     ]
 
 
+class Dynamic(ctypes.Structure):
+    """A linear layer whose operand becomes bytes on a grid of its own: the structure of native.c."""
+
+    _fields_ = [
+        ("sum", Sum),
+        *((name, _pointer) for name in ("input", "output", "totals", "scale", "bias")),
+        ("inputs", _int64),
+        ("smallest", ctypes.c_float),
+        ("largest", ctypes.c_float),
+    ]
+
+
 @functools.cache
 def library() -> Any:
     """The compiled kernels, or a sentence that says why there are none."""
@@ -78,7 +90,7 @@ def library() -> Any:
     except (OSError, subprocess.SubprocessError) as error:
         logger.info("the integer kernels in C are left out: %s", error)
         return f"its C source was not compiled: {error}"
-    for name in ("convolution", "depthwise", "finish", "quantize", "max_pool", "sum", "lookup", "pairs"):
+    for name in ("convolution", "depthwise", "finish", "quantize", "max_pool", "sum", "lookup", "pairs", "dynamic"):
         getattr(loaded, f"fxq_{name}").restype = None
         getattr(loaded, f"fxq_{name}").argtypes = [_pointer]
     loaded.fxq_has_dot_products.restype = _int64

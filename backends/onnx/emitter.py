@@ -75,6 +75,13 @@ class Emitter:
         self.types[output] = self._result_type(operator, inputs, attributes)
         return output
 
+    def results(self, operator: str, dtypes: Sequence[torch.dtype], *inputs: str, **attributes: Any) -> list[str]:
+        output = self._fresh(operator)
+        names = [f"{output}/{index}" for index in range(len(dtypes))]
+        self.nodes.append(helper.make_node(operator, list(inputs), names, name=output, **attributes))
+        self.types.update(zip(names, dtypes, strict=True))
+        return names
+
     def _kept_apart(self, operator: str, value: str) -> str:
         """An operand, behind a barrier where it is a cast of what a runtime would join with the operator."""
         cast = self.producers.get(value)

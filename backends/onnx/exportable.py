@@ -49,7 +49,23 @@ def replacement(node: fx.Node) -> Callable[..., Any] | None:
         count = node.kwargs.get("chunks", node.args[1] if len(node.args) > 1 else None)
         moving = isinstance(known, TensorFact) and isinstance(dim, int) and isinstance(known.shape[dim], BatchDim)
         return chunk if moving and isinstance(fact(node), tuple | list) and len(fact(node)) == count else None
-    return None
+    return _empty(node)
+
+
+def _empty(node: fx.Node) -> Callable[..., Any] | None:
+    """What gives a tensor without elements, of as many items as the node's operand has: a file cannot say -1 beside 0 in a reshape."""
+    known, read = fact(node), _fact(node.args[0]) if node.args else None
+    if not isinstance(known, TensorFact) or not isinstance(read, TensorFact) or 0 not in known.shape or not read.shape:
+        return None
+    (items, *rest), dtype = known.shape, known.dtype
+    sizes = [size for size in rest if isinstance(size, int)]
+    if items != read.shape[0] or len(sizes) != len(rest):
+        return None
+
+    def empty(input: Tensor, *_: Any, **__: Any) -> Tensor:
+        return input.new_zeros((input.shape[0], *sizes), dtype=dtype)
+
+    return empty
 
 
 def _fact(value: Any) -> Any:

@@ -14,7 +14,7 @@ from onnx import helper
 from torch import Tensor, fx
 
 from fxquant.arithmetic import Arithmetic
-from fxquant.backends.onnx.emitter import value_info
+from fxquant.backends.onnx.emitter import DOMAIN, value_info
 from fxquant.backends.onnx.kernels import FastWriter, moved_by, plain
 from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.runtime import RUNTIMES, Runner
@@ -25,6 +25,7 @@ from fxquant.kernels.admission import whole_range
 from fxquant.numerics import ACTIVATION_TYPES, INT8
 from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.boundary import quantize
+from fxquant.primitives.dynamic import dynamic_linear
 from fxquant.primitives.requantize import requantize_real
 
 logger = logging.getLogger("fxquant")
@@ -86,6 +87,8 @@ def _whole_range(operand: fx.Node, generator: torch.Generator) -> Tensor:
 
 def _kernel_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int, settings: Mapping[str, str]) -> bool:
     """Whether one integer kernel, alone, gives PyTorch's integers for operands of the whole range."""
+    if node.target is dynamic_linear:
+        return _dynamic_is_exact(integer, node, opset, settings)
     writer = FastWriter(integer, "integer", opset)
     parts = writer.parts_of(node)
     generator = torch.Generator().manual_seed(0)
@@ -119,6 +122,31 @@ def _kernel_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int, setting
             given[part] = part.target(*fx.map_arg(part.args, given.__getitem__))  # type: ignore[operator]
         wanted: Tensor = node.target(*fx.map_arg(node.args, given.__getitem__))  # type: ignore[operator]
     return torch.equal(_run(model, fed, settings)[result].to(torch.int16) - moved_by(node), wanted.to(torch.int16))
+
+
+def _dynamic_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int, settings: Mapping[str, str]) -> bool:
+    """Whether a layer that is quantized at run time, alone, gives PyTorch's numbers where its operand is all the integers there are."""
+    writer = FastWriter(integer, "float", opset)
+    operand, constants = node.args[0], [value for value in node.args[1:] if isinstance(value, fx.Node)]
+    assert isinstance(operand, fx.Node)
+    given = {constant: resolve(integer, str(constant.target)).detach().cpu() for constant in constants}
+    generator = torch.Generator().manual_seed(0)
+    size = fact(operand).at(BATCH_SIZES[0])
+    ends = torch.tensor([-128, 127], device="cpu")[torch.randint(0, 2, size, generator=generator, device="cpu")]
+    within = torch.randint(-128, 128, size, generator=generator, device="cpu")
+    value = torch.where(torch.rand(size, generator=generator, device="cpu") < 0.5, ends, within).float()
+    writer.values.update(given)
+    writer.values[operand], writer.emitter.types[operand.name] = operand.name, torch.float32
+    result = writer.emit(node, PRIMITIVES[node.target])  # type: ignore[index]
+    assert result is not None
+    known = value_info(operand.name, torch.float32, value.shape)
+    outputs = [helper.make_tensor_value_info(result, onnx.TensorProto.FLOAT, None)]
+    graph = helper.make_graph(writer.emitter.nodes, node.name, [known], outputs, writer.emitter.initializers)
+    own = [helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, 1)]
+    model = helper.make_model(graph, opset_imports=own, functions=list(writer.emitter.functions.values()), ir_version=8)
+    with torch.no_grad():
+        wanted: Tensor = dynamic_linear(value, *(given.get(argument, argument) for argument in node.args[1:]))  # type: ignore[arg-type]
+    return torch.equal(_run(model, {operand.name: value}, settings)[result], wanted)
 
 
 def _check_whole(integer: fx.GraphModule, model: onnx.ModelProto, settings: Mapping[str, str]) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, fx
 
 from fxquant.backends.onnx.exportable import replacement
 from fxquant.backends.onnx.parts import split
+from fxquant.backends.onnx.picks import emit_pick, is_pick
 from fxquant.backends.onnx.sizes import emit_size, sizes_for_primitives
 from fxquant.backends.onnx.translations import built_once
 from fxquant.errors import ExportError
@@ -60,14 +61,17 @@ class FloatRegions:
                 continue
             if node.op == "call_function" and node.target in PRIMITIVES:
                 runs.append([])
-            elif node not in self.sizes:
+            elif node not in self.sizes and not is_pick(node):
                 runs[-1].append(node)
         self.regions = {run[0]: _region(integer, run) for run in runs if run}
 
     def emit(self, node: fx.Node, emitter: Any, values: dict[fx.Node, Any]) -> None:
-        """Append the region that begins with this node; nothing for any later node of it. A size is appended by itself."""
+        """Append the region that begins with this node; nothing for any later node of it. A size, or a pick, is appended by itself."""
         if node in self.sizes:
             values[node] = emit_size(node, emitter, values)
+            return
+        if is_pick(node):
+            emit_pick(node, emitter, values)
             return
         region = self.regions.get(node)
         if region is None:
@@ -76,6 +80,8 @@ class FloatRegions:
             self._export_together()
         if region.key not in self.exported:
             self.exported[region.key] = self._export(region)
+        for value in filter(is_pick, region.inputs):
+            emit_pick(value, emitter, values)
         outputs = region.outputs
         named = {output.name: fact(output) for output in outputs}
         self._append(self.exported[region.key], emitter, [values[i] for i in region.inputs], named, outputs[0])

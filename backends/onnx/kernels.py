@@ -36,6 +36,8 @@ from fxquant.primitives import (
     transposed,
 )
 from fxquant.primitives.boundary import as_float32, dequantize, quantize
+from fxquant.primitives.dynamic import dynamic_linear
+from fxquant.primitives.dynamic import emit as emit_dynamic
 from fxquant.primitives.requantize import requantize_real
 from fxquant.rescaling import LARGEST_NARROW_MULTIPLIER, NARROW_BITS
 
@@ -78,8 +80,12 @@ class FastWriter(Writer):
         self.parts = {part for node in integer.graph.nodes for part in self.parts_of(node)}
 
     def kernels(self) -> list[fx.Node]:
-        """The requantizations that become part of an integer kernel."""
-        return [node for node in self.integer.graph.nodes if self.parts_of(node)]
+        """The requantizations that become part of an integer kernel, and the layers that are quantized at run time by one."""
+        return [node for node in self.integer.graph.nodes if self.parts_of(node) or self.signs(node)]
+
+    def signs(self, node: fx.Node) -> bool:
+        """Whether the weight of a layer that is quantized at run time stays int8: MatMulInteger is faster then."""
+        return node.target is dynamic_linear and node.name not in self.refused
 
     def metadata(self, outputs: list[onnx.ValueInfoProto]) -> dict[str, Any]:
         kernels = {"integer": [node.name for node in self.kernels()], "refused": list(self.refused)}
@@ -381,9 +387,8 @@ def _max_pool(w: FastWriter, node: fx.Node, input: fx.Node, kernel: list[int], *
     """On uint8 where the pixels of an image lie together for onnxruntime's convolutions; on float, five times faster, elsewhere."""
     if not _is_8_bits(input) or len(kernel) != 2 or not _beside_convolution(w, input):
         return _moved(w, node)
-    attributes = dict(zip(("kernel_shape", "strides", "begin", "end", "dilations"), map(list, node.args[1:]), strict=True))  # type: ignore[arg-type]
-    pads = [*attributes.pop("begin"), *attributes.pop("end")]
-    return w.emitter.node("MaxPool", w.shifted(input), pads=pads, **attributes)
+    stride, begin, end, dilation = (list(sizes) for sizes in node.args[2:])  # type: ignore[arg-type, union-attr]
+    return w.emitter.node("MaxPool", w.shifted(input), kernel_shape=list(kernel), strides=stride, pads=[*begin, *end], dilations=dilation)
 
 
 def _beside_convolution(w: FastWriter, value: fx.Node) -> bool:
@@ -408,3 +413,10 @@ def _moved(w: FastWriter, node: fx.Node, *arguments: Any) -> str | None:
 @form(*READ_FLOATS)
 def _reads_floats(w: FastWriter, node: fx.Node, *arguments: Any) -> str | None:
     return w.exact(node, w.real)
+
+
+@form(dynamic_linear)
+def _dynamic_linear(writer: FastWriter, node: fx.Node, input: Any, weight: Any, scale: Any, bias: Any) -> str | None:
+    if not writer.signs(node):
+        return None
+    return emit_dynamic(writer.emitter, *fx.node.map_aggregate((input, weight, scale, bias), writer.operand), signed=True)

@@ -10,7 +10,7 @@
                              "integer"), what fxquant.tensors says of it is true of the numbers taken and returned
     fxquant.tensors          JSON: for each described value, by name, in the order they are computed:
                                kind        "quantized", "accumulator" (between two of them), "plain" (truth values or whole numbers, which
-                                           have no scale) or "float"
+                                           have no scale), "dynamic" (real numbers of a layer that is quantized at run time) or "float"
                                and of a quantized one
                                scale       a number, or a list along the dimension `axis`, counted from the end
                                dtype       its range: "int8", "uint8", "int16", …
@@ -49,7 +49,7 @@ from fxquant.version import __version__
 PREFIX = "fxquant."
 _PLAIN = ("version", "style", "io", "target")  # the others are JSON
 _ALLOWED = {"style": ("exact", "fast", "qdq"), "io": ("float", "integer")}
-KINDS = ("quantized", "accumulator", "plain", "float")
+KINDS = ("quantized", "accumulator", "plain", "float", "dynamic")
 LARGEST_EXPONENT = 64
 STORAGES = ("int8", "uint8", "int16", "int32")
 RANGES = tuple(ACTIVATION_TYPES)

@@ -76,6 +76,8 @@ class QdqWriter(Writer):
     # ---- nodes ------------------------------------------------------------------------------------------------------
 
     def emit(self, node: fx.Node, record: Primitive) -> str | None:
+        if record.kind == "dynamic":  # real numbers come in and go out: there is no grid to write
+            return super().emit(node, record)
         known = self.operations[origin(node)]
         operator = self.operators[known.name]
         if operator.onnx is None and all(other.target in MOVING for other in self.lowered[origin(node)]):

@@ -62,7 +62,8 @@ class Writer:
             elif node.op != "output":
                 self.regions.emit(node, self.emitter, self.values)
                 known = fact(node)
-                if isinstance(known, TensorFact) and known.dtype in PLAIN_TYPES.values() and self.values.get(node) == node.name:
+                handed = isinstance(known, TensorFact) and (known.dtype in PLAIN_TYPES.values() or _read_as_real(node))
+                if handed and self.values.get(node) == node.name:
                     self.infos.append(value_info(node.name, known.dtype, known.shape))  # `verify` hands it to an integer segment
         self._check_input_names()
         outputs = self._outputs(output_names)
@@ -254,6 +255,11 @@ class Writer:
         assert isinstance(found, str)
         assert isinstance(known, TensorFact)
         return found, known.shape
+
+
+def _read_as_real(node: fx.Node) -> bool:
+    """Whether a primitive reads the real numbers of a node."""
+    return any(user.target in PRIMITIVES and PRIMITIVES[user.target].kind == "dynamic" for user in node.users)
 
 
 def _returned(integer: fx.GraphModule) -> list[fx.Node]:

@@ -128,6 +128,8 @@ def record_rows() -> list[list[str]]:
 def _meaning(operator: Operator) -> str:
     if operator.expand is not None:
         return "expanded into other operators"
+    if operator.dynamic:
+        return "quantized at run time, between real numbers"
     demanded = operator.demand
     if isinstance(demanded, Same):
         return "on its operand's scale"

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.analysis.node import called
-from fxquant.analysis.record import ACCUMULATORS, OUTPUTS, QUANTIZED, Form, GraphForm, OnnxForm, Values, Wanted
+from fxquant.analysis.record import ACCUMULATORS, DYNAMIC, OUTPUTS, QUANTIZED, Form, GraphForm, OnnxForm, Values, Wanted
 from fxquant.analysis.report import Deviation, DeviationReport, Difference, FloatDifference, Report, different, differing
 from fxquant.analysis.segments import crossings, float_outputs
 from fxquant.graph import source
 
-COMPARED = Wanted.of(QUANTIZED, OUTPUTS)
-IN_DEPTH = Wanted.of(QUANTIZED, ACCUMULATORS, OUTPUTS)
+COMPARED = Wanted.of(QUANTIZED, DYNAMIC, OUTPUTS)
+IN_DEPTH = Wanted.of(QUANTIZED, DYNAMIC, ACCUMULATORS, OUTPUTS)
 
 
 def count_flips(left: GraphForm, whole: OnnxForm, batches: Iterable[list[Tensor]]) -> int:

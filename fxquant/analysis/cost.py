@@ -45,7 +45,7 @@ def cost_of(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node], 
         weight_bytes = sum(_bytes(fact(nodes[name])) for name in held)
     else:
         operator, values = _written(model, node)
-        integer = dtype is not None and operator is not None
+        integer = operator is not None and (dtype is not None or operator.dynamic)
         weight_bytes = _integer_bytes(model, node, operator, values) if integer else _float_bytes(model, node)
     itemsize = ACTIVATION_TYPES[dtype].storage.itemsize if dtype is not None and dtype in ACTIVATION_TYPES else None
     return Cost(_macs(operator, values, fact(node)), weight_bytes, sum(_bytes(tensor, itemsize) for tensor in _tensors(fact(node))))
@@ -137,7 +137,7 @@ def _integer_bytes(model: fx.GraphModule, node: fx.Node, operator: Operator | No
     dtype = configured if module is None else module.weight_quantizer.dtype
     normalized = values.get("batch_norm") is not None
     weight = None if operator is None else operator.weight(**{name: _on_meta(value) for name, value in values.items()})
-    if operator is None or dtype is None or not (operator.sums or normalized or weight is not None):
+    if operator is None or dtype is None or not (operator.sums or operator.dynamic or normalized or weight is not None):
         return 0
     channels = fact(node).shape[1] if weight is None else len(weight)
     read = [value for name in (WEIGHT, *operator.operands) if isinstance(value := values.get(name), fx.Node) and is_parameter(value)]

@@ -71,11 +71,19 @@ def _rows(layer: Layer, again: Sequence[Layer]) -> list[tuple[str, str, str, str
     """
     inner = [tensor for tensor in layer.intermediates if tensor.grid != layer.grid]
     rows = [(f"%{each.name}", "integer", each.grid.dtype, _scale(each.grid), _where(layer, f"inside of %{layer.name}")) for each in inner]
-    if layer.reason or layer.grid is not None:
+    if layer.reason or layer.grid is not None or layer.dynamic:
         reason = layer.reason or "; ".join([layer.part, *layer.notes] if layer.part else layer.notes)
         also = f"; holds {', '.join(layer.fused)}" if layer.reason and layer.fused else ""
         also += f"; at {len(again) + 1} steps, up to %{again[-1].name}" if again else ""
-        kind, dtype = ("integer", layer.dtype) if layer.integer else ("float", "" if layer.device == HOST or layer.boundary else "float16")
+        if layer.dynamic and layer.reason and layer.part:
+            reason = f"{layer.part}; {reason}"
+        kind, dtype = (
+            ("integer", layer.dtype)
+            if layer.integer
+            else ("dynamic", "")
+            if layer.dynamic
+            else ("float", "" if layer.device == HOST or layer.boundary else "float16")
+        )
         rows.append((f"%{layer.name}", kind, dtype, _scale(layer.grid), _where(layer, reason + also)))
     return rows
 
@@ -101,8 +109,11 @@ def summary(known: tuple[Layer, ...]) -> str:
     A composite counts as one; the boundary between integer and float is not counted.
     """
     integer = sum(layer.integer and not layer.inner and not layer.boundary for layer in known)
+    dynamic = sum(layer.dynamic for layer in known)
     left = left_in_float(known)
     counted = f"{integer} operator is integer" if integer == 1 else f"{integer} operators are integer"
+    if dynamic:
+        counted += f", {dynamic} {'is' if dynamic == 1 else 'are'} dynamic"
     if not left:
         return f"{counted}, none is left in float"
     reasons = Counter(layer.reason for layer in left)

@@ -8,7 +8,17 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxquant.analysis.cost import cost_of
-from fxquant.analysis.node import called, dtype_of, grid_of, in_float16, is_dequantize, is_quantize, primitive_of, quantized_operator
+from fxquant.analysis.node import (
+    called,
+    dtype_of,
+    grid_of,
+    in_float16,
+    is_dequantize,
+    is_dynamic,
+    is_quantize,
+    primitive_of,
+    quantized_operator,
+)
 from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError
 from fxquant.facts import TensorFact
@@ -55,6 +65,7 @@ class Layer:
     name              of its node: the same in the prepared model, the integer model and the ONNX file
     operator          PyTorch's name of what it computes ("conv2d"); in a traced graph as it was written ("Conv2d")
     integer           whether it is computed on integers: its result is a quantized tensor, or truth values or whole numbers of such
+    dynamic           whether it is a linear layer whose operand becomes integers at run time, and whose result is a real number again
     boundary          whether it is where real numbers become integers, or integers real numbers
     dtype             of its result: "int8", … of a quantized tensor, else PyTorch's ("float32", "bool"); "" where it is no tensor
     grid              the scale and dtype of its quantized result: one scale, NaN until it is known, or several along an axis; none, (), in
@@ -86,6 +97,7 @@ class Layer:
     name: str
     operator: str
     integer: bool
+    dynamic: bool
     boundary: bool
     dtype: str
     grid: QParams | None
@@ -123,8 +135,8 @@ def layers(model: fx.GraphModule) -> tuple[Layer, ...]:
 
 
 def left_in_float(known: tuple[Layer, ...]) -> list[Layer]:
-    """The layers of which it is decided that they stay in float; the boundary is not among them."""
-    return [layer for layer in known if not layer.integer and layer.reason and not layer.boundary]
+    """The layers of which it is decided that they stay in float; the boundary is not among them, nor is what is integer inside."""
+    return [layer for layer in known if not layer.integer and layer.reason and not layer.boundary and not layer.dynamic]
 
 
 def _layers(model: fx.GraphModule) -> Iterator[Layer]:
@@ -158,11 +170,12 @@ def _layer(
         reason = "; ".join([*([reason] if reason else []), f"{device} computes it in float16, outside the integer contract"])
         where = device
     else:
-        where = HOST if dtype is None else device
+        where = HOST if dtype is None and not is_dynamic(model, node) else device
     return Layer(
         name=node.name,
         operator=called(model, node) if lowered is None else lowered.name,
         integer=dtype is not None,
+        dynamic=is_dynamic(model, node),
         boundary=at_boundary,
         dtype=dtype or ("" if tensor is None else str(tensor.dtype).removeprefix("torch.")),
         grid=grid,

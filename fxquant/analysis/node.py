@@ -71,6 +71,12 @@ def is_dequantize(model: fx.GraphModule, node: fx.Node) -> bool:
     return node.target is boundary.dequantize or record_of(model, node) is DEQUANTIZE
 
 
+def is_dynamic(model: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a node computes real numbers from real numbers by way of integers whose grid is found at run time, at any stage."""
+    primitive, operator = primitive_of(node), record_of(model, node)
+    return (primitive is not None and primitive.kind == "dynamic") or (operator is not None and operator.dynamic)
+
+
 def grid_of(model: fx.GraphModule, node: fx.Node) -> QParams | None:
     """The scale and dtype of the quantized tensor at a node; None where there is none, or no quantizer yet.
 

@@ -22,13 +22,13 @@ from fxquant.quantization.batches import bad_batch, model_inputs
 from fxquant.quantization.prepared import quantized_operators
 from fxquant.quantization.state import State
 
-QUANTIZED, ACCUMULATORS, FLOAT, OUTPUTS = "quantized", "accumulators", "float", "outputs"
-KINDS = (QUANTIZED, ACCUMULATORS, FLOAT, OUTPUTS)
+QUANTIZED, DYNAMIC, ACCUMULATORS, FLOAT, OUTPUTS = "quantized", "dynamic", "accumulators", "float", "outputs"
+KINDS = (QUANTIZED, DYNAMIC, ACCUMULATORS, FLOAT, OUTPUTS)
 Values = dict[str, Tensor]  # by name, in the order they are computed; the outputs, "output 0", …, come last
 
 # What a state is recorded as: the same numbers, and nothing observes, and no statistics move.
 STILL = {State.CALIBRATE: State.FLOAT, State.TRAIN: State.VALIDATE}
-PRIMITIVE_KINDS = {"quantized": QUANTIZED, "plain": QUANTIZED, "accumulator": ACCUMULATORS, "float": FLOAT}
+PRIMITIVE_KINDS = {"quantized": QUANTIZED, "plain": QUANTIZED, "accumulator": ACCUMULATORS, "float": FLOAT, "dynamic": DYNAMIC}
 
 
 class Form(Protocol):
@@ -99,7 +99,10 @@ class GraphForm:
         primitive = primitive_of(node)
         if primitive is not None:
             return PRIMITIVE_KINDS[primitive.kind]
-        return QUANTIZED if quantized_operator(self.model, node) is not None else FLOAT if computes_tensor(node) else None
+        module = quantized_operator(self.model, node)
+        if module is not None:
+            return DYNAMIC if module.operator.dynamic else QUANTIZED
+        return FLOAT if computes_tensor(node) else None
 
     def inputs(self, batch: Any, index: int) -> list[Any]:
         return model_inputs(self.model, batch, index)
@@ -120,7 +123,7 @@ class GraphForm:
     def _shown(self, node: fx.Node, value: Tensor, real: bool) -> Tensor | None:
         """A tensor as it is recorded; None where integers are wanted and it has none."""
         kind, module = self.tensors[node.name], quantized_operator(self.model, node)
-        if kind == FLOAT or (module is not None and real):
+        if kind in (FLOAT, DYNAMIC) or (module is not None and real):
             return value.clone()  # float operators may write into their operand
         if module is None:
             grid, centred = grid_of(self.model, node), value.to(torch.int64) - zero_point(node)
@@ -221,7 +224,7 @@ class OnnxForm:
 
     def _shown(self, name: str, value: Tensor, real: bool) -> Tensor:
         entry = self.onnx.tensors[name]
-        if self.tensors[name] == FLOAT:
+        if self.tensors[name] in (FLOAT, DYNAMIC):
             return value
         integers = value.to(torch.int64) - self._zero_point(name)
         if not real or "scale" not in entry:

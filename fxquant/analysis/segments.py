@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxquant.analysis.node import is_dequantize, is_quantize, primitive_of, quantized_operator
+from fxquant.analysis.node import is_dequantize, is_dynamic, is_quantize, primitive_of, quantized_operator
 from fxquant.facts import TensorFact
 from fxquant.graph import computes_tensor, fact
 from fxquant.numerics import PLAIN_TYPES
 
 
 def crossings(model: fx.GraphModule) -> list[str]:
-    """What float operators hand over to an integer segment, by name: quantized tensors made of it, truth values, whole numbers."""
+    """What float operators hand over to an integer segment, by name: quantized tensors made of it, truth values, whole numbers.
+
+    To a dynamic layer they hand over the real numbers that it makes integers of.
+    """
     return [node.name for node in model.graph.nodes if _is_handed(model, node)]
 
 
 def _is_handed(model: fx.GraphModule, node: fx.Node) -> bool:
+    if any(is_dynamic(model, user) for user in node.users):
+        return computes_tensor(node) and not _is_integer(model, node)
     if is_quantize(model, node):
         return bool(node.args[0].op != "placeholder")  # type: ignore[union-attr]
     known = fact(node)
@@ -35,9 +40,9 @@ def returned(model: fx.GraphModule) -> list[fx.Node]:
 
 
 def float_outputs(model: fx.GraphModule) -> set[str]:
-    """The outputs, "output 0", …, that are neither the end of an integer segment nor an input nor a constant."""
+    """The outputs, "output 0", …, that are neither the end of an integer segment, nor a dynamic layer's, nor an input nor a constant."""
     return {
         f"output {index}"
         for index, node in enumerate(returned(model))
-        if node.op not in ("placeholder", "get_attr") and not is_dequantize(model, node)
+        if node.op not in ("placeholder", "get_attr") and not is_dequantize(model, node) and not is_dynamic(model, node)
     }

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxquant.analysis.node import called, grid_of, primitive_of, record_of
+from fxquant.analysis.node import called, grid_of, is_dynamic, primitive_of, record_of
 from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError
 from fxquant.facts import TensorFact
@@ -152,7 +152,7 @@ def _quantization(gm: fx.GraphModule, node: fx.Node) -> str:
     if spec is None:
         return ""
     if spec.dtype is None:
-        return "float"
+        return "dynamic" if is_dynamic(gm, node) else "float"
     scale = ""
     if grid is not None and isinstance(grid.scale, float):
         scale = f" s={grid.scale:.4g}" + (f" z={grid.zero_point}" if ACTIVATION_TYPES[grid.dtype].affine else "")

@@ -45,10 +45,10 @@ def known_result(evaluator: Evaluator, function: Callable[..., Any], args: Any, 
 def _projected(evaluator: Evaluator, module: nn.Linear, known: Value) -> Value | None:
     if not _are(module, {"weight": (module.out_features, module.in_features), "bias": (module.out_features,)}, known):
         return None
-    shapes = [tuple(side.shape) for side in (known.a, known.b)]
-    if any(not shape or shape[-1] != module.in_features for shape in shapes):
+    a, b = tuple(known.a.shape), tuple(known.b.shape)
+    if not a or not a[-1] == b[-1] == module.in_features:
         return None
-    return evaluator.new(*((*shape[:-1], module.out_features) for shape in shapes), known)
+    return evaluator.new((*a[:-1], module.out_features), (*b[:-1], module.out_features), known)
 
 
 def _is_layer_of(module: nn.LayerNorm, input: torch.Tensor) -> bool:

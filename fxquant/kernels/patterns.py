@@ -12,7 +12,7 @@ from torch import fx
 from fxquant.facts import TensorFact
 from fxquant.graph import fact, qparams
 from fxquant.kernels.record import Match
-from fxquant.primitives import accumulate, boundary, comparison, elementwise, pool, product, requantize, resize, selection, shape
+from fxquant.primitives import accumulate, boundary, comparison, dynamic, elementwise, pool, product, requantize, resize, selection, shape
 
 BYTES = (torch.int8, torch.uint8)
 CONVOLUTIONS = (accumulate.convolution, accumulate.convolution_wide)
@@ -156,6 +156,14 @@ def joined(root: fx.Node) -> Match | None:
     if any(bytes_of(operand, (4,)) is not operand for operand in operands):
         return None
     return Match(root, (root,), operands)
+
+
+def dynamic_layer(root: fx.Node) -> Match | None:
+    """A linear layer between real numbers, whose operand becomes bytes at run time."""
+    if root.target is not dynamic.dynamic_linear:
+        return None
+    input, weight, scale, bias = root.args
+    return Match(root, (root,), (input,), {"weight": weight, "scale": scale, "bias": bias})  # type: ignore[arg-type]
 
 
 def without_negatives(model: fx.GraphModule) -> frozenset[fx.Node]:

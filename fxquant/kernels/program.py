@@ -118,6 +118,10 @@ class Program:
 
     def _write_kernel(self, node: fx.Node, chosen: Chosen) -> None:
         assert chosen.implementation is not None
+        if self._is_real(node):
+            reads = [self._plain(read) for read in chosen.match.reads]
+            self.steps.append((_RealKernel(chosen.built, self.layouts[node]), reads, self._place(node, False)))  # type: ignore[arg-type]
+            return
         reads_held = chosen.implementation.reads_held
         reads = [self._held(read) if reads_held and not self._is_real(read) else self._plain(read) for read in chosen.match.reads]
         place = self._place(node, True)
@@ -187,11 +191,13 @@ class Program:
         with torch.inference_mode(False):
             instance = _Instance(self)
         found: dict[str, Tensor] = {}
-        names = {place: node for (node, is_held), place in self.places.items() if is_held and node in self.chosen}
+        kernels = {node for node, chosen in self.chosen.items() if chosen.built is not None}
+        names = {place: node for (node, is_held), place in self.places.items() if node in kernels and is_held != self._is_real(node)}
 
         def show(place: int, value: Tensor) -> None:
             if place in names:
-                found[names[place].name] = self.held(names[place]).centred(value)
+                node = names[place]
+                found[node.name] = value.clone() if self._is_real(node) else self.held(node).centred(value)
 
         return found, instance.run(inputs, show)
 
@@ -244,6 +250,27 @@ class _Kernel:
 
 
 @dataclass(frozen=True)
+class _RealKernel:
+    """A kernel that gives real numbers, which are in memory of their own: the model may return them."""
+
+    built: Built
+    layout: Layout
+
+    def step(self, reads: list[int], writes: int, buffer: Tensor | None) -> Step:
+        bound: Bound = self.built.bind()
+        sizes, strides, dtype = self.layout
+
+        def run(values: list[Any]) -> None:
+            made = torch.empty(sizes, dtype=dtype, device="cpu")
+            bound([values[place] for place in reads], made)
+            if made.stride() != strides:
+                made = torch.empty_strided(sizes, strides, dtype=dtype, device="cpu").copy_(made)
+            values[writes] = made
+
+        return run
+
+
+@dataclass(frozen=True)
 class _Hold:
     form: Held
 
@@ -273,6 +300,15 @@ class _Plain:
         return run
 
 
+def _holds_nodes(value: Any) -> bool:
+    """Whether there are nodes inside of an argument; it may be one itself."""
+    if isinstance(value, fx.Node):
+        return False
+    found: list[fx.Node] = []
+    fx.map_arg(value, found.append)
+    return bool(found)
+
+
 @dataclass(frozen=True)
 class _Primitive:
     """A node as it stands in the graph."""
@@ -286,6 +322,19 @@ class _Primitive:
         places = {read: self.places[read, False] for read in node.all_input_nodes if read.op != "get_attr"}
         constants = {read: resolve(model, str(read.target)) for read in node.all_input_nodes if read.op == "get_attr"}
         module = resolve(model, str(node.target)) if node.op == "call_module" else None
+        if node.op == "call_function" and not any(map(_holds_nodes, (*node.args, node.kwargs))):
+            target: Any = node.target
+            kwargs = dict(node.kwargs)
+            given = [constants.get(each, each) if isinstance(each, fx.Node) else each for each in node.args]
+            taken = [(index, places[each]) for index, each in enumerate(node.args) if isinstance(each, fx.Node) and each in places]
+
+            def call(values: list[Any]) -> None:
+                arguments = given.copy()
+                for index, place in taken:
+                    arguments[index] = values[place]
+                values[writes] = target(*arguments, **kwargs)
+
+            return call
 
         def run(values: list[Any]) -> None:
             def value(read: fx.Node) -> Any:

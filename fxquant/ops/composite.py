@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from fxquant.facts import BATCH_SIZES, TensorFact
 from fxquant.graph import Part, attach, fact, inherit, is_parameter, mark_parameter, set_fact, set_part, spell, spelling, state_demand, tie
+from fxquant.ops.boundary import requantize
 from fxquant.ops.record import OPERATORS, Demand, Operator
 
 CONSTANT = "_constant_"  # how the names of constants begin, as those do that the tracer holds
@@ -25,12 +26,14 @@ class Builder:
     activations  the dtypes of activations that the target computes with
     made_by      the pass that writes
     parts        the nodes that were made, in order, without those that are computed from parameters alone
+    real         whether the parts compute on real numbers, where a change of grid is nothing, and other composites stay whole
     step         the step of a recurrence that is being written, counted from 0; None outside of it
     """
 
-    def __init__(self, name: str, node: fx.Node, activations: Sequence[str], made_by: str = "composite.expand") -> None:
+    def __init__(self, name: str, node: fx.Node, activations: Sequence[str], made_by: str = "composite.expand", real: bool = False) -> None:
         self.name = name
         self.made_by = made_by
+        self.real = real
         self.node = node
         self.activations = activations
         self._within = ""  # the composites inside of it that are being written, as a role begins with them
@@ -46,10 +49,12 @@ class Builder:
         node, annotated, calibrated and trained as any other. A call of another composite is written as its parts; what is returned is
         the node of the result, or the nest of them that this composite returns. A call that reads parameters alone is a parameter.
         """
+        if self.real and function is requantize:
+            return args[0]
         record = OPERATORS[function]
         bound: dict[str, Any] | str = record.bind(args, kwargs)
         assert isinstance(bound, dict)
-        if record.expand is not None:
+        if record.expand is not None and not self.real:
             return self._nested(record, bound, demand)
         made = self._node("call_function", function, tuple(bound.values()), record.name)
         set_fact(made, TensorFact.between(*(_on_meta(made, batch) for batch in BATCH_SIZES)))

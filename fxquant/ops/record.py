@@ -152,6 +152,8 @@ class Operator:
                its result is what it was, channel by channel times the second, for an operand that is what it was times the first; of
                operators with `channels`
     macs       how many products its sums have together, from the shapes of its arguments by name and that of its result
+    dynamic    whether its operands and its result are real numbers, and it makes integers of an operand by what that is at run time:
+               it demands no grid, and nothing of it is calibrated
     onnx       its float meaning in standard operators of ONNX: onnx(call) -> the name of the result's value. None: its primitives,
                where these only move elements, or else `function` as PyTorch's exporter writes it
     """
@@ -184,6 +186,7 @@ class Operator:
     channels: Callable[[dict[str, Any]], int] | None = None
     rescaled: Callable[[dict[str, Any], Tensor, Tensor], dict[str, Any]] | None = None
     macs: Callable[[Mapping[str, Shape], Shape], Fraction | int] | None = None
+    dynamic: bool = False
     onnx: Callable[[Call], str] | None = None
 
     def __reduce__(self) -> str | tuple[Any, ...]:

@@ -32,6 +32,9 @@ class Emitter(Protocol):
     def node(self, operator: str, *inputs: str, **attributes: Any) -> str:
         """Append one standard operator with one output; returns the name of the output."""
 
+    def results(self, operator: str, dtypes: Sequence[torch.dtype], *inputs: str, **attributes: Any) -> list[str]:
+        """Append one standard operator with several outputs, of these dtypes; returns their names."""
+
     def constant(self, value: Tensor | float | int | list[int], dtype: torch.dtype | None = None) -> str:
         """The name of an initializer with this value, shared between equal values."""
 
@@ -47,12 +50,13 @@ class Primitive:
     """A primitive's record.
 
     bounds     the range of the result, from the `Value` of each operand and constant: bounds(**arguments); raises Unproved where the
-               arguments do not make it right for every input. None of a "float" result alone
+               arguments do not make it right for every input. None of a "float" result alone; of a "dynamic" one, the range of its sum
     onnx       emits the same numbers; receives the emitter and the arguments of the call, values as names
     surrogate  a differentiable float function of the same arguments whose gradient training uses; None where
                the body itself is differentiable
     kind       "quantized" if the result is a tensor of the quantized model, "accumulator" if it lives between
-               two of them, "plain" if it is truth values or whole numbers that have no scale, "float" if it is the real number again
+               two of them, "plain" if it is truth values or whole numbers that have no scale, "float" if it is the real number again,
+                "dynamic" if it is a real number that was computed, by way of integers, from real ones
     """
 
     name: str

@@ -60,7 +60,7 @@ def set_state(prepared: nn.Module, state: State | str, modules: str | Iterable[s
 
 def update_scales(operator: QuantizedOperator) -> None:
     """Set the scales an operator owns from what was observed."""
-    if operator.weight_quantizer.learned is not None and operator.output.pending:
+    if operator.weight_quantizer.learned is not None and not operator.plain and operator.output.pending:
         operator.weight_quantizer.forget_learned()
     for quantizer in owned_quantizers(operator):
         quantizer.update_scale()
@@ -274,7 +274,9 @@ def set_qparams(prepared: nn.Module, scales: Mapping[str, float | tuple[float, i
             if operator.plain:
                 raise ConfigurationError(
                     f"the scale of {name!r} cannot be set",
-                    because=f"the result of %{operator.name} is truth values or whole numbers, which have none",
+                    because=f"the result of %{operator.name} is "
+                    + ("real numbers" if operator.operator.dynamic else "truth values or whole numbers")
+                    + ", which have none",
                     remedy="leave it out",
                 )
             if operator.output.follows_sum:

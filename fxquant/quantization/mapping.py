@@ -39,6 +39,11 @@ class Rule:
         return f"{self.kind} {written}".rstrip()
 
 
+def is_dynamic(chosen: Chosen) -> bool:
+    """Whether a rule asks for layers that are quantized at run time."""
+    return chosen is not None and chosen.dynamic
+
+
 DEFAULT = Rule("default")
 MatchedRules = tuple[tuple[Rule, Chosen], ...]  # every rule that covers one of the user's operators with what it chooses: the nearest first
 

@@ -149,7 +149,7 @@ def observations(prepared: nn.Module) -> Observations:
     if not found:
         raise NotCalibrated(
             "nothing was observed in this model",
-            because="no calibration batch has passed through it, or all of its scales were given",
+            because="no calibration batch has passed through it, or all of its scales were given, or are found at run time",
             remedy="run fxq.calibrate(prepared, batches) first",
         )
     return Observations(found)

@@ -92,7 +92,7 @@ class QuantizedOperator(nn.Module):
 
     @property
     def plain(self) -> bool:
-        """Whether the result is no quantized tensor."""
+        """Whether the result is no quantized tensor: truth values, whole numbers, or the real numbers of a dynamic layer."""
         return self._shared[0] is None
 
     def multiplied(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fxquant.arguments import KINDS, Kind, checked_class, instance, shown, such
+from fxquant.arguments import FLAG, KINDS, Kind, checked_class, instance, shown, such
 from fxquant.errors import ConfigurationError, FxQuantError
 from fxquant.numerics import ACTIVATION_TYPES, WEIGHT_TYPES, IntType, is_scale, scale_from_threshold
 from fxquant.quantization.observers import FixedScaleObserver, HistogramObserver, Observer, observer_named, settings
@@ -267,6 +267,7 @@ OUTPUT = instance("an ActivationConfig, as in QConfig(output=ActivationConfig('i
 
 
 @checked_class(
+    dynamic=FLAG,
     output=OUTPUT,
     weight=instance("a WeightConfig, as in QConfig(weight=WeightConfig('int8'))", WeightConfig),
     input=such("an ActivationConfig of any dtype but int32", OUTPUT.take, lambda config: config.dtype != "int32").or_none(
@@ -275,14 +276,38 @@ OUTPUT = instance("an ActivationConfig, as in QConfig(output=ActivationConfig('i
 )
 @dataclass(frozen=True)
 class QConfig:
-    """How an operator is quantized: its output, its weight, and its input where that is a real number until then."""
+    """How an operator is quantized: its output, its weight, and its input where that is a real number until then.
+
+    dynamic  linear and recurrent layers are quantized at run time, on targets that can: the input of each is brought to a grid of its
+             own by what it is, as uint8, and its result is a real number again. Only `weight` says anything then; nothing is calibrated,
+             and what is no such layer stays in float
+    """
 
     output: ActivationConfig = field(default_factory=ActivationConfig)
     weight: WeightConfig = field(default_factory=WeightConfig)
     input: ActivationConfig | None = None
+    dynamic: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.dynamic:
+            return
+        if self.output != ActivationConfig() or self.input is not None:
+            raise ConfigurationError(
+                f"a dynamic QConfig is given {'an input' if self.input is not None else 'an output'}",
+                because="its layers find the grid of their input at run time, and their outputs are real numbers",
+                remedy="leave it out, or leave out dynamic=True",
+            )
+        if self.weight.type.bits > 8:
+            raise ConfigurationError(
+                f"a dynamic QConfig has {self.weight.dtype} weights",
+                because="its sums are of products of bytes",
+                remedy="pass a WeightConfig of int8 or int4",
+            )
 
     def resolved(self, default: str) -> QConfig:
         """The same with this dtype for activations that are given none."""
+        if self.dynamic:
+            return self
         if self.output.dtype is not None and (self.input is None or self.input.dtype is not None):
             return self
         return replace(self, output=self.output.resolved(default), input=None if self.input is None else self.input.resolved(default))

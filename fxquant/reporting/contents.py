@@ -60,8 +60,13 @@ def contents(
 def _summary(known: tuple[Layer, ...], comparison: Comparison | None) -> list[list[str]]:
     operators = [layer for layer in known if not layer.boundary]
     dtypes = Counter(layer.dtype for layer in operators if layer.integer)
+    dynamic = sum(layer.dynamic for layer in known)
+    told = f"{dynamic} quantized at run time, " if dynamic else ""
     rows = [
-        ["operators", f"{len(operators)}: {sum(layer.integer for layer in operators)} on integers, {len(left_in_float(known))} in float"],
+        [
+            "operators",
+            f"{len(operators)}: {sum(layer.integer for layer in operators)} on integers, {told}{len(left_in_float(known))} in float",
+        ],
         ["dtypes", ", ".join(f"{count} {dtype}" for dtype, count in dtypes.most_common()) or "none"],
         ["multiply-accumulates", f"{sum(layer.macs for layer in known):,}"],
         ["weights", f"{sum(layer.weight_bytes for layer in known):,} bytes"],
@@ -93,7 +98,7 @@ def _node(layer: Layer | None, compared: LayerComparison | None, name: str) -> d
         return {"operator": "output" if name == "output" else "input", "kind": "end"}
     found: dict[str, Any] = {
         "operator": layer.operator,
-        "kind": "boundary" if layer.boundary else "integer" if layer.integer else "float",
+        "kind": "boundary" if layer.boundary else "integer" if layer.integer or layer.dynamic else "float",
         "dtype": layer.dtype,
         "grid": grid_text(layer.grid) if layer.grid is not None else layer.dtype,
         "shape": ",".join(map(str, layer.shape)),

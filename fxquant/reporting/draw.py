@@ -59,7 +59,9 @@ def draw(model: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
     _edges(axes, shown)
     for name, (x, y) in shown.places.items():
         layer = shown.layers.get(name)
-        colour, line = LOOK.get("" if layer is None else layer.dtype if layer.integer else "float", LOOK["int8"])
+        colour, line = LOOK.get(
+            "" if layer is None else layer.dtype if layer.integer else "int8" if layer.dynamic else "float", LOOK["int8"]
+        )
         axes.text(
             x, y, label(name, layer), ha="center", va="center", fontsize=8 * shrink, linespacing=1.3,
             bbox={"boxstyle": "round,pad=0.4", "facecolor": colour, "edgecolor": "#333333", "linestyle": line, "linewidth": 0.8},

@@ -200,7 +200,7 @@ def _row(
     layer: Layer, nodes: Mapping[str, fx.Node], known: Mapping[str, Layer], operands: list[str], read: int, rates: Roofline
 ) -> LayerEstimate:
     moved = layer.weight_bytes + read + layer.activation_bytes
-    if not layer.integer and not layer.boundary:
+    if not layer.integer and not layer.boundary and not layer.dynamic:
         return LayerEstimate(layer.name, layer.operator, layer.dtype, layer.macs, moved, math.nan, math.nan, math.nan, HOST)
     compute = layer.macs * _slowness(nodes[layer.name], nodes, known, operands) / rates.macs_per_second * MILLION
     memory = moved / rates.bytes_per_second * MILLION
@@ -213,6 +213,8 @@ def _slowness(node: fx.Node, nodes: Mapping[str, fx.Node], known: Mapping[str, L
     lowered = operation(node)
     held = None if lowered is None else lowered.constants.get("weight")
     widths = [8 * _itemsize(known[name].dtype) for name in operands if name in known][:2]
+    if known[node.name].dynamic:
+        widths = [8]  # of the bytes that its operand becomes
     weight = widths[-1:] if held is None else [8 * fact(nodes[held.node]).dtype.itemsize]
     return math.prod([*widths[:1], *weight]) / 64 if widths else 1.0
 

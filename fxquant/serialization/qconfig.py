@@ -9,7 +9,7 @@
   "head": null}}
 
 A rule of null keeps in float. A type is the name of a class of torch.nn, or of a function ("functional:relu", "torch:add"), or of a
-tensor's method ("method:relu").
+tensor's method ("method:relu"). {"dynamic": true} quantizes linear and recurrent layers at run time.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _written(chosen: Chosen, rule: str) -> Any:
     if chosen is None:
         return None
     parts = {name: _part(getattr(chosen, name), rule) for name in PARTS if getattr(chosen, name) is not None}
-    return {name: part for name, part in parts.items() if part or name == "input"}
+    return {name: part for name, part in parts.items() if part or name == "input"} | ({"dynamic": True} if chosen.dynamic else {})
 
 
 def _part(config: Any, rule: str) -> dict[str, Any]:
@@ -199,8 +199,11 @@ def _read(document: Any, rule: str) -> Chosen:
         raise ValueError(f"{rule}: what it chooses is neither an object nor null")
     parts: dict[str, Any] = {}
     for name, part in document.items():
+        if name == "dynamic" and isinstance(part, bool):
+            parts[name] = part
+            continue
         if name not in PARTS:
-            raise ValueError(f"{rule}: {name!r} is unknown; a QConfig has {', '.join(PARTS)}")
+            raise ValueError(f"{rule}: {name!r} is unknown; a QConfig has {', '.join(PARTS)} and dynamic, which is true or false")
         parts[name] = None if part is None else _read_part(PARTS[name], part, f"{rule}, {name}")
     return QConfig(**parts)
 

@@ -58,7 +58,7 @@ RECORDS: Mapping[type, Mapping[str, tuple[type, ...]]] = {
         "power_of_two": (bool,),
         "zero_point": (int, NoneType),
     },
-    QConfig: {"output": (ActivationConfig,), "weight": (WeightConfig,), "input": (ActivationConfig, NoneType)},
+    QConfig: {"output": (ActivationConfig,), "weight": (WeightConfig,), "input": (ActivationConfig, NoneType), "dynamic": (bool,)},
     Annotation: {"dtype": (str, NoneType), "because": (str,), "config": (QConfig, NoneType), "group": (int, NoneType)},
     QParams: {"scale": (float, tuple), "dtype": (str,), "axis": (int, NoneType), "zero_point": (int,)},
     Reference: {"node": (str,)},
@@ -69,6 +69,7 @@ RECORDS: Mapping[type, Mapping[str, tuple[type, ...]]] = {
     Constant: {"node": (str,), "scale": (float, tuple), "axis": (int, NoneType), "zero_point": (int,)},
     Operation: {"name": (str,), "arguments": (dict,), "constants": (dict,), "intermediate": (QParams, NoneType)},
 }
+_USUAL: Mapping[type, Mapping[str, Any]] = {QConfig: {"dynamic": False}}  # fields that are written only where they are otherwise
 _RECORDS_BY_NAME = {kind.__name__: kind for kind in RECORDS}
 
 
@@ -134,7 +135,9 @@ def _encode_other(value: Any) -> Any:
     if kind is TensorFact:
         return {"tensor": [encode(value.dtype)["dtype"], [encode(size) for size in value.shape]]}
     if kind in RECORDS:
-        return {kind.__name__: {name: encode(getattr(value, name)) for name in RECORDS[kind]}}
+        usual = _USUAL.get(kind, {})
+        told = [name for name in RECORDS[kind] if name not in usual or getattr(value, name) != usual[name]]
+        return {kind.__name__: {name: encode(getattr(value, name)) for name in told}}
     for name, constant in _CONSTANTS.items():
         if value is constant:
             return {"constant": name}
@@ -213,9 +216,10 @@ def _decode_group(kind: str, items: list[Any]) -> Any:
 
 def _decode_record(kind: type, content: dict[str, Any], depth: int) -> Any:
     fields = RECORDS[kind]
-    if list(content) != list(fields):
+    usual = _USUAL.get(kind, {})
+    if list(content) != [name for name in fields if name in content or name not in usual]:
         raise Malformed(f"a {kind.__name__} has the fields {', '.join(fields)}")
-    return kind(**{name: expect(decode(content[name], None, depth), *kinds) for name, kinds in fields.items()})
+    return kind(**{name: expect(decode(value, None, depth), *fields[name]) for name, value in content.items()})
 
 
 def _decode_batch(content: Any) -> BatchDim:

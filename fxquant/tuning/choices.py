@@ -16,7 +16,7 @@ from torch import fx
 from fxquant.analysis.layers import layers
 from fxquant.analysis.node import quantized_operator
 from fxquant.graph import annotation, is_inner_part, matched_rules, module_path, part, stated_demand
-from fxquant.numerics import ACTIVATION_TYPES, WEIGHT_TYPES
+from fxquant.numerics import ACTIVATION_TYPES, UINT8, WEIGHT_TYPES
 from fxquant.ops import Operator, Own
 from fxquant.ops.boundary import QUANTIZE
 from fxquant.quantization.mapping import QConfigMapping, prefixes
@@ -148,6 +148,8 @@ class Choices(Mapping[str, Choice]):
             if operator is None or not layer.macs:
                 continue
             read = [(self._of.get(id(q)), q.dtype.bits) for q in _operands(operator)][:2]
+            if operator.operator.dynamic:
+                read = [(None, UINT8.bits)]  # what its operand becomes at run time
             if len(read) < 2:
                 read.append((self._by_name.get(f"{name}.weight"), operator.weight_quantizer.dtype.bits))
             (left, left_bits), (right, right_bits) = read

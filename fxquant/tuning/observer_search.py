@@ -212,8 +212,8 @@ def with_observer(mapping: QConfigMapping, observer: Any) -> QConfigMapping:
     """The mapping with this observer in every config."""
 
     def changed(chosen: Chosen) -> Chosen:
-        if chosen is None:
-            return None
+        if chosen is None or chosen.dynamic:  # nothing is observed for these
+            return chosen
         return replace(
             chosen,
             output=replace(chosen.output, observer=observer),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -244,8 +245,7 @@ def test_the_integers_of_a_signed_and_an_unsigned_affine_observer_stand_for_the_
 
 
 REFUSED = {
-    "dynamic": (ao.default_dynamic_qconfig, "dynamic"),
-    "dynamic while training": (ao.default_dynamic_qat_qconfig, "dynamic"),
+    "dynamic and half": (ao.float16_dynamic_qconfig, "dynamic"),
     "half": (ao.float16_static_qconfig, "PlaceholderObserver"),
     "weights alone": (ao.default_weight_only_qconfig, "Identity"),
     "activations alone": (ao.default_activation_only_qconfig, "weight Identity"),
@@ -274,6 +274,42 @@ def test_a_qconfig_that_has_no_equal_is_refused(name: str) -> None:
         read(qconfig)
     assert caught.value.because
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize("name", ["default_dynamic_qconfig", "per_channel_dynamic_qconfig", "default_dynamic_qat_qconfig"])
+def test_a_dynamic_qconfig(name: str) -> None:
+    found = read(getattr(ao, name))
+    assert found.dynamic
+    assert found.weight == fxq.WeightConfig(per_channel=name.startswith("per_channel"))
+
+
+SPECIFICATIONS: dict[str, Any] = {
+    "what is usual": (None, ["fc", "head"]),
+    "a class": ({nn.Linear}, ["fc", "head"]),
+    "a name": ({"head"}, ["head"]),
+    "a dict": ({nn.Linear: ao.per_channel_dynamic_qconfig, "fc": None}, ["head"]),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch says that its own function is deprecated
+@pytest.mark.parametrize("name", SPECIFICATIONS)
+def test_quantize_dynamic(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    specification, expected = SPECIFICATIONS[name]
+    torch.manual_seed(0)
+    model = nn.Sequential(OrderedDict(fc=nn.Linear(6, 8), act=nn.Tanh(), head=nn.Linear(8, 4))).eval()
+    x = torch.randn(16, 6)
+    ours = torch_ao.quantize_dynamic(model, specification, example_inputs=(x,))
+    assert not caplog.records, "no rule is about what the model has not"
+    assert [layer.name for layer in fxq.layers(ours) if layer.dynamic] == expected
+    with torch.no_grad():
+        wanted, theirs = model(x), ao.quantize_dynamic(model, specification)(x)
+    assert float((ours(x) - wanted).square().mean()) < float((theirs - wanted).square().mean())  # theirs have seven bits
+
+
+def test_a_dynamic_mapping_needs_no_batches() -> None:
+    mapping = ao.QConfigMapping().set_global(ao.default_dynamic_qconfig)
+    prepared = torch_ao.prepare_fx(nn.Linear(6, 4).eval(), mapping, (torch.randn(2, 6),))
+    assert fxq.verify(prepared, torch_ao.convert_fx(prepared), [torch.randn(3, 6)])
 
 
 # ---- mappings -------------------------------------------------------------------------------------------------------------
@@ -353,7 +389,13 @@ CALLS = {
     "reference": lambda m: torch_ao.convert(m, is_reference=True),
     "fuser": lambda m: torch_ao.fuse_modules(m, [], fuser_func=copy.copy),
     "fuse config": lambda m: torch_ao.fuse_fx(m, {"additional_fuser_method_mapping": {1: 2}}),
-    "dynamic": lambda m: torch_ao.quantize_dynamic(m, {nn.Linear}),
+    "dynamic without an example": lambda m: torch_ao.quantize_dynamic(m, {nn.Linear}),
+    "dynamic and static": lambda m: torch_ao.quantize_dynamic(m, {nn.Linear: ao.default_qconfig}, example_inputs=(BATCHES[0],)),
+    "dynamic of what": lambda m: torch_ao.quantize_dynamic(m, {5}, example_inputs=(BATCHES[0],)),
+    "dynamic of a name": lambda m: torch_ao.quantize_dynamic(m, "fc", example_inputs=(BATCHES[0],)),
+    "dynamic half": lambda m: torch_ao.quantize_dynamic(m, dtype=torch.float16, example_inputs=(BATCHES[0],)),
+    "dynamic in place": lambda m: torch_ao.quantize_dynamic(m, inplace=True, example_inputs=(BATCHES[0],)),
+    "dynamic on a march": lambda m: torch_ao.quantize_dynamic(m, {nn.Linear}, example_inputs=(BATCHES[0],), target="bayes-e"),
 }
 
 

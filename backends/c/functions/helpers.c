@@ -34,6 +34,15 @@ static int64_t half_even(double v)
     return whole;
 }
 
+/// considered
+/* Section 22: a real number as the grid of its tensor sees it: 0 for NaN and what is below 2^-110, and never beyond 2^126. */
+static float considered(float v)
+{
+    const float size = v < 0.0f ? -v : v;
+    if (!(size >= 7.70371977754894343e-34f)) return 0.0f;
+    return v > 8.50705917302346159e+37f ? 8.50705917302346159e+37f : v < -8.50705917302346159e+37f ? -8.50705917302346159e+37f : v;
+}
+
 /// half_step
 /* Section 8, the last rounding of bernoulli: half a step of the output, in steps of the accumulator. */
 static int64_t half_step(int32_t shift, int32_t multiplier, int32_t right_shift)

@@ -69,6 +69,34 @@ static void linear(ptrdiff_t rows, ptrdiff_t terms, ptrdiff_t columns, const X *
         }
 }
 
+/// dynamic_linear: W
+/* Section 22: float(Σ c · w) · (s_x · s_w) + b, where c, s_x and z are those of x; `step` is 0 where one s_w is for all. */
+static void dynamic_linear(ptrdiff_t rows, ptrdiff_t terms, ptrdiff_t columns, const float *x, const W *weight, const float *scale,
+                           ptrdiff_t step, const float *bias, float *y)
+{
+    float low = 0.0f, high = 0.0f;
+    for (ptrdiff_t i = 0; i < rows * terms; i++) {
+        const float v = considered(x[i]);
+        if (v < low) low = v;
+        if (v > high) high = v;
+    }
+    const float range = high - low;
+    const float own = high == low ? 1.0f : range / 255.0f;
+    const float quotient = low / own;
+    const int32_t zero = (int32_t)clip(half_even(-quotient), 0, 255);
+    for (ptrdiff_t i = 0; i < rows; i++, x += terms, y += columns)
+        for (ptrdiff_t o = 0; o < columns; o++) {
+            int32_t sum = 0;
+            for (ptrdiff_t k = 0; k < terms; k++) {
+                const float steps = considered(x[k]) / own;
+                sum += (int32_t)clip(half_even(steps), -zero, 255 - zero) * weight[o * terms + k];
+            }
+            const float factor = own * scale[o * step], total = (float)sum;
+            const float product = total * factor;
+            y[o] = bias ? product + bias[o] : product;
+        }
+}
+
 /// matrix_product: A B Y
 /* Section 16: Σ a · b over the last two dimensions. */
 static void matrix_product(ptrdiff_t count, int rank, const ptrdiff_t *size, const ptrdiff_t *a_step, const ptrdiff_t *b_step,

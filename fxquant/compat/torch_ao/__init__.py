@@ -22,7 +22,7 @@ from torch import fx, nn
 import fxquant as fxq
 from fxquant.arguments import FLAG, checked
 from fxquant.compat.common import Refusal, refuse_given, refusing, simplest
-from fxquant.compat.torch_ao.reading import DYNAMIC
+from fxquant.compat.torch_ao.dynamic import dynamic_mapping
 from fxquant.compat.torch_ao.rules import mapping_of, settings_of, with_own_qconfigs
 from fxquant.compat.torch_ao.switches import (
     converted,
@@ -52,6 +52,7 @@ __all__ = [
     "prepare_fx",
     "prepare_qat",
     "prepare_qat_fx",
+    "quantize_dynamic",
     "update_bn_stats",
 ]
 
@@ -234,6 +235,29 @@ def fuse_modules(
 fuse_modules_qat = fuse_modules
 
 
+@checked(inplace=FLAG)
+def quantize_dynamic(
+    model: nn.Module,
+    qconfig_spec: Any = None,
+    dtype: Any = None,
+    mapping: Any = None,
+    inplace: bool = False,
+    *,
+    example_inputs: Any = None,
+    target: str = "x86",
+) -> fx.GraphModule:
+    """The integer graph of a model whose linear and recurrent layers are quantized at run time; everything else stays in float.
+
+    qconfig_spec    module classes and names, or a dict from these to dynamic QConfigs; None: nn.Linear, and the recurrent layers and cells
+    dtype           PyTorch's qint8, or None, which means it
+    example_inputs  is needed: the model is traced
+
+    An LSTM becomes its steps: the sequence of the example is that of every input.
+    """
+    refuse_given("quantize_dynamic", {"mapping": mapping, "inplace": inplace}, {"inplace": False}, ARGUMENTS)
+    return converted(_prepared("quantize_dynamic", model, dynamic_mapping(model, qconfig_spec, dtype), example_inputs, None, target))
+
+
 # ---- what these have in common ------------------------------------------------------------------------------------------
 
 
@@ -274,13 +298,11 @@ def _trained(prepared: fx.GraphModule) -> fx.GraphModule:
 
 # ---- PyTorch's own objects ----------------------------------------------------------------------------------------------
 
-_DYNAMIC = Refusal(DYNAMIC.because, "use prepare_fx with get_default_qconfig_mapping('x86'), and calibrate")
 MISSING: Mapping[str, Refusal] = {
     "convert_to_reference_fx": Refusal(
         "the integer graph is the one form there is", "write quantize and dequantize with fxq.export_onnx(…, style='qdq')"
     ),
     "quantize": Refusal("it hides what is calibrated", "call fxq.quantize(model, batches, target='x86')"),
-    "quantize_dynamic": _DYNAMIC,
     "quantize_qat": Refusal("it hides what is trained", "call prepare_qat, train, and call convert"),
 }
 _refuse = refusing(__name__, MISSING)

@@ -9,6 +9,7 @@ reduce_range=True: half of the integers                   all of them; sums are 
 MinMaxObserver, MovingAverageMinMaxObserver,              those of the same names
   HistogramObserver
 FixedQParamsObserver, FixedQParamsFakeQuantize            scale=, zero_point=
+is_dynamic=True, of quint8                                QConfig(dynamic=True)
 FakeQuantize, FusedMovingAvgObsFakeQuantize               training="statistics"
 _LearnableFakeQuantize                                    training="learned"
 per_channel_symmetric                                     WeightConfig(per_channel=True)
@@ -40,10 +41,6 @@ OBSERVERS: dict[str, Callable[[Any], Any]] = {
 }
 WEIGHT_OBSERVERS = ("MinMaxObserver", "PerChannelMinMaxObserver")  # and those made from them
 
-DYNAMIC = Refusal(
-    "a dynamic activation has another grid in each batch, and what is proved of a model is about grids that are its constants",
-    "use a static QConfig, like get_default_qconfig('x86'), and calibrate",
-)
 NOT_READ = {
     "float16": Refusal("integers and scales are those of 8, 4 and 16 bits", "give the place None, which keeps it in float32"),
     "bfloat16": Refusal("integers and scales are those of 8, 4 and 16 bits", "give the place None, which keeps it in float32"),
@@ -54,6 +51,9 @@ NOT_READ = {
         "weights alone cannot be integers here", "give the place None, which keeps it in float32, or quantize activations too"
     ),
     "RecordingObserver": Refusal("it keeps every value and finds no scale", "read values with fxq.record(model, batches)"),
+    "dynamic": Refusal(
+        "what is quantized at run time is uint8, per tensor and affine", "pass default_dynamic_qconfig, or one of this kind"
+    ),
     "PlaceholderObserver": Refusal("it finds no scale", "name an observer that does, like HistogramObserver"),
     "ReuseInputObserver": Refusal("what only moves values has the scale of what it reads, without a rule", "leave the rule out"),
     "NoopObserver": Refusal("it finds no scale", "name an observer that does, like HistogramObserver"),
@@ -135,8 +135,6 @@ def activation(factory: Any) -> ActivationConfig:
     if isinstance(factory, type) and issubclass(factory, Observer):
         return ActivationConfig(observer=factory)
     one, what = asked(factory, "the activation"), "the activation"
-    if getattr(one.observer, "is_dynamic", False):
-        raise DYNAMIC.error("a dynamic activation cannot be quantized")
     for key in (one.dtype, one.names[0], "PerChannelMinMaxObserver"):
         if key in NOT_READ and (key in one.names or key == one.dtype):
             raise one.refused(key, what)
@@ -179,6 +177,18 @@ def weight(factory: Any) -> WeightConfig:
     return WeightConfig(f"int{one.bits}", per_channel="channel" in one.scheme, training=LEARNED if one.learned else STATISTICS)
 
 
+def _is_dynamic(factory: Any) -> bool:
+    """Whether activations are quantized at run time, as uint8 with a grid for each batch. Raises ConfigurationError for another dtype."""
+    if isinstance(factory, ActivationConfig) or (isinstance(factory, type) and issubclass(factory, Observer)):
+        return False
+    one = asked(factory, "the activation")
+    if not getattr(one.observer, "is_dynamic", False):
+        return False
+    if one.dtype != "uint8" or one.bits != 8 or not one.scheme.endswith("affine"):
+        raise NOT_READ["dynamic"].error(f"the dynamic activation {one.written} of {one.dtype} cannot be read")
+    return True
+
+
 def is_foreign(qconfig: Any) -> bool:
     """Whether this is a QConfig of PyTorch's: a pair of an activation and a weight."""
     return isinstance(qconfig, tuple) and hasattr(qconfig, "activation") and hasattr(qconfig, "weight")
@@ -197,5 +207,7 @@ def read(qconfig: Any, *, activation_alone: bool = False) -> Chosen:
             because="a qconfig is a QConfig of torch.ao.quantization, a fxq.QConfig, or None: it stays in float",
             remedy="pass one of these",
         )
+    if _is_dynamic(qconfig.activation):
+        return QConfig(weight=weight(qconfig.weight), dynamic=True)
     output = activation(qconfig.activation)
     return QConfig(output, WeightConfig() if activation_alone else weight(qconfig.weight))

@@ -1,0 +1,108 @@
+"""Implementations of linear layers that are quantized at run time: one call of native.c, or oneDNN's sums among tensor operations."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxquant.backends.cpu import native
+from fxquant.backends.cpu.compiled import loaded_library, packed
+from fxquant.kernels.record import ALIGNMENT, Bound, Built, Refused, Site
+from fxquant.numerics import FLOAT32_EXACT, LARGEST_DYNAMIC, SMALLEST_DYNAMIC, accumulator_bound
+from fxquant.primitives.dynamic import MAGNITUDE, centred
+
+
+class NativeDynamic:
+    """The grid, the bytes, the sums and what becomes of them, by native.c."""
+
+    name = "native dynamic layer"
+    reads_held = False
+
+    def build(self, site: Site) -> Built:
+        loaded = loaded_library(dot_products=True)
+        weight, scale, bias = site.tensor("weight"), site.tensor("scale"), site.constant(site.match.parts["bias"])
+        outputs, inputs = weight.shape
+        pixel = -(-inputs // ALIGNMENT) * ALIGNMENT
+        kept = {
+            "weight": packed(weight[..., None, None], 1, pixel),
+            "totals": weight.to(torch.int32).sum(1, dtype=torch.int32),
+            "scale": scale.expand(outputs).contiguous(),
+            **({} if bias is None else {"bias": bias.contiguous()}),
+        }
+        made = native.Dynamic(inputs=inputs, smallest=SMALLEST_DYNAMIC, largest=LARGEST_DYNAMIC)
+        window = ("height", "width", "out_height", "out_width", "kernel_height", "kernel_width", "stride_height", "stride_width")
+        for name in (*window, "dilation_height", "dilation_width", "groups"):
+            setattr(made.sum, name, 1)
+        made.sum.channels, made.sum.out_channels, made.sum.out_pixel = pixel, outputs, outputs
+        made.sum.weight = kept["weight"].data_ptr()
+        for name in ("totals", "scale", "bias"):
+            if name in kept:
+                setattr(made, name, kept[name].data_ptr())
+        return _Native(loaded.fxq_dynamic, made, tuple(kept.values()), inputs)
+
+
+@dataclass(frozen=True)
+class _Native:
+    function: Any
+    structure: native.Dynamic
+    keeps: tuple[Tensor, ...]
+    inputs: int
+
+    def bind(self) -> Bound:
+        own = native.Dynamic.from_buffer_copy(self.structure)
+        function, inputs, address, sums = self.function, self.inputs, ctypes.addressof(own), own.sum
+
+        def bound(given: Sequence[Tensor], output: Tensor, _keeps: Any = (own, self.keeps)) -> None:
+            operand = given[0].contiguous()
+            own.input, own.output = operand.data_ptr(), output.data_ptr()
+            sums.batch = operand.numel() // inputs
+            sums.threads = torch.get_num_threads()
+            function(address)
+
+        return bound
+
+
+class OneDnnDynamic:
+    """oneDNN's sums of products of bytes; the rest by tensor operations."""
+
+    name = "oneDNN linear layer"
+    reads_held = False
+
+    def build(self, site: Site) -> Built:
+        if not torch._C._has_mkldnn or not hasattr(torch.ops.onednn, "qlinear_pointwise"):
+            raise Refused("this PyTorch has no integer operators of oneDNN")
+        weight, scale, bias = site.tensor("weight"), site.tensor("scale"), site.constant(site.match.parts["bias"])
+        largest = float(accumulator_bound(weight, None, 0, MAGNITUDE).max())
+        if largest >= FLOAT32_EXACT:
+            raise Refused(f"a sum can reach {largest:.0f}, beyond 2^24")
+        return _OneDnn(torch.ops.onednn.qlinear_prepack(weight.contiguous(), None), scale, bias, weight.shape[0])
+
+
+@dataclass(frozen=True)
+class _OneDnn:
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    outputs: int
+
+    def bind(self) -> Bound:
+        ones = torch.ones(self.outputs, dtype=torch.float32, device="cpu")
+        zeros = torch.zeros(self.outputs, dtype=torch.int64, device="cpu")
+
+        def bound(given: Sequence[Tensor], output: Tensor) -> None:
+            made = centred(given[0])
+            zero_point = int(made.zero_point)
+            stored = made.integers.add_(made.zero_point).to(torch.uint8)
+            sums = torch.ops.onednn.qlinear_pointwise(
+                stored, 1.0, zero_point, self.weight, ones, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+            )
+            torch.mul(sums.add_(0.0), made.scale * self.scale, out=output)
+            if self.bias is not None:
+                output.add_(self.bias)
+
+        return bound

@@ -1,0 +1,54 @@
+"""Linear layers for which the qconfig asks so are quantized at run time, between real numbers.
+
+%y = linear(%x, %w, %b)      →     %y = dynamic_linear(%x, %w, %b)
+%y = matmul(%x, %w)          →     %w_permute = permute(%w, [1, 0])        (a parameter)
+                                   %y = dynamic_linear(%x, %w_permute)
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fxquant.facts import TensorFact
+from fxquant.graph import inherit, mark_parameter, refusal, refuse, set_fact
+from fxquant.ops import operator_of
+from fxquant.ops.dynamic import dynamic_linear, may_be_dynamic, why_not_dynamic
+from fxquant.ops.linear import matmul
+from fxquant.ops.shape import permute
+from fxquant.ops.weighted import shape_of
+from fxquant.pipeline import Context
+from fxquant.quantization.rules import decide
+
+
+def choose(gm: fx.GraphModule, context: Context) -> int:
+    """Every layer whose QConfig is dynamic is a dynamic one, or says why it stays in float."""
+    changes = 0
+    for node in list(gm.graph.nodes):
+        operator = operator_of(node)
+        if operator is None or operator.expand is not None or not may_be_dynamic(node):
+            continue
+        config = decide(node).config
+        if config is None or not config.dynamic or refusal(node) is not None:
+            continue
+        arguments = operator.arguments(node)
+        product = operator.function is matmul
+        input, weight, bias = arguments["input"], arguments["other" if product else "weight"], arguments.get("bias")
+        because = why_not_dynamic(node, input, weight, bias)
+        if because is not None:
+            refuse(node, because)
+            context.say(f"%{node.name} stays in float: {because}")
+            continue
+        node.target, node.args, node.kwargs = dynamic_linear, (input, _transposed(node, weight) if product else weight, bias), {}
+        changes += 1
+    return changes
+
+
+def _transposed(node: fx.Node, weight: fx.Node) -> fx.Node:
+    """The matrix of a product as that of a layer."""
+    shape, dtype = shape_of(weight), node.meta["fact"].dtype
+    assert shape is not None
+    with node.graph.inserting_before(node):
+        made: fx.Node = inherit(node.graph.call_function(permute, (weight, [1, 0])), node, "dynamic.choose")
+    mark_parameter(made)
+    set_fact(made, TensorFact(tuple(reversed(shape)), dtype))
+    return made
