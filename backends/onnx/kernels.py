@@ -387,7 +387,7 @@ def _max_pool(w: FastWriter, node: fx.Node, input: fx.Node, kernel: list[int], *
     """On uint8 where the pixels of an image lie together for onnxruntime's convolutions; on float, five times faster, elsewhere."""
     if not _is_8_bits(input) or len(kernel) != 2 or not _beside_convolution(w, input):
         return _moved(w, node)
-    stride, begin, end, dilation = (list(sizes) for sizes in node.args[2:])  # type: ignore[arg-type, union-attr]
+    stride, begin, end, dilation = (list(sizes) for sizes in node.args[2:])  # type: ignore[arg-type]
     return w.emitter.node("MaxPool", w.shifted(input), kernel_shape=list(kernel), strides=stride, pads=[*begin, *end], dilations=dilation)
 
 
