@@ -45,6 +45,10 @@ bench: $(READY)  ## the benchmarks of speed (into benchmarks/RESULTS.md), exactn
 	$(BIN)/python -m benchmarks.operators --target bayes-e nash-e bernoulli2 x86 --dtype int8 int16
 	$(BIN)/python -m benchmarks.accuracy
 
+docs: $(READY)  ## the documentation as a site, in build/docs/site; links that lead nowhere are errors
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[docs]'
+	$(BIN)/python docs/site.py
+
 clean:  ## remove what these targets made
 	rm -rf $(VENV) .venv-oldest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis fxquant-demo
 
@@ -55,4 +59,4 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $(READY)
 
-.PHONY: help demo test quick test-oldest check lint types bench clean
+.PHONY: help demo test quick test-oldest check lint types bench docs clean

@@ -22,10 +22,9 @@ from fxquant.analysis.layers import Intermediate, Layer, layers
 from fxquant.analysis.partition import Segment, segments
 from fxquant.analysis.report import DeviationReport, Report
 from fxquant.analysis.text import text
-from fxquant.api import Result, calibrate, check, convert, dump, load, prepare, quantize, record, save, verify
+from fxquant.api import Result, calibrate, check, convert, dump, export_onnx, load, prepare, quantize, record, save, verify
 from fxquant.backends.aten.programs import export_pt2, export_torchscript
 from fxquant.backends.c.export import export_c
-from fxquant.backends.onnx.export import export_onnx
 from fxquant.backends.onnx.metadata import onnx_metadata
 from fxquant.backends.onnx.segments import export_segments, run_segments
 from fxquant.errors import (
@@ -42,7 +41,7 @@ from fxquant.errors import (
     UnknownTarget,
     UnsupportedOperator,
 )
-from fxquant.frontend import trace
+from fxquant.frontend import trace, wrap
 from fxquant.ops.custom import unary
 from fxquant.quantization.calibration import freeze, qparams, set_qparams, set_state
 from fxquant.quantization.mapping import QConfigMapping
@@ -187,4 +186,5 @@ __all__ = [
     "tuning",
     "unary",
     "verify",
+    "wrap",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,15 +27,17 @@ from fxquant.analysis.segments import crossings, float_outputs
 from fxquant.analysis.text import text
 from fxquant.analysis.verify import check_batches, check_same_model, form_of
 from fxquant.arguments import FOLDER, PATH, checked, instance
-from fxquant.backends.onnx.export import export_onnx
+from fxquant.backends.onnx.export import export_onnx as export_integer
+from fxquant.backends.onnx.float_file import export_float
+from fxquant.backends.onnx.layouts import LAYOUTS
 from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIME_NAMES, OnnxModel
 from fxquant.copying import copy_parameters
 from fxquant.errors import ConfigurationError
 from fxquant.facts import TensorFact
-from fxquant.frontend import attach_input_check, attach_signature, float_model, trace
+from fxquant.frontend import attach_branch, attach_input_check, attach_signature, float_model, is_traced, trace
 from fxquant.graph import fact, is_deployed, set_channel_exponents
 from fxquant.kernels.runner import Runner
-from fxquant.model import RUNNER, Model, autocast_off, collection_paused, copy_graph
+from fxquant.model import CARRIED, RUNNER, Model, autocast_off, collection_paused, copy_graph
 from fxquant.passes import CONVERT, PREPARE
 from fxquant.pipeline import BATCH_NORM_MODES, Context, Dial, check_until, run
 from fxquant.progress import progress
@@ -77,6 +79,9 @@ def prepare(
     batch_norm: str = "live",
     observations: Observations | None = None,
     adapt: bool = False,
+    leaf: Any = None,
+    preserve: Sequence[str] = (),
+    training_branch: bool = False,
     until: str | Stage | None = None,
     debug: int | None = None,
     dump: str | os.PathLike[str] | None = None,
@@ -106,6 +111,19 @@ def prepare(
     channels into a sum of convolutions, a linear layer into a 1×1 convolution, a large pooling into two. Where that is not possible, the
     operator runs on the host, in float. `explain` names each, with the limit.
 
+    `leaf` keeps modules whole, which then run as Python, in float: a class of modules, the path of one, several of these, or a function
+    of a module and its path that decides for every module (see `trace`). Functions are kept by `fxq.wrap`.
+
+    `preserve` names attributes, methods and modules of the model, dotted where they are a submodule's ("head.strides", "head.decode"), that
+    this model and the integer one are to have under the same names. Values are also in files that `save` writes; a method is not, since
+    files hold no code, and a module named here stays as it is, in float, beside the graph.
+
+    With `training_branch` the prepared model returns in train mode, after `prepared.train()`, what the float model does there: what forward
+    computes only under `self.training` (auxiliary heads, raw outputs for a loss) is computed in float, from the quantized tensors it
+    reads, and its parameters train. In eval mode, in the integer model and in its files there is nothing of it. A layer may not be called
+    on other tensors in train mode than in eval mode (TraceError); a prepared model with such a branch cannot be saved as a file, its
+    `state_dict` can.
+
     Raises UnknownTarget, TraceError, ScaleConflict or ConfigurationError.
     """
     chosen, mapping = backends.get(target), _rules(qconfig)
@@ -121,7 +139,7 @@ def prepare(
         )
     check_until(until, PREPARE)
     dial = Dial.of(debug, dump)
-    traced = trace(model, example_inputs, dynamic_shapes)
+    traced = trace(model, example_inputs, dynamic_shapes, leaf=leaf, preserve=preserve, training_branch=training_branch)
     with collection_paused(), autocast_off(), torch.inference_mode(False):  # what is made can be trained, wherever it is made
         prepared = _prepare(traced, chosen, mapping, batch_norm, dial, until, adapt)
         if observations is not None:
@@ -167,6 +185,8 @@ def _prepare(
     prepared.meta = {**traced.meta, "target": target}
     attach_signature(prepared)
     attach_input_check(prepared)
+    _carry(prepared)
+    attach_branch(prepared)
     dial.write("trace", prepared)
     context = Context(target, qconfig, batch_norm, dial.debug, attached, adapt=adapt)
     stopped = run(prepared, PREPARE, context, dial, until)
@@ -204,6 +224,7 @@ def check(
     *,
     dynamic_shapes: Any = None,
     adapt: bool = False,
+    leaf: Any = None,
 ) -> Findings:
     """What of the model a target does not allow, before anything is calibrated: limits broken, and operators left in float.
 
@@ -218,7 +239,7 @@ def check(
     if isinstance(model, fx.GraphModule) and model.meta.get("stage") == "PREPARED":
         return findings(model, model.meta["target"])
     chosen, mapping = backends.get(target), _rules(qconfig)
-    traced = trace(model, example_inputs, dynamic_shapes)
+    traced = trace(model, example_inputs, dynamic_shapes, leaf=leaf)
     with collection_paused(), autocast_off():
         # Fusion comes first: a target's limits are about the operators it runs.
         annotated = _prepare(traced, chosen, mapping, "live", Dial(0, None), "boundary.insert", adapt)
@@ -267,7 +288,14 @@ def convert(
     integer.training = False
     attach_signature(integer)
     attach_input_check(integer)
+    _carry(integer)
     return integer
+
+
+def _carry(model: fx.GraphModule) -> None:
+    """Let a model have what is preserved of submodules."""
+    if CARRIED in model.meta:
+        model.meta[CARRIED].dress(model)
 
 
 def _run_with_kernels(integer: fx.GraphModule) -> None:
@@ -353,6 +381,8 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
         return report
     opened = OnnxModel(second)
     check_same_model(left, opened)
+    mine = left.model.meta["target"].name
+    report.targets = (mine, opened.target) if opened.target not in (mine, "") else None
     if opened.style == "qdq":
         return _measured(left, opened, inputs, show_progress)
     handed = crossings(left.model)
@@ -427,6 +457,73 @@ def _refuse(name: str, value: Any, because: str) -> None:
         raise ConfigurationError(f"{name}={value!r} means nothing here", because=because, remedy=f"leave {name} out")
 
 
+@checked(layouts=LAYOUTS)
+def export_onnx(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    style: str = "auto",
+    io: str = "float",
+    opset: int | None = None,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    *,
+    external_data: bool | None = None,
+    layouts: Mapping[str, str] | None = None,
+    example_inputs: Any = None,
+) -> Path:
+    """Write a model as an ONNX file, and return its path: an integer model, a prepared one, or a float one.
+
+    style  "auto": "fast" where this target has it and every kernel is exact here without session options, else "exact"; the log says
+           which, and so does `onnx_metadata`. Of a prepared model "qdq".
+           "exact": standard operators on whole numbers, the same bits in every runtime, at any optimisation
+           "fast": the same bits by uint8 kernels, proved in onnxruntime before it is written; for targets with
+           float32 requantization (nash-e, nash-m, x86, qnnpack). Its metadata names session options to run it with,
+           above all on x86 processors without VNNI.
+           "qdq": float operators between QuantizeLinear and DequantizeLinear, for other compilers. Not the same
+           bits: `verify` measures the difference. Below opset 13 weights are floats on their quantized grid, and below 21 tensors of
+           int16 are rounded by Div, Round, Clip and Mul.
+    io     "float" takes and returns what the float model does; "integer" takes and returns the integers.
+    opset  17 to 21, and 21 unless given; in style "qdq" 11 to 21, and 17 unless given; of a float model 11 to 21, and 18 unless given.
+           What PyTorch's exporters write of float operators below 18 is compared in onnxruntime first.
+    external_data  True writes tensors of a kilobyte and more to `path`.data, False never does; by default it is
+           done where one file cannot hold the model.
+    layouts        {"image": "NHWC"}: inputs of the file, by name, that are given with their channels last. A Transpose inside puts
+           them where PyTorch has them; `verify` and `record` take PyTorch's layout all the same.
+    example_inputs of a float model that `trace` has not made, what it is called with
+
+    A prepared model is written with the weights and scales of this moment, as fxq.convert(model) would be: its grids are in the file's
+    QuantizeLinear. A float model is traced in eval mode and written by PyTorch's exporter, in style "float"; onnxruntime's numbers are
+    compared with PyTorch's before the file appears.
+
+    What the file says about itself is read by `onnx_metadata`: scales, zero points and dtypes of its inputs, outputs
+    and inner tensors. Numbers and None beside the tensors that the model returns are no part of the file. The batch is
+    dynamic where the model was traced so. The file is checked before it appears, and
+    appears whole or not at all. Raises ConfigurationError or ExportError.
+    """
+    options: dict[str, Any] = {"external_data": external_data, "layouts": layouts}
+    if isinstance(model, fx.GraphModule) and model.meta.get("stage") == Stage.PREPARED.name:
+        model, style = convert(model, kernels="reference"), "qdq" if style == "auto" else style
+    elif isinstance(model, nn.Module) and not is_deployed(model):
+        if style not in ("auto", "float") or io != "float":
+            raise ConfigurationError(
+                f"a float model cannot be written with style={style!r} and io={io!r}",
+                because="it has no integers",
+                remedy="leave both out, or pass what fxq.prepare or fxq.convert returns",
+            )
+        if example_inputs is None and not is_traced(model):
+            raise ConfigurationError(
+                "a float model cannot be exported without example inputs",
+                because="they give its graph shapes and dtypes",
+                remedy="pass example_inputs=, or what fxq.convert returns if the integer model was meant",
+            )
+        return export_float(trace(model, example_inputs), path, opset, input_names, output_names, **options)
+    if example_inputs is not None:
+        raise ConfigurationError(
+            "example_inputs mean nothing here", because="a prepared and an integer model are graphs already", remedy="leave them out"
+        )
+    return export_integer(model, path, style, io, opset, input_names, output_names, **options)  # type: ignore[arg-type]
+
+
 @dataclass
 class Result:
     """What `quantize` returns: the model in every form, and how to write and prove it."""
@@ -468,6 +565,8 @@ def quantize(
     batch_norm: str = "live",
     observations: Observations | None = None,
     adapt: bool = False,
+    leaf: Any = None,
+    preserve: Sequence[str] = (),
     num_batches: int | None = None,
     batch_fn: Callable[[Any], Any] | None = None,
     distributed: bool = True,
@@ -490,8 +589,9 @@ def quantize(
         raise no_batches(num_batches) from None
     example = batch_inputs(as_written, first if batch_fn is None else batch_fn(first))
     prepared = prepare(
-        as_written, example, target, qconfig, dynamic_shapes=dynamic_shapes, batch_norm=batch_norm, observations=observations, adapt=adapt
-    )
+        as_written, example, target, qconfig, dynamic_shapes=dynamic_shapes, batch_norm=batch_norm, observations=observations, adapt=adapt,
+        leaf=leaf, preserve=preserve,
+    )  # fmt: skip
     calibrate(
         prepared,
         itertools.chain([first], iterator),

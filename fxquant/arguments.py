@@ -227,6 +227,14 @@ def _cuts(value: Any) -> list[str | list[str]]:
     return [_text(names) if isinstance(names, str) else _names(names) for names in value]
 
 
+def _leaf(value: Any) -> Any:
+    if isinstance(value, str | type) or not callable(value):
+        wanted = [value] if isinstance(value, str | type) else list(value)
+        if not wanted or not all(isinstance(one, type) or (isinstance(one, str) and one) for one in wanted):
+            raise TypeError
+    return value
+
+
 def _pattern(value: Any) -> str:
     try:
         re.compile(_text(value))
@@ -274,7 +282,9 @@ KINDS: dict[str, Kind] = {
         "'quantized', 'accumulators', 'float', 'outputs' or the name of a tensor, or a list of these",
         lambda value: [_text(value)] if isinstance(value, str) else _names(value),
     ),
-    "leaf": CALLABLE.or_none("PyTorch's own modules stay whole"),
+    "leaf": Kind("a class of modules, the path of one, several of these, or a function of a module and its path", _leaf).or_none(
+        "PyTorch's own modules stay whole"
+    ),
     "machine": FLAG,
     "lowest": Kind("a finite number", _number),
     "modules": Kind(
@@ -291,6 +301,7 @@ KINDS: dict[str, Kind] = {
     "per_channel": FLAG,
     "percentile": such("a number above 0 and at most 100", _number, lambda value: 0 < value <= 100),
     "power_of_two": FLAG,
+    "preserve": NAMES,
     "real": FLAG,
     "round_weights": FLAG.or_none("those of less than 8 bits are"),
     "runtime": choice("onnxruntime", "onnxruntime, 2 threads", "onnxruntime, no optimisation", "reference").or_none("onnxruntime"),
@@ -299,5 +310,6 @@ KINDS: dict[str, Kind] = {
     "seed": COUNT,
     "show_progress": FLAG.or_none("in a terminal"),
     "steps": FLAG,
+    "training_branch": FLAG,
     "threshold": NUMBER.or_none("it is observed"),
 }

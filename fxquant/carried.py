@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,25 +14,57 @@ _ABSENT = object()
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
+@dataclass(frozen=True)
+class Method:
+    """A method of a module that is preserved: it is bound to what stands in that module's place."""
+
+    function: FunctionType
+
+
 class Carried:
     """The attributes of a float model, and its class, for the models made from it.
 
     kind         its class; None where that cannot be told, as in another process
     attributes   its own, as they were; containers and tensors are copies, anything else is shared. What holds a module is left out:
                  it belongs to forward, which is a graph now.
+    preserved    what the user has asked for by name, "head.stride": the value; a `Method`; None for a module, which is registered under
+                 that name
     """
 
-    def __init__(self, kind: type | None, attributes: dict[str, Any]) -> None:
-        self.kind, self.attributes = kind, attributes
+    def __init__(self, kind: type | None, attributes: dict[str, Any], preserved: dict[str, Any] | None = None) -> None:
+        self.kind, self.attributes, self.preserved = kind, attributes, preserved or {}
 
     @staticmethod
-    def of(model: nn.Module) -> Carried:
-        """What a model carries."""
+    def of(model: nn.Module, preserve: Sequence[str] = ()) -> Carried:
+        """What a model carries. Raises AttributeError if it has none of a name to be preserved."""
         found = {name: value for name, value in vars(model).items() if name not in _OF_EVERY_MODULE and not _holds_module(value)}
-        return Carried(type(model), _copied(found))
+        return Carried(type(model), _copied(found), {name: _preserved(model, name) for name in preserve})
+
+    def modules(self) -> list[str]:
+        """The paths of the modules that are to be preserved whole."""
+        return [name for name, value in self.preserved.items() if value is None]
+
+    def dress(self, model: nn.Module) -> None:
+        """Put what is preserved of submodules where it was: on modules without any code, which are made where there are none."""
+        for name, value in self.preserved.items():
+            path, _, last = name.rpartition(".")
+            if value is None or not path:
+                continue
+            holder = model
+            for part in path.split("."):
+                if holder._modules.get(part) is None:
+                    holder._modules[part] = nn.Module()
+                holder = holder._modules[part]  # type: ignore[assignment]
+            if type(holder) is nn.Module:
+                holder.__dict__[last] = MethodType(value.function, holder) if isinstance(value, Method) else _copied(value)
 
     def find(self, owner: nn.Module, name: str) -> Any:
         """An attribute, or a method or property bound to `owner`. Raises AttributeError if the model had none, or one of PyTorch's own."""
+        value = self.preserved.get(name, _ABSENT)
+        if isinstance(value, Method):
+            return MethodType(value.function, owner)
+        if value is not _ABSENT:
+            return value
         value = self.attributes.get(name, _ABSENT)
         if value is not _ABSENT:
             return value
@@ -40,12 +75,25 @@ class Carried:
         raise AttributeError(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Carried:
-        return Carried(self.kind, _copied(self.attributes))
+        return Carried(self.kind, _copied(self.attributes), _copied(self.preserved))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # What another process cannot read does not keep the model from it.
         kept = {name: value for name, value in self.attributes.items() if _can_be_pickled(value)}
-        return Carried, (self.kind if _can_be_pickled(self.kind) else None, kept)
+        preserved = {name: value for name, value in self.preserved.items() if _can_be_pickled(value)}
+        return Carried, (self.kind if _can_be_pickled(self.kind) else None, kept, preserved)
+
+
+def _preserved(model: nn.Module, name: str) -> Any:
+    """What is kept of an attribute, or a method, at a dotted path. Raises AttributeError if there is none."""
+    path, _, last = name.rpartition(".")
+    holder = model.get_submodule(path)
+    value = getattr(holder, last)
+    if isinstance(value, nn.Module):
+        return None
+    if isinstance(value, MethodType) and value.__self__ is holder and isinstance(value.__func__, FunctionType):
+        return Method(value.__func__)
+    return _copied(value)
 
 
 def _copied(value: Any) -> Any:

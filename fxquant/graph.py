@@ -161,6 +161,14 @@ def refuse(node: fx.Node, because: str) -> None:
     node.meta["refusal"] = because
 
 
+WRAPPED, LEAF = "it is kept as Python, behind fxq.wrap", "it is kept whole, as leaf= says"
+
+
+def is_python(node: fx.Node) -> bool:
+    """Whether a node calls the user's Python as it stands."""
+    return refusal(node) in (WRAPPED, LEAF)
+
+
 def is_parameter(node: fx.Node) -> bool:
     """Whether the node's value follows from parameters, buffers and constants alone: it is one, or is computed from such."""
     return node.op == "get_attr" or bool(node.meta.get("parameter"))
@@ -168,7 +176,20 @@ def is_parameter(node: fx.Node) -> bool:
 
 def computes_tensor(node: fx.Node) -> bool:
     """Whether the node is something that happens to tensors: neither an input nor the output, a parameter or a number."""
-    return node.op not in ("placeholder", "output") and not is_parameter(node) and isinstance(fact(node), TensorFact | list | tuple | dict)
+    if node.op in ("placeholder", "output") or is_parameter(node):
+        return False
+    known = fact(node)
+    return isinstance(known, TensorFact | list | tuple | dict) or (known is None and refusal(node) is not None)  # kept as Python
+
+
+def trains_only(node: fx.Node) -> bool:
+    """Whether a node is there for training alone: nothing reads it, and the integer model goes without it."""
+    return bool(node.meta.get("trains_only"))
+
+
+def mark_training(node: fx.Node) -> None:
+    """Record that a node is there for training alone."""
+    node.meta["trains_only"] = True
 
 
 def mark_parameter(node: fx.Node) -> None:

@@ -39,10 +39,11 @@ from fxquant.graph import (
     set_qparams,
     source,
     step_of,
+    trains_only,
     zero_point,
 )
 from fxquant.lowering import Lowering, Place, Quantized, plainly
-from fxquant.model import free_name, replace_graph
+from fxquant.model import CARRIED, free_name, replace_graph
 from fxquant.numerics import WEIGHT_INT8, Grid
 from fxquant.ops import map_operands, operator_of
 from fxquant.ops.boundary import DEQUANTIZE
@@ -272,6 +273,8 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
     changes = 0
     with torch.no_grad():
         for node in gm.graph.nodes:
+            if trains_only(node):
+                continue
             module = resolve(gm, str(node.target)) if node.op == "call_module" else None
             if isinstance(module, QuantizedOperator):
                 output = None if module.plain else module.output
@@ -362,6 +365,7 @@ def _eliminate_unused(graph: fx.Graph) -> None:
 def _drop_unused(gm: fx.GraphModule, container: str) -> None:
     """Keep of the float model only what the graph reads, as copies; the constants, made just now, are all read."""
     paths = {str(node.target) for node in gm.graph.nodes if node.op in ("get_attr", "call_module")}
+    paths.update(gm.meta[CARRIED].modules() if CARRIED in gm.meta else ())
     kept = own_copies({path: resolve(gm, path) for path in sorted(paths) if not path.startswith(container + ".")})
     for name in (*gm._modules, *gm._parameters, *gm._buffers):
         if name != container:

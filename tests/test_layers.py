@@ -67,11 +67,24 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.quantization.distributed": {"errors", "observers"},
     "fxquant.quantization.calibration": BASE | {"batches", "distributed", "graph", "prepared", "progress", "quantizer", "state"},
     "fxquant.quantization.observations": BASE | {"calibration", "channels", "factors", "graph", "ops", "prepared", "quantizer"},
-    "fxquant.frontend": {"arguments", "carried", "errors", "functional", "graph", "mapping", "frontend", "facts", "model", "stubs"},
+    "fxquant.frontend": {
+        "arguments",
+        "carried",
+        "codegen",
+        "errors",
+        "functional",
+        "graph",
+        "mapping",
+        "frontend",
+        "facts",
+        "model",
+        "stubs",
+    },
     "fxquant.serialization": BASE
     | {
         "arithmetic",
         "batch_norm",
+        "carried",
         "factors",
         "graph",
         "learning",
@@ -207,7 +220,23 @@ CONFINED: dict[str, set[str]] = {
     "plotly": {"fxquant.reporting.page", "fxquant.reporting.estimate"},
     "onnx": {
         f"fxquant.backends.onnx.{name}"
-        for name in ("emitter", "export", "fast", "files", "float_export", "kernels", "metadata", "parts", "reading", "runtime", "writer")
+        for name in (
+            "agreement",
+            "emitter",
+            "export",
+            "fast",
+            "files",
+            "float_export",
+            "float_file",
+            "kernels",
+            "layouts",
+            "metadata",
+            "opsets",
+            "parts",
+            "reading",
+            "runtime",
+            "writer",
+        )
     },
     "onnxruntime": {"fxquant.backends.onnx.runtime"},
     "onnxscript": {"fxquant.backends.onnx.float_export"},

@@ -72,7 +72,16 @@ def _own_operators() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_own_operators")
-@pytest.mark.parametrize(("name", "least"), [("README.md", (8, 6)), ("GUIDE.md", (8, 6)), ("docs/which-tool-when.md", (6, 3))])
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        ("README.md", (8, 6)),
+        ("GUIDE.md", (8, 6)),
+        ("docs/which-tool-when.md", (6, 3)),
+        ("docs/advice.md", (3, 2)),
+        ("docs/mistakes.md", (4, 3)),
+    ],
+)
 def test_the_code_of_a_page_runs_and_prints_what_it_shows(
     name: str, least: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,7 +114,8 @@ def test_a_readme_that_is_wrong_is_noticed() -> None:
 
 
 def test_the_readme_links_to_files_that_exist() -> None:
-    for name in ("README.md", "GUIDE.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/which-tool-when.md"):
+    pages = [f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")]
+    for name in ("README.md", "GUIDE.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", *pages):
         links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / name).read_text(encoding="utf-8"))
         missing = [link for link in links if not (ROOT / name).parent.joinpath(link).exists()]
         assert not missing, f"{name} links to {', '.join(missing)}"

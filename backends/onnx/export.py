@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import onnx
@@ -14,6 +14,7 @@ from torch import fx
 from fxquant.arguments import checked
 from fxquant.backends.onnx.fast import has_kernels, write_fast
 from fxquant.backends.onnx.files import save_model
+from fxquant.backends.onnx.layouts import LAYOUTS, with_layouts
 from fxquant.backends.onnx.qdq import QdqWriter
 from fxquant.backends.onnx.writer import Writer
 from fxquant.errors import ConfigurationError, ExportError
@@ -24,10 +25,11 @@ from fxquant.target import Target
 logger = logging.getLogger("fxquant")
 
 # Of each style: the opsets it can be written in, and the one it is written in unless told otherwise.
+FLOAT_OPSETS = (range(11, 22), 18)  # the same of a float model
 STYLES = {"exact": (range(17, 22), 21), "fast": (range(17, 22), 21), "qdq": (range(11, 22), 17)}
 
 
-@checked()
+@checked(layouts=LAYOUTS)
 def export_onnx(
     integer: fx.GraphModule,
     path: str | os.PathLike[str],
@@ -38,6 +40,7 @@ def export_onnx(
     output_names: Sequence[str] | None = None,
     *,
     external_data: bool | None = None,
+    layouts: Mapping[str, str] | None = None,
 ) -> Path:
     """Write the integer model as an ONNX file, and return its path.
 
@@ -53,6 +56,8 @@ def export_onnx(
     opset  17 to 21, and 21 unless given; in style "qdq" 11 to 21, and 17 unless given.
     external_data  True writes tensors of a kilobyte and more to `path`.data, False never does; by default it is
            done where one file cannot hold the model.
+    layouts        {"image": "NHWC"}: inputs of the file, by name, that are given with their channels last. A Transpose inside puts
+           them where PyTorch has them; `verify` and `record` take PyTorch's layout all the same.
 
     What the file says about itself is read by `onnx_metadata`: scales, zero points and dtypes of its inputs, outputs
     and inner tensors. Numbers and None beside the tensors that the model returns are no part of the file. The batch is
@@ -61,7 +66,8 @@ def export_onnx(
     """
     check_arguments(integer, style, io, opset)
     version = STYLES[_strict(style)][1] if opset is None else opset
-    save_model(build(integer, style, io, version, input_names, output_names), Path(path), external_data)
+    model = build(integer, style, io, version, input_names, output_names)
+    save_model(with_layouts(model, layouts, integer), Path(path), external_data)
     return Path(path)
 
 
@@ -109,10 +115,10 @@ def check_arguments(integer: fx.GraphModule, style: str, io: str, opset: int | N
             remedy="call fxq.convert(prepared) first",
         )
     _check_constants(integer)
-    _check_choice("style", style, ["auto", *STYLES])
-    _check_choice("io", io, ["float", "integer"])
+    check_choice("style", style, ["auto", *STYLES])
+    check_choice("io", io, ["float", "integer"])
     opsets, default = STYLES[_strict(style)]
-    _check_choice("opset", default if opset is None else opset, list(opsets))
+    check_choice("opset", default if opset is None else opset, list(opsets))
     target: Target = integer.meta["target"]
     if style == "fast" and not _has_kernels(integer):
         raise ConfigurationError(
@@ -137,7 +143,8 @@ def _check_constants(integer: fx.GraphModule) -> None:
             )
 
 
-def _check_choice(name: str, value: object, known: list[object]) -> None:
+def check_choice(name: str, value: object, known: list[object]) -> None:
+    """Raise ConfigurationError for a value that is none of these."""
     if value not in known:
         raise ConfigurationError(
             f"{name}={value!r} is unknown", because=f"it is one of {', '.join(map(str, known))}", remedy="pass one of these"

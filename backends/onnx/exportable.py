@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from fxquant.facts import BatchDim, TensorFact
 from fxquant.graph import fact
+from fxquant.ops.attention import scaled_dot_product_attention
 
 
 def attention(
@@ -32,6 +33,19 @@ def attention(
     return torch.softmax(scores, -1) @ value
 
 
+def own_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The same with the arguments of the operator in the table; without `enable_gqa`."""
+    return attention(query, key, value, attn_mask, 0.0, is_causal, scale)
+
+
 def chunk(input: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
     """`torch.chunk` along a dimension whose size is not fixed, into exactly so many chunks."""
     size = input.shape[dim]
@@ -44,6 +58,9 @@ def replacement(node: fx.Node) -> Callable[..., Any] | None:
     if node.target is F.scaled_dot_product_attention:
         ranks = {len(known.shape) for operand in node.args[:3] if isinstance(known := _fact(operand), TensorFact)}
         return attention if ranks != {4} and "enable_gqa" not in node.kwargs and not node.kwargs.get("dropout_p") else None
+    if node.target is scaled_dot_product_attention:
+        ranks = {len(known.shape) for operand in node.args[:3] if isinstance(known := _fact(operand), TensorFact)}
+        return own_attention if ranks != {4} and node.args[6:7] != (True,) and not node.kwargs.get("enable_gqa") else None
     if node.target is torch.chunk or (node.op == "call_method" and node.target == "chunk"):
         known, dim = _fact(node.args[0]), node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0)
         count = node.kwargs.get("chunks", node.args[1] if len(node.args) > 1 else None)

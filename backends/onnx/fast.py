@@ -153,7 +153,7 @@ def _check_whole(integer: fx.GraphModule, model: onnx.ModelProto, settings: Mapp
     """Raise ExportError if the model's outputs differ from the integer graph's on random inputs."""
     generator = torch.Generator().manual_seed(0)
     placeholders = [node for node in integer.graph.nodes if node.op == "placeholder"]
-    inputs = [_random_input(integer, node, generator) for node in placeholders]
+    inputs = [random_input(integer, node, generator) for node in placeholders]
     if _float_nodes(integer):
         return  # operators on the host round in their own ways; the kernels have been compared one by one
     with torch.no_grad():
@@ -181,7 +181,7 @@ def _float_nodes(integer: fx.GraphModule) -> list[fx.Node]:
     ]
 
 
-def _random_input(integer: fx.GraphModule, node: fx.Node, generator: torch.Generator) -> Tensor:
+def random_input(integer: fx.GraphModule, node: fx.Node, generator: torch.Generator) -> Tensor:
     """Real numbers over the range of the quantize that reads them; any others are normal, and integers are 0 or 1."""
     known: TensorFact = fact(node)
     size = known.at(BATCH_SIZES[0])

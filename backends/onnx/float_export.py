@@ -17,14 +17,16 @@ import torch
 from onnx import helper
 from torch import Tensor, fx
 
+from fxquant.backends.onnx.agreement import agrees
 from fxquant.backends.onnx.exportable import replacement
+from fxquant.backends.onnx.opsets import by_the_older_exporter, dynamic_of, example_of, opset_of, unchanged
 from fxquant.backends.onnx.parts import split
 from fxquant.backends.onnx.picks import emit_pick, is_pick
 from fxquant.backends.onnx.sizes import emit_size, sizes_for_primitives
 from fxquant.backends.onnx.translations import built_once
 from fxquant.errors import ExportError
-from fxquant.facts import BATCH_SIZES, BatchDim, TensorFact
-from fxquant.graph import attach, fact, qparams, resolve
+from fxquant.facts import BatchDim, TensorFact
+from fxquant.graph import attach, fact, is_python, qparams, resolve
 from fxquant.primitives import PRIMITIVES
 
 OLDEST_OPSET = 18  # that PyTorch's exporter writes in every version
@@ -91,7 +93,7 @@ class FloatRegions:
     def _export_together(self) -> None:
         """Fill `exported` with all regions' models, by one call of the exporter; leave it as it is if that fails, once for all."""
         left = {region.key: region for region in self.regions.values()}
-        if self.tried or len(left) < 2:
+        if self.tried or len(left) < 2 or self.opset < OLDEST_OPSET:  # what becomes of each in an old opset is compared
             return
         self.tried = True
         graph = fx.Graph()
@@ -175,13 +177,15 @@ class FloatRegions:
                 "an operator that stays in float cannot be exported",
                 node=found or region.nodes[0],
                 because=("" if found else "together with those behind it: ") + f"PyTorch's ONNX exporter says: {_reason(error)}",
-                remedy="replace the operator, or cut the model before it",
+                remedy="call it on the model's inputs or outputs instead, outside of forward"
+                if found is not None and is_python(found)
+                else "replace the operator, or cut the model before it",
             ) from error
         self._check_opset(model, region.nodes[0], "an operator that stays in float")
         return model
 
     def _check_opset(self, model: onnx.ModelProto, node: fx.Node, what: str) -> None:
-        written = next(entry.version for entry in model.opset_import if entry.domain == "")
+        written = opset_of(model)
         if written != self.opset:  # the conversion says nothing if it cannot
             raise ExportError(
                 f"{what} cannot be exported with opset={self.opset}",
@@ -205,6 +209,8 @@ class FloatRegions:
         """The first node of a region that cannot be exported by itself."""
         for node in region:
             inputs = [operand for operand in node.all_input_nodes if operand.op != "get_attr"]
+            if is_python(node) and fact(node) is None:
+                return node
             if not all(isinstance(fact(operand), TensorFact | int | BatchDim) for operand in inputs):
                 continue  # an element of a sequence: what made that is looked at
             try:
@@ -234,16 +240,23 @@ class FloatRegions:
 
     def _exported(self, part: fx.GraphModule, inputs: list[Any], outputs: int) -> onnx.ModelProto:
         """A model with inputs of these facts and so many outputs, by PyTorch's exporter. Raises whatever that raises."""
-        return self._at_opset(self._program(part, inputs, outputs))
+        model = self._at_opset(self._program(part, inputs, outputs))
+        if self.opset < OLDEST_OPSET and not (opset_of(model) == self.opset and agrees(model, part, inputs)):
+            older = by_the_older_exporter(part, inputs, outputs, self.opset)
+            if older is not None and agrees(older, part, inputs):
+                return older
+            if opset_of(model) == self.opset:
+                raise ValueError(f"what becomes of it in opset {self.opset} does not compute the same")
+        return model
 
     def _program(self, part: fx.GraphModule, inputs: list[Any], outputs: int) -> onnx.ModelProto:
         """The same, of the opset that the exporter writes."""
         program: Any = torch.onnx.export(
             part,
-            tuple(_example(known) for known in inputs),
+            tuple(example_of(known) for known in inputs),
             dynamo=True,
             opset_version=max(self.opset, OLDEST_OPSET),
-            dynamic_shapes=tuple(_dynamic(known) for known in inputs),
+            dynamic_shapes=tuple(dynamic_of(known) for known in inputs),
             verbose=False,
             input_names=[f"region_input_{i}" for i in range(len(inputs))],
             output_names=[f"region_output_{i}" for i in range(outputs)],  # no value inside has such a name
@@ -258,7 +271,7 @@ class FloatRegions:
     def _at_opset(self, model: onnx.ModelProto) -> onnx.ModelProto:
         """The model, said to be of the wanted opset if that means the same."""
         for entry in model.opset_import:
-            if entry.domain == "" and entry.version > self.opset and _unchanged(model, entry.version, self.opset):
+            if entry.domain == "" and entry.version > self.opset and unchanged(model, entry.version, self.opset):
                 entry.version = self.opset
         return model
 
@@ -290,21 +303,6 @@ class FloatRegions:
         domains = {o.domain for o in self.opsets} | {""}
         self.opsets.extend(helper.make_opsetid(o.domain, o.version) for o in model.opset_import if o.domain not in domains)
         emitter.types.update({name: known.dtype if isinstance(known, TensorFact) else torch.int64 for name, known in outputs.items()})
-
-
-def _unchanged(model: onnx.ModelProto, written: int, wanted: int) -> bool:
-    """Whether every operator of a model is in an older opset what it is in the one that was written."""
-
-    def since(operator: str, opset: int) -> int:
-        try:
-            found: int = onnx.defs.get_schema(operator, opset).since_version
-        except onnx.defs.SchemaError:  # it came later
-            return 0
-        return found
-
-    nodes = model.graph.node
-    plain = not model.functions and all(node.domain == "" and not any(a.HasField("g") for a in node.attribute) for node in nodes)
-    return plain and all(since(node.op_type, written) == since(node.op_type, wanted) for node in nodes)
 
 
 def _reason(error: BaseException) -> str:
@@ -340,10 +338,12 @@ def _quiet() -> Iterator[None]:
 
 
 _exporting = threading.Lock()
+_OF_THE_EXPORTER = ("torch.fx.experimental.symbolic_shapes", "torch._dynamo", "torch.export", "torch._export", "torch._logging")
 
 
 def _levels_raised() -> Iterator[None]:
-    loggers = {logging.getLogger(name): level for name, level in (("torch.onnx", logging.ERROR), ("onnxscript", logging.CRITICAL))}
+    levels = {"torch.onnx": logging.ERROR, "onnxscript": logging.CRITICAL, **dict.fromkeys(_OF_THE_EXPORTER, logging.CRITICAL)}
+    loggers = {logging.getLogger(name): level for name, level in levels.items()}
     before = {logger: logger.level for logger in loggers}
     for logger, level in loggers.items():
         logger.setLevel(level)
@@ -382,18 +382,6 @@ def _settings(module: torch.nn.Module) -> Any:
     if any((module._parameters, module._buffers, module._modules, module._forward_hooks, module._forward_pre_hooks)):
         return None
     return type(module), sorted((name, value) for name, value in vars(module).items() if not name.startswith("_") and name != "training")
-
-
-def _example(value: Any) -> Tensor | int:
-    if isinstance(value, TensorFact):
-        return torch.zeros(value.at(BATCH_SIZES[0]), dtype=value.dtype, device="cpu")
-    return value.at(BATCH_SIZES[0]) if isinstance(value, BatchDim) else int(value)
-
-
-def _dynamic(value: Any) -> Any:
-    if not isinstance(value, TensorFact):
-        return torch.export.Dim.DYNAMIC if isinstance(value, BatchDim) else None
-    return {index: torch.export.Dim.DYNAMIC for index, size in enumerate(value.shape) if isinstance(size, BatchDim)} or None
 
 
 def _real(node: fx.Node) -> TensorFact:

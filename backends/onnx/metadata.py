@@ -1,11 +1,12 @@
 """What an exported file says about itself, in its `metadata_props`.
 
     fxquant.version          the fxquant that wrote it
-    fxquant.style            "exact", "fast" or "qdq"
+    fxquant.style            "exact", "fast" or "qdq", or "float" of a model that is not quantized
     fxquant.io               "float" or "integer": what the file takes and returns
     fxquant.target           the target it was compiled for
     fxquant.inputs           JSON: for each input, in order, its name, dtype (the ONNX element type, as "float") and shape, and the
-                             name of the quantized tensor it is or is made into, "tensor", where there is one
+                             name of the quantized tensor it is or is made into, "tensor", where there is one; "layout", as "NHWC",
+                             where it is not PyTorch's
     fxquant.outputs          JSON: the same for each output, with the quantized tensor it is or was. Where it is that tensor (io
                              "integer"), what fxquant.tensors says of it is true of the numbers taken and returned
     fxquant.tensors          JSON: for each described value, by name, in the order they are computed:
@@ -48,9 +49,10 @@ from fxquant.version import __version__
 
 PREFIX = "fxquant."
 _PLAIN = ("version", "style", "io", "target")  # the others are JSON
-_ALLOWED = {"style": ("exact", "fast", "qdq"), "io": ("float", "integer")}
+_ALLOWED = {"style": ("exact", "fast", "qdq", "float"), "io": ("float", "integer")}
 KINDS = ("quantized", "accumulator", "plain", "float", "dynamic")
 LARGEST_EXPONENT = 64
+LAYOUTS = ("NWC", "NHWC", "NDHWC")
 STORAGES = ("int8", "uint8", "int16", "int32")
 RANGES = tuple(ACTIVATION_TYPES)
 # On x86 processors without VNNI, kernels add pairs of products in 16 bits, which can saturate, unless told not to.
@@ -126,6 +128,8 @@ def _check(entries: Mapping[str, Any], model: onnx.ModelProto) -> None:
         names = [entry.get("name") for entry in described]
         _require(names == [info.name for info in infos], f"fxquant.{what} names {names}, and the graph has {[info.name for info in infos]}")
         for entry in described:
+            layout = entry.get("layout")
+            _require(layout is None or (what == "inputs" and layout in LAYOUTS), f"fxquant.{what} has a layout {layout!r}")
             tensor = entry.get("tensor")
             _require(
                 tensor is None or (isinstance(tensor, str) and tensor in entries["tensors"]),

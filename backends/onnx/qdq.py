@@ -5,7 +5,7 @@
 It is written from the operators that an integer graph's nodes are the results of, with the graph's own integers as
 weights: by the form in an operator's record or, where there is none, by its float function (`Operator.onnx`). Quantized
 tensors keep their names. The numbers are not those of the integer graph: float sums are rounded, and other compilers
-choose kernels of their own.
+choose kernels of their own. Below opset 21, in which QuantizeLinear knows no int16, such tensors are whole numbers in floats.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fxquant.numerics import ACTIVATION_TYPES
 from fxquant.ops import OPERATORS, Operator, Own
 from fxquant.ops.form import INT16_OPSET, Call
 from fxquant.primitives import PRIMITIVES, Primitive, selection, shape
-from fxquant.primitives.boundary import as_float32
+from fxquant.primitives.boundary import as_float32, dequantize
 
 # These move floats as well as integers.
 MOVING = {
@@ -57,13 +57,12 @@ class QdqWriter(Writer):
         self._check()
 
     def _check(self) -> None:
-        for name in self.operations:
-            described = qparams(self.nodes[name])
-            if described is not None and described.dtype == "int16" and self.opset < INT16_OPSET:
+        for node in self._wide() if self.io == "integer" else ():
+            if node.op == "placeholder" or any(user.op == "output" or user.target is dequantize for user in node.users):
                 raise ConfigurationError(
-                    f"opset={self.opset} is too old for this model",
-                    because=f"%{name} is int16, which QuantizeLinear and DequantizeLinear know since opset {INT16_OPSET}",
-                    remedy=f"export with opset={INT16_OPSET}",
+                    f"io='integer' cannot be used with opset={self.opset}",
+                    because=f"%{node.name} is int16, which QuantizeLinear and DequantizeLinear know since opset {INT16_OPSET}",
+                    remedy=f"export with opset={INT16_OPSET}, or with io='float'",
                 )
         missing = next((name for name in self.lowered if name not in self.operations), None)
         if missing is not None:
@@ -72,6 +71,18 @@ class QdqWriter(Writer):
                 because=f"it does not say which operator %{missing} is the result of",
                 remedy="convert the prepared model again",
             )
+
+    def _wide(self) -> list[fx.Node]:
+        """The int16 tensors, where the opset has no integers for them."""
+        if self.opset >= INT16_OPSET:
+            return []
+        return [node for node in self.nodes.values() if (known := qparams(node)) is not None and known.dtype == "int16"]
+
+    def _describe(self, node: fx.Node, name: str, kind: str) -> None:
+        if kind == "quantized" and self.emitter.types[name].is_floating_point:
+            self.tensors[name] = {"kind": "float"}  # whole numbers in floats, which no reader takes for stored integers
+            return
+        super()._describe(node, name, kind)
 
     # ---- nodes ------------------------------------------------------------------------------------------------------
 
@@ -180,6 +191,9 @@ class QdqWriter(Writer):
         """The value's integers; a range that is narrower than its storage is a Clip, unless the value is limited to it anyhow."""
         e, dtype = self.emitter, ACTIVATION_TYPES[described.dtype]
         scale = torch.tensor(described.scale, dtype=torch.float32, device="cpu")
+        if described.dtype == "int16" and self.opset < INT16_OPSET:
+            rounded = e.node("Round", e.node("Div", value, e.constant(scale)))
+            return e.node("Clip", rounded, e.constant(float(dtype.low)), e.constant(float(dtype.high)))
         limits = torch.iinfo(dtype.storage)
         if not limited and (dtype.low, dtype.high) != (limits.min, limits.max):
             value = e.node("Clip", value, e.constant(float(scale * dtype.low)), e.constant(float(scale * dtype.high)))
@@ -187,6 +201,8 @@ class QdqWriter(Writer):
 
     def _dequantize(self, value: str, described: QParams) -> str:
         e = self.emitter
+        if described.dtype == "int16" and self.opset < INT16_OPSET:
+            return e.node("Mul", value, e.constant(torch.tensor(described.scale, dtype=torch.float32, device="cpu")))
         return e.node(
             "DequantizeLinear",
             value,

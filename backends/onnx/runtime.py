@@ -18,6 +18,7 @@ from onnx.reference.op_run import OpRun
 from onnx.reference.ops import op_max_pool
 from torch import Tensor
 
+from fxquant.backends.onnx.layouts import to_file
 from fxquant.backends.onnx.metadata import read_metadata, read_model
 from fxquant.errors import ExportError
 
@@ -131,6 +132,7 @@ class OnnxModel:
         self.target: str = self.metadata.get("target", "")
         self.in_float: dict[str, str] = self.metadata.get("float", {})
         self.tensors: dict[str, dict[str, Any]] = self.metadata["tensors"]
+        self.layouts = {entry["name"]: to_file(entry["layout"]) for entry in self.metadata["inputs"] if "layout" in entry}
         self.input_names = [info.name for info in self.model.graph.input]
         self.output_names = [info.name for info in self.model.graph.output]
 
@@ -142,7 +144,7 @@ class OnnxModel:
         """A way to run the model: `expose` names values returned besides the outputs, `feed` values given as inputs."""
         model = _with_values(self.model, expose, feed)
         _, level, threads = next(row for row in RUNTIMES if row[0] == runtime)
-        return Runner(model, level, threads, self.path.parent, self.metadata.get("session_options", {}), str(self.path))
+        return Runner(model, level, threads, self.path.parent, self.metadata.get("session_options", {}), str(self.path), self.layouts)
 
     def runners(self, expose: Sequence[str], feed: Sequence[str] = ()) -> Iterator[tuple[str, Runner]]:
         """One runner per runtime."""
@@ -152,6 +154,8 @@ class OnnxModel:
 
 class Runner:
     """One runtime holding one model; `folder` is where its external data stands, `settings` are options of onnxruntime.
+
+    Inputs are given in PyTorch's layout; `layouts` are the orders of dimensions in which the file takes some of them.
 
     Raises ExportError, which says `name`, if the model cannot be loaded or run.
     """
@@ -164,7 +168,9 @@ class Runner:
         folder: Path | None = None,
         settings: Mapping[str, str] | None = None,
         name: str = "the model",
+        layouts: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
+        self.layouts = layouts or {}
         self.outputs = [info.name for info in model.graph.output]
         self.inputs = [info.name for info in model.graph.input]
         self.name, self.runtime = name, "ONNX's reference evaluator" if level is None else "onnxruntime"
@@ -193,7 +199,8 @@ class Runner:
 
     def __call__(self, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The outputs and exposed values, by name."""
-        arrays = {name: feeds[name].detach().cpu().numpy() for name in self.inputs}
+        given = {name: feeds[name].permute(tuple(self.layouts[name])) if name in self.layouts else feeds[name] for name in self.inputs}
+        arrays = {name: np.ascontiguousarray(value.detach().cpu().numpy()).reshape(value.shape) for name, value in given.items()}
         try:
             results = self._run(arrays)
         except Exception as error:

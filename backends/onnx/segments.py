@@ -8,7 +8,8 @@ manifest.json
     inputs      the names of the tensors that the model takes, in order
     outputs     the names of the tensors that it returns, in order
     segments    in the order they run: the file, where it runs ("host", or the target's name), and the names of the tensors it takes
-                and gives, in the order of the file's inputs and outputs
+                and gives, in the order of the file's inputs and outputs. Of one that ONNX cannot say, since functions behind fxq.wrap or
+                modules of leaf= are in it, the file is null, and "python" names these calls
     tensors     for each tensor that passes: its ONNX element type, its shape, and of a quantized one scale, zero point and dtype
 """
 
@@ -16,23 +17,33 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, fx
 
-from fxquant.analysis.partition import Segment, grouped, segments
+from fxquant.analysis.partition import HOST, Segment, grouped, segments
 from fxquant.analysis.segments import returned
-from fxquant.arguments import FOLDER, checked, choice
+from fxquant.arguments import FOLDER, Kind, checked, choice
 from fxquant.backends.onnx.export import STYLES, build, check_arguments
 from fxquant.backends.onnx.files import save_model
 from fxquant.backends.onnx.runtime import RUNTIME_NAMES, OnnxModel
 from fxquant.errors import ConfigurationError, ExportError
+from fxquant.graph import is_python
 from fxquant.model import Model
 from fxquant.version import __version__
 
 MANIFEST, FORMAT = "manifest.json", 1
+
+
+def _functions(value: Any) -> dict[str, Callable[..., Any]]:
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) and callable(function) for name, function in value.items()):
+        raise TypeError
+    return dict(value)
+
+
+FUNCTIONS = Kind("a dict of functions by names of tensors", _functions)
 
 
 @checked(folder=FOLDER)
@@ -43,7 +54,8 @@ def export_segments(
 
     The segments are those that `segments(integer, cut)` lists: one for each stretch of the target's integers, and of the host's float
     operators, and cut behind the tensors that `cut` names. Joined, they give the bits of the whole. A tensor that passes from integers to
-    integers passes as the integers it is. The files are in style "exact"; `run_segments` runs them.
+    integers passes as the integers it is. The files are in style "exact"; `run_segments` runs them. A segment on the host with Python in
+    it (`wrap`, `leaf=`) that no ONNX operators can say has no file: the manifest names its tensors, between which the user's Python runs.
 
     Raises ConfigurationError or ExportError.
     """
@@ -57,17 +69,29 @@ def export_segments(
     written, tensors = [], dict[str, Any]()
     for index, ((_, nodes), part) in enumerate(zip(grouped(integer, cut), parts, strict=True)):
         outputs = [*part.outputs, *(constants if index == len(parts) - 1 else ())]
-        model = build(_alone(integer, nodes, part, outputs), "exact", "float", opset or STYLES["exact"][1], None, None)
-        name = f"{index}-{part.device}.onnx"
-        save_model(model, directory / name, None)
-        written.append({"file": name, "device": part.device, "inputs": list(part.inputs), "outputs": outputs})
-        tensors.update(_described(OnnxModel(directory / name), part.inputs, outputs))
+        entry: dict[str, Any] = {
+            "file": f"{index}-{part.device}.onnx",
+            "device": part.device,
+            "inputs": list(part.inputs),
+            "outputs": outputs,
+        }
+        try:
+            model = build(_alone(integer, nodes, part, outputs), "exact", "float", opset or STYLES["exact"][1], None, None)
+        except ExportError:
+            kept = [node.name for node in nodes if is_python(node)]
+            if part.device != HOST or not kept:
+                raise
+            written.append({**entry, "file": None, "python": kept})
+            continue
+        written.append(entry)
+        save_model(model, directory / str(entry["file"]), None)
+        tensors.update(_described(OnnxModel(directory / str(entry["file"])), part.inputs, outputs))
     manifest = {
         "fxquant": __version__,
         "format": FORMAT,
         "target": integer.meta["target"].name,
         "inputs": [node.name for node in integer.graph.find_nodes(op="placeholder")],
-        "outputs": [node.name for node in returned(integer)],
+        "outputs": [node.name for node in returned(integer, everything=True)],
         "segments": written,
         "tensors": tensors,
     }
@@ -112,12 +136,16 @@ def _described(written: OnnxModel, inputs: Sequence[str], outputs: Sequence[str]
     return found
 
 
-@checked(folder=FOLDER, runtime=choice(*RUNTIME_NAMES))
-def run_segments(folder: str | os.PathLike[str], *inputs: Tensor, runtime: str = RUNTIME_NAMES[0]) -> tuple[Tensor, ...]:
+@checked(folder=FOLDER, runtime=choice(*RUNTIME_NAMES), python=FUNCTIONS.or_none("every segment has a file"))
+def run_segments(
+    folder: str | os.PathLike[str], *inputs: Tensor, runtime: str = RUNTIME_NAMES[0], python: Mapping[str, Callable[..., Any]] | None = None
+) -> tuple[Any, ...]:
     """What the segments in a folder give for these inputs, one after another as its manifest says: the model's outputs, flattened.
 
-    `runtime` is one of those that `verify` uses. Raises ExportError for a folder without a usable manifest, and ConfigurationError for
-    inputs that are not as many as the model's.
+    `runtime` is one of those that `verify` uses. `python` has a function for each segment without a file, by the name of its first output,
+    which is called with the segment's inputs and returns its output, or a tuple of its outputs, in the manifest's order. Raises
+    ExportError for a folder without a usable manifest, and ConfigurationError for inputs that are not as many as the model's, and where
+    a function is missing.
     """
     directory = Path(folder)
     manifest = _read(directory / MANIFEST)
@@ -129,10 +157,27 @@ def run_segments(folder: str | os.PathLike[str], *inputs: Tensor, runtime: str =
         )
     values = dict(zip(manifest["inputs"], inputs, strict=True))
     for entry in manifest["segments"]:
+        if entry["file"] is None:
+            given = [values[name] for name in entry["inputs"]]
+            results = _function(entry, python or {})(*given)
+            values.update(zip(entry["outputs"], results if len(entry["outputs"]) > 1 else [results], strict=True))
+            continue
         opened = OnnxModel(directory / entry["file"])
         found = opened.runner(runtime, ())(dict(zip(opened.input_names, (values[name] for name in entry["inputs"]), strict=True)))
         values.update(zip(entry["outputs"], (found[name] for name in opened.output_names), strict=True))
     return tuple(values[name] for name in manifest["outputs"])
+
+
+def _function(entry: dict[str, Any], python: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """What runs a segment that has no file."""
+    name = entry["outputs"][0]
+    if name not in python:
+        raise ConfigurationError(
+            f"the segment that gives {name!r} cannot be run",
+            because=f"it has no file: {', '.join(entry['python'])} were kept as Python",
+            remedy=f"pass python={{{name!r}: …}}, a function of {', '.join(entry['inputs'])} that returns {', '.join(entry['outputs'])}",
+        )
+    return python[name]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -156,7 +201,7 @@ def _unusable(manifest: dict[str, Any]) -> str | None:
         return f"its format is {manifest['format']!r}, and this fxquant reads {FORMAT}"
     known = set(manifest["inputs"])
     for entry in manifest["segments"]:
-        if Path(entry["file"]).name != entry["file"]:
+        if entry["file"] is not None and Path(entry["file"]).name != entry["file"]:
             return f"{entry['file']!r} is no file beside it"
         missing = [name for name in entry["inputs"] if name not in known]
         if missing:

@@ -96,7 +96,7 @@ class Writer:
             "version": __version__,
             "style": self.style,
             "io": self.io,
-            "target": self.integer.meta["target"].name,
+            "target": self.target(),
             "inputs": [_interface(info, self.sources) for info in self.inputs],
             "outputs": [_interface(info, self.sources) for info in outputs],
             "tensors": self.tensors,
@@ -104,6 +104,10 @@ class Writer:
             "provenance": self._provenance(),
             "session_options": {},
         }
+
+    def target(self) -> str:
+        """The name of the target that the model was compiled for."""
+        return str(self.integer.meta["target"].name)
 
     def _provenance(self) -> dict[str, dict[str, Any]]:
         """Which values of the float model the described tensors are."""

@@ -47,6 +47,7 @@ class Report:
                 of the contract and not counted as mismatches
     floats      how far the outputs that float operators compute are apart, by name, where the integers before them are equal
     first       where the first difference is; None if there is none
+    targets     what the two forms were compiled for, where these are two
     """
 
     pairs: list[str] = field(default_factory=list)
@@ -56,6 +57,7 @@ class Report:
     names: set[str] = field(default_factory=set)
     first: Difference | None = None
     floats: dict[str, FloatDifference] = field(default_factory=dict)
+    targets: tuple[str, str] | None = None
 
     @property
     def tensors(self) -> int:
@@ -70,6 +72,7 @@ class Report:
         self.elements += other.elements
         self.flips += other.flips
         self.first = self.first or other.first
+        self.targets = self.targets or other.targets
         for name, difference in other.floats.items():
             self.floats.setdefault(name, FloatDifference(name)).merge(difference)
 
@@ -86,6 +89,8 @@ class Report:
         lines.extend(f"  {difference}" for difference in self.floats.values() if difference.differing)
         if self.first is not None:
             lines.append(str(self.first))
+        if self.targets is not None:
+            lines.append(f"one of the two was compiled for {self.targets[0]}, the other for {self.targets[1]}, whose numbers differ")
         return "\n".join(lines)
 
 

@@ -32,11 +32,11 @@ def _is_integer(model: fx.GraphModule, node: fx.Node) -> bool:
     return primitive_of(node) is not None or quantized_operator(model, node) is not None
 
 
-def returned(model: fx.GraphModule) -> list[fx.Node]:
-    """The nodes of the tensors that a model returns, in order."""
+def returned(model: fx.GraphModule, everything: bool = False) -> list[fx.Node]:
+    """The nodes of the tensors that a model returns, in order; with `everything` those of all that it computes."""
     found: list[fx.Node] = []
     fx.map_arg(next(node for node in reversed(model.graph.nodes) if node.op == "output").args, found.append)
-    return [node for node in found if isinstance(fact(node), TensorFact) or node.op == "get_attr"]
+    return [node for node in found if isinstance(fact(node), TensorFact) or node.op == "get_attr" or (everything and fact(node) is None)]
 
 
 def float_outputs(model: fx.GraphModule) -> set[str]:

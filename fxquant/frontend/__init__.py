@@ -7,11 +7,12 @@ attach_signature(model)        let a graph be called like the float model
 is_traced(module)              whether `trace` made it
 float_model(model)             the float model that is meant, or an error that says what it is instead
 default_leaf(module, path)     which modules stay whole
+wrap(function)                 keep a function out of graphs
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,18 +23,31 @@ from fxquant.arguments import checked
 from fxquant.errors import FxQuantError, TraceError
 from fxquant.facts import BATCH_SIZES
 from fxquant.frontend.batch_limits import note_batch_limits
+from fxquant.frontend.branches import Branch, attach_branch
 from fxquant.frontend.checks import RETRACE_SIZES, compare_recordings, compare_with_model
 from fxquant.frontend.entry import float_model, is_traced
 from fxquant.frontend.input_check import InputCheck, attach_input_check
 from fxquant.frontend.inputs import ExampleInputs, bind_inputs
-from fxquant.frontend.leaves import LeafRule, default_leaf
+from fxquant.frontend.leaves import LeafRule, Leaves, default_leaf, leaf_rule
+from fxquant.frontend.opaque import wrap
 from fxquant.frontend.result import assumptions, build
 from fxquant.frontend.signature import attach_signature
 from fxquant.frontend.tracer import Recording, record
 from fxquant.model import collection_paused
 from fxquant.quantization.mapping import attached_qconfigs
 
-__all__ = ["InputCheck", "assumptions", "attach_input_check", "attach_signature", "default_leaf", "float_model", "is_traced", "trace"]
+__all__ = [
+    "InputCheck",
+    "assumptions",
+    "attach_branch",
+    "attach_input_check",
+    "attach_signature",
+    "default_leaf",
+    "float_model",
+    "is_traced",
+    "trace",
+    "wrap",
+]
 
 
 @checked()
@@ -42,7 +56,9 @@ def trace(
     example_inputs: Any,
     dynamic_shapes: Any = None,
     *,
-    leaf: LeafRule | None = None,
+    leaf: Leaves = None,
+    preserve: Sequence[str] = (),
+    training_branch: bool = False,
     check: bool = True,
 ) -> fx.GraphModule:
     """The graph of a model in eval mode; the model itself is not changed. A graph this has made is returned as it is.
@@ -51,7 +67,11 @@ def trace(
 
     example_inputs   a tuple of forward's arguments, a dict of keyword arguments, or one tensor
     dynamic_shapes   None: dimension 0 of the inputs varies; {} or False: every size is the example's
-    leaf             which modules stay whole, given the module and its path; `default_leaf` if None
+    leaf             which modules stay whole, besides PyTorch's own layers: a class, a path, or several; or a function of a module and
+                     its path that decides for all. What is no layer of PyTorch's then runs as Python, in float, and is not looked into
+    preserve         names of attributes, methods and modules of the model, "head.stride", that the graph, and what is made from it, has
+    training_branch  what forward computes and returns only in train mode (auxiliary heads) is beside the graph, as a module that does
+                     it while the graph is in train mode
     check            trace again at other batch sizes and compare; run both on the example and compare
     """
     model = float_model(model)
@@ -60,13 +80,15 @@ def trace(
         return model
     inputs = bind_inputs(model, example_inputs, dynamic_shapes, check)
     with collection_paused():
-        traced, draws = _traced(model, inputs, leaf, check)
+        traced, draws = _traced(model, inputs, leaf_rule(leaf, model), check, preserve, training_branch)
         if check:
             compare_with_model(model, traced, inputs, draws)
     return traced
 
 
-def _traced(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule | None, check: bool) -> tuple[fx.GraphModule, bool]:
+def _traced(
+    model: nn.Module, inputs: ExampleInputs, leaf: LeafRule, check: bool, preserve: Sequence[str], training_branch: bool
+) -> tuple[fx.GraphModule, bool]:
     """The graph, and whether anything in the model draws random numbers."""
     qconfigs = attached_qconfigs(model)
     recording = _recorded(model, inputs, leaf, qconfigs)
@@ -74,13 +96,22 @@ def _traced(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule | None, chec
         compare_recordings(recording, record(model, inputs, (*RETRACE_SIZES, *BATCH_SIZES), leaf, locate=False))
     if inputs.batch is not None:
         note_batch_limits(recording.graph, inputs.batch)
-    traced = build(model, recording)
+    traced = build(model, recording, preserve, _branch(model, inputs, leaf, recording, check) if training_branch else None)
     if qconfigs:
         traced.meta["qconfigs"] = list(qconfigs)  # the paths of their modules
     return traced, recording.draws
 
 
-def _recorded(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule | None, qconfigs: Mapping[str, Any]) -> Recording:
+def _branch(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule, recording: Recording, check: bool) -> Branch | None:
+    """What a trace in train mode has besides; None if it has nothing."""
+    again = record(model, inputs, (*BATCH_SIZES, *RETRACE_SIZES), leaf, locate=True, training=True)
+    if check and inputs.batch is not None:
+        compare_recordings(again, record(model, inputs, (*RETRACE_SIZES, *BATCH_SIZES), leaf, locate=False, training=True))
+    branch = Branch(recording, again)
+    return branch if branch.differs else None
+
+
+def _recorded(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule, qconfigs: Mapping[str, Any]) -> Recording:
     try:
         return record(model, inputs, (*BATCH_SIZES, *RETRACE_SIZES), leaf, qconfigs, locate=True)
     except TraceError as error:
@@ -94,7 +125,7 @@ def _recorded(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule | None, qc
         ) from error.__cause__
 
 
-def _runs_at_one_size(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule | None) -> bool:
+def _runs_at_one_size(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule) -> bool:
     """Whether a model that cannot be traced at any batch size can be at the example's."""
     try:
         record(model, replace(inputs, batch=None), (*BATCH_SIZES, *RETRACE_SIZES), leaf, locate=False)

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from fxquant.frontend.memory import Memory
+from fxquant.frontend.unknown import Unknown
 from fxquant.frontend.values import BatchFloat, BatchInt, BatchNumber, TracedTensor, Value, refuse
 
 ATOMS = frozenset((
@@ -26,14 +27,15 @@ class Arguments:
     fake     whether the content of any of the tensors is unknown while tracing
     known    whether the content of any of the tensors is known while tracing
     traced   the traced tensors among the arguments, in order
+    unknown  whether there is something of which nothing is known
     """
 
-    __slots__ = ("attribute", "fake", "key", "known", "memory", "substitutes", "traced")
+    __slots__ = ("attribute", "fake", "key", "known", "memory", "substitutes", "traced", "unknown")
 
     def __init__(self, function: Any, memory: Memory, attribute: Callable[[torch.Tensor], tuple[fx.Node, Value]]) -> None:
         self.memory, self.attribute = memory, attribute
         self.key: list[Any] = [function]
-        self.fake = self.known = False
+        self.fake = self.known = self.unknown = False
         self.traced: list[TracedTensor] = []
         self.substitutes: dict[int, Value] = {}
 
@@ -91,6 +93,10 @@ class Arguments:
         return node
 
     def _other(self, arg: Any) -> Any:
+        if isinstance(arg, Unknown):
+            self.fake = self.unknown = True
+            self.key.append(id(arg))
+            return arg.node
         if isinstance(arg, (bool, int, float, str)):  # numpy scalars, str and int enums
             plain = next(base for base in (bool, int, float, str) if isinstance(arg, base))(arg)
             self.key.append(plain)
@@ -112,7 +118,7 @@ def is_tracked(args: Iterable[Any], known: dict[int, Any]) -> bool:
     """Whether a traced tensor, a batch number, or a tensor in `known` (by identity) is among the arguments."""
     for arg in args:
         kind = type(arg)
-        if kind is TracedTensor or kind is BatchInt or kind is BatchFloat:
+        if kind is TracedTensor or kind is BatchInt or kind is BatchFloat or kind is Unknown:
             return True
         if kind in ATOMS:
             continue

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from fxquant.frontend.unknown import UNKNOWN
 from fxquant.frontend.values import BatchNumber, Number, TracedTensor, Value, refuse
 
 
@@ -100,6 +101,10 @@ class Evaluator:
         same = isinstance(zeros.template, Value) and zeros.template is ones.template
         return zeros if same else None
 
+    def run_filled(self, function: Callable[..., Any], args: Any, kwargs: Any, substitutes: dict[int, Value], sample: int) -> Outcome:
+        """As `run`, on tensors filled with 0, with 1, or with numbers drawn from another seed, where their content is not known."""
+        return self._outcome(function, args, kwargs, *(_Side(name, _Filling(sample), substitutes) for name in ("a", "b")))
+
     def _outcome(self, function: Callable[..., Any], args: Any, kwargs: Any, side_a: _Side, side_b: _Side) -> Outcome:
         a = self._run_side(function, args, kwargs, side_a)
         b = a if self.static else self._run_side(function, args, kwargs, side_b)
@@ -162,10 +167,24 @@ def is_data_dependent(error: BaseException) -> bool:
 _KNOWN = object()
 
 
+class _Filling:
+    """Tensors of one number, 0 or 1, or of numbers from a generator of its own."""
+
+    def __init__(self, sample: int) -> None:
+        self._number = sample if sample in (0, 1) else None
+        self._generator = torch.Generator().manual_seed(sample)
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._number is not None:
+            return torch.full(tensor.shape, self._number, dtype=tensor.dtype, device=tensor.device)
+        drawn = torch.rand(tensor.shape, generator=self._generator)
+        return (drawn if tensor.dtype.is_floating_point or tensor.dtype.is_complex else drawn.round()).to(tensor.device, tensor.dtype)
+
+
 class _Side:
     """The arguments of a call as they are at one batch size.
 
-    content      None for fake tensors, `_KNOWN` for real ones, or the number to fill real tensors of unknown content with
+    content      None for fake tensors, `_KNOWN` for real ones, or what fills real tensors of unknown content: a number, or a `_Filling`
     traced       the tensors that stand for traced ones, in order
     """
 
@@ -202,6 +221,8 @@ class _Side:
         tensor: torch.Tensor = getattr(value, self.name)
         if self.content is None or self.content is _KNOWN or value.real:
             return tensor
+        if isinstance(self.content, _Filling):
+            return self.content(tensor)
         return torch.full(tensor.shape, self.content, dtype=tensor.dtype, device=tensor.device)
 
 
@@ -228,4 +249,4 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _has_values(template: Any) -> bool:
     if isinstance(template, Sequenced):
         return any(_has_values(item) for item in template.items)
-    return isinstance(template, (Value, Number))
+    return isinstance(template, (Value, Number)) or template is UNKNOWN

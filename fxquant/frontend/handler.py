@@ -19,6 +19,7 @@ from fxquant.frontend.shapes import known_result
 from fxquant.frontend.snapshot import Snapshot
 from fxquant.frontend.source import user_source
 from fxquant.frontend.spelling import Spelling, is_random, property_name, property_spelling, python_operator, spelling_of
+from fxquant.frontend.unknown import UNKNOWN, Unknown
 from fxquant.frontend.values import BatchFloat, BatchInt, BatchNumber, Number, TracedTensor, Value, numeric_fact, refuse
 from fxquant.frontend.written_out import by_own_names, written_out
 
@@ -54,6 +55,7 @@ class Handler:
         self.known: dict[int, Any] = dict(snapshot.tensors)
         self.memory = Memory(self.record, self.note, snapshot.tensors, self.known)
         self.constants: dict[str, torch.Tensor] = {}
+        self.methods: dict[str, tuple[nn.Module, Callable[..., Any]]] = {}  # kept as Python, by the path of their call
         self.notes: dict[str, None] = {}
         self.paused = False
         self._root_code = root_code
@@ -196,7 +198,7 @@ class Handler:
             return _plain(outcome.template)
         node = self.graph.create_node(op, target, node_args, node_kwargs)
         self._describe(node, _fact(outcome.template))
-        result = self._wrap(node, outcome.template)
+        result = self.wrap(node, outcome.template)
         if outcome.alias is not None:
             step = view_step(self.record, op, target, function, args, kwargs) if outcome.alias == 0 else None
             share_memory(arguments.traced[outcome.alias], result, outcome.same_place, step)
@@ -264,7 +266,12 @@ class Handler:
         if self.qconfig:
             graph.attach_qconfigs(node, self.qconfig)
 
-    def _wrap(self, node: fx.Node, template: Any) -> Any:
+    def describe(self, node: fx.Node, template: Any) -> None:
+        """Tell a node what is known of its result, and where it was written."""
+        self._describe(node, _fact(template))
+
+    def wrap(self, node: fx.Node, template: Any) -> Any:
+        """What stands for the result of a node in the model's Python."""
         if isinstance(template, Value):
             return TracedTensor(node, template)
         if isinstance(template, Sequenced):
@@ -273,14 +280,26 @@ class Handler:
         if isinstance(template, Number):
             kind = BatchInt if isinstance(template.a, int) else BatchFloat
             return kind(self._foreseen(template.a, template.b), node)
-        return template
+        return Unknown(node) if template is UNKNOWN else template
+
+    def unknown_item(self, unknown: Unknown, index: Any) -> Unknown:
+        """An item, by a number or a name, of something of which nothing is known."""
+        node = self.graph.create_node("call_function", operator.getitem, (unknown.node, index))
+        self._describe(node, None)
+        return Unknown(node)
+
+    def method(self, module: nn.Module, function: Callable[..., Any]) -> str:
+        """The path at which the graph calls a method of a module that is kept as Python."""
+        target = f"{self.snapshot.paths.get(id(module), self.path)}.{function.__name__}".lstrip(".")
+        self.methods[target] = module, function
+        return target
 
     def _item(self, node: fx.Node, name: Any, template: Any) -> Any:
-        if not isinstance(template, (Value, Number, Sequenced)):
+        if not (isinstance(template, (Value, Number, Sequenced)) or template is UNKNOWN):
             return template
         item = self.graph.create_node("call_function", operator.getitem, (node, name))
         self._describe(item, _fact(template), node.meta.get("module"))
-        return self._wrap(item, template)
+        return self.wrap(item, template)
 
     # ---- properties, parameters, constants -------------------------------------------------------------------------
 
@@ -362,6 +381,8 @@ def _fact(template: Any) -> Any:
     if isinstance(template, Sequenced):
         facts_of_items = [_fact(item) for item in template.items]
         return dict(zip(template.keys, facts_of_items, strict=True)) if template.keys is not None else tuple(facts_of_items)
+    if template is UNKNOWN:
+        return None
     return numeric_fact(template.a, template.b) if isinstance(template, Number) else template
 
 

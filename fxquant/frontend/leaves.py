@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from fxquant.errors import ConfigurationError
 from fxquant.frontend.arguments import ATOMS, is_tracked
 from fxquant.frontend.entry import refuse_scripted, uncompiled
 from fxquant.frontend.handler import Handler
+from fxquant.frontend.opaque import record
 from fxquant.frontend.values import TracedTensor
+from fxquant.graph import LEAF
 from fxquant.stubs import stub_of
 
 LeafRule = Callable[[nn.Module, str], bool]
@@ -28,13 +33,50 @@ def default_leaf(module: nn.Module, path: str) -> bool:
     return type(module).__module__.startswith(_HOME) and not isinstance(module, _CONTAINERS)
 
 
+Leaves = Any  # a LeafRule, a class of modules, the path of one, or several of these
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A rule: PyTorch's own layers stay whole, and so do modules of these classes, and those at these paths."""
+
+    kinds: tuple[type, ...]
+    paths: frozenset[str]
+
+    def __call__(self, module: nn.Module, path: str) -> bool:
+        return path in self.paths or isinstance(module, self.kinds) or default_leaf(module, path)
+
+
+def leaf_rule(leaf: Leaves, model: nn.Module) -> LeafRule:
+    """The rule that is meant. Raises ConfigurationError for a class or a path that no module of the model has."""
+    if leaf is None:
+        return default_leaf
+    if callable(leaf) and not isinstance(leaf, type):
+        rule: LeafRule = leaf
+        return rule
+    wanted = [leaf] if isinstance(leaf, type | str) else list(leaf)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    first = {id(module): path for path, module in model.named_modules()}
+    for one in wanted:
+        there = one in modules if isinstance(one, str) else any(isinstance(module, one) for module in modules.values())
+        if not there:
+            near = difflib.get_close_matches(one, modules, n=1) if isinstance(one, str) else []
+            raise ConfigurationError(
+                f"leaf={one!r} names no module" if isinstance(one, str) else f"leaf={one.__name__} names no module",
+                because=f"the model has none {'at that path' if isinstance(one, str) else 'of that class'}",
+                remedy=f"did you mean {near[0]!r}?" if near else "its modules are what model.named_modules() lists",
+            )
+    names = frozenset(first[id(modules[one])] for one in wanted if isinstance(one, str))
+    return Chosen(tuple(one for one in wanted if isinstance(one, type)), names)
+
+
 class ModuleCalls:
     """What happens when a module is called while the model is traced."""
 
-    def __init__(self, handler: Handler, leaf: LeafRule | None, qconfigs: Mapping[str, Any]) -> None:
+    def __init__(self, handler: Handler, leaf: LeafRule, qconfigs: Mapping[str, Any]) -> None:
         self._handler = handler
         self._qconfigs = qconfigs
-        self._rule = leaf or default_leaf
+        self._rule = leaf
         self._keys: dict[int, Any] = {}  # of leaves by identity; None for other modules
 
     def __call__(self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -79,6 +121,8 @@ class ModuleCalls:
         return key
 
     def _record(self, module: nn.Module, path: str, key: Any, args: Any, kwargs: Any) -> Any:
+        if not default_leaf(module, path):
+            return record(self._handler, "call_module", path, type(module).forward.__get__(module), args, kwargs, None, LEAF)
         in_place = module.__dict__.get("inplace") is True
         function = _OutOfPlace(module) if in_place else type(module).forward.__get__(module)
         result = self._handler.record("call_module", path, function, args, kwargs, key=key)

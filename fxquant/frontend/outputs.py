@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from fxquant.frontend.unknown import Unknown
 from fxquant.frontend.values import BatchNumber, refuse
 
 _RETURNED = "fxquant.returned"  # in `meta`: {"form": the form of what forward returned}
@@ -43,7 +44,7 @@ class Returned:
         """The nest, and its form."""
         if isinstance(output, torch.Tensor):
             return self._leaf(output), None
-        if isinstance(output, BatchNumber):
+        if isinstance(output, BatchNumber | Unknown):
             return output.node, None
         registered = pytree.SUPPORTED_NODES.get(type(output))
         if registered is not None and type(output).__module__.partition(".")[0] not in ("builtins", "collections", "torch"):
@@ -124,7 +125,7 @@ class ReturnForm:
     form: Form
 
     def __call__(self, module: Any, args: Any, result: Any) -> Any:
-        return _rebuilt(self.form, result)
+        return rebuilt(self.form, result)
 
 
 def attach_form(module: fx.GraphModule) -> None:
@@ -163,14 +164,14 @@ def _classes(form: Form) -> Iterator[str]:
         yield from _classes(inner)
 
 
-def _rebuilt(form: Form, value: Any) -> Any:
+def rebuilt(form: Form, value: Any) -> Any:
     """The nest with the classes made again that pytree knows in this process."""
     if form is None or not isinstance(value, (dict, list, tuple)):
         return value
     parts = list(value.values()) if isinstance(value, dict) else list(value)
     if len(parts) != len(form[-1]):
         return value
-    parts = [_rebuilt(inner, part) for inner, part in zip(form[-1], parts, strict=True)]
+    parts = [rebuilt(inner, part) for inner, part in zip(form[-1], parts, strict=True)]
     made = _registered(form[1]) if form[0] == "class" else None
     if made is not None:
         return pytree.SUPPORTED_NODES[made].unflatten_fn(parts, form[2])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,9 +12,13 @@ from torch import fx, nn
 
 from fxquant import graph
 from fxquant.carried import Carried
+from fxquant.codegen import own_names
+from fxquant.errors import ConfigurationError
 from fxquant.facts import TensorFact
+from fxquant.frontend.branches import Branch, attach_branch
 from fxquant.frontend.entry import STAGE
 from fxquant.frontend.input_check import TRANSIENT, attach_input_check
+from fxquant.frontend.opaque import Method
 from fxquant.frontend.outputs import set_form
 from fxquant.frontend.signature import attach_signature, set_signature
 from fxquant.frontend.snapshot import Snapshot
@@ -29,29 +35,70 @@ def assumptions(module: fx.GraphModule) -> list[str]:
     return found
 
 
-def build(model: nn.Module, recording: Recording) -> fx.GraphModule:
-    """A GraphModule with the model's own parameter names, and parameters shared with the model."""
+def build(model: nn.Module, recording: Recording, preserve: Sequence[str] = (), branch: Branch | None = None) -> fx.GraphModule:
+    """A GraphModule with the model's own parameter names, and parameters shared with the model; `preserve` as `trace` means it.
+
+    `branch` is what forward computes in train mode only.
+    """
+    carried = Carried.of(model, _preservable(model, preserve))
     snapshot = Snapshot(model, own_buffers=True)
     called = {node.target for node in recording.graph.nodes if node.op == "call_module"}
+    beside = branch.targets() if branch is not None else set()
+    called |= beside & set(dict(model.named_modules()))
     module = Model(nn.Module(), fx.Graph(), type(model).__name__)
-    shell = _PlainTree(snapshot, called).build(snapshot.root)
+    tree = _PlainTree(snapshot, called | set(carried.modules()))
+    shell = tree.build(snapshot.root)
     for kind in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
         module.__dict__[kind].update(shell.__dict__[kind])
+    for path, (owner, function) in recording.methods.items():
+        held = tree.build(snapshot.root.get_submodule(recording.snapshot.paths.get(id(owner), "")), whole=True)
+        attach(module, path, Method(held, function))
     for name, constant in recording.constants.items():
         attach(module, name, constant)
         module._non_persistent_buffers_set.add(name)
     module.eval()
     replace_graph(module, recording.graph)
+    if branch is not None:
+        shell.__dict__["_buffers"].update(module._buffers)
+        branch.attach(module, shell)
     module.recompile()
     module.meta[STAGE] = "traced"
-    module.meta[_ASSUMPTIONS] = [*recording.notes, *_fixed_sizes(module), *_turned_to_eval(model, called), *_unused(module)]
+    module.meta[_ASSUMPTIONS] = [*recording.notes, *_fixed_sizes(module), *_turned_to_eval(model, called), *_unused(module, beside)]
     module.meta[TRANSIENT] = sorted(module._non_persistent_buffers_set)
-    module.meta[CARRIED] = Carried.of(model)
+    module.meta[CARRIED] = carried
+    carried.dress(module)
     set_signature(module, recording.signature)
     set_form(module, recording.form)
     attach_input_check(module)
     attach_signature(module)
+    attach_branch(module)
     return module
+
+
+def _preservable(model: nn.Module, preserve: Sequence[str]) -> Sequence[str]:
+    """The names as they are. Raises ConfigurationError for one that the model does not have, or that a GraphModule means itself."""
+    for name in preserve:
+        *parents, last = name.split(".")
+        try:
+            holder = model.get_submodule(".".join(parents))
+            getattr(holder, last)
+        except AttributeError as error:
+            there = [one for one in dir(holder) if one not in dir(nn.Module)] if "holder" in locals() else []
+            near = difflib.get_close_matches(last, there, n=1)
+            raise ConfigurationError(
+                f"preserve={name!r} names nothing",
+                because=f"of the model: {error}",
+                remedy=f"did you mean {'.'.join([*parents, *near])!r}?"
+                if near
+                else "pass names of attributes, methods or modules of the model",
+            ) from None
+        if not parents and last in own_names():
+            raise ConfigurationError(
+                f"preserve={name!r} cannot be kept",
+                because="a GraphModule has an attribute of that name itself",
+                remedy="give yours another name",
+            )
+    return preserve
 
 
 class _PlainTree:
@@ -101,9 +148,9 @@ def _turned_to_eval(model: nn.Module, called: set[Any]) -> list[str]:
     return [f"{path} is in train mode, and the model is not: it was traced in eval mode" for path in found]
 
 
-def _unused(module: fx.GraphModule) -> list[str]:
-    used = {node.target for node in module.graph.nodes if node.op == "get_attr"}
-    owners = {node.target for node in module.graph.nodes if node.op == "call_module"}
+def _unused(module: fx.GraphModule, beside: set[Any]) -> list[str]:
+    used = beside | {node.target for node in module.graph.nodes if node.op == "get_attr"}
+    owners = beside | {node.target for node in module.graph.nodes if node.op == "call_module"}
     names = []
     for name, _ in module.named_parameters():
         parts = name.split(".")

@@ -26,7 +26,7 @@ _CONTAINERS = (dict, list, tuple, set, collections.OrderedDict, collections.defa
 
 
 class Snapshot:
-    """A shell of every module of a model.
+    """A shell of every module of a model, in eval mode; where `training`, the user's own modules are in train mode.
 
     root         the shell of the model itself
     paths        the first dotted path of every shell, by identity
@@ -35,11 +35,12 @@ class Snapshot:
     names        the names taken by parameters, buffers and the model's children
     """
 
-    def __init__(self, model: nn.Module, own_buffers: bool = False) -> None:
+    def __init__(self, model: nn.Module, own_buffers: bool = False, training: bool = False) -> None:
         self.paths: dict[int, str] = {}
         self.tensors: dict[int, str] = {}
         self.attributes: dict[int, str] = {}
         self._own_buffers = own_buffers
+        self._training = training
         self._shells: dict[int, nn.Module] = {}
         self._originals: list[tuple[nn.Module, nn.Module, str]] = []  # keeps the originals alive, so that ids stay taken
         self._copies: dict[int, Any] = {}
@@ -95,7 +96,7 @@ class Snapshot:
 
     def _fill(self, original: nn.Module, shell: nn.Module, path: str) -> None:
         state = shell.__dict__
-        state["training"] = False
+        state["training"] = self._training and not type(original).__module__.startswith("torch.nn.modules.")
         for name, value in original.__dict__.items():
             if name in state or name == "_compiled_call_impl":  # which `module.compile()` leaves
                 continue

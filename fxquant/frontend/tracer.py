@@ -35,6 +35,7 @@ class Recording:
     signature   how the model was called
     form        what it returned
     draws       whether anything in it draws random numbers
+    methods     what is called at such a path: a method, kept as Python, of a shell
     """
 
     graph: fx.Graph
@@ -44,6 +45,7 @@ class Recording:
     signature: list[list[Any]]
     form: Any
     draws: bool
+    methods: dict[str, tuple[nn.Module, Any]]
 
 
 class _Mode(TorchFunctionMode):
@@ -59,18 +61,19 @@ def record(
     model: nn.Module,
     inputs: ExampleInputs,
     batches: tuple[int, ...],
-    leaf: LeafRule | None,
+    leaf: LeafRule,
     qconfigs: Mapping[str, Any] = MappingProxyType({}),
     *,
     locate: bool,
+    training: bool = False,
 ) -> Recording:
-    """Trace a model in eval mode. Nothing of the model is changed.
+    """Trace a model in eval mode, or with its own Python in train mode. Nothing of the model is changed.
 
     batches   the two batch sizes to trace at, and two others that tell numbers which depend on the batch from those that do not
     qconfigs  what the nodes of calls inside of a module are told, by the module's path
     locate    whether nodes are told their source lines
     """
-    snapshot = Snapshot(model)
+    snapshot = Snapshot(model, training=training)
     handler = Handler(snapshot, Evaluator(static=inputs.batch is None), batches, _run.__code__, locate)
     args, kwargs = inputs.arguments([
         leaf_ if name is None else _placeholder(handler, name, leaf_, inputs, batches)
@@ -82,7 +85,9 @@ def record(
             result, form = _run(handler, args, kwargs)
         graph.describe(handler.graph.output(result), fx.map_arg(result, graph.fact), "", "")
         _erase_unused(handler.graph)
-    return Recording(handler.graph, handler.constants, list(handler.notes), snapshot, inputs.signature, form, numbers.drawn)
+    return Recording(
+        handler.graph, handler.constants, list(handler.notes), snapshot, inputs.signature, form, numbers.drawn, handler.methods
+    )
 
 
 def _run(handler: Handler, args: Any, kwargs: Any) -> Any:

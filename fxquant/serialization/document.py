@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import keyword
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from types import NoneType
@@ -13,9 +14,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from fxquant.errors import FxQuantError
+from fxquant.carried import Carried
+from fxquant.errors import ExportError, FxQuantError
 from fxquant.facts import BATCH_SIZES, TensorFact
 from fxquant.frontend import InputCheck, attach_input_check, is_traced
+from fxquant.frontend.branches import ReturnInTraining
 from fxquant.frontend.outputs import ReturnForm, is_form
 from fxquant.frontend.signature import CallSignature, attach_signature, is_signature
 from fxquant.graph import Annotation, Constant, Operation, Part, QParams, Reference, fact, operation, resolve, spelling
@@ -30,7 +33,10 @@ from fxquant.serialization.tree import TargetOf, TreeReader, TreeWriter
 from fxquant.serialization.values import Malformed, cannot_save, decode, encode, expect
 from fxquant.stage import Stage, violations
 
+logger = logging.getLogger("fxquant")
+
 FORMAT, VERSION = "fxquant model", 1
+PRESERVED = "preserved"  # in the file's meta: what the user asked to keep of the float model, by dotted names
 _SECTIONS = ["format", "version", "name", "meta", "root", "modules", "tensors", "nodes"]
 
 # What is kept of a node's meta, with the types it may have; `fact` is a nest of facts and numbers.
@@ -53,6 +59,12 @@ def write_model(model: Any, target_of: TargetOf) -> tuple[dict[str, Any], dict[s
     """The document and the tensors of a model. Raises ExportError, naming what it is, if anything of it has no form there."""
     if not isinstance(model, fx.GraphModule) or not (is_traced(model) or "stage" in model.meta):
         cannot_save(f"a {type(model).__name__}", "it is no model of fxquant's at any stage", "save what trace, prepare or convert returned")
+    if any(isinstance(hook, ReturnInTraining) for hook in model._forward_hooks.values()):
+        cannot_save(
+            "a model with a training branch",
+            "it is Python, and a file holds no code",
+            "save its state_dict(), or prepare the model without",
+        )
     others = [hook for hook in model._forward_pre_hooks.values() if not (isinstance(hook, InputCheck | CallSignature))]
     others += [hook for hook in model._forward_hooks.values() if not isinstance(hook, ReturnForm)]
     if others or model._backward_hooks or model._backward_pre_hooks:
@@ -66,7 +78,10 @@ def write_model(model: Any, target_of: TargetOf) -> tuple[dict[str, Any], dict[s
         "format": FORMAT,
         "version": VERSION,
         "name": _identifier(type(model).__name__),
-        "meta": {name: encode(_kept_of_model(name, value)) for name, value in model.meta.items() if name != CARRIED},
+        "meta": {
+            **{name: encode(_kept_of_model(name, value)) for name, value in model.meta.items() if name != CARRIED},
+            **_preserved(model),
+        },
         "root": root,
         "modules": tree.modules,
         "tensors": tree.roles,
@@ -80,6 +95,19 @@ def _kept_of_model(name: str, value: Any) -> Any:
     if name == "target":
         return value.name
     return Stage.INTEGER.name if name == "stage" and value == Stage.FUSED.name else value
+
+
+def _preserved(model: fx.GraphModule) -> dict[str, Any]:
+    """The values among what is preserved of the float model; what no file can hold is told of."""
+    kept, left = {}, []
+    for name, value in model.meta[CARRIED].preserved.items() if CARRIED in model.meta else ():
+        try:
+            kept[name] = encode(value)
+        except ExportError:
+            left.append(name)
+    if left:
+        logger.warning("not in the file, which holds no code: %s; set these on the loaded model", ", ".join(left))
+    return {PRESERVED: {"dict": [[name, value] for name, value in kept.items()]}} if kept else {}
 
 
 def _located(node: fx.Node, model: fx.GraphModule) -> dict[str, Any]:
@@ -160,6 +188,11 @@ def read_model(document: Mapping[str, Any], tensors: Mapping[str, Tensor], targe
     if document["version"] != VERSION:
         raise Malformed(f"it has version {str(document['version'])[:20]}, and this fxquant reads version {VERSION}")
     meta = _model_meta(expect(document["meta"], dict))
+    if PRESERVED in meta:
+        preserved = expect(meta.pop(PRESERVED), dict)
+        if not all(type(name) is str and all(map(str.isidentifier, name.split("."))) for name in preserved):
+            raise Malformed("what is preserved of the float model has no names")
+        meta[CARRIED] = Carried(None, {}, preserved)
     if "target" in meta:
         meta["target"] = target_of(meta["target"])
     tree = TreeReader(document["tensors"], tensors, meta["target"].arithmetic if "target" in meta else None)
@@ -173,6 +206,8 @@ def read_model(document: Mapping[str, Any], tensors: Mapping[str, Tensor], targe
     _check(model, document, target_of)
     attach_input_check(model)
     attach_signature(model)
+    if CARRIED in meta:
+        meta[CARRIED].dress(model)
     model.recompile()
     return model
 
@@ -287,6 +322,10 @@ def _resolved(op: str, target: str) -> Any:
     if op != "call_function":
         return target
     function = function_named(target)
+    if function is None and target.startswith("wrapped:"):
+        raise Malformed(
+            f"it calls {target[8:88]}, which nothing in this process has wrapped: import the module that does, and load it again"
+        )
     if function is None:
         raise Malformed(f"there is no function called {target[:80]!r}")
     return function

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fxquant import functional
+from fxquant.frontend.opaque import WRAPPED, Wrapped
 from fxquant.ops import OPERATORS, Operator
 from fxquant.ops.parameters import FUNCTIONS as OF_PARAMETERS
 from fxquant.primitives import PRIMITIVES
@@ -143,12 +144,15 @@ def _names() -> dict[Callable[..., Any], str]:
 
 def function_name(function: Callable[..., Any]) -> str | None:
     """The name of a function a graph may call; None if it is not listed."""
+    if isinstance(function, Wrapped):
+        return f"wrapped:{function.key}"
     return _names().get(function)
 
 
 def function_named(name: str) -> Callable[..., Any] | None:
-    """The function of that name; None if it is not listed."""
-    return _functions().get(name)
+    """The function of that name; None if it is not listed, or is a user's that nobody has wrapped in this process."""
+    space, _, key = name.partition(":")
+    return WRAPPED.get(key) if space == "wrapped" else _functions().get(name)
 
 
 @functools.cache

@@ -108,7 +108,7 @@ def encode(value: Any) -> Any:
         return _encode_tuple(value)
     if isinstance(value, dict):
         return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
-    return _encode_other(value)
+    return _encode_numbers(value) if type(value) is torch.Tensor else _encode_other(value)
 
 
 def _encode_tuple(value: tuple[Any, ...]) -> Any:
@@ -146,6 +146,13 @@ def _encode_other(value: Any) -> Any:
     if isinstance(value, type | functools.partial) or callable(value):
         return _encode_observer(value)
     cannot_save(f"a {kind.__name__}", f"a file holds no value like {str(value)[:80]}", "use numbers, strings, tuples, lists and dicts")
+
+
+def _encode_numbers(value: torch.Tensor) -> Any:
+    dtype = str(value.dtype).removeprefix("torch.")
+    if dtype not in DTYPES or value.is_complex() or value.layout is not torch.strided or value.is_meta:
+        cannot_save("a tensor beside the graph", f"it is {dtype}, {value.layout} and on {value.device}", "keep plain tensors of numbers")
+    return {"numbers": [dtype, list(value.shape), [encode(number) for number in value.detach().flatten().tolist()]]}
 
 
 def _encode_observer(value: Any) -> Any:
@@ -250,6 +257,12 @@ def _decode_complex(content: Any) -> complex:
     return complex(real, imaginary)
 
 
+def _decode_numbers(content: Any) -> torch.Tensor:
+    dtype, shape, numbers = _exactly(expect(content, list), 3)
+    values = [expect(decode(number), bool, int, float) for number in expect(numbers, list)]
+    return torch.tensor(values, dtype=look_up(DTYPES, dtype, "dtype")).reshape([expect(size, int) for size in expect(shape, list)])
+
+
 _NOT_FINITE = {name: float(name) for name in ("nan", "inf", "-inf")}
 _SIMPLE: Mapping[str, Callable[[Any], Any]] = {
     "float": lambda content: look_up(_NOT_FINITE, content, "number"),
@@ -259,6 +272,7 @@ _SIMPLE: Mapping[str, Callable[[Any], Any]] = {
     "complex": _decode_complex,
     "batch": _decode_batch,
     "tensor": _decode_tensor,
+    "numbers": _decode_numbers,
     "observer": _decode_observer,
     "rounding": lambda content: look_up(ROUNDINGS, content, "rounding"),
 }

@@ -1,0 +1,378 @@
+"""In depth, the API, the appendix with its operators, and PyTorch's own quantization."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import shutil
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxquant as fxq
+from benchmarks.coverage.record import Function, Here, Network, State, absent, chapter, part, refused, sure
+from fxquant import backends
+from fxquant.compat import horizon, torch_ao
+
+A, W, Q, M = fxq.ActivationConfig, fxq.WeightConfig, fxq.QConfig, fxq.QConfigMapping
+
+
+def camera(here: Here) -> None:
+    photograph = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)
+    y, uv = fxq.nn.rgb_to_nv12(photograph)
+    back = fxq.nn.YuvToRgb()(fxq.nn.Nv12ToYuv444()(y, uv))
+    sure(back.shape == photograph.shape)
+
+
+def normalised(here: Here) -> None:
+    class Bytes(Network):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward((x.float() / 255 - 0.5) / torch.tensor([0.2, 0.25, 0.3]).view(3, 1, 1))
+
+    images = torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8)
+    result = fxq.quantize(Bytes().eval(), [images], target="nash-e", show_progress=False)
+    sure("none is left in float" in fxq.explain(result.prepared))
+
+
+def in_segments(here: Here) -> None:
+    fxq.export_segments(here.result.integer, here.folder / "parts", cut=["deep"])
+    (found,) = fxq.run_segments(here.folder / "parts", here.x)
+    sure(torch.equal(found, here.result.integer(here.x)))
+
+
+def patterns(here: Here) -> None:
+    for layer in (nn.Conv2d(3, 3, 3, padding=1), nn.ConvTranspose2d(3, 3, 3, padding=1)):
+        for function in (lambda x: F.relu6(x + 1), lambda x: torch.relu(x)):
+            names = [
+                one.operator
+                for one in fxq.layers(here.quantized(nn.Sequential(layer, nn.BatchNorm2d(3), Function(function, False))).prepared)
+            ]
+            sure("batch_norm" not in names, str(names))
+
+
+def reconstruction(here: Here) -> None:
+    prepared = here.prepared(qconfig=Q(weight=W("int4")))
+    fxq.tuning.adaround(prepared, here.batches, steps=10, show_progress=False)
+    here.exact(prepared)
+
+
+def command_c(here: Here) -> None:
+    source = fxq.export_c(here.result.integer, here.folder / "model.c", batch_size=1)
+    sure(source.exists() and (shutil.which("cc") is None or source.stat().st_size > 1000))
+
+
+chapter(
+    "In depth",
+    ("fusion alone, and every pass seen", lambda h: fxq.prepare(h.model, h.x, until="activation.fuse")),
+    (
+        "colours for training: RGB, BGR, gray, YUV in both swings",
+        lambda h: [getattr(fxq.nn, name)() for name in ("RgbToYuv444", "BgrToYuv444", "RgbToGray", "BgrToGray", "YuvToBgr")],
+    ),
+    ("colours and normalisation at the input of the integer model", lambda h: fxq.nn.YuvToRgb(mean=(1, 2, 3), std=(4, 5, 6))),
+    ("NV12 inputs", camera),
+    (
+        "resizers and pyramids of the chip's image path",
+        lambda h: sure(not hasattr(fxq.nn, "Pyramid")) or absent("they are in front of the model, on the chip"),
+    ),
+    ("bytes normalised inside the model", normalised),
+    ("segmented deployment", in_segments),
+    ("fusions, in both orders", patterns),
+    ("a fusion of one's own", lambda h: part("a pass is a function, one line in passes/__init__.py; there is no registry for users")),
+    ("AdaRound, reconstruction", reconstruction),
+    (
+        "BRECQ and QDrop by blocks",
+        lambda h: fxq.tuning.reconstruct(h.prepared(qconfig=Q(weight=W("int4"))), h.batches, steps=4, show_progress=False),
+    ),
+    ("calibration and tuning by themselves", lambda h: fxq.tune(h.model, h.batches, "nash-e", tolerance=5.0, steps=2, show_progress=False)),
+    ("a program in C, without anything else", command_c),
+)
+
+
+def checks_limits(here: Here) -> None:
+    wide = nn.Sequential(nn.Conv2d(3, 4, 3, dilation=3)).eval()
+    findings = fxq.check(wide, here.x, "bernoulli2")
+    sure(not findings and "dilation" in str(findings))
+    sure("dilation" in fxq.explain(fxq.prepare(wide, here.x, "bernoulli2", adapt=True)))
+
+
+def geometry(here: Here) -> State | None:
+    return here.integer(
+        lambda x: fxq.nn.Correlation(1)(x, x.flip(2)), lambda x: fxq.nn.Warp()(x, x[:, :2].permute(0, 2, 3, 1)), target="nash-e"
+    )
+
+
+def tables(here: Here) -> State | None:
+    return here.integer(fxq.nn.SegmentLUT(torch.sigmoid), target="nash-e")
+
+
+def constants(here: Here) -> None:
+    class Returns(Network):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("anchors", torch.rand(4, 2))
+
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), self.anchors
+
+    here.equal(here.quantized(Returns()))
+
+
+chapter(
+    "API",
+    ("marches", lambda h: horizon.March.BAYES_E),
+    ("get_default_qconfig and the named ones", lambda h: [horizon.get_default_qconfig(), horizon.default_qat_8bit_fake_quant_qconfig]),
+    ("FakeQuantize and its settings", lambda h: horizon.FakeQuantize.with_args(dtype="qint8")),
+    (
+        "prepare, convert and fuse, by their names",
+        lambda h: sure(all(map(callable, (horizon.prepare_qat_fx, horizon.convert_fx, horizon.fuse_fx)))),
+    ),
+    ("the same of eager mode", lambda h: sure(all(map(callable, (horizon.prepare_qat, horizon.convert, horizon.fuse_modules))))),
+    ("fast_mode of convert", lambda h: absent("there is one mode")),
+    (
+        "ONNX: names, opsets, dynamic batch, layouts",
+        lambda h: h.result.export(h.folder / "n.onnx", input_names=["image"], layouts={"image": "NHWC"}),
+    ),
+    ("ONNX of a model that returns constants", constants),
+    ("saved files with a version", lambda h: sure(fxq.load(fxq.save(h.result.integer, h.folder / "v.fxq")))),
+    ("correlation and warping", geometry),
+    ("a function as a table", tables),
+    ("limits checked, and mended", checks_limits),
+    ("compile_model, export_hbir", lambda h: absent("the vendor's compiler is closed; style qdq at opset 11 is its input")),
+    ("perf_model", lambda h: sure(sum(row.microseconds for row in fxq.estimate(h.result.integer)) > 0)),
+    ("visualize_model", lambda h: fxq.draw(h.result.integer, h.folder / "drawn.svg")),
+)
+
+
+class Stubbed(Network):
+    def __init__(self) -> None:
+        super().__init__()
+        self.quant, self.dequant = horizon.QuantStub(scale=1 / 64), horizon.DeQuantStub()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dequant(super().forward(self.quant(x)))
+
+
+def stubs(here: Here) -> None:
+    scales = fxq.qparams(here.quantized(Stubbed()).prepared)
+    sure(1 / 64 in scales.values(), str(scales))
+
+
+def rows(count: torch.Tensor) -> Tensor:
+    return count.flatten(2).transpose(1, 2)
+
+
+UNARY = [
+    torch.abs,
+    torch.exp,
+    torch.sin,
+    torch.cos,
+    torch.tan,
+    torch.erf,
+    lambda x: torch.sqrt(x.abs()),
+    lambda x: torch.log(x.abs() + 0.1),
+    torch.atan,
+    torch.asinh,
+    torch.cosh,
+    torch.sinh,
+    torch.ceil,
+    torch.floor,
+    torch.sign,
+    torch.reciprocal,
+    torch.selu,
+    F.gelu,
+    F.silu,
+    F.softplus,
+    F.elu,
+    F.hardsigmoid,
+    F.hardswish,
+    F.leaky_relu,
+    torch.tanh,
+]
+CHOICES = [
+    lambda x: x > 0,
+    lambda x: x.argmax(1),
+    lambda x: x.topk(2, 1)[0],
+    lambda x: x.sort(1)[0],
+    lambda x: x.gather(1, x.argsort(1)),
+    lambda x: torch.where(x > 0, x, -x),
+    lambda x: x.max(1)[0],
+    lambda x: torch.eq(x, x.flip(1)),
+]
+SHAPES = [
+    lambda x: x.flatten(1),
+    lambda x: x.permute(0, 2, 3, 1),
+    lambda x: x[:, 1:3, ::2],
+    lambda x: torch.cat((x, x), 1),
+    lambda x: x.chunk(2, 1)[0],
+    lambda x: F.pad(x, (1, 1)),
+    lambda x: x.repeat(1, 2, 1, 1),
+    lambda x: x.expand(-1, -1, -1, -1),
+    lambda x: F.pixel_shuffle(x, 2),
+    lambda x: x.roll(1, 2),
+    lambda x: F.channel_shuffle(x, 2),
+    lambda x: torch.stack((x, x), 1),
+    lambda x: x.unfold(2, 2, 2),
+    lambda x: x.tile(1, 2, 1, 1),
+]
+ARITHMETIC = [
+    lambda x: x + 1.5,
+    lambda x: x * x,
+    lambda x: x - x.flip(1),
+    lambda x: x / 3,
+    lambda x: x @ x,
+    lambda x: torch.einsum("bchw,bdhw->bcd", x, x),
+    lambda x: x.mean((2, 3)),
+    lambda x: x.sum(1),
+    lambda x: x.clamp(-1, 1),
+    lambda x: torch.maximum(x, x.flip(1)),
+    lambda x: x.cumsum(1),
+]
+LAYERS = [
+    nn.PReLU,
+    nn.Hardtanh,
+    nn.ReLU6,
+    lambda: nn.MaxPool2d(2),
+    lambda: nn.AvgPool2d(2),
+    lambda: nn.AdaptiveAvgPool2d(2),
+    lambda: nn.Upsample(scale_factor=2),
+    lambda: nn.ZeroPad2d(1),
+    lambda: nn.Dropout(0.1),
+    lambda: nn.BatchNorm2d(8),
+    lambda: nn.ConvTranspose2d(8, 4, 2, 2),
+    lambda: nn.GLU(1),
+    lambda: nn.Conv2d(8, 8, 3, groups=8),
+]
+NORMS = [
+    lambda: nn.LayerNorm(8),
+    lambda: nn.GroupNorm(2, 8),
+    lambda: nn.InstanceNorm2d(8),
+    lambda: nn.Softmax(1),
+    lambda: nn.Softmin(1),
+    lambda: nn.LogSoftmax(1),
+]
+
+
+def layers_of(*made: Any) -> list[Any]:
+    return [make() for make in made]
+
+
+class Behind(nn.Module):
+    """A layer of sequences behind a map."""
+
+    def __init__(self, layer: nn.Module, call: Any) -> None:
+        super().__init__()
+        self.layer, self.call = layer, call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self.layer, rows(x))
+
+
+def deformable(here: Here) -> State | None:
+    layer = fxq.nn.DeformConv2d(8, 4, 3, padding=1)
+    return here.integer(lambda x: layer(x, torch.cat((x, x, x[:, :2]), 1)), target="nash-e")
+
+
+def attention(here: Here) -> State | None:
+    found = here.integer(Behind(nn.MultiheadAttention(8, 2, batch_first=True), lambda layer, x: layer(x, x, x)[0]))
+    recurrent = [nn.LSTM(8, 4, batch_first=True), nn.GRU(8, 4, batch_first=True), nn.RNN(8, 4, batch_first=True)]
+    return found or here.integer(*(Behind(layer, lambda layer, x: layer(x[:, :4])[0]) for layer in recurrent))
+
+
+chapter(
+    "Operators",
+    ("stubs say where integers begin and end, with their scale", stubs),
+    ("FloatFunctional", lambda h: horizon.FloatFunctional().add(h.x, h.x)),
+    ("unary functions, by table", lambda h: h.integer(*UNARY)),
+    ("arithmetic, products, sums", lambda h: h.integer(*ARITHMETIC)),
+    ("comparisons, indices, orders, choices", lambda h: h.integer(*CHOICES)),
+    ("shapes", lambda h: h.integer(*SHAPES)),
+    ("layers", lambda h: h.integer(*layers_of(*LAYERS))),
+    ("norms and softmax", lambda h: h.integer(*layers_of(*NORMS))),
+    ("attention and recurrent layers", attention),
+    ("grid_sample", lambda h: h.integer(lambda x: F.grid_sample(x, x[:, :2].permute(0, 2, 3, 1).tanh(), align_corners=False))),
+    ("deformable convolution", deformable),
+    (
+        "int16 of all of these",
+        lambda h: h.integer(torch.sin, lambda x: x * x, lambda x: x.softmax(1), target="nash-e", qconfig=Q(A("int16"))),
+    ),
+    ("Fourier transforms", lambda h: h.integer(lambda x: torch.fft.rfft(x).real)),
+)
+
+
+# ---- PyTorch ----------------------------------------------------------------------------------------------------------
+
+
+def program(here: Here) -> None:
+    exported = torch.export.export(here.model, (here.x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    sure("none is left in float" in fxq.explain(fxq.prepare(exported, here.x)))
+
+
+def two_step(here: Here) -> None:
+    prepared = torch_ao.prepare_fx(here.model, torch.ao.quantization.get_default_qconfig_mapping("x86"), (here.x,))
+    prepared(here.x)
+    sure(torch_ao.convert_fx(prepared)(here.x).shape == (8, 5))
+
+
+def dynamic(here: Here) -> None:
+    prepared = here.prepared("x86", M().set_object_type(nn.Linear, Q(dynamic=True)))
+    sure("dynamic" in fxq.explain(prepared))
+    here.exact(prepared)
+
+
+def affine(here: Here) -> None:
+    sure(any(zero for _, zero in fxq.qparams(here.prepared("x86")).values()))
+
+
+def embedding(here: Here) -> None:
+    table = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 4)).eval()
+    result = fxq.quantize(table, [torch.randint(0, 10, (4, 6))], show_progress=False)
+    sure("none is left in float" in fxq.explain(result.prepared))
+
+
+def same_module(here: Here) -> None:
+    twin = pickle.loads(pickle.dumps(here.result.prepared))
+    sure(torch.equal(twin(here.x), here.result.prepared(here.x)) and copy.deepcopy(here.result.integer))
+
+
+chapter(
+    "PyTorch",
+    (
+        "a quantized tensor: scale, zero point, integers",
+        lambda h: sure(next(fxq.record(h.result.integer, [h.x]))) or part("functions and records; no tensor class"),
+    ),
+    ("affine, per tensor", affine),
+    ("zero is exact", lambda h: h.exact(h.prepared("x86"))),
+    ("static quantization", lambda h: h.equal(h.result)),
+    ("dynamic quantization", dynamic),
+    ("x86 and qnnpack", lambda h: [h.equal(h.quantized(Network(), name)) for name in ("x86", "qnnpack")]),
+    ("backends.quantized.engine", lambda h: absent("an argument, target=, says it")),
+    ("its QConfig, QConfigMapping and dicts", two_step),
+    ("the model stays a module: copies, pickles, state_dict", same_module),
+    (
+        "get_observer_dict, RecordingObserver",
+        lambda h: sure(fxq.observations(h.result.prepared)) or part("observations and record, by names of tensors"),
+    ),
+    ("intrinsic patterns", patterns),
+    ("layers of torch.ao.nn.qat", lambda h: h.quantized(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)))),
+    ("functions on integers", lambda h: sure(len(fxq.primitives.PRIMITIVES) > 40)),
+    ("operators of one's own", lambda h: h.integer(fxq.unary("coverage_wave", lambda x: torch.sin(x) * x))),
+    ("custom modules", lambda h: part("a module kept whole runs in float; integers take a record in the table of operators")),
+    (
+        "a backend as data",
+        lambda h: sure(backends.get("x86").activations) or part("targets are rows, dtypes among them; operators are records of their own"),
+    ),
+    ("operators with fixed scales", lambda h: h.exact(h.prepared(qconfig=M().set_object_type(torch.sigmoid, Q(A(scale=1 / 256)))))),
+    ("numeric suite", lambda h: fxq.compare(h.model, h.result.integer, h.batches)),
+    ("equalization, bias correction", lambda h: fxq.tuning.correct_bias(h.prepared(), h.batches, show_progress=False)),
+    ("save and load", lambda h: fxq.load(fxq.save(h.result.prepared, h.folder / "s.fxq"))),
+    ("programs of torch.export as input", program),
+    ("a GraphModule as input", lambda h: fxq.prepare(torch.fx.symbolic_trace(h.model), h.x)),
+    (
+        "a ScriptModule as input",
+        lambda h: refused(lambda: fxq.trace(torch.jit.trace(h.model, h.x), h.x), "ScriptModule") or absent("refused: its Python is gone"),
+    ),
+    ("embeddings", embedding),
+    ("a reference model of quantize and dequantize", lambda h: h.result.export(h.folder / "qdq.onnx", style="qdq", opset=13)),
+)

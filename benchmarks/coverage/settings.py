@@ -1,0 +1,210 @@
+"""The qconfig, and calibration."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fxquant as fxq
+from benchmarks.coverage.record import Here, Network, State, absent, chapter, part, refused, sure
+from fxquant.compat import horizon, torch_ao
+
+DOCS = Path(__file__).parents[2] / "docs"
+A, W, Q, M = fxq.ActivationConfig, fxq.WeightConfig, fxq.QConfig, fxq.QConfigMapping
+
+
+def dtypes(here: Here, target: str, activation: str | None = None, weight: str | None = None) -> set[str]:
+    """The dtypes of layers with weights, of a model prepared so, whose bits are equal."""
+    config = Q(A(activation) if activation else A(), weight=W(weight) if weight else W())
+    prepared = here.prepared(target, config)
+    here.exact(prepared)
+    return {layer.dtype for layer in fxq.layers(prepared) if layer.macs}
+
+
+def output_sums(here: Here) -> None:
+    prepared = here.prepared(qconfig=M().set_module_name("head", Q(A("int32"))))
+    here.exact(prepared)
+    sure(next(layer.dtype for layer in fxq.layers(prepared) if layer.name == "head") == "int32")
+
+
+def nearest(here: Here) -> None:
+    mapping = M().set_object_type(nn.Conv2d, Q(A("int16"))).set_module_name("deep", Q(A("int8")))
+    found = {layer.name: layer.dtype for layer in fxq.layers(here.prepared(qconfig=mapping))}
+    sure((found["stem_0"], found["deep"]) == ("int16", "int8"), str(found))
+
+
+def of_fused(here: Here) -> None:
+    found = {layer.name: layer.dtype for layer in fxq.layers(here.prepared(qconfig=M().set_module_name("stem.2", Q(A("int16")))))}
+    sure(found["stem_0"] == "int16", str(found))
+
+
+def as_dict(here: Here) -> None:
+    horizon.set_march("nash-e")
+    prepared = horizon.prepare_qat_fx(
+        here.model, {"": horizon.default_qat_8bit_fake_quant_qconfig, "module_name": [("head", None)]}, example_inputs=(here.x,)
+    )
+    sure(any(layer.name == "head" and not layer.integer for layer in fxq.layers(prepared)))
+
+
+def setters(here: Here) -> None:
+    horizon.set_march("nash-e")
+    chosen = horizon.QconfigSetter(horizon.get_qconfig(), [horizon.ModuleNameTemplate({"stem": torch.int16})])
+    sure(horizon.prepare(here.model, (here.x,), chosen))
+
+
+class Own(fxq.Observer):
+    """An observer of a user's: twice the largest magnitude."""
+
+    largest: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(()))
+
+    def observe(self, value: Tensor) -> None:
+        self.largest = torch.maximum(self.largest, value.abs().max())
+        self.count += 1
+
+    def scale(self, dtype: Any) -> Tensor:
+        return 2 * self.largest / dtype.high
+
+
+class Down(fxq.Rounding):
+    """A rounding of a user's."""
+
+    def integers(self, real: Tensor, low: int, high: int) -> Tensor:
+        return real + (real.detach().floor().clamp(low, high) - real.detach())
+
+
+def observer(here: Here, chosen: Any, **options: Any) -> None:
+    prepared = here.prepared(qconfig=Q(A(observer=chosen, **options)))
+    here.exact(prepared)
+
+
+def input_of_an_inner_operator(here: Here) -> None:
+    prepared = here.prepared(qconfig=M().set_module_name("deep", Q(input=A("int16"))))
+    sure("the input= of the qconfig's" in fxq.explain(prepared))
+
+
+def by_order(here: Here) -> State:
+    mapping = torch.ao.quantization.QConfigMapping().set_global(torch.ao.quantization.default_qconfig)
+    mapping.set_module_name_object_type_order("", nn.Conv2d, 0, None)
+    refused(lambda: torch_ao.prepare_fx(here.model, mapping, (here.x,)), "set_module_name_object_type_order")
+    return absent("refused, with the rule to write in its place: a node's name says which call is meant")
+
+
+chapter(
+    "qconfig",
+    ("int8 by default", lambda h: sure(dtypes(h, "bayes-e") == {"int8"})),
+    ("int16 activations, int8 weights", lambda h: sure(dtypes(h, "bayes-e", "int16") == {"int16"})),
+    ("a dtype the march does not have is an error", lambda h: refused(lambda: dtypes(h, "bernoulli2", "int16"), "int16")),
+    ("int16 weights", lambda h: sure(dtypes(h, "nash-e", "int16", "int16") == {"int16"})),
+    ("int4 activations and weights", lambda h: sure(dtypes(h, "bernoulli2", "int4", "int4") == {"int4"})),
+    ("uint8, with a zero point", lambda h: sure(dtypes(h, "x86") == {"uint8"})),
+    (
+        "float16 on the marches that have it",
+        lambda h: sure(
+            "in float16"
+            in fxq.explain(fxq.prepare(nn.Sequential(nn.Conv2d(3, 4, 3), nn.LayerNorm(6)), h.x, "nash-p", M().set_host(nn.LayerNorm)))
+        ),
+    ),
+    ("a 32-bit output of the last layer", output_sums),
+    ("a given scale or threshold", lambda h: observer(h, fxq.MinMaxObserver, scale=0.05)),
+    ("global, type, name, pattern, attribute: the nearest goes first", nearest),
+    ("rules for parts that are fused", of_fused),
+    ("the form of a dict, as Horizon has it", as_dict),
+    ("by type, place and order of calls, as PyTorch has it", by_order),
+    ("a function's qconfig, without a module around it", lambda h: h.prepared(qconfig=M().set_object_type(torch.relu, Q(A("int16"))))),
+    ("the input of an operator; what does nothing is told", input_of_an_inner_operator),
+    (
+        "a part in float",
+        lambda h: sure(
+            any(layer.name == "deep" and not layer.integer for layer in fxq.layers(h.prepared(qconfig=M().set_module_name("deep", None))))
+        ),
+    ),
+    ("weights per tensor or per channel", lambda h: [h.exact(h.prepared(qconfig=Q(weight=W(per_channel=c)))) for c in (True, False)]),
+    ("weights that cover less than their largest number", lambda h: h.exact(h.prepared(qconfig=Q(weight=W("int4", p=2.4))))),
+    (
+        "observers with arguments, as instance, partial or name",
+        lambda h: [
+            observer(h, chosen) for chosen in (fxq.PercentileObserver(99.9), functools.partial(fxq.PercentileObserver, 99.9), "percentile")
+        ],
+    ),
+    ("an observer of one's own", lambda h: observer(h, Own)),
+    ("a fake quantizer or rounding of one's own", lambda h: h.exact(h.prepared(qconfig=Q(weight=W(rounding=Down))))),
+    ("templates and setters of the plugin", setters),
+    ("what was set, and what became of it", lambda h: sure("int8" in fxq.explain(h.prepared()))),
+    ("suspicious settings listed", lambda h: fxq.checks.suspicious_settings(h.prepared(qconfig=Q(A(scale=10.0))))),
+    (
+        "a file of settings, to be edited",
+        lambda h: sure(
+            fxq.load_qconfig(fxq.save_qconfig(M().set_module_name("head", None), h.folder / "q.json")) == M().set_module_name("head", None)
+        ),
+    ),
+)
+
+
+# ---- calibration ------------------------------------------------------------------------------------------------------
+
+
+class Masked(Network):
+    """Attention with a mask of -1e9."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).flatten(2).transpose(1, 2)
+        mask = torch.full((64, 64), -1e9).triu(1)
+        return (x @ x.transpose(1, 2) + mask).softmax(-1) @ x
+
+
+def another_without_batches(here: Here) -> None:
+    seen = fxq.observations(here.prepared())
+    again = fxq.prepare(here.model, here.x, "nash-e", Q(A("int16", observer="percentile")), observations=seen)
+    sure(fxq.convert(again)(here.x).shape == (8, 5))
+
+
+def not_finite(here: Here) -> None:
+    refused(lambda: fxq.calibrate(fxq.prepare(here.model, here.x), [here.x * float("inf")], show_progress=False), "batch")
+
+
+def distributed(here: Here) -> None:
+    """One process of a group of one; tests/test_distributed.py has several."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{here.folder / 'group'}", rank=0, world_size=1)
+    try:
+        shard = fxq.calibrate(fxq.prepare(here.model, here.x, "nash-e"), here.batches, show_progress=False)
+    finally:
+        dist.destroy_process_group()
+    sure(fxq.qparams(shard) == fxq.qparams(here.prepared()))
+
+
+def per_channel_activations(here: Here) -> State:
+    refused(lambda: A(**{"per_channel": True}), "per_channel")
+    sure(fxq.equalize(fxq.prepare(here.model, here.x, "nash-e"), here.batches, show_progress=False) is not None)
+    return part("one scale for a tensor; channels get powers of two by equalization instead, and sums of 32 bits a scale each")
+
+
+chapter(
+    "Calibration",
+    ("states for calibration, training, validation", lambda h: [fxq.set_state(h.prepared(), s) for s in fxq.State]),
+    *(
+        (f"{name}", lambda h, name=name: observer(h, name))
+        for name in ("min_max", "moving_average", "percentile", "mse", "kl", "mix", "clip_std", "lp")
+    ),
+    ("bounds, and a fixed threshold", lambda h: (observer(h, fxq.ClipObserver(-2, 2)), observer(h, fxq.FixedScaleObserver(threshold=4.0)))),
+    ("scales for each channel of an activation", per_channel_activations),
+    ("calibration on several devices: shards, one result", distributed),
+    ("another observer or dtype without new batches", another_without_batches),
+    ("a part left out of calibration", lambda h: fxq.set_state(h.prepared(), "float", "stem")),
+    ("NaN and infinity found, with the batch", not_finite),
+    (
+        "masks of -1e9 that poison no scale",
+        lambda h: sure(float((h.quantized(Masked()).integer(h.x) - Masked().eval()(h.x)).abs().mean()) < 1),
+    ),
+    ("advice on batches, methods, observers: a page", lambda h: sure((DOCS / "advice.md").exists())),
+    ("a search over observers", lambda h: fxq.search_observers(h.model, h.batches, "nash-e", show_progress=False)),
+)

@@ -1,0 +1,179 @@
+"""What forward computes only where the model is in train mode: auxiliary heads, and outputs that a loss wants.
+
+The model is traced a second time as it is while training. What both traces have in common is one graph, which becomes integers; the rest
+is a module of its own, called on tensors of that graph, which does something only while the prepared model is in train mode, and is gone
+from the integer model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from fxquant import graph
+from fxquant.errors import TraceError
+from fxquant.frontend.checks import same_tensor
+from fxquant.frontend.outputs import rebuilt
+from fxquant.frontend.tracer import Recording
+from fxquant.model import free_name
+
+logger = logging.getLogger("fxquant")
+
+NAME = "training_branch"
+BECAUSE = "it is computed while training only"
+_DROPS = frozenset(("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"))
+
+
+class TrainingBranch(nn.Module):
+    """What a model returns in train mode, from tensors of its graph; it holds the modules it calls without owning them.
+
+    forward leaves the result in `result`, from where `ReturnInTraining` takes it.
+    """
+
+    def __init__(self, root: nn.Module, steps: fx.Graph, form: Any) -> None:
+        super().__init__()
+        self.held, self.steps, self.form, self.result = (root,), steps, form, None
+
+    def forward(self, *inputs: Any) -> None:
+        self.result = rebuilt(self.form, fx.Interpreter(self.held[0], graph=self.steps).run(*inputs)) if self.training else None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TrainingBranch:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.held[0]._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+class ReturnInTraining:
+    """A forward hook: in train mode, what the training branch has computed; else what the graph has."""
+
+    def __call__(self, module: Any, args: Any, result: Any) -> Any:
+        branch = next(child for child in module.children() if isinstance(child, TrainingBranch))
+        found, branch.result = branch.result, None
+        return found if module.training else result
+
+
+def attach_branch(module: fx.GraphModule) -> None:
+    """Let a model with a training branch return in train mode what the float model does; of any other nothing changes."""
+    for key, hook in list(module._forward_hooks.items()):
+        if isinstance(hook, ReturnInTraining):
+            del module._forward_hooks[key]
+    if any(isinstance(child, TrainingBranch) for child in module.children()):
+        module.register_forward_hook(ReturnInTraining())
+
+
+class Branch:
+    """What a trace in train mode has that one in eval mode has not.
+
+    steps    a graph of it, which returns what forward returned
+    inputs   the nodes of the first trace that it reads, in the order of its placeholders
+    form     that of what forward returned
+
+    Raises TraceError if a layer of the first trace is called on something else in the second.
+    """
+
+    def __init__(self, first: Recording, second: Recording) -> None:
+        constants = _matched(first, second)
+        known: dict[Any, fx.Node] = {}
+        for node in first.graph.nodes:
+            known.setdefault(_key(node, lambda operand: operand.name, {}), node)
+        common: dict[fx.Node, fx.Node] = {}  # nodes of the second trace that are ones of the first
+        own: list[fx.Node] = []
+        for node in second.graph.nodes:
+            found = known.get(_key(node, lambda o: common[o].name if o in common else f"own {o.name}", constants))
+            if found is not None and node.op != "output":
+                common[node] = found
+            else:
+                own.append(node)
+        _check(first, own, set(common.values()))
+        read = dict.fromkeys(operand for node in own for operand in node.all_input_nodes if operand in common)
+        self.form, self.steps = second.form, fx.Graph()
+        self.inputs = [common[node] for node in read if node.op != "get_attr"]
+        made = {node: self.steps.placeholder(f"common_{index}") for index, node in enumerate(n for n in read if n.op != "get_attr")}
+        for node in [*(n for n in read if n.op == "get_attr"), *own]:
+            copied = made[node] = self.steps.node_copy(node, made.__getitem__)
+            copied.meta = {}
+            if node.op == "get_attr":
+                copied.target = constants.get(str(node.target), node.target)
+        self.differs = len(own) > 1 or [common.get(node) for node in own[0].all_input_nodes] != _returned(first.graph)
+
+    def targets(self) -> set[Any]:
+        """The paths of the modules and tensors that it reads."""
+        return {node.target for node in self.steps.nodes if node.op in ("call_module", "get_attr")}
+
+    def attach(self, module: fx.GraphModule, root: nn.Module) -> None:
+        """Call the branch at the end of the module's graph; `root` holds what it calls."""
+        name = free_name(module, NAME)
+        module._modules[name] = TrainingBranch(root, self.steps, self.form).eval()
+        output = next(iter(module.graph.find_nodes(op="output")))
+        with module.graph.inserting_before(output):
+            node = module.graph.create_node("call_module", name, tuple(self.inputs))
+        graph.describe(node, None, "", "")
+        graph.refuse(node, BECAUSE)
+        graph.mark_training(node)
+
+
+def _matched(first: Recording, second: Recording) -> dict[str, str]:
+    """Of the constants of the second trace, the names of equal ones of the first; others join these under names that are free."""
+    found: dict[str, str] = {}
+    for name, constant in second.constants.items():
+        same = next((known for known, other in first.constants.items() if same_tensor(constant, other)), None)
+        if same is None:
+            same = f"_training{name}"
+            first.constants[same] = constant
+        found[name] = same
+    return found
+
+
+def _key(node: fx.Node, name: Callable[[fx.Node], str], constants: dict[str, str]) -> Any:
+    """What makes two nodes one: what they call, on the same."""
+
+    def named(operand: fx.Node) -> Any:
+        return _Named(name(operand))
+
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), named)
+    target = constants.get(str(node.target), node.target) if node.op == "get_attr" else node.target
+    if getattr(target, "__name__", target) in _DROPS:  # whose training= says what the mode is
+        args, kwargs = args[:2], {key: value for key, value in kwargs.items() if key != "training"}
+    return node.op, target if isinstance(target, str) else id(target), repr(args), repr(kwargs)
+
+
+class _Named:
+    """Stands for a node in what is compared as text."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"%{self.name}"
+
+
+def _returned(recorded: fx.Graph) -> list[fx.Node]:
+    found: list[fx.Node] = next(iter(recorded.find_nodes(op="output"))).all_input_nodes
+    return found
+
+
+def _layer(node: fx.Node) -> set[Any]:
+    """What a node has parameters of: the module that it calls, or the tensors it reads."""
+    if node.op == "call_module":
+        return {node.target}
+    return {operand.target for operand in node.all_input_nodes if operand.op == "get_attr"} if node.op != "output" else set()
+
+
+def _check(first: Recording, own: list[fx.Node], common: set[fx.Node]) -> None:
+    again = {target: node for node in own for target in _layer(node)}
+    for node in first.graph.nodes:
+        elsewhere = [again[target] for target in _layer(node) if target in again]
+        if node not in common and elsewhere:
+            raise TraceError(
+                "forward computes the same layers in another way in train mode",
+                node=node,
+                because=f"%{node.name} reads something else there, so that what is trained would not be what becomes integers",
+                remedy="leave decisions by self.training (a stochastic depth, a batch norm of your own) to what only the loss reads, or "
+                "prepare the model without training_branch=True",
+            )
+    shared = {graph.module_path(node) or node.name for node in again.values() if any(_layer(node) & _layer(other) for other in common)}
+    if shared:
+        logger.warning("layers that are called once more while training, in float there: %s", ", ".join(sorted(shared)))

@@ -1,0 +1,208 @@
+"""Python that stays Python: functions and modules that are one call in the graph, whatever they are made of.
+
+    @fxq.wrap
+    def boxes(scores, deltas): ...            %boxes = call_function boxes(%scores, %deltas)
+
+What such a call returns is learned by running it: on fake tensors, which have shapes and no content, or, where it asks for content
+(numpy, a branch, a non-maximum suppression), on tensors of zeros, of ones and of arbitrary numbers. Where these agree on a shape it is
+known; where they do not, the result is `Unknown`: it can be handed on to other wrapped functions, and be returned.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, overload
+
+import torch
+from torch import nn
+
+from fxquant import graph
+from fxquant.arguments import CALLABLE, Kind, checked
+from fxquant.errors import ConfigurationError, FxQuantError
+from fxquant.frontend.arguments import Arguments, is_tracked
+from fxquant.frontend.fake import Evaluator, Sequenced
+from fxquant.frontend.unknown import UNKNOWN
+from fxquant.frontend.values import Number, Value, active, is_tracing, refuse
+
+WRAPPED: dict[str, Wrapped] = {}  # what `wrap` has returned, by module and name
+_SAMPLES = (0, 1, 0x5EED)  # what tensors are filled with to learn a shape: zeros, ones, and numbers drawn from this seed
+
+
+def _function_or_name(value: Any) -> Any:
+    if not (callable(value) or (isinstance(value, str) and value.isidentifier())) or isinstance(value, nn.Module | type):
+        raise TypeError
+    return value
+
+
+FUNCTION = Kind("a function, or the name of one of the module that calls fxq.wrap", _function_or_name)
+
+
+@overload
+def wrap(function: Callable[..., Any], *, fake: Callable[..., Any] | None = None) -> Callable[..., Any]: ...
+@overload
+def wrap(function: str, *, fake: Callable[..., Any] | None = None) -> Callable[..., Any]: ...
+@overload
+def wrap(function: None = None, *, fake: Callable[..., Any] | None = None) -> Callable[..., Callable[..., Any]]: ...
+@checked(function=FUNCTION.or_none("fxq.wrap returns a decorator"), fake=CALLABLE.or_none("the function itself tells"))
+def wrap(function: Any = None, *, fake: Callable[..., Any] | None = None) -> Any:
+    """Keep a function of the user's out of the graph: each call of it on tensors of a traced model is one call, in float, run as Python.
+
+    As a decorator of a function or of a method of a module; called with a function, of a library for example; or, in a module, with the
+    name of one of its globals, which is replaced: `fxq.wrap("decode")`. Where nothing is traced the function is what it was.
+
+    Its arguments may be tensors, numbers, strings and nests of them; it may return such, and tensors whose sizes depend on content.
+    `fake`, called with the same arguments where the model is traced, returns tensors of the same shapes and dtypes without computing
+    anything; it is wanted where the function cannot run on arbitrary numbers. Gradients pass through what is made of PyTorch's
+    functions. A file that `save` wrote can be loaded where the function has been wrapped.
+
+    Raises ConfigurationError for what is no function, and for a name that the calling module does not have.
+    """
+    if function is None:
+        return functools.partial(wrap, fake=fake)
+    if isinstance(function, Wrapped):
+        return function
+    if isinstance(function, str):
+        space = _callers_globals()
+        found = space.get(function, getattr(builtins, function, None))
+        if not callable(found):
+            raise ConfigurationError(
+                f"there is no function {function!r} to wrap",
+                because=f"the module {space.get('__name__')} has no global of that name yet",
+                remedy="call fxq.wrap behind the function's definition or import, at the top level of the module",
+            )
+        wrapped = space[function] = found if isinstance(found, Wrapped) else Wrapped(found, fake, f"{space.get('__name__')}:{function}")
+        return wrapped
+    home, name = getattr(function, "__module__", None), getattr(function, "__qualname__", type(function).__name__)
+    return Wrapped(function, fake, f"{home}:{name}")
+
+
+def _callers_globals() -> dict[str, Any]:
+    """The globals of the module that has called `wrap`."""
+    frame = sys._getframe(1)
+    while frame.f_globals.get("__name__", "").startswith("fxquant.") and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_globals
+
+
+class Wrapped:
+    """A function that is one call in a graph. It is called, and bound to an object, as the function is.
+
+    function   what it computes
+    fake       what tells the form of its result; None: it does itself
+    key        its name, by which files and other processes find it
+    """
+
+    def __init__(self, function: Callable[..., Any], fake: Callable[..., Any] | None, key: str) -> None:
+        functools.update_wrapper(self, function)
+        self.function, self.fake, self.key = function, fake, key
+        WRAPPED[key] = self  # the last of a name, as where a notebook's cell runs again
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not is_tracing():
+            return self.function(*args, **kwargs)
+        handler = active()
+        if handler.paused or not (is_tracked(args, handler.known) or is_tracked(kwargs.values(), handler.known)):
+            return self.function(*args, **kwargs)
+        if args and isinstance(args[0], nn.Module):
+            module = handler.snapshot.shell(args[0])
+            told = None if self.fake is None else functools.partial(self.fake, module)
+            bound = functools.partial(self.function, module)
+            return record(handler, "call_module", handler.method(module, self), bound, args[1:], kwargs, told, graph.WRAPPED)
+        return record(handler, "call_function", self, self.function, args, kwargs, self.fake, graph.WRAPPED)
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        return self if owner is None else MethodType(self, owner)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _found, (self.key,)
+
+
+def _found(key: str) -> Wrapped:
+    """The wrapped function of that name, of whose module the import may have to come first."""
+    if key not in WRAPPED:
+        importlib.import_module(key.partition(":")[0])
+    return WRAPPED[key]
+
+
+class Method(nn.Module):
+    """A wrapped method of a module, as a module that is called: it holds the owner, whose parameters are registered where they were."""
+
+    def __init__(self, owner: nn.Module, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.held, self.function = (owner,), function  # in a tuple: not a child, whose parameters would have a second name
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self.held[0], *args, **kwargs)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Method:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.held[0]._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+# ---- recording ------------------------------------------------------------------------------------------------------
+
+
+def record(handler: Any, op: str, target: Any, function: Any, args: Any, kwargs: Any, fake: Callable[..., Any] | None, because: str) -> Any:
+    """Add the node of a call that is not looked into; returns what stands for its result."""
+    paused, handler.paused = handler.paused, True
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            arguments = Arguments(function, handler.memory, handler.attribute)
+            node_args = tuple(arguments.convert(arg) for arg in args)
+            node_kwargs = {name: arguments.convert(arg) for name, arg in kwargs.items()}
+            name = target if isinstance(target, str) else target.__name__
+            guessed = arguments.unknown and fake is None
+            template = UNKNOWN if guessed else _template(handler.evaluator, fake or function, args, kwargs, arguments, name)
+            node = handler.graph.create_node(op, target, node_args, node_kwargs)
+            handler.describe(node, template)
+            graph.refuse(node, because)
+            return handler.wrap(node, template)
+    finally:
+        handler.paused = paused
+
+
+def _template(evaluator: Evaluator, function: Any, args: Any, kwargs: Any, arguments: Arguments, name: str) -> Any:
+    """What is known of the result."""
+    try:
+        return evaluator.run(function, args, kwargs, True, arguments.substitutes).template
+    except Exception:  # whatever it does with a tensor that has no content
+        pass
+    found: list[Any] = []
+    error: Exception | None = None
+    for sample in _SAMPLES:
+        try:
+            found.append(_without_numbers(evaluator.run_filled(function, args, kwargs, arguments.substitutes, sample).template))
+        except FxQuantError:  # it returns something else at another batch size
+            found.append(UNKNOWN)
+        except Exception as raised:
+            error = raised
+    if len(found) < 2:
+        refuse(
+            f"what {name} returns cannot be learned",
+            because=f"it is kept as Python, and on tensors of zeros, ones and arbitrary numbers it raises {type(error).__name__}: {error}",
+            remedy="say what it returns by a function: fxq.wrap(…, fake=lambda x: x.new_empty(…))",
+        )
+    return functools.reduce(_agreed, found)
+
+
+def _without_numbers(template: Any) -> Any:
+    """The result of a run on certain numbers, without what may follow from them."""
+    if isinstance(template, Sequenced):
+        return Sequenced(template.kind, [_without_numbers(item) for item in template.items], template.keys)
+    if isinstance(template, Value):
+        return template.abstract
+    return template if template is None or isinstance(template, Number) else UNKNOWN
+
+
+def _agreed(first: Any, second: Any) -> Any:
+    """What two runs have in common."""
+    if isinstance(first, Sequenced) and isinstance(second, Sequenced):
+        same = first.kind is second.kind and first.keys == second.keys and len(first.items) == len(second.items)
+        return Sequenced(first.kind, list(map(_agreed, first.items, second.items)), first.keys) if same else UNKNOWN
+    return first if first is second or (isinstance(first, Number) and first == second) else UNKNOWN
