@@ -17,16 +17,16 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
+from fxquant import sweeps
 from fxquant.arithmetic import Arithmetic
 from fxquant.errors import AccumulatorOverflow, NotFinite
 from fxquant.facts import Size
-from fxquant.numerics import EVERYTHING, INT32, INT32_MAX, Grid, Interval, IntType, bits_of, clamp_bound
-from fxquant.primitives import PRIMITIVES
+from fxquant.numerics import EVERYTHING, FLOAT32_EXACT, INT32, INT32_MAX, Grid, Interval, IntType, bits_of, clamp_bound
+from fxquant.primitives.accumulate import add_residual
 from fxquant.primitives.boundary import quantize
 from fxquant.primitives.elementwise import shift_right
 from fxquant.primitives.requantize import accumulator_output, clamp_accumulator
 from fxquant.quantization.batch_norm import BatchNorm
-from fxquant.quantization.learning import learned_step
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.rounding import straight_through
 from fxquant.quantization.weights import WeightQuantizer
@@ -37,7 +37,7 @@ Clamp = tuple[float | None, float | None]
 
 @dataclass(frozen=True)
 class Quantized:
-    """A quantized tensor during lowering: its integers, their grid, and its shape.
+    """A quantized tensor during lowering: its integers, their grid, and its shape; and its real numbers, where they are known already.
 
     The integers are a tensor of centred ones, or the node of a graph that holds them as they are stored; `Lowering.call` knows
     what a primitive takes.
@@ -46,6 +46,7 @@ class Quantized:
     value: Any
     grid: Grid
     shape: tuple[Size, ...]
+    known: Tensor | None = None
 
     @property
     def scale(self) -> Tensor:
@@ -59,11 +60,11 @@ class Quantized:
 
     def real(self) -> Tensor:
         """The real tensor it stands for, with gradients; only for eager lowering. It is the integer model's, byte for byte."""
-        return self.grid.dequantize(self.value)
+        return self.grid.dequantize(self.value) if self.known is None else self.known
 
     def with_value(self, value: Any) -> Quantized:
         """Another value on the same grid (its shape is no longer that of the operand)."""
-        return replace(self, value=value)
+        return replace(self, value=value, known=None)
 
 
 def plainly(value: Any, shape: tuple[Size, ...]) -> Quantized:
@@ -191,6 +192,35 @@ class Lowering:
 
         return self.result(exact, real, target)
 
+    def complete(
+        self,
+        accumulator: Any,
+        ratio: Ratio,
+        clamp: Clamp | None,
+        bound: float,
+        bias: Tensor | None = None,
+        residual: Quantized | None = None,
+        multiplier: Tensor | None = None,
+        statistics: sweeps.Collected | None = None,
+    ) -> Quantized:
+        """The accumulator of channels, plus its bias and the residual times its multiplier, requantized.
+
+        Bias and multiplier are shaped to broadcast. `statistics` are those of the accumulator, where they are known.
+        """
+        accumulator = wide_enough(accumulator, bound)
+        if bias is not None:
+            accumulator = accumulator + bias.to(accumulator.dtype)
+        if residual is not None:
+            accumulator = self.call(add_residual, accumulator, residual.value, multiplier)
+        return self.requantize(accumulator, ratio, clamp, bound=bound)
+
+    def parts(self, input: Any, weight: Tensor, bias: Tensor | None) -> int:
+        """In how many parts the input channels have to be for all partial sums of the operand at hand to stay below 2^24.
+
+        Of every operand they do not. 0 where there is no operand, or too many parts.
+        """
+        return 0
+
     def _keep(self, accumulator: Any, ratio: Ratio, clamp: Clamp | None, bound: float) -> Quantized:
         """The accumulator as int32, with its step as the scale, rounded once to float32.
 
@@ -315,62 +345,10 @@ def cannot_be_integers(name: str, because: str, at: str, module: str) -> NotFini
     )
 
 
-class EagerLowering(Lowering):
-    """Calls the primitives on integer-valued float tensors, with straight-through gradients.
-
-    If `observing`, each scale that follows training does: the output's, and by statistics of its own that of what a residual is
-    added to.
-    """
-
-    keeps_start = True
-
-    def __init__(
-        self,
-        name: str,
-        arithmetic: Arithmetic,
-        output: Quantizer | None,
-        intermediate: Quantizer | None,
-        weight: WeightQuantizer,
-        *,
-        training: bool,
-        observing: bool,
-        live_batch_norm: bool,
-    ) -> None:
-        super().__init__(name, arithmetic, output, intermediate, weight)
-        self.training = training
-        self.observing = observing
-        self.live_batch_norm = live_batch_norm
-
-    def call(self, primitive: Callable[..., Tensor], *arguments: Any) -> Tensor:
-        surrogate = PRIMITIVES[primitive].surrogate
-        if surrogate is None or not torch.is_grad_enabled():
-            return primitive(*arguments)
-        with torch.no_grad():
-            exact = primitive(*arguments)
-        return straight_through(surrogate(*arguments), exact)
-
-    def constant(self, role: str, value: Tensor, dtype: torch.dtype) -> Tensor:
-        return value
-
-    def result(self, exact: Callable[[], Tensor], real: Callable[[], Tensor], to: Quantizer | None = None) -> Quantized:
-        to = to or self.output
-        follows = self.observing and to.follows_training
-        if to is self.intermediate and not follows:
-            to.require()
-        value = real() if follows or torch.is_grad_enabled() else None
-        if follows and value is not None:
-            to.follow(limited(value if self.seen is None else self.seen, self.observed) if to is self.output else value)
-        with torch.no_grad():
-            integers = exact()
-        grid = to.grid
-        if value is not None and to.learns and torch.is_grad_enabled():
-            integers = learned_step(value, integers, grid.scale, to, grid)
-        elif value is not None and value.requires_grad:
-            integers = straight_through((value / grid.scale).clamp(*grid.bounds), integers)
-        return Quantized(integers, grid, tuple(integers.shape))
-
-    def quantize(self, input: Tensor) -> Quantized:
-        return self.result(lambda: self.output.grid.quantize(input), lambda: input)
+def wide_enough(accumulator: Any, bound: float) -> Any:
+    """The accumulator as float64, where it is a floating tensor that its bound would have be that."""
+    wide = bound >= FLOAT32_EXACT and isinstance(accumulator, Tensor) and accumulator.is_floating_point()
+    return accumulator.double() if wide else accumulator
 
 
 def limited(value: Tensor, interval: Interval) -> Tensor:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 import fxquant as fxq
 from fxquant.arithmetic import FixedArithmetic, RealArithmetic
+from fxquant.eager import EagerLowering
 from fxquant.graph import qparams
-from fxquant.lowering import EagerLowering, Quantized
+from fxquant.lowering import Quantized
 from fxquant.numerics import INT8, UINT8, WEIGHT_INT8, Grid, IntType, grid_from_range, table
 from fxquant.ops import OPERATORS
 from fxquant.primitives import boundary, elementwise, requantize, shape

@@ -140,7 +140,13 @@ def test_an_average_of_models_is_deployed_as_any_model(activations: str) -> None
 
 
 def test_a_compiled_model_has_the_same_bits() -> None:
-    """What is beside the operators is compiled; here the layer on the host."""
+    """What is beside the operators is compiled; here the layer on the host, in one graph behind that of the input's check."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
     torch.manual_seed(3)
     network = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))
     mapping = fxq.QConfigMapping(config("learned", "learned", bits=4)).set_host("2")
@@ -148,11 +154,12 @@ def test_a_compiled_model_has_the_same_bits() -> None:
     prepared = fxq.calibrate(fxq.prepare(network, rows[0], "nash-e", mapping), rows, show_progress=False)
     fxq.set_state(prepared, fxq.State.TRAIN)
     reference = copy.deepcopy(prepared)
-    compiled = torch.compile(prepared, backend="eager")
+    compiled = torch.compile(prepared, backend=backend)
     optimizers = [torch.optim.SGD(model.parameters(), 0.02) for model in (prepared, reference)]
     for model, optimizer in ((compiled, optimizers[0]), (reference, optimizers[1])):
         step(model, optimizer, rows[0])
     assert same(prepared, reference)
+    assert len(graphs) == 2
     for model in (prepared, reference):
         fxq.set_state(model, fxq.State.VALIDATE)
         model.eval()

@@ -16,8 +16,9 @@ from torch.nn import functional as F
 
 from fxquant.arithmetic import Arithmetic
 from fxquant.backends.bpu import FIXED, REAL
+from fxquant.eager import EagerLowering
 from fxquant.errors import AccumulatorOverflow
-from fxquant.lowering import EagerLowering, Quantized
+from fxquant.lowering import Quantized
 from fxquant.numerics import INT8, INT16, WEIGHT_INT8, Grid, IntType, table
 from fxquant.ops.arithmetic import lower_add
 from fxquant.ops.join import _lower_cat

@@ -1,4 +1,4 @@
-"""The kernels of native.c, compiled once for this processor and kept in the user's cache; nothing needs them, or a compiler.
+"""The kernels of native.c and training.c, compiled once for this processor and kept in the user's cache; nothing needs them, or a compiler.
 
 FXQUANT_NATIVE=0 leaves them out. The library stands in a folder that only the user can write to, under a name made of the source,
 the compiler and the processor.
@@ -22,7 +22,8 @@ from typing import Any
 logger = logging.getLogger("fxquant")
 
 SOURCE = Path(__file__).with_name("native.c")
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")  # every rounding is IEEE's
+TRAINING = Path(__file__).with_name("training.c")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")  # IEEE's roundings
 SWITCH = "FXQUANT_NATIVE"
 SUM, REAL, FIXED = 0, 1, 2
 
@@ -77,38 +78,75 @@ class Dynamic(ctypes.Structure):
     ]
 
 
+class Pass(ctypes.Structure):
+    """One pass over large float tensors: the structure of training.c."""
+
+    _fields_ = [
+        *((name, _pointer) for name in ("sums", "bias", "residual", "factor", "multiplier", "half", "first", "product", "ratio")),
+        *((name, _pointer) for name in ("of_integers", "of_real", "integers", "real", "of_sums", "of_residual", "totals", "ends")),
+        *((name, _pointer) for name in ("offset", "slope")),
+        *((name, _int64) for name in ("outer", "channels", "inner", "mode", "threads")),
+        *((name, ctypes.c_double) for name in ("limit", "add")),
+        *((name, ctypes.c_float) for name in ("low", "high", "least", "most", "scale")),
+    ]
+
+
+class Count(ctypes.Structure):
+    """What observers count: the structure of training.c."""
+
+    _fields_ = [
+        *((name, _pointer) for name in ("value", "places", "low", "high", "counts", "negative")),
+        *((name, _int64) for name in ("rows", "columns", "step", "count", "bins", "threads")),
+        *((name, ctypes.c_float) for name in ("first", "last")),
+    ]
+
+
 @functools.cache
 def library() -> Any:
     """The compiled kernels, or a sentence that says why there are none."""
+    loaded = _loaded(SOURCE, ("convolution", "depthwise", "finish", "quantize", "max_pool", "sum", "lookup", "pairs", "dynamic"))
+    if not isinstance(loaded, str):
+        loaded.fxq_has_dot_products.restype = _int64
+    return loaded
+
+
+@functools.cache
+def training_library() -> Any:
+    """The compiled functions of training, or a sentence that says why there are none."""
+    sums = ("collect", "ends", "finish_forward", "finish_backward", "centre")
+    weights = ("weight_ends", "weight_forward", "weight_backward")
+    return _loaded(TRAINING, (*sums, *weights, "row_ends", "magnitudes", "signed"))
+
+
+def _loaded(source: Path, functions: tuple[str, ...]) -> Any:
     if os.environ.get(SWITCH, "1") == "0":
         return f"{SWITCH} is 0"
     compiler = next((found for name in (os.environ.get("CC", ""), "cc", "gcc", "clang") if name and (found := shutil.which(name))), None)
     if compiler is None:
         return "there is no C compiler"
     try:
-        loaded = ctypes.CDLL(str(_compiled(compiler)))
+        loaded = ctypes.CDLL(str(_compiled(compiler, source)))
     except (OSError, subprocess.SubprocessError) as error:
         logger.info("the integer kernels in C are left out: %s", error)
         return f"its C source was not compiled: {error}"
-    for name in ("convolution", "depthwise", "finish", "quantize", "max_pool", "sum", "lookup", "pairs", "dynamic"):
+    for name in functions:
         getattr(loaded, f"fxq_{name}").restype = None
         getattr(loaded, f"fxq_{name}").argtypes = [_pointer]
-    loaded.fxq_has_dot_products.restype = _int64
     return loaded
 
 
-def _compiled(compiler: str) -> Path:
-    source = SOURCE.read_bytes()
+def _compiled(compiler: str, file: Path) -> Path:
+    source = file.read_bytes()
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=60, check=True).stdout
     key = hashlib.sha256(b"\0".join((source, version, compiler.encode(), " ".join(FLAGS).encode(), _processor().encode()))).hexdigest()[:20]
-    found = _folder() / f"kernels-{key}.so"
+    found = _folder() / f"{'kernels' if file == SOURCE else file.stem}-{key}.so"
     if found.exists():
         return found
     logger.info("compiling the integer kernels for this processor, once: %s", found)
     with tempfile.TemporaryDirectory(dir=found.parent) as directory:
         made = Path(directory) / found.name
         for threads in (["-fopenmp"], []):  # without OpenMP, one thread
-            done = subprocess.run([compiler, *FLAGS, *threads, str(SOURCE), "-o", str(made)], capture_output=True, timeout=300, check=False)
+            done = subprocess.run([compiler, *FLAGS, *threads, str(file), "-o", str(made)], capture_output=True, timeout=300, check=False)
             if done.returncode == 0:
                 os.replace(made, found)  # whole or not at all, whoever else compiles
                 return found

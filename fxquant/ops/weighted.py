@@ -14,15 +14,16 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
+from fxquant import sweeps
 from fxquant.errors import ConfigurationError
 from fxquant.facts import Size, TensorFact
 from fxquant.graph import fact, is_parameter, resolve
-from fxquant.lowering import Clamp, Lowering, Quantized, named_parameters
+from fxquant.lowering import Clamp, Lowering, Quantized, named_parameters, wide_enough
 from fxquant.numerics import (
     FLOAT32_EXACT,
     INT32_MAX,
@@ -38,13 +39,15 @@ from fxquant.numerics import (
 )
 from fxquant.ops.arithmetic import lower_add
 from fxquant.primitives import accumulate, elementwise
-from fxquant.quantization.batch_norm import BatchNorm, correct_batch, fold, multiplied, running_gain
+from fxquant.quantization.batch_norm import BatchNorm, correct_batch, fold, fold_bias, multiplied, running_gain
 from fxquant.quantization.rounding import straight_through
 from fxquant.quantization.weights import QuantizedWeight
 from fxquant.rescaling import Ratio
 
 MOST_NARROWED = 8  # bits an int16 operand may give up so that its sums fit the accumulator
 SMALLEST_RESIDUAL_MULTIPLIER = 256  # of int8: below it, rounding k_c to a whole number costs more than half a step of the largest residual
+
+IN_PARTS = {accumulate.convolution: 1, accumulate.linear: -1}  # sums that can be formed in parts: the dimension of the input channels
 
 ABSORBED = frozenset({"batch_norm", "residual", "clamp"})
 
@@ -57,7 +60,9 @@ def epilogue(value: Tensor, residual: Tensor | None, clamp: Clamp | None, before
         if before_residual is not None:
             before_residual(value)
         value = value + residual
-    return value if clamp is None else value.clamp(*clamp)
+    if clamp is None:
+        return value
+    return value.clamp(*clamp) if torch.is_grad_enabled() else value.clamp_(*clamp)  # nobody else has it
 
 
 # ---- the integer meaning --------------------------------------------------------------------------------------------
@@ -107,7 +112,8 @@ class _Layer:
 
     def bound(self, bias: Tensor | None) -> Tensor:
         """The largest |accumulator| that any input can cause, per output channel."""
-        return accumulator_bound(self.weight.integers, bias, 0, self.magnitude)
+        bound = self.weight.total * self.magnitude
+        return bound if bias is None else bound + bias.detach().double().abs()
 
     def form(self, largest: float, bias: Tensor | None) -> Any:
         """The sum, which can reach `largest`: narrow where float32 is exact, else wide."""
@@ -120,10 +126,24 @@ class _Layer:
         )
         if largest < FLOAT32_EXACT:
             return lowering.call(product.narrow, *operands)
+        axis = IN_PARTS.get(product.narrow)
+        parts = 0 if axis is None else lowering.parts(self.input.value, self.weight.integers, bias)
+        if parts == 1:
+            return lowering.call(product.narrow, *operands)
+        if parts and self.input.value.shape[axis] == operands[1].shape[1]:  # not in groups
+            return self._in_channels(parts, operands[1], bias)
         cut = [list(_cut(self.weight.integers.detach(), self.magnitude, dtype))] if product.in_parts else []
         how = "in parts" if product.in_parts else "in float64"
         lowering.note("wide", f"a sum can reach {largest:.0f}, beyond 2^24, so it is formed {how}")
         return lowering.call(product.wide, *operands, *cut)
+
+    def _in_channels(self, parts: int, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The sums over parts of the input channels, joined in float64."""
+        lowering, product, axis = self.lowering, self.product, IN_PARTS[self.product.narrow]
+        pairs = zip(self.input.value.chunk(parts, axis), weight.chunk(parts, 1), strict=True)
+        terms = [lowering.call(product.narrow, *pair, None, *product.attributes).double() for pair in pairs]
+        total: Tensor = functools.reduce(torch.add, terms)
+        return total if bias is None else total + _broadcast(bias, product.trailing)
 
 
 def lower_weighted(
@@ -145,18 +165,22 @@ def lower_weighted(
     unfolded, gain = bias, None
     if batch_norm is not None:
         gain = running_gain(batch_norm)
-        weight, bias = fold(weight, bias, batch_norm, 0)
+        bias = fold_bias(bias, batch_norm)
     if batch_norm is not None and lowering.live_batch_norm:
         lowering.weight.forget_correction()  # the statistics, which are of the integers from now on, take its place
     bias = lowering.weight.corrected(bias)
-    quantized = lowering.weight.integers(weight, gain, _least_scale(lowering, input, bias, residual), keep=lowering.keeps_start)
+    least = _least_scale(lowering, input, bias, residual)
+    quantized = lowering.weight.folded(weight, gain, least)
+    if quantized is None:
+        folded = weight if batch_norm is None else fold(weight, None, batch_norm, 0)[0]
+        quantized = lowering.weight.integers(folded, gain, least, keep=lowering.keeps_start)
     layer = _Layer(lowering, product, *_narrowed(lowering, input, quantized, bias), quantized)
 
-    sums: Tensor | None = None
+    live: _Live | None = None
     steps: tuple[Tensor, ...] = (layer.input.scale, quantized.scale)
     if batch_norm is not None and lowering.live_batch_norm:
-        sums, correction, bias = _live(layer, batch_norm, unfolded)
-        steps = (*steps, correction)
+        live = _live(layer, batch_norm, unfolded)
+        bias, steps = live.bias, (*steps, live.correction)
     bias_q = None if bias is None else _bias_integers(bias, layer.input.scale, quantized.scale)
 
     bound, multiplier = layer.bound(bias_q), None
@@ -165,8 +189,10 @@ def lower_weighted(
     largest = lowering.prove(bound, "the sum", layer.limit)
     lowering.describe("weight", quantized.scale, product.channels - weight.dim())
     lowering.describe("bias", layer.input.scale * quantized.scale, -1)
-    accumulator = layer.form(largest, bias_q) if sums is None else _with_bias(layer, sums, bias_q, largest)
-    return _finished(layer, accumulator, steps, residual, multiplier, clamp, largest)
+    if live is None:
+        return _finished(layer, layer.form(largest, bias_q), steps, residual, multiplier, clamp, largest)
+    shaped = None if bias_q is None else _broadcast(bias_q, product.trailing)
+    return _finished(layer, live.sums, steps, residual, multiplier, clamp, largest, shaped, live.statistics)
 
 
 def _limit(lowering: Lowering) -> int:
@@ -201,7 +227,16 @@ def _narrowed(lowering: Lowering, input: Quantized, weight: QuantizedWeight, bia
     return Quantized(value, Grid(input.dtype, raised), input.shape), 2 ** (bits - 1 - n)
 
 
-def _live(layer: _Layer, batch_norm: BatchNorm, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+class _Live(NamedTuple):
+    """Sums without a bias, and what gives them the statistics of their batch."""
+
+    sums: Tensor
+    correction: Tensor
+    bias: Tensor
+    statistics: sweeps.Collected | None
+
+
+def _live(layer: _Layer, batch_norm: BatchNorm, bias: Tensor | None) -> _Live:
     """The sums without a bias, and what gives them the statistics of this batch: another factor of their step, and the bias.
 
     `bias` is the layer's own. A channel without weights, or whose scale was raised, shows nothing of the statistics.
@@ -215,7 +250,17 @@ def _live(layer: _Layer, batch_norm: BatchNorm, bias: Tensor | None) -> tuple[Te
     one = weight.scale.numel() == 1
     alive = torch.ones_like(weight.own) if one else weight.integers.detach().flatten(1).abs().amax(1) > 0
     usable = weight.own & alive & (weight.scale > SMALLEST_SCALE)
-    return sums, *correct_batch(batch_norm, bias, sums, layer.input.scale * weight.scale, axis, usable)
+    statistics: sweeps.Collected | None = None
+    form = sweeps.form_of(sums, layer.product.trailing) if sweeps.plain(sums, dtypes=(torch.float32, torch.float64)) else None
+    if form is None:
+        dims = [d for d in range(sums.dim()) if d != axis]
+        variance, mean = torch.var_mean(sums, dims, correction=0)
+    else:
+        statistics = sweeps.collected(sums, form)
+        sums, variance, mean = statistics.sums, statistics.variance, statistics.mean
+    count = sums.numel() // sums.shape[axis]
+    step = layer.input.scale * weight.scale
+    return _Live(sums, *correct_batch(batch_norm, bias, mean.float(), variance.float(), count, step, usable), statistics)
 
 
 def _check_statistics(lowering: Lowering, values: int) -> None:
@@ -232,13 +277,6 @@ def _bias_integers(bias: Tensor, input_scale: Tensor, scale: Tensor) -> Tensor:
     """round_half_even(b / (s_x · s)), float64 integers, gradients straight through."""
     exact = bias_integers(bias.detach(), input_scale, scale)
     return straight_through(bias / (input_scale * scale), exact) if bias.requires_grad else exact
-
-
-def _with_bias(layer: _Layer, sums: Tensor, bias: Tensor | None, largest: float) -> Tensor:
-    """Sums that were formed without their bias, with it."""
-    assert bias is not None
-    sums = sums if largest < FLOAT32_EXACT else sums.double()
-    return sums + _broadcast(bias, layer.product.trailing).to(sums.dtype)
 
 
 def _residual_multiplier(layer: _Layer, residual: Quantized, steps: tuple[Tensor, ...], bound: Tensor) -> tuple[Tensor | None, Tensor]:
@@ -276,17 +314,22 @@ def _finished(
     multiplier: Tensor | None,
     clamp: Clamp | None,
     largest: float,
+    bias: Tensor | None = None,
+    statistics: sweeps.Collected | None = None,
 ) -> Quantized:
-    """The residual added, in the accumulator if it has a multiplier, and the requantization, limited to the clamp."""
+    """With bias, unless the sum has it, and residual, in the accumulator if it has a multiplier; requantized to the clamp."""
     lowering, trailing = layer.lowering, layer.product.trailing
     ratio = Ratio(tuple(_broadcast(factor, trailing) for factor in steps))
     if residual is not None and multiplier is None:
+        accumulator = wide_enough(accumulator, largest)
+        if bias is not None:
+            accumulator = accumulator + bias.to(accumulator.dtype)
         between = lowering.requantize(accumulator, ratio, to=lowering.intermediate, role="intermediate_", bound=largest)
         return lower_add(lowering, between, residual, clamp=clamp)
-    if residual is not None and multiplier is not None:
+    shaped = None
+    if multiplier is not None:
         shaped = lowering.constant("residual_multiplier", _broadcast(multiplier, trailing), layer.whole)
-        accumulator = lowering.call(accumulate.add_residual, accumulator, residual.value, shaped)
-    return lowering.requantize(accumulator, ratio, clamp, bound=largest)
+    return lowering.complete(accumulator, ratio, clamp, largest, bias, residual, shaped, statistics)
 
 
 def _broadcast(channels: Tensor, trailing: int) -> Tensor:

@@ -45,10 +45,10 @@ def _bounds_max_pool(input: Value, kernel: list[int], stride: list[int], begin: 
 @primitive(_onnx_max_pool, bounds=_bounds_max_pool)
 def max_pool(input: Tensor, kernel: list[int], stride: list[int], begin: list[int], end: list[int], dilation: list[int]) -> Tensor:
     """The maximum over each window; padding never wins."""
-    value = input.float()
-    if any(begin) or any(end):
-        value = F.pad(value, _window_padding(begin, end), value=-torch.inf)
-    return stored(MAX_POOLS[len(kernel)](value, kernel, stride, 0, dilation), input, input.dtype)
+    value, padding = input.float(), 0 if not any(begin) else list(begin)
+    if begin != end or any(2 * before > taps for before, taps in zip(begin, kernel, strict=True)):  # more than PyTorch pads by itself
+        value, padding = F.pad(value, _window_padding(begin, end), value=-torch.inf), 0
+    return stored(MAX_POOLS[len(kernel)](value, kernel, stride, padding, dilation), input, input.dtype)
 
 
 def _onnx_sum_pool(

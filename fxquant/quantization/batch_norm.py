@@ -63,22 +63,27 @@ def fold(weight: Tensor, bias: Tensor | None, batch_norm: BatchNorm, axis: int) 
 
     `axis` is the weight's output channel dimension.
     """
-    assert batch_norm.running_mean is not None
     gain = running_gain(batch_norm)
     shape = [1] * weight.dim()
     shape[axis] = -1
+    return weight * gain.reshape(shape), fold_bias(bias, batch_norm)
+
+
+def fold_bias(bias: Tensor | None, batch_norm: BatchNorm) -> Tensor:
+    """The bias of that layer."""
+    assert batch_norm.running_mean is not None
     offset = -batch_norm.running_mean if bias is None else bias - batch_norm.running_mean
-    folded = offset * gain
-    return weight * gain.reshape(shape), folded if batch_norm.bias is None else folded + batch_norm.bias
+    folded = offset * running_gain(batch_norm)
+    return folded if batch_norm.bias is None else folded + batch_norm.bias
 
 
 def correct_batch(
-    batch_norm: BatchNorm, weight_bias: Tensor | None, sums: Tensor, step: Tensor, axis: int, usable: Tensor
+    batch_norm: BatchNorm, weight_bias: Tensor | None, mean: Tensor, variance: Tensor, count: int, step: Tensor, usable: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(c, b) with which (z + b) · c has the statistics of this batch instead of the running ones, which move on; differentiable.
 
-    z = sums · step is the layer with the running statistics folded in, without its bias; channels are dimension
-    `axis` of `sums`, and `step` has one number for each, or is a scalar:
+    z is the layer with the running statistics folded in, without its bias; in steps of `step`, one number for each channel or a
+    scalar, it has this mean and this variance over `count` values of each channel, float32:
 
         (z - mean(z)) · c + β  =  (z + β/c - mean(z)) · c,    c = sqrt((running_var + ε) / (var(z)/g² + ε)),   g = γ / sqrt(running_var + ε)
 
@@ -87,18 +92,17 @@ def correct_batch(
     """
     assert batch_norm.running_mean is not None
     assert batch_norm.running_var is not None
-    variance, mean = torch.var_mean(sums, [d for d in range(sums.dim()) if d != axis], correction=0)
     known = batch_norm.running_var + batch_norm.eps
     gain = running_gain(batch_norm)
     usable = usable & (gain != 0)
     unit = step / torch.where(usable, gain, 1)  # of the layer before its batch norm
-    of_batch = variance.float() * unit.square()
+    of_batch = variance * unit.square()
     correction = torch.where(usable, torch.sqrt(known / (of_batch + batch_norm.eps)), 1)
     beta = torch.zeros_like(known) if batch_norm.bias is None else batch_norm.bias
     offset = -batch_norm.running_mean if weight_bias is None else weight_bias - batch_norm.running_mean
-    bias = torch.where(usable, beta / correction - mean.float() * step, offset * gain + beta)
-    center = mean.float() * unit if weight_bias is None else mean.float() * unit + weight_bias
-    _update_running(batch_norm, center.detach(), of_batch.detach(), sums.numel() // sums.shape[axis], usable)
+    bias = torch.where(usable, beta / correction - mean * step, offset * gain + beta)
+    center = mean * unit if weight_bias is None else mean * unit + weight_bias
+    _update_running(batch_norm, center.detach(), of_batch.detach(), count, usable)
     return correction, bias
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, MutableMapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from fxquant import sweeps
 from fxquant.arithmetic import Arithmetic
+from fxquant.eager import EagerLowering
 from fxquant.errors import CalibrationError
-from fxquant.lowering import EagerLowering, Quantized, cannot_be_integers, first_not_finite, limited, named_parameters, plainly
-from fxquant.numerics import EVERYTHING, Interval
+from fxquant.lowering import Quantized, cannot_be_integers, first_not_finite, limited, named_parameters, plainly
+from fxquant.numerics import EVERYTHING, Grid, Interval
 from fxquant.ops import Operator, map_operands
 from fxquant.quantization.factors import ChannelFactors
 from fxquant.quantization.quantizer import Quantizer
@@ -20,6 +24,9 @@ from fxquant.quantization.rounding import straight_through
 from fxquant.quantization.state import State
 from fxquant.quantization.weights import WeightQuantizer
 
+# Of real tensors that operators put out: their integers, the grid of these, and the version of the tensor that they are of. No attribute
+# of the tensors, which would be saved with them.
+_CARRIED: MutableMapping[Tensor, tuple[Tensor, Grid, int]] = WeakTensorKeyDictionary()
 Lowered = TypeVar("Lowered", bound=EagerLowering)
 Inputs = Mapping[str, Any]  # a Quantizer, a list of them, or None for a constant
 
@@ -118,7 +125,9 @@ class QuantizedOperator(nn.Module):
             value: Tensor = self.operator.function(*args, **kwargs)
             if self.owns_output:
                 seen = self._seen(self.operator.bind_call(args, kwargs))
-                self.output.observe(limited(value if seen is None else seen, self.observed))
+                low, high = (-math.inf, math.inf) if seen is not None else _limits(kwargs.get("clamp"))
+                within = self.observed[0] <= low and high <= self.observed[1]
+                self.output.observe(value if within else limited(value if seen is None else seen, self.observed))
         except CalibrationError as error:
             because = first_not_finite(self._parameters_of(self.operator.bind_call(args, kwargs)))
             if because is None:
@@ -147,7 +156,7 @@ class QuantizedOperator(nn.Module):
             lowering.seen = self._seen(arguments)
             result = self.operator.lower(lowering, **self._operands(arguments))
         if isinstance(result, Quantized):
-            return result.value if self.plain else result.real()
+            return result.value if self.plain else _carrying(result, result.value is lowering.whole)
         value: Tensor = result
         return value
 
@@ -193,16 +202,50 @@ def _leave_to_eager() -> None:
     QuantizedOperator.forward = torch.compiler.disable(QuantizedOperator.forward)  # type: ignore[method-assign, no-untyped-call]
 
 
+def _carrying(result: Quantized, whole: bool) -> Tensor:
+    """The real tensor of a result, which has the integers beside it, if it is made of such, for whoever reads it on the same grid."""
+    real = result.real()
+    if real is result.known and real in _CARRIED:  # the operand's own
+        return real.view_as(real)
+    if whole and not real.is_inference() and sweeps.admitted(real, result.value):
+        _CARRIED[real] = (result.value, result.grid, real._version)
+    return real
+
+
 def take_integers(value: Tensor, quantizer: Quantizer) -> Quantized:
-    """The integers of a real tensor on a quantizer's grid, exact where the tensor is integers times that scale."""
+    """The integers of a real tensor on a quantizer's grid, exact where the tensor is integers times that scale.
+
+    They are those that its operator has left beside it, as long as nothing has written on it.
+    """
     quantizer.require()
     grid = quantizer.grid
+    carried = _CARRIED.get(value)
+    if carried is not None and not value.is_inference() and sweeps.admitted(value):
+        integers, made, version = carried
+        if version == value._version and not _watched(value, integers) and made.equals(grid):
+            return Quantized(integers, grid, tuple(value.shape), value)
     with torch.no_grad():
         integers = grid.quantize(value)
     if value.requires_grad and torch.is_grad_enabled():
         low, high = grid.bounds  # by half a step wider, so that what was rounded to a limit is inside, whatever the division rounds
-        integers = straight_through((value / grid.scale).clamp(low - 0.5, high + 0.5), integers)
+        if sweeps.admitted(value, integers):
+            integers = sweeps.on_grid(value, integers, grid.scale, (low - 0.5, high + 0.5))
+        else:
+            integers = straight_through((value / grid.scale).clamp(low - 0.5, high + 0.5), integers)
     return Quantized(integers, grid, tuple(value.shape))
+
+
+def _limits(clamp: Any) -> Interval:
+    """Between which numbers a fused clamp leaves all values; ±∞ where there is none."""
+    low, high = (None, None) if clamp is None else clamp
+    return -math.inf if low is None else float(low), math.inf if high is None else float(high)
+
+
+def _watched(value: Tensor, integers: Tensor) -> bool:
+    """Whether someone is to be told of this tensor's gradient, which then has to pass through it."""
+    if not torch.is_grad_enabled():
+        return False
+    return value.requires_grad != integers.requires_grad or bool(value._backward_hooks) or (value.requires_grad and value.retains_grad)
 
 
 def quantized_operators(model: nn.Module) -> dict[str, QuantizedOperator]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fxquant.errors import CalibrationError, NotCalibrated, NotFinite
 from fxquant.numerics import INT32, SMALLEST_SCALE, Grid, IntType, grid_from_range, round_up_to_power_of_two
 from fxquant.quantization.learning import LSQ, LSQ_PLUS, METHODS, TrainableScale, method_of
-from fxquant.quantization.observers import Observer, gathering, observe_together, standard
+from fxquant.quantization.observers import MinMaxObserver, MovingAverageMinMaxObserver, Observer, gathering, observe_together, standard
 from fxquant.quantization.spec import FROZEN, STATISTICS
 
 
@@ -178,6 +178,12 @@ class Quantizer(TrainableScale):
         scale, zero_point = grid_from_range(low, high, self.dtype)
         self.ends.copy_(torch.stack((low, high)))
         self.assign(scale, zero_point)
+
+    @property
+    def can_follow_ends(self) -> bool:
+        """Whether the smallest and the largest value of a batch are all that `follow` asks of it."""
+        observe = None if self.range is None else type(self.range).observe
+        return self.calibrated and observe in (MinMaxObserver.observe, MovingAverageMinMaxObserver.observe)
 
     @torch.no_grad()
     def follow(self, value: Tensor) -> None:

@@ -15,7 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fxquant.numerics import SMALLEST_SCALE, IntType, least_error_scale, round_up_to_power_of_two, weight_scale
+from fxquant import sweeps
+from fxquant.numerics import (
+    SMALLEST_SCALE,
+    IntType,
+    accumulator_bound,
+    least_error_scale,
+    round_up_to_power_of_two,
+    scale_from_range,
+    weight_scale,
+)
 from fxquant.quantization.learning import LSQ, Method, TrainableScale, learned_step
 from fxquant.quantization.rounding import AdaptiveRounding, Nearest, Rounding
 
@@ -99,11 +108,13 @@ class QuantizedWeight(NamedTuple):
     integers  whole numbers in float32, of the weight's shape, with gradients
     scale     float32 of shape (C,), one number for each channel, or (1,)
     own       bool of that shape: whether the scale is that of the weight, and was not raised for the sake of bias or residual
+    total     float64 of shape (C,): Σ |·| of each channel's integers
     """
 
     integers: Tensor
     scale: Tensor
     own: Tensor
+    total: Tensor
 
 
 class WeightQuantizer(torch.nn.Module):
@@ -221,7 +232,22 @@ class WeightQuantizer(torch.nn.Module):
         raised = chosen if least is None else torch.maximum(chosen, least if chosen.numel() > 1 else least.max())
         own = raised == chosen
         scale = round_up_to_power_of_two(raised) if self.power_of_two else raised
-        return QuantizedWeight(self._rounded(weight, scale, own, gain), scale, own)
+        integers = self._rounded(weight, scale, own, gain)
+        return QuantizedWeight(integers, scale, own, accumulator_bound(integers, None, 0, 1))
+
+    def folded(self, weight: Tensor, gain: Tensor | None, least: Tensor | None = None) -> QuantizedWeight | None:
+        """`integers` of a weight times the gain, which it has not been multiplied by yet; None where that takes more than two passes."""
+        simple = self.learned is None and self.p is None and self.coverage is None and type(self.rounding) is Nearest
+        if not simple or not sweeps.admitted(weight, gain) or weight.numel() == 0:
+            return None
+        largest = sweeps.largest(weight, gain)
+        largest = largest if self.per_channel else largest.max().reshape(1)
+        chosen = scale_from_range(-largest, largest, self.dtype)
+        raised = chosen if least is None else torch.maximum(chosen, least if chosen.numel() > 1 else least.max())
+        scale = round_up_to_power_of_two(raised) if self.power_of_two else raised
+        each = scale if scale.numel() == len(weight) else scale.expand(len(weight))
+        integers, total = sweeps.whole(weight, gain, each, self.dtype.low, self.dtype.high)
+        return QuantizedWeight(integers, scale, raised == chosen, total)
 
     def _scale(self, weight: Tensor, gain: Tensor | None, keep: bool) -> Tensor:
         if self.learned is not None:

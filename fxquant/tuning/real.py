@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxquant.lowering import Clamp, EagerLowering, Quantized
+from fxquant.eager import EagerLowering
+from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics import INT32, INT32_MAX, Grid
 from fxquant.ops import map_operands
 from fxquant.ops.weighted import epilogue
@@ -23,6 +24,8 @@ class RealLowering(EagerLowering):
     def prove(self, bound: Tensor, what: str, limit: int = INT32_MAX) -> float:
         """What is no whole number has no parts, so every sum is formed in one."""
         return 0.0
+
+    complete = Lowering.complete  # which requantizes with this
 
     def requantize(
         self, accumulator: Any, ratio: Ratio, clamp: Clamp | None = None, to: Quantizer | None = None, role: str = "", bound: float = 0

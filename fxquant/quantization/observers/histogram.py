@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from fxquant.arguments import checked
 from fxquant.numerics import SMALLEST_SCALE, IntType, grid_from_range, round_up_to_power_of_two, scale_from_range
-from fxquant.quantization.observers import loudness
+from fxquant.quantization.observers import counting, loudness
+from fxquant.quantization.observers.counting import sampled as sampled
 from fxquant.quantization.observers.ranges import Observer, finite_range
 
 
@@ -55,18 +55,18 @@ class HistogramObserver(Observer):
     def observe(self, value: Tensor) -> None:
         self.take(value, *finite_range(value))
 
-    def take(self, value: Tensor, low: Tensor, high: Tensor, items: bool = False) -> None:
-        """Take in a batch whose range is known; with `items`, dimension 0 is that of its items."""
+    def take(self, value: Tensor, low: Tensor, high: Tensor, items: tuple[Tensor, Tensor] | None = None) -> None:
+        """Take in a batch whose range is known, and, where dimension 0 is that of its items, the range of each of them."""
         largest = torch.maximum(low.abs(), high.abs())
         self._grow(float(largest))
-        values = sampled(value.detach(), self.sample).float()
-        reach, share = float(self.reach), value.numel() / values.numel()
+        reach = float(self.reach)
         if reach > 0:
-            self.counts += torch.histc(values.abs(), self.bins, 0.0, reach).double() * share
-        if float(low) < 0 and (below := -values[values < 0]).numel():
-            self.negative += torch.histc(below, self.bins, 0.0, reach).double() * share
-        if items and reach > 0 and value.numel() >= loudness.FEWEST * len(value):
-            loudness.count(self.items, value, reach)
+            found, negative, share = counting.magnitudes(value.detach(), self.sample, self.bins, reach, float(low) < 0)
+            self.counts += found.double() * share
+            if negative is not None:
+                self.negative += negative.double() * share
+        if items is not None and reach > 0 and value.numel() >= loudness.FEWEST * len(value):
+            loudness.count(self.items, value, *items, reach)
         self.largest.copy_(torch.maximum(self.largest, largest))
         self.count += 1
 
@@ -234,24 +234,3 @@ class MSEObserver(HistogramObserver):
 def _fractions(ahead: float, device: torch.device) -> Tensor:
     """128ths, from the first up to `ahead`: float64."""
     return torch.arange(1, int(128 * ahead) + 1, device=device, dtype=torch.float64) / 128
-
-
-def sampled(value: Tensor, count: int) -> Tensor:
-    """So many of a tensor's elements, one-dimensional; all of them if there are fewer than twice as many.
-
-    The tensor, read in the order of its dimensions, is cut into `count` stretches of one length, and one element is
-    taken at a random place of each: every element is as likely as any other, whatever lies how many elements apart.
-    The places follow from the two numbers alone: neither the layout in memory nor the generators of random numbers
-    take part, so the same values give the same sample on every thread and rank.
-    """
-    size = value.numel()
-    if size < 2 * count:
-        return value.flatten()
-    places = ((torch.arange(count, dtype=torch.float64, device="cpu") + _places(count)) * (size / count)).long().clamp_max_(size - 1)
-    return torch.take(value, places.to(value.device))
-
-
-@lru_cache(maxsize=4)
-def _places(count: int) -> Tensor:
-    """Where in its stretch each element is taken, in [0, 1), float64."""
-    return torch.rand(count, dtype=torch.float64, device="cpu", generator=torch.Generator().manual_seed(0))

@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from fxquant.quantization.observers import counting
+
 OCTAVES, BINS = 8, 256
 SAMPLE = 2**15  # about so many elements of a batch are counted
 FEWEST = 32  # elements that an item has at least: the loudness of a few numbers is what they say
@@ -30,19 +32,21 @@ def empty() -> Tensor:
     return torch.zeros(2, OCTAVES, BINS, dtype=torch.float64, device="cpu")
 
 
-def count(counts: Tensor, value: Tensor, reach: float) -> None:
-    """Add the items of a batch, which dimension 0 counts; of a large one every so many elements count for those beside them."""
+def count(counts: Tensor, value: Tensor, low: Tensor, high: Tensor, reach: float) -> None:
+    """Add the items of a batch, which dimension 0 counts; of a large one every so many elements count for those beside them.
+
+    `low` and `high` are the range of each item, float32.
+    """
     items = value.detach().flatten(1).float()
-    low, high = torch.aminmax(items, dim=1)
     largest = torch.maximum(-low, high)
     ratio = reach / largest.double().clamp_min(reach * 2.0**-OCTAVES)
     octaves = (torch.frexp(ratio).exponent - 1).clamp(0, OCTAVES - 1)
     apart = max(1, items.numel() // SAMPLE) | 1  # odd: it meets every column of an image whose width is a power of two
-    few = items[:, ::apart]
+    counted = -(-items.shape[1] // apart)
     there = torch.unique(octaves).tolist()
     for octave in there:
-        own, top = few if len(there) == 1 else few[octaves == octave], reach * 2.0**-octave
-        found = torch.histc(own, 2 * BINS, -top, top).double() * (items.shape[1] / few.shape[1])
+        own = None if len(there) == 1 else torch.nonzero(octaves == octave).flatten().tolist()
+        found = counting.signed(items, own, apart, 2 * BINS, reach * 2.0**-octave).double() * (items.shape[1] / counted)
         counts[0, octave] += found[BINS:]
         counts[1, octave] += found[:BINS].flip(0)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError
 from fxquant.numerics import INT8, IntType, scale_from_range, scale_from_threshold
+from fxquant.quantization.observers import counting
 
 
 class Observer(nn.Module):
@@ -96,7 +97,7 @@ class MinMaxObserver(Observer):
     def observe(self, value: Tensor) -> None:
         self.take(value, *finite_range(value))
 
-    def take(self, value: Tensor, low: Tensor, high: Tensor, items: bool = False) -> None:
+    def take(self, value: Tensor, low: Tensor, high: Tensor, items: tuple[Tensor, Tensor] | None = None) -> None:
         """Take in a batch whose range is known."""
         first = self.count == 0
         self.low.copy_(torch.where(first, low, torch.minimum(self.low, low)))
@@ -133,7 +134,7 @@ class MovingAverageMinMaxObserver(MinMaxObserver):
     def observe(self, value: Tensor) -> None:
         self.take(value, *finite_range(value))
 
-    def take(self, value: Tensor, low: Tensor, high: Tensor, items: bool = False) -> None:
+    def take(self, value: Tensor, low: Tensor, high: Tensor, items: tuple[Tensor, Tensor] | None = None) -> None:
         """Take in a batch whose range is known."""
         self.count += 1
         weight = torch.clamp_min(1 / self.count, self.averaging_constant)
@@ -239,7 +240,18 @@ def finite_range(value: Tensor) -> tuple[Tensor, Tensor]:
     """The smallest and largest value, float32. Raises ValueError if any is NaN or infinite, or if there is none."""
     if value.numel() == 0:
         raise ValueError("the tensor is empty")
-    low, high = torch.aminmax(value.detach())
+    return _finite(*torch.aminmax(value.detach()))
+
+
+def finite_ranges(value: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """`finite_range`, and the same of each item, which dimension 0 counts."""
+    if value.numel() == 0:
+        raise ValueError("the tensor is empty")
+    low, high = counting.ends(value.detach().flatten(1))
+    return _finite(low.min(), high.max()), (low.float(), high.float())
+
+
+def _finite(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     if not bool(torch.isfinite(low) & torch.isfinite(high)):
         kind = "NaN" if bool(torch.isnan(low)) else "infinite values"
         raise ValueError(f"the tensor holds {kind}")

@@ -9,7 +9,7 @@ from typing import cast
 from torch import Tensor
 
 from fxquant.quantization.observers.histogram import HistogramObserver
-from fxquant.quantization.observers.ranges import MinMaxObserver, MovingAverageMinMaxObserver, Observer, finite_range
+from fxquant.quantization.observers.ranges import MinMaxObserver, MovingAverageMinMaxObserver, Observer, finite_range, finite_ranges
 
 
 @lru_cache
@@ -27,12 +27,13 @@ def observe_together(observers: Sequence[Observer], value: Tensor, items: bool =
     With `items`, dimension 0 is that of the items, whose loudness is told apart.
     Raises ValueError, and changes none of these, if any value is NaN or infinite.
     """
-    low, high = finite_range(value)
+    apart = items and value.dim() > 0 and any(isinstance(observer, HistogramObserver) for observer in observers)
+    (low, high), each = finite_ranges(value) if apart else (finite_range(value), None)
     for observer in observers:
         if gathering(observer) is None:
             observer.observe(value)
         else:
-            cast(_Gathers, observer).take(value, low, high, items)
+            cast(_Gathers, observer).take(value, low, high, each)
 
 
 def gathering(observer: Observer) -> Gathering | None:

@@ -1,0 +1,68 @@
+"""What observers count of float32 tensors, with training.c."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fxquant.backends.cpu import native
+from fxquant.backends.cpu.native import Count
+from fxquant.quantization.observers import counting
+
+
+class NativeCounting:
+    """`Counting` with the same numbers."""
+
+    def takes(self, value: Tensor) -> bool:
+        """Whether there is a library, and the tensor lies in the order of its dimensions where processors read it."""
+        fits = value.device.type == "cpu" and value.dtype == torch.float32 and value.is_contiguous()
+        return fits and value.numel() >= SMALLEST and type(value) in PLAIN and _admitted()
+
+    def ends(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        low, high = torch.empty(2, len(rows), dtype=torch.float32, device="cpu").unbind()
+        made = Count(rows=len(rows), columns=rows.shape[1], threads=torch.get_num_threads())
+        made.value, made.low, made.high = rows.data_ptr(), low.data_ptr(), high.data_ptr()
+        native.training_library().fxq_row_ends(ctypes.addressof(made))
+        return low, high
+
+    def magnitudes(self, value: Tensor, places: Tensor | None, bins: int, reach: float) -> tuple[Tensor, Tensor]:
+        counts, negative = torch.empty(2, bins, dtype=torch.float32, device="cpu").unbind()
+        made = Count(bins=bins, last=reach, count=value.numel() if places is None else len(places))
+        made.value, made.counts, made.negative = (each.data_ptr() for each in (value, counts, negative))
+        made.places = None if places is None else places.data_ptr()
+        native.training_library().fxq_magnitudes(ctypes.addressof(made))
+        return counts, negative
+
+    def signed(self, rows: Tensor, chosen: Sequence[int], apart: int, bins: int, top: float) -> Tensor:
+        counts = torch.zeros(bins + 1, dtype=torch.float32, device="cpu")  # the last is of what lies outside
+        made = Count(bins=bins, columns=rows.shape[1], step=apart, first=-top, last=top)
+        made.counts = counts.data_ptr()
+        for row in chosen:
+            made.value = rows.data_ptr() + row * rows.shape[1] * rows.element_size()
+            native.training_library().fxq_signed(ctypes.addressof(made))
+        return counts[:bins]
+
+
+@functools.cache
+def _admitted() -> bool:
+    """Whether there is a library, which counts as this PyTorch's torch.histc does: values in all bins, and at their ends."""
+    if isinstance(native.training_library(), str):
+        return False
+    bins, reach = 512, 0.7
+    edges = torch.linspace(-reach, reach, bins + 1, dtype=torch.float32, device="cpu")
+    between = (torch.arange(2**13, dtype=torch.float32, device="cpu") / 2**12 - 1) * reach
+    value = torch.cat((edges, torch.nextafter(edges, edges + 1), torch.nextafter(edges, edges - 1), between)).clamp_(-reach, reach)
+    found = NativeCounting().signed(value.unsqueeze(0), range(1), 1, bins, reach)
+    counts, negative = NativeCounting().magnitudes(value, None, bins, reach)
+    wanted = [torch.histc(each, bins, 0.0, reach) for each in (value.abs(), -value[value < 0])]
+    signed = torch.histc(value, bins, -reach, reach)
+    return torch.equal(found, signed) and torch.equal(counts, wanted[0]) and torch.equal(negative, wanted[1])
+
+
+SMALLEST = 2**10  # elements of a tensor
+PLAIN = (Tensor, torch.nn.Parameter)
+counting.offer(NativeCounting())

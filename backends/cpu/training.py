@@ -1,0 +1,170 @@
+"""The passes of training that training.c has, for float32 tensors in memory that processors read."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxquant import sweeps
+from fxquant.backends.cpu import native
+from fxquant.backends.cpu.native import FIXED, REAL, Pass
+from fxquant.sweeps import Form, Rounded
+
+
+class NativePasses(sweeps.Passes):
+    """`Passes` with the same bits, gradients aside, whose sums are formed in another order."""
+
+    def takes(self, tensors: Sequence[Tensor | None]) -> bool:
+        """Whether there is a library, and the tensors are large enough for a call of it to pay."""
+        given = [t for t in tensors if t is not None]
+        known = all(t.device.type == "cpu" and t.dtype == torch.float32 for t in given)
+        return known and given[0].numel() >= SMALLEST and not isinstance(native.training_library(), str)
+
+    def collect(self, sums: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
+        totals, ends = _vector(2 * form.channels, torch.float64), _vector(2 * form.channels)
+        _call("collect", form, sums=sums, totals=totals, ends=ends)
+        mean, variance = totals.view(2, -1).unbind()
+        return mean, variance, ends.view(2, -1)
+
+    def ends(self, sums: Tensor, form: Form, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None) -> Tensor:
+        ends = _vector(2 * form.channels)
+        _call("ends", form, sums=sums, **_added(sums, form, bias, residual, factor), ends=ends)
+        return ends.view(2, -1)
+
+    def finish(
+        self, sums: Tensor, form: Form, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None, how: Rounded
+    ) -> tuple[Tensor, Tensor]:
+        integers, real = torch.empty_like(sums), torch.empty_like(sums)
+        names = ("half", "first", "product") if how.fixed else ("multiplier",)
+        dtype = torch.float64 if how.fixed else torch.float32
+        constants = {name: _each(value, form, dtype) for name, value in zip(names, how.factors, strict=True)}
+        _call(
+            "finish_forward",
+            form,
+            _numbers(how),
+            sums=sums,
+            **_added(sums, form, bias, residual, factor),
+            **constants,
+            integers=integers,
+            real=real,
+        )
+        return integers, real
+
+    def finish_back(
+        self,
+        sums: Tensor,
+        form: Form,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        factor: Tensor | None,
+        ratio: Tensor,
+        how: Rounded,
+        of_integers: Tensor | None,
+        of_real: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:
+        if of_integers is None:
+            assert of_real is not None
+            of_integers, of_real = of_real * how.scale, None
+        of_sums = torch.empty_like(sums)
+        of_residual = None if residual is None else torch.empty_like(sums)
+        totals = _vector(3 * form.channels, torch.float64)
+        _call(
+            "finish_backward",
+            form,
+            _numbers(how),
+            sums=sums,
+            **_added(sums, form, bias, residual, factor),
+            ratio=_each(ratio, form),
+            of_integers=_like(of_integers, sums),
+            of_real=None if of_real is None else _like(of_real, sums),
+            of_sums=of_sums,
+            of_residual=of_residual,
+            totals=totals,
+        )
+        of_bias, of_ratio, of_factor = totals.float().view(3, -1).unbind()
+        return of_sums, of_residual, of_bias, of_ratio, None if residual is None else of_factor
+
+    def centre(self, gradient: Tensor, sums: Tensor, form: Form, mean: Tensor, offset: Tensor, slope: Tensor, own: bool) -> Tensor:
+        result = gradient if own else gradient.clone() if gradient.stride() == sums.stride() else _like(gradient, sums).clone()
+        _call("centre", form, sums=sums, bias=-mean, offset=offset, slope=slope, of_sums=result)
+        return result
+
+    def weight_ends(self, weight: Tensor) -> Tensor:
+        found = _vector(len(weight))
+        _call("weight_ends", _rows(weight), sums=weight.contiguous(), ends=found)
+        return found
+
+    def weigh(self, weight: Tensor, gain: Tensor | None, scale: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
+        form, weight = _rows(weight), weight.contiguous()
+        integers, totals = torch.empty_like(weight), _vector(len(weight), torch.float64)
+        given = {"ratio": _gain(gain, form), "multiplier": _each(scale, form)}
+        _call("weight_forward", form, {"low": low, "high": high}, sums=weight, **given, integers=integers, totals=totals)
+        return integers, totals
+
+    def weigh_back(self, weight: Tensor, gain: Tensor | None, scale: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
+        form, weight = _rows(weight), weight.contiguous()
+        found, totals = torch.empty_like(weight), _vector(len(weight), torch.float64)
+        given = {"ratio": _gain(gain, form), "multiplier": _each(scale, form)}
+        _call("weight_backward", form, sums=weight, **given, of_integers=_like(gradient, weight), of_sums=found, totals=totals)
+        return found, None if gain is None else totals.float()
+
+
+SMALLEST = 2**12  # elements of a tensor
+sweeps.offer(NativePasses())
+
+
+def _call(function: str, form: Form, numbers: dict[str, float] | None = None, /, **tensors: Tensor | None) -> None:
+    """A function of training.c; tensors are contiguous, or all of them lie alike."""
+    made = Pass(outer=form.outer, channels=form.channels, inner=form.inner, threads=torch.get_num_threads(), **(numbers or {}))
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            setattr(made, name, tensor.data_ptr())
+    getattr(native.training_library(), f"fxq_{function}")(ctypes.addressof(made))
+
+
+def _numbers(how: Rounded) -> dict[str, float]:
+    (low, high), (least, most) = (how.low, how.high), how.clamp
+    return {
+        "mode": FIXED if how.fixed else REAL,
+        "limit": how.limit,
+        "add": how.add,
+        "low": low,
+        "high": high,
+        "least": least,
+        "most": most,
+        "scale": float(how.scale),
+    }
+
+
+def _added(sums: Tensor, form: Form, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None) -> dict[str, Any]:
+    """What is added to sums, as a pass takes it."""
+    found = {"bias": torch.zeros(form.channels, device="cpu") if bias is None else _each(bias, form)}
+    if residual is not None and factor is not None:
+        found |= {"residual": _like(residual, sums), "factor": _each(factor, form)}
+    return found
+
+
+def _vector(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(size, dtype=dtype, device="cpu")
+
+
+def _each(value: Tensor, form: Form, dtype: torch.dtype = torch.float32) -> Tensor:
+    """One number for each channel."""
+    return value.detach().to(dtype).flatten().expand(form.channels).contiguous()
+
+
+def _like(value: Tensor, other: Tensor) -> Tensor:
+    """The same numbers, lying as another tensor does."""
+    return value if value.stride() == other.stride() else torch.empty_like(other).copy_(value)
+
+
+def _rows(weight: Tensor) -> Form:
+    return Form(1, len(weight), weight.numel() // len(weight), (len(weight),))
+
+
+def _gain(gain: Tensor | None, form: Form) -> Tensor:
+    return torch.ones(form.channels, device="cpu") if gain is None else _each(gain, form)

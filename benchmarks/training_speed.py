@@ -1,0 +1,283 @@
+"""What does a step of training cost, and one of calibration?   python -m benchmarks.training_speed
+
+One row for each network and target: milliseconds of the float model's step of training (forward, cross entropy, backward, SGD), and how
+many times as long fxquant's step and torch.ao's (prepare_qat_fx) take; the same of a step of calibration, over the float model's forward in
+eval mode; and the peak of the memory that a step of training allocates, over the float model's. Medians of warm steps taken in turn, so
+that what else the machine does falls on all alike; behind them in brackets half the distance between the quartiles, in percent.
+
+Before anything is timed, three steps of training are taken with fused functions and without ("bits"): outputs, scales and running
+statistics have to be equal, bit for bit, at every step that starts from equal parameters. Fused gradients round elsewhere: the largest
+difference over the largest gradient, of all parameters, stands beside it, once with live statistics and once with frozen ones.
+
+`--tensors` leaves out the functions in C, as on a machine without a compiler. With --device cuda everything is measured there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import logging
+import os
+import platform
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxquant as fxq
+from benchmarks.integer_speed import live
+from benchmarks.zoo.mobilenet import MobileNetV2
+from benchmarks.zoo.resnet import ResNet18, ResNet50
+from benchmarks.zoo.unet import UNet
+from fxquant.progress import progress
+from fxquant.sweeps import unfused
+
+Step = Callable[[], Any]
+
+
+class ViT(nn.Module):
+    """A small vision transformer: patches of 16, four blocks of 192 channels and three heads, the mean of the tokens."""
+
+    def __init__(self, classes: int = 100, size: int = 224, width: int = 192, depth: int = 4, heads: int = 3) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 16, 16)
+        self.places = nn.Parameter(0.02 * torch.randn(1, (size // 16) ** 2, width))
+        self.blocks = nn.ModuleList(_Block(width, heads) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2) + self.places
+        for block in self.blocks:
+            x = block(x)
+        found: Tensor = self.head(self.norm(x).mean(1))
+        return found
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.size = heads, width // heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.out, self.up, self.down = nn.Linear(width, width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm1(x)
+        q, k, v = (part(normed).unflatten(-1, (self.heads, self.size)).transpose(1, 2) for part in (self.query, self.key, self.value))
+        weights = torch.softmax(q @ k.transpose(-2, -1) * self.size**-0.5, dim=-1)
+        x = x + self.out((weights @ v).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+NETWORKS: dict[str, Callable[[int], nn.Module]] = {
+    "ResNet-18": lambda size: ResNet18(),
+    "MobileNetV2": lambda size: MobileNetV2(),
+    "ViT": lambda size: ViT(size=size),
+    "U-Net": lambda size: UNet(),
+    "ResNet-50": lambda size: ResNet50(),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", nargs="*", default=["ResNet-18", "MobileNetV2", "ViT", "U-Net"], choices=list(NETWORKS))
+    parser.add_argument("--targets", nargs="*", default=["bayes-e", "nash-e", "x86"])
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tensors", action="store_true")
+    parser.add_argument("--no-peers", action="store_true")
+    options = parser.parse_args()
+    if options.tensors:
+        os.environ["FXQUANT_NATIVE"] = "0"
+    logging.getLogger("fxquant").setLevel(logging.ERROR)
+    torch.set_num_threads(options.threads)
+    title = f"batch {options.batch} at {options.size}², {options.threads} threads, {options.device}"
+    head = ("network", "target", "float step", "fxquant ×", "torch.ao ×", "calibration ×", "torch.ao ×", "peak ×", "bits")
+    table = Table(*head, title=title)
+    for column in table.columns[2:]:
+        column.justify = "right"
+    jobs = [(network, target) for network in options.networks for target in options.targets]
+    for network, target in progress(jobs, len(jobs), "networks"):
+        row = (network, target, *measure(network, target, options))
+        print(" | ".join(row), file=sys.stderr, flush=True)  # what is measured is seen, should the rest be interrupted
+        table.add_row(*row)
+    Console(width=150).print(table)
+    print(f"{platform.machine()}, {os.cpu_count()} processors, PyTorch {torch.__version__}")
+
+
+def measure(network: str, target: str, options: argparse.Namespace) -> tuple[str, ...]:
+    """The row of a network on a target."""
+    torch.manual_seed(0)
+    model = live(NETWORKS[network](options.size), options.size).to(options.device)
+    images = _images(options.batch, options.size, 1).to(options.device)
+    with torch.no_grad():
+        targets = _targets(model(images))
+    prepared = fxq.prepare(model, (images,), target=target)
+    fxq.calibrate(prepared, [images], show_progress=False)
+    bits = compared(prepared, images, targets)
+
+    forms: dict[str, nn.Module] = {"float": copy.deepcopy(model).train(), "fxquant": trained(copy.deepcopy(prepared))}
+    if not options.no_peers and (theirs := torch_ao(model, images)) is not None:
+        forms["torch.ao"] = theirs
+    steps = {name: training_step(form, images, targets) for name, form in forms.items()}
+    training = timed(steps, options)
+    peaks = {name: peak(steps[name], options.device) for name in ("float", "fxquant")}
+
+    forms["float"].eval()
+    fxq.set_state(prepared, "calibrate")
+    forms["fxquant"] = prepared.eval()
+    if "torch.ao" in forms:
+        forms["torch.ao"].eval()
+    calibration = timed({name: calibration_step(form, images) for name, form in forms.items()}, options)
+    return (
+        f"{1000 * statistics.median(training['float']):.0f} ms",
+        *(ratio(training, name) for name in ("fxquant", "torch.ao")),
+        *(ratio(calibration, name) for name in ("fxquant", "torch.ao")),
+        f"{peaks['fxquant'] / peaks['float']:.2f}",
+        bits,
+    )
+
+
+def _images(batch: int, size: int, seed: int) -> Tensor:
+    return torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(seed))
+
+
+def _targets(output: Tensor) -> Tensor:
+    """A class for each item, or for each of its places."""
+    shape = (output.shape[0], *output.shape[2:])
+    return torch.randint(output.shape[1], shape, generator=torch.Generator().manual_seed(3)).to(output.device)
+
+
+def trained(prepared: nn.Module) -> nn.Module:
+    """A prepared model in state TRAIN."""
+    fxq.set_state(prepared, "train")
+    return prepared.train()
+
+
+def training_step(model: nn.Module, images: Tensor, targets: Tensor) -> Step:
+    """One step of SGD, so small that the network stays what it is."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), targets).backward()
+        optimizer.step()
+
+    return step
+
+
+def calibration_step(model: nn.Module, images: Tensor) -> Step:
+    def step() -> None:
+        with torch.no_grad():
+            model(images)
+
+    return step
+
+
+def timed(steps: dict[str, Step], options: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of warm steps of each, taken in turn."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for index in range(options.runs + 2):
+        for name, step in steps.items():
+            _wait(options.device)
+            start = time.perf_counter()
+            step()
+            _wait(options.device)
+            if index >= 2:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def _wait(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def ratio(times: dict[str, list[float]], name: str) -> str:
+    """How many times as long as float, each run over the one beside it, and how far these are apart."""
+    if name not in times:
+        return "–"
+    each = sorted(own / reference for own, reference in zip(times[name], times["float"], strict=True))
+    low, middle, high = statistics.quantiles(each, n=4)
+    return f"{middle:.2f} ({100 * (high - low) / 2 / middle:.0f} %)"
+
+
+def peak(step: Step, device: str) -> int:
+    """The most bytes of tensors that are allocated at once in a step, on top of what was there."""
+    gc.collect()
+    if device != "cpu":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
+    total = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        total += event.nbytes()
+        most = max(most, total)
+    return most
+
+
+def torch_ao(model: nn.Module, images: Tensor) -> nn.Module | None:
+    """torch.ao's model with fake quantization; None where this PyTorch has none, or it cannot be prepared."""
+    try:
+        from torch.ao.quantization import get_default_qat_qconfig_mapping
+        from torch.ao.quantization.quantize_fx import prepare_qat_fx
+    except ImportError:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            prepared: nn.Module = prepare_qat_fx(copy.deepcopy(model).train(), get_default_qat_qconfig_mapping("x86"), (images,))
+            prepared(images)
+        except (RuntimeError, NotImplementedError, TypeError):
+            return None
+    return prepared
+
+
+def compared(prepared: nn.Module, images: Tensor, targets: Tensor) -> str:
+    """Whether fused steps have the bits of those that are not, and how far their gradients are apart."""
+    apart = []
+    for frozen in (False, True):
+        ours, reference = (trained(copy.deepcopy(prepared)) for _ in range(2))
+        if frozen:
+            for form in (ours, reference):
+                fxq.freeze(form)
+        largest = 0.0
+        for _ in range(1 if frozen else 2):
+            own = _gradients(ours, images, targets)
+            with unfused():
+                expected = _gradients(reference, images, targets)
+            assert torch.equal(own[0], expected[0]), "the outputs differ"
+            for (name, one), other in zip(ours.named_buffers(), reference.buffers(), strict=True):
+                assert torch.equal(one, other) or bool((one != one).all()), f"{name} differs"
+            top = max(float(value.abs().max()) for value in expected[1:])
+            largest = max(largest, *(float((a - b).abs().max()) / top for a, b in zip(own[1:], expected[1:], strict=True)))
+        apart.append(f"{largest:.0e}")
+    return f"equal; {', '.join(apart)}"
+
+
+def _gradients(model: nn.Module, images: Tensor, targets: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    torch.manual_seed(4)  # of dropouts
+    output = model(images)
+    F.cross_entropy(output, targets).backward()
+    return [output.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""The lowering that computes: the prepared model's, in states TRAIN and VALIDATE."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxquant import sweeps
+from fxquant.arithmetic import Arithmetic, FixedArithmetic, RealArithmetic
+from fxquant.lowering import Clamp, Lowering, Quantized, limited
+from fxquant.numerics import FLOAT32_EXACT, INT32, INT32_MAX
+from fxquant.primitives import PRIMITIVES
+from fxquant.quantization.learning import learned_step
+from fxquant.quantization.quantizer import Quantizer
+from fxquant.quantization.rounding import straight_through
+from fxquant.quantization.weights import WeightQuantizer
+from fxquant.rescaling import Ratio
+
+FUSED = (RealArithmetic, FixedArithmetic)  # whose requantization `sweeps` has; another class may compose other primitives
+
+
+class EagerLowering(Lowering):
+    """Calls the primitives on integer-valued float tensors, with straight-through gradients.
+
+    If `observing`, each scale that follows training does: the output's, and by statistics of its own that of what a residual is
+    added to.
+    """
+
+    keeps_start = True
+
+    def __init__(
+        self,
+        name: str,
+        arithmetic: Arithmetic,
+        output: Quantizer | None,
+        intermediate: Quantizer | None,
+        weight: WeightQuantizer,
+        *,
+        training: bool,
+        observing: bool,
+        live_batch_norm: bool,
+    ) -> None:
+        super().__init__(name, arithmetic, output, intermediate, weight)
+        self.training = training
+        self.observing = observing
+        self.live_batch_norm = live_batch_norm
+        self.whole: Tensor | None = None  # the last tensor that was made of integers on a grid
+
+    def call(self, primitive: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        record = PRIMITIVES[primitive]
+        if record.surrogate is None or not torch.is_grad_enabled():
+            value = primitive(*arguments)
+        else:
+            with torch.no_grad():
+                exact = primitive(*arguments)
+            value = straight_through(record.surrogate(*arguments), exact)
+        if record.kind == "quantized":
+            self.whole = value
+        return value
+
+    def constant(self, role: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+        return value
+
+    def result(self, exact: Callable[[], Tensor], real: Callable[[], Tensor], to: Quantizer | None = None) -> Quantized:
+        to = to or self.output
+        follows = self.observing and to.follows_training
+        if to is self.intermediate and not follows:
+            to.require()
+        value = real() if follows or torch.is_grad_enabled() else None
+        if follows and value is not None:
+            to.follow(limited(value if self.seen is None else self.seen, self.observed) if to is self.output else value)
+        with torch.no_grad():
+            integers = exact()
+        grid = to.grid
+        if value is not None and to.learns and torch.is_grad_enabled():
+            integers = learned_step(value, integers, grid.scale, to, grid)
+        elif value is not None and value.requires_grad:
+            if sweeps.admitted(value, integers):
+                integers = sweeps.on_grid(value, integers, grid.scale, grid.bounds)
+            else:
+                integers = straight_through((value / grid.scale).clamp(*grid.bounds), integers)
+        self.whole = integers
+        return Quantized(integers, grid, tuple(integers.shape))
+
+    def complete(
+        self,
+        accumulator: Any,
+        ratio: Ratio,
+        clamp: Clamp | None,
+        bound: float,
+        bias: Tensor | None = None,
+        residual: Quantized | None = None,
+        multiplier: Tensor | None = None,
+        statistics: sweeps.Collected | None = None,
+    ) -> Quantized:
+        other = None if residual is None else residual.value
+        fits = (
+            type(self.arithmetic) in FUSED and sweeps.admitted(accumulator, other) and (other is None or other.shape == accumulator.shape)
+        )
+        fits = fits and self._is_exact(accumulator, bound, bias, residual, multiplier, statistics)
+        factors = ratio.approximate().to(torch.float32)
+        form = sweeps.form_of(accumulator, factors.dim() - 1 if factors.dim() else 0) if fits else None
+        to = self.output
+        follows = self.observing and to.follows_training
+        learns = to.learns and torch.is_grad_enabled()
+        if form is None or learns or to.dtype == INT32 or (follows and not (self.seen is None and to.can_follow_ends)):
+            return super().complete(accumulator, ratio, clamp, bound, bias, residual, multiplier, statistics)
+        added = None if bias is None else bias.to(torch.float32).reshape(-1)
+        factor = None if multiplier is None else multiplier.to(torch.float32).reshape(-1).expand(form.channels)
+        factors = factors.reshape(-1).expand(form.channels)
+        least, most = (None, None) if clamp is None else clamp
+        limits = -math.inf if least is None else least, math.inf if most is None else most
+        if follows:
+            with torch.no_grad():
+                if statistics is not None and other is None:
+                    ends = statistics.ends if added is None else statistics.ends + added
+                else:
+                    ends = sweeps.ends(accumulator, form, added, other, factor)
+                if bound >= FLOAT32_EXACT:
+                    ends, steps = ends.double(), ratio.approximate().reshape(-1)
+                else:
+                    steps = factors
+                real = ends * steps if clamp is None else (ends * steps).clamp(*clamp)
+                to.follow(limited(real, self.observed))
+        grid = to.grid
+        with torch.no_grad():
+            constants = sweeps.Constants()
+            bits = 32 if bound <= INT32_MAX else 48
+            self.arithmetic.requantize(constants, None, ratio.over(grid.scale), *self.bounds(clamp, to), grid, "", bits)
+        how = constants.rounded(grid.bounds, limits, grid.scale)
+        token = None if statistics is None else statistics.token
+        integers, real = sweeps.finished(accumulator, added, other, factor, factors, form, how, token)
+        self.whole = integers
+        return Quantized(integers, grid, tuple(integers.shape), real)
+
+    @staticmethod
+    def _is_exact(
+        sums: Tensor,
+        bound: float,
+        bias: Tensor | None,
+        residual: Quantized | None,
+        multiplier: Tensor | None,
+        known: sweeps.Collected | None,
+    ) -> bool:
+        """Whether the accumulator stays below 2^24: that of every operand, or of these."""
+        if bound < FLOAT32_EXACT:
+            return True
+        if sums.dtype != torch.float32:
+            return False
+        with torch.no_grad():
+            largest = float(torch.stack(torch.aminmax(sums)).abs().max() if known is None else known.ends.abs().max())
+            largest += 0.0 if bias is None else float(bias.abs().max())
+            if residual is not None and multiplier is not None:
+                largest += float(multiplier.abs().max()) * residual.grid.magnitude
+        return largest < FLOAT32_EXACT
+
+    def parts(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> int:
+        if not sweeps.admitted(input, weight):
+            return 0
+        with torch.no_grad():
+            low, high = (float(end) for end in torch.aminmax(input))
+            low, high = max(-low, 0.0), max(high, 0.0)
+            for parts in (1, 2, 4):
+                if weight.shape[1] % parts:
+                    break
+                each = weight.reshape(len(weight), parts, -1)
+                sums = torch.float64 if each.shape[2] * self.weight.dtype.high >= FLOAT32_EXACT else torch.float32
+                total, signed = torch.linalg.vector_norm(each, 1, 2, dtype=sums).double(), each.sum(2, dtype=sums).double()
+                above, below = (total + signed) / 2, (total - signed) / 2  # the sums of positive weights, and of negative ones
+                most = torch.maximum(above * high + below * low, above * low + below * high)
+                if bias is not None and parts == 1:
+                    most = most + bias.abs().unsqueeze(1)
+                if float(most.max()) < FLOAT32_EXACT:
+                    return parts
+        return 0
+
+    def quantize(self, input: Tensor) -> Quantized:
+        return self.result(lambda: self.output.grid.quantize(input), lambda: input)

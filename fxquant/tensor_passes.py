@@ -1,0 +1,185 @@
+"""The passes over memory that `sweeps` is made of, in PyTorch: on every device, and what those in C are compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# ---- how a tensor lies ------------------------------------------------------------------------------------------------
+
+
+class Form(NamedTuple):
+    """A tensor as (outer, channels, inner) in the order of memory; `shape` is that of what broadcasts along its channels."""
+
+    outer: int
+    channels: int
+    inner: int
+    shape: tuple[int, ...]
+
+    @property
+    def values(self) -> int:
+        """The elements of a channel."""
+        return self.outer * self.inner
+
+
+def form_of(value: Tensor, trailing: int) -> Form | None:
+    """How a tensor lies, with `trailing` dimensions behind its channels; None where it is neither contiguous nor channels last."""
+    axis = value.dim() - 1 - trailing
+    channels, shape = value.shape[axis], (value.shape[axis], *[1] * trailing)
+    if value.numel() == 0:
+        return None
+    inner = value[(0,) * (axis + 1)].numel()
+    if value.is_contiguous():
+        return Form(value.numel() // (channels * inner), channels, inner, shape)
+    last = axis == 1 and value.movedim(1, -1).is_contiguous()
+    return Form(value.numel() // channels, channels, 1, shape) if last else None
+
+
+# ---- the passes -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """What an accumulator becomes: the constants of a requantization, one for each channel or scalars.
+
+    factors     of `requantize_real`: the multiplier; of `requantize_fixed`: half, 2^-shift, the product, all float64
+    limit, add  of `requantize_fixed`: of the intermediate, and what is added before the last rounding down
+    low, high   limits of the integers, the fused clamp included
+    bounds      those of the grid, beyond which there is no gradient
+    clamp       the fused clamp, in real numbers
+    scale       float32: what an integer stands for
+    """
+
+    factors: tuple[Tensor, ...]
+    limit: int
+    add: float
+    low: int
+    high: int
+    bounds: tuple[int, int]
+    clamp: tuple[float, float]
+    scale: Tensor
+
+    @property
+    def fixed(self) -> bool:
+        """Whether it is `requantize_fixed`."""
+        return len(self.factors) > 1
+
+
+class Passes:
+    """The passes in PyTorch. Per-channel tensors have one element for each channel.
+
+    A pass may be given what it is not for, and then says NotImplemented.
+    """
+
+    def collect(self, sums: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean and variance of each channel, float64, and the ends: the least and the largest, of shape (2, channels).
+
+        With n whole numbers x of a channel, S = Σ x and Q = Σ x²: S / n, and (n·Q - S²) / n / n, of which S, Q and the difference
+        are exact: in whatever order they are summed, and by however many threads. Numbers of 2^31 or more, of which float64 would
+        not hold the sums, have PyTorch's statistics.
+        """
+        dims = [d for d in range(sums.dim()) if d != sums.dim() - len(form.shape)]
+        ends = torch.stack((sums.amin(dims), sums.amax(dims)))
+        value, count = sums.double(), form.values
+        largest = float(ends.abs().max())
+        bits = 12 if largest < 2**24 else 16
+        if largest * count >= 2**53 or largest >= 2**31 or count << (2 * bits) > 2**53:
+            variance, mean = torch.var_mean(value, dims, correction=0)
+            return mean, variance, ends
+        if largest**2 * count < 2**53:
+            squares = [int(each) for each in value.square().sum(dims).tolist()]
+        else:
+            high = torch.floor(value * 2.0**-bits)
+            low = value - high * 2.0**bits
+            parts = [(one * other).sum(dims).tolist() for one, other in ((high, high), (high, low), (low, low))]
+            squares = [(int(a) << 2 * bits) + (int(b) << bits + 1) + int(c) for a, b, c in zip(*parts, strict=True)]
+        totals = [int(each) for each in value.sum(dims).tolist()]
+        apart = [float(count * square - total * total) / count / count for total, square in zip(totals, squares, strict=True)]
+        mean = torch.tensor([float(total) / count for total in totals], dtype=torch.float64, device=sums.device)
+        return mean, torch.tensor(apart, dtype=torch.float64, device=sums.device), ends
+
+    def ends(self, sums: Tensor, form: Form, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None) -> Tensor:
+        """The least and the largest accumulator of each channel, of shape (2, channels)."""
+        value = accumulated(sums, form, bias, residual, factor)
+        dims = [d for d in range(sums.dim()) if d != sums.dim() - len(form.shape)]
+        return torch.stack((value.amin(dims), value.amax(dims)))
+
+    def finish(
+        self, sums: Tensor, form: Form, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None, how: Rounded
+    ) -> tuple[Tensor, Tensor]:
+        """The integers, and the real numbers that they stand for, never -0.0."""
+        value = accumulated(sums, form, bias, residual, factor)
+        if how.fixed:
+            half, first, product = (each.reshape(form.shape) if each.numel() > 1 else each for each in how.factors)
+            value = value.double().add_(half).mul_(first).floor_().clamp_(-how.limit, how.limit - 1)
+            value = value.mul_(product).add_(how.add).floor_().clamp_(how.low, how.high).float()
+        else:
+            (multiplier,) = how.factors
+            value = (value * (multiplier.reshape(form.shape) if multiplier.numel() > 1 else multiplier)).round_().clamp_(how.low, how.high)
+        return value, (value * how.scale).add_(0.0)
+
+    def finish_back(
+        self,
+        sums: Tensor,
+        form: Form,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        factor: Tensor | None,
+        ratio: Tensor,
+        how: Rounded,
+        of_integers: Tensor | None,
+        of_real: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:
+        """Gradients of the sums, of the residual, of the bias, of the ratio, and of the residual's factor, float32."""
+        value = accumulated(sums, form, bias, residual, factor)
+        each = ratio.reshape(form.shape)
+        real = value * each
+        steps = real.clamp(*how.clamp) / how.scale
+        inside = (steps >= how.bounds[0]) & (steps <= how.bounds[1]) & (real >= how.clamp[0]) & (real <= how.clamp[1])
+        whole = of_integers
+        if of_real is not None:
+            whole = of_real * how.scale if whole is None else whole + of_real * how.scale
+        assert whole is not None
+        of_value = torch.where(inside, whole, 0.0) / how.scale
+        of_sums = of_value * each
+        dims = [d for d in range(sums.dim()) if d != sums.dim() - len(form.shape)]
+        of_residual = of_factor = None
+        if residual is not None and factor is not None:
+            of_residual = of_sums * factor.reshape(form.shape)
+            of_factor = (of_sums * residual).sum(dims)
+        return of_sums, of_residual, of_sums.sum(dims), (of_value * value).sum(dims), of_factor
+
+    def centre(self, gradient: Tensor, sums: Tensor, form: Form, mean: Tensor, offset: Tensor, slope: Tensor, own: bool) -> Tensor:
+        """gradient + offset + slope · (sums - mean); in its own memory if `own`."""
+        mean, offset, slope = (each.reshape(form.shape) for each in (mean, offset, slope))
+        added = (sums - mean) * slope + offset
+        return gradient.add_(added) if own and not torch.is_grad_enabled() else gradient + added
+
+    def weight_ends(self, weight: Tensor) -> Tensor:
+        """The largest magnitude of each channel, which is dimension 0; NaN where one is."""
+        low, high = torch.aminmax(weight.flatten(1), dim=1)
+        return torch.maximum(-low, high)
+
+    def weigh(self, weight: Tensor, gain: Tensor | None, scale: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
+        """round(weight · gain / scale) within the limits, and the sum of each channel's magnitudes, float64."""
+        shape = (-1, *[1] * (weight.dim() - 1))
+        value = weight / scale.reshape(shape) if gain is None else (weight * gain.reshape(shape)).div_(scale.reshape(shape))
+        value = value.round_().clamp_(low, high)
+        return value, value.abs().flatten(1).sum(1, dtype=torch.float64)
+
+    def weigh_back(self, weight: Tensor, gain: Tensor | None, scale: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Gradients of the weight and of the gain."""
+        shape = (-1, *[1] * (weight.dim() - 1))
+        of_folded = gradient / scale.reshape(shape)
+        if gain is None:
+            return of_folded, None
+        return of_folded * gain.reshape(shape), (of_folded * weight).flatten(1).sum(1)
+
+
+def accumulated(sums: Tensor, form: Form, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None) -> Tensor:
+    """The accumulator: sums with their bias, and the residual times its factor."""
+    value = sums if bias is None else sums + bias.reshape(form.shape)
+    return value if residual is None or factor is None else value + residual * factor.reshape(form.shape)

@@ -1,0 +1,257 @@
+"""Training in few passes gives what the primitives give, one by one: bits forward, gradients backward; and so do observers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import fxquant as fxq
+from fxquant import sweeps
+from fxquant.backends.cpu import native
+from fxquant.quantization.observers import HistogramObserver, MinMaxObserver, counting, observe_together
+from fxquant.quantization.prepared import quantized_operators
+
+TOLERANCE = 2e-6  # of the largest gradient: float32 sums of a few thousand terms in another order
+IN_C = pytest.mark.skipif(isinstance(native.training_library(), str), reason="there is no C compiler")
+
+
+class Network(nn.Module):
+    """What is fused: batch norms, clamps, residuals, channels of their own; pooling, a sum beside them, a layer of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU6(), nn.MaxPool2d(3, 2, 1))
+        self.deep = nn.Sequential(nn.Conv2d(16, 16, 3, 1, 1, groups=16, bias=False), nn.BatchNorm2d(16), nn.ReLU())
+        self.flat = nn.Sequential(nn.Conv2d(16, 16, 1, bias=False), nn.BatchNorm2d(16))
+        self.head = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Dropout(0.25), nn.Linear(24, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = torch.relu(self.flat(self.deep(x)) + x)
+        found: Tensor = self.head((x + self.deep(x)).mean((2, 3)))
+        return found
+
+
+def images(seed: int = 0) -> Tensor:
+    return torch.randn(8, 3, 28, 24, generator=torch.Generator().manual_seed(seed))
+
+
+def prepared_on(target: str, qconfig: fxq.QConfig | None = None) -> fx.GraphModule:
+    torch.manual_seed(0)
+    model = Network()
+    with torch.no_grad():
+        for _ in range(20):
+            model(images())
+    prepared = fxq.prepare(model.eval(), (images(),), target, qconfig)
+    fxq.calibrate(prepared, [images()], show_progress=False)
+    fxq.set_state(prepared, "train")
+    return prepared.train()
+
+
+@contextmanager
+def without_c() -> Iterator[None]:
+    before = sweeps._OFFERED[:], counting._OFFERED[:]
+    sweeps._OFFERED.clear(), counting._OFFERED.clear()
+    try:
+        yield
+    finally:
+        sweeps._OFFERED[:], counting._OFFERED[:] = before
+
+
+def step(model: fx.GraphModule, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    torch.manual_seed(1)  # of the dropout
+    model.zero_grad()
+    output = model(x)
+    (output * torch.arange(5)).sum().backward()
+    return output.detach(), [parameter.grad for parameter in model.parameters()]
+
+
+def assert_alike(one: list[Tensor], other: list[Tensor]) -> None:
+    largest = max(float(each.abs().max()) for each in other)
+    assert largest > 0
+    for a, b in zip(one, other, strict=True):
+        assert float((a - b).abs().max()) <= TOLERANCE * largest
+
+
+@pytest.mark.parametrize(
+    ("target", "frozen", "in_c"),
+    [
+        *(pytest.param(target, frozen, True, marks=IN_C) for target in ("bayes-e", "nash-e", "x86") for frozen in (False, True)),
+        ("bayes-e", False, False),
+        ("x86", True, False),
+    ],
+)
+def test_a_fused_step_is_the_primitives(target: str, frozen: bool, in_c: bool) -> None:
+    own = prepared_on(target)
+    if frozen:
+        fxq.freeze(own)
+    reference = copy.deepcopy(own)
+    for x in (images(0), images(1).contiguous(memory_format=torch.channels_last)):  # the second finds what the first has moved
+        with nullcontext() if in_c else without_c():
+            found, gradients = step(own, x)
+        with sweeps.unfused():
+            wanted, expected = step(reference, x)
+        assert torch.equal(found, wanted)
+        assert_alike(gradients, expected)
+        for (name, one), other in zip(own.named_buffers(), reference.buffers(), strict=True):
+            assert torch.equal(one.nan_to_num(), other.nan_to_num()), name
+
+
+@IN_C
+def test_gradients_do_not_depend_on_the_number_of_threads() -> None:
+    before = torch.get_num_threads()
+    sums = torch.randint(-1000, 1000, (4, 32, 40, 40)).float()
+    form = sweeps.form_of(sums, 2)
+    how = sweeps.Rounded((torch.full((32,), 0.1),), 0, 0.0, -128, 127, (-128, 127), (0.0, 6.0), torch.tensor(0.05))
+    found = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            passes = sweeps._OFFERED[0]
+            found.append(passes.finish_back(sums, form, None, sums, torch.ones(32), torch.full((32,), 0.005), how, sums, None))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("largest", [1000, 2**24 - 1, 2**31 - 129])
+def test_statistics_of_a_batch_are_exact(largest: int) -> None:
+    """Mean and variance as fractions give them, rounded once."""
+    generator = torch.Generator().manual_seed(0)
+    sums = torch.randint(-largest, largest, (3, 4, 30, 20), generator=generator).double() + 0.0
+    sums = sums.float() if largest < 2**24 else sums
+    form = sweeps.form_of(sums, 2)
+    found = sweeps.collected(sums, form)
+    for channel in range(4):
+        values = [int(value) for value in sums[:, channel].flatten().tolist()]
+        mean = Fraction(sum(values), len(values))
+        variance = Fraction(sum(value * value for value in values), len(values)) - mean * mean
+        assert float(found.mean[channel]) == float(torch.tensor(float(mean), dtype=torch.float64).float())
+        assert float(found.variance[channel]) == pytest.approx(float(variance), rel=2**-23)
+        assert found.ends[:, channel].tolist() == [min(values), max(values)]
+    with without_c():
+        again = sweeps.collected(sums, form)
+    assert torch.equal(found.mean, again.mean)
+    assert torch.equal(found.variance, again.variance)
+
+
+def test_whoever_watches_a_tensor_is_told_of_its_gradient() -> None:
+    """Integers stand beside real tensors, unless someone has a hook on these, or keeps their gradient."""
+    own = prepared_on("bayes-e")
+    kept: dict[str, Tensor] = {}
+
+    def keep(module: nn.Module, arguments: object, result: Tensor) -> None:
+        if result.requires_grad:
+            result.retain_grad()
+            kept[module.name] = result
+
+    operators = quantized_operators(own)
+    hooks = [operator.register_forward_hook(keep) for operator in operators.values() if operator.owns_output]
+    watched = step(own, images())[1]
+    for hook in hooks:
+        hook.remove()
+    assert len(kept) > 6
+    assert all(value.grad is not None and bool((value.grad != 0).any()) for value in kept.values())
+    reference = prepared_on("bayes-e")
+    assert_alike(watched, step(reference, images())[1])
+
+
+def test_what_is_written_on_a_real_tensor_is_read() -> None:
+    """The integers beside it are those of what was there before."""
+    own = prepared_on("bayes-e")
+    fxq.set_state(own, "validate")
+    first = next(iter(quantized_operators(own).values()))
+    with torch.no_grad():
+        before = own(images())
+        hook = first.register_forward_hook(lambda module, arguments, result: result.mul_(-1))
+        written = own(images())
+        hook.remove()
+        hook = first.register_forward_hook(lambda module, arguments, result: -result)
+        given = own(images())
+        hook.remove()
+    assert not torch.equal(before, written)
+    assert torch.equal(written, given)
+
+
+def test_gradients_can_be_differentiated() -> None:
+    own = prepared_on("nash-e")
+    fxq.freeze(own)
+    parameters = [parameter for parameter in own.parameters() if parameter.requires_grad]
+
+    def penalty() -> list[Tensor]:
+        torch.manual_seed(1)
+        output = own(images())
+        (gradient,) = torch.autograd.grad(output.square().sum(), parameters[:1], create_graph=True)
+        return list(torch.autograd.grad(gradient.square().sum(), parameters, allow_unused=True))
+
+    found = penalty()
+    with sweeps.unfused():
+        wanted = penalty()
+    assert [each is None for each in found] == [each is None for each in wanted]
+    assert_alike([each for each in found if each is not None], [each for each in wanted if each is not None])
+
+
+def test_wide_sums_are_formed_once() -> None:
+    """Layers whose sums can exceed 2^24 for some operand: of this one they do not, or not in parts."""
+    torch.manual_seed(0)
+    for channels in (1200, 2400):
+        layer = nn.Linear(channels, 8)
+        nn.init.uniform_(layer.weight, 0.5, 1.0)  # all of a sign, so that sums are as large as they can be
+        x = torch.rand(4, channels) + 0.2
+        prepared = fxq.prepare(layer, (x,), "nash-e")
+        fxq.calibrate(prepared, [x], show_progress=False)
+        prepared.train()
+        fxq.set_state(prepared, "train")
+        fxq.freeze(prepared)
+        reference = copy.deepcopy(prepared)
+        results: list[tuple[Tensor, Tensor]] = []
+        for form, context in ((prepared, nullcontext()), (reference, sweeps.unfused())):
+            with context:
+                output = form(x)
+                output.sum().backward()
+                results.append((output.detach(), next(form.parameters()).grad))
+        assert torch.equal(results[0][0], results[1][0])
+        assert_alike([results[0][1]], [results[1][1]])
+
+
+@pytest.mark.parametrize(("kernel", "padding", "ceil_mode"), [(3, 1, False), (2, 1, True), (3, 0, True), (5, 2, False)])
+def test_maxima_of_padded_windows(kernel: int, padding: int, ceil_mode: bool) -> None:
+    x = torch.randn(2, 3, 9, 11, generator=torch.Generator().manual_seed(0)) - 3  # below zero: padding must not win
+    layer = nn.MaxPool2d(kernel, 2, padding, ceil_mode=ceil_mode)
+    prepared = fxq.prepare(nn.Sequential(layer), (x,), "bayes-e")
+    fxq.calibrate(prepared, [x], show_progress=False)
+    with torch.no_grad():
+        grid = next(iter(quantized_operators(prepared).values())).output.grid
+        assert torch.equal(prepared(x), layer(grid.quantize(x)) * grid.scale)
+
+
+@IN_C
+@pytest.mark.parametrize("shape", [(8, 3, 40, 40), (8, 300), (5, 7, 13, 17), (4, 16, 200, 200)])
+def test_observers_count_the_same_in_c(shape: tuple[int, ...]) -> None:
+    """Halves, as quantized tensors have them, lie on the edges of bins; items differ in loudness; the second batch is larger."""
+    seen = []
+    for context in (nullcontext(), without_c()):
+        generator = torch.Generator().manual_seed(0)
+        observers = [HistogramObserver(sample=2**16), MinMaxObserver()]
+        with context:
+            for loud in (1.0, 3.0):
+                value = torch.randn(shape, generator=generator) * loud
+                value[0] *= 30
+                value[1] = value[1].mul(4).round().div(4)
+                observe_together(observers, value, items=True)
+        seen.append([buffer for observer in observers for buffer in observer.buffers()])
+    assert all(torch.equal(one, other) for one, other in zip(*seen, strict=True))
+
+
+def test_nothing_is_counted_of_what_is_not_finite() -> None:
+    for number, word in ((float("nan"), "NaN"), (float("inf"), "infinite")):
+        value = torch.randn(4, 1000)
+        value[2, 500] = number
+        with pytest.raises(ValueError, match=word):
+            observe_together([HistogramObserver()], value, items=True)
