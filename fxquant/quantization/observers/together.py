@@ -27,7 +27,7 @@ def observe_together(observers: Sequence[Observer], value: Tensor, items: bool =
     With `items`, dimension 0 is that of the items, whose loudness is told apart.
     Raises ValueError, and changes none of these, if any value is NaN or infinite.
     """
-    apart = items and value.dim() > 0 and any(isinstance(observer, HistogramObserver) for observer in observers)
+    apart = items and value.dim() > 1 and any(isinstance(observer, HistogramObserver) for observer in observers)
     (low, high), each = finite_ranges(value) if apart else (finite_range(value), None)
     for observer in observers:
         if gathering(observer) is None:
