@@ -317,11 +317,15 @@ def test_a_bad_argument_of_export_writes_no_file(integer: fx.GraphModule, name: 
     assert fxq.verify(integer, fxq.export_onnx(integer, path), [batch()], show_progress=False)
 
 
-@pytest.mark.parametrize("make", [lambda: fxq.prepare(Small(), batch()), Small], ids=["prepared", "float"])
-def test_exporting_what_is_not_integer(make: Callable[[], nn.Module], tmp_path: Path, golden: Golden) -> None:
-    model = make()
-    text = error_text(lambda: fxq.export_onnx(model, tmp_path / "model.onnx"), fxq.ConfigurationError)
-    golden(text.replace(type(model).__name__, "Model"), "export-not-integer.txt")
+@pytest.mark.parametrize(
+    ("name", "make", "error"),
+    [("prepared", lambda: fxq.prepare(Small(), batch()), fxq.NotCalibrated), ("float", Small, fxq.ConfigurationError)],
+)
+def test_exporting_what_cannot_be_exported_yet(
+    name: str, make: Callable[[], nn.Module], error: type[fxq.FxQuantError], tmp_path: Path, golden: Golden
+) -> None:
+    """A prepared model without scales, and a float model of which no shape is known."""
+    golden(error_text(lambda: fxq.export_onnx(make(), tmp_path / "model.onnx"), error), f"export-{name}.txt")
     assert not (tmp_path / "model.onnx").exists()
 
 
