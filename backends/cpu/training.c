@@ -405,8 +405,8 @@ INLINE void bins_of(const float *restrict values, int32_t *restrict at, int64_t 
     float span = last - first, count = (float)bins;
     for (int64_t i = 0; i < n; i++) {
         float value = values[i], inside = value >= first && value <= last ? value : last;
-        int32_t bin = (int32_t)((inside - first) * count / span);
-        bin = bin < bins ? bin : bins - 1;
+        float place = (inside - first) * count / span; /* infinite, or NaN, where a float32 does not hold the product */
+        int32_t bin = place < count ? (int32_t)place : bins - 1;
         at[i] = value >= first && value <= last ? bin : bins;
     }
 }
