@@ -1051,7 +1051,7 @@ def test_a_primitive_has_one_record() -> None:
         assert record.function is function
         assert record.name == function.__name__
         assert function.__doc__
-        assert record.kind in ("quantized", "accumulator", "plain", "float")
+        assert record.kind in ("quantized", "accumulator", "plain", "float", "dynamic")
 
 
 def test_fixed_requantization_is_a_triple_of_integers() -> None:
