@@ -155,8 +155,7 @@ plugins:
           paths: [%s]
           options:
             {show_source: false, show_root_heading: true, heading_level: 3, docstring_style: null, separate_signature: true,
-             show_signature_annotations: true}
-extra_css: [site.css]
+             show_signature_annotations: true, extensions: [%s]}
 nav:
 """
 
@@ -222,9 +221,8 @@ def gather() -> None:
         (OUT / "pages" / f"{name}.md").write_text(linked(text, "GUIDE.md", homes), encoding="utf-8")
     reference = [f"## {title}\n\n" + "\n".join(f"::: fxquant.{name}\n" for name in names) for title, names in REFERENCE.items()]
     (OUT / "pages" / "api.md").write_text("# Reference\n\n" + "\n".join(reference), encoding="utf-8")
-    (OUT / "pages" / "site.css").write_text(".doc-contents > p { white-space: pre-wrap; }\n", encoding="utf-8")  # tables of arguments
     navigation = "".join(f"  - {title}: {page}\n" for title, page in NAVIGATION)
-    (OUT / "mkdocs.yml").write_text(HEADER % package.parent + navigation, encoding="utf-8")
+    (OUT / "mkdocs.yml").write_text(HEADER % (package.parent, ROOT / "docs" / "arguments.py") + navigation, encoding="utf-8")
 
 
 def main() -> int:
