@@ -233,7 +233,7 @@ def peak(step: Step, device: str) -> int:
 
 
 def torch_ao(model: nn.Module, images: Tensor) -> nn.Module | None:
-    """torch.ao's model with fake quantization; None where this PyTorch has none, or it cannot be prepared."""
+    """torch.ao's model with fake quantization; None where this PyTorch has none, or it cannot be prepared, for a reason that is told."""
     try:
         from torch.ao.quantization import get_default_qat_qconfig_mapping
         from torch.ao.quantization.quantize_fx import prepare_qat_fx
@@ -244,7 +244,8 @@ def torch_ao(model: nn.Module, images: Tensor) -> nn.Module | None:
         try:
             prepared: nn.Module = prepare_qat_fx(copy.deepcopy(model).train(), get_default_qat_qconfig_mapping("x86"), (images,))
             prepared(images)
-        except (RuntimeError, NotImplementedError, TypeError):
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            print(f"torch.ao: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", file=sys.stderr, flush=True)
             return None
     return prepared
 

@@ -27,7 +27,7 @@ from fxquant.analysis.segments import crossings, float_outputs
 from fxquant.analysis.text import text
 from fxquant.analysis.verify import check_batches, check_same_model, form_of
 from fxquant.arguments import FOLDER, PATH, checked, instance
-from fxquant.backends.onnx.export import export_onnx as export_integer
+from fxquant.backends.onnx.export import export_integer
 from fxquant.backends.onnx.float_file import export_float
 from fxquant.backends.onnx.layouts import LAYOUTS
 from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIME_NAMES, OnnxModel

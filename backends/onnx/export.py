@@ -11,10 +11,9 @@ import onnx
 import torch
 from torch import fx
 
-from fxquant.arguments import checked
 from fxquant.backends.onnx.fast import has_kernels, write_fast
 from fxquant.backends.onnx.files import save_model
-from fxquant.backends.onnx.layouts import LAYOUTS, with_layouts
+from fxquant.backends.onnx.layouts import with_layouts
 from fxquant.backends.onnx.qdq import QdqWriter
 from fxquant.backends.onnx.writer import Writer
 from fxquant.errors import ConfigurationError, ExportError
@@ -29,41 +28,18 @@ FLOAT_OPSETS = (range(11, 22), 18)  # the same of a float model
 STYLES = {"exact": (range(17, 22), 21), "fast": (range(17, 22), 21), "qdq": (range(11, 22), 17)}
 
 
-@checked(layouts=LAYOUTS)
-def export_onnx(
+def export_integer(
     integer: fx.GraphModule,
     path: str | os.PathLike[str],
-    style: str = "auto",
-    io: str = "float",
-    opset: int | None = None,
-    input_names: Sequence[str] | None = None,
-    output_names: Sequence[str] | None = None,
-    *,
-    external_data: bool | None = None,
-    layouts: Mapping[str, str] | None = None,
+    style: str,
+    io: str,
+    opset: int | None,
+    input_names: Sequence[str] | None,
+    output_names: Sequence[str] | None,
+    external_data: bool | None,
+    layouts: Mapping[str, str] | None,
 ) -> Path:
-    """Write the integer model as an ONNX file, and return its path.
-
-    style  "auto": "fast" where this target has it and every kernel is exact here without session options, else "exact"; the log says
-           which, and so does `onnx_metadata`.
-           "exact": standard operators on whole numbers, the same bits in every runtime, at any optimisation
-           "fast": the same bits by uint8 kernels, proved in onnxruntime before it is written; for targets with
-           float32 requantization (nash-e, nash-m, x86, qnnpack). Its metadata names session options to run it with,
-           above all on x86 processors without VNNI.
-           "qdq": float operators between QuantizeLinear and DequantizeLinear, for other compilers. Not the same
-           bits: `verify` measures the difference. Below opset 13 weights are floats on their quantized grid.
-    io     "float" takes and returns what the float model does; "integer" takes and returns the integers.
-    opset  17 to 21, and 21 unless given; in style "qdq" 11 to 21, and 17 unless given.
-    external_data  True writes tensors of a kilobyte and more to `path`.data, False never does; by default it is
-           done where one file cannot hold the model.
-    layouts        {"image": "NHWC"}: inputs of the file, by name, that are given with their channels last. A Transpose inside puts
-           them where PyTorch has them; `verify` and `record` take PyTorch's layout all the same.
-
-    What the file says about itself is read by `onnx_metadata`: scales, zero points and dtypes of its inputs, outputs
-    and inner tensors. Numbers and None beside the tensors that the model returns are no part of the file. The batch is
-    dynamic where the model was traced so. The file is checked before it appears, and
-    appears whole or not at all. Raises ConfigurationError or ExportError.
-    """
+    """Write an integer model, and return the path; the arguments are those of `fxq.export_onnx`."""
     check_arguments(integer, style, io, opset)
     version = STYLES[_strict(style)][1] if opset is None else opset
     model = build(integer, style, io, version, input_names, output_names)
