@@ -22,7 +22,7 @@ from fxquant.analysis.layers import Intermediate, Layer, layers
 from fxquant.analysis.partition import Segment, segments
 from fxquant.analysis.report import DeviationReport, Report
 from fxquant.analysis.text import text
-from fxquant.api import Result, calibrate, check, convert, dump, export_onnx, load, prepare, quantize, record, save, verify
+from fxquant.api import Result, calibrate, check, convert, dump, export_onnx, load, prepare, quantize, save
 from fxquant.backends.aten.programs import export_pt2, export_torchscript
 from fxquant.backends.c.export import export_c
 from fxquant.backends.onnx.metadata import onnx_metadata
@@ -41,6 +41,7 @@ from fxquant.errors import (
     UnknownTarget,
     UnsupportedOperator,
 )
+from fxquant.forms import record, verify
 from fxquant.frontend import trace, wrap
 from fxquant.ops.custom import unary
 from fxquant.quantization.calibration import freeze, qparams, set_qparams, set_state

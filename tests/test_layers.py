@@ -189,6 +189,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     # what joins them
     "fxquant.api": {"*"},
+    "fxquant.forms": {"*"},
     **dict.fromkeys(
         ("fxquant.tuning.mixed_precision", "fxquant.tuning.observer_search", "fxquant.tuning.sensitivity"),
         NOUNS | {"api", "batches", "frontend", "observations", "progress", "tuning"},
