@@ -86,7 +86,8 @@ def prepare(
 
     `observations`, from fxq.observations of a model prepared from the same one, give the scales that calibration with the same batches
     would: for any dtypes, observers, mapping and target. If they give all, the result is in state VALIDATE; those that they cannot give
-    are logged with the reason, and fxq.calibrate(prepared, batches, only_missing=True) finds them.
+    are logged with the reason, and fxq.calibrate(prepared, batches, only_missing=True) finds them. They hold no samples: weights of less
+    than 8 bits are rounded to the nearest, and a line of the log says how to round them as `calibrate` does.
 
     `batch_norm` says what batch norms do while training:
 
@@ -139,6 +140,11 @@ def prepare(
 
 def _restore(prepared: fx.GraphModule, observations: Observations) -> None:
     missing = restore(prepared, observations)
+    if FirstSamples(prepared, None).wanted:
+        logger.warning(
+            "weights of less than 8 bits are rounded to the nearest, since observations hold no samples;"
+            " fxq.tuning.round_weights(prepared, batches) rounds them so that their errors cancel, as calibration does"
+        )
     if not missing:
         calibration.set_state(prepared, State.VALIDATE)
         return

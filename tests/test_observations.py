@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.quantization.prepared import quantized_operators
+from fxquant.quantization.rounding import AdaptiveRounding
 from fxquant.serialization.archive import pack, unpack
 from tests.contract import assert_train_is_validate, assert_validate_is_integer, same_bytes
 
@@ -116,6 +117,18 @@ OTHERS: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize(("qconfig", "target"), OTHERS.values(), ids=OTHERS)
 def test_what_one_calibration_has_seen_gives_what_another_would(qconfig: Any, target: str, seen: fxq.Observations) -> None:
     assert_same_state(restored(seen, qconfig, target), fresh(qconfig, target))
+
+
+def test_weights_of_few_bits_that_no_samples_round_are_told_of(seen: fxq.Observations, caplog: pytest.LogCaptureFixture) -> None:
+    qconfig = fxq.QConfig(weight=fxq.WeightConfig("int4"))
+    with caplog.at_level(logging.WARNING, "fxquant"):
+        prepared = restored(seen, qconfig)
+    assert "fxq.tuning.round_weights(prepared, batches) rounds them" in caplog.text
+    fxq.tuning.round_weights(prepared, batches(), show_progress=False)
+    assert any(isinstance(operator.weight_quantizer.rounding, AdaptiveRounding) for operator in quantized_operators(prepared).values())
+    caplog.clear()
+    restored(seen, fxq.QConfig())
+    assert not caplog.text
 
 
 OBSERVERS: dict[str, Any] = {

@@ -6,6 +6,7 @@ python -m benchmarks.accuracy --install NNCF Brevitas     makes them in CACHE/en
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import subprocess
 import sys
 import sysconfig
@@ -22,6 +23,7 @@ from benchmarks.accuracy.settings import Setting
 
 ROOT = Path(__file__).parents[2]
 LONGEST = 1800  # seconds of one row
+VARIABLES = {"NNCF_EXTENSION_LOAD_TIMEOUT": "0"}  # NNCF compiles an extension first, and gives a slow machine too little time for it
 
 
 def folder(peer: Peer, cache: Path) -> Path:
@@ -72,7 +74,9 @@ def _apart(peer: Peer, checkpoint: Checkpoint, setting: Setting, mode: str, cach
         written = Path(place) / "outputs.pt"
         names = (peer.name, checkpoint.task.name, checkpoint.name, str(checkpoint.seed), setting.name, mode, str(cache.resolve()))
         command = [python(peer, cache), "-m", "benchmarks.accuracy.process", *names, written]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LONGEST, check=False)
+        programs = os.pathsep.join((str(folder(peer, cache) / "bin"), os.environ.get("PATH", "")))  # ninja is one of them
+        environment = {**os.environ, **VARIABLES, "PATH": programs}
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LONGEST, check=False, env=environment)
         if done.returncode != 0:
             return _short((done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1])
         found: Tensor = torch.load(written, weights_only=True)

@@ -51,6 +51,8 @@ class Peer(NamedTuple):
 
 
 TORCHAO = ("torchao==0.18.0",)
+AIMET = ("aimet-torch==2.42.0", "torchvision==0.28.0")
+MCT = ("model-compression-toolkit==2.6.1", "torchvision==0.28.0")
 PEERS = {
     peer.name: peer
     for peer in (
@@ -61,6 +63,9 @@ PEERS = {
         Peer("onnxruntime affine", "ort", {"affine": True}, "onnxruntime"),
         Peer("onnxruntime entropy", "ort", {"affine": False, "method": "Entropy"}, "onnxruntime"),
         Peer("NNCF", "nncf", {}, "nncf", ("nncf==3.4.0",)),
+        Peer("AIMET", "aimet", {"equalization": False}, "aimet_torch", AIMET),
+        Peer("AIMET equalized", "aimet", {"equalization": True}, "aimet_torch", AIMET),
+        Peer("MCT", "mct", {}, "model_compression_toolkit", MCT),
         Peer("Brevitas", "brevitas", {}, "brevitas", ("brevitas==0.13.4", "tqdm")),
     )
 }

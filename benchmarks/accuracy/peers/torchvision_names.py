@@ -1,0 +1,13 @@
+"""torchvision is published with CUDA alone: where PyTorch is for a CPU its operators are absent, and importing it asks for two names."""
+
+from __future__ import annotations
+
+import torch
+
+NAMES = ("nms", "qnms")
+
+
+def define() -> None:
+    """Define what `import torchvision` asks for; the toolkits that import it use nothing of it for these networks."""
+    for name in NAMES:
+        torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
