@@ -26,10 +26,13 @@ class Form(NamedTuple):
 
 
 def form_of(value: Tensor, trailing: int) -> Form | None:
-    """How a tensor lies, with `trailing` dimensions behind its channels; None where it is neither contiguous nor channels last."""
+    """How a tensor lies, with `trailing` dimensions behind its channels; None where it is neither contiguous nor channels last.
+
+    None as well where it has no dimension but that of its channels, over which there is nothing to sum.
+    """
     axis = value.dim() - 1 - trailing
     channels, shape = value.shape[axis], (value.shape[axis], *[1] * trailing)
-    if value.numel() == 0:
+    if value.numel() == 0 or value.dim() == 1:
         return None
     inner = value[(0,) * (axis + 1)].numel()
     if value.is_contiguous():

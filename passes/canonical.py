@@ -90,9 +90,9 @@ def _hold(gm: fx.GraphModule, node: fx.Node, modules: dict[str, nn.Module], attr
     value = made_anew(node)
     if value is None:
         return 0
-    written = {reader: _operator_written(reader, modules) for reader in node.users}
-    joined = [reader for reader, operator in written.items() if is_joined(reader, operator)]
-    added = [reader for reader, operator in written.items() if reader not in joined and is_broadcast(node, reader, operator)]
+    written = {reader: _operator_written(reader, modules) for reader in list(node.users)}
+    joined = [reader for reader, (operator, arguments) in written.items() if is_joined(node, reader, operator, arguments)]
+    added = [reader for reader, (operator, _) in written.items() if reader not in joined and is_broadcast(node, reader, operator)]
     if not added and not joined:
         return 0
     path = f"{MADE}.{node.name}"
@@ -129,10 +129,10 @@ def _repeated_for_the_batch(gm: fx.GraphModule, node: fx.Node, constant: fx.Node
     return repeated
 
 
-def _operator_written(node: fx.Node, modules: dict[str, nn.Module]) -> Operator | None:
-    """The operator that a node spells; None if the table knows none, or not with these arguments."""
+def _operator_written(node: fx.Node, modules: dict[str, nn.Module]) -> tuple[Operator | None, dict[str, Any]]:
+    """The operator that a node spells, and its canonical arguments; None if the table knows none, or not with these arguments."""
     recognised = _recognise(node, modules)
-    return None if recognised is None or isinstance(recognised[1], str) else recognised[0]
+    return (None, {}) if recognised is None or isinstance(recognised[1], str) else (recognised[0], recognised[1])
 
 
 def _of_other_numbers(node: fx.Node, operator: Operator) -> str | None:

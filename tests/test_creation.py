@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import fxquant as fxq
 from tests import contract
@@ -18,6 +19,11 @@ MADE: dict[str, Callable[[Tensor], Tensor]] = {
     "new": lambda x: (x - x.new_ones(x.shape[0], 1, 6)) * x.new_full((x.size(0), 4, 6), -0.3) + x.new_tensor(0.25),
     "joined": lambda x: torch.cat((x, torch.zeros_like(x), x.new_ones(x.shape[0], 1, 6), torch.full((x.size(0), 2, 6), 0.5)), 1),
     "of its size": lambda x: x * torch.full((x.shape[0], 4, 1), 2.0) + torch.ones(x.shape[0], 4, 6),
+    "of a layer": lambda x: (
+        F.linear(torch.zeros_like(x), torch.eye(6), torch.linspace(-1, 1, 6)) + torch.matmul(x, x.new_ones(x.shape[0], 6, 6))
+    ),
+    "of a composite": lambda x: F.scaled_dot_product_attention(x, x.tanh(), torch.ones_like(x)) + torch.lerp(torch.zeros_like(x), x, 0.3),
+    "written over": lambda x: torch.empty(x.shape).copy_(x),
 }
 
 

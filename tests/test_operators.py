@@ -65,6 +65,12 @@ SAMPLED_FINE = 600.0  # the same in steps of int16
 COMPOSED_FINE = 20.0  # and for a composite in int16, each of whose parts is rounded to 16 bits, one of them headroom
 
 
+def own_kernels(convolution: Callable[..., Tensor], x: Tensor, kernels: Tensor) -> Tensor:
+    """Each item of the batch with kernels of its own: all items are the channels of one."""
+    joined = convolution(x.reshape(1, -1, *x.shape[2:]), kernels.flatten(0, 1), padding=1, dilation=2, groups=x.shape[0])
+    return joined.view(x.shape[0], kernels.shape[1], *joined.shape[2:])
+
+
 class Sample(NamedTuple):
     """A small model around one spelling: `forward(model, *inputs)`, with a `layer` or a `weight` and `bias` on their grid.
 
@@ -302,6 +308,9 @@ SAMPLES: dict[Any, list[Sample]] = {
     nn.ConvTranspose3d: layers("conv_transpose3d", ROUNDED, VOLUME, nn.ConvTranspose3d(3, 2, 2)),
     torch.matmul: [
         *binary("matmul", ROUNDED, lambda m, x, y: torch.matmul(x, y), shape=MATRIX),
+        *binary("computed_linear", ROUNDED, lambda m, x, y: F.linear(x, y.mean(1)[0, :5])),
+        *binary("computed_conv1d", ROUNDED, lambda m, x, y: own_kernels(F.conv1d, x.flatten(2), y[:, :2, :3, :2])),
+        *binary("computed_conv2d", ROUNDED, lambda m, x, y: own_kernels(F.conv2d, x, y.unflatten(1, (1, 3))[..., :3, :2])),
         *held("matmul", ROUNDED, (6, 4), lambda m, x: torch.matmul(x, m.layer.value)),
         *held("matmul", ROUNDED, (4, 6), lambda m, x: torch.matmul(m.layer.value, x)),
     ],
@@ -1145,7 +1154,7 @@ REFUSED: dict[str, tuple[str, Forward, nn.Module | None]] = {
     "loss of everything": ("its reduction 'mean' runs over the batch", lambda m, x: F.mse_loss(x, x.exp()).reshape(1), None),
     "power of a negative constant": ("its base, a constant, is not positive", lambda m, x: torch.tensor(-2.0) ** x.exp(), None),
     "maximum of everything": ("it reduces the batch", lambda m, x: torch.max(x).reshape(1), None),
-    "computed weight": ("its weight is computed by", lambda m, x: F.conv2d(x, m.kernel.weight * x.std()), None),
+    "computed weight": ("its weight is computed by", lambda m, x: F.conv_transpose2d(x, m.kernel.weight * x.std()), None),
     "mean over the batch": ("it averages over the batch", lambda m, x: x.mean(0), None),
     "mean of everything": ("it averages over the batch", lambda m, x: x.mean().reshape(1), None),
     "mean to a dtype": ("a dtype argument", lambda m, x: x.mean(1, dtype=torch.float64), None),

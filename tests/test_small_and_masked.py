@@ -56,6 +56,7 @@ SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "scaled afterwards": lambda s, m: (s + m) * 0.5,
     "reshaped between": lambda s, m: (s.view(-1, 1, LENGTH, LENGTH) + m[None, None]).view(-1, LENGTH, LENGTH),
     "two of them": lambda s, m: s + m + m,
+    "expanded": lambda s, m: s + m[None].expand(s.shape[0], -1, LENGTH),
     "subtracted": lambda s, m: s - (-m),
     "computed from ones": lambda s, m: s + (1.0 - (m == 0).float()) * -1e9,
     "filled": lambda s, m: s.masked_fill(m < 0, -math.inf) / 2.0,

@@ -83,6 +83,32 @@ def test_a_sample_without_a_batch_has_the_bits_of_a_batch_of_one(name: str) -> N
     assert alone(x).shape == layer(x).shape
 
 
+def test_a_row_has_the_gradients_of_a_batch_of_one() -> None:
+    torch.manual_seed(0)
+    layer, x, found = nn.Linear(6, 3), batch(3, 6), []
+    for given_, shapes in ((x, {}), (x[None], None)):
+        prepared, _ = compiled(layer, [given_], dynamic_shapes=shapes)
+        fxq.set_state(prepared, fxq.State.TRAIN)
+        prepared(given_).square().sum().backward()
+        found.append([parameter.grad for parameter in prepared.parameters() if parameter.grad is not None])
+    assert found[0]
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("function", [torch.acos, torch.asin, torch.atanh, torch.erfinv], ids=lambda function: function.__name__)
+def test_a_grid_that_reaches_beyond_where_a_function_has_values_trains(function: Callable[[Tensor], Tensor]) -> None:
+    """The grid of a tanh: 127 steps are 1.003."""
+    x = torch.linspace(-4, 4, 3 * 4 * 36).reshape(4, 3, 6, 6)
+    prepared = fxq.prepare(Model(lambda y: function(y.tanh())).eval(), (x,))
+    fxq.calibrate(prepared, [x], show_progress=False)
+    fxq.set_qparams(prepared, {"tanh": 0.0079})
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    prepared(x * 9).sum().backward()
+    gradients = [parameter.grad for parameter in prepared.parameters() if parameter.grad is not None]
+    assert gradients
+    assert all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+
+
 @settings(max_examples=5, deadline=None)
 @given(
     st.lists(st.integers(0, 7), min_size=1, max_size=4),

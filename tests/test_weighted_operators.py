@@ -258,7 +258,11 @@ REFUSED: dict[str, tuple[Callable[[], Case], str, str]] = {
         "norm",
         "it has no running statistics",
     ),
-    "computed weight": (lambda: Case((4, 8), lambda s, x: F.linear(x, s.w * x.std()), w=weights(5, 8)), "linear", "its weight is computed"),
+    "computed weight": (
+        lambda: Case((4, 8), lambda s, x: F.conv_transpose1d(x[..., None], s.w * x.std()), w=weights(8, 5, 1)),
+        "conv_transpose1d",
+        "its weight is computed",
+    ),
 }
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fxquant as fxq
+from fxquant.analysis.layers import left_in_float
 
 WORKS, PART, ABSENT, FAILS = "works", "part", "absent", "fails"
 
@@ -162,5 +163,5 @@ class Here:
             result = self.quantized(Function(function, behind), target, qconfig=qconfig)
             self.exact(result.prepared)
             if any(not layer.integer and not layer.boundary for layer in fxq.layers(result.integer)):
-                left.append(getattr(function, "__name__", type(function).__name__))
-        return part(f"{len(left)} of {total} stay in float, with a reason: {', '.join(left)}") if left else None
+                left.append(left_in_float(fxq.layers(result.prepared))[0].reason.rpartition(": ")[2])
+        return part(f"{len(left)} of {total} stay in float: {'; '.join(dict.fromkeys(left))}") if left else None

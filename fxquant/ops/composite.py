@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.facts import BATCH_SIZES, TensorFact
+from fxquant.facts import BATCH_SIZES, BatchDim, TensorFact
 from fxquant.graph import Part, attach, fact, inherit, is_parameter, mark_parameter, set_fact, set_part, spell, spelling, state_demand, tie
 from fxquant.ops.boundary import requantize
 from fxquant.ops.record import OPERATORS, Demand, Operator
@@ -149,7 +149,7 @@ def _on_meta(node: fx.Node, batch: int) -> Tensor:
         if isinstance(known, TensorFact):
             return torch.empty(known.at(batch), dtype=known.dtype, device="meta")
         assert not is_parameter(operand), f"%{operand.name} has no known shape"
-        return known
+        return known.at(batch) if isinstance(known, BatchDim) else known
 
     result: Tensor = node.target(*fx.map_arg(node.args, example), **fx.map_arg(node.kwargs, example))  # type: ignore[operator]
     return result

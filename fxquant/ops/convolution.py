@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from fxquant.facts import TensorFact
 from fxquant.graph import fact, resolve
 from fxquant.lowering import Clamp, Lowering, Quantized
+from fxquant.ops.computed import COMPUTED, convolved
 from fxquant.ops.form import Call
 from fxquant.ops.pad import pad_before
 from fxquant.ops.record import Operator, Parameter, register
@@ -258,7 +259,7 @@ def _register(kind: Kind, rank: int, module: type[nn.Module], extract: Callable[
             function,
             ("input",),
             lower,
-            functions={kind.kernels[rank]: None},
+            functions={kind.kernels[rank]: convolved(rank) if kind is PLAIN and rank in COMPUTED else None},
             modules={module: extract},
             read_off=frozenset({"output_size"} if kind is REVERSED else ()),
             absorbs=ABSORBED,

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from fxquant import functional
 from fxquant.facts import TensorFact
 from fxquant.graph import fact, is_parameter, parameter_value
-from fxquant.ops.record import Operator
+from fxquant.ops.record import Operator, operand_nodes
 
 # The number of each, from the arguments; None where that is no number.
 _FILLS: dict[Any, Callable[..., Any]] = {
@@ -67,9 +67,13 @@ def sizes_of(node: fx.Node) -> list[Any] | None:
     return None if None in found else found
 
 
-def is_joined(reader: fx.Node, operator: Operator | None) -> bool:
-    """Whether a call of an operator puts tensors beside or into each other, so that a constant has to have the batch of the others."""
-    return operator is not None and (operator.name in (*_JOINING, *_FILLED) or reader.target is functional.setitem)
+def is_joined(node: fx.Node, reader: fx.Node, operator: Operator | None, arguments: dict[str, Any]) -> bool:
+    """Whether a constant needs the batch of the others where `reader` calls this operator: a layer, a composite, what joins tensors."""
+    if operator is None:
+        return False
+    calculates = (operator.sums or operator.expand is not None) and operator.name not in _BROADCASTING
+    calculates = calculates and node in operand_nodes(operator, arguments)
+    return calculates or operator.name in (*_JOINING, *_FILLED) or reader.target is functional.setitem
 
 
 def is_broadcast(node: fx.Node, reader: fx.Node, operator: Operator | None) -> bool:

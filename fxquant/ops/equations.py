@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.facts import TensorFact
-from fxquant.graph import fact
+from fxquant.graph import fact, is_parameter
 from fxquant.ops.record import Instead
 
 
@@ -23,6 +23,16 @@ def added_product(input: Tensor, one: Tensor, other: Tensor, equation: str, beta
     """beta · input + alpha · the contraction of two operands; what is multiplied by 0 is not read."""
     product = alpha * torch.einsum(equation, one, other)
     return product if beta == 0 else beta * input + product
+
+
+def computed_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A linear layer with a weight that the model computes."""
+    return torch.nn.functional.linear(input, weight, bias)
+
+
+def is_computed(weight: Any) -> bool:
+    """Whether the model computes a weight from more than parameters."""
+    return isinstance(weight, fx.Node) and not is_parameter(weight) and weight.op != "get_attr"
 
 
 def spelled(equation: str, *operands: Any) -> dict[str, Any] | str:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from fxquant.graph import is_parameter
 from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics import FLOAT32_EXACT, INT32_MAX, INT48_MAX
-from fxquant.ops.equations import added_product, with_vectors
+from fxquant.ops.equations import added_product, computed_linear, is_computed, with_vectors
 from fxquant.ops.form import Call
 from fxquant.ops.record import Instead, Operator, Parameter, register
 from fxquant.ops.weighted import ABSORBED, BeforeResidual, Product, epilogue, lower_weighted, refuses_weighted, rescaled, shape_of
@@ -65,13 +65,18 @@ def _onnx_linear(c: Call) -> str:
     return c.epilogue(c.do("Add", product, c.e.constant(c.real("bias"))) if "bias" in c.constants else product)
 
 
+def _called(input: Any, weight: Any, bias: Any = None) -> dict[str, Any] | Instead:
+    given = {"input": input, "weight": weight, "bias": bias}
+    return Instead(computed_linear, given) if is_computed(weight) else given
+
+
 register(
     Operator(
         "linear",
         linear,
         ("input",),
         _lower_linear,
-        functions={F.linear: None},
+        functions={F.linear: _called},
         modules={nn.Linear: lambda m: {"weight": Parameter("weight"), "bias": None if m.bias is None else Parameter("bias")}},
         absorbs=ABSORBED,
         refuses=refuses_weighted,

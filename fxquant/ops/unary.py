@@ -46,10 +46,11 @@ def by_table(lowering: Lowering, input: Quantized, name: str, factor: float = 1.
 
 
 def _tamed(function: Callable[[Tensor], Tensor], x: Tensor, name: str) -> Tensor:
-    """function(x) without gradients where it has no finite slope; where it is infinite, the most extreme of its other values.
+    """function(x) without gradients where it has no finite slope; where it is infinite, the most extreme of its other values; else 0.
 
     A grid holds 0 where a real tensor rarely does: what is small is rounded to it. There the root, the logarithm and the quotient have
-    poles, whose gradient would be that of the whole layer; and the table has its last integer.
+    poles, whose gradient would be that of the whole layer; and the table has its last integer. A grid may reach a step beyond where
+    the function has values, as that of a tanh reaches beyond 1; there the table has 0.
     """
     if name not in SINGULAR:
         return function(x)
@@ -62,7 +63,8 @@ def _tamed(function: Callable[[Tensor], Tensor], x: Tensor, name: str) -> Tensor
     if bool(infinite.any()) and not bool(infinite.all()):
         finite = value.detach()[~infinite]
         value = value.clamp(float(finite.nan_to_num(math.inf).min()), float(finite.nan_to_num(-math.inf).max()))
-    return value
+    undefined = torch.isnan(value) & ~torch.isnan(x)
+    return torch.where(undefined, 0.0, value) if bool(undefined.any()) else value
 
 
 PlainGrid = tuple[IntType, float, int]  # type, scale and zero point, which can be a dictionary's key

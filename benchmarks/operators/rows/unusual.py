@@ -108,7 +108,14 @@ SHAPES: tuple[Row, ...] = (
         "nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(0))",
         over=SAMPLE,
     ),
-    row("lines and volumes without a batch", "nn.Conv1d(3, 4, 3)", "nn.MaxPool1d(2)", "nn.AvgPool1d(2)", over=normal(3, 6, batched=False)),
+    row(
+        "lines and volumes without a batch",
+        "nn.Conv1d(3, 4, 3)",
+        "nn.MaxPool1d(2)",
+        "nn.AvgPool1d(2)",
+        "{nn.Linear(6, 3)}(x[0])",
+        over=normal(3, 6, batched=False),
+    ),
     row(
         "pools of maps",
         "F.max_pool2d(x.mean(1), 2)",
