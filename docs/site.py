@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-OUT = ROOT / "build" / "docs"
+OUT = Path(sys.argv[1]).resolve() if __name__ == "__main__" and len(sys.argv) > 1 else ROOT / "build" / "docs"
 
 # A chapter of the site: its file, its title, and the sections of the guide that it is made of.
 GUIDE: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -27,6 +27,7 @@ GUIDE: Mapping[str, tuple[str, tuple[str, ...]]] = {
             "Which operators become integers",
             "Operators made of others",
             "A function of your own",
+            "An operator and a pass of your own",
             "Python that stays Python",
             "Truth values and indices",
             "Recurrent layers",
@@ -76,7 +77,18 @@ NAVIGATION = (
     ("Changelog", "changelog.md"),
 )
 REFERENCE = {
-    "From a float model to a file": ("trace", "prepare", "calibrate", "convert", "quantize", "Result", "verify", "Report", "record"),
+    "From a float model to a file": (
+        "trace",
+        "prepare",
+        "calibrate",
+        "convert",
+        "quantize",
+        "Result",
+        "verify",
+        "Report",
+        "Interrupted",
+        "record",
+    ),
     "What is said": (
         "QConfig",
         "ActivationConfig",
@@ -89,6 +101,7 @@ REFERENCE = {
         "set_qparams",
         "wrap",
         "unary",
+        "operator",
     ),
     "Ways out": (
         "export_onnx",
@@ -131,6 +144,7 @@ HEADER = """site_name: fxquant
 docs_dir: pages
 site_dir: site
 use_directory_urls: false
+extra_css: [wide.css]
 theme:
   name: material
   font: false
@@ -221,12 +235,13 @@ def gather() -> None:
         (OUT / "pages" / f"{name}.md").write_text(linked(text, "GUIDE.md", homes), encoding="utf-8")
     reference = [f"## {title}\n\n" + "\n".join(f"::: fxquant.{name}\n" for name in names) for title, names in REFERENCE.items()]
     (OUT / "pages" / "api.md").write_text("# Reference\n\n" + "\n".join(reference), encoding="utf-8")
+    (OUT / "pages" / "wide.css").write_text(".md-grid { max-width: 88rem; }\n", encoding="utf-8")  # lines of code have up to 140 columns
     navigation = "".join(f"  - {title}: {page}\n" for title, page in NAVIGATION)
     (OUT / "mkdocs.yml").write_text(HEADER % (package.parent, ROOT / "docs" / "arguments.py") + navigation, encoding="utf-8")
 
 
 def main() -> int:
-    """Build the site in build/docs/site; the exit status is mkdocs'."""
+    """Build the site in build/docs/site, or in `site` of the folder that is given; the exit status is mkdocs'."""
     gather()
     return subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", str(OUT / "mkdocs.yml")], cwd=OUT, env=QUIET

@@ -33,6 +33,7 @@ from fxquant.errors import (
     ConfigurationError,
     ExportError,
     FxQuantError,
+    Interrupted,
     NotCalibrated,
     NotFinite,
     ScaleConflict,
@@ -43,7 +44,7 @@ from fxquant.errors import (
 )
 from fxquant.forms import record, verify
 from fxquant.frontend import trace, wrap
-from fxquant.ops.custom import unary
+from fxquant.ops.custom import operator, unary
 from fxquant.quantization.calibration import freeze, qparams, set_qparams, set_state
 from fxquant.quantization.mapping import QConfigMapping
 from fxquant.quantization.observations import Observations, observations
@@ -103,6 +104,7 @@ __all__ = [
     "GraphDifference",
     "HistogramObserver",
     "Intermediate",
+    "Interrupted",
     "KLObserver",
     "Layer",
     "LayerComparison",
@@ -167,6 +169,7 @@ __all__ = [
     "nn",
     "observations",
     "onnx_metadata",
+    "operator",
     "prepare",
     "primitives",
     "qparams",

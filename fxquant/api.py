@@ -33,7 +33,8 @@ from fxquant.graph import fact, is_deployed, set_channel_exponents
 from fxquant.kernels.runner import Runner
 from fxquant.model import CARRIED, RUNNER, Model, autocast_off, collection_paused, copy_graph
 from fxquant.passes import CONVERT, PREPARE
-from fxquant.pipeline import BATCH_NORM_MODES, Context, Dial, check_until, run
+from fxquant.pipeline import BATCH_NORM_MODES, Context, Dial, Pass, check_until, run, with_own
+from fxquant.progress import working
 from fxquant.quantization import calibration
 from fxquant.quantization.batches import as_batches, no_batches
 from fxquant.quantization.batches import example_inputs as batch_inputs
@@ -72,6 +73,7 @@ def prepare(
     leaf: Any = None,
     preserve: Sequence[str] = (),
     training_branch: bool = False,
+    passes: Mapping[str, Any] | None = None,
     until: str | Stage | None = None,
     debug: int | None = None,
     dump: str | os.PathLike[str] | None = None,
@@ -115,9 +117,14 @@ def prepare(
     on other tensors in train mode than in eval mode (TraceError); a prepared model with such a branch cannot be saved as a file, its
     `state_dict` can.
 
-    Raises UnknownTarget, TraceError, ScaleConflict or ConfigurationError.
+    `passes` are passes of your own: {"canonical.rewrite": fuse} runs `fuse(graph_module, context)`, or several functions in order, right
+    behind that pass; each rewrites the graph in place and returns how many changes it made, and the graph is then held against the table
+    of the stage as it is behind the compiler's own passes.
+
+    Raises UnknownTarget, TraceError, ScaleConflict or ConfigurationError, and StageViolation for what a pass of your own has left.
     """
     chosen, mapping = backends.get(target), _rules(qconfig)
+    pipeline = with_own(PREPARE, passes or {})
     if batch_norm not in BATCH_NORM_MODES:
         raise ConfigurationError(
             f"batch_norm={batch_norm!r} is unknown", because="it is one of 'live', 'frozen' and 'folded'", remedy="pass one of these"
@@ -128,11 +135,11 @@ def prepare(
             because="they give scales, which a graph has once it is prepared whole",
             remedy="leave one of them out",
         )
-    check_until(until, PREPARE)
+    check_until(until, pipeline)
     dial = Dial.of(debug, dump)
     traced = trace(model, example_inputs, dynamic_shapes, leaf=leaf, preserve=preserve, training_branch=training_branch)
     with collection_paused(), autocast_off(), torch.inference_mode(False):  # what is made can be trained, wherever it is made
-        prepared = _prepare(traced, chosen, mapping, batch_norm, dial, until, adapt)
+        prepared = _prepare(traced, chosen, mapping, batch_norm, dial, until, adapt, pipeline)
         if observations is not None:
             _restore(prepared, observations)
         return prepared
@@ -172,7 +179,14 @@ def _rules(qconfig: QConfig | QConfigMapping | None) -> QConfigMapping:
 
 
 def _prepare(
-    traced: fx.GraphModule, target: Target, qconfig: QConfigMapping, batch_norm: str, dial: Dial, until: str | Stage | None, adapt: bool
+    traced: fx.GraphModule,
+    target: Target,
+    qconfig: QConfigMapping,
+    batch_norm: str,
+    dial: Dial,
+    until: str | Stage | None,
+    adapt: bool,
+    passes: Sequence[Pass] = PREPARE,
 ) -> fx.GraphModule:
     _require_float32(traced)
     attached = attached_qconfigs(traced)
@@ -185,7 +199,7 @@ def _prepare(
     attach_branch(prepared)
     dial.write("trace", prepared)
     context = Context(target, qconfig, batch_norm, dial.debug, attached, adapt=adapt)
-    stopped = run(prepared, PREPARE, context, dial, until)
+    stopped = run(prepared, passes, context, dial, until)
     if not stopped:
         known = layers(prepared)
         logger.info("%s", summary(known))
@@ -353,6 +367,7 @@ def calibrate(
 
 
 @checked(layouts=LAYOUTS)
+@working("writing ONNX")
 def export_onnx(
     model: nn.Module,
     path: str | os.PathLike[str],
@@ -511,6 +526,7 @@ def dump(model: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
 
 
 @checked()
+@working("saving")
 def save(model: fx.GraphModule | Observations, path: str | os.PathLike[str]) -> Path:
     """Write a traced, prepared or integer model, or observations, to one file, whole or not at all; returns its path.
 
@@ -525,6 +541,7 @@ def save(model: fx.GraphModule | Observations, path: str | os.PathLike[str]) -> 
 
 
 @checked(path=PATH)
+@working("loading")
 def load(path: str | os.PathLike[str], *, kernels: str = "auto") -> Any:
     """What `save` wrote: a GraphModule, on the CPU, or Observations. Nothing a file names is imported.
 

@@ -235,6 +235,15 @@ def _leaf(value: Any) -> Any:
     return value
 
 
+def _passes(value: Any) -> dict[str, list[Any]]:
+    if not isinstance(value, Mapping):
+        raise TypeError
+    found = {_text(name): [own] if callable(own) else list(own) for name, own in value.items()}
+    if not all(callable(one) for own in found.values() for one in own):
+        raise TypeError
+    return found
+
+
 def _pattern(value: Any) -> str:
     try:
         re.compile(_text(value))
@@ -296,6 +305,9 @@ KINDS: dict[str, Kind] = {
     "opset": Kind("a whole number", _whole).or_none("the style's usual one"),
     "output_names": NAMES.or_none("made from the names of the graph"),
     "p": such("a number from 1 to 16", _number, lambda value: 1 <= value <= 16),
+    "passes": Kind("a dict from names of passes to functions of a graph and its context, or lists of such functions", _passes).or_none(
+        "the compiler's own run"
+    ),
     "path": FILE,
     "pattern": Kind("a regular expression that re.compile takes: a string that is not empty", _pattern),
     "per_channel": FLAG,

@@ -6,7 +6,7 @@ user's own code, in which module, why, and what to do about it. The texts are go
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Located(Protocol):
@@ -90,3 +90,14 @@ class ConfigurationError(FxQuantError):
 
 class ExportError(FxQuantError):
     """The graph cannot be written as ONNX, or a file is not what it should be."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, or KeyboardInterrupt in a batch or a metric, stopped a function that has something to show for it.
+
+    result   what the function would have returned for the batches that it had finished
+    """
+
+    def __init__(self, what: str, result: Any) -> None:
+        self.result = result
+        super().__init__(f"{what}; what it found until then is this exception's `result`")

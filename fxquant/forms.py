@@ -17,7 +17,7 @@ from fxquant.analysis.segments import crossings, float_outputs
 from fxquant.analysis.verify import check_batches, check_same_model, form_of
 from fxquant.arguments import checked
 from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIME_NAMES, OnnxModel
-from fxquant.errors import ConfigurationError
+from fxquant.errors import ConfigurationError, Interrupted
 from fxquant.graph import is_deployed
 from fxquant.progress import progress
 from fxquant.quantization.batches import as_batches
@@ -39,6 +39,8 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
     The report is true if something was compared and nothing differed, so never for no batches; `mismatches` counts
     differing elements; `first` locates the first.
     A file in style "qdq" is not exact by nature: its outputs are measured, and the `DeviationReport` is never true.
+
+    A KeyboardInterrupt is raised as `Interrupted`, whose `result` is the report of what was compared until then.
     """
     if isinstance(first, str | os.PathLike):
         first, second = second, first
@@ -66,15 +68,21 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
 def _verify(
     left: GraphForm, others: Sequence[Form], inputs: list[list[Any]], integer: fx.GraphModule | None, report: Report, show: bool | None
 ) -> None:
-    steps = compare(left, others, inputs, integer, report)
-    for _ in progress(steps, len(inputs) * len(others), "verifying", show):
-        pass
+    steps, done, total = compare(left, others, inputs, integer, report), 0, len(inputs) * len(others)
+    try:
+        for _ in progress(steps, total, "verifying", show):
+            done += 1
+    except KeyboardInterrupt:
+        raise Interrupted(f"verify was interrupted behind {done} of {total} comparisons", report) from None
 
 
 def _measured(left: Form, opened: OnnxModel, inputs: list[list[Any]], show_progress: bool | None) -> DeviationReport:
     report = DeviationReport()
-    for runtime in progress(MEASURED_RUNTIMES, len(MEASURED_RUNTIMES), "measuring", show_progress):
-        measure(left, OnnxForm(opened, runtime, []), inputs, report)
+    try:
+        for runtime in progress(MEASURED_RUNTIMES, len(MEASURED_RUNTIMES), "measuring", show_progress):
+            measure(left, OnnxForm(opened, runtime, []), inputs, report)
+    except KeyboardInterrupt:
+        raise Interrupted(f"verify was interrupted behind {len(report.outputs)} of {len(MEASURED_RUNTIMES)} runtimes", report) from None
     return report
 
 

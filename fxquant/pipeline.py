@@ -21,6 +21,7 @@ from torch import fx
 from fxquant.analysis.text import text
 from fxquant.arguments import FOLDER, KINDS, accepted, shown
 from fxquant.errors import ConfigurationError, FxQuantError
+from fxquant.progress import progress
 from fxquant.quantization.mapping import QConfigMapping
 from fxquant.quantization.spec import QConfig
 from fxquant.stage import Stage, verify_stage
@@ -62,15 +63,19 @@ class Context:
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass of the pipeline: its function, and the stage the graph has reached once it has run."""
+    """A pass of the pipeline: its function, and the stage the graph has reached once it has run.
+
+    own   whether it is the user's: its graph is held against the stage's table whatever it says of its changes
+    """
 
     function: Callable[[fx.GraphModule, Context], int]
     reaches: Stage
+    own: bool = False
 
     @property
     def name(self) -> str:
         """module.verb, as in "batchnorm.fold"."""
-        return f"{self.function.__module__.rsplit('.', 1)[-1]}.{self.function.__name__}"
+        return f"{self.function.__module__.rsplit('.', 1)[-1]}.{getattr(self.function, '__name__', type(self.function).__name__)}"
 
 
 @dataclass
@@ -113,7 +118,7 @@ def run(gm: fx.GraphModule, passes: Sequence[Pass], context: Context, dial: Dial
     `until` names the last pass to run, or the stage to stop at. Returns True if it was met. An error raised
     in a pass says which one.
     """
-    for step in passes:
+    for step in progress(passes, len(passes), "compiling"):
         start = time.perf_counter()
         try:
             changes = step.function(gm, context)
@@ -121,7 +126,9 @@ def run(gm: fx.GraphModule, passes: Sequence[Pass], context: Context, dial: Dial
             if hasattr(error, "add_note"):
                 error.add_note(f"raised by pass {step.name}")
             raise
-        if changes or gm.meta.get("stage") != step.reaches.name:  # else it is the graph that the pass before left
+        if step.own:
+            changes = _counted(step, changes)
+        if changes or step.own or gm.meta.get("stage") != step.reaches.name:  # else it is the graph that the pass before left
             verify_stage(gm, step.reaches, step.name)
         gm.meta["stage"] = step.reaches.name
         dial.show(step.name, gm, changes, (time.perf_counter() - start) * 1e3)
@@ -130,6 +137,31 @@ def run(gm: fx.GraphModule, passes: Sequence[Pass], context: Context, dial: Dial
             return True
     gm.recompile()
     return False
+
+
+def _counted(step: Pass, changes: Any) -> int:
+    if isinstance(changes, bool) or not isinstance(changes, int) or changes < 0:
+        raise ConfigurationError(
+            f"the pass {step.name} returned {shown(changes)}",
+            because="a pass returns how many changes it made",
+            remedy="return a whole number: 0 where the graph is as it was",
+        )
+    return changes
+
+
+def with_own(passes: Sequence[Pass], own: Mapping[str, Sequence[Callable[..., int]]]) -> tuple[Pass, ...]:
+    """The pipeline with the user's passes behind those that they are named after. Raises ConfigurationError for a name of none."""
+    unknown = [name for name in own if name not in [step.name for step in passes]]
+    if unknown:
+        raise ConfigurationError(
+            f"passes={{{unknown[0]!r}: …}} names no pass",
+            because=f"the passes are {', '.join(step.name for step in passes)}",
+            remedy="name the one that yours is to run behind",
+        )
+    found: list[Pass] = []
+    for step in passes:
+        found += [step, *(Pass(function, step.reaches, own=True) for function in own.get(step.name, ()))]
+    return tuple(found)
 
 
 def _last(passes: Sequence[Pass], stage: Stage) -> Pass:

@@ -1,27 +1,82 @@
-"""Progress on anything that may take over two seconds."""
+"""Progress on anything that may take over two seconds, and what is told when it is interrupted."""
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.errors import LiveError
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 Item = TypeVar("Item")
+MOMENT = 1.0  # seconds before a bar appears that nobody asked for
+_displays: list[Progress] = []  # the one in use: what begins inside another's work is a line below it
 
 
 def progress(items: Iterable[Item], total: int | None, description: str, show: bool | None = None) -> Iterator[Item]:
-    """The items, with a progress bar on standard error while they pass (None: if it is a terminal)."""
-    if not shown(show):
-        yield from items
-        return
-    with bar() as display:
-        task = display.add_task(description, total=total)
+    """The items, with a progress bar on standard error while they pass (None: if it is a terminal, after a moment)."""
+    with _task(description, total, show) as display:
+        if display is None:
+            yield from items
+            return
+        bar, task = display
         for item in items:
             yield item
-            display.advance(task)
+            bar.advance(task)
+
+
+@contextmanager
+def working(description: str, show: bool | None = None) -> Iterator[None]:
+    """A bar that moves on standard error, while something works whose steps nobody counts; as a decorator, while a function does."""
+    with _task(description, None, show):
+        yield
+
+
+@contextmanager
+def _task(description: str, total: int | None, show: bool | None) -> Iterator[tuple[Progress, TaskID] | None]:
+    """A line of the display, and that; None where nothing is shown."""
+    if not shown(show) or threading.current_thread() is not threading.main_thread():
+        yield None
+        return
+    if _displays:
+        task = _displays[-1].add_task(description, total=total)
+        try:
+            yield _displays[-1], task
+        finally:
+            _displays[-1].remove_task(task)
+        return
+    with _displayed(0.0 if show else MOMENT) as display:
+        yield display, display.add_task(description, total=total)
+
+
+@contextmanager
+def _displayed(delay: float) -> Iterator[Progress]:
+    display = bar()
+
+    def start() -> None:
+        try:
+            display.start()
+        except LiveError:  # the caller has a display of rich's own
+            display.disable = True
+
+    timer = threading.Timer(delay, start)
+    timer.daemon = True
+    _displays.append(display)
+    try:
+        timer.start() if delay else start()
+        yield display
+    finally:
+        _displays.remove(display)
+        timer.cancel()
+        if timer.ident is not None:
+            timer.join()
+        if display.live.is_started:
+            display.stop()
 
 
 def shown(show: bool | None) -> bool:
@@ -32,4 +87,21 @@ def shown(show: bool | None) -> bool:
 def bar() -> Progress:
     """A progress bar on standard error that vanishes when it is done."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+    return Progress(*columns, console=Console(file=sys.stderr), transient=True)
+
+
+@contextmanager
+def in_one_piece() -> Iterator[None]:
+    """A Ctrl-C that comes inside is raised at the end, so that sums which belong together are of the same batches."""
+    usual = signal.default_int_handler
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not usual:
+        yield
+        return
+    pressed: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    if pressed:
+        raise KeyboardInterrupt

@@ -5,15 +5,16 @@ A rule is about what the user wrote: a ReLU that becomes the limits of a convolu
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from fxquant.errors import ConfigurationError
-from fxquant.graph import computes_tensor, matched_rules, refuse, resolve, set_matched_rules, spelling
+from fxquant.graph import computes_tensor, matched_rules, module_path, refuse, resolve, set_matched_rules, spelling
 from fxquant.ops.dynamic import NOT_DYNAMIC, may_be_dynamic
 from fxquant.pipeline import Context
-from fxquant.quantization.mapping import DEFAULT, Chosen, MatchedRules, Rule, is_dynamic
+from fxquant.quantization.mapping import DEFAULT, Call, Chosen, MatchedRules, Rule, is_dynamic
 from fxquant.quantization.rules import attributes, covering
 
 
@@ -42,9 +43,11 @@ def match(gm: fx.GraphModule, context: Context) -> int:
             resolved[id(chosen)] = chosen.resolved(default)
         return None if chosen is None else resolved[id(chosen)]
 
+    counts: Counter[tuple[str, Any]] = Counter()
     for node in gm.graph.nodes:
         if computes_tensor(node):
-            rules = covering(node, spelling(node) or _written(gm, node), context.qconfig, context.attached)
+            written = spelling(node) or _written(gm, node)
+            rules = covering(node, written, _calls(node, written, counts), context.qconfig, context.attached)
             chosen = tuple([(rule, resolve_config(chosen)) for rule, chosen in rules])
             set_matched_rules(node, chosen if may_be_dynamic(node) else _static(node, chosen))
             changes += 1
@@ -55,6 +58,17 @@ def match(gm: fx.GraphModule, context: Context) -> int:
         if rule not in matched:
             context.not_done(gm, f"this rule of the qconfig matched nothing: {rule}")
     return changes
+
+
+def _calls(node: fx.Node, written: tuple[Any, ...], counts: Counter[tuple[str, Any]]) -> list[Call]:
+    """Which call of each type it is in the forward of a module; a layer's calls are counted in the module that calls it."""
+    found = []
+    for kind in dict.fromkeys(written):
+        path = module_path(node)
+        home = path.rpartition(".")[0] if isinstance(kind, type) and issubclass(kind, nn.Module) else path
+        found.append(Call(home, kind, counts[home, kind]))
+        counts[home, kind] += 1
+    return found
 
 
 def _static(node: fx.Node, rules: MatchedRules) -> MatchedRules:

@@ -67,7 +67,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.analysis.text": {"arguments", "errors", "graph", "node", "facts", "numerics"},
     "fxquant.proof": {"arithmetic", "graph", "numerics", "primitives", "facts"},
     "fxquant.stage": {"errors", "graph", "numerics", "ops", "prepared", "primitives", "facts"},
-    "fxquant.pipeline": BASE | {"stage", "target", "text"},
+    "fxquant.pipeline": BASE | {"progress", "stage", "target", "text"},
     "fxquant.quantization.batches": {"errors", "graph", "facts"},
     "fxquant.quantization.distributed": {"errors", "observers"},
     "fxquant.quantization.calibration": BASE | {"batches", "distributed", "graph", "prepared", "progress", "quantizer", "state"},
@@ -83,6 +83,7 @@ ALLOWED: dict[str, set[str]] = {
         "frontend",
         "facts",
         "model",
+        "progress",
         "stubs",
     },
     "fxquant.serialization": BASE
@@ -156,10 +157,21 @@ ALLOWED: dict[str, set[str]] = {
     },
     # verbs and targets: never each other
     "fxquant.passes": NOUNS,
-    "fxquant.backends": NOUNS | {"backends", "kernels", "partition", "segments", "version"},
-    "fxquant.backends.aten": BASE | {"facts", "frontend", "graph", "sample"},
+    "fxquant.backends": NOUNS | {"backends", "kernels", "partition", "progress", "segments", "version"},
+    "fxquant.backends.aten": BASE | {"facts", "frontend", "graph", "progress", "sample"},
     "fxquant.backends.bpu": {"arithmetic", "errors", "numerics", "rescaling", "target", "backends.bpu"},
-    "fxquant.backends.c": {"arguments", "backends.c", "errors", "facts", "frontend", "graph", "primitives", "segments", "version"},
+    "fxquant.backends.c": {
+        "arguments",
+        "backends.c",
+        "errors",
+        "facts",
+        "frontend",
+        "graph",
+        "primitives",
+        "progress",
+        "segments",
+        "version",
+    },
     "fxquant.backends.cpu": {"arithmetic", "sweeps", "graph", "observers", "kernels", "numerics", "primitives", "target", "backends.cpu"},
     # what is shown of models and of two of their forms
     "fxquant.reporting": {

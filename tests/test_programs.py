@@ -94,3 +94,32 @@ def test_a_program_of_other_bits_is_not_written(write: Callable[..., Path], tmp_
         write(integer, place)
     assert place.read_text() == "what was there"
     assert [path.name for path in tmp_path.iterdir()] == ["kept.pt2"]
+
+
+@fxq.wrap
+def found(scores: Tensor) -> list[list[int]]:
+    return [torch.nonzero(row).flatten().tolist() for row in scores]
+
+
+class Finds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[list[int]]]:
+        x = self.conv(x)
+        return x, found(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize("write", [fxq.export_pt2, fxq.export_torchscript, fxq.export_onnx])
+def test_what_stays_python_and_cannot_be_written_is_an_error_and_no_print(
+    write: Callable[..., Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    integer = fxq.quantize(Finds().eval(), [torch.randn(4, 3, 4, 4)]).integer
+    capfd.readouterr()
+    with pytest.raises(fxq.ExportError, match="found"):
+        write(integer, tmp_path / "model")
+    printed = capfd.readouterr()
+    assert not printed.out
+    assert not printed.err
+    assert not list(tmp_path.iterdir())

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
+from fxquant.quantization.mapping import Call
 
 ACT = fxq.ActivationConfig
 WIDE, NARROW = fxq.QConfig(ACT("int16")), fxq.QConfig(ACT("int4"))
@@ -24,6 +25,7 @@ SETTERS: dict[str, tuple[Any, Any]] = {  # a key, and another one
     "object_type": (nn.Conv2d, F.relu),
     "module_name_regex": (r"stem\..*", "head"),
     "module_name": ("stem.0", "head"),
+    "module_name_object_type_order": (("stem", nn.Conv2d, 0), ("", F.relu, 1)),
 }
 
 
@@ -31,8 +33,14 @@ def full() -> fxq.QConfigMapping:
     """A mapping with a rule of every kind."""
     made = fxq.QConfigMapping().set_global(NARROW)
     for name, (key, _) in SETTERS.items():
-        made = getattr(made, f"set_{name}")(key, WIDE)
+        made = setter(made, name)(key, WIDE)
     return made
+
+
+def setter(mapping: fxq.QConfigMapping, name: str) -> Callable[[Any, Any], fxq.QConfigMapping]:
+    """The setter of a kind of rule, as a function of its key and what is chosen."""
+    found = getattr(mapping, f"set_{name}")
+    return lambda key, chosen: found(*(key if isinstance(key, tuple) else (key,)), chosen)
 
 
 # ---- mappings ---------------------------------------------------------------------------------------------------------------
@@ -42,12 +50,12 @@ def full() -> fxq.QConfigMapping:
 def test_a_setter_returns_a_mapping_with_one_rule_more_and_changes_none(name: str) -> None:
     before, kept = full(), full()
     key, other = SETTERS[name]
-    more = getattr(before, f"set_{name}")(other, None)
-    changed = getattr(before, f"set_{name}")(key, NARROW)
+    more = setter(before, name)(other, None)
+    changed = setter(before, name)(key, NARROW)
     assert before == kept
     assert len({before, more, changed}) == 3
     assert [rule for rule in more.rules() if rule not in before.rules()] == [
-        rule for rule in more.rules() if rule[0].key is other and rule[1] is None
+        rule for rule in more.rules() if rule[0].key == (Call(*other) if isinstance(other, tuple) else other) and rule[1] is None
     ]
     assert len(more.rules()) == len(before.rules()) + 1
     assert [rule for rule, _ in changed.rules()] == [rule for rule, _ in before.rules()]
@@ -129,7 +137,9 @@ def test_a_mapping_whose_setters_results_were_dropped_is_told_of(caplog: pytest.
 def test_the_rules_in_effect_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "fxquant"):
         fxq.prepare(nn.Conv2d(2, 2, 1), torch.randn(2, 2, 4, 4), qconfig=full(), until="rules.match")
-    assert "rules of the qconfig: name stem.0, pattern stem\\..*, type Conv2d" in [record.getMessage() for record in caplog.records]
+    assert "rules of the qconfig: call 0 of Conv2d in stem, name stem.0, pattern stem\\..*, type Conv2d" in [
+        record.getMessage() for record in caplog.records
+    ]
 
 
 def test_a_mapping_used_again_tells_again_what_matched_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -200,3 +210,77 @@ def test_a_qconfig_that_equals_the_default_is_a_rule() -> None:
         assert fxq.qparams(fxq.prepare(model, example, qconfig=mapping))["_1"] == 0.25
         with pytest.raises(fxq.ScaleConflict):
             fxq.prepare(model, example, qconfig=mapping.set_module_name("1", same))
+
+
+# ---- one call of a type ---------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.hardswish(self.right(F.hardswish(self.left(x))))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = Block(), Block(), nn.Conv2d(2, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.last(self.second(F.hardswish(self.first(x)))) + 1).tanh()
+
+
+@pytest.mark.parametrize(
+    ("call", "node"),
+    [
+        (("first", nn.Conv2d, 0), "first_left"),
+        (("first", nn.Conv2d, 1), "first_right"),
+        (("second", F.hardswish, 1), "hardswish_4"),
+        (("", F.hardswish, 0), "hardswish_2"),
+        (("", nn.Conv2d, 0), "last"),
+        (("", "tanh", 0), "tanh"),
+        (("second", F.hardswish, 2), None),
+        (("", nn.Conv2d, 1), None),
+    ],
+)
+def test_a_rule_for_a_call_is_about_that_call_alone(call: Any, node: str | None) -> None:
+    module, kind, index = call
+    mapping = (
+        fxq.QConfigMapping()
+        .set_module_name("first", fxq.QConfig(ACT(scale=1.0)))
+        .set_module_name_object_type_order(module, kind, index, WIDE)
+    )
+    prepared = fxq.prepare(Blocks().eval(), torch.randn(2, 2, 4, 4), "bayes-e", mapping)
+    wide = {layer.name for layer in fxq.layers(prepared) if layer.dtype == "int16" and not layer.boundary}
+    assert wide == ({node} if node else set())
+    told = f"this rule of the qconfig matched nothing: call {index} of "
+    assert (told in fxq.explain(prepared)) == (node is None)
+
+
+def test_calls_are_counted_as_pytorch_counts_them() -> None:
+    ao: Any = pytest.importorskip("torch.ao.quantization")
+    from torch.ao.quantization.quantize_fx import prepare_fx
+
+    example, model = (torch.randn(2, 2, 4, 4),), Blocks().eval()
+    counted = 0
+    for module in ("", "first", "second"):
+        for kind in (nn.Conv2d, F.hardswish):
+            for index in range(3):
+                rules = ao.QConfigMapping().set_module_name_object_type_order(module, kind, index, ao.default_qconfig)
+                theirs = prepare_fx(model, rules, example)
+                observed = {
+                    str(node.args[0].target) if node.args[0].op == "call_module" else node.args[0].name
+                    for node in theirs.graph.nodes
+                    if node.op == "call_module" and "activation_post_process" in str(node.target) and node.args[0].op != "placeholder"
+                }
+                ours = fxq.QConfigMapping(default=None).set_module_name_object_type_order(module, kind, index, fxq.QConfig())
+                prepared = fxq.prepare(model, example, "bayes-e", ours)
+                integer = [layer for layer in fxq.layers(prepared) if layer.integer and not layer.boundary]
+                mine = {layer.module if kind is nn.Conv2d else layer.name for layer in integer}
+                assert bool(mine) == bool(observed), (module, kind, index)
+                assert mine <= observed
+                counted += len(mine)
+    assert counted == 10

@@ -164,6 +164,7 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
             "observations": OBSERVATIONS,
             "adapt": [*FLAGS, None],
             **KEPT,
+            "passes": [5, "rules.match", [], {5: None}, {"rules.match": 5}, {"rules.match": [5]}, {"": len}, {"nonsense": len}],
             "until": [*UNTIL, "integer.lower", fxq.Stage.INTEGER],
             "debug": DEBUGS,
             "dump": [5, 1.5, "", b"dump", [], True, "a\0b"],
@@ -318,6 +319,16 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
             "number": CALLABLES,
         },
     ),
+    "operator": (
+        lambda w: (fxq.operator, {"name": "never_declared", "function": lambda a, b: a + b, "operands": [], "expand": None}),
+        {
+            "name": [None, 5, "", b"wave", ["wave"], True, nn.Conv2d, "relu", "two words", "1st"],
+            "function": [None, *CALLABLES],
+            "operands": [None, *NAMES],
+            "expand": CALLABLES,
+            "lower": CALLABLES,
+        },
+    ),
     "dump": (lambda w: (fxq.dump, {"model": w.integer, "path": w.directory / "dump"}), {"model": GRAPHS, "path": PATHS}),
     "save": (lambda w: (fxq.save, {"model": w.integer, "path": w.directory / "saved.fxq"}), {"model": GRAPHS, "path": PATHS}),
     "load": (lambda w: (fxq.load, {"path": w.file}), {"path": [*PATHS, "none.fxq"], "kernels": ["", "fast", None, True, 5]}),
@@ -465,6 +476,7 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
             "types": [None, [], 5, "conv", {5: None}, {None: None}, {nn.Conv2d: "int8"}, {nn.Identity(): None}],
             "patterns": [None, [], 5, {5: None}, {"(": None}, {"": None}, {"conv": "int8"}],
             "names": [None, [], 5, {5: None}, {"": None}, {"conv": "int8"}, {nn.Conv2d: None}],
+            "calls": [None, [], 5, {5: None}, {"conv": None}, {("", nn.Conv2d): None}, {("", nn.Conv2d, -1): None}, {("", 5, 0): None}],
         },
     ),
     "QConfigMapping.set_global": (lambda w: (fxq.QConfigMapping().set_global, {"qconfig": None}), {"qconfig": CHOSEN}),
@@ -475,6 +487,18 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
     "QConfigMapping.set_module_name": (
         lambda w: (fxq.QConfigMapping().set_module_name, {"name": "conv", "qconfig": None}),
         {"name": [None, 5, "", b"conv", ["conv"], True, nn.Conv2d], "qconfig": CHOSEN},
+    ),
+    "QConfigMapping.set_module_name_object_type_order": (
+        lambda w: (
+            fxq.QConfigMapping().set_module_name_object_type_order,
+            {"module_name": "", "object_type": nn.Conv2d, "index": 0, "qconfig": None},
+        ),
+        {
+            "module_name": [None, 5, b"conv", ["conv"], True, nn.Conv2d],
+            "object_type": [None, 5, [], True, nn.Identity(), 1.5, Path("a")],
+            "index": [*COUNTS, None],
+            "qconfig": CHOSEN,
+        },
     ),
     "QConfigMapping.set_module_name_regex": (
         lambda w: (fxq.QConfigMapping().set_module_name_regex, {"pattern": "conv.*", "qconfig": None}),
@@ -509,6 +533,7 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
             "observers": [None, 5, "min-max", [], [5], [None], [nn.Identity], [fxq.Observer]],
             "metric": CALLABLES,
             "batch_fn": CALLABLES[:2],
+            "checkpoint": PATHS[1:],
             "show_progress": FLAGS[:3],
         },
     ),
@@ -605,9 +630,11 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
                 "num_batches": [*COUNTS, 0],
                 "batch_fn": CALLABLES,
                 "show_progress": FLAGS,
-                **({} if method is fxq.tuning.reestimate_batch_norm else {"batch_size": [*COUNTS, None, 0]}),
+                **({} if method is fxq.tuning.reestimate_batch_norm else {
+                    "batch_size": [*COUNTS, None, 0], "checkpoint": [path for path in PATHS if path is not None],
+                }),
                 **({} if method not in LEARNING else {
-                    "steps": [*COUNTS, None, 0], "seed": [*COUNTS, None], "checkpoint": [path for path in PATHS if path is not None],
+                    "steps": [*COUNTS, None, 0], "seed": [*COUNTS, None],
                 }),
             },
         )
@@ -714,7 +741,7 @@ def test_every_public_name_is_in_the_table() -> None:
         "nn",
         "tuning",
     }
-    errors = {name for name in fxq.__all__ if isinstance(getattr(fxq, name), type) and issubclass(getattr(fxq, name), Exception)}
+    errors = {name for name in fxq.__all__ if isinstance(getattr(fxq, name), type) and issubclass(getattr(fxq, name), BaseException)}
     assert set(fxq.__all__) - errors - passive <= set(CALLS)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,8 @@ from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.facts import BatchDim, TensorFact
 from fxquant.frontend.batch_limits import noted_limits
-from fxquant.graph import fact, is_deployed
+from fxquant.graph import fact, is_deployed, is_python
+from fxquant.progress import working
 
 LARGEST_BATCH = 2**31 - 1
 OTHERS = "export it as ONNX with fxq.export_onnx, or keep it with fxq.save"
@@ -76,6 +80,7 @@ def export_torchscript(integer: fx.GraphModule, path: str | os.PathLike[str]) ->
     return _export(integer, Path(path), "torch.jit", ".pt", write, lambda place: torch.jit.load(str(place)))  # type: ignore[no-untyped-call]
 
 
+@working("writing a program")
 def _export(
     integer: fx.GraphModule,
     path: Path,
@@ -97,14 +102,18 @@ def _export(
         warnings.simplefilter("ignore")  # of PyTorch, about its own formats and about shapes, which are compared below
         place = Path(folder) / f"program{suffix}"  # PyTorch warns of any other ending
         try:
-            write(program, batches[0], place)
+            with _quiet():
+                write(program, batches[0], place)
             loaded = load(place)
             found = [pytree.tree_leaves(loaded(*batch)) for batch in batches]
         except Exception as error:  # PyTorch's exporters raise errors of many classes
+            said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            kept = next((node for node in integer.graph.nodes if is_python(node)), None)
             raise ExportError(
                 f"the model cannot be written by {by}",
-                because=f"{by} says: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}",
-                remedy=OTHERS,
+                node=kept,
+                because=f"{by} says: {said}" + ("" if kept is None else "; what fxq.wrap or leaf= keeps as Python is traced by it as well"),
+                remedy=OTHERS if kept is None else "return what it reads, and call it behind the program; or fxq.export_segments",
             ) from error
         for batch, ours in zip(batches, found, strict=True):
             if [_bytes(value) for value in ours] != [_bytes(value) for value in pytree.tree_leaves(program(*batch))]:
@@ -115,6 +124,23 @@ def _export(
                 )
         os.replace(place, path)
     return path
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Nothing is printed, or logged below an error, by PyTorch, which shows whole graphs of what it cannot export."""
+    logger = logging.getLogger("torch")
+    names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.")]
+    loggers = [logger, *map(logging.getLogger, names)]
+    before = [one.level for one in loggers]
+    try:
+        for one in loggers:
+            one.setLevel(max(one.level, logging.ERROR))
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        for one, level in zip(loggers, before, strict=True):
+            one.setLevel(level)
 
 
 def _bytes(value: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:

@@ -18,6 +18,7 @@ from fxquant.backends.c.templates import C_TYPES, FOLDER
 from fxquant.errors import ConfigurationError
 from fxquant.frontend.batch_limits import noted_limits
 from fxquant.graph import is_deployed
+from fxquant.progress import working
 from fxquant.version import __version__
 
 __all__ = ["export_c", "places", "sums", "values"]  # the three declare the forms
@@ -34,6 +35,7 @@ GUARD = """#if defined(__FAST_MATH__) || FLT_EVAL_METHOD != 0
 
 
 @checked()
+@working("writing C")
 def export_c(integer: fx.GraphModule, path: str | os.PathLike[str], *, batch_size: int = 1, external_data: bool | None = None) -> Path:
     """Write the integer model as a C99 program that needs the standard library alone; returns `path`, that of its source.
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import logging
 import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -348,7 +349,8 @@ def _levels_raised() -> Iterator[None]:
     for logger, level in loggers.items():
         logger.setLevel(level)
     try:
-        with warnings.catch_warnings():
+        # It prints whole graphs of what it cannot export.
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:

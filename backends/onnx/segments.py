@@ -32,6 +32,7 @@ from fxquant.backends.onnx.runtime import RUNTIME_NAMES, OnnxModel
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.graph import is_python
 from fxquant.model import Model
+from fxquant.progress import working
 from fxquant.version import __version__
 
 MANIFEST, FORMAT = "manifest.json", 1
@@ -47,6 +48,7 @@ FUNCTIONS = Kind("a dict of functions by names of tensors", _functions)
 
 
 @checked(folder=FOLDER)
+@working("writing segments")
 def export_segments(
     integer: fx.GraphModule, folder: str | os.PathLike[str], cut: Sequence[str | Sequence[str]] = (), opset: int | None = None
 ) -> Path:
@@ -163,6 +165,8 @@ def run_segments(
             values.update(zip(entry["outputs"], results if len(entry["outputs"]) > 1 else [results], strict=True))
             continue
         opened = OnnxModel(directory / entry["file"])
+        if (len(opened.input_names), len(opened.output_names)) != (len(entry["inputs"]), len(entry["outputs"])):
+            raise _unusable_manifest(directory / MANIFEST, f"{entry['file']} has other inputs or outputs than it says")
         found = opened.runner(runtime, ())(dict(zip(opened.input_names, (values[name] for name in entry["inputs"]), strict=True)))
         values.update(zip(entry["outputs"], (found[name] for name in opened.output_names), strict=True))
     return tuple(values[name] for name in manifest["outputs"])
@@ -190,17 +194,26 @@ def _read(path: Path) -> dict[str, Any]:
     except (KeyError, TypeError, AttributeError) as error:
         because = f"it is not of the form that fxquant writes: {error}"
     if because is not None:
-        raise ExportError(
-            f"{path} is no manifest that can be used", because=because, remedy="export the segments again: fxq.export_segments"
-        )
+        raise _unusable_manifest(path, because)
     return manifest
+
+
+def _unusable_manifest(path: Path, because: str) -> ExportError:
+    return ExportError(f"{path} is no manifest that can be used", because=because, remedy="export the segments again: fxq.export_segments")
 
 
 def _unusable(manifest: dict[str, Any]) -> str | None:
     if manifest["format"] != FORMAT:
         return f"its format is {manifest['format']!r}, and this fxquant reads {FORMAT}"
+    entries = manifest["segments"]
+    lists = [manifest["inputs"], manifest["outputs"], *(entry[each] for entry in entries for each in ("inputs", "outputs"))]
+    lists += [entry["python"] for entry in entries if entry["file"] is None]
+    if not all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in lists):
+        return "what should be a list of names is none"
     known = set(manifest["inputs"])
-    for entry in manifest["segments"]:
+    for entry in entries:
+        if not entry["outputs"]:
+            return f"{entry['file']} gives nothing"
         if entry["file"] is not None and Path(entry["file"]).name != entry["file"]:
             return f"{entry['file']!r} is no file beside it"
         missing = [name for name in entry["inputs"] if name not in known]

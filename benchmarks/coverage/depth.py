@@ -15,6 +15,7 @@ import fxquant as fxq
 from benchmarks.coverage.record import Function, Here, Network, State, absent, chapter, part, refused, sure
 from fxquant import backends
 from fxquant.compat import horizon, torch_ao
+from fxquant.ops.arithmetic import add, mul
 
 A, W, Q, M = fxq.ActivationConfig, fxq.WeightConfig, fxq.QConfig, fxq.QConfigMapping
 
@@ -58,6 +59,51 @@ def reconstruction(here: Here) -> None:
     here.exact(prepared)
 
 
+def fast_mode(here: Here) -> None:
+    sure(torch.equal(horizon.convert_fx(here.result.prepared, fast_mode=True)(here.x), here.result.integer(here.x)))
+
+
+def own_pass(here: Here) -> None:
+    ran: list[int] = []
+
+    def count(gm: torch.fx.GraphModule, context: Any) -> int:
+        ran.append(len(gm.graph.nodes))
+        return 0
+
+    fxq.prepare(here.model, here.x, passes={"batchnorm.fold": count})
+    sure(ran)
+    refused(lambda: fxq.prepare(here.model, here.x, passes={"nonsense": count}), "names no pass")
+
+
+def own_operator(here: Here) -> None:
+    name = "coverage_mean_of_two"
+    mean = fxq.operator(name, lambda a, b: (a + b) / 2, ["a", "b"], expand=lambda build, a, b: build(mul, build(add, a, b), 0.5))
+
+    class Custom(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return mean(x, torch.tanh(x))
+
+    sure(here.integer(Custom()) is None)
+
+
+def engine(here: Here) -> None:
+    before = torch.backends.quantized.engine
+    try:
+        for name in {"qnnpack", "x86"} & set(torch.backends.quantized.supported_engines):
+            torch.backends.quantized.engine = name
+            prepared = torch_ao.prepare_fx(here.model, torch.ao.quantization.default_qconfig, (here.x,))
+            sure(prepared.meta["target"].name == name)
+    finally:
+        torch.backends.quantized.engine = before
+
+
+def observer_dict(here: Here) -> State:
+    found: dict[str, Any] = {}
+    torch_ao.get_observer_dict(here.result.prepared, found)
+    sure(len(found) > 3 and next(fxq.record(here.result.integer, [here.x])))
+    return part("a RecordingObserver is refused: fxq.record gives the values, without keeping them")
+
+
 def command_c(here: Here) -> None:
     source = fxq.export_c(here.result.integer, here.folder / "model.c", batch_size=1)
     sure(source.exists() and (shutil.which("cc") is None or source.stat().st_size > 1000))
@@ -79,7 +125,7 @@ chapter(
     ("bytes normalised inside the model", normalised),
     ("segmented deployment", in_segments),
     ("fusions, in both orders", patterns),
-    ("a fusion of one's own", lambda h: part("a pass is a function, one line in passes/__init__.py; there is no registry for users")),
+    ("a fusion of one's own", own_pass),
     ("AdaRound, reconstruction", reconstruction),
     (
         "BRECQ and QDrop by blocks",
@@ -129,7 +175,10 @@ chapter(
         lambda h: sure(all(map(callable, (horizon.prepare_qat_fx, horizon.convert_fx, horizon.fuse_fx)))),
     ),
     ("the same of eager mode", lambda h: sure(all(map(callable, (horizon.prepare_qat, horizon.convert, horizon.fuse_modules))))),
-    ("fast_mode of convert", lambda h: absent("there is one mode")),
+    (
+        "fast_mode of convert",
+        lambda h: sure(torch.equal(horizon.convert_fx(h.result.prepared, fast_mode=True)(h.x), h.result.integer(h.x))),
+    ),
     (
         "ONNX: names, opsets, dynamic batch, layouts",
         lambda h: h.result.export(h.folder / "n.onnx", input_names=["image"], layouts={"image": "NHWC"}),
@@ -347,18 +396,15 @@ chapter(
     ("static quantization", lambda h: h.equal(h.result)),
     ("dynamic quantization", dynamic),
     ("x86 and qnnpack", lambda h: [h.equal(h.quantized(Network(), name)) for name in ("x86", "qnnpack")]),
-    ("backends.quantized.engine", lambda h: absent("an argument, target=, says it")),
+    ("backends.quantized.engine", engine),
     ("its QConfig, QConfigMapping and dicts", two_step),
     ("the model stays a module: copies, pickles, state_dict", same_module),
-    (
-        "get_observer_dict, RecordingObserver",
-        lambda h: sure(fxq.observations(h.result.prepared)) or part("observations and record, by names of tensors"),
-    ),
+    ("get_observer_dict, RecordingObserver", observer_dict),
     ("intrinsic patterns", patterns),
     ("layers of torch.ao.nn.qat", lambda h: h.quantized(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)))),
     ("functions on integers", lambda h: sure(len(fxq.primitives.PRIMITIVES) > 40)),
     ("operators of one's own", lambda h: h.integer(fxq.unary("coverage_wave", lambda x: torch.sin(x) * x))),
-    ("custom modules", lambda h: part("a module kept whole runs in float; integers take a record in the table of operators")),
+    ("custom modules", own_operator),
     (
         "a backend as data",
         lambda h: sure(backends.get("x86").activations) or part("targets are rows, dtypes among them; operators are records of their own"),

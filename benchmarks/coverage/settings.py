@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxquant as fxq
-from benchmarks.coverage.record import Here, Network, State, absent, chapter, part, refused, sure
+from benchmarks.coverage.record import Here, Network, State, chapter, part, refused, sure
 from fxquant.compat import horizon, torch_ao
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -90,11 +90,13 @@ def input_of_an_inner_operator(here: Here) -> None:
     sure("the input= of the qconfig's" in fxq.explain(prepared))
 
 
-def by_order(here: Here) -> State:
+def by_order(here: Here) -> None:
     mapping = torch.ao.quantization.QConfigMapping().set_global(torch.ao.quantization.default_qconfig)
     mapping.set_module_name_object_type_order("", nn.Conv2d, 0, None)
-    refused(lambda: torch_ao.prepare_fx(here.model, mapping, (here.x,)), "set_module_name_object_type_order")
-    return absent("refused, with the rule to write in its place: a node's name says which call is meant")
+    prepared = torch_ao.prepare_fx(here.model, mapping, (here.x,))
+    sure([layer.name for layer in fxq.layers(prepared) if layer.operator == "conv2d" and not layer.integer] == ["deep"])
+    rules = fxq.QConfigMapping().set_module_name_object_type_order("", nn.Conv2d, 0, fxq.QConfig(fxq.ActivationConfig("int16")))
+    here.exact(here.prepared(qconfig=rules))
 
 
 chapter(

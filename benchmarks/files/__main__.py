@@ -1,7 +1,8 @@
 """Is a damaged file ever more than an error?   python -m benchmarks.files --mutations 10000
 
-Saved models, prepared and integer, observations, qconfigs and ONNX files are changed at random, each change from a seed of its own:
-bits, ends, what their documents say, nodes, tensors, types. Each is read, and an ONNX file is run as well. What is no FxQuantError, takes
+Saved models, traced, prepared and integer, observations, qconfigs, ONNX files, manifests of segments, checkpoints of searches and of
+learning, and arrays of data are changed at random, each change from a seed of its own: bits, ends, what their documents say, nodes,
+tensors, types. Each is read as its function reads it: an ONNX file is run, a checkpoint is resumed. What is no FxQuantError, takes
 longer than a minute, ends the process, or imports something is listed with its kind and its seed; the exit status is 1 then.
 """
 

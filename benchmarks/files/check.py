@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import copy
 import functools
 import random
 import resource
+import shutil
 import signal
 import sys
 import tempfile
@@ -14,12 +17,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import fxquant as fxq
-from benchmarks.files.mutations import mutated_archive, mutated_onnx, mutated_text
+from benchmarks.files.mutations import mutated_archive, mutated_bytes, mutated_onnx, mutated_text
 from fxquant.analysis.inspection import describe, read
+from fxquant.analysis.sample import batches_from
 
 SECONDS = 60  # for one file: a hang, not a slow machine
 MEMORY = 16 * 2**30  # bytes that a process may ask for
@@ -40,7 +46,7 @@ class Network(nn.Module):
         self.conv, self.norm, self.head = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(nn.functional.silu(self.norm(self.conv(x))).mean((2, 3))).softmax(-1)
+        return self.head(F.silu(self.norm(self.conv(x))).mean((2, 3))).softmax(-1)
 
 
 @functools.cache
@@ -60,8 +66,21 @@ def original(kind: str) -> bytes:
         if kind == "qconfig":
             wide = fxq.QConfig(fxq.ActivationConfig("int16", observer=fxq.PercentileObserver), fxq.WeightConfig("int4"))
             mapping = fxq.QConfigMapping().set_module_name("head", wide).set_object_type(nn.Conv2d, None)
-            return fxq.save_qconfig(mapping.set_module_name_regex("he.*", fxq.QConfig()), path).read_bytes()
+            return fxq.save_qconfig(
+                mapping.set_module_name_regex("he.*", fxq.QConfig()).set_module_name_object_type_order("", F.silu, 0, None), path
+            ).read_bytes()
         result, _ = compiled()
+        if kind == "manifest":
+            return fxq.export_segments(result.integer, Path(folder)).read_bytes()
+        if kind in RESUMED:
+            RESUMED[kind](path)
+            return path.read_bytes()
+        if kind.startswith("data"):
+            values = compiled()[1].numpy()
+            (np.save if kind == "data-npy" else np.savez)(path, values)
+            return path.read_bytes()
+        if kind == "traced":
+            return fxq.save(fxq.trace(Network().eval(), compiled()[1]), path).read_bytes()
         if kind.startswith("onnx"):
             return result.export(path, style="fast" if kind == "onnx-fast" else "exact").read_bytes()
         saved = {"prepared": result.prepared, "integer": result.integer, "observations": fxq.observations(result.prepared)}
@@ -82,6 +101,36 @@ def _read_onnx(path: Path) -> None:
     fxq.verify(result.integer, path, [batch], show_progress=False)
 
 
+@functools.cache
+def _segments() -> Path:
+    """A folder with the files that a manifest names."""
+    folder = Path(tempfile.mkdtemp(prefix="segments-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return fxq.export_segments(compiled()[0].integer, folder).parent
+
+
+def _run_segments(path: Path) -> None:
+    shutil.copy(path, _segments() / "manifest.json")
+    fxq.run_segments(_segments(), compiled()[1])
+
+
+def _search(path: Path) -> None:
+    result, batch = compiled()
+    fxq.sensitivity(result.prepared, [batch], widths=8, checkpoint=path, show_progress=False)
+
+
+def _learn(path: Path) -> None:
+    result, batch = compiled()
+    fxq.tuning.adaround(copy.deepcopy(result.prepared), [batch], steps=2, checkpoint=path, show_progress=False)
+
+
+RESUMED = {"search": _search, "learning": _learn}
+
+
+def _read_data(path: Path) -> None:
+    batches_from(path, compiled()[0].integer, 2)
+
+
 Mutate = Callable[[bytes, random.Random], bytes]
 Read = Callable[[Path], Any]
 KINDS: dict[str, tuple[str, Mutate, Read]] = {
@@ -91,6 +140,12 @@ KINDS: dict[str, tuple[str, Mutate, Read]] = {
     "qconfig": (".json", mutated_text, fxq.load_qconfig),
     "onnx": (".onnx", mutated_onnx, _read_onnx),
     "onnx-fast": (".onnx", mutated_onnx, _read_onnx),
+    "traced": (".fxq", mutated_archive, _read_model),
+    "manifest": (".json", mutated_text, _run_segments),
+    "search": (".json", mutated_text, _search),
+    "learning": (".safetensors", mutated_bytes, _learn),
+    "data-npy": (".npy", mutated_bytes, _read_data),
+    "data-npz": (".npz", mutated_bytes, _read_data),
 }
 
 
@@ -122,7 +177,7 @@ def _checked(kind: str, seed: int, suffix: str, mutate: Mutate, load: Read, fold
     return Outcome(kind, seed, result, told)
 
 
-KNOWN = {"onnx", "onnxruntime", "numpy", "torch", "fxquant", "rich"}  # whose parts are imported when they are first needed
+KNOWN = {"encodings", "onnx", "onnxruntime", "numpy", "torch", "fxquant", "rich"}  # whose parts are imported when they are first needed
 
 
 @contextmanager

@@ -81,6 +81,21 @@ def flip(content: bytes, chance: random.Random) -> bytes:
     return bytes(changed)
 
 
+def mutated_bytes(content: bytes, chance: random.Random) -> bytes:
+    """A file with damage: an end, bits, mostly of its head, where it says what it holds, or a piece of it elsewhere."""
+    kind = chance.randrange(4)
+    if kind == 0:
+        return content[: chance.randrange(len(content))]
+    if kind == 1:
+        return flip(content, chance)
+    if kind == 2:
+        head = min(len(content), 256)
+        return flip(content[:head], chance) + content[head:]
+    start, stop = sorted(chance.randrange(len(content)) for _ in range(2))
+    place = chance.randrange(len(content))
+    return content[:place] + content[start:stop] + content[place:]
+
+
 def repacked(graph: bytes, tensors: bytes) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:

@@ -59,12 +59,12 @@ def compare(
 
 def measure(a: Form, b: OnnxForm, batches: Iterable[list[Tensor]], report: DeviationReport) -> None:
     """Add the distance of the outputs of a file in style "qdq" from the model's, in one runtime."""
-    report.pairs.append(f"{a.label} ≈ {b.label}")
     outputs = [Deviation(entry["name"], _step(b.onnx.tensors.get(entry.get("tensor")))) for entry in b.onnx.metadata["outputs"]]
     for inputs in batches:
         wanted, found = a.run(inputs, COMPARED), b.run(inputs, COMPARED)
         for index, output in enumerate(outputs):
             output.add(wanted[f"output {index}"], found[f"output {index}"])
+    report.pairs.append(f"{a.label} ≈ {b.label}")
     report.outputs[b.label] = outputs
     report.names.update(output.name for output in outputs)
     report.elements += sum(output.elements for output in outputs)

@@ -34,6 +34,7 @@ from fxquant.frontend.result import assumptions, build
 from fxquant.frontend.signature import attach_signature
 from fxquant.frontend.tracer import Recording, record
 from fxquant.model import collection_paused
+from fxquant.progress import working
 from fxquant.quantization.mapping import attached_qconfigs
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
 
 
 @checked()
+@working("tracing")
 def trace(
     model: nn.Module | torch.export.ExportedProgram,
     example_inputs: Any,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -24,19 +24,39 @@ Chosen = QConfig | None  # None keeps the operator in float
 
 
 @dataclass(frozen=True)
+class Call:
+    """One of the calls of a type in a module's forward.
+
+    module  the module's path; "" is the model itself
+    kind    a layer's class, a function, or the name of a tensor's method
+    index   how many of them run before it there
+    """
+
+    module: str
+    kind: Any
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.index} of {_written(self.kind)} in {self.module or 'the model itself'}"
+
+
+def _written(kind: Any) -> str:
+    return kind if isinstance(kind, str) else getattr(kind, "__qualname__", str(kind))
+
+
+@dataclass(frozen=True)
 class Rule:
     """What chose a QConfig: the attribute of a module, a rule of the mapping, or nothing but its default.
 
-    kind   "attribute", "name", "pattern", "type" or "default"
-    key    the module's path, the name, the pattern, or the type or function
+    kind   "attribute", "call", "name", "pattern", "type" or "default"
+    key    the module's path, the Call, the name, the pattern, or the type or function
     """
 
     kind: str
     key: Any = ""
 
     def __str__(self) -> str:
-        written = self.key if isinstance(self.key, str) else getattr(self.key, "__qualname__", str(self.key))
-        return f"{self.kind} {written}".rstrip()
+        return f"{self.kind} {self.key if isinstance(self.key, Call) else _written(self.key)}".rstrip()
 
 
 def is_dynamic(chosen: Chosen) -> bool:
@@ -66,13 +86,30 @@ def _spelling(value: Any) -> Any:
 
 
 CHOSEN = instance("a QConfig", QConfig).or_none("stay in float")
+
+
+def _module(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _call(value: Any) -> Call:
+    module, kind, index = (value.module, value.kind, value.index) if isinstance(value, Call) else value
+    return Call(_module(module), _spelling(kind), KINDS["seed"].take(index))
+
+
+_HELD = ("types", "patterns", "names", "calls")  # the fields of a mapping that hold rules
+MODULE = Kind('the path of a module, "" for the model itself', _module)
 SPELLING = Kind("a module's class, a function like F.relu, or the name of a tensor's method", _spelling)
 
 
-@checked_class(default=CHOSEN, types=_rules(_spelling), patterns=_rules(KINDS["pattern"].take), names=_rules(KINDS["name"].take))
+@checked_class(
+    default=CHOSEN, types=_rules(_spelling), patterns=_rules(KINDS["pattern"].take), names=_rules(KINDS["name"].take), calls=_rules(_call)
+)
 @dataclass(frozen=True, eq=False)
 class QConfigMapping:
-    """Which QConfig applies where: global < operator or module type < name pattern < name < the attribute `qconfig` of a module.
+    """Which QConfig applies where: global < operator or module type < name pattern < name < one call of a type < attribute `qconfig`.
 
     Names are dotted module paths ("layer1.0.conv1") or node names; a name also covers everything below it, and so does
     whatever a pattern matches from the start of a path on. A QConfig of None keeps what it applies to in float. Of an
@@ -87,9 +124,10 @@ class QConfigMapping:
     types: Mapping[Any, Chosen] = field(default_factory=dict)
     patterns: Mapping[str, Chosen] = field(default_factory=dict)
     names: Mapping[str, Chosen] = field(default_factory=dict)
+    calls: Mapping[Call, Chosen] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("types", "patterns", "names"):
+        for name in _HELD:
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     @checked(qconfig=CHOSEN)
@@ -124,9 +162,18 @@ class QConfigMapping:
         """This mapping with a rule for a module's path or a node's name."""
         return replace(self, names={**self.names, name: qconfig})
 
+    @checked(module_name=MODULE, object_type=SPELLING, index=KINDS["seed"], qconfig=CHOSEN)
+    def set_module_name_object_type_order(self, module_name: str, object_type: Any, index: int, qconfig: Chosen) -> QConfigMapping:
+        """This mapping with a rule for one call: of those of a type in the forward of a module, the one that `index` others run before.
+
+        `module_name` is the path of the module whose forward has the call, "" for the model's own; a layer's calls are its parent's.
+        """
+        return replace(self, calls={**self.calls, Call(module_name, object_type, index): qconfig})
+
     @property
     def _value(self) -> tuple[Any, ...]:
-        return self.default, frozenset(self.types.items()), tuple(self.patterns.items()), frozenset(self.names.items())
+        held = (frozenset(self.types.items()), tuple(self.patterns.items()), frozenset(self.names.items()), frozenset(self.calls.items()))
+        return self.default, *held
 
     def __eq__(self, other: object) -> bool:
         return self._value == other._value if isinstance(other, QConfigMapping) else NotImplemented
@@ -136,23 +183,24 @@ class QConfigMapping:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copied and pickled as it was made: what makes its dicts read-only can be neither.
-        return type(self), (self.default, dict(self.types), dict(self.patterns), dict(self.names))
+        return type(self), (self.default, *(dict(getattr(self, name)) for name in _HELD))
 
     def __repr__(self) -> str:
-        rules = {name: dict(getattr(self, name)) for name in ("types", "patterns", "names")}
+        rules = {name: dict(getattr(self, name)) for name in _HELD}
         return f"QConfigMapping({', '.join([f'default={self.default!r}', *(f'{name}={held!r}' for name, held in rules.items() if held)])})"
 
     def rules(self) -> list[tuple[Rule, Chosen]]:
         """Every rule but the default, with what it chooses."""
-        kinds = (("name", self.names), ("pattern", self.patterns), ("type", self.types))
+        kinds = (("call", self.calls), ("name", self.names), ("pattern", self.patterns), ("type", self.types))
         return [(Rule(kind, key), chosen) for kind, rules in kinds for key, chosen in rules.items()]
 
-    def covering(self, node_name: str, path: str, kinds: tuple[Any, ...]) -> MatchedRules:
-        """The rules that cover the node with this name, from this module path, spelled by one of these types or functions."""
+    def covering(self, node_name: str, path: str, kinds: tuple[Any, ...], places: Sequence[Call] = ()) -> MatchedRules:
+        """The rules that cover the node with this name, from this module path, spelled by one of these types, which are these calls."""
+        calls = [(Rule("call", call), self.calls[call]) for call in places if call in self.calls]
         names = [(Rule("name", name), self.names[name]) for name in dict.fromkeys((node_name, *prefixes(path))) if name in self.names]
         patterns = [(Rule("pattern", pattern), chosen) for pattern, chosen in self.patterns.items() if path and re.match(pattern, path)]
         types = [(Rule("type", kind), self.types[kind]) for kind in dict.fromkeys(kinds) if kind in self.types]
-        return *names, *patterns, *types, (DEFAULT, self.default)
+        return *calls, *names, *patterns, *types, (DEFAULT, self.default)
 
 
 def prefixes(path: str) -> list[str]:

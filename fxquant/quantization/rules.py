@@ -12,7 +12,7 @@ Where one part is to be integer and another to stay in float, and no rule gives 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,19 +21,22 @@ from torch import fx
 from fxquant.graph import annotation, attached_qconfigs, is_inner_part, matched_rules, module_path
 from fxquant.ops import Fixed, demand
 from fxquant.ops.boundary import QUANTIZE
-from fxquant.quantization.mapping import DEFAULT, Chosen, MatchedRules, QConfigMapping, Rule, prefixes
+from fxquant.quantization.mapping import DEFAULT, Call, Chosen, MatchedRules, QConfigMapping, Rule, prefixes
 from fxquant.quantization.spec import ActivationConfig, QConfig
 
 
-def covering(node: fx.Node, written: tuple[Any, ...], mapping: QConfigMapping, attached: Mapping[str, Chosen]) -> MatchedRules:
+def covering(
+    node: fx.Node, written: tuple[Any, ...], calls: Sequence[Call], mapping: QConfigMapping, attached: Mapping[str, Chosen]
+) -> MatchedRules:
     """Every rule that covers a node that the user wrote as one of these types or functions, the nearest first.
 
+    calls      which calls of these in the module's forward it is
     attached   the QConfigs that stand on modules of the traced model itself; they go before those of the model it came from
     """
     path = module_path(node)
     around = [(name, attached[name]) for name in (*prefixes(path), "") if name in attached]
     attributes = [(Rule("attribute", name), chosen) for name, chosen in (*around, *attached_qconfigs(node))]
-    return *attributes, *mapping.covering(node.name, path, written)
+    return *attributes, *mapping.covering(node.name, path, written, calls)
 
 
 def is_overridden(rule: Rule, others: tuple[MatchedRules, ...]) -> bool:

@@ -7,7 +7,7 @@ memory, which values are far apart or no numbers, what runs where, how weights d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,16 +16,16 @@ from torch import fx, nn
 from fxquant.analysis.layers import layers
 from fxquant.analysis.node import quantized_operator
 from fxquant.arguments import NUMBER, checked, instance
-from fxquant.errors import ConfigurationError
+from fxquant.errors import ConfigurationError, Interrupted
 from fxquant.frontend import trace
 from fxquant.graph import annotation, is_deployed, is_parameter, module_path, unfused
-from fxquant.progress import progress
+from fxquant.progress import in_one_piece, progress
 from fxquant.quantization.batches import as_batches, first_batches, length, no_batches
 from fxquant.quantization.spec import WeightConfig
 from fxquant.reporting.advice import grid_text
 from fxquant.reporting.contents import weight_of
 from fxquant.reporting.rows import Rows
-from fxquant.reporting.sides import side_of
+from fxquant.reporting.sides import Side, side_of
 from fxquant.reporting.statistics import Steps, TensorStatistics, decibels
 
 GRAPH = instance("a traced, prepared or integer model", fx.GraphModule)
@@ -264,22 +264,35 @@ def value_ranges(
     """The values of every tensor of a model over all batches, with what is told of those that are no numbers, or too far apart for 16 bits.
 
     `model` is a float model, a graph at any stage or the path of an ONNX file. `spread` is the ratio of the largest to the mean magnitude
-    from which on a tensor is told of. Nothing is kept of a batch that has passed.
+    from which on a tensor is told of. Nothing is kept of a batch that has passed. A
+    KeyboardInterrupt is raised as `Interrupted`, whose `result` is what the batches before had.
     """
     source = as_batches(batches)
-    side = None
+    side: Side | None = None
     seen: dict[str, TensorStatistics] = {}
     total = length(source, num_batches)
-    for index, batch in enumerate(progress(first_batches(source, num_batches), total, "values", show_progress)):
-        taken = batch if batch_fn is None else batch_fn(batch)
-        side = side or side_of(model, taken, None)
-        values = side.values(side.form.inputs(taken, index), list(side.facts))
-        for name, value in values.items():
-            if value.is_floating_point() and name in side.facts:
-                seen.setdefault(name, TensorStatistics(None, None)).add(value, value)
+    count = 0
+    try:
+        for batch in progress(first_batches(source, num_batches), total, "values", show_progress):
+            taken = batch if batch_fn is None else batch_fn(batch)
+            side = side or side_of(model, taken, None)
+            values = side.values(side.form.inputs(taken, count), list(side.facts))
+            with in_one_piece():
+                for name, value in values.items():
+                    if value.is_floating_point() and name in side.facts:
+                        seen.setdefault(name, TensorStatistics(None, None)).add(value, value)
+            count += 1
+    except KeyboardInterrupt:
+        so_far = _ranges(side, seen, spread)
+        raise Interrupted(f"value_ranges was interrupted behind {count} batches", so_far) from None
     if side is None:
         raise no_batches(num_batches)
-    return Rows("values", tuple(_values(name, side.facts[name].source, statistics, spread) for name, statistics in seen.items()))
+    return _ranges(side, seen, spread)
+
+
+def _ranges(side: Side | None, seen: Mapping[str, TensorStatistics], spread: float) -> Rows[Values]:
+    lines = {} if side is None else {name: side.facts[name].source for name in seen}
+    return Rows("values", tuple(_values(name, lines[name], statistics, spread) for name, statistics in seen.items()))
 
 
 def _values(name: str, where: str, seen: TensorStatistics, wide: float) -> Values:

@@ -14,8 +14,9 @@ from rich.table import Table
 
 from fxquant.analysis.record import Values
 from fxquant.arguments import COUNT, FLAG, POSITIVE, Kind, checked
+from fxquant.errors import Interrupted
 from fxquant.graph import QParams
-from fxquant.progress import progress
+from fxquant.progress import in_one_piece, progress
 from fxquant.quantization.batches import as_batches, first_batches, length, no_batches
 from fxquant.quantization.state import State
 from fxquant.reporting.advice import Advice, Judged, advise, grid_text
@@ -229,7 +230,7 @@ def compare(
     in float, the first batch is run again for each tensor that looks wrong (32 at most), with that one alone rounded.
 
     Raises ConfigurationError for what is no form of a model, CalibrationError if there is no batch or one does not fit, and what `trace`
-    raises.
+    raises. A KeyboardInterrupt is raised as `Interrupted`, whose `result` is the comparison on the batches before, without advice.
     """
     source = as_batches(batches)
     total = length(source, num_batches)
@@ -243,13 +244,30 @@ def compare(
     seen: dict[str, TensorStatistics] = {}
     effects: Effects | None = None
     count = 0
-    for batch in progress(itertools.chain([first], taken), total, "comparing", show_progress):
-        inputs = left.form.inputs(batch, count)
-        values = _add(seen, left, right, found, factors, inputs, right.form.inputs(batch, count))
-        if not count and advice and left.real:
-            others = {found[name]: shifted(value, _negative(factors[name])) for name, value in values.items() if name in found}
-            effects = Effects(left, inputs, others)
-        count += 1
+    try:
+        for batch in progress(itertools.chain([first], taken), total, "comparing", show_progress):
+            inputs = left.form.inputs(batch, count)
+            values = _add(seen, left, right, found, factors, inputs, right.form.inputs(batch, count))
+            if not count and advice and left.real:
+                others = {found[name]: shifted(value, _negative(factors[name])) for name, value in values.items() if name in found}
+                effects = Effects(left, inputs, others)
+            count += 1
+        return _compared(left, right, found, factors, seen, effects, count)
+    except KeyboardInterrupt:
+        so_far = _compared(left, right, found, factors, seen, None, count)
+        raise Interrupted(f"compare was interrupted behind {count} batches", so_far) from None
+
+
+def _compared(
+    left: Side,
+    right: Side,
+    found: Mapping[str, str],
+    factors: Mapping[str, Any],
+    seen: dict[str, TensorStatistics],
+    effects: Effects | None,
+    count: int,
+) -> Comparison:
+    """What was found in all, with advice where effects can be measured."""
     tensors = [
         Judged(name, right.facts[name], seen[name], reference, reference in left.inputs)
         for name, reference in found.items()
@@ -286,14 +304,15 @@ def _add(
     """Take one batch into account; returns what the second form has."""
     mine = left.values(inputs, list(found.values()))
     theirs = right.values(others, list(found))
-    for name, value in theirs.items():
-        reference = mine.get(found.get(name, name))
-        if reference is None or reference.shape != value.shape or reference.is_complex():
-            continue
-        if name not in seen:
-            known = right.facts.get(name)
-            seen[name] = TensorStatistics(None if known is None else known.grid, _channel_axis(reference))
-        seen[name].add(shifted(reference, factors.get(name)), value)
+    with in_one_piece():
+        for name, value in theirs.items():
+            reference = mine.get(found.get(name, name))
+            if reference is None or reference.shape != value.shape or reference.is_complex():
+                continue
+            if name not in seen:
+                known = right.facts.get(name)
+                seen[name] = TensorStatistics(None if known is None else known.grid, _channel_axis(reference))
+            seen[name].add(shifted(reference, factors.get(name)), value)
     return theirs
 
 

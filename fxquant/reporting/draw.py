@@ -11,6 +11,7 @@ from torch import fx
 from fxquant.analysis.layers import Layer
 from fxquant.arguments import FILE, checked, instance
 from fxquant.errors import ConfigurationError
+from fxquant.progress import working
 from fxquant.reporting.advice import grid_text
 from fxquant.reporting.layout import Drawing, drawing, needs
 
@@ -31,6 +32,7 @@ LOOK = {
 
 
 @checked(model=instance("a traced, prepared or integer model", fx.GraphModule), path=FILE)
+@working("drawing")
 def draw(model: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
     """Write the operators of a graph at any stage as a picture, from top to bottom: SVG, PNG or PDF by the name's ending; returns the path.
 

@@ -17,6 +17,7 @@ from fxquant.analysis.layers import HOST, Layer, layers
 from fxquant.arguments import PATH, Kind, checked, instance
 from fxquant.errors import ConfigurationError
 from fxquant.graph import fact, is_deployed, operation
+from fxquant.progress import working
 from fxquant.reporting.layout import drawing, needs
 from fxquant.reporting.rows import Rows
 from fxquant.target import Roofline, Target
@@ -161,6 +162,7 @@ def _target(value: Any) -> str | Target:
     target=Kind("the name of a target, or a Target", _target).or_none("the one it was converted for"),
     roofline=ROOFLINE,
 )
+@working("estimating")
 def estimate(integer: fx.GraphModule, target: str | Target | None = None, *, roofline: Roofline | None = None) -> Estimate:
     """What an integer model would cost on a chip: for each operator its products, the bytes it moves, and the time of each at peak rates.
 

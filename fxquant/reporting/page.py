@@ -14,6 +14,7 @@ from torch import fx
 from fxquant.analysis.check import findings
 from fxquant.arguments import FILE, FLAG, Kind, checked, instance
 from fxquant.errors import ConfigurationError
+from fxquant.progress import working
 from fxquant.quantization.batches import as_batches, first_batches
 from fxquant.reporting.comparison import Comparison, compare
 from fxquant.reporting.contents import contents
@@ -34,6 +35,7 @@ def _title(value: Any) -> str:
     title=Kind("a text that is not empty", _title),
     advice=FLAG,
 )
+@working("writing the report")
 def report(
     model: fx.GraphModule,
     path: str | os.PathLike[str],

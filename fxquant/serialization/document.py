@@ -23,7 +23,7 @@ from fxquant.frontend.outputs import ReturnForm, is_form
 from fxquant.frontend.signature import CallSignature, attach_signature, is_signature
 from fxquant.graph import Annotation, Constant, Operation, Part, QParams, Reference, fact, operation, resolve, spelling
 from fxquant.model import CARRIED, Model, replace_graph
-from fxquant.ops import Fixed, Own, Same
+from fxquant.ops import MODULES, Fixed, Own, Same
 from fxquant.proof import unproved
 from fxquant.quantization.prepared import QuantizedOperator
 from fxquant.quantization.spec import QConfig
@@ -63,7 +63,8 @@ def write_model(model: Any, target_of: TargetOf) -> tuple[dict[str, Any], dict[s
         cannot_save(
             "a model with a training branch",
             "it is Python, and a file holds no code",
-            "save its state_dict(), or prepare the model without",
+            "keep prepared.state_dict(), which fxq.prepare(…, training_branch=True) of the same float model gives a model to load; or save"
+            " what fxq.convert returns, which has no branch",
         )
     others = [hook for hook in model._forward_pre_hooks.values() if not (isinstance(hook, InputCheck | CallSignature))]
     others += [hook for hook in model._forward_hooks.values() if not isinstance(hook, ReturnForm)]
@@ -238,13 +239,16 @@ def _contradictions(model: Model, stage: Stage) -> Iterator[tuple[fx.Node, str]]
         known = fact(node)
         if node.op == "get_attr" and isinstance(known, TensorFact):
             tensor = resolve(model, str(node.target))
-            found = TensorFact(tuple(tensor.shape), tensor.dtype) if isinstance(tensor, Tensor) else None
-            if found != known:
-                yield node, f"it is {found}, and said to be {known}"
-        if stage is Stage.PREPARED and node.op == "call_module" and isinstance(known, TensorFact):
-            module = resolve(model, str(node.target))
-            if isinstance(module, QuantizedOperator) and (found := _computed(model, node, module)) != known:
-                yield node, f"its result is {found}, and said to be {known}"
+            held = TensorFact(tuple(tensor.shape), tensor.dtype) if isinstance(tensor, Tensor) else None
+            if held != known:
+                yield node, f"it is {held}, and said to be {known}"
+        module = resolve(model, str(node.target)) if node.op == "call_module" else None
+        if type(module) in MODULES:
+            MODULES[type(module)][1](module)  # raises for settings that such a module cannot have
+        if stage is not Stage.PREPARED or not isinstance(module, QuantizedOperator) or not isinstance(known, TensorFact):
+            continue
+        if (found := _computed(model, node, module)) != known:
+            yield node, f"its result is {found}, and said to be {known}"
 
 
 def _computed(model: Model, node: fx.Node, module: QuantizedOperator) -> TensorFact:

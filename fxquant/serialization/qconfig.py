@@ -9,7 +9,8 @@
   "head": null}}
 
 A rule of null keeps in float. A type is the name of a class of torch.nn, or of a function ("functional:relu", "torch:add"), or of a
-tensor's method ("method:relu"). {"dynamic": true} quantizes linear and recurrent layers at run time.
+tensor's method ("method:relu"). {"dynamic": true} quantizes linear and recurrent layers at run time. "calls" has rules for one call of a
+type in a module's forward, each a list of four: ["block", "Conv2d", 1, {…}].
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import nn
 
 from fxquant.arguments import PATH, checked, instance
 from fxquant.errors import ExportError, FxQuantError
-from fxquant.quantization.mapping import Chosen, QConfigMapping, as_mapping
+from fxquant.quantization.mapping import Call, Chosen, QConfigMapping, as_mapping
 from fxquant.quantization.observers import Observer, settings
 from fxquant.quantization.rounding import Rounding
 from fxquant.quantization.spec import ActivationConfig, QConfig, WeightConfig
@@ -79,6 +80,10 @@ def written(rules: QConfigMapping) -> str:
             lines[-1] += ","
             lines.append(f" {json.dumps(section)}: {{")
             lines.append(",\n".join(written) + "}")
+    if rules.calls:
+        calls = {(call.module, _type_name(call.kind), call.index): _written(chosen, str(call)) for call, chosen in rules.calls.items()}
+        lines[-1] += ","
+        lines.append(' "calls": [\n' + ",\n".join(f"  {json.dumps([*call, calls[call]])}" for call in sorted(calls)) + "]")
     return "\n".join(lines) + "}\n"
 
 
@@ -92,12 +97,13 @@ def read(text: str, path: Any) -> QConfigMapping:
         raise _unreadable(path, f'it does not say "format": "{FORMAT}"')
     if document.get("version") != VERSION:
         raise _unreadable(path, f"it has version {document.get('version')!r}, and this fxquant reads version {VERSION}")
-    unknown = [name for name in document if name not in ("format", "version", "default", *_SECTIONS)]
+    unknown = [name for name in document if name not in ("format", "version", "default", *_SECTIONS, "calls")]
     if unknown:
-        raise _unreadable(path, f"it has {unknown[0]!r}; its parts are default, {', '.join(_SECTIONS)}")
+        raise _unreadable(path, f"it has {unknown[0]!r}; its parts are default, {', '.join(_SECTIONS)}, calls")
     try:
         rules = {section: _section(document.get(section, {}), section) for section in _SECTIONS}
-        return QConfigMapping(default=_read(document.get("default", {}), "the default"), **rules)
+        calls = _calls(document.get("calls", []))
+        return QConfigMapping(default=_read(document.get("default", {}), "the default"), **rules, calls=calls)
     except (ValueError, FxQuantError) as error:
         raise _unreadable(path, str(error)) from None
 
@@ -171,6 +177,18 @@ def _section(document: Any, section: str) -> dict[Any, Chosen]:
         for pattern in document:
             _check_pattern(pattern)
     return {_type(name) if section == "types" else name: _read(chosen, name) for name, chosen in document.items()}
+
+
+def _calls(document: Any) -> dict[Call, Chosen]:
+    if not isinstance(document, list) or not all(isinstance(entry, list) and len(entry) == 4 for entry in document):
+        raise ValueError("its calls are no list of lists of four: a module's path, a type, how many run before it, what is chosen")
+    found = {}
+    for module, kind, index, chosen in document:
+        if not isinstance(module, str) or not isinstance(kind, str) or not isinstance(index, int) or isinstance(index, bool):
+            raise ValueError(f"{[module, kind, index]!r} is no call: a module's path, a type, and a whole number")
+        call = Call(module, _type(kind), index)
+        found[call] = _read(chosen, str(call))
+    return found
 
 
 def _check_pattern(pattern: str) -> None:

@@ -8,6 +8,8 @@ that of what the integers have, operand after operand corrected before it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,14 +19,17 @@ from fxquant.arguments import checked
 from fxquant.progress import progress
 from fxquant.quantization.prepared import QuantizedOperator
 from fxquant.quantization.weights import BiasCorrection
+from fxquant.tuning.checkpoint import CHECKPOINT
 from fxquant.tuning.guard import tuning
+from fxquant.tuning.journal import Journal
 from fxquant.tuning.real import real_result, weight_of
 from fxquant.tuning.result import TunedLayer, TuningResult
-from fxquant.tuning.units import Lesson, bound_arguments, layer_units
-from fxquant.tuning.walk import Values, Walk, arguments_of, taken
+from fxquant.tuning.resumption import digest, model_digest
+from fxquant.tuning.units import Lesson, Unit, bound_arguments, layer_units
+from fxquant.tuning.walk import Samples, Values, Walk, arguments_of, taken
 
 
-@checked()
+@checked(checkpoint=CHECKPOINT)
 def correct_bias(
     prepared: fx.GraphModule,
     batches: Any,
@@ -32,6 +37,7 @@ def correct_bias(
     batch_fn: Callable[[Any], Any] | None = None,
     *,
     batch_size: int = 16,
+    checkpoint: str | None = None,
     show_progress: bool | None = None,
 ) -> TuningResult:
     """Correct the bias of every weighted operator whose output is nearer to the float model's with it; the model is left in VALIDATE.
@@ -41,22 +47,46 @@ def correct_bias(
     model in state FLOAT stays what it is, `convert`, `save` and `state_dict` know of it, and a batch norm that is trained live takes
     its place. The inputs are kept, and of what is between the layers two values, float and integer, for each that is still to be read.
 
-    Raises NotCalibrated before calibration and CalibrationError for batches that do not fit, and then changes nothing.
+    After a kill, the same call with the same `checkpoint` continues behind the last layer that was finished.
+
+    Raises NotCalibrated before calibration, CalibrationError for batches that do not fit, and ConfigurationError for a checkpoint that is
+    of another call; if anything is raised, the model is what it was.
     """
     with tuning(prepared) as operators:
         samples = taken(prepared, batches, num_batches, batch_fn, batch_size, show_progress)
+        call = {"method": "correct_bias", "batch_size": batch_size, "model": model_digest(prepared), "samples": digest(samples.tensors)}
+        journal = Journal(checkpoint, call)
         exact, real = Walk(prepared, samples.chunks, exact=True), Walk(prepared, samples.chunks, exact=False)
         units = layer_units(prepared)
         found, skipped = [], []
         for unit in progress(units, len(units), "correcting biases", show_progress):
             operator = operators[unit.weighted[0].name]
-            lesson = Lesson(unit, samples, exact, real)
-            correction = _correction(lesson, operator)
-            if correction is None:
+            known = journal.at(unit.name, partial(_found, unit, samples, exact, real, operator))
+            if known is None:
                 skipped.append((unit.name, "its channels are not those of its weight"))
-            else:
-                found.append(_tried(lesson, operator, correction))
+                continue
+            row = TunedLayer(**{**known["row"], "layers": tuple(known["row"]["layers"])})
+            if row.kept:
+                _put(operator, known["value"])
+            found.append(row)
     return TuningResult("correct_bias", tuple(found), tuple(skipped), exact.largest + real.largest)
+
+
+def _found(unit: Unit, samples: Samples, exact: Walk, real: Walk, operator: QuantizedOperator) -> dict[str, Any] | None:
+    """What became of one layer, as a file holds it: its row, and what is added to its bias where that is better."""
+    lesson = Lesson(unit, samples, exact, real)
+    correction = _correction(lesson, operator)
+    if correction is None:
+        return None
+    row = _tried(lesson, operator, correction)
+    added = operator.weight_quantizer.correction
+    return {"row": asdict(row), "value": added.value.tolist() if row.kept and added is not None else None}
+
+
+def _put(operator: QuantizedOperator, value: list[float]) -> None:
+    added = BiasCorrection(len(value))
+    added.value.copy_(torch.tensor(value, dtype=torch.float32))
+    operator.weight_quantizer.correct(added.to(next(operator.weight_quantizer.buffers(), added.value).device))
 
 
 @torch.no_grad()

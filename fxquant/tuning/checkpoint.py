@@ -13,10 +13,12 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from fxquant.arguments import FILE
 from fxquant.tuning.learning import Learned
 from fxquant.tuning.result import TunedLayer
-from fxquant.tuning.resumption import no_checkpoint, require_same_call, write_whole
+from fxquant.tuning.resumption import digest, no_checkpoint, require_same_call, require_whole, text_digest, write_whole
 
+CHECKPOINT = FILE.or_none("nothing is kept, and a call begins anew")
 _OFFSET, _SCALE, _SHARE = "offset/", "scale/", "share/"
 
 
@@ -41,8 +43,9 @@ class Checkpoint:
                 names = opened.keys()
                 tensors = {name: opened.get_tensor(name) for name in names}
             call, rows = json.loads(document["call"]), json.loads(document["rows"])
+            require_whole(document["digest"], call, rows, digest(tensors[name] for name in sorted(tensors)), sorted(tensors))
             found = {row["name"]: TunedLayer(**{**row, "layers": tuple(row["layers"])}) for row in rows}
-        except (safetensors.SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        except (safetensors.SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise no_checkpoint(path, error) from None
         require_same_call(path, call, self.call)
         self.rows, self._tensors = found, tensors
@@ -63,6 +66,8 @@ class Checkpoint:
             for prefix, values in ((_OFFSET, learned.offsets), (_SCALE, learned.scales), (_SHARE, learned.shares)):
                 self._tensors.update({f"{row.name}/{prefix}{name}": value.detach().cpu().contiguous() for name, value in values.items()})
         if self.path is not None:
-            metadata = {"call": json.dumps(self.call), "rows": json.dumps([asdict(row) for row in self.rows.values()])}
+            rows = [asdict(row) for row in self.rows.values()]
             tensors = self._tensors or {"nothing": torch.zeros(0, device="cpu")}
+            whole = text_digest(self.call, rows, digest(tensors[name] for name in sorted(tensors)), sorted(tensors))
+            metadata = {"call": json.dumps(self.call), "rows": json.dumps(rows), "digest": whole}
             write_whole(self.path, lambda part: safetensors.torch.save_file(tensors, part, metadata))

@@ -239,7 +239,7 @@ def _of_widths(known: Mapping[str, Any], offered: Sequence[str], widths: Sequenc
 
 def _has_rules(node: fx.Node) -> bool:
     """Whether a rule of the mapping goes before all others: no QConfig stands on a module around it."""
-    return all(rules[0][0].kind != "attribute" for rules in matched_rules(node))
+    return all(rules[0][0].kind not in ("attribute", "call") for rules in matched_rules(node))
 
 
 def _has_own_name(node: fx.Node) -> bool:

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import fx
 
-from fxquant.arguments import FILE
 from fxquant.progress import progress
 from fxquant.quantization.rounding import AdaptiveRounding, Nearest
 from fxquant.tuning.checkpoint import Checkpoint
@@ -17,8 +16,6 @@ from fxquant.tuning.result import TunedLayer, TuningResult
 from fxquant.tuning.resumption import digest, model_digest
 from fxquant.tuning.units import Lesson, Unit, operator_at, shared_weights, weighted_nodes
 from fxquant.tuning.walk import Samples, Walk
-
-CHECKPOINT = FILE.or_none("nothing is kept, and a call begins anew")
 
 
 def learn(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fxquant.tuning.resumption import no_checkpoint, require_same_call, write_whole
+from fxquant.tuning.resumption import no_checkpoint, require_same_call, require_whole, text_digest, write_whole
 
 
 class Journal:
@@ -28,7 +28,8 @@ class Journal:
         try:
             document = json.loads(Path(path).read_text(encoding="utf-8"))
             call, found = dict(document["call"]), dict(document["found"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            require_whole(document["digest"], call, found)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise no_checkpoint(path, error) from None
         require_same_call(path, call, self.call)
         return found
@@ -43,5 +44,5 @@ class Journal:
     def write(self) -> None:
         """Put what is known into the file, whole or not at all."""
         if self.path is not None:
-            text = json.dumps({"call": self.call, "found": self.found})
+            text = json.dumps({"call": self.call, "found": self.found, "digest": text_digest(self.call, self.found)})
             write_whole(self.path, lambda part: part.write_text(text, encoding="utf-8"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import fx, nn
@@ -19,11 +20,14 @@ from fxquant.quantization.prepared import quantized_operators
 from fxquant.quantization.spec import QConfig
 from fxquant.target import Target
 from fxquant.tuning.budget import Budget, costs, fits
+from fxquant.tuning.checkpoint import CHECKPOINT
 from fxquant.tuning.choices import ACTIVATION, WEIGHT, Choices, bits
+from fxquant.tuning.journal import Journal
 from fxquant.tuning.program import optimum
+from fxquant.tuning.resumption import model_digest
 from fxquant.tuning.samples import Metric, Reference, real_outputs_of, taken
 from fxquant.tuning.second_moment import FirstSamples
-from fxquant.tuning.sensitivity import CHECKPOINT, METRIC, WIDTH, WIDTHS, Sensitivity, as_prepared, decibels, find, score_of
+from fxquant.tuning.sensitivity import METRIC, WIDTH, WIDTHS, Sensitivity, as_prepared, decibels, find, score_of
 from fxquant.tuning.simulation import Simulation
 from fxquant.tuning.table import table
 
@@ -198,11 +202,23 @@ def search(
     simulation = Simulation(choices)
     with simulation.running():
         reference = Reference(simulation, work.samples)
+
+    def judged(made: fx.GraphModule) -> tuple[float, float | None]:
+        noise = reference.noise(lambda inputs: real_outputs_of(made, inputs))
+        return noise, None if metric is None else score_of(metric, made)
+
+    call = {
+        "function": "mixed_precision",
+        "budget": budget,
+        "widths": tuple(widths),
+        "measured": measured,
+        "model": model_digest(work.prepared),
+    }
+    journal = Journal(None if checkpoint is None else f"{checkpoint}.candidates", {**call, "metric": metric is not None})
     results: list[tuple[Candidate, fx.GraphModule]] = []
     for one in progress([before, *tried], len(tried) + 1, "mixed precision", show_progress):
         made = work.prepared if one is before else work.with_mapping(choices.mapping(work.base, one.dtypes))
-        noise = reference.noise(lambda inputs, made=made: real_outputs_of(made, inputs))  # type: ignore[misc]
-        score = None if metric is None else score_of(metric, made)
+        noise, score = journal.at(one.name, partial(judged, made))
         results.append((Candidate(one.name, Choices(made, widths).dtypes(), one.costs, one.expected, noise, score), made))
     (before, _), *rest = results
     chosen, best = max(rest, key=lambda result: result[0].rank)

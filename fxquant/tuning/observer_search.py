@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from fxquant.arguments import Kind, checked
 from fxquant.errors import ConfigurationError
@@ -26,8 +27,11 @@ from fxquant.quantization.observers import (
 )
 from fxquant.quantization.spec import OBSERVER, ActivationConfig, QConfig
 from fxquant.target import Target
+from fxquant.tuning.checkpoint import CHECKPOINT
 from fxquant.tuning.choices import ACTIVATION, Choice, Choices
+from fxquant.tuning.journal import Journal
 from fxquant.tuning.mixed_precision import Work, work_of
+from fxquant.tuning.resumption import digest, model_digest
 from fxquant.tuning.samples import Metric, Reference, real_outputs_of
 from fxquant.tuning.sensitivity import METRIC, decibels, score_of
 from fxquant.tuning.simulation import Simulation, grid_for, taking_over
@@ -112,7 +116,7 @@ class ObserverSearch:
         return f"{table(('observers', 'measured', 'metric', ''), rows)}\n\n{table(('tensor', *known, 'chosen'), each)}{left_out}"
 
 
-@checked(observers=Kind("a list of observers: classes, or observers with settings", _observers), metric=METRIC)
+@checked(observers=Kind("a list of observers: classes, or observers with settings", _observers), metric=METRIC, checkpoint=CHECKPOINT)
 def search_observers(
     model: nn.Module,
     batches: Any,
@@ -122,21 +126,25 @@ def search_observers(
     observers: Sequence[Any] = OBSERVERS,
     metric: Metric | None = None,
     batch_fn: Callable[[Any], Any] | None = None,
+    checkpoint: str | None = None,
     show_progress: bool | None = None,
 ) -> ObserverSearch:
     """Find the observer of every tensor that leaves the least error at the outputs, from one calibration.
 
     Each tensor alone is quantized by each observer. The best of each together, and each observer for the whole model, are then prepared
     and measured in integers, and the best of these is chosen: by `metric(model)`, of which more is better, and then by the error of the
-    outputs; what is given stays if nothing is better. Scales that were given stay.
+    outputs; what is given stays if nothing is better. Scales that were given stay. After a kill the same call with the same `checkpoint`
+    goes on, and ends with the same numbers.
 
-    Raises what `prepare` and `calibrate` raise.
+    Raises what `prepare` and `calibrate` raise, and ConfigurationError for a checkpoint that is of another call.
     """
     work = work_of(model, batches, target, qconfig, batch_fn, show_progress)
-    return search(work, observers, metric, show_progress)
+    return search(work, observers, metric, show_progress, checkpoint)
 
 
-def search(work: Work, observers: Sequence[Any], metric: Metric | None, show_progress: bool | None) -> ObserverSearch:
+def search(
+    work: Work, observers: Sequence[Any], metric: Metric | None, show_progress: bool | None, checkpoint: str | None = None
+) -> ObserverSearch:
     """The best observers for a model that is prepared and calibrated."""
     choices = Choices(work.prepared, ())
     tensors = [choice for choice in choices.values() if choice.kind == ACTIVATION]
@@ -152,12 +160,26 @@ def search(work: Work, observers: Sequence[Any], metric: Metric | None, show_pro
         for name, observer in named.items()
         if taking_over(tensors[0].operators[0].output, ActivationConfig(observer=observer)) is not None
     }
+    journal = Journal(
+        checkpoint,
+        {
+            "function": "search_observers",
+            "observers": tuple(named),
+            "metric": metric is not None,
+            "model": model_digest(work.prepared),
+            "samples": digest(value for inputs in work.samples for value in inputs if isinstance(value, Tensor)),
+        },
+    )
     simulation = Simulation(choices)
     trials = []
+
+    def tried(choice: Choice) -> dict[str, Any]:
+        return asdict(_trial(simulation, reference, choice, served))
+
     with simulation.running():
         reference = Reference(simulation, work.samples)
         for choice in progress(tensors, len(tensors), "observers", show_progress):
-            trials.append(_trial(simulation, reference, choice, served))
+            trials.append(ObserverTrial(**journal.at(choice.name, partial(tried, choice))))
     configs = {trial.name: ActivationConfig(observer=served[trial.chosen]) for trial in trials if trial.chosen != trial.before}
     mappings = {"as given": work.base}
     if configs:
@@ -165,15 +187,22 @@ def search(work: Work, observers: Sequence[Any], metric: Metric | None, show_pro
     mappings |= {f"{name} for all": with_observer(work.base, observer) for name, observer in served.items()}
     found: dict[str, fx.GraphModule] = {}
     measured, scores = {}, {}
-    for name, mapping in progress(mappings.items(), len(mappings), "observers together", show_progress):
-        made = work.prepared if name == "as given" else work.with_mapping(mapping)
-        measured[name] = reference.noise(lambda inputs, made=made: real_outputs_of(made, inputs))  # type: ignore[misc]
-        if metric is not None:
-            scores[name] = score_of(metric, made)
-        found[name] = made
+
+    def together(name: str) -> fx.GraphModule:
+        return work.prepared if name == "as given" else work.with_mapping(mappings[name])
+
+    def judged(name: str) -> tuple[float, float | None]:
+        made = found[name] = together(name)
+        return reference.noise(lambda inputs: real_outputs_of(made, inputs)), None if metric is None else score_of(metric, made)
+
+    for name in progress(mappings, len(mappings), "observers together", show_progress):
+        measured[name], score = journal.at(f"together: {name}", partial(judged, name))
+        if score is not None:
+            scores[name] = score
     chosen = max(mappings, key=lambda name: (scores.get(name, 0.0), -measured[name]))
     left_out = tuple(name for name in named if name not in served)
-    return ObserverSearch(mappings[chosen], found[chosen], tuple(trials), measured, scores, chosen, left_out)
+    best = found[chosen] if chosen in found else together(chosen)
+    return ObserverSearch(mappings[chosen], best, tuple(trials), measured, scores, chosen, left_out)
 
 
 def _trial(simulation: Simulation, reference: Reference, choice: Choice, observers: Mapping[str, Any]) -> ObserverTrial:
@@ -220,5 +249,9 @@ def with_observer(mapping: QConfigMapping, observer: Any) -> QConfigMapping:
             input=None if chosen.input is None else replace(chosen.input, observer=observer),
         )
 
-    rules = ({key: changed(chosen) for key, chosen in held.items()} for held in (mapping.types, mapping.patterns, mapping.names))
-    return QConfigMapping(changed(mapping.default), *rules)
+    def all_of(rules: Mapping[Any, Chosen]) -> dict[Any, Chosen]:
+        return {key: changed(chosen) for key, chosen in rules.items()}
+
+    return QConfigMapping(
+        changed(mapping.default), all_of(mapping.types), all_of(mapping.patterns), all_of(mapping.names), all_of(mapping.calls)
+    )

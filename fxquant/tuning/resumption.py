@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -33,6 +34,17 @@ def require_same_call(path: str, there: Mapping[str, Any], here: Mapping[str, An
             because=f"there {told}",
             remedy="repeat the call that it is of, with the same model and batches, or pass another path",
         )
+
+
+def text_digest(*documents: Any) -> str:
+    """A number that tells documents, which JSON can hold, from others."""
+    return hashlib.sha256(json.dumps(documents).encode()).hexdigest()[:16]
+
+
+def require_whole(written: object, *documents: Any) -> None:
+    """Raise ValueError if what a file says of its own digest is not so."""
+    if written != text_digest(*documents):
+        raise ValueError("it was changed, or damaged, since it was written")
 
 
 def write_whole(path: str, write: Callable[[Path], object]) -> None:

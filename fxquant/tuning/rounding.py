@@ -8,7 +8,8 @@ from typing import Any
 from torch import fx
 
 from fxquant.arguments import POSITIVE, checked
-from fxquant.tuning.course import CHECKPOINT, learn
+from fxquant.tuning.checkpoint import CHECKPOINT
+from fxquant.tuning.course import learn
 from fxquant.tuning.guard import tuning
 from fxquant.tuning.learning import Settings
 from fxquant.tuning.result import TuningResult

@@ -35,9 +35,12 @@ from fxquant.arguments import checked
 from fxquant.progress import progress
 from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
 from fxquant.quantization.rounding import AdaptiveRounding, Nearest, Rounding
+from fxquant.tuning.checkpoint import CHECKPOINT, Checkpoint
 from fxquant.tuning.guard import tuning
+from fxquant.tuning.learning import Learned
 from fxquant.tuning.real import real_result, weight_of
 from fxquant.tuning.result import TunedLayer, TuningResult
+from fxquant.tuning.resumption import digest, model_digest
 from fxquant.tuning.units import bound_arguments, operator_at, shared_weights, weighted_nodes
 from fxquant.tuning.walk import Samples, Values, Walk, arguments_of, cut, taken
 
@@ -53,7 +56,7 @@ PARTS, FEWEST = 8, 256  # in how many parts of a row weights move at once, and h
 SWEEPS = 64  # at most: the first take most of J away
 
 
-@checked()
+@checked(checkpoint=CHECKPOINT)
 def round_weights(
     prepared: fx.GraphModule,
     batches: Any,
@@ -61,6 +64,7 @@ def round_weights(
     batch_fn: Callable[[Any], Any] | None = None,
     *,
     batch_size: int = 16,
+    checkpoint: str | None = None,
     show_progress: bool | None = None,
 ) -> TuningResult:
     """Round weights up or down so that their errors cancel in what the layers read; the model is left in VALIDATE.
@@ -71,13 +75,16 @@ def round_weights(
     rounding it had. What was decided is an `AdaptiveRounding`, in the file of `save` and in `state_dict`; it stays while weights move by
     less than half a step. Layers with a rounding of the user's own, a learned scale, or a weight that others read as well, are left out.
 
-    The same model and batches give the same bits, on one machine with one number of threads. The inputs are kept, and of what is between
-    the layers one value for each that is still to be read. Raises NotCalibrated before calibration and CalibrationError for batches that
-    do not fit, and then changes nothing.
+    The same model and batches give the same bits, on one machine with one number of threads. After a kill, the same call with the same
+    `checkpoint` continues behind the last layer that was finished. The inputs are kept, and of what is between the layers one value for
+    each that is still to be read. Raises NotCalibrated before calibration, CalibrationError for batches that do not fit, and
+    ConfigurationError for a checkpoint that is of another call; if anything is raised, the model is what it was.
     """
     with tuning(prepared):
         samples = taken(prepared, batches, num_batches, batch_fn, batch_size, show_progress)
-        return _round(prepared, samples, _open(prepared, ALL_BITS, (Nearest, AdaptiveRounding)), show_progress)
+        call = {"method": "round_weights", "batch_size": batch_size, "model": model_digest(prepared), "samples": digest(samples.tensors)}
+        nodes = _open(prepared, ALL_BITS, (Nearest, AdaptiveRounding))
+        return _round(prepared, samples, nodes, show_progress, Checkpoint(checkpoint, call))
 
 
 class FirstSamples:
@@ -116,7 +123,8 @@ class FirstSamples:
     def _offsets(self, show_progress: bool | None) -> dict[str, Tensor]:
         with tuning(self.prepared) as operators:
             samples = cut(self.prepared, self.kept, 4)
-            found = _round(self.prepared, samples, _open(self.prepared, self.bits, (Nearest,)), show_progress)
+            nodes = _open(self.prepared, self.bits, (Nearest,))
+            found = _round(self.prepared, samples, nodes, show_progress, Checkpoint(None, {}))
         roundings = {name: operators[name].weight_quantizer.rounding for layer in found.kept for name in layer.layers}
         return {name: rounding.offset for name, rounding in roundings.items() if isinstance(rounding, AdaptiveRounding)}
 
@@ -140,21 +148,31 @@ def _open(prepared: fx.GraphModule, bits: int, roundings: Roundings) -> list[fx.
 
 
 @torch.no_grad()
-def _round(prepared: fx.GraphModule, samples: Samples, nodes: Sequence[fx.Node], show_progress: bool | None) -> TuningResult:
+def _round(
+    prepared: fx.GraphModule, samples: Samples, nodes: Sequence[fx.Node], show_progress: bool | None, known: Checkpoint
+) -> TuningResult:
     walk, found, skipped = Walk(prepared, samples.chunks, exact=False), [], []
     shares = SHRUNK if samples.learning else SHRUNK[-1:]  # what is judged by itself is not to be learned from in full
     for node in progress(nodes, len(nodes), "rounding weights", show_progress):
         operator = operator_at(prepared, node)
         assert operator is not None
+        if node.name in known.rows:
+            row = known.rows[node.name]
+            if row.kept:
+                _settle(operator, known.learned(row).offsets[node.name])
+            found.append(row)
+            continue
         layer = _Layer.of(node, operator, walk.at(node.all_input_nodes))
         moments = None if layer is None else layer.moments(samples)
         if layer is None or moments is None:
             skipped.append((node.name, "what one output is a sum of cannot be told"))
             continue
         integers, before, after = layer.best(*moments, shares)
-        if after < before:
+        row = TunedLayer(node.name, (node.name,), before, after, after < before, 1.0)
+        if row.kept:
             _settle(operator, integers - layer.real)
-        found.append(TunedLayer(node.name, (node.name,), before, after, after < before, 1.0))
+        known.add(row, Learned({node.name: integers - layer.real}, {}, {}) if row.kept else None)
+        found.append(row)
     return TuningResult("round_weights", tuple(found), tuple(skipped), walk.largest)
 
 

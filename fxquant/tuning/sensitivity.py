@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxquant.api import calibrate, prepare
-from fxquant.arguments import CALLABLE, COUNT, FILE, FLAG, Kind, checked
+from fxquant.arguments import CALLABLE, COUNT, FLAG, Kind, checked
 from fxquant.errors import ConfigurationError
 from fxquant.frontend import float_model
 from fxquant.progress import progress
@@ -26,6 +26,7 @@ from fxquant.quantization.mapping import QConfigMapping
 from fxquant.quantization.prepared import quantized_operators
 from fxquant.quantization.spec import QConfig
 from fxquant.target import Target
+from fxquant.tuning.checkpoint import CHECKPOINT
 from fxquant.tuning.choices import ACTIVATION, WEIGHT, Choice, Choices, bits, is_real
 from fxquant.tuning.journal import Journal
 from fxquant.tuning.resumption import digest, model_digest
@@ -45,7 +46,6 @@ def _widths(value: Any) -> tuple[int, ...]:
 
 WIDTH = Kind("some of 4, 8 and 16", _widths)
 METRIC = CALLABLE.or_none("the error of the outputs alone")
-CHECKPOINT = FILE.or_none("nothing is kept, and a call begins anew")
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from fxquant.quantization.spec import QConfig
 from fxquant.quantization.state import State as OperatorState
 from fxquant.target import Target
 from fxquant.tuning.budget import Budget, costs, fits
+from fxquant.tuning.checkpoint import CHECKPOINT
 from fxquant.tuning.choices import Choices
 from fxquant.tuning.journal import Journal
 from fxquant.tuning.mixed_precision import BUDGET, Work, work_of
@@ -28,7 +29,7 @@ from fxquant.tuning.remedies import BUDGET as WITHIN_BUDGET
 from fxquant.tuning.remedies import METHODS, REMEDIES, Recipe, Remedy, State
 from fxquant.tuning.resumption import digest, model_digest
 from fxquant.tuning.samples import Metric, Reference, real_outputs_of, taken
-from fxquant.tuning.sensitivity import CHECKPOINT, METRIC, decibels, score_of
+from fxquant.tuning.sensitivity import METRIC, decibels, score_of
 from fxquant.tuning.simulation import Simulation
 from fxquant.tuning.table import table
 

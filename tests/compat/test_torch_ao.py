@@ -362,6 +362,15 @@ def test_a_module_that_is_not_traced_stays_whole() -> None:
     assert fxq.verify(calibrated(prepared), torch_ao.convert_fx(prepared), BATCHES[:1])
 
 
+def test_a_rule_for_one_call_of_a_type_is_read() -> None:
+    rules = ao.QConfigMapping().set_global(SYMMETRIC).set_module_name_object_type_order("", nn.Conv2d, 0, None)
+    prepared = torch_ao.prepare_fx(nn.Sequential(nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)).eval(), rules, (torch.randn(1, 3, 4, 4),))
+    assert {layer.module: layer.integer for layer in fxq.layers(prepared) if layer.macs} == {"0": False, "1": True}
+    written = {"": SYMMETRIC, "module_name_object_type_order": [("", nn.Conv2d, 0, None)]}
+    again = torch_ao.prepare_fx(nn.Sequential(nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)).eval(), written, (torch.randn(1, 3, 4, 4),))
+    assert fxq.text(again) == fxq.text(prepared)
+
+
 # ---- what is refused, and where PyTorch's objects come from -------------------------------------------------------------
 
 
@@ -373,9 +382,6 @@ CALLS = {
     "unknown custom": lambda m: torch_ao.prepare_fx(m, None, (BATCHES[0],), {"nonsense": [0]}),
     "no mapping": lambda m: torch_ao.prepare_fx(m, 5, (BATCHES[0],)),
     "unknown rule": lambda m: torch_ao.prepare_fx(m, {"nonsense": []}, (BATCHES[0],)),
-    "order": lambda m: torch_ao.prepare_fx(
-        m, ao.QConfigMapping().set_module_name_object_type_order("", nn.Conv2d, 0, SYMMETRIC), (BATCHES[0],)
-    ),
     "unknown argument": lambda m: torch_ao.prepare_fx(m, None, (BATCHES[0],), **{"nonsense": 1}),
     "unknown target": lambda m: torch_ao.prepare_fx(m, None, (BATCHES[0],), target="x87"),
     "a dtype that the target has not": lambda m: torch_ao.prepare_fx(m, ao.get_default_qconfig("x86"), (BATCHES[0],), target="bayes-e"),

@@ -217,6 +217,10 @@ def of_setters(setters: Any) -> fxq.QConfigMapping:
         one = setter.mapping() if hasattr(setter, "mapping") else of_dict(setter)
         default = mapping.default if one.default is None else one.default
         mapping = fxq.QConfigMapping(
-            default, {**mapping.types, **one.types}, {**mapping.patterns, **one.patterns}, {**mapping.names, **one.names}
+            default,
+            {**mapping.types, **one.types},
+            {**mapping.patterns, **one.patterns},
+            {**mapping.names, **one.names},
+            {**mapping.calls, **one.calls},
         )
     return mapping

@@ -30,7 +30,9 @@ from fxquant.compat.torch_ao.switches import (
     disable_observer,
     enable_fake_quant,
     enable_observer,
+    engine_target,
     freeze_bn_stats,
+    get_observer_dict,
     update_bn_stats,
 )
 from fxquant.errors import ConfigurationError
@@ -48,6 +50,7 @@ __all__ = [
     "fuse_fx",
     "fuse_modules",
     "fuse_modules_qat",
+    "get_observer_dict",
     "prepare",
     "prepare_fx",
     "prepare_qat",
@@ -101,13 +104,14 @@ def prepare_fx(
     _equalization_config: Any = None,
     backend_config: Any = None,
     *,
-    target: str = "x86",
+    target: str | None = None,
 ) -> fx.GraphModule:
     """The model prepared for calibration, in state CALIBRATE: every batch that passes is observed. See `fxquant.prepare`.
 
     qconfig_mapping         PyTorch's QConfigMapping, a dict of it, a QConfig for everything, or a fxq.QConfigMapping
     prepare_custom_config   PyTorch's; its modules that are not traced stay whole, and in float
-    target                  what to compile for: "x86", "qnnpack", or a march whose dtypes the mapping asks for
+    target                  what to compile for: "x86", "qnnpack", or a march whose dtypes the mapping asks for; None: that of
+                            torch.backends.quantized.engine
     """
     refuse_given("prepare_fx", {"_equalization_config": _equalization_config, "backend_config": backend_config}, {}, ARGUMENTS)
     return _prepared("prepare_fx", model, qconfig_mapping, example_inputs, prepare_custom_config, target)
@@ -121,7 +125,7 @@ def prepare_qat_fx(
     prepare_custom_config: Any = None,
     backend_config: Any = None,
     *,
-    target: str = "x86",
+    target: str | None = None,
 ) -> fx.GraphModule:
     """The model prepared for training, in state TRAIN and in train mode: scales are set by the first batch and follow the rest.
 
@@ -175,7 +179,7 @@ def prepare(
     prepare_custom_config_dict: Any = None,
     *,
     example_inputs: Any = None,
-    target: str = "x86",
+    target: str | None = None,
 ) -> fx.GraphModule:
     """A model with stubs, and with QConfigs on its modules, prepared for calibration; what has no QConfig around it stays in float.
 
@@ -193,7 +197,7 @@ def prepare(
 
 @checked(inplace=FLAG)
 def prepare_qat(
-    model: nn.Module, mapping: Any = None, inplace: bool = False, *, example_inputs: Any = None, target: str = "x86"
+    model: nn.Module, mapping: Any = None, inplace: bool = False, *, example_inputs: Any = None, target: str | None = None
 ) -> fx.GraphModule:
     """The same for training, in state TRAIN and in train mode."""
     refuse_given("prepare_qat", {"mapping": mapping, "inplace": inplace}, {"inplace": False}, ARGUMENTS)
@@ -244,7 +248,7 @@ def quantize_dynamic(
     inplace: bool = False,
     *,
     example_inputs: Any = None,
-    target: str = "x86",
+    target: str | None = None,
 ) -> fx.GraphModule:
     """The integer graph of a model whose linear and recurrent layers are quantized at run time; everything else stays in float.
 
@@ -261,7 +265,7 @@ def quantize_dynamic(
 # ---- what these have in common ------------------------------------------------------------------------------------------
 
 
-def _prepared(called: str, model: nn.Module, qconfigs: Any, example_inputs: Any, custom: Any, target: str) -> fx.GraphModule:
+def _prepared(called: str, model: nn.Module, qconfigs: Any, example_inputs: Any, custom: Any, target: str | None) -> fx.GraphModule:
     if example_inputs is None:
         raise ConfigurationError(
             f"{called} needs example_inputs",
@@ -288,7 +292,7 @@ def _prepared(called: str, model: nn.Module, qconfigs: Any, example_inputs: Any,
     own = with_own_qconfigs(model)
     leaf = (lambda module, path: path in names or isinstance(module, kinds) or default_leaf(module, path)) if names or kinds else None
     traced = fxq.trace(own, example_inputs, leaf=leaf)
-    return fxq.prepare(traced, example_inputs, target, simplest(mapping_of(qconfigs, traced)))
+    return fxq.prepare(traced, example_inputs, target or engine_target(), simplest(mapping_of(qconfigs, traced)))
 
 
 def _trained(prepared: fx.GraphModule) -> fx.GraphModule:

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from fxquant.compat.torch_ao.reading import is_foreign, read
 from fxquant.errors import ConfigurationError
-from fxquant.quantization.mapping import Chosen, QConfigMapping
+from fxquant.quantization.mapping import Call, Chosen, QConfigMapping
 from fxquant.quantization.spec import QConfig
 
 # PyTorch's default mapping has rules for these whether a model has such operators or not, by the plain name of each.
@@ -54,12 +54,6 @@ def mapping_of(given: Any, traced: fx.GraphModule) -> QConfigMapping:
         return known[key]
 
     parts = _parts(given)
-    if parts["module_name_object_type_order"]:
-        raise ConfigurationError(
-            "a rule of set_module_name_object_type_order cannot be done",
-            because="rules are about modules, types, and the operators of the graph, each of which has a name of its own",
-            remedy="name the operator's node with set_module_name: fxq.explain(prepared) shows the names",
-        )
     default = once(given.get("") if isinstance(given, Mapping) else given.global_qconfig)
     written = _written(traced)
     types = {}
@@ -74,7 +68,8 @@ def mapping_of(given: Any, traced: fx.GraphModule) -> QConfigMapping:
     names = {name: once(qconfig) for name, qconfig in parts["module_name"]}
     if "" in names:
         default = names.pop("")
-    return QConfigMapping(default, types, patterns, names)
+    calls = {Call(*where): once(qconfig) for *where, qconfig in parts["module_name_object_type_order"]}
+    return QConfigMapping(default, types, patterns, names, calls)
 
 
 def _parts(given: Any) -> dict[str, list[Any]]:
@@ -98,7 +93,10 @@ def _parts(given: Any) -> dict[str, list[Any]]:
 
 
 def _pairs(rules: Any) -> list[Any]:
-    return list(rules.items()) if isinstance(rules, Mapping) else list(rules)
+    """Each rule with its QConfig behind it; in an object's dict of calls, their three parts are the key."""
+    if not isinstance(rules, Mapping):
+        return list(rules)
+    return [(*key, qconfig) if isinstance(key, tuple) else (key, qconfig) for key, qconfig in rules.items()]
 
 
 def _plain(kind: Any) -> str:

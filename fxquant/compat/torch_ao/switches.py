@@ -9,6 +9,7 @@ off       off             FLOAT
 
 from __future__ import annotations
 
+import torch
 from torch import fx, nn
 
 import fxquant as fxq
@@ -88,3 +89,16 @@ def converted(prepared: fx.GraphModule) -> fx.GraphModule:
     require_prepared(prepared)
     settle(prepared)
     return fxq.convert(prepared)
+
+
+def get_observer_dict(mod: nn.Module, target_dict: dict[str, nn.Module], prefix: str = "") -> None:
+    """Add the observers of a prepared model to a dict, each under its operator's name and ".activation_post_process"."""
+    require_prepared(mod)
+    for name, operator in quantized_operators(mod).items():
+        if not operator.plain and operator.owns_output and operator.output.observer is not None:
+            target_dict[f"{prefix}.{name}.activation_post_process".lstrip(".")] = operator.output.observer
+
+
+def engine_target() -> str:
+    """The target that PyTorch's global setting means: "qnnpack" for that engine, and "x86" for any other."""
+    return "qnnpack" if torch.backends.quantized.engine == "qnnpack" else "x86"

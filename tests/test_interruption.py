@@ -1,0 +1,337 @@
+"""Ctrl-C in the middle of everything that may take long: the model is as it was or can be used, and what was done is kept."""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.progress import Progress
+from torch import Tensor, fx, nn
+
+import fxquant as fxq
+from fxquant import progress as shown
+from fxquant.quantization.prepared import quantized_operators
+from fxquant.reporting.checks import value_ranges
+from fxquant.tuning import bias, mixed_precision, observer_search, samples, second_moment
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
+
+
+torch.manual_seed(5)
+FLOAT = Network().eval()
+BATCHES = [torch.randn(4, 2, 6, 6) for _ in range(6)]
+STEP = 2  # batches, or layers, or trials, before Ctrl-C
+
+
+def cut_short(items: Any, after: int = STEP) -> Iterator[Any]:
+    """The items, and a Ctrl-C behind some of them."""
+    for index, item in enumerate(items):
+        if index == after:
+            raise KeyboardInterrupt
+        yield item
+
+
+def interrupted(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
+    """The next loop of a module that shows progress is interrupted."""
+    monkeypatch.setattr(module, "progress", lambda items, *_: cut_short(items))
+
+
+@pytest.fixture(scope="module")
+def result() -> fxq.Result:
+    return fxq.quantize(FLOAT, BATCHES, "nash-e", show_progress=False)
+
+
+def bits(prepared: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in prepared.state_dict().items()}
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(value.nan_to_num(), right[name].nan_to_num()) for name, value in left.items())
+
+
+# ---- what was done is kept ----------------------------------------------------------------------------------------------------
+
+
+def test_calibration_keeps_what_it_has_observed_and_goes_on() -> None:
+    whole, stopped = (fxq.prepare(FLOAT, BATCHES[0], "nash-e") for _ in range(2))
+    fxq.calibrate(whole, BATCHES)
+    with pytest.raises(KeyboardInterrupt):
+        fxq.calibrate(stopped, cut_short(BATCHES))
+    assert {operator.state for operator in quantized_operators(stopped).values()} == {fxq.State.CALIBRATE}
+    fxq.calibrate(stopped, BATCHES[STEP:])
+    assert same(bits(stopped), bits(whole))
+
+
+def test_calibration_that_stops_inside_a_batch_has_not_seen_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared, few = (fxq.prepare(FLOAT, BATCHES[0], "nash-e") for _ in range(2))
+    fxq.calibrate(few, BATCHES[:1])
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    fxq.calibrate(prepared, BATCHES[:1])
+    handle = quantized_operators(prepared)["head"].register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        fxq.calibrate(prepared, BATCHES[1:])
+    handle.remove()
+    fxq.set_state(prepared, "validate")
+    assert same(bits(prepared), bits(few))
+
+
+def test_a_comparison_has_the_batches_before(result: fxq.Result) -> None:
+    with pytest.raises(fxq.Interrupted, match="compare was interrupted behind 2 batches") as stop:
+        fxq.compare(FLOAT, result.integer, cut_short(BATCHES))
+    found, wanted = stop.value.result, fxq.compare(FLOAT, result.integer, BATCHES[:STEP], advice=False)
+    assert (found.batches, found.layers, found.outputs) == (STEP, wanted.layers, wanted.outputs)
+    assert not found.advice
+
+
+def test_a_report_that_is_interrupted_is_no_file_and_hands_over_the_comparison(result: fxq.Result, tmp_path: Path) -> None:
+    class Loader:
+        def __iter__(self) -> Iterator[Tensor]:
+            return cut_short(BATCHES)
+
+    with pytest.raises(fxq.Interrupted) as stop:
+        result.report(tmp_path / "report.html", Loader())
+    assert not list(tmp_path.iterdir())
+    page = result.report(tmp_path / "report.html", comparison=stop.value.result)
+    assert "</html>" in page.read_text(encoding="utf-8")
+
+
+def test_verify_reports_what_it_has_compared(result: fxq.Result, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = result.export(tmp_path / "model.onnx")
+    monkeypatch.setattr("fxquant.forms.progress", lambda items, *_: cut_short(items, 5))
+    with pytest.raises(fxq.Interrupted, match="behind 5 of") as stop:
+        fxq.verify(result.integer, path, BATCHES)
+    assert stop.value.result.mismatches == 0
+    monkeypatch.undo()
+    assert 0 < stop.value.result.elements < fxq.verify(result.integer, path, BATCHES).elements
+
+
+def test_measuring_a_qdq_file_reports_the_runtimes_before(result: fxq.Result, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = result.export(tmp_path / "model.onnx", style="qdq")
+    monkeypatch.setattr("fxquant.forms.progress", lambda items, *_: cut_short(items, 1))
+    with pytest.raises(fxq.Interrupted, match="behind 1 of") as stop:
+        fxq.verify(result.integer, path, BATCHES)
+    assert len(stop.value.result.outputs) == len(stop.value.result.pairs) == 1
+
+
+def test_value_ranges_has_the_batches_before() -> None:
+    with pytest.raises(fxq.Interrupted, match="value_ranges was interrupted behind 2 batches") as stop:
+        value_ranges(FLOAT, cut_short(BATCHES))
+    assert stop.value.result.items == value_ranges(FLOAT, BATCHES[:STEP]).items
+
+
+# ---- the same call goes on behind what is in its file ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("method", "module"), [(fxq.tuning.correct_bias, bias), (fxq.tuning.round_weights, second_moment)])
+def test_a_method_leaves_the_model_as_it_was_and_continues(
+    method: Callable[..., Any], module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    few_bits = fxq.QConfig(weight=fxq.WeightConfig("int4"))
+    network = nn.Sequential(*(nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.ReLU()) for _ in range(4))).eval()
+
+    def calibrated() -> fx.GraphModule:
+        prepared = fxq.prepare(network, BATCHES[0], "nash-e", few_bits)
+        return fxq.calibrate(prepared, BATCHES, equalize=False, round_weights=False)
+
+    whole, stopped = calibrated(), calibrated()
+    before = bits(stopped)
+    rows = method(whole, BATCHES).layers
+    with monkeypatch.context() as patch:
+        interrupted(patch, module)
+        with pytest.raises(KeyboardInterrupt):
+            method(stopped, BATCHES, checkpoint=tmp_path / "done")
+    assert same(bits(stopped), before)
+    asked: list[Any] = []
+    monkeypatch.setattr(module, "weight_of", lambda *given, original=module.weight_of: asked.append(0) or original(*given))
+    resumed = method(stopped, BATCHES, checkpoint=tmp_path / "done")
+    assert resumed.layers == rows
+    assert any(row.kept for row in rows[:STEP])  # what is from the file is in the model
+    assert same(bits(stopped), bits(whole))
+    done = len(asked)
+    asked.clear()
+    method(fresh := calibrated(), BATCHES)
+    assert 0 < done < len(asked)
+    with pytest.raises(fxq.ConfigurationError, match="of another call"):
+        method(fresh, BATCHES, batch_size=1, checkpoint=tmp_path / "done")
+
+
+def test_a_search_over_observers_continues(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"target": "nash-e", "observers": [fxq.MinMaxObserver, fxq.PercentileObserver(80.0)]}
+    whole = fxq.search_observers(FLOAT, BATCHES, **given)
+    with monkeypatch.context() as patch:
+        interrupted(patch, observer_search)
+        with pytest.raises(KeyboardInterrupt):
+            fxq.search_observers(FLOAT, BATCHES, checkpoint=tmp_path / "search", **given)
+    tried: list[str] = []
+    original = observer_search._trial
+    monkeypatch.setattr(observer_search, "_trial", lambda *each: tried.append(each[2].name) or original(*each))
+    resumed = fxq.search_observers(FLOAT, BATCHES, checkpoint=tmp_path / "search", **given)
+    assert tried == [trial.name for trial in whole.tensors][STEP:]
+    assert (resumed.tensors, resumed.measured, resumed.chosen) == (whole.tensors, whole.measured, whole.chosen)
+    tried.clear()
+    again = fxq.search_observers(FLOAT, BATCHES, checkpoint=tmp_path / "search", **given)
+    assert not tried
+    assert same(bits(again.prepared), bits(whole.prepared))
+
+
+def test_mixed_precision_continues(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"budget": fxq.Budget(weight_bits=8), "target": "nash-e", "measured": False}
+    whole = fxq.mixed_precision(FLOAT, BATCHES, **given)
+    with monkeypatch.context() as patch:
+        interrupted(patch, mixed_precision)
+        with pytest.raises(KeyboardInterrupt):
+            fxq.mixed_precision(FLOAT, BATCHES, checkpoint=tmp_path / "dtypes", **given)
+    ran: list[int] = []
+    original = samples.real_outputs_of
+    monkeypatch.setattr(mixed_precision, "real_outputs_of", lambda *each: ran.append(0) or original(*each))
+    resumed = fxq.mixed_precision(FLOAT, BATCHES, checkpoint=tmp_path / "dtypes", **given)
+    assert len(ran) == len(BATCHES) * (len(whole.candidates) + 1 - STEP)
+    assert (resumed.chosen, resumed.candidates) == (whole.chosen, whole.candidates)
+
+
+# ---- what has nothing to keep leaves nothing behind ---------------------------------------------------------------------------------
+
+
+class Stops(nn.Module):
+    """A layer whose forward is interrupted while it is armed."""
+
+    armed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if Stops.armed:
+            raise KeyboardInterrupt
+        return x + 1
+
+
+def test_an_interrupted_trace_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Conv2d(2, 2, 1), Stops()).train()
+    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    monkeypatch.setattr(Stops, "armed", True)
+    with pytest.raises(KeyboardInterrupt):
+        fxq.prepare(model, BATCHES[0])
+    assert before == {name: dict(module.__dict__) for name, module in model.named_modules()}
+    assert len([1, 2]) == 2
+    monkeypatch.setattr(Stops, "armed", False)
+    assert fxq.prepare(model, BATCHES[0])
+
+
+def test_reestimating_batch_norms_changes_nothing_when_it_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = fxq.calibrate(fxq.prepare(FLOAT, BATCHES[0], "nash-e"), BATCHES)
+    before = bits(prepared)
+    with pytest.raises(KeyboardInterrupt):
+        fxq.tuning.reestimate_batch_norm(prepared, cut_short(BATCHES))
+    assert same(bits(prepared), before)
+
+
+def test_equalizing_changes_nothing_when_it_is_interrupted() -> None:
+    prepared = fxq.prepare(FLOAT, BATCHES[0], "nash-e")
+    before = bits(prepared)
+    with pytest.raises(KeyboardInterrupt):
+        fxq.equalize(prepared, cut_short(BATCHES))
+    assert same(bits(prepared), before)
+    fxq.equalize(prepared, BATCHES)
+
+
+@pytest.mark.parametrize(
+    ("place", "write"),
+    [
+        ("onnx.checker.check_model", lambda result, path: result.export(path)),
+        ("torch.export.save", lambda result, path: fxq.export_pt2(result.integer, path)),
+        ("torch.jit.trace", lambda result, path: fxq.export_torchscript(result.integer, path)),
+        ("fxquant.backends.c.export._source", lambda result, path: fxq.export_c(result.integer, path)),
+        ("fxquant.serialization.archive.safetensors.torch.save", lambda result, path: fxq.save(result.prepared, path)),
+    ],
+)
+def test_a_file_is_whole_or_as_it_was(place: str, write: Any, result: fxq.Result, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "model.c"
+    path.write_bytes(b"before")
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(place, stop)
+    with pytest.raises(KeyboardInterrupt):
+        write(result, path)
+    assert [each.name for each in tmp_path.iterdir()] == ["model.c"]
+    assert path.read_bytes() == b"before"
+
+
+# ---- progress ----------------------------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_seen_in_a_terminal_after_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(shown, "MOMENT", 0.05)
+    started: list[float] = []
+    monkeypatch.setattr(Progress, "start", lambda self: started.append(time.perf_counter()))
+    threads = threading.active_count()
+    list(shown.progress(range(3), 3, "quick"))
+    assert not started
+    with shown.working("slow"):
+        while not started:
+            time.sleep(0.01)
+    list(shown.progress(range(3), 3, "asked for", True))
+    assert len(started) == 2
+    assert threading.active_count() == threads
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with shown.working("into a file"):
+        assert not shown._displays
+
+
+def test_what_begins_inside_is_a_line_of_the_same_display(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    for _ in shown.progress(range(2), 2, "outer", True):
+        (display,) = shown._displays
+        for _ in shown.progress(range(2), 2, "inner", True):
+            assert [task.description for task in display.tasks] == ["outer", "inner"]
+        assert [task.description for task in display.tasks] == ["outer"]
+    assert not shown._displays
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda result, folder: fxq.prepare(FLOAT, BATCHES[0]),
+        lambda result, folder: fxq.convert(result.prepared),
+        lambda result, folder: result.export(folder / "model.onnx"),
+        lambda result, folder: fxq.export_c(result.integer, folder / "model.c"),
+        lambda result, folder: fxq.export_pt2(result.integer, folder / "model.pt2"),
+        lambda result, folder: fxq.export_segments(result.integer, folder),
+        lambda result, folder: result.report(folder / "report.html"),
+        lambda result, folder: fxq.draw(result.integer, folder / "graph.svg"),
+        lambda result, folder: fxq.estimate(result.integer),
+        lambda result, folder: fxq.save(result.integer, folder / "model.fxq"),
+    ],
+)
+def test_functions_without_batches_show_that_they_work(
+    call: Any, result: fxq.Result, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    told: list[str] = []
+    monkeypatch.setattr(Progress, "add_task", lambda self, description, **_: told.append(description) or 0)
+    monkeypatch.setattr(Progress, "remove_task", lambda *_: None)
+    monkeypatch.setattr(Progress, "advance", lambda *_: None)
+    call(result, tmp_path)
+    assert told

@@ -1,0 +1,134 @@
+"""Passes and operators of the user's own."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import fxquant as fxq
+from fxquant.ops import operator_of
+from fxquant.ops.arithmetic import add, mul, sub
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.hardswish(self.conv(x))
+
+
+BATCH = torch.randn(4, 3, 5, 5)
+
+
+def to_silu(gm: fx.GraphModule, context: Any) -> int:
+    found = [node for node in gm.graph.nodes if (known := operator_of(node)) is not None and known.name == "hardswish"]
+    for node in found:
+        node.target = F.silu
+    return len(found)
+
+
+def operators(model: fx.GraphModule) -> list[str]:
+    return [layer.operator for layer in fxq.layers(model) if not layer.boundary]
+
+
+def test_a_pass_runs_behind_the_one_it_is_named_after_and_the_whole_contract_holds(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def watch(gm: fx.GraphModule, context: Any) -> int:
+        seen.append(str(gm.meta["stage"]))
+        return 0
+
+    prepared = fxq.prepare(Gated().eval(), BATCH, "nash-e", passes={"rules.match": [to_silu, watch], "boundary.insert": watch})
+    assert seen == ["CANONICAL", "BOUNDED"]
+    assert operators(prepared) == ["conv2d", "silu"]
+    fxq.calibrate(prepared, [BATCH])
+    integer = fxq.convert(prepared)
+    assert fxq.verify(prepared, integer, [BATCH])
+    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "own.onnx"), [BATCH])
+    stopped = fxq.prepare(Gated().eval(), BATCH, passes={"rules.match": to_silu}, until="test_own_passes.to_silu")
+    assert "silu" in fxq.text(stopped)
+
+
+def test_what_a_pass_leaves_is_held_against_the_stage_even_if_it_says_that_it_changed_nothing() -> None:
+    def breaks(gm: fx.GraphModule, context: Any) -> int:
+        next(node for node in gm.graph.nodes if operator_of(node) is not None).meta.pop("fact")
+        return 0
+
+    with pytest.raises(fxq.StageViolation, match="breaks"):
+        fxq.prepare(Gated().eval(), BATCH, passes={"canonical.rewrite": breaks})
+
+
+def test_a_pass_that_counts_nothing_and_a_name_of_no_pass_are_told() -> None:
+    def to_nothing(gm: fx.GraphModule, context: Any) -> None: ...
+
+    with pytest.raises(fxq.ConfigurationError, match=r"to_nothing returned None[\s\S]*return a whole number"):
+        fxq.prepare(Gated().eval(), BATCH, passes={"rules.match": to_nothing})
+    with pytest.raises(fxq.ConfigurationError, match=r"names no pass[\s\S]*canonical.rewrite, rules.match"):
+        fxq.prepare(Gated().eval(), BATCH, passes={"rules.macht": to_silu})
+
+
+# ---- operators -----------------------------------------------------------------------------------------------------------------
+
+
+def faded(first: Tensor, second: Tensor, weight: Tensor, gain: float = 1.0) -> Tensor:
+    share = torch.sigmoid(weight)
+    return (first * share + second * (1 - share)) * gain
+
+
+def expanded(build: Any, first: Any, second: Any, weight: Any, gain: float) -> Any:
+    share = build(torch.sigmoid, weight)
+    return build(mul, build(add, build(mul, first, share), build(mul, second, build(sub, 1, share))), gain)
+
+
+fade = fxq.operator("fade", faded, ["first", "second"], expand=expanded)
+
+
+class Fade(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.weight = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1), nn.Parameter(torch.randn(4, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return fade(self.left(x), second=self.right(x), weight=self.weight, gain=0.5)
+
+
+@pytest.mark.parametrize("target", ["bernoulli2", "nash-e", "x86"])
+def test_an_operator_of_several_tensors_is_integer_on_every_target(target: str, tmp_path: Path) -> None:
+    model = Fade().eval()
+    assert torch.equal(model(BATCH), faded(model.left(BATCH), model.right(BATCH), model.weight, 0.5))
+    result = fxq.quantize(model, [BATCH], target)
+    assert all(layer.integer for layer in fxq.layers(result.integer) if not layer.boundary)
+    assert "fade: mul" in fxq.explain(result.integer)
+    assert fxq.verify(result.prepared, result.integer, [BATCH])
+    assert result.verify(result.export(tmp_path / "fade.onnx"), [BATCH])
+    loaded = fxq.load(fxq.save(result.prepared, tmp_path / "fade.fxq"))
+    assert fxq.verify(loaded, result.integer, [BATCH])
+    fxq.set_state(result.prepared, "train")
+    result.prepared.train()(BATCH).sum().backward()
+    assert result.prepared.get_parameter("weight").grad.abs().sum() > 0
+    assert copy.deepcopy(result.prepared)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no meaning": ({}, "no meaning in integers"),
+    "two meanings": ({"expand": expanded, "lower": expanded}, "two meanings in integers"),
+    "a parameter that there is not": ({"operands": ["third"], "expand": expanded}, "no parameter 'third'"),
+    "a field that there is not": ({"expand": expanded, "granularity": 1}, "no field 'granularity'"),
+    "a name that is taken": ({"name": "fade", "expand": expanded}, "in the table already"),
+    "a name of PyTorch's": ({"name": "hypot", "expand": expanded}, "cannot be declared"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_an_operator_that_cannot_be_declared_says_why(case: str) -> None:
+    given, told = WRONG[case]
+    with pytest.raises(fxq.ConfigurationError, match=told):
+        fxq.operator(**{"name": "fades", "function": faded, "operands": ["first", "second"], **given})
