@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxquant import sweeps
+from fxquant import curves, joining, sweeps
 from fxquant.arithmetic import Arithmetic, FixedArithmetic, RealArithmetic
 from fxquant.lowering import Clamp, Lowering, Quantized, limited
-from fxquant.numerics import FLOAT32_EXACT, INT32, INT32_MAX
-from fxquant.primitives import PRIMITIVES
+from fxquant.numerics import FLOAT32_EXACT, INT32, INT32_MAX, Grid
+from fxquant.primitives import PRIMITIVES, shape
 from fxquant.quantization.learning import learned_step
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.rounding import straight_through
 from fxquant.quantization.weights import WeightQuantizer
 from fxquant.rescaling import Ratio
 
+VIEWS = (shape.reshape, shape.permute)
 FUSED = (RealArithmetic, FixedArithmetic)  # whose requantization `sweeps` has; another class may compose other primitives
 
 
@@ -48,9 +50,22 @@ class EagerLowering(Lowering):
         self.training = training
         self.observing = observing
         self.live_batch_norm = live_batch_norm
+        self.known: dict[int, tuple[Tensor, Tensor, Grid]] = {}  # integers by identity, with their real numbers and their grid
         self.whole: Tensor | None = None  # the last tensor that was made of integers on a grid
 
-    def call(self, primitive: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    def call(self, primitive: Callable[..., Tensor], *arguments: Any) -> Any:
+        if type(self) is EagerLowering and joining.defers(primitive, arguments):
+            return joining.Deferred(primitive, arguments)
+        arguments = tuple(self._made(argument) for argument in arguments)
+        return self._called(primitive, arguments)
+
+    def _made(self, value: Any) -> Any:
+        """What has been deferred, computed; all else as it is."""
+        if not isinstance(value, joining.Deferred):
+            return value
+        return self._called(value.primitive, tuple(self._made(argument) for argument in value.arguments))
+
+    def _called(self, primitive: Callable[..., Tensor], arguments: tuple[Any, ...]) -> Tensor:
         record = PRIMITIVES[primitive]
         if record.surrogate is None or not torch.is_grad_enabled():
             value = primitive(*arguments)
@@ -60,7 +75,20 @@ class EagerLowering(Lowering):
             value = straight_through(record.surrogate(*arguments), exact)
         if record.kind == "quantized":
             self.whole = value
+        if primitive in VIEWS and id(arguments[0]) in self.known:
+            real, grid = self.known[id(arguments[0])][1:]
+            self.known[id(value)] = value, primitive(real, *arguments[1:]), grid
         return value
+
+    def remember(self, operand: Quantized) -> None:
+        """Have what moves this operand without copying move the real numbers that are known of it."""
+        if operand.known is not None:
+            self.known[id(operand.value)] = operand.value, operand.known, operand.grid
+
+    def remembered(self, result: Quantized) -> Quantized:
+        """The result with its real numbers, where they have been moved."""
+        _, real, grid = self.known.get(id(result.value), (None, None, None))
+        return replace(result, known=real) if result.known is None and grid is result.grid else result
 
     def constant(self, role: str, value: Tensor, dtype: torch.dtype) -> Tensor:
         return value
@@ -86,6 +114,75 @@ class EagerLowering(Lowering):
         self.whole = integers
         return Quantized(integers, grid, tuple(integers.shape))
 
+    def requantize(
+        self, accumulator: Any, ratio: Ratio, clamp: Clamp | None = None, to: Quantizer | None = None, role: str = "", bound: float = 0
+    ) -> Quantized:
+        joined = self._joined(accumulator, ratio, clamp, to or self.output, bound)
+        return super().requantize(self._made(accumulator), ratio, clamp, to, role, bound) if joined is None else joined
+
+    def _joined(self, accumulator: Any, ratio: Ratio, clamp: Clamp | None, to: Quantizer, bound: float) -> Quantized | None:
+        """An accumulator of two tensors, requantized without being written down; None where there is no such pass."""
+        follows, learns = self.observing and to.follows_training, to.learns and torch.is_grad_enabled()
+        whole = isinstance(accumulator, joining.Deferred | Tensor) and type(self) is EagerLowering and type(self.arithmetic) in FUSED
+        seen = self.seen is not None and to is self._output
+        if not whole or learns or to.dtype == INT32 or (follows and (seen or not to.can_follow_ends)):
+            return None
+        join = joining.join_of(accumulator)
+        if join is None:
+            return None
+        if to is self.intermediate and not follows:
+            to.require()
+        step = ratio.approximate()
+        if (step.requires_grad and torch.is_grad_enabled()) or step.numel() not in (1, join.columns if join.each else 1):
+            return None
+        step = step.detach().flatten()
+        if follows:
+            real = joining.ends(join)
+            real = real * step if join.wide else real.float() * step.float()
+            real = real if clamp is None else real.clamp(*clamp)
+            to.follow(limited(real, self.observed) if to is self.output else real)
+        integers, real = joining.joined(join, self._rounded(ratio, clamp, to, bound), step)
+        self.whole = integers
+        return Quantized(integers, to.grid, tuple(integers.shape), real)
+
+    def _rounded(self, ratio: Ratio, clamp: Clamp | None, to: Quantizer, bound: float) -> sweeps.Rounded:
+        """What an accumulator, whose step is `ratio`, becomes on the grid of `to`."""
+        least, most = (None, None) if clamp is None else clamp
+        limits = -math.inf if least is None else least, math.inf if most is None else most
+        grid = to.grid
+        with torch.no_grad():
+            constants = sweeps.Constants()
+            bits = 32 if bound <= INT32_MAX else 48
+            self.arithmetic.requantize(constants, None, ratio.over(grid.scale), *self.bounds(clamp, to), grid, "", bits)
+        return constants.rounded(grid.bounds, limits, grid.scale)
+
+    def look_up(
+        self, input: Quantized, entries: Callable[..., Tensor], function: Callable[[Tensor], Tensor], tamed: Callable[[Tensor], Tensor]
+    ) -> Quantized:
+        to, value = self.output, input.value
+        follows, learns = self.observing and to.follows_training, to.learns and torch.is_grad_enabled()
+        if follows and isinstance(value, Tensor) and 4 * value.numel() < input.grid.high - input.grid.low and sweeps.admitted(value):
+
+            def exact() -> Tensor:
+                return entries(value.detach().flatten().double().cpu()).view(value.shape).float()
+
+            return self.result(exact, lambda: tamed(input.real()))
+        fits = not learns and type(self) is EagerLowering and (not follows or (self.seen is None and to.can_follow_ends))
+        if not fits or not curves.tabulated(input.value, input.grid):
+            return super().look_up(input, entries, function, tamed)
+        integers = curves.integers_of(value, input.grid)
+        curve = curves.curve_of(function, input.grid, torch.is_grad_enabled() and value.requires_grad, integers)
+        if follows:
+            found = curve.values[curves.occurring(value, integers)]
+            if not bool(torch.isfinite(found).all()):
+                return super().look_up(input, entries, function, tamed)
+            to.follow(limited(found, self.observed))
+        grid = to.grid
+        table = entries(integers) if self.training and len(integers) > curves.FEW else entries()[integers[0].int() - input.grid.low :]
+        integers, real = curves.looked_up(value, input.grid, curve, table, grid)
+        self.whole = integers
+        return Quantized(integers, grid, tuple(integers.shape), real)
+
     def complete(
         self,
         accumulator: Any,
@@ -97,6 +194,12 @@ class EagerLowering(Lowering):
         multiplier: Tensor | None = None,
         statistics: sweeps.Collected | None = None,
     ) -> Quantized:
+        if isinstance(accumulator, joining.Deferred):
+            alone = bias is None and residual is None and statistics is None
+            joined = self._joined(accumulator, ratio, clamp, self.output, bound) if alone else None
+            if joined is not None:
+                return joined
+            accumulator = self._made(accumulator)
         other = None if residual is None else residual.value
         fits = (
             type(self.arithmetic) in FUSED and sweeps.admitted(accumulator, other) and (other is None or other.shape == accumulator.shape)
@@ -112,8 +215,6 @@ class EagerLowering(Lowering):
         added = None if bias is None else bias.to(torch.float32).reshape(-1)
         factor = None if multiplier is None else multiplier.to(torch.float32).reshape(-1).expand(form.channels)
         factors = factors.reshape(-1).expand(form.channels)
-        least, most = (None, None) if clamp is None else clamp
-        limits = -math.inf if least is None else least, math.inf if most is None else most
         if follows:
             with torch.no_grad():
                 if statistics is not None and other is None:
@@ -126,12 +227,7 @@ class EagerLowering(Lowering):
                     steps = factors
                 real = ends * steps if clamp is None else (ends * steps).clamp(*clamp)
                 to.follow(limited(real, self.observed))
-        grid = to.grid
-        with torch.no_grad():
-            constants = sweeps.Constants()
-            bits = 32 if bound <= INT32_MAX else 48
-            self.arithmetic.requantize(constants, None, ratio.over(grid.scale), *self.bounds(clamp, to), grid, "", bits)
-        how = constants.rounded(grid.bounds, limits, grid.scale)
+        grid, how = to.grid, self._rounded(ratio, clamp, to, bound)
         token = None if statistics is None else statistics.token
         integers, real = sweeps.finished(accumulator, added, other, factor, factors, form, how, token)
         self.whole = integers

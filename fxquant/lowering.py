@@ -24,7 +24,7 @@ from fxquant.facts import Size
 from fxquant.numerics import EVERYTHING, FLOAT32_EXACT, INT32, INT32_MAX, Grid, Interval, IntType, bits_of, clamp_bound
 from fxquant.primitives.accumulate import add_residual
 from fxquant.primitives.boundary import quantize
-from fxquant.primitives.elementwise import shift_right
+from fxquant.primitives.elementwise import lookup, shift_right
 from fxquant.primitives.requantize import accumulator_output, clamp_accumulator
 from fxquant.quantization.batch_norm import BatchNorm
 from fxquant.quantization.quantizer import Quantizer
@@ -249,6 +249,22 @@ class Lowering:
             ]
             value = self.call(clamp_accumulator, value, *constants)
         return Quantized(value, Grid(INT32, scale), ())
+
+    def look_up(
+        self, input: Quantized, entries: Callable[..., Tensor], function: Callable[[Tensor], Tensor], tamed: Callable[[Tensor], Tensor]
+    ) -> Quantized:
+        """A function of one tensor by the table of its grid.
+
+        `entries` gives its centred integers for the output's grid of the moment: all of them, or at float64 centred integers.
+        `function` is its float meaning, `tamed` the same without infinite values and slopes.
+        """
+
+        def exact() -> Any:
+            to, first = self.output.grid, (input.grid.low,) if input.dtype.affine else ()
+            table = self.constant("table", self.stored(entries(), to), to.type.storage)
+            return self.call(lookup, input.value, table, *first)
+
+        return self.result(exact, lambda: tamed(input.real()))
 
     def bounds(self, clamp: Clamp | None, to: Quantizer) -> tuple[int, int]:
         """The centred integers that limit the output: the grid's, narrowed by a real interval: ⌊bound/scale + ½⌋."""

@@ -6,6 +6,7 @@ definitions are those of backends/bpu/ARITHMETIC.md, and the slow oracle in test
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -72,6 +73,11 @@ WEIGHT_INT16 = IntType("int16", -32767, 32767, torch.int16)
 ACTIVATION_TYPES: Mapping[str, IntType] = {t.name: t for t in (INT4, INT8, UINT8, INT16, INT32)}
 PLAIN_TYPES: Mapping[str, torch.dtype] = {"bool": torch.bool, "int64": torch.int64}  # of results that are no quantized tensors
 WEIGHT_TYPES: Mapping[str, IntType] = {t.name: t for t in (WEIGHT_INT4, WEIGHT_INT8, WEIGHT_INT16)}
+
+
+def float32(value: float) -> float:
+    """The nearest float32; infinite beyond the largest one. A sum, product or quotient of two float32 numbers, so rounded, is PyTorch's."""
+    return ctypes.c_float(value).value
 
 
 # ---- grids --------------------------------------------------------------------------------------------------------
@@ -271,7 +277,14 @@ def bias_integers(bias: Tensor, input_scale: Tensor, scale: Tensor) -> Tensor:
 # ---- tables -------------------------------------------------------------------------------------------------------
 
 
-def table(function: Callable[[float], float], input: Grid, output: Grid, on_tensors: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+def table(
+    function: Callable[[float], float],
+    input: Grid,
+    output: Grid,
+    on_tensors: Callable[[Tensor], Tensor] | None = None,
+    has_none: Callable[[Tensor], Tensor] | None = None,
+    points: Tensor | None = None,
+) -> Tensor:
     """The table of a unary function: entry c - input.low is clip(⌊f(c · s_in) / s_out + ½⌋), of centred integers.
 
     Its dtype is the output's storage, or int16 where that is affine. `function` is evaluated in float64, element by element, by
@@ -282,15 +295,22 @@ def table(function: Callable[[float], float], input: Grid, output: Grid, on_tens
     """
     input_scale, output_scale = float(input.scale), float(output.scale)
     storage = torch.int16 if output.type.affine else output.type.storage
+    if points is None:
+        points = torch.arange(input.low, input.high + 1, dtype=torch.float64, device="cpu")
+    x = points * input_scale
     if on_tensors is None:
-        entries = [_table_entry(function, c * input_scale, output_scale, output) for c in range(input.low, input.high + 1)]
+        entries = [_table_entry(function, number, output_scale, output) for number in x.tolist()]
         return torch.tensor(entries, dtype=storage, device="cpu")
-    x = torch.arange(input.low, input.high + 1, dtype=torch.float64, device="cpu") * input_scale
     value = on_tensors(x) / output_scale + 0.5
     doubtful = ~torch.isfinite(value) | ((value - torch.round(value)).abs() <= value.abs().clamp_min(1) * 2.0**-30)
     result = torch.nan_to_num(torch.floor(value)).clamp(output.low, output.high).to(storage)
     saturated = torch.isfinite(value) & (value.abs() > 2 * output.magnitude)
-    left = torch.nonzero(doubtful & ~saturated).flatten()
+    asked = doubtful & ~saturated
+    if has_none is not None:
+        without = has_none(x)
+        result[without] = 0
+        asked &= ~without
+    left = torch.nonzero(asked).flatten()
     result[left] = torch.tensor([_table_entry(function, number, output_scale, output) for number in x[left].tolist()], dtype=storage)
     return result
 

@@ -37,8 +37,21 @@ class Ratio:
         """This ratio divided by more factors."""
         return Ratio(self.numerators, self.denominators + denominators)
 
+    def numbers(self) -> tuple[list[float], list[float]] | None:
+        """The factors as Python numbers, where all of them are scalars in memory without gradients: these are computed with faster."""
+        if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
+            return None
+        gradients = torch.is_grad_enabled()
+        for factor in self.numerators + self.denominators:
+            if type(factor) not in _PLAIN or factor.dim() or factor.device.type != "cpu" or (gradients and factor.requires_grad):
+                return None
+        return [float(factor) for factor in self.numerators], [float(factor) for factor in self.denominators]
+
     def approximate(self) -> Tensor:
         """The ratio in float64, within a few units in the last place."""
+        numbers = self.numbers()
+        if numbers is not None and all(numbers[1]):
+            return torch.tensor(_quotient(*numbers), dtype=torch.float64, device="cpu")
         value = torch.ones((), dtype=torch.float64, device=self.numerators[0].device)
         for factor in self.numerators:
             value = value * factor.double()
@@ -85,10 +98,46 @@ class Ratio:
         k is the one that puts M in [2^(bits-1), 2^bits), but at most `largest_exponent`: below that M has
         fewer bits, down to 0.
         """
+        with torch.no_grad():
+            numbers = self.numbers()
+        found = None if numbers is None else _mantissa(*numbers, bits, largest_exponent)
+        if found is not None:
+            return torch.tensor(found[0], dtype=torch.int64, device="cpu"), torch.tensor(found[1], dtype=torch.int64, device="cpu")
         k = (bits - torch.frexp(self.approximate()).exponent.to(torch.int64)).clamp_max(largest_exponent)
         mantissa = self.rounded(k)
         carried = mantissa >> bits  # 1 where rounding went up to 2^bits
         return mantissa >> carried, k - carried
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _quotient(numerators: list[float], denominators: list[float]) -> float:
+    """`Ratio.approximate` of Python numbers: the same operations in the same order."""
+    value = 1.0
+    for factor in numerators:
+        value *= factor
+    for factor in denominators:
+        value /= factor
+    return value
+
+
+def _mantissa(numerators: list[float], denominators: list[float], bits: int, largest_exponent: int) -> tuple[int, int] | None:
+    """`Ratio.mantissa` of Python numbers; None where these are not ordinary ones."""
+    if not all(0 < factor < math.inf for factor in (*numerators, *denominators)):
+        return None
+    value = _quotient(numerators, denominators)
+    if not 2.0**-960 < value < 2.0**960:
+        return None
+    k = min(bits - math.frexp(value)[1], largest_exponent)
+    scaled = math.ldexp(value, k)
+    if abs(scaled - math.floor(scaled) - 0.5) <= scaled * 2.0**-48:
+        exact = Ratio(*(tuple(torch.tensor(f, dtype=torch.float64, device="cpu") for f in each) for each in (numerators, denominators)))
+        mantissa = round(exact.exact()[0] * Fraction(2) ** k)
+    else:
+        mantissa = round(scaled)
+    carried = mantissa >> bits
+    return mantissa >> carried, k - carried
 
 
 # ---- requantization -------------------------------------------------------------------------------------------------
@@ -124,7 +173,13 @@ def fixed_requantization(ratio: Ratio, widths: FixedWidths, output: IntType, acc
     """
     bits = widths.multiplier_bits
     first_shift = widths.first_shift or accumulator_bits > 32
-    multiplier, k = ratio.mantissa(bits, largest_exponent=1000 if first_shift else widths.largest_shift)
+    largest_exponent = 1000 if first_shift else widths.largest_shift
+    with torch.no_grad():
+        numbers = ratio.numbers()
+    found = None if numbers is None else _mantissa(*numbers, bits, largest_exponent)
+    if found is not None:
+        return _fixed_of_numbers(*found, widths, output, accumulator_bits if first_shift else 0)
+    multiplier, k = ratio.mantissa(bits, largest_exponent)
     largest_intermediate = 2 ** (widths.intermediate_bits - 1) - 1
     if first_shift:
         # The largest right shift r with largest_intermediate · M ≥ (high + ½) · 2^r is one of two neighbours.
@@ -142,6 +197,22 @@ def fixed_requantization(ratio: Ratio, widths: FixedWidths, output: IntType, acc
     multiplier = torch.where(underflow, 0, multiplier)
     right_shift = torch.where(underflow, widths.largest_shift, right_shift)
     return FixedRequantization(shift.int(), multiplier.int(), right_shift.int())
+
+
+def _fixed_of_numbers(multiplier: int, k: int, widths: FixedWidths, output: IntType, shifted_bits: int) -> FixedRequantization:
+    """`fixed_requantization` of one mantissa; `shifted_bits` are those of an accumulator with a first shift, else 0."""
+    shift, bits = 0, widths.multiplier_bits
+    if shifted_bits:
+        largest_intermediate = 2 ** (widths.intermediate_bits - 1) - 1
+        smaller = ((largest_intermediate << (bits - 1)) * 2 // (2 * output.high + 1)).bit_length() - 1
+        covers = 2 * largest_intermediate * multiplier >= (2 * output.high + 1) << (smaller + 1)
+        shift = min(max(k - smaller - covers, 0), shifted_bits - 1)
+    right_shift = k - shift
+    if right_shift < 1:
+        multiplier, right_shift = 2**bits - 1, 1
+    if right_shift > widths.largest_shift:
+        multiplier, right_shift = 0, widths.largest_shift
+    return FixedRequantization(*(torch.tensor(each, dtype=torch.int32, device="cpu") for each in (shift, multiplier, right_shift)))
 
 
 def real_multiplier(ratio: Ratio) -> Tensor:

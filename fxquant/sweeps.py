@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fxquant import marks
 from fxquant.numerics import power_of_two
 from fxquant.primitives.requantize import HALF_STEP, half_step, requantize_fixed, requantize_real
 from fxquant.tensor_passes import Form as Form
@@ -158,6 +159,33 @@ class _Finished(torch.autograd.Function):
         return *(value if needed else None for value, needed in zip(given, wanted, strict=False)), None, None, None
 
 
+class _Marked(torch.autograd.Function):
+    """The same where neither factor nor ratio has a gradient: which elements have one is all that is kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, sums: Tensor, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None, ratio: Tensor, form: Form, how: Rounded
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        integers, real, inside, without = _passes(sums, residual).mark(sums, form, bias, residual, factor, ratio, how)
+        ctx.save_for_backward(marks.kept(inside, without), factor, ratio)
+        ctx.form, ctx.scale = form, how.scale
+        ctx.like = torch.empty_strided(sums.shape, sums.stride(), device="meta")
+        return integers, real
+
+    @staticmethod
+    def backward(ctx: Any, of_integers: Tensor | None, of_real: Tensor | None) -> tuple[Tensor | None, ...]:
+        if of_integers is None and of_real is None:
+            return (None,) * 7
+        kept, factor, ratio = ctx.saved_tensors
+        inside = marks.opened(kept, ctx.like)
+        passes = _passes(of_integers, of_real)
+        of_sums, of_residual, of_bias = passes.mark_back(ctx.form, inside, factor, ratio, ctx.scale, of_integers, of_real, ctx.like)
+        wanted = ctx.needs_input_grad
+        given = (of_sums, of_bias, of_residual)
+        return *(value if needed else None for value, needed in zip(given, wanted, strict=False)), None, None, None, None
+
+
 def finished(
     sums: Tensor,
     bias: Tensor | None,
@@ -175,7 +203,11 @@ def finished(
     """
     if not torch.is_grad_enabled():
         return _passes(sums, residual).finish(sums, form, bias, residual, factor, how)
-    result: tuple[Tensor, Tensor] = _Finished.apply(sums, bias, residual, factor, ratio, form, how, token)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Tensor]
+    if token is None and not ratio.requires_grad and (factor is None or not factor.requires_grad):
+        result = _Marked.apply(sums, bias, residual, factor, ratio, form, how)  # type: ignore[no-untyped-call]
+        return result
+    result = _Finished.apply(sums, bias, residual, factor, ratio, form, how, token)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -211,6 +243,10 @@ class Constants:
             return Rounded((multiplier,), 0, 0.0, low, high, bounds, clamp, scale)
         assert self.primitive is requantize_fixed
         _, shift, multiplier, right_shift, bits, rounding, low, high, *_ = self.arguments
+        if shift.dim() == 0 and shift.device.type == "cpu" and rounding != HALF_STEP:
+            numbers = 0.0, 2.0 ** -int(shift), float(multiplier) * 2.0 ** -int(right_shift)
+            one = torch.tensor(numbers, dtype=torch.float64, device="cpu").unbind()
+            return Rounded(one, 2 ** (bits - 1), 0.5 if rounding == "half_up" else 0.0, low, high, bounds, clamp, scale)
         half = half_step(shift, multiplier, right_shift) if rounding == HALF_STEP else torch.zeros_like(shift, dtype=torch.float64)
         factors = half, power_of_two(-shift), multiplier.double() * power_of_two(-right_shift)
         return Rounded(factors, 2 ** (bits - 1), 0.5 if rounding == "half_up" else 0.0, low, high, bounds, clamp, scale)

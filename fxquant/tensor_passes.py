@@ -124,6 +124,35 @@ class Passes:
             value = (value * (multiplier.reshape(form.shape) if multiplier.numel() > 1 else multiplier)).round_().clamp_(how.low, how.high)
         return value, (value * how.scale).add_(0.0)
 
+    def mark(
+        self, sums: Tensor, form: Form, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None, ratio: Tensor, how: Rounded
+    ) -> tuple[Tensor, Tensor, Tensor, int]:
+        """`finish`, and which elements have a gradient: bytes that are 1, lying as the sums do; and how many have none."""
+        real = accumulated(sums, form, bias, residual, factor) * ratio.reshape(form.shape)
+        steps = real.clamp(*how.clamp) / how.scale
+        inside = (steps >= how.bounds[0]) & (steps <= how.bounds[1]) & (real >= how.clamp[0]) & (real <= how.clamp[1])
+        return *self.finish(sums, form, bias, residual, factor, how), inside.to(torch.uint8), int(inside.numel() - inside.sum())
+
+    def mark_back(
+        self,
+        form: Form,
+        inside: Tensor | None,
+        factor: Tensor | None,
+        ratio: Tensor,
+        scale: Tensor,
+        of_integers: Tensor | None,
+        of_real: Tensor | None,
+        like: Tensor,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Gradients of the sums, of the residual, and of the bias, by what `mark` has marked. `like` lies as the sums do."""
+        whole = of_integers
+        if of_real is not None:
+            whole = of_real * scale if whole is None else whole + of_real * scale
+        assert whole is not None
+        of_sums = (whole if inside is None else torch.where(inside > 0, whole, 0.0)) / scale * ratio.reshape(form.shape)
+        dims = [d for d in range(of_sums.dim()) if d != of_sums.dim() - len(form.shape)]
+        return of_sums, None if factor is None else of_sums * factor.reshape(form.shape), of_sums.sum(dims)
+
     def finish_back(
         self,
         sums: Tensor,

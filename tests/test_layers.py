@@ -53,8 +53,11 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.primitives": {"errors", "facts", "numerics", "primitives"},
     "fxquant.arithmetic": {"numerics", "primitives", "rescaling"},
     "fxquant.tensor_passes": set(),
-    "fxquant.sweeps": {"numerics", "primitives", "tensor_passes"},
-    "fxquant.eager": BASE | {"arithmetic", "learning", "lowering", "primitives", "quantizer", "sweeps", "weights"},
+    "fxquant.sweeps": {"marks", "numerics", "primitives", "tensor_passes"},
+    "fxquant.marks": set(),
+    "fxquant.joining": {"marks", "numerics", "primitives", "sweeps", "tensor_passes"},
+    "fxquant.curves": {"joining", "numerics"},
+    "fxquant.eager": BASE | {"arithmetic", "curves", "joining", "learning", "lowering", "primitives", "quantizer", "sweeps", "weights"},
     "fxquant.lowering": BASE | {"arithmetic", "sweeps", "batch_norm", "learning", "primitives", "quantizer", "weights", "facts"},
     "fxquant.functional": set(),
     "fxquant.ops": BASE
@@ -172,7 +175,8 @@ ALLOWED: dict[str, set[str]] = {
         "segments",
         "version",
     },
-    "fxquant.backends.cpu": {"arithmetic", "sweeps", "graph", "observers", "kernels", "numerics", "primitives", "target", "backends.cpu"},
+    "fxquant.backends.cpu": {"arithmetic", "sweeps", "joining", "marks", "tensor_passes", "graph", "observers", "kernels"}
+    | {"numerics", "primitives", "target", "backends.cpu"},
     # what is shown of models and of two of their forms
     "fxquant.reporting": {
         "arguments",

@@ -1,4 +1,6 @@
-"""The kernels of native.c and training.c, compiled once for this processor and kept in the user's cache; nothing needs them, or a compiler.
+"""The kernels of native.c, training.c and joining.c, compiled once for this processor and kept in the user's cache.
+
+Nothing needs them, or a compiler.
 
 FXQUANT_NATIVE=0 leaves them out. The library stands in a folder that only the user can write to, under a name made of the source,
 the compiler and the processor.
@@ -23,6 +25,7 @@ logger = logging.getLogger("fxquant")
 
 SOURCE = Path(__file__).with_name("native.c")
 TRAINING = Path(__file__).with_name("training.c")
+JOINING = Path(__file__).with_name("joining.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")  # IEEE's roundings
 SWITCH = "FXQUANT_NATIVE"
 SUM, REAL, FIXED = 0, 1, 2
@@ -83,11 +86,11 @@ class Pass(ctypes.Structure):
 
     _fields_ = [
         *((name, _pointer) for name in ("sums", "bias", "residual", "factor", "multiplier", "half", "first", "product", "ratio")),
-        *((name, _pointer) for name in ("of_integers", "of_real", "integers", "real", "of_sums", "of_residual", "totals", "ends")),
-        *((name, _pointer) for name in ("offset", "slope")),
-        *((name, _int64) for name in ("outer", "channels", "inner", "mode", "threads")),
+        *((name, _pointer) for name in ("of_integers", "of_real", "integers", "real", "of_sums", "of_residual")),
+        *((name, _pointer) for name in ("inside", "totals", "ends", "offset", "slope")),
+        *((name, _int64) for name in ("outer", "channels", "inner", "mode", "threads", "outside")),
         *((name, ctypes.c_double) for name in ("limit", "add")),
-        *((name, ctypes.c_float) for name in ("low", "high", "least", "most", "scale")),
+        *((name, ctypes.c_float) for name in ("low", "high", "least", "most", "scale", "bottom", "top")),
     ]
 
 
@@ -113,9 +116,15 @@ def library() -> Any:
 @functools.cache
 def training_library() -> Any:
     """The compiled functions of training, or a sentence that says why there are none."""
-    sums = ("collect", "ends", "finish_forward", "finish_backward", "centre")
+    sums = ("collect", "ends", "finish_forward", "finish_backward", "marked_backward", "centre")
     weights = ("weight_ends", "weight_forward", "weight_backward")
     return _loaded(TRAINING, (*sums, *weights, "row_ends", "magnitudes", "signed"))
+
+
+@functools.cache
+def joining_library() -> Any:
+    """The compiled functions of training that join two tensors, or a sentence that says why there are none."""
+    return _loaded(JOINING, ("join_ends", "join_forward", "join_backward", "occurs", "look_up", "look_back", "places", "marks"))
 
 
 def _loaded(source: Path, functions: tuple[str, ...]) -> Any:

@@ -19,12 +19,14 @@ typedef struct {
     const float *ratio;                           /* the real number of one step of the accumulator */
     const float *of_integers, *of_real;           /* gradients of what `finish` writes; either may be absent */
     float *integers, *real, *of_sums, *of_residual;
+    uint8_t *inside;                              /* whether an element has a gradient; may be absent */
     double *totals;                               /* (4, channels) */
     float *ends;                                  /* (2, channels): the least and the largest accumulator */
     const float *offset, *slope;                  /* `centre`: what is added to the gradient: offset + slope * (sums + bias) */
-    int64_t outer, channels, inner, mode, threads;
+    int64_t outer, channels, inner, mode, threads, outside;
     double limit, add;
     float low, high, least, most, scale;          /* least, most: the fused clamp, in real numbers */
+    float bottom, top;                            /* of the grid, where gradients end */
 } Pass;
 
 /* The accumulator of an element: exact, since it is proved to stay below 2^24. */
@@ -200,15 +202,46 @@ static void finish_row(const Pass *p, int64_t c, int64_t at, int64_t n, int vary
     }
 }
 
-void fxq_finish_forward(const Pass *p) {
-    int64_t channels = p->channels, inner = p->inner;
-    if (inner > 1) {
-#pragma omp parallel for num_threads(p->threads) if (p->threads > 1)
-        for (int64_t row = 0; row < p->outer * channels; row++) finish_row(p, row % channels, row * inner, inner, 0);
-    } else {
-#pragma omp parallel for num_threads(p->threads) if (p->threads > 1)
-        for (int64_t row = 0; row < p->outer; row++) finish_row(p, 0, row * channels, channels, 1);
+/* Which elements have a gradient, and how many have none. */
+INLINE int64_t mark_elements(const Pass *p, int64_t c, int64_t at, int64_t n, int vary, int adds) {
+    const float *restrict x = p->sums + at, *restrict r = adds ? p->residual + at : NULL;
+    const float *restrict bias = p->bias + c, *restrict factor = adds ? p->factor + c : NULL, *restrict ratio = p->ratio + c;
+    uint8_t *restrict marks = p->inside + at;
+    float bottom = p->bottom, top = p->top, least = p->least, most = p->most, scale = p->scale;
+    int32_t outside = 0;
+#pragma omp simd reduction(+ : outside)
+    for (int64_t i = 0; i < n; i++) {
+        int64_t j = vary ? i : 0;
+        float value = accumulated(x, bias, r, factor, i, j, adds) * ratio[j], steps = limited(value, least, most) / scale;
+        int inside = (steps >= bottom) & (steps <= top) & (value >= least) & (value <= most);
+        marks[i] = (uint8_t)inside;
+        outside += !inside;
     }
+    return outside;
+}
+
+static int64_t mark_row(const Pass *p, int64_t c, int64_t at, int64_t n, int vary) {
+    if (!p->inside) return 0;
+    if (vary) return p->residual ? mark_elements(p, c, at, n, 1, 1) : mark_elements(p, c, at, n, 1, 0);
+    return p->residual ? mark_elements(p, c, at, n, 0, 1) : mark_elements(p, c, at, n, 0, 0);
+}
+
+void fxq_finish_forward(Pass *p) {
+    int64_t channels = p->channels, inner = p->inner, outside = 0;
+    if (inner > 1) {
+#pragma omp parallel for num_threads(p->threads) reduction(+ : outside) if (p->threads > 1)
+        for (int64_t row = 0; row < p->outer * channels; row++) {
+            finish_row(p, row % channels, row * inner, inner, 0);
+            outside += mark_row(p, row % channels, row * inner, inner, 0);
+        }
+    } else {
+#pragma omp parallel for num_threads(p->threads) reduction(+ : outside) if (p->threads > 1)
+        for (int64_t row = 0; row < p->outer; row++) {
+            finish_row(p, 0, row * channels, channels, 1);
+            outside += mark_row(p, 0, row * channels, channels, 1);
+        }
+    }
+    p->outside = outside;
 }
 
 /* ---- and back ---- */
@@ -289,6 +322,69 @@ void fxq_finish_backward(const Pass *p) {
     memset(p->totals, 0, (size_t)(3 * channels) * sizeof(double));
     for (int64_t block = 0; block < BLOCKS; block++)
         for (int64_t i = 0; i < 3 * channels; i++) p->totals[i] += parts[3 * block * channels + i];
+    free(parts);
+}
+
+/* Back by marks, without the sums; totals: those of the gradient of the accumulator. */
+INLINE void marked_elements(const Pass *p, int64_t c, int64_t at, int64_t n, int vary, int marks, int both, double *total) {
+    const float *restrict ratio = p->ratio + c, *restrict factor = p->of_residual ? p->factor + c : NULL;
+    const float *restrict g = p->of_integers + at, *restrict gy = both ? p->of_real + at : NULL;
+    const uint8_t *restrict inside = marks ? p->inside + at : NULL;
+    float *restrict d = p->of_sums + at, *restrict dr = p->of_residual ? p->of_residual + at : NULL, scale = p->scale;
+    double sum = 0;
+    for (int64_t begin = 0; begin < n; begin += 256) {
+        int64_t end = begin + 256 < n ? begin + 256 : n;
+        float part = 0;
+#pragma omp simd reduction(+ : part)
+        for (int64_t i = begin; i < end; i++) {
+            float whole = both ? g[i] + gy[i] * scale : g[i];
+            float of_sum = (marks && !inside[i] ? 0.0f : whole / scale) * ratio[vary ? i : 0];
+            d[i] = of_sum;
+            if (vary) total[i] += of_sum;
+            else part += of_sum;
+        }
+        if (dr)
+            for (int64_t i = begin; i < end; i++) dr[i] = d[i] * factor[vary ? i : 0];
+        sum += part;
+    }
+    if (!vary) *total += sum;
+}
+
+static void marked_row(const Pass *p, int64_t c, int64_t at, int64_t n, int vary, double *total) {
+    int marks = p->inside != NULL, both = p->of_real != NULL;
+    if (vary) {
+        if (marks && both) marked_elements(p, c, at, n, 1, 1, 1, total);
+        else if (marks) marked_elements(p, c, at, n, 1, 1, 0, total);
+        else if (both) marked_elements(p, c, at, n, 1, 0, 1, total);
+        else marked_elements(p, c, at, n, 1, 0, 0, total);
+    } else {
+        if (marks && both) marked_elements(p, c, at, n, 0, 1, 1, total);
+        else if (marks) marked_elements(p, c, at, n, 0, 1, 0, total);
+        else if (both) marked_elements(p, c, at, n, 0, 0, 1, total);
+        else marked_elements(p, c, at, n, 0, 0, 0, total);
+    }
+}
+
+void fxq_marked_backward(const Pass *p) {
+    int64_t channels = p->channels, inner = p->inner;
+    if (inner > 1) {
+#pragma omp parallel for num_threads(p->threads) if (p->threads > 1)
+        for (int64_t c = 0; c < channels; c++) {
+            double total = 0;
+            for (int64_t o = 0; o < p->outer; o++) marked_row(p, c, (o * channels + c) * inner, inner, 0, &total);
+            p->totals[c] = total;
+        }
+        return;
+    }
+    double *parts = calloc((size_t)(BLOCKS * channels), sizeof(double));
+    if (!parts) abort();
+#pragma omp parallel for num_threads(p->threads) if (p->threads > 1)
+    for (int64_t block = 0; block < BLOCKS; block++)
+        for (int64_t o = p->outer * block / BLOCKS; o < p->outer * (block + 1) / BLOCKS; o++)
+            marked_row(p, 0, o * channels, channels, 1, parts + block * channels);
+    memset(p->totals, 0, (size_t)channels * sizeof(double));
+    for (int64_t block = 0; block < BLOCKS; block++)
+        for (int64_t i = 0; i < channels; i++) p->totals[i] += parts[block * channels + i];
     free(parts);
 }
 

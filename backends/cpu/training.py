@@ -38,21 +38,64 @@ class NativePasses(sweeps.Passes):
     def finish(
         self, sums: Tensor, form: Form, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None, how: Rounded
     ) -> tuple[Tensor, Tensor]:
+        return self._finish(sums, form, bias, residual, factor, how, {})[:2]
+
+    def mark(
+        self, sums: Tensor, form: Form, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None, ratio: Tensor, how: Rounded
+    ) -> tuple[Tensor, Tensor, Tensor, int]:
+        inside = torch.empty_like(sums, dtype=torch.uint8)
+        integers, real, outside = self._finish(sums, form, bias, residual, factor, how, {"inside": inside, "ratio": _each(ratio, form)})
+        return integers, real, inside, outside
+
+    def _finish(
+        self,
+        sums: Tensor,
+        form: Form,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        factor: Tensor | None,
+        how: Rounded,
+        marks: dict[str, Tensor],
+    ) -> tuple[Tensor, Tensor, int]:
+        """The integers, the real numbers, and how many elements have no gradient, where these are marked."""
         integers, real = torch.empty_like(sums), torch.empty_like(sums)
         names = ("half", "first", "product") if how.fixed else ("multiplier",)
         dtype = torch.float64 if how.fixed else torch.float32
         constants = {name: _each(value, form, dtype) for name, value in zip(names, how.factors, strict=True)}
+        given = {"sums": sums, **_added(sums, form, bias, residual, factor), **constants, **marks}
+        made = _call("finish_forward", form, _numbers(how), **given, integers=integers, real=real)
+        return integers, real, made.outside
+
+    def mark_back(
+        self,
+        form: Form,
+        inside: Tensor | None,
+        factor: Tensor | None,
+        ratio: Tensor,
+        scale: Tensor,
+        of_integers: Tensor | None,
+        of_real: Tensor | None,
+        like: Tensor,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        if of_integers is None:
+            assert of_real is not None
+            of_integers, of_real = of_real * scale, None
+        of_sums, totals = torch.empty_like(like, dtype=torch.float32, device="cpu"), _vector(form.channels, torch.float64)
+        of_residual = None if factor is None else torch.empty_like(of_sums)
         _call(
-            "finish_forward",
+            "marked_backward",
             form,
-            _numbers(how),
-            sums=sums,
-            **_added(sums, form, bias, residual, factor),
-            **constants,
-            integers=integers,
-            real=real,
+            {"scale": float(scale)},
+            inside=inside,
+            factor=None if factor is None else _each(factor, form),
+            ratio=_each(ratio, form),
+            of_integers=_like(of_integers, of_sums),
+            of_real=None if of_real is None else _like(of_real, of_sums),
+            of_sums=of_sums,
+            of_residual=of_residual,
+            totals=totals,
         )
-        return integers, real
+        return of_sums, of_residual, totals.float()
 
     def finish_back(
         self,
@@ -117,13 +160,14 @@ SMALLEST = 2**12  # elements of a tensor
 sweeps.offer(NativePasses())
 
 
-def _call(function: str, form: Form, numbers: dict[str, float] | None = None, /, **tensors: Tensor | None) -> None:
-    """A function of training.c; tensors are contiguous, or all of them lie alike."""
+def _call(function: str, form: Form, numbers: dict[str, float] | None = None, /, **tensors: Tensor | None) -> Pass:
+    """A function of training.c; tensors are contiguous, or all of them lie alike. What it was called with."""
     made = Pass(outer=form.outer, channels=form.channels, inner=form.inner, threads=torch.get_num_threads(), **(numbers or {}))
     for name, tensor in tensors.items():
         if tensor is not None:
             setattr(made, name, tensor.data_ptr())
     getattr(native.training_library(), f"fxq_{function}")(ctypes.addressof(made))
+    return made
 
 
 def _numbers(how: Rounded) -> dict[str, float]:
@@ -137,6 +181,8 @@ def _numbers(how: Rounded) -> dict[str, float]:
         "least": least,
         "most": most,
         "scale": float(how.scale),
+        "bottom": how.bounds[0],
+        "top": how.bounds[1],
     }
 
 

@@ -20,9 +20,9 @@ from fxquant.lowering import Lowering, Quantized
 from fxquant.numerics import EVERYTHING, Grid, Interval, IntType, table
 from fxquant.ops.form import Call
 from fxquant.ops.record import OPERATORS, Adapt, Instead, Operator, operator_of, register
-from fxquant.primitives import elementwise
 
 UNARY: dict[str, tuple[Callable[..., Tensor], Callable[..., float]]] = {}  # on tensors, and on one Python float
+WITHOUT_NEGATIVE: set[str] = set()  # those of them that have no value below 0
 SINGULAR: set[str] = set()  # those of them that have poles, or slopes without a bound
 POLES = ("quotient_of", "reciprocal", "rsqrt", "log", "log2", "log10")  # at 0; and powers with negative exponents
 
@@ -30,19 +30,14 @@ POLES = ("quotient_of", "reciprocal", "rsqrt", "log", "log2", "log10")  # at 0; 
 def by_table(lowering: Lowering, input: Quantized, name: str, factor: float = 1.0, offset: float = 0.0, **settings: Any) -> Quantized:
     """The integers of a unary function of factor · input + offset, by a table on the operand's grid."""
 
-    def look_up() -> Any:
-        to = lowering.output.grid
-        chosen = name, factor, offset, tuple(settings.items())
-        entries = _entries(*chosen, _plain(input.grid), _plain(to)).to(input.scale.device)
-        first = (input.grid.low,) if input.dtype.affine else ()
-        return lowering.call(
-            elementwise.lookup, input.value, lowering.constant("table", lowering.stored(entries, to), to.type.storage), *first
-        )
+    def entries(points: Tensor | None = None) -> Tensor:
+        chosen = name, factor, offset, tuple(settings.items()), _plain(input.grid), _plain(lowering.output.grid)
+        return (_entries(*chosen) if points is None else _made(*chosen, points)).to(input.scale.device)
 
-    def real() -> Tensor:
-        return _tamed(lambda x: shifted(x, name, factor, offset, settings), input.real(), name)
+    def function(x: Tensor) -> Tensor:
+        return shifted(x, name, factor, offset, settings)
 
-    return lowering.result(look_up, real)
+    return lowering.look_up(input, entries, function, lambda x: _tamed(function, x, name))
 
 
 def _tamed(function: Callable[[Tensor], Tensor], x: Tensor, name: str) -> Tensor:
@@ -78,9 +73,19 @@ def _grid(kind: IntType, scale: float, zero_point: int) -> Grid:
     return Grid(kind, torch.tensor(scale, dtype=torch.float32, device="cpu"), zero_point)
 
 
+Settings = tuple[tuple[str, Any], ...]
+
+
 @lru_cache(maxsize=256)  # 64 MiB of int16 tables: while scales stand still, the same ones are asked for at every step
-def _entries(name: str, factor: float, offset: float, settings: tuple[tuple[str, Any], ...], input: PlainGrid, output: PlainGrid) -> Tensor:
+def _entries(name: str, factor: float, offset: float, settings: Settings, input: PlainGrid, output: PlainGrid) -> Tensor:
     """The table of a unary function of factor · x + offset; nobody writes into it."""
+    return _made(name, factor, offset, settings, input, output)
+
+
+def _made(
+    name: str, factor: float, offset: float, settings: Settings, input: PlainGrid, output: PlainGrid, points: Tensor | None = None
+) -> Tensor:
+    """The same, anew; or its entries at these points alone."""
     function, exact = UNARY[name]
     chosen = dict(settings)
 
@@ -90,7 +95,11 @@ def _entries(name: str, factor: float, offset: float, settings: tuple[tuple[str,
     def on_numbers(x: float) -> float:
         return exact(_moved(x, factor, offset), **chosen)
 
-    return table(on_numbers, _grid(*input), _grid(*output), on_tensors)
+    def has_none(x: Tensor) -> Tensor:
+        below: Tensor = _moved(x, factor, offset) < 0
+        return below
+
+    return table(on_numbers, _grid(*input), _grid(*output), on_tensors, has_none if name in WITHOUT_NEGATIVE else None, points)
 
 
 def _moved(x: Any, factor: float, offset: float) -> Any:
@@ -124,6 +133,8 @@ def unary(
         return by_table(lowering, input, name, **chosen)
 
     UNARY[name] = function, exact
+    if exact in _FOR_POSITIVE:
+        WITHOUT_NEGATIVE.add(name)
     if _has_poles(function, settings):
         SINGULAR.add(name)
     others = adapted or {}
@@ -239,7 +250,15 @@ def _power(x: float, exponent: float) -> float:
 
 def _for_positive(function: Callable[[float], float], at_zero: float) -> Callable[[float], float]:
     """A function of positive numbers with its limit at 0, NaN below."""
-    return lambda x: function(x) if x > 0 else at_zero if x == 0 else math.nan
+
+    def on_numbers(x: float) -> float:
+        return function(x) if x > 0 else at_zero if x == 0 else math.nan
+
+    _FOR_POSITIVE.append(on_numbers)
+    return on_numbers
+
+
+_FOR_POSITIVE: list[Callable[[float], float]] = []
 
 
 # ---- as operators of ONNX --------------------------------------------------------------------------------------------

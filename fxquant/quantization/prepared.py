@@ -154,8 +154,13 @@ class QuantizedOperator(nn.Module):
         with torch.autocast(args[0].device.type if isinstance(args[0], Tensor) else "cpu", enabled=False):
             arguments = self.operator.bind_call(args, kwargs)
             lowering.seen = self._seen(arguments)
-            result = self.operator.lower(lowering, **self._operands(arguments))
+            operands = self._operands(arguments)
+            for operand in operands.values() if self.operator.moves else ():
+                if isinstance(operand, Quantized):
+                    lowering.remember(operand)
+            result = self.operator.lower(lowering, **operands)
         if isinstance(result, Quantized):
+            result = lowering.remembered(result)
             return result.value if self.plain else _carrying(result, result.value is lowering.whole)
         value: Tensor = result
         return value

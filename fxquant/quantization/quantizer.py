@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fxquant.errors import CalibrationError, NotCalibrated, NotFinite
-from fxquant.numerics import INT32, SMALLEST_SCALE, Grid, IntType, grid_from_range, round_up_to_power_of_two
+from fxquant.numerics import INT32, SMALLEST_SCALE, Grid, IntType, float32, grid_from_range, round_up_to_power_of_two
 from fxquant.quantization.learning import LSQ, LSQ_PLUS, METHODS, TrainableScale, method_of
 from fxquant.quantization.observers import MinMaxObserver, MovingAverageMinMaxObserver, Observer, gathering, observe_together, standard
 from fxquant.quantization.spec import FROZEN, STATISTICS
@@ -129,7 +130,7 @@ class Quantizer(TrainableScale):
     @property
     def calibrated(self) -> bool:
         """Whether the scale is known."""
-        return self.follows_sum or bool(torch.isfinite(self.base_scale))
+        return self.follows_sum or math.isfinite(self.base_scale)
 
     @property
     def follows_training(self) -> bool:
@@ -199,7 +200,7 @@ class Quantizer(TrainableScale):
         if not self.calibrated:
             self.observe(value)
             self.update_scale()
-        elif self.mode == STATISTICS:
+        elif self.mode == STATISTICS and not self._followed_in_numbers(value):
             before, ends_before = self.range.largest, self.range.ends
             try:
                 self.range.observe(value)
@@ -212,6 +213,31 @@ class Quantizer(TrainableScale):
                 moved = (self.base_scale * (self.range.largest / before)).clamp_min(SMALLEST_SCALE)
                 self.base_scale.copy_(torch.where(before > 0, moved, self.range.scale(self.dtype) * self.headroom))
             self.batches_used.copy_(self.range.count)
+
+    def _followed_in_numbers(self, value: Tensor) -> bool:
+        """The same with Python numbers, each result rounded to float32 as a tensor's is: scalars take less time so."""
+        kind = type(self.range)
+        if self.range is None or self.dtype.affine or kind not in (MinMaxObserver, MovingAverageMinMaxObserver) or not value.numel():
+            return False
+        moved = (self.range.low, self.range.high, self.range.count, self.base_scale)
+        if any(type(each) not in _PLAIN or each.device.type != "cpu" for each in moved) or torch._C._are_functorch_transforms_active():
+            return False
+        low, high = (float(end.float()) for end in torch.aminmax(value.detach()))
+        own_low, own_high, count, scale = float(moved[0]), float(moved[1]), int(moved[2]), float(self.base_scale)
+        before = max(abs(own_low), abs(own_high))
+        if not (math.isfinite(low) and math.isfinite(high) and 0 < before < math.inf) or count == 0:
+            return False
+        if isinstance(self.range, MovingAverageMinMaxObserver):
+            weight = max(float32(1 / (count + 1)), float32(self.range.averaging_constant))
+            low, high = (float32(own + float32(float32(end - own) * weight)) for own, end in ((own_low, low), (own_high, high)))
+        else:
+            low, high = min(own_low, low), max(own_high, high)
+        scale = max(float32(scale * float32(max(abs(low), abs(high)) / before)), SMALLEST_SCALE)
+        if not math.isfinite(scale):
+            return False
+        for buffer, number in zip((*moved, self.batches_used), (low, high, count + 1, scale, count + 1), strict=True):
+            buffer.fill_(number)
+        return True
 
     def _cannot_observe(self, error: ValueError) -> CalibrationError:
         return CalibrationError(
@@ -272,6 +298,9 @@ class Quantizer(TrainableScale):
         zero_point = f", zero_point={self.grid.zero_point}" if self.dtype.affine else ""
         mode = "fixed" if self.observer is None or self.frozen else self.mode
         return f"{self.dtype}, scale={self.scale.item():.6g}{zero_point}, {mode}"
+
+
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def _beside(observer: Observer) -> nn.ModuleDict:

@@ -1,0 +1,151 @@
+"""The passes of `fxquant.joining` that joining.c has, for float32 tensors in memory that processors read."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from fxquant import joining, marks
+from fxquant.backends.cpu import native
+from fxquant.backends.cpu.native import FIXED, REAL
+from fxquant.joining import Join
+from fxquant.tensor_passes import Rounded
+
+PRODUCT, DOWN, NEAREST = 0, 1, 2
+
+_int64, _pointer = ctypes.c_int64, ctypes.c_void_p
+
+
+class _Join(ctypes.Structure):
+    """One pass: the structure of joining.c."""
+
+    _fields_ = [
+        *((name, _pointer) for name in ("a", "b", "c", "multiplier", "half", "first", "product", "ratio", "of_integers", "of_real")),
+        *((name, _pointer) for name in ("integers", "real", "of_a", "of_b", "inside", "totals", "ends", "mask")),
+        *((name, _int64) for name in ("rows", "columns", "b_rows", "b_stride", "b_step", "c_rows", "c_stride", "c_step")),
+        *((name, _int64) for name in ("kind", "mode", "wide", "each", "outside", "threads")),
+        *((name, ctypes.c_double) for name in ("factor_a", "factor_b", "sign_a", "sign_b", "limit", "add")),
+        *((name, ctypes.c_float) for name in ("low", "high", "bottom", "top", "least", "most", "scale")),
+    ]
+
+
+class NativeJoining:
+    """`Joining` in C."""
+
+    def takes(self, value: Tensor) -> bool:
+        """Whether there is a library, and the tensor is where processors read it."""
+        return value.device.type == "cpu" and value.dtype == torch.float32 and not isinstance(native.joining_library(), str)
+
+    def ends(self, join: Join) -> Tensor:
+        width = join.columns if join.each else 1
+        found = torch.empty(2 * width, dtype=torch.float64, device="cpu")
+        _call("join_ends", _made(join), _operands(join) | {"ends": found})
+        return found.view(2, -1)
+
+    def forward(self, join: Join, how: Rounded, ratio: Tensor, marks: bool) -> tuple[Tensor, Tensor, Tensor | None, int]:
+        shape = join.a.shape
+        integers, real = torch.empty(shape, device="cpu"), torch.empty(shape, device="cpu")
+        inside = torch.empty(shape, dtype=torch.uint8, device="cpu") if marks else None
+        made = _made(join)
+        made.mode = FIXED if how.fixed else REAL
+        (made.low, made.high), (made.bottom, made.top), (made.least, made.most) = (how.low, how.high), how.bounds, how.clamp
+        made.limit, made.add, made.scale = how.limit, how.add, float(how.scale)
+        names = ("half", "first", "product") if how.fixed else ("multiplier",)
+        dtype = torch.float64 if how.fixed else torch.float32
+        constants = {name: _each(join, value, dtype) for name, value in zip(names, how.factors, strict=True)}
+        written = {"ratio": _each(join, ratio, torch.float64), "integers": integers, "real": real, "inside": inside}
+        _call("join_forward", made, _operands(join) | constants | written)
+        return integers, real, inside, made.outside
+
+    def backward(
+        self, join: Join, scale: Tensor, ratio: Tensor, inside: Tensor | None, of_integers: Tensor | None, of_real: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        given = of_integers if of_integers is not None else of_real
+        assert given is not None
+        of_a = torch.empty(given.shape, device="cpu")
+        made = _made(join)
+        made.scale = float(scale)
+        totals = torch.empty(2 * join.columns, dtype=torch.float64, device="cpu") if join.each else None
+        of_b = None if join.each else torch.empty(given.numel() if join.of_b.step else join.rows, device="cpu")
+        gradients = {"of_integers": of_integers, "of_real": of_real, "mask": inside, "ratio": _each(join, ratio, torch.float64)}
+        operands = {"a": join.a, "b": join.b} if join.product else {"b": given}
+        _call("join_backward", made, operands | gradients | {"of_a": of_a, "of_b": of_b, "totals": totals})
+        if totals is None:
+            return of_a, of_b, None
+        of_c, of_b = totals.float().view(2, -1).unbind()
+        return of_a, of_b, of_c
+
+    def occurs(self, value: Tensor, low: int, high: int) -> Tensor:
+        found = torch.zeros(high - low + 1, dtype=torch.uint8, device="cpu")
+        _call("occurs", _Join(rows=value.numel(), low=low), {"a": value, "inside": found})
+        return found.bool()
+
+    def look_up(self, value: Tensor, table: Tensor, low: int, scale: Tensor, keeps: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        integers, real = torch.empty(value.shape, device="cpu"), torch.empty(value.shape, device="cpu")
+        wide = len(table) > 2**8
+        places = torch.empty(value.shape, dtype=torch.int16 if wide else torch.uint8, device="cpu") if keeps else None
+        made = _Join(rows=value.numel(), low=low, scale=float(scale), wide=wide)
+        _call("look_up", made, {"a": value, "multiplier": table, "integers": integers, "real": real, "inside": places})
+        return integers, real, places
+
+    def look_back(self, places: Tensor, slopes: Tensor, scale: Tensor, of_integers: Tensor | None, of_real: Tensor | None) -> Tensor:
+        found = torch.empty(places.shape, device="cpu")
+        made = _Join(rows=places.numel(), scale=float(scale), wide=len(slopes) > 2**8)
+        _call("look_back", made, {"mask": places, "multiplier": slopes, "of_integers": of_integers, "of_real": of_real, "of_a": found})
+        return found
+
+
+class NativeMarks:
+    """`Marks` in C."""
+
+    def takes(self, inside: Tensor) -> bool:
+        """Whether there is a library."""
+        return inside.device.type == "cpu" and not isinstance(native.joining_library(), str)
+
+    def places(self, marks: Tensor, count: int) -> Tensor:
+        found = torch.empty(count, dtype=torch.int32, device="cpu")
+        _call("places", _Join(rows=marks.numel()), {"mask": marks, "integers": found})
+        return found
+
+    def marks(self, places: Tensor, size: int) -> Tensor:
+        found = torch.empty(size, dtype=torch.uint8, device="cpu")
+        _call("marks", _Join(rows=size, columns=places.numel()), {"a": places, "inside": found})
+        return found
+
+
+marks.offer(NativeMarks())
+joining.offer(NativeJoining())
+
+
+def _made(join: Join) -> _Join:
+    """The form of an accumulator, without its tensors."""
+    made = _Join(rows=join.rows, columns=join.columns, wide=join.wide, each=join.each)
+    made.kind = PRODUCT if join.product else DOWN if join.down else NEAREST
+    made.mode = REAL if made.kind == NEAREST else FIXED  # the same accumulators; forward says which it is
+    made.b_rows, made.b_stride, made.b_step = join.of_b
+    made.c_rows, made.c_stride, made.c_step = join.of_c
+    made.factor_a, made.factor_b = join.factors
+    made.sign_a, made.sign_b = join.signs
+    return made
+
+
+def _operands(join: Join) -> dict[str, Tensor | None]:
+    none = torch.zeros(1, device="cpu") if join.b is None else join.b  # times 0
+    return {"a": join.a, "b": none, "c": join.c}
+
+
+def _each(join: Join, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """One number for each column, or one for all."""
+    value = value.detach().to(dtype).flatten()
+    return value.expand(join.columns) if join.each else value
+
+
+def _call(function: str, made: _Join, tensors: dict[str, Tensor | None]) -> None:
+    """A function of joining.c."""
+    made.threads = torch.get_num_threads()
+    held = {name: tensor.detach().contiguous() for name, tensor in tensors.items() if tensor is not None}
+    for name, tensor in held.items():
+        setattr(made, name, tensor.data_ptr())
+    getattr(native.joining_library(), f"fxq_{function}")(ctypes.addressof(made))

@@ -1,0 +1,359 @@
+"""Steps of transformers in few passes give what the primitives give, one by one: bits forward, gradients backward."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import fxquant as fxq
+from fxquant import curves, joining, marks, rescaling, sweeps
+from fxquant.arithmetic import Arithmetic
+from fxquant.backends.bpu import FIXED, REAL, SHIFT
+from fxquant.backends.cpu import native
+from fxquant.numerics import ACTIVATION_TYPES, INT8, INT16, Grid, table
+from fxquant.ops.unary import _made, _plain
+from fxquant.primitives import elementwise, pool, product
+from fxquant.quantization.observers import MinMaxObserver, MovingAverageMinMaxObserver
+from fxquant.quantization.quantizer import Quantizer
+from fxquant.rescaling import Ratio
+
+pytestmark = pytest.mark.skipif(isinstance(native.joining_library(), str), reason="there is no C compiler")
+
+TOLERANCE = 1e-6
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.norm2 = nn.LayerNorm(24), nn.LayerNorm(24)
+        self.qkv, self.out = nn.Linear(24, 72), nn.Linear(24, 24)
+        self.up, self.down = nn.Linear(24, 48), nn.Linear(48, 24)
+        self.places = nn.Parameter(0.1 * torch.randn(1, 20, 24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(1, 2) + self.places  # no layout that passes take
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, 12)).permute(2, 0, 3, 1, 4).unbind(0)
+        weights = torch.softmax(q @ k.transpose(-2, -1) * 12**-0.5, -1)
+        x = x + self.out((weights @ v).transpose(1, 2).flatten(2))
+        x = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return (x * torch.sigmoid(x.mean(1, keepdim=True)))[:, 1:]
+
+
+def prepared_on(target: str) -> tuple[fx.GraphModule, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(6, 24, 20)
+    prepared = fxq.prepare(Block().eval(), (x,), target)
+    fxq.calibrate(prepared, [x], show_progress=False)
+    fxq.set_state(prepared, "train")
+    return prepared.train(), x
+
+
+def step(model: fx.GraphModule, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    model.zero_grad()
+    output = model(x)
+    (output * torch.linspace(-1, 1, 24)).sum().backward()
+    return output.detach(), [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def assert_near(one: Tensor, other: Tensor) -> None:
+    assert one.shape == other.shape
+    assert float((one - other).abs().max()) <= TOLERANCE * max(float(other.abs().max()), 1e-30)
+
+
+@pytest.mark.parametrize(
+    ("target", "frozen"), [("bayes-e", False), ("bernoulli2", False), ("nash-e", True), ("nash-e", False), ("x86", False)]
+)
+def test_a_fused_step_is_the_primitives(target: str, frozen: bool) -> None:
+    own, x = prepared_on(target)
+    if frozen:
+        fxq.freeze(own)
+    reference = copy.deepcopy(own)
+    for batch in (x, 1.5 * x):  # the second saturates
+        found, gradients = step(own, batch)
+        with sweeps.unfused():
+            wanted, expected = step(reference, batch)
+        assert torch.equal(found, wanted)
+        largest = max(float(each.abs().max()) for each in expected)
+        assert largest > 0
+        assert len(gradients) == len(expected)
+        assert all(float((a - b).abs().max()) <= 2 * TOLERANCE * largest for a, b in zip(gradients, expected, strict=True))
+        for (name, one), other in zip(own.named_buffers(), reference.buffers(), strict=True):
+            assert torch.equal(one.nan_to_num(), other.nan_to_num()), name
+    fxq.set_state(own, "validate")
+    with torch.no_grad():
+        validated = own(x)
+        with sweeps.unfused():
+            assert torch.equal(validated, own(x))
+
+
+# ---- accumulators -----------------------------------------------------------------------------------------------------
+
+
+class Calling:
+    """A composer that calls the primitives at once."""
+
+    def call(self, primitive: Any, *arguments: Any) -> Tensor:
+        return primitive(*arguments)
+
+    def constant(self, role: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+        return value
+
+    def offset(self, grid: Grid) -> tuple[int, ...]:
+        return ()
+
+
+def whole(shape: tuple[int, ...], magnitude: int, seed: int) -> Tensor:
+    """Whole numbers of the whole range, a third of them at its ends."""
+    generator = torch.Generator().manual_seed(seed)
+    value = torch.randint(-magnitude, magnitude, shape, generator=generator).float()
+    choice = torch.randint(0, 6, shape, generator=generator)
+    return torch.where(choice == 0, -float(magnitude), torch.where(choice == 1, float(magnitude - 1), value)).requires_grad_()
+
+
+def aligned(arithmetic: Arithmetic, value: Tensor, ratio: float, wide: bool, deferred: bool) -> Any:
+    composer = Deferring() if deferred else Calling()
+    return arithmetic.align(composer, value, Ratio((torch.tensor(ratio),)), INT16 if wide else INT8, "", wide)
+
+
+class Deferring(Calling):
+    def call(self, primitive: Any, *arguments: Any) -> Any:
+        return joining.Deferred(primitive, arguments)
+
+
+def accumulators(arithmetic: Arithmetic, deferred: bool) -> Iterator[tuple[str, Any, list[Tensor], Tensor]]:
+    """Accumulators of every form, the tensors they are of, and what one of their steps is worth."""
+
+    def call(primitive: Any, *arguments: Any) -> Any:
+        return joining.Deferred(primitive, arguments) if deferred else primitive(*arguments)
+
+    a, b = whole((3, 7, 40), 2**15, 1), whole((3, 7, 40), 2**15, 2)
+    row, small = whole((3, 7, 1), 2**15, 3), whole((3, 7, 40), 2**7, 4)
+    other = whole((3, 7, 40), 2**7, 5)
+    step = torch.tensor(2.0**-22, dtype=torch.float64)
+    yield "product", call(elementwise.multiply, a, b, True), [a, b], step
+    yield "narrow product", call(elementwise.multiply, small, other, False), [small, other], step * 2**15
+    yield "of rows", call(elementwise.multiply, row, a, True), [a, row], step
+    yield "square", call(elementwise.multiply, a, a, True), [a], step
+    strided = whole((3, 40, 7), 2**15, 6)
+    yield "strided", call(elementwise.multiply, strided.transpose(1, 2), b, True), [strided, b], step
+    images, gates = whole((2, 5, 12, 12), 2**7, 7), whole((2, 5, 1, 1), 2**7, 8)
+    yield "of images", call(elementwise.multiply, images, gates, False), [images, gates], step * 2**15
+    one, two = (aligned(arithmetic, value, ratio, True, deferred) for value, ratio in ((a, 2.0**14 / 1.37), (row, 2.0**14)))
+    yield "difference", call(elementwise.subtract, one, two), [a, row], step
+    one, two = (aligned(arithmetic, value, ratio, False, deferred) for value, ratio in ((small, 2.0**14), (other, 2.0**14 / 3.3)))
+    yield "sum", call(elementwise.add, call(elementwise.negate, one), two), [small, other], step * 2**9
+    constant = torch.randint(-(2**20), 2**20, (1, 7, 40), generator=torch.Generator().manual_seed(9)).double().requires_grad_()
+    yield (
+        "constant",
+        call(elementwise.add_constant, aligned(arithmetic, small, 2.0**14, False, deferred), constant),
+        [small, constant],
+        step * 2**9,
+    )
+    yield "one", small, [small], step * 2**22
+    weight, bias = whole((40,), 2**7, 10), torch.randint(-(2**20), 2**20, (40,)).double().requires_grad_()
+    each = step * 2**7 * torch.rand(40, generator=torch.Generator().manual_seed(11)).double().add(0.5)
+    torch.manual_seed(12)
+    yield "channels", call(product.scale_channels_wide, a, weight, bias, 0), [a, weight, bias], each
+
+
+@pytest.mark.parametrize("arithmetic", [FIXED, SHIFT, REAL], ids=lambda arithmetic: arithmetic.name)
+@pytest.mark.parametrize("clamp", [None, (0.0, 53.3)])
+@pytest.mark.parametrize("type", [INT8, INT16], ids=str)
+def test_a_join_is_its_primitives(arithmetic: Arithmetic, clamp: tuple[float, float] | None, type: Any) -> None:
+    grid = Grid(type, torch.tensor(0.93 if type is INT8 else 0.0037))
+    low, high = grid.bounds if clamp is None else (0, grid.bound(clamp[1], grid.high))
+    torch.manual_seed(0)
+    forms = list(accumulators(arithmetic, True))
+    torch.manual_seed(0)
+    for (name, deferred, tensors, step), (_, plain, references, _) in zip(forms, accumulators(arithmetic, False), strict=True):
+        join = joining.join_of(deferred)
+        assert join is not None, name
+        with torch.no_grad():
+            exact = arithmetic.requantize(Calling(), plain, Ratio((step.float(),), (grid.scale,)), low, high, grid)
+            constants = sweeps.Constants()
+            arithmetic.requantize(constants, None, Ratio((step.float(),), (grid.scale,)), low, high, grid)
+        limits = (-math.inf, math.inf) if clamp is None else clamp
+        how = constants.rounded(grid.bounds, limits, grid.scale)
+        integers, real = joining.joined(join, how, step.float().double())
+        assert torch.equal(integers, exact), name
+        assert torch.equal(real, grid.dequantize(exact)), name
+        assert not bool((torch.signbit(real) & (real == 0)).any())
+        with torch.no_grad():
+            assert torch.equal(joining.joined(join, how, step.float().double())[0], exact), name
+            dims = (0, 1) if step.numel() > 1 else tuple(range(plain.dim()))
+            wanted = torch.stack((plain.double().amin(dims), plain.double().amax(dims))).view(2, -1)
+            assert torch.equal(joining.ends(join), wanted), name
+
+        value = surrogate(name, arithmetic, references) * step.float().double()
+        value = value.to(plain.dtype) if clamp is None else value.to(plain.dtype).clamp(*clamp)
+        expected = sweeps.on_grid(value, exact, grid.scale, grid.bounds)
+        weights = torch.randn(exact.shape, generator=torch.Generator().manual_seed(13))
+        wanted_gradients = torch.autograd.grad((expected * weights).sum(), references)
+        differentiable = torch.autograd.grad((integers * weights).sum(), tensors, create_graph=True)
+        both = torch.autograd.grad((integers * weights).sum() + (real * weights).sum(), tensors)
+        for found, again, reference in zip(both, differentiable, wanted_gradients, strict=True):
+            assert float(reference.abs().max()) > 0, name
+            assert_near(again.detach(), reference)
+            assert_near(found, reference * (1 + grid.scale))
+
+
+def surrogate(name: str, arithmetic: Arithmetic, tensors: list[Tensor]) -> Tensor:
+    """The accumulator without its roundings, float64."""
+
+    def factor(ratio: float, wide: bool) -> float:
+        call = aligned(arithmetic, tensors[0], ratio, wide, True)
+        number = float(call.arguments[1])
+        return number if arithmetic is REAL else number * 2.0 ** -int(call.arguments[2])
+
+    first, *rest = (tensor.double() for tensor in tensors)
+    if name == "square":
+        return first * first
+    if name == "strided":
+        return first.transpose(1, 2) * rest[0]
+    if name == "difference":
+        return first * factor(2.0**14 / 1.37, True) - rest[0] * factor(2.0**14, True)
+    if name == "sum":
+        return rest[0] * factor(2.0**14 / 3.3, False) - first * factor(2.0**14, False)
+    if name == "constant":
+        return first * factor(2.0**14, False) + rest[0]
+    if name == "one":
+        return first
+    return first * rest[0] + (rest[1] if name == "channels" else 0.0)
+
+
+def test_what_has_no_pass_is_composed() -> None:
+    a, row = whole((4, 8, 16), 100, 0), whole((1, 1, 16), 100, 1)
+    small = whole((2, 3), 100, 0)
+    assert joining.join_of(joining.Deferred(elementwise.multiply, (a, row, False))) is None  # a gradient over rows
+    assert joining.join_of(joining.Deferred(elementwise.multiply, (a, row.detach(), False))) is not None
+    assert joining.join_of(joining.Deferred(elementwise.multiply, (a, whole((1, 8, 1), 100, 1), False))) is None
+    assert joining.join_of(small) is None
+    assert joining.join_of(torch.empty(0, 3)) is None
+    assert joining.join_of(joining.Deferred(elementwise.multiply, (a[:, :0], a[:, :0], False))) is None
+    assert joining.join_of(a.double()) is None
+    with sweeps.unfused():
+        assert joining.join_of(a) is None
+
+
+# ---- tables -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("function", "name", "type"), [(F.gelu, "gelu", "int8"), (F.gelu, "gelu", "uint8"), (torch.exp, "exp", "int16")])
+def test_a_table_is_looked_up_in_one_pass(function: Any, name: str, type: str) -> None:
+    kind = ACTIVATION_TYPES[type]
+    input = Grid(kind, torch.tensor(4.0 / kind.magnitude), 93 if kind.affine else 0)
+    output = Grid(INT8, torch.tensor(0.02))
+    value = torch.cat((torch.arange(input.low, input.high + 1), torch.randint(input.low, input.high, (70000,)))).float().requires_grad_()
+    entries = _made(name, 1.0, 0.0, (), _plain(input), _plain(output))
+    points = curves.integers_of(value, input)
+    assert torch.equal(points, torch.arange(input.low, input.high + 1).double())
+    curve = curves.curve_of(function, input, True, points)
+    integers, real = curves.looked_up(value, input, curve, entries, output)
+    exact = elementwise.lookup(value.detach(), entries, input.low)
+    assert torch.equal(integers, exact)
+    assert torch.equal(real, output.dequantize(exact))
+    assert torch.equal(curves.occurring(value[:1000], points), torch.isin(points, value[:1000].double()))
+    if type == "int16":
+        part = value.detach()[30000:40000]  # none of the random ones
+        points = curves.integers_of(part, input)
+        assert float(points[0]) == float(part.min()) > input.low
+        table = _made(name, 1.0, 0.0, (), _plain(input), _plain(output), points)
+        again, _ = curves.looked_up(part, input, curves.curve_of(function, input, False, points), table, output)
+        assert torch.equal(again, exact[30000:40000])
+    expected = sweeps.on_grid(function(input.dequantize(value)), exact, output.scale, output.bounds)
+    weights = torch.randn(value.shape)
+    (wanted,) = torch.autograd.grad((expected * weights).sum(), value)
+    (again,) = torch.autograd.grad((integers * weights).sum(), value, create_graph=True)
+    (found,) = torch.autograd.grad((integers * weights).sum() + (real * weights).sum(), value)
+    assert_near(again.detach(), wanted)
+    assert_near(found, wanted * (1 + output.scale))
+    few = value.detach()[::997]
+    assert torch.equal(_made(name, 1.0, 0.0, (), _plain(input), _plain(output), few.double()).float(), exact[::997])
+
+
+@pytest.mark.parametrize(("name", "offset"), [("rsqrt", 1e-5), ("log", 0.0), ("sqrt", -0.01)])
+def test_where_a_function_has_no_value_it_is_not_asked(name: str, offset: float) -> None:
+    from fxquant.ops.unary import UNARY, WITHOUT_NEGATIVE
+
+    input, output = Grid(INT16, torch.tensor(3e-5)), Grid(INT16, torch.tensor(1e-3))
+    function, exact = UNARY[name]
+    assert name in WITHOUT_NEGATIVE
+    slow = table(lambda x: exact(x + offset), input, output, lambda x: function(x + offset))
+    assert torch.equal(_made(name, 1.0, offset, (), _plain(input), _plain(output)), slow)
+
+
+def test_the_largest_of_all_is_a_pool() -> None:
+    value = torch.randint(-3, 3, (50, 1, 9)).float()
+    found, wanted = (value.clone().requires_grad_() for _ in range(2))
+    largest = pool.max_pool(found, [9], [9], [0], [0], [1])
+    expected = F.max_pool1d(wanted, 9)
+    assert torch.equal(largest, expected)
+    weights = torch.randn(50, 1, 1)
+    assert torch.equal(*(torch.autograd.grad((y * weights).sum(), x)[0] for y, x in ((largest, found), (expected, wanted))))
+
+
+# ---- marks and numbers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("without", [0, 1, 7, 900])
+def test_marks_come_back(without: int) -> None:
+    inside = torch.ones(1013, dtype=torch.uint8)
+    inside[torch.randperm(1013)[:without]] = 0
+    inside = inside.as_strided((1013, 1), (1, 1013))
+    kept = marks.kept(inside, without)
+    assert kept is None if not without else kept is not None and kept.dtype == (torch.int32 if without < 32 else torch.uint8)
+    opened = marks.opened(kept, torch.empty_like(inside, device="meta"))
+    assert opened is None if not without else opened is not None and torch.equal(opened, inside)
+    before = marks._OFFERED[:]
+    try:
+        marks._OFFERED.clear()
+        plain = marks.kept(inside, without)
+        assert plain is None if kept is None else torch.equal(plain, kept)  # type: ignore[arg-type]
+        again = marks.opened(plain, torch.empty_like(inside, device="meta"))
+        assert again is None if not without else again is not None and torch.equal(again, inside)
+    finally:
+        marks._OFFERED[:] = before
+
+
+def test_ratios_of_numbers_are_those_of_tensors() -> None:
+    torch.manual_seed(0)
+    scales = torch.cat(
+        (torch.rand(40) * 10.0 ** torch.randint(-9, 4, (40,)), torch.tensor([1.0, 0.5, 2.0**-40, 3.0, 1e9, 32767.5 * 2.0**-20]))
+    )
+    for scale in scales:
+        for other in (torch.tensor(0.0371), torch.tensor(1.0)):
+            one, many = Ratio((scale, other), (other.square(),)), Ratio((scale.view(1), other), (other.square(),))
+            assert one.numbers() is not None
+            assert many.numbers() is None
+            assert torch.equal(one.approximate().view(1), many.approximate())
+            assert all(torch.equal(a.view(1), b) for a, b in zip(one.mantissa(15, 31), many.mantissa(15, 31), strict=True))
+            for arithmetic, type in ((FIXED, INT8), (FIXED, INT16), (SHIFT, INT8)):
+                for bits in (32, 48):
+                    found, wanted = (rescaling.fixed_requantization(r, arithmetic.widths[type.name], type, bits) for r in (one, many))
+                    for name in ("shift", "multiplier", "right_shift"):
+                        assert torch.equal(getattr(found, name).view(1), getattr(wanted, name)), (scale, name)
+
+
+@pytest.mark.parametrize("observer", [MinMaxObserver, MovingAverageMinMaxObserver])
+def test_a_scale_follows_as_tensors_do(observer: Any) -> None:
+    own = Quantizer(INT8, observer())
+    own.observe(torch.tensor([-1.0, 0.7]))
+    own.update_scale()
+    other = copy.deepcopy(own)
+    other._followed_in_numbers = lambda value: False  # type: ignore[method-assign]
+    torch.manual_seed(0)
+    for index in range(50):
+        value = torch.randn(100) * 10.0 ** float(torch.randn(()))
+        own.follow(value.double() if index % 3 == 0 else value)
+        other.follow(value.double() if index % 3 == 0 else value)
+        for one, reference in zip(own.buffers(), other.buffers(), strict=True):
+            assert torch.equal(one, reference)
+    with pytest.raises(fxq.errors.CalibrationError):
+        own.follow(torch.tensor([1.0, math.nan]))
