@@ -120,6 +120,17 @@ def test_gradients_do_not_depend_on_the_number_of_threads() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
+@IN_C
+def test_a_clamp_between_two_steps_has_gradients_up_to_itself() -> None:
+    sums = torch.arange(-64.0, 4032.0).reshape(1, 1, 64, 64)
+    how = sweeps.Rounded((torch.full((1,), 0.1),), 0, 0.0, 0, 120, (-128, 127), (0.0, 6.02), torch.tensor(0.05))
+    form, ratio = sweeps.form_of(sums, 2), torch.full((1,), 0.005)
+    given = sums, form, None, None, None, ratio, how, torch.ones_like(sums), None
+    found, wanted = sweeps._OFFERED[0].finish_back(*given)[0], sweeps.Passes().finish_back(*given)[0]
+    assert torch.equal(found, wanted)
+    assert int((found[sums > 1200] != 0).sum()) == 4  # 1201 to 1204: beyond 120 steps of 0.05, and not beyond 6.02
+
+
 @pytest.mark.parametrize("largest", [1000, 2**24 - 1, 2**31 - 129])
 def test_statistics_of_a_batch_are_exact(largest: int) -> None:
     """Mean and variance as fractions give them, rounded once."""

@@ -254,7 +254,7 @@ INLINE void back_elements(
     const float *restrict bias = p->bias + c, *restrict factor = adds ? p->factor + c : NULL, *restrict ratio = p->ratio + c;
     const float *restrict g = p->of_integers + at, *restrict gy = both ? p->of_real + at : NULL;
     float *restrict d = p->of_sums + at, *restrict dr = adds ? p->of_residual + at : NULL;
-    float low = p->low, high = p->high, least = p->least, most = p->most, scale = p->scale;
+    float low = p->bottom, high = p->top, least = p->least, most = p->most, scale = p->scale;
     double s0 = 0, s1 = 0, s2 = 0;
     for (int64_t begin = 0; begin < n; begin += 256) {
         int64_t end = begin + 256 < n ? begin + 256 : n;
