@@ -103,12 +103,12 @@ def _products() -> Iterator[Spelling]:
     yield _held("matmul", "{0} @ {p0}", "torch.randn({last}, {outputs})", outputs=OUTPUTS)
     yield _held("matmul", "torch.matmul({buffer}, {0})", buffer="torch.randn({outputs}, {sizes}[-2])", outputs=OUTPUTS)
     yield _held("matmul", "torch.addmm({p1}, {0}, {p0})", "torch.randn({last}, {outputs})", "torch.randn({outputs})", outputs=OUTPUTS)
-    yield from _spell(
-        "computed_linear", "F.linear({0}, {0}[0].reshape(-1, {last})[:2])", "F.linear({0}, {0}[0].reshape(-1, {last})[:3]) * 0.25"
-    )
+    rows = "{0}[0].reshape(-1, {last})"
+    yield from _spell("computed_linear", f"F.linear({{0}}, {rows}[:2])", f"F.linear({{0}}, {rows}[:3]) * 0.25")
     for rank in (1, 2):
-        joined = f"F.conv{rank}d({{0}}.reshape(1, -1, *{{0}}.shape[2:]), {{0}}[:, :1, ..., :1].flatten(0, 1).unsqueeze(1), groups={{0}}.shape[0])"
-        yield from _spell(f"computed_conv{rank}d", f"F.conv{rank}d({{0}}, {{0}}[:1, :, ..., :1])", joined)
+        kernels = "{0}[:, :1, ..., :1].flatten(0, 1).unsqueeze(1)"
+        each = f"F.conv{rank}d({{0}}.reshape(1, -1, *{{0}}.shape[2:]), {kernels}, groups={{0}}.shape[0])"
+        yield from _spell(f"computed_conv{rank}d", f"F.conv{rank}d({{0}}, {{0}}[:1, :, ..., :1])", each)
     yield _module("prelu", "nn.PReLU()")
     yield _module("prelu", "nn.PReLU({channels}, {slope})", slope=(0.25, 1.5, -0.5, 0.0))
     yield _held("prelu", "F.prelu({0}, {p0})", "torch.randn({channels})")
