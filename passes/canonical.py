@@ -91,7 +91,7 @@ def _hold(gm: fx.GraphModule, node: fx.Node, modules: dict[str, nn.Module], attr
     if value is None:
         return 0
     written = {reader: _operator_written(reader, modules) for reader in list(node.users)}
-    joined = [reader for reader, (operator, arguments) in written.items() if is_joined(node, reader, operator, arguments)]
+    joined = [reader for reader, (operator, arguments) in written.items() if is_joined(node, value, reader, operator, arguments)]
     added = [reader for reader, (operator, _) in written.items() if reader not in joined and is_broadcast(node, reader, operator)]
     if not added and not joined:
         return 0

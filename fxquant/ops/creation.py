@@ -29,6 +29,7 @@ _FILLS: dict[Any, Callable[..., Any]] = {
 MADE = "made"  # where the constants stand that the model makes at every run
 _JOINING = ("cat", "stack")
 _FILLED = ("setitem", "write", "scatter", "scatter_add", "scatter_extremum", "index_add")  # the others into this one
+_STATES = ("lstm", "gru", "rnn", "lstm_cell", "gru_cell", "rnn_cell")  # whose first step needs no state where that is made as zeros
 _BROADCASTING = ("add", "sub", "mul", "div", "maximum", "minimum", "where")
 
 
@@ -67,9 +68,9 @@ def sizes_of(node: fx.Node) -> list[Any] | None:
     return None if None in found else found
 
 
-def is_joined(node: fx.Node, reader: fx.Node, operator: Operator | None, arguments: dict[str, Any]) -> bool:
+def is_joined(node: fx.Node, value: Tensor, reader: fx.Node, operator: Operator | None, arguments: dict[str, Any]) -> bool:
     """Whether a constant needs the batch of the others where `reader` calls this operator: a layer, a composite, what joins tensors."""
-    if operator is None:
+    if operator is None or (operator.name in _STATES and not value.any()):
         return False
     calculates = (operator.sums or operator.expand is not None) and operator.name not in _BROADCASTING
     calculates = calculates and node in operand_nodes(operator, arguments)
