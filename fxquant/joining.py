@@ -119,36 +119,49 @@ def _form(value: Tensor | Deferred) -> Join | None:
     return _sum(value)
 
 
+class _Term(NamedTuple):
+    """An operand times a factor, with a sign; rounded down to whole steps or not, wide or not."""
+
+    operand: Tensor
+    factor: float
+    sign: float
+    down: bool
+    wide: bool
+
+
 def _sum(value: Deferred) -> Join | None:
     """The form of a sum of one or two terms, and at most one constant."""
-    terms: list[tuple[Tensor, float, float, bool, bool]] = []  # operand, factor, sign, rounded down, wide
+    terms: list[_Term] = []
     constants: list[Tensor] = []
-
-    def gather(each: Any, sign: float) -> bool:
-        if not isinstance(each, Deferred):
-            return False
-        primitive, arguments = each.primitive, each.arguments
-        if primitive in _TERMS:
-            fixed = primitive is elementwise.align_fixed
-            operand, wide = arguments[0], bool(arguments[-1]) if isinstance(arguments[-1], bool) else False
-            if not isinstance(operand, Tensor) or arguments[1].numel() != 1:
-                return False
-            factor = float(arguments[1]) * 2.0 ** -int(arguments[2]) if fixed else float(arguments[1])
-            terms.append((operand, factor, sign, fixed, wide))
-            return True
-        if primitive is elementwise.negate:
-            return gather(arguments[0], -sign)
-        if primitive is elementwise.add_constant:
-            constants.append(arguments[1])
-            return sign > 0 and gather(arguments[0], sign)
-        return gather(arguments[0], sign) and gather(arguments[1], -sign if primitive is elementwise.subtract else sign)
-
-    if not gather(value, 1.0) or len(terms) > 2 or len(constants) > 1 or len({each[3:] for each in terms}) > 1:
+    if not _gather(value, 1.0, terms, constants) or len(terms) > 2 or len(constants) > 1 or len({each[3:] for each in terms}) > 1:
         return None
     (a, factor, sign, down, wide), *rest = terms
     b, other, against = rest[0][:3] if rest else (None, 0.0, 1.0)
     c = constants[0].double() if constants else None
     return Join(a, b, c, product=False, wide=wide, down=down, factors=(factor, other), signs=(sign, against))
+
+
+def _gather(value: Any, sign: float, terms: list[_Term], constants: list[Tensor]) -> bool:
+    """Whether a value is a sum; its terms and constants go into the lists."""
+    # Not a function inside of `_sum`: one that calls itself would keep the tensors until garbage is collected.
+    if not isinstance(value, Deferred):
+        return False
+    primitive, arguments = value.primitive, value.arguments
+    if primitive in _TERMS:
+        fixed = primitive is elementwise.align_fixed
+        operand, wide = arguments[0], bool(arguments[-1]) if isinstance(arguments[-1], bool) else False
+        if not isinstance(operand, Tensor) or arguments[1].numel() != 1:
+            return False
+        factor = float(arguments[1]) * 2.0 ** -int(arguments[2]) if fixed else float(arguments[1])
+        terms.append(_Term(operand, factor, sign, fixed, wide))
+        return True
+    if primitive is elementwise.negate:
+        return _gather(arguments[0], -sign, terms, constants)
+    if primitive is elementwise.add_constant:
+        constants.append(arguments[1])
+        return sign > 0 and _gather(arguments[0], sign, terms, constants)
+    second = -sign if primitive is elementwise.subtract else sign
+    return _gather(arguments[0], sign, terms, constants) and _gather(arguments[1], second, terms, constants)
 
 
 def _laid_out(join: Join) -> Join | None:

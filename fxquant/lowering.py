@@ -117,6 +117,10 @@ class Lowering:
         """Apply a primitive."""
         raise NotImplementedError
 
+    def made(self, value: Any) -> Any:
+        """What `call` returned as a value of its own, where calls are kept until they are read. Here: as it is."""
+        return value
+
     def constant(self, role: str, value: Tensor, dtype: torch.dtype) -> Any:
         """A parameter of the operator as an operand of primitives; stored with `dtype` when deployed."""
         raise NotImplementedError

@@ -148,10 +148,14 @@ def test_a_computed_weight_is_trained_and_is_the_one_of_the_moment() -> None:
 
 def test_a_weight_with_noise_is_no_parameter() -> None:
     """What is random must not become a constant, nor must dropout of a weight, which acts while training."""
-    for noise in (lambda w: w + torch.randn_like(w), lambda w: F.dropout(w, 0.5, False), lambda w: torch.bernoulli(w.sigmoid())):
+    drawn = {
+        "randn_like": lambda w: w + torch.randn_like(w),
+        "dropout": lambda w: F.dropout(w, 0.5, False),
+        "bernoulli": lambda w: torch.bernoulli(w.sigmoid()),
+    }
+    for name, noise in drawn.items():
         model, batches = built(lambda noise=noise: Case((4, 8), lambda s, x: F.linear(x, noise(s.w)), w=weights(5, 8)))
-        prepared = fxq.prepare(model, batches[0])
-        assert "linear" in left_in_float(prepared)
+        assert name in left_in_float(fxq.prepare(model, batches[0]))
 
 
 def test_a_model_with_computed_weights_is_saved(tmp_path: Path) -> None:
