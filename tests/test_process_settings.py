@@ -99,7 +99,7 @@ class Processor(TorchDispatchMode):
         if bits and any(isinstance(a, Tensor) and a.dtype == torch.float32 for a in args):
             self.rounded += 1
             args = tuple(coarse(a, bits) if isinstance(a, Tensor) and a.dtype == torch.float32 else a for a in args)
-            with full_precision():  # the processor at hand adds nothing; some that claim to have bfloat16 end the process here
+            with full_precision(args[0]):  # the processor at hand adds nothing; some that claim to have bfloat16 end the process here
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 

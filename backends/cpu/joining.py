@@ -46,7 +46,7 @@ class NativeJoining:
 
     def forward(self, join: Join, how: Rounded, ratio: Tensor, marks: bool) -> tuple[Tensor, Tensor, Tensor | None, int]:
         shape = join.a.shape
-        integers, real = torch.empty(shape, device="cpu"), torch.empty(shape, device="cpu")
+        integers, real = (torch.empty(shape, dtype=torch.float32, device="cpu") for _ in range(2))
         inside = torch.empty(shape, dtype=torch.uint8, device="cpu") if marks else None
         made = _made(join)
         made.mode = FIXED if how.fixed else REAL
@@ -64,11 +64,11 @@ class NativeJoining:
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         given = of_integers if of_integers is not None else of_real
         assert given is not None
-        of_a = torch.empty(given.shape, device="cpu")
+        of_a = torch.empty(given.shape, dtype=torch.float32, device="cpu")
         made = _made(join)
         made.scale = float(scale)
         totals = torch.empty(2 * join.columns, dtype=torch.float64, device="cpu") if join.each else None
-        of_b = None if join.each else torch.empty(given.numel() if join.of_b.step else join.rows, device="cpu")
+        of_b = None if join.each else torch.empty(given.numel() if join.of_b.step else join.rows, dtype=torch.float32, device="cpu")
         gradients = {"of_integers": of_integers, "of_real": of_real, "mask": inside, "ratio": _each(join, ratio, torch.float64)}
         operands = {"a": join.a, "b": join.b} if join.product else {"b": given}
         _call("join_backward", made, operands | gradients | {"of_a": of_a, "of_b": of_b, "totals": totals})
@@ -83,7 +83,7 @@ class NativeJoining:
         return found.bool()
 
     def look_up(self, value: Tensor, table: Tensor, low: int, scale: Tensor, keeps: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        integers, real = torch.empty(value.shape, device="cpu"), torch.empty(value.shape, device="cpu")
+        integers, real = (torch.empty(value.shape, dtype=torch.float32, device="cpu") for _ in range(2))
         wide = len(table) > 2**8
         places = torch.empty(value.shape, dtype=torch.int16 if wide else torch.uint8, device="cpu") if keeps else None
         made = _Join(rows=value.numel(), low=low, scale=float(scale), wide=wide)
@@ -91,7 +91,7 @@ class NativeJoining:
         return integers, real, places
 
     def look_back(self, places: Tensor, slopes: Tensor, scale: Tensor, of_integers: Tensor | None, of_real: Tensor | None) -> Tensor:
-        found = torch.empty(places.shape, device="cpu")
+        found = torch.empty(places.shape, dtype=torch.float32, device="cpu")
         made = _Join(rows=places.numel(), scale=float(scale), wide=len(slopes) > 2**8)
         _call("look_back", made, {"mask": places, "multiplier": slopes, "of_integers": of_integers, "of_real": of_real, "of_a": found})
         return found
@@ -132,7 +132,7 @@ def _made(join: Join) -> _Join:
 
 
 def _operands(join: Join) -> dict[str, Tensor | None]:
-    none = torch.zeros(1, device="cpu") if join.b is None else join.b  # times 0
+    none = torch.zeros(1, dtype=torch.float32, device="cpu") if join.b is None else join.b  # times 0
     return {"a": join.a, "b": none, "c": join.c}
 
 

@@ -188,7 +188,7 @@ def _numbers(how: Rounded) -> dict[str, float]:
 
 def _added(sums: Tensor, form: Form, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None) -> dict[str, Any]:
     """What is added to sums, as a pass takes it."""
-    found = {"bias": torch.zeros(form.channels, device="cpu") if bias is None else _each(bias, form)}
+    found = {"bias": torch.zeros(form.channels, dtype=torch.float32, device="cpu") if bias is None else _each(bias, form)}
     if residual is not None and factor is not None:
         found |= {"residual": _like(residual, sums), "factor": _each(factor, form)}
     return found
@@ -213,4 +213,4 @@ def _rows(weight: Tensor) -> Form:
 
 
 def _gain(gain: Tensor | None, form: Form) -> Tensor:
-    return torch.ones(form.channels, device="cpu") if gain is None else _each(gain, form)
+    return torch.ones(form.channels, dtype=torch.float32, device="cpu") if gain is None else _each(gain, form)
