@@ -455,7 +455,7 @@ class Result:
     @checked()
     def compare(self, batches: Batches, **options: Any) -> Comparison:
         """How far the integer model is from the float one, layer by layer, and what to do; options are those of `compare`."""
-        return compare_forms(self.float, self.integer, batches, **options)
+        return compare_forms(self.float, self.integer, batches, **{"prepared": self.prepared, **options})
 
     @checked()
     def report(self, path: str | os.PathLike[str], batches: Any = None, **options: Any) -> Path:

@@ -60,6 +60,30 @@ class Attention(nn.Module):
         return self.head((x + torch.softmax(q @ k.transpose(1, 2) / 4 + self.mask, -1) @ v).mean(1))
 
 
+class Encoder(nn.Module):
+    """The rows of a digit through PyTorch's own layer of a transformer, whose attention is one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(8, 16), nn.Linear(16, 10)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.head(self.layer(self.embed(image.squeeze(1))).mean(1))
+
+
+class Two(nn.Module):
+    """Two inputs, of which the second, a vector, is added to all places of the first one's features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU6())
+        self.vector, self.head = nn.Linear(5, 8), nn.Linear(8, 10)
+
+    def forward(self, image: Tensor, vector: Tensor) -> Tensor:
+        return self.head((self.image(image) + self.vector(vector)[:, :, None, None]).mean((2, 3)))
+
+
 @functools.cache
 def digits() -> tuple[Tensor, Tensor]:
     raw = load_digits()
@@ -251,17 +275,65 @@ def test_an_outlier_channel_is_named() -> None:
     assert not quantized(model).compare(batches()).advice  # the cure helps
 
 
-def test_inputs_of_another_range_than_calibrations_are_named() -> None:
-    found = compiled().compare([8 * batch for batch in batches()])
+@pytest.mark.parametrize(("factor", "ends"), [(8, "-8 to 8"), (1 / 32, "-0.03125 to 0.03125")])
+def test_inputs_of_another_range_than_calibrations_are_named(factor: float, ends: str) -> None:
+    found = compiled().compare([factor * batch for batch in batches()])
     assert (first(found).layer, first(found).rule) == ("image_quantize", "input_range")
-    assert "input image has values from -8 to 8" in first(found).cause
+    assert f"input image has values from {ends}" in first(found).cause
 
 
-def test_a_batch_norm_without_statistics_is_named() -> None:
-    model = broken(lambda model: model.body[1].reset_running_stats())
-    found = quantized(model).compare(batches())
-    assert (first(found).layer, first(found).rule) == ("body_1", "batch_norm_statistics")
-    assert "state_dict" in first(found).cure
+@pytest.mark.parametrize("wrong", [0, 1])
+@pytest.mark.parametrize("factor", [8, 60])
+def test_the_one_of_two_inputs_that_is_not_like_calibrations_is_named(wrong: int, factor: float) -> None:
+    """Behind it scales are those of other inputs: they are not what is told, and neither are more bits."""
+    result, pairs = two()
+    found = result.compare([tuple(value * factor if at == wrong else value for at, value in enumerate(pair)) for pair in pairs])
+    assert (first(found).layer, first(found).rule) == (("image_quantize", "vector_quantize")[wrong], "input_range"), str(found)
+    assert len(found.advice) == 1
+
+
+@functools.cache
+def two() -> tuple[fxq.Result, list[tuple[Tensor, Tensor]]]:
+    torch.manual_seed(0)
+    pairs = [(batch, torch.randn(32, 5)) for batch in batches()]
+    model = Two()
+    for pair in pairs * 4:
+        model.train()(*pair)
+    return fxq.quantize(model.eval(), pairs, target="nash-e"), pairs
+
+
+@pytest.mark.parametrize("layer", ["layer_self_attn_linear_2", "layer_self_attn_mul"])
+def test_a_scale_inside_of_an_attention_is_named(layer: str) -> None:
+    """The float model has one module in its place; the prepared one has its parts."""
+    result = compiled(Encoder)
+    assert not result.compare(batches()).advice
+    prepared = copy.deepcopy(result.prepared)
+    fxq.set_qparams(prepared, {layer: fxq.qparams(prepared)[layer] / 8})
+    integer = fxq.convert(prepared)
+    whole = first(fxq.compare(result.float, integer, batches()))
+    assert (whole.layer, whole.rule) == ("layer_self_attn", "inside")
+    assert "states=('float', None)" in whole.cure
+    part = first(fxq.compare(result.float, integer, batches(), prepared=prepared))
+    assert (part.layer, part.rule) == (layer, "scale_too_small")
+
+
+@pytest.mark.parametrize("what", ["running_mean", "running_var", "both"])
+@pytest.mark.parametrize("layer", ["stem", "body", "down"])
+def test_a_batch_norm_without_statistics_is_named(layer: str, what: str) -> None:
+    """It alone: those behind it read what it has made."""
+
+    def forget(model: Any) -> None:
+        norm = model.get_submodule(layer)[1]
+        if what != "running_var":
+            norm.running_mean.zero_()
+        if what != "running_mean":
+            norm.running_var.fill_(1)
+
+    found = quantized(broken(forget)).compare(batches())
+    told = [each for each in found.advice if each.rule == "batch_norm_statistics"]
+    assert [each.layer for each in told] == [f"{layer}_1"], str(found)
+    assert found.advice[0] is told[0]
+    assert "state_dict" in told[0].cure
 
 
 @pytest.mark.parametrize(("after", "hidden"), [(nn.ReLU(), -1e9), (nn.Identity(), -1e6)])

@@ -144,3 +144,20 @@ def test_an_operator_that_cannot_be_declared_says_why(case: str) -> None:
     given, told = WRONG[case]
     with pytest.raises(fxq.ConfigurationError, match=told):
         fxq.operator(**{"name": "fades", "function": faded, "operands": ["first", "second"], **given})
+
+
+def by_content(first: Tensor, second: Tensor) -> Tensor:
+    return first + second if first.sum() > 0 else first - second
+
+
+def test_an_operator_that_branches_on_what_a_tensor_holds_is_named() -> None:
+    class ByContent(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return chosen(torch.relu(x), x)
+
+    chosen = fxq.operator(
+        "chosen_by_content", by_content, ["first", "second"], expand=lambda build, first, second: build(add, first, second)
+    )
+    assert torch.equal(ByContent()(BATCH), by_content(torch.relu(BATCH), BATCH))
+    with pytest.raises(fxq.TraceError, match=r"test_own_passes.py[\s\S]*chosen_by_content needs numbers[\s\S]*use torch.where"):
+        fxq.prepare(ByContent().eval(), BATCH, "nash-e")

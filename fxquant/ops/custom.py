@@ -68,9 +68,11 @@ def operator(
     lower     or its meaning in primitives: lower(lowering, **arguments)
     fields    whatever else `fxquant.ops.record.Operator` has: `demand`, `refuses`, `onnx`, …
 
-    What is returned is called in a model's forward in place of `function`. A file that `save` wrote of such a model can be loaded where
-    the operator has been declared. Raises ConfigurationError if the name is taken, for a parameter that there is not, and where neither
-    meaning is given, or both.
+    What is returned is called in a model's forward in place of `function`. While a model is traced, `function` is run on tensors that have
+    shapes and dtypes and no values, to learn those of its result; so it may branch on shapes and on its other arguments, and a branch on
+    what a tensor holds (`if x.sum() > 0`, `float(x.max())`, `.numpy()`) is a TraceError there: torch.where takes its place. A file that
+    `save` wrote of such a model can be loaded where the operator has been declared. Raises ConfigurationError if the name is taken, for a
+    parameter that there is not, and where neither meaning is given, or both.
     """
     _require_free(name)
     try:

@@ -18,7 +18,7 @@ import torch
 
 from fxquant.graph import QParams
 from fxquant.numerics import ACTIVATION_TYPES
-from fxquant.reporting.effects import Effects, Inside
+from fxquant.reporting.effects import Effects, Inside, MovedStatistics
 from fxquant.reporting.sides import Facts
 from fxquant.reporting.statistics import TensorStatistics, decibels, ratio
 
@@ -29,6 +29,8 @@ GAP = 32.0  # how many times as large as all others the values of a mask are
 OUTLIER = 8.0  # how many times as large as in the median channel
 OUTSIDE = 2.0  # how many times as far as calibration's the range of an input is
 UNUSED = 8.0  # how many times as far the grid of an input reaches
+CLIPPED = 0.05  # the share of an input's values that no observer leaves out
+MOVED = 0.01  # the noise to signal ratio that another batch's statistics, which are never quite the same, must make
 POOR = 15.0  # dB at the outputs below which one tensor alone deserves more bits
 
 
@@ -101,7 +103,8 @@ def input_range(tensor: Judged) -> Found | None:
     ends = f"{seen.steps.low * seen.steps.scale:.4g} to {seen.steps.high * seen.steps.scale:.4g}"
     cause = f"input {tensor.reference} has values from {seen.low:.4g} to {seen.high:.4g}, and its grid is from {ends}"
     cure = (
-        "give the model what it was calibrated with (the same scaling, mean and standard deviation), or calibrate with batches like these"
+        "give the model what it was calibrated with (the same scaling, mean and standard deviation), or calibrate with batches like these; "
+        "if the scale was given, leave that out"
     )
     return Found(cause, cure, _left(tensor, seen.noise_at(seen.best_factor())))
 
@@ -149,7 +152,7 @@ def outlier_channel(tensor: Judged) -> Found | None:
         f"({many} of {len(seen.channels)} are {OUTLIER:.0f} times as far or more), and sets one scale for all"
     )
     cure = (
-        f"fxq.equalize(prepared, batches), or {_wider(tensor.facts)} for this layer: "
+        f"fxq.equalize(prepared, batches), where calibrate was told not to; otherwise {_wider(tensor.facts)} for this layer: "
         f"QConfigMapping().set_module_name({tensor.name!r}, QConfig(ActivationConfig('int16')))"
     )
     return Found(cause, cure, _left(tensor, left))
@@ -196,6 +199,7 @@ def scale_too_large(tensor: Judged) -> Found | None:
     return Found(cause, cure, _left(tensor, seen.noise_at(factor)))
 
 
+SCALES = ("scale_too_small", "scale_too_large")
 RULES: tuple[Rule, ...] = (input_range, masked, outlier_channel, scale_too_small, scale_too_large)
 
 
@@ -227,17 +231,26 @@ def advise(tensors: Sequence[Judged], effects: Effects, effect_of: Callable[[Jud
     asked = sorted(first.values(), key=lambda each: -_own_error(each[0]))[:MEASURED]
     measured = [(tensor, name, proposal, effect_of(tensor)) for tensor, name, proposal in asked]
     total = max([noise, *(effect for *_, effect in measured)])
+    follow = [effect * (1 - proposal.left) for _, name, proposal, effect in measured if wrong_input and name in SCALES]
     for tensor, name, proposal, effect in measured:
-        if wrong_input and name in ("scale_too_small", "scale_too_large"):
+        if wrong_input and name in SCALES:
             continue  # its scale is that of other inputs
+        certain = name == "input_range" and _is_another(tensor.statistics)
+        if name == "input_range":
+            effect = max([effect, *follow])  # what is behind an input is calibrated for it
         gain = _gain(total, effect, proposal.left)
-        if effect >= AUDIBLE and gain >= WORTH:
+        if effect >= AUDIBLE and (gain >= WORTH or certain):
             found.append(Advice(tensor.name, name, proposal.cause, proposal.cure, effect, gain, tensor.facts.source))
     found += _batch_norms(effects, wrong_input)
     found += _inside(tensors, effects, total)
     if not found and noise > 10 ** (-POOR / 10):
         found += _coarse(tensors, effect_of, noise)
     return tuple(sorted(found, key=_order))
+
+
+def _is_another(seen: TensorStatistics) -> bool:
+    """Whether an input cannot be like calibration's, whatever it costs: no observer clips as much, or leaves as much of a grid unused."""
+    return seen.reach <= 1 / UNUSED or seen.clipped > CLIPPED * seen.elements
 
 
 def _owners(tensors: Sequence[Judged]) -> Iterator[Judged]:
@@ -277,15 +290,24 @@ def _no_numbers(tensors: Iterable[Judged]) -> Iterator[Advice]:
 
 
 def _batch_norms(effects: Effects, wrong_input: bool) -> Iterator[Advice]:
-    """Batch norms whose statistics are not those of the data, where that changes the outputs."""
-    for name, moved in effects.moved_statistics().items():
-        far = moved.mean > 2 or not 1 / 16 <= moved.variance <= 16
-        if not moved.initial and (not far or wrong_input):
+    """Batch norms whose statistics are not those of the data, where that changes the outputs; not those that are off by one before them."""
+    mended: list[str] = []
+    while len(mended) < MEASURED:
+        suspects = {
+            name: moved
+            for name, moved in effects.moved_statistics(mended).items()
+            if name not in mended and (moved.initial or (_far(moved) and not wrong_input))
+        }
+        if not suspects:
+            return
+        name, moved = next(iter(suspects.items()))
+        effect = effects.of_batch_statistics(name, mended)
+        mended.append(name)
+        if effect < (AUDIBLE if moved.initial else MOVED):
             continue
-        effect = effects.of_batch_statistics(name)
-        if effect < 0.01:
-            continue
-        what = "are those of a new batch norm, means of 0 and variances of 1" if moved.initial else "are not those of the data"
+        what = "are not those of the data"
+        if moved.initial:
+            what = f"are those of a new batch norm, {' and '.join(moved.initial)}"
         cause = (
             f"its running statistics {what}: on these batches means are {moved.mean:.2g} σ away, and variances {moved.variance:.2g} times"
         )
@@ -294,6 +316,10 @@ def _batch_norms(effects: Effects, wrong_input: bool) -> Iterator[Advice]:
             "train mode over some batches, or fxq.tuning.reestimate_batch_norm(prepared, batches)"
         )
         yield Advice(name, "batch_norm_statistics", cause, cure, effect, math.inf)
+
+
+def _far(moved: MovedStatistics) -> bool:
+    return moved.mean > 2 or not 1 / 16 <= moved.variance <= 16
 
 
 def _inside(tensors: Sequence[Judged], effects: Effects, total: float) -> Iterator[Advice]:
@@ -308,16 +334,18 @@ def _inside(tensors: Sequence[Judged], effects: Effects, total: float) -> Iterat
     for _, tensor in sorted(asked, key=lambda each: -each[0])[:MEASURED]:
         inside = effects.inside(tensor.reference, (tensor.name, *tensor.facts.fused))
         own = _own_error(tensor)
-        if inside is None or inside.noise <= 10 * own * inside.signal or inside.effect < AUDIBLE:
+        hidden = effects.hidden(tensor.reference, (tensor.name, *tensor.facts.fused))
+        if inside is None or inside.noise <= 10 * (1 + len(hidden)) * own * inside.signal or inside.effect < AUDIBLE:
             continue
         gain = _gain(max(total, inside.effect), inside.effect, min(own * inside.signal / inside.noise, 1.0))
         if gain < WORTH:
             continue
-        rule, cause, cure = _of_constants(tensor, inside)
-        yield Advice(tensor.name, rule, cause, cure, inside.effect, gain, tensor.facts.source)
+        holder = hidden[0] if hidden else tensor.name
+        rule, cause, cure = _of_constants(tensor, inside, holder)
+        yield Advice(holder if rule == "inside" else tensor.name, rule, cause, cure, inside.effect, gain, tensor.facts.source)
 
 
-def _of_constants(tensor: Judged, inside: Inside) -> tuple[str, str, str]:
+def _of_constants(tensor: Judged, inside: Inside, holder: str) -> tuple[str, str, str]:
     """What is wrong inside of an operator, by what it reads besides activations."""
     reaches = max(abs(tensor.statistics.low), abs(tensor.statistics.high))
     for name, value in inside.constants.items():
@@ -328,10 +356,19 @@ def _of_constants(tensor: Judged, inside: Inside) -> tuple[str, str, str]:
     far = decibels(inside.signal, inside.noise)
     cause = f"given the same operands it is {far:.1f} dB from float, more than its grid explains: by its weight or its inner tensors"
     cure = (
+        "fxq.compare(prepared, b, batches, states=('float', None)) shows its inner tensors and what to do about them; if none stands out, "
         "fxq.compare_weights(a, b) says whether it is the weight; then wider or per-channel weights: QConfigMapping().set_module_name("
-        f"{tensor.name!r}, QConfig(weight=WeightConfig('int16'))), else fxq.record shows its inner tensors"
+        f"{holder!r}, QConfig(weight=WeightConfig('int16')))"
     )
     return "inside", cause, cure
+
+
+def of_parts(told: Sequence[Advice], parts: Sequence[Advice]) -> Iterator[Advice]:
+    """What was told, where an operator is wrong inside by what is told of its own tensors, if anything is."""
+    there = {each.layer for each in told}
+    for each in told:
+        inner = [part for part in parts if part.layer.startswith(f"{each.layer}_") and part.layer not in there and part.rule != "inside"]
+        yield from inner if inner and each.rule == "inside" else [each]
 
 
 def _mask_cure(reaches: float) -> str:

@@ -6,20 +6,21 @@ import html
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from rich.table import Table
+from torch import fx
 
 from fxquant.analysis.record import Values
-from fxquant.arguments import COUNT, FLAG, POSITIVE, Kind, checked
+from fxquant.arguments import COUNT, FLAG, POSITIVE, Kind, checked, instance
 from fxquant.errors import Interrupted
 from fxquant.graph import QParams
 from fxquant.progress import in_one_piece, progress
 from fxquant.quantization.batches import as_batches, first_batches, length, no_batches
 from fxquant.quantization.state import State
-from fxquant.reporting.advice import Advice, Judged, advise, grid_text
+from fxquant.reporting.advice import Advice, Judged, advise, grid_text, of_parts
 from fxquant.reporting.effects import Effects
 from fxquant.reporting.rows import as_html, as_text
 from fxquant.reporting.sides import Side, pairs, shift, shifted, side_of
@@ -204,10 +205,11 @@ def _states(value: Any) -> tuple[Any, Any]:
     return tuple(state if state is None else State(state) for state in (first, second))  # type: ignore[return-value]
 
 
+PREPARED = instance("a prepared model", fx.GraphModule).or_none("inner tensors are not looked at")
 STATES = Kind("two states, or None for each, of the first model and of the second", _states)
 
 
-@checked(advice=FLAG, states=STATES)
+@checked(advice=FLAG, states=STATES, prepared=PREPARED)
 def compare(
     a: Any,
     b: Any,
@@ -215,6 +217,7 @@ def compare(
     *,
     states: tuple[State | str | None, State | str | None] = (None, None),
     advice: bool = True,
+    prepared: fx.GraphModule | None = None,
     num_batches: int | None = None,
     batch_fn: Callable[[Any], Any] | None = None,
     show_progress: bool | None = None,
@@ -227,7 +230,8 @@ def compare(
     its `states`, by default the one it is in, and is left as it was.
 
     Nothing is kept of a batch that has passed but sums, so memory does not grow with their number. With `advice`, and an `a` that computes
-    in float, the first batch is run again for each tensor that looks wrong (32 at most), with that one alone rounded.
+    in float, the first batch is run again for each tensor that looks wrong (32 at most), with that one alone rounded. Where a composite
+    operator of a float model is wrong inside, `prepared`, the prepared model that `b` was made from, tells which of its tensors it is.
 
     Raises ConfigurationError for what is no form of a model, CalibrationError if there is no batch or one does not fit, and what `trace`
     raises. A KeyboardInterrupt is raised as `Interrupted`, whose `result` is the comparison on the batches before, without advice.
@@ -252,7 +256,11 @@ def compare(
                 others = {found[name]: shifted(value, _negative(factors[name])) for name, value in values.items() if name in found}
                 effects = Effects(left, inputs, others)
             count += 1
-        return _compared(left, right, found, factors, seen, effects, count)
+        result = _compared(left, right, found, factors, seen, effects, count)
+        if prepared is not None and any(each.rule == "inside" for each in result.advice):
+            parts = compare(prepared, b, [first], states=(State.FLOAT, states[1]), show_progress=show_progress)
+            result = replace(result, advice=tuple(of_parts(result.advice, parts.advice)))
+        return result
     except KeyboardInterrupt:
         so_far = _compared(left, right, found, factors, seen, None, count)
         raise Interrupted(f"compare was interrupted behind {count} batches", so_far) from None

@@ -52,11 +52,13 @@ def draw(model: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
     shown = drawing(model)
     columns = [x for x, _ in shown.places.values()]
     rows = [y for _, y in shown.places.values()]
-    size = (WIDTH * (max(columns) - min(columns) + 1.4), HEIGHT * (max(rows) - min(rows) + 1.2))
+    left = min(columns) - 0.7
+    right = max(max(columns) + 0.7, *(x + 0.2 for edge in shown.graph.edges for x, _ in shown.path(*edge)), left)
+    size = (WIDTH * (right - left), HEIGHT * (max(rows) - min(rows) + 1.2))
     shrink = min(1.0, LARGEST / max(size))
     figure = Figure(figsize=(size[0] * shrink, size[1] * shrink), dpi=100)
     axes = figure.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(min(columns) - 0.7, max(columns) + 0.7), ylim=(min(rows) - 0.6, max(rows) + 0.6))
+    axes.set(xlim=(left, right), ylim=(min(rows) - 0.6, max(rows) + 0.6))
     axes.axis("off")
     _edges(axes, shown)
     for name, (x, y) in shown.places.items():

@@ -59,12 +59,36 @@ class Effects:
         return self._effect({reference: rounded})
 
     def operands(self, reference: str, names: Sequence[str]) -> list[str] | None:
-        """The tensors that the nodes of these names read, which became the one; None if the other form does not show them all."""
+        """The tensors that are read by the nodes of these names, which became the one, and by those that the other form does not show."""
+        _, read = self._region(reference, names)
+        return [each.name for each in read] or None
+
+    def hidden(self, reference: str, names: Sequence[str]) -> list[str]:
+        """The nodes between the operands and the nodes of these names, which the other form has in parts; modules with parameters first."""
+
+        def holds(node: fx.Node) -> bool:
+            module = resolve(self.model, str(node.target)) if node.op == "call_module" else None
+            return isinstance(module, nn.Module) and next(module.parameters(), None) is not None
+
+        return [node.name for node in sorted(self._region(reference, names)[0], key=lambda node: not holds(node))]
+
+    def _region(self, reference: str, names: Sequence[str]) -> tuple[list[fx.Node], list[fx.Node]]:
         assert isinstance(self.side.form, GraphForm)
         nodes = self.side.form.nodes
-        group = {nodes[name] for name in (reference, *names) if name in nodes and nodes[name].op != "placeholder"}
-        read = dict.fromkeys(each for node in group for each in node.all_input_nodes if each not in group and not is_parameter(each))
-        return [each.name for each in read] if read and all(each.name in self.others for each in read) else None
+        group = [nodes[name] for name in dict.fromkeys((reference, *names)) if name in nodes and nodes[name].op != "placeholder"]
+        hidden: dict[fx.Node, None] = {}
+        read: dict[fx.Node, None] = {}
+        waiting = [each for node in group for each in node.all_input_nodes]
+        while waiting:
+            node = waiting.pop(0)
+            if node in group or node in hidden or is_parameter(node):
+                continue
+            if node.name in self.others:
+                read[node] = None
+            elif node.op != "placeholder":  # which is the same for both
+                hidden[node] = None
+                waiting += node.all_input_nodes
+        return list(hidden), list(read)
 
     def inside(self, reference: str, names: Sequence[str]) -> Inside | None:
         """What the operator at these nodes makes wrong; None where what it reads is not known."""
@@ -100,24 +124,28 @@ class Effects:
             found.update({name: each.detach() for name, each in held.items() if each.is_floating_point()})
         return found
 
-    def of_batch_statistics(self, name: str) -> float:
-        """That of the batch's own mean and variance in place of the running ones of a batch norm."""
+    def of_batch_statistics(self, name: str, mended: Sequence[str] = ()) -> float:
+        """That of the batch's own mean and variance in place of the running ones of a batch norm, where others have theirs already."""
+        before = {each: self._with_own(each) for each in mended}
+        wanted = self._run(before) if before else self.outputs
+        return noise(wanted, self._run({**before, name: self._with_own(name)}))
+
+    def _with_own(self, name: str) -> Change:
         norm = resolve(self.model, str(self._node(name).target))
+        return lambda value, read: F.batch_norm(read[0], None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
 
-        def with_own(value: Any, read: tuple[Any, ...]) -> Any:
-            return F.batch_norm(read[0], None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
+    def moved_statistics(self, mended: Sequence[str] = ()) -> dict[str, MovedStatistics]:
+        """How far the statistics of this batch are from those that batch norms keep, by node, in the order they run.
 
-        return self._effect({name: with_own})
-
-    def moved_statistics(self) -> dict[str, MovedStatistics]:
-        """How far the statistics of this batch are from those that batch norms keep, by node."""
+        Those that are `mended` normalize with the batch's own, so what they did to the batch norms behind them is not seen.
+        """
         found: dict[str, MovedStatistics] = {}
 
         def look(name: str) -> Change:
             def see(value: Any, read: tuple[Any, ...]) -> Any:
                 norm = resolve(self.model, str(self._node(name).target))
                 found[name] = MovedStatistics.of(norm, read[0])
-                return value
+                return self._with_own(name)(value, read) if name in mended else value
 
             return see
 
@@ -159,12 +187,12 @@ def noise(wanted: Sequence[Tensor], found: Sequence[Tensor]) -> float:
 class MovedStatistics:
     """How far the statistics of a batch are from those of a batch norm.
 
-    initial   whether these are what a new batch norm has: means of 0 and variances of 1
+    initial   which of these are what a new batch norm has: "means of 0", "variances of 1", both, or none
     mean      the root mean square over channels of the difference of means, in standard deviations that the batch norm has
     variance  by how much the batch's variance is larger: the geometric mean over channels
     """
 
-    initial: bool
+    initial: tuple[str, ...]
     mean: float
     variance: float
 
@@ -175,7 +203,8 @@ class MovedStatistics:
         real = value.double()
         mean, variance = real.mean(dims), real.var(dims, correction=0)
         kept_mean, kept_variance = norm.running_mean.double(), norm.running_var.double()
-        initial = bool((kept_mean == 0).all()) and bool((kept_variance == 1).all())
+        new = {"means of 0": (kept_mean == 0).all(), "variances of 1": (kept_variance == 1).all()}
+        initial = tuple(what for what, there in new.items() if bool(there))
         shift = (mean - kept_mean) / (kept_variance + norm.eps).sqrt()
         ratio = (variance + norm.eps) / (kept_variance + norm.eps)
         return MovedStatistics(initial, float(shift.square().mean().sqrt()), float(ratio.log().mean().exp()))

@@ -12,7 +12,8 @@ from fxquant.analysis.layers import Layer, layers
 from fxquant.errors import ConfigurationError
 
 SWEEPS = 4  # in which the places in a row follow those of the neighbours
-SIDE = 0.45  # how far an edge that passes rows bends to the side, for each of the first rows
+SIDE, LANE = 0.6, 0.2  # how far an edge that passes rows bends to the side, and how much further each that passes beside it
+LANES = 8  # after which edges share the last one
 
 
 @dataclass(frozen=True)
@@ -22,19 +23,21 @@ class Drawing:
     graph   an edge for every value that one operator reads of another; nodes are names
     layers  the facts of each operator, by name; inputs and the output have none
     places  x and y of each; rows are one apart, and the first is at y = 0, the next at -1
+    lanes   of each edge that passes rows of its own column: how many others lie between it and the column
     """
 
     graph: networkx.DiGraph
     layers: Mapping[str, Layer]
     places: Mapping[str, tuple[float, float]]
+    lanes: Mapping[tuple[str, str], int]
 
     def path(self, one: str, other: str) -> list[tuple[float, float]]:
         """The points of an edge: straight to the next row, to the side around what stands between."""
         (x, y), (to_x, to_y) = self.places[one], self.places[other]
-        rows = y - to_y
-        if rows <= 1 or abs(x - to_x) > SIDE:
+        lane = self.lanes.get((one, other))
+        if lane is None:
             return [(x, y), (to_x, to_y)]
-        side = SIDE * min(rows, 4) ** 0.5
+        side = SIDE + LANE * lane
         return [(x, y), (x + side, y - 0.6), (to_x + side, to_y + 0.6), (to_x, to_y)]
 
 
@@ -51,7 +54,22 @@ def drawing(model: fx.GraphModule) -> Drawing:
             shown[node] = frozenset([node.name])
         else:
             shown[node] = read
-    return Drawing(graph, known, _places(graph))
+    places = _places(graph)
+    return Drawing(graph, known, places, _lanes(graph, places))
+
+
+def _lanes(graph: networkx.DiGraph, places: Mapping[str, tuple[float, float]]) -> dict[tuple[str, str], int]:
+    """Edges that pass rows, the shortest first, each in the innermost lane of its column where no other one is beside it."""
+    passing = [(one, other) for one, other in graph.edges if places[one][1] - places[other][1] > 1]
+    near = [edge for edge in passing if abs(places[edge[0]][0] - places[edge[1]][0]) <= SIDE]
+    taken: dict[tuple[int, int], set[int]] = {}  # the rows of a column's lane
+    found = {}
+    for one, other in sorted(near, key=lambda edge: places[edge[0]][1] - places[edge[1]][1]):
+        column, rows = round(places[one][0]), set(range(round(-places[one][1]), round(-places[other][1])))
+        lane = next((each for each in range(LANES - 1) if rows.isdisjoint(taken.get((column, each), ()))), LANES - 1)
+        taken.setdefault((column, lane), set()).update(rows)
+        found[one, other] = lane
+    return found
 
 
 def _places(graph: networkx.DiGraph) -> dict[str, tuple[float, float]]:

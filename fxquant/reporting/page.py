@@ -80,7 +80,7 @@ def report(
         batches = list(first_batches(batches, num_batches)) if isinstance(batches, Iterator) else batches  # both comparisons take them
     options: dict[str, Any] = {"num_batches": num_batches, "batch_fn": batch_fn, "show_progress": show_progress}
     if comparison is None and reference is not None:
-        comparison = compare(reference, model, batches, advice=advice, **options)
+        comparison = compare(reference, model, batches, advice=advice, prepared=prepared, **options)
     forms = {} if comparison is None else {f"{comparison.labels[1]} against {comparison.labels[0]}": comparison}
     if prepared is not None and batches is not None:
         forms["integer against prepared"] = compare(prepared, model, batches, advice=False, states=("validate", None), **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import types
 from collections import OrderedDict
 from typing import Any
 
@@ -135,6 +136,37 @@ def test_switches_are_states() -> None:
     assert states() == {fxq.State.CALIBRATE}
     torch_ao.disable_observer(prepared)
     assert states() == {fxq.State.FLOAT}
+
+
+def test_observers_are_found_under_their_names() -> None:
+    """Each is the one that observes: what it saw is what passed; operators with the scale of another have none."""
+    prepared = torch_ao.prepare_fx(Net().eval(), ao.get_default_qconfig_mapping("x86"), (BATCHES[0],), target="x86")
+    empty: dict[str, nn.Module] = {}
+    torch_ao.get_observer_dict(prepared, empty)
+    assert not any(observer.observed for observer in empty.values())
+    calibrated(prepared)
+    found: dict[str, nn.Module] = {"kept": nn.Identity()}
+    torch_ao.get_observer_dict(prepared, found, "backbone")
+    assert {"kept", *(f"backbone.{name}" for name in empty)} == set(found)
+    owners = {name for name, operator in quantized_operators(prepared).items() if operator.owns_output and not operator.plain}
+    assert {name.removesuffix(".activation_post_process") for name in empty} <= owners
+    for name, observer in empty.items():
+        assert observer is found[f"backbone.{name}"]
+        assert observer.observed
+    values = torch.cat([record["fc"] for record in fxq.record(prepared, BATCHES, ["fc"], real=True, state="float")])
+    assert float(empty["fc.activation_post_process"].largest) == float(values.abs().max())
+    with pytest.raises(fxq.ConfigurationError, match="prepared"):
+        torch_ao.get_observer_dict(nn.Linear(2, 2), {})
+
+
+@pytest.mark.parametrize(("engine", "target"), [("qnnpack", "qnnpack"), ("x86", "x86"), ("fbgemm", "x86"), ("onednn", "x86")])
+def test_the_engine_of_pytorch_is_the_target_where_none_is_given(engine: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends, "quantized", types.SimpleNamespace(engine=engine))
+    mapping, example = ao.get_default_qconfig_mapping("qnnpack"), (BATCHES[0],)
+    assert torch_ao.prepare_fx(small(), mapping, example).meta["target"].name == target
+    assert torch_ao.prepare_qat_fx(small().train(), mapping, example).meta["target"].name == target
+    other = "x86" if target == "qnnpack" else "qnnpack"
+    assert torch_ao.prepare_fx(small(), mapping, example, target=other).meta["target"].name == other
 
 
 @pytest.mark.parametrize("fused", [False, True])
