@@ -14,6 +14,7 @@ from fxquant.passes import (
     integer,
     islands,
     kernels,
+    layerscale,
     masks,
     precision,
     quantizers,
@@ -34,6 +35,7 @@ PIPELINE = (
     Pass(composite.expand, Stage.CANONICAL),  # after the rules, which are about the whole operator; before fusions, which meet its parts
     Pass(dynamic.choose, Stage.CANONICAL),  # behind the parts of recurrent layers; before fusions, which join nothing with these
     Pass(batchnorm.fold, Stage.CANONICAL),  # before the fusions: conv-bn-add-relu must become conv-add-relu
+    Pass(layerscale.fold, Stage.CANONICAL),  # behind batch norms, which a layer takes alone; before residuals, which are added behind
     Pass(residual.fuse, Stage.CANONICAL),  # before clamps: a relu behind the addition belongs to the fused layer
     Pass(activation.fuse, Stage.CANONICAL),  # a fused clamp needs no scale of its own
     Pass(specs.annotate, Stage.ANNOTATED),  # on what is left after fusion: one decision per operator

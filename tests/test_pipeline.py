@@ -87,15 +87,17 @@ by_pass = pytest.mark.parametrize("step", FLOAT_PASSES, ids=lambda step: step.na
 
 
 class Around(nn.Module):
-    """Before the tiny network what bayes-e pads in another way, behind it a composite, and integers between float operators."""
+    """Before the tiny network what bayes-e pads in another way; behind it factors, a composite, and integers between float operators."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tiny = tiny()
+        self.mix, self.factors = nn.Linear(3, 3), nn.Parameter(torch.tensor([0.5, -1.0, 2.0]))
         self.register_buffer("mask", torch.tensor([0.0, -1e9, 0.0]))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.tiny(F.pad(x[..., 1:-1, 1:-1], (1, 1, 1, 1), "reflect"))
+        x = self.mix(x) * self.factors
         x = x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5)  # squares, which are to be wide
         x = torch.fft.fft(torch.softmax(x + self.mask, 1)).real
         return torch.fft.fft(torch.sigmoid(x)).real
@@ -130,6 +132,7 @@ def test_a_pass_changes_something_and_keeps_the_outputs(step: Pass) -> None:
     after = gm(image)
     if step.name in (
         "batchnorm.fold",
+        "layerscale.fold",
         "composite.expand",
         "adapt.apply",
     ):  # these compute the same in other steps, each of which is rounded
@@ -139,7 +142,7 @@ def test_a_pass_changes_something_and_keeps_the_outputs(step: Pass) -> None:
 
 
 @pytest.mark.parametrize(
-    "step", [s for s in FLOAT_PASSES if s.name.split(".")[0] in ("batchnorm", "residual", "activation")], ids=lambda s: s.name
+    "step", [s for s in FLOAT_PASSES if s.name.split(".")[0] in ("batchnorm", "layerscale", "residual", "activation")], ids=lambda s: s.name
 )
 def test_a_fusion_leaves_nothing_for_a_second_run(step: Pass) -> None:
     gm = run_up_to(step)

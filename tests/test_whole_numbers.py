@@ -149,6 +149,34 @@ def test_casts_hold_the_contract(target: str, dtype: str, tmp_path: Path) -> Non
             assert float((wanted == found).double().mean()) > 0.93
 
 
+class Powers(nn.Module):
+    """Numbers on both sides of 0, and 0, to powers that are whole numbers."""
+
+    def forward(self, x: Tensor, n: Tensor) -> Any:
+        return [x ** (n % 4), torch.pow(x, n - 1), x.abs() ** n]
+
+
+def test_powers_that_are_whole_numbers_have_the_sign_of_their_base(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def batch(count: int) -> tuple[Tensor, ...]:
+        x = torch.randn(count, 6, 8, generator=generator)
+        x[0, 0] = 0
+        return x, torch.randint(1, 4, (count, 6, 8), generator=generator)
+
+    model, batches = Powers(), [batch(8), batch(4)]
+    prepared, integer = compiled(model, batches)
+    assert not [layer.name for layer in fxq.layers(prepared) if not layer.integer and not layer.boundary]
+    contract.assert_validate_is_integer(prepared, integer, *batches[0])
+    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", batches[1:])
+    contract.assert_train_is_validate(prepared, *batches[0])
+    for wanted, found in zip(model(*batches[0]), integer(*batches[0]), strict=True):
+        assert float((wanted - found).pow(2).mean() / wanted.pow(2).mean()) < 10**-2.5  # 25 dB
+        large = wanted.abs() > 0.1 * float(wanted.abs().max())
+        assert bool((wanted[large] < 0).any()) == bool((found[large] < 0).any())
+        assert torch.equal(wanted[large].sign(), found[large].sign())
+
+
 class Masks(nn.Module):
     """Attention masks that are given, added and filled in, each in front of a softmax."""
 

@@ -1,9 +1,10 @@
 """Functions of two tensors, element by element: composites, 16 bits wide inside.
 
     x ** y = exp(y · log x)                 for x > 0; a constant exponent of few values is a table for each
+    x ** n = ± exp(n · log |x|)             for whole numbers n, negative where x is and n is odd
     ⌊x / y⌋, x - y · ⌊x / y⌋                of the quotient, which is rounded to 16 bits: near a whole number it may fall on the other side
 
-A power of a negative number has a value for whole exponents alone, which integers on a grid do not tell: calibration refuses it.
+A power of a negative number has a value for whole exponents alone, which real numbers on a grid do not tell: calibration refuses it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor, fx, nn
 from fxquant.facts import TensorFact
 from fxquant.graph import fact, is_parameter, parameter_value
 from fxquant.ops.arithmetic import add, mul, sub
+from fxquant.ops.casting import to_real
 from fxquant.ops.composite import Builder
 from fxquant.ops.division import true_divide
 from fxquant.ops.extremum import maximum
@@ -25,6 +27,7 @@ from fxquant.ops.functions import floor_quotient, floor_remainder, quotient_of, 
 from fxquant.ops.record import INNER, WIDE, Operator, register
 from fxquant.ops.selection import where
 from fxquant.ops.unary import power, spelled, unary
+from fxquant.ops.whole import COMPARISONS, whole_remainder
 
 SMALLEST = 2.0**-20  # stands for 0 as a base, whose logarithm is no number
 FEW = 8  # values of a constant exponent, each of which is a table
@@ -34,6 +37,8 @@ FEW = 8  # values of a constant exponent, each of which is a table
 
 def _expand_power(build: Builder, input: fx.Node, exponent: fx.Node) -> Any:
     few = _values(exponent)
+    if few is None and exponent.target is to_real:
+        return _whole_power(build, input, exponent)
     if few is None:
         logarithm = build(log_of_base, input, demand=WIDE)
         return build(torch.exp, build(mul, logarithm, exponent, demand=WIDE))
@@ -42,6 +47,14 @@ def _expand_power(build: Builder, input: fx.Node, exponent: fx.Node) -> Any:
     for value in values[1:]:
         result = build(where, build.constant(constant == value), build(torch.pow, input, value), result)
     return result
+
+
+def _whole_power(build: Builder, input: fx.Node, exponent: fx.Node) -> Any:
+    """Of what is below 0 as well: the sign is that of the input, where the exponent, an int64 tensor in front of its grid, is odd."""
+    logarithm = build(log_of_base, build(torch.abs, input), demand=WIDE)
+    magnitude = build(torch.exp, build(mul, logarithm, exponent, demand=WIDE))
+    odd = build(COMPARISONS["ne"], build(whole_remainder, exponent.args[0], 2), 0)
+    return build(where, build(torch.logical_and, odd, build(torch.lt, input, 0.0)), build(torch.neg, magnitude), magnitude)
 
 
 def _values(exponent: fx.Node) -> tuple[list[float], Tensor] | None:

@@ -19,6 +19,16 @@ def folded_bias(weight: Tensor, bias: Tensor | None, batch_norm: BatchNorm, axis
     return fold(weight.transpose(0, axis), bias, batch_norm, 0)[1]
 
 
+def multiplied_weight(weight: Tensor, factors: Tensor) -> Tensor:
+    """The weight of a layer, whose output channels are dimension 0, with a factor for each of them."""
+    return weight * factors.reshape(-1, *[1] * (weight.dim() - 1))
+
+
+def multiplied_bias(bias: Tensor, factors: Tensor) -> Tensor:
+    """The bias beside that weight."""
+    return bias * factors.reshape(-1)
+
+
 def spread(weight: Tensor, dilation: list[int]) -> Tensor:
     """A kernel with zeros between its taps, which does without dilation what this one does with it."""
     sizes = [(taps - 1) * step + 1 for taps, step in zip(weight.shape[2:], dilation, strict=True)]
@@ -33,4 +43,4 @@ def channel_weight(like: Tensor, factor: float) -> Tensor:
     return torch.full((like.numel(), 1, 1, 1), factor, dtype=like.dtype, device=like.device)
 
 
-FUNCTIONS = (folded_weight, folded_bias, spread, channel_weight)
+FUNCTIONS = (folded_weight, folded_bias, multiplied_weight, multiplied_bias, spread, channel_weight)
