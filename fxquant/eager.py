@@ -56,14 +56,14 @@ class EagerLowering(Lowering):
     def call(self, primitive: Callable[..., Tensor], *arguments: Any) -> Any:
         if type(self) is EagerLowering and joining.defers(primitive, arguments):
             return joining.Deferred(primitive, arguments)
-        arguments = tuple(self.made(argument) for argument in arguments)
+        arguments = tuple(self.computed(argument) for argument in arguments)
         return self._called(primitive, arguments)
 
-    def made(self, value: Any) -> Any:
+    def computed(self, value: Any) -> Any:
         """What has been deferred, computed; all else as it is."""
         if not isinstance(value, joining.Deferred):
             return value
-        return self._called(value.primitive, tuple(self.made(argument) for argument in value.arguments))
+        return self._called(value.primitive, tuple(self.computed(argument) for argument in value.arguments))
 
     def _called(self, primitive: Callable[..., Tensor], arguments: tuple[Any, ...]) -> Tensor:
         record = PRIMITIVES[primitive]
@@ -118,7 +118,7 @@ class EagerLowering(Lowering):
         self, accumulator: Any, ratio: Ratio, clamp: Clamp | None = None, to: Quantizer | None = None, role: str = "", bound: float = 0
     ) -> Quantized:
         joined = self._joined(accumulator, ratio, clamp, to or self.output, bound)
-        return super().requantize(self.made(accumulator), ratio, clamp, to, role, bound) if joined is None else joined
+        return super().requantize(self.computed(accumulator), ratio, clamp, to, role, bound) if joined is None else joined
 
     def _joined(self, accumulator: Any, ratio: Ratio, clamp: Clamp | None, to: Quantizer, bound: float) -> Quantized | None:
         """An accumulator of two tensors, requantized without being written down; None where there is no such pass."""
@@ -199,7 +199,7 @@ class EagerLowering(Lowering):
             joined = self._joined(accumulator, ratio, clamp, self.output, bound) if alone else None
             if joined is not None:
                 return joined
-            accumulator = self.made(accumulator)
+            accumulator = self.computed(accumulator)
         other = None if residual is None else residual.value
         fits = (
             type(self.arithmetic) in FUSED and sweeps.admitted(accumulator, other) and (other is None or other.shape == accumulator.shape)

@@ -117,7 +117,7 @@ class Lowering:
         """Apply a primitive."""
         raise NotImplementedError
 
-    def made(self, value: Any) -> Any:
+    def computed(self, value: Any) -> Any:
         """What `call` returned as a value of its own, where calls are kept until they are read. Here: as it is."""
         return value
 

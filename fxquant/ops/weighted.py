@@ -244,7 +244,7 @@ def _live(layer: _Layer, batch_norm: BatchNorm, bias: Tensor | None) -> _Live:
     lowering, weight = layer.lowering, layer.weight
     if not bool(torch.isfinite(weight.scale).all()):  # before any statistics move
         raise lowering.not_finite()
-    sums = lowering.made(layer.form(lowering.prove(layer.bound(None), "the sum", layer.limit), None))
+    sums = lowering.computed(layer.form(lowering.prove(layer.bound(None), "the sum", layer.limit), None))
     axis = sums.dim() - 1 - layer.product.trailing
     _check_statistics(lowering, sums.numel() // sums.shape[axis])
     one = weight.scale.numel() == 1
