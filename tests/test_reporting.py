@@ -243,3 +243,17 @@ def test_a_file_whose_provenance_is_damaged_is_refused(tmp_path: Path) -> None:
         onnx.save(model, str(path))
         with pytest.raises(fxq.ExportError, match=r"fxquant\.provenance"):
             fxq.onnx_metadata(path)
+
+
+def test_edges_that_pass_rows_lie_beside_each_other() -> None:
+    """The inner one of two in the inner lane; none on top of another."""
+
+    class Nested(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            a = torch.tanh(x)
+            b = torch.tanh(a)
+            return torch.tanh(torch.tanh(b) + b) + a
+
+    found = drawing(fxq.trace(Nested(), torch.randn(2, 3)))
+    sides = sorted({path[1][0] for edge in found.graph.edges if len(path := found.path(*edge)) == 4})
+    assert len(found.lanes) == len(sides) == 2
