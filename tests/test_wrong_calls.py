@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
@@ -364,6 +364,7 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
             "batches": BATCHES,
             "states": [None, "float", ("float",), ("flaot", None), (None, "float"), 5, [], (1, 2), ("float", "train", None)],
             "advice": [*FLAGS, None],
+            "prepared": [5, "model", [], nn.Linear(2, 2), fx.symbolic_trace(nn.Linear(2, 2))],
             "num_batches": [*COUNTS, 0],
             "batch_fn": CALLABLES,
             "show_progress": FLAGS,

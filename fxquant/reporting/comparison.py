@@ -19,6 +19,7 @@ from fxquant.errors import Interrupted
 from fxquant.graph import QParams
 from fxquant.progress import in_one_piece, progress
 from fxquant.quantization.batches import as_batches, first_batches, length, no_batches
+from fxquant.quantization.calibration import require_prepared
 from fxquant.quantization.state import State
 from fxquant.reporting.advice import Advice, Judged, advise, grid_text, of_parts
 from fxquant.reporting.effects import Effects
@@ -236,6 +237,8 @@ def compare(
     Raises ConfigurationError for what is no form of a model, CalibrationError if there is no batch or one does not fit, and what `trace`
     raises. A KeyboardInterrupt is raised as `Interrupted`, whose `result` is the comparison on the batches before, without advice.
     """
+    if prepared is not None:
+        require_prepared(prepared)
     source = as_batches(batches)
     total = length(source, num_batches)
     taken = (batch if batch_fn is None else batch_fn(batch) for batch in first_batches(source, num_batches))
