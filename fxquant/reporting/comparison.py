@@ -14,12 +14,11 @@ from rich.table import Table
 from torch import fx
 
 from fxquant.analysis.record import Values
-from fxquant.arguments import COUNT, FLAG, POSITIVE, Kind, checked, instance
+from fxquant.arguments import COUNT, FLAG, POSITIVE, Kind, checked, instance, such
 from fxquant.errors import Interrupted
 from fxquant.graph import QParams
 from fxquant.progress import in_one_piece, progress
 from fxquant.quantization.batches import as_batches, first_batches, length, no_batches
-from fxquant.quantization.calibration import require_prepared
 from fxquant.quantization.state import State
 from fxquant.reporting.advice import Advice, Judged, advise, grid_text, of_parts
 from fxquant.reporting.effects import Effects
@@ -206,7 +205,8 @@ def _states(value: Any) -> tuple[Any, Any]:
     return tuple(state if state is None else State(state) for state in (first, second))  # type: ignore[return-value]
 
 
-PREPARED = instance("a prepared model", fx.GraphModule).or_none("inner tensors are not looked at")
+GRAPH = instance("", fx.GraphModule)
+PREPARED = such("a prepared model", GRAPH.take, lambda model: model.meta.get("stage") == "PREPARED").or_none("its parts are not looked at")
 STATES = Kind("two states, or None for each, of the first model and of the second", _states)
 
 
@@ -237,8 +237,6 @@ def compare(
     Raises ConfigurationError for what is no form of a model, CalibrationError if there is no batch or one does not fit, and what `trace`
     raises. A KeyboardInterrupt is raised as `Interrupted`, whose `result` is the comparison on the batches before, without advice.
     """
-    if prepared is not None:
-        require_prepared(prepared)
     source = as_batches(batches)
     total = length(source, num_batches)
     taken = (batch if batch_fn is None else batch_fn(batch) for batch in first_batches(source, num_batches))
