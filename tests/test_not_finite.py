@@ -294,3 +294,15 @@ def test_a_pole_that_the_grid_holds_leaves_training_alive(name: str) -> None:
     assert bool((small.grad[0] == 0).all())
     assert bool((small.grad[1:] != 0).any())
     assert list(fxq.qparams(prepared).values())[-1] <= 1.5 * before, "the pole is observed"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_weight_that_passes_over_memory_make_integers_of_is_named_as_well(value: float) -> None:
+    x = torch.randn(4, 128)
+    model = fxq.calibrate(fxq.prepare(nn.Sequential(nn.Linear(128, 64)), x, "nash-e"), [x], show_progress=False)
+    with torch.no_grad():
+        model.get_parameter("0.weight")[3, 5] = value
+    fxq.set_state(model, fxq.State.VALIDATE)
+    for action in (lambda: model.eval()(x), lambda: fxq.convert(model)):
+        with pytest.raises(fxq.NotFinite, match="its weight holds"):
+            action()

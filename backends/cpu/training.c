@@ -434,13 +434,15 @@ void fxq_weight_forward(const Pass *p) {
         float *restrict q = p->integers + c * p->inner;
         float gain = p->ratio[c], scale = p->multiplier[c], low = p->low, high = p->high;
         int64_t total = 0;
-#pragma omp simd reduction(+ : total)
+        int unordered = 0;
+#pragma omp simd reduction(+ : total) reduction(| : unordered)
         for (int64_t i = 0; i < p->inner; i++) {
             float v = limited(rintf(w[i] * gain / scale), low, high);
             q[i] = v;
-            total += (int32_t)fabsf(v);
+            unordered |= v != v;
+            total += v != v ? 0 : (int32_t)fabsf(v);
         }
-        p->totals[c] = (double)total;
+        p->totals[c] = unordered ? NAN : (double)total; /* which no bound of a sum is proved from */
     }
 }
 
