@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.analysis.inspection import read
-from fxquant.backends.onnx import fast, files, kernels
+from fxquant.backends.onnx import fast, files, functions, kernels
 from fxquant.backends.onnx.emitter import Emitter
 from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIMES, OnnxModel, Runner
@@ -123,6 +123,73 @@ def test_fast_files_give_the_integer_models_bits(name: str, tmp_path: Path) -> N
     kernels = fxq.onnx_metadata(path)["kernels"]
     assert len(kernels["integer"]) == sum(KERNELS[name].values())
     assert kernels["refused"] == []
+
+
+FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {  # and the operators of the file that compute each
+    "sigmoid": (torch.sigmoid, ["Sigmoid"]),
+    "silu": (F.silu, ["Sigmoid", "Mul"]),
+    "gelu": (F.gelu, ["Gelu"]),
+    "gelu by tanh": (lambda x: F.gelu(x, approximate="tanh"), ["Gelu"]),
+    "hardswish": (F.hardswish, ["HardSwish"]),
+    "hardsigmoid": (F.hardsigmoid, ["HardSigmoid"]),
+    "leaky_relu": (lambda x: F.leaky_relu(x, 0.1), ["LeakyRelu"]),
+    "elu": (lambda x: F.elu(x, 0.7), ["Elu"]),
+    "tanh of a sum": (lambda x: torch.tanh(x * 2 + 0.5), ["Tanh"]),
+    "softplus": (lambda x: F.softplus(x, 2.0), ["Softplus"]),
+}
+
+
+@pytest.mark.parametrize("target", ["nash-e", "x86"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_table_is_computed_where_no_rounding_can_change_an_entry(name: str, target: str, tmp_path: Path) -> None:
+    function, computing = FUNCTIONS[name]
+    torch.manual_seed(0)
+    model = Net(lambda n, x: n["b"](function(n["a"](x))), a=conv(3, 8), b=conv(8, 4)).eval()
+    prepared = fxq.prepare(model, (batch(),), target=target)
+    fxq.calibrate(prepared, [batch()], show_progress=False)
+    fxq.set_qparams(prepared, {name: scale for name, scale in zip(list(fxq.qparams(prepared))[1:3], (0.0217, 0.0181), strict=True)})
+    integer = fxq.convert(prepared)
+    assert_alive(integer, batch())
+    path = fxq.export_onnx(integer, tmp_path / "model.onnx", style="fast")
+    report = verified(integer, path)
+    assert report, str(report)
+    assert len(fxq.onnx_metadata(path)["kernels"]["computed"]) == 1
+    assert set(computing) <= set(operators(path))
+    assert "Gather" not in operators(path)
+
+
+def test_a_table_with_an_entry_beside_a_tie_is_looked_up(tmp_path: Path) -> None:
+    model = Net(lambda n, x: F.leaky_relu(n["a"](x), 0.25), a=conv(3, 8)).eval()
+    prepared = fxq.prepare(model, (batch(),), target="nash-e")
+    fxq.calibrate(prepared, [batch()], show_progress=False)
+    convolution, result = (name for name in fxq.qparams(prepared) if name != "x_quantize")
+    for scale, computed in ((1 / 32, 0), (0.0301, 1)):  # a quarter of a step below 0 and a half are ties on the same grid
+        fxq.set_qparams(prepared, {convolution: 1 / 32, result: scale})
+        integer = fxq.convert(prepared)
+        path = fxq.export_onnx(integer, tmp_path / f"{computed}.onnx", style="fast")
+        report = verified(integer, path)
+        assert report, str(report)
+        assert len(fxq.onnx_metadata(path)["kernels"]["computed"]) == computed
+        assert operators(path).count("Gather") == 1 - computed
+
+
+def test_a_table_that_is_not_of_its_function_is_looked_up() -> None:
+    integer = integer_of("silu")
+    node = next(node for node in integer.graph.nodes if node.target is elementwise.lookup)
+    assert functions.computes(integer, node, 21)
+    assert not functions.computes(integer, node, 17)
+    table = integer.get_submodule(node.args[1].target.rpartition(".")[0]).table
+    table[100] += 1
+    assert not functions.computes(integer, node, 21)
+
+
+def test_a_computed_table_that_differs_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    integer = integer_of("silu")
+    monkeypatch.setattr(functions, "compute", lambda e, node, stored, zero: e.node("Identity", stored))
+    path = fxq.export_onnx(integer, tmp_path / "model.onnx", style="fast")
+    kernels = fxq.onnx_metadata(path)["kernels"]
+    assert (kernels["computed"], len(kernels["refused"])) == ([], 2)
+    assert verified(integer, path)
 
 
 @pytest.mark.parametrize("target", REAL_TARGETS)

@@ -26,6 +26,7 @@ from fxquant.numerics import ACTIVATION_TYPES, INT8
 from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.boundary import quantize
 from fxquant.primitives.dynamic import dynamic_linear
+from fxquant.primitives.elementwise import lookup
 from fxquant.primitives.requantize import requantize_real
 
 logger = logging.getLogger("fxquant")
@@ -85,6 +86,11 @@ def _whole_range(operand: fx.Node, generator: torch.Generator) -> Tensor:
     return whole_range(dtype, fact(operand).at(BATCH_SIZES[0]), dtype.low, generator)
 
 
+def _every_byte(operand: fx.Node) -> Tensor:
+    stored = fact(operand).dtype
+    return torch.arange(torch.iinfo(stored).min, torch.iinfo(stored).max + 1, device="cpu").to(stored)
+
+
 def _kernel_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int, settings: Mapping[str, str]) -> bool:
     """Whether one integer kernel, alone, gives PyTorch's integers for operands of the whole range."""
     if node.target is dynamic_linear:
@@ -97,7 +103,7 @@ def _kernel_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int, setting
         if operand.op == "get_attr":
             given[operand] = writer.values[operand] = resolve(integer, str(operand.target)).cpu()
         elif operand not in parts:
-            given[operand] = _whole_range(operand, generator)
+            given[operand] = _every_byte(operand) if node.target is lookup else _whole_range(operand, generator)
             writer.values[operand] = operand.name
             writer.emitter.types[operand.name] = torch.uint8
     fed = {

@@ -16,6 +16,7 @@ import onnx
 import torch
 from torch import Tensor, fx
 
+from fxquant.backends.onnx import functions
 from fxquant.backends.onnx.emitter import Emitter, value_info
 from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.writer import Writer
@@ -77,18 +78,25 @@ class FastWriter(Writer):
         self.refused = refused
         self.settings = settings or {}
         self.converted: dict[tuple[str, torch.dtype], str] = {}
+        self.functions = {node for node in integer.graph.nodes if functions.computes(integer, node, opset)}
         self.parts = {part for node in integer.graph.nodes for part in self.parts_of(node)}
 
     def kernels(self) -> list[fx.Node]:
-        """The requantizations that become part of an integer kernel, and the layers that are quantized at run time by one."""
-        return [node for node in self.integer.graph.nodes if self.parts_of(node) or self.signs(node)]
+        """The requantizations that become part of an integer kernel, layers that are quantized at run time by one, and computed tables."""
+        return [node for node in self.integer.graph.nodes if self.parts_of(node) or self.signs(node) or self.computes(node)]
 
     def signs(self, node: fx.Node) -> bool:
         """Whether the weight of a layer that is quantized at run time stays int8: MatMulInteger is faster then."""
         return node.target is dynamic_linear and node.name not in self.refused
 
+    def computes(self, node: fx.Node) -> bool:
+        """Whether a table is written as the function it is made of."""
+        return node in self.functions and node.name not in self.refused
+
     def metadata(self, outputs: list[onnx.ValueInfoProto]) -> dict[str, Any]:
-        kernels = {"integer": [node.name for node in self.kernels()], "refused": list(self.refused)}
+        computed = [node.name for node in self.kernels() if self.computes(node)]
+        integer = [node.name for node in self.kernels() if not self.computes(node)]
+        kernels = {"integer": integer, "computed": computed, "refused": list(self.refused)}
         options = {"session_options": dict(self.settings), "session_options_without_vnni": PRECISE}
         return {**super().metadata(outputs), **options, "kernels": kernels}
 
@@ -135,7 +143,7 @@ class FastWriter(Writer):
     def _adds_exactly(self, node: fx.Node, total: fx.Node) -> bool:
         """Whether float32 adds two tensors of 8 bits, as fractions of a step of the result, exactly: ARITHMETIC.md, section 21."""
         terms = _terms(total)
-        if self.opset < _DEQUANTIZES_BYTES or total.target not in (elementwise.add, elementwise.subtract) or len(terms) != 2:
+        if self.opset < functions.OPSET or total.target not in (elementwise.add, elementwise.subtract) or len(terms) != 2:
             return False
         if not all(len(term.users) == 1 and _is_8_bits(plain(term.args[0])) and plain(term.args[0]).op != "get_attr" for term in terms):
             return False
@@ -208,7 +216,6 @@ def _terms(total: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(term for term in total.args if isinstance(term, fx.Node) and term.target is elementwise.align_real)
 
 
-_DEQUANTIZES_BYTES = 19  # before, ONNX's own evaluator has no DequantizeLinear of uint8
 _NARROW_STEPS = frozenset(2.0**-bits for bits in range(NARROW_BITS + 1))
 
 
@@ -355,6 +362,8 @@ def _lookup(w: FastWriter, node: fx.Node, input: fx.Node, table: fx.Node, first:
     if not _is_8_bits(input) or entries.numel() != 256:
         return None
     e = w.emitter
+    if w.computes(node):
+        return functions.compute(e, node, w.shifted(input), w.zero)
     stored = w.shifted(table) if entries.dtype in EIGHT_BITS else e.constant(entries)
     return e.node("Gather", stored, e.node("Cast", w.shifted(input), to=torch.int64))
 

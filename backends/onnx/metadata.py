@@ -24,8 +24,9 @@
     fxquant.session_options  JSON: session options of onnxruntime, by name, that the file's numbers rely on where it was written
     fxquant.session_options_without_vnni
                              JSON, style "fast": those they rely on where an x86 processor lacks VNNI; elsewhere they cost speed
-    fxquant.kernels          JSON, style "fast": "integer", the operators that became integer kernels, and "refused", those whose
-                             kernels were not exact where it was written, and that are as in style "exact"
+    fxquant.kernels          JSON, style "fast": "integer", the operators that became integer kernels, "computed", those whose tables
+                             are computed in float32, and "refused", what of both was not exact where it was written, and is as in
+                             style "exact"
 
 The names are stable: what is added later gets names of its own.
 """

@@ -189,6 +189,17 @@ def steep(name: str, arguments: Mapping[str, Any]) -> bool:
     return name in SINGULAR and not (name == "pow" and isinstance(exponent, int | float) and exponent >= 1)
 
 
+def exact(name: str, arguments: Mapping[str, Any]) -> Callable[[float], float] | None:
+    """What the operator of this name, with these arguments, makes of one real number; None unless it is a unary function without poles."""
+    if name == "shifted":
+        inner = exact(arguments["function"], arguments["settings"])
+        return None if inner is None else lambda x: inner(_moved(x, arguments["factor"], arguments["offset"]))
+    if name not in UNARY or steep(name, arguments):
+        return None
+    settings = {setting: value for setting, value in arguments.items() if setting != "input"}
+    return lambda x: UNARY[name][1](x, **settings)
+
+
 def has_pole(name: str, arguments: Mapping[str, Any]) -> bool:
     """Whether the operator of this name, with these arguments, is a unary function that is infinite at 0."""
     if name == "shifted":
