@@ -284,7 +284,7 @@ def test_a_kernel_that_is_not_exact_here_is_written_as_in_style_exact(
     monkeypatch.setattr(fast, "_kernel_is_exact", lambda integer, node, *rest: node.name != "layers_b" and honest(integer, node, *rest))
     with caplog.at_level(logging.WARNING, "fxquant"):
         path = fxq.export_onnx(integer, tmp_path / "model.onnx", style="fast")
-    assert fxq.onnx_metadata(path)["kernels"] == {"integer": ["layers_a"], "refused": ["layers_b"]}
+    assert fxq.onnx_metadata(path)["kernels"] == {"integer": ["layers_a"], "computed": ["silu", "silu_1"], "refused": ["layers_b"]}
     assert fxq.onnx_metadata(path)["session_options"] == PRECISE
     assert "1 of 2 operators, which are written as in style 'exact': layers_b" in caplog.text
     assert operators(path).count("QLinearConv") == 1

@@ -50,8 +50,10 @@ def write_fast(
 
     If `plain`, None where there is no kernel, or one is not exact here in a session without options.
     """
-    kernels = FastWriter(integer, io, opset).kernels()
     settings: dict[str, str] = {}
+    writer = FastWriter(integer, io, opset)
+    looked_up = [node.name for node in writer.kernels() if writer.computes(node) and not _kernel_is_exact(integer, node, opset, settings)]
+    kernels = [node for node in writer.kernels() if not writer.computes(node)]
     refused = [node for node in kernels if not _kernel_is_exact(integer, node, opset, settings)]
     if plain and (refused or not kernels):
         return None
@@ -66,7 +68,7 @@ def write_fast(
             len(kernels),
             ", ".join(node.name for node in refused),
         )
-    names = [node.name for node in refused]
+    names = [*looked_up, *(node.name for node in refused)]
     model = FastWriter(integer, io, opset, names, settings).write(input_names, output_names)
     whole = FastWriter(integer, "float", opset, names).write(None, None) if io == "integer" else model
     for options in (settings, PRECISE):

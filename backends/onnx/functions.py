@@ -44,8 +44,9 @@ def computes(integer: fx.GraphModule, node: fx.Node, opset: int) -> bool:
 
 def _is_of(function: Callable[[float], float], entries: Tensor, given: QParams, made: QParams) -> bool:
     """Whether the entries are those of this function, as real numbers and as any that are so accurate."""
-    storage = entries.dtype
-    limits = torch.iinfo(storage)
+    limits = torch.iinfo(entries.dtype)
+    assert isinstance(given.scale, float)
+    assert isinstance(made.scale, float)
     for index, entry in enumerate(entries.tolist()):
         stored = index if given.dtype == "uint8" else index - _BYTES // 2
         x = given.scale * (stored - given.zero_point)
