@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +51,7 @@ class EagerLowering(Lowering):
         self.observing = observing
         self.live_batch_norm = live_batch_norm
         self.known: dict[int, tuple[Tensor, Tensor, Grid]] = {}  # integers by identity, with their real numbers and their grid
+        self.followed = False  # whether the output's scale has followed this call's result
         self.whole: Tensor | None = None  # the last tensor that was made of integers on a grid
 
     def call(self, primitive: Callable[..., Tensor], *arguments: Any) -> Any:
@@ -95,7 +96,7 @@ class EagerLowering(Lowering):
 
     def result(self, exact: Callable[[], Tensor], real: Callable[[], Tensor], to: Quantizer | None = None) -> Quantized:
         to = to or self.output
-        follows = self.observing and to.follows_training
+        follows = self._follows(to)
         if to is self.intermediate and not follows:
             to.require()
         value = real() if follows or torch.is_grad_enabled() else None
@@ -120,9 +121,27 @@ class EagerLowering(Lowering):
         joined = self._joined(accumulator, ratio, clamp, to or self.output, bound)
         return super().requantize(self.computed(accumulator), ratio, clamp, to, role, bound) if joined is None else joined
 
+    def requantize_in_steps(
+        self, total: Callable[[], tuple[Any, Tensor]], real: Callable[[], Tensor], clamp: Clamp | None, scales: Sequence[Tensor]
+    ) -> Quantized:
+        to = self.output
+        learns = to.learns or any(scale.requires_grad for scale in scales)
+        if (learns and torch.is_grad_enabled()) or type(self) is not EagerLowering or type(self.arithmetic) is not RealArithmetic:
+            return super().requantize_in_steps(total, real, clamp, scales)
+        if self._follows(to):
+            with torch.no_grad():
+                to.follow(limited(real() if self.seen is None else self.seen, self.observed))
+            self.followed = True
+        accumulator, step = total()
+        return self.requantize(accumulator, Ratio((to.grid.scale * step,)), clamp)
+
+    def _follows(self, to: Quantizer) -> bool:
+        """Whether a scale is to follow what is computed now."""
+        return self.observing and to.follows_training and not (self.followed and to is self._output)
+
     def _joined(self, accumulator: Any, ratio: Ratio, clamp: Clamp | None, to: Quantizer, bound: float) -> Quantized | None:
         """An accumulator of two tensors, requantized without being written down; None where there is no such pass."""
-        follows, learns = self.observing and to.follows_training, to.learns and torch.is_grad_enabled()
+        follows, learns = self._follows(to), to.learns and torch.is_grad_enabled()
         whole = isinstance(accumulator, joining.Deferred | Tensor) and type(self) is EagerLowering and type(self.arithmetic) in FUSED
         seen = self.seen is not None and to is self._output
         if not whole or learns or to.dtype == INT32 or (follows and (seen or not to.can_follow_ends)):
@@ -160,7 +179,7 @@ class EagerLowering(Lowering):
         self, input: Quantized, entries: Callable[..., Tensor], function: Callable[[Tensor], Tensor], tamed: Callable[[Tensor], Tensor]
     ) -> Quantized:
         to, value = self.output, input.value
-        follows, learns = self.observing and to.follows_training, to.learns and torch.is_grad_enabled()
+        follows, learns = self._follows(to), to.learns and torch.is_grad_enabled()
         if follows and isinstance(value, Tensor) and 4 * value.numel() < input.grid.high - input.grid.low and sweeps.admitted(value):
 
             def exact() -> Tensor:
@@ -193,10 +212,13 @@ class EagerLowering(Lowering):
         residual: Quantized | None = None,
         multiplier: Tensor | None = None,
         statistics: sweeps.Collected | None = None,
+        to: Quantizer | None = None,
+        role: str = "",
     ) -> Quantized:
+        to = to or self.output
         if isinstance(accumulator, joining.Deferred):
             alone = bias is None and residual is None and statistics is None
-            joined = self._joined(accumulator, ratio, clamp, self.output, bound) if alone else None
+            joined = self._joined(accumulator, ratio, clamp, to, bound) if alone else None
             if joined is not None:
                 return joined
             accumulator = self.computed(accumulator)
@@ -207,11 +229,13 @@ class EagerLowering(Lowering):
         fits = fits and self._is_exact(accumulator, bound, bias, residual, multiplier, statistics)
         factors = ratio.approximate().to(torch.float32)
         form = sweeps.form_of(accumulator, factors.dim() - 1 if factors.dim() else 0) if fits else None
-        to = self.output
-        follows = self.observing and to.follows_training
+        follows = self._follows(to)
         learns = to.learns and torch.is_grad_enabled()
-        if form is None or learns or to.dtype == INT32 or (follows and not (self.seen is None and to.can_follow_ends)):
-            return super().complete(accumulator, ratio, clamp, bound, bias, residual, multiplier, statistics)
+        seen = self.seen is not None and to is self._output
+        if form is None or learns or to.dtype == INT32 or (follows and (seen or not to.can_follow_ends)):
+            return super().complete(accumulator, ratio, clamp, bound, bias, residual, multiplier, statistics, to, role)
+        if to is self.intermediate and not follows:
+            to.require()
         added = None if bias is None else bias.to(torch.float32).reshape(-1)
         factor = None if multiplier is None else multiplier.to(torch.float32).reshape(-1).expand(form.channels)
         factors = factors.reshape(-1).expand(form.channels)
@@ -226,7 +250,7 @@ class EagerLowering(Lowering):
                 else:
                     steps = factors
                 real = ends * steps if clamp is None else (ends * steps).clamp(*clamp)
-                to.follow(limited(real, self.observed))
+                to.follow(limited(real, self.observed) if to is self.output else real)
         grid, how = to.grid, self._rounded(ratio, clamp, to, bound)
         token = None if statistics is None else statistics.token
         integers, real = sweeps.finished(accumulator, added, other, factor, factors, form, how, token)

@@ -10,7 +10,7 @@ training, validation and the integer graph agree by construction.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
@@ -25,7 +25,7 @@ from fxquant.numerics import EVERYTHING, FLOAT32_EXACT, INT32, INT32_MAX, Grid, 
 from fxquant.primitives.accumulate import add_residual
 from fxquant.primitives.boundary import quantize
 from fxquant.primitives.elementwise import lookup, shift_right
-from fxquant.primitives.requantize import accumulator_output, clamp_accumulator
+from fxquant.primitives.requantize import accumulator_output, clamp_accumulator, requantize_real
 from fxquant.quantization.batch_norm import BatchNorm
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.rounding import straight_through
@@ -196,6 +196,24 @@ class Lowering:
 
         return self.result(exact, real, target)
 
+    def requantize_in_steps(
+        self, total: Callable[[], tuple[Any, Tensor]], real: Callable[[], Tensor], clamp: Clamp | None, scales: Sequence[Tensor]
+    ) -> Quantized:
+        """An accumulator and its step, a power of two of the output's step, on the output's scale, by one float32 product on every target.
+
+        `total` makes them, once the output's scale is known; `real` is what the accumulator stands for, of tensors with these scales.
+        """
+
+        def exact() -> Any:
+            accumulator, step = total()
+            low, high = self.bounds(clamp, self.output)
+            factor, grid = self.constant("multiplier", step.float(), torch.float32), self.output.grid
+            return self.holds(
+                self.call(requantize_real, accumulator, factor, low, high, grid.type.storage, *self.offset(grid)), self.output
+            )
+
+        return self.result(exact, real)
+
     def complete(
         self,
         accumulator: Any,
@@ -206,8 +224,10 @@ class Lowering:
         residual: Quantized | None = None,
         multiplier: Tensor | None = None,
         statistics: sweeps.Collected | None = None,
+        to: Quantizer | None = None,
+        role: str = "",
     ) -> Quantized:
-        """The accumulator of channels, plus its bias and the residual times its multiplier, requantized.
+        """The accumulator of channels, plus its bias and the residual times its multiplier, requantized to the output or to `to`.
 
         Bias and multiplier are shaped to broadcast. `statistics` are those of the accumulator, where they are known.
         """
@@ -216,7 +236,7 @@ class Lowering:
             accumulator = accumulator + bias.to(accumulator.dtype)
         if residual is not None:
             accumulator = self.call(add_residual, accumulator, residual.value, multiplier)
-        return self.requantize(accumulator, ratio, clamp, bound=bound)
+        return self.requantize(accumulator, ratio, clamp, to, role, bound)
 
     def parts(self, input: Any, weight: Tensor, bias: Tensor | None) -> int:
         """In how many parts the input channels have to be for all partial sums of the operand at hand to stay below 2^24.

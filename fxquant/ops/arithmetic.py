@@ -24,7 +24,6 @@ from fxquant.ops.form import Call
 from fxquant.ops.record import Instead, Operator, register
 from fxquant.ops.selection import where
 from fxquant.primitives import elementwise
-from fxquant.primitives.requantize import requantize_real
 from fxquant.quantization.rounding import straight_through
 from fxquant.rescaling import LARGEST_NARROW_MULTIPLIER, Ratio, narrow_multipliers
 
@@ -118,9 +117,8 @@ def _in_output_steps(lowering: Lowering, tensors: dict[str, tuple[Quantized, flo
 def _lower_narrow_sum(lowering: Lowering, terms: dict[str, tuple[Quantized, float]], clamp: Clamp | None) -> Quantized:
     """The terms in whole numbers of 2^-n of a step of the result, of 15 bits: float32 adds them and what is left exactly, in any order."""
 
-    def exact() -> Any:
-        grid = lowering.output.grid
-        ratios = {role: _step(operand, factor).over(grid.scale) for role, (operand, factor) in terms.items()}
+    def total() -> tuple[Any, Tensor]:
+        ratios = {role: _step(operand, factor).over(lowering.output.grid.scale) for role, (operand, factor) in terms.items()}
         bits, multipliers = narrow_multipliers(list(ratios.values()))
         total: Any = None
         for (role, (operand, factor)), multiplier in zip(terms.items(), multipliers, strict=True):
@@ -130,10 +128,7 @@ def _lower_narrow_sum(lowering: Lowering, terms: dict[str, tuple[Quantized, floa
                 total = aligned if factor > 0 else lowering.call(elementwise.negate, aligned)
             else:
                 total = lowering.call(elementwise.add if factor > 0 else elementwise.subtract, total, aligned)
-        step = lowering.constant("multiplier", _factor(2.0**-bits, next(iter(ratios.values()))).float(), torch.float32)
-        low, high = lowering.bounds(clamp, lowering.output)
-        value = lowering.call(requantize_real, total, step, low, high, grid.type.storage, *lowering.offset(grid))
-        return lowering.holds(value, lowering.output)
+        return total, _factor(2.0**-bits, next(iter(ratios.values())))
 
     def real() -> Tensor:
         total: Any = sum(operand.real() * factor for operand, factor in terms.values())
@@ -141,7 +136,7 @@ def _lower_narrow_sum(lowering: Lowering, terms: dict[str, tuple[Quantized, floa
 
     largest = sum(LARGEST_NARROW_MULTIPLIER * operand.grid.magnitude for operand, _ in terms.values())
     lowering.prove(torch.tensor(float(largest), dtype=torch.float64, device="cpu"), "the sum")
-    return lowering.result(exact, real)
+    return lowering.requantize_in_steps(total, real, clamp, [operand.scale for operand, _ in terms.values()])
 
 
 def _magnitude(constant: Tensor | float) -> float:

@@ -23,7 +23,7 @@ from fxquant import sweeps
 from fxquant.errors import ConfigurationError
 from fxquant.facts import Size, TensorFact
 from fxquant.graph import fact, is_parameter, resolve
-from fxquant.lowering import Clamp, Lowering, Quantized, named_parameters, wide_enough
+from fxquant.lowering import Clamp, Lowering, Quantized, named_parameters
 from fxquant.numerics import (
     FLOAT32_EXACT,
     INT32_MAX,
@@ -244,7 +244,7 @@ def _live(layer: _Layer, batch_norm: BatchNorm, bias: Tensor | None) -> _Live:
     lowering, weight = layer.lowering, layer.weight
     if not bool(torch.isfinite(weight.scale).all()):  # before any statistics move
         raise lowering.not_finite()
-    sums = lowering.computed(layer.form(lowering.prove(layer.bound(None), "the sum", layer.limit), None))
+    sums = _narrow(lowering.computed(layer.form(lowering.prove(layer.bound(None), "the sum", layer.limit), None)))
     axis = sums.dim() - 1 - layer.product.trailing
     _check_statistics(lowering, sums.numel() // sums.shape[axis])
     one = weight.scale.numel() == 1
@@ -261,6 +261,14 @@ def _live(layer: _Layer, batch_norm: BatchNorm, bias: Tensor | None) -> _Live:
     count = sums.numel() // sums.shape[axis]
     step = layer.input.scale * weight.scale
     return _Live(sums, *correct_batch(batch_norm, bias, mean.float(), variance.float(), count, step, usable), statistics)
+
+
+def _narrow(sums: Tensor) -> Tensor:
+    """Sums in float32 where that holds each of them: half the memory, and the faster passes."""
+    if sums.dtype != torch.float64 or not sums.numel():
+        return sums
+    low, high = (float(end) for end in torch.aminmax(sums.detach()))
+    return sums.float() if max(-low, high) < FLOAT32_EXACT else sums
 
 
 def _check_statistics(lowering: Lowering, values: int) -> None:
@@ -321,10 +329,8 @@ def _finished(
     lowering, trailing = layer.lowering, layer.product.trailing
     ratio = Ratio(tuple(_broadcast(factor, trailing) for factor in steps))
     if residual is not None and multiplier is None:
-        accumulator = wide_enough(accumulator, largest)
-        if bias is not None:
-            accumulator = accumulator + bias.to(accumulator.dtype)
-        between = lowering.requantize(accumulator, ratio, to=lowering.intermediate, role="intermediate_", bound=largest)
+        to = lowering.intermediate
+        between = lowering.complete(accumulator, ratio, None, largest, bias, statistics=statistics, to=to, role="intermediate_")
         return lower_add(lowering, between, residual, clamp=clamp)
     shaped = None
     if multiplier is not None:
