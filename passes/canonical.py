@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import operator as python
 import re
 from typing import Any
 
@@ -36,7 +37,7 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
     """
     attributes: dict[str, fx.Node] = {str(node.target): node for node in gm.graph.nodes if node.op == "get_attr"}
     modules = dict(gm.named_modules(remove_duplicate=False))
-    changes = 0
+    changes = _hand_through(gm, modules)
     excluded = outside(gm)
     for node in list(gm.graph.nodes):
         changes += _hold(gm, node, modules, attributes)
@@ -88,7 +89,7 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
 def _hold(gm: fx.GraphModule, node: fx.Node, modules: dict[str, nn.Module], attributes: dict[str, fx.Node]) -> int:
     """What is made anew at every run, with one number everywhere, is a constant where it is added to an activation, and the like."""
     value = made_anew(node)
-    if value is None:
+    if value is None or _computes_parameter(node):  # made like a parameter, it is one
         return 0
     written = {reader: _operator_written(reader, modules) for reader in list(node.users)}
     joined = [reader for reader, (operator, arguments) in written.items() if is_joined(node, value, reader, operator, arguments)]
@@ -103,7 +104,8 @@ def _hold(gm: fx.GraphModule, node: fx.Node, modules: dict[str, nn.Module], attr
     for reader in added:
         reader.replace_input_with(node, attributes[path])
     if joined:
-        repeated = _repeated_for_the_batch(gm, node, attributes[path])
+        batched = not all(isinstance(size, int) for size in fact(node).shape)
+        repeated = _repeated_for_the_batch(gm, node, attributes[path]) if batched else attributes[path]
         for reader in joined:
             reader.replace_input_with(node, repeated)
     return len(added) + len(joined)
@@ -213,6 +215,30 @@ def _pass_by(node: fx.Node, context: Context) -> None:
     if fact(operands[0]) == fact(node) and operator.refuses(node, arguments) is None and operator.idle(arguments):
         node.replace_all_uses_with(operands[0])
         context.say(f"%{node.name} passes on %{operands[0].name} as it is, and is gone")
+
+
+def _hand_through(gm: fx.GraphModule, modules: dict[str, nn.Module]) -> int:
+    """An nn.Identity that is called on a tuple, a list or a dictionary is gone: who reads it, or a tensor in it, reads what is in there."""
+    changes = 0
+    for node in gm.graph.find_nodes(op="call_module"):
+        if type(modules[str(node.target)]) is not nn.Identity or not isinstance(fact(node), tuple | list | dict):
+            continue
+        _replace(node, node.args[0] if node.args else node.kwargs["input"])
+        changes += 1
+    return changes
+
+
+def _replace(node: fx.Node, value: Any) -> None:
+    """What reads a node reads this nest of nodes, and what picks something from it reads that."""
+    if isinstance(value, fx.Node):
+        node.replace_all_uses_with(value)
+    for reader in list(node.users):
+        if reader.target is python.getitem:
+            _replace(reader, value[reader.args[1]])
+            continue
+        reader.args = fx.map_arg(reader.args, lambda operand: value if operand is node else operand)
+        reader.kwargs = fx.map_arg(reader.kwargs, lambda operand: value if operand is node else operand)
+    node.graph.erase_node(node)
 
 
 def _shift(node: fx.Node, context: Context) -> None:

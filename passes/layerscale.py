@@ -3,8 +3,9 @@
     %l = linear(%x, %w, %b)                     %l = linear(%x, multiplied_weight(%w, %g), multiplied_bias(%b, %g))
     %y = mul(%l, %g)                       →
 
-The parameters are not touched: the products are computed from them in every state, and all of them are trained. The result is rounded
-once instead of twice, and an addition behind it can be done in the accumulator.
+A permutation may stand between the two: the channels are those of the layer. The parameters are not touched: the products are computed
+from them in every state, and all of them are trained. The result is rounded once instead of twice, and an addition behind it can be done
+in the accumulator.
 """
 
 from __future__ import annotations
@@ -40,44 +41,68 @@ def fold(gm: fx.GraphModule, context: Context) -> int:
     """No factor for each channel is left behind a layer whose weight can have it."""
     changes = 0
     for node in list(gm.graph.nodes):
-        layer, factors = _parts(gm, node)
-        if layer is None or factors is None:
+        way, factors = _parts(gm, node)
+        if factors is None:
             continue
-        reason = _why_not(layer) or apart(layer, node)
+        layer = way[0]
+        reason = _why_not(way) or apart(layer, node)
         if reason is not None:
             set_unfused(node, reason)
             context.say(f"%{node.name} is not folded: {reason}")
             continue
         # The layer moves down to the product, whose factors may be computed in between.
-        node.prepend(layer)
+        for moved in way:
+            node.prepend(moved)
         input, weight, bias, *others = layer.args
         weight = _multiplied(layer, multiplied_weight, weight, factors)
         bias = None if bias is None else _multiplied(layer, multiplied_bias, bias, factors)
         layer.args = (input, weight, bias, *others)
-        node.replace_all_uses_with(layer)
-        absorb(layer, node)
+        node.replace_all_uses_with(way[-1])
+        for passed in way:  # none of them has the values any more that it had before
+            absorb(passed, node)
         gm.graph.erase_node(node)
         context.say(f"%{node.name} folded into %{layer.name}")
         changes += 1
     return changes
 
 
-def _parts(gm: fx.GraphModule, node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
-    """The layer and the factors of its channels, of which a node is the product; None where it is none."""
+def _parts(gm: fx.GraphModule, node: fx.Node) -> tuple[list[fx.Node], fx.Node | None]:
+    """The layer, with the permutations behind it, and the factors of its channels, of which a node is the product; None if it is none."""
     operator = operator_of(node)
     if operator is None or operator.name != "mul" or part(node) is not None:
-        return None, None
-    for layer, factors in (node.args[:2], node.args[1::-1]):
-        if not isinstance(layer, fx.Node) or not isinstance(factors, fx.Node) or is_parameter(layer) or not is_parameter(factors):
+        return [], None
+    for operand, factors in (node.args[:2], node.args[1::-1]):
+        if not isinstance(operand, fx.Node) or not isinstance(factors, fx.Node) or is_parameter(operand) or not is_parameter(factors):
             continue
-        record = operator_of(layer)
-        if record is None or record.name not in LAYERS or record.channels is None or shape_of(layer) != shape_of(node):
+        way = _way_from_layer(operand)
+        if not way or shape_of(operand) != shape_of(node):
             continue
-        shape, value = shape_of(layer), parameter_value(gm, factors)
-        channels = record.channels(record.arguments(layer)) % len(shape) - len(shape)
+        shape, value = shape_of(node), parameter_value(gm, factors)
+        channels = _channels(way) - len(shape)
         if isinstance(value, Tensor) and value.is_floating_point() and _one_for_each(value, channels, shape):
-            return layer, factors
-    return None, None
+            return way, factors
+    return [], None
+
+
+def _way_from_layer(node: fx.Node) -> list[fx.Node]:
+    """A layer and the permutations that lead from it to the node; nothing where there is no layer."""
+    way = [node]
+    while (record := operator_of(way[0])) is not None and record.name == "permute":
+        way.insert(0, record.arguments(way[0])["input"])
+    return way if record is not None and record.name in LAYERS and record.channels is not None else []
+
+
+def _channels(way: list[fx.Node]) -> int:
+    """The dimension that the layer's channels are at the end of the way."""
+    layer, *permutations = way
+    record = operator_of(layer)
+    assert record is not None
+    assert record.channels is not None
+    rank = len(shape_of(layer))
+    place = record.channels(record.arguments(layer)) % rank
+    for permutation in permutations:
+        place = [dim % rank for dim in permutation.args[1]].index(place)  # type: ignore[union-attr,operator]
+    return place
 
 
 def _one_for_each(factors: Tensor, channels: int, shape: tuple[object, ...]) -> bool:
@@ -85,9 +110,11 @@ def _one_for_each(factors: Tensor, channels: int, shape: tuple[object, ...]) -> 
     return factors.dim() >= -channels and factors.shape[channels] == shape[channels] == factors.numel()
 
 
-def _why_not(layer: fx.Node) -> str | None:
-    if len(layer.users) > 1:
-        return f"%{layer.name} has {len(layer.users)} users"
+def _why_not(way: list[fx.Node]) -> str | None:
+    layer = way[0]
+    several = next((node for node in way if len(node.users) > 1), None)
+    if several is not None:
+        return f"%{several.name} has {len(several.users)} users"
     if layer.kwargs:
         return f"%{layer.name} already has fused parts"
     if stated_demand(layer) is not None or ties(layer):

@@ -23,8 +23,24 @@ MADE: dict[str, Callable[[Tensor], Tensor]] = {
         F.linear(torch.zeros_like(x), torch.eye(6), torch.linspace(-1, 1, 6)) + torch.matmul(x, x.new_ones(x.shape[0], 6, 6))
     ),
     "of a composite": lambda x: F.scaled_dot_product_attention(x, x.tanh(), torch.ones_like(x)) + torch.lerp(torch.zeros_like(x), x, 0.3),
+    "of a size without the batch": lambda x: (x + _groups(x, 4, 6)).softmax(-1),
+    "of a parameter": lambda x: F.linear(x, torch.eye(6), _without_middle(torch.linspace(-1, 1, 6))),
     "written over": lambda x: torch.empty(x.shape).copy_(x),
 }
+
+
+def _groups(x: Tensor, height: int, width: int) -> Tensor:
+    """A mask as that of shifted windows: which elements are of another group than the first."""
+    groups = x.new_zeros((height, width))
+    for number, columns in enumerate((slice(0, 4), slice(4, 6))):
+        groups[1:, columns] = number
+    return groups.masked_fill(groups != 0, -100.0)
+
+
+def _without_middle(bias: Tensor) -> Tensor:
+    bias = bias.clone()
+    bias[2:4].zero_()
+    return bias
 
 
 class Model(nn.Module):

@@ -21,6 +21,7 @@ class Branches(nn.Module):
         super().__init__()
         self.stem, self.conv = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 6, 3, padding=1, groups=2)
         self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6, bias=False)
+        self.last = nn.Linear(6, 6)
         self.normed, self.norm, self.both = nn.Conv2d(6, 6, 1), nn.BatchNorm2d(6), nn.Conv2d(6, 6, 1)
         self.of_conv = nn.Parameter(torch.linspace(-0.7, 1.3, 6).reshape(6, 1, 1))
         self.of_linear = nn.Parameter(torch.linspace(0.2, 1.5, 6))
@@ -32,6 +33,7 @@ class Branches(nn.Module):
         x = x.permute(0, 2, 3, 1)
         x = x + self.of_linear.abs() * self.down(self.up(x).relu())
         x = x.permute(0, 3, 1, 2)
+        x = x + self.last(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) * self.of_conv
         both = self.both(x)
         return self.norm(self.normed(x)) * self.of_conv, both * self.of_conv + both, self.stem(x[:, :3]) * self.of_columns
 
@@ -70,6 +72,9 @@ def test_in_float_it_is_the_model_and_layers_are_compared_with_their_products() 
     assert found["conv"].reference == "add"
     assert found["conv"].sqnr > 30
     assert found["down"].sqnr > 30
+    (moved,) = [layer.name for layer in fxq.layers(prepared) if layer.operator == "permute" and layer.fused]
+    assert found[moved].sqnr > 30
+    assert "last" in found.unmatched, "behind a permutation the factors have been multiplied in already"
 
 
 def test_both_are_trained_and_kept_in_files(tmp_path: Path) -> None:

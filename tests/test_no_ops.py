@@ -18,6 +18,9 @@ from tests.contract import compiled
 Step = Callable[[nn.Module, Tensor], Tensor]
 NOTHING: dict[str, Step] = {
     "Identity": lambda m, x: m.identity(x),
+    "Identity of several": lambda m, x: m.identity((x, x + 1))[0],
+    "Identity of names": lambda m, x: m.identity(input={"x": [x]})["x"][0],
+    "Identity of pieces": lambda m, x: m.identity(x.chunk(1, 1))[0],
     "contiguous": lambda m, x: x.contiguous(),
     "clone": lambda m, x: x.clone(),
     "detach": lambda m, x: x.detach(),

@@ -760,7 +760,10 @@ SAMPLES: dict[Any, list[Sample]] = {
     torch.index_select: unary("getitem", EXACT, lambda m, x: torch.index_select(x, 1, torch.tensor([1, 1, 0]))),
     "index_select": unary("getitem", EXACT, lambda m, x: x.index_select(-1, torch.tensor([5, 2]))),
     torch.repeat_interleave: unary("getitem", EXACT, lambda m, x: torch.repeat_interleave(x, 2, dim=1)),
-    "repeat_interleave": unary("getitem", EXACT, lambda m, x: x.repeat_interleave(3, 2)),
+    "repeat_interleave": [
+        *unary("getitem", EXACT, lambda m, x: x.repeat_interleave(3, 2)),
+        *unary("interleave", EXACT, lambda m, x: x.repeat_interleave(2, 0)),
+    ],
     torch.flip: unary("flip", EXACT, lambda m, x: torch.flip(x, [1, -1])),
     "flip": unary("flip", EXACT, lambda m, x: x.flip(2)),
     torch.fliplr: unary("flip", EXACT, lambda m, x: torch.fliplr(x)),
@@ -1045,7 +1048,7 @@ def test_every_operator_has_a_sample() -> None:
     elsewhere = {case.operator for case in (*CASES.values(), *ALSO.values())}
     parts = {"ranked", "pick", "quantize", "dequantize", "requantize", "scale_channels", "deformed_taps"}
     parts |= {"exponential", "inverse_root", "kept", "added", "masked_softmax", "log_of_one_and_exponential", "angle_of_share"}
-    parts |= {"dynamic_linear"}  # of tests/test_dynamic.py
+    parts |= {"dynamic_linear", "piece"}  # of tests/test_dynamic.py and tests/test_shape_operators.py
     parts |= {"sum_at", "index_sum", "log_of_base", "log2_of_one_and_power", "smooth_magnitude", "huber_magnitude", "shrinking"}
     of_samples = {sample.operator for samples in SAMPLES.values() for sample in samples}
     sampled = elsewhere | set(OF_WHOLE_NUMBERS) | set(OF_REAL_NUMBERS) | of_samples | parts

@@ -29,6 +29,11 @@ from tests.contract import (
 
 Body = Callable[[Tensor], Any]
 
+
+def _thirds(x: Tensor, batch: int) -> tuple[Tensor, ...]:
+    return x[:batch], x[batch : 2 * batch], x[batch * 2 :]
+
+
 # Operators that only move values: the integer result is the float result of the same integers.
 MOVES: dict[str, Body] = {
     "Tensor.permute": lambda x: x.permute(0, 2, 3, 1),
@@ -56,6 +61,8 @@ MOVES: dict[str, Body] = {
     "two lists": lambda x: x[:, [0, 1], [1, 2]],
     "index_select": lambda x: torch.index_select(x, 1, torch.tensor([1, 1, 0])),
     "repeat_interleave": lambda x: x.repeat_interleave(2, 1),
+    "repeat_interleave, the batch": lambda x: x.repeat_interleave(3, 0),
+    "repeat_interleave, the batch behind": lambda x: x.transpose(0, 1).repeat_interleave(2, 1),
     "Tensor.chunk": lambda x: x.chunk(2, 1),
     "torch.chunk": lambda x: torch.chunk(x, 3, dim=1)[2],
     "Tensor.split": lambda x: x.split([1, 3, 4], 1),
@@ -63,6 +70,9 @@ MOVES: dict[str, Body] = {
     "unsafe_chunk": lambda x: x.unsafe_chunk(2, 1)[1],
     "torch.hsplit": lambda x: torch.hsplit(x, 2)[1],
     "unbind": lambda x: x.unbind(1)[3],
+    "pieces of the batch": lambda x: torch.cat((x, x.flip(1), x.roll(1, 1))).chunk(3),
+    "slices of the batch": lambda x: _thirds(torch.cat((x, x.flip(1), x.roll(1, 1))), x.shape[0]),
+    "split by the batch": lambda x: torch.cat((x, x.flip(1)), 0).transpose(0, 1).split(x.shape[0], 1)[1],
     "tensor_split": lambda x: torch.tensor_split(x, (2, 5), dim=1),
     "squeeze": lambda x: x[:, :1].squeeze(1).unsqueeze(-1),
     "unflatten": lambda x: x.unflatten(1, (2, 4)),
@@ -125,7 +135,8 @@ REFUSED: dict[str, tuple[str, Body]] = {
     "roll of the batch": ("it rolls along the batch", lambda x: x.roll(1, 0)),
     "flip of the batch": ("it reverses the batch", lambda x: x.flip(0)),
     "roll of everything": ("it rolls the flattened tensor", lambda x: x.roll(1)),
-    "repeats of the batch": ("it repeats along the batch", lambda x: x.repeat_interleave(2, 0)),
+    "repeats of the batch": ("it repeats along the batch", lambda x: x.repeat_interleave(torch.tensor([2]), 0)),
+    "slice of the batch": ("the bounds of its index are computed", lambda x: x[: x.shape[0] // 2]),
     "piece of the batch": ("it is a piece of the batch, whose size is not fixed", lambda x: x.chunk(2, 0)[0]),
     "pieces of a sort": ("it picks from the results of %sort, which is in float", lambda x: torch.sort(x, 0)[0]),
 }

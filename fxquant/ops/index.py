@@ -6,15 +6,17 @@ import builtins
 import itertools
 import operator
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from fxquant.facts import Size, TensorFact
+from fxquant.facts import BatchDim, Size, TensorFact
 from fxquant.graph import fact, is_parameter, shape_of
 from fxquant.lowering import Lowering, Quantized
 from fxquant.ops import places
+from fxquant.ops.batch import interleave, piece, pieces_of
 from fxquant.ops.constants import on_the_output
 from fxquant.ops.embedding import embedding
 from fxquant.ops.form import Call
@@ -152,9 +154,28 @@ def _indexed(input: Any, index: Any) -> dict[str, Any] | str | Instead:
         return Instead(places.pick_parts, {"input": input, "index": first, "dim": dim, "places": whole[computed[0]]})
     if _of_each_item(input, whole, computed):
         return Instead(pick_each, {"input": input, "dim": computed[-1], "places": whole[computed[-1]]})
+    part = _of_the_batch(known.shape, whole)
+    if part is not None:
+        return Instead(piece, {"input": input, **part})
     if sum(map(is_list, whole)) > 1 or any(is_list(entry) and any(map(is_list, entry)) for entry in whole):
         return _by_lists(input, whole)
     return {"input": input, "index": whole}
+
+
+def _of_the_batch(shape: tuple[Size, ...], entries: list[Any]) -> dict[str, int] | None:
+    """The piece of the batch that a slice with computed bounds picks and nothing else: x[:n] of 2n items; None of any other index."""
+    sliced = [dim for dim, entry in enumerate(entries) if entry != WHOLE]
+    if len(sliced) != 1 or not isinstance(entries[sliced[0]], builtins.slice) or entries[sliced[0]].step not in (None, 1):
+        return None
+    dim, entry = sliced[0], entries[sliced[0]]
+    bounds = (entry.start or 0, shape[dim] if entry.stop is None else entry.stop)
+    start, stop = (fact(bound) if isinstance(bound, fx.Node) else bound for bound in bounds)
+    if not isinstance(start, int | BatchDim) or not isinstance(stop, BatchDim) or (isinstance(start, int) and start != 0):
+        return None
+    begin = start if isinstance(start, BatchDim) else BatchDim(Fraction(0))
+    size = BatchDim(stop.coefficient - begin.coefficient, stop.offset - begin.offset)
+    found = pieces_of(shape[dim], begin, size)
+    return None if found is None else {"dim": dim, "count": found[0], "number": found[1]}
 
 
 def _of_each_item(input: fx.Node, entries: list[Any], computed: list[int]) -> bool:
@@ -256,11 +277,13 @@ def _selected(input: Any, dim: int, index: Any) -> dict[str, Any] | str | Instea
     return _along(input, dim, index)
 
 
-def _interleaved(input: Any, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> dict[str, Any] | str:
+def _interleaved(input: Any, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> dict[str, Any] | str | Instead:
     if dim is None and rank_of(input) != 1:
         return "it repeats each element of the flattened tensor"
     dim = dim or 0
-    size = shape_of(input)[dim]
+    dim, size = dim % rank_of(input), shape_of(input)[dim]
+    if not isinstance(size, int) and isinstance(repeats, int) and repeats > 0:
+        return Instead(interleave, {"input": input, "dim": dim, "repeats": repeats})
     if not isinstance(size, int):
         return "it repeats along the batch"
     counts = constant_value(repeats)
@@ -284,7 +307,7 @@ _SPLITS_ALONG: dict[Any, Callable[[int], int]] = {  # the dimension from the ran
 _UNBINDS: dict[Any, int] = dict.fromkeys(("unbind", torch.unbind), 1)
 
 
-def _piece(pieces: fx.Node, number: Any) -> dict[str, Any] | str:
+def _piece(pieces: fx.Node, number: Any) -> dict[str, Any] | str | Instead:
     """One piece of a split tensor, as an index of the whole."""
     position = {**_SPLITS, **_UNBINDS, **dict.fromkeys(_SPLITS_ALONG, 2)}.get(pieces.target)
     source = pieces.args[0] if pieces.args else pieces.kwargs.get("input", pieces.kwargs.get("tensor"))
@@ -300,7 +323,10 @@ def _piece(pieces: fx.Node, number: Any) -> dict[str, Any] | str:
         return _along(source, dim, number)
     sizes = [piece.shape[dim] for piece in known]
     if not all(isinstance(size, int) for size in sizes):
-        return "it is a piece of the batch, whose size is not fixed"
+        found = pieces_of(shape_of(source)[dim], 0, sizes[0]) if len(set(sizes)) == 1 else None
+        if found is None:
+            return "it is a piece of the batch, whose size is not fixed"
+        return Instead(piece, {"input": source, "dim": dim % rank_of(source), "count": found[0], "number": number})
     start = sum(sizes[:number])
     return _along(source, dim, builtins.slice(start, start + sizes[number]))
 

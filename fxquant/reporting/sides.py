@@ -152,17 +152,19 @@ def _refuse(state: State | str | None, because: str) -> None:
 def pairs(a: Side, b: Side) -> dict[str, str]:
     """For every tensor of `b` that `a` has: the name that it has there, in the order of `b`.
 
-    In a graph that was not prepared it is the last of the nodes that became the one.
+    In a graph that was not prepared it is the last of the nodes that became the one; of several that one became a part of, the last has it.
     """
     order = {name: index for index, name in enumerate([*a.inputs, *a.form.tensors])}
+    holders = {other: name for name, known in b.facts.items() for other in known.fused}
     found = {}
     for name, known in b.facts.items():
         if name in a.facts and a.facts[name].fused == known.fused:
             found[name] = name
             continue
         there = [each for each in (name, *known.fused, known.reads) if each in order]
-        if there:
-            found[name] = max(there, key=order.__getitem__)
+        last = max(there, key=order.__getitem__, default=None)
+        if last is not None and holders.get(last, name) == name:
+            found[name] = last
     return found
 
 
