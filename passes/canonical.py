@@ -23,6 +23,7 @@ from fxquant.ops.creation import MADE, is_broadcast, is_joined, made_anew, sizes
 from fxquant.ops.places import is_arange
 from fxquant.ops.promotion import promoted
 from fxquant.ops.shape import expand, is_cast, is_power
+from fxquant.ops.sizes import settle
 from fxquant.ops.unary import SHIFTED, with_offset
 from fxquant.ops.unbatched import give_batch
 from fxquant.pipeline import Context
@@ -53,6 +54,7 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
             continue
         if isinstance(fact(node), int | float | BatchDim) or _of_sizes(node):  # sizes, and what is computed of them
             continue
+        settle(node)
         recognised = _with_batch(node, modules, context)
         if recognised is None:
             continue

@@ -24,7 +24,7 @@ from fxquant.ops.arithmetic import add
 from fxquant.ops.composite import Builder
 from fxquant.ops.floating import given
 from fxquant.ops.hiding import ABSORBING, Hiding, far_below, level_of
-from fxquant.ops.masking import added, kept, masked_softmax, parts_of
+from fxquant.ops.masking import added, kept, masked_softmax, may_hide, parts_of, terms_of
 from fxquant.pipeline import Context
 from fxquant.quantization.rules import decide
 
@@ -135,6 +135,8 @@ class Search:
         if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
             return self._with(node, left if isinstance(left, fx.Node) else right)
         negative = operator_of(node).name == "sub"  # type: ignore[union-attr]
+        if self._shifts(node, left, right):
+            return self._same(node, {"input": left})
         masked = right in self.plain or (left in self.plain and not negative)
         if not masked or arguments["alpha"] != 1:
             return self._with(node, left) or self._with(node, right)
@@ -156,6 +158,15 @@ class Search:
             self.levels.append(hiding.adds)
             within = self._without(scores)
             return scores if within is None else within
+        if not may_hide(mask):
+            return self._with(node, scores)
+        terms = [] if negative else terms_of(mask)
+        if not all(map(may_hide, terms)):
+            for term in terms:  # a position bias and a mask
+                scores = self._call(node, add, scores, term, 1)
+                set_fact(scores, fact(node))
+            self.seen.append(node)
+            return self._without(scores)
         hides, adds = parts_of(mask, dim)
         if not hides:
             return self._with(node, scores)
@@ -165,6 +176,13 @@ class Search:
         within = self._without(scores)
         clean = scores if within is None else within
         return self._call(node, add, clean, self.build.host(added, mask, dim), 1) if adds else clean
+
+    def _shifts(self, node: fx.Node, scores: fx.Node, other: fx.Node) -> bool:
+        """Whether one number is added to each row of scores: it makes no difference, and may be the maximum of masked ones."""
+        known, dim = fact(other), self.dim - len(fact(node).shape)
+        if other in self.plain or not isinstance(known, TensorFact) or fact(scores).shape != fact(node).shape:
+            return False
+        return len(known.shape) < -dim or known.shape[dim] == 1
 
     def _chosen(self, node: fx.Node, arguments: dict[str, Any]) -> fx.Node | None:
         """Scores of which some are replaced by a number far below."""

@@ -69,3 +69,26 @@ def test_what_only_gives_its_own_size_stays_in_float() -> None:
     prepared, integer = compiled(Model(lambda x: x.new_zeros(x.shape[0], 3)).eval(), [torch.randn(5, 4, 6)])
     assert "no operator of the table recognises new_zeros" in fxq.explain(prepared)
     assert torch.equal(integer(torch.randn(2, 4, 6)), torch.zeros(2, 3))
+
+
+class Padded(nn.Module):
+    """Sizes and bounds that are computed as tensors from buffers, as the codecs of sound have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(2, 4, 5, 2)
+        self.register_buffer("reach", torch.tensor(3))
+        self.table = nn.Parameter(torch.randn(9, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        frames = (x.shape[-1] - 5 + self.reach) / 2 + 1
+        more = (torch.ceil(frames).to(torch.int64) - 1) * 2 + 5 - self.reach - x.shape[-1]
+        y = self.conv(F.pad(x, (self.reach, more)))
+        return y[..., : self.reach * 2] + self.table[self.reach : self.reach + 4, : y[..., : self.reach * 2].shape[-1]]
+
+
+def test_sizes_that_follow_from_constants_are_numbers() -> None:
+    model, batch = Padded().eval(), (torch.randn(3, 2, 16),)
+    result = fxq.quantize(model, [batch], show_progress=False)
+    assert "none is left in float" in fxq.explain(result.prepared)
+    assert fxq.verify(result.prepared, result.integer, [batch], show_progress=False)

@@ -429,3 +429,9 @@ def test_window_divisor(first: tuple[int, ...], second: tuple[int, ...], ceil_mo
     expected = np.array(oracle.window_counts(*zip(*rows, strict=True), ceil_mode, include_padding), dtype=np.float32)  # type: ignore[call-arg]
     assert np.array_equal(np.broadcast_to(counts.numpy(), expected.shape), expected)
     assert (counts.dim() == 0) == bool((expected == expected.flat[0]).all())
+
+
+def test_the_largest_numbers_have_a_scale_on_which_every_integer_is_finite() -> None:
+    largest = torch.tensor(torch.finfo(torch.float32).max)
+    for dtype in (INT8, INT16):
+        assert bool(torch.isfinite(numerics.scale_from_range(-largest, largest, dtype) * dtype.low))

@@ -61,6 +61,8 @@ SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "computed from ones": lambda s, m: s + (1.0 - (m == 0).float()) * -1e9,
     "filled": lambda s, m: s.masked_fill(m < 0, -math.inf) / 2.0,
     "chosen": lambda s, m: torch.where(m < 0, torch.full_like(s, LOWEST), s) * 0.5,
+    "chosen of multiples": lambda s, m: torch.where(m == 0, s, -9e15 * torch.ones_like(s)),
+    "less the largest": lambda s, m: ((s + m) - (s + m).amax(-1).unsqueeze(-1)) * 2.0,
     "limited": lambda s, m: torch.maximum(s + m, torch.tensor(LOWEST)),
 }
 
@@ -124,6 +126,37 @@ def test_a_mask_whose_batch_is_that_of_an_activation(tmp_path: Path) -> None:
     assert sqnr(model(data[0]).detach(), integer(data[0])) > 20
     contract.assert_validate_is_integer(prepared, integer, data[0])
     contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(data[0],)])
+
+
+class Biased(nn.Module):
+    """Scores, a bias of positions and a mask that hides whole rows of samples, brought together in one of several orders."""
+
+    def __init__(self, joined: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.positions, self.joined = nn.Embedding(LENGTH, LENGTH), joined
+
+    def forward(self, x: Tensor, seen: Tensor) -> Tensor:
+        bias = self.positions(torch.arange(LENGTH)).expand(x.shape[0], -1, -1)
+        both = seen.unsqueeze(1) & seen.unsqueeze(2)
+        return torch.softmax(self.joined(self.q(x) @ self.k(x).transpose(1, 2), bias, both), -1) @ self.v(x)
+
+
+JOINED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "one by one": lambda s, b, m: s + b + torch.where(m, 0.0, -1e10),
+    "joined first": lambda s, b, m: s + (b + torch.where(m, 0.0, -1e10).transpose(1, 2)),
+    "multiples subtracted": lambda s, b, m: s + b - 1e6 * (1.0 - m.to(s.dtype) * torch.ones(LENGTH, LENGTH).tril()),
+    "a logarithm": lambda s, b, m: s + b + torch.log((m | torch.eye(LENGTH, dtype=torch.bool)).float()),
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_a_bias_beside_a_mask_is_no_mask_and_a_hidden_row_has_equal_shares(name: str) -> None:
+    torch.manual_seed(0)
+    data = [(x, torch.arange(LENGTH) < torch.tensor([[LENGTH], [LENGTH - 3], [2], [LENGTH]])) for x in batches()]
+    found, explained = quality(Biased(JOINED[name]), data, "bayes-e")
+    assert found > 25
+    assert "none is left in float" in explained
 
 
 def test_a_softmax_that_stays_in_float_leaves_its_mask_there() -> None:

@@ -214,3 +214,30 @@ def test_masks_that_are_given_are_truth_values(tmp_path: Path) -> None:
     contract.assert_train_is_validate(prepared, *batches[0])
     for index, (wanted, found) in enumerate(zip(model(*batches[1]), integer(*batches[1]), strict=True)):
         assert float((wanted - found).pow(2).mean() / wanted.pow(2).mean()) < 10**-2.5, index  # 25 dB
+
+
+class Buckets(nn.Module):
+    """Distances of positions that are given, in buckets that grow with them: the logarithm of 0 is passed over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.biases, self.linear = nn.Embedding(8, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        apart = (positions.unsqueeze(-2) - positions.unsqueeze(-1)).abs()
+        far = 4 + (torch.log(apart.float() / 4) / 3.0 * 4).to(torch.long)
+        far = torch.min(far, torch.full_like(far, 7))
+        return self.linear(x) + self.biases(torch.where(apart < 4, apart, far)).sum(2)
+
+
+def test_whole_numbers_computed_from_whole_ones_are_those_of_the_model(tmp_path: Path) -> None:
+    model = Buckets().eval()
+    batches = [(torch.randn(3, 5, 4), torch.randint(0, 200, (3, 5))) for _ in range(2)]
+    prepared, integer = contract.compiled(model, batches)
+    assert fxq.verify(prepared, integer, batches, show_progress=False)
+    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), batches, show_progress=False)
+    wanted, found = model(*batches[0]), integer(*batches[0])
+    assert (
+        float((wanted - found).detach().norm() / wanted.detach().norm()) < 0.03
+    )  # in another bucket it would be the whole of an embedding
+    assert "before they are cut" in fxq.explain(prepared)

@@ -231,12 +231,12 @@ class Handler:
         except FxQuantError:
             raise
         except Exception as error:
-            if not is_data_dependent(error):
+            depends = is_data_dependent(error)
+            again = self.evaluator.run_on_content if depends else self.evaluator.run_on_zeros
+            found = again(function, args, kwargs, arguments.substitutes) if (arguments.known if depends else fake) else None
+            if found is None and not depends:
                 raise
-            found = self.evaluator.run_on_content(function, args, kwargs, arguments.substitutes) if arguments.known else None
-            if found is None:
-                self._refuse_data(name)
-            outcome = found
+            outcome = found or self._refuse_data(name)
         if not fake and name in _READS_CONTENT:
             self.note(f"the content of a constant was read by {name}")
         return outcome

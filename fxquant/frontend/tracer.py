@@ -99,11 +99,13 @@ def _run(handler: Handler, args: Any, kwargs: Any) -> Any:
     except FxQuantError:
         raise
     except Exception as error:
+        message = str(error)
+        remedy = "call the model on the example inputs first; if that works, move what fails out of forward"
+        if isinstance(error, TypeError) and message.endswith(("not _Int", "not _Float")):  # what stands in for Python's while tracing
+            message = message.replace("not _Int", "not Python's int").replace("not _Float", "not Python's float")
+            remedy = "name PyTorch's dtype: torch.int64 for int, torch.float64 for float"
         raise TraceError(
-            f"the model's forward raised {type(error).__name__}",
-            at=_raised_at(error),
-            because=str(error),
-            remedy="call the model on the example inputs first; if that works, move what fails out of forward",
+            f"the model's forward raised {type(error).__name__}", at=_raised_at(error), because=message, remedy=remedy
         ) from error
 
 

@@ -23,7 +23,7 @@ from fxquant.ops.composite import Builder
 from fxquant.ops.hiding import HIDDEN, Hiding
 from fxquant.ops.index import WHOLE, getitem
 from fxquant.ops.linear import linear, matmul
-from fxquant.ops.masking import added, is_scores, kept, may_hide, parts_of, repeated, shares, with_empty_rows
+from fxquant.ops.masking import added, is_scores, kept, may_hide, parts_of, repeated, shares, terms_of, with_empty_rows
 from fxquant.ops.pad import pad
 from fxquant.ops.pool import mean
 from fxquant.ops.record import WIDE, Operator, Parameter, operator_of, register
@@ -66,7 +66,7 @@ class Mask:
             self.hide(found)
             self.empty = hiding.empty
             return
-        terms = _terms(mask)
+        terms = terms_of(mask)
         if any(is_scores(term) or not may_hide(term) for term in terms):
             for term in terms:
                 self.add(term, dim)
@@ -100,16 +100,6 @@ class Mask:
     def causal(self, rows: int, columns: int) -> None:
         """Keep of every row what is not behind its own position."""
         self.hide(self.build.constant(torch.ones(rows, columns, dtype=torch.bool).tril()))
-
-
-def _terms(mask: fx.Node) -> list[fx.Node]:
-    """The tensors that a mask is the sum of; none where it is no sum of two, or a constant."""
-    record = operator_of(mask)
-    if record is None or record.name != "add" or is_parameter(mask):
-        return []
-    arguments = record.arguments(mask)
-    terms = [arguments["input"], arguments["other"]]
-    return terms if arguments["alpha"] == 1 and all(isinstance(t, fx.Node) and isinstance(fact(t), TensorFact) for t in terms) else []
 
 
 def attend(build: Builder, query: fx.Node, key: fx.Node, value: fx.Node, mask: Mask, scale: float) -> tuple[fx.Node, fx.Node]:

@@ -71,7 +71,9 @@ REASONS: Mapping[str, str] = {
     "float_power": _DOUBLE,
     "mode": "which number is the most frequent depends on how each of them is rounded: torch.median has an integer form",
     "logcumsumexp": "its running sums have a larger range than a grid; exp, cumsum and log have an integer form where theirs is small",
+    **dict.fromkeys(("zeros", "ones", "full", "empty", "eye", "arange", "linspace"), _MADE),
     **dict.fromkeys(("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"), _MADE),
+    **dict.fromkeys(("grouped_mm", "_grouped_mm"), "which rows each of its matrices multiplies depends on the data"),
     **dict.fromkeys(("index_reduce", "index_reduce_", "segment_reduce"), _ORDER),
     **dict.fromkeys(("view_as_complex", "view_as_real", "complex", "polar", "angle"), _COMPLEX),
 }
@@ -98,6 +100,7 @@ def needed_in_float(gm: fx.GraphModule, offered: Collection[str]) -> dict[fx.Nod
         **dict.fromkeys(leading, ""),
         **dict.fromkeys(masked, "it adds an attention mask in front of a softmax, which is in float"),
         **dict.fromkeys(_computing_masks(gm), "it computes an attention mask, which is read in real numbers"),
+        **dict.fromkeys(_computing_whole_numbers(gm), "it computes whole numbers from whole ones: a grid would round before they are cut"),
         **dict.fromkeys(divisors(gm), "it leads to a divisor or a logarithm in float, and must not be rounded to 0"),
         **({} if "int16" in offered else _around_poles(gm)),
     }
@@ -252,6 +255,31 @@ def _computing_masks(gm: fx.GraphModule) -> set[fx.Node]:
         if node.target is finely or not ranked.isdisjoint(node.all_input_nodes):
             ranked.add(node)
     return {node for node in found - ranked if not _of_plain_values(node)}
+
+
+def _computing_whole_numbers(gm: fx.GraphModule) -> set[fx.Node]:
+    """What is computed from whole numbers that are given, and leads to whole numbers alone, as the buckets of positions are.
+
+    A logarithm of 0 that a `where` passes over is no defect of a batch there.
+    """
+    whole, found = set[fx.Node](), set[fx.Node]()
+    for node in gm.graph.nodes:
+        known, inputs = fact(node), node.all_input_nodes
+        given = node.op == "placeholder" and isinstance(known, TensorFact) and not known.dtype.is_floating_point
+        computed = node.op in ("call_function", "call_method") and inputs and whole.issuperset(inputs) and not _sums(node)
+        if given or computed or is_parameter(node) or reads_shape_only(node):
+            whole.add(node)
+    for node in reversed(gm.graph.nodes):
+        known = fact(node)
+        real = isinstance(known, TensorFact) and known.dtype == torch.float32 and not is_parameter(node)
+        if real and node in whole and node.users and all(reader in found or _cuts(reader) for reader in node.users):
+            found.add(node)
+    return found
+
+
+def _cuts(reader: fx.Node) -> bool:
+    operator = operator_of(reader)
+    return operator is not None and operator.name == "truncated"
 
 
 def _of_plain_values(node: fx.Node) -> bool:

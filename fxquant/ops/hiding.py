@@ -86,12 +86,18 @@ class Hiding:
             return self._both(left, right) if record.name == "minimum" else self._sum(left, right, dim, mask)
         if record.name in ("maximum", "clamp") and far_below(arguments.get("other", arguments.get("min"))) and arguments.get("max") is None:
             return self.kept(arguments["input"], dim)
+        if record.name == "neg":
+            product, of = arguments["input"], operator_of(arguments["input"])
+            return self._multiple(**of.arguments(product), dim=dim, sign=-1) if of is not None and of.name == "mul" else None
+        if record.name == "log":
+            return self._seen(-math.inf, self.holds(arguments["input"], dim, True))
         return self._multiple(**arguments, dim=dim) if record.name == "mul" else None
 
-    def _multiple(self, input: Any, other: Any, dim: int | None) -> fx.Node | None:
+    def _multiple(self, input: Any, other: Any, dim: int | None, sign: int = 1) -> fx.Node | None:
         """Of truth values as 0 and 1, or of these less 1."""
         for factor, value in ((other, input), (input, other)):
             number = _everywhere(factor)
+            number = None if number is None else sign * number
             if number is not None and number <= HIDDEN:
                 return self._seen(number, self._not(self.holds(value, dim, False)))
             if number is not None and number >= -HIDDEN:
@@ -103,8 +109,10 @@ class Hiding:
 
         Of real numbers that are given: where they are the largest of their row, or, without `largest`, where they are not the smallest.
         """
-        if not isinstance(value, fx.Node) or is_parameter(value) or not isinstance(fact(value), TensorFact):
+        if not isinstance(value, fx.Node) or not isinstance(fact(value), TensorFact):
             return None
+        if is_parameter(value):
+            return self._of_zeros_and_ones(value)
         record, dtype = operator_of(value), fact(value).dtype
         if dtype == torch.bool:
             return value
@@ -124,6 +132,12 @@ class Hiding:
             factors = [self.holds(arguments[name], None, largest) for name in ("input", "other")]
             return self._both(*factors)
         return None
+
+    def _of_zeros_and_ones(self, constant: fx.Node) -> fx.Node | None:
+        model = constant.graph.owning_module
+        value = None if model is None else parameter_value(model, constant)
+        plain = isinstance(value, torch.Tensor) and not value.is_complex() and bool(((value == 0) | (value == 1)).all())
+        return self._build.host(torch.ne, constant, 0) if plain else None
 
     def _given(self, mask: fx.Node, dim: int | None, largest: bool) -> fx.Node | None:
         if dim is None or len(fact(mask).shape) < -dim or not isinstance(fact(mask).shape[dim], int):
@@ -236,6 +250,11 @@ def _everywhere(value: Any) -> float | None:
     name = value.target if isinstance(value.target, str) else getattr(value.target, "__name__", "")
     if name in ("zeros_like", "zeros", "new_zeros"):
         return 0.0
+    if name in ("ones_like", "ones", "new_ones"):
+        return 1.0
+    if name == "mul":
+        factors = [_everywhere(factor) for factor in value.args[:2]]
+        return None if None in factors else factors[0] * factors[1]  # type: ignore[operator]
     number = value.args[1] if len(value.args) > 1 else value.kwargs.get("fill_value")
     return float(number) if name in ("full_like", "new_full", "full") and isinstance(number, int | float) else None
 

@@ -23,7 +23,7 @@ from fxquant.ops.comparison import any as any_of
 from fxquant.ops.composite import Builder
 from fxquant.ops.extremum import amax
 from fxquant.ops.form import Call
-from fxquant.ops.hiding import HIDDEN
+from fxquant.ops.hiding import HIDDEN, MOVES
 from fxquant.ops.pool import sum
 from fxquant.ops.record import WIDE, Operator, Same, operator_of, register
 from fxquant.ops.selection import where
@@ -60,8 +60,13 @@ def parts_of(mask: fx.Node, dim: int) -> tuple[bool, bool]:
 
 
 def may_hide(mask: fx.Node) -> bool:
-    """Whether what is added to scores may hide any of them; a constant whose elements lie close together, a position bias, does not."""
-    model = mask.graph.owning_module
+    """Whether what is added to scores may hide any of them; a constant whose elements lie close together, a position bias, does not.
+
+    Nor does such a constant in another shape, or repeated for the batch.
+    """
+    model, record = mask.graph.owning_module, operator_of(mask)
+    if not is_parameter(mask) and record is not None and record.name in MOVES:
+        return may_hide(record.arguments(mask)["input"])
     if not is_parameter(mask) or model is None:
         return True
     value = parameter_value(model, mask)
@@ -82,6 +87,16 @@ def is_scores(mask: fx.Node) -> bool:
         seen.update(new)
         open_ += new
     return False
+
+
+def terms_of(mask: fx.Node) -> list[fx.Node]:
+    """The tensors that a mask is the sum of; none where it is no sum of two, or a constant."""
+    record = operator_of(mask)
+    if record is None or record.name != "add" or is_parameter(mask):
+        return []
+    arguments = record.arguments(mask)
+    terms = [arguments["input"], arguments["other"]]
+    return terms if arguments["alpha"] == 1 and all(isinstance(t, fx.Node) and isinstance(fact(t), TensorFact) for t in terms) else []
 
 
 def repeated(mask: fx.Node) -> Tensor | None:

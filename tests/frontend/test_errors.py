@@ -234,3 +234,15 @@ def test_inputs_of_the_graph_share_one_batch():
         "  because  input x has a batch of 2, and all inputs share one\n"
         "  remedy   pass an input of that form, or trace the model again with an example of the new one"
     )
+
+
+class PythonsDtype(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.zeros(4, dtype=int).to(x.dtype)
+
+
+def test_a_dtype_of_pythons_is_met_by_the_name_of_pytorchs():
+    with pytest.raises(TraceError) as raised:
+        trace(PythonsDtype(), (torch.randn(2, 4),))
+    assert "torch.int64 for int" in str(raised.value)
+    assert "not Python's int" in str(raised.value)

@@ -357,3 +357,26 @@ def test_channels_last_inputs():
             return F.relu(self.conv(x)).reshape(x.shape[0], -1)
 
     trace(Model(), x)
+
+
+@torch.library.custom_op("fxquant_tests::narrow_only_when_fake", mutates_args=())
+def narrow_only_when_fake(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@narrow_only_when_fake.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("expected bfloat16")
+
+
+class NarrowOnlyWhenFake(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return narrow_only_when_fake(x.relu()) + 1
+
+
+def test_an_operator_whose_form_for_fake_tensors_refuses_what_it_computes_is_run_on_zeros():
+    """As `grouped_mm` is, which computes float32 on CPUs, and says of fake tensors that it does not."""
+    x = torch.randn(3, 4)
+    traced = trace(NarrowOnlyWhenFake(), (x,))
+    assert torch.equal(traced(x), x.relu() * 2 + 1)
+    assert torch.equal(traced(x[:2]), x[:2].relu() * 2 + 1)
