@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fxquant.frontend.aten import python_form
+from fxquant.frontend.selected import assign, select
 
 NUMPY = {
     "axis": "dim",
@@ -27,7 +28,7 @@ NUMPY = {
     "a": "input",
     "x2": "other",
 }  # what PyTorch takes as well, in place of its own
-WRITTEN: dict[Callable[..., Any], Callable[..., Any]] = {}
+WRITTEN: dict[Callable[..., Any], Callable[..., Any]] = {torch.Tensor.__getitem__: select, torch.Tensor.__setitem__: assign}
 
 
 def written_out(function: Any, args: Any, kwargs: Any) -> Any:

@@ -1,0 +1,154 @@
+"""Elements that a mask selects: how many there are is known only when the graph runs, so nothing but elementwise functions reads them.
+
+    x[x < 0] *= 0.1   →   x = where(x < 0, x * 0.1, x)
+
+Until they are assigned to the places that they were selected from, they are computed everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.frontend.values import TracedTensor, refuse
+
+# Defined for all numbers, and hardly larger than these: computed everywhere, they neither make NaN nor widen a scale.
+_ELEMENTWISE = frozenset((
+    "add", "sub", "mul", "div", "true_divide", "subtract", "multiply", "neg", "negative", "abs", "absolute", "sign", "square",
+    "relu", "relu6", "leaky_relu", "clamp", "clip", "clamp_min", "clamp_max", "hardtanh", "tanh", "sigmoid", "sin", "cos",
+    "atan", "erf", "round", "floor", "ceil", "trunc", "silu", "gelu", "softsign", "clone", "detach", "contiguous", "float",
+))  # fmt: skip
+_PURE = frozenset(
+    ("lt", "le", "gt", "ge", "eq", "ne", "and_", "or_", "invert", "isnan", "isfinite", "isinf", "logical_not", "abs", "clone", "getitem")
+)
+
+
+class Selected:
+    """What `input[mask]` is, for a mask of the input's shape.
+
+    whole  a tensor of that shape that holds the elements where the mask is true, and anything elsewhere
+    mask   where they are
+    """
+
+    def __init__(self, whole: Tensor, mask: TracedTensor) -> None:
+        self._whole, self._mask = whole, mask
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _everywhere(func, getattr(func, "__name__", ""), args, kwargs or {})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name.removesuffix("_") not in _ELEMENTWISE:
+            _refuse()
+        return lambda *args, **kwargs: _everywhere(getattr(torch.Tensor, name.removesuffix("_")), name, (self, *args), kwargs)
+
+    def __pow__(self, exponent: Any) -> Selected:
+        if not isinstance(exponent, int) or exponent < 1:
+            _refuse()
+        return self._with(self._whole**exponent)
+
+    def __ipow__(self, exponent: Any) -> Selected:
+        return _into(self, self**exponent)
+
+    def _with(self, whole: Tensor) -> Selected:
+        return Selected(whole, self._mask)
+
+
+def _binary(name: str) -> None:
+    """A Python operator, its reflected form and its form in place."""
+    function = getattr(operator, name)
+    setattr(Selected, f"__{name}__", lambda self, other: _everywhere(function, name, (self, other), {}))
+    setattr(Selected, f"__r{name}__", lambda self, other: _everywhere(function, name, (other, self), {}))
+    setattr(Selected, f"__i{name}__", lambda self, other: _everywhere(function, f"{name}_", (self, other), {}))
+
+
+def _refused(*args: Any) -> NoReturn:
+    _refuse()
+
+
+for _name in ("add", "sub", "mul"):
+    _binary(_name)
+for _name, _written in (("__truediv__", "true_divide"), ("__itruediv__", "true_divide_")):
+    setattr(Selected, _name, lambda self, other, written=_written: _everywhere(operator.truediv, written, (self, other), {}))
+for _name, _function in (("__neg__", operator.neg), ("__abs__", operator.abs)):
+    setattr(Selected, _name, lambda self, function=_function: _everywhere(function, function.__name__, (self,), {}))
+for _name in ("bool", "len", "iter", "float", "int", "index", "eq", "ne", "lt", "le", "gt", "ge", "getitem", "setitem"):
+    setattr(Selected, f"__{_name}__", _refused)
+
+
+def _refuse() -> NoReturn:
+    refuse(
+        "the model's Python depends on the content of a tensor",
+        because="getitem needs numbers that are known only when the graph runs",
+        remedy="use torch.where or a mask instead of a branch or an index, or move the decision out of forward",
+    )
+
+
+def _everywhere(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Selected:
+    """An elementwise function of selected elements and numbers; changed in place are the elements, never what they were selected from."""
+    of = [each for each in (*args, *kwargs.values()) if isinstance(each, Selected)]
+    others = [each for each in (*args, *kwargs.values()) if not isinstance(each, Selected)]
+    divided = name.startswith(("div", "true_divide")) and (not isinstance(args[0], Selected) or len(of) > 1 or "rounding_mode" in kwargs)
+    plain = all(each is None or (isinstance(each, int | float) and math.isfinite(each)) for each in others)
+    if (
+        name.removesuffix("_") not in _ELEMENTWISE
+        or divided
+        or not plain
+        or not all(_same(each._mask.node, of[0]._mask.node) for each in of)
+    ):
+        _refuse()
+    if name.endswith("_") and hasattr(torch.Tensor, name.removesuffix("_")) and function is getattr(torch.Tensor, name, None):
+        function = getattr(torch.Tensor, name.removesuffix("_"))
+    wholes = [each._whole if isinstance(each, Selected) else each for each in args]
+    result = of[0]._with(function(*wholes, **{key: each._whole if isinstance(each, Selected) else each for key, each in kwargs.items()}))
+    return _into(of[0], result) if name.endswith("_") else result
+
+
+def _into(target: Selected, result: Selected) -> Selected:
+    target._whole = result._whole
+    return target
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two nodes have one value: they are one, or the same comparison of the same."""
+    if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
+        return type(one) is type(other) and bool(one == other)
+    if one is other:
+        return True
+    name = one.target if isinstance(one.target, str) else getattr(one.target, "__name__", "")
+    pure = one.op == other.op != "placeholder" and one.target == other.target and name in _PURE and one.kwargs == other.kwargs
+    return pure and len(one.args) == len(other.args) and all(map(_same, one.args, other.args))
+
+
+def _as_it_is(tensor: TracedTensor) -> TracedTensor:
+    """What a tensor is now, whatever changes it later."""
+    tensor.shape  # noqa: B018  # brings it up to date with what was written through views
+    return TracedTensor(tensor.node, tensor.value)
+
+
+def select(input: Any, index: Any) -> Any:
+    """`input[index]`, where the index is a mask of its shape; NotImplemented otherwise."""
+    if not isinstance(input, TracedTensor) or not isinstance(index, TracedTensor) or index.dtype != torch.bool or index.value.real:
+        return NotImplemented
+    if not input.is_floating_point() or input.value.shapes != index.value.shapes:
+        return NotImplemented
+    return Selected(_as_it_is(input), _as_it_is(index))
+
+
+def assign(input: Any, index: Any, value: Any) -> Any:
+    """`input[index] = value`, where the value is what the mask selected; NotImplemented otherwise."""
+    if not isinstance(value, Selected):
+        return NotImplemented
+    if not isinstance(index, TracedTensor) or not _same(_as_it_is(index).node, value._mask.node):
+        _refuse()
+    if input.dtype != value._whole.dtype or input.shape != value._whole.shape:
+        _refuse()
+    input.copy_(torch.where(index, value._whole, input))
+    return None
