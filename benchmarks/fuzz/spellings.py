@@ -151,6 +151,10 @@ def _moves() -> Iterator[Spelling]:
     yield from _spell("repeat", "{0}.repeat(1, {count}{ones})", "torch.tile({0}, ({count},))", "{0}.repeat(2, 1, 1{ones})", count=(2, 3))
     yield from _spell("getitem", "{0}[:, {start}:]", "{0}[..., ::2]", "{0}[:, {start}]", "{0}[:, None]", "{0}[..., :-1]", start=(0, 1, -1))
     yield from _spell("getitem", "{0}[:, [0, -1, 0]]", "{0}.chunk(2, {dim})[-1]", "{0}.split(2, {dim})[0]", "{0}[:1]", dim=(1, -1))
+    yield from _spell("piece", "torch.cat(({0}, {0}.relu())).chunk(2)[1]", "torch.cat(({0}, -{0})).split(len({0}))[0]")
+    yield from _spell(
+        "interleave", "{0}.repeat_interleave(2, 0).chunk(2)[0]", "torch.cat(({0}, {0}.repeat_interleave(2, dim=0)))[: len({0})]"
+    )
     yield from _spell("getitem", "{0}.unbind({dim})[0]", "{0}.narrow({dim}, 0, 1)", "{0}.repeat_interleave(2, {dim})", dim=(1, -1))
     yield from _spell("getitem", "{0}.select({dim}, -1)", "torch.select({0}, {dim}, 0)", dim=(1, -1))
     yield _held("getitem", "torch.index_select({0}, {dim}, {buffer})", buffer="torch.tensor([0, 0, 1])", dim=(1, -1))
