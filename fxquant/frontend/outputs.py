@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from fxquant.frontend.selected import Selected
 from fxquant.frontend.unknown import Unknown
 from fxquant.frontend.values import BatchNumber, refuse
 
@@ -44,6 +45,8 @@ class Returned:
         """The nest, and its form."""
         if isinstance(output, torch.Tensor):
             return self._leaf(output), None
+        if isinstance(output, Selected):
+            output.refuse_as_output()
         if isinstance(output, BatchNumber | Unknown):
             return output.node, None
         registered = pytree.SUPPORTED_NODES.get(type(output))
@@ -89,7 +92,7 @@ class Returned:
 
     def _attributes(self, value: Any, depth: int) -> Any:
         """A nest of the tensors an object holds; None if it holds none."""
-        if isinstance(value, (torch.Tensor, BatchNumber)):
+        if isinstance(value, (torch.Tensor, BatchNumber, Selected)):
             return self.convert(value)[0]
         if isinstance(value, (type, nn.Module)) or depth == 0:
             return None

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx
 
-from fxquant.frontend.values import TracedTensor, refuse
+from fxquant.frontend.values import TracedTensor, active, refuse
 
 # Defined for all numbers, and hardly larger than these: computed everywhere, they neither make NaN nor widen a scale.
 _ELEMENTWISE = frozenset((
@@ -35,8 +35,12 @@ class Selected:
     mask   where they are
     """
 
-    def __init__(self, whole: Tensor, mask: TracedTensor) -> None:
-        self._whole, self._mask = whole, mask
+    def __init__(self, whole: Tensor, mask: TracedTensor, at: Any = None) -> None:
+        self._whole, self._mask, self._at = whole, mask, at or active().source()
+
+    def refuse_as_output(self) -> NoReturn:
+        """Raise the error of a model that returns it, at the line that selects."""
+        _refuse(self._at)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -58,7 +62,7 @@ class Selected:
         return _into(self, self**exponent)
 
     def _with(self, whole: Tensor) -> Selected:
-        return Selected(whole, self._mask)
+        return Selected(whole, self._mask, self._at)
 
 
 def _binary(name: str) -> None:
@@ -83,11 +87,12 @@ for _name in ("bool", "len", "iter", "float", "int", "index", "eq", "ne", "lt", 
     setattr(Selected, f"__{_name}__", _refused)
 
 
-def _refuse() -> NoReturn:
+def _refuse(at: Any = None) -> NoReturn:
     refuse(
         "the model's Python depends on the content of a tensor",
         because="getitem needs numbers that are known only when the graph runs",
         remedy="use torch.where or a mask instead of a branch or an index, or move the decision out of forward",
+        at=at,
     )
 
 

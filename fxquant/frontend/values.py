@@ -362,9 +362,8 @@ def numeric_fact(a: float, b: float) -> int | float | BatchDim | None:
     return BatchDim.between(a, b) if isinstance(a, int) and isinstance(b, int) else None
 
 
-def refuse(what: str, because: str, remedy: str) -> NoReturn:
-    """Raise a `TraceError` at the line of the model that is being executed."""
+def refuse(what: str, because: str, remedy: str, at: Any = None) -> NoReturn:
+    """Raise a `TraceError` at the line of the model that is being executed, or at another that `source` gave."""
     handler = active() if is_tracing() else None
-    raise TraceError(
-        what, because=because, remedy=remedy, at=handler.source() if handler else None, module=handler.path if handler else None
-    )
+    at = at or (handler.source() if handler else None)
+    raise TraceError(what, because=because, remedy=remedy, at=at, module=handler.path if handler else None)
