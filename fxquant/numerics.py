@@ -169,7 +169,8 @@ def scale_from_range(low: Tensor, high: Tensor, dtype: IntType) -> Tensor:
     largest = torch.maximum(low.abs(), high.abs()).float()
     # A tensor divisor: dividing by a Python number may become a product with its reciprocal.
     scale = (largest / torch.tensor(dtype.divisor, dtype=torch.float32, device=largest.device)).clamp_min(SMALLEST_SCALE)
-    scale = scale.clamp_max(LARGEST_FLOAT32 / dtype.magnitude)  # the lowest integer is further from 0 than the divisor, and finite too
+    # The lowest integer is further from 0 than the divisor, and finite too; what is infinite stays so, for those who look for it.
+    scale = torch.where(torch.isinf(scale), scale, scale.clamp_max(LARGEST_FLOAT32 / dtype.magnitude))
     return torch.where(largest == 0, FLOAT32_EPSILON, scale)
 
 
