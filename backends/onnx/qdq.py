@@ -93,8 +93,8 @@ class QdqWriter(Writer):
         operator = self.operators[known.name]
         if operator.onnx is None and all(other.target in MOVING for other in self.lowered[origin(node)]):
             value = record.onnx(self.emitter, *fx.node.map_aggregate(node.args, self._moved))
-            if operation(node) is None and any(other.target is shape.concatenate for other in self.lowered[origin(node)]):
-                # Each part is on the result's scale: onnxruntime cannot move QuantizeLinear of opset 21 behind it by itself.
+            if operation(node) is None and any(other.target in (shape.concatenate, shape.tile) for other in self.lowered[origin(node)]):
+                # Parts and what is repeated are on the result's scale: onnxruntime cannot move QuantizeLinear of opset 21 behind them by itself.
                 value = self._rounding(self.nodes[origin(node)])(value)
             self.reals[node.name] = value
         elif operation(node) is None:
