@@ -94,7 +94,7 @@ class QdqWriter(Writer):
         if operator.onnx is None and all(other.target in MOVING for other in self.lowered[origin(node)]):
             value = record.onnx(self.emitter, *fx.node.map_aggregate(node.args, self._moved))
             if operation(node) is None and any(other.target in (shape.concatenate, shape.tile) for other in self.lowered[origin(node)]):
-                # Parts and repeated ones are on the result's scale: onnxruntime cannot move QuantizeLinear of opset 21 behind them by itself.
+                # onnxruntime cannot move QuantizeLinear of opset 21 behind parts or repetitions by itself: they are on the result's scale.
                 value = self._rounding(self.nodes[origin(node)])(value)
             self.reals[node.name] = value
         elif operation(node) is None:
