@@ -209,3 +209,26 @@ def test_batches_that_do_not_fit(forms: Any) -> None:
         with pytest.raises(fxq.CalibrationError, match="batch 1"):
             next(recorded)
     assert all_equal(next(fxq.record(path, [{"x": found[0]}])), next(fxq.record(path, [(found[0], torch.zeros(1))])))
+
+
+class Drawing(nn.Module):
+    """Reads the places that it draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        drawn: Tensor = self.second(y[:, torch.randint(0, y.shape[1], (3,))])
+        return drawn
+
+
+def test_every_form_of_a_model_that_draws_random_numbers_draws_the_same() -> None:
+    torch.manual_seed(0)
+    found = compiled(Drawing().eval(), [torch.randn(2, 6, 8)], "bayes-e")
+    before = torch.get_rng_state()
+    report = fxq.verify(found.prepared, found.integer, [torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1))])
+    assert report, str(report)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert "randint: it draws random numbers" in fxq.explain(found.prepared)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.analysis.record import OUTPUTS, PRIMITIVE_KINDS, GraphForm, Values, Wanted, outputs
+from fxquant.analysis.record import OUTPUTS, PRIMITIVE_KINDS, GraphForm, Values, Wanted, outputs, same_draws
 from fxquant.facts import TensorFact
 from fxquant.graph import fact, kernel
 from fxquant.kernels.runner import Runner, runs_here
@@ -29,7 +29,10 @@ class KernelForm(GraphForm):
         if not runs_here(inputs):
             return Values()
         with torch.no_grad():
-            found, result = self.runner.program(self.model, inputs).values(inputs)
+            with same_draws():
+                program = self.runner.program(self.model, inputs)
+            with same_draws():
+                found, result = program.values(inputs)
         values = {name: found[name] for name in wanted.among(self.tensors) if name in found}
         return values | (outputs(result) if OUTPUTS in wanted.kinds else {})
 

@@ -116,7 +116,7 @@ class GraphForm:
                 if value is not None:
                     values[node.name] = value
 
-        with torch.no_grad(), still(self.model, self.state):
+        with torch.no_grad(), still(self.model, self.state), same_draws():
             result = _Reader(self.model, take).run(*inputs)
         return values | (outputs(result) if OUTPUTS in wanted.kinds else {})
 
@@ -169,6 +169,14 @@ def still(model: fx.GraphModule, state: State | None) -> Iterator[None]:
             operator.state = before
         for module, flag in training.items():
             module.training = flag
+
+
+@contextmanager
+def same_draws() -> Iterator[None]:
+    """Inside, random numbers come from one seed: all forms of a model that draws them draw the same. The generator stays as it is."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        yield
 
 
 def _real(value: Tensor, grid: QParams) -> Tensor:
