@@ -1,7 +1,7 @@
 """Every question of speed, one after another, into one page.   python -m benchmarks.speed [--only NAME …]
 
 Runs the benchmarks below, each in a process of its own as its command says, shows their tables, and writes them to RESULTS.md in this
-directory with the machine and the versions they were measured with. Peers are measured in the same runs; what a table says of
+directory with the machine, its load and the versions they were measured with. Peers are measured in the same runs; what a table says of
 mismatches is measured in it, too. Exit status 1 if a benchmark failed, whose output is on the page all the same.
 """
 
@@ -49,25 +49,32 @@ def main() -> int:
     sections, failed = [f"# Speed\n\n{_machine()}\n"], False
     for name in progress(options.only, len(options.only), "benchmarks"):
         asked, command = QUESTIONS[name]
+        load = _load()
         found = subprocess.run(
             [sys.executable, "-m", *f"benchmarks.{command}".split()], capture_output=True, text=True, env={**os.environ, "COLUMNS": "160"}
         )
         failed |= found.returncode != 0
         table = found.stdout if found.returncode == 0 else f"{found.stdout}\nexit status {found.returncode}\n{found.stderr[-2000:]}"
         print(table)
-        sections.append(f"## {asked}\n\n`python -m benchmarks.{command}`\n\n```\n{table.strip()}\n```\n")
+        sections.append(
+            f"## {asked}\n\n`python -m benchmarks.{command}`; other work at the start: a load of {load}.\n\n```\n{table.strip()}\n```\n"
+        )
         WRITTEN.write_text("\n".join(sections), encoding="utf-8")  # what was measured is kept if a later one is interrupted
     return int(failed)
 
 
 def _machine() -> str:
-    """The processor, its cores, the load, the versions and the day."""
-    load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
+    """The processor, its cores, the versions and the day."""
     lines = (
-        f"{_processor()}, {os.cpu_count()} cores; other work at the start: a load of {load}.",
+        f"{_processor()}, {os.cpu_count()} cores.",
         f"Python {platform.python_version()}, {', '.join(_versions())}; {datetime.now(timezone.utc):%Y-%m-%d}.",
     )
     return "\n".join(lines)
+
+
+def _load() -> str:
+    """How many processes want a processor, on average over the last minute."""
+    return f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
 
 
 def _processor() -> str:
