@@ -440,3 +440,27 @@ def test_a_step_at_zero_is_the_value_given_for_it() -> None:
     prepared = compiled(Model(), [batch]).prepared
     fxq.set_state(prepared, fxq.State.FLOAT)
     assert torch.equal(prepared(*batch), Model()(*batch))
+
+
+OF_ITSELF: dict[str, Callable[[Tensor, nn.Module], Tensor]] = {
+    "an input": lambda x, layer: x - x.amax(-1, keepdim=True),
+    "an input, by the first of two results": lambda x, layer: x.relu() - x.relu().max(-1, keepdim=True)[0],
+    "behind a layer": lambda x, layer: layer(x) - layer(x).max(-1, keepdim=True)[0],
+}
+
+
+@pytest.mark.parametrize("name", OF_ITSELF)
+def test_what_is_subtracted_of_scores_themselves_is_no_mask(name: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return OF_ITSELF[name](x, self.layer).softmax(-1)
+
+    torch.manual_seed(0)
+    x = torch.randn(4, WIDTH)
+    prepared, integer = compiled(Model().eval(), [x])
+    assert "none is left in float" in fxq.explain(prepared)
+    contract.assert_validate_is_integer(prepared, integer, x)

@@ -47,6 +47,7 @@ def many(x: Any) -> tuple[Any, ...]:
         x.index_put((torch.tensor([0, 1, 0]), torch.tensor([0, -1, 0])), x[:3, 0], accumulate=True), x.new_tensor([0.5] * 6) * x,
         torch.sum(x, axis=1, keepdims=True), x.amax(axis=(1, 2)), TORCH.cat([x, x], axis=1), TORCH.stack((x, x), axis=2),
         torch.ops.aten.relu(x), torch.ops.aten.mean.dim(x, [2, 3]), torch.cat([x, x[:, :0]], 1), F.max_pool2d(x.mean(1), 2),
+        x[:, [True, False, True]], torch.ops.aten.index_put(x, [None, torch.tensor([1])], x[:, :1]),
     )  # fmt: skip
 
 

@@ -124,6 +124,14 @@ def _index(input: Any, indices: Any) -> Any:
     return input[tuple(slice(None) if index is None else index for index in indices)]
 
 
+def _index_put(input: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
+    if accumulate or all(index is not None for index in indices):
+        return torch.index_put(input, indices, values, accumulate)
+    result = input.clone()
+    result[tuple(slice(None) if index is None else index for index in indices)] = values
+    return result
+
+
 def _to_copy(input: Any, *, dtype: Any = None, **_: Any) -> Any:
     return input if dtype is None else input.to(dtype)
 
@@ -172,6 +180,7 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "slice": _slice,
     "select": _select,
     "index": _index,
+    "index_put": _index_put,
     "_to_copy": _to_copy,
     "_unsafe_view": torch.reshape,
     **dict.fromkeys(("lift_fresh", "lift_fresh_copy", "alias", "detach", "detach_"), lambda input: input),

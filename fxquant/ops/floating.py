@@ -8,6 +8,7 @@ to nothing else is computed there as well.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from operator import getitem
 from typing import Any
 
 import torch
@@ -116,7 +117,11 @@ def _ranked_in_float(gm: fx.GraphModule, leading: set[fx.Node], masked: set[fx.N
     for node in gm.graph.nodes:
         operator = operator_of(node)
         refused = refusal(node) is not None or (operator is not None and operator.refuses(node, operator.arguments(node)) is not None)
-        if computes_tensor(node) and (operator is None or refused):
+        whole = node.all_input_nodes[0] if node.target is getitem else None
+        if whole is not None and isinstance(fact(whole), tuple):  # of which the node is an item
+            if whole in after:
+                after[node] = after[whole]
+        elif computes_tensor(node) and (operator is None or refused):
             after[node] = "its operand %{} is computed in float"
         because = next(((after[operand], operand) for operand in node.all_input_nodes if operand in after), None)
         if because is not None and node in leading:
@@ -171,10 +176,32 @@ def masks(gm: fx.GraphModule, leading: set[fx.Node]) -> set[fx.Node]:
         operands = [operand for operand in node.all_input_nodes if isinstance(fact(operand), TensorFact) or is_parameter(operand)]
         computed = [operand for operand in operands if not is_parameter(operand)]
         given_ones = [operand for operand in operands if operand in plain and may_hide(operand)]
-        adds = operator.name in ADDING and len(operands) > 1 and (len(computed) > 1 or any(map(is_parameter, given_ones))) and given_ones
+        adds = operator.name in ADDING and len(operands) > 1 and bool(given_ones)
+        adds = adds and (any(map(is_parameter, given_ones)) or (len(computed) > 1 and not _of_one_input(computed)))
         if adds or (node in plain and found.issuperset(node.users)):
             found.add(node)
     return found
+
+
+def _of_one_input(operands: list[fx.Node]) -> bool:
+    """Whether all are computed of the real numbers of one input, as x and its maximum: none of them hides elements of the others."""
+    return bool(set.intersection(*map(_real_inputs, operands)))
+
+
+def _real_inputs(node: fx.Node) -> set[fx.Node]:
+    """The inputs that a node is computed of, by real numbers alone: what a comparison tells of an input is a mask."""
+    seen, open_ = {node}, [node]
+    while open_:
+        real = [known for known in open_.pop().all_input_nodes if known not in seen and _is_real(known)]
+        seen.update(real)
+        open_ += real
+    return {known for known in seen if known.op == "placeholder" and _is_real(known)}
+
+
+def _is_real(node: fx.Node) -> bool:
+    known = fact(node)
+    first = known[0] if isinstance(known, tuple) and known else known  # of the largest elements and their places, say
+    return isinstance(first, TensorFact) and first.dtype.is_floating_point
 
 
 def given(gm: fx.GraphModule) -> set[fx.Node]:
