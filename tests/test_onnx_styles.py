@@ -173,6 +173,13 @@ def test_a_table_with_an_entry_beside_a_tie_is_looked_up(tmp_path: Path) -> None
         assert operators(path).count("Gather") == 1 - computed
 
 
+def test_a_function_that_is_left_to_the_exporter_is_looked_up(tmp_path: Path) -> None:
+    integer = compiled(Net(lambda n, x: n["a"](x).round(decimals=1), a=conv(3, 8)).eval(), [batch()], "nash-e").integer
+    path = fxq.export_onnx(integer, tmp_path / "model.onnx", style="fast")
+    assert fxq.onnx_metadata(path)["kernels"]["computed"] == []
+    assert verified(integer, path)
+
+
 def test_a_table_that_is_not_of_its_function_is_looked_up() -> None:
     integer = integer_of("silu")
     node = next(node for node in integer.graph.nodes if node.target is elementwise.lookup)

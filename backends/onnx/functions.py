@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxquant.backends.onnx.emitter import Emitter
 from fxquant.facts import TensorFact
 from fxquant.graph import Operation, QParams, fact, operation, qparams, resolve
 from fxquant.ops.form import Call
 from fxquant.ops.record import operator_named
 from fxquant.ops.unary import exact
 from fxquant.primitives.elementwise import lookup
-from fxquant.primitives.record import Emitter
 
 ACCURACY = 2.0**-20
 """How far a function's float32 result may be off, of the largest of 1, its operand and its result: 16 times what rounding does."""
@@ -39,7 +39,20 @@ def computes(integer: fx.GraphModule, node: fx.Node, opset: int) -> bool:
     if given is None or made is None or known is None or entries.numel() != _BYTES or any(_bytes(end) is None for end in (operand, node)):
         return False
     function = exact(known.name, known.arguments)
-    return function is not None and operator_named(known.name).onnx is not None and _is_of(function, entries, given, made)
+    return function is not None and _is_of(function, entries, given, made) and _has_form(node, known, opset)
+
+
+def _has_form(node: fx.Node, known: Operation, opset: int) -> bool:
+    """Whether the operator's record writes it, with these arguments, by operators of ONNX."""
+    if operator_named(known.name).onnx is None:
+        return False
+    scratch = Emitter({}, opset)
+    scratch.types.update(stored=torch.uint8, zero=torch.uint8)
+    try:
+        compute(scratch, node, "stored", lambda end: "zero")
+    except _Exported:
+        return False
+    return True
 
 
 def _is_of(function: Callable[[float], float], entries: Tensor, given: QParams, made: QParams) -> bool:
@@ -70,7 +83,7 @@ def compute(e: Emitter, node: fx.Node, stored: str, zero: Callable[[fx.Node], st
     assert isinstance(known, Operation)
     real = e.node("DequantizeLinear", stored, e.constant(_scale(operand)), zero(operand))
     arguments = {name: real if name == "input" else value for name, value in known.arguments.items()}
-    call = Call(e, known.name, arguments, {}, None, lambda value: value, node, [node], _never)
+    call = Call(e, known.name, arguments, {}, None, lambda value: value, node, [node], _exported)
     form = _WHOLE.get(known.name) if e.opset >= _WHOLE_OPSET else None
     form = form or operator_named(known.name).onnx
     assert form is not None
@@ -89,8 +102,12 @@ def _bytes(node: fx.Node) -> Any:
     return known.dtype if isinstance(known, TensorFact) and known.dtype in (torch.int8, torch.uint8) else None
 
 
-def _never() -> str:
-    raise AssertionError("a unary function with a form in ONNX is not exported otherwise")
+class _Exported(Exception):
+    """A form that leaves an operator to PyTorch's exporter."""
+
+
+def _exported() -> str:
+    raise _Exported
 
 
 _BYTES = 256
