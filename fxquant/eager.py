@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxquant import curves, joining, sweeps
+from fxquant import curves, joining, narrow, sweeps
 from fxquant.arithmetic import Arithmetic, FixedArithmetic, RealArithmetic
 from fxquant.lowering import Clamp, Lowering, Quantized, limited
 from fxquant.numerics import FLOAT32_EXACT, INT32, INT32_MAX, Grid
@@ -69,7 +69,8 @@ class EagerLowering(Lowering):
     def _called(self, primitive: Callable[..., Tensor], arguments: tuple[Any, ...]) -> Tensor:
         record = PRIMITIVES[primitive]
         if record.surrogate is None or not torch.is_grad_enabled():
-            value = primitive(*arguments)
+            with narrow.kept_narrow(primitive, arguments):
+                value = primitive(*arguments)
         else:
             with torch.no_grad():
                 exact = primitive(*arguments)

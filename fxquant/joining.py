@@ -260,6 +260,9 @@ class Joining(Protocol):
     def look_back(self, places: Tensor, slopes: Tensor, scale: Tensor, of_integers: Tensor | None, of_real: Tensor | None) -> Tensor:
         """(of_integers + of_real · scale) · slopes[places], of places as `look_up` keeps them."""
 
+    def to_bytes(self, value: Tensor) -> Tensor | None:
+        """Whole numbers as int8; None where they are not all within its limits."""
+
 
 SMALLEST = 2**8  # elements of a tensor
 _OFFERED: list[Joining] = []

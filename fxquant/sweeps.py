@@ -258,16 +258,27 @@ class Constants:
 class _OnGrid(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, integers: Tensor, scale: Tensor, bounds: tuple[float, float]) -> Tensor:
-        ctx.save_for_backward(value, scale)
-        ctx.bounds = bounds
+        inside, without = _within_grid(value, scale, bounds)
+        ctx.save_for_backward(None if inside is None else marks.kept(inside, without), scale)
         return integers.view_as(integers)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        value, scale = ctx.saved_tensors
-        steps = value / scale
-        inside = (steps >= ctx.bounds[0]).logical_and_(steps <= ctx.bounds[1])
-        return torch.where(inside, gradient, 0.0) / scale, None, None, None
+        kept, scale = ctx.saved_tensors
+        inside = marks.opened(kept, torch.empty(gradient.shape, device="meta"))
+        return (gradient if inside is None else torch.where(inside.bool(), gradient, 0.0)) / scale, None, None, None
+
+
+def _within_grid(value: Tensor, scale: Tensor, bounds: tuple[float, float]) -> tuple[Tensor | None, int]:
+    """Which elements are on the grid, as bytes in the order of the shape, and how many are not; None where all are."""
+    low, high = bounds
+    if scale.numel() == 1 and value.numel():
+        least, most = (torch.stack(torch.aminmax(value)) / scale.flatten()).tolist()  # a quotient rises with its dividend, rounded too
+        if least >= low and most <= high:
+            return None, 0
+    steps = value / scale
+    inside = (steps >= low).logical_and_(steps <= high).contiguous()
+    return inside.view(torch.uint8), inside.numel() - int(torch.count_nonzero(inside))
 
 
 def on_grid(value: Tensor, integers: Tensor, scale: Tensor, bounds: tuple[float, float]) -> Tensor:

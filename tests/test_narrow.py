@@ -1,154 +1,78 @@
-"""int4 activations and weights: stored and computed as int8, with 16 and 15 values."""
+"""What training keeps for the way back: fewer bits, the same gradients, the first and the second."""
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
-from torch.nn import functional as F
+from torch import Tensor
 
-import fxquant as fxq
-from fxquant.backends.bpu import FIXED
-from fxquant.graph import qparams, resolve
-from fxquant.numerics import INT4, INT8
-from fxquant.primitives.requantize import requantize_fixed
-from fxquant.rescaling import Ratio, fixed_requantization
-from tests import contract, oracle
-
-W4A4 = fxq.QConfig(fxq.ActivationConfig("int4"), fxq.WeightConfig("int4"))
-TARGETS = ("bayes-e", "bernoulli", "nash-e", "qnnpack")
+from fxquant import narrow, sweeps
+from fxquant.primitives.accumulate import linear
+from fxquant.primitives.product import matrix_product
+from fxquant.quantization.rounding import straight_through
 
 
-class Net(nn.Module):
-    """A residual, a table, pooling, a product with a number, a concatenation: every kind of requantization."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
-        self.conv, self.bn = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
-        self.head = nn.Linear(16, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        y = F.relu(x + self.bn(self.conv(x)))
-        z = torch.tanh(F.max_pool2d(y, 2))
-        w = F.avg_pool2d(y, 2) * 1.5 + z
-        return self.head(torch.cat([w, z], 1).amax((2, 3)))
+def whole(*shape: int, low: int = -128, high: int = 127, seed: int = 0) -> Tensor:
+    return torch.randint(low, high + 1, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
-def batches() -> list[Tensor]:
-    return [torch.randn(4, 3, 8, 8) for _ in range(3)]
+def kept_by(function: Callable[..., Tensor], *operands: Tensor) -> list[Tensor]:
+    """What is kept of a product's operands, in its own context; and its gradients, twice, equal those of PyTorch's own."""
+
+    def gradients(narrowed: bool) -> list[Tensor]:
+        given = [operand.clone(memory_format=torch.preserve_format).requires_grad_() for operand in operands]
+        arguments = (*given, None) if function is linear else tuple(given)
+        if narrowed:
+            with narrow.kept_narrow(function, arguments):
+                result = function(*arguments)
+        else:
+            result = function(*arguments)
+        once = torch.autograd.grad((result * torch.cos(result.detach())).sum(), given, create_graph=True)
+        return [result, *once, *torch.autograd.grad(sum((each.sin()).sum() for each in once), given)]
+
+    for found, wanted in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(found, wanted)
+        assert float(wanted.detach().abs().max()) > 0
+    return [narrow._narrow(operand) for operand in operands]
 
 
-def integers_of(integer: fx.GraphModule, *inputs: Tensor) -> dict[str, Tensor]:
-    """The value of every quantized tensor."""
-    nodes = {node.name: node for node in integer.graph.nodes}
-    return {name: value for name, value in contract.graph_values(integer, *inputs).items() if qparams(nodes[name]) is not None}
+@pytest.mark.parametrize(
+    ("low", "high", "dtype"),
+    [(-128, 127, torch.int8), (0, 255, torch.uint8), (-129, 5, torch.int16), (-32768, 32767, torch.int16), (0, 32768, torch.float32)],
+)
+def test_operands_are_kept_in_the_bits_they_need(low: int, high: int, dtype: torch.dtype) -> None:
+    x, weight = whole(2, 48, 64, low=low, high=high), whole(80, 64, low=-2, high=2, seed=1)
+    x.view(-1)[:2] = torch.tensor((low, high))
+    kept, of_weight = kept_by(linear, x, weight)
+    assert (kept.dtype, of_weight.dtype) == (dtype, torch.int8)
+    assert torch.equal(kept.float(), x)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_the_contract_holds(target: str, tmp_path: Path) -> None:
-    torch.manual_seed(2)
-    data = batches()
-    prepared, integer = contract.compiled(Net(), data, target, W4A4)
-    contract.assert_alive(integer, data[0])
-    contract.assert_validate_is_integer(prepared, integer, data[0])
-    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(batch,) for batch in data])
-    contract.assert_train_is_validate(prepared, data[0])
-    contract.assert_gradients_reach_every_parameter(prepared, data[1])
+def test_operands_lie_as_they_did() -> None:
+    x, other = whole(4, 64, 3, 32).permute(0, 2, 1, 3), whole(4, 64, 3, 32, seed=1).permute(0, 2, 3, 1)
+    for kept, value in zip(kept_by(matrix_product, x, other), (x, other), strict=True):
+        assert kept.dtype == torch.int8
+        assert kept.stride() == value.stride()
+        assert torch.equal(kept.float(), value)
+    repeated = whole(1, 64, 128).expand(3, 64, 128)
+    assert torch.equal(narrow._wide(narrow._narrow(repeated)), repeated)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_value_and_every_weight_has_four_bits(target: str) -> None:
-    torch.manual_seed(2)
-    _, integer = contract.compiled(Net(), batches(), target, W4A4)
-    found = integers_of(integer, 3 * batches()[0])
-    narrow = {node.name for node in integer.graph.nodes if (known := qparams(node)) is not None and known.dtype == "int4"}
-    assert len(narrow) >= 10
-    assert all(value.dtype == torch.int8 for value in found.values())
-    assert all(int(value.min()) >= -8 and int(value.max()) <= 7 for name, value in found.items() if name in narrow)
-    assert {int(value.max()) for name, value in found.items() if name in narrow} >= {7}
-    weights = [value for name, value in integer.named_buffers() if name.endswith(".weight")]
-    assert len(weights) == 3
-    assert all(weight.dtype == torch.int8 and int(weight.abs().max()) == 7 for weight in weights if target != "bernoulli")
-    assert all(int(weight.abs().max()) <= 7 for weight in weights)
+def test_little_is_kept_as_it_is() -> None:
+    x = whole(8, 64)
+    assert narrow._narrow(x) is x
 
 
-def test_a_table_of_an_int4_tensor_has_16_entries() -> None:
-    _, integer = contract.compiled(nn.Sequential(nn.Sigmoid()), [torch.randn(4, 9)], qconfig=W4A4)
-    (table,) = [value for name, value in integer.named_buffers() if name.endswith("table")]
-    (scale,) = [qparams(node).scale for node in integer.graph.nodes if node.name == "input_1_quantize"]
-    (output,) = [qparams(node).scale for node in integer.graph.nodes if node.name == "_0"]
-    assert table.tolist() == oracle.table(lambda x: 1 / (1 + math.exp(-x)), scale, output, range(-8, 8), -8, 7)
-    assert len(set(table.tolist())) > 4
-
-
-def test_dtypes_mix(tmp_path: Path) -> None:
-    """int8 input, int4 inside, int8 logits; an addition of both; a group that shares its scale."""
-
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.head = nn.Conv2d(2, 4, 1), nn.Conv2d(2, 4, 1), nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = F.max_pool2d(self.a(x), 2).flatten(2) + F.max_pool2d(self.b(x), 2).flatten(2)
-            return self.head(y.mean(2))
-
-    wide = fxq.QConfig()
-    mapping = fxq.QConfigMapping(fxq.QConfig(fxq.ActivationConfig("int4"), fxq.WeightConfig("int4"), input=fxq.ActivationConfig("int8")))
-    mapping = mapping.set_module_name("b", wide).set_module_name("head", wide)
-    batch = torch.randn(4, 2, 6, 6)
-    prepared, integer = contract.compiled(Mixed(), [batch], qconfig=mapping)
-    dtypes = {node.name: known.dtype for node in integer.graph.nodes if (known := qparams(node)) is not None}
-    assert {dtypes[name] for name in ("x_quantize", "b", "head")} == {"int8"}
-    assert {dtypes[name] for name in ("a", "max_pool2d", "flatten", "add", "mean")} == {"int4"}
-    contract.assert_validate_is_integer(prepared, integer, batch)
-    contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(batch,)])
-    contract.assert_train_is_validate(prepared, batch)
-
-
-def test_what_a_residual_is_added_to_is_never_int4() -> None:
-    torch.manual_seed(2)
-    prepared = contract.compiled(Net(), batches(), qconfig=W4A4).prepared
-    assert prepared.quantized.conv.intermediate.dtype == INT8
-    assert prepared.quantized.conv.output.dtype == INT4
-
-
-@pytest.mark.parametrize(("multiplier", "fused"), [(15, False), (16, True), (300, True)])
-def test_an_int4_residual_is_added_in_the_accumulator_from_a_multiplier_of_16(multiplier: int, fused: bool) -> None:
-    class Added(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(1, 1, 1, bias=False)
-            nn.init.constant_(self.conv.weight, 7 / 16)
-
-        def forward(self, x: Tensor, r: Tensor) -> Tensor:
-            return self.conv(x) + r
-
-    scales = {"x_quantize": 1 / 8, "r_quantize": multiplier / 8 / 16, "conv": 1.0}
-    inputs = torch.randn(2, 1, 4, 4), torch.randn(2, 1, 4, 4) * 4
-    prepared = fxq.prepare(Added(), inputs, qconfig=W4A4)
-    fxq.calibrate(prepared, [inputs], show_progress=False)
-    fxq.set_qparams(prepared, scales)
-    integer = fxq.convert(prepared)
-    assert (resolve(integer, "integer.conv.weight") == 7).all()
-    assert any(name.endswith("residual_multiplier") for name, _ in integer.named_buffers()) is fused
-    contract.assert_validate_is_integer(prepared, integer, *inputs)
-
-
-def test_requantization_to_int4_is_the_oracles() -> None:
-    torch.manual_seed(0)
-    for _ in range(60):
-        m = float(torch.rand(()) * 2.0 ** float(torch.randint(-14, 1, ())))
-        ratio = Ratio((torch.tensor(m),))
-        fixed = fixed_requantization(ratio, FIXED.widths["int4"], INT4)
-        expected = oracle.fixed_parameters(ratio.exact()[0], oracle.INT8_WIDTHS, 7)
-        assert (int(fixed.shift), int(fixed.multiplier), int(fixed.right_shift)) == expected
-        accumulators = torch.randint(-int(12 / m) - 2, int(12 / m) + 2, (50,), dtype=torch.int32)
-        found = requantize_fixed(accumulators, fixed.shift, fixed.multiplier, fixed.right_shift, 16, "half_up", -8, 7, torch.int8)
-        slow = [oracle.requantize_fixed(a, *expected, 16, "half_up", -8, 7) for a in accumulators.tolist()]
-        assert found.tolist() == slow
+@pytest.mark.parametrize("reach", [0.9, 1.5, float("nan")])
+def test_gradients_end_where_the_grid_does(reach: float) -> None:
+    value = torch.linspace(-1, 1, 1001)
+    value[500] *= reach
+    value, scale, bounds = value * (0.9 if reach != reach else reach) * 128, torch.tensor(1.0), (-128.0, 127.0)
+    integers = value.nan_to_num().round().clamp(*bounds)
+    one, other = (value.clone().requires_grad_() for _ in range(2))
+    found, wanted = sweeps.on_grid(one, integers, scale, bounds), straight_through((other / scale).clamp(*bounds), integers)
+    assert torch.equal(found, integers)
+    weights = torch.cos(value.nan_to_num())
+    assert torch.equal(torch.autograd.grad((found * weights).sum(), one)[0], torch.autograd.grad((wanted * weights).sum(), other)[0])

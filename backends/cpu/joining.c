@@ -350,6 +350,27 @@ void fxq_look_back(const Join *p) {
     }
 }
 
+/* ---- whole numbers in bytes ---- */
+
+/* inside: `rows` whole numbers as int8; outside: how many of the BLOCKS parts hold one that is no int8. */
+void fxq_to_bytes(Join *p) {
+    int64_t outside = 0;
+#pragma omp parallel for num_threads(p->threads) reduction(+ : outside) if (p->threads > 1)
+    for (int64_t block = 0; block < BLOCKS; block++) {
+        const float *restrict a = p->a;
+        int8_t *restrict bytes = (int8_t *)(void *)p->inside;
+        int64_t begin = p->rows * block / BLOCKS, end = p->rows * (block + 1) / BLOCKS;
+        int32_t apart = 0;
+        for (int64_t i = begin; i < end; i++) {
+            int32_t v = (int32_t)a[i];
+            bytes[i] = (int8_t)v;
+            apart |= v ^ (int8_t)v;
+        }
+        outside += apart != 0;
+    }
+    p->outside = outside;
+}
+
 /* ---- marks: where `mask`, of `rows` bytes, is 0, and the other way round ---- */
 
 void fxq_places(const Join *p) {

@@ -96,6 +96,12 @@ class NativeJoining:
         _call("look_back", made, {"mask": places, "multiplier": slopes, "of_integers": of_integers, "of_real": of_real, "of_a": found})
         return found
 
+    def to_bytes(self, value: Tensor) -> Tensor | None:
+        found = torch.empty(value.shape, dtype=torch.int8, device="cpu")
+        made = _Join(rows=value.numel())
+        _call("to_bytes", made, {"a": value, "inside": found})
+        return None if made.outside else found
+
 
 class NativeMarks:
     """`Marks` in C."""

@@ -124,7 +124,7 @@ def training_library() -> Any:
 @functools.cache
 def joining_library() -> Any:
     """The compiled functions of training that join two tensors, or a sentence that says why there are none."""
-    return _loaded(JOINING, ("join_ends", "join_forward", "join_backward", "occurs", "look_up", "look_back", "places", "marks"))
+    return _loaded(JOINING, ("join_ends", "join_forward", "join_backward", "occurs", "look_up", "look_back", "places", "marks", "to_bytes"))
 
 
 def _loaded(source: Path, functions: tuple[str, ...]) -> Any:
