@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx, nn
 
 from fxquant.api import prepare
-from fxquant.arguments import COUNT, FLAG, checked, instance
+from fxquant.arguments import COUNT, FLAG, Kind, checked, instance
 from fxquant.frontend import float_model
 from fxquant.progress import progress
 from fxquant.quantization.batches import as_batches, example_inputs
@@ -31,7 +31,7 @@ from fxquant.tuning.sensitivity import METRIC, WIDTH, WIDTHS, Sensitivity, as_pr
 from fxquant.tuning.simulation import Simulation
 from fxquant.tuning.table import table
 
-BUDGET = instance("a fxq.Budget, as in Budget(weight_bits=5)", Budget)
+BUDGET: Kind = instance("a fxq.Budget, as in Budget(weight_bits=5)", Budget)
 
 
 @dataclass(frozen=True)

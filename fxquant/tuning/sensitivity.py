@@ -45,7 +45,7 @@ def _widths(value: Any) -> tuple[int, ...]:
 
 
 WIDTH = Kind("some of 4, 8 and 16", _widths)
-METRIC = CALLABLE.or_none("the error of the outputs alone")
+METRIC: Kind = CALLABLE.or_none("the error of the outputs alone")
 
 
 @dataclass(frozen=True)
