@@ -1,20 +1,21 @@
 """What a model returns: a graph returns tensors, numbers, and tuples, lists and dicts of them; a call of it, what the model does.
 
 A `ModelOutput` of two tensors stands in the graph as a dict of two nodes. The dict that a run gives is made a ModelOutput again by a
-forward hook, as far as PyTorch's pytree knows the class. A file holds the class's name, which is looked up in that registry and
-never imported; where it is not registered, the model returns the dict.
+forward hook, as far as PyTorch's pytree knows the class, or it is a dataclass that a model traced in this process returned. A file holds
+the class's name, which is looked up there and never imported; where it is not known, the model returns the dict.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from fxquant.errors import TraceError
 from fxquant.frontend.selected import Selected
 from fxquant.frontend.unknown import Unknown
 from fxquant.frontend.values import BatchNumber, refuse
@@ -27,7 +28,7 @@ _DEEPEST = 8  # of attributes of objects within objects
 #   None                           what is there
 #   ["items", [form]]              a tuple or a list
 #   ["keys", [form]]               a dict, or a mapping
-#   ["class", name, context, [form]]   a class that pytree knows, of whose parts the graph returns a list or a dict
+#   ["class", name, context, [form]]   a class that pytree knows or a dataclass, of whose parts the graph returns a list or a dict
 Form = Any
 
 
@@ -63,7 +64,8 @@ class Returned:
             return nest if isinstance(output, list) else tuple(nest), ["items", [form for _, form in items]]
         if isinstance(output, _PLAIN):
             return output, None
-        return self._object(output), None
+        found = self._dataclass(output) if is_dataclass(output) else None
+        return (self._object(output), None) if found is None else found
 
     def _class(self, output: Any, registered: Any) -> tuple[Any, Form]:
         children, context = registered.flatten_fn(output)
@@ -72,11 +74,24 @@ class Returned:
         keys = [getattr(key, "key", getattr(key, "name", None)) for key in _keys(output, registered)]
         named = len(keys) == len(parts) and all(isinstance(key, str) for key in keys)
         nest = dict(zip(keys, (part for part, _ in parts), strict=True)) if named else [part for part, _ in parts]
-        name = f"{type(output).__module__}.{type(output).__qualname__}"
+        name = _name_of(type(output))
         if not _is_plain(context):
             self._note(f"forward returned a {type(output).__name__}, whose parts are returned as a {'dict' if named else 'list'}")
             return nest, ["keys" if named else "items", forms]
         return nest, ["class", name, context, forms]
+
+    def _dataclass(self, output: Any) -> tuple[Any, Form] | None:
+        """The fields as a dict; None where they are not all of what a graph returns, or not what the class is made of."""
+        own = fields(output)
+        if not all(each.init for each in own) or self._attributes(output, _DEEPEST) is None:
+            return None
+        try:
+            parts = {each.name: self.convert(getattr(output, each.name)) for each in own}
+        except TraceError:
+            return None
+        name = _name_of(type(output))
+        _DATACLASSES[name] = type(output)
+        return {key: part for key, (part, _) in parts.items()}, ["class", name, None, [form for _, form in parts.values()]]
 
     def _object(self, output: Any) -> Any:
         """The attributes of an object that hold tensors, as a dict. Raises TraceError if there are none."""
@@ -87,7 +102,9 @@ class Returned:
                 because="a graph returns tensors, numbers, and tuples, lists and dicts of them, and this object holds none",
                 remedy="return a tuple or a dict, or wrap the model in a module whose forward does",
             )
-        self._note(f"forward returned a {type(output).__name__}, whose tensors are returned as a dict of its attributes")
+        left = [name for name in getattr(output, "__dict__", {}) if name not in nest and not name.startswith("_")]
+        without = f", without {', '.join(map(repr, left))}" if left else ""
+        self._note(f"forward returned a {type(output).__name__}, whose tensors are returned as a dict of its attributes{without}")
         return nest
 
     def _attributes(self, value: Any, depth: int) -> Any:
@@ -175,12 +192,25 @@ def rebuilt(form: Form, value: Any) -> Any:
     if len(parts) != len(form[-1]):
         return value
     parts = [rebuilt(inner, part) for inner, part in zip(form[-1], parts, strict=True)]
-    made = _registered(form[1]) if form[0] == "class" else None
+    made = _maker(form[1]) if form[0] == "class" else None
     if made is not None:
-        return pytree.SUPPORTED_NODES[made].unflatten_fn(parts, form[2])
+        return made(parts, form[2])
     return dict(zip(value, parts, strict=True)) if isinstance(value, dict) else type(value)(parts)
 
 
-def _registered(name: str) -> type | None:
-    """The class of this name that pytree knows; None if there is none."""
-    return next((known for known in pytree.SUPPORTED_NODES if f"{known.__module__}.{known.__qualname__}" == name), None)
+_DATACLASSES: dict[str, type] = {}  # that models which were traced in this process returned
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _maker(name: str) -> Callable[[list[Any], Any], Any] | None:
+    """What makes an object of the class of this name out of its parts; None if nobody knows it."""
+    known = next((each for each in pytree.SUPPORTED_NODES if _name_of(each) == name), None)
+    if known is not None:
+        return pytree.SUPPORTED_NODES[known].unflatten_fn
+    kind = _DATACLASSES.get(name)
+    if kind is None:
+        return None
+    return lambda parts, context: kind(**dict(zip((each.name for each in fields(kind)), parts, strict=True)))
