@@ -16,6 +16,7 @@ from fxquant.passes import (
     kernels,
     layerscale,
     masks,
+    pointwise,
     precision,
     quantizers,
     requantize,
@@ -31,6 +32,7 @@ PIPELINE = (
     Pass(canonical.rewrite, Stage.CANONICAL),  # one spelling per operator; everything after this may assume it
     Pass(rules.match, Stage.CANONICAL),  # before the fusions: a rule is about what the user wrote, and may keep it apart
     Pass(masks.recognise, Stage.CANONICAL),  # after the rules, which are about what was written; before a softmax is its parts
+    Pass(pointwise.join, Stage.CANONICAL),  # behind masks, which are no functions of scores; before what is about operators one by one
     Pass(precision.widen, Stage.CANONICAL),  # behind masks, which are no scores; a composite's last part is as wide as the whole
     Pass(composite.expand, Stage.CANONICAL),  # after the rules, which are about the whole operator; before fusions, which meet its parts
     Pass(dynamic.choose, Stage.CANONICAL),  # behind the parts of recurrent layers; before fusions, which join nothing with these

@@ -1,0 +1,134 @@
+"""Choices between functions of one tensor, which become one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxquant as fxq
+from fxquant.ops import operator_of
+from fxquant.ops.curve import curve
+
+
+class Net(nn.Module):
+    """A convolution, then the function, on values on both sides of 0."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv, self.function = nn.Conv2d(3, 4, 3), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.conv(x))
+
+
+def gamma(x: Tensor) -> Tensor:
+    return torch.where(x <= 0.0031308, 12.92 * x, 1.055 * x.pow(1 / 2.4) - 0.055)
+
+
+def far_side(x: Tensor) -> Tensor:
+    return torch.where((x > 0.5) | (x < -0.5), 1 / x, 4 * x)
+
+
+def guarded(x: Tensor) -> Tensor:
+    y = torch.log(x)
+    return torch.where(torch.isnan(y), torch.zeros_like(y), y).clamp(min=-3)
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gamma": gamma,
+    "far side": far_side,
+    "guarded": guarded,
+    "filled": lambda x: x.sqrt().masked_fill(x < 0, 0.0),
+    "not a number": lambda x: (x + 0.1).sqrt().nan_to_num(0.25),
+    "nested": lambda x: torch.where(x > 0, torch.where(x > 0.5, x.rsqrt(), x + 1), torch.sigmoid(x + 1) * x),
+}
+
+
+def seeded(function: Callable[[Tensor], Tensor]) -> tuple[Net, list[Tensor]]:
+    torch.manual_seed(0)
+    return Net(function).eval(), [torch.randn(4, 3, 8, 8) for _ in range(3)]
+
+
+def names_of(model: nn.Module, example: Tensor, qconfig: fxq.QConfigMapping | None = None) -> list[str]:
+    graph = fxq.prepare(model, example, qconfig=qconfig, until="pointwise.join").graph
+    return [record.name for node in graph.nodes if (record := operator_of(node)) is not None]
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "nash-e", "x86"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_choice_is_one_table_with_equal_bits(name: str, target: str, tmp_path: Path) -> None:
+    model, batches = seeded(FUNCTIONS[name])
+    names = names_of(model, batches[0])
+    assert names.count("curve") == 1
+    assert not {"where", "nan_to_num", "pow", "quotient_of"} & set(names)
+    prepared = fxq.prepare(model, batches[0], target=target)
+    fxq.set_state(prepared, "float")
+    expected = model(batches[0])
+    assert torch.equal(prepared(batches[0]), expected)
+    fxq.set_state(prepared, "calibrate")
+    fxq.calibrate(prepared, batches, show_progress=False)
+    integer = fxq.load(fxq.save(fxq.convert(prepared), tmp_path / "model.fxq"))
+    fxq.set_state(prepared, "validate")
+    with torch.no_grad():
+        assert torch.equal(integer(batches[0]), prepared(batches[0]))
+    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), batches[:1], show_progress=False)
+
+
+def test_the_table_holds_the_function_at_every_point_of_the_grid(tmp_path: Path) -> None:
+    model, batches = seeded(gamma)
+    result = fxq.quantize(model, batches, target="bayes-e")
+    values = next(fxq.record(result.integer, batches[:1], real=True))
+    x, found = (next(value for key, value in values.items() if key.startswith(name)) for name in ("conv", "where"))
+    step = float(torch.diff(torch.unique(found)).min())
+    assert len(torch.unique(found)) > 50
+    assert float((found - gamma(x)).abs().max()) <= step * 0.5001
+
+
+def test_training_has_gradients_on_both_sides() -> None:
+    model, batches = seeded(gamma)
+    prepared = fxq.calibrate(fxq.prepare(model, batches[0], target="nash-e"), batches, show_progress=False)
+    fxq.set_state(prepared, "train")
+    prepared.train()
+    x = batches[0].clone().requires_grad_()
+    (prepared(x) * torch.linspace(0, 1, 36).view(6, 6)).sum().backward()
+    assert bool(torch.isfinite(x.grad).all())
+    assert float((x.grad != 0).float().mean()) > 0.9
+
+
+OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "another tensor": lambda x: torch.where(x > 0, x, x.mean(1, keepdim=True)),
+    "of neighbours": lambda x: torch.where(x > 0, x, torch.cumsum(x, 1)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_reads_more_than_the_element_is_no_function_of_it(name: str) -> None:
+    model, batches = seeded(OTHERS[name])
+    assert "curve" not in names_of(model, batches[0])
+
+
+def test_what_the_user_keeps_in_float_is_not_taken_in() -> None:
+    model, batches = seeded(lambda x: torch.where(x > 0, torch.sqrt(x), x))
+    mapping = fxq.QConfigMapping().set_object_type(torch.sqrt, None)
+    assert "curve" in names_of(model, batches[0])
+    assert "curve" not in names_of(model, batches[0], mapping)
+
+
+def test_much_is_left_as_it_is() -> None:
+    def deep(x: Tensor) -> Tensor:
+        y, z = x, x + 1
+        for _ in range(9):
+            y, z = z, y * z  # as a nest it would be half as large again at each step
+        return torch.where(y > 0, y, z)
+
+    model, batches = seeded(deep)
+    assert "curve" not in names_of(model, batches[0])
+
+
+def test_a_nest_holds_nothing_else() -> None:
+    with pytest.raises(ValueError, match="'load' is no function"):
+        curve(torch.zeros(3), ("load", "input"))
