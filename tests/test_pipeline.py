@@ -290,7 +290,7 @@ def test_dump_by_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     fxq.prepare(tiny(), batch(), until="batchnorm.fold")
     assert sorted(file.name for file in (tmp_path / "new" / "directory").iterdir()) == [
         "00-trace.txt", "01-canonical.rewrite.txt", "02-rules.match.txt", "03-masks.recognise.txt", "04-pointwise.join.txt",
-        "05-composite.expand.txt", "06-dynamic.choose.txt", "07-batchnorm.fold.txt",
+        "05-precision.widen.txt", "06-composite.expand.txt", "07-dynamic.choose.txt", "08-batchnorm.fold.txt",
     ]  # fmt: skip
 
 
