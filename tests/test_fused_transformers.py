@@ -342,10 +342,12 @@ def test_ratios_of_numbers_are_those_of_tensors() -> None:
 
 
 @pytest.mark.parametrize("observer", [MinMaxObserver, MovingAverageMinMaxObserver])
-def test_a_scale_follows_as_tensors_do(observer: Any) -> None:
+@pytest.mark.parametrize("share", [1.0, 0.3])
+def test_a_scale_follows_as_tensors_do(observer: Any, share: float) -> None:
     own = Quantizer(INT8, observer())
     own.observe(torch.tensor([-1.0, 0.7]))
     own.update_scale()
+    own.base_scale.mul_(share)  # of the range, as where an observer clips
     other = copy.deepcopy(own)
     other._followed_in_numbers = lambda value: False  # type: ignore[method-assign]
     torch.manual_seed(0)

@@ -167,6 +167,27 @@ def test_while_training_batches_move_the_scale_only_where_it_follows_statistics(
     assert (fxq.qparams(prepared) != before) is moves
 
 
+@pytest.mark.parametrize("target", ["bayes-e", "x86"])
+def test_an_outlier_that_calibration_cut_off_does_not_take_the_scale_with_it(target: str) -> None:
+    """The range falls when the outlier does not come again; the threshold was about the other values, which are as large as before."""
+    model, example = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()), torch.randn(2, 3, 8, 8)
+    qconfig = fxq.QConfig(output=fxq.ActivationConfig(observer=PercentileObserver(97)))
+    prepared = fxq.prepare(model, (example,), qconfig=qconfig, target=target)
+    fxq.calibrate(prepared, [torch.cat((torch.randn(63, 3, 8, 8), 40 * torch.randn(1, 3, 8, 8)))], show_progress=False)
+    (name,) = (name for name in fxq.qparams(prepared) if "quantize" not in name)
+
+    def scale() -> float:
+        found = fxq.qparams(prepared)[name]
+        return float(found[0] if isinstance(found, tuple) else found)
+
+    before = scale()
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    prepared.train()
+    for _ in range(300):
+        prepared(torch.randn(8, 3, 8, 8))
+    assert scale() > 0.6 * before
+
+
 # ---- what a histogram sees of a large tensor ------------------------------------------------------------------------------
 
 SAMPLE = 2**10  # so small that every tensor here is sampled

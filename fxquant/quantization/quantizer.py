@@ -16,6 +16,14 @@ from fxquant.quantization.observers import MinMaxObserver, MovingAverageMinMaxOb
 from fxquant.quantization.spec import FROZEN, STATISTICS
 
 
+FAR = 2.0  # times as far as a threshold
+
+
+def _stays(threshold: Tensor, before: Tensor, after: Tensor) -> Tensor:
+    """Whether a threshold stays where it is, as the end of the range falls from `before` to `after`."""
+    return (after.abs() < before.abs()) & (FAR * threshold.double().abs() < after.double().abs())
+
+
 class Quantizer(TrainableScale):
     """The grid of one quantized tensor: dtype, scale, and of an affine dtype the zero point.
 
@@ -207,10 +215,13 @@ class Quantizer(TrainableScale):
             except ValueError as error:
                 raise self._cannot_observe(error) from None
             if self.dtype.affine:
-                ends = self.range.ends
-                self._cover(*torch.where(ends_before != 0, self.ends * (ends / ends_before), ends))
+                ends, covered = self.range.ends, self.ends
+                moved = torch.where(_stays(covered, ends_before, ends), covered, covered * (ends / ends_before))
+                self._cover(*torch.where(ends_before != 0, moved, ends))
             else:
-                moved = (self.base_scale * (self.range.largest / before)).clamp_min(SMALLEST_SCALE)
+                largest = self.range.largest
+                moved = (self.base_scale * (largest / before)).clamp_min(SMALLEST_SCALE)
+                moved = torch.where(_stays(self.base_scale.double() * self.dtype.high, before, largest), self.base_scale, moved)
                 self.base_scale.copy_(torch.where(before > 0, moved, self.range.scale(self.dtype) * self.headroom))
             self.batches_used.copy_(self.range.count)
 
@@ -232,7 +243,9 @@ class Quantizer(TrainableScale):
             low, high = (float32(own + float32(float32(end - own) * weight)) for own, end in ((own_low, low), (own_high, high)))
         else:
             low, high = min(own_low, low), max(own_high, high)
-        scale = max(float32(scale * float32(max(abs(low), abs(high)) / before)), SMALLEST_SCALE)
+        largest = max(abs(low), abs(high))
+        if not (largest < before and FAR * scale * self.dtype.high < largest):  # `_stays`
+            scale = max(float32(scale * float32(largest / before)), SMALLEST_SCALE)
         if not math.isfinite(scale):
             return False
         for buffer, number in zip((*moved, self.batches_used), (low, high, count + 1, scale, count + 1), strict=True):
