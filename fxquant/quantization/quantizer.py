@@ -15,7 +15,6 @@ from fxquant.quantization.learning import LSQ, LSQ_PLUS, METHODS, TrainableScale
 from fxquant.quantization.observers import MinMaxObserver, MovingAverageMinMaxObserver, Observer, gathering, observe_together, standard
 from fxquant.quantization.spec import FROZEN, STATISTICS
 
-
 FAR = 2.0  # times as far as a threshold
 
 
