@@ -237,7 +237,7 @@ class EagerLowering(Lowering):
             return super().complete(accumulator, ratio, clamp, bound, bias, residual, multiplier, statistics, to, role)
         if to is self.intermediate and not follows:
             to.require()
-        added = None if bias is None else bias.to(torch.float32).reshape(-1)
+        added = None if bias is None else bias.to(torch.float32).reshape(-1).expand(form.channels)
         factor = None if multiplier is None else multiplier.to(torch.float32).reshape(-1).expand(form.channels)
         factors = factors.reshape(-1).expand(form.channels)
         if follows:

@@ -103,6 +103,30 @@ def test_a_fused_step_is_the_primitives(target: str, frozen: bool, in_c: bool) -
             assert torch.equal(one.nan_to_num(), other.nan_to_num()), name
 
 
+@pytest.mark.parametrize("in_c", [pytest.param(True, marks=IN_C), False])
+@pytest.mark.parametrize("target", ["bayes-e", "nash-e", "x86"])
+@pytest.mark.parametrize("convolution", [True, False])
+def test_a_batch_norm_may_have_one_channel(convolution: bool, target: str, in_c: bool) -> None:
+    torch.manual_seed(0)
+    norm, x = nn.BatchNorm2d(1), torch.randn(6, 3 if convolution else 1, 20, 16)
+    model = nn.Sequential(nn.Conv2d(3, 1, 3), norm, nn.ReLU()) if convolution else nn.Sequential(norm)
+    own = fxq.calibrate(fxq.prepare(model.eval(), x, target), [x], show_progress=False)
+    fxq.set_state(own, "train")
+    reference = copy.deepcopy(own.train())
+
+    def trained(form: nn.Module) -> tuple[Tensor, list[Tensor]]:
+        output = form(x)
+        (output * torch.arange(float(output.shape[-1]))).sum().backward()
+        return output.detach(), [parameter.grad for parameter in form.parameters()]
+
+    with nullcontext() if in_c else without_c():
+        found, gradients = trained(own)
+    with sweeps.unfused():
+        wanted, expected = trained(reference)
+    assert torch.equal(found, wanted)
+    assert_alike(gradients, expected)
+
+
 @IN_C
 def test_gradients_do_not_depend_on_the_number_of_threads() -> None:
     before = torch.get_num_threads()
