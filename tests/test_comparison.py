@@ -312,7 +312,7 @@ def test_a_scale_inside_of_an_attention_is_named(layer: str) -> None:
     integer = fxq.convert(prepared)
     whole = first(fxq.compare(result.float, integer, batches()))
     assert (whole.layer, whole.rule) == ("layer_self_attn", "inside")
-    assert "states=('float', None)" in whole.cure
+    assert "prepared=" in whole.cure
     part = first(fxq.compare(result.float, integer, batches(), prepared=prepared))
     assert (part.layer, part.rule) == (layer, "scale_too_small")
 

@@ -57,7 +57,9 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.marks": set(),
     "fxquant.joining": {"marks", "numerics", "primitives", "sweeps", "tensor_passes"},
     "fxquant.curves": {"joining", "numerics"},
-    "fxquant.eager": BASE | {"arithmetic", "curves", "joining", "learning", "lowering", "primitives", "quantizer", "sweeps", "weights"},
+    "fxquant.narrow": {"joining", "primitives", "sweeps"},
+    "fxquant.eager": BASE
+    | {"arithmetic", "curves", "joining", "narrow", "learning", "lowering", "primitives", "quantizer", "sweeps", "weights"},
     "fxquant.lowering": BASE | {"arithmetic", "sweeps", "batch_norm", "learning", "primitives", "quantizer", "weights", "facts"},
     "fxquant.functional": set(),
     "fxquant.ops": BASE

@@ -40,8 +40,11 @@ def pole(sign: int) -> Any:
     return mpf("inf") * sign
 
 
+CHOICE = ("where", ("gt", "input", 0), ("sqrt", "input"), ("mul", "input", 0.25))
+
 # What a name means: with these settings, on numbers of the interval that the table is about.
 MEANINGS: dict[str, tuple[Callable[[Any], Any], dict[str, Any], float]] = {
+    "curve": (lambda x: mp.sqrt(x) if x > 0 else x / 4, {"steps": CHOICE}, 6),
     "sigmoid": (sigmoid, {}, 6),
     "tanh": (mp.tanh, {}, 3),
     "silu": (lambda x: x * sigmoid(x), {}, 6),

@@ -311,6 +311,8 @@ def _choices() -> Iterator[Spelling]:
     close = chosen.format(condition="torch.isclose({0}, {1}, {share}, {near})")
     yield from _spell("isclose", close, share=(0.0, 0.1), near=(0.5, 1e-3))
     yield from _spell("where", "(s := {0}.clone(), s.__setitem__(s < 0, torch.tanh(s[s < 0]) * {number}))[0]", number=NUMBERS)
+    yield from _spell("curve", "torch.where({0} > 0, {0}.sqrt(), {0})", "torch.where({0} > 1, 1 / {0}, {0} * {number})", number=NUMBERS)
+    yield from _spell("curve", "torch.where({0}.abs() < 1, torch.asin({0}), torch.sigmoid({0}) * {0} - {number})", number=NUMBERS)
     yield from _spell("where", "torch.where({0} > 0, {1}, {number})", "{0}.masked_fill({1} > 0.5, {number})", number=NUMBERS)
     yield from _spell("clamp_between", "torch.clamp({0}, {1} - 1, {1})")
     for name, end in (("amin", ""), ("argmax", ".float()"), ("argmin", ".float()")):  # a place is a number to what follows

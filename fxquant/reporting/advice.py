@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -116,7 +116,8 @@ def masked(tensor: Judged) -> Found | None:
     if seen.steps is None or gap is None or gap[1] < GAP * gap[0]:
         return None
     count, spread = seen.above(gap[1])
-    if spread > 4 or gap[1] < max(seen.steps.high, -seen.steps.low) / 8:
+    limit = max(seen.steps.high, -seen.steps.low)
+    if spread > 4 or gap[1] < limit / 8 or gap[0] > limit:  # a grid that ends before the other values do is too small, mask or not
         return None
     cause = (
         f"{count} values are beyond {gap[1] * seen.steps.scale:.3g}, and all others below {gap[0] * seen.steps.scale:.3g}: a mask sets the "
@@ -230,6 +231,7 @@ def advise(tensors: Sequence[Judged], effects: Effects, effect_of: Callable[[Jud
     wrong_input = any(name == "input_range" for _, name, _ in first.values())
     asked = sorted(first.values(), key=lambda each: -_own_error(each[0]))[:MEASURED]
     measured = [(tensor, name, proposal, effect_of(tensor)) for tensor, name, proposal in asked]
+    measured = _with_followers(measured, effects)
     total = max([noise, *(effect for *_, effect in measured)])
     follow = [effect * (1 - proposal.left) for _, name, proposal, effect in measured if wrong_input and name in SCALES]
     for tensor, name, proposal, effect in measured:
@@ -246,6 +248,31 @@ def advise(tensors: Sequence[Judged], effects: Effects, effect_of: Callable[[Jud
     if not found and noise > 10 ** (-POOR / 10):
         found += _coarse(tensors, effect_of, noise)
     return tuple(sorted(found, key=_order))
+
+
+Measured = tuple[Judged, str, Found, float]
+
+
+def _with_followers(measured: Sequence[Measured], effects: Effects) -> list[Measured]:
+    """The same, where a tensor with an outlying channel counts for as much as each that has one and follows from it, and stands before it."""
+    outliers = {each[0].reference: each for each in measured if each[1] == outlier_channel.__name__}
+    sources: dict[str, list[str]] = {}
+    for name, (tensor, *_) in outliers.items():
+        waiting: list[tuple[str, Sequence[str]]] = [(name, (tensor.name, *tensor.facts.fused))]
+        seen = {name}
+        while waiting:
+            for read in effects.operands(*waiting.pop()) or ():
+                if read not in seen:
+                    seen.add(read)
+                    waiting.append((read, ()))
+        sources[name] = [each for each in outliers if each in seen]
+    counted: list[Measured] = []
+    for name in sorted(outliers, key=lambda each: len(sources[each])):
+        tensor, rule, found, _ = outliers[name]
+        followers = [outliers[each] for each in outliers if name in sources[each]]
+        worst = max(followers, key=lambda each: each[3] * (1 - each[2].left))
+        counted.append((tensor, rule, replace(found, left=worst[2].left), worst[3]))
+    return [*counted, *(each for each in measured if each[0].reference not in outliers)]
 
 
 def _is_another(seen: TensorStatistics) -> bool:
@@ -356,19 +383,22 @@ def _of_constants(tensor: Judged, inside: Inside, holder: str) -> tuple[str, str
     far = decibels(inside.signal, inside.noise)
     cause = f"given the same operands it is {far:.1f} dB from float, more than its grid explains: by its weight or its inner tensors"
     cure = (
-        "fxq.compare(prepared, b, batches, states=('float', None)) shows its inner tensors and what to do about them; if none stands out, "
-        "fxq.compare_weights(a, b) says whether it is the weight; then wider or per-channel weights: QConfigMapping().set_module_name("
-        f"{holder!r}, QConfig(weight=WeightConfig('int16')))"
+        f"{_LOOK_INSIDE}fxq.compare_weights(model, integer) says how far its weight is off; a weight of more bits, or with a scale for each "
+        f"channel, is nearer: QConfigMapping().set_module_name({holder!r}, QConfig(weight=WeightConfig('int16')))"
     )
     return "inside", cause, cure
 
 
+_LOOK_INSIDE = "compare with prepared=, the prepared model, which names the tensor inside that is wrong, its scale say; if none is, "
+
+
 def of_parts(told: Sequence[Advice], parts: Sequence[Advice]) -> Iterator[Advice]:
-    """What was told, where an operator is wrong inside by what is told of its own tensors, if anything is."""
+    """What was told, where an operator is wrong inside by what is told of its own tensors, if anything is; else it is the weight."""
     there = {each.layer for each in told}
     for each in told:
         inner = [part for part in parts if part.layer.startswith(f"{each.layer}_") and part.layer not in there and part.rule != "inside"]
-        yield from inner if inner and each.rule == "inside" else [each]
+        alone = replace(each, cure=each.cure.removeprefix(_LOOK_INSIDE))
+        yield from inner if inner and each.rule == "inside" else [alone]
 
 
 def _mask_cure(reaches: float) -> str:
