@@ -358,3 +358,43 @@ def test_a_tensor_with_nan_is_named() -> None:
     result = fxq.quantize(model.eval(), [batch.abs() + 0.1 for batch in batches()], target="nash-e")
     found = result.compare(batches())
     assert (first(found).layer, first(found).rule) == ("sqrt", "no_numbers")
+
+
+class Residuals(nn.Module):
+    """A stream of 12 channels with two branches, and numbers that are added to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.up, self.down, self.head = nn.Linear(6, 12), nn.Linear(12, 24), nn.Linear(24, 12), nn.Linear(12, 4)
+        self.register_buffer("added", torch.zeros(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = torch.tanh(x + self.added)
+        x = x + self.down(torch.relu(self.up(x)))
+        return self.head(x.mean(1))
+
+
+def residuals() -> tuple[Residuals, list[Tensor]]:
+    torch.manual_seed(0)
+    return Residuals().eval(), [torch.randn(16, 8, 6) for _ in range(2)]
+
+
+def test_of_outlying_channels_the_first_is_named() -> None:
+    model, batches = residuals()
+    with torch.no_grad():
+        model.down.weight[3] *= 60
+    result = fxq.quantize(model, batches, target="nash-e")
+    advice = result.compare(batches).advice
+    assert (advice[0].layer, advice[0].rule) == ("down", "outlier_channel")
+    assert {each.rule for each in advice} == {"outlier_channel"}
+
+
+def test_a_scale_too_small_beside_a_mask_is_no_mask() -> None:
+    model, batches = residuals()
+    model.added[-1] = -400.0
+    prepared = copy.deepcopy(fxq.quantize(model, batches, target="nash-e").prepared)
+    (name,) = (each for each in fxq.qparams(prepared) if each.startswith("add") and "1" not in each)
+    fxq.set_qparams(prepared, {name: fxq.qparams(prepared)[name] / 512})
+    found = first(fxq.compare(model, fxq.convert(prepared), batches))
+    assert (found.layer, found.rule) == (name, "scale_too_small")

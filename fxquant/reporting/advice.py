@@ -119,6 +119,10 @@ def masked(tensor: Judged) -> Found | None:
     limit = max(seen.steps.high, -seen.steps.low)
     if spread > 4 or gap[1] < limit / 8 or gap[0] > limit:  # a grid that ends before the other values do is too small, mask or not
         return None
+    if seen.channels is not None and seen.low >= -gap[0] * seen.steps.scale:  # no mask, which would be negative
+        far = int((seen.channels > gap[0] * seen.steps.scale).sum())
+        if 4 * far <= len(seen.channels):
+            return None
     cause = (
         f"{count} values are beyond {gap[1] * seen.steps.scale:.3g}, and all others below {gap[0] * seen.steps.scale:.3g}: a mask sets the "
         f"scale, {seen.steps.scale:.3g}, and {100 * seen.zeroed / max(seen.nonzero, 1):.0f} % of the values that are not 0 become 0"
@@ -254,7 +258,7 @@ Measured = tuple[Judged, str, Found, float]
 
 
 def _with_followers(measured: Sequence[Measured], effects: Effects) -> list[Measured]:
-    """The same, where a tensor with an outlying channel counts for as much as each that has one and follows from it, and stands before it."""
+    """The same, where a tensor with an outlying channel stands before those that have one and follow from it, and counts for as much."""
     outliers = {each[0].reference: each for each in measured if each[1] == outlier_channel.__name__}
     sources: dict[str, list[str]] = {}
     for name, (tensor, *_) in outliers.items():
@@ -383,7 +387,7 @@ def _of_constants(tensor: Judged, inside: Inside, holder: str) -> tuple[str, str
     far = decibels(inside.signal, inside.noise)
     cause = f"given the same operands it is {far:.1f} dB from float, more than its grid explains: by its weight or its inner tensors"
     cure = (
-        f"{_LOOK_INSIDE}fxq.compare_weights(model, integer) says how far its weight is off; a weight of more bits, or with a scale for each "
+        f"{_LOOK_INSIDE}fxq.compare_weights(model, integer) says how far its weight is off; one of more bits, or with a scale for each "
         f"channel, is nearer: QConfigMapping().set_module_name({holder!r}, QConfig(weight=WeightConfig('int16')))"
     )
     return "inside", cause, cure
