@@ -280,7 +280,8 @@ def _requantize(
         value = w.real(accumulator)  # or a quantized tensor that gets another scale
         value = value if e.dtype(value) == torch.float32 else e.node("Cast", value, to=torch.float32)
         bits = torch.iinfo(fact(accumulator).dtype).bits
-        result = _rounded(w, node, e.node("Round", value), factor, min(bits, 32))  # a barrier, as in `requantize_real`'s own form
+        barrier = e.node("Relu" if low == 0 else "Round", value)  # as in `requantize_real`'s own form
+        result = _rounded(w, node, barrier, factor, min(bits, 32))
     elif parts[-1].target in CONVOLUTIONS:
         result = _convolution(w, node, factor, *parts[-1].args)
     elif parts[-1].target in LINEARS:

@@ -19,6 +19,9 @@ from fxquant.numerics import FLOAT32_EXACT, accumulator_bound
 from fxquant.primitives.bounds import FLOAT64_EXACT, Range, Value, bias_of, constant_of, exact_below, need, sum_of_products, within
 from fxquant.primitives.record import Emitter, full_precision, primitive, stored
 
+DEQUANTIZES = 19  # the opset from which on ONNX's own evaluator has DequantizeLinear of int8
+CHANNELS_TOGETHER = 16  # runtimes have their quickest kernels for multiples of it
+MOST_BLOCKS = 8
 CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
@@ -156,6 +159,37 @@ def _convolution_real(
         return CONVOLUTIONS[weight.dim() - 2](input, weight, None if bias is None else bias.float(), stride, padding, dilation, groups)
 
 
+def _blocks(weight: Tensor, largest: int) -> list[int] | None:
+    """How many input channels to sum at a time for every sum to stay below 2^24, for an operand of this magnitude; None if few are."""
+    reach = (weight.abs().double().flatten(2).sum(2) * largest).cumsum(1)  # of each output channel, up to each input channel
+    blocks, start = [], 0
+    while start < reach.shape[1]:
+        before = reach[:, start - 1 : start] if start else 0.0
+        fitting = int(((reach[:, start:] - before).amax(0) < FLOAT32_EXACT).sum())
+        if start + fitting < reach.shape[1]:
+            fitting -= fitting % CHANNELS_TOGETHER
+        if fitting == 0 or len(blocks) == MOST_BLOCKS:
+            return None
+        blocks.append(fitting)
+        start += fitting
+    return blocks
+
+
+def _onnx_sum_blocks(e: Emitter, x: str, w: str, bias: tuple[str, ...], blocks: list[int], attributes: dict[str, Any]) -> str:
+    """The sum of convolutions of blocks of channels, which costs what one convolution does, in float64."""
+    sizes = e.constant(blocks, torch.int64)
+    values, weights = (
+        e.results("Split", [torch.float32] * len(blocks), e.node("Cast", whole, to=torch.float32), sizes, axis=1) for whole in (x, w)
+    )
+    terms = [
+        e.node("Cast", e.node("Conv", value, factor, **attributes), to=torch.float64) for value, factor in zip(values, weights, strict=True)
+    ]
+    total = terms[0]
+    for term in (*terms[1:], *bias):
+        total = e.node("Add", total, term)
+    return total
+
+
 def _onnx_convolution_wide(
     e: Emitter,
     input: str,
@@ -168,11 +202,16 @@ def _onnx_convolution_wide(
     cut: list[int],
 ) -> str:
     attributes = _attributes(weight, stride, padding, dilation, groups)
+    held = 2 ** (cut[0] * cut[1] - 1)
+    kept = e.dtype(input)
+    blocks = _blocks(weight, held if kept.is_floating_point else min(held, -torch.iinfo(kept).min or 255)) if groups == 1 else None
 
     def body(e: Emitter, x: str, w: str, *bias: str) -> str:
+        if blocks is not None:
+            return _onnx_sum_blocks(e, x, w, bias, blocks, attributes)
         return onnx_sum_parts(e, x, w, bias, Split(*cut), lambda part, factor: e.node("Conv", part, factor, **attributes))
 
-    values = (*attributes.values(), list(cut), bias is not None, str(e.dtype(input)).removeprefix("torch."))
+    values = (*attributes.values(), list(cut if blocks is None else blocks), bias is not None, str(e.dtype(input)).removeprefix("torch."))
     name = "convolution_wide_" + "_".join(str(v).strip("[]").replace(", ", "x") for v in values)
     shaped = per_channel(bias, weight.dim() - 2)
     return e.call(name, body, input, e.constant(weight), *([] if shaped is None else [e.constant(shaped.double())]))
@@ -259,6 +298,16 @@ def linear_wide(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _onnx_add_residual(e: Emitter, accumulator: str, residual: str, multiplier: Tensor) -> str:
     dtype = e.dtype(accumulator)
+    if dtype == torch.float32 and e.opset >= DEQUANTIZES and e.dtype(residual) == torch.int8:
+        axes = [dim - multiplier.dim() for dim, count in enumerate(multiplier.shape) if count > 1]
+        if len(axes) < 2:  # a product of whole numbers below 2^24, in one operator
+            by = multiplier.flatten().float() if axes else multiplier.flatten()[0].float()
+            axis = {"axis": axes[0]} if axes else {}
+            return e.node(
+                "Add",
+                accumulator,
+                e.node("DequantizeLinear", residual, e.constant(by), e.constant(torch.zeros_like(by, dtype=torch.int8)), **axis),
+            )
 
     def body(e: Emitter, accumulator: str, residual: str, multiplier: str) -> str:
         # Round is a barrier: without it the runtime may fold the constant into a neighbouring operator.

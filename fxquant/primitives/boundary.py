@@ -15,7 +15,28 @@ def as_float32(e: Emitter, input: str) -> str:
     return input if e.dtype(input) == torch.float32 else e.node("Cast", input, to=torch.float32)
 
 
+def _onnx_quantize_byte(e: Emitter, input: str, scale: Tensor, low: int, high: int, dtype: torch.dtype, zero_point: int) -> str:
+    """The same by QuantizeLinear; what NaN gives is chosen among bytes."""
+
+    def body(e: Emitter, x: str, scale: str, limit: str) -> str:
+        zero = e.constant(zero_point, dtype)
+        stored = e.node("QuantizeLinear", e.node("Clip", x, e.node("Neg", limit), limit), scale, zero)
+        return e.node("Where", e.node("IsNaN", x), zero, clipped(e, stored, low + zero_point, high + zero_point, dtype))
+
+    name = f"quantize_{str(dtype).removeprefix('torch.')}"
+    return e.call(name, body, as_float32(e, input), e.constant(scale), e.constant(scale * BOUNDARY_LIMIT))
+
+
+def clipped(e: Emitter, stored: str, low: int, high: int, dtype: torch.dtype) -> str:
+    """An integer tensor within these limits, where they are narrower than its dtype."""
+    limits = torch.iinfo(dtype)
+    return stored if (low, high) == (limits.min, limits.max) else e.node("Clip", stored, e.constant(low, dtype), e.constant(high, dtype))
+
+
 def _onnx_quantize(e: Emitter, input: str, scale: Tensor, low: int, high: int, dtype: torch.dtype, zero_point: int = 0) -> str:
+    if dtype.itemsize == 1:
+        return _onnx_quantize_byte(e, input, scale, low, high, dtype, zero_point)
+
     def body(e: Emitter, x: str, scale: str, limit: str, low: str, high: str, *zero_point: str) -> str:
         zero = e.constant(0.0)
         x = e.node("Where", e.node("IsNaN", x), zero, x)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxquant.numerics import power_of_two
-from fxquant.primitives.boundary import offset
+from fxquant.numerics import FLOAT32_EXACT, power_of_two
+from fxquant.primitives.boundary import clipped, offset
 from fxquant.primitives.bounds import FLOAT64_EXACT, Range, Value, constant_of, multipliers, need, stored_limits, within
+from fxquant.primitives.quotient import QUOTIENT_LIMIT, Rounded, onnx_constants, onnx_rounded, rounded, steps_of_fixed, steps_of_half_step
 from fxquant.primitives.record import Emitter, primitive, stored
 
 HALF_STEP = "half_step"
@@ -31,6 +32,48 @@ def _as_float(e: Emitter, value: str) -> str:
     return value if e.dtype(value).is_floating_point else e.node("Cast", value, to=torch.float32)
 
 
+def _rounded_fixed(multiplier: Tensor, right_shift: Tensor, limit: int, low: int, high: int) -> Rounded | None:
+    """What follows the first shift, as one rounded operation, where that is proved to be the same."""
+    steps = steps_of_fixed(multiplier, right_shift, low, high)
+    whole = multiplier != 0
+    held = steps[whole.flatten()]
+    if held.numel() and not -limit < int(held.min()) <= int(held.max()) < limit:
+        return None  # where the intermediate saturates
+    size = torch.where(whole, power_of_two(right_shift) / multiplier.double(), 2.0 * FLOAT32_EXACT)
+    return rounded(steps, size, low, high)
+
+
+def _rounded_half_step(shift: Tensor, multiplier: Tensor, right_shift: Tensor, limit: int, low: int, high: int) -> Rounded | None:
+    """The whole as one rounded operation, where that is proved to be the same."""
+    half = half_step(shift, multiplier, right_shift)
+    step = multiplier.double() * power_of_two(-right_shift)
+    if bool(((multiplier != 0) & ((step * (limit - 1) < high) | (step * limit < -low))).any()):
+        return None  # where the intermediate saturates
+    size = torch.where(multiplier != 0, power_of_two(shift + right_shift) / multiplier.double(), 2.0 * FLOAT32_EXACT)
+    steps = steps_of_half_step(shift, multiplier, right_shift, half, low, high)
+    return rounded(steps, size, low, high, torch.where(half > 0, 0.5, 0.0).float())
+
+
+def _onnx_rounded_fixed(
+    e: Emitter, value: str, shift: Tensor | None, how: Rounded, limit: int, low: int, high: int, dtype: torch.dtype
+) -> str:
+    width = e.dtype(value)
+
+    def body(e: Emitter, x: str, *constants: str) -> str:
+        x = e.node("Relu", x) if low == 0 else x  # which runtimes make a part of the convolution
+        if shift is not None:
+            first, *constants = constants  # type: ignore[assignment]
+            x = e.node("Floor", e.node("Mul", x, first))
+        if width == torch.float64:
+            x = e.node("Clip", x, e.constant(float(-limit), width), e.constant(float(limit), width))
+            x = e.node("Cast", x, to=torch.float32)
+        return onnx_rounded(e, x, how, constants, torch.iinfo(dtype).min if low == 0 else low, high, dtype)
+
+    first = [] if shift is None else [e.constant(power_of_two(-shift), width)]
+    name = f"requantize_fixed_{str(width).removeprefix('torch.')}_{str(dtype).removeprefix('torch.')}"
+    return e.call(name, body, value, *first, *onnx_constants(e, how, dtype))
+
+
 def _onnx_requantize_fixed(
     e: Emitter,
     accumulator: str,
@@ -46,6 +89,14 @@ def _onnx_requantize_fixed(
     value = _as_float(e, accumulator)
     width = e.dtype(value)
     limit = 2 ** (intermediate_bits - 1)
+    how = None
+    if dtype.itemsize == 1 and rounding == "half_up":
+        how = _rounded_fixed(multiplier, right_shift, limit, low, high)
+    elif dtype.itemsize == 1 and rounding == HALF_STEP and width == torch.float32:
+        how = _rounded_half_step(shift, multiplier, right_shift, limit, low, high)
+    if how is not None:
+        floored = rounding == "half_up" and bool((shift > 0).any())
+        return _onnx_rounded_fixed(e, value, shift if floored else None, how, limit, low, high, dtype)
     if (intermediate_bits > 24 or rounding == HALF_STEP) and width == torch.float32:
         value, width = e.node("Cast", value, to=torch.float64), torch.float64
 
@@ -115,16 +166,37 @@ def requantize_fixed(
     return (value >> right_shift).clamp_(low, high).to(dtype)
 
 
+def _onnx_requantize_real_byte(
+    e: Emitter, accumulator: str, multiplier: Tensor, low: int, high: int, dtype: torch.dtype, zero_point: int
+) -> str:
+    """The same by QuantizeLinear, which rounds, saturates and stores in one operator."""
+    width = e.dtype(accumulator)
+    limited = width not in (torch.float32, torch.int8, torch.uint8, torch.int16) or float(multiplier.max()) * FLOAT32_EXACT > QUOTIENT_LIMIT
+
+    def body(e: Emitter, x: str, multiplier: str, zero: str) -> str:
+        x = x if width == torch.float32 else e.node("Cast", x, to=torch.float32)
+        # The accumulator is a whole number, so Round changes nothing: it is a barrier that keeps the runtime from multiplying the
+        # constant into the weights. Relu is one that it makes a part of the convolution.
+        x = e.node("Mul", e.node("Relu" if low == 0 else "Round", x), multiplier)
+        if limited:  # beyond the range of int32 not every runtime saturates
+            x = e.node("Clip", x, e.constant(-float(QUOTIENT_LIMIT)), e.constant(float(QUOTIENT_LIMIT)))
+        stored = e.node("QuantizeLinear", x, e.constant(1.0), zero)
+        return clipped(e, stored, torch.iinfo(dtype).min if low == 0 else low + zero_point, high + zero_point, dtype)
+
+    name = f"requantize_real_{str(width).removeprefix('torch.')}_{str(dtype).removeprefix('torch.')}"
+    return e.call(name, body, accumulator, e.constant(multiplier), e.constant(zero_point, dtype))
+
+
 def _onnx_requantize_real(
     e: Emitter, accumulator: str, multiplier: Tensor, low: int, high: int, dtype: torch.dtype, zero_point: int = 0
 ) -> str:
     width = e.dtype(accumulator)
+    if dtype.itemsize == 1:
+        return _onnx_requantize_real_byte(e, accumulator, multiplier, low, high, dtype, zero_point)
 
     def body(e: Emitter, x: str, multiplier: str, low: str, high: str, *zero_point: str) -> str:
         x = x if width == torch.float32 else e.node("Cast", x, to=torch.float32)
-        # The accumulator is a whole number, so the first Round changes nothing: it is a barrier that keeps
-        # the runtime from multiplying the constant into the weights.
-        x = e.node("Mul", e.node("Round", x), multiplier)
+        x = e.node("Mul", e.node("Round", x), multiplier)  # Round as above
         x = e.node("Clip", e.node("Round", x), low, high)
         return e.node("Cast", e.node("Add", x, zero_point[0]) if zero_point else x, to=dtype)
 

@@ -1,0 +1,168 @@
+"""A requantization written as one rounded division: equal to its definition for every integer there can be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxquant as fxq
+from fxquant.numerics import FLOAT32_EXACT, INT8
+from fxquant.primitives import accumulate
+from fxquant.primitives.quotient import Rounded, rounded, steps_of_fixed, steps_of_half_step
+from fxquant.primitives.requantize import HALF_STEP, _rounded_half_step, half_step, requantize_fixed
+
+EXACT = settings(deadline=None, derandomize=True, max_examples=60)
+SIXTEEN_BITS = torch.arange(-(2**15), 2**15)
+mantissas = st.lists(st.integers(2**14, 2**15 - 1), min_size=1, max_size=4)
+shifts = st.integers(14, 31)
+
+
+def by_definition(whole: Tensor, shift: int, multiplier: Tensor, right_shift: int, rounding: str, low: int, high: int) -> Tensor:
+    """`requantize_fixed` of a row of integers for each multiplier."""
+    constants = torch.full_like(multiplier, shift), multiplier, torch.full_like(multiplier, right_shift)
+    return requantize_fixed(whole.expand(multiplier.shape[0], -1), *constants, 16, rounding, low, high, torch.int8)
+
+
+def by_quotient(whole: Tensor, how: Rounded, low: int, high: int) -> Tensor:
+    """What QuantizeLinear and Clip make of it."""
+    assert how.divides
+    value = whole.float() + (0.0 if how.add is None else how.add.reshape(-1, 1))
+    return (value / how.by.reshape(-1, 1)).round().clamp(low, high).to(torch.int8)
+
+
+@EXACT
+@given(mantissas, shifts, st.sampled_from([(-128, 127), (0, 127), (0, 96), (-20, 31)]))
+def test_the_rest_of_fixed_is_a_division_wherever_one_is_found(numbers: list[int], right_shift: int, limits: tuple[int, int]) -> None:
+    multiplier = torch.tensor(numbers, dtype=torch.int32)[:, None]
+    size = 2.0**right_shift / multiplier.double()
+    how = rounded(steps_of_fixed(multiplier, torch.full_like(multiplier, right_shift), *limits), size[:, :, None], *limits)
+    if bool((size * (max(limits[1], -limits[0]) + 0.5) < 2**15).all()):  # as the first shift has it, and nothing saturates before
+        assert how is not None
+        wanted = by_definition(SIXTEEN_BITS, 0, multiplier, right_shift, "half_up", *limits)
+        assert torch.equal(by_quotient(SIXTEEN_BITS, how, *limits), wanted)
+
+
+def test_ties_on_both_sides_of_zero_take_a_fraction_of_a_step() -> None:
+    multiplier, right_shift = torch.full((1, 1, 1), 2**14, dtype=torch.int32), torch.full((1, 1, 1), 15, dtype=torch.int32)
+    size = torch.full((1, 1, 1), 2.0, dtype=torch.float64)  # 1/2 rounds up to 1, and -1/2 up to 0
+    for low, added in ((-128, True), (0, False)):
+        how = rounded(steps_of_fixed(multiplier, right_shift, low, 127), size, low, 127)
+        assert how is not None
+        assert (how.add is not None) == added
+        wanted = by_definition(SIXTEEN_BITS, 0, multiplier.reshape(1, 1), 15, "half_up", low, 127)
+        assert torch.equal(by_quotient(SIXTEEN_BITS, how, low, 127), wanted)
+
+
+def test_steps_that_lie_on_no_line_are_no_division() -> None:
+    steps = torch.arange(-127, 128)[None] * 10 - 5
+    size = torch.full((1, 1, 1), 10.0, dtype=torch.float64)
+    assert rounded(steps, size, -128, 127) is not None
+    steps[0, 100] += 7
+    assert rounded(steps, size, -128, 127) is None
+
+
+def test_a_channel_whose_multiplier_is_zero_gives_zero() -> None:
+    multiplier, right_shift = torch.tensor([[0], [20001]], dtype=torch.int32), torch.full((2, 1), 24, dtype=torch.int32)
+    size = torch.tensor([[[2.0**25]], [[2.0**24 / 20001]]], dtype=torch.float64)
+    how = rounded(steps_of_fixed(multiplier, right_shift, -128, 127), size, -128, 127)
+    assert how is not None
+    assert torch.equal(by_quotient(SIXTEEN_BITS, how, -128, 127), by_definition(SIXTEEN_BITS, 0, multiplier, 24, "half_up", -128, 127))
+
+
+@pytest.mark.parametrize("total", range(0, 17))
+@pytest.mark.parametrize("limits", [(-128, 127), (0, 127)])
+def test_half_steps_of_powers_of_two_are_one_division(total: int, limits: tuple[int, int]) -> None:
+    shift, right_shift = max(0, total - 8), 14 + min(total, 8)
+    constants = [torch.full((1, 1), value, dtype=torch.int32) for value in (shift, 2**14, right_shift)]
+    how = _rounded_half_step(*constants, 2**15, *limits)
+    near = torch.cat([torch.arange(-3, 4) + step for step in steps_of_half_step(*constants, half_step(*constants), *limits)[0].tolist()])
+    whole = torch.cat([near, torch.tensor([-(2**23), 2**23 - 1]), torch.arange(-3000, 3000)]).unique()
+    whole = whole[(whole.abs() <= 2**23) & (total > 0 or whole.abs() < 2**15)]
+    assert how is not None
+    assert torch.equal(by_quotient(whole, how, *limits), by_definition(whole, shift, constants[1], right_shift, HALF_STEP, *limits))
+
+
+def test_steps_beyond_23_bits_leave_no_room_for_a_half() -> None:
+    for total, found in ((16, True), (17, False)):  # the last step is at 126.5 · 2^17
+        constants = [torch.full((1, 1), value, dtype=torch.int32) for value in (total - 8, 2**14, 14 + 8)]
+        assert (_rounded_half_step(*constants, 2**15, -128, 127) is not None) == found
+
+
+# ---- files --------------------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Layers with and without a ReLU, a residual, a linear layer; live for normal inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.deep, self.wide = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1), nn.Conv2d(16, 24, 1)
+        self.head = nn.Linear(24, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x))
+        x = F.relu(self.deep(x) + x)
+        return self.head(F.relu6(self.wide(x)).mean((2, 3)))
+
+
+def operators(model: onnx.ModelProto) -> list[str]:
+    """Those of the graph with its functions' bodies in the place of their calls."""
+    bodies = {function.name: [node.op_type for node in function.node] for function in model.functions}
+    return [kind for node in model.graph.node for kind in bodies.get(node.op_type, [node.op_type])]
+
+
+@pytest.mark.parametrize("target", ["bernoulli", "bernoulli2", "bayes-e", "nash-e", "nash-e/requantize", "x86", "qnnpack"])
+def test_files_of_style_exact_round_by_quantize_linear(target: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    batches = [torch.randn(2, 3, 12, 12) for _ in range(3)]
+    result = fxq.quantize(Net().eval(), batches, target=target)
+    path = result.export(tmp_path / "model.onnx", style="exact")
+    assert result.verify(path, batches).mismatches == 0
+    kinds = operators(onnx.load(path))
+    assert kinds.count("QuantizeLinear") >= 5  # the boundary and four layers
+    doubles = [node for node in onnx.load(path).graph.node if node.op_type == "Cast" and node.attribute[0].i == onnx.TensorProto.DOUBLE]
+    assert len(doubles) == (target == "bernoulli")  # its mean, whose steps lie on no line
+
+
+class Deep(nn.Module):
+    """A convolution of so many channels that its sums exceed 2^24."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spread, self.deep = nn.Conv2d(3, 300, 1), nn.Conv2d(300, 8, 3, padding=1)
+        nn.init.uniform_(self.deep.weight, 0.5, 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.deep(torch.tanh(self.spread(x)))
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "nash-e", "x86"])
+def test_wide_sums_are_formed_from_blocks_of_channels(target: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    batches = [torch.randn(2, 3, 8, 8) for _ in range(2)]
+    result = fxq.quantize(Deep().eval(), batches, target=target)
+    assert any(node.target is accumulate.convolution_wide for node in result.integer.graph.nodes)
+    path = result.export(tmp_path / "model.onnx", style="exact")
+    assert result.verify(path, [*batches, 100 * batches[0]]).mismatches == 0
+    kinds = operators(onnx.load(path))
+    assert "Split" in kinds
+
+
+def test_every_block_stays_below_the_limit_and_few_are_no_more_than_eight() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randint(-127, 128, (8, 1000, 3, 3), generator=generator)
+    blocks = accumulate._blocks(weight, INT8.high + 1)
+    assert blocks is not None
+    assert (sum(blocks), len(blocks) > 1) == (1000, True)
+    assert all(size % 16 == 0 for size in blocks[:-1])
+    for block in weight.split(blocks, 1):
+        assert int(block.abs().flatten(1).sum(1).max()) * 128 < FLOAT32_EXACT
+    assert accumulate._blocks(torch.full((1, 4000, 3, 3), 127), 128) is None  # more than eight
+    assert accumulate._blocks(torch.full((1, 64, 40, 40), 127), 128) is None  # one channel is too much
