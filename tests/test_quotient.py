@@ -30,6 +30,12 @@ def by_definition(whole: Tensor, shift: int, multiplier: Tensor, right_shift: in
     return requantize_fixed(whole.expand(multiplier.shape[0], -1), *constants, 16, rounding, low, high, torch.int8)
 
 
+def numbers(shift: int, right_shift: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Shift, multiplier and right shift of a product with a power of two."""
+    first, multiplier, last = (torch.full((1, 1), value, dtype=torch.int32) for value in (shift, 2**14, right_shift))
+    return first, multiplier, last
+
+
 def by_quotient(whole: Tensor, how: Rounded, low: int, high: int) -> Tensor:
     """What QuantizeLinear and Clip make of it."""
     assert how.divides
@@ -80,7 +86,7 @@ def test_a_channel_whose_multiplier_is_zero_gives_zero() -> None:
 @pytest.mark.parametrize("limits", [(-128, 127), (0, 127)])
 def test_half_steps_of_powers_of_two_are_one_division(total: int, limits: tuple[int, int]) -> None:
     shift, right_shift = max(0, total - 8), 14 + min(total, 8)
-    constants = [torch.full((1, 1), value, dtype=torch.int32) for value in (shift, 2**14, right_shift)]
+    constants = numbers(shift, right_shift)
     how = _rounded_half_step(*constants, 2**15, *limits)
     near = torch.cat([torch.arange(-3, 4) + step for step in steps_of_half_step(*constants, half_step(*constants), *limits)[0].tolist()])
     whole = torch.cat([near, torch.tensor([-(2**23), 2**23 - 1]), torch.arange(-3000, 3000)]).unique()
@@ -91,8 +97,7 @@ def test_half_steps_of_powers_of_two_are_one_division(total: int, limits: tuple[
 
 def test_steps_beyond_23_bits_leave_no_room_for_a_half() -> None:
     for total, found in ((16, True), (17, False)):  # the last step is at 126.5 · 2^17
-        constants = [torch.full((1, 1), value, dtype=torch.int32) for value in (total - 8, 2**14, 14 + 8)]
-        assert (_rounded_half_step(*constants, 2**15, -128, 127) is not None) == found
+        assert (_rounded_half_step(*numbers(total - 8, 14 + 8), 2**15, -128, 127) is not None) == found
 
 
 # ---- files --------------------------------------------------------------------------------------------------------------

@@ -162,7 +162,8 @@ def _convolution_real(
 def _blocks(weight: Tensor, largest: int) -> list[int] | None:
     """How many input channels to sum at a time for every sum to stay below 2^24, for an operand of this magnitude; None if few are."""
     reach = (weight.abs().double().flatten(2).sum(2) * largest).cumsum(1)  # of each output channel, up to each input channel
-    blocks, start = [], 0
+    blocks: list[int] = []
+    start = 0
     while start < reach.shape[1]:
         before = reach[:, start - 1 : start] if start else 0.0
         fitting = int(((reach[:, start:] - before).amax(0) < FLOAT32_EXACT).sum())
@@ -178,12 +179,12 @@ def _blocks(weight: Tensor, largest: int) -> list[int] | None:
 def _onnx_sum_blocks(e: Emitter, x: str, w: str, bias: tuple[str, ...], blocks: list[int], attributes: dict[str, Any]) -> str:
     """The sum of convolutions of blocks of channels, which costs what one convolution does, in float64."""
     sizes = e.constant(blocks, torch.int64)
-    values, weights = (
-        e.results("Split", [torch.float32] * len(blocks), e.node("Cast", whole, to=torch.float32), sizes, axis=1) for whole in (x, w)
-    )
-    terms = [
-        e.node("Cast", e.node("Conv", value, factor, **attributes), to=torch.float64) for value, factor in zip(values, weights, strict=True)
-    ]
+
+    def split_up(whole: str) -> list[str]:
+        return e.results("Split", [torch.float32] * len(blocks), e.node("Cast", whole, to=torch.float32), sizes, axis=1)
+
+    sums = [e.node("Conv", value, factor, **attributes) for value, factor in zip(split_up(x), split_up(w), strict=True)]
+    terms = [e.node("Cast", term, to=torch.float64) for term in sums]
     total = terms[0]
     for term in (*terms[1:], *bias):
         total = e.node("Add", total, term)
@@ -302,12 +303,8 @@ def _onnx_add_residual(e: Emitter, accumulator: str, residual: str, multiplier: 
         axes = [dim - multiplier.dim() for dim, count in enumerate(multiplier.shape) if count > 1]
         if len(axes) < 2:  # a product of whole numbers below 2^24, in one operator
             by = multiplier.flatten().float() if axes else multiplier.flatten()[0].float()
-            axis = {"axis": axes[0]} if axes else {}
-            return e.node(
-                "Add",
-                accumulator,
-                e.node("DequantizeLinear", residual, e.constant(by), e.constant(torch.zeros_like(by, dtype=torch.int8)), **axis),
-            )
+            zeros, axis = torch.zeros_like(by, dtype=torch.int8), {"axis": axes[0]} if axes else {}
+            return e.node("Add", accumulator, e.node("DequantizeLinear", residual, e.constant(by), e.constant(zeros), **axis))
 
     def body(e: Emitter, accumulator: str, residual: str, multiplier: str) -> str:
         # Round is a barrier: without it the runtime may fold the constant into a neighbouring operator.
