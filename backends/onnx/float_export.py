@@ -19,6 +19,7 @@ from onnx import helper
 from torch import Tensor, fx
 
 from fxquant.backends.onnx.agreement import agrees
+from fxquant.backends.onnx.direct import Direct, Plan, is_size
 from fxquant.backends.onnx.exportable import replacement
 from fxquant.backends.onnx.opsets import by_the_older_exporter, dynamic_of, example_of, opset_of, unchanged
 from fxquant.backends.onnx.parts import split
@@ -67,6 +68,18 @@ class FloatRegions:
             elif node not in self.sizes and not is_pick(node):
                 runs[-1].append(node)
         self.regions = {run[0]: _region(integer, run) for run in runs if run}
+        self.direct = Direct(integer, opset)
+        self.plans = self._plans()
+
+    def _plans(self) -> dict[fx.Node, list[tuple[fx.Node, Plan]] | None]:
+        """By the first node of each region: how it is written without the exporter, where it can be, and no size is wanted of it."""
+        found = {first: self.direct.plans(region.nodes, region.outputs) for first, region in self.regions.items()}
+        planned = {node for first, region in self.regions.items() if found[first] is not None for node in region.nodes}
+        for first, region in reversed(self.regions.items()):
+            if any(is_size(node) and not planned.issuperset(node.users) for node in region.outputs):
+                found[first] = None
+                planned.difference_update(region.nodes)
+        return found
 
     def emit(self, node: fx.Node, emitter: Any, values: dict[fx.Node, Any]) -> None:
         """Append the region that begins with this node; nothing for any later node of it. A size, or a pick, is appended by itself."""
@@ -78,6 +91,12 @@ class FloatRegions:
             return
         region = self.regions.get(node)
         if region is None:
+            return
+        plans = self.plans[node]
+        if plans is not None:
+            for value in filter(is_pick, region.inputs):
+                emit_pick(value, emitter, values)
+            self.direct.emit(plans, region.outputs, emitter, values)
             return
         if region.key not in self.exported:
             self._export_together()
@@ -93,7 +112,7 @@ class FloatRegions:
 
     def _export_together(self) -> None:
         """Fill `exported` with all regions' models, by one call of the exporter; leave it as it is if that fails, once for all."""
-        left = {region.key: region for region in self.regions.values()}
+        left = {region.key: region for first, region in self.regions.items() if self.plans[first] is None}
         if self.tried or len(left) < 2 or self.opset < OLDEST_OPSET:  # what becomes of each in an old opset is compared
             return
         self.tried = True

@@ -1,0 +1,271 @@
+"""Float operators that are written as they are, without PyTorch's exporter, which takes seconds for whatever it is given.
+
+These are what the float parts of transformers consist of: norms, attention, and what moves elements. A run of float nodes that has
+nothing else is written by this; any other, and any call with arguments that no form here is for, is left to the exporter.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from onnx import helper
+from torch import Tensor, fx
+from torch.nn import functional as F
+
+from fxquant.facts import BatchDim, Size, TensorFact
+from fxquant.graph import fact, resolve
+from fxquant.ops import arithmetic, attention, division, index, layer_norm, linear, shape, softmax, unary
+
+OPSET = 18  # the first in which all of these operators are what they are now
+GELU_OPSET = 20
+
+Read = Callable[[Any], str]  # the name of a node's value, or of a constant with a number's
+Plan = Callable[[Any, Read], str]  # appends what computes a node to an emitter, and returns the name of the result
+FORMS: dict[Any, Callable[..., Plan | None]] = {}  # by the operator's function: given a node and its arguments, its plan, or None
+MOVING = ("view", "reshape", "permute", "transpose", "contiguous", "unsqueeze", "squeeze")  # methods that are called on constants
+
+
+def form(*functions: Any) -> Callable[[Callable[..., Plan | None]], Callable[..., Plan | None]]:
+    """Declare the decorated function the form of these."""
+
+    def declare(function: Callable[..., Plan | None]) -> Callable[..., Plan | None]:
+        FORMS.update(dict.fromkeys(functions, function))
+        return function
+
+    return declare
+
+
+class Direct:
+    """The float nodes of an integer graph that can be written without the exporter."""
+
+    def __init__(self, integer: fx.GraphModule, opset: int) -> None:
+        self.integer, self.opset = integer, opset
+        self.constants: dict[fx.Node, Tensor] = {}  # what nodes give that read nothing but constants
+
+    def plans(self, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> list[tuple[fx.Node, Plan]] | None:
+        """What writes each node of a run of them, in order, but for sizes; None if one of them cannot be written."""
+        if self.opset < OPSET or not all(is_size(output) or (_is_float32(output) and not self._fold(output)) for output in outputs):
+            return None
+        found: list[tuple[fx.Node, Plan]] = []
+        for node in nodes:
+            if self._fold(node) or is_size(node):
+                continue  # shapes are known without sizes
+            plan = self._plan(node)
+            if plan is None:
+                return None
+            found.append((node, plan))
+        return found
+
+    def emit(self, plans: Sequence[tuple[fx.Node, Plan]], outputs: Sequence[fx.Node], emitter: Any, values: dict[fx.Node, Any]) -> None:
+        """Append them; the outputs get their nodes' names."""
+
+        def read(value: Any) -> str:
+            if not isinstance(value, fx.Node):
+                return str(emitter.constant(float(value)))
+            return str(emitter.constant(self.constants[value]) if value in self.constants else values[value])
+
+        for node, plan in plans:
+            values[node] = plan(emitter, read)
+            if node in outputs:
+                emitter.nodes.append(helper.make_node("Identity", [values[node]], [node.name], name=node.name))
+                emitter.types[node.name] = torch.float32
+                values[node] = node.name
+
+    def _plan(self, node: fx.Node) -> Plan | None:
+        own = FORMS.get(node.target) if node.op == "call_function" else None
+        if own is None or not all(is_size(each) or self._fold(each) or _is_float32(each) for each in node.all_input_nodes):
+            return None
+        try:
+            return own(node, *node.args, **node.kwargs)
+        except TypeError:  # arguments that the form does not take
+            return None
+
+    def _fold(self, node: fx.Node) -> bool:
+        """Whether a node is a constant, whose value is kept then."""
+        if node in self.constants:
+            return True
+        value: Any = None
+        if node.op == "get_attr":
+            value = resolve(self.integer, str(node.target))
+        elif self._moves(node) and all(self._fold(operand) for operand in node.all_input_nodes):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), self.constants.__getitem__)
+            target: Any = node.target
+            with torch.no_grad():
+                value = target(*args, **kwargs) if node.op == "call_function" else getattr(args[0], target)(*args[1:], **kwargs)
+        if not isinstance(value, Tensor):
+            return False
+        self.constants[node] = value.detach().cpu().contiguous()
+        return True
+
+    @staticmethod
+    def _moves(node: fx.Node) -> bool:
+        known = node.target in (*FORMS, index.getitem, operator.getitem) if node.op == "call_function" else node.target in MOVING
+        return known and node.op in ("call_function", "call_method") and bool(node.all_input_nodes)
+
+
+def _is_float32(node: fx.Node) -> bool:
+    known = fact(node)
+    return isinstance(known, TensorFact) and known.dtype == torch.float32
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether it is a whole number, which may depend on the batch's size."""
+    return isinstance(fact(node), int | BatchDim)
+
+
+def _sizes(node: fx.Node) -> tuple[Size, ...]:
+    known: TensorFact = fact(node)
+    return known.shape
+
+
+# ---- what moves elements ------------------------------------------------------------------------------------------------
+
+
+@form(shape.reshape)
+def _reshape(node: fx.Node, input: fx.Node, shape: Any) -> Plan | None:
+    wanted = [-1 if isinstance(size, BatchDim) else size for size in _sizes(node)]
+    if wanted.count(-1) > 1 or 0 in wanted:
+        return None
+    return lambda e, read: e.node("Reshape", read(input), e.constant(wanted, torch.int64))
+
+
+@form(shape.permute)
+def _permute(node: fx.Node, input: fx.Node, dims: list[int]) -> Plan:
+    order = [dim % len(dims) for dim in dims]
+    return lambda e, read: e.node("Transpose", read(input), perm=order)
+
+
+@form(shape.expand)
+def _expand(node: fx.Node, input: fx.Node, sizes: list[Any]) -> Plan | None:
+    """To sizes that do not depend on the batch, or that do as a size of the model's first input does, times a number."""
+    first = next((each for each in node.graph.nodes if each.op == "placeholder" and isinstance(fact(each), TensorFact)), None)
+    wanted = _sizes(node)
+    unit = None if first is None else next((size for size in _sizes(first) if isinstance(size, BatchDim)), None)
+    times = [1 if size == unit else 0 for size in wanted if isinstance(size, BatchDim)]
+    if 0 in times:
+        return None
+
+    def write(e: Any, read: Read) -> str:
+        def extent(size: Size) -> str:
+            if isinstance(size, int):
+                return str(e.constant([size], torch.int64))
+            assert first is not None
+            place = e.constant([_sizes(first).index(size)], torch.int64)
+            return str(e.node("Gather", e.node("Shape", read(first)), place, axis=0))
+
+        return str(e.node("Expand", read(input), e.node("Concat", *map(extent, wanted), axis=0)))
+
+    return write
+
+
+@form(index.roll)
+def _roll(node: fx.Node, input: fx.Node, shifts: list[int], dims: list[int]) -> Plan | None:
+    sizes = [size for dim in dims if isinstance(size := _sizes(input)[dim], int)]
+    if not dims or len(sizes) < len(dims):
+        return None
+
+    def write(e: Any, read: Read) -> str:
+        value = read(input)
+        for shift, dim, size in zip(shifts, dims, sizes, strict=True):
+            begin, cut, end, axis = (e.constant([each], torch.int64) for each in (0, -shift % size, size, dim))
+            if -shift % size:
+                value = e.node("Concat", e.node("Slice", value, cut, end, axis), e.node("Slice", value, begin, cut, axis), axis=dim)
+        return value
+
+    return write
+
+
+# ---- what computes ------------------------------------------------------------------------------------------------------
+
+
+@form(layer_norm.layer_norm)
+def _layer_norm(
+    node: fx.Node, input: fx.Node, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Plan:
+    def write(e: Any, read: Read) -> str:
+        factors = e.constant(torch.ones(list(normalized_shape), device="cpu")) if weight is None else read(weight)
+        rest = [] if bias is None else [read(bias)]
+        return str(e.node("LayerNormalization", read(input), factors, *rest, axis=-len(normalized_shape), epsilon=float(eps)))
+
+    return write
+
+
+@form(softmax.softmax)
+def _softmax(node: fx.Node, input: fx.Node, dim: int | None = None) -> Plan | None:
+    return None if dim is None else lambda e, read: e.node("Softmax", read(input), axis=dim)
+
+
+@form(attention.scaled_dot_product_attention)
+def _attention(
+    node: fx.Node,
+    query: fx.Node,
+    key: fx.Node,
+    value: fx.Node,
+    attn_mask: Any = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Plan | None:
+    width, rank = _sizes(query)[-1], len(_sizes(key))
+    if is_causal or enable_gqa or not isinstance(width, int) or (scale is not None and scale < 0):
+        return None
+    order = [*range(rank - 2), rank - 1, rank - 2]
+    root = (width**-0.5 if scale is None else scale) ** 0.5  # each operand takes it, so that no product is large
+
+    def write(e: Any, read: Read) -> str:
+        factor = e.constant(float(root))
+        turned = e.node("Mul", e.node("Transpose", read(key), perm=order), factor)
+        scores = e.node("MatMul", e.node("Mul", read(query), factor), turned)
+        scores = scores if attn_mask is None else e.node("Add", scores, read(attn_mask))
+        return str(e.node("MatMul", e.node("Softmax", scores, axis=-1), read(value)))
+
+    return write
+
+
+@form(unary.gelu)
+def _gelu(node: fx.Node, input: fx.Node, approximate: str = "none") -> Plan:
+    def write(e: Any, read: Read) -> str:
+        x = read(input)
+        if e.opset >= GELU_OPSET:
+            return str(e.node("Gelu", x, approximate=approximate))
+        if approximate == "tanh":
+            cube = e.node("Mul", e.node("Mul", x, e.node("Mul", x, x)), e.constant(0.044715))
+            inner = e.node("Tanh", e.node("Mul", e.node("Add", x, cube), e.constant(math.sqrt(2 / math.pi))))
+        else:
+            inner = e.node("Erf", e.node("Mul", x, e.constant(math.sqrt(0.5))))
+        return str(e.node("Mul", e.node("Mul", x, e.constant(0.5)), e.node("Add", inner, e.constant(1.0))))
+
+    return write
+
+
+@form(F.silu)
+def _silu(node: fx.Node, input: fx.Node) -> Plan:
+    return lambda e, read: e.node("Mul", read(input), e.node("Sigmoid", read(input)))
+
+
+@form(linear.matmul)
+def _matmul(node: fx.Node, input: fx.Node, other: fx.Node) -> Plan | None:
+    return None if min(len(_sizes(input)), len(_sizes(other))) < 2 else lambda e, read: e.node("MatMul", read(input), read(other))
+
+
+def _unary(kind: str) -> Callable[..., Plan]:
+    return lambda node, input: lambda e, read: e.node(kind, read(input))
+
+
+def _binary(kind: str) -> Callable[..., Plan | None]:
+    def plan(node: fx.Node, input: Any, other: Any, alpha: float = 1) -> Plan | None:
+        if alpha != 1 or not all(
+            isinstance(each, int | float) or (isinstance(each, fx.Node) and not is_size(each)) for each in (input, other)
+        ):
+            return None
+        return lambda e, read: e.node(kind, read(input), read(other))
+
+    return plan
+
+
+FORMS |= {F.relu: _unary("Relu"), torch.sigmoid: _unary("Sigmoid"), torch.tanh: _unary("Tanh")}
+FORMS |= {arithmetic.add: _binary("Add"), arithmetic.sub: _binary("Sub"), arithmetic.mul: _binary("Mul"), division.div: _binary("Div")}
