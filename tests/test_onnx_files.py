@@ -452,10 +452,10 @@ class Islands(nn.Module):
         super().__init__()
         self.last = last
         self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
-        self.norm = nn.LayerNorm(6)
+        self.norm = nn.GroupNorm(2, 6)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.c(self.norm(self.b(self.a(x).softmax(1)))))
+        return self.last(self.c(self.norm(self.b(self.a(x).log_softmax(1)))))
 
 
 def islands(last: Callable[[Tensor], Tensor]) -> tuple[fx.GraphModule, Tensor]:
@@ -467,7 +467,7 @@ def islands(last: Callable[[Tensor], Tensor]) -> tuple[fx.GraphModule, Tensor]:
 def test_all_float_parts_are_written_by_one_call_of_the_exporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, original = list[object](), torch.onnx.export
     monkeypatch.setattr(torch.onnx, "export", lambda *given, **named: (calls.append(given), original(*given, **named))[1])
-    integer, batch = islands(lambda y: y.softmax(1))
+    integer, batch = islands(lambda y: y.log_softmax(1))
     path = fxq.export_onnx(integer, tmp_path / "model.onnx")
     assert len(calls) == 1
     assert len(FloatRegions(integer, 18).regions) == 3

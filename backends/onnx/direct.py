@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from onnx import helper
 from torch import Tensor, fx
 from torch.nn import functional as F
 
@@ -71,8 +70,9 @@ class Direct:
         for node, plan in plans:
             values[node] = plan(emitter, read)
             if node in outputs:
-                emitter.nodes.append(helper.make_node("Identity", [values[node]], [node.name], name=node.name))
-                emitter.types[node.name] = torch.float32
+                emitter.types[node.name] = emitter.types.pop(emitter.node("Identity", values[node]))
+                made = emitter.producers[node.name] = emitter.nodes[-1]
+                made.output[0] = made.name = node.name
                 values[node] = node.name
 
     def _plan(self, node: fx.Node) -> Plan | None:

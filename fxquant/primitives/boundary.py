@@ -16,12 +16,12 @@ def as_float32(e: Emitter, input: str) -> str:
 
 
 def _onnx_quantize_byte(e: Emitter, input: str, scale: Tensor, low: int, high: int, dtype: torch.dtype, zero_point: int) -> str:
-    """The same by QuantizeLinear; what NaN gives is chosen among bytes."""
+    """The same by QuantizeLinear."""
 
     def body(e: Emitter, x: str, scale: str, limit: str) -> str:
-        zero = e.constant(zero_point, dtype)
-        stored = e.node("QuantizeLinear", e.node("Clip", x, e.node("Neg", limit), limit), scale, zero)
-        return e.node("Where", e.node("IsNaN", x), zero, clipped(e, stored, low + zero_point, high + zero_point, dtype))
+        x = e.node("Where", e.node("IsNaN", x), e.constant(0.0), x)
+        stored = e.node("QuantizeLinear", e.node("Clip", x, e.node("Neg", limit), limit), scale, e.constant(zero_point, dtype))
+        return clipped(e, stored, low + zero_point, high + zero_point, dtype)
 
     name = f"quantize_{str(dtype).removeprefix('torch.')}"
     return e.call(name, body, as_float32(e, input), e.constant(scale), e.constant(scale * BOUNDARY_LIMIT))
