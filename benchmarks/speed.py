@@ -35,6 +35,7 @@ QUESTIONS: dict[str, Question] = {
     "integer": Question("How fast is the integer graph in PyTorch, beside float and torch.ao's?", "integer_speed"),
     "onnx-x86": Question("How fast are files for x86 in onnxruntime, beside float and its own quantized files?", "onnx_speed --target x86"),
     "onnx-nash-e": Question("And those for nash-e?", "onnx_speed --target nash-e/requantize"),
+    "onnx-bayes-e": Question("And those for bayes-e, which requantizes by shifts?", "onnx_speed --target bayes-e"),
     "training": Question("What does a step of training or calibration cost, beside float's and torch.ao's?", "training_speed"),
     "export": Question("How long do export and verification take?", "export_speed"),
     "compile": Question("How long does compiling take, and how does it grow?", "compile_time"),
