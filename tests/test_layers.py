@@ -75,7 +75,8 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.pipeline": BASE | {"progress", "stage", "target", "text"},
     "fxquant.quantization.batches": {"errors", "graph", "facts"},
     "fxquant.quantization.distributed": {"errors", "observers"},
-    "fxquant.quantization.calibration": BASE | {"batches", "distributed", "graph", "prepared", "progress", "quantizer", "state"},
+    "fxquant.quantization.cutting": BASE | {"prepared", "quantizer"},
+    "fxquant.quantization.calibration": BASE | {"batches", "cutting", "distributed", "graph", "prepared", "progress", "quantizer", "state"},
     "fxquant.quantization.observations": BASE | {"calibration", "channels", "factors", "graph", "ops", "prepared", "quantizer"},
     "fxquant.frontend": {
         "arguments",
@@ -234,7 +235,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.compat": {"errors", "mapping", "spec"},
     "fxquant.compat.torch_ao": BASE | {"", "calibration", "compat.common", "compat.torch_ao", "frontend", "prepared", "state"},
     "fxquant.compat.horizon": BASE
-    | {"", "backends", "tuning", "calibration", "compat.horizon", "compat.common", "graph", "prepared", "quantizer", "state"},
+    | {"", "backends", "tuning", "calibration", "cutting", "compat.horizon", "compat.common", "graph", "prepared", "quantizer", "state"},
 }
 TABLES_OF_CONTENTS = {"fxquant": {"*"}, "fxquant.passes": NOUNS | {"passes"}}  # rows of an __init__.py alone
 

@@ -17,6 +17,7 @@ from fxquant.graph import by_name
 from fxquant.numerics import is_scale
 from fxquant.progress import progress
 from fxquant.quantization.batches import first_batches, length, model_inputs, no_batches
+from fxquant.quantization.cutting import keep_statistics
 from fxquant.quantization.observers import Observer
 from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
 from fxquant.quantization.quantizer import Quantizer
@@ -45,7 +46,8 @@ def require_prepared(model: nn.Module) -> None:
 def set_state(prepared: nn.Module, state: State | str, modules: str | Iterable[str] | None = None) -> None:
     """Put all operators, or those of the named modules or nodes and everything below them, into a state, given as such or by its name.
 
-    An empty list of modules names none. Leaving CALIBRATE sets the scales from what was observed. Raises ConfigurationError if a
+    An empty list of modules names none. Leaving CALIBRATE sets the scales from what was observed. In TRAIN, batch norms behind a tensor
+    that cuts off what a few loud items hold are no longer live, which a warning says (see `cutting`). Raises ConfigurationError if a
     name matches nothing.
     """
     require_prepared(prepared)
@@ -56,6 +58,8 @@ def set_state(prepared: nn.Module, state: State | str, modules: str | Iterable[s
         if operator.state is State.CALIBRATE and state is not State.CALIBRATE:
             update_scales(operator)
         operator.state = state
+    if state is State.TRAIN:
+        keep_statistics(prepared)
 
 
 def update_scales(operator: QuantizedOperator) -> None:

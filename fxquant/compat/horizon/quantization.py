@@ -16,6 +16,7 @@ from fxquant.compat.horizon.rules import of_dict, of_setters, on_host
 from fxquant.errors import ConfigurationError
 from fxquant.quantization.calibration import owned_quantizers, require_prepared, update_scales
 from fxquant.quantization.observers import gathering
+from fxquant.quantization.cutting import keep_statistics
 from fxquant.quantization.prepared import quantized_operators
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.state import State
@@ -160,6 +161,8 @@ def set_fake_quantize(model: nn.Module, fake_quant_state: FakeQuantState) -> Non
         if operator.state is State.CALIBRATE and state is not State.CALIBRATE:
             update_scales(operator)
         operator.state = state
+    if state is State.TRAIN:
+        keep_statistics(model)
 
 
 @checked(inplace=FLAG, fast_mode=FLAG)

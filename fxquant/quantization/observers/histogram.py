@@ -138,6 +138,12 @@ class HistogramObserver(Observer):
         found.each = False
         return found
 
+    @property
+    def loud(self) -> bool:
+        """Whether some items are so much louder than others that they may be cut off."""
+        items = self._items()
+        return items is not None and items.differ
+
     def _items(self) -> loudness.Items | None:
         return loudness.Items(self.items, float(self.reach)) if self.each else None
 

@@ -1,0 +1,84 @@
+"""Batch norms behind tensors that cut off what a few loud items hold."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxquant as fxq
+from fxquant.quantization.prepared import quantized_operators
+
+
+class Network(nn.Module):
+    """One batch norm beside the sum that has loud items, two behind it; the last channel of the input makes them loud."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.wide = nn.Conv2d(4, 8, 1)
+        nn.init.constant_(self.wide.weight[:, 3], 100.0)
+        self.then = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.last = nn.Sequential(nn.Conv2d(8, 4, 3, padding=1), nn.BatchNorm2d(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.then(self.first(x) + self.wide(x)))
+
+
+def items(count: int, *, loud: bool) -> Tensor:
+    """Noise, whose last channel is silent but in one of 32 items, where `loud`."""
+    x = torch.randn(count, 4, 8, 8)
+    x[:, 3] = 0
+    if loud:
+        x[::32, 3] = torch.randn(len(x[::32]), 8, 8)
+    return x
+
+
+def trained_statistics(loud: bool, observer: str | None = None) -> tuple[nn.Module, dict[str, bool], float]:
+    """A prepared model in TRAIN; which of its operators are live; how far one epoch at rate zero takes its outputs from the float model's."""
+    torch.manual_seed(0)
+    model = Network()
+    batches = [items(32, loud=loud) for _ in range(8)]
+    with torch.no_grad():
+        for _ in range(8):
+            for batch in batches:
+                model(batch)
+    model.eval()
+    qconfig = None if observer is None else fxq.QConfig(fxq.ActivationConfig(observer=observer))
+    prepared = fxq.calibrate(fxq.prepare(model, batches[0], "bayes-e", qconfig), batches, show_progress=False)
+    fxq.set_state(prepared, fxq.State.TRAIN)
+    live = {name: operator.live_batch_norm for name, operator in quantized_operators(prepared).items()}
+    prepared.train()
+    with torch.no_grad():
+        for _ in range(4):
+            for batch in batches:
+                prepared(batch)
+    prepared.eval()
+    fxq.set_state(prepared, fxq.State.VALIDATE)
+    quiet = items(64, loud=False)
+    with torch.no_grad():
+        wanted = model(quiet)
+        return prepared, live, float((prepared(quiet) - wanted).square().mean() / wanted.square().mean())
+
+
+def test_batch_norms_behind_what_is_cut_off_keep_their_statistics(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "fxquant"):
+        prepared, live, error = trained_statistics(loud=True)
+    norms = {name: buffer for name, buffer in prepared.named_buffers() if name.endswith("num_batches_tracked")}
+    moved = {name.split(".")[0]: int(buffer) for name, buffer in norms.items()}
+    assert moved["first"] > moved["last"] == moved["then"], moved
+    assert not live["last_0"]
+    assert live["first_0"]
+    assert [record.getMessage().count("%last_0") for record in caplog.records if "running statistics" in record.getMessage()] == [1]
+    assert error < 0.05
+
+
+def test_batch_norms_are_live_where_nothing_is_cut_off(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "fxquant"):
+        _, live, _ = trained_statistics(loud=False)
+        _, covering, _ = trained_statistics(loud=True, observer="minmax")
+    assert all(live.values())
+    assert all(covering.values())
+    assert not [record for record in caplog.records if "running statistics" in record.getMessage()]
