@@ -37,7 +37,7 @@ def items(count: int, *, loud: bool) -> Tensor:
 
 
 def trained_statistics(loud: bool, observer: str | None = None) -> tuple[nn.Module, dict[str, bool], float]:
-    """A prepared model in TRAIN; which of its operators are live; how far one epoch at rate zero takes its outputs from the float model's."""
+    """A model whose statistics alone were trained; which of its operators were live; its error on quiet items, in parts of their power."""
     torch.manual_seed(0)
     model = Network()
     batches = [items(32, loud=loud) for _ in range(8)]

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
+from fxquant.numerics import IntType
 from fxquant.quantization.observers.histogram import HistogramObserver
 from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
 from fxquant.quantization.quantizer import Quantizer
@@ -79,11 +80,15 @@ def _cuts(quantizer: Quantizer) -> bool:
     if not isinstance(observer, HistogramObserver) or quantizer.shown or not observer.observed or not observer.loud:
         return False
     points, counts = observer.points()
-    low, high = observer.interval(quantizer.dtype) if quantizer.dtype.affine else _both(observer.scale(quantizer.dtype) * quantizer.dtype.high)
+    low, high = _covered(observer, quantizer.dtype)
     power = (points.square() * counts).sum()
     kept = (points.clamp(low.double(), high.double()).square() * counts).sum()
     return bool(kept < KEPT * power)
 
 
-def _both(threshold: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _covered(observer: HistogramObserver, dtype: IntType) -> tuple[Tensor, Tensor]:
+    """The range that the integers of a dtype stand for, as the observer has it."""
+    if dtype.affine:
+        return observer.interval(dtype)
+    threshold = observer.scale(dtype) * dtype.high
     return -threshold, threshold

@@ -15,8 +15,8 @@ from fxquant.compat.horizon.march import required
 from fxquant.compat.horizon.rules import of_dict, of_setters, on_host
 from fxquant.errors import ConfigurationError
 from fxquant.quantization.calibration import owned_quantizers, require_prepared, update_scales
-from fxquant.quantization.observers import gathering
 from fxquant.quantization.cutting import keep_statistics
+from fxquant.quantization.observers import gathering
 from fxquant.quantization.prepared import quantized_operators
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.state import State
