@@ -46,7 +46,7 @@ def keep_statistics(prepared: nn.Module) -> None:
             continue
         if source is None and operator.owns_output:
             if operator.output not in known:
-                known[operator.output] = _cuts(operator.output)
+                known[operator.output] = not _equalized(operator) and _cuts(operator.output)
             source = operator.output.name if known[operator.output] else None
         if source is not None:
             cut.setdefault(operator.output, source)
@@ -71,6 +71,11 @@ def _read(operator: QuantizedOperator) -> Iterator[Quantizer]:
         for quantizer in inputs if isinstance(inputs, list) else [inputs]:
             if isinstance(quantizer, Quantizer):
                 yield quantizer
+
+
+def _equalized(operator: QuantizedOperator) -> bool:
+    """Whether its channels are multiplied: power is then of no unit that all of them share, and what is loud is a channel, not an item."""
+    return operator.factors is not None and bool(operator.factors.outputs.any())
 
 
 @torch.no_grad()
