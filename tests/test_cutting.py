@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,3 +84,19 @@ def test_batch_norms_are_live_where_nothing_is_cut_off(caplog: pytest.LogCapture
     assert all(live.values())
     assert all(covering.values())
     assert not [record for record in caplog.records if "running statistics" in record.getMessage()]
+
+
+def test_training_that_is_resumed_keeps_the_same_statistics(tmp_path: Path) -> None:
+    trained, live, _ = trained_statistics(loud=True)
+    fxq.set_state(trained, fxq.State.TRAIN)
+    for scales_are_frozen in (False, True):
+        fxq.freeze(trained, scales=scales_are_frozen, batch_norm=False)
+        before, after = (fxq.prepare(Network().eval(), items(32, loud=True), "bayes-e") for _ in range(2))
+        before.load_state_dict(trained.state_dict())
+        for prepared in (before, after):
+            fxq.set_state(prepared, fxq.State.TRAIN)
+        after = copy.deepcopy(after)
+        after.load_state_dict(trained.state_dict())
+        read = fxq.load(fxq.save(trained, tmp_path / "trained.fxq"))
+        for prepared in (before, after, read):
+            assert {name: operator.live_batch_norm for name, operator in quantized_operators(prepared).items()} == live

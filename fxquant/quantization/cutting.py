@@ -18,6 +18,7 @@ from fxquant.numerics import IntType
 from fxquant.quantization.observers.histogram import HistogramObserver
 from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
 from fxquant.quantization.quantizer import Quantizer
+from fxquant.quantization.state import State
 
 logger = logging.getLogger("fxquant")
 
@@ -27,8 +28,11 @@ KEPT = 0.75  # of the power of what was observed: a deviation that is a seventh 
 def keep_statistics(prepared: nn.Module) -> None:
     """Behind tensors that cut off much of the power that was observed, no batch norm is live any more; a warning says behind which.
 
-    What was observed in calibration decides, not what a scale has become in training, so that training that is resumed decides alike.
+    What was observed in calibration decides, not what a scale has become in training, so that training that is resumed decides
+    alike; a state that is loaded later decides too.
     """
+    if _decide_anew not in prepared._load_state_dict_post_hooks.values():
+        prepared.register_load_state_dict_post_hook(_decide_anew)  # type: ignore[no-untyped-call]
     operators = quantized_operators(prepared)
     if not any(operator.live_batch_norm for operator in operators.values()):
         return
@@ -57,6 +61,12 @@ def keep_statistics(prepared: nn.Module) -> None:
             ", ".join(f"%{name}" for name in names[:8]) + (", …" if len(names) > 8 else ""),
             source,
         )
+
+
+def _decide_anew(prepared: nn.Module, _: Any) -> None:
+    """What a state that was loaded in TRAIN says of tensors decides too."""
+    if any(operator.state is State.TRAIN for operator in quantized_operators(prepared).values()):
+        keep_statistics(prepared)
 
 
 def _has_batch_norm(node: fx.Node) -> bool:
