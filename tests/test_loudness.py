@@ -87,3 +87,10 @@ def test_a_reach_that_doubles_keeps_every_count_over_its_range() -> None:
     joined = before[:, -1].view(2, -1, 2).sum(2)
     assert torch.equal(counts[:, -1, : BINS // 2], before[:, -2, : BINS // 2] + joined)
     assert torch.equal(counts[:, -1, BINS // 2 :], before[:, -2, BINS // 2 :])
+
+
+def test_half_of_the_reach_is_the_next_octave_exactly() -> None:
+    for reach in torch.rand(2000, generator=torch.Generator().manual_seed(0)).tolist():
+        assert [loudness._octave(reach * 2.0**-octave, reach) for octave in range(OCTAVES)] == list(range(OCTAVES))
+        assert loudness._octave(reach * 0.51, reach) == 0
+        assert loudness._octave(reach * 2.0**-40, reach) == OCTAVES - 1

@@ -25,6 +25,7 @@ from fxquant.quantization.observers import (
     MSEObserver,
     Observer,
     PercentileObserver,
+    ranges,
 )
 from fxquant.quantization.observers.names import NAMED
 
@@ -374,3 +375,21 @@ def test_probabilities_stay_probabilities(target: str) -> None:
     with torch.no_grad():
         assert float(result.integer(4 * x).max()) <= 1
         nn.functional.binary_cross_entropy(result.integer(4 * x), torch.ones(50, 8))
+
+
+@pytest.mark.parametrize("observer", [MinMaxObserver, MovingAverageMinMaxObserver])
+def test_numbers_have_the_bits_of_scalar_tensors(observer: type[MinMaxObserver], monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    batches = [torch.randn(64) * torch.randn(()).exp() + torch.randn(()) for _ in range(200)]
+
+    def seen() -> dict[str, torch.Tensor]:
+        made = observer()
+        for batch in batches:
+            made.observe(batch)
+        return made.state_dict()
+
+    numbers = seen()
+    monkeypatch.setattr(ranges, "in_numbers", lambda *_: False)
+    scalars = seen()
+    assert float(numbers["low"]) < 0 < float(numbers["high"])
+    assert all(torch.equal(numbers[name], scalars[name]) for name in scalars)

@@ -13,6 +13,7 @@ from fxquant.errors import CalibrationError, NotCalibrated, NotFinite
 from fxquant.numerics import INT32, SMALLEST_SCALE, Grid, IntType, float32, grid_from_range, round_up_to_power_of_two
 from fxquant.quantization.learning import LSQ, LSQ_PLUS, METHODS, TrainableScale, method_of
 from fxquant.quantization.observers import MinMaxObserver, MovingAverageMinMaxObserver, Observer, gathering, observe_together, standard
+from fxquant.quantization.observers.ranges import averaged, in_numbers
 from fxquant.quantization.spec import FROZEN, STATISTICS
 
 FAR = 2.0  # times as far as a threshold
@@ -230,7 +231,7 @@ class Quantizer(TrainableScale):
         if self.range is None or self.dtype.affine or kind not in (MinMaxObserver, MovingAverageMinMaxObserver) or not value.numel():
             return False
         moved = (self.range.low, self.range.high, self.range.count, self.base_scale)
-        if any(type(each) not in _PLAIN or each.device.type != "cpu" for each in moved) or torch._C._are_functorch_transforms_active():
+        if not in_numbers(*moved):
             return False
         low, high = (float(end.float()) for end in torch.aminmax(value.detach()))
         own_low, own_high, count, scale = float(moved[0]), float(moved[1]), int(moved[2]), float(self.base_scale)
@@ -238,8 +239,8 @@ class Quantizer(TrainableScale):
         if not (math.isfinite(low) and math.isfinite(high) and 0 < before < math.inf) or count == 0:
             return False
         if isinstance(self.range, MovingAverageMinMaxObserver):
-            weight = max(float32(1 / (count + 1)), float32(self.range.averaging_constant))
-            low, high = (float32(own + float32(float32(end - own) * weight)) for own, end in ((own_low, low), (own_high, high)))
+            constant = self.range.averaging_constant
+            low, high = (averaged(own, end, count + 1, constant) for own, end in ((own_low, low), (own_high, high)))
         else:
             low, high = min(own_low, low), max(own_high, high)
         largest = max(abs(low), abs(high))
@@ -310,9 +311,6 @@ class Quantizer(TrainableScale):
         zero_point = f", zero_point={self.grid.zero_point}" if self.dtype.affine else ""
         mode = "fixed" if self.observer is None or self.frozen else self.mode
         return f"{self.dtype}, scale={self.scale.item():.6g}{zero_point}, {mode}"
-
-
-_PLAIN = (Tensor, nn.Parameter)
 
 
 def _beside(observer: Observer) -> nn.ModuleDict:

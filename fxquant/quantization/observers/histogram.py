@@ -57,18 +57,18 @@ class HistogramObserver(Observer):
 
     def take(self, value: Tensor, low: Tensor, high: Tensor, items: tuple[Tensor, Tensor] | None = None) -> None:
         """Take in a batch whose range is known, and, where dimension 0 is that of its items, the range of each of them."""
-        largest = torch.maximum(low.abs(), high.abs())
-        self._grow(float(largest))
+        largest = max(abs(float(low)), abs(float(high)))
+        self._grow(largest)
         reach = float(self.reach)
         if reach > 0:
             found, negative, share = counting.magnitudes(value.detach(), self.sample, self.bins, reach, float(low) < 0)
-            self.counts += found.double() * share
+            self.counts.add_(found.double().mul_(share))
             if negative is not None:
-                self.negative += negative.double() * share
+                self.negative.add_(negative.double().mul_(share))
         if items is not None and reach > 0 and value.numel() >= loudness.FEWEST * len(value):
             loudness.count(self.items, value, *items, reach)
-        self.largest.copy_(torch.maximum(self.largest, largest))
-        self.count += 1
+        self.largest.clamp_min_(largest)
+        self.count.add_(1)
 
     def _grow(self, largest: float) -> None:
         """Make the reach cover a magnitude; everything seen before was zero where it is still zero."""
@@ -80,7 +80,7 @@ class HistogramObserver(Observer):
                 counts.zero_()
                 counts[: self.bins // 2] = joined
             loudness.doubled(self.items)
-            self.reach *= 2
+            self.reach.mul_(2)
 
     def loss(self, error: Tensor) -> Tensor:
         """What an error of this magnitude counts, float64."""

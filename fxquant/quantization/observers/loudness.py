@@ -12,6 +12,7 @@ The squared error of everything together is that of the loud items; this is the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -38,17 +39,21 @@ def count(counts: Tensor, value: Tensor, low: Tensor, high: Tensor, reach: float
     `low` and `high` are the range of each item, float32.
     """
     items = value.detach().flatten(1).float()
-    largest = torch.maximum(-low, high)
-    ratio = reach / largest.double().clamp_min(reach * 2.0**-OCTAVES)
-    octaves = (torch.frexp(ratio).exponent - 1).clamp(0, OCTAVES - 1)
+    octaves = [_octave(largest, reach) for largest in torch.maximum(-low, high).tolist()]
     apart = max(1, items.numel() // SAMPLE) | 1  # odd: it meets every column of an image whose width is a power of two
     counted = -(-items.shape[1] // apart)
-    there = torch.unique(octaves).tolist()
+    there = sorted(set(octaves))
     for octave in there:
-        own = None if len(there) == 1 else torch.nonzero(octaves == octave).flatten().tolist()
+        own = None if len(there) == 1 else [item for item, of in enumerate(octaves) if of == octave]
         found = counting.signed(items, own, apart, 2 * BINS, reach * 2.0**-octave).double() * (items.shape[1] / counted)
         counts[0, octave] += found[BINS:]
         counts[1, octave] += found[:BINS].flip(0)
+
+
+def _octave(largest: float, reach: float) -> int:
+    """How many times the reach has to be halved to a magnitude."""
+    ratio = reach / max(largest, reach * 2.0**-OCTAVES)
+    return min(max(math.frexp(ratio)[1] - 1, 0), OCTAVES - 1)
 
 
 def doubled(counts: Tensor) -> None:

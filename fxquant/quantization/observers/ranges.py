@@ -6,6 +6,7 @@ An observer streams: it holds a few numbers however many batches pass. Writing a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError
-from fxquant.numerics import INT8, IntType, scale_from_range, scale_from_threshold
+from fxquant.numerics import INT8, IntType, float32, scale_from_range, scale_from_threshold
 from fxquant.quantization.observers import counting
 
 
@@ -99,10 +100,15 @@ class MinMaxObserver(Observer):
 
     def take(self, value: Tensor, low: Tensor, high: Tensor, items: tuple[Tensor, Tensor] | None = None) -> None:
         """Take in a batch whose range is known."""
-        first = self.count == 0
-        self.low.copy_(torch.where(first, low, torch.minimum(self.low, low)))
-        self.high.copy_(torch.where(first, high, torch.maximum(self.high, high)))
-        self.count += 1
+        if in_numbers(low, high, self.low, self.high, self.count):
+            more = int(self.count) > 0
+            self.low.fill_(min(float(self.low), float(low)) if more else float(low))
+            self.high.fill_(max(float(self.high), float(high)) if more else float(high))
+        else:
+            first = self.count == 0
+            self.low.copy_(torch.where(first, low, torch.minimum(self.low, low)))
+            self.high.copy_(torch.where(first, high, torch.maximum(self.high, high)))
+        self.count.add_(1)
 
     def scale(self, dtype: IntType) -> Tensor:
         return scale_from_range(self.low, self.high, dtype)
@@ -136,10 +142,14 @@ class MovingAverageMinMaxObserver(MinMaxObserver):
 
     def take(self, value: Tensor, low: Tensor, high: Tensor, items: tuple[Tensor, Tensor] | None = None) -> None:
         """Take in a batch whose range is known."""
-        self.count += 1
+        self.count.add_(1)
+        if in_numbers(low, high, self.low, self.high, self.count):
+            for end, found in ((self.low, low), (self.high, high)):
+                end.fill_(averaged(float(end), float(found), int(self.count), self.averaging_constant))
+            return
         weight = torch.clamp_min(1 / self.count, self.averaging_constant)
-        self.low += (low - self.low) * weight
-        self.high += (high - self.high) * weight
+        self.low.add_((low - self.low) * weight)
+        self.high.add_((high - self.high) * weight)
 
     def merge(self, states: Sequence[Mapping[str, Tensor]]) -> None:
         """Every range counts as many times as there were batches."""
@@ -236,6 +246,21 @@ def settings(observer: Observer) -> tuple[Any, ...]:
 _EVERY_MODULES = frozenset(nn.Module().__dict__)
 
 
+def averaged(end: float, found: float, count: int, averaging_constant: float) -> float:
+    """What the end of an average of ranges is after its batch number `count`: each result rounded to float32, as a tensor's is."""
+    weight = max(float32(1 / count), float32(averaging_constant))
+    return float32(end + float32(float32(found - end) * weight))
+
+
+def in_numbers(*scalars: Tensor) -> bool:
+    """Whether scalars may be computed with as Python numbers, which takes a tenth of the time and gives the same bits."""
+    plain = all(type(each) in _PLAIN and each.device.type == "cpu" for each in scalars)
+    return plain and not torch._C._are_functorch_transforms_active()
+
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
 def finite_range(value: Tensor) -> tuple[Tensor, Tensor]:
     """The smallest and largest value, float32. Raises ValueError if any is NaN or infinite, or if there is none."""
     if value.numel() == 0:
@@ -252,7 +277,8 @@ def finite_ranges(value: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, T
 
 
 def _finite(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    if not bool(torch.isfinite(low) & torch.isfinite(high)):
+    plain = in_numbers(low, high)
+    if not (math.isfinite(low) and math.isfinite(high) if plain else bool(torch.isfinite(low) & torch.isfinite(high))):
         kind = "NaN" if bool(torch.isnan(low)) else "infinite values"
         raise ValueError(f"the tensor holds {kind}")
     return low.float(), high.float()
