@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fxquant as fxq
+from fxquant.compat import torch_ao
 from fxquant.quantization.prepared import quantized_operators
 
 
@@ -100,3 +101,11 @@ def test_training_that_is_resumed_keeps_the_same_statistics(tmp_path: Path) -> N
         read = fxq.load(fxq.save(trained, tmp_path / "trained.fxq"))
         for prepared in (before, after, read):
             assert {name: operator.live_batch_norm for name, operator in quantized_operators(prepared).items()} == live
+
+
+def test_the_switches_of_torch_ao_keep_them_too() -> None:
+    trained, live, _ = trained_statistics(loud=True)
+    prepared = fxq.prepare(Network().eval(), items(32, loud=True), "bayes-e")
+    prepared.load_state_dict(trained.state_dict())
+    torch_ao.enable_fake_quant(prepared)
+    assert {name: operator.live_batch_norm for name, operator in quantized_operators(prepared).items()} == live

@@ -233,9 +233,9 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.analysis.sample": {"errors", "graph", "node", "numerics", "facts"},
     # names of other toolkits, over what the user calls
     "fxquant.compat": {"errors", "mapping", "spec"},
-    "fxquant.compat.torch_ao": BASE | {"", "calibration", "compat.common", "compat.torch_ao", "frontend", "prepared", "state"},
+    "fxquant.compat.torch_ao": BASE | {"", "calibration", "cutting", "compat.common", "compat.torch_ao", "frontend", "prepared", "state"},
     "fxquant.compat.horizon": BASE
-    | {"", "backends", "tuning", "calibration", "cutting", "compat.horizon", "compat.common", "graph", "prepared", "quantizer", "state"},
+    | {"", "backends", "tuning", "calibration", "compat.horizon", "compat.common", "graph", "prepared", "quantizer", "state"},
 }
 TABLES_OF_CONTENTS = {"fxquant": {"*"}, "fxquant.passes": NOUNS | {"passes"}}  # rows of an __init__.py alone
 

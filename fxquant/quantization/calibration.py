@@ -54,12 +54,17 @@ def set_state(prepared: nn.Module, state: State | str, modules: str | Iterable[s
     state = State(state)
     operators = quantized_operators(prepared)
     chosen = operators.values() if modules is None else _select(operators, list(modules))
+    enter(prepared, chosen, state)
+
+
+def enter(model: nn.Module, chosen: Iterable[QuantizedOperator], state: State) -> None:
+    """Put operators of a prepared model, or of a part of one, into a state. See `set_state`."""
     for operator in chosen:
         if operator.state is State.CALIBRATE and state is not State.CALIBRATE:
             update_scales(operator)
         operator.state = state
     if state is State.TRAIN:
-        keep_statistics(prepared)
+        keep_statistics(model)
 
 
 def update_scales(operator: QuantizedOperator) -> None:

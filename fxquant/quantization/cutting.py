@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
-from fxquant.numerics import IntType
 from fxquant.quantization.observers.histogram import HistogramObserver
 from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
 from fxquant.quantization.quantizer import Quantizer
@@ -36,7 +35,8 @@ def keep_statistics(prepared: nn.Module) -> None:
     operators = quantized_operators(prepared)
     if not any(operator.live_batch_norm for operator in operators.values()):
         return
-    normed = {node.name for node in prepared.graph.nodes if _has_batch_norm(node)} if isinstance(prepared, fx.GraphModule) else set()
+    graphs = [module.graph for module in prepared.modules() if isinstance(module, fx.GraphModule)]
+    normed = {node.name for graph in graphs for node in graph.nodes if _has_batch_norm(node)}
     cut: dict[Quantizer, str] = {}  # with the name of the tensor that does it
     known: dict[Quantizer, bool] = {}
     found: dict[str, list[str]] = {}
@@ -44,7 +44,7 @@ def keep_statistics(prepared: nn.Module) -> None:
         source = next((cut[quantizer] for quantizer in _read(operator) if quantizer in cut), None)
         if source is not None and operator.live_batch_norm:
             operator.live_batch_norm = False
-            if operator.name in normed:
+            if operator.name in normed or not graphs:  # a part of a model has no graph
                 found.setdefault(source, []).append(operator.name)
         if operator.plain:
             continue
@@ -95,15 +95,7 @@ def _cuts(quantizer: Quantizer) -> bool:
     if not isinstance(observer, HistogramObserver) or quantizer.shown or not observer.observed or not observer.loud:
         return False
     points, counts = observer.points()
-    low, high = _covered(observer, quantizer.dtype)
+    low, high = quantizer.covered()
     power = (points.square() * counts).sum()
     kept = (points.clamp(low.double(), high.double()).square() * counts).sum()
     return bool(kept < KEPT * power)
-
-
-def _covered(observer: HistogramObserver, dtype: IntType) -> tuple[Tensor, Tensor]:
-    """The range that the integers of a dtype stand for, as the observer has it."""
-    if dtype.affine:
-        return observer.interval(dtype)
-    threshold = observer.scale(dtype) * dtype.high
-    return -threshold, threshold

@@ -176,10 +176,22 @@ class Quantizer(TrainableScale):
             if self.dtype.affine:
                 self._cover(*observer.interval(self.dtype))
             else:
-                found = observer.scale_before_rounding(self.dtype) if self.power_of_two else observer.scale(self.dtype)
-                self.assign(found * self.headroom)
+                self.assign(self._found(observer))
         if self.range is not None:
             self.batches_used.copy_(self.range.count)
+
+    def _found(self, observer: Observer) -> Tensor:
+        """The scale of a symmetric dtype that an observer finds."""
+        found = observer.scale_before_rounding(self.dtype) if self.power_of_two else observer.scale(self.dtype)
+        return found * self.headroom
+
+    def covered(self) -> tuple[Tensor, Tensor]:
+        """The range that calibration has found, of what was observed, whatever the scale has become since."""
+        assert self.observer is not None
+        if self.dtype.affine:
+            return self.observer.interval(self.dtype)
+        threshold = self._rounded(self._found(self.observer)) * self.dtype.high
+        return -threshold, threshold
 
     @torch.no_grad()
     def _cover(self, low: Tensor, high: Tensor) -> None:

@@ -14,8 +14,7 @@ from fxquant.compat.common import Refusal, refuse_given, simplest
 from fxquant.compat.horizon.march import required
 from fxquant.compat.horizon.rules import of_dict, of_setters, on_host
 from fxquant.errors import ConfigurationError
-from fxquant.quantization.calibration import owned_quantizers, require_prepared, update_scales
-from fxquant.quantization.cutting import keep_statistics
+from fxquant.quantization.calibration import enter, owned_quantizers, require_prepared, update_scales
 from fxquant.quantization.observers import gathering
 from fxquant.quantization.prepared import quantized_operators
 from fxquant.quantization.quantizer import Quantizer
@@ -157,12 +156,7 @@ def set_fake_quantize(model: nn.Module, fake_quant_state: FakeQuantState) -> Non
     operators = quantized_operators(model)
     if not operators:
         require_prepared(model)
-    for operator in operators.values():
-        if operator.state is State.CALIBRATE and state is not State.CALIBRATE:
-            update_scales(operator)
-        operator.state = state
-    if state is State.TRAIN:
-        keep_statistics(model)
+    enter(model, operators.values(), state)
 
 
 @checked(inplace=FLAG, fast_mode=FLAG)

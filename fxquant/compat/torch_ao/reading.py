@@ -61,7 +61,7 @@ NOT_READ = {
     "affine weight": Refusal(
         "the integers of weights are symmetric: 0 stands for 0", "pass qscheme=torch.per_tensor_symmetric or torch.per_channel_symmetric"
     ),
-    "unsigned weight": Refusal("weights are signed integers", "pass dtype=torch.qint8"),
+    "unsigned weight": Refusal("weights are signed integers", "pass dtype=torch.int8"),
     "affine": Refusal("the affine dtype is one of 8 bits", "pass qscheme=torch.per_tensor_symmetric"),
     "range": Refusal("dtypes have 4, 8 or 16 bits, whole", "leave quant_min and quant_max out"),
     "ch_axis": Refusal("a weight has a scale for each output channel, on whatever axis those are", "leave ch_axis at 0"),

@@ -15,6 +15,7 @@ from torch import fx, nn
 import fxquant as fxq
 from fxquant.errors import ConfigurationError
 from fxquant.quantization.calibration import owned_quantizers, require_prepared, update_scales
+from fxquant.quantization.cutting import keep_statistics
 from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
 from fxquant.quantization.state import State
 
@@ -56,6 +57,8 @@ def enable_fake_quant(module: nn.Module) -> None:
         if operator.state is State.CALIBRATE:
             update_scales(operator)
         operator.state = {State.CALIBRATE: State.TRAIN, State.FLOAT: State.VALIDATE}.get(operator.state, operator.state)
+    if not isinstance(module, QuantizedOperator) and any(operator.state is State.TRAIN for operator in _operators(module)):
+        keep_statistics(module)
 
 
 def disable_fake_quant(module: nn.Module) -> None:
