@@ -29,7 +29,6 @@ import fxquant as fxq
 from benchmarks.zoo import zoo
 from benchmarks.zoo.mobilenet import MobileNetV2
 from benchmarks.zoo.resnet import ResNet18
-from fxquant.backends.onnx.fast import has_kernels
 from fxquant.progress import progress
 
 STYLES = ("exact", "fast", "qdq")
@@ -86,7 +85,7 @@ def _own_file(float_file: Path, batches: list[Tensor], path: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=list(MODELS), help=f"of {', '.join(MODELS)}")
-    parser.add_argument("--target", default="nash-e", help="a target; one that requantizes by shifts has no style 'fast'")
+    parser.add_argument("--target", default="nash-e", help="a target")
     parser.add_argument("--runs", type=int, default=30)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -105,17 +104,16 @@ def measure(model: nn.Module, batches: list[Tensor], target: str, runs: int) -> 
     input = batches[0]
     with tempfile.TemporaryDirectory() as directory:
         files = {"float": _float_file(model, input, Path(directory) / "float.onnx")}
-        styles = STYLES if has_kernels(result.integer.meta["target"].arithmetic) else tuple(style for style in STYLES if style != "fast")
-        files.update({style: result.export(Path(directory) / f"{style}.onnx", style=style) for style in styles})
+        files.update({style: result.export(Path(directory) / f"{style}.onnx", style=style) for style in STYLES})
         files["own"] = _own_file(files["float"], batches, Path(directory) / "own.onnx")
         times = medians({style: _session(path) for style, path in files.items()}, input, runs)
-        mismatches = [str(result.verify(files[style], [input]).mismatches) for style in styles if style != "qdq"]
+        mismatches = [str(result.verify(files[style], [input]).mismatches) for style in STYLES if style != "qdq"]
         deviation = result.verify(files["qdq"], [input])
-        kernels = fxq.onnx_metadata(files["fast"])["kernels"]["integer"] if "fast" in files else []
+        kernels = fxq.onnx_metadata(files["fast"])["kernels"]["integer"]
     assert isinstance(deviation, fxq.DeviationReport)
     return [
         f"{1000 * times['float']:.2f} ms",
-        *(f"{times['float'] / times[style]:.2f} ×" if style in times else "–" for style in (*STYLES, "own")),
+        *(f"{times['float'] / times[style]:.2f} ×" for style in (*STYLES, "own")),
         f"{len(kernels)}",
         " / ".join(mismatches),
         f"{min(output.sqnr for outputs in deviation.outputs.values() for output in outputs):.1f} dB",

@@ -383,12 +383,12 @@ def export_onnx(
 ) -> Path:
     """Write a model as an ONNX file, and return its path: an integer model, a prepared one, or a float one.
 
-    style  "auto": "fast" where this target has it and every kernel is exact here without session options, else "exact"; the log says
-           which, and so does `onnx_metadata`. Of a prepared model "qdq".
+    style  "auto": "fast" where this target requantizes by float32 numbers and every kernel is exact here without session options, else
+           "exact"; the log says which, and so does `onnx_metadata`. Of a prepared model "qdq".
            "exact": standard operators on whole numbers, the same bits in every runtime, at any optimisation
-           "fast": the same bits by uint8 kernels, proved in onnxruntime before it is written; for targets with
-           float32 requantization (nash-e, nash-m, x86, qnnpack). Its metadata names session options to run it with,
-           above all on x86 processors without VNNI.
+           "fast": the same bits by kernels of bytes, proved in onnxruntime before it is written. Its metadata names session options to
+           run it with, above all on x86 processors without VNNI; where the target requantizes by shifts (bayes-e, bernoulli2, …) those
+           compute other numbers whatever the options, which the metadata and a line of the log say.
            "qdq": float operators between QuantizeLinear and DequantizeLinear, for other compilers. Not the same
            bits: `verify` measures the difference. Below opset 13 weights are floats on their quantized grid, and below 21 tensors of
            int16 are rounded by Div, Round, Clip and Mul.

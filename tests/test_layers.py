@@ -261,6 +261,7 @@ CONFINED: dict[str, set[str]] = {
             "parts",
             "reading",
             "runtime",
+            "sums",
             "writer",
         )
     },

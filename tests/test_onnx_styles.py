@@ -263,14 +263,6 @@ def test_a_mixture_of_widths_crosses_between_the_storages(tmp_path: Path) -> Non
     assert report, str(report)
 
 
-@pytest.mark.parametrize("target", ["bayes-e", "bernoulli", "bernoulli2"])
-def test_fast_is_refused_where_requantization_is_fixed(target: str, tmp_path: Path) -> None:
-    with pytest.raises(fxq.ConfigurationError, match="15-bit multiplier and shifts") as caught:
-        fxq.export_onnx(integer_of("convolution", target), tmp_path / "model.onnx", style="fast")
-    assert "style='exact'" in str(caught.value)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("name", ["silu", "linear", "products"])
 def test_the_session_options_for_processors_without_vnni_change_no_bit(name: str, tmp_path: Path) -> None:
     integer = integer_of(name)

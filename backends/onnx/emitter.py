@@ -37,6 +37,7 @@ _FIXED_TYPE = {
     "Shape": torch.int64,
     "DequantizeLinear": torch.float32,
     "MatMulInteger": torch.int32,
+    "ConvInteger": torch.int32,
 }
 
 

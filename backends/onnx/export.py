@@ -95,13 +95,6 @@ def check_arguments(integer: fx.GraphModule, style: str, io: str, opset: int | N
     check_choice("io", io, ["float", "integer"])
     opsets, default = STYLES[_strict(style)]
     check_choice("opset", default if opset is None else opset, list(opsets))
-    target: Target = integer.meta["target"]
-    if style == "fast" and not _has_kernels(integer):
-        raise ConfigurationError(
-            f"style='fast' cannot be used for {target.name}",
-            because=f"it requantizes by {target.arithmetic.multiplies_by}, and ONNX's integer operators multiply by a float32 number",
-            remedy="use style='exact', or compile for a target with float32 requantization: nash-e, nash-m, x86 or qnnpack",
-        )
 
 
 def _check_constants(integer: fx.GraphModule) -> None:

@@ -14,10 +14,11 @@ from onnx import helper
 from torch import Tensor, fx
 
 from fxquant.arithmetic import Arithmetic
-from fxquant.backends.onnx.emitter import DOMAIN, value_info
+from fxquant.backends.onnx.emitter import DOMAIN, TYPES, value_info
 from fxquant.backends.onnx.kernels import FastWriter, moved_by, plain
 from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.runtime import RUNTIMES, Runner
+from fxquant.backends.onnx.sums import SumsWriter
 from fxquant.errors import ExportError
 from fxquant.facts import BATCH_SIZES, TensorFact
 from fxquant.graph import by_name, fact, qparams, resolve, zero_point
@@ -33,7 +34,10 @@ logger = logging.getLogger("fxquant")
 
 
 def has_kernels(arithmetic: Arithmetic) -> bool:
-    """Whether ONNX's integer operators, which multiply by a float32 number, can requantize as this arithmetic does."""
+    """Whether ONNX's integer operators, which multiply by a float32 number, can requantize as this arithmetic does.
+
+    Where they cannot, they form sums of products alone.
+    """
     return requantize_real in arithmetic.primitives
 
 
@@ -50,6 +54,8 @@ def write_fast(
 
     If `plain`, None where there is no kernel, or one is not exact here in a session without options.
     """
+    if not has_kernels(integer.meta["target"].arithmetic):
+        return _write_sums(integer, io, opset, input_names, output_names)
     settings: dict[str, str] = {}
     writer = FastWriter(integer, io, opset)
     looked_up = [node.name for node in writer.kernels() if writer.computes(node) and not _kernel_is_exact(integer, node, opset, settings)]
@@ -72,6 +78,29 @@ def write_fast(
     model = FastWriter(integer, io, opset, names, settings).write(input_names, output_names)
     whole = FastWriter(integer, "float", opset, names).write(None, None) if io == "integer" else model
     _check_whole(integer, whole, [settings] if settings is PRECISE else [settings, PRECISE])
+    return model
+
+
+def _write_sums(
+    integer: fx.GraphModule, io: str, opset: int, input_names: Sequence[str] | None, output_names: Sequence[str] | None
+) -> onnx.ModelProto:
+    kernels = SumsWriter(integer, io, opset).kernels()
+    refused = [node.name for node in kernels if not _sum_is_exact(integer, node, opset)]
+    if refused:
+        logger.warning(
+            "style 'fast': onnxruntime's sums of bytes are not exact here for %d of %d layers, which are written as in style 'exact': %s",
+            len(refused),
+            len(kernels),
+            ", ".join(refused),
+        )
+    writer = SumsWriter(integer, io, opset, refused)
+    if writer.relies_on_vnni():
+        logger.warning(
+            "style 'fast': on x86 processors without VNNI the numbers of this file are others; those of style 'exact' are the same anywhere"
+        )
+    model = writer.write(input_names, output_names)
+    whole = SumsWriter(integer, "float", opset, refused).write(None, None) if io == "integer" else model
+    _check_whole(integer, whole, [{}, PRECISE])
     return model
 
 
@@ -129,6 +158,33 @@ def _kernel_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int, setting
             given[part] = part.target(*fx.map_arg(part.args, given.__getitem__))  # type: ignore[operator]
         wanted: Tensor = node.target(*fx.map_arg(node.args, given.__getitem__))  # type: ignore[operator]
     return torch.equal(_run(model, fed, settings)[result].to(torch.int16) - moved_by(node), wanted.to(torch.int16))
+
+
+def _sum_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int) -> bool:
+    """Whether a layer as a sum of products of bytes, alone, gives PyTorch's integers for operands of the whole range."""
+    writer = SumsWriter(integer, "integer", opset)
+    operand, *constants = (argument for argument in node.args if isinstance(argument, fx.Node))
+    given = {constant: resolve(integer, str(constant.target)).detach().cpu() for constant in constants}
+    given[operand] = _whole_range(operand, torch.Generator().manual_seed(0))
+    writer.values.update(given)
+    writer.values[operand], writer.emitter.types[operand.name] = operand.name, torch.int8
+    result = writer.emit(node, PRIMITIVES[node.target])  # type: ignore[index]
+    assert result is not None
+    dtype = writer.emitter.dtype(result)
+    model = helper.make_model(
+        helper.make_graph(
+            writer.emitter.nodes,
+            "kernel",
+            [value_info(operand.name, torch.int8, given[operand].shape)],
+            [helper.make_tensor_value_info(result, TYPES[dtype], None)],
+            writer.emitter.initializers,
+        ),
+        opset_imports=[helper.make_opsetid("", opset)],
+        ir_version=10,
+    )
+    with torch.no_grad():
+        wanted: Tensor = node.target(*fx.map_arg(node.args, given.__getitem__))  # type: ignore[operator]
+    return torch.equal(_run(model, {operand.name: given[operand]}, {})[result], wanted.to(dtype))
 
 
 def _dynamic_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int, settings: Mapping[str, str]) -> bool:

@@ -97,7 +97,7 @@ class FastWriter(Writer):
         computed = [node.name for node in self.kernels() if self.computes(node)]
         integer = [node.name for node in self.kernels() if not self.computes(node)]
         kernels = {"integer": integer, "computed": computed, "refused": list(self.refused)}
-        options = {"session_options": dict(self.settings), "session_options_without_vnni": PRECISE}
+        options = {"session_options": dict(self.settings), "session_options_without_vnni": PRECISE, "relies_on_vnni": False}
         return {**super().metadata(outputs), **options, "kernels": kernels}
 
     def zero_point(self, node: fx.Node, name: str) -> int:

@@ -24,6 +24,7 @@
     fxquant.session_options  JSON: session options of onnxruntime, by name, that the file's numbers rely on where it was written
     fxquant.session_options_without_vnni
                              JSON, style "fast": those they rely on where an x86 processor lacks VNNI; elsewhere they cost speed
+    fxquant.relies_on_vnni   JSON, style "fast": whether on x86 processors without VNNI its numbers are others, whatever the options
     fxquant.kernels          JSON, style "fast": "integer", the operators that became integer kernels, "computed", those whose tables
                              are computed in float32, and "refused", what of both was not exact where it was written, and is as in
                              style "exact"
@@ -151,6 +152,7 @@ def _check(entries: Mapping[str, Any], model: onnx.ModelProto) -> None:
         )
     for name in ("session_options", "session_options_without_vnni"):
         check_session_options(entries.get(name, {}), f"fxquant.{name}")
+    _require(isinstance(entries.get("relies_on_vnni", False), bool), "fxquant.relies_on_vnni is neither true nor false")
 
 
 def _are_exponents(value: object) -> bool:

@@ -216,12 +216,14 @@ def train_is_validate(model, prepared, integer, batches):
 
 Check = Callable[..., None]
 ALWAYS = ("validate_is_integer", "every_tensor_is_integer", "accumulators_fit", "integer_is_onnx")
-SOMETIMES = ("results_of_onnx", "wild_inputs", "integers_in_and_out", "qdq_runs", "saved_is_equal", "copied_is_equal", "float_is_the_model")
-SOMETIMES_REAL = ("fast_is_integer", "fast_integers_in_and_out")  # of targets with float32 requantization
-WRITING = ("integer_is_onnx", "results_of_onnx", "integers_in_and_out", "qdq_runs", *SOMETIMES_REAL)  # an ONNX file
+FAST = ("fast_is_integer", "fast_integers_in_and_out")
+SOMETIMES = (
+    "results_of_onnx", "wild_inputs", "integers_in_and_out", "qdq_runs", *FAST, "saved_is_equal", "copied_is_equal", "float_is_the_model"
+)  # fmt: skip
+WRITING = ("integer_is_onnx", "results_of_onnx", "integers_in_and_out", "qdq_runs", *FAST)  # an ONNX file
 UNTRAINED = ("float_is_the_model",)  # of models that were not trained
 LAST = ("train_is_validate",)  # it leaves the model frozen
-CHECKS: dict[str, Check] = {name: globals()[name] for name in (*ALWAYS, *SOMETIMES, *SOMETIMES_REAL, *LAST)}
+CHECKS: dict[str, Check] = {name: globals()[name] for name in (*ALWAYS, *SOMETIMES, *LAST)}
 SOURCES = {function: inspect.getsource(function).rstrip() for function in (bits, answer, integers_of, is_float_function, *CHECKS.values())}
 
 

@@ -290,11 +290,9 @@ def _rules(lot: random.Random, case: Case) -> tuple[Rule, ...]:
 
 def _checks(lot: random.Random, case: Case) -> tuple[str, ...]:
     """What the case is held to: the contract always, the rest by lot, since it takes time."""
-    from benchmarks.fuzz.check import ALWAYS, LAST, SOMETIMES, SOMETIMES_REAL, UNTRAINED
-    from fxquant.backends.onnx.fast import has_kernels
+    from benchmarks.fuzz.check import ALWAYS, LAST, SOMETIMES, UNTRAINED
 
-    kernels = has_kernels(backends.get(case.target).arithmetic)
-    chosen = [check for check in (*SOMETIMES, *(SOMETIMES_REAL if kernels else ())) if lot.random() < 0.3]
+    chosen = [check for check in SOMETIMES if lot.random() < 0.3]
     if case.optimizer is not None:
         chosen = [check for check in chosen if check not in UNTRAINED]
     return (*ALWAYS, *chosen, *LAST)

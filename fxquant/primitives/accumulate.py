@@ -94,7 +94,8 @@ def per_channel(bias: Tensor | None, trailing: int) -> Tensor | None:
 # ---- convolution ----------------------------------------------------------------------------------------------------
 
 
-def _attributes(weight: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int) -> dict[str, object]:
+def attributes_of(weight: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int) -> dict[str, object]:
+    """What ONNX's convolutions are told beside their operands."""
     return {
         "kernel_shape": list(weight.shape[2:]),
         "strides": list(stride),
@@ -110,7 +111,7 @@ def _onnx_convolution(
     inputs = [e.node("Cast", input, to=torch.float32), e.node("Cast", e.constant(weight), to=torch.float32)]
     if bias is not None:
         inputs.append(e.node("Cast", e.constant(bias), to=torch.float32))
-    return e.node("Conv", *inputs, **_attributes(weight, stride, padding, dilation, groups))
+    return e.node("Conv", *inputs, **attributes_of(weight, stride, padding, dilation, groups))
 
 
 def check_cut(x: Value, weight: Tensor, cut: list[int]) -> None:
@@ -202,7 +203,7 @@ def _onnx_convolution_wide(
     groups: int,
     cut: list[int],
 ) -> str:
-    attributes = _attributes(weight, stride, padding, dilation, groups)
+    attributes = attributes_of(weight, stride, padding, dilation, groups)
     held = 2 ** (cut[0] * cut[1] - 1)
     kept = e.dtype(input)
     blocks = _blocks(weight, held if kept.is_floating_point else min(held, -torch.iinfo(kept).min or 255)) if groups == 1 else None

@@ -6,10 +6,13 @@ against the accumulator.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from fxquant.numerics import FLOAT32_EXACT, power_of_two
+from fxquant.primitives.accumulate import DEQUANTIZES
 from fxquant.primitives.boundary import clipped, offset
 from fxquant.primitives.bounds import FLOAT64_EXACT, Range, Value, constant_of, multipliers, need, stored_limits, within
 from fxquant.primitives.quotient import QUOTIENT_LIMIT, Rounded, onnx_constants, onnx_rounded, rounded, steps_of_fixed, steps_of_half_step
@@ -57,21 +60,44 @@ def _rounded_half_step(shift: Tensor, multiplier: Tensor, right_shift: Tensor, l
 def _onnx_rounded_fixed(
     e: Emitter, value: str, shift: Tensor | None, how: Rounded, limit: int, low: int, high: int, dtype: torch.dtype
 ) -> str:
+    first = None if shift is None else _first_product(e, value, shift)
+    if first is None or first.operator == "Mul":
+        value = _as_float(e, value)
     width = e.dtype(value)
+    by = [] if first is None else [e.constant(first.by, width if first.operator == "Mul" else torch.float32)]
+    # A product with a power of two loses nothing, so runtimes may make it a part of the convolution, and the Relu behind it.
+    rectified = low == 0 and width != torch.int32
 
     def body(e: Emitter, x: str, *constants: str) -> str:
-        x = e.node("Relu", x) if low == 0 else x  # which runtimes make a part of the convolution
-        if shift is not None:
-            first, *constants = constants  # type: ignore[assignment]
-            x = e.node("Floor", e.node("Mul", x, first))
+        if first is not None:
+            by, *constants = constants  # type: ignore[assignment]
+            x = e.node(first.operator, x, by, **first.attributes)
+        x = e.node("Relu", x) if rectified else x
+        x = x if first is None else e.node("Floor", x)
         if width == torch.float64:
             x = e.node("Clip", x, e.constant(float(-limit), width), e.constant(float(limit), width))
             x = e.node("Cast", x, to=torch.float32)
-        return onnx_rounded(e, x, how, constants, torch.iinfo(dtype).min if low == 0 else low, high, dtype)
+        return onnx_rounded(e, x, how, constants, torch.iinfo(dtype).min if rectified else low, high, dtype)
 
-    first = [] if shift is None else [e.constant(power_of_two(-shift), width)]
     name = f"requantize_fixed_{str(width).removeprefix('torch.')}_{str(dtype).removeprefix('torch.')}"
-    return e.call(name, body, value, *first, *onnx_constants(e, how, dtype))
+    return e.call(name, body, value, *by, *onnx_constants(e, how, dtype))
+
+
+class _Product(NamedTuple):
+    """An operator that multiplies by a constant."""
+
+    operator: str
+    by: Tensor
+    attributes: dict[str, int]
+
+
+def _first_product(e: Emitter, value: str, shift: Tensor) -> _Product:
+    """How an accumulator is multiplied by 2^-shift; one of int32 in one operator where its channels are not the last dimension."""
+    by = power_of_two(-shift)
+    channels = [dim - by.dim() for dim, count in enumerate(by.shape) if count > 1]
+    if e.dtype(value) != torch.int32 or e.opset < DEQUANTIZES or len(channels) > 1 or -1 in channels:
+        return _Product("Mul", by, {})
+    return _Product("DequantizeLinear", by.flatten() if channels else by.reshape(()), {"axis": channels[0]} if channels else {})
 
 
 def _onnx_requantize_fixed(
@@ -86,8 +112,7 @@ def _onnx_requantize_fixed(
     high: int,
     dtype: torch.dtype,
 ) -> str:
-    value = _as_float(e, accumulator)
-    width = e.dtype(value)
+    width = torch.float64 if e.dtype(accumulator) == torch.float64 else torch.float32
     limit = 2 ** (intermediate_bits - 1)
     how = None
     if dtype.itemsize == 1 and rounding == "half_up":
@@ -96,7 +121,8 @@ def _onnx_requantize_fixed(
         how = _rounded_half_step(shift, multiplier, right_shift, limit, low, high)
     if how is not None:
         floored = rounding == "half_up" and bool((shift > 0).any())
-        return _onnx_rounded_fixed(e, value, shift if floored else None, how, limit, low, high, dtype)
+        return _onnx_rounded_fixed(e, accumulator, shift if floored else None, how, limit, low, high, dtype)
+    value = _as_float(e, accumulator)
     if (intermediate_bits > 24 or rounding == HALF_STEP) and width == torch.float32:
         value, width = e.node("Cast", value, to=torch.float64), torch.float64
 
