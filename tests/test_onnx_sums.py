@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import onnxruntime
 import pytest
 import torch
 from torch import Tensor, fx, nn
@@ -22,6 +23,9 @@ from fxquant.primitives import accumulate
 from tests.contract import assert_alive, compiled, graph_values
 from tests.test_onnx_styles import Net, conv, residual, verified
 
+pytestmark = pytest.mark.skipif(
+    tuple(map(int, onnxruntime.__version__.split(".")[:2])) < (1, 24), reason="this onnxruntime has no ConvInteger of int8"
+)
 FIXED = ("bayes-e", "bayes", "bernoulli2", "bernoulli")
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # and how many layers are sums of bytes
@@ -147,6 +151,22 @@ def test_a_sum_that_saturates_is_written_as_in_style_exact(
     assert "2 of 2 layers" in caplog.text
     metadata = fxq.onnx_metadata(path)
     assert (metadata["relies_on_vnni"], len(metadata["kernels"]["refused"]), kinds(path).count("ConvInteger")) == (False, 2, 0)
+    report = verified(integer, path)
+    assert report, str(report)
+
+
+def test_a_sum_that_the_runtime_does_not_have_is_written_as_in_style_exact(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    integer = integer_of("residual")
+    honest = fast._run
+
+    def lacking(model: onnx.ModelProto, feeds: dict[str, Tensor], settings: Any) -> dict[str, Tensor]:
+        if model.graph.name == "kernel":
+            raise fxq.ExportError("the model cannot be run", because="there is no ConvInteger", remedy="none")
+        return honest(model, feeds, settings)
+
+    monkeypatch.setattr(fast, "_run", lacking)
+    path = fxq.export_onnx(integer, tmp_path / "model.onnx", style="fast")
+    assert (len(fxq.onnx_metadata(path)["kernels"]["refused"]), kinds(path).count("ConvInteger")) == (2, 0)
     report = verified(integer, path)
     assert report, str(report)
 
