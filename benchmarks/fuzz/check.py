@@ -183,6 +183,16 @@ def copied_is_equal(model, prepared, integer, batches):
     assert answer(copy.deepcopy(integer), batches[0]) == answer(integer, batches[0])
 
 
+class AllInDouble(torch.overrides.TorchFunctionMode):
+    """What a model asks to be float32 is float64."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        function = torch.Tensor.double if function is torch.Tensor.float else function
+        wider = {torch.float32: torch.float64}
+        args = [wider.get(x, x) if isinstance(x, torch.dtype) else x for x in args]
+        return function(*args, **{name: wider.get(x, x) if isinstance(x, torch.dtype) else x for name, x in (kwargs or {}).items()})
+
+
 def float_is_the_model(model, prepared, integer, batches):
     """State FLOAT is the float model, up to the rounding that folding a batch norm moves, and the model's own. For models not trained."""
     fxq.set_state(prepared, fxq.State.FLOAT)
@@ -190,7 +200,8 @@ def float_is_the_model(model, prepared, integer, batches):
         with torch.no_grad():
             found, wanted = (tree_leaves(form(*[x.clone() for x in batches[0]])) for form in (prepared, model))
             try:
-                exact = tree_leaves(copy.deepcopy(model).double()(*[x.double() for x in batches[0]]))
+                with AllInDouble():
+                    exact = tree_leaves(copy.deepcopy(model).double()(*[x.double() for x in batches[0]]))
             except (RuntimeError, ValueError):  # a constant of its own is float32, or what a recurrent layer reads
                 exact = wanted
         for one, other, right in zip(found, wanted, exact, strict=True):
@@ -224,7 +235,8 @@ WRITING = ("integer_is_onnx", "results_of_onnx", "integers_in_and_out", "qdq_run
 UNTRAINED = ("float_is_the_model",)  # of models that were not trained
 LAST = ("train_is_validate",)  # it leaves the model frozen
 CHECKS: dict[str, Check] = {name: globals()[name] for name in (*ALWAYS, *SOMETIMES, *LAST)}
-SOURCES = {function: inspect.getsource(function).rstrip() for function in (bits, answer, integers_of, is_float_function, *CHECKS.values())}
+PRINTED: tuple[Any, ...] = (bits, answer, integers_of, is_float_function, AllInDouble, *CHECKS.values())
+SOURCES = {function: inspect.getsource(function).rstrip() for function in PRINTED}
 
 
 def block(name: str) -> build.Block:
