@@ -26,6 +26,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import get_context
@@ -126,9 +127,23 @@ def _measure_model(name: str, pairs: list[tuple[str, str]]) -> Iterator[Row]:
     torch.set_num_threads(1)
     logging.getLogger("fxquant").setLevel(logging.ERROR)  # limits that some of these networks break are not the question here
     entry = zoo()[name]()
-    theirs = {engine: torch_ao_sqnr(entry, engine) for engine in ENGINES}
+    theirs = {engine: in_a_process(_theirs, name, engine) for engine in ENGINES}
     for target, dtype in pairs:
         yield measure(name, entry, target, dtype, theirs)
+
+
+def _theirs(name: str, engine: str) -> float | str:
+    torch.set_num_threads(1)
+    return torch_ao_sqnr(zoo()[name](), engine)
+
+
+def in_a_process(function: Callable[..., float | str], *arguments: str) -> float | str:
+    """The result of a peer's kernels, which can end a process: those of torch.ao for transposed convolutions do on some processors."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        try:
+            return pool.submit(function, *arguments).result()
+        except BrokenProcessPool:
+            return "its kernels ended the process"
 
 
 def measure(name: str, entry: ZooEntry, target: str, dtype: str, theirs: dict[str, float | str]) -> Row:

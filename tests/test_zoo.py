@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import weakref
@@ -315,6 +316,7 @@ def test_peers_that_cannot_do_a_model_say_why() -> None:
     entry = zoo.ZooEntry(nn.MaxPool3d(2), (torch.zeros(1, 1, 2, 2, 2),), [torch.randn(2, 1, 2, 2, 2)], [torch.randn(2, 1, 2, 2, 2)])
     assert "QNNPACK" in str(exactness.torch_ao_sqnr(entry, "qnnpack"))
     assert isinstance(exactness.torch_ao_sqnr(entry, "x86"), float)
+    assert exactness.in_a_process(os.abort) == "its kernels ended the process"
 
 
 # -------------------------------------------------------------------------------------------- calibration's memory
