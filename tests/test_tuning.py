@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.demo.digits import load_digits_dataset
 from fxquant.quantization.prepared import quantized_operators
-from fxquant.tuning import course
+from fxquant.tuning import course, distillation
 from fxquant.tuning.blocks import block_units
 from fxquant.tuning.units import layer_units
 from tests import contract
@@ -104,6 +104,9 @@ WORKS: dict[str, tuple[str, str | None, Callable[[fx.GraphModule], Any]]] = {
     "adaround, 16 bits": ("bayes-e", "int16", lambda p: fxq.tuning.adaround(p, LEARNED, steps=STEPS, batch_size=8)),
     "reconstruct, affine": ("x86", None, lambda p: fxq.tuning.reconstruct(p, LEARNED, steps=STEPS, batch_size=8)),
     "reconstruct, 4 bits": ("bayes-e", "int4", lambda p: fxq.tuning.reconstruct(p, LEARNED, steps=4 * STEPS, batch_size=8)),
+    "distill, 4 bits": ("bayes-e", "int8", lambda p: fxq.tuning.distill(p, LEARNED, steps=3 * STEPS, batch_size=8)),
+    "distill, affine": ("x86", None, lambda p: fxq.tuning.distill(p, LEARNED, steps=3 * STEPS, batch_size=8)),
+    "distill, powers of two": ("bernoulli", "int8", lambda p: fxq.tuning.distill(p, LEARNED, steps=3 * STEPS, batch_size=8)),
     "one after the other": (
         "bernoulli2",
         "int8",
@@ -189,7 +192,84 @@ def test_a_call_that_was_killed_continues_and_ends_with_the_same_bits(
     assert same(bits(again), whole)
 
 
-@pytest.mark.parametrize("method", [fxq.tuning.correct_bias, fxq.tuning.reestimate_batch_norm, fxq.tuning.adaround])
+def test_a_distillation_that_was_killed_continues_and_ends_with_the_same_bits(
+    network: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, path = 20, str(tmp_path / "checkpoint")
+
+    def tune(prepared: fx.GraphModule, path: str | None = None, seed: int = 7) -> fx.GraphModule:
+        fxq.tuning.distill(prepared, LEARNED, steps=steps, batch_size=8, seed=seed, checkpoint=path)
+        return prepared
+
+    state = torch.get_rng_state()
+    whole = bits(tune(calibrated(network)))
+    assert not same(bits(tune(calibrated(network), seed=8)), whole)
+    assert torch.equal(torch.get_rng_state(), state)
+
+    def killed(items: Iterator[None], *_: Any) -> Iterator[None]:
+        for index, item in enumerate(items):
+            if index == 11:  # behind the sixth look, and before the seventh
+                raise KeyboardInterrupt
+            yield item
+
+    prepared = calibrated(network)
+    before = bits(prepared)
+    monkeypatch.setattr(distillation, "progress", killed)
+    with pytest.raises(KeyboardInterrupt):
+        tune(prepared, path)
+    assert same(bits(prepared), before)
+
+    monkeypatch.undo()
+    taken: list[int] = []
+    original = distillation._Pupil._step
+    monkeypatch.setattr(distillation._Pupil, "_step", lambda self, *rest: taken.append(1) or original(self, *rest))
+    assert same(bits(tune(prepared, path)), whole)
+    assert len(taken) == steps - 12
+    taken.clear()
+    again = calibrated(network)
+    assert same(bits(tune(again, path)), whole)
+    assert not taken
+    with pytest.raises(fxq.ConfigurationError, match="seed is 7, and 9 here"):
+        tune(calibrated(network), path, seed=9)
+    Path(path).write_bytes(b"no checkpoint")
+    with pytest.raises(fxq.ConfigurationError, match="is no checkpoint"):
+        tune(again, path)
+    assert same(bits(again), whole)
+
+
+def test_distillation_says_what_the_outputs_have_and_keeps_nothing_else(network: nn.Module) -> None:
+    """What it says of the samples that are held out is what the integers give for them; nothing is kept that is no better."""
+    prepared = calibrated(network)
+    (row,) = fxq.tuning.distill(prepared, LEARNED, steps=3 * STEPS, batch_size=8)
+    assert row.layers == ("stem", "block_a", "block_b", "up", "matmul", "head")
+    held_out = torch.cat(LEARNED).split(8)[3::4]
+    with torch.no_grad():
+        found = sum(float((prepared(x).double() - network(x).double()).square().sum()) for x in held_out)
+    assert row.kept
+    assert found == pytest.approx(row.after, rel=1e-3)  # the float model's sums depend on how its batch norms are folded
+    learned = bits(prepared)
+    (again,) = fxq.tuning.distill(prepared, [torch.zeros(8, 1, 8, 8), *LEARNED[:1]], steps=1, batch_size=8)
+    assert again.kept or same(bits(prepared), learned)
+
+
+def test_distillation_of_whole_numbers_and_shared_weights() -> None:
+    """Inputs that are no real numbers are not mixed; what is shared is left out; a model of whole numbers teaches nothing."""
+    torch.manual_seed(0)
+    words = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+    numbers = [torch.randint(12, (16, 5)) for _ in range(4)]
+    prepared = compiled(words, numbers, "bayes-e", fxq.QConfig(weight=fxq.WeightConfig("int4"))).prepared
+    (row,) = fxq.tuning.distill(prepared, numbers, steps=3 * STEPS, batch_size=8)
+    assert row.kept
+    assert row.gain > 1  # dB
+    contract.assert_validate_is_integer(prepared, fxq.convert(prepared), numbers[0])
+    rows = list(torch.split(images(0, 32)[:, 0, 0], 8))
+    prepared = compiled(Shared(), rows, "bayes-e", fxq.QConfig(weight=fxq.WeightConfig("int4"))).prepared
+    result = fxq.tuning.distill(prepared, rows, steps=2)
+    assert not result.layers
+    assert {name for name, _ in result.skipped} == {"twice", "twice_1"}
+
+
+@pytest.mark.parametrize("method", [fxq.tuning.correct_bias, fxq.tuning.reestimate_batch_norm, fxq.tuning.adaround, fxq.tuning.distill])
 def test_what_raises_changes_nothing(method: Method, network: nn.Module) -> None:
     prepared = calibrated(network)
     fxq.tuning.correct_bias(prepared, LEARNED)

@@ -138,7 +138,7 @@ def segments_run(*args: Any, inputs: Sequence[Any] = (), **kwargs: Any) -> tuple
     return fxq.run_segments(*(args if not inputs else (kwargs.pop("folder"), *inputs)), **kwargs)
 
 
-LEARNING: tuple[Callable[..., Any], ...] = (fxq.tuning.adaround, fxq.tuning.reconstruct)
+LEARNING: tuple[Callable[..., Any], ...] = (fxq.tuning.adaround, fxq.tuning.reconstruct, fxq.tuning.distill)
 
 Call = Callable[..., Any]
 CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str, list[Any]]]] = {

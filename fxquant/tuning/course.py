@@ -30,7 +30,7 @@ def learn(
 ) -> TuningResult:
     """Let units learn, one after the other."""
     known = Checkpoint(checkpoint, {**call, "model": model_digest(prepared), "samples": digest(samples.tensors)})
-    skipped = _skipped(prepared)
+    skipped = left_out(prepared)
     tried = [Unit(unit.nodes, free) for unit in units if (free := tuple(node for node in unit.weighted if node.name not in skipped))]
     exact, real = Walk(prepared, samples.chunks, exact=True), Walk(prepared, samples.chunks, exact=False)
 
@@ -64,7 +64,7 @@ def _taught(lesson: Lesson, settings: Settings, seed: int, known: Checkpoint) ->
     known.add(TunedLayer(lesson.unit.name, names, before, after, kept, lesson.signal()), learned if kept else None)
 
 
-def _skipped(prepared: fx.GraphModule) -> dict[str, str]:
+def left_out(prepared: fx.GraphModule) -> dict[str, str]:
     """The weighted nodes whose rounding is not to be changed, by name, and why."""
     shared = shared_weights(prepared)
     found = {}

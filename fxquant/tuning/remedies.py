@@ -14,7 +14,7 @@ from torch import fx
 
 from fxquant.quantization.mapping import QConfigMapping
 from fxquant.serialization.qconfig import read, written
-from fxquant.tuning import adaround, correct_bias, mixed_precision, observer_search, reconstruct
+from fxquant.tuning import adaround, correct_bias, distill, mixed_precision, observer_search, reconstruct
 from fxquant.tuning.budget import Budget
 from fxquant.tuning.choices import Choices, bits
 from fxquant.tuning.mixed_precision import Work
@@ -115,6 +115,9 @@ def _within_budget(state: State) -> Proposals:
 # By name what tunes a model in place: (prepared, samples, steps, seed, checkpoint, show progress).
 METHODS: dict[str, Callable[[fx.GraphModule, list[list[Any]], int, int, str | None, bool | None], Any]] = {
     "bias correction": lambda model, samples, steps, seed, file, show: correct_bias(model, samples, show_progress=show),
+    "distillation": lambda model, samples, steps, seed, file, show: distill(
+        model, samples, steps=steps, seed=seed, checkpoint=file, show_progress=show
+    ),
     "AdaRound": lambda model, samples, steps, seed, file, show: adaround(
         model, samples, steps=steps, seed=seed, checkpoint=file, show_progress=show
     ),
@@ -137,6 +140,7 @@ REMEDIES: tuple[Remedy, ...] = (
     _method("bias correction", learns=False),
     Remedy("16 bits", _sixteen),
     BUDGET,
+    _method("distillation"),
     _method("AdaRound"),
     _method("reconstruction"),
 )

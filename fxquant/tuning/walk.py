@@ -76,12 +76,22 @@ def taken(
 
 def cut(prepared: fx.GraphModule, whole: list[list[Any]], size: int) -> Samples:
     """The model's inputs of some batches, cut as `taken` says."""
-    axes = [_batch_axis(node) for node in prepared.graph.find_nodes(op="placeholder")]
+    axes = batch_axes(prepared)
     if any(axis is not None for axis in axes):
         count = sum(_count(inputs, axes) for inputs in whole)
         size = max(1, min(size, count // HELD_OUT_OF))
         whole = [chunk for inputs in whole for chunk in _cut(inputs, axes, size)]
     return Samples(whole)
+
+
+def batch_axes(prepared: fx.GraphModule) -> list[int | None]:
+    """Of each input of the model the dimension that is the batch; None if there is none."""
+    return [_batch_axis(node) for node in prepared.graph.find_nodes(op="placeholder")]
+
+
+def single(inputs: Sequence[Any], axes: Sequence[int | None]) -> Iterable[list[Any]]:
+    """The model's inputs of each sample of a chunk; a chunk of a model without a batch is one."""
+    return _cut(inputs, axes, 1) if any(axis is not None for axis in axes) else [list(inputs)]
 
 
 def _batch_axis(node: fx.Node) -> int | None:

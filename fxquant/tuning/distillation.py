@@ -1,0 +1,357 @@
+"""Distillation: the integers of all weights are learned together, with the float model as the teacher; no labels are asked for.
+
+Finkelstein, Fuchs, Tal, Grobman, Vosco, Meller: QFT: Post-training quantization via fast joint finetuning of all degrees of freedom, 2022:
+behind calibration a model is trained for a short while as it is deployed, so that errors of one layer are made up for by all others, which
+no method does that looks at one layer or block at a time. What is learned, beside the parameters, which stay:
+
+    w_q = round(w / s + v)      v of each weight, in steps, with the gradient straight through
+    s · g, b + c                a gain and a shift of each channel, where its scale is not learned or a power of two
+
+by Adam, whose steps become shorter in a cosine, with the loss
+
+    mean over outputs of Σ (y - y')² / Σ y²  +  FEATURES · the same over the results of all layers with weights
+
+A few samples have more layers and channels than there are equations in their outputs: the results of layers are there so that these are
+not fitted alone, and so are samples that nobody has given, x' = (1 - λ) x_i + λ x_j, of which the teacher knows what they ought to give.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxquant.arguments import POSITIVE, checked
+from fxquant.progress import progress
+from fxquant.quantization.rounding import AdaptiveRounding, straight_through
+from fxquant.quantization.weights import BiasCorrection, Coverage
+from fxquant.tuning.checkpoint import CHECKPOINT
+from fxquant.tuning.course import left_out
+from fxquant.tuning.guard import tuning
+from fxquant.tuning.real import weight_of
+from fxquant.tuning.result import TunedLayer, TuningResult
+from fxquant.tuning.resumption import digest, model_digest
+from fxquant.tuning.simulation import real_outputs
+from fxquant.tuning.tensor_file import read_tensors, write_tensors
+from fxquant.tuning.units import constant_arguments, operator_at, weighted_nodes
+from fxquant.tuning.walk import Samples, Values, batch_axes, run, single, taken
+
+FEATURES = 0.03
+MIXED = 0.5  # the largest λ
+RATE = 0.005  # of Adam, in parts of what a weight is on average
+SLOW_RATE = 0.004  # of gains, and of shifts in parts of a standard deviation of the result
+BETAS = (0.9, 0.99)  # of Adam: a few hundred steps are too short for more
+LOOKS = 10  # how often what is held out is looked at
+
+
+@checked(steps=POSITIVE, checkpoint=CHECKPOINT)
+def distill(
+    prepared: fx.GraphModule,
+    batches: Any,
+    num_batches: int | None = None,
+    batch_fn: Callable[[Any], Any] | None = None,
+    *,
+    steps: int = 400,
+    batch_size: int = 16,
+    seed: int = 0,
+    checkpoint: str | None = None,
+    show_progress: bool | None = None,
+) -> TuningResult:
+    """Learn the integers of all weights together, so that the model returns what it does in float; it is left in VALIDATE.
+
+    `batches` are as in `calibrate`; of each of so many `steps`, `batch_size` samples, mixed with others where they are real numbers. A
+    quarter of the samples is held out, and judges ten times: what the outputs have least noise with is kept, which may be what was there.
+    The model's parameters stay as they are: what was learned is an `AdaptiveRounding`, a `Coverage` and a `BiasCorrection` of each layer,
+    which `convert`, `save` and `state_dict` know of, and state FLOAT is still the teacher. Layers with a rounding of the user's own, or a
+    weight that others read, too, are left out. A step takes about four times as long as the float model takes for the samples and back.
+
+    The same seed, model and batches give the same bits, on one machine with one number of threads; no global generator is read. After a
+    kill, the same call with the same `checkpoint` continues behind the last look, and ends with the bits of one that was not interrupted.
+
+    Raises NotCalibrated before calibration, CalibrationError for batches that do not fit, and ConfigurationError for a checkpoint that is
+    of another call; if anything is raised, the model is what it was.
+    """
+    with tuning(prepared):
+        samples = taken(prepared, batches, num_batches, batch_fn, batch_size, show_progress)
+        call = {"method": "distill", "steps": steps, "seed": seed, "batch_size": batch_size, "model": model_digest(prepared)}
+        call["samples"] = digest(samples.tensors)
+        skipped = left_out(prepared)
+        nodes = [node for node in weighted_nodes(prepared) if node.name not in skipped]
+        pupil = _Pupil(prepared, nodes, samples, batch_size, seed)
+        if not nodes or not pupil.power:
+            return TuningResult("distill", (), tuple(skipped.items()))
+        before, signal = pupil.error(), sum(pupil.power)
+        course = pupil.learn(steps, before, checkpoint, {name: str(value) for name, value in call.items()})
+        for _ in progress(course, steps, "distilling", show_progress):
+            pass
+        after = pupil.settled()
+        names = tuple(node.name for node in nodes)
+        row = TunedLayer(_output(prepared).name, names, before * signal, after * signal, after < before, signal)
+        return TuningResult("distill", (row,), tuple(skipped.items()))
+
+
+def _output(prepared: fx.GraphModule) -> fx.Node:
+    return prepared.graph.output_node()
+
+
+class _Weight:
+    """What is learned of one weight.
+
+    moved  v, of the weight's shape
+    gain   g, of shape (C,), or None where the scale is not to be changed
+    shift  c, of shape (C,) in standard deviations of the result, or None where the result has no such channels
+    """
+
+    def __init__(self, prepared: fx.GraphModule, node: fx.Node, result: Tensor) -> None:
+        operator = operator_at(prepared, node)
+        assert operator is not None
+        weight = weight_of(operator, constant_arguments(prepared, node, operator))
+        assert weight is not None
+        self.node, self.quantizer = node, operator.weight_quantizer
+        self.before = (self.quantizer.rounding, self.quantizer.coverage, self.quantizer.correction)
+        rounding, coverage, correction = self.before
+        like = {"dtype": torch.float32, "device": weight.device}
+        self.moved = nn.Parameter(rounding.offset.clone() if isinstance(rounding, AdaptiveRounding) else torch.zeros(weight.shape, **like))
+        self.real = torch.zeros(weight.shape, **like)
+        channels = len(weight) if self.quantizer.per_channel else 1
+        free = self.quantizer.learned is None and not self.quantizer.power_of_two
+        self.gain = nn.Parameter(torch.ones(channels, **like)) if free else None
+        self.share = torch.ones(channels, **like) if coverage is None else coverage.share.clone()
+        axis = result.dim() - 1 - max(weight.dim() - 2, 0)
+        has_channels = axis >= 0 and result.shape[axis] == len(weight)
+        self.unit = float(result.std()) or 1.0
+        self.shift = nn.Parameter(torch.zeros(len(weight), **like)) if has_channels else None
+        self.corrected = torch.zeros(len(weight), **like) if correction is None else correction.value.clone()
+
+    def begin(self) -> None:
+        """The operator computes with what is learned from here on."""
+        rounding = AdaptiveRounding(tuple(self.moved.shape)).to(self.moved.device)
+        rounding.soft = self._integers
+        self.quantizer.rounding = rounding
+        if self.gain is not None:
+            self.quantizer.cover(Coverage(len(self.share)).to(self.share.device))
+        if self.shift is not None:
+            self.quantizer.correct(BiasCorrection(len(self.corrected)).to(self.corrected.device))
+        self.place()
+
+    def _integers(self, real: Tensor) -> Tensor:
+        self.real = real.detach()
+        whole = torch.round(self.real + self.moved.detach())
+        smooth = self.moved if self.gain is None else self.moved + self.gain.reshape(-1, *[1] * (real.dim() - 1)) * whole
+        return straight_through(smooth, whole)
+
+    def place(self) -> None:
+        """Gain and shift, as they are now, are what the operator has."""
+        if self.gain is not None and self.quantizer.coverage is not None:
+            self.quantizer.coverage.share = (self.share * self.gain.detach()).clamp_min(1e-3)
+        if self.shift is not None and self.quantizer.correction is not None:
+            self.quantizer.correction.value = self.corrected + self.shift * self.unit
+
+    @property
+    def rates(self) -> list[tuple[nn.Parameter, float]]:
+        """What Adam moves, and how far in a step."""
+        found = [(self.moved, RATE * max(float(self.real.abs().mean()), 1e-3))]
+        return found + [(part, SLOW_RATE) for part in (self.gain, self.shift) if part is not None]
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """What was learned stays, as whole numbers."""
+        if self.quantizer.coverage is not None:
+            self.quantizer.coverage.share = self.quantizer.coverage.share.detach().clone()
+        if self.quantizer.correction is not None:
+            self.quantizer.correction.value = self.quantizer.correction.value.detach().clone()
+        rounding = self.quantizer.rounding
+        assert isinstance(rounding, AdaptiveRounding)
+        low, high = self.quantizer.dtype.low, self.quantizer.dtype.high
+        rounding.settle(self.real, torch.round(self.real + self.moved).clamp(low, high))
+        rounding.soft = None
+
+    def undo(self) -> None:
+        """It is what it was."""
+        rounding, coverage, correction = self.before
+        self.quantizer.rounding = rounding
+        self.quantizer.cover(coverage)
+        self.quantizer.correct(correction)
+
+
+class _Pupil:
+    """A prepared model while it learns from itself in float.
+
+    power  Σ y² of each real tensor that it returns, over what is held out
+    """
+
+    def __init__(self, prepared: fx.GraphModule, nodes: Sequence[fx.Node], samples: Samples, size: int, seed: int) -> None:
+        self.prepared, self.samples = prepared, samples
+        self.generator = torch.Generator().manual_seed(seed)
+        self.inputs = prepared.graph.find_nodes(op="placeholder")
+        self.axes = batch_axes(prepared)
+        self.size = size
+        self.nodes = tuple(nodes)
+        with torch.no_grad():
+            first = self._run(samples.chunks[samples.learning[0] if samples.learning else 0], exact=False)[1]
+            self.weights = [_Weight(prepared, node, first[node]) for node in nodes]
+            self.held_out = [self._run(samples.chunks[index], exact=False)[0] for index in samples.judging]
+        self.power = [sum(float(y.double().square().sum()) for y in each) or 1.0 for each in zip(*self.held_out, strict=True)]
+        self.items = list(self._alike())
+        self.best: tuple[float, list[Tensor] | None] = (math.inf, None)
+
+    def _run(self, inputs: Sequence[Any], *, exact: bool) -> tuple[list[Tensor], Values]:
+        """The real tensors that it returns, and the results of layers with weights."""
+        values: Values = dict(zip(self.inputs, inputs, strict=True))
+        kept: Values = {}
+        left = {node: len(node.users) for node in self.prepared.graph.nodes}
+        for node in self.prepared.graph.nodes:
+            if node.op == "output":
+                return real_outputs(fx.map_arg(node.args, values.__getitem__)), kept
+            if node.op != "placeholder":
+                values[node] = run(self.prepared, node, values, exact=exact)
+            if node in self.nodes:
+                kept[node] = values[node]
+            for operand in node.all_input_nodes:
+                left[operand] -= 1
+                if not left[operand]:
+                    del values[operand]
+        raise AssertionError("a graph ends with its output")
+
+    def _alike(self) -> Iterator[list[list[Any]]]:
+        """For each sample that is learned from, those of its size, itself among them."""
+        groups: dict[Any, list[list[Any]]] = {}
+        found = []
+        for index in self.samples.learning or self.samples.judging:
+            for item in single(self.samples.chunks[index], self.axes):
+                alike = groups.setdefault(tuple(getattr(value, "shape", None) for value in item), [])
+                alike.append(item)
+                found.append(alike)
+        yield from found
+
+    @torch.no_grad()
+    def error(self) -> float:
+        """The share of noise in what it returns, on average over the tensors, over what is held out."""
+        errors = [0.0] * len(self.power)
+        for index, wanted in zip(self.samples.judging, self.held_out, strict=True):
+            for place, (found, right) in enumerate(zip(self._run(self.samples.chunks[index], exact=True)[0], wanted, strict=True)):
+                errors[place] += float((found.double() - right.double()).square().sum())
+        return sum(error / power for error, power in zip(errors, self.power, strict=True)) / len(errors)
+
+    def learn(self, steps: int, before: float, checkpoint: str | None, call: dict[str, str]) -> Iterator[None]:
+        """Learn, one step at a time, from where the checkpoint stands."""
+        with torch.no_grad():
+            for weight in self.weights:
+                weight.begin()
+            self._run(self.samples.chunks[0], exact=True)  # where weights see what they are in steps
+        rates = [rate for weight in self.weights for rate in weight.rates]
+        parameters = [parameter for parameter, _ in rates]
+        optimizer = torch.optim.Adam([{"params": [parameter], "lr": rate} for parameter, rate in rates], betas=BETAS)
+        self.best = (before, None)
+        done = self._resumed(checkpoint, call, optimizer, parameters)
+        for step in range(steps):
+            if step >= done:
+                for group, (_, rate) in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = rate * (1 + math.cos(math.pi * step / steps)) / 2
+                self._step(optimizer, parameters)
+                if (step + 1) * LOOKS // steps > step * LOOKS // steps:
+                    found = self.error()
+                    if found < self.best[0]:
+                        self.best = (found, [parameter.detach().clone() for parameter in parameters])
+                    self._keep(checkpoint, call, optimizer, parameters, step + 1)
+            yield
+
+    def _step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+        inputs = self._drawn()
+        with torch.no_grad():
+            wanted, features = self._run(inputs, exact=False)
+        for weight in self.weights:
+            weight.place()  # a shift has a graph of its own for each step
+        found, results = self._run(inputs, exact=True)
+        outputs = [_share(y, right) for y, right in zip(found, wanted, strict=True)]
+        layers = [_share(results[node], features[node]) for node in self.nodes]
+        loss = torch.stack(outputs).mean() + FEATURES * torch.stack(layers).mean()
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        with torch.no_grad():
+            for weight in self.weights:
+                weight.place()
+
+    def _drawn(self) -> list[Any]:
+        """Some samples that are learned from, of one size; real numbers mixed with those of others."""
+        alike = self.items[self._number(len(self.items))]
+        order, other = (torch.randperm(len(alike), generator=self.generator, device="cpu")[: self.size] for _ in range(2))
+        shares = MIXED * torch.rand(len(order), generator=self.generator, device="cpu")
+        return [self._mixed([item[place] for item in alike], axis, order, other, shares) for place, axis in enumerate(self.axes)]
+
+    def _number(self, below: int) -> int:
+        return int(torch.randint(below, (), generator=self.generator, device="cpu"))
+
+    @staticmethod
+    def _mixed(values: list[Any], axis: int | None, order: Tensor, other: Tensor, shares: Tensor) -> Any:
+        """One input of the chosen samples, each with its share of another."""
+        if axis is None:
+            return values[int(order[0])]
+        value, from_others = (torch.cat([values[index] for index in chosen.tolist()], axis) for chosen in (order, other))
+        if not value.is_floating_point():
+            return value
+        shape = [-1 if dimension == axis else 1 for dimension in range(value.dim())]
+        return torch.lerp(value, from_others, shares.to(value).reshape(shape))
+
+    def _keep(
+        self, checkpoint: str | None, call: dict[str, str], optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], done: int
+    ) -> None:
+        if checkpoint is None:
+            return
+        tensors = {"generator": self.generator.get_state()}
+        for index, parameter in enumerate(parameters):
+            tensors[f"{index}"] = parameter
+            tensors.update({f"{index}/{name}": value for name, value in optimizer.state[parameter].items()})
+        error, best = self.best
+        tensors.update({f"{index}/best": value for index, value in enumerate(best or ())})
+        write_tensors(checkpoint, call, {"done": done, "error": error}, tensors)
+
+    def _resumed(
+        self, checkpoint: str | None, call: dict[str, str], optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]
+    ) -> int:
+        """The steps that are done; everything is as it was behind them."""
+        known = read_tensors(checkpoint, call)
+        if known is None:
+            return 0
+        document, tensors = known
+        self.generator.set_state(tensors["generator"])
+        best: list[Tensor] = []
+        with torch.no_grad():
+            for index, parameter in enumerate(parameters):
+                parameter.copy_(tensors[f"{index}"])
+                held = {name: tensors[f"{index}/{name}"] for name in ("step", "exp_avg", "exp_avg_sq") if f"{index}/{name}" in tensors}
+                optimizer.state[parameter] = {
+                    name: value if name == "step" else value.to(parameter.device) for name, value in held.items()
+                }
+                if f"{index}/best" in tensors:
+                    best.append(tensors[f"{index}/best"].to(parameter.device))
+            for weight in self.weights:
+                weight.place()
+        self.best = (document["error"], best or None)
+        return int(document["done"])
+
+    def settled(self) -> float:
+        """The model has what was best, whose error is returned."""
+        error, best = self.best
+        if best is None:
+            for weight in self.weights:
+                weight.undo()
+            return error
+        with torch.no_grad():
+            for (parameter, _), value in zip((rate for weight in self.weights for rate in weight.rates), best, strict=True):
+                parameter.copy_(value)
+            for weight in self.weights:
+                weight.place()
+            self._run(self.samples.chunks[0], exact=True)  # where weights see what they are in steps
+            for weight in self.weights:
+                weight.settle()
+        return error
+
+
+def _share(found: Tensor, wanted: Tensor) -> Tensor:
+    """The share of noise in a tensor."""
+    return (found - wanted).square().sum() / wanted.square().sum().clamp_min(1e-30)
