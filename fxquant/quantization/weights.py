@@ -88,7 +88,8 @@ class BiasCorrection(torch.nn.Module):
 class Coverage(torch.nn.Module):
     """How much of the largest magnitude of a weight its scale covers, which tuning chooses: what lies beyond is cut off.
 
-    share   float32 buffer of shape (C,), one number for each output channel, or (1,), in (0, 1]
+    share   float32 buffer of shape (C,), one number for each output channel, or (1,): below 1 what lies beyond is cut off; beyond 1 it is
+            the largest integers that nothing is rounded to
     """
 
     share: Tensor

@@ -9,4 +9,14 @@ from fxquant.tuning.result import TunedLayer, TuningResult
 from fxquant.tuning.rounding import adaround
 from fxquant.tuning.second_moment import round_weights
 
-__all__ = ["TunedLayer", "TuningResult", "adaround", "correct_bias", "distill", "equalize", "reconstruct", "reestimate_batch_norm", "round_weights"]
+__all__ = [
+    "TunedLayer",
+    "TuningResult",
+    "adaround",
+    "correct_bias",
+    "distill",
+    "equalize",
+    "reconstruct",
+    "reestimate_batch_norm",
+    "round_weights",
+]

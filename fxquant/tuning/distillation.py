@@ -113,18 +113,18 @@ class _Weight:
         self.node, self.quantizer = node, operator.weight_quantizer
         self.before = (self.quantizer.rounding, self.quantizer.coverage, self.quantizer.correction)
         rounding, coverage, correction = self.before
-        like = {"dtype": torch.float32, "device": weight.device}
-        self.moved = nn.Parameter(rounding.offset.clone() if isinstance(rounding, AdaptiveRounding) else torch.zeros(weight.shape, **like))
-        self.real = torch.zeros(weight.shape, **like)
+        zeros = torch.zeros_like(weight, dtype=torch.float32).detach()
+        self.moved = nn.Parameter(rounding.offset.clone() if isinstance(rounding, AdaptiveRounding) else zeros.clone())
+        self.real = zeros
         channels = len(weight) if self.quantizer.per_channel else 1
         free = self.quantizer.learned is None and not self.quantizer.power_of_two
-        self.gain = nn.Parameter(torch.ones(channels, **like)) if free else None
-        self.share = torch.ones(channels, **like) if coverage is None else coverage.share.clone()
+        self.gain = nn.Parameter(zeros.new_ones(channels)) if free else None
+        self.share = zeros.new_ones(channels) if coverage is None else coverage.share.clone()
         axis = result.dim() - 1 - max(weight.dim() - 2, 0)
         has_channels = axis >= 0 and result.shape[axis] == len(weight)
         self.unit = float(result.std()) or 1.0
-        self.shift = nn.Parameter(torch.zeros(len(weight), **like)) if has_channels else None
-        self.corrected = torch.zeros(len(weight), **like) if correction is None else correction.value.clone()
+        self.shift = nn.Parameter(zeros.new_zeros(len(weight))) if has_channels else None
+        self.corrected = zeros.new_zeros(len(weight)) if correction is None else correction.value.clone()
 
     def begin(self) -> None:
         """The operator computes with what is learned from here on."""
@@ -324,9 +324,7 @@ class _Pupil:
             for index, parameter in enumerate(parameters):
                 parameter.copy_(tensors[f"{index}"])
                 held = {name: tensors[f"{index}/{name}"] for name in ("step", "exp_avg", "exp_avg_sq") if f"{index}/{name}" in tensors}
-                optimizer.state[parameter] = {
-                    name: value if name == "step" else value.to(parameter.device) for name, value in held.items()
-                }
+                optimizer.state[parameter] = {name: value if name == "step" else value.to(parameter.device) for name, value in held.items()}
                 if f"{index}/best" in tensors:
                     best.append(tensors[f"{index}/best"].to(parameter.device))
             for weight in self.weights:

@@ -19,25 +19,33 @@ are tried, mixed from it and from one of SQuant's form,
     S = diag_c(v_c · ((1 - ρ) I + ρ 11ᵀ)) + m mᵀ
 
 with the mean m and the variance v of each input channel and ρ = 0.9 for a kernel's taps; samples that were held out choose.
+
+J takes every output of a layer for as good as any other. What the model returns does not: from there on outputs are rounded together, with
+what an error of each does to it (`output_effect`, `moments`). At last each channel's scale is multiplied so that its result, behind what is
+fused, is no larger or smaller than in float on average over the samples: Σ y y' / Σ y². A channel that is one hundredth too small is no
+more than noise; twenty layers in a row that are, are a fifth.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch.nn import functional as F
 
 import fxquant.quantization.distributed as ranks
 from fxquant.arguments import checked
 from fxquant.progress import progress
+from fxquant.quantization.batch_norm import running_gain
 from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
 from fxquant.quantization.rounding import AdaptiveRounding, Nearest, Rounding
+from fxquant.quantization.weights import Coverage
 from fxquant.tuning.checkpoint import CHECKPOINT, Checkpoint
 from fxquant.tuning.guard import tuning
 from fxquant.tuning.learning import Learned
+from fxquant.tuning.moments import Moment, flipped, flipped_together, joint_noise
+from fxquant.tuning.output_effect import output_effects
 from fxquant.tuning.real import real_result, weight_of
 from fxquant.tuning.result import TunedLayer, TuningResult
 from fxquant.tuning.resumption import digest, model_digest
@@ -49,11 +57,9 @@ ENOUGH = 64  # samples, of the first batches of a calibration
 LARGEST = 2**24  # elements of all of them
 ROWS = 8192  # places of all samples that M is the mean over, about
 WINDOW = 64  # pixels of a larger image that are looked at, along each dimension
-COLUMNS = 2048  # weights of an output that are rounded together; of more, so many at a time
 SHRUNK = (0.1, 0.5, 1.0)  # shares of S in M
-ALIKE = 0.9  # ρ
-PARTS, FEWEST = 8, 256  # in how many parts of a row weights move at once, and how many columns a part has at least
-SWEEPS = 64  # at most: the first take most of J away
+TOGETHER = (0.1, 0.5)  # the same where outputs are rounded together
+LARGEST_GAIN = 1.1  # by which a scale is multiplied, or divided
 
 
 @checked(checkpoint=CHECKPOINT)
@@ -109,24 +115,31 @@ class FirstSamples:
         joined = distributed and ranks.count() > 1
         if not self.wanted or not (joined or self.kept):
             return
-        offsets: dict[str, Tensor] = {}
+        found: dict[str, tuple[Tensor, Tensor | None]] = {}
         try:
             if self.kept and not (joined and ranks.index()):
-                offsets = self._offsets(show_progress)
+                found = self._found(show_progress)
         finally:
             if joined:
-                offsets = next(iter(ranks.gathered({name: offset.cpu() for name, offset in offsets.items()})))
-        for name, offset in offsets.items():
-            operator = quantized_operators(self.prepared)[name]
-            _settle(operator, offset.to(next(operator.weight_quantizer.buffers(), offset).device))
+                found = next(iter(ranks.gathered({name: (offset.cpu(), _on_cpu(share)) for name, (offset, share) in found.items()})))
+        for name, (offset, share) in found.items():
+            _settle(quantized_operators(self.prepared)[name], offset, share)
 
-    def _offsets(self, show_progress: bool | None) -> dict[str, Tensor]:
+    def _found(self, show_progress: bool | None) -> dict[str, tuple[Tensor, Tensor | None]]:
         with tuning(self.prepared) as operators:
             samples = cut(self.prepared, self.kept, 4)
             nodes = _open(self.prepared, self.bits, (Nearest,))
-            found = _round(self.prepared, samples, nodes, show_progress, Checkpoint(None, {}))
-        roundings = {name: operators[name].weight_quantizer.rounding for layer in found.kept for name in layer.layers}
-        return {name: rounding.offset for name, rounding in roundings.items() if isinstance(rounding, AdaptiveRounding)}
+            rounded = _round(self.prepared, samples, nodes, show_progress, Checkpoint(None, {}))
+        quantizers = {name: operators[name].weight_quantizer for layer in rounded.kept for name in layer.layers}
+        return {
+            name: (each.rounding.offset, None if each.coverage is None else each.coverage.share)
+            for name, each in quantizers.items()
+            if isinstance(each.rounding, AdaptiveRounding)
+        }
+
+
+def _on_cpu(value: Tensor | None) -> Tensor | None:
+    return None if value is None else value.cpu()
 
 
 # ---- the layers ---------------------------------------------------------------------------------------------------------------
@@ -153,33 +166,86 @@ def _round(
 ) -> TuningResult:
     walk, found, skipped = Walk(prepared, samples.chunks, exact=False), [], []
     shares = SHRUNK if samples.learning else SHRUNK[-1:]  # what is judged by itself is not to be learned from in full
+    open_nodes = [node for node in nodes if node.name not in known.rows]
+    learning = [samples.chunks[index] for index in samples.learning or samples.judging]
+    effects = output_effects(prepared, learning, open_nodes) if open_nodes else {}
     for node in progress(nodes, len(nodes), "rounding weights", show_progress):
         operator = operator_at(prepared, node)
         assert operator is not None
         if node.name in known.rows:
             row = known.rows[node.name]
             if row.kept:
-                _settle(operator, known.learned(row).offsets[node.name])
+                learned = known.learned(row)
+                _settle(operator, learned.offsets[node.name], learned.shares.get(node.name))
             found.append(row)
             continue
-        layer = _Layer.of(node, operator, walk.at(node.all_input_nodes))
+        values = walk.at((*node.all_input_nodes, node))
+        layer = _Layer.of(node, operator, values)
         moments = None if layer is None else layer.moments(samples)
         if layer is None or moments is None:
             skipped.append((node.name, "what one output is a sum of cannot be told"))
             continue
-        integers, before, after = layer.best(*moments, shares)
+        integers, before, after = layer.best(*moments, shares, effects.get(node))
         row = TunedLayer(node.name, (node.name,), before, after, after < before, 1.0)
         if row.kept:
-            _settle(operator, integers - layer.real)
-        known.add(row, Learned({node.name: integers - layer.real}, {}, {}) if row.kept else None)
+            _settle(operator, integers - layer.real, None)
+            _level(node, operator, values, integers)
+        rounding, coverage = operator.weight_quantizer.rounding, operator.weight_quantizer.coverage
+        kept = isinstance(rounding, AdaptiveRounding) and row.kept
+        shared = {} if coverage is None else {node.name: coverage.share}
+        known.add(row, Learned({node.name: rounding.offset}, {}, shared) if kept else None)  # type: ignore[dict-item]
         found.append(row)
     return TuningResult("round_weights", tuple(found), tuple(skipped), walk.largest)
 
 
-def _settle(operator: QuantizedOperator, offset: Tensor) -> None:
-    rounding = AdaptiveRounding(tuple(offset.shape)).to(offset.device)
+def _settle(operator: QuantizedOperator, offset: Tensor, share: Tensor | None) -> None:
+    """The operator has this rounding, and covers this much; None: as much as before."""
+    device = next(operator.weight_quantizer.buffers(), offset).device
+    rounding = AdaptiveRounding(tuple(offset.shape)).to(device)
     rounding.offset.copy_(offset)
     operator.weight_quantizer.rounding = rounding
+    if share is not None:
+        coverage = Coverage(len(share)).to(device)
+        coverage.share.copy_(share)
+        operator.weight_quantizer.cover(coverage)
+
+
+def _level(node: fx.Node, operator: QuantizedOperator, values: Sequence[Values], integers: Tensor) -> None:
+    """With the integers as they are, scales give results that are as large as in float, as far as the samples tell them from noise."""
+    quantizer = operator.weight_quantizer
+    if quantizer.learned is not None or quantizer.power_of_two:
+        return
+    gain = _gain(node, operator, values, len(integers), integers.dim() - 2)
+    if gain is None:
+        return
+    before = torch.ones_like(gain) if quantizer.coverage is None else quantizer.coverage.share
+    share = before / gain.clamp(1 / LARGEST_GAIN, LARGEST_GAIN)
+    assert isinstance(quantizer.rounding, AdaptiveRounding)
+    _settle(operator, quantizer.rounding.offset, share)
+    layer = _Layer.of(node, operator, values)  # in steps of the new scale, which a bias may keep from being smaller
+    assert layer is not None
+    _settle(operator, integers - layer.real, share)
+
+
+def _gain(node: fx.Node, operator: QuantizedOperator, values: Sequence[Values], channels: int, rank: int) -> Tensor | None:
+    """By how much results are too large, of shape (C,), or (1,) where one scale is for all; None where channels cannot be told."""
+    product, power, noise, places = (torch.zeros(channels, dtype=torch.float64) for _ in range(4))
+    for each in values:
+        found, wanted = real_result(operator, bound_arguments(node, operator, each)), each[node]
+        axis = wanted.dim() - 1 - max(rank, 0)
+        if axis < 0 or wanted.shape[axis] != channels:
+            return None
+        found, wanted = (value.movedim(axis, 0).flatten(1).double().cpu() for value in (found, wanted))
+        product += (found * wanted).sum(1)
+        power += wanted.square().sum(1)
+        noise += (found - wanted).square().sum(1)
+        places += wanted.shape[1]
+    if not operator.weight_quantizer.per_channel:
+        product, power, noise, places = (value.sum(0, keepdim=True) for value in (product, power, noise, places))
+    beyond = product / power.clamp_min(1e-30) - 1
+    told = (1 - noise / power.clamp_min(1e-30) / places / beyond.square().clamp_min(1e-30)).clamp(0, 1)  # of what is beyond 1
+    gain = torch.where(power > 0, 1 + told * beyond, torch.ones_like(power))
+    return gain.float().to(next(operator.weight_quantizer.buffers()).device)
 
 
 class _Seen(Rounding):
@@ -201,6 +267,7 @@ class _Layer(NamedTuple):
     limits    the smallest and the largest integer
     groups    of its inputs, each of which is met by as many outputs
     operands  the positional arguments of the operator by name, for each chunk
+    scale     of each output, float32
     """
 
     real: Tensor
@@ -209,6 +276,7 @@ class _Layer(NamedTuple):
     groups: int
     operator: QuantizedOperator
     operands: list[dict[str, Any]]
+    scale: Tensor
 
     @staticmethod
     def of(node: fx.Node, operator: QuantizedOperator, values: Sequence[Values]) -> _Layer | None:
@@ -224,18 +292,22 @@ class _Layer(NamedTuple):
         weight = weight_of(operator, operands[0])
         if weight is None or not hasattr(seen, "real") or seen.real.shape != weight.shape:
             return None
-        return _Layer(seen.real, previous.integers(seen.real, *seen.limits), seen.limits, operands[0].get("groups", 1), operator, operands)
+        batch_norm = operands[0].get("batch_norm")
+        folded = weight.flatten(1).abs().sum(1) * (1 if batch_norm is None else running_gain(batch_norm).abs())
+        scale = folded / seen.real.flatten(1).abs().sum(1).clamp_min(1e-30)
+        rounded = previous.integers(seen.real, *seen.limits)
+        return _Layer(seen.real, rounded, seen.limits, operands[0].get("groups", 1), operator, operands, scale)
 
     @property
     def columns(self) -> int:
         """Weights of an output."""
         return self.real[0].numel()
 
-    def moments(self, samples: Samples) -> tuple[_Moment, _Moment] | None:
+    def moments(self, samples: Samples) -> tuple[Moment, Moment] | None:
         """What outputs are sums of in the samples that are learned from, and in those that judge."""
         found = []
         for chosen in (samples.learning or samples.judging, samples.judging):
-            moment = _Moment.empty(self)
+            moment = Moment(self.groups, self.columns, self.real[0, 0].numel() if self.real.dim() > 2 else 1, self.real.device)
             for index in chosen:
                 rows = self._rows(index, ROWS // len(chosen) + 1)
                 if rows is None:
@@ -262,17 +334,48 @@ class _Layer(NamedTuple):
         rows = result.movedim(axis, 0).reshape(self.groups, size, -1).transpose(1, 2)
         return rows[:, :: rows.shape[1] // wanted | 1]  # odd: it meets every column of an image whose width is a power of two
 
-    def best(self, learned: _Moment, judging: _Moment, shares: Sequence[float]) -> tuple[Tensor, float, float]:
-        """The integers that leave least noise in the samples that judge, what those so far leave, and what these do."""
+    def best(self, learned: Moment, judging: Moment, shares: Sequence[float], effect: Tensor | None) -> tuple[Tensor, float, float]:
+        """The integers that leave least noise in the samples that judge, what those so far leave, and what these do.
+
+        Without an effect on what the model returns, noise is its share in the sums of an output, on average over all.
+        """
         real, chosen = self.real.flatten(1), self.rounded.flatten(1)
         before = after = judging.noise(chosen, real)
         for share in shares:
-            parts = [_flipped(part, moment, *self.limits) for part, moment in learned.parts(real, share)]
+            parts = [flipped(part, moment, *self.limits) for part, moment in learned.parts(real, share)]
             found = torch.cat(parts, 2).flatten(0, 1)
             noise = judging.noise(found, real)
             if noise < after:
                 chosen, after = found, noise
+        if effect is not None and self.groups == 1 and float(self.scale.max()) > 0:
+            chosen, before, after = self._best_together(chosen, learned, judging, effect)
         return chosen.reshape(self.real.shape), before, after
+
+    def _best_together(self, start: Tensor, learned: Moment, judging: Moment, effect: Tensor) -> tuple[Tensor, float, float]:
+        """From the integers on that are best for each output: those with the least effect on what the model returns."""
+        scale = self.scale / self.scale.max()
+        effect = effect * scale.unsqueeze(1) * scale.unsqueeze(0)
+        real, rounded = self.real.flatten(1), self.rounded.flatten(1)
+        judges = [moment[0] for _, moment in judging.parts(real, 0.0)]
+
+        def noise(errors: Tensor) -> float:
+            parts = [errors[:, first:last] for first, last in judging.bounds]
+            return joint_noise(list(zip(parts, judges, strict=True)), effect)
+
+        signal = max(noise(real), 1e-30)
+        chosen, before, after = rounded, noise(rounded - real) / signal, noise(rounded - real) / signal
+        candidates = [start]
+        for share in TOGETHER:
+            blocks = [
+                flipped_together(start[:, first:last], part[0], moment[0], effect, *self.limits)
+                for (part, moment), (first, last) in zip(learned.parts(real, share), learned.bounds, strict=True)
+            ]
+            candidates.append(torch.cat(blocks, 1))
+        for candidate in candidates:
+            found = noise(candidate - real) / signal
+            if found < after:
+                chosen, after = candidate, found
+        return chosen, before, after
 
 
 def _few(given: dict[str, Any], index: int, rank: int, wanted: int) -> dict[str, Any]:
@@ -285,106 +388,3 @@ def _few(given: dict[str, Any], index: int, rank: int, wanted: int) -> dict[str,
         value = value.narrow(axis, int((0.5 + 0.618 * index) % 1 * free), value.shape[axis] - free)
     places = value[0].numel() // value.shape[1 if rank else -1]
     return {**given, "input": value[: wanted // max(places, 1) + 1]}
-
-
-# ---- second moments -----------------------------------------------------------------------------------------------------------
-
-
-class _Moment:
-    """The mean of x xᵀ in blocks of `COLUMNS`, and of x: float32.
-
-    blocks  for each, (groups, columns, columns)
-    sums    (groups, columns), and of squares
-    taps    columns of one input channel, beside each other
-    """
-
-    def __init__(self, groups: int, columns: int, taps: int, device: torch.device) -> None:
-        width = max(taps, COLUMNS // taps * taps)
-        self.bounds = [(start, min(start + width, columns)) for start in range(0, columns, width)]
-        self.blocks = [torch.zeros(groups, end - start, end - start, device=device) for start, end in self.bounds]
-        self.sums = torch.zeros(groups, columns, device=device)
-        self.taps, self.rows = taps, 0
-
-    @staticmethod
-    def empty(layer: _Layer) -> _Moment:
-        taps = layer.real[0, 0].numel() if layer.real.dim() > 2 else 1
-        return _Moment(layer.groups, layer.columns, taps, layer.real.device)
-
-    def add(self, rows: Tensor) -> None:
-        """Take in (groups, places, columns)."""
-        for block, (start, end) in zip(self.blocks, self.bounds, strict=True):
-            part = rows[:, :, start:end]
-            block += part.transpose(1, 2) @ part
-        self.sums += rows.sum(1)
-        self.rows += rows.shape[1]
-
-    def parts(self, real: Tensor, share: float) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of each block: the weights in steps, (groups, outputs, columns), and M with a share of S, (groups, columns, columns)."""
-        grouped = real.view(len(self.sums), -1, real.shape[1])
-        for block, (start, end) in zip(self.blocks, self.bounds, strict=True):
-            moment, mean = block / self.rows, self.sums[:, start:end] / self.rows
-            yield grouped[:, :, start:end], (1 - share) * moment + share * self._smooth(moment, mean)
-
-    def _smooth(self, moment: Tensor, mean: Tensor) -> Tensor:
-        """S, whose channels have the mean and the variance of all their taps."""
-        taps, (groups, size) = self.taps, mean.shape
-        mean = mean.view(groups, -1, taps).mean(2)
-        square = torch.diagonal(moment, dim1=1, dim2=2).view(groups, -1, taps).mean(2)
-        variance = (square - mean.square()).clamp_min(0)
-        means = mean.repeat_interleave(taps, 1)
-        smooth = means.unsqueeze(2) * means.unsqueeze(1)
-        kernel = ALIKE * torch.ones(taps, taps, device=mean.device) + (1 - ALIKE) * torch.eye(taps, device=mean.device)
-        channel = torch.arange(size // taps, device=mean.device)
-        smooth.view(groups, -1, taps, size // taps, taps)[:, channel, :, channel, :] += variance.t().reshape(-1, groups, 1, 1) * kernel
-        return smooth
-
-    def noise(self, integers: Tensor, real: Tensor) -> float:
-        """The share of noise in the sums of an output, on average over all."""
-        total, signal = (torch.zeros(len(real), dtype=torch.float64, device=real.device) for _ in range(2))
-        for into, value in ((total, integers - real), (signal, real)):
-            grouped = value.view(len(self.sums), -1, value.shape[1])
-            for block, (start, end) in zip(self.blocks, self.bounds, strict=True):
-                part = grouped[:, :, start:end]
-                into += ((part @ block) * part).sum(2).flatten().double()
-        return float((total.clamp_min(0) / signal.clamp_min(1e-30)).clamp_max(1).mean())
-
-
-def _flipped(real: Tensor, moment: Tensor, low: int, high: int) -> Tensor:
-    """From the nearest integers on, those that lower J most in their row, or a part of it, move by a step `SWEEPS` times at most.
-
-    real    weights in steps, (groups, outputs, columns)
-    moment  M, (groups, columns, columns)
-    """
-    _, outputs, columns = real.shape
-    parts = max(1, min(PARTS, columns // FEWEST))
-    margin = -columns % parts
-    at = torch.round(real).clamp_(low, high)
-    gradient, result = ((at - real) @ moment).flatten(0, 1), at.clone().flatten(0, 1)
-    at, row = at.flatten(0, 1), torch.arange(len(result), device=real.device)
-    group = row // outputs
-    diagonal = torch.diagonal(moment, dim1=1, dim2=2)[group]
-    enough = -1e-6 * diagonal.amax(1, keepdim=True)  # what float32 tells
-    starts = torch.arange(parts, device=real.device) * ((columns + margin) // parts)
-    for _ in range(SWEEPS):
-        step = -torch.sign(gradient)
-        change = torch.addcmul(diagonal, gradient, step, value=2)
-        change.masked_fill_((at + step < low) | (at + step > high), 0)
-        gain, place = F.pad(change, (0, margin)).view(len(change), parts, -1).min(2)
-        gain, order = gain.sort(1)
-        place = (place + starts).gather(1, order).clamp_max(columns - 1)
-        step = step.gather(1, place)
-        lines = moment[group.unsqueeze(1), place]  # of M, for each of the places
-        moved = torch.zeros_like(gain)
-        for index in range(parts):  # those that were moved before count
-            others = (moved * lines.gather(2, place[:, index].view(-1, 1, 1).expand(-1, parts, 1)).squeeze(2)).sum(1)
-            moved[:, index] = step[:, index] * (gain[:, index] + 2 * step[:, index] * others < enough[:, 0])
-        gradient += (moved.unsqueeze(1) @ lines).squeeze(1)
-        at.scatter_add_(1, place, moved)
-        done = ~(moved != 0).any(1)
-        if bool(done.any()):
-            result[row[done]] = at[done]
-            row, group, gradient, diagonal, enough, at = (part[~done] for part in (row, group, gradient, diagonal, enough, at))
-            if not len(row):
-                break
-    result[row] = at
-    return result.view_as(real)

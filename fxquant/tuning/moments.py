@@ -1,0 +1,154 @@
+"""Second moments of what a layer's outputs are sums of, and weights that are rounded by them.
+
+    J(q) = Σ_op B_op d_oᵀ M d_p,   d_o = q_o - w_o / s_o
+
+with what `output_effect` finds for B, in squares of the layer's steps; where that is not known B is the identity, and every output is
+rounded by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+COLUMNS = 2048  # weights of an output that are rounded together; of more, so many at a time
+ALIKE = 0.9  # ρ
+PARTS, FEWEST = 8, 256  # in how many parts of a row weights move at once, and how many columns a part has at least
+SWEEPS = 64  # at most: the first take most of J away
+JOINT_SWEEPS = 256  # the same where outputs are rounded together, of which a quarter moves in each
+ENOUGH = 1e-6  # of the largest change: what float32 tells
+
+
+class Moment:
+    """The mean of x xᵀ in blocks of `COLUMNS`, and of x: float32.
+
+    blocks  for each, (groups, columns, columns)
+    sums    (groups, columns), and of squares
+    taps    columns of one input channel, beside each other
+    """
+
+    def __init__(self, groups: int, columns: int, taps: int, device: torch.device) -> None:
+        width = max(taps, COLUMNS // taps * taps)
+        self.bounds = [(start, min(start + width, columns)) for start in range(0, columns, width)]
+        self.blocks = [torch.zeros(groups, end - start, end - start, device=device) for start, end in self.bounds]
+        self.sums = torch.zeros(groups, columns, device=device)
+        self.taps, self.rows = taps, 0
+
+    def add(self, rows: Tensor) -> None:
+        """Take in (groups, places, columns)."""
+        for block, (start, end) in zip(self.blocks, self.bounds, strict=True):
+            part = rows[:, :, start:end]
+            block += part.transpose(1, 2) @ part
+        self.sums += rows.sum(1)
+        self.rows += rows.shape[1]
+
+    def parts(self, real: Tensor, share: float) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of each block: the weights in steps, (groups, outputs, columns), and M with a share of S, (groups, columns, columns)."""
+        grouped = real.view(len(self.sums), -1, real.shape[1])
+        for block, (start, end) in zip(self.blocks, self.bounds, strict=True):
+            moment, mean = block / self.rows, self.sums[:, start:end] / self.rows
+            yield grouped[:, :, start:end], (1 - share) * moment + share * self._smooth(moment, mean)
+
+    def _smooth(self, moment: Tensor, mean: Tensor) -> Tensor:
+        """S, whose channels have the mean and the variance of all their taps."""
+        taps, (groups, size) = self.taps, mean.shape
+        mean = mean.view(groups, -1, taps).mean(2)
+        square = torch.diagonal(moment, dim1=1, dim2=2).view(groups, -1, taps).mean(2)
+        variance = (square - mean.square()).clamp_min(0)
+        means = mean.repeat_interleave(taps, 1)
+        smooth = means.unsqueeze(2) * means.unsqueeze(1)
+        kernel = ALIKE * torch.ones(taps, taps, device=mean.device) + (1 - ALIKE) * torch.eye(taps, device=mean.device)
+        channel = torch.arange(size // taps, device=mean.device)
+        smooth.view(groups, -1, taps, size // taps, taps)[:, channel, :, channel, :] += variance.t().reshape(-1, groups, 1, 1) * kernel
+        return smooth
+
+    def noise(self, integers: Tensor, real: Tensor) -> float:
+        """The share of noise in the sums of an output, on average over all."""
+        total, signal = (torch.zeros(len(real), dtype=torch.float64, device=real.device) for _ in range(2))
+        for into, value in ((total, integers - real), (signal, real)):
+            grouped = value.view(len(self.sums), -1, value.shape[1])
+            for block, (start, end) in zip(self.blocks, self.bounds, strict=True):
+                part = grouped[:, :, start:end]
+                into += ((part @ block) * part).sum(2).flatten().double()
+        return float((total.clamp_min(0) / signal.clamp_min(1e-30)).clamp_max(1).mean())
+
+
+def flipped(real: Tensor, moment: Tensor, low: int, high: int) -> Tensor:
+    """From the nearest integers on, those that lower J most in their row, or a part of it, move by a step `SWEEPS` times at most.
+
+    real    weights in steps, (groups, outputs, columns)
+    moment  M, (groups, columns, columns)
+    """
+    _, outputs, columns = real.shape
+    parts = max(1, min(PARTS, columns // FEWEST))
+    margin = -columns % parts
+    at = torch.round(real).clamp_(low, high)
+    gradient, result = ((at - real) @ moment).flatten(0, 1), at.clone().flatten(0, 1)
+    at, row = at.flatten(0, 1), torch.arange(len(result), device=real.device)
+    group = row // outputs
+    diagonal = torch.diagonal(moment, dim1=1, dim2=2)[group]
+    enough = -1e-6 * diagonal.amax(1, keepdim=True)  # what float32 tells
+    starts = torch.arange(parts, device=real.device) * ((columns + margin) // parts)
+    for _ in range(SWEEPS):
+        step = -torch.sign(gradient)
+        change = torch.addcmul(diagonal, gradient, step, value=2)
+        change.masked_fill_((at + step < low) | (at + step > high), 0)
+        gain, place = F.pad(change, (0, margin)).view(len(change), parts, -1).min(2)
+        gain, order = gain.sort(1)
+        place = (place + starts).gather(1, order).clamp_max(columns - 1)
+        step = step.gather(1, place)
+        lines = moment[group.unsqueeze(1), place]  # of M, for each of the places
+        moved = torch.zeros_like(gain)
+        for index in range(parts):  # those that were moved before count
+            others = (moved * lines.gather(2, place[:, index].view(-1, 1, 1).expand(-1, parts, 1)).squeeze(2)).sum(1)
+            moved[:, index] = step[:, index] * (gain[:, index] + 2 * step[:, index] * others < enough[:, 0])
+        gradient += (moved.unsqueeze(1) @ lines).squeeze(1)
+        at.scatter_add_(1, place, moved)
+        done = ~(moved != 0).any(1)
+        if bool(done.any()):
+            result[row[done]] = at[done]
+            row, group, gradient, diagonal, enough, at = (part[~done] for part in (row, group, gradient, diagonal, enough, at))
+            if not len(row):
+                break
+    result[row] = at
+    return result.view_as(real)
+
+
+def joint_noise(parts: list[tuple[Tensor, Tensor]], effect: Tensor) -> float:
+    """J of errors in steps, (outputs, columns), beside M of their columns, one pair for each block."""
+    return sum(float(((effect @ error @ moment) * error).sum()) for error, moment in parts)
+
+
+def flipped_together(start: Tensor, real: Tensor, moment: Tensor, effect: Tensor, low: int, high: int) -> Tensor:
+    """From some integers on, those that lower J most move by a step, in a quarter of the outputs at once.
+
+    start, real  integers and weights in steps, (outputs, columns)
+    moment       M, (columns, columns)
+    effect       B, (outputs, outputs)
+    """
+    at = start.clone()
+    gradient = effect @ (at - real) @ moment
+    diagonal = effect.diagonal().unsqueeze(1) * moment.diagonal().unsqueeze(0)
+    enough = -ENOUGH * float(diagonal.amax())
+    for _ in range(JOINT_SWEEPS):
+        step = -torch.sign(gradient)
+        change = torch.addcmul(diagonal, gradient, step, value=2)
+        change.masked_fill_((at + step < low) | (at + step > high), 0)
+        gain, place = change.min(1)
+        rows = gain.argsort()[: -(-len(gain) // 4)]
+        gain, place = gain[rows], place[rows]
+        step = step[rows, place]
+        beside = effect[rows][:, rows] * moment[place][:, place] * step.unsqueeze(1) * step.unsqueeze(0)
+        moved = torch.zeros_like(gain)
+        for index in range(len(rows)):  # those that were moved before count
+            moved[index] = gain[index] + 2 * (moved @ beside[index]) < enough
+        if not bool(moved.any()):
+            break
+        chosen = moved.bool()
+        rows, place, step = rows[chosen], place[chosen], step[chosen]
+        at[rows, place] += step
+        gradient += (effect[:, rows] * step) @ moment[place]
+    return at
