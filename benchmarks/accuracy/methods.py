@@ -87,8 +87,8 @@ def _function(name: str) -> Callable[..., Any] | None:
 
 STEPS: tuple[tuple[str, Callable[[Setting], bool]], ...] = (
     ("round_weights", lambda setting: True),
-    ("reconstruct", lambda setting: setting.weights < 8 or setting.activations < 8),
-    ("correct_bias", lambda setting: True),
+    ("distill", lambda setting: setting.weights < 8 or setting.activations < 8),
+    ("correct_bias", lambda setting: setting.weights == setting.activations == 8),
 )
 """Functions of fxquant.tuning, and the settings they are for; equalization is a part of calibration."""
 

@@ -39,7 +39,7 @@ from fxquant.tuning.tensor_file import read_tensors, write_tensors
 from fxquant.tuning.units import constant_arguments, operator_at, weighted_nodes
 from fxquant.tuning.walk import Samples, Values, batch_axes, run, single, taken
 
-FEATURES = 0.03
+FEATURES = 0.1
 MIXED = 0.5  # the largest λ
 RATE = 0.005  # of Adam, in parts of what a weight is on average
 SLOW_RATE = 0.004  # of gains, and of shifts in parts of a standard deviation of the result
