@@ -342,7 +342,7 @@ def calibrate(
 
     Before anything is observed, channels whose ranges in the first batch are far apart are brought nearer by powers of two, where that
     leaves clearly less of the error of weights and activations (`fxq.equalize`); `equalize=False` leaves them alone. Behind it, weights of
-    less than 8 bits are rounded so that their errors cancel in what the first 64 samples make them meet
+    less than 8 bits are rounded so that their errors cancel in what the first 64 samples make them meet, and in what the model returns
     (`fxq.tuning.round_weights`): with `round_weights=True` all weights are, with False none.
 
     Raises CalibrationError if there is no batch, or one does not fit the model, or holds NaN or infinite

@@ -76,10 +76,11 @@ def round_weights(
     """Round weights up or down so that their errors cancel in what the layers read; the model is left in VALIDATE.
 
     `calibrate` does so for weights of less than 8 bits by its first samples; this takes those of any dtype, rounded before or not, and all
-    samples. `batches` are as in `calibrate`. What counts is the share of noise in a layer's sums, on average over its outputs, as far as it
-    comes from its weight alone. A quarter of the samples is held out, and judges: a layer whose noise there does not fall keeps the
-    rounding it had. What was decided is an `AdaptiveRounding`, in the file of `save` and in `state_dict`; it stays while weights move by
-    less than half a step. Layers with a rounding of the user's own, a learned scale, or a weight that others read as well, are left out.
+    samples. `batches` are as in `calibrate`. What counts is the share of noise in a layer's sums, as far as it comes from its weight alone:
+    by what it does to the outputs of the model, or, where these are no real numbers, on average over the layer's. A quarter of the samples
+    is held out, and judges: a layer whose noise there does not fall keeps the rounding it had. What was decided is an `AdaptiveRounding`
+    and a `Coverage`, in the file of `save` and in `state_dict`; the first stays while weights move by less than half a step. Layers with
+    a rounding of the user's own, a learned scale, or a weight that others read as well, are left out.
 
     The same model and batches give the same bits, on one machine with one number of threads. After a kill, the same call with the same
     `checkpoint` continues behind the last layer that was finished. The inputs are kept, and of what is between the layers one value for
