@@ -16,7 +16,7 @@ import onnx
 import torch
 from torch import Tensor, fx
 
-from fxquant.backends.onnx import functions
+from fxquant.backends.onnx import functions, gates
 from fxquant.backends.onnx.emitter import Emitter, value_info
 from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.writer import Writer
@@ -138,7 +138,17 @@ class FastWriter(Writer):
             return ()
         if total.target in CONVOLUTIONS or total.target in LINEARS or total.target in PRODUCTS:
             return (total,) if all(_is_8_bits(plain(operand)) for operand in total.args[:2]) else ()
+        if total.target is elementwise.multiply:
+            return (total,) if self.divisor(node, total) is not None else ()
         return (*_terms(total), total) if self._adds_exactly(node, total) else ()
+
+    def divisor(self, node: fx.Node, total: fx.Node) -> float | None:
+        """What a product of two tensors of 8 bits is divided by; None where it is no kernel."""
+        left, right = (plain(operand) for operand in total.args[:2])
+        multiplier = resolve(self.integer, str(node.args[1].target))  # type: ignore[union-attr]
+        if self.opset < functions.OPSET or not (_is_8_bits(left) and _is_8_bits(right)) or multiplier.numel() != 1:
+            return None
+        return gates.divisor(float(multiplier), stored_zero_point(left), stored_zero_point(right), stored_zero_point(node))
 
     def _adds_exactly(self, node: fx.Node, total: fx.Node) -> bool:
         """Whether float32 adds two tensors of 8 bits, as fractions of a step of the result, exactly: ARITHMETIC.md, section 21."""
@@ -288,6 +298,11 @@ def _requantize(
         result = _linear(w, node, factor, *parts[-1].args)
     elif parts[-1].target in PRODUCTS:
         result = _product(w, node, factor, *parts[-1].args)
+    elif parts[-1].target is elementwise.multiply:
+        left, right = parts[-1].args[:2]
+        divisor = w.divisor(node, parts[-1])
+        assert divisor is not None
+        result = gates.emit(e, (w.shifted(left), w.zero(left)), (w.shifted(right), w.zero(right)), divisor, w.zero(node))
     else:
         result = _sum(w, node, factor, "Add" if parts[-1].target is elementwise.add else "Sub", parts[:-1])
     return _limited(e, result, low, high, stored_zero_point(node))
