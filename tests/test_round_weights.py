@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.demo.digits import load_digits_dataset
 from fxquant.quantization.prepared import quantized_operators
+from fxquant.tuning import output_effect
 from fxquant.tuning.moments import flipped, flipped_together, joint_noise
 from fxquant.tuning.output_effect import ALONE, FLOOR, output_effects
 from fxquant.tuning.real import real_result, weight_of
@@ -173,6 +175,51 @@ def test_the_effect_of_outputs_is_that_of_what_reads_them() -> None:
     whole[:2, :2] = torch.tensor([[2.0, -2.0], [-2.0, 2.0]])  # with a mean of 1 on the diagonal
     wanted = (1 - ALONE) * whole + ALONE * torch.diag(whole.diagonal()) + FLOOR * torch.eye(4)
     assert torch.allclose(found, wanted, atol=1e-6)  # sums of squares in another order
+
+
+class Stairs(torch.autograd.Function):
+    """A function without a gradient."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.floor()
+
+
+class Odd(nn.Module):
+    """A product of vectors in front of a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x.mean(1) @ x)
+
+
+def test_vectors_inference_mode_and_functions_without_a_gradient(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = Odd().eval()
+    square = torch.randn(3, 3)
+    vectors = fxq.calibrate(fxq.prepare(model, square, qconfig=FOUR_BITS), [square], show_progress=False)
+    contract.assert_validate_is_integer(vectors, fxq.convert(vectors), square)
+    model = network()
+    prepared = prepared_of(model)
+    with torch.inference_mode():
+        batches = [batch.clone() for batch in BATCHES]
+        inferred = fxq.calibrate(fxq.prepare(model, batches[0], qconfig=FOUR_BITS), batches, show_progress=False)
+    with torch.no_grad():
+        assert torch.equal(inferred(UNSEEN), prepared(UNSEEN))
+    assert not [record for record in caplog.records if "layer by layer" in record.message]
+    original = output_effect.run
+
+    def without_gradient(*arguments: Any, **settings: Any) -> Any:
+        found = original(*arguments, **settings)
+        return Stairs.apply(found) if isinstance(found, Tensor) else found  # type: ignore[no-untyped-call]
+
+    monkeypatch.setattr(output_effect, "run", without_gradient)
+    alone = prepared_of(model)
+    assert [record for record in caplog.records if "layer by layer" in record.message]
+    contract.assert_validate_is_integer(alone, fxq.convert(alone), UNSEEN)
 
 
 def test_results_are_as_large_as_in_float() -> None:

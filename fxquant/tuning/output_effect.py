@@ -11,6 +11,7 @@ De Sa: Model-Preserving Adaptive Rounding, 2025.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -20,6 +21,8 @@ from fxquant.tuning.real import weight_of
 from fxquant.tuning.simulation import real_outputs
 from fxquant.tuning.units import bound_arguments, operator_at
 from fxquant.tuning.walk import Values, run
+
+logger = logging.getLogger("fxquant")
 
 DRAWN = 4  # u of each chunk
 ELEMENTS = 2**20  # of a model's inputs that are looked at, about: of large images a few have places enough
@@ -36,7 +39,12 @@ def output_effects(prepared: fx.GraphModule, chunks: Sequence[Sequence[object]],
     found: dict[fx.Node, Tensor] = {}
     seen = 0
     for chunk in chunks:
-        for node, moment in _of_chunk(prepared, chunk, set(nodes), generator).items():
+        try:
+            moments = _of_chunk(prepared, chunk, set(nodes), generator)
+        except (RuntimeError, NotImplementedError) as error:  # PyTorch's, of a function that has no gradient
+            logger.warning("weights are rounded layer by layer, without regard to what the model returns: %s", error)
+            return {}
+        for node, moment in moments.items():
             found[node] = found[node] + moment if node in found else moment
         seen += sum(value.numel() for value in chunk if isinstance(value, Tensor))
         if seen >= ELEMENTS:
@@ -53,7 +61,8 @@ def _moderate(moment: Tensor) -> Tensor:
 def _of_chunk(
     prepared: fx.GraphModule, chunk: Sequence[object], nodes: set[fx.Node], generator: torch.Generator
 ) -> Mapping[fx.Node, Tensor]:
-    values: Values = dict(zip(prepared.graph.find_nodes(op="placeholder"), chunk, strict=True))
+    inputs = (value.clone() if isinstance(value, Tensor) and value.is_inference() else value for value in chunk)
+    values: Values = dict(zip(prepared.graph.find_nodes(op="placeholder"), inputs, strict=True))
     sums: dict[fx.Node, tuple[Tensor, Tensor, int]] = {}  # the result of each, where it is not limited, and the dimension of its channels
     with torch.enable_grad():
         for node in prepared.graph.nodes:
@@ -77,7 +86,7 @@ def _of_chunk(
             gradients = torch.autograd.grad(total, [each[0] for each in sums.values()], retain_graph=draw < DRAWN - 1, allow_unused=True)
             for (node, (_, within, axis)), gradient in zip(sums.items(), gradients, strict=True):
                 if gradient is not None:
-                    rows = (gradient * within).movedim(axis, -1).flatten(0, -2)
+                    rows = (gradient * within).movedim(axis, -1).reshape(-1, gradient.shape[axis])
                     found[node] = found.get(node, 0) + rows.t() @ rows
     return found
 
