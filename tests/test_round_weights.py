@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.demo.digits import load_digits_dataset
 from fxquant.quantization.prepared import quantized_operators
-from fxquant.tuning import output_effect
+from fxquant.tuning import output_effect, walk
 from fxquant.tuning.moments import flipped, flipped_together, joint_noise
 from fxquant.tuning.output_effect import ALONE, FLOOR, output_effects
 from fxquant.tuning.real import real_result, weight_of
@@ -210,7 +210,7 @@ def test_vectors_inference_mode_and_functions_without_a_gradient(monkeypatch: py
     with torch.no_grad():
         assert torch.equal(inferred(UNSEEN), prepared(UNSEEN))
     assert not [record for record in caplog.records if "layer by layer" in record.message]
-    original = output_effect.run
+    original = walk.run
 
     def without_gradient(*arguments: Any, **settings: Any) -> Any:
         found = original(*arguments, **settings)
