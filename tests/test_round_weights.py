@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -204,7 +205,7 @@ def test_vectors_inference_mode_and_functions_without_a_gradient(monkeypatch: py
     contract.assert_validate_is_integer(vectors, fxq.convert(vectors), square)
     model = network()
     prepared = prepared_of(model)
-    with torch.inference_mode():
+    with torch.inference_mode(), caplog.at_level(logging.WARNING, "fxquant"):
         batches = [batch.clone() for batch in BATCHES]
         inferred = fxq.calibrate(fxq.prepare(model, batches[0], qconfig=FOUR_BITS), batches, show_progress=False)
     with torch.no_grad():
@@ -217,7 +218,8 @@ def test_vectors_inference_mode_and_functions_without_a_gradient(monkeypatch: py
         return Stairs.apply(found) if isinstance(found, Tensor) else found  # type: ignore[no-untyped-call]
 
     monkeypatch.setattr(output_effect, "run", without_gradient)
-    alone = prepared_of(model)
+    with caplog.at_level(logging.WARNING, "fxquant"):
+        alone = prepared_of(model)
     assert [record for record in caplog.records if "layer by layer" in record.message]
     contract.assert_validate_is_integer(alone, fxq.convert(alone), UNSEEN)
 

@@ -34,7 +34,7 @@ def _random_bits(dtype: torch.dtype, sizes: Sequence[int], generator: torch.Gene
     """Every pattern of bits with equal probability, of eight bytes at once: drawing them is most of what a proof costs."""
     count = math.prod(sizes)
     words = torch.empty(-(-count * dtype.itemsize // 8), dtype=torch.int64, device="cpu").random_(-(2**63), None, generator=generator)
-    return words.view(dtype)[:count].reshape(*sizes)
+    return words.view(dtype)[:count].reshape(sizes)
 
 
 def evaluate(model: fx.GraphModule, match: Match, given: dict[fx.Node, Tensor]) -> Tensor:
