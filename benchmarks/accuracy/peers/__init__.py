@@ -24,6 +24,7 @@ class Peer(NamedTuple):
 
     module        in this package; its functions take the options as keywords
     requires      what pip is to install, in an environment of its own; nothing: it comes with fxquant's
+    shares        the module whose environment it shares
     """
 
     name: str
@@ -31,11 +32,12 @@ class Peer(NamedTuple):
     options: dict[str, object]
     package: str
     requires: tuple[str, ...] = ()
+    shares: str = ""
 
     @property
     def environment(self) -> str:
         """The folder of its environment."""
-        return self.module
+        return self.shares or self.module
 
     def refuses(self, setting: Setting, mode: str) -> str | None:
         reason: str | None = self._module.refuses(setting, mode, **self.options)
@@ -65,6 +67,7 @@ PEERS = {
         Peer("NNCF", "nncf", {}, "nncf", ("nncf==3.4.0",)),
         Peer("AIMET", "aimet", {"equalization": False}, "aimet_torch", AIMET),
         Peer("AIMET equalized", "aimet", {"equalization": True}, "aimet_torch", AIMET),
+        Peer("AIMET AdaRound", "aimet_adaround", {"iterations": 2000}, "aimet_torch", AIMET, "aimet"),
         Peer("MCT", "mct", {}, "model_compression_toolkit", MCT),
         Peer("Brevitas", "brevitas", {}, "brevitas", ("brevitas==0.13.4", "tqdm")),
     )
