@@ -6,7 +6,7 @@ same tensors in every process. Sizes and noise were chosen on float networks alo
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -171,15 +171,19 @@ def _font(path: Path) -> Any:
 
 
 def _font_folder() -> Path:
-    """Where matplotlib keeps its fonts; it is not imported."""
-    found = importlib.util.find_spec("matplotlib")
-    if found is None or not found.submodule_search_locations:
-        raise ConfigurationError(
-            "the glyphs cannot be drawn",
-            because="their typefaces come with matplotlib, which is not installed",
-            remedy='pip install "fxquant[accuracy]", or leave the task out: --task digits denoising',
-        )
-    return Path(next(iter(found.submodule_search_locations))) / "mpl-data" / "fonts" / "ttf"
+    """Where matplotlib keeps its fonts: the first on the path that has all of them, which an older one before it may not have.
+
+    It is not imported.
+    """
+    for entry in sys.path:
+        folder = Path(entry) / "matplotlib" / "mpl-data" / "fonts" / "ttf"
+        if all((folder / f"{font}.ttf").is_file() for font in FONTS):
+            return folder
+    raise ConfigurationError(
+        "the glyphs cannot be drawn",
+        because="their typefaces come with matplotlib, which is not installed",
+        remedy='pip install "fxquant[accuracy]", or leave the task out: --task digits denoising',
+    )
 
 
 # ---- denoising --------------------------------------------------------------------------------------------------------
