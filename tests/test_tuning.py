@@ -208,7 +208,7 @@ def test_a_distillation_that_was_killed_continues_and_ends_with_the_same_bits(
 
     def killed(items: Iterator[None], *_: Any) -> Iterator[None]:
         for index, item in enumerate(items):
-            if index == 11:  # behind the sixth look, and before the seventh
+            if index == 11:  # behind the sixth tenth that was kept, and before the seventh
                 raise KeyboardInterrupt
             yield item
 
@@ -237,8 +237,9 @@ def test_a_distillation_that_was_killed_continues_and_ends_with_the_same_bits(
     assert same(bits(again), whole)
 
 
-def test_distillation_says_what_the_outputs_have_and_keeps_nothing_else(network: nn.Module) -> None:
+def test_distillation_says_what_the_outputs_have_and_keeps_nothing_else(network: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it says of the samples that are held out is what the integers give for them; nothing is kept that is no better."""
+    monkeypatch.setattr(distillation, "COPIES", 0)  # of what is held out, moved by ways that nobody else knows
     prepared = calibrated(network)
     (row,) = fxq.tuning.distill(prepared, LEARNED, steps=3 * STEPS, batch_size=8)
     assert row.layers == ("stem", "block_a", "block_b", "up", "matmul", "head")
@@ -252,6 +253,23 @@ def test_distillation_says_what_the_outputs_have_and_keeps_nothing_else(network:
     assert again.kept or same(bits(prepared), learned)
 
 
+def test_images_are_moved_each_by_its_own_way_and_reflected() -> None:
+    torch.manual_seed(0)
+    several = torch.randn(5, 3, 17, 24)
+    ways = torch.tensor([[0.0, 0.0], [1.0, -1.0], [-1.0, 0.4], [0.2, 1.0], [-0.3, -0.6]])
+    moved = distillation._shifted(several, ways)
+    padded = torch.nn.functional.pad(several, (3, 3, 2, 2), mode="reflect")
+    for index, (down, right) in enumerate([(0, 0), (2, -3), (-2, 1), (0, 3), (-1, -2)]):
+        assert torch.equal(moved[index], padded[index, :, 2 + down : 19 + down, 3 + right : 27 + right])
+    videos = torch.randn(2, 3, 8, 9, 16)
+    moved = distillation._shifted(videos, torch.tensor([[1.0, -1.0, 0.5], [0.0, 0.0, -1.0]]))
+    padded = torch.nn.functional.pad(videos, (2, 2, 1, 1, 1, 1), mode="reflect")
+    assert torch.equal(moved[0], padded[0, :, 2:10, 0:9, 3:19])
+    assert torch.equal(moved[1], padded[1, :, 1:9, 1:10, 0:16])
+    tiny = torch.randn(2, 3, 1, 7)
+    assert torch.equal(distillation._shifted(tiny, torch.ones(2, 2)), tiny)
+
+
 def test_distillation_of_whole_numbers_and_shared_weights() -> None:
     """Inputs that are no real numbers are not mixed; what is shared is left out; a model of whole numbers teaches nothing."""
     torch.manual_seed(0)
@@ -260,7 +278,7 @@ def test_distillation_of_whole_numbers_and_shared_weights() -> None:
     prepared = compiled(words, numbers, "bayes-e", fxq.QConfig(weight=fxq.WeightConfig("int4"))).prepared
     (row,) = fxq.tuning.distill(prepared, numbers, steps=3 * STEPS, batch_size=8)
     assert row.kept
-    assert row.gain > 1  # dB
+    assert row.gain > 0.5  # dB
     contract.assert_validate_is_integer(prepared, fxq.convert(prepared), numbers[0])
     rows = list(torch.split(images(0, 32)[:, 0, 0], 8))
     prepared = compiled(Shared(), rows, "bayes-e", fxq.QConfig(weight=fxq.WeightConfig("int4"))).prepared

@@ -12,7 +12,8 @@ by Adam, whose steps become shorter in a cosine, with the loss
     mean over outputs of Σ (y - y')² / Σ y²  +  FEATURES · the same over the results of all layers with weights
 
 A few samples have more layers and channels than there are equations in their outputs: the results of layers are there so that these are
-not fitted alone, and so are samples that nobody has given, x' = (1 - λ) x_i + λ x_j, of which the teacher knows what they ought to give.
+not fitted alone, and so are samples that nobody has given, x' = (1 - λ) x_i + λ x_j, of which the teacher knows what they ought to give;
+images are also moved by up to an eighth of their size, reflected at the edges, each by its own way.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ MIXED = 0.5  # the largest λ
 RATE = 0.005  # of Adam, in parts of what a weight is on average
 SLOW_RATE = 0.004  # of gains, and of shifts in parts of a standard deviation of the result
 BETAS = (0.9, 0.99)  # of Adam: a few hundred steps are too short for more
-LOOKS = 10  # how often what is held out is looked at
+MOVED = 8  # the largest way of an image, in parts of its size: one of so many
+KEPT = 10  # how often the state is kept in a checkpoint
+COPIES = 3  # of what is held out, each moved: a few samples are a poor judge
 
 
 @checked(steps=POSITIVE, checkpoint=CHECKPOINT)
@@ -62,14 +65,16 @@ def distill(
 ) -> TuningResult:
     """Learn the integers of all weights together, so that the model returns what it does in float; it is left in VALIDATE.
 
-    `batches` are as in `calibrate`; of each of so many `steps`, `batch_size` samples, mixed with others where they are real numbers. A
-    quarter of the samples is held out, and judges ten times: what the outputs have least noise with is kept, which may be what was there.
+    `batches` are as in `calibrate`; of each of so many `steps`, `batch_size` samples, mixed with others where they are real numbers, and
+    moved by up to an eighth of their size where they are images: real, of four or five dimensions, the batch first. A quarter of the
+    samples is held out, and judges, each with copies that are moved: if the outputs have no less noise there, the model stays as it was.
     The model's parameters stay as they are: what was learned is an `AdaptiveRounding`, a `Coverage` and a `BiasCorrection` of each layer,
     which `convert`, `save` and `state_dict` know of, and state FLOAT is still the teacher. Layers with a rounding of the user's own, or a
     weight that others read, too, are left out. A step takes about four times as long as the float model takes for the samples and back.
 
     The same seed, model and batches give the same bits, on one machine with one number of threads; no global generator is read. After a
-    kill, the same call with the same `checkpoint` continues behind the last look, and ends with the bits of one that was not interrupted.
+    kill, the same call with the same `checkpoint` continues behind the last tenth of its steps that was done, and ends with the bits of
+    one that was not interrupted.
 
     Raises NotCalibrated before calibration, CalibrationError for batches that do not fit, and ConfigurationError for a checkpoint that is
     of another call; if anything is raised, the model is what it was.
@@ -84,10 +89,10 @@ def distill(
         if not nodes or not pupil.power:
             return TuningResult("distill", (), tuple(skipped.items()))
         before, signal = pupil.error(), sum(pupil.power)
-        course = pupil.learn(steps, before, checkpoint, {name: str(value) for name, value in call.items()})
+        course = pupil.learn(steps, checkpoint, {name: str(value) for name, value in call.items()})
         for _ in progress(course, steps, "distilling", show_progress):
             pass
-        after = pupil.settled()
+        after = pupil.settled(before)
         names = tuple(node.name for node in nodes)
         row = TunedLayer(_output(prepared).name, names, before * signal, after * signal, after < before, signal)
         return TuningResult("distill", (row,), tuple(skipped.items()))
@@ -180,7 +185,8 @@ class _Weight:
 class _Pupil:
     """A prepared model while it learns from itself in float.
 
-    power  Σ y² of each real tensor that it returns, over what is held out
+    judging  what is held out, in chunks, each with its copies
+    power    Σ y² of each real tensor that it returns, over these
     """
 
     def __init__(self, prepared: fx.GraphModule, nodes: Sequence[fx.Node], samples: Samples, size: int, seed: int) -> None:
@@ -193,10 +199,10 @@ class _Pupil:
         with torch.no_grad():
             first = self._run(samples.chunks[samples.learning[0] if samples.learning else 0], exact=False)[1]
             self.weights = [_Weight(prepared, node, first[node]) for node in nodes]
-            self.held_out = [self._run(samples.chunks[index], exact=False)[0] for index in samples.judging]
+            self.judging = [moved for index in samples.judging for moved in self._copies(samples.chunks[index])]
+            self.held_out = [self._run(inputs, exact=False)[0] for inputs in self.judging]
         self.power = [sum(float(y.double().square().sum()) for y in each) or 1.0 for each in zip(*self.held_out, strict=True)]
         self.items = list(self._alike())
-        self.best: tuple[float, list[Tensor] | None] = (math.inf, None)
 
     def _run(self, inputs: Sequence[Any], *, exact: bool) -> tuple[list[Tensor], Values]:
         """The real tensors that it returns, and the results of layers with weights."""
@@ -231,12 +237,12 @@ class _Pupil:
     def error(self) -> float:
         """The share of noise in what it returns, on average over the tensors, over what is held out."""
         errors = [0.0] * len(self.power)
-        for index, wanted in zip(self.samples.judging, self.held_out, strict=True):
-            for place, (found, right) in enumerate(zip(self._run(self.samples.chunks[index], exact=True)[0], wanted, strict=True)):
+        for inputs, wanted in zip(self.judging, self.held_out, strict=True):
+            for place, (found, right) in enumerate(zip(self._run(inputs, exact=True)[0], wanted, strict=True)):
                 errors[place] += float((found.double() - right.double()).square().sum())
         return sum(error / power for error, power in zip(errors, self.power, strict=True)) / len(errors)
 
-    def learn(self, steps: int, before: float, checkpoint: str | None, call: dict[str, str]) -> Iterator[None]:
+    def learn(self, steps: int, checkpoint: str | None, call: dict[str, str]) -> Iterator[None]:
         """Learn, one step at a time, from where the checkpoint stands."""
         with torch.no_grad():
             for weight in self.weights:
@@ -245,17 +251,13 @@ class _Pupil:
         rates = [rate for weight in self.weights for rate in weight.rates]
         parameters = [parameter for parameter, _ in rates]
         optimizer = torch.optim.Adam([{"params": [parameter], "lr": rate} for parameter, rate in rates], betas=BETAS)
-        self.best = (before, None)
         done = self._resumed(checkpoint, call, optimizer, parameters)
         for step in range(steps):
             if step >= done:
                 for group, (_, rate) in zip(optimizer.param_groups, rates, strict=True):
                     group["lr"] = rate * (1 + math.cos(math.pi * step / steps)) / 2
                 self._step(optimizer, parameters)
-                if (step + 1) * LOOKS // steps > step * LOOKS // steps:
-                    found = self.error()
-                    if found < self.best[0]:
-                        self.best = (found, [parameter.detach().clone() for parameter in parameters])
+                if (step + 1) * KEPT // steps > step * KEPT // steps:
                     self._keep(checkpoint, call, optimizer, parameters, step + 1)
             yield
 
@@ -281,7 +283,22 @@ class _Pupil:
         alike = self.items[self._number(len(self.items))]
         order, other = (torch.randperm(len(alike), generator=self.generator, device="cpu")[: self.size] for _ in range(2))
         shares = MIXED * torch.rand(len(order), generator=self.generator, device="cpu")
-        return [self._mixed([item[place] for item in alike], axis, order, other, shares) for place, axis in enumerate(self.axes)]
+        found = [self._mixed([item[place] for item in alike], axis, order, other, shares) for place, axis in enumerate(self.axes)]
+        return self._moved(found)
+
+    def _copies(self, inputs: list[Any]) -> Iterator[list[Any]]:
+        """The inputs, and copies that are moved, where anything is."""
+        yield inputs
+        if any(_is_image(value, axis) for value, axis in zip(inputs, self.axes, strict=True)):
+            yield from (self._moved(inputs) for _ in range(COPIES))
+
+    def _moved(self, inputs: list[Any]) -> list[Any]:
+        """Each image moved by its own way; of one sample, all inputs alike."""
+        images = [value for value, axis in zip(inputs, self.axes, strict=True) if _is_image(value, axis)]
+        if not images:
+            return inputs
+        ways = 2 * torch.rand(len(images[0]), max(image.dim() for image in images) - 2, generator=self.generator, device="cpu") - 1
+        return [_shifted(value, ways) if _is_image(value, axis) else value for value, axis in zip(inputs, self.axes, strict=True)]
 
     def _number(self, below: int) -> int:
         return int(torch.randint(below, (), generator=self.generator, device="cpu"))
@@ -306,9 +323,7 @@ class _Pupil:
         for index, parameter in enumerate(parameters):
             tensors[f"{index}"] = parameter
             tensors.update({f"{index}/{name}": value for name, value in optimizer.state[parameter].items()})
-        error, best = self.best
-        tensors.update({f"{index}/best": value for index, value in enumerate(best or ())})
-        write_tensors(checkpoint, call, {"done": done, "error": error}, tensors)
+        write_tensors(checkpoint, call, {"done": done}, tensors)
 
     def _resumed(
         self, checkpoint: str | None, call: dict[str, str], optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]
@@ -319,35 +334,41 @@ class _Pupil:
             return 0
         document, tensors = known
         self.generator.set_state(tensors["generator"])
-        best: list[Tensor] = []
         with torch.no_grad():
             for index, parameter in enumerate(parameters):
                 parameter.copy_(tensors[f"{index}"])
                 held = {name: tensors[f"{index}/{name}"] for name in ("step", "exp_avg", "exp_avg_sq") if f"{index}/{name}" in tensors}
                 optimizer.state[parameter] = {name: value if name == "step" else value.to(parameter.device) for name, value in held.items()}
-                if f"{index}/best" in tensors:
-                    best.append(tensors[f"{index}/best"].to(parameter.device))
             for weight in self.weights:
                 weight.place()
-        self.best = (document["error"], best or None)
         return int(document["done"])
 
-    def settled(self) -> float:
-        """The model has what was best, whose error is returned."""
-        error, best = self.best
-        if best is None:
+    def settled(self, before: float) -> float:
+        """The model has what was learned, if its error is less than before; what the error is now."""
+        after = self.error()
+        if not after < before:
             for weight in self.weights:
                 weight.undo()
-            return error
-        with torch.no_grad():
-            for (parameter, _), value in zip((rate for weight in self.weights for rate in weight.rates), best, strict=True):
-                parameter.copy_(value)
-            for weight in self.weights:
-                weight.place()
-            self._run(self.samples.chunks[0], exact=True)  # where weights see what they are in steps
-            for weight in self.weights:
-                weight.settle()
-        return error
+            return before
+        for weight in self.weights:
+            weight.settle()
+        return after
+
+
+def _is_image(value: Any, axis: int | None) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() in (4, 5) and axis == 0
+
+
+def _shifted(images: Tensor, ways: Tensor) -> Tensor:
+    """Images (N, C, ..., H, W), each moved by its row of `ways`, in -1..1 of the largest way, and reflected at the edges."""
+    for dimension in range(2, images.dim()):
+        size = images.shape[dimension]
+        steps = torch.round(ways[:, dimension - 2] * (size // MOVED)).long()
+        places = (torch.arange(size, device="cpu") + steps[:, None]).abs()
+        places = torch.where(places < size, places, 2 * (size - 1) - places).to(images.device)
+        shape = [len(images), *(size if axis == dimension else 1 for axis in range(1, images.dim()))]
+        images = images.gather(dimension, places.reshape(shape).expand_as(images))
+    return images
 
 
 def _share(found: Tensor, wanted: Tensor) -> Tensor:
