@@ -41,7 +41,7 @@ def output_effects(prepared: fx.GraphModule, chunks: Sequence[Sequence[object]],
     for chunk in chunks:
         try:
             moments = _of_chunk(prepared, chunk, set(nodes), generator)
-        except (RuntimeError, NotImplementedError) as error:  # PyTorch's, of a function that has no gradient
+        except RuntimeError as error:  # PyTorch's, of a function that has no gradient
             logger.warning("weights are rounded layer by layer, without regard to what the model returns: %s", error)
             return {}
         for node, moment in moments.items():

@@ -145,8 +145,8 @@ def tune(
     out; so nothing that lowers it is kept. The search ends once the score is at most `tolerance` below the float model's.
 
     Tried are, in this order: calibration as the qconfig says; with a `budget` that this exceeds, the best dtypes within it; other
-    observers; bias correction; int16 for the most sensitive tensors, or, with a budget, the best dtypes within it; AdaRound and block
-    reconstruction, in `steps` for each layer or block.
+    observers; bias correction; int16 for the most sensitive tensors, or, with a budget, the best dtypes within it;
+    distillation, in `steps` for the model; AdaRound and block reconstruction, in `steps` for each layer or block.
 
     The same seed, model and batches give the same bits; no global generator is read. After a kill, the same call with the same
     `checkpoint` goes on behind the last thing that was tried, and ends with the same bits. Raises CalibrationError for fewer than
