@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -268,6 +269,35 @@ def test_images_are_moved_each_by_its_own_way_and_reflected() -> None:
     assert torch.equal(moved[1], padded[1, :, 1:9, 1:10, 0:16])
     tiny = torch.randn(2, 3, 1, 7)
     assert torch.equal(distillation._shifted(tiny, torch.ones(2, 2)), tiny)
+
+
+class Masked(nn.Module):
+    """An attention with a mask that is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs, self.outputs, self.head = nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, 10)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        query, key, value = self.inputs(x).reshape(len(x), -1, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        result: Tensor = self.head(self.outputs(found.transpose(1, 2).reshape(x.shape)))
+        return result
+
+
+@pytest.mark.parametrize("masked", [-math.inf, torch.finfo(torch.float32).min])
+def test_distillation_behind_a_mask_learns(masked: float) -> None:
+    """A mask of four dimensions is no image, and one of infinities is not mixed: what was no number before taught nothing."""
+    torch.manual_seed(0)
+    basis = torch.randn(4, 16)
+    mask = torch.full((4, 1, 16, 16), masked).triu(1)
+    given = [(torch.randn(4, 16, 4) @ basis, mask.clone()) for _ in range(16)]
+    prepared = compiled(Masked().eval(), given, "bayes-e", fxq.QConfig(weight=fxq.WeightConfig("int4"))).prepared
+    (row,) = fxq.tuning.distill(prepared, given, steps=10 * STEPS)
+    assert row.kept
+    assert row.gain > 0.5  # dB
+    assert not distillation._is_image(mask)
+    assert distillation._is_image(torch.randn(2, 3, 8, 8))
 
 
 def test_distillation_of_whole_numbers_and_shared_weights() -> None:

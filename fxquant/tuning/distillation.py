@@ -46,6 +46,7 @@ RATE = 0.005  # of Adam, in parts of what a weight is on average
 SLOW_RATE = 0.004  # of gains, and of shifts in parts of a standard deviation of the result
 BETAS = (0.9, 0.99)  # of Adam: a few hundred steps are too short for more
 MOVED = 8  # the largest way of an image, in parts of its size: one of so many
+LOUDEST = 65535.0  # of an image
 KEPT = 10  # how often the state is kept in a checkpoint
 COPIES = 3  # of what is held out, each moved: a few samples are a poor judge
 
@@ -65,9 +66,10 @@ def distill(
 ) -> TuningResult:
     """Learn the integers of all weights together, so that the model returns what it does in float; it is left in VALIDATE.
 
-    `batches` are as in `calibrate`; of each of so many `steps`, `batch_size` samples, mixed with others where they are real numbers, and
-    moved by up to an eighth of their size where they are images: real, of four or five dimensions, the batch first. A quarter of the
-    samples is held out, and judges, each with copies that are moved: if the outputs have no less noise there, the model stays as it was.
+    `batches` are as in `calibrate`; of each of so many `steps`, `batch_size` samples, mixed with others where they are finite real
+    numbers, and moved by up to an eighth of their size where they are images: real, of four or five dimensions, the batch first, and no
+    element beyond 65535, as those of an attention's mask are. A quarter of the samples is held out, and judges, each with copies that
+    are moved: if the outputs have no less noise there, the model stays as it was.
     The model's parameters stay as they are: what was learned is an `AdaptiveRounding`, a `Coverage` and a `BiasCorrection` of each layer,
     which `convert`, `save` and `state_dict` know of, and state FLOAT is still the teacher. Layers with a rounding of the user's own, or a
     weight that others read, too, are left out. A step takes about four times as long as the float model takes for the samples and back.
@@ -194,6 +196,9 @@ class _Pupil:
         self.generator = torch.Generator().manual_seed(seed)
         self.inputs = prepared.graph.find_nodes(op="placeholder")
         self.axes = batch_axes(prepared)
+        given = [[chunk[place] for chunk in samples.chunks] for place in range(len(self.inputs))]
+        self.mixes = [all(_largest(value) < math.inf for value in values) for values in given]
+        self.moves = [all(map(_is_image, values)) and axis == 0 for values, axis in zip(given, self.axes, strict=True)]
         self.size = size
         self.nodes = tuple(nodes)
         with torch.no_grad():
@@ -283,33 +288,32 @@ class _Pupil:
         alike = self.items[self._number(len(self.items))]
         order, other = (torch.randperm(len(alike), generator=self.generator, device="cpu")[: self.size] for _ in range(2))
         shares = MIXED * torch.rand(len(order), generator=self.generator, device="cpu")
-        found = [self._mixed([item[place] for item in alike], axis, order, other, shares) for place, axis in enumerate(self.axes)]
-        return self._moved(found)
+        return self._moved([self._mixed([item[place] for item in alike], place, order, other, shares) for place in range(len(self.axes))])
 
     def _copies(self, inputs: list[Any]) -> Iterator[list[Any]]:
         """The inputs, and copies that are moved, where anything is."""
         yield inputs
-        if any(_is_image(value, axis) for value, axis in zip(inputs, self.axes, strict=True)):
+        if any(self.moves):
             yield from (self._moved(inputs) for _ in range(COPIES))
 
     def _moved(self, inputs: list[Any]) -> list[Any]:
         """Each image moved by its own way; of one sample, all inputs alike."""
-        images = [value for value, axis in zip(inputs, self.axes, strict=True) if _is_image(value, axis)]
+        images = [value for value, moves in zip(inputs, self.moves, strict=True) if moves]
         if not images:
             return inputs
         ways = 2 * torch.rand(len(images[0]), max(image.dim() for image in images) - 2, generator=self.generator, device="cpu") - 1
-        return [_shifted(value, ways) if _is_image(value, axis) else value for value, axis in zip(inputs, self.axes, strict=True)]
+        return [_shifted(value, ways) if moves else value for value, moves in zip(inputs, self.moves, strict=True)]
 
     def _number(self, below: int) -> int:
         return int(torch.randint(below, (), generator=self.generator, device="cpu"))
 
-    @staticmethod
-    def _mixed(values: list[Any], axis: int | None, order: Tensor, other: Tensor, shares: Tensor) -> Any:
+    def _mixed(self, values: list[Any], place: int, order: Tensor, other: Tensor, shares: Tensor) -> Any:
         """One input of the chosen samples, each with its share of another."""
+        axis = self.axes[place]
         if axis is None:
             return values[int(order[0])]
         value, from_others = (torch.cat([values[index] for index in chosen.tolist()], axis) for chosen in (order, other))
-        if not value.is_floating_point():
+        if not self.mixes[place]:
             return value
         shape = [-1 if dimension == axis else 1 for dimension in range(value.dim())]
         return torch.lerp(value, from_others, shares.to(value).reshape(shape))
@@ -355,8 +359,17 @@ class _Pupil:
         return after
 
 
-def _is_image(value: Any, axis: int | None) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() in (4, 5) and axis == 0
+def _largest(value: Any) -> float:
+    """The largest magnitude in a real tensor; infinite where one is no number, and of what is no real tensor."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return math.inf
+    found = float(value.abs().max()) if value.numel() else 0.0
+    return found if found < math.inf else math.inf
+
+
+def _is_image(value: Any) -> bool:
+    """Whether it is real, of four or five dimensions, and no louder than an image of 16 bits, as masks of attentions are."""
+    return isinstance(value, Tensor) and value.dim() in (4, 5) and _largest(value) <= LOUDEST
 
 
 def _shifted(images: Tensor, ways: Tensor) -> Tensor:
