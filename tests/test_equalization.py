@@ -196,6 +196,21 @@ def test_channels_of_like_ranges_are_left_alone() -> None:
     assert "equalized" not in fxq.explain(one)
 
 
+@pytest.mark.parametrize("bits", [0, 4], ids=["even", "apart"])
+def test_a_few_loud_items_do_not_say_how_far_apart_channels_are(bits: int) -> None:
+    model, quiet = rescaled(bits), image(0, 16)
+    one, other = (fxq.prepare(model, image()) for _ in range(2))
+    loud = quiet.clone()
+    loud[3] *= torch.tensor([64.0, 1.0, 1.0]).reshape(3, 1, 1)  # one input channel alone, which the others follow in their shares
+    fxq.equalize(one, [loud], show_progress=False)
+    fxq.equalize(other, [torch.cat((quiet[:3], quiet[4:]))], show_progress=False)
+    for name, operator in quantized_operators(one).items():
+        factors, wanted = operator.factors, quantized_operators(other)[name].factors
+        assert (factors is None) == (wanted is None)
+        assert factors is None or torch.equal(factors.outputs, wanted.outputs)  # type: ignore[union-attr]
+    assert any(operator.factors is not None and operator.factors.active for operator in quantized_operators(one).values()) == bool(bits)
+
+
 def test_the_contract_holds_with_factors_and_parameters_are_the_users(tmp_path: Path) -> None:
     model = rescaled()
     prepared = calibrated(model)

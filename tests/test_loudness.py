@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fxquant as fxq
+from fxquant.numerics import UINT8
 from fxquant.quantization.observers import HistogramObserver, loudness
 from fxquant.quantization.observers.loudness import BINS, OCTAVES
 from tests.contract import Compiled, compiled
@@ -59,6 +60,18 @@ def test_items_that_are_alike_or_no_exception_change_nothing(network: nn.Module,
     batches = list(torch.split(images(64, loud, 2), 16))
     default, pooled = (quantized(network, batches, "bayes-e", observer).prepared for observer in (HistogramObserver, Pooled))
     assert fxq.qparams(default) == fxq.qparams(pooled)
+
+
+def test_both_ends_of_an_affine_range_are_cut_off_together() -> None:
+    values = torch.randn(64, 3, 16, 16, generator=torch.Generator().manual_seed(3))
+    values[:3] *= 9  # so little louder that one end alone would gain nothing: the step is half of the other's at least
+    found = {}
+    for observer in (HistogramObserver(), Pooled()):
+        observer.take(values, values.min(), values.max(), items=torch.aminmax(values.flatten(1), dim=1))
+        found[type(observer)] = [float(end) for end in observer.interval(UINT8)]
+    quiet = float(values[3:].abs().max())
+    assert all(abs(end) > 3 * quiet for end in found[Pooled])
+    assert all(0.5 * quiet < abs(end) < 1.5 * quiet for end in found[HistogramObserver])
 
 
 def test_an_item_has_the_octave_of_its_largest_magnitude_whatever_the_order() -> None:

@@ -9,6 +9,9 @@ tensor, which the largest channel takes for itself. So several choices of factor
 Xiao, Lin, Seznec, Wu, Demouth, Han: SmoothQuant, ICML 2023, section 4, has max |x_c|^α / max |w_c|^(1-α) for transformers, where a few
 channels of every token are far larger than all others. Some of the choices start there, with several α.
 
+Where a few items of a batch are far louder than the others, their channels have other shares: what is right for them may spread the
+channels of all others, so they have no say.
+
 The factors are powers of two, beside the parameters (`ChannelFactors`): the float function keeps its bits, but for numbers beyond the
 range of float32, and parameters what they mean.
 """
@@ -45,6 +48,7 @@ WORTH = 0.5  # factors are kept where they leave at most so much of the error
 SWEEPS = 3  # over all groups, where weights have one scale for all outputs
 ROUNDS = 4  # how often each choice is balanced anew
 LARGEST = 10  # the largest exponent
+LOUD = 4.0  # times as loud as the median item: such items do not say how far apart channels are
 Statistics = dict[str, tuple[Tensor, Tensor, int]]  # by node: max |x| and Σ x̄² for each label of it, and how many tensors were seen
 
 
@@ -149,7 +153,7 @@ def _matters(prepared: fx.GraphModule, known: Channels, node: fx.Node) -> bool:
 
 @torch.no_grad()
 def _statistics(prepared: fx.GraphModule, watched: Mapping[str, Tensor], batches: Iterable[Sequence[Any]]) -> Statistics:
-    """The largest magnitude and the mean square of the channels of tensors, in the float model."""
+    """The largest magnitude and the mean square of the channels of tensors, in the float model; those of loud items are left out."""
     found: Statistics = {}
 
     def watch(module: QuantizedOperator, _: Any, result: Tensor) -> None:
@@ -157,8 +161,10 @@ def _statistics(prepared: fx.GraphModule, watched: Mapping[str, Tensor], batches
         if result.dim() != labels.dim() + 1 or not result.is_floating_point() or not result.numel():
             return
         reduced = [0, *(dim + 1 for dim, size in enumerate(labels.shape) if size == 1)]
-        largest = result.abs().amax(reduced, keepdim=True).squeeze(0).double().cpu()
-        power = result.square().mean(reduced, keepdim=True, dtype=torch.float64).squeeze(0).cpu()
+        usual = _usual(result)
+        taken = result if bool(usual.all()) else result[usual]
+        largest = taken.abs().amax(reduced, keepdim=True).squeeze(0).double().cpu()
+        power = taken.square().mean(reduced, keepdim=True, dtype=torch.float64).squeeze(0).cpu()
         before = found.get(module.name)
         found[module.name] = (
             (largest, power, 1) if before is None else (torch.maximum(before[0], largest), before[1] + power, before[2] + 1)
@@ -174,6 +180,15 @@ def _statistics(prepared: fx.GraphModule, watched: Mapping[str, Tensor], batches
         for handle in handles:
             handle.remove()
     return found
+
+
+def _usual(value: Tensor) -> Tensor:
+    """Which items of a batch are not far louder than half of them are, bool of shape (items,); NaN is not left out.
+
+    In those that are, channels have other shares than in all others, and it is loud items that a scale may cut off (`loudness`).
+    """
+    loudness = value.abs().flatten(1).amax(1)
+    return ~(loudness > LOUD * loudness.median())
 
 
 def _together(gathered: Sequence[Statistics]) -> Statistics:

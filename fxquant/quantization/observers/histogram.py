@@ -112,7 +112,10 @@ class HistogramObserver(Observer):
         return (0.75 * steps[self._best(steps, dtype)]).float().clamp_min(SMALLEST_SCALE)
 
     def interval(self, dtype: IntType) -> tuple[Tensor, Tensor]:
-        """The one that loses least: each end in turn is the best of so many 128ths of the range's, twice."""
+        """The one that loses least: each end in turn is the best of so many 128ths of the range's, twice.
+
+        Where items differ in loudness they are first cut off together, by the magnitude that is best for both.
+        """
         ends = list(self.ends())
         if float(self.largest) == 0:
             return ends[0], ends[1]
@@ -120,16 +123,24 @@ class HistogramObserver(Observer):
         whole, beyond = tuple(ends), (self._ahead(self.negative), self._ahead(self._positive()))
         points = torch.cat((seen, torch.where(seen < 0, beyond[0] * seen, beyond[1] * seen)))
         counts, items = torch.cat((counts, counts)), self._items()
-        for end in (1, 0, 1, 0):
-            if float(whole[end]) == 0:
-                continue
-            candidates = (_fractions(beyond[end], points.device) * whole[end].double()).float()
-            low, high = (candidates, ends[1]) if end == 0 else (ends[0], candidates)
+
+        def best(low: Tensor, high: Tensor) -> int:
             scale, zero = (part.double().unsqueeze(1) for part in grid_from_range(low, high, dtype))
             quantized = torch.clamp(torch.round(points / scale), dtype.low - zero, dtype.high - zero) * scale
             pooled, step = (self.loss((points - quantized).abs()) * counts).sum(1), scale.squeeze(1)
             below, above = ((limit * scale).abs().squeeze(1) for limit in (dtype.low - zero, dtype.high - zero))
-            ends[end] = candidates[items.better(pooled, step, below, above, beyond) if items else int(pooled.argmin())]
+            return items.better(pooled, step, below, above, beyond) if items else int(pooled.argmin())
+
+        if items is not None and items.differ and float(whole[0]) < 0 < float(whole[1]):  # a step hardly narrows with one end
+            magnitudes = (_fractions(1.0, points.device) * self.largest.double()).float()
+            low, high = torch.maximum(ends[0], -magnitudes), torch.minimum(ends[1], magnitudes)
+            chosen = best(low, high)
+            ends = [low[chosen], high[chosen]]
+        for end in (1, 0, 1, 0):
+            if float(whole[end]) == 0:
+                continue
+            candidates = (_fractions(beyond[end], points.device) * whole[end].double()).float()
+            ends[end] = candidates[best(candidates, ends[1]) if end == 0 else best(ends[0], candidates)]
         return ends[0], ends[1]
 
     def of_output(self) -> HistogramObserver:
