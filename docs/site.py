@@ -128,7 +128,15 @@ REFERENCE = {
         "diff",
         "estimate",
     ),
-    "Making it more exact": ("equalize", "observations", "sensitivity", "mixed_precision", "search_observers", "tune"),
+    "Making it more exact": (
+        "equalize",
+        "observations",
+        "high_precision_outputs",
+        "sensitivity",
+        "mixed_precision",
+        "search_observers",
+        "tune",
+    ),
     "Observers": (
         "HistogramObserver",
         "MSEObserver",

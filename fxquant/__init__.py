@@ -79,6 +79,7 @@ from fxquant.tuning import equalize
 from fxquant.tuning.budget import Budget, Speed
 from fxquant.tuning.mixed_precision import MixedPrecision, mixed_precision
 from fxquant.tuning.observer_search import ObserverSearch, ObserverTrial, search_observers
+from fxquant.tuning.outputs import high_precision_outputs
 from fxquant.tuning.sensitivity import Sensitivity, TensorSensitivity, sensitivity
 from fxquant.tuning.tune import Tuned, TuneStep, tune
 from fxquant.version import __version__
@@ -162,6 +163,7 @@ __all__ = [
     "export_segments",
     "export_torchscript",
     "freeze",
+    "high_precision_outputs",
     "layers",
     "load",
     "load_qconfig",

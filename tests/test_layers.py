@@ -210,7 +210,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.api": {"*"},
     "fxquant.forms": {"*"},
     **dict.fromkeys(
-        ("fxquant.tuning.mixed_precision", "fxquant.tuning.observer_search", "fxquant.tuning.sensitivity"),
+        ("fxquant.tuning.mixed_precision", "fxquant.tuning.observer_search", "fxquant.tuning.outputs", "fxquant.tuning.sensitivity"),
         NOUNS | {"api", "batches", "frontend", "observations", "progress", "tuning"},
     ),
     **dict.fromkeys(("fxquant.tuning.remedies", "fxquant.tuning.tune"), NOUNS | {"batches", "record", "serialization", "tuning"}),

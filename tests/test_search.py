@@ -89,6 +89,50 @@ def noise(wanted: list[Tensor], given: list[Tensor]) -> float:
     return error / sum(float(a.detach().double().square().sum()) for a in wanted)
 
 
+# ---- outputs -------------------------------------------------------------------------------------------------------------
+
+
+class Outputs(nn.Module):
+    """A sum with a residual, one that is limited, one that is read as well, one that is squashed, and one behind a concatenation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.limited, self.read, self.squashed = (nn.Conv2d(3, 3, 3, padding=1) for _ in range(4))
+        self.behind = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor | tuple[Tensor, Tensor]]:
+        read, squashed = self.read(x), torch.sigmoid(self.squashed(x))
+        head = self.behind(torch.cat([read, squashed], 1).mean((2, 3)))
+        return {"image": x + self.image(x), "others": (F.relu6(self.limited(x)), read), "squashed": squashed, "head": head}
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "bernoulli", "x86"])
+def test_sums_that_the_model_returns_may_be_left_as_they_are(target: str, batches: list[Tensor], tmp_path: Path) -> None:
+    torch.manual_seed(6)
+    model = Outputs().eval()
+    qconfig = fxq.high_precision_outputs(model, batches[0], target)
+    assert list(qconfig.names) == ["behind", "image", "limited"]
+    plain = fxq.calibrate(fxq.prepare(model, batches[0], target), batches)
+    wide = fxq.calibrate(fxq.prepare(model, batches[0], target, qconfig), batches)
+    assert {layer.dtype for layer in fxq.layers(wide) if layer.name in qconfig.names} == {"int32"}
+    integer = fxq.convert(wide)
+    assert fxq.verify(wide, integer, batches[:1])
+    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "wide.onnx"), batches[:1])
+    wanted, found, before = model(batches[0]), integer(batches[0]), plain(batches[0])
+    assert noise([wanted["image"]], [found["image"]]) < 0.7 * noise([wanted["image"]], [before["image"]])
+    assert torch.equal(found["squashed"], before["squashed"])
+
+
+def test_an_output_that_is_given_a_grid_keeps_it(small: nn.Module, batches: list[Tensor], caplog: pytest.LogCaptureFixture) -> None:
+    given = fxq.QConfigMapping().set_module_name("head", fxq.QConfig(fxq.ActivationConfig(scale=0.01)))
+    with caplog.at_level("INFO", logger="fxquant"):
+        assert fxq.high_precision_outputs(small, batches[0], qconfig=given) == given
+    assert "no output of this model is the sum of a layer" in caplog.text
+    weights = fxq.QConfig(weight=fxq.WeightConfig("int4"))
+    found = fxq.high_precision_outputs(small, batches[0], qconfig=weights)
+    assert (found.default, found.names["head"].weight.dtype, found.names["head"].output.dtype) == (weights, "int4", "int32")
+
+
 # ---- sensitivity ---------------------------------------------------------------------------------------------------------
 
 
@@ -356,7 +400,7 @@ def test_tune_keeps_what_gains_and_goes_on_after_a_kill(
     assert kept == sorted(kept)
     assert whole.score == kept[-1] > kept[0] + 5
     assert all(step.score < whole.score for step in whole.steps if not step.kept)
-    assert {step.remedy for step in whole.steps} >= {"calibration", "observers", "16 bits"}
+    assert {step.remedy for step in whole.steps} >= {"calibration", "32-bit outputs", "observers", "16 bits"}
     assert fxq.verify(whole.prepared, fxq.convert(whole.prepared), batches[:1])
 
     judge, judged = samples.real_outputs_of, 0

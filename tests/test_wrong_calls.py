@@ -509,6 +509,10 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
         lambda w: (fxq.sensitivity, {"model": w.prepared, "batches": [batch()], "widths": 8, "measured": False}),
         {"model": MODELS, "batches": BATCHES, "target": [], "qconfig": [], "num_batches": [*COUNTS, 0], "batch_fn": CALLABLES, **SEARCH},
     ),
+    "high_precision_outputs": (
+        lambda w: (fxq.high_precision_outputs, {"model": w.model, "example_inputs": batch()}),
+        {"model": MODELS, "example_inputs": [], "target": TARGETS[:3], "qconfig": CHOSEN[:3]},
+    ),
     "mixed_precision": (
         lambda w: (
             fxq.mixed_precision,

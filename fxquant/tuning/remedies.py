@@ -14,7 +14,7 @@ from torch import fx
 
 from fxquant.quantization.mapping import QConfigMapping
 from fxquant.serialization.qconfig import read, written
-from fxquant.tuning import adaround, correct_bias, distill, mixed_precision, observer_search, reconstruct
+from fxquant.tuning import adaround, correct_bias, distill, mixed_precision, observer_search, outputs, reconstruct
 from fxquant.tuning.budget import Budget
 from fxquant.tuning.choices import Choices, bits
 from fxquant.tuning.mixed_precision import Work
@@ -85,6 +85,14 @@ def _observers(state: State) -> Proposals:
         yield found.chosen, replace(state.recipe, mapping=found.qconfig)
 
 
+def _high_precision(state: State) -> Proposals:
+    """32-bit outputs of the layers whose sums the model returns: no rounding, and nothing that it costs."""
+    work = state.untuned()
+    wide = outputs.summed_outputs(work.prepared) if state.budget is None else []
+    if wide:
+        yield f"int32 for {', '.join(wide)}", replace(state.recipe, mapping=outputs.mapping_of(work.prepared, work.base, wide))
+
+
 def _sixteen(state: State) -> Proposals:
     """Sixteen bits for the most sensitive tensors and weights: one, two, four, …, a quarter of them at most."""
     if state.budget is not None:
@@ -136,6 +144,7 @@ def _method(name: str, learns: bool = True) -> Remedy:
 
 BUDGET = Remedy("mixed precision", _within_budget)
 REMEDIES: tuple[Remedy, ...] = (
+    Remedy("32-bit outputs", _high_precision),
     Remedy("observers", _observers),
     _method("bias correction", learns=False),
     Remedy("16 bits", _sixteen),

@@ -144,9 +144,10 @@ def tune(
     square, and 0 for the float model. What a remedy finds is kept if the score is higher, or the same with less error on what is held
     out; so nothing that lowers it is kept. The search ends once the score is at most `tolerance` below the float model's.
 
-    Tried are, in this order: calibration as the qconfig says; with a `budget` that this exceeds, the best dtypes within it; other
-    observers; bias correction; int16 for the most sensitive tensors, or, with a budget, the best dtypes within it;
-    distillation, in `steps` for the model; AdaRound and block reconstruction, in `steps` for each layer or block.
+    Tried are, in this order: calibration as the qconfig says; with a `budget` that this exceeds, the best dtypes within it; 32-bit
+    outputs of the layers whose sums the model returns; other observers; bias correction; int16 for the most sensitive tensors, or, with
+    a budget, which leaves out both of these, the best dtypes within it; distillation, in `steps` for the model; AdaRound and block
+    reconstruction, in `steps` for each layer or block.
 
     The same seed, model and batches give the same bits; no global generator is read. After a kill, the same call with the same
     `checkpoint` goes on behind the last thing that was tried, and ends with the same bits. Raises CalibrationError for fewer than
