@@ -44,8 +44,8 @@ def outer_layers(network: nn.Module) -> tuple[str, str]:
     return layers[0], layers[-1]
 
 
-def prepare(checkpoint: Checkpoint, setting: Setting, *, learned: bool = False) -> fx.GraphModule:
-    """Prepared with fxquant's defaults, but for the bits that the setting says; not calibrated yet."""
+def prepare(checkpoint: Checkpoint, setting: Setting, *, learned: bool = False, wide: bool = False) -> fx.GraphModule:
+    """Prepared with fxquant's defaults, but for the bits that the setting says; not calibrated yet. `wide`: with 32-bit outputs."""
     network, target = checkpoint.load(), setting.target
     training = "learned" if learned else "statistics"
 
@@ -59,7 +59,8 @@ def prepare(checkpoint: Checkpoint, setting: Setting, *, learned: bool = False) 
     mapping = fxq.QConfigMapping(qconfig(setting.weights, setting.activations))
     for name in outer_layers(network):
         mapping = mapping.set_module_name(name, qconfig(8, 8))
-    return fxq.prepare(network, checkpoint.data.calibration[0], target, mapping)
+    example = checkpoint.data.calibration[0]
+    return fxq.prepare(network, example, target, fxq.high_precision_outputs(network, example, target, mapping) if wide else mapping)
 
 
 def calibrated(checkpoint: Checkpoint, setting: Setting) -> fx.GraphModule:
@@ -67,10 +68,10 @@ def calibrated(checkpoint: Checkpoint, setting: Setting) -> fx.GraphModule:
 
 
 def tuned(checkpoint: Checkpoint, setting: Setting) -> fx.GraphModule | str:
-    """Calibrated, then every step of `STEPS` that this fxquant has, in this order."""
+    """Calibrated with the sums of last layers as outputs, then every step of `STEPS` that this fxquant has, in this order."""
     if not any(_function(name) for name, _ in STEPS):
         return "this fxquant has no fxquant.tuning"
-    prepared = calibrated(checkpoint, setting)
+    prepared = fxq.calibrate(prepare(checkpoint, setting, wide=True), checkpoint.data.calibration, show_progress=False)
     for name, wanted in STEPS:
         function = _function(name)
         if function is not None and wanted(setting):
