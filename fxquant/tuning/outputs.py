@@ -32,8 +32,8 @@ def high_precision_outputs(
     """The qconfig with a rule more for each layer with weights whose result the model returns, and nothing else reads: int32.
 
     Such an output is the layer's sum as it stands, with a scale for each channel, which no rounding to 8 bits follows and nothing
-    clips; it takes four bytes an element. A layer whose result is of a dtype or a scale that is given keeps it, and so does one whose
-    grid others share. Where there is no such layer, a line is logged and the mapping is the qconfig's own.
+    clips; it takes four bytes an element. A result whose scale is given keeps its grid, and so does one whose grid others share. Where
+    there is no such layer, a line is logged and the mapping is the qconfig's own.
 
     The arguments are those of `prepare`, to which the result is given; raises what that raises.
     """

@@ -235,6 +235,15 @@ def test_setters_and_templates() -> None:
     assert (found["head"], found["skip"]) == ("int16", "int8")
 
 
+def test_the_template_for_high_precision_outputs_finds_the_last_layer() -> None:
+    template = horizon.HighPrecisionOutputTemplate()
+    for setter in (horizon.QconfigSetter(templates=[template]), (horizon.TemplateQconfigSetter(Q(A("int8")), [template]),)):
+        prepared = horizon.prepare(Net().eval(), BATCHES[0], setter)
+        assert dtypes(prepared)["head"] == "int32"
+        assert {dtypes(prepared)[name] for name in ("conv", "skip")} == {"int8"}
+        assert fxq.verify(calibrated(prepared), horizon.convert_fx(prepared), BATCHES[:1])
+
+
 # ---- tools ------------------------------------------------------------------------------------------------------------------
 
 

@@ -50,6 +50,7 @@ from fxquant.compat.horizon.rules import (
     DefaultTemplate,
     GEMMInt8Template,
     GEMMToGridSampleGridInt16Template,
+    HighPrecisionOutputTemplate,
     ModuleNameQconfigSetter,
     ModuleNameTemplate,
     QconfigSetter,
@@ -69,6 +70,7 @@ __all__ = [
     "FloatFunctional",
     "GEMMInt8Template",
     "GEMMToGridSampleGridInt16Template",
+    "HighPrecisionOutputTemplate",
     "March",
     "ModuleNameQconfigSetter",
     "ModuleNameTemplate",
@@ -124,9 +126,6 @@ MISSING = {
     "DynamicFakeQuantize": Refusal("scales are those of calibration or training", "use FakeQuantize"),
     "FakeCast": _FLOATS,
     "GlobalFakeQuantSwitch": Refusal("states are set from outside", "call fxq.set_state(prepared, 'float', 'module.path')"),
-    "HighPrecisionOutputTemplate": Refusal(
-        "which layer is the last one is said by name", "ModuleNameTemplate({'head': 'qint32'}): its sums, in 32 bits"
-    ),
     "MatmulDtypeTemplate": Refusal(
         "an operand has the dtype of the operator that made it", "give those operators a dtype with ModuleNameTemplate"
     ),

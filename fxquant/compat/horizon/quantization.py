@@ -12,7 +12,7 @@ import fxquant as fxq
 from fxquant.arguments import FLAG, checked
 from fxquant.compat.common import Refusal, refuse_given, simplest
 from fxquant.compat.horizon.march import required
-from fxquant.compat.horizon.rules import of_dict, of_setters, on_host
+from fxquant.compat.horizon.rules import has_high_precision_outputs, of_dict, of_setters, on_host
 from fxquant.errors import ConfigurationError
 from fxquant.quantization.calibration import enter, owned_quantizers, require_prepared, update_scales
 from fxquant.quantization.observers import gathering
@@ -108,7 +108,8 @@ def prepare(
     model: nn.Module, example_inputs: Any = None, qconfig_setter: Any = None, method: PrepareMethod = PrepareMethod.JIT_STRIP
 ) -> fx.GraphModule:
     """The model prepared as a setter says, or several, the first of which that speaks of a place decides."""
-    return _prepared("prepare", model, example_inputs, of_setters(qconfig_setter))
+    wide = has_high_precision_outputs(qconfig_setter)
+    return _prepared("prepare", model, example_inputs, of_setters(qconfig_setter), high_precision_outputs=wide)
 
 
 @checked()
@@ -130,13 +131,17 @@ def _check_custom(called: str, config: Mapping[str, Any] | None) -> None:
             raise ARGUMENTS["prepare_custom_config_dict"].error(f"{called}(prepare_custom_config_dict={{{key!r}: …}}) cannot be done")
 
 
-def _prepared(called: str, model: nn.Module, example_inputs: Any, mapping: fxq.QConfigMapping) -> fx.GraphModule:
+def _prepared(
+    called: str, model: nn.Module, example_inputs: Any, mapping: fxq.QConfigMapping, *, high_precision_outputs: bool = False
+) -> fx.GraphModule:
     if example_inputs is None:
         raise ConfigurationError(
             f"{called} needs example_inputs",
             because="the model is traced with them, for its shapes",
             remedy=f"pass one batch of its inputs: {called}(…, example_inputs=(x,))",
         )
+    if high_precision_outputs:
+        mapping = fxq.high_precision_outputs(model, example_inputs, required(called), simplest(mapping))
     prepared = fxq.prepare(model, example_inputs, required(called), simplest(mapping), batch_norm=_qat_mode[0].value)
     fxq.set_state(prepared, State.TRAIN)
     return prepared.train(model.training)

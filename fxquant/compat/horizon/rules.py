@@ -169,6 +169,16 @@ class DefaultTemplate(_Automatic):
     """The reference qconfig is the default of every operator."""
 
 
+class HighPrecisionOutputTemplate(_Automatic):
+    """Layers whose sums the model returns have 32-bit outputs: `prepare` looks for them (see `fxquant.high_precision_outputs`)."""
+
+
+def has_high_precision_outputs(setters: Any) -> bool:
+    """Whether one of these setters has the template for them."""
+    several = setters if isinstance(setters, tuple | list) else (setters,)
+    return any(isinstance(template, HighPrecisionOutputTemplate) for setter in several for template in getattr(setter, "templates", ()))
+
+
 @dataclass(frozen=True)
 class QconfigSetter:
     """A reference qconfig, and templates that change it in places; a later one goes before an earlier one."""
