@@ -196,6 +196,20 @@ def test_channels_of_like_ranges_are_left_alone() -> None:
     assert "equalized" not in fxq.explain(one)
 
 
+@pytest.mark.parametrize(("reach", "multiplied"), [(0.49, False), (0.3, True)])
+def test_factors_are_worth_it_for_channels_that_reach_further_too(reach: float, multiplied: bool) -> None:
+    first, last = nn.Conv2d(3, 3, 1, bias=False), nn.Conv2d(3, 2, 1, bias=False)
+    with torch.no_grad():
+        first.weight.copy_(torch.diag(torch.tensor([1.0, 1.0, reach])).reshape(3, 3, 1, 1))
+        last.weight.copy_(torch.tensor([[0.3, 0.3, 1.0], [0.3, 0.3, -1.0]]).reshape(2, 3, 1, 1))
+    prepared = fxq.prepare(nn.Sequential(first, nn.ReLU(), last).eval(), image())
+    drawn = torch.rand(8, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    drawn[0, :, 0, 0] = 1
+    fxq.equalize(prepared, [drawn], show_progress=False)
+    outputs = quantized_operators(prepared)["_0"].factors.outputs  # type: ignore[union-attr]
+    assert (int(outputs[2] - outputs[0]) > 0) == multiplied
+
+
 @pytest.mark.parametrize("bits", [0, 4], ids=["even", "apart"])
 def test_a_few_loud_items_do_not_say_how_far_apart_channels_are(bits: int) -> None:
     model, quiet = rescaled(bits), image(0, 16)

@@ -9,6 +9,9 @@ tensor, which the largest channel takes for itself. So several choices of factor
 Xiao, Lin, Seznec, Wu, Demouth, Han: SmoothQuant, ICML 2023, section 4, has max |x_c|^α / max |w_c|^(1-α) for transformers, where a few
 channels of every token are far larger than all others. Some of the choices start there, with several α.
 
+What a few items show is not all that is to come: a channel that fills the range as far as they tell is cut off where it reaches further.
+So factors are to be worth it as well if every channel reaches half as far again.
+
 Where a few items of a batch are far louder than the others, their channels have other shares: what is right for them may spread the
 channels of all others, so they have no say.
 
@@ -48,6 +51,7 @@ WORTH = 0.5  # factors are kept where they leave at most so much of the error
 SWEEPS = 3  # over all groups, where weights have one scale for all outputs
 ROUNDS = 4  # how often each choice is balanced anew
 LARGEST = 10  # the largest exponent
+AHEAD = 1.5  # times as far as a few items show: a channel may turn out to reach so far
 LOUD = 4.0  # times as loud as the median item: such items do not say how far apart channels are
 Statistics = dict[str, tuple[Tensor, Tensor, int]]  # by node: max |x| and Σ x̄² for each label of it, and how many tensors were seen
 
@@ -324,12 +328,14 @@ def _chosen(prepared: fx.GraphModule, known: Channels, seen: Statistics) -> Tens
         """The exponents with those of a group changed, if that is worth it."""
         least = before = error(terms, exponents)
         best = exponents
+        doubtful = [term.ahead(AHEAD) if isinstance(term, TensorNoise) else term for term in terms]
+        most = WORTH * error(doubtful, exponents)
         for offered in _candidates(group, terms, problem) if _worth(sum(term.least_error() for term in terms), before) else ():
             candidate = exponents.clone()
             candidate[group] = offered
             for _ in range(ROUNDS):
                 after = error(terms, candidate)
-                if after < least:
+                if after < least and error(doubtful, candidate) <= most:
                     least, best = after, candidate
                 candidate = _balanced(candidate, group, terms)
         if not _worth(least, before):

@@ -12,7 +12,7 @@ of two is left out, which is no reason for a choice.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -88,6 +88,10 @@ class TensorNoise:
         """The scale, in numbers of the float model, for each channel."""
         own = factors[self.labels]
         return (self.largest * own).amax() / self.divisor / own
+
+    def ahead(self, times: float) -> TensorNoise:
+        """The same where every channel may reach so many times as far, and none beyond the largest."""
+        return replace(self, largest=torch.minimum(self.largest * times, self.largest.max()))
 
     def least_error(self) -> float:
         """The same if every channel had the whole grid for itself."""
