@@ -95,9 +95,9 @@ STEPS: tuple[tuple[str, Callable[[Setting], bool]], ...] = (
 
 
 def trained(checkpoint: Checkpoint, setting: Setting) -> fx.GraphModule:
-    """Calibrated, then trained; below 8 bits with learned scales, which is what the guide recommends there."""
+    """Calibrated with the sums of last layers as outputs, then trained; below 8 bits with learned scales, as the guide recommends."""
     learned = min(setting.weights, setting.activations) < LEARNED_BELOW
-    prepared = fxq.calibrate(prepare(checkpoint, setting, learned=learned), checkpoint.data.calibration, show_progress=False)
+    prepared = fxq.calibrate(prepare(checkpoint, setting, learned=learned, wide=True), checkpoint.data.calibration, show_progress=False)
     fxq.set_state(prepared, fxq.State.TRAIN)
     prepared.train()
     train(prepared, checkpoint, lambda: fxq.freeze(prepared, scales=not learned))
