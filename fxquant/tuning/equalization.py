@@ -12,9 +12,6 @@ channels of every token are far larger than all others. Some of the choices star
 What a few items show is not all that is to come: a channel that fills the range as far as they tell is cut off where it reaches further.
 So factors are to be worth it as well if every channel reaches half as far again.
 
-Where a few items of a batch are far louder than the others, their channels have other shares: what is right for them may spread the
-channels of all others, so they have no say.
-
 The factors are powers of two, beside the parameters (`ChannelFactors`): the float function keeps its bits, but for numbers beyond the
 range of float32, and parameters what they mean.
 """
@@ -22,7 +19,7 @@ range of float32, and parameters what they mean.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,16 +28,15 @@ from torch import Tensor, fx
 import fxquant.quantization.distributed as ranks
 from fxquant.analysis.channels import Channels, channels, multiply
 from fxquant.analysis.node import quantized_operator
-from fxquant.analysis.record import still
 from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError
-from fxquant.graph import by_name, is_parameter, parameter_value
+from fxquant.graph import is_parameter, parameter_value
 from fxquant.numerics import SMALLEST_NORMAL
 from fxquant.progress import progress
 from fxquant.quantization.batches import as_batches, first_batches, length, model_inputs, no_batches
 from fxquant.quantization.calibration import require_prepared
-from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
-from fxquant.quantization.state import State
+from fxquant.quantization.prepared import quantized_operators
+from fxquant.tuning.channel_statistics import Statistics, statistics, together
 from fxquant.tuning.noise import LayerNoise, TensorNoise
 
 logger = logging.getLogger("fxquant")
@@ -52,8 +48,6 @@ SWEEPS = 3  # over all groups, where weights have one scale for all outputs
 ROUNDS = 4  # how often each choice is balanced anew
 LARGEST = 10  # the largest exponent
 AHEAD = 1.5  # times as far as a few items show: a channel may turn out to reach so far
-LOUD = 4.0  # times as loud as the median item: such items do not say how far apart channels are
-Statistics = dict[str, tuple[Tensor, Tensor, int]]  # by node: max |x| and Σ x̄² for each label of it, and how many tensors were seen
 
 
 @checked()
@@ -93,7 +87,7 @@ def equalize(
             yield model_inputs(prepared, batch if batch_fn is None else batch_fn(batch), seen)
             seen += 1
 
-    _equalize(prepared, inputs(), _together if distributed else None)
+    _equalize(prepared, inputs(), together if distributed else None)
     if not seen and ranks.count() == 1:
         raise no_batches(num_batches)
     return prepared
@@ -133,7 +127,7 @@ def _equalize(
         return
     known = channels(prepared, open_alone=True)
     watched = {node.name: labels for node, labels in known.tensors.items() if _matters(prepared, known, node)}
-    seen = _statistics(prepared, watched, batches)
+    seen = statistics(prepared, watched, batches)
     if join is not None and joined:
         seen = join(ranks.gathered(seen))
     if not seen or not all(bool(torch.isfinite(part).all()) for entry in seen.values() for part in entry[:2]):
@@ -150,61 +144,6 @@ def _matters(prepared: fx.GraphModule, known: Channels, node: fx.Node) -> bool:
     return quantized_operator(prepared, node) is not None and (
         bool(known.tensors[node].any()) or any(user in known.read for user in node.users)
     )
-
-
-# ---- what channels hold ----------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def _statistics(prepared: fx.GraphModule, watched: Mapping[str, Tensor], batches: Iterable[Sequence[Any]]) -> Statistics:
-    """The largest magnitude and the mean square of the channels of tensors, in the float model; those of loud items are left out."""
-    found: Statistics = {}
-
-    def watch(module: QuantizedOperator, _: Any, result: Tensor) -> None:
-        labels = watched[module.name]
-        if result.dim() != labels.dim() + 1 or not result.is_floating_point() or not result.numel():
-            return
-        reduced = [0, *(dim + 1 for dim, size in enumerate(labels.shape) if size == 1)]
-        usual = _usual(result)
-        taken = result if bool(usual.all()) else result[usual]
-        largest = taken.abs().amax(reduced, keepdim=True).squeeze(0).double().cpu()
-        power = taken.square().mean(reduced, keepdim=True, dtype=torch.float64).squeeze(0).cpu()
-        before = found.get(module.name)
-        found[module.name] = (
-            (largest, power, 1) if before is None else (torch.maximum(before[0], largest), before[1] + power, before[2] + 1)
-        )
-
-    operators = quantized_operators(prepared)
-    handles = [operators[name].register_forward_hook(watch) for name in watched]
-    try:
-        with still(prepared, State.FLOAT):
-            for inputs in batches:
-                prepared(**by_name(prepared, inputs))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found
-
-
-def _usual(value: Tensor) -> Tensor:
-    """Which items of a batch are not far louder than half of them are, bool of shape (items,); NaN is not left out.
-
-    In those that are, channels have other shares than in all others, and it is loud items that a scale may cut off (`loudness`).
-    """
-    loudness = value.abs().flatten(1).amax(1)
-    return ~(loudness > LOUD * loudness.median())
-
-
-def _together(gathered: Sequence[Statistics]) -> Statistics:
-    """What all ranks have seen."""
-    found: Statistics = {}
-    for one in gathered:
-        for name, (largest, power, count) in one.items():
-            before = found.get(name)
-            found[name] = (
-                (largest, power, count) if before is None else (torch.maximum(before[0], largest), before[1] + power, before[2] + count)
-            )
-    return found
 
 
 # ---- what is chosen --------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """High-precision outputs: layers whose sum the model returns leave it as it is, in 32 bits, instead of rounding it once more.
 
-Such a layer is spared a requantization, and the output a rounding that nothing behind it could make up for. In a model that returns an
-image this is half of all the noise that 8 bits leave.
+Such a layer is spared a requantization, and the output a rounding that nothing behind it could make up for.
 """
 
 from __future__ import annotations
@@ -37,29 +36,24 @@ def high_precision_outputs(
 
     The arguments are those of `prepare`, to which the result is given; raises what that raises.
     """
-    base = as_mapping(qconfig)
     prepared = prepare(model, example_inputs, target, qconfig)
-    wide = summed_outputs(prepared)
+    mapping, wide = with_high_precision(prepared, as_mapping(qconfig))
     if not wide:
         logger.info("no output of this model is the sum of a layer: the qconfig has no rule more")
-    return mapping_of(prepared, base, wide)
+    return mapping
 
 
-def summed_outputs(prepared: fx.GraphModule) -> list[str]:
-    """The names of the layers that can have a 32-bit output, in the order they run."""
-    if WIDE not in prepared.meta["target"].activations:
-        return []
+def with_high_precision(prepared: fx.GraphModule, base: QConfigMapping) -> tuple[QConfigMapping, list[str]]:
+    """The mapping that a model was prepared with, and rules for 32-bit outputs; the names of the layers that they are for."""
     choices = Choices(prepared, ())
-    return [name for name, choice in choices.items() if choice.kind == ACTIVATION and _is_summed(choice, choices.nodes[name])]
+    has = WIDE in prepared.meta["target"].activations
+    wide = [name for name, choice in choices.items() if has and _is_summed(choice, choices.nodes[choice.operators[0].name])]
+    return choices.mapping(base, dict.fromkeys(wide, WIDE)), wide
 
 
 def _is_summed(choice: Choice, node: fx.Node) -> bool:
-    """Whether a tensor is a layer's sum, on a grid of its own, that the model returns and nothing else reads."""
+    """Whether a choice is a layer's sum, on a grid of its own, that the model returns and nothing else reads."""
     readers = [reader for user in node.users for reader in (user.users if operator_of(user) is DEQUANTIZE else [user])]
     shown = bool(readers) and all(reader.op == "output" for reader in readers)
-    return shown and len(choice.operators) == 1 and part(node) is None and choice.operators[0].operator.sums
-
-
-def mapping_of(prepared: fx.GraphModule, base: QConfigMapping, wide: list[str]) -> QConfigMapping:
-    """The base with rules for 32-bit outputs of these layers."""
-    return Choices(prepared, ()).mapping(base, dict.fromkeys(wide, WIDE))
+    alone = choice.kind == ACTIVATION and len(choice.operators) == 1 and part(node) is None
+    return alone and shown and choice.operators[0].operator.sums

@@ -87,10 +87,11 @@ def _observers(state: State) -> Proposals:
 
 def _high_precision(state: State) -> Proposals:
     """32-bit outputs of the layers whose sums the model returns: no rounding, and nothing that it costs."""
-    work = state.untuned()
-    wide = outputs.summed_outputs(work.prepared) if state.budget is None else []
+    if state.budget is not None:
+        return
+    mapping, wide = outputs.with_high_precision(state.untuned().prepared, state.recipe.mapping)
     if wide:
-        yield f"int32 for {', '.join(wide)}", replace(state.recipe, mapping=outputs.mapping_of(work.prepared, work.base, wide))
+        yield f"int32 for {', '.join(wide)}", replace(state.recipe, mapping=mapping)
 
 
 def _sixteen(state: State) -> Proposals:

@@ -1,0 +1,71 @@
+"""What the channels of tensors hold in the float model: the largest magnitude and the mean square of each.
+
+Where a few items of a batch are far louder than the others, their channels have other shares: what is right for them may spread the
+channels of all others, and it is they that a scale may cut off (`observers.loudness`). So they have no say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.analysis.record import still
+from fxquant.graph import by_name
+from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
+from fxquant.quantization.state import State
+
+LOUD = 4.0  # times as loud as the median item: such items do not say how far apart channels are
+Seen = tuple[Tensor, Tensor, int]  # max |x| and Σ x̄² for each label of a tensor, and how many tensors were seen
+Statistics = dict[str, Seen]  # by node
+
+
+@torch.no_grad()
+def statistics(prepared: fx.GraphModule, watched: Mapping[str, Tensor], batches: Iterable[Sequence[Any]]) -> Statistics:
+    """What these batches show of the tensors whose labels are given."""
+    found: Statistics = {}
+
+    def watch(module: QuantizedOperator, _: Any, result: Tensor) -> None:
+        labels = watched[module.name]
+        if result.dim() != labels.dim() + 1 or not result.is_floating_point() or not result.numel():
+            return
+        reduced = [0, *(dim + 1 for dim, size in enumerate(labels.shape) if size == 1)]
+        usual = _usual(result)
+        taken = result if bool(usual.all()) else result[usual]
+        largest = taken.abs().amax(reduced, keepdim=True).squeeze(0).double().cpu()
+        power = taken.square().mean(reduced, keepdim=True, dtype=torch.float64).squeeze(0).cpu()
+        _add(found, module.name, (largest, power, 1))
+
+    operators = quantized_operators(prepared)
+    handles = [operators[name].register_forward_hook(watch) for name in watched]
+    try:
+        with still(prepared, State.FLOAT):
+            for inputs in batches:
+                prepared(**by_name(prepared, inputs))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def together(gathered: Sequence[Statistics]) -> Statistics:
+    """What all ranks have seen."""
+    found: Statistics = {}
+    for one in gathered:
+        for name, seen in one.items():
+            _add(found, name, seen)
+    return found
+
+
+def _add(found: Statistics, name: str, seen: Seen) -> None:
+    largest, power, count = seen
+    before = found.get(name)
+    found[name] = seen if before is None else (torch.maximum(before[0], largest), before[1] + power, before[2] + count)
+
+
+def _usual(value: Tensor) -> Tensor:
+    """Which items of a batch are not far louder than half of them are, bool of shape (items,); NaN is not left out."""
+    loudness = value.abs().flatten(1).amax(1)
+    return ~(loudness > LOUD * loudness.median())
