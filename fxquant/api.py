@@ -51,7 +51,7 @@ from fxquant.serialization import load_file, save_model, save_observations
 from fxquant.stage import Stage
 from fxquant.target import Target
 from fxquant.tuning.equalization import by_first_batch
-from fxquant.tuning.second_moment import FirstSamples
+from fxquant.tuning.first_samples import FirstSamples
 
 logger = logging.getLogger("fxquant")
 
@@ -147,10 +147,15 @@ def prepare(
 
 def _restore(prepared: fx.GraphModule, observations: Observations) -> None:
     missing = restore(prepared, observations)
-    if FirstSamples(prepared, None).wanted:
+    first = FirstSamples(prepared)
+    if first.rounds:
         logger.warning(
             "weights of less than 8 bits are rounded to the nearest, since observations hold no samples;"
             " fxq.tuning.round_weights(prepared, batches) rounds them so that their errors cancel, as calibration does"
+        )
+    if first.corrects:
+        logger.info(
+            "biases are not corrected, since observations hold no samples; fxq.tuning.correct_bias(prepared, batches) does it, as calibration"
         )
     if not missing:
         calibration.set_state(prepared, State.VALIDATE)
@@ -325,6 +330,7 @@ def calibrate(
     only_missing: bool = False,
     equalize: bool = True,
     round_weights: bool | None = None,
+    correct_bias: bool | None = None,
     show_progress: bool | None = None,
 ) -> fx.GraphModule:
     """Observe the batches, set every scale, and leave the model in state VALIDATE; returns it.
@@ -343,14 +349,16 @@ def calibrate(
     Before anything is observed, channels whose ranges in the first batch are far apart are brought nearer by powers of two, where that
     leaves clearly less of the error of weights and activations (`fxq.equalize`); `equalize=False` leaves them alone. Behind it, weights of
     less than 8 bits are rounded so that their errors cancel in what the first 64 samples make them meet, and in what the model returns
-    (`fxq.tuning.round_weights`): with `round_weights=True` all weights are, with False none.
+    (`fxq.tuning.round_weights`): with `round_weights=True` all weights are, with False none. In a model with such
+    weights, and on a target that floors (bernoulli), biases take back what rounding shifts outputs by on average
+    (`fxq.tuning.correct_bias`): with `correct_bias=True` in every model, with False in none.
 
     Raises CalibrationError if there is no batch, or one does not fit the model, or holds NaN or infinite
     values, and ConfigurationError for arguments it cannot use; what was observed before stays observed.
     """
     calibration.require_prepared(prepared)
     batches = as_batches(batches)
-    samples = FirstSamples(prepared, round_weights)
+    samples = FirstSamples(prepared, round_weights, correct_bias)
     calibration.calibrate(
         prepared,
         batches,
@@ -362,7 +370,7 @@ def calibrate(
         first=by_first_batch(prepared, distributed) if equalize else None,
         each=samples.take,
     )
-    samples.round(distributed, show_progress)
+    samples.use(distributed, show_progress)
     return prepared
 
 

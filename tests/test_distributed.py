@@ -106,10 +106,10 @@ def again(rank: int) -> Any:
 
 
 def rounded(rank: int) -> Any:
-    """Weights of four bits, by the samples of the first rank."""
+    """Weights of four bits, and biases behind them, by the samples of the first rank."""
     prepared = fxq.prepare(network(), shards()[0], "bayes-e", fxq.QConfig(weight=fxq.WeightConfig("int4")))
     fxq.calibrate(prepared, shard(rank))
-    return {name: value.clone() for name, value in prepared.state_dict().items() if name.endswith("offset")}
+    return {name: value.clone() for name, value in prepared.state_dict().items() if name.endswith(("offset", "correction.value"))}
 
 
 def one_without(rank: int) -> Any:

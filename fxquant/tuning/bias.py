@@ -7,7 +7,7 @@ that of what the integers have, operand after operand corrected before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from fxquant.arguments import checked
 from fxquant.progress import progress
-from fxquant.quantization.prepared import QuantizedOperator
+from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
 from fxquant.quantization.weights import BiasCorrection
 from fxquant.tuning.checkpoint import CHECKPOINT
 from fxquant.tuning.guard import tuning
@@ -27,6 +27,9 @@ from fxquant.tuning.result import TunedLayer, TuningResult
 from fxquant.tuning.resumption import digest, model_digest
 from fxquant.tuning.units import Lesson, Unit, bound_arguments, layer_units
 from fxquant.tuning.walk import Samples, Values, Walk, arguments_of, taken
+
+
+OUTLIER = 6.0  # times the median magnitude of a channel's differences: what is beyond counts as so much
 
 
 @checked(checkpoint=CHECKPOINT)
@@ -55,20 +58,41 @@ def correct_bias(
     with tuning(prepared) as operators:
         samples = taken(prepared, batches, num_batches, batch_fn, batch_size, show_progress)
         call = {"method": "correct_bias", "batch_size": batch_size, "model": model_digest(prepared), "samples": digest(samples.tensors)}
-        journal = Journal(checkpoint, call)
-        exact, real = Walk(prepared, samples.chunks, exact=True), Walk(prepared, samples.chunks, exact=False)
-        units = layer_units(prepared)
-        found, skipped = [], []
-        for unit in progress(units, len(units), "correcting biases", show_progress):
-            operator = operators[unit.weighted[0].name]
-            known = journal.at(unit.name, partial(_found, unit, samples, exact, real, operator))
-            if known is None:
-                skipped.append((unit.name, "its channels are not those of its weight"))
-                continue
-            row = TunedLayer(**{**known["row"], "layers": tuple(known["row"]["layers"])})
-            if row.kept:
-                _put(operator, known["value"])
-            found.append(row)
+        return _correct(prepared, samples, operators, Journal(checkpoint, call), show_progress)
+
+
+def corrections(prepared: fx.GraphModule, samples: Samples, show_progress: bool | None) -> dict[str, list[float]]:
+    """Biases corrected by these samples; what is added to each now, by layer. Nothing is done with one chunk alone."""
+    if len(samples.chunks) < 2:
+        return {}
+    with tuning(prepared) as operators:
+        result = _correct(prepared, samples, operators, Journal(None, {}), show_progress)
+    added = {name: operators[name].weight_quantizer.correction for layer in result.kept for name in layer.layers}
+    return {name: each.value.tolist() for name, each in added.items() if each is not None}
+
+
+def settle(prepared: fx.GraphModule, found: Mapping[str, list[float]]) -> None:
+    """Layers have these corrections."""
+    for name, value in found.items():
+        _put(quantized_operators(prepared)[name], value)
+
+
+def _correct(
+    prepared: fx.GraphModule, samples: Samples, operators: Mapping[str, QuantizedOperator], journal: Journal, show_progress: bool | None
+) -> TuningResult:
+    exact, real = Walk(prepared, samples.chunks, exact=True), Walk(prepared, samples.chunks, exact=False)
+    units = layer_units(prepared)
+    found, skipped = [], []
+    for unit in progress(units, len(units), "correcting biases", show_progress):
+        operator = operators[unit.weighted[0].name]
+        known = journal.at(unit.name, partial(_found, unit, samples, exact, real, operator))
+        if known is None:
+            skipped.append((unit.name, "its channels are not those of its weight"))
+            continue
+        row = TunedLayer(**{**known["row"], "layers": tuple(known["row"]["layers"])})
+        if row.kept:
+            _put(operator, known["value"])
+        found.append(row)
     return TuningResult("correct_bias", tuple(found), tuple(skipped), exact.largest + real.largest)
 
 
@@ -102,9 +126,15 @@ def _correction(lesson: Lesson, operator: QuantizedOperator) -> Tensor | None:
         axis = difference.dim() - 1 - max(weight.dim() - 2, 0)
         if axis < 0 or difference.shape[axis] != len(weight):
             return None
-        rows = difference.double().movedim(axis, 0).flatten(1)
+        rows = _without_outliers(difference.double().movedim(axis, 0).reshape(len(weight), -1))
         total, count = total + rows.sum(1), count + rows.shape[1]
     return (total / max(count, 1)).float()
+
+
+def _without_outliers(rows: Tensor) -> Tensor:
+    """Limited to some times the median magnitude of each row: where an operand was cut off, differences are not those of rounding."""
+    limit = OUTLIER * rows.abs().median(1, keepdim=True).values
+    return rows.clamp(-limit, limit)
 
 
 def _unlimited(node: fx.Node, operator: QuantizedOperator, values: Values) -> Tensor:

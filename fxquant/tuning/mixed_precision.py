@@ -26,7 +26,7 @@ from fxquant.tuning.journal import Journal
 from fxquant.tuning.program import optimum
 from fxquant.tuning.resumption import model_digest
 from fxquant.tuning.samples import Metric, Reference, real_outputs_of, taken
-from fxquant.tuning.second_moment import FirstSamples
+from fxquant.tuning.first_samples import FirstSamples
 from fxquant.tuning.sensitivity import METRIC, WIDTH, WIDTHS, Sensitivity, as_prepared, decibels, find, score_of
 from fxquant.tuning.simulation import Simulation
 from fxquant.tuning.table import table
@@ -153,10 +153,10 @@ class Work:
         for operator in quantized_operators(found).values():
             if not operator.plain:
                 operator.output.require()
-        first = FirstSamples(found, None)  # as calibration does
+        first = FirstSamples(found)  # as calibration does
         for inputs in self.samples:
             first.take(inputs)
-        first.round(False, False)
+        first.use(False, False)
         return found
 
 

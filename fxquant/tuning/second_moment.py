@@ -34,7 +34,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-import fxquant.quantization.distributed as ranks
 from fxquant.arguments import checked
 from fxquant.progress import progress
 from fxquant.quantization.batch_norm import running_gain
@@ -50,11 +49,9 @@ from fxquant.tuning.real import real_result, weight_of
 from fxquant.tuning.result import TunedLayer, TuningResult
 from fxquant.tuning.resumption import digest, model_digest
 from fxquant.tuning.units import bound_arguments, operator_at, shared_weights, weighted_nodes
-from fxquant.tuning.walk import Samples, Values, Walk, arguments_of, cut, taken
+from fxquant.tuning.walk import Samples, Values, Walk, arguments_of, taken
 
-FEW_BITS, ALL_BITS = 7, 32  # of a weight; with 8 there is less to gain
-ENOUGH = 64  # samples, of the first batches of a calibration
-LARGEST = 2**24  # elements of all of them
+ALL_BITS = 32  # of a weight
 ROWS = 8192  # places of all samples that M is the mean over, about
 WINDOW = 64  # pixels of a larger image that are looked at, along each dimension
 SHRUNK = (0.1, 0.5, 1.0)  # shares of S in M
@@ -94,53 +91,30 @@ def round_weights(
         return _round(prepared, samples, nodes, show_progress, Checkpoint(checkpoint, call))
 
 
-class FirstSamples:
-    """The first samples of a calibration, by which weights of few bits are rounded behind it; none are kept where there are no such."""
-
-    def __init__(self, prepared: fx.GraphModule, chosen: bool | None) -> None:
-        self.bits = FEW_BITS if chosen is None else ALL_BITS if chosen else 0
-        self.prepared, self.samples, self.elements = prepared, 0, 0
-        self.kept: list[list[Any]] = []
-        self.wanted = any(_is_open(operator, self.bits, (Nearest,)) for operator in quantized_operators(prepared).values())
-
-    def take(self, inputs: Sequence[Any]) -> None:
-        """The model's inputs of the next batch."""
-        tensors = [value for value in inputs if isinstance(value, Tensor)]
-        if self.wanted and self.samples < ENOUGH and self.elements < LARGEST and tensors:
-            self.kept.append([value.clone() if isinstance(value, Tensor) else value for value in inputs])  # a loader may reuse its memory
-            self.samples += len(tensors[0]) if tensors[0].dim() else 1
-            self.elements += sum(value.numel() for value in tensors)
-
-    def round(self, distributed: bool, show_progress: bool | None) -> None:
-        """Round by them; where ranks calibrate together, by those of the first."""
-        joined = distributed and ranks.count() > 1
-        if not self.wanted or not (joined or self.kept):
-            return
-        found: dict[str, tuple[Tensor, Tensor | None]] = {}
-        try:
-            if self.kept and not (joined and ranks.index()):
-                found = self._found(show_progress)
-        finally:
-            if joined:
-                found = next(iter(ranks.gathered({name: (offset.cpu(), _on_cpu(share)) for name, (offset, share) in found.items()})))
-        for name, (offset, share) in found.items():
-            _settle(quantized_operators(self.prepared)[name], offset, share)
-
-    def _found(self, show_progress: bool | None) -> dict[str, tuple[Tensor, Tensor | None]]:
-        with tuning(self.prepared) as operators:
-            samples = cut(self.prepared, self.kept, 4)
-            nodes = _open(self.prepared, self.bits, (Nearest,))
-            rounded = _round(self.prepared, samples, nodes, show_progress, Checkpoint(None, {}))
-        quantizers = {name: operators[name].weight_quantizer for layer in rounded.kept for name in layer.layers}
-        return {
-            name: (each.rounding.offset, None if each.coverage is None else each.coverage.share)
-            for name, each in quantizers.items()
-            if isinstance(each.rounding, AdaptiveRounding)
-        }
+Rounded = dict[str, tuple[Tensor, Tensor | None]]  # by layer: the offsets of its roundings, and the shares that it covers
 
 
-def _on_cpu(value: Tensor | None) -> Tensor | None:
-    return None if value is None else value.cpu()
+def is_wanted(prepared: fx.GraphModule, bits: int) -> bool:
+    """Whether a weight of at most so many bits is rounded to the nearest."""
+    return any(_is_open(operator, bits, (Nearest,)) for operator in quantized_operators(prepared).values())
+
+
+def rounded(prepared: fx.GraphModule, samples: Samples, bits: int, show_progress: bool | None) -> Rounded:
+    """Weights of at most so many bits that are rounded to the nearest, rounded by these samples; what they have now."""
+    with tuning(prepared) as operators:
+        result = _round(prepared, samples, _open(prepared, bits, (Nearest,)), show_progress, Checkpoint(None, {}))
+    quantizers = {name: operators[name].weight_quantizer for layer in result.kept for name in layer.layers}
+    return {
+        name: (each.rounding.offset, None if each.coverage is None else each.coverage.share)
+        for name, each in quantizers.items()
+        if isinstance(each.rounding, AdaptiveRounding)
+    }
+
+
+def settle(prepared: fx.GraphModule, found: Rounded) -> None:
+    """Layers have these roundings."""
+    for name, (offset, share) in found.items():
+        _settle(quantized_operators(prepared)[name], offset, share)
 
 
 # ---- the layers ---------------------------------------------------------------------------------------------------------------

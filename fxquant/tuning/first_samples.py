@@ -1,0 +1,84 @@
+"""The first samples of a calibration, by which weights are rounded and biases corrected behind it, where that gains enough.
+
+Weights of few bits are rounded by them (`second_moment`); what is left of their errors, and what clipped operands shift, is on average
+taken from biases (`bias`).
+
+Biases are corrected as well where an arithmetic only floors, of a sum that half a step was added to: every number in the middle between
+two integers goes up. Sums of many products hardly ever are there; the mean of four numbers is in one case of four, and so every pixel of
+a pooled image is an eighth of a step too large on average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor, fx
+
+import fxquant.quantization.distributed as ranks
+from fxquant.tuning import bias, second_moment
+from fxquant.tuning.units import weighted_nodes
+from fxquant.tuning.walk import HELD_OUT_OF, Samples, cut
+
+FEW_BITS, ALL_BITS = 7, 32  # of a weight; with 8 there is less to gain by rounding
+ENOUGH = 64  # samples, of the first batches of a calibration
+LARGEST = 2**24  # elements of all of them
+LARGEST_FOR_BIAS = 2**21  # a mean needs fewer
+CHUNK = 16  # samples
+
+Found = TypeVar("Found")
+
+
+class FirstSamples:
+    """Collects them; none are kept where nothing is to be done by them.
+
+    `round_weights` and `correct_bias` say by what: True all layers, False none, and None where it gains enough: weights of less than 8
+    bits are rounded, and all biases corrected of a model that has such weights, or whose target floors.
+    """
+
+    def __init__(self, prepared: fx.GraphModule, round_weights: bool | None = None, correct_bias: bool | None = None) -> None:
+        self.prepared, self.samples, self.elements = prepared, 0, 0
+        self.bits = FEW_BITS if round_weights is None else ALL_BITS if round_weights else 0
+        self.rounds = second_moment.is_wanted(prepared, self.bits)
+        gains = prepared.meta["target"].arithmetic.floors or second_moment.is_wanted(prepared, FEW_BITS)
+        self.corrects = (gains if correct_bias is None else correct_bias) and bool(weighted_nodes(prepared))
+        self.kept: list[list[Any]] = []
+
+    def take(self, inputs: Sequence[Any]) -> None:
+        """The model's inputs of the next batch."""
+        tensors = [value for value in inputs if isinstance(value, Tensor)]
+        if (self.rounds or self.corrects) and self.samples < ENOUGH and self.elements < LARGEST and tensors:
+            self.kept.append([value.clone() if isinstance(value, Tensor) else value for value in inputs])  # a loader may reuse its memory
+            self.samples += len(tensors[0]) if tensors[0].dim() else 1
+            self.elements += sum(value.numel() for value in tensors)
+
+    def use(self, distributed: bool, show_progress: bool | None) -> None:
+        """Round and correct by them; where ranks calibrate together, by those of the first."""
+        if self.rounds:
+
+            def rounded() -> second_moment.Rounded:
+                found = second_moment.rounded(self.prepared, cut(self.prepared, self.kept, 4), self.bits, show_progress)
+                return {name: (offset.cpu(), None if share is None else share.cpu()) for name, (offset, share) in found.items()}
+
+            second_moment.settle(self.prepared, self._of_first_rank(distributed, rounded, {}))
+        if self.corrects:
+            samples = self._few()
+            found = self._of_first_rank(distributed, lambda: bias.corrections(self.prepared, samples, show_progress), {})
+            bias.settle(self.prepared, found)
+
+    def _of_first_rank(self, distributed: bool, find: Callable[[], Found], nothing: Found) -> Found:
+        if not distributed or ranks.count() == 1:
+            return find() if self.kept else nothing
+        found = nothing
+        try:
+            if self.kept and not ranks.index():
+                found = find()
+        finally:
+            every = ranks.gathered(found)  # also where it raises: others wait
+        return next(iter(every))
+
+    def _few(self) -> Samples:
+        """As many as a mean needs, in at least so many chunks that some can be held out."""
+        each = max(self.elements // max(self.samples, 1), 1)
+        size = max(1, min(CHUNK, LARGEST_FOR_BIAS // (HELD_OUT_OF * each)))
+        return Samples(cut(self.prepared, self.kept, size).chunks[: max(HELD_OUT_OF, LARGEST_FOR_BIAS // (size * each))])

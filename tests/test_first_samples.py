@@ -1,0 +1,122 @@
+"""What calibration does by its first samples behind the scales: biases take back what rounding shifts on average."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import fxquant as fxq
+from fxquant.quantization.prepared import quantized_operators
+from fxquant.tuning import bias
+from fxquant.tuning.first_samples import LARGEST_FOR_BIAS, FirstSamples
+from tests import contract
+
+FOUR_BITS = fxq.QConfig(weight=fxq.WeightConfig("int4"))
+
+
+def network() -> nn.Module:
+    """With a pooling of four numbers, whose mean is in the middle between two integers in one case of four."""
+    torch.manual_seed(0)
+    first = [nn.Conv2d(3, 12, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(12, 12, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2)]
+    model = nn.Sequential(*first, nn.Conv2d(12, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 5)).eval()
+    for layer in model:
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+    return model
+
+
+def batches(seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.rand(8, 3, 16, 16, generator=generator) for _ in range(4)]
+
+
+def calibrated(target: str, correct_bias: bool | None = None, qconfig: fxq.QConfig | None = None) -> fx.GraphModule:
+    prepared = fxq.prepare(network(), batches()[0], target, qconfig)
+    return fxq.calibrate(prepared, batches(), correct_bias=correct_bias, show_progress=False)
+
+
+def corrected(prepared: fx.GraphModule) -> list[str]:
+    return [name for name, operator in quantized_operators(prepared).items() if operator.weight_quantizer.correction is not None]
+
+
+def noise(prepared: fx.GraphModule) -> float:
+    """Of what nothing was calibrated with."""
+    unseen, model = torch.cat(batches(1)), network()
+    with torch.no_grad():
+        return float((prepared(unseen) - model(unseen)).square().mean())
+
+
+@pytest.mark.parametrize(("target", "qconfig"), [("bernoulli", None), ("bayes-e", FOUR_BITS), ("x86", FOUR_BITS)])
+def test_biases_take_back_what_rounding_shifts(target: str, qconfig: fxq.QConfig | None, tmp_path: Path) -> None:
+    plain, prepared = calibrated(target, False, qconfig), calibrated(target, None, qconfig)
+    assert not corrected(plain)
+    assert corrected(prepared)
+    assert noise(prepared) < 0.9 * noise(plain)
+    assert fxq.qparams(prepared) == fxq.qparams(plain)  # scales are what the ranges are
+    integer, unseen = fxq.convert(prepared), torch.cat(batches(1))
+    contract.assert_validate_is_integer(prepared, integer, unseen)
+    contract.assert_train_is_validate(prepared, unseen)
+    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [unseen[:4]], show_progress=False)
+
+
+def test_with_8_bits_and_rounding_to_the_nearest_only_where_asked_for() -> None:
+    for target in ("bayes-e", "nash-e", "x86"):
+        assert not corrected(calibrated(target))
+        asked = calibrated(target, True)
+        assert corrected(asked)
+        assert noise(asked) < noise(calibrated(target))
+
+
+def test_it_is_repeatable_and_goes_on_where_more_is_observed() -> None:
+    prepared = [fxq.prepare(network(), batches()[0], "bernoulli") for _ in range(2)]
+    state = torch.get_rng_state()
+    first, second = (fxq.calibrate(each, batches(), show_progress=False).state_dict() for each in prepared)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name].nan_to_num(), second[name].nan_to_num()) for name in first)
+    assert torch.equal(torch.get_rng_state(), state)
+    again = fxq.calibrate(calibrated("bernoulli"), batches(), show_progress=False)
+    assert noise(again) < 1.1 * noise(calibrated("bernoulli"))
+
+
+def test_one_sample_corrects_nothing() -> None:
+    one = batches()[0][:1]
+    prepared = fxq.calibrate(fxq.prepare(network(), one, "bernoulli"), [one], show_progress=False)
+    assert not corrected(prepared)
+    contract.assert_validate_is_integer(prepared, fxq.convert(prepared), one)
+
+
+def test_a_few_large_images_are_enough() -> None:
+    prepared = fxq.prepare(network(), batches()[0], "bernoulli")
+    first = FirstSamples(prepared)
+    for _ in range(4):
+        first.take([torch.rand(16, 3, 256, 256)])
+    few = first._few()
+    assert len(few.chunks) >= 4
+    assert few.judging
+    assert sum(chunk[0].numel() for chunk in few.chunks) <= LARGEST_FOR_BIAS
+    first = FirstSamples(prepared)
+    for each in batches():
+        first.take([each])
+    assert sum(len(chunk[0]) for chunk in first._few().chunks) == 32
+
+
+def test_observations_have_no_samples_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    seen = fxq.observations(calibrated("bernoulli"))
+    with caplog.at_level(logging.INFO, "fxquant"):
+        prepared = fxq.prepare(network(), batches()[0], "bernoulli", observations=seen)
+    assert not corrected(prepared)
+    assert "biases are not corrected" in caplog.text
+
+
+def test_what_was_cut_off_does_not_count() -> None:
+    """One number in a hundred is far beyond what its operand can hold: a mean would follow it."""
+    usual = torch.randn(3, 400) * 0.1 + 0.05
+    loud = usual.clone()
+    loud[:, ::100] += 1000
+    means = bias._without_outliers(loud).mean(1)
+    assert (means - usual.mean(1)).abs().max() < 0.02
+    assert torch.equal(bias._without_outliers(usual), usual)
