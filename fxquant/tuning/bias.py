@@ -28,7 +28,6 @@ from fxquant.tuning.resumption import digest, model_digest
 from fxquant.tuning.units import Lesson, Unit, bound_arguments, layer_units
 from fxquant.tuning.walk import Samples, Values, Walk, arguments_of, taken
 
-
 OUTLIER = 6.0  # times the median magnitude of a channel's differences: what is beyond counts as so much
 
 

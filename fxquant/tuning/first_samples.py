@@ -62,9 +62,11 @@ class FirstSamples:
 
             second_moment.settle(self.prepared, self._of_first_rank(distributed, rounded, {}))
         if self.corrects:
-            samples = self._few()
-            found = self._of_first_rank(distributed, lambda: bias.corrections(self.prepared, samples, show_progress), {})
-            bias.settle(self.prepared, found)
+
+            def corrected() -> dict[str, list[float]]:
+                return bias.corrections(self.prepared, self._few(), show_progress)
+
+            bias.settle(self.prepared, self._of_first_rank(distributed, corrected, {}))
 
     def _of_first_rank(self, distributed: bool, find: Callable[[], Found], nothing: Found) -> Found:
         if not distributed or ranks.count() == 1:
@@ -74,8 +76,8 @@ class FirstSamples:
             if self.kept and not ranks.index():
                 found = find()
         finally:
-            every = ranks.gathered(found)  # also where it raises: others wait
-        return next(iter(every))
+            every: Sequence[Found] = ranks.gathered(found)  # also where it raises: others wait
+        return every[0]
 
     def _few(self) -> Samples:
         """As many as a mean needs, in at least so many chunks that some can be held out."""

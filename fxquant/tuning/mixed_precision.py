@@ -22,11 +22,11 @@ from fxquant.target import Target
 from fxquant.tuning.budget import Budget, costs, fits
 from fxquant.tuning.checkpoint import CHECKPOINT
 from fxquant.tuning.choices import ACTIVATION, WEIGHT, Choices, bits
+from fxquant.tuning.first_samples import FirstSamples
 from fxquant.tuning.journal import Journal
 from fxquant.tuning.program import optimum
 from fxquant.tuning.resumption import model_digest
 from fxquant.tuning.samples import Metric, Reference, real_outputs_of, taken
-from fxquant.tuning.first_samples import FirstSamples
 from fxquant.tuning.sensitivity import METRIC, WIDTH, WIDTHS, Sensitivity, as_prepared, decibels, find, score_of
 from fxquant.tuning.simulation import Simulation
 from fxquant.tuning.table import table
