@@ -297,6 +297,8 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
                 concrete = module.factors.of(operator, concrete)
                 if module.factors.told:
                     lowering.note("equalized", module.factors.told)
+            if isinstance(module, QuantizedOperator) and module.weight_quantizer.told:
+                lowering.note("tuned", module.weight_quantizer.told)
             result = operator.lower(lowering, **concrete)
             if isinstance(result, Quantized) and isinstance(module, QuantizedOperator) and module.plain:
                 result = result.value

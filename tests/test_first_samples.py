@@ -58,6 +58,9 @@ def test_biases_take_back_what_rounding_shifts(target: str, qconfig: fxq.QConfig
     assert noise(prepared) < 0.9 * noise(plain)
     assert fxq.qparams(prepared) == fxq.qparams(plain)  # scales are what the ranges are
     integer, unseen = fxq.convert(prepared), torch.cat(batches(1))
+    for model in (prepared, integer):
+        assert fxq.explain(model).count("bias corrected") == len(corrected(prepared))
+        assert ("weight rounded by samples" in fxq.explain(model)) == (qconfig is not None)
     contract.assert_validate_is_integer(prepared, integer, unseen)
     contract.assert_train_is_validate(prepared, unseen)
     assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [unseen[:4]], show_progress=False)

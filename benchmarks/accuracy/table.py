@@ -107,7 +107,7 @@ def _section(mode: str, setting: str, lines: Found, counts: dict[str, int]) -> s
         if isinstance(ours, Summary):
             word = verdict(ours, best)
             counts[word] = counts.get(word, 0) + 1
-        known = max(result.unquantized for result in results) if isinstance(ours, str) else ours.unquantized
+        known = next(made.unquantized for made in (ours, best) if isinstance(made, Summary))
         cells = [f"{row.task}, {TASKS[row.task].unit}", row.network, f"{known:.2f}", *_cells(ours)]
         cells += [f"{best} ({best.method})", f"{best.sqnr:.1f}"] if best else ["–", "–"]
         cells += [f"**{word}**" if word == LOST else word, *(_cells(summary(results, name))[0] for name in peers)]

@@ -41,7 +41,14 @@ from fxquant.graph import (
 )
 
 HOST = "host"  # where float operators run
-NOTES = {"accumulator_bits": "accumulator of {} bits", "residual": "residual {}", "wide": "{}", "narrowed": "{}", "equalized": "{}"}
+NOTES = {
+    "accumulator_bits": "accumulator of {} bits",
+    "residual": "residual {}",
+    "wide": "{}",
+    "narrowed": "{}",
+    "equalized": "{}",
+    "tuned": "{}",
+}
 
 
 @dataclass(frozen=True)
@@ -163,8 +170,9 @@ def _layer(
     tensor = known if isinstance(known, TensorFact) else None
     reason = "" if spec is None else spec.because
     module = quantized_operator(model, node)
-    if module is not None and module.factors is not None and module.factors.told:
-        reason = f"{reason}; {module.factors.told}"
+    if module is not None:
+        changed = ("" if module.factors is None else module.factors.told, module.weight_quantizer.told)
+        reason = "; ".join(text for text in (reason, *changed) if text)
     at_boundary = is_quantize(model, node) or is_dequantize(model, node)
     if dtype is None and not at_boundary and in_float16(model, node):
         reason = "; ".join([*([reason] if reason else []), f"{device} computes it in float16, outside the integer contract"])

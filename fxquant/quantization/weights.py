@@ -154,6 +154,15 @@ class WeightQuantizer(torch.nn.Module):
         self.correction = correction
         self.coverage = coverage
 
+    @property
+    def told(self) -> str:
+        """What was done to it by samples, in words; empty: nothing."""
+        parts = (
+            "weight rounded by samples" if isinstance(self.rounding, AdaptiveRounding) else "",
+            "bias corrected" * (self.correction is not None),
+        )
+        return ", ".join(part for part in parts if part)
+
     def corrected(self, bias: Tensor | None) -> Tensor | None:
         """The bias with its correction, shape (C,); None where there is neither."""
         if self.correction is None:
