@@ -154,7 +154,7 @@ def _restore(prepared: fx.GraphModule, observations: Observations) -> None:
             " fxq.tuning.round_weights(prepared, batches) rounds them so that their errors cancel, as calibration does"
         )
     if first.corrects:
-        logger.info(
+        logger.warning(
             "biases are not corrected, since observations hold no samples;"
             " fxq.tuning.correct_bias(prepared, batches) corrects them, as calibration does"
         )

@@ -109,7 +109,7 @@ def test_a_few_large_images_are_enough() -> None:
 
 def test_observations_have_no_samples_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
     seen = fxq.observations(calibrated("bernoulli"))
-    with caplog.at_level(logging.INFO, "fxquant"):
+    with caplog.at_level(logging.WARNING, "fxquant"):
         prepared = fxq.prepare(network(), batches()[0], "bernoulli", observations=seen)
     assert not corrected(prepared)
     assert "biases are not corrected" in caplog.text
