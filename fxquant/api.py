@@ -154,9 +154,9 @@ def _restore(prepared: fx.GraphModule, observations: Observations) -> None:
             " fxq.tuning.round_weights(prepared, batches) rounds them so that their errors cancel, as calibration does"
         )
     if first.corrects:
-        logger.warning(
+        logger.info(
             "biases are not corrected, since observations hold no samples;"
-            " fxq.tuning.correct_bias(prepared, batches) corrects them, as calibration does"
+            " fxq.tuning.correct_bias(prepared, batches) corrects them, as calibration does by 64 samples"
         )
     if not missing:
         calibration.set_state(prepared, State.VALIDATE)
@@ -350,9 +350,9 @@ def calibrate(
     Before anything is observed, channels whose ranges in the first batch are far apart are brought nearer by powers of two, where that
     leaves clearly less of the error of weights and activations (`fxq.equalize`); `equalize=False` leaves them alone. Behind it, weights of
     less than 8 bits are rounded so that their errors cancel in what the first 64 samples make them meet, and in what the model returns
-    (`fxq.tuning.round_weights`): with `round_weights=True` all weights are, with False none. In a model with such weights, and on a target
-    that floors (bernoulli), biases take back what rounding shifts outputs by on average (`fxq.tuning.correct_bias`): with
-    `correct_bias=True` in every model, with False in none.
+    (`fxq.tuning.round_weights`): with `round_weights=True` all weights are, with False none. If there are 64 samples or more, biases then
+    take back what rounding shifts outputs by on average (`fxq.tuning.correct_bias`): with `correct_bias=True` by fewer as well, with False
+    never.
 
     Raises CalibrationError if there is no batch, or one does not fit the model, or holds NaN or infinite
     values, and ConfigurationError for arguments it cannot use; what was observed before stays observed.

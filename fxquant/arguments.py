@@ -316,7 +316,7 @@ KINDS: dict[str, Kind] = {
     "preserve": NAMES,
     "real": FLAG,
     "round_weights": FLAG.or_none("those of less than 8 bits are"),
-    "correct_bias": FLAG.or_none("those of models with such weights are, and on targets that floor"),
+    "correct_bias": FLAG.or_none("biases are, by 64 samples or more"),
     "runtime": choice("onnxruntime", "onnxruntime, 2 threads", "onnxruntime, no optimisation", "reference").or_none("onnxruntime"),
     "sample": POSITIVE,
     "scale": NUMBER.or_none("it is observed"),

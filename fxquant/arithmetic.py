@@ -55,11 +55,6 @@ class Arithmetic:
         """Whether a sum of 8-bit tensors is formed in fractions of a step of its result, and not of its largest term's."""
         return False
 
-    @property
-    def floors(self) -> bool:
-        """Whether the last rounding is a floor, which shifts what it rounds on average."""
-        return False
-
     def requantize(
         self,
         composer: Composer,
@@ -108,10 +103,6 @@ class FixedArithmetic(Arithmetic):
 
     primitives = frozenset((requantize_fixed, align_fixed))
     multiplies_by = "a 15-bit multiplier and shifts"
-
-    @property
-    def floors(self) -> bool:
-        return self.final_rounding != "half_up"
 
     def requantize(
         self,

@@ -60,12 +60,14 @@ def rows(task: list[str], network: list[str], setting: list[str], mode: list[str
 def measure(row: Row, method: str, seed: int, cache: Path, *, again: bool = False, kept_only: bool = False) -> Result:
     """The result of the method; what was found before is read, unless it depends on what has changed, or is measured `again`.
 
-    With `kept_only`, nothing is measured: what is not kept was not run.
+    A peer that is missing, or failed, is asked again. With `kept_only`, nothing is measured: what is not kept was not run.
     """
     found = checkpoint(row.task, row.network, seed, cache)
     kept = cache / "results" / f"{found.path.stem}-{_key(row, method, cache)}.json"
     if kept.exists() and not again:
-        return Result(**json.loads(kept.read_text(encoding="utf-8")))
+        known = Result(**json.loads(kept.read_text(encoding="utf-8")))
+        if kept_only or not known.reason:
+            return known
     if kept_only:
         refused = None if method == OURS else PEERS[method].refuses(SETTINGS[row.setting], row.mode)
         return Result(method, seed, reason=refused or NOT_RUN)
@@ -76,9 +78,8 @@ def measure(row: Row, method: str, seed: int, cache: Path, *, again: bool = Fals
     else:
         made = environments.outputs(PEERS[method], found, SETTINGS[row.setting], row.mode, cache)
     result = judged(method, found, wanted, made)
-    if not result.reason:  # a peer that is missing, or fails, is asked again
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(json.dumps(asdict(result)), encoding="utf-8")
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_text(json.dumps(asdict(result)), encoding="utf-8")
     return result
 
 

@@ -1,11 +1,10 @@
-"""The first samples of a calibration, by which weights are rounded and biases corrected behind it, where that gains enough.
+"""The first samples of a calibration, by which weights are rounded and biases corrected behind it.
 
-Weights of few bits are rounded by them (`second_moment`); what is left of their errors, and what clipped operands shift, is on average
-taken from biases (`bias`).
-
-Biases are corrected as well where an arithmetic only floors, of a sum that half a step was added to: every number in the middle between
-two integers goes up. Sums of many products hardly ever are there; the mean of four numbers is in one case of four, and so every pixel of
-a pooled image is an eighth of a step too large on average.
+Weights of few bits are rounded by them (`second_moment`). What is left of their errors, what those of 8 bits make of an operand whose mean
+is not 0, and what clipped operands shift, is on average taken from biases (`bias`), if there are samples enough for a mean. Where an
+arithmetic only floors, of a sum that half a step was added to, biases make up for that, too: every number in the middle between two
+integers goes up. Sums of many products hardly ever are there; the mean of four numbers is in one case of four, and so every pixel of a
+pooled image is an eighth of a step too large on average.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ Found = TypeVar("Found")
 class FirstSamples:
     """Collects them; none are kept where nothing is to be done by them.
 
-    `round_weights` and `correct_bias` say by what: True all layers, False none, and None where it gains enough: weights of less than 8
-    bits are rounded, and all biases corrected of a model that has such weights, or whose target floors.
+    `round_weights` and `correct_bias` say by what: True all layers, False none; None: weights of less than 8 bits are rounded, and biases
+    corrected if there are at least `ENOUGH` samples, of all ranks together.
     """
 
     def __init__(self, prepared: fx.GraphModule, round_weights: bool | None = None, correct_bias: bool | None = None) -> None:
         self.prepared, self.samples, self.elements = prepared, 0, 0
         self.bits = FEW_BITS if round_weights is None else ALL_BITS if round_weights else 0
         self.rounds = second_moment.is_wanted(prepared, self.bits)
-        gains = prepared.meta["target"].arithmetic.floors or second_moment.is_wanted(prepared, FEW_BITS)
-        self.corrects = (gains if correct_bias is None else correct_bias) and bool(weighted_nodes(prepared))
+        self.corrects = correct_bias is not False and bool(weighted_nodes(prepared))
+        self.enough = ENOUGH if correct_bias is None else 0
         self.kept: list[list[Any]] = []
 
     def take(self, inputs: Sequence[Any]) -> None:
@@ -61,12 +60,16 @@ class FirstSamples:
                 return {name: (offset.cpu(), None if share is None else share.cpu()) for name, (offset, share) in found.items()}
 
             second_moment.settle(self.prepared, self._of_first_rank(distributed, rounded, {}))
-        if self.corrects:
+        if self.corrects and sum(self._of_all(distributed)) >= self.enough:
 
             def corrected() -> dict[str, list[float]]:
                 return bias.corrections(self.prepared, self._few(), show_progress)
 
             bias.settle(self.prepared, self._of_first_rank(distributed, corrected, {}))
+
+    def _of_all(self, distributed: bool) -> list[int]:
+        """How many samples each rank has kept, of those that calibrate together."""
+        return ranks.gathered(self.samples) if distributed and ranks.count() > 1 else [self.samples]
 
     def _of_first_rank(self, distributed: bool, find: Callable[[], Found], nothing: Found) -> Found:
         if not distributed or ranks.count() == 1:
