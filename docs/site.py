@@ -38,7 +38,10 @@ GUIDE: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     "qconfig": ("Precision", ("Precision",)),
-    "calibration": ("Calibration", ("Scales", "Channels of different ranges", "Another calibration without batches")),
+    "calibration": (
+        "Calibration",
+        ("Scales", "Channels of different ranges", "What the first samples decide", "Another calibration without batches"),
+    ),
     "training": ("Training", ("Training", "Tuning")),
     "heterogeneous": ("Heterogeneous models", ("The host, and segments",)),
     "accuracy": (
