@@ -32,12 +32,10 @@ class Compiled(NamedTuple):
     integer: fx.GraphModule
 
 
-def compiled(
-    model: nn.Module, batches: Sequence[Any], target: str = "bayes-e", qconfig: Any = None, correct_bias: bool | None = None, **options: Any
-) -> Compiled:
+def compiled(model: nn.Module, batches: Sequence[Any], target: str = "bayes-e", qconfig: Any = None, **options: Any) -> Compiled:
     """The model prepared on the first batch, calibrated on all of them, and converted."""
     prepared = fxq.prepare(model, batches[0], target, qconfig, **options)
-    fxq.calibrate(prepared, batches, correct_bias=correct_bias, show_progress=False)
+    fxq.calibrate(prepared, batches, show_progress=False)
     return Compiled(prepared, fxq.convert(prepared))
 
 

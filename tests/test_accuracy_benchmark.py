@@ -147,6 +147,18 @@ def test_a_peer_that_cannot_do_a_row_or_stayed_in_float_says_so(tmp_path: Path) 
     assert "1 alone" in page
 
 
+def test_a_peer_that_failed_is_asked_again_and_its_reason_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = floats.checkpoint("tiny", "edsr", 0, tmp_path)
+    answers: list[Tensor | str] = ["it fell over", rows.float_outputs(found) + 0.1]
+    monkeypatch.setattr(rows.environments, "outputs", lambda *_: answers.pop(0))
+    assert rows.measure(EDSR_ROW, "torch.ao", 0, tmp_path).reason == "it fell over"
+    assert rows.measure(EDSR_ROW, "torch.ao", 0, tmp_path, kept_only=True).reason == "it fell over"
+    again = rows.measure(EDSR_ROW, "torch.ao", 0, tmp_path)
+    assert not again.reason
+    assert rows.measure(EDSR_ROW, "torch.ao", 0, tmp_path) == again
+    assert not answers
+
+
 @pytest.mark.parametrize("peer", PEERS.values(), ids=list(PEERS))
 def test_every_peer_refuses_or_accepts_every_row_without_its_toolkit(peer: Peer) -> None:
     answers = [peer.refuses(setting, mode) for setting in SETTINGS.values() for mode in MODES]

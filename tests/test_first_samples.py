@@ -11,8 +11,8 @@ from torch import Tensor, fx, nn
 
 import fxquant as fxq
 from fxquant.quantization.prepared import quantized_operators
-from fxquant.tuning import bias
-from fxquant.tuning.first_samples import LARGEST_FOR_BIAS, FirstSamples
+from fxquant.tuning import bias, first_samples
+from fxquant.tuning.first_samples import LARGEST, FirstSamples
 from tests import contract
 
 FOUR_BITS = fxq.QConfig(weight=fxq.WeightConfig("int4"))
@@ -27,6 +27,15 @@ def network() -> nn.Module:
         if isinstance(layer, nn.Conv2d | nn.Linear):
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
     return model
+
+
+class Vector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x.mean(0))
 
 
 def batches(seed: int = 0) -> list[Tensor]:
@@ -91,19 +100,34 @@ def test_one_sample_corrects_nothing() -> None:
     contract.assert_validate_is_integer(prepared, fxq.convert(prepared), one)
 
 
-def test_a_few_large_images_are_enough() -> None:
-    prepared = fxq.prepare(network(), batches()[0], "bernoulli")
-    first = FirstSamples(prepared)
-    for _ in range(4):
-        first.take([torch.rand(16, 3, 256, 256)])
+@pytest.mark.parametrize(("side", "count"), [(16, 64), (256, 10), (512, 4)])
+def test_of_large_images_fewer_are_looked_at_however_many_are_kept(side: int, count: int) -> None:
+    first = FirstSamples(fxq.prepare(network(), batches()[0], "bernoulli"))
+    for _ in range(8):
+        first.take([torch.rand(8, 3, side, side)])
     few = first._few()
-    assert len(few.chunks) >= 4
+    assert first.seen == 64
+    assert sum(len(chunk[0]) for chunk in few.chunks) in range(count, 2 * count)
     assert few.judging
-    assert sum(chunk[0].numel() for chunk in few.chunks) <= LARGEST_FOR_BIAS
-    first = FirstSamples(prepared)
-    for each in batches():
-        first.take([each])
-    assert sum(len(chunk[0]) for chunk in first._few().chunks) == 64
+    assert first.elements <= LARGEST + 8 * 3 * side**2
+
+
+def test_large_images_are_corrected_by_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 samples not all are kept, and still there are enough."""
+    monkeypatch.setattr(first_samples, "LARGEST", 40 * 3 * 16 * 16)
+    assert corrected(calibrated("bernoulli"))
+
+
+def test_a_vector_without_a_batch_is_tuned() -> None:
+    torch.manual_seed(0)
+    model, square = Vector().eval(), torch.randn(6, 6)
+    turned = [square, square.flip(0), square.flip(1), square.T]
+    prepared = fxq.prepare(model, square, qconfig=FOUR_BITS)
+    fxq.calibrate(prepared, turned, correct_bias=True, show_progress=False)
+    assert corrected(prepared) or "weight rounded by samples" in fxq.explain(prepared)
+    for learn in (fxq.tuning.adaround, fxq.tuning.reconstruct, fxq.tuning.distill):
+        learn(prepared, turned, steps=5, show_progress=False)
+    contract.assert_validate_is_integer(prepared, fxq.convert(prepared), square)
 
 
 def test_observations_have_no_samples_and_say_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -148,7 +148,7 @@ def test_a_method_leaves_the_model_as_it_was_and_continues(
 
     def calibrated() -> fx.GraphModule:
         prepared = fxq.prepare(network, BATCHES[0], "nash-e", few_bits)
-        return fxq.calibrate(prepared, BATCHES, equalize=False, round_weights=False, correct_bias=False)
+        return fxq.calibrate(prepared, BATCHES, equalize=False, round_weights=False)
 
     whole, stopped = calibrated(), calibrated()
     before = bits(stopped)

@@ -58,9 +58,9 @@ def network() -> Network:
 
 
 def fresh(qconfig: Any = None, target: str = "nash-e", **options: Any) -> fx.GraphModule:
-    """Prepared and calibrated, as far as observations tell: samples, by which biases are corrected, are none."""
+    """Prepared and calibrated."""
     prepared = fxq.prepare(network(), batches()[0], target, qconfig, **options)
-    return fxq.calibrate(prepared, batches(), correct_bias=False, show_progress=False)
+    return fxq.calibrate(prepared, batches(), show_progress=False)
 
 
 def restored(seen: fxq.Observations, qconfig: Any = None, target: str = "nash-e", **options: Any) -> fx.GraphModule:
@@ -244,7 +244,7 @@ def test_tensors_that_come_to_share_a_scale_are_observed_anew(seen: fxq.Observat
     """On bernoulli a concatenation and its operands have one scale."""
     prepared = restored(seen, target="bernoulli")
     assert "%stem, block_conv, silu, cat: it shares its scale with other tensors" in caplog.text
-    fxq.calibrate(prepared, batches(), only_missing=True, correct_bias=False, show_progress=False)
+    fxq.calibrate(prepared, batches(), only_missing=True, show_progress=False)
     assert_same_state(prepared, fresh(target="bernoulli"))
     together = fxq.observations(prepared)
     assert_same_state(restored(together, OTHERS["int4"][0], "bernoulli"), fresh(OTHERS["int4"][0], "bernoulli"))

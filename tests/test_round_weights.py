@@ -55,7 +55,7 @@ def network() -> nn.Module:
 
 def prepared_of(model: nn.Module, target: str = "bayes-e", round_weights: bool | None = None) -> torch.fx.GraphModule:
     prepared = fxq.prepare(model, BATCHES[0], target, FOUR_BITS)
-    return fxq.calibrate(prepared, BATCHES, round_weights=round_weights, correct_bias=False, show_progress=False)
+    return fxq.calibrate(prepared, BATCHES, round_weights=round_weights, show_progress=False)
 
 
 def error(prepared: nn.Module, model: nn.Module) -> float:
@@ -207,7 +207,7 @@ def test_vectors_inference_mode_and_functions_without_a_gradient(monkeypatch: py
     prepared = prepared_of(model)
     with torch.inference_mode(), caplog.at_level(logging.WARNING, "fxquant"):
         batches = [batch.clone() for batch in BATCHES]
-        inferred = fxq.calibrate(fxq.prepare(model, batches[0], qconfig=FOUR_BITS), batches, correct_bias=False, show_progress=False)
+        inferred = fxq.calibrate(fxq.prepare(model, batches[0], qconfig=FOUR_BITS), batches, show_progress=False)
     with torch.no_grad():
         assert torch.equal(inferred(UNSEEN), prepared(UNSEEN))
     assert not [record for record in caplog.records if "layer by layer" in record.message]

@@ -76,7 +76,7 @@ def network() -> nn.Module:
 @functools.cache
 def _calibrated(network: nn.Module, target: str, activation: str | None, rounding: type[fxq.Rounding]) -> fx.GraphModule:
     qconfig = fxq.QConfig(fxq.ActivationConfig(activation), fxq.WeightConfig("int4", rounding=rounding))
-    return compiled(network, LEARNED, target, qconfig, correct_bias=False).prepared
+    return compiled(network, LEARNED, target, qconfig).prepared
 
 
 def calibrated(
@@ -305,7 +305,8 @@ def test_distillation_of_whole_numbers_and_shared_weights() -> None:
     torch.manual_seed(0)
     words = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
     numbers = [torch.randint(12, (16, 5)) for _ in range(4)]
-    prepared = compiled(words, numbers, "bayes-e", fxq.QConfig(weight=fxq.WeightConfig("int4")), correct_bias=False).prepared
+    prepared = fxq.prepare(words, numbers[0], "bayes-e", fxq.QConfig(weight=fxq.WeightConfig("int4")))
+    fxq.calibrate(prepared, numbers, correct_bias=False, show_progress=False)
     (row,) = fxq.tuning.distill(prepared, numbers, steps=3 * STEPS, batch_size=8)
     assert row.kept
     assert row.gain > 0.5  # dB

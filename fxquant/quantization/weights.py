@@ -157,11 +157,8 @@ class WeightQuantizer(torch.nn.Module):
     @property
     def told(self) -> str:
         """What was done to it by samples, in words; empty: nothing."""
-        parts = (
-            "weight rounded by samples" if isinstance(self.rounding, AdaptiveRounding) else "",
-            "bias corrected" * (self.correction is not None),
-        )
-        return ", ".join(part for part in parts if part)
+        done = {"weight rounded by samples": isinstance(self.rounding, AdaptiveRounding), "bias corrected": self.correction is not None}
+        return ", ".join(text for text, is_done in done.items() if is_done)
 
     def corrected(self, bias: Tensor | None) -> Tensor | None:
         """The bias with its correction, shape (C,); None where there is neither."""

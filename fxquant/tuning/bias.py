@@ -22,7 +22,7 @@ from fxquant.quantization.weights import BiasCorrection
 from fxquant.tuning.checkpoint import CHECKPOINT
 from fxquant.tuning.guard import tuning
 from fxquant.tuning.journal import Journal
-from fxquant.tuning.real import real_result, weight_of
+from fxquant.tuning.real import by_channel, real_result, weight_of
 from fxquant.tuning.result import TunedLayer, TuningResult
 from fxquant.tuning.resumption import digest, model_digest
 from fxquant.tuning.units import Lesson, Unit, bound_arguments, layer_units
@@ -109,7 +109,7 @@ def _found(unit: Unit, samples: Samples, exact: Walk, real: Walk, operator: Quan
 def _put(operator: QuantizedOperator, value: list[float]) -> None:
     added = BiasCorrection(len(value))
     added.value.copy_(torch.tensor(value, dtype=torch.float32))
-    operator.weight_quantizer.correct(added.to(next(operator.weight_quantizer.buffers(), added.value).device))
+    operator.weight_quantizer.correct(added.to(next(operator.buffers(), added.value).device))
 
 
 @torch.no_grad()
@@ -122,10 +122,10 @@ def _correction(lesson: Lesson, operator: QuantizedOperator) -> Tensor | None:
         weight = weight_of(operator, has)
         assert weight is not None
         difference = _unlimited(node, operator, lesson.float_operands[index]) - real_result(operator, has, whole=False)
-        axis = difference.dim() - 1 - max(weight.dim() - 2, 0)
-        if axis < 0 or difference.shape[axis] != len(weight):
+        rows = by_channel(difference.double(), len(weight), weight.dim())
+        if rows is None:
             return None
-        rows = _without_outliers(difference.double().movedim(axis, 0).reshape(len(weight), -1))
+        rows = _without_outliers(rows)
         total, count = total + rows.sum(1), count + rows.shape[1]
     return (total / max(count, 1)).float()
 

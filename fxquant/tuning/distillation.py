@@ -32,7 +32,7 @@ from fxquant.quantization.weights import BiasCorrection, Coverage
 from fxquant.tuning.checkpoint import CHECKPOINT
 from fxquant.tuning.course import left_out
 from fxquant.tuning.guard import tuning
-from fxquant.tuning.real import weight_of
+from fxquant.tuning.real import by_channel, weight_of
 from fxquant.tuning.result import TunedLayer, TuningResult
 from fxquant.tuning.resumption import digest, model_digest
 from fxquant.tuning.simulation import real_outputs
@@ -127,8 +127,7 @@ class _Weight:
         free = self.quantizer.learned is None and not self.quantizer.power_of_two
         self.gain = nn.Parameter(zeros.new_ones(channels)) if free else None
         self.share = zeros.new_ones(channels) if coverage is None else coverage.share.clone()
-        axis = result.dim() - 1 - max(weight.dim() - 2, 0)
-        has_channels = axis >= 0 and result.shape[axis] == len(weight)
+        has_channels = by_channel(result, len(weight), weight.dim()) is not None
         self.unit = float(result.std()) or 1.0
         self.shift = nn.Parameter(zeros.new_zeros(len(weight))) if has_channels else None
         self.corrected = zeros.new_zeros(len(weight)) if correction is None else correction.value.clone()

@@ -19,9 +19,8 @@ from fxquant.tuning import bias, second_moment
 from fxquant.tuning.units import weighted_nodes
 from fxquant.tuning.walk import HELD_OUT_OF, Samples, cut
 
-FEW_BITS, ALL_BITS = 7, 32  # of a weight; with 8 there is less to gain by rounding
-ENOUGH = 64  # samples, of the first batches of a calibration
-LARGEST = 2**24  # elements of all of them
+ENOUGH = 64  # samples: so many are kept, of the first batches, and biases are corrected if there are so many
+LARGEST = 2**24  # elements of what is kept
 LARGEST_FOR_BIAS = 2**21  # a mean needs fewer
 CHUNK = 16  # samples
 
@@ -31,13 +30,13 @@ Found = TypeVar("Found")
 class FirstSamples:
     """Collects them; none are kept where nothing is to be done by them.
 
-    `round_weights` and `correct_bias` say by what: True all layers, False none; None: weights of less than 8 bits are rounded, and biases
-    corrected if there are at least `ENOUGH` samples, of all ranks together.
+    `round_weights` and `correct_bias` say what is done: True all layers, False none; None: weights of less than 8 bits are rounded, and
+    biases corrected if at least `ENOUGH` samples go by, in all ranks together.
     """
 
     def __init__(self, prepared: fx.GraphModule, round_weights: bool | None = None, correct_bias: bool | None = None) -> None:
-        self.prepared, self.samples, self.elements = prepared, 0, 0
-        self.bits = FEW_BITS if round_weights is None else ALL_BITS if round_weights else 0
+        self.prepared, self.seen, self.samples, self.elements = prepared, 0, 0, 0
+        self.bits = second_moment.FEW_BITS if round_weights is None else second_moment.ALL_BITS if round_weights else 0
         self.rounds = second_moment.is_wanted(prepared, self.bits)
         self.corrects = correct_bias is not False and bool(weighted_nodes(prepared))
         self.enough = ENOUGH if correct_bias is None else 0
@@ -46,9 +45,11 @@ class FirstSamples:
     def take(self, inputs: Sequence[Any]) -> None:
         """The model's inputs of the next batch."""
         tensors = [value for value in inputs if isinstance(value, Tensor)]
+        count = len(tensors[0]) if tensors and tensors[0].dim() else len(tensors[:1])
+        self.seen += count
         if (self.rounds or self.corrects) and self.samples < ENOUGH and self.elements < LARGEST and tensors:
             self.kept.append([value.clone() if isinstance(value, Tensor) else value for value in inputs])  # a loader may reuse its memory
-            self.samples += len(tensors[0]) if tensors[0].dim() else 1
+            self.samples += count
             self.elements += sum(value.numel() for value in tensors)
 
     def use(self, distributed: bool, show_progress: bool | None) -> None:
@@ -60,16 +61,16 @@ class FirstSamples:
                 return {name: (offset.cpu(), None if share is None else share.cpu()) for name, (offset, share) in found.items()}
 
             second_moment.settle(self.prepared, self._of_first_rank(distributed, rounded, {}))
-        if self.corrects and sum(self._of_all(distributed)) >= self.enough:
+        if self.corrects and self._seen_by_all(distributed) >= self.enough:
 
             def corrected() -> dict[str, list[float]]:
                 return bias.corrections(self.prepared, self._few(), show_progress)
 
             bias.settle(self.prepared, self._of_first_rank(distributed, corrected, {}))
 
-    def _of_all(self, distributed: bool) -> list[int]:
-        """How many samples each rank has kept, of those that calibrate together."""
-        return ranks.gathered(self.samples) if distributed and ranks.count() > 1 else [self.samples]
+    def _seen_by_all(self, distributed: bool) -> int:
+        """How many samples went by in the ranks that calibrate together."""
+        return sum(ranks.gathered(self.seen)) if distributed and ranks.count() > 1 else self.seen
 
     def _of_first_rank(self, distributed: bool, find: Callable[[], Found], nothing: Found) -> Found:
         if not distributed or ranks.count() == 1:

@@ -64,3 +64,11 @@ def real_result(operator: QuantizedOperator, arguments: dict[str, Any], *, whole
 
     result = operator.operator.lower(operator.lowering(RealLowering), **map_operands(operator.operator, given, take))
     return epilogue(result.real(), residual, clamp if whole else None, None)
+
+
+def by_channel(result: Tensor, channels: int, rank: int) -> Tensor | None:
+    """The result of a layer, shape (C, places); None where its channels are not those of the weight, which has so many dimensions."""
+    axis = result.dim() - 1 - max(rank - 2, 0)
+    if axis < 0 or result.shape[axis] != channels:
+        return None
+    return result.movedim(axis, 0).reshape(channels, -1)

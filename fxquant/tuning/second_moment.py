@@ -45,13 +45,13 @@ from fxquant.tuning.guard import tuning
 from fxquant.tuning.learning import Learned
 from fxquant.tuning.moments import Moment, flipped, flipped_together, joint_noise
 from fxquant.tuning.output_effect import output_effects
-from fxquant.tuning.real import real_result, weight_of
+from fxquant.tuning.real import by_channel, real_result, weight_of
 from fxquant.tuning.result import TunedLayer, TuningResult
 from fxquant.tuning.resumption import digest, model_digest
 from fxquant.tuning.units import bound_arguments, operator_at, shared_weights, weighted_nodes
 from fxquant.tuning.walk import Samples, Values, Walk, arguments_of, taken
 
-ALL_BITS = 32  # of a weight
+FEW_BITS, ALL_BITS = 7, 32  # of a weight; with 8 there is less to gain
 ROWS = 8192  # places of all samples that M is the mean over, about
 WINDOW = 64  # pixels of a larger image that are looked at, along each dimension
 SHRUNK = (0.1, 0.5, 1.0)  # shares of S in M
@@ -175,7 +175,7 @@ def _round(
 
 def _settle(operator: QuantizedOperator, offset: Tensor, share: Tensor | None) -> None:
     """The operator has this rounding, and covers this much; None: as much as before."""
-    device = next(operator.weight_quantizer.buffers(), offset).device
+    device = next(operator.buffers(), offset).device
     rounding = AdaptiveRounding(tuple(offset.shape)).to(device)
     rounding.offset.copy_(offset)
     operator.weight_quantizer.rounding = rounding
@@ -190,7 +190,7 @@ def _level(node: fx.Node, operator: QuantizedOperator, values: Sequence[Values],
     quantizer = operator.weight_quantizer
     if quantizer.learned is not None or quantizer.power_of_two:
         return
-    gain = _gain(node, operator, values, len(integers), integers.dim() - 2)
+    gain = _gain(node, operator, values, len(integers), integers.dim())
     if gain is None:
         return
     before = torch.ones_like(gain) if quantizer.coverage is None else quantizer.coverage.share
@@ -206,11 +206,10 @@ def _gain(node: fx.Node, operator: QuantizedOperator, values: Sequence[Values], 
     """By how much results are too large, of shape (C,), or (1,) where one scale is for all; None where channels cannot be told."""
     product, power, noise, places = (torch.zeros(channels, dtype=torch.float64) for _ in range(4))
     for each in values:
-        found, wanted = real_result(operator, bound_arguments(node, operator, each)), each[node]
-        axis = wanted.dim() - 1 - max(rank, 0)
-        if axis < 0 or wanted.shape[axis] != channels:
+        result = real_result(operator, bound_arguments(node, operator, each))
+        found, wanted = (by_channel(value.double().cpu(), channels, rank) for value in (result, each[node]))
+        if found is None or wanted is None:
             return None
-        found, wanted = (value.movedim(axis, 0).flatten(1).double().cpu() for value in (found, wanted))
         product += (found * wanted).sum(1)
         power += wanted.square().sum(1)
         noise += (found - wanted).square().sum(1)

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from fxquant.quantization.prepared import QuantizedOperator
 from fxquant.quantization.weights import Coverage
-from fxquant.tuning.real import real_result, weight_of
+from fxquant.tuning.real import by_channel, real_result, weight_of
 from fxquant.tuning.units import Lesson, bound_arguments
 from fxquant.tuning.walk import Values, run
 
@@ -63,11 +63,11 @@ def _best(node: fx.Node, operator: QuantizedOperator, rounded: list[Values], rea
         error = torch.zeros(len(weight), dtype=torch.float64, device=weight.device)
         for has, values in zip(arguments, real, strict=True):
             difference = real_result(operator, has) - values[node]
-            axis = difference.dim() - 1 - max(weight.dim() - 2, 0)
-            if axis < 0 or difference.shape[axis] != len(weight):
+            rows = by_channel(difference.double(), len(weight), weight.dim())
+            if rows is None:
                 quantizer.cover(previous)
                 return None
-            error += difference.double().movedim(axis, 0).flatten(1).square().sum(1)
+            error += rows.square().sum(1)
         errors.append(error if quantizer.per_channel else error.sum(0, keepdim=True))
     found = torch.stack(errors)
     least = found.min(0)

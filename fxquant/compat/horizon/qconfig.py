@@ -59,7 +59,7 @@ IGNORED = {
 
 
 def dtype_of(value: Any) -> str:
-    """The name of an integer dtype: of "qint8", torch.qint8, torch.int8 and "int8" it is "int8"."""
+    """The name of an integer dtype: of "qint8", PyTorch's dtype of this name, torch.int8 and "int8" it is "int8"."""
     name = str(value).removeprefix("torch.").removeprefix("q")
     if name in ("int4", "int8", "int16", "int32"):
         return name
