@@ -13,12 +13,13 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from fxquant.numerics import Grid, IntType
+from fxquant.numerics import Grid, IntType, bias_integers, power_of_two, round_away
 from fxquant.primitives.elementwise import align_fixed, align_real
 from fxquant.primitives.requantize import requantize_fixed, requantize_real
-from fxquant.rescaling import FixedWidths, Ratio, fixed_requantization, real_multiplier
+from fxquant.rescaling import FixedWidths, Ratio, real_multiplier
 
 Function = Callable[..., Tensor]
+LARGEST_BIAS = 2**30  # of a layer's integers, half a step of its output included
 
 
 class Composer(Protocol):
@@ -45,6 +46,8 @@ class Arithmetic:
     add_fraction_bits: int = 14  # the common scale of an addition is 2^-14 of the larger one
     resize_fraction_bits: int = 16
     residual: str = "accumulator"  # what is added to a layer: to its sum of products, or, "requantize", to its requantized 8 bits
+    residual_bits: int = 0  # of the multiplier of a residual in the accumulator, behind which there is a shift; 0: a whole multiplier
+    float32_steps: bool = False  # whether the step of a product is the float32 product of two scales, rounded, instead of the exact one
 
     primitives: ClassVar[frozenset[Function]] = frozenset()  # with which it requantizes and aligns
     multiplies_by: ClassVar[str] = ""  # what brings an accumulator to a scale, in words
@@ -54,6 +57,23 @@ class Arithmetic:
     def adds_in_output_steps(self) -> bool:
         """Whether a sum of 8-bit tensors is formed in fractions of a step of its result, and not of its largest term's."""
         return False
+
+    @property
+    def half_step_in_bias(self) -> bool:
+        """Whether the bias of a layer with weights holds half a step of the output, and its requantization rounds down."""
+        return False
+
+    def step(self, scale: Tensor, other: Tensor) -> tuple[Tensor, ...]:
+        """The factors of the step of a product of integers on two scales, float32."""
+        return (scale * other,) if self.float32_steps else (scale, other)
+
+    def bias(self, bias: Tensor, scale: Tensor, other: Tensor) -> Tensor:
+        """The integers of a bias, float64 of its shape, in steps of the product of an operand's and a weight's scale."""
+        return bias_integers(bias, scale, other)
+
+    def layer_bias(self, bias: Tensor, step: Tensor, scale: Tensor) -> Tensor:
+        """The integers that a layer holds, float64: those of its bias, with half a step of an output on `scale` in steps of the sum."""
+        return bias
 
     def requantize(
         self,
@@ -65,10 +85,11 @@ class Arithmetic:
         grid: Grid,
         role: str = "",
         accumulator_bits: int = 32,
+        layer: bool = False,
     ) -> Any:
         """An accumulator of so many bits times `ratio`, as integers on a grid, whose centred ones are limited to [low, high].
 
-        `role` begins the constants' names.
+        `role` begins the constants' names. The accumulator of a `layer` with weights holds half a step where `half_step_in_bias`.
         """
         raise NotImplementedError
 
@@ -94,15 +115,40 @@ def _rescaling() -> set[Function]:
     return found
 
 
+def _without_last_bits(value: Tensor, bits: int) -> Tensor:
+    """Integers, float64, of which this many bits are kept: the last ones are 0, rounded towards zero."""
+    shifts = torch.zeros_like(value, dtype=torch.int64)
+    for shift in range(1, 32 - bits + 1):
+        below = torch.floor(value * 2.0 ** -(shift - 1))
+        shifts = torch.where((below > 2 ** (bits - 1) - 1) | (below < -(2 ** (bits - 1))), shift, shifts)
+    return torch.trunc(value * power_of_two(-shifts)) * power_of_two(shifts)
+
+
 @dataclass(frozen=True)
 class FixedArithmetic(Arithmetic):
     """*fixed*: a shift, a product with whole numbers, a shift."""
 
     final_rounding: str = "half_up"  # or "floor", or "half_step": see `requantize_fixed`
+    layer_half_step: bool = False  # a layer with weights has half a step of its output in its bias, and rounds down
+    bias_bits: int = 32  # a bias of more bits gives up its last ones, towards zero
     widths: Mapping[str, FixedWidths] = field(default_factory=dict)  # by name of the output dtype
 
     primitives = frozenset((requantize_fixed, align_fixed))
     multiplies_by = "a 15-bit multiplier and shifts"
+
+    @property
+    def half_step_in_bias(self) -> bool:
+        return self.layer_half_step
+
+    def bias(self, bias: Tensor, scale: Tensor, other: Tensor) -> Tensor:
+        if not self.float32_steps:
+            return super().bias(bias, scale, other)
+        return round_away(bias.double() / (scale * other).double())
+
+    def layer_bias(self, bias: Tensor, step: Tensor, scale: Tensor) -> Tensor:
+        half = round_away(scale.double() / (2 * step.double()))
+        whole = (bias + half).clamp(1 - LARGEST_BIAS, LARGEST_BIAS - 1)
+        return whole if self.bias_bits >= 32 else _without_last_bits(whole, self.bias_bits)
 
     def requantize(
         self,
@@ -114,18 +160,20 @@ class FixedArithmetic(Arithmetic):
         grid: Grid,
         role: str = "",
         accumulator_bits: int = 32,
+        layer: bool = False,
     ) -> Any:
         widths = self.widths[grid.type.name]
-        fixed = fixed_requantization(ratio, widths, grid.type, accumulator_bits)
+        fixed = widths.constants(ratio, grid.type, accumulator_bits, layer)
         constants = [
             composer.constant(role + name, value, torch.int32)
             for name, value in (("shift", fixed.shift), ("multiplier", fixed.multiplier), ("right_shift", fixed.right_shift))
         ]
-        rest = widths.intermediate_bits, self.final_rounding, low, high, grid.type.storage
+        rounding = "floor" if layer and self.half_step_in_bias else self.final_rounding
+        rest = widths.intermediate_bits, rounding, low, high, grid.type.storage
         return composer.call(requantize_fixed, accumulator, *constants, *rest)
 
     def align(self, composer: Composer, value: Any, ratio: Ratio, dtype: IntType, role: str, wide: bool) -> Any:
-        multiplier, shift = ratio.mantissa(self.widths[dtype.name].multiplier_bits, largest_exponent=31)
+        multiplier, shift = self.widths[dtype.name].aligning(ratio)
         constants = (
             composer.constant(role + "_multiplier", multiplier, torch.int32),
             composer.constant(role + "_right_shift", shift, torch.int32),
@@ -136,12 +184,13 @@ class FixedArithmetic(Arithmetic):
         if primitive is not requantize_fixed:
             return super().refuses(primitive, arguments, storage)
         widths = self.widths["int16" if storage == torch.int16 else "int8"]
-        if (arguments["rounding"], arguments["intermediate_bits"]) != (self.final_rounding, widths.intermediate_bits):
+        roundings = {self.final_rounding, *(["floor"] if self.layer_half_step else [])}
+        if arguments["rounding"] not in roundings or arguments["intermediate_bits"] != widths.intermediate_bits:
             return "it is not requantized as its target does"
         for name, least, most in (
             ("shift", 0, 47),
             ("multiplier", 0, 2**widths.multiplier_bits - 1),
-            ("right_shift", 1, widths.largest_shift),
+            ("right_shift", 1, widths.last_shift),
         ):
             if bool(((arguments[name] < least) | (arguments[name] > most)).any()):
                 return f"its {name.replace('_', ' ')} is not in {least}…{most}"
@@ -170,6 +219,7 @@ class RealArithmetic(Arithmetic):
         grid: Grid,
         role: str = "",
         accumulator_bits: int = 32,
+        layer: bool = False,
     ) -> Any:
         multiplier = composer.constant(role + "multiplier", real_multiplier(ratio), torch.float32)
         return composer.call(requantize_real, accumulator, multiplier, low, high, grid.type.storage, *composer.offset(grid))

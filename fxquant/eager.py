@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fxquant import curves, joining, narrow, sweeps
 from fxquant.arithmetic import Arithmetic, FixedArithmetic, RealArithmetic
-from fxquant.lowering import Clamp, Lowering, Quantized, limited
+from fxquant.lowering import Clamp, Lift, Lowering, Quantized, ResidualFactor, limited
 from fxquant.numerics import FLOAT32_EXACT, INT32, INT32_MAX, Grid
 from fxquant.primitives import PRIMITIVES, shape
 from fxquant.quantization.learning import learned_step
@@ -33,6 +33,7 @@ class EagerLowering(Lowering):
     """
 
     keeps_start = True
+    lifts_late = True  # the output's scale may follow this call's result
 
     def __init__(
         self,
@@ -117,10 +118,17 @@ class EagerLowering(Lowering):
         return Quantized(integers, grid, tuple(integers.shape))
 
     def requantize(
-        self, accumulator: Any, ratio: Ratio, clamp: Clamp | None = None, to: Quantizer | None = None, role: str = "", bound: float = 0
+        self,
+        accumulator: Any,
+        ratio: Ratio,
+        clamp: Clamp | None = None,
+        to: Quantizer | None = None,
+        role: str = "",
+        bound: float = 0,
+        lift: Lift | None = None,
     ) -> Quantized:
-        joined = self._joined(accumulator, ratio, clamp, to or self.output, bound)
-        return super().requantize(self.computed(accumulator), ratio, clamp, to, role, bound) if joined is None else joined
+        joined = self._joined(accumulator, ratio, clamp, to or self.output, bound, lift)
+        return super().requantize(self.computed(accumulator), ratio, clamp, to, role, bound, lift) if joined is None else joined
 
     def requantize_in_steps(
         self, total: Callable[[], tuple[Any, Tensor]], real: Callable[[], Tensor], clamp: Clamp | None, scales: Sequence[Tensor]
@@ -140,7 +148,9 @@ class EagerLowering(Lowering):
         """Whether a scale is to follow what is computed now."""
         return self.observing and to.follows_training and not (self.followed and to is self._output)
 
-    def _joined(self, accumulator: Any, ratio: Ratio, clamp: Clamp | None, to: Quantizer, bound: float) -> Quantized | None:
+    def _joined(
+        self, accumulator: Any, ratio: Ratio, clamp: Clamp | None, to: Quantizer, bound: float, lift: Lift | None = None
+    ) -> Quantized | None:
         """An accumulator of two tensors, requantized without being written down; None where there is no such pass."""
         follows, learns = self._follows(to), to.learns and torch.is_grad_enabled()
         whole = isinstance(accumulator, joining.Deferred | Tensor) and type(self) is EagerLowering and type(self.arithmetic) in FUSED
@@ -161,11 +171,11 @@ class EagerLowering(Lowering):
             real = real * step if join.wide else real.float() * step.float()
             real = real if clamp is None else real.clamp(*clamp)
             to.follow(limited(real, self.observed) if to is self.output else real)
-        integers, real = joining.joined(join, self._rounded(ratio, clamp, to, bound), step)
+        integers, real = joining.joined(join, self._rounded(ratio, clamp, to, bound, lift), step)
         self.whole = integers
         return Quantized(integers, to.grid, tuple(integers.shape), real)
 
-    def _rounded(self, ratio: Ratio, clamp: Clamp | None, to: Quantizer, bound: float) -> sweeps.Rounded:
+    def _rounded(self, ratio: Ratio, clamp: Clamp | None, to: Quantizer, bound: float, lift: Lift | None = None) -> sweeps.Rounded:
         """What an accumulator, whose step is `ratio`, becomes on the grid of `to`."""
         least, most = (None, None) if clamp is None else clamp
         limits = -math.inf if least is None else least, math.inf if most is None else most
@@ -173,8 +183,9 @@ class EagerLowering(Lowering):
         with torch.no_grad():
             constants = sweeps.Constants()
             bits = 32 if bound <= INT32_MAX else 48
-            self.arithmetic.requantize(constants, None, ratio.over(grid.scale), *self.bounds(clamp, to), grid, "", bits)
-        return constants.rounded(grid.bounds, limits, grid.scale)
+            layer = lift is not None
+            self.arithmetic.requantize(constants, None, ratio.over(grid.scale), *self.bounds(clamp, to), grid, "", bits, layer)
+            return constants.rounded(grid.bounds, limits, grid.scale, None if lift is None else lift(grid.scale))
 
     def look_up(
         self, input: Quantized, entries: Callable[..., Tensor], function: Callable[[Tensor], Tensor], tamed: Callable[[Tensor], Tensor]
@@ -211,15 +222,16 @@ class EagerLowering(Lowering):
         bound: float,
         bias: Tensor | None = None,
         residual: Quantized | None = None,
-        multiplier: Tensor | None = None,
+        multiplier: ResidualFactor | None = None,
         statistics: sweeps.Collected | None = None,
         to: Quantizer | None = None,
         role: str = "",
+        lift: Lift | None = None,
     ) -> Quantized:
         to = to or self.output
         if isinstance(accumulator, joining.Deferred):
             alone = bias is None and residual is None and statistics is None
-            joined = self._joined(accumulator, ratio, clamp, to, bound) if alone else None
+            joined = self._joined(accumulator, ratio, clamp, to, bound, lift) if alone else None
             if joined is not None:
                 return joined
             accumulator = self.computed(accumulator)
@@ -234,11 +246,11 @@ class EagerLowering(Lowering):
         learns = to.learns and torch.is_grad_enabled()
         seen = self.seen is not None and to is self._output
         if form is None or learns or to.dtype == INT32 or (follows and (seen or not to.can_follow_ends)):
-            return super().complete(accumulator, ratio, clamp, bound, bias, residual, multiplier, statistics, to, role)
+            return super().complete(accumulator, ratio, clamp, bound, bias, residual, multiplier, statistics, to, role, lift)
         if to is self.intermediate and not follows:
             to.require()
         added = None if bias is None else bias.to(torch.float32).reshape(-1).expand(form.channels)
-        factor = None if multiplier is None else multiplier.to(torch.float32).reshape(-1).expand(form.channels)
+        factor = None if multiplier is None else multiplier.value().to(torch.float32).reshape(-1).expand(form.channels)
         factors = factors.reshape(-1).expand(form.channels)
         if follows:
             with torch.no_grad():
@@ -252,7 +264,7 @@ class EagerLowering(Lowering):
                     steps = factors
                 real = ends * steps if clamp is None else (ends * steps).clamp(*clamp)
                 to.follow(limited(real, self.observed) if to is self.output else real)
-        grid, how = to.grid, self._rounded(ratio, clamp, to, bound)
+        grid, how = to.grid, self._rounded(ratio, clamp, to, bound, lift)
         token = None if statistics is None else statistics.token
         integers, real = sweeps.finished(accumulator, added, other, factor, factors, form, how, token)
         self.whole = integers
@@ -264,7 +276,7 @@ class EagerLowering(Lowering):
         bound: float,
         bias: Tensor | None,
         residual: Quantized | None,
-        multiplier: Tensor | None,
+        multiplier: ResidualFactor | None,
         known: sweeps.Collected | None,
     ) -> bool:
         """Whether the accumulator stays below 2^24: that of every operand, or of these."""
@@ -276,7 +288,7 @@ class EagerLowering(Lowering):
             largest = float(torch.stack(torch.aminmax(sums)).abs().max() if known is None else known.ends.abs().max())
             largest += 0.0 if bias is None else float(bias.abs().max())
             if residual is not None and multiplier is not None:
-                largest += float(multiplier.abs().max()) * residual.grid.magnitude
+                largest += float(multiplier.value().abs().max()) * residual.grid.magnitude
         return largest < FLOAT32_EXACT
 
     def parts(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> int:

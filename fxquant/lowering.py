@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ from fxquant import sweeps
 from fxquant.arithmetic import Arithmetic
 from fxquant.errors import AccumulatorOverflow, NotFinite
 from fxquant.facts import Size
-from fxquant.numerics import EVERYTHING, FLOAT32_EXACT, INT32, INT32_MAX, Grid, Interval, IntType, bits_of, clamp_bound
-from fxquant.primitives.accumulate import add_residual
+from fxquant.numerics import EVERYTHING, FLOAT32_EXACT, INT32, INT32_MAX, Grid, Interval, IntType, bits_of, clamp_bound, power_of_two
+from fxquant.primitives.accumulate import add_residual, add_residual_shifted
 from fxquant.primitives.boundary import quantize
 from fxquant.primitives.elementwise import lookup, shift_right
 from fxquant.primitives.requantize import accumulator_output, clamp_accumulator, requantize_real
@@ -33,6 +33,26 @@ from fxquant.quantization.weights import WeightQuantizer
 from fxquant.rescaling import Ratio, real_multiplier
 
 Clamp = tuple[float | None, float | None]
+Lift = Callable[[Tensor], Tensor]
+"""What the bias of a layer becomes larger by for an output on a scale: half a step, in steps of the sum; float64, shaped to broadcast."""
+
+
+class ResidualFactor(NamedTuple):
+    """What a residual is multiplied by to be added to an accumulator: per channel, shaped to broadcast.
+
+    multiplier   integers, with gradients while training
+    right_shift  of the product, rounding down; None for none
+    """
+
+    multiplier: Any
+    right_shift: Any = None
+
+    def value(self) -> Tensor:
+        """The factor as a tensor; only for eager lowering."""
+        if self.right_shift is None:
+            factor: Tensor = self.multiplier
+            return factor
+        return self.multiplier * power_of_two(-self.right_shift)
 
 
 @dataclass(frozen=True)
@@ -99,6 +119,7 @@ class Lowering:
         self.accumulator_bits = 0  # of the largest accumulator so far
 
     keeps_start = False  # whether a learned scale that has not started yet starts from the weight at hand
+    lifts_late = False  # whether half a step is added where an accumulator is requantized, and not with the bias
 
     @property
     def output(self) -> Quantizer:
@@ -173,12 +194,19 @@ class Lowering:
     # -- what operators are made of ----------------------------------------------------------------------------------
 
     def requantize(
-        self, accumulator: Any, ratio: Ratio, clamp: Clamp | None = None, to: Quantizer | None = None, role: str = "", bound: float = 0
+        self,
+        accumulator: Any,
+        ratio: Ratio,
+        clamp: Clamp | None = None,
+        to: Quantizer | None = None,
+        role: str = "",
+        bound: float = 0,
+        lift: Lift | None = None,
     ) -> Quantized:
         """The accumulator, whose step is `ratio`, on the scale of `to`, limited to the real interval `clamp`.
 
         Where `to` is int32, the accumulator itself is the output, and its step the scale. `bound` is the
-        accumulator's where it may exceed 32 bits.
+        accumulator's where it may exceed 32 bits. A layer whose bias holds half a step has a `lift`.
         """
         target = to or self.output
         if target.dtype == INT32:
@@ -187,7 +215,11 @@ class Lowering:
         def exact() -> Any:
             low, high = self.bounds(clamp, target)
             bits = 32 if bound <= INT32_MAX else 48
-            value = self.arithmetic.requantize(self, accumulator, ratio.over(target.scale), low, high, target.grid, role, bits)
+            lifts = lift is not None and self.lifts_late
+            lifted = accumulator.double() + lift(target.scale) if lift is not None and lifts else accumulator
+            value = self.arithmetic.requantize(
+                self, lifted, ratio.over(target.scale), low, high, target.grid, role, bits, lift is not None
+            )
             return self.holds(value, target)
 
         def real() -> Tensor:
@@ -222,10 +254,11 @@ class Lowering:
         bound: float,
         bias: Tensor | None = None,
         residual: Quantized | None = None,
-        multiplier: Tensor | None = None,
+        multiplier: ResidualFactor | None = None,
         statistics: sweeps.Collected | None = None,
         to: Quantizer | None = None,
         role: str = "",
+        lift: Lift | None = None,
     ) -> Quantized:
         """The accumulator of channels, plus its bias and the residual times its multiplier, requantized to the output or to `to`.
 
@@ -234,9 +267,11 @@ class Lowering:
         accumulator = wide_enough(accumulator, bound)
         if bias is not None:
             accumulator = accumulator + bias.to(accumulator.dtype)
-        if residual is not None:
-            accumulator = self.call(add_residual, accumulator, residual.value, multiplier)
-        return self.requantize(accumulator, ratio, clamp, to, role, bound)
+        if residual is not None and multiplier is not None:
+            primitive = add_residual if multiplier.right_shift is None else add_residual_shifted
+            factors = [factor for factor in multiplier if factor is not None]
+            accumulator = self.call(primitive, accumulator, residual.value, *factors)
+        return self.requantize(accumulator, ratio, clamp, to, role, bound, lift)
 
     def parts(self, input: Any, weight: Tensor, bias: Tensor | None) -> int:
         """In how many parts the input channels have to be for all partial sums of the operand at hand to stay below 2^24.

@@ -195,6 +195,11 @@ def round_half_up(value: float) -> int:
     return math.floor(value + 0.5)
 
 
+def round_away(value: Tensor) -> Tensor:
+    """The nearest integers, halves away from zero, in the dtype of `value`."""
+    return torch.copysign(torch.floor(value.abs() + 0.5), value)
+
+
 def clamp_bound(value: float | None, scale: float, default: int, limits: IntType | Grid) -> int:
     """The integer bound ⌊value/scale + ½⌋ of a clamp, saturated to these limits; `default` where there is no bound."""
     if value is None or math.isinf(value):

@@ -92,19 +92,21 @@ class Ratio:
             result = flat.view(shape)
         return result.to(torch.int64)
 
-    def mantissa(self, bits: int, largest_exponent: int = 1000) -> tuple[Tensor, Tensor]:
+    def mantissa(self, bits: int, largest_exponent: int = 1000, carries: bool = True) -> tuple[Tensor, Tensor]:
         """(M, k) with ratio ≈ M · 2^-k: M = round_half_even(ratio · 2^k) of `bits` bits, as int64 tensors.
 
         k is the one that puts M in [2^(bits-1), 2^bits), but at most `largest_exponent`: below that M has
-        fewer bits, down to 0.
+        fewer bits, down to 0. An M that rounds up to 2^bits is halved, with k less by one, if it `carries`; else it is 2^bits - 1.
         """
         with torch.no_grad():
             numbers = self.numbers()
-        found = None if numbers is None else _mantissa(*numbers, bits, largest_exponent)
+        found = None if numbers is None else _mantissa(*numbers, bits, largest_exponent, carries)
         if found is not None:
             return torch.tensor(found[0], dtype=torch.int64, device="cpu"), torch.tensor(found[1], dtype=torch.int64, device="cpu")
         k = (bits - torch.frexp(self.approximate()).exponent.to(torch.int64)).clamp_max(largest_exponent)
         mantissa = self.rounded(k)
+        if not carries:
+            return mantissa.clamp_max(2**bits - 1), k
         carried = mantissa >> bits  # 1 where rounding went up to 2^bits
         return mantissa >> carried, k - carried
 
@@ -122,7 +124,9 @@ def _quotient(numerators: list[float], denominators: list[float]) -> float:
     return value
 
 
-def _mantissa(numerators: list[float], denominators: list[float], bits: int, largest_exponent: int) -> tuple[int, int] | None:
+def _mantissa(
+    numerators: list[float], denominators: list[float], bits: int, largest_exponent: int, carries: bool = True
+) -> tuple[int, int] | None:
     """`Ratio.mantissa` of Python numbers; None where these are not ordinary ones."""
     if not all(0 < factor < math.inf for factor in (*numerators, *denominators)):
         return None
@@ -136,6 +140,8 @@ def _mantissa(numerators: list[float], denominators: list[float], bits: int, lar
         mantissa = round(exact.exact()[0] * Fraction(2) ** k)
     else:
         mantissa = round(scaled)
+    if not carries:
+        return min(mantissa, 2**bits - 1), k
     carried = mantissa >> bits
     return mantissa >> carried, k - carried
 
@@ -151,6 +157,53 @@ class FixedWidths:
     multiplier_bits: int  # of M, unsigned
     first_shift: bool  # whether the accumulator is shifted before it is multiplied
     largest_shift: int = 31
+
+
+    @property
+    def last_shift(self) -> int:
+        """The largest last shift of any requantization."""
+        return self.largest_shift
+
+    def constants(self, ratio: Ratio, output: IntType, accumulator_bits: int, layer: bool) -> FixedRequantization:
+        """The integers that multiply an accumulator of so many bits by `ratio`; a `layer` with weights has no others."""
+        return fixed_requantization(ratio, self, output, accumulator_bits)
+
+    def aligning(self, ratio: Ratio) -> tuple[Tensor, Tensor]:
+        """(M, k), int64, that bring an operand to a common scale: ⌊q · M / 2^k⌋, with k of 31 at most."""
+        return ratio.mantissa(self.multiplier_bits, largest_exponent=31)
+
+
+@dataclass(frozen=True)
+class MeasuredWidths(FixedWidths):
+    """The widths that the compiler of bernoulli2, bayes and bayes-e chooses, for one output dtype (ARITHMETIC.md, section 8).
+
+    The last shift b is the largest that there is, and what is left of the exponent k is the first shift. A multiplier that
+    rounds up to 2^multiplier_bits is one less.
+    """
+
+    largest_shift: int = 22
+    layer_shift: int = 22  # the largest last shift of a layer with weights, where the product reaches the output's limit by it
+    largest_first_shift: int = 15
+
+    @property
+    def last_shift(self) -> int:
+        """The largest last shift of any requantization."""
+        return max(self.largest_shift, self.layer_shift)
+
+    def constants(self, ratio: Ratio, output: IntType, accumulator_bits: int, layer: bool) -> FixedRequantization:
+        """The integers that multiply an accumulator of so many bits by `ratio`; a `layer` with weights may have `layer_shift`."""
+        first = max(self.largest_first_shift, accumulator_bits - 17)
+        multiplier, k = ratio.mantissa(self.multiplier_bits, largest_exponent=first + self.largest_shift, carries=False)
+        last = torch.full_like(k, self.largest_shift)
+        if layer and self.layer_shift > self.largest_shift:
+            product = ratio.approximate().detach() * power_of_two(k - self.layer_shift) * (2 ** (self.intermediate_bits - 1) - 1)
+            last = torch.where(product >= output.high, self.layer_shift, last)
+        right_shift = torch.minimum(k, last)
+        shift = k - right_shift
+        overflow = right_shift < 1  # every accumulator but 0 saturates
+        return FixedRequantization(
+            shift.int(), torch.where(overflow, 2**self.multiplier_bits - 1, multiplier).int(), torch.where(overflow, 1, right_shift).int()
+        )
 
 
 @dataclass(frozen=True)

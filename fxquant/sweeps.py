@@ -236,18 +236,21 @@ class Constants:
         """Integers are centred."""
         return ()
 
-    def rounded(self, bounds: tuple[int, int], clamp: tuple[float, float], scale: Tensor) -> Rounded:
-        """What an accumulator becomes by this call."""
+    def rounded(self, bounds: tuple[int, int], clamp: tuple[float, float], scale: Tensor, lift: Tensor | None = None) -> Rounded:
+        """What an accumulator becomes by this call, with `lift` added to it before, float64."""
         if self.primitive is requantize_real:
             _, multiplier, low, high, *_ = self.arguments
             return Rounded((multiplier,), 0, 0.0, low, high, bounds, clamp, scale)
         assert self.primitive is requantize_fixed
         _, shift, multiplier, right_shift, bits, rounding, low, high, *_ = self.arguments
-        if shift.dim() == 0 and shift.device.type == "cpu" and rounding != HALF_STEP:
-            numbers = 0.0, 2.0 ** -int(shift), float(multiplier) * 2.0 ** -int(right_shift)
+        single = lift is None or lift.numel() == 1
+        if shift.dim() == 0 and shift.device.type == "cpu" and rounding != HALF_STEP and single:
+            numbers = 0.0 if lift is None else float(lift), 2.0 ** -int(shift), float(multiplier) * 2.0 ** -int(right_shift)
             one = torch.tensor(numbers, dtype=torch.float64, device="cpu").unbind()
             return Rounded(one, 2 ** (bits - 1), 0.5 if rounding == "half_up" else 0.0, low, high, bounds, clamp, scale)
-        half = half_step(shift, multiplier, right_shift) if rounding == HALF_STEP else torch.zeros_like(shift, dtype=torch.float64)
+        half = half_step(shift, multiplier, right_shift) if rounding == HALF_STEP else lift
+        half = torch.zeros_like(shift, dtype=torch.float64) if half is None else half
+        shift, multiplier, right_shift = (each.expand_as(half) if half.numel() > 1 else each for each in (shift, multiplier, right_shift))
         factors = half, power_of_two(-shift), multiplier.double() * power_of_two(-right_shift)
         return Rounded(factors, 2 ** (bits - 1), 0.5 if rounding == "half_up" else 0.0, low, high, bounds, clamp, scale)
 

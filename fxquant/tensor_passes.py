@@ -214,4 +214,6 @@ class Passes:
 def accumulated(sums: Tensor, form: Form, bias: Tensor | None, residual: Tensor | None, factor: Tensor | None) -> Tensor:
     """The accumulator: sums with their bias, and the residual times its factor."""
     value = sums if bias is None else sums + bias.reshape(form.shape)
-    return value if residual is None or factor is None else value + residual * factor.reshape(form.shape)
+    if residual is None or factor is None:
+        return value
+    return value + (residual * factor.reshape(form.shape)).floor_()  # of a factor with a shift; whole multipliers stay what they are

@@ -93,6 +93,13 @@ def _add_residual(call: Call, accumulator: Value, residual: Value, multiplier: V
     )
 
 
+@form(accumulate.add_residual_shifted)
+def _add_residual_shifted(call: Call, accumulator: Value, residual: Value, multiplier: Value, right_shift: Value) -> None:
+    y, constants = call.result(), _in_one_shape(call, multiplier, right_shift)
+    dtypes = [accumulator.dtype, residual.dtype, y.dtype]
+    call.emit("add_residual_shifted", dtypes, *_beside(call, residual, constants[0]), accumulator, residual, *constants, y)
+
+
 @form(elementwise.centre)
 def _centre(call: Call, input: Value, zero_point: int) -> None:
     y = call.result()

@@ -122,6 +122,9 @@ class Requantization:
             epilogue.zero = site.result().zero
         if "factor" in site.match.parts and site.match.parts["factor"] is not None:
             constants["residual_factor"] = _per_channel(site.tensor("factor"), channels, torch.int32)
+            shift = site.constant(site.match.parts["factor_shift"])
+            held = torch.zeros((), dtype=torch.int32, device="cpu") if shift is None else shift
+            constants["residual_shift"] = _per_channel(held, channels, torch.int32)
             epilogue.residual_zero = site.held(site.match.reads[1]).zero
         padded = {name: _padded(tensor, site.result().pixel) for name, tensor in constants.items()}
         for name, tensor in padded.items():

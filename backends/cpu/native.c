@@ -25,7 +25,7 @@ typedef struct {
     int64_t residual_zero;
     const float *factor;             /* REAL, per channel */
     const int32_t *shift, *multiplier, *right_shift, *half, *before; /* FIXED: before is added to the sum, half to the product */
-    const int32_t *residual_factor;  /* where there is a residual */
+    const int32_t *residual_factor, *residual_shift; /* where there is a residual: what it is multiplied by, then shifted by */
 } Epilogue;
 
 typedef struct {
@@ -80,7 +80,7 @@ static inline int32_t requantized(const Epilogue *e, int32_t sum, int64_t c) {
 }
 
 static inline void finish_one(const Epilogue *e, int32_t sum, int64_t c, const uint8_t *residual, void *output, int64_t at) {
-    if (residual) sum += ((int32_t)residual[at] - (int32_t)e->residual_zero) * e->residual_factor[c];
+    if (residual) sum += (((int32_t)residual[at] - (int32_t)e->residual_zero) * e->residual_factor[c]) >> e->residual_shift[c];
     if (e->mode == SUM) ((int32_t *)output)[at] = sum;
     else ((uint8_t *)output)[at] = (uint8_t)requantized(e, sum, c);
 }
@@ -89,7 +89,7 @@ static inline void finish_one(const Epilogue *e, int32_t sum, int64_t c, const u
 #define INLINE static inline __attribute__((always_inline))
 typedef struct {
     __m512 factor;
-    __m512i shift, multiplier, right_shift, half, before, residual_factor;
+    __m512i shift, multiplier, right_shift, half, before, residual_factor, residual_shift;
 } Lanes; /* what an epilogue is for sixteen channels */
 
 INLINE __mmask16 mask_of(int64_t channels) { return channels >= 16 ? 0xFFFF : (__mmask16)((1u << channels) - 1); }
@@ -104,7 +104,10 @@ INLINE Lanes lanes_of(const Epilogue *e, int mode, int adds, int64_t c, __mmask1
         l.half = _mm512_maskz_loadu_epi32(mask, e->half + c);
         l.before = _mm512_maskz_loadu_epi32(mask, e->before + c);
     }
-    if (adds) l.residual_factor = _mm512_maskz_loadu_epi32(mask, e->residual_factor + c);
+    if (adds) {
+        l.residual_factor = _mm512_maskz_loadu_epi32(mask, e->residual_factor + c);
+        l.residual_shift = _mm512_maskz_loadu_epi32(mask, e->residual_shift + c);
+    }
     return l;
 }
 
@@ -114,7 +117,7 @@ INLINE void finish(const Epilogue *e, const Lanes *l, int mode, int adds, int fu
     if (adds) {
         __m128i bytes = full ? _mm_loadu_si128((const __m128i *)(residual + at)) : _mm_maskz_loadu_epi8(mask, residual + at);
         __m512i r = _mm512_sub_epi32(_mm512_cvtepu8_epi32(bytes), _mm512_set1_epi32((int32_t)e->residual_zero));
-        sum = _mm512_add_epi32(sum, _mm512_mullo_epi32(r, l->residual_factor));
+        sum = _mm512_add_epi32(sum, _mm512_srav_epi32(_mm512_mullo_epi32(r, l->residual_factor), l->residual_shift));
     }
     if (mode == SUM) {
         _mm512_mask_storeu_epi32((int32_t *)output + at, mask, sum);

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxquant.kernels.layer import Layer, enumerated
+from fxquant.kernels.layer import Layer, enumerated, residual_factor
 from fxquant.kernels.record import Bound, Built, Held, Refused, Site
 from fxquant.numerics import FLOAT32_EXACT, power_of_two
 from fxquant.primitives import requantize
@@ -121,7 +121,8 @@ class _Sums:
                 sums = self.sums(given[first : first + step])
                 if added is not None and residual is not None:
                     centred = added[first : first + step].float()
-                    sums.addcmul_(centred.sub_(residual.zero) if residual.zero else centred, self.residual_factor)  # type: ignore[arg-type]
+                    centred = centred.sub_(residual.zero) if residual.zero else centred
+                    sums.add_(centred.mul_(self.residual_factor).floor_())  # type: ignore[arg-type]
                 written[first : first + step].copy_(self.requantized_sums(sums))
 
         return bound
@@ -160,7 +161,7 @@ class OneDnn:
         bias = None if layer.given is None else layer.given.float()
         residual = factor = None
         if site.match.parts["factor"] is not None:
-            residual, factor = site.held(site.match.reads[1]), _shaped(site.tensor("factor"), torch.float32)
+            residual, factor = site.held(site.match.reads[1]), _shaped(residual_factor(site), torch.float32)
         forms, because = _forms(site), ""
         for form in forms:
             try:

@@ -32,7 +32,7 @@ typedef struct {
 /* The accumulator of an element: exact, since it is proved to stay below 2^24. */
 INLINE float accumulated(const float *sums, const float *bias, const float *residual, const float *factor, int64_t i, int64_t j, int adds) {
     float value = sums[i] + bias[j];
-    return adds ? value + residual[i] * factor[j] : value;
+    return adds ? value + floorf(residual[i] * factor[j]) : value; /* rounded down: the factor may hold a shift */
 }
 
 INLINE float limited(float value, float low, float high) {

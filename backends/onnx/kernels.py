@@ -58,7 +58,7 @@ SHIFTED: frozenset[Callable[..., Any]] = frozenset((
 READ_FLOATS: frozenset[Callable[..., Any]] = frozenset((
     *CONVOLUTIONS, *LINEARS, *PRODUCTS, transposed.transposed_convolution, pool.sum_pool, pool.sum,
     elementwise.align_real, elementwise.multiply, elementwise.widen, elementwise.negate, product.rectify, product.scale_channels,
-    accumulate.add_residual,
+    accumulate.add_residual, accumulate.add_residual_shifted,
 ))  # fmt: skip
 
 

@@ -61,7 +61,7 @@ class Layer:
         given = site.constant(parts["bias"])
         bound = accumulator_bound(weight, given, 0, magnitude(reads[0]))
         if parts["factor"] is not None:
-            bound = bound + site.tensor("factor").double().abs().flatten() * magnitude(reads[1])
+            bound = bound + torch.ceil(residual_factor(site).flatten().abs() * magnitude(reads[1]))
         return Layer(weight, given, float(bound.max()), {name: parts[name] for name in ("stride", "padding", "dilation", "groups")})
 
     def bias(self, zero: int) -> Tensor:
@@ -106,9 +106,19 @@ class Layer:
         for place in (0.0, 0.5):  # where results round, and where they are floors
             below = torch.floor((steps[:, None] + place) / ratio.clamp_min(2.0**-60).expand(channels))
             found += [below + offset for offset in AROUND]
+            if root.target is requantize.requantize_fixed:  # a first shift moves a step up to the next multiple of its power
+                first = power_of_two(shift).expand(channels)
+                found += [torch.ceil(below / first) * first + offset for offset in AROUND]
         ends = torch.tensor([-largest, 1 - largest, -1.0, 0.0, 1.0, largest - 1, largest], dtype=torch.float64, device="cpu")
         sums = torch.cat([*found, ends[:, None].expand(-1, channels)]).clamp_(-largest, largest)
         return sums.to(torch.int32)
+
+
+def residual_factor(site: Site) -> Tensor:
+    """What a residual is multiplied by before it is rounded down and added, float64."""
+    shift = site.constant(site.match.parts["factor_shift"])
+    factor = site.tensor("factor").double()
+    return factor if shift is None else factor * power_of_two(-shift)
 
 
 def enumerated(site: Site, forms: Sequence[Held], result: Held) -> Tensor:

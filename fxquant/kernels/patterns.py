@@ -59,10 +59,11 @@ def sum_of_products(root: fx.Node) -> Match | None:
     if root.target not in (*REQUANTIZATIONS, requantize.accumulator_output):
         return None
     covers, total = [root], root.args[0]
-    residual, factor = None, None
-    if _only_for(total, accumulate.add_residual):
+    residual, factor, factor_shift = None, None, None
+    if _only_for(total, accumulate.add_residual, accumulate.add_residual_shifted):
         covers.append(total)  # type: ignore[arg-type]
-        total, added, factor = total.args  # type: ignore[union-attr]
+        total, added, factor, *shift = total.args  # type: ignore[union-attr]
+        factor_shift = shift[0] if shift else None
         residual = bytes_of(added)
         if residual is None:
             return None
@@ -78,7 +79,7 @@ def sum_of_products(root: fx.Node) -> Match | None:
     window = {"stride": [1, 1], "padding": [0, 0], "dilation": [1, 1], "groups": 1}
     if not is_linear:
         window = dict(zip(window, attributes, strict=False))
-    parts = {"weight": weight, "bias": bias, "factor": factor, "sum": total, **window}
+    parts = {"weight": weight, "bias": bias, "factor": factor, "factor_shift": factor_shift, "sum": total, **window}
     return Match(root, tuple(reversed(covers)), (input,) if residual is None else (input, residual), parts)
 
 

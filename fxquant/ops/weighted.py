@@ -23,23 +23,25 @@ from fxquant import sweeps
 from fxquant.errors import ConfigurationError
 from fxquant.facts import Size, TensorFact
 from fxquant.graph import fact, is_parameter, resolve
-from fxquant.lowering import Clamp, Lowering, Quantized, named_parameters
+from fxquant.lowering import Clamp, Lift, Lowering, Quantized, ResidualFactor, named_parameters
 from fxquant.numerics import (
     FLOAT32_EXACT,
+    INT32,
     INT32_MAX,
     INT48_MAX,
     SMALLEST_SCALE,
     Grid,
     IntType,
     accumulator_bound,
-    bias_integers,
     bias_limit,
     least_scale_for_bias,
     least_scale_for_residual,
+    power_of_two,
 )
 from fxquant.ops.arithmetic import lower_add
 from fxquant.primitives import accumulate, elementwise
 from fxquant.quantization.batch_norm import BatchNorm, correct_batch, fold, fold_bias, multiplied, running_gain
+from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.rounding import straight_through
 from fxquant.quantization.weights import QuantizedWeight
 from fxquant.rescaling import Ratio
@@ -177,22 +179,41 @@ def lower_weighted(
     layer = _Layer(lowering, product, *_narrowed(lowering, input, quantized, bias), quantized)
 
     live: _Live | None = None
-    steps: tuple[Tensor, ...] = (layer.input.scale, quantized.scale)
+    steps = lowering.arithmetic.step(layer.input.scale, quantized.scale)
     if batch_norm is not None and lowering.live_batch_norm:
         live = _live(layer, batch_norm, unfolded)
         bias, steps = live.bias, (*steps, live.correction)
-    bias_q = None if bias is None else _bias_integers(bias, layer.input.scale, quantized.scale)
+    bias_q = None if bias is None else _bias_integers(lowering, bias, layer.input.scale, quantized.scale)
 
-    bound, multiplier = layer.bound(bias_q), None
+    bound, factor = layer.bound(bias_q), None
     if residual is not None:
-        multiplier, bound = _residual_multiplier(layer, residual, steps, bound)
+        factor, bound = _residual_factor(layer, residual, steps, bound)
+    apart = residual is not None and factor is None
+    lift = _lift(layer, bias_q, steps, lowering.intermediate if apart else lowering.output)
+    if lift is not None and not lowering.lifts_late:
+        raised = lift((lowering.intermediate if apart else lowering.output).grid.scale).flatten()
+        bias_q, bound = raised if bias_q is None else bias_q + raised, bound + raised.abs()
     largest = lowering.prove(bound, "the sum", layer.limit)
     lowering.describe("weight", quantized.scale, product.channels - weight.dim())
     lowering.describe("bias", layer.input.scale * quantized.scale, -1)
     if live is None:
-        return _finished(layer, layer.form(largest, bias_q), steps, residual, multiplier, clamp, largest)
+        return _finished(layer, layer.form(largest, bias_q), steps, residual, factor, clamp, largest, lift=lift)
     shaped = None if bias_q is None else _broadcast(bias_q, product.trailing)
-    return _finished(layer, live.sums, steps, residual, multiplier, clamp, largest, shaped, live.statistics)
+    return _finished(layer, live.sums, steps, residual, factor, clamp, largest, shaped, live.statistics, lift)
+
+
+def _lift(layer: _Layer, bias: Tensor | None, steps: tuple[Tensor, ...], to: Quantizer | None) -> Lift | None:
+    """What the integers of the bias become larger by for the scale of an output; None where its accumulator is rounded otherwise."""
+    arithmetic, trailing = layer.lowering.arithmetic, layer.product.trailing
+    if not arithmetic.half_step_in_bias or to is None or to.dtype == INT32:
+        return None
+    step = functools.reduce(torch.mul, steps).detach()
+    own = torch.zeros((), dtype=torch.float64, device=step.device) if bias is None else bias.detach().double()
+
+    def lift(scale: Tensor) -> Tensor:
+        return _broadcast(arithmetic.layer_bias(own, step, scale.detach()) - own, trailing)
+
+    return lift
 
 
 def _limit(lowering: Lowering) -> int:
@@ -217,7 +238,7 @@ def _narrowed(lowering: Lowering, input: Quantized, weight: QuantizedWeight, bia
         return input, input.grid.magnitude
     for n in range(MOST_NARROWED + 1):
         raised = input.scale * 2.0**n
-        bias_q = None if bias is None else bias_integers(bias.detach(), raised, weight.scale)
+        bias_q = None if bias is None else lowering.arithmetic.bias(bias.detach(), raised, weight.scale)
         if float(accumulator_bound(weight.integers, bias_q, 0, 2 ** (bits - 1 - n)).max()) <= _limit(lowering):
             break
     if n == 0:
@@ -281,32 +302,51 @@ def _check_statistics(lowering: Lowering, values: int) -> None:
         )
 
 
-def _bias_integers(bias: Tensor, input_scale: Tensor, scale: Tensor) -> Tensor:
-    """round_half_even(b / (s_x · s)), float64 integers, gradients straight through."""
-    exact = bias_integers(bias.detach(), input_scale, scale)
+def _bias_integers(lowering: Lowering, bias: Tensor, input_scale: Tensor, scale: Tensor) -> Tensor:
+    """The nearest integers to b / (s_x · s), float64, gradients straight through."""
+    exact = lowering.arithmetic.bias(bias.detach(), input_scale, scale)
     return straight_through(bias / (input_scale * scale), exact) if bias.requires_grad else exact
 
 
-def _residual_multiplier(layer: _Layer, residual: Quantized, steps: tuple[Tensor, ...], bound: Tensor) -> tuple[Tensor | None, Tensor]:
-    """(k_c, bound with the residual), or (None, bound) where the residual has to be added after a requantization."""
-    if _requantizes(layer.lowering):
-        layer.lowering.note("residual", "added after a requantization, as this target does")
+def _residual_factor(
+    layer: _Layer, residual: Quantized, steps: tuple[Tensor, ...], bound: Tensor
+) -> tuple[ResidualFactor | None, Tensor]:
+    """(factor, bound with the residual), or (None, bound) where the residual has to be added after a requantization."""
+    lowering = layer.lowering
+    if _requantizes(lowering):
+        lowering.note("residual", "added after a requantization, as this target does")
         return None, bound
     ratio = Ratio((residual.scale,), steps)
     shape = torch.broadcast_shapes(*(factor.shape for factor in steps))  # type: ignore[no-untyped-call]
-    multiplier = ratio.rounded(torch.zeros(shape, dtype=torch.int64, device=bound.device))
-    with_residual = bound + multiplier.double() * residual.grid.magnitude
-    smallest = min(SMALLEST_RESIDUAL_MULTIPLIER, 2**residual.dtype.bits)
-    if int(multiplier.min()) < smallest:
-        reason = f"its multiplier falls to {int(multiplier.min())}, below {smallest}"
-    elif float(with_residual.max()) > layer.limit:
-        reason = f"the accumulator could reach {float(with_residual.max()):.0f}"
+    right_shift = None
+    if lowering.arithmetic.residual_bits:
+        mantissa, exponent = ratio.mantissa(lowering.arithmetic.residual_bits, largest_exponent=31, carries=False)
+        multiplier, right_shift = mantissa << (-exponent).clamp_min(0), exponent.clamp_min(0)
+        scaled = multiplier.double() * power_of_two(-right_shift)
     else:
-        layer.lowering.note("residual", "added in the accumulator")
-        real = ratio.approximate()
-        return straight_through(real, multiplier.double()) if real.requires_grad and torch.is_grad_enabled() else multiplier, with_residual
-    layer.lowering.note("residual", f"added after a requantization: {reason}")
-    return None, bound
+        multiplier = ratio.rounded(torch.zeros(shape, dtype=torch.int64, device=bound.device))
+        scaled = multiplier.double()
+    with_residual = bound + torch.ceil(scaled * residual.grid.magnitude)
+    reason = _not_in_accumulator(layer, residual, scaled, float(with_residual.max()), right_shift is not None)
+    if reason is not None:
+        lowering.note("residual", f"added after a requantization: {reason}")
+        return None, bound
+    lowering.note("residual", "added in the accumulator")
+    real = ratio.approximate()
+    if real.requires_grad and torch.is_grad_enabled():
+        exact = multiplier.double()
+        multiplier = straight_through(real if right_shift is None else real * power_of_two(right_shift), exact)
+    return ResidualFactor(multiplier, right_shift), with_residual
+
+
+def _not_in_accumulator(layer: _Layer, residual: Quantized, factor: Tensor, largest: float, shifts: bool) -> str | None:
+    """Why a residual times these factors is not added to the accumulator, which can reach `largest` with it; None if it is."""
+    smallest = min(SMALLEST_RESIDUAL_MULTIPLIER, 2**residual.dtype.bits)
+    if shifts and max(residual.dtype.bits, layer.input.dtype.bits, layer.lowering.output.dtype.bits) > 8:
+        return "its target adds 16 bits apart"
+    if not shifts and int(factor.min()) < smallest:
+        return f"its multiplier falls to {int(factor.min())}, below {smallest}"
+    return f"the accumulator could reach {largest:.0f}" if largest > layer.limit else None
 
 
 def _requantizes(lowering: Lowering) -> bool:
@@ -319,23 +359,28 @@ def _finished(
     accumulator: Any,
     steps: tuple[Tensor, ...],
     residual: Quantized | None,
-    multiplier: Tensor | None,
+    factor: ResidualFactor | None,
     clamp: Clamp | None,
     largest: float,
     bias: Tensor | None = None,
     statistics: sweeps.Collected | None = None,
+    lift: Lift | None = None,
 ) -> Quantized:
-    """With bias, unless the sum has it, and residual, in the accumulator if it has a multiplier; requantized to the clamp."""
+    """With bias, unless the sum has it, and residual, in the accumulator if it has a factor; requantized to the clamp."""
     lowering, trailing = layer.lowering, layer.product.trailing
     ratio = Ratio(tuple(_broadcast(factor, trailing) for factor in steps))
-    if residual is not None and multiplier is None:
+    if residual is not None and factor is None:
         to = lowering.intermediate
-        between = lowering.complete(accumulator, ratio, None, largest, bias, statistics=statistics, to=to, role="intermediate_")
+        between = lowering.complete(accumulator, ratio, None, largest, bias, statistics=statistics, to=to, role="intermediate_", lift=lift)
         return lower_add(lowering, between, residual, clamp=clamp)
     shaped = None
-    if multiplier is not None:
-        shaped = lowering.constant("residual_multiplier", _broadcast(multiplier, trailing), layer.whole)
-    return lowering.complete(accumulator, ratio, clamp, largest, bias, residual, shaped, statistics)
+    if factor is not None:
+        multiplier = lowering.constant("residual_multiplier", _broadcast(factor.multiplier, trailing), layer.whole)
+        shaped = ResidualFactor(multiplier)
+        if factor.right_shift is not None:
+            shift = lowering.constant("residual_right_shift", _broadcast(factor.right_shift, trailing), torch.int32)
+            shaped = ResidualFactor(multiplier, shift)
+    return lowering.complete(accumulator, ratio, clamp, largest, bias, residual, shaped, statistics, lift=lift)
 
 
 def _broadcast(channels: Tensor, trailing: int) -> Tensor:

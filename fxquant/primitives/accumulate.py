@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxquant.numerics import FLOAT32_EXACT, accumulator_bound
+from fxquant.numerics import FLOAT32_EXACT, accumulator_bound, power_of_two
 from fxquant.primitives.bounds import FLOAT64_EXACT, Range, Value, bias_of, constant_of, exact_below, need, sum_of_products, within
 from fxquant.primitives.record import Emitter, full_precision, primitive, stored
 
@@ -317,6 +317,40 @@ def _onnx_add_residual(e: Emitter, accumulator: str, residual: str, multiplier: 
 def _bounds_add_residual(accumulator: Value, residual: Value, multiplier: Value) -> Range:
     factors = constant_of(multiplier, "multiplier").double().abs()
     return within(accumulator.magnitude + factors * residual.largest, accumulator.exact)
+
+
+def _onnx_add_residual_shifted(e: Emitter, accumulator: str, residual: str, multiplier: Tensor, right_shift: Tensor) -> str:
+    dtype = e.dtype(accumulator)
+
+    def body(e: Emitter, accumulator: str, residual: str, factor: str) -> str:
+        return e.node("Add", accumulator, e.node("Floor", e.node("Mul", e.node("Cast", residual, to=dtype), factor)))
+
+    factor = e.constant(multiplier.double() * power_of_two(-right_shift), dtype)
+    return e.call(f"add_residual_shifted_{str(dtype).removeprefix('torch.')}", body, accumulator, residual, factor)
+
+
+def _bounds_add_residual_shifted(accumulator: Value, residual: Value, multiplier: Value, right_shift: Value) -> Range:
+    factors, shift = constant_of(multiplier, "multiplier").double().abs(), constant_of(right_shift, "right shift").double()
+    need((shift >= 0).all() and (shift <= 31).all(), "its right shift is not in 0…31")
+    need(float((factors * residual.largest).max()) < FLOAT32_EXACT or accumulator.exact > FLOAT32_EXACT, "its product exceeds 2^24")
+    return within(accumulator.magnitude + torch.ceil(factors * residual.largest * torch.exp2(-shift)), accumulator.exact)
+
+
+def _add_residual_real(accumulator: Tensor, residual: Tensor, multiplier: Tensor, right_shift: Tensor) -> Tensor:
+    return accumulator + residual * (multiplier * power_of_two(-right_shift)).to(accumulator.dtype)
+
+
+@primitive(_onnx_add_residual_shifted, bounds=_bounds_add_residual_shifted, surrogate=_add_residual_real, kind="accumulator")
+def add_residual_shifted(accumulator: Tensor, residual: Tensor, multiplier: Tensor, right_shift: Tensor) -> Tensor:
+    """accumulator + ⌊residual · multiplier / 2^right_shift⌋, with integers per channel (int32), shaped to broadcast.
+
+    |residual · multiplier| is below 2^24 where the accumulator is.
+    """
+    if accumulator.is_floating_point():
+        factor = (multiplier.double() * power_of_two(-right_shift)).to(accumulator.dtype)
+        return accumulator + torch.floor(residual.to(accumulator.dtype) * factor)
+    wide = residual.to(torch.int64) * multiplier
+    return accumulator + (wide >> right_shift).to(accumulator.dtype)
 
 
 @primitive(_onnx_add_residual, bounds=_bounds_add_residual, kind="accumulator")

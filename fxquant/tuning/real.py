@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fxquant.eager import EagerLowering
-from fxquant.lowering import Clamp, Lowering, Quantized
+from fxquant.lowering import Clamp, Lift, Lowering, Quantized
 from fxquant.numerics import INT32, INT32_MAX, Grid
 from fxquant.ops import map_operands
 from fxquant.ops.weighted import epilogue
@@ -28,7 +28,14 @@ class RealLowering(EagerLowering):
     complete = Lowering.complete  # which requantizes with this
 
     def requantize(
-        self, accumulator: Any, ratio: Ratio, clamp: Clamp | None = None, to: Quantizer | None = None, role: str = "", bound: float = 0
+        self,
+        accumulator: Any,
+        ratio: Ratio,
+        clamp: Clamp | None = None,
+        to: Quantizer | None = None,
+        role: str = "",
+        bound: float = 0,
+        lift: Lift | None = None,
     ) -> Quantized:
         """The real number that an accumulator stands for."""
         value: Tensor = accumulator * ratio.approximate().to(accumulator.dtype)

@@ -104,6 +104,17 @@ static void add_residual(ptrdiff_t count, int rank, const ptrdiff_t *size, const
         y[i] = (Y)(x[i] + (Y)residual[place(i, rank, size, step)] * k[place(i, rank, size, k_step)]);
 }
 
+/// add_residual_shifted: X R Y
+/* Section 7: acc + floor(r · E / 2^n). */
+static void add_residual_shifted(ptrdiff_t count, int rank, const ptrdiff_t *size, const ptrdiff_t *step, const ptrdiff_t *k_step,
+                                 const X *x, const R *residual, const int32_t *k, const int32_t *shift, Y *y)
+{
+    for (ptrdiff_t i = 0; i < count; i++) {
+        ptrdiff_t p = place(i, rank, size, k_step);
+        y[i] = (Y)(x[i] + (Y)floor_shift((int64_t)residual[place(i, rank, size, step)] * k[p], shift[p]));
+    }
+}
+
 /// widen: X Y
 static void widen(ptrdiff_t count, const X *x, Y *y)
 {
