@@ -370,14 +370,14 @@ class Constant:
     """A parameter as integers: the node that holds them, and what one unit stands for.
 
     With several scales, they run along dimension `axis`, counted from the end. Those of a transposed convolution's
-    weight are the output channels', group after group. `zero_point` is the integer that stands for 0. Without a scale, (), they stand
-    for themselves: a mask, an index.
+    weight are the output channels', group after group. `zero_point` is the integer that stands for 0, or one for each index of
+    `axis`: that of a bias that holds half a step of the output. Without a scale, (), they stand for themselves: a mask, an index.
     """
 
     node: str
     scale: float | tuple[float, ...]
     axis: int | None = None
-    zero_point: int = 0
+    zero_point: int | tuple[int, ...] = 0
 
 
 @dataclass(frozen=True)

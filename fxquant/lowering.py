@@ -154,12 +154,12 @@ class Lowering:
         """The zero point that a primitive adds to its result, as a further argument, where it adds one. Here: none."""
         return ()
 
-    def describe(self, role: str, scale: Tensor, axis: int | None = None, zero_point: int = 0) -> None:
+    def describe(self, role: str, scale: Tensor, axis: int | None = None, zero_point: int | Tensor = 0) -> None:
         """Record what one unit of a constant stands for; one number for all, or for each index of its dimension `axis` (negative).
 
         An empty `scale` says that it stands for itself: a mask, an index.
 
-        `zero_point` is the integer that stands for 0.
+        `zero_point` is the integer that stands for 0, or a tensor of one for each index.
         """
 
     def holds(self, value: Any, quantizer: Quantizer) -> Any:

@@ -126,7 +126,7 @@ class GraphLowering(Lowering):
         self.gm, self.graph, self.node, self.shapes, self.container = gm, graph, node, shapes, container
         self.made: list[fx.Node] = []
         self.constants: dict[str, str] = {}  # node names by role
-        self.scales: dict[str, tuple[float | tuple[float, ...], int | None, int]] = {}  # of constants, their axis and zero point
+        self.scales: dict[str, tuple[float | tuple[float, ...], int | None, int | tuple[int, ...]]] = {}  # of constants, their axis and zero point
         self.centred: dict[fx.Node, fx.Node] = {}  # the centred integers of affine tensors
         self.between: QParams | None = None  # of what a residual is added to
         self.facts: dict[str, Any] = {}
@@ -187,9 +187,15 @@ class GraphLowering(Lowering):
             self.held[key] = made
         return made
 
-    def describe(self, role: str, scale: Tensor, axis: int | None = None, zero_point: int = 0) -> None:
+    def describe(self, role: str, scale: Tensor, axis: int | None = None, zero_point: int | Tensor = 0) -> None:
         scales = tuple(scale.detach().flatten().tolist())
-        self.scales[role] = (scales[0], None, zero_point) if len(scales) == 1 else (scales, axis, zero_point)
+        zero: int | tuple[int, ...] = zero_point if isinstance(zero_point, int) else tuple(int(z) for z in zero_point.flatten().tolist())
+        if isinstance(zero, tuple) and len(zero) == 1:
+            zero = zero[0]
+        if len(scales) == 1 and isinstance(zero, int):
+            self.scales[role] = (scales[0], None, zero)
+        else:
+            self.scales[role] = (scales[0] if len(scales) == 1 else scales, axis, zero)
 
     def stored(self, value: Tensor, grid: Grid) -> Tensor:
         return value + grid.zero_point if grid.zero_point else value

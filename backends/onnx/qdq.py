@@ -43,6 +43,7 @@ class QdqWriter(Writer):
     """Walks an integer graph once, and writes what its nodes stand for."""
 
     style = "qdq"
+    calls = Call
 
     def __init__(self, integer: fx.GraphModule, io: str, opset: int) -> None:
         super().__init__(integer, io, opset)
@@ -148,7 +149,7 @@ class QdqWriter(Writer):
         def exported() -> str:
             return self._exported(known, operator, node, call)
 
-        call = Call(self.emitter, known.name, arguments, constants, between, self._rounding(node), node, self.lowered[node.name], exported)
+        call = self.calls(self.emitter, known.name, arguments, constants, between, self._rounding(node), node, self.lowered[node.name], exported)
         return call
 
     def _exported(self, known: Operation, operator: Operator, node: fx.Node, call: Call) -> str:
@@ -216,5 +217,8 @@ class QdqWriter(Writer):
     def _constant(self, constant: Constant) -> tuple[Tensor, Tensor, int | None]:
         """The centred integers of a parameter, the scale or scales, and the axis these run along, counted from the end."""
         integers = self.values[self.nodes[constant.node]]
-        integers = integers.to(torch.int16) - constant.zero_point if constant.zero_point else integers
+        if isinstance(constant.zero_point, tuple):
+            integers = integers.to(torch.int64) - torch.tensor(constant.zero_point, dtype=torch.int64, device="cpu")
+        elif constant.zero_point:
+            integers = integers.to(torch.int32) - constant.zero_point
         return integers, torch.tensor(constant.scale, dtype=torch.float32, device="cpu"), constant.axis

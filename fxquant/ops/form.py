@@ -94,8 +94,7 @@ class Call:
             return e.constant(arrange(self.grouped(role)))
         attributes = {}
         if axis is not None:
-            channels = arrange(torch.arange(scale.numel(), device="cpu").reshape(-1, *[1] * (-axis - 1)).expand(integers.shape))
-            attributes["axis"] = next(d for d in range(channels.dim()) if channels.shape[d] == scale.numel() and _runs(channels, d))
+            attributes["axis"] = channel_axis(integers, scale, axis, arrange)
         zero = torch.zeros(scale.shape, dtype=integers.dtype, device="cpu")
         return self.do("DequantizeLinear", e.constant(arrange(integers).contiguous()), e.constant(scale), e.constant(zero), **attributes)
 
@@ -169,6 +168,12 @@ class Call:
         if float(self.constants["bias"][0].abs().max()) < LARGEST_BIAS:
             return sum_of(self.e.constant(bias))
         return self.do("Add", sum_of(), self.e.constant(bias.reshape(-1, *[1] * trailing)))
+
+
+def channel_axis(integers: Tensor, scale: Tensor, axis: int, arrange: Callable[[Tensor], Tensor]) -> int:
+    """The dimension of an arranged weight along which its scales run, which ran along `axis`, counted from the end."""
+    channels = arrange(torch.arange(scale.numel(), device="cpu").reshape(-1, *[1] * (-axis - 1)).expand(integers.shape))
+    return next(d for d in range(channels.dim()) if channels.shape[d] == scale.numel() and _runs(channels, d))
 
 
 def _runs(channels: Tensor, dim: int) -> bool:

@@ -189,13 +189,15 @@ def lower_weighted(
     if residual is not None:
         factor, bound = _residual_factor(layer, residual, steps, bound)
     apart = residual is not None and factor is None
-    lift = _lift(layer, bias_q, steps, lowering.intermediate if apart else lowering.output)
-    if lift is not None and not lowering.lifts_late:
-        raised = lift((lowering.intermediate if apart else lowering.output).grid.scale).flatten()
-        bias_q, bound = raised if bias_q is None else bias_q + raised, bound + raised.abs()
+    to = lowering.intermediate if apart else lowering.output
+    lift = _lift(layer, bias_q, steps, to)
+    lifted: int | Tensor = 0
+    if to is not None and lift is not None and not lowering.lifts_late:
+        lifted = lift(to.grid.scale).flatten()
+        bias_q, bound = lifted if bias_q is None else bias_q + lifted, bound + lifted.abs()
     largest = lowering.prove(bound, "the sum", layer.limit)
     lowering.describe("weight", quantized.scale, product.channels - weight.dim())
-    lowering.describe("bias", layer.input.scale * quantized.scale, -1)
+    lowering.describe("bias", layer.input.scale * quantized.scale, -1, lifted)
     if live is None:
         return _finished(layer, layer.form(largest, bias_q), steps, residual, factor, clamp, largest, lift=lift)
     shaped = None if bias_q is None else _broadcast(bias_q, product.trailing)

@@ -60,13 +60,13 @@ RECORDS: Mapping[type, Mapping[str, tuple[type, ...]]] = {
     },
     QConfig: {"output": (ActivationConfig,), "weight": (WeightConfig,), "input": (ActivationConfig, NoneType), "dynamic": (bool,)},
     Annotation: {"dtype": (str, NoneType), "because": (str,), "config": (QConfig, NoneType), "group": (int, NoneType)},
-    QParams: {"scale": (float, tuple), "dtype": (str,), "axis": (int, NoneType), "zero_point": (int,)},
+    QParams: {"scale": (float, tuple), "dtype": (str,), "axis": (int, NoneType), "zero_point": (int, tuple)},
     Reference: {"node": (str,)},
     Part: {"composite": (str,), "role": (str,), "inner": (bool,), "step": (int, NoneType)},
     Own: {"dtype": (str, NoneType), "shared_where": (str, NoneType), "otherwise": (str, NoneType), "headroom": (float,)},
     Same: {"operands": (tuple,)},
     Fixed: {"scale": (float,), "dtype": (str,), "zero_point": (int, NoneType), "otherwise": (Fixed, Own, NoneType)},
-    Constant: {"node": (str,), "scale": (float, tuple), "axis": (int, NoneType), "zero_point": (int,)},
+    Constant: {"node": (str,), "scale": (float, tuple), "axis": (int, NoneType), "zero_point": (int, tuple)},
     Operation: {"name": (str,), "arguments": (dict,), "constants": (dict,), "intermediate": (QParams, NoneType)},
 }
 _USUAL: Mapping[type, Mapping[str, Any]] = {QConfig: {"dynamic": False}}  # fields that are written only where they are otherwise

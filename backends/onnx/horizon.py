@@ -1,0 +1,96 @@
+"""Style "horizon": what the vendor's compiler of bernoulli2, bayes and bayes-e reads, so that its program computes the integer graph.
+
+    %y = conv2d(%x, …)     →     y = DequantizeLinear(QuantizeLinear(Clip(Conv(x, w, bias))))
+
+The tool derives the integers of a program from the scale of each tensor and of each weight (ARITHMETIC.md, section 8). A quantization and
+its dequantization stand next to each other. `horizon::HzQuantize` and `horizon::HzDequantize` carry what QuantizeLinear of opset 11 cannot:
+int16, and the scales of a weight that are not its largest magnitudes over 127.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx
+import torch
+from onnx import helper
+from torch import Tensor, fx
+
+from fxquant.backends.onnx.qdq import QdqWriter
+from fxquant.graph import QParams
+from fxquant.numerics import ACTIVATION_TYPES, WEIGHT_INT8, scale_from_range
+from fxquant.ops.form import Call, channel_axis
+
+DOMAIN = "horizon"
+OPSET = 11
+BITS = {torch.int8: 8, torch.int16: 16}
+
+
+class HorizonCall(Call):
+    """One operator to be written for the tool."""
+
+    def weight(self, arrange: Any = lambda weight: weight, role: str = "weight") -> str:
+        """A weight's float values on their grid; behind a pair where the tool would take other scales for them."""
+        integers, scale, axis = self.constants[role]
+        value = self.e.constant(arrange(self.grouped(role)).contiguous())
+        if _derived(integers, scale, axis):
+            return value
+        channels = None if axis is None else channel_axis(integers, scale, axis, arrange)
+        return pair(self.e, value, scale, integers.dtype, channels)
+
+
+def _derived(integers: Tensor, scale: Tensor, axis: int | None) -> bool:
+    """Whether the scales of a weight are those that the tool takes: the largest magnitude of each channel over 127."""
+    if integers.dtype != torch.int8 or axis is None or integers.shape[axis] != scale.numel():
+        return False
+    largest = integers.movedim(axis, 0).flatten(1).abs().amax(1).float() * scale
+    return torch.equal(scale_from_range(-largest, largest, WEIGHT_INT8), scale)
+
+
+def pair(e: Any, value: str, scale: Tensor, storage: torch.dtype, axis: int | None = None) -> str:
+    """The float value of a float value that is rounded to integers on a scale, or on one for each index of `axis`."""
+    scales = scale.reshape(-1).float()
+    zeros = torch.zeros(scales.shape, dtype=storage, device="cpu")
+    place = {} if axis is None else {"axis": axis}
+    quantized = e.node("HzQuantize", value, e.constant(scales), e.constant(zeros), domain=DOMAIN, bits=BITS[storage], **place)
+    e.types[quantized] = storage
+    result: str = e.node("HzDequantize", quantized, e.constant(scales), e.constant(zeros), domain=DOMAIN, **place)
+    e.types[result] = torch.float32
+    return result
+
+
+class HorizonWriter(QdqWriter):
+    """Walks an integer graph once, and writes what its nodes stand for. A quantized tensor is carried as its float value."""
+
+    style = "horizon"
+    calls = HorizonCall
+
+    def _wide(self) -> list[fx.Node]:
+        return []
+
+    def _quantized(self, value: str, described: QParams, limited: bool = False) -> str:
+        e, dtype = self.emitter, ACTIVATION_TYPES[described.dtype]
+        scale = torch.tensor(described.scale, dtype=torch.float32, device="cpu")
+        if dtype.storage == torch.int16:
+            return pair(e, value, scale, dtype.storage)
+        zero = e.constant(0, dtype.storage)
+        return e.node("DequantizeLinear", e.node("QuantizeLinear", value, e.constant(scale), zero), e.constant(scale), zero)
+
+    def _dequantize(self, value: str, described: QParams) -> str:
+        return value
+
+    def _dequantized(self, name: str) -> str:
+        return self.emitter.node("Identity", super()._dequantized(name))
+
+    def write(self, input_names: Sequence[str] | None, output_names: Sequence[str] | None) -> onnx.ModelProto:
+        model = super().write(input_names, output_names)
+        model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
+        for info in (*model.graph.input, *model.graph.output, *model.graph.value_info):
+            for dim in info.type.tensor_type.shape.dim:
+                if dim.WhichOneof("value") != "dim_value":
+                    dim.dim_value = 1
+        return model
+
+    def _describe(self, node: fx.Node, name: str, kind: str) -> None:
+        self.tensors[name] = {"kind": "float"}
