@@ -19,6 +19,7 @@ from fxquant.primitives.requantize import requantize_fixed, requantize_real
 from fxquant.rescaling import FixedWidths, Ratio, real_multiplier
 
 Function = Callable[..., Tensor]
+LAYER, SUM, PRODUCT, VALUE = "layer", "sum", "product", "value"  # what an accumulator holds: see `Arithmetic.requantize`
 LARGEST_BIAS = 2**30  # of a layer's integers, half a step of its output included
 
 
@@ -36,6 +37,18 @@ class Composer(Protocol):
 
 
 @dataclass(frozen=True)
+class ShiftedSums:
+    """Sums of two tensors whose larger scale is shifted left and whose other one is multiplied: x · 2^n + e · E.
+
+    n is the exponent of the ratio's 15-bit mantissa, limited by `largest`, or by `largest_wide` where x has 16 bits; or always `fixed`.
+    """
+
+    largest: int = 23
+    largest_wide: int = 15
+    fixed: int | None = None
+
+
+@dataclass(frozen=True)
 class Arithmetic:
     """How one family of targets computes. Its values are data: a difference from hardware changes a row, not the code."""
 
@@ -45,8 +58,14 @@ class Arithmetic:
     share_concat: bool = False  # concat's operands share one scale, instead of being requantized
     add_fraction_bits: int = 14  # the common scale of an addition is 2^-14 of the larger one
     resize_fraction_bits: int = 16
+    resize_positions: bool = False  # whether linear resizing steps through positions of so many fractional bits, of which 8 weigh
+    resize_floors: bool = False  # whether it rounds down along each dimension, the last one first, instead of once to the nearest
     residual: str = "accumulator"  # what is added to a layer: to its sum of products, or, "requantize", to its requantized 8 bits
     residual_bits: int = 0  # of the multiplier of a residual in the accumulator, behind which there is a shift; 0: a whole multiplier
+    shifted_sums: ShiftedSums | None = None  # how two tensors are added; None: on the common scale of `add_fraction_bits`
+    multiplies_by_layers: bool = False  # whether a number multiplies as a layer with one weight, and an average pooling is one
+    rescales_by_layers: bool = False  # whether a tensor is brought to another scale as a layer with the weight 1
+    float32_tables: bool = False  # whether a table's entries are float32 quotients, rounded half away from zero
     float32_steps: bool = False  # whether the step of a product is the float32 product of two scales, rounded, instead of the exact one
 
     primitives: ClassVar[frozenset[Function]] = frozenset()  # with which it requantizes and aligns
@@ -85,11 +104,11 @@ class Arithmetic:
         grid: Grid,
         role: str = "",
         accumulator_bits: int = 32,
-        layer: bool = False,
+        kind: str = VALUE,
     ) -> Any:
         """An accumulator of so many bits times `ratio`, as integers on a grid, whose centred ones are limited to [low, high].
 
-        `role` begins the constants' names. The accumulator of a `layer` with weights holds half a step where `half_step_in_bias`.
+        `role` begins the constants' names. `kind` says what was accumulated: LAYER, SUM, PRODUCT, or any other VALUE.
         """
         raise NotImplementedError
 
@@ -128,8 +147,8 @@ def _without_last_bits(value: Tensor, bits: int) -> Tensor:
 class FixedArithmetic(Arithmetic):
     """*fixed*: a shift, a product with whole numbers, a shift."""
 
-    final_rounding: str = "half_up"  # or "floor", or "half_step": see `requantize_fixed`
-    layer_half_step: bool = False  # a layer with weights has half a step of its output in its bias, and rounds down
+    final_rounding: str = "half_up"  # or another of `requantize_fixed`
+    roundings: Mapping[str, str] = field(default_factory=dict)  # of kinds that differ; a LAYER that rounds down has half a step in its bias
     bias_bits: int = 32  # a bias of more bits gives up its last ones, towards zero
     widths: Mapping[str, FixedWidths] = field(default_factory=dict)  # by name of the output dtype
 
@@ -138,7 +157,7 @@ class FixedArithmetic(Arithmetic):
 
     @property
     def half_step_in_bias(self) -> bool:
-        return self.layer_half_step
+        return self.roundings.get(LAYER) == "floor"
 
     def bias(self, bias: Tensor, scale: Tensor, other: Tensor) -> Tensor:
         if not self.float32_steps:
@@ -160,16 +179,15 @@ class FixedArithmetic(Arithmetic):
         grid: Grid,
         role: str = "",
         accumulator_bits: int = 32,
-        layer: bool = False,
+        kind: str = VALUE,
     ) -> Any:
         widths = self.widths[grid.type.name]
-        fixed = widths.constants(ratio, grid.type, accumulator_bits, layer)
+        fixed = widths.constants(ratio, grid.type, accumulator_bits, kind == LAYER)
         constants = [
             composer.constant(role + name, value, torch.int32)
             for name, value in (("shift", fixed.shift), ("multiplier", fixed.multiplier), ("right_shift", fixed.right_shift))
         ]
-        rounding = "floor" if layer and self.half_step_in_bias else self.final_rounding
-        rest = widths.intermediate_bits, rounding, low, high, grid.type.storage
+        rest = widths.intermediate_bits, self.roundings.get(kind, self.final_rounding), low, high, grid.type.storage
         return composer.call(requantize_fixed, accumulator, *constants, *rest)
 
     def align(self, composer: Composer, value: Any, ratio: Ratio, dtype: IntType, role: str, wide: bool) -> Any:
@@ -184,7 +202,7 @@ class FixedArithmetic(Arithmetic):
         if primitive is not requantize_fixed:
             return super().refuses(primitive, arguments, storage)
         widths = self.widths["int16" if storage == torch.int16 else "int8"]
-        roundings = {self.final_rounding, *(["floor"] if self.layer_half_step else [])}
+        roundings = {self.final_rounding, *self.roundings.values()}
         if arguments["rounding"] not in roundings or arguments["intermediate_bits"] != widths.intermediate_bits:
             return "it is not requantized as its target does"
         for name, least, most in (
@@ -219,7 +237,7 @@ class RealArithmetic(Arithmetic):
         grid: Grid,
         role: str = "",
         accumulator_bits: int = 32,
-        layer: bool = False,
+        kind: str = VALUE,
     ) -> Any:
         multiplier = composer.constant(role + "multiplier", real_multiplier(ratio), torch.float32)
         return composer.call(requantize_real, accumulator, multiplier, low, high, grid.type.storage, *composer.offset(grid))

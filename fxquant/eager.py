@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fxquant import curves, joining, narrow, sweeps
-from fxquant.arithmetic import Arithmetic, FixedArithmetic, RealArithmetic
+from fxquant.arithmetic import LAYER, VALUE, Arithmetic, FixedArithmetic, RealArithmetic
 from fxquant.lowering import Clamp, Lift, Lowering, Quantized, ResidualFactor, limited
 from fxquant.numerics import FLOAT32_EXACT, INT32, INT32_MAX, Grid
 from fxquant.primitives import PRIMITIVES, shape
@@ -126,9 +126,10 @@ class EagerLowering(Lowering):
         role: str = "",
         bound: float = 0,
         lift: Lift | None = None,
+        kind: str = VALUE,
     ) -> Quantized:
-        joined = self._joined(accumulator, ratio, clamp, to or self.output, bound, lift)
-        return super().requantize(self.computed(accumulator), ratio, clamp, to, role, bound, lift) if joined is None else joined
+        joined = self._joined(accumulator, ratio, clamp, to or self.output, bound, lift, kind)
+        return super().requantize(self.computed(accumulator), ratio, clamp, to, role, bound, lift, kind) if joined is None else joined
 
     def requantize_in_steps(
         self, total: Callable[[], tuple[Any, Tensor]], real: Callable[[], Tensor], clamp: Clamp | None, scales: Sequence[Tensor]
@@ -149,7 +150,7 @@ class EagerLowering(Lowering):
         return self.observing and to.follows_training and not (self.followed and to is self._output)
 
     def _joined(
-        self, accumulator: Any, ratio: Ratio, clamp: Clamp | None, to: Quantizer, bound: float, lift: Lift | None = None
+        self, accumulator: Any, ratio: Ratio, clamp: Clamp | None, to: Quantizer, bound: float, lift: Lift | None, kind: str
     ) -> Quantized | None:
         """An accumulator of two tensors, requantized without being written down; None where there is no such pass."""
         follows, learns = self._follows(to), to.learns and torch.is_grad_enabled()
@@ -171,11 +172,11 @@ class EagerLowering(Lowering):
             real = real * step if join.wide else real.float() * step.float()
             real = real if clamp is None else real.clamp(*clamp)
             to.follow(limited(real, self.observed) if to is self.output else real)
-        integers, real = joining.joined(join, self._rounded(ratio, clamp, to, bound, lift), step)
+        integers, real = joining.joined(join, self._rounded(ratio, clamp, to, bound, lift, kind), step)
         self.whole = integers
         return Quantized(integers, to.grid, tuple(integers.shape), real)
 
-    def _rounded(self, ratio: Ratio, clamp: Clamp | None, to: Quantizer, bound: float, lift: Lift | None = None) -> sweeps.Rounded:
+    def _rounded(self, ratio: Ratio, clamp: Clamp | None, to: Quantizer, bound: float, lift: Lift | None, kind: str) -> sweeps.Rounded:
         """What an accumulator, whose step is `ratio`, becomes on the grid of `to`."""
         least, most = (None, None) if clamp is None else clamp
         limits = -math.inf if least is None else least, math.inf if most is None else most
@@ -183,8 +184,7 @@ class EagerLowering(Lowering):
         with torch.no_grad():
             constants = sweeps.Constants()
             bits = 32 if bound <= INT32_MAX else 48
-            layer = lift is not None
-            self.arithmetic.requantize(constants, None, ratio.over(grid.scale), *self.bounds(clamp, to), grid, "", bits, layer)
+            self.arithmetic.requantize(constants, None, ratio.over(grid.scale), *self.bounds(clamp, to), grid, "", bits, kind)
             return constants.rounded(grid.bounds, limits, grid.scale, None if lift is None else lift(grid.scale))
 
     def look_up(
@@ -231,7 +231,7 @@ class EagerLowering(Lowering):
         to = to or self.output
         if isinstance(accumulator, joining.Deferred):
             alone = bias is None and residual is None and statistics is None
-            joined = self._joined(accumulator, ratio, clamp, to, bound, lift) if alone else None
+            joined = self._joined(accumulator, ratio, clamp, to, bound, lift, LAYER) if alone else None
             if joined is not None:
                 return joined
             accumulator = self.computed(accumulator)
@@ -264,7 +264,7 @@ class EagerLowering(Lowering):
                     steps = factors
                 real = ends * steps if clamp is None else (ends * steps).clamp(*clamp)
                 to.follow(limited(real, self.observed) if to is self.output else real)
-        grid, how = to.grid, self._rounded(ratio, clamp, to, bound, lift)
+        grid, how = to.grid, self._rounded(ratio, clamp, to, bound, lift, LAYER)
         token = None if statistics is None else statistics.token
         integers, real = sweeps.finished(accumulator, added, other, factor, factors, form, how, token)
         self.whole = integers

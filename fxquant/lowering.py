@@ -18,13 +18,26 @@ import torch
 from torch import Tensor
 
 from fxquant import sweeps
-from fxquant.arithmetic import Arithmetic
+from fxquant.arithmetic import LAYER, VALUE, Arithmetic
 from fxquant.errors import AccumulatorOverflow, NotFinite
 from fxquant.facts import Size
-from fxquant.numerics import EVERYTHING, FLOAT32_EXACT, INT32, INT32_MAX, Grid, Interval, IntType, bits_of, clamp_bound, power_of_two
+from fxquant.numerics import (
+    EVERYTHING,
+    FLOAT32_EXACT,
+    INT32,
+    INT32_MAX,
+    WEIGHT_INT8,
+    Grid,
+    Interval,
+    IntType,
+    bits_of,
+    clamp_bound,
+    power_of_two,
+)
 from fxquant.primitives.accumulate import add_residual, add_residual_shifted
 from fxquant.primitives.boundary import quantize
 from fxquant.primitives.elementwise import lookup, shift_right
+from fxquant.primitives.product import scale_channels
 from fxquant.primitives.requantize import accumulator_output, clamp_accumulator, requantize_real
 from fxquant.quantization.batch_norm import BatchNorm
 from fxquant.quantization.quantizer import Quantizer
@@ -202,11 +215,12 @@ class Lowering:
         role: str = "",
         bound: float = 0,
         lift: Lift | None = None,
+        kind: str = VALUE,
     ) -> Quantized:
         """The accumulator, whose step is `ratio`, on the scale of `to`, limited to the real interval `clamp`.
 
         Where `to` is int32, the accumulator itself is the output, and its step the scale. `bound` is the
-        accumulator's where it may exceed 32 bits. A layer whose bias holds half a step has a `lift`.
+        accumulator's where it may exceed 32 bits. `kind` is what was accumulated; a layer whose bias holds half a step has a `lift`.
         """
         target = to or self.output
         if target.dtype == INT32:
@@ -217,9 +231,7 @@ class Lowering:
             bits = 32 if bound <= INT32_MAX else 48
             lifts = lift is not None and self.lifts_late
             lifted = accumulator.double() + lift(target.scale) if lift is not None and lifts else accumulator
-            value = self.arithmetic.requantize(
-                self, lifted, ratio.over(target.scale), low, high, target.grid, role, bits, lift is not None
-            )
+            value = self.arithmetic.requantize(self, lifted, ratio.over(target.scale), low, high, target.grid, role, bits, kind)
             return self.holds(value, target)
 
         def real() -> Tensor:
@@ -271,7 +283,7 @@ class Lowering:
             primitive = add_residual if multiplier.right_shift is None else add_residual_shifted
             factors = [factor for factor in multiplier if factor is not None]
             accumulator = self.call(primitive, accumulator, residual.value, *factors)
-        return self.requantize(accumulator, ratio, clamp, to, role, bound, lift)
+        return self.requantize(accumulator, ratio, clamp, to, role, bound, lift, LAYER)
 
     def parts(self, input: Any, weight: Tensor, bias: Tensor | None) -> int:
         """In how many parts the input channels have to be for all partial sums of the operand at hand to stay below 2^24.
@@ -362,8 +374,23 @@ class Lowering:
         grid = to.grid
         if operand.grid.equals(grid):
             return operand.value
+        if self.arithmetic.rescales_by_layers:
+            return self._rescale_by_layer(operand, to, role)
         ratio = Ratio((operand.scale,), (grid.scale,))
-        return self.holds(self.arithmetic.requantize(self, operand.value, ratio, *grid.bounds, grid, role), to)
+        bits = operand.dtype.bits
+        return self.holds(self.arithmetic.requantize(self, operand.value, ratio, *grid.bounds, grid, role, bits), to)
+
+    def _rescale_by_layer(self, operand: Quantized, to: Quantizer, role: str) -> Any:
+        """The operand's integers times 127, half a step added, and rounded down by the constants of a layer with the weight 1."""
+        unit = torch.tensor(1.0, dtype=torch.float32, device=operand.scale.device) / WEIGHT_INT8.high
+        steps = self.arithmetic.step(operand.scale, unit)
+        half = self.arithmetic.layer_bias(torch.zeros((), dtype=torch.float64, device=unit.device), steps[0], to.grid.scale)
+        self.prove(half.abs() + float(WEIGHT_INT8.high * operand.grid.magnitude), "the sum")
+        weight = self.constant(role + "weight", torch.full((1,), WEIGHT_INT8.high, device=unit.device), torch.int8)
+        bias = self.constant(role + "bias", half.reshape(1), torch.int32)
+        total = self.call(scale_channels, operand.value, weight, bias, 0)
+        ratio = Ratio(steps, (to.grid.scale,))
+        return self.holds(self.arithmetic.requantize(self, total, ratio, *to.grid.bounds, to.grid, role, kind=LAYER), to)
 
     def quantize(self, input: Any) -> Quantized:
         """A real tensor's integers."""

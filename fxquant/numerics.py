@@ -291,8 +291,11 @@ def table(
     on_tensors: Callable[[Tensor], Tensor] | None = None,
     has_none: Callable[[Tensor], Tensor] | None = None,
     points: Tensor | None = None,
+    in_float32: bool = False,
 ) -> Tensor:
     """The table of a unary function: entry c - input.low is clip(⌊f(c · s_in) / s_out + ½⌋), of centred integers.
+
+    Or, `in_float32`, clip(round_away(f32(f32(f(f32(c · s_in))) / s_out))), with f rounded once to float32.
 
     Its dtype is the output's storage, or int16 where that is affine. `function` is evaluated in float64, element by element, by
     Python's `math`; the result is stored and never computed again. A value that is not finite saturates; NaN becomes 0.
@@ -305,6 +308,11 @@ def table(
     if points is None:
         points = torch.arange(input.low, input.high + 1, dtype=torch.float64, device="cpu")
     x = points * input_scale
+    if in_float32:
+        values = _values(function, (points.float() * input.scale.cpu()).double(), on_tensors)
+        found = round_away(values.float() / output.scale.cpu())
+        found = torch.where(torch.isnan(found), 0.0, found.clamp(output.low, output.high))
+        return found.to(storage)
     if on_tensors is None:
         entries = [_table_entry(function, number, output_scale, output) for number in x.tolist()]
         return torch.tensor(entries, dtype=storage, device="cpu")
@@ -320,6 +328,19 @@ def table(
     left = torch.nonzero(asked).flatten()
     result[left] = torch.tensor([_table_entry(function, number, output_scale, output) for number in x[left].tolist()], dtype=storage)
     return result
+
+
+def _values(function: Callable[[float], float], x: Tensor, on_tensors: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """A function's values in float64, by Python's `math` where few are asked for."""
+    if on_tensors is not None and x.numel() > 2**10:
+        return on_tensors(x)
+    found = []
+    for number in x.tolist():
+        try:
+            found.append(function(number))
+        except OverflowError:
+            found.append(math.inf)
+    return torch.tensor(found, dtype=torch.float64, device="cpu")
 
 
 def _table_entry(function: Callable[[float], float], x: float, output_scale: float, output: Grid) -> int:

@@ -158,7 +158,6 @@ class FixedWidths:
     first_shift: bool  # whether the accumulator is shifted before it is multiplied
     largest_shift: int = 31
 
-
     @property
     def last_shift(self) -> int:
         """The largest last shift of any requantization."""
@@ -188,10 +187,13 @@ class MeasuredWidths(FixedWidths):
     @property
     def last_shift(self) -> int:
         """The largest last shift of any requantization."""
-        return max(self.largest_shift, self.layer_shift)
+        return 31
 
     def constants(self, ratio: Ratio, output: IntType, accumulator_bits: int, layer: bool) -> FixedRequantization:
         """The integers that multiply an accumulator of so many bits by `ratio`; a `layer` with weights may have `layer_shift`."""
+        if accumulator_bits <= 16:  # a quantized tensor is multiplied as it is
+            multiplier, k = ratio.mantissa(self.multiplier_bits, largest_exponent=31, carries=False)
+            return self._limited(torch.zeros_like(k), multiplier, k)
         first = max(self.largest_first_shift, accumulator_bits - 17)
         multiplier, k = ratio.mantissa(self.multiplier_bits, largest_exponent=first + self.largest_shift, carries=False)
         last = torch.full_like(k, self.largest_shift)
@@ -199,7 +201,9 @@ class MeasuredWidths(FixedWidths):
             product = ratio.approximate().detach() * power_of_two(k - self.layer_shift) * (2 ** (self.intermediate_bits - 1) - 1)
             last = torch.where(product >= output.high, self.layer_shift, last)
         right_shift = torch.minimum(k, last)
-        shift = k - right_shift
+        return self._limited(k - right_shift, multiplier, right_shift)
+
+    def _limited(self, shift: Tensor, multiplier: Tensor, right_shift: Tensor) -> FixedRequantization:
         overflow = right_shift < 1  # every accumulator but 0 saturates
         return FixedRequantization(
             shift.int(), torch.where(overflow, 2**self.multiplier_bits - 1, multiplier).int(), torch.where(overflow, 1, right_shift).int()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fxquant import marks
 from fxquant.numerics import power_of_two
-from fxquant.primitives.requantize import HALF_STEP, half_step, requantize_fixed, requantize_real
+from fxquant.primitives.requantize import HALF_STEPS, half_step, requantize_fixed, requantize_real
 from fxquant.tensor_passes import Form as Form
 from fxquant.tensor_passes import Passes as Passes
 from fxquant.tensor_passes import Rounded as Rounded
@@ -244,11 +244,11 @@ class Constants:
         assert self.primitive is requantize_fixed
         _, shift, multiplier, right_shift, bits, rounding, low, high, *_ = self.arguments
         single = lift is None or lift.numel() == 1
-        if shift.dim() == 0 and shift.device.type == "cpu" and rounding != HALF_STEP and single:
+        if shift.dim() == 0 and shift.device.type == "cpu" and rounding not in HALF_STEPS and single:
             numbers = 0.0 if lift is None else float(lift), 2.0 ** -int(shift), float(multiplier) * 2.0 ** -int(right_shift)
             one = torch.tensor(numbers, dtype=torch.float64, device="cpu").unbind()
             return Rounded(one, 2 ** (bits - 1), 0.5 if rounding == "half_up" else 0.0, low, high, bounds, clamp, scale)
-        half = half_step(shift, multiplier, right_shift) if rounding == HALF_STEP else lift
+        half = half_step(shift, multiplier, right_shift, rounding) if rounding in HALF_STEPS else lift
         half = torch.zeros_like(shift, dtype=torch.float64) if half is None else half
         shift, multiplier, right_shift = (each.expand_as(half) if half.numel() > 1 else each for each in (shift, multiplier, right_shift))
         factors = half, power_of_two(-shift), multiplier.double() * power_of_two(-right_shift)

@@ -126,7 +126,9 @@ class GraphLowering(Lowering):
         self.gm, self.graph, self.node, self.shapes, self.container = gm, graph, node, shapes, container
         self.made: list[fx.Node] = []
         self.constants: dict[str, str] = {}  # node names by role
-        self.scales: dict[str, tuple[float | tuple[float, ...], int | None, int | tuple[int, ...]]] = {}  # of constants, their axis and zero point
+        self.scales: dict[
+            str, tuple[float | tuple[float, ...], int | None, int | tuple[int, ...]]
+        ] = {}  # of constants, their axis and zero point
         self.centred: dict[fx.Node, fx.Node] = {}  # the centred integers of affine tensors
         self.between: QParams | None = None  # of what a residual is added to
         self.facts: dict[str, Any] = {}

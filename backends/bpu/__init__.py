@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from fxquant.arithmetic import FixedArithmetic, RealArithmetic
+from fxquant.arithmetic import LAYER, PRODUCT, SUM, FixedArithmetic, RealArithmetic, ShiftedSums
 from fxquant.backends.bpu.half import FLOAT16
 from fxquant.backends.bpu.limits import limited
 from fxquant.backends.bpu.rooflines import with_rooflines
@@ -30,8 +30,27 @@ MEASURED = {  # as the vendor's compiler of these marches computes: ARITHMETIC.m
     "int8": MeasuredWidths(16, 15, True, largest_shift=22, layer_shift=23, largest_first_shift=15),
     "int16": MeasuredWidths(16, 15, True, largest_shift=14, layer_shift=14, largest_first_shift=31),
 }
-FIXED = FixedArithmetic("fixed", widths=MEASURED, float32_steps=True, layer_half_step=True, residual_bits=15)
-FIXED_8 = replace(FIXED, resize_fraction_bits=8, bias_bits=16, residual_bits=0)
+FIXED = FixedArithmetic(
+    "fixed",
+    widths=MEASURED,
+    roundings={LAYER: "floor"},
+    float32_steps=True,
+    float32_tables=True,
+    residual_bits=15,
+    shifted_sums=ShiftedSums(),
+    multiplies_by_layers=True,
+    resize_positions=True,
+)
+FIXED_8 = replace(
+    FIXED,
+    roundings={LAYER: "floor", SUM: "floor", PRODUCT: "nearest_half_step"},
+    bias_bits=16,
+    residual_bits=0,
+    shifted_sums=ShiftedSums(fixed=6),
+    rescales_by_layers=True,
+    resize_fraction_bits=8,
+    resize_floors=True,
+)
 REAL = RealArithmetic("real")
 ACTIVATIONS = ("int4", "int8", "int32")
 ACTIVATIONS_16 = ("int4", "int8", "int16", "int32")

@@ -119,7 +119,9 @@ def _transform(call: Call, input: Value, matrix: Value, dim: int, rank: int, wid
 
 
 @form(resize.resize_linear)
-def _resize_linear(call: Call, input: Value, rows: Value | None, columns: Value | None, bits: int, wide: bool) -> None:
+def _resize_linear(
+    call: Call, input: Value, rows: Value | None, columns: Value | None, bits: int, wide: bool, nearest: bool = True
+) -> None:
     y = call.result()
     weights = [matrix for matrix in (rows, columns) if matrix is not None]
     call.emit(
@@ -132,6 +134,7 @@ def _resize_linear(call: Call, input: Value, rows: Value | None, columns: Value 
         rows,
         columns,
         bits * len(weights),
+        int(nearest),
         y,
     )
 

@@ -11,7 +11,7 @@ from fxquant.backends.c.program import Call, Value, form
 from fxquant.backends.c.templates import C_TYPES
 from fxquant.primitives import accumulate, boundary, comparison, elementwise, product, requantize, whole
 
-ROUNDINGS = {"floor": 0, "half_up": 1, requantize.HALF_STEP: 2}
+ROUNDINGS = {"floor": 0, "half_up": 1, requantize.HALF_STEP: 2, requantize.NEAREST_HALF_STEP: 3}
 
 
 def _beside(call: Call, *operands: Value) -> tuple[Any, ...]:

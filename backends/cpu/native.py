@@ -39,7 +39,10 @@ class Epilogue(ctypes.Structure):
 
     _fields_ = [
         *((name, _int64) for name in ("mode", "low", "high", "zero", "limit", "residual_zero")),
-        *((name, _pointer) for name in ("factor", "shift", "multiplier", "right_shift", "half", "before", "residual_factor", "residual_shift")),
+        *(
+            (name, _pointer)
+            for name in ("factor", "shift", "multiplier", "right_shift", "half", "before", "residual_factor", "residual_shift")
+        ),
     ]
 
 

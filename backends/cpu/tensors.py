@@ -48,7 +48,7 @@ def _fixed(width: torch.dtype) -> Callable[[Site], Requantization]:
         arguments: Any = site.match.root.args
         _, *nodes, bits, rounding, low, high, _ = arguments
         shift, multiplier, right_shift = (_shaped(site.constant(node), torch.int64) for node in nodes)
-        before = requantize.half_step(shift, multiplier, right_shift) if rounding == requantize.HALF_STEP else None
+        before = requantize.half_step(shift, multiplier, right_shift, rounding) if rounding in requantize.HALF_STEPS else None
         if before is not None and (width != torch.float64 and float(before.max()) >= FLOAT32_EXACT):
             raise Refused("half a step is beyond 2^24")
         before = None if before is None else before.to(width)

@@ -149,7 +149,9 @@ class QdqWriter(Writer):
         def exported() -> str:
             return self._exported(known, operator, node, call)
 
-        call = self.calls(self.emitter, known.name, arguments, constants, between, self._rounding(node), node, self.lowered[node.name], exported)
+        call = self.calls(
+            self.emitter, known.name, arguments, constants, between, self._rounding(node), node, self.lowered[node.name], exported
+        )
         return call
 
     def _exported(self, known: Operation, operator: Operator, node: fx.Node, call: Call) -> str:

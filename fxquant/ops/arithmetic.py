@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxquant.arithmetic import PRODUCT
 from fxquant.facts import TensorFact
 from fxquant.graph import fact, is_parameter
 from fxquant.lowering import Clamp, Lowering, Quantized
@@ -23,13 +24,12 @@ from fxquant.ops.activation import clamp
 from fxquant.ops.form import Call
 from fxquant.ops.record import Instead, Operator, register
 from fxquant.ops.selection import where
-from fxquant.primitives import elementwise
-from fxquant.quantization.rounding import straight_through
-from fxquant.rescaling import LARGEST_NARROW_MULTIPLIER, Ratio, narrow_multipliers
+from fxquant.ops.sums import Operand, lower_add, lower_sub
+from fxquant.ops.weighted import Product, lower_uniform
+from fxquant.primitives import elementwise, product
+from fxquant.rescaling import Ratio
 
-Operand = Quantized | Tensor | float
-LARGEST_CONSTANT = 2**22  # steps of the common scale; with int8 terms beside it the sum stays below 2^24
-LARGEST_CONSTANT_WIDE = 2**29  # the same beside an int16 term, for sums below 2^31
+SCALED = Product(product.scale_channels, product.scale_channels_wide, (0,))  # by one number
 
 
 def _clamped(value: Tensor, clamp: Clamp | None) -> Tensor:
@@ -63,122 +63,6 @@ def add(input: Tensor, other: Tensor, alpha: float = 1, *, clamp: Clamp | None =
 def sub(input: Tensor, other: Tensor, alpha: float = 1, *, clamp: Clamp | None = None) -> Tensor:
     """input - alpha · other, and a fused clamp."""
     return _clamped(torch.sub(input, other, alpha=alpha) if isinstance(input, Tensor) else input - alpha * other, clamp)
-
-
-def lower_add(lowering: Lowering, input: Operand, other: Operand, alpha: float = 1, *, clamp: Clamp | None = None) -> Quantized:
-    """The integer meaning of input + alpha · other."""
-    return _lower_sum(lowering, {"input": (input, 1), "other": (other, alpha)}, clamp)
-
-
-def _lower_sub(lowering: Lowering, input: Operand, other: Operand, alpha: float = 1, *, clamp: Clamp | None = None) -> Quantized:
-    return _lower_sum(lowering, {"input": (input, 1), "other": (other, -alpha)}, clamp)
-
-
-def _lower_sum(lowering: Lowering, terms: dict[str, tuple[Operand, float]], clamp: Clamp | None) -> Quantized:
-    """The terms that are activations on the common scale, and a constant in whole steps of it, requantized once."""
-    tensors = {role: (operand, factor) for role, (operand, factor) in terms.items() if isinstance(operand, Quantized)}
-    if len(tensors) == len(terms) and _in_output_steps(lowering, tensors):
-        return _lower_narrow_sum(lowering, tensors, clamp)
-    constants = {role: (operand, factor) for role, (operand, factor) in terms.items() if not isinstance(operand, Quantized)}
-    steps = {role: _step(operand, factor) for role, (operand, factor) in tensors.items()}
-    larger = max(steps.values(), key=lambda ratio: float(ratio.approximate()))
-    wide = any(operand.dtype.bits > 8 for operand, _ in tensors.values())
-    lowering.parameters |= {f"its constant {role!r}": operand for role, (operand, _) in constants.items() if isinstance(operand, Tensor)}
-    magnitude = max((_magnitude(operand) * abs(factor) for operand, factor in constants.values()), default=0.0)
-    if not math.isfinite(magnitude):
-        raise lowering.not_finite()
-    bits = _fraction_bits(lowering.arithmetic.add_fraction_bits, magnitude, larger, LARGEST_CONSTANT_WIDE if wide else LARGEST_CONSTANT)
-    unit = _factor(2.0**bits, larger)
-
-    bound = torch.zeros((), dtype=torch.float64, device="cpu")
-    total: Any = None
-    for role, (operand, factor) in tensors.items():
-        aligned = lowering.align(operand, steps[role].times(unit).over(*larger.numerators), role, wide)
-        if total is None:
-            total = aligned if factor > 0 else lowering.call(elementwise.negate, aligned)
-        else:
-            total = lowering.call(elementwise.add if factor > 0 else elementwise.subtract, total, aligned)
-        bound = bound + math.ceil(2.0**bits * operand.grid.magnitude)
-    for role, (constant, factor) in constants.items():
-        if magnitude:
-            held = _held(lowering, role, constant, factor, Ratio((unit,), larger.numerators))
-            bound = bound + float(held.detach().abs().max())
-            name = role if isinstance(constant, Tensor) else "number"
-            total = lowering.call(elementwise.add_constant, total, lowering.constant(name, held, torch.int32))
-    lowering.prove(bound, "the sum")
-    return lowering.requantize(total, Ratio(larger.numerators, (unit,)), clamp)
-
-
-def _in_output_steps(lowering: Lowering, tensors: dict[str, tuple[Quantized, float]]) -> bool:
-    narrow = all(operand.dtype.bits <= 8 for operand, _ in tensors.values()) and lowering.output.dtype.bits <= 8
-    return lowering.arithmetic.adds_in_output_steps and narrow
-
-
-def _lower_narrow_sum(lowering: Lowering, terms: dict[str, tuple[Quantized, float]], clamp: Clamp | None) -> Quantized:
-    """The terms in whole numbers of 2^-n of a step of the result, of 15 bits: float32 adds them and what is left exactly, in any order."""
-
-    def total() -> tuple[Any, Tensor]:
-        ratios = {role: _step(operand, factor).over(lowering.output.grid.scale) for role, (operand, factor) in terms.items()}
-        bits, multipliers = narrow_multipliers(list(ratios.values()))
-        total: Any = None
-        for (role, (operand, factor)), multiplier in zip(terms.items(), multipliers, strict=True):
-            held = lowering.constant(f"{role}_multiplier", multiplier.float(), torch.float32)
-            aligned = lowering.call(elementwise.align_real, operand.value, held, False)
-            if total is None:
-                total = aligned if factor > 0 else lowering.call(elementwise.negate, aligned)
-            else:
-                total = lowering.call(elementwise.add if factor > 0 else elementwise.subtract, total, aligned)
-        return total, _factor(2.0**-bits, next(iter(ratios.values())))
-
-    def real() -> Tensor:
-        total: Any = sum(operand.real() * factor for operand, factor in terms.values())
-        return _clamped(total, clamp)
-
-    largest = sum(LARGEST_NARROW_MULTIPLIER * operand.grid.magnitude for operand, _ in terms.values())
-    lowering.prove(torch.tensor(float(largest), dtype=torch.float64, device="cpu"), "the sum")
-    return lowering.requantize_in_steps(total, real, clamp, [operand.scale for operand, _ in terms.values()])
-
-
-def _magnitude(constant: Tensor | float) -> float:
-    return float(constant.detach().double().abs().max()) if isinstance(constant, Tensor) else abs(constant)
-
-
-def _held(lowering: Lowering, role: str, constant: Tensor | float, factor: float, steps: Ratio) -> Tensor:
-    """round_half_even(constant · factor · steps), exactly, with its sign: the constant in whole steps of the common scale.
-
-    The gradient of a tensor passes straight through.
-    """
-    value = constant if isinstance(constant, Tensor) else _factor(float(constant), steps)
-    whole = steps.times(value.detach().double().abs(), _factor(abs(factor), steps)).rounded(
-        torch.zeros((), dtype=torch.int64, device="cpu")
-    )
-    exact = whole * torch.sign(value.detach() * factor).long()
-    if isinstance(constant, Tensor):
-        lowering.describe(role, (1 / (steps.approximate() * factor)).float())
-    if value.requires_grad and torch.is_grad_enabled():
-        return straight_through(value * (steps.approximate() * factor), exact.double())
-    return exact
-
-
-def _step(operand: Quantized, factor: float) -> Ratio:
-    return Ratio(
-        (operand.scale,) if abs(factor) == 1 else (operand.scale, torch.tensor(abs(float(factor)), dtype=torch.float64, device="cpu"))
-    )
-
-
-def _factor(value: float, like: Ratio) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64, device=like.numerators[0].device)
-
-
-def _fraction_bits(most: int, magnitude: float, larger: Ratio, largest: int) -> int:
-    """The n for which the common scale is 2^-n of the larger step: the largest, up to `most`, for which a constant has few enough steps.
-
-    It is negative where a constant dwarfs the terms: the output's scale covers the constant, so it is coarser still.
-    """
-    if not magnitude:
-        return most
-    steps = magnitude / float(larger.approximate())
-    return min(most, math.floor(math.log2(largest / steps)))
 
 
 def _adds_zero(arguments: dict[str, Any]) -> bool:
@@ -222,7 +106,7 @@ for _name, _function, _lower, _spellings, _methods in (
     (
         "sub",
         sub,
-        _lower_sub,
+        lower_sub,
         (torch.sub, torch.subtract, operator.sub, operator.isub),
         ("sub", "sub_", "subtract", "subtract_", "__sub__", "__isub__"),
     ),
@@ -258,11 +142,14 @@ def _lower_mul(lowering: Lowering, input: Operand, other: Operand, *, clamp: Cla
         largest = lowering.prove(
             torch.tensor(float(left.grid.magnitude * right.grid.magnitude), dtype=torch.float64, device="cpu"), "the product"
         )
-        product = lowering.call(elementwise.multiply, left.value, right.value, largest >= FLOAT32_EXACT)
-        return lowering.requantize(product, Ratio((left.scale, right.scale)), clamp)
+        multiplied = lowering.call(elementwise.multiply, left.value, right.value, largest >= FLOAT32_EXACT)
+        steps = Ratio(lowering.arithmetic.step(left.scale, right.scale))
+        return lowering.requantize(multiplied, steps, clamp, kind=PRODUCT)
     tensor, number = (left, right) if isinstance(left, Quantized) else (right, left)
     assert isinstance(tensor, Quantized)
     assert not isinstance(number, Quantized)
+    if lowering.arithmetic.multiplies_by_layers:
+        return lower_uniform(lowering, SCALED, tensor, (1,), float(number), clamp)
     step = Ratio((tensor.scale, torch.tensor(abs(float(number)), dtype=torch.float64, device=tensor.scale.device)))
     return lowering.requantize(lowering.call(elementwise.widen if number > 0 else elementwise.negate, tensor.value), step, clamp)
 

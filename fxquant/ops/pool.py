@@ -16,8 +16,8 @@ from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics import FLOAT32_EXACT, INT8
 from fxquant.ops.form import Call
 from fxquant.ops.record import Instead, Operator, Same, operator_named, register
-from fxquant.ops.weighted import sizes
-from fxquant.primitives import pool
+from fxquant.ops.weighted import Product, lower_uniform, sizes
+from fxquant.primitives import accumulate, pool
 from fxquant.primitives.pool import POOLED_EXACT
 from fxquant.rescaling import Ratio
 
@@ -223,6 +223,10 @@ def _avg_pool(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized
         end = [_windows(size, k, s, p, 1, ceil_mode)[1] for size, k, s, p in rows]
         counted = {"divisor_override": divisor_override, "count_include_pad": count_include_pad}
         divisor = window_divisor(input.shape, counted, kernel, steps, begin, end)
+        if rank == 2 and begin == end and divisor.dim() == 0 and lowering.arithmetic.multiplies_by_layers and input.dtype.bits <= 8:
+            channels = int(input.shape[1])  # type: ignore[arg-type]
+            form = Product(accumulate.convolution, accumulate.convolution_wide, (steps, begin, [1, 1], channels), 2, in_parts=True)
+            return lower_uniform(lowering, form, input, (channels, 1, *kernel), 1 / float(divisor), clamp)
         largest = lowering.prove(
             torch.tensor(float(math.prod(kernel) * input.grid.magnitude), dtype=torch.float64, device="cpu"), "the sum"
         )
@@ -308,6 +312,11 @@ avg_pool3d, _lower_avg_pool3d = _avg_pool(3)
 def onnx_average_pool(c: Call) -> str:
     """AveragePool, and what makes of its divisor another one."""
     node = c.primitive(pool.sum_pool)
+    layer = c.primitive(accumulate.convolution) or c.primitive(accumulate.convolution_wide)
+    if layer is not None:
+        _, weight, _, stride, begin, _, groups, *_ = layer.args
+        attributes = {"kernel_shape": list(fact(weight).shape[2:]), "strides": list(stride), "pads": [*begin, *begin], "group": groups}  # type: ignore[misc, arg-type]
+        return c.epilogue(c.do("Conv", c.input, c.weight(), **attributes))
     if node is None:
         return c.epilogue(c.do("GlobalAveragePool", c.input))
     kernel, stride, begin, end = (list(value) for value in node.args[1:5])  # type: ignore[arg-type]

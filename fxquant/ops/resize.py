@@ -43,6 +43,7 @@ LINEAR = ("linear", "bilinear")
 OWN_GRID = ("trilinear", "bicubic", "area")
 FLOAT64_EXACT = 2**53
 HALF = Fraction(1, 2)
+STEPPED_BITS = 8  # of a position's fraction that weigh, where positions are stepped through
 SYMBOLIC_SIZE = "the size of its input or output depends on the batch size"
 
 
@@ -106,6 +107,19 @@ def _neighbours(length: int, size: int | None, factor: float | None, align_corne
     return tuple(found)
 
 
+@functools.lru_cache(maxsize=256)
+def _stepped_neighbours(length: int, size: int, align_corners: bool, bits: int) -> tuple[tuple[int, int], ...]:
+    """`_neighbours` by positions in steps of 2^-bits, rounded down; the upper 8 bits of a position's fraction are its second weight."""
+    step = ((length - 1) << bits) // max(size - 1, 1) if align_corners else (length << bits) // size
+    start = 0 if align_corners else (step - (1 << bits)) >> 1
+    found = []
+    for output in range(size):
+        place = min(max(output * step + start, 0), (length - 1) << bits)
+        first, fraction = place >> bits, (place & ((1 << bits) - 1)) >> (bits - STEPPED_BITS)
+        found.append((first, fraction if first + 1 < length else 0))
+    return tuple(found)
+
+
 def _weights(neighbours: tuple[tuple[int, int], ...], length: int, bits: int, device: torch.device) -> Tensor:
     """The weight, in steps of 2^-bits, of every element in every output: float32 [outputs, length]; each row sums to 2^bits."""
     first, second = torch.tensor(neighbours, dtype=torch.int64, device=device).reshape(-1, 2).unbind(1)
@@ -122,10 +136,18 @@ def _second_weight(share: Fraction, bits: int) -> int:
 
 
 def _lower_linear(lowering: Lowering, input: Quantized, axes: list[tuple[int, int | None, float | None]], align_corners: bool) -> Quantized:
-    bits = lowering.arithmetic.resize_fraction_bits
+    stepped, floors = lowering.arithmetic.resize_positions, lowering.arithmetic.resize_floors
+    places = lowering.arithmetic.resize_fraction_bits
+    bits = STEPPED_BITS if stepped else places
     matrices: list[Any] = []
     for role, axis in zip(("columns", "rows"), reversed(axes), strict=False):
-        neighbours = _neighbours(*axis, align_corners, bits)
+        length, size, factor = axis
+        if stepped:
+            count = math.floor(length * factor) if size is None and factor is not None else size
+            assert count is not None
+            neighbours = _stepped_neighbours(length, count, align_corners, places)
+        else:
+            neighbours = _neighbours(*axis, align_corners, bits)
         unchanged = neighbours == tuple((position, 0) for position in range(axis[0]))
         weights = None if unchanged else _weights(neighbours, axis[0], bits, input.scale.device)
         matrices.append(None if weights is None else lowering.constant(role, weights, torch.int32))
@@ -139,7 +161,13 @@ def _lower_linear(lowering: Lowering, input: Quantized, axes: list[tuple[int, in
     columns, rows = [*matrices, None][:2]
     if columns is None and rows is None:
         return input
-    return input.with_value(lowering.call(resize.resize_linear, input.value, rows, columns, bits, wide))
+    if not floors:
+        return input.with_value(lowering.call(resize.resize_linear, input.value, rows, columns, bits, wide))
+    value = input.value
+    for row, column in ((None, columns), (rows, None)):
+        if row is not None or column is not None:
+            value = lowering.call(resize.resize_linear, value, row, column, bits, False, False)
+    return input.with_value(value)
 
 
 # ---- everything else --------------------------------------------------------------------------------------------------

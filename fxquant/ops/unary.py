@@ -29,9 +29,10 @@ POLES = ("quotient_of", "reciprocal", "rsqrt", "log", "log2", "log10")  # at 0; 
 
 def by_table(lowering: Lowering, input: Quantized, name: str, factor: float = 1.0, offset: float = 0.0, **settings: Any) -> Quantized:
     """The integers of a unary function of factor · input + offset, by a table on the operand's grid."""
+    in_float32 = lowering.arithmetic.float32_tables and input.dtype.bits <= 8
 
     def entries(points: Tensor | None = None) -> Tensor:
-        chosen = name, factor, offset, tuple(settings.items()), _plain(input.grid), _plain(lowering.output.grid)
+        chosen = name, factor, offset, tuple(settings.items()), _plain(input.grid), _plain(lowering.output.grid), in_float32
         return (_entries(*chosen) if points is None else _made(*chosen, points)).to(input.scale.device)
 
     def function(x: Tensor) -> Tensor:
@@ -77,13 +78,20 @@ Settings = tuple[tuple[str, Any], ...]
 
 
 @lru_cache(maxsize=256)  # 64 MiB of int16 tables: while scales stand still, the same ones are asked for at every step
-def _entries(name: str, factor: float, offset: float, settings: Settings, input: PlainGrid, output: PlainGrid) -> Tensor:
+def _entries(name: str, factor: float, offset: float, settings: Settings, input: PlainGrid, output: PlainGrid, in_float32: bool) -> Tensor:
     """The table of a unary function of factor · x + offset; nobody writes into it."""
-    return _made(name, factor, offset, settings, input, output)
+    return _made(name, factor, offset, settings, input, output, in_float32)
 
 
 def _made(
-    name: str, factor: float, offset: float, settings: Settings, input: PlainGrid, output: PlainGrid, points: Tensor | None = None
+    name: str,
+    factor: float,
+    offset: float,
+    settings: Settings,
+    input: PlainGrid,
+    output: PlainGrid,
+    in_float32: bool,
+    points: Tensor | None = None,
 ) -> Tensor:
     """The same, anew; or its entries at these points alone."""
     function, exact = UNARY[name]
@@ -99,7 +107,8 @@ def _made(
         below: Tensor = _moved(x, factor, offset) < 0
         return below
 
-    return table(on_numbers, _grid(*input), _grid(*output), on_tensors, has_none if name in WITHOUT_NEGATIVE else None, points)
+    undefined = has_none if name in WITHOUT_NEGATIVE else None
+    return table(on_numbers, _grid(*input), _grid(*output), on_tensors, undefined, points, in_float32)
 
 
 def _moved(x: Any, factor: float, offset: float) -> Any:

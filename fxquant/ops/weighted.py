@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from fxquant.numerics import (
     INT32_MAX,
     INT48_MAX,
     SMALLEST_SCALE,
+    WEIGHT_INT8,
     Grid,
     IntType,
     accumulator_bound,
@@ -38,7 +40,7 @@ from fxquant.numerics import (
     least_scale_for_residual,
     power_of_two,
 )
-from fxquant.ops.arithmetic import lower_add
+from fxquant.ops.sums import lower_add
 from fxquant.primitives import accumulate, elementwise
 from fxquant.quantization.batch_norm import BatchNorm, correct_batch, fold, fold_bias, multiplied, running_gain
 from fxquant.quantization.quantizer import Quantizer
@@ -204,6 +206,27 @@ def lower_weighted(
     return _finished(layer, live.sums, steps, residual, factor, clamp, largest, shaped, live.statistics, lift)
 
 
+def lower_uniform(
+    lowering: Lowering, product: Product, input: Quantized, shape: Sequence[int], value: float, clamp: Clamp | None
+) -> Quantized:
+    """A layer without a bias whose weight, of this shape, is one number: its integers are 127, or -127, on the number's own scale."""
+    device = input.scale.device
+    scale = (torch.tensor(abs(value), dtype=torch.float32, device=device) / WEIGHT_INT8.high).clamp_min(SMALLEST_SCALE).reshape(1)
+    integers = torch.full(tuple(shape), math.copysign(WEIGHT_INT8.high, value), dtype=torch.float32, device=device)
+    total = accumulator_bound(integers, None, 0, 1)
+    layer = _Layer(lowering, product, input, input.grid.magnitude, QuantizedWeight(integers, scale, torch.ones_like(scale).bool(), total))
+    steps = lowering.arithmetic.step(input.scale, scale)
+    lift = _lift(layer, None, steps, lowering.output)
+    bound, bias = layer.bound(None), None
+    if lift is not None and not lowering.lifts_late:
+        bias = lift(lowering.output.grid.scale).flatten().expand(len(integers))
+        bound = bound + bias.abs()
+    largest = lowering.prove(bound, "the sum", layer.limit)
+    lowering.describe("weight", scale)
+    lowering.describe("bias", scale * input.scale, -1, 0 if bias is None else bias)
+    return _finished(layer, layer.form(largest, bias), steps, None, None, clamp, largest, lift=lift)
+
+
 def _lift(layer: _Layer, bias: Tensor | None, steps: tuple[Tensor, ...], to: Quantizer | None) -> Lift | None:
     """What the integers of the bias become larger by for the scale of an output; None where its accumulator is rounded otherwise."""
     arithmetic, trailing = layer.lowering.arithmetic, layer.product.trailing
@@ -310,9 +333,7 @@ def _bias_integers(lowering: Lowering, bias: Tensor, input_scale: Tensor, scale:
     return straight_through(bias / (input_scale * scale), exact) if bias.requires_grad else exact
 
 
-def _residual_factor(
-    layer: _Layer, residual: Quantized, steps: tuple[Tensor, ...], bound: Tensor
-) -> tuple[ResidualFactor | None, Tensor]:
+def _residual_factor(layer: _Layer, residual: Quantized, steps: tuple[Tensor, ...], bound: Tensor) -> tuple[ResidualFactor | None, Tensor]:
     """(factor, bound with the residual), or (None, bound) where the residual has to be added after a requantization."""
     lowering = layer.lowering
     if _requantizes(lowering):

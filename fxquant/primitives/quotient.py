@@ -19,6 +19,7 @@ from fxquant.primitives.boundary import clipped
 from fxquant.primitives.record import Emitter
 
 FRACTIONS = (0.0, 2.0**-9, -(2.0**-9), 2.0**-8, -(2.0**-8), 2.0**-7)  # of a step of integers below 2^15, to which they add exactly
+MORE_FRACTIONS = (2.0**-6, -(2.0**-7), 2.0**-5, -(2.0**-6), 3 * 2.0**-7, 2.0**-4, -(2.0**-5), 2.0**-3)
 NEIGHBOURS = (0, 1, -1, 2, -2, 3, -3)  # float32 numbers from the nearest one, in the order in which they are tried
 QUOTIENT_LIMIT = 2**30  # reference implementations round larger quotients wrongly
 
@@ -58,13 +59,14 @@ class Rounded(NamedTuple):
     add: Tensor | None = None
 
 
-def rounded(steps: Tensor, size: Tensor, low: int, high: int, add: Tensor | None = None) -> Rounded | None:
+def rounded(steps: Tensor, size: Tensor, low: int, high: int, add: Tensor | None = None, lowered: bool = False) -> Rounded | None:
     """What steps to each result at these integers, for all integers below 2^24 in magnitude; None where nothing was found.
 
     `steps` is int64 of shape (channels, results); `size`, float64, is about the size of a result in steps of the integers, and `add`,
     float32, what is added to them first, both shaped to broadcast against them. Where no `add` is given, and a divisor alone does not
-    do, a fraction of a step is added: it moves what would be rounded from the middle between two results. A runtime divides by a number
-    for each channel quickly only where a channel's elements lie together.
+    do, a fraction of a step is added: it moves what would be rounded from the middle between two results. Results that are `lowered`,
+    rounded down, are rounded to the nearest of half a result less. A runtime divides by a number for each channel quickly only where
+    a channel's elements lie together.
     """
     axes = [dim - size.dim() for dim, count in enumerate(size.shape) if count > 1]
     if len(axes) > 1:
@@ -75,9 +77,10 @@ def rounded(steps: Tensor, size: Tensor, low: int, high: int, add: Tensor | None
     if not bool((torch.isfinite(nearest) & (nearest > torch.finfo(torch.float32).tiny)).all()):
         return None
     by, more = torch.zeros_like(nearest), torch.zeros_like(nearest)
-    for fraction in FRACTIONS if add is None else (add.flatten(),):
+    half = (torch.ceil(-size.flatten() * 2.0**7) * 2.0**-8).float() if lowered else torch.zeros_like(nearest)
+    for fraction in (*FRACTIONS, *(MORE_FRACTIONS if lowered else ())) if add is None else (add.flatten(),):
         open_ = by == 0
-        tried = torch.as_tensor(fraction, device="cpu").expand(nearest.shape)[open_]
+        tried = (half + torch.as_tensor(fraction, device="cpu")).expand(nearest.shape)[open_]
         by[open_] = _found(steps[open_] if len(steps) > 1 else steps, nearest[open_], tried, low, high, divides)
         more[open_] = tried
         if bool((by > 0).all()):

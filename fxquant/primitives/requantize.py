@@ -18,16 +18,19 @@ from fxquant.primitives.bounds import FLOAT64_EXACT, Range, Value, constant_of, 
 from fxquant.primitives.quotient import QUOTIENT_LIMIT, Rounded, onnx_constants, onnx_rounded, rounded, steps_of_fixed, steps_of_half_step
 from fxquant.primitives.record import Emitter, primitive, stored
 
-HALF_STEP = "half_step"
+HALF_STEP, NEAREST_HALF_STEP = "half_step", "nearest_half_step"
+HALF_STEPS = (HALF_STEP, NEAREST_HALF_STEP)
 
 
-def half_step(shift: Tensor, multiplier: Tensor, right_shift: Tensor) -> Tensor:
+def half_step(shift: Tensor, multiplier: Tensor, right_shift: Tensor, rounding: str = HALF_STEP) -> Tensor:
     """min(⌊2^(shift + right_shift - 1) / multiplier⌋, 2^31): half a step of the result, in steps of the accumulator, float64.
 
+    It is ⌊… + ½⌋ where the rounding is NEAREST_HALF_STEP.
     0 where a step of the accumulator is no smaller than one of the result, and for the multiplier 0. An accumulator of 32 bits with
     more than 2^31 of its steps in half a step of the result is 0 there, whatever is added.
     """
     step = power_of_two(shift + right_shift - 1) / multiplier.double()
+    step = step + 0.5 if rounding == NEAREST_HALF_STEP else step
     return torch.where(multiplier > 0, step.clamp_max(2.0**31), 0.0).floor()  # exact: the quotient of a number below 2^21
 
 
@@ -46,9 +49,24 @@ def _rounded_fixed(multiplier: Tensor, right_shift: Tensor, limit: int, low: int
     return rounded(steps, size, low, high)
 
 
-def _rounded_half_step(shift: Tensor, multiplier: Tensor, right_shift: Tensor, limit: int, low: int, high: int) -> Rounded | None:
+def _rounded_floor(multiplier: Tensor, right_shift: Tensor, limit: int, low: int, high: int) -> Rounded | None:
+    """What follows the first shift, rounded down, as one rounded operation behind a sum, where that is proved to be the same."""
+    whole = multiplier != 0
+    steps = steps_of_half_step(torch.zeros_like(multiplier), multiplier, right_shift, torch.zeros_like(multiplier), low, high)
+    held = steps[whole.flatten()]
+    if held.numel() and not -limit < int(held.min()) <= int(held.max()) < limit:
+        return None  # where the intermediate saturates
+    size = torch.where(whole, power_of_two(right_shift) / multiplier.double().clamp_min(1), 2.0 * FLOAT32_EXACT)
+    if float(size.max()) > limit:
+        return None
+    return rounded(steps, size, low, high, lowered=True)
+
+
+def _rounded_half_step(
+    shift: Tensor, multiplier: Tensor, right_shift: Tensor, limit: int, low: int, high: int, rounding: str
+) -> Rounded | None:
     """The whole as one rounded operation, where that is proved to be the same."""
-    half = half_step(shift, multiplier, right_shift)
+    half = half_step(shift, multiplier, right_shift, rounding)
     step = multiplier.double() * power_of_two(-right_shift)
     if bool(((multiplier != 0) & ((step * (limit - 1) < high) | (step * limit < -low))).any()):
         return None  # where the intermediate saturates
@@ -117,13 +135,15 @@ def _onnx_requantize_fixed(
     how = None
     if dtype.itemsize == 1 and rounding == "half_up":
         how = _rounded_fixed(multiplier, right_shift, limit, low, high)
-    elif dtype.itemsize == 1 and rounding == HALF_STEP and width == torch.float32:
-        how = _rounded_half_step(shift, multiplier, right_shift, limit, low, high)
+    elif dtype.itemsize == 1 and rounding == "floor":
+        how = _rounded_floor(multiplier, right_shift, limit, low, high)
+    elif dtype.itemsize == 1 and rounding in HALF_STEPS and width == torch.float32:
+        how = _rounded_half_step(shift, multiplier, right_shift, limit, low, high, rounding)
     if how is not None:
-        floored = rounding == "half_up" and bool((shift > 0).any())
+        floored = rounding not in HALF_STEPS and bool((shift > 0).any())
         return _onnx_rounded_fixed(e, accumulator, shift if floored else None, how, limit, low, high, dtype)
     value = _as_float(e, accumulator)
-    if (intermediate_bits > 24 or rounding == HALF_STEP) and width == torch.float32:
+    if (intermediate_bits > 24 or rounding in HALF_STEPS) and width == torch.float32:
         value, width = e.node("Cast", value, to=torch.float64), torch.float64
 
     def body(e: Emitter, x: str, first: str, product: str, low: str, high: str, *half: str) -> str:
@@ -138,7 +158,7 @@ def _onnx_requantize_fixed(
     first = e.constant(power_of_two(-shift), width)
     product = e.constant(multiplier.double() * power_of_two(-right_shift), torch.float64)
     bounds = e.constant(float(low), torch.float64), e.constant(float(high), torch.float64)
-    half = [e.constant(half_step(shift, multiplier, right_shift), torch.float64)] if rounding == HALF_STEP else []
+    half = [e.constant(half_step(shift, multiplier, right_shift, rounding), torch.float64)] if rounding in HALF_STEPS else []
     name = f"requantize_fixed_{intermediate_bits}_{rounding}_{str(width).removeprefix('torch.')}_{str(dtype).removeprefix('torch.')}"
     return e.call(name, body, value, first, product, *bounds, *half)
 
@@ -173,11 +193,11 @@ def requantize_fixed(
 ) -> Tensor:
     """clip(round( sat(⌊acc / 2^shift⌋) · multiplier / 2^right_shift ), low, high).
 
-    `sat` is to `intermediate_bits` signed bits; the last rounding is "half_up" (⌊v + ½⌋), "floor", or "half_step": floor, where
-    `half_step` was added to the accumulator.
+    `sat` is to `intermediate_bits` signed bits; the last rounding is "half_up" (⌊v + ½⌋), "floor", or one of HALF_STEPS: floor,
+    where `half_step` was added to the accumulator.
     """
     limit = 2 ** (intermediate_bits - 1)
-    half = half_step(shift, multiplier, right_shift) if rounding == HALF_STEP else None
+    half = half_step(shift, multiplier, right_shift, rounding) if rounding in HALF_STEPS else None
     if accumulator.is_floating_point():
         real = accumulator.double() if half is None else accumulator.double() + half
         narrowed = torch.floor(real * power_of_two(-shift)).clamp_(-limit, limit - 1)

@@ -9,7 +9,9 @@ from fxquant.primitives.bounds import Range, Value, constant_of, exact_below, ne
 from fxquant.primitives.record import Emitter, full_precision, primitive, stored
 
 
-def _onnx_resize_linear(e: Emitter, input: str, rows: Tensor | None, columns: Tensor | None, bits: int, wide: bool) -> str:
+def _onnx_resize_linear(
+    e: Emitter, input: str, rows: Tensor | None, columns: Tensor | None, bits: int, wide: bool, nearest: bool = True
+) -> str:
     dtype, width = e.dtype(input), torch.float64 if wide else torch.float32
 
     def body(e: Emitter, x: str, *weights: str) -> str:
@@ -21,10 +23,12 @@ def _onnx_resize_linear(e: Emitter, input: str, rows: Tensor | None, columns: Te
             x = e.node("MatMul", remaining.pop(0), x)
         # Round is a barrier: without it the runtime may fold the constant into the product.
         x = e.node("Mul", e.node("Round", x), e.constant(_step(rows, columns, bits), width))
-        return e.node("Cast", e.node("Floor", e.node("Add", x, e.constant(0.5, width))), to=dtype)
+        return e.node("Cast", e.node("Floor", e.node("Add", x, e.constant(0.5, width)) if nearest else x), to=dtype)
 
     axes = f"{'rows' * (rows is not None)}{'columns' * (columns is not None)}"
-    name = f"resize_linear_{axes}_{bits}_{str(width).removeprefix('torch.')}_{str(dtype).removeprefix('torch.')}"
+    name = (
+        f"resize_linear_{'' if nearest else 'floor_'}{axes}_{bits}_{str(width).removeprefix('torch.')}_{str(dtype).removeprefix('torch.')}"
+    )
     weights = [] if columns is None else [e.constant(columns.t().contiguous(), width)]
     return e.call(name, body, input, *weights, *([] if rows is None else [e.constant(rows, width)]))
 
@@ -42,11 +46,11 @@ def _products(input: Tensor, rows: Tensor | None, columns: Tensor | None, width:
         return value if rows is None else rows.to(width) @ value
 
 
-def _resize_linear_real(input: Tensor, rows: Tensor | None, columns: Tensor | None, bits: int, wide: bool) -> Tensor:
+def _resize_linear_real(input: Tensor, rows: Tensor | None, columns: Tensor | None, bits: int, wide: bool, nearest: bool = True) -> Tensor:
     return _products(input, rows, columns, torch.float32) * _step(rows, columns, bits)
 
 
-def _bounds_resize_linear(input: Value, rows: Value | None, columns: Value | None, bits: int, wide: bool) -> Range:
+def _bounds_resize_linear(input: Value, rows: Value | None, columns: Value | None, bits: int, wide: bool, nearest: bool = True) -> Range:
     matrices = [constant_of(matrix, "matrix") for matrix in (rows, columns) if matrix is not None]
     for matrix in matrices:
         need((matrix >= 0).all() and (matrix.long().sum(1) == 2**bits).all(), "the weights of its neighbours do not sum to 1")
@@ -56,10 +60,10 @@ def _bounds_resize_linear(input: Value, rows: Value | None, columns: Value | Non
 
 
 @primitive(_onnx_resize_linear, bounds=_bounds_resize_linear, surrogate=_resize_linear_real)
-def resize_linear(input: Tensor, rows: Tensor | None, columns: Tensor | None, bits: int, wide: bool) -> Tensor:
+def resize_linear(input: Tensor, rows: Tensor | None, columns: Tensor | None, bits: int, wide: bool, nearest: bool = True) -> Tensor:
     """⌊rows · input · columnsᵀ + ½⌋ over the last two dimensions; each row of a matrix is weights of 2^-bits that sum to 1.
 
-    None leaves a dimension as it is. The sums stay below 2^24 in magnitude, or, if `wide`, below 2^53.
+    Without the half if it is not to be the `nearest`. None leaves a dimension as it is. The sums stay below 2^24 in magnitude, or, if `wide`, below 2^53.
     """
     total = _products(input, rows, columns, torch.float64 if wide else torch.float32)
-    return stored(torch.floor(total * _step(rows, columns, bits) + 0.5), input, input.dtype)
+    return stored(torch.floor(total * _step(rows, columns, bits) + (0.5 if nearest else 0.0)), input, input.dtype)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxquant.arithmetic import VALUE
 from fxquant.eager import EagerLowering
 from fxquant.lowering import Clamp, Lift, Lowering, Quantized
 from fxquant.numerics import INT32, INT32_MAX, Grid
@@ -36,6 +37,7 @@ class RealLowering(EagerLowering):
         role: str = "",
         bound: float = 0,
         lift: Lift | None = None,
+        kind: str = VALUE,
     ) -> Quantized:
         """The real number that an accumulator stands for."""
         value: Tensor = accumulator * ratio.approximate().to(accumulator.dtype)

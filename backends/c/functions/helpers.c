@@ -45,13 +45,13 @@ static float considered(float v)
 
 /// half_step
 /* Section 8, the last rounding of bernoulli: half a step of the output, in steps of the accumulator. */
-static int64_t half_step(int32_t shift, int32_t multiplier, int32_t right_shift)
+static int64_t half_step(int32_t shift, int32_t multiplier, int32_t right_shift, int nearest)
 {
     const int64_t most = (int64_t)1 << 31;
     int power = shift + right_shift - 1;
     if (multiplier <= 0) return 0;
     if (power > 61) return most;
-    int64_t step = ((int64_t)1 << power) / multiplier;
+    int64_t step = (((int64_t)1 << power) + (nearest ? multiplier / 2 : 0)) / multiplier;
     return step < most ? step : most;
 }
 

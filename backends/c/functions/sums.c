@@ -128,9 +128,10 @@ static void transform(ptrdiff_t outer, ptrdiff_t terms, ptrdiff_t rows, ptrdiff_
 }
 
 /// resize_linear: X M Y
-/* Section 16, linear resize: floor(Σ rows · x · columns / 2^bits + 1/2); an axis without weights stays as it is. */
+/* Section 16, linear resize: floor(Σ rows · x · columns / 2^bits + 1/2); an axis without weights stays as it is.
+   Without the half where it rounds down. */
 static void resize_linear(ptrdiff_t planes, ptrdiff_t height, ptrdiff_t width, ptrdiff_t out_height, ptrdiff_t out_width, const X *x,
-                          const M *rows, const M *columns, int bits, Y *y)
+                          const M *rows, const M *columns, int bits, int nearest, Y *y)
 {
     for (ptrdiff_t n = 0; n < planes; n++, x += height * width)
         for (ptrdiff_t i = 0; i < out_height; i++)
@@ -141,7 +142,7 @@ static void resize_linear(ptrdiff_t planes, ptrdiff_t height, ptrdiff_t width, p
                     for (ptrdiff_t b = 0; down != 0 && b < width; b++)
                         sum += down * (columns ? (int64_t)columns[j * width + b] : b == j) * x[a * width + b];
                 }
-                *y++ = (Y)floor_shift(sum + ((int64_t)1 << (bits - 1)), bits);
+                *y++ = (Y)floor_shift(sum + (nearest ? (int64_t)1 << (bits - 1) : 0), bits);
             }
 }
 
