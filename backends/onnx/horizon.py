@@ -30,9 +30,14 @@ BITS = {torch.int8: 8, torch.int16: 16}
 class HorizonCall(Call):
     """One operator to be written for the tool."""
 
+    averages = "ReduceMean"  # GlobalAveragePool rounds twice there
+
     def weight(self, arrange: Any = lambda weight: weight, role: str = "weight") -> str:
         """A weight's float values on their grid; behind a pair where the tool would take other scales for them."""
         integers, scale, axis = self.constants[role]
+        if axis is None and scale.numel() == 1:  # the tool takes one scale for each output channel
+            axis = -integers.dim()
+            scale = scale.expand(len(integers)).contiguous()
         value = self.e.constant(arrange(self.grouped(role)).contiguous())
         if _derived(integers, scale, axis):
             return value

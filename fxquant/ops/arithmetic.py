@@ -29,7 +29,7 @@ from fxquant.ops.weighted import Product, lower_uniform
 from fxquant.primitives import elementwise, product
 from fxquant.rescaling import Ratio
 
-SCALED = Product(product.scale_channels, product.scale_channels_wide, (0,))  # by one number
+SCALED = Product(product.scale_channels, product.scale_channels_wide, (0,), layout=torch.flatten)  # by one number
 
 
 def _clamped(value: Tensor, clamp: Clamp | None) -> Tensor:
@@ -149,7 +149,7 @@ def _lower_mul(lowering: Lowering, input: Operand, other: Operand, *, clamp: Cla
     assert isinstance(tensor, Quantized)
     assert not isinstance(number, Quantized)
     if lowering.arithmetic.multiplies_by_layers:
-        return lower_uniform(lowering, SCALED, tensor, (1,), float(number), clamp)
+        return lower_uniform(lowering, SCALED, tensor, (1, 1), float(number), clamp)
     step = Ratio((tensor.scale, torch.tensor(abs(float(number)), dtype=torch.float64, device=tensor.scale.device)))
     return lowering.requantize(lowering.call(elementwise.widen if number > 0 else elementwise.negate, tensor.value), step, clamp)
 

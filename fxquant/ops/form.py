@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -49,6 +49,8 @@ class Call:
     node: fx.Node
     primitives: list[fx.Node]
     exported: Callable[[], str]
+
+    averages: ClassVar[str] = "GlobalAveragePool"  # the operator that averages over height and width
 
     @property
     def input(self) -> str:

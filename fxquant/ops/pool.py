@@ -223,7 +223,8 @@ def _avg_pool(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized
         end = [_windows(size, k, s, p, 1, ceil_mode)[1] for size, k, s, p in rows]
         counted = {"divisor_override": divisor_override, "count_include_pad": count_include_pad}
         divisor = window_divisor(input.shape, counted, kernel, steps, begin, end)
-        if rank == 2 and begin == end and divisor.dim() == 0 and lowering.arithmetic.multiplies_by_layers and input.dtype.bits <= 8:
+        within = all(tail <= head for head, tail in zip(begin, end, strict=True))  # as a convolution's windows are
+        if rank == 2 and within and divisor.dim() == 0 and lowering.arithmetic.multiplies_by_layers and input.dtype.bits <= 8:
             channels = int(input.shape[1])  # type: ignore[arg-type]
             form = Product(accumulate.convolution, accumulate.convolution_wide, (steps, begin, [1, 1], channels), 2, in_parts=True)
             return lower_uniform(lowering, form, input, (channels, 1, *kernel), 1 / float(divisor), clamp)
@@ -318,6 +319,8 @@ def onnx_average_pool(c: Call) -> str:
         attributes = {"kernel_shape": list(fact(weight).shape[2:]), "strides": list(stride), "pads": [*begin, *begin], "group": groups}  # type: ignore[misc, arg-type]
         return c.epilogue(c.do("Conv", c.input, c.weight(), **attributes))
     if node is None:
+        if c.averages == "ReduceMean":
+            return c.epilogue(c.reduced("ReduceMean", c.input, list(range(2, len(c.operand_shape))), keepdim=True))
         return c.epilogue(c.do("GlobalAveragePool", c.input))
     kernel, stride, begin, end = (list(value) for value in node.args[1:5])  # type: ignore[arg-type]
     even = len({*begin, *end}) == 1  # onnxruntime 1.21 to 1.23 counts uneven padding wrongly, from opset 19 on: it is left out
