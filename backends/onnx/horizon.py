@@ -30,7 +30,7 @@ BITS = {torch.int8: 8, torch.int16: 16}
 class HorizonCall(Call):
     """One operator to be written for the tool."""
 
-    averages = "ReduceMean"  # GlobalAveragePool rounds twice there
+    by_layers = True  # GlobalAveragePool and AveragePool round twice there
 
     def weight(self, arrange: Any = lambda weight: weight, role: str = "weight") -> str:
         """A weight's float values on their grid; behind a pair where the tool would take other scales for them."""

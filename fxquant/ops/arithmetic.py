@@ -65,6 +65,20 @@ def sub(input: Tensor, other: Tensor, alpha: float = 1, *, clamp: Clamp | None =
     return _clamped(torch.sub(input, other, alpha=alpha) if isinstance(input, Tensor) else input - alpha * other, clamp)
 
 
+def _lower_add(lowering: Lowering, input: Operand, other: Operand, alpha: float = 1, *, clamp: Clamp | None = None) -> Quantized:
+    tensor, number = (input, other) if isinstance(input, Quantized) else (other, input)
+    if lowering.arithmetic.rescales_by_layers and isinstance(tensor, Quantized) and isinstance(number, int | float):
+        factor, bias = (1.0, number * alpha) if tensor is input else (alpha, number)
+        return lower_uniform(lowering, SCALED, tensor, (1, 1), float(factor), clamp, float(bias))
+    return lower_add(lowering, input, other, alpha, clamp=clamp)
+
+
+def _lower_sub(lowering: Lowering, input: Operand, other: Operand, alpha: float = 1, *, clamp: Clamp | None = None) -> Quantized:
+    if isinstance(input, Quantized) and isinstance(other, Quantized | Tensor):
+        return lower_sub(lowering, input, other, alpha, clamp=clamp)
+    return _lower_add(lowering, input, other, -alpha, clamp=clamp)
+
+
 def _adds_zero(arguments: dict[str, Any]) -> bool:
     return _is(arguments["input"], 0) or _is(arguments["other"], 0)
 
@@ -94,6 +108,14 @@ def _term(c: Call) -> str:
 
 
 def _onnx_add(c: Call) -> str:
+    layer = c.primitive(product.scale_channels)
+    if layer is not None and c.by_layers and len(c.operand_shape) == 4:  # a number, added as the bias of a layer with the weight 1
+        channels = c.operand_shape[1]
+        weight = torch.ones(int(channels), 1, 1, 1, device="cpu")  # type: ignore[arg-type]
+        number = next(value for value in (c["input"], c["other"]) if isinstance(value, int | float))
+        bias = torch.full((len(weight),), float(number) * (c["alpha"] if number is c["other"] else 1), device="cpu")
+        tensor = next(value for value in (c["input"], c["other"]) if isinstance(value, str))
+        return c.epilogue(c.do("Conv", tensor, c.e.constant(weight), c.e.constant(bias), kernel_shape=[1, 1], group=len(weight)))
     return c.epilogue(c.do("Add", _term(c), _scaled(c, "other")))
 
 
@@ -102,11 +124,11 @@ def _onnx_sub(c: Call) -> str:
 
 
 for _name, _function, _lower, _spellings, _methods in (
-    ("add", add, lower_add, (torch.add, operator.add, operator.iadd), ("add", "add_", "__add__", "__radd__", "__iadd__")),
+    ("add", add, _lower_add, (torch.add, operator.add, operator.iadd), ("add", "add_", "__add__", "__radd__", "__iadd__")),
     (
         "sub",
         sub,
-        lower_sub,
+        _lower_sub,
         (torch.sub, torch.subtract, operator.sub, operator.isub),
         ("sub", "sub_", "subtract", "subtract_", "__sub__", "__isub__"),
     ),

@@ -50,7 +50,7 @@ class Call:
     primitives: list[fx.Node]
     exported: Callable[[], str]
 
-    averages: ClassVar[str] = "GlobalAveragePool"  # the operator that averages over height and width
+    by_layers: ClassVar[bool] = False  # whether what is computed as a layer with one weight is written as one, and averages as means
 
     @property
     def input(self) -> str:

@@ -17,7 +17,7 @@ from fxquant.numerics import FLOAT32_EXACT, INT8
 from fxquant.ops.form import Call
 from fxquant.ops.record import Instead, Operator, Same, operator_named, register
 from fxquant.ops.weighted import Product, lower_uniform, sizes
-from fxquant.primitives import accumulate, pool
+from fxquant.primitives import accumulate, pool, shape
 from fxquant.primitives.pool import POOLED_EXACT
 from fxquant.rescaling import Ratio
 
@@ -310,16 +310,24 @@ avg_pool2d, _lower_avg_pool2d = _avg_pool(2)
 avg_pool3d, _lower_avg_pool3d = _avg_pool(3)
 
 
+def _onnx_layer(c: Call) -> str | None:
+    """The convolution that an average is; None where it is none."""
+    layer = c.primitive(accumulate.convolution) or c.primitive(accumulate.convolution_wide)
+    if layer is None:
+        return None
+    _, weight, _, stride, begin, _, groups, *_ = layer.args
+    attributes = {"kernel_shape": list(fact(weight).shape[2:]), "strides": list(stride), "pads": [*begin, *begin], "group": groups}  # type: ignore[misc, arg-type]
+    return c.do("Conv", c.input, c.weight(), **attributes)
+
+
 def onnx_average_pool(c: Call) -> str:
     """AveragePool, and what makes of its divisor another one."""
     node = c.primitive(pool.sum_pool)
-    layer = c.primitive(accumulate.convolution) or c.primitive(accumulate.convolution_wide)
+    layer = _onnx_layer(c)
     if layer is not None:
-        _, weight, _, stride, begin, _, groups, *_ = layer.args
-        attributes = {"kernel_shape": list(fact(weight).shape[2:]), "strides": list(stride), "pads": [*begin, *begin], "group": groups}  # type: ignore[misc, arg-type]
-        return c.epilogue(c.do("Conv", c.input, c.weight(), **attributes))
+        return c.epilogue(layer)
     if node is None:
-        if c.averages == "ReduceMean":
+        if c.by_layers:
             return c.epilogue(c.reduced("ReduceMean", c.input, list(range(2, len(c.operand_shape))), keepdim=True))
         return c.epilogue(c.do("GlobalAveragePool", c.input))
     kernel, stride, begin, end = (list(value) for value in node.args[1:5])  # type: ignore[arg-type]
@@ -387,6 +395,14 @@ def _lower_sum(lowering: Lowering, input: Quantized, dim: Any, keepdim: bool, *,
 def lower_total(lowering: Lowering, input: Quantized, dims: list[int], keepdim: bool, divisor: int, clamp: Clamp | None) -> Quantized:
     """The sum over dimensions, divided by `divisor` inside the requantization multiplier."""
     terms = math.prod(input.shape[d] for d in dims)  # type: ignore[misc]
+    images = len(input.shape) == 4 and sorted(dim % 4 for dim in dims) == [2, 3] and input.dtype.bits <= 8
+    if lowering.arithmetic.rescales_by_layers and images and divisor == terms:
+        channels, *size = (int(length) for length in input.shape[1:])  # type: ignore[arg-type]
+        attributes = ([1, 1], [0, 0], [1, 1], channels)
+        form = Product(accumulate.convolution, accumulate.convolution_wide, attributes, 2, in_parts=True)
+        averaged = lower_uniform(lowering, form, input, (channels, 1, *size), 1 / terms, clamp)
+        batch = input.shape[0]
+        return averaged if keepdim else averaged.with_value(lowering.call(shape.reshape, averaged.value, [batch, channels]))
     largest = lowering.prove(torch.tensor(float(terms * input.grid.magnitude), dtype=torch.float64, device="cpu"), "the sum")
     total = lowering.call(pool.sum, input.value, dims, keepdim, largest >= FLOAT32_EXACT)
     count = torch.tensor(float(divisor), dtype=torch.float32, device=input.scale.device)
@@ -416,6 +432,10 @@ def _reduction_arguments(input: Any, dim: Any = None, keepdim: bool = False, dty
 
 
 def _onnx_reduction(c: Call) -> str:
+    layer = _onnx_layer(c)
+    if layer is not None:
+        kept = c.epilogue(layer)
+        return kept if c["keepdim"] else c.do("Flatten", kept, axis=1)
     dims = c["dim"]
     axes = None if dims is None else list(dims) if isinstance(dims, list | tuple) else [dims]
     return c.epilogue(c.reduced("ReduceMean" if c.name == "mean" else "ReduceSum", c.input, axes or None, c["keepdim"]))

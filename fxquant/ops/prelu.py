@@ -11,11 +11,12 @@ from torch.nn import functional as F
 
 from fxquant.graph import is_parameter
 from fxquant.lowering import Clamp, Lowering, Quantized
-from fxquant.numerics import FLOAT32_EXACT, INT32_MAX
+from fxquant.numerics import FLOAT32_EXACT, INT32_MAX, SMALLEST_SCALE, WEIGHT_INT16
 from fxquant.ops.form import Call
 from fxquant.ops.record import Operator, Parameter, register
 from fxquant.ops.weighted import shape_of
-from fxquant.primitives import product
+from fxquant.primitives import elementwise, product
+from fxquant.primitives.comparison import choose, compare
 from fxquant.quantization.rounding import straight_through
 from fxquant.rescaling import Ratio
 
@@ -36,6 +37,8 @@ def _lower_prelu(lowering: Lowering, input: Quantized, weight: Tensor, *, clamp:
     lowering.parameters["its weight"] = weight
     if not bool(torch.isfinite(weight).all()):
         raise lowering.not_finite()
+    if lowering.arithmetic.multiplies_by_layers and input.dtype.bits <= 8:
+        return _by_sign(lowering, input, weight, clamp)
     largest = math.frexp(input.grid.magnitude * max(1.0, float(weight.detach().abs().max())))[1]
     wide = input.dtype.bits > 8 or largest > 23
     bits = max((30 if wide else 23) - largest, 0)  # the proof refuses what is steeper still
@@ -49,6 +52,26 @@ def _lower_prelu(lowering: Lowering, input: Quantized, weight: Tensor, *, clamp:
     lowering.describe("slope", 1 / unit)
     rectified = lowering.call(product.rectify, input.value, 2**bits, lowering.constant("slope", shaped, torch.int32), wide)
     return lowering.requantize(rectified, Ratio((input.scale,), (unit,)), clamp)
+
+
+def _by_sign(lowering: Lowering, input: Quantized, weight: Tensor, clamp: Clamp | None) -> Quantized:
+    """q on the output's scale where q ≥ 0, else q · A on it: A = round_half_even(weight_c / σ), of 16 bits, σ = max |weight| / 32767."""
+    slopes = weight.detach().reshape(-1, *[1] * (len(input.shape) - 2)) if weight.numel() > 1 else weight.detach().reshape(())
+    unit = (slopes.abs().max() / WEIGHT_INT16.high).float().clamp_min(SMALLEST_SCALE)
+    whole = torch.round(slopes / unit).clamp(WEIGHT_INT16.low, WEIGHT_INT16.high)
+
+    def exact() -> Any:
+        grid, arithmetic = lowering.output.grid, lowering.arithmetic
+        limits = lowering.bounds(clamp, lowering.output)
+        above = Ratio((input.scale,), (grid.scale,))
+        positive = arithmetic.requantize(lowering, input.value, above, *limits, grid, "positive_", input.dtype.bits)
+        lowering.describe("slope", unit)
+        product = lowering.call(elementwise.multiply, input.value, lowering.constant("slope", whole, torch.int32), False)
+        negative = arithmetic.requantize(lowering, product, above.times(unit), *limits, grid, "negative_")
+        zero = lowering.constant("zero", torch.zeros((), device=unit.device), torch.int8)
+        return lowering.call(choose, positive, negative, lowering.call(compare, input.value, zero, "ge"))
+
+    return lowering.result(exact, lambda: prelu(input.real(), weight, clamp=clamp))
 
 
 def _refuses_prelu(node: fx.Node, arguments: dict[str, Any]) -> str | None:

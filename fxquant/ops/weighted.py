@@ -207,24 +207,27 @@ def lower_weighted(
 
 
 def lower_uniform(
-    lowering: Lowering, product: Product, input: Quantized, shape: Sequence[int], value: float, clamp: Clamp | None
+    lowering: Lowering, product: Product, input: Quantized, shape: Sequence[int], value: float, clamp: Clamp | None, bias: float = 0.0
 ) -> Quantized:
-    """A layer without a bias whose weight, of this shape, is one number: its integers are 127, or -127, on the number's own scale."""
+    """A layer whose weight, of this shape, is one number: its integers are 127, or -127, on the number's own scale; and one bias."""
     device = input.scale.device
     scale = (torch.tensor(abs(value), dtype=torch.float32, device=device) / WEIGHT_INT8.high).clamp_min(SMALLEST_SCALE).reshape(1)
     integers = torch.full(tuple(shape), math.copysign(WEIGHT_INT8.high, value), dtype=torch.float32, device=device)
     total = accumulator_bound(integers, None, 0, 1)
     layer = _Layer(lowering, product, input, input.grid.magnitude, QuantizedWeight(integers, scale, torch.ones_like(scale).bool(), total))
     steps = lowering.arithmetic.step(input.scale, scale)
-    lift = _lift(layer, None, steps, lowering.output)
-    bound, bias = layer.bound(None), None
+    given = torch.tensor([bias], dtype=torch.float32, device=device)
+    bias_q = lowering.arithmetic.bias(given, input.scale, scale).expand(len(integers)) if bias else None
+    lift = _lift(layer, bias_q, steps, lowering.output)
+    bound, lifted = layer.bound(bias_q), torch.zeros(1, device=device)
     if lift is not None and not lowering.lifts_late:
-        bias = lift(lowering.output.grid.scale).flatten().expand(len(integers))
-        bound = bound + bias.abs()
+        lifted = lift(lowering.output.grid.scale).flatten()
+        bias_q = (lifted if bias_q is None else bias_q + lifted).expand(len(integers))
+        bound = bound + lifted.abs()
     largest = lowering.prove(bound, "the sum", layer.limit)
     lowering.describe("weight", scale)
-    lowering.describe("bias", scale * input.scale, -1, 0 if bias is None else bias)
-    return _finished(layer, layer.form(largest, bias), steps, None, None, clamp, largest, lift=lift)
+    lowering.describe("bias", scale * input.scale, -1, lifted.expand(len(integers)))
+    return _finished(layer, layer.form(largest, bias_q), steps, None, None, clamp, largest, lift=lift)
 
 
 def _lift(layer: _Layer, bias: Tensor | None, steps: tuple[Tensor, ...], to: Quantizer | None) -> Lift | None:
