@@ -64,10 +64,12 @@ def _by_sign(lowering: Lowering, input: Quantized, weight: Tensor, clamp: Clamp 
         grid, arithmetic = lowering.output.grid, lowering.arithmetic
         limits = lowering.bounds(clamp, lowering.output)
         above = Ratio((input.scale,), (grid.scale,))
-        positive = arithmetic.requantize(lowering, input.value, above, *limits, grid, "positive_", input.dtype.bits)
+        bits = input.dtype.bits
+        positive = lowering.holds(arithmetic.requantize(lowering, input.value, above, *limits, grid, "positive_", bits), lowering.output)
         lowering.describe("slope", unit)
         product = lowering.call(elementwise.multiply, input.value, lowering.constant("slope", whole, torch.int32), False)
-        negative = arithmetic.requantize(lowering, product, above.times(unit), *limits, grid, "negative_")
+        below = arithmetic.requantize(lowering, product, above.times(unit), *limits, grid, "negative_")
+        negative = lowering.holds(below, lowering.output)
         zero = lowering.constant("zero", torch.zeros((), device=unit.device), torch.int8)
         return lowering.call(choose, positive, negative, lowering.call(compare, input.value, zero, "ge"))
 
