@@ -55,23 +55,24 @@ def _lower_prelu(lowering: Lowering, input: Quantized, weight: Tensor, *, clamp:
 
 
 def _by_sign(lowering: Lowering, input: Quantized, weight: Tensor, clamp: Clamp | None) -> Quantized:
-    """q on the output's scale where q ≥ 0, else q · A on it: A = round_half_even(weight_c / σ), of 16 bits, σ = max |weight| / 32767."""
+    """q where q ≥ 0, else q · A, both on the operand's grid and then brought to the output's.
+
+    A = round_half_even(weight_c / σ), of 16 bits, σ = max |weight| / 32767.
+    """
     slopes = weight.detach().reshape(-1, *[1] * (len(input.shape) - 2)) if weight.numel() > 1 else weight.detach().reshape(())
-    unit = (slopes.abs().max() / WEIGHT_INT16.high).float().clamp_min(SMALLEST_SCALE)
-    whole = torch.round(slopes / unit).clamp(WEIGHT_INT16.low, WEIGHT_INT16.high)
+    largest = slopes.abs().max().float().clamp_min(SMALLEST_SCALE)
+    count = torch.tensor(float(WEIGHT_INT16.high), dtype=torch.float64, device=largest.device)
+    whole = torch.round(slopes.double() * count / largest.double())
+    lowering.describe("slope", (largest.double() / count).float())
+    product = lowering.call(elementwise.multiply, input.value, lowering.constant("slope", whole, torch.int32), False)
+    below = lowering.arithmetic.requantize(lowering, product, Ratio((largest,), (count,)), *input.grid.bounds, input.grid, "negative_")
+    zero = lowering.constant("zero", torch.zeros((), device=largest.device), torch.int8)
+    chosen = lowering.call(choose, input.value, below, lowering.call(compare, input.value, zero, "ge"))
 
     def exact() -> Any:
-        grid, arithmetic = lowering.output.grid, lowering.arithmetic
-        limits = lowering.bounds(clamp, lowering.output)
-        above = Ratio((input.scale,), (grid.scale,))
-        bits = input.dtype.bits
-        positive = lowering.holds(arithmetic.requantize(lowering, input.value, above, *limits, grid, "positive_", bits), lowering.output)
-        lowering.describe("slope", unit)
-        product = lowering.call(elementwise.multiply, input.value, lowering.constant("slope", whole, torch.int32), False)
-        below = arithmetic.requantize(lowering, product, above.times(unit), *limits, grid, "negative_")
-        negative = lowering.holds(below, lowering.output)
-        zero = lowering.constant("zero", torch.zeros((), device=unit.device), torch.int8)
-        return lowering.call(choose, positive, negative, lowering.call(compare, input.value, zero, "ge"))
+        grid, limits = lowering.output.grid, lowering.bounds(clamp, lowering.output)
+        ratio = Ratio((input.scale,), (grid.scale,))
+        return lowering.arithmetic.requantize(lowering, chosen, ratio, *limits, grid, accumulator_bits=input.dtype.bits)
 
     return lowering.result(exact, lambda: prelu(input.real(), weight, clamp=clamp))
 
