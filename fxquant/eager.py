@@ -64,11 +64,15 @@ class EagerLowering(Lowering):
         """What has been deferred, computed; all else as it is."""
         if not isinstance(value, joining.Deferred):
             return value
-        return self._called(value.primitive, tuple(self.computed(argument) for argument in value.arguments))
+        return self._called(value.primitive, tuple(self.computed(argument) for argument in value.arguments), value.slope)
 
-    def _called(self, primitive: Callable[..., Tensor], arguments: tuple[Any, ...]) -> Tensor:
+    def _called(self, primitive: Callable[..., Tensor], arguments: tuple[Any, ...], slope: float | None = None) -> Tensor:
         record = PRIMITIVES[primitive]
-        if record.surrogate is None or not torch.is_grad_enabled():
+        if slope is not None and torch.is_grad_enabled():
+            with torch.no_grad():
+                exact = primitive(*arguments)
+            value = straight_through(arguments[0] * slope, exact)
+        elif record.surrogate is None or not torch.is_grad_enabled():
             with narrow.kept_narrow(primitive, arguments):
                 value = primitive(*arguments)
         else:
@@ -94,6 +98,23 @@ class EagerLowering(Lowering):
 
     def constant(self, role: str, value: Tensor, dtype: torch.dtype) -> Tensor:
         return value
+
+    def align(self, operand: Quantized, ratio: Ratio, role: str, wide: bool) -> Any:
+        return self._sloped(lambda: super(EagerLowering, self).align(operand, ratio, role, wide), operand.value, ratio)
+
+    def multiplied(self, primitive: Callable[..., Tensor], value: Any, ratio: Ratio, *constants: Any) -> Any:
+        return self._sloped(lambda: self.call(primitive, value, *constants), value, ratio)
+
+    @staticmethod
+    def _sloped(multiply: Callable[[], Any], value: Any, ratio: Ratio) -> Any:
+        """What `multiply` makes of a value, with the ratio for its gradient."""
+        if not torch.is_grad_enabled():
+            return multiply()
+        with torch.no_grad():
+            exact, slope = multiply(), ratio.approximate()
+        if isinstance(exact, joining.Deferred):
+            return replace(exact, slope=float(slope))
+        return straight_through(value * slope, exact) if value.requires_grad else exact
 
     def result(self, exact: Callable[[], Tensor], real: Callable[[], Tensor], to: Quantizer | None = None) -> Quantized:
         to = to or self.output

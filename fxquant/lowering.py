@@ -315,6 +315,13 @@ class Lowering:
         dtype = self.weight.dtype
         return Quantized(self.constant(role, made.integers.reshape(value.shape), dtype.storage), Grid(dtype, scale), tuple(value.shape))
 
+    def multiplied(self, primitive: Callable[..., Tensor], value: Any, ratio: Ratio, *constants: Any) -> Any:
+        """`call(primitive, value, *constants)`, which multiplies integers by `ratio`, rounded to what the constants hold.
+
+        Its gradient is the ratio itself: a term that is too small for its multiplier, or 0 so far, trains all the same.
+        """
+        return self.call(primitive, value, *constants)
+
     def given(self, role: str, value: Any, dtype: torch.dtype) -> Any:
         """A mask or an index, which is no operand, as an argument of primitives: a constant one is held with `dtype`."""
         if not isinstance(value, Tensor):

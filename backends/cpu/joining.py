@@ -66,6 +66,7 @@ class NativeJoining:
         assert given is not None
         of_a = torch.empty(given.shape, dtype=torch.float32, device="cpu")
         made = _made(join)
+        made.factor_a, made.factor_b = join.slopes
         made.scale = float(scale)
         totals = torch.empty(2 * join.columns, dtype=torch.float64, device="cpu") if join.each else None
         of_b = None if join.each else torch.empty(given.numel() if join.of_b.step else join.rows, dtype=torch.float32, device="cpu")

@@ -123,7 +123,8 @@ def _lower_narrow_sum(lowering: Lowering, terms: dict[str, tuple[Quantized, floa
         total: Any = None
         for (role, (operand, factor)), multiplier in zip(terms.items(), multipliers, strict=True):
             held = lowering.constant(f"{role}_multiplier", multiplier.float(), torch.float32)
-            aligned = lowering.call(elementwise.align_real, operand.value, held, False)
+            step = ratios[role].times(_factor(2.0**bits, ratios[role]))
+            aligned = lowering.multiplied(elementwise.align_real, operand.value, step, held, False)
             if total is None:
                 total = aligned if factor > 0 else lowering.call(elementwise.negate, aligned)
             else:

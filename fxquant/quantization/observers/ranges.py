@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError
-from fxquant.numerics import INT8, IntType, float32, scale_from_range, scale_from_threshold
+from fxquant.numerics import FLOAT32_EPSILON, INT8, IntType, float32, scale_from_range, scale_from_threshold
 from fxquant.quantization.observers import counting
 
 
@@ -31,6 +31,11 @@ class Observer(nn.Module):
     @property
     def observed(self) -> bool:
         return bool(self.count > 0)
+
+    @property
+    def only_zeros(self) -> bool:
+        """Whether everything that was observed was 0. Here: whether the scale is the one that such tensors have."""
+        return self.observed and bool(self.scale(INT8) == FLOAT32_EPSILON)
 
     def observe(self, value: Tensor) -> None:
         """Take in one batch of real values. Raises ValueError, and changes nothing, if any is NaN or infinite."""
@@ -89,6 +94,10 @@ class MinMaxObserver(Observer):
     def largest(self) -> Tensor:
         """The largest magnitude of the range."""
         return torch.maximum(self.low.abs(), self.high.abs())
+
+    @property
+    def only_zeros(self) -> bool:
+        return self.observed and bool(self.largest == 0)
 
     @property
     def ends(self) -> Tensor:
