@@ -47,8 +47,9 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.kernels": {"facts", "graph", "kernels", "model", "numerics", "primitives", "progress"},
     "fxquant.quantization.rules": {"graph", "mapping", "ops", "spec"},
     "fxquant.target": {"arguments", "arithmetic", "errors", "numerics"},
-    "fxquant.quantization.learning": {"learning", "numerics"},
-    "fxquant.quantization.quantizer": BASE | {"learning"},
+    "fxquant.quantization.remembered": set(),
+    "fxquant.quantization.learning": {"learning", "numerics", "remembered"},
+    "fxquant.quantization.quantizer": BASE | {"learning", "remembered"},
     "fxquant.quantization.weights": BASE | {"sweeps", "learning", "quantizer"},
     "fxquant.primitives": {"errors", "facts", "numerics", "primitives"},
     "fxquant.arithmetic": {"numerics", "primitives", "rescaling"},
@@ -64,7 +65,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.functional": set(),
     "fxquant.ops": BASE
     | {"functional", "batch_norm", "graph", "lowering", "ops", "primitives", "sweeps", "weights", "facts", "arithmetic"},
-    "fxquant.quantization.factors": {"numerics"},
+    "fxquant.quantization.factors": {"numerics", "remembered"},
     "fxquant.quantization.prepared": BASE
     | {"arithmetic", "eager", "factors", "lowering", "ops", "primitives", "quantizer", "state", "sweeps", "weights"},
     "fxquant.analysis.node": {"numerics", "graph", "ops", "prepared", "primitives"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import index
@@ -23,6 +24,9 @@ from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.state import State
 
+logger = logging.getLogger("fxquant")
+
+SHOWN = 8  # tensors that a warning names
 INTERMEDIATE = ".intermediate"  # behind an operator's name: what its residual is added to
 
 
@@ -59,12 +63,26 @@ def set_state(prepared: nn.Module, state: State | str, modules: str | Iterable[s
 
 def enter(model: nn.Module, chosen: Iterable[QuantizedOperator], state: State) -> None:
     """Put operators of a prepared model, or of a part of one, into a state. See `set_state`."""
+    zeros: list[Quantizer] = []
     for operator in chosen:
         if operator.state is State.CALIBRATE and state is not State.CALIBRATE:
+            zeros += [quantizer for quantizer in owned_quantizers(operator) if quantizer.pending and quantizer.was_zero]
             update_scales(operator)
         operator.state = state
+    _warn_of_zeros(zeros)
     if state is State.TRAIN:
         keep_statistics(model)
+
+
+def _warn_of_zeros(quantizers: list[Quantizer]) -> None:
+    """Say which tensors were 0 in all of calibration, and what becomes of their scales."""
+    if quantizers:
+        logger.warning(
+            "calibration saw nothing but zeros in %s: their scales say nothing of later values. In TRAIN they follow the batches, "
+            "learned and frozen ones too, until the model is calibrated again; without training all other values saturate",
+            ", ".join(f"%{each.name} ({each.source or each.module_path or 'no source line'})" for each in quantizers[:SHOWN])
+            + (f" and {len(quantizers) - SHOWN} more" if len(quantizers) > SHOWN else ""),
+        )
 
 
 def update_scales(operator: QuantizedOperator) -> None:

@@ -93,7 +93,7 @@ class Quantizer(TrainableScale):
 
     def _zero_point(self, scale: Tensor) -> int:
         """The zero point of this moment, beside this scale."""
-        if self.method is None or self.method.end is None or self.frozen or self.was_zero or not self.calibrated:
+        if self.method is None or self.method.end is None or self.frozen or not self.calibrated:
             return int(self.zero_point)
         end = self.method.end(self.base_scale, -self.zero_point * self.base_scale, self._values())
         return self._zero_point_at(end, scale)
@@ -153,10 +153,6 @@ class Quantizer(TrainableScale):
     def learns(self) -> bool:
         """Whether gradients reach the scale."""
         return self.method is not None and not self.was_zero and super().learns
-
-    def current(self, base: Tensor | None = None) -> Tensor:
-        """The scale of this moment, detached, before it is rounded."""
-        return self.base_scale if base is None and self.was_zero else super().current(base)
 
     @property
     def follows_training(self) -> bool:
@@ -273,7 +269,9 @@ class Quantizer(TrainableScale):
         if bool(self.range.largest == 0):
             self.range.reset()
         self.range.observe(value)
-        low, high = (farther(own, other) for farther, own, other in zip((torch.minimum, torch.maximum), self.range.ends, batch.ends, strict=True))
+        low, high = (
+            farther(own, other) for farther, own, other in zip((torch.minimum, torch.maximum), self.range.ends, batch.ends, strict=True)
+        )
         if self.dtype.affine:
             self._cover(low, high)
         else:

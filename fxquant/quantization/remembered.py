@@ -31,8 +31,10 @@ class Remembered(Generic[Fact]):
         if any(buffer.is_inference() for buffer in buffers):  # these have no version
             return compute()
         seen = self._seen
-        if seen is None or len(seen) != len(buffers) or any(
-            known is not buffer or version != buffer._version for (known, version), buffer in zip(seen, buffers, strict=True)
+        if (
+            seen is None
+            or len(seen) != len(buffers)
+            or any(known is not buffer or version != buffer._version for (known, version), buffer in zip(seen, buffers, strict=True))
         ):
             self._fact = compute()
             self._seen = tuple((buffer, buffer._version) for buffer in buffers)
