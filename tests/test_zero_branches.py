@@ -44,7 +44,8 @@ class LastNorm(nn.Module):
         nn.init.zeros_(self.norm.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.relu(x - self.norm(self.conv(x)))
+        y: Tensor = x - self.norm(self.conv(x))
+        return y
 
 
 class LastConv(nn.Module):
@@ -91,6 +92,13 @@ class Tanh(nn.Module):
 
 
 MODELS: dict[str, Callable[[], Any]] = {
+    "gate": Gate,
+    "norm": LastNorm,
+    "conv": LastConv,
+    "head": lambda: LastConv(alone=True),
+    "lora": Lora,
+    "tanh": Tanh,
+}
     "gate": Gate,
     "norm": LastNorm,
     "conv": LastConv,
