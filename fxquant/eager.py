@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fxquant import curves, joining, narrow, sweeps
 from fxquant.arithmetic import Arithmetic, FixedArithmetic, RealArithmetic
+from fxquant.clamping import clamped
 from fxquant.lowering import Clamp, Lowering, Quantized, limited
 from fxquant.numerics import FLOAT32_EXACT, INT32, INT32_MAX, Grid
 from fxquant.primitives import PRIMITIVES, shape
@@ -133,7 +134,7 @@ class EagerLowering(Lowering):
             if sweeps.admitted(value, integers):
                 integers = sweeps.on_grid(value, integers, grid.scale, grid.bounds)
             else:
-                integers = straight_through((value / grid.scale).clamp(*grid.bounds), integers)
+                integers = straight_through(clamped(value / grid.scale, *grid.bounds), integers)
         self.whole = integers
         return Quantized(integers, grid, tuple(integers.shape))
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fxquant import sweeps
 from fxquant.arithmetic import Arithmetic
+from fxquant.clamping import clamped
 from fxquant.errors import AccumulatorOverflow, NotFinite
 from fxquant.facts import Size
 from fxquant.numerics import EVERYTHING, FLOAT32_EXACT, INT32, INT32_MAX, Grid, Interval, IntType, bits_of, clamp_bound
@@ -192,7 +193,7 @@ class Lowering:
 
         def real() -> Tensor:
             value: Tensor = accumulator * ratio.approximate().to(accumulator.dtype)
-            return value if clamp is None else value.clamp(*clamp)
+            return value if clamp is None else clamped(value, *clamp)
 
         return self.result(exact, real, target)
 

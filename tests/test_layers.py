@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 # What each module may import of ours; one in a room goes by its own name. A row covers the module and those below it, the longest
 # row wins, and there is no row that does not have to be there: a new module gets its own.
-BASE = {"arguments", "errors", "numerics", "rescaling", "observers", "rounding", "spec", "mapping"}
+BASE = {"arguments", "clamping", "errors", "numerics", "rescaling", "observers", "rounding", "spec", "mapping"}
 NOUNS = BASE | {
     "arithmetic", "batch_norm", "breaches", "copying", "factors", "facts", "graph", "learning", "lowering", "measures", "model", "ops",
     "pipeline", "prepared", "primitives", "proof", "quantizer", "remedies", "rules", "stage", "state", "stubs", "target", "text", "weights",
@@ -28,7 +28,8 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.numerics": {"errors"},
     "fxquant.rescaling": {"numerics"},
     "fxquant.quantization.observers": {"arguments", "errors", "numerics", "observers"},
-    "fxquant.quantization.rounding": set(),
+    "fxquant.clamping": set(),
+    "fxquant.quantization.rounding": {"clamping"},
     "fxquant.quantization.spec": {"arguments", "errors", "numerics", "observers", "rounding"},
     "fxquant.quantization.mapping": {"arguments", "errors", "spec"},
     "fxquant.quantization.state": {"errors"},
@@ -51,7 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.quantization.learning": {"learning", "numerics", "remembered"},
     "fxquant.quantization.quantizer": BASE | {"learning", "remembered"},
     "fxquant.quantization.weights": BASE | {"sweeps", "learning", "quantizer"},
-    "fxquant.primitives": {"errors", "facts", "numerics", "primitives"},
+    "fxquant.primitives": {"clamping", "errors", "facts", "numerics", "primitives"},
     "fxquant.arithmetic": {"numerics", "primitives", "rescaling"},
     "fxquant.tensor_passes": set(),
     "fxquant.sweeps": {"marks", "numerics", "primitives", "tensor_passes"},

@@ -99,13 +99,6 @@ MODELS: dict[str, Callable[[], Any]] = {
     "lora": Lora,
     "tanh": Tanh,
 }
-    "gate": Gate,
-    "norm": LastNorm,
-    "conv": LastConv,
-    "head": lambda: LastConv(alone=True),
-    "lora": Lora,
-    "tanh": Tanh,
-}
 
 
 def calibrated(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from fxquant.clamping import clamped
 from fxquant.lowering import Lowering, Quantized
 from fxquant.numerics import Interval
 from fxquant.ops.form import Call
@@ -20,7 +21,7 @@ from fxquant.rescaling import Ratio
 
 def clamp(input: Tensor, min: float | None = None, max: float | None = None) -> Tensor:
     """The values, limited to [min, max]; None is no limit. relu is clamp(0, None), relu6 is clamp(0, 6)."""
-    return input.clamp(min, max)
+    return clamped(input, min, max)
 
 
 def lower_clamp(lowering: Lowering, input: Quantized, min: float | None = None, max: float | None = None) -> Quantized:

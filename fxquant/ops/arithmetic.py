@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxquant.clamping import clamped
 from fxquant.facts import TensorFact
 from fxquant.graph import fact, is_parameter
 from fxquant.lowering import Clamp, Lowering, Quantized
@@ -33,7 +34,7 @@ LARGEST_CONSTANT_WIDE = 2**29  # the same beside an int16 term, for sums below 2
 
 
 def _clamped(value: Tensor, clamp: Clamp | None) -> Tensor:
-    return value if clamp is None else value.clamp(*clamp)
+    return value if clamp is None else clamped(value, *clamp)
 
 
 def needs_activation(node: fx.Node, arguments: dict[str, Any]) -> str | None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from fxquant.clamping import clamped
 from fxquant.facts import TensorFact
 from fxquant.graph import fact, is_parameter
 from fxquant.lowering import Lowering, Quantized
@@ -57,7 +58,7 @@ def _tamed(function: Callable[[Tensor], Tensor], x: Tensor, name: str) -> Tensor
     infinite = torch.isinf(value)
     if bool(infinite.any()) and not bool(infinite.all()):
         finite = value.detach()[~infinite]
-        value = value.clamp(float(finite.nan_to_num(math.inf).min()), float(finite.nan_to_num(-math.inf).max()))
+        value = clamped(value, float(finite.nan_to_num(math.inf).min()), float(finite.nan_to_num(-math.inf).max()))
     undefined = torch.isnan(value) & ~torch.isnan(x)
     return torch.where(undefined, 0.0, value) if bool(undefined.any()) else value
 

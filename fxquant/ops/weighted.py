@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant import sweeps
+from fxquant.clamping import clamped
 from fxquant.errors import ConfigurationError
 from fxquant.facts import Size, TensorFact
 from fxquant.graph import fact, is_parameter, resolve
@@ -62,7 +63,7 @@ def epilogue(value: Tensor, residual: Tensor | None, clamp: Clamp | None, before
         value = value + residual
     if clamp is None:
         return value
-    return value.clamp(*clamp) if torch.is_grad_enabled() else value.clamp_(*clamp)  # nobody else has it
+    return clamped(value, *clamp) if torch.is_grad_enabled() else value.clamp_(*clamp)  # nobody else has it
 
 
 # ---- the integer meaning --------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxquant import sweeps
 from fxquant.arithmetic import Arithmetic
+from fxquant.clamping import clamped
 from fxquant.eager import EagerLowering
 from fxquant.errors import CalibrationError
 from fxquant.lowering import Quantized, cannot_be_integers, first_not_finite, limited, named_parameters, plainly
@@ -236,7 +237,7 @@ def take_integers(value: Tensor, quantizer: Quantizer) -> Quantized:
         if sweeps.admitted(value, integers):
             integers = sweeps.on_grid(value, integers, grid.scale, (low - 0.5, high + 0.5))
         else:
-            integers = straight_through((value / grid.scale).clamp(low - 0.5, high + 0.5), integers)
+            integers = straight_through(clamped(value / grid.scale, low - 0.5, high + 0.5), integers)
     return Quantized(integers, grid, tuple(value.shape))
 
 

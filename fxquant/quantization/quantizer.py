@@ -269,9 +269,8 @@ class Quantizer(TrainableScale):
         if bool(self.range.largest == 0):
             self.range.reset()
         self.range.observe(value)
-        low, high = (
-            farther(own, other) for farther, own, other in zip((torch.minimum, torch.maximum), self.range.ends, batch.ends, strict=True)
-        )
+        own = self.range.ends
+        low, high = torch.minimum(own[0], batch.ends[0]), torch.maximum(own[1], batch.ends[1])
         if self.dtype.affine:
             self._cover(low, high)
         else:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxquant.clamping import clamped
+
 
 class Rounding(nn.Module):
     """How a weight becomes integers. A subclass is another way; what it learns are its parameters, which train with the model's.
@@ -55,7 +57,7 @@ class AdaptiveRounding(Rounding):
 
     def integers(self, real: Tensor, low: int, high: int) -> Tensor:
         if self.soft is not None:
-            return self.soft(real).clamp(low, high)
+            return clamped(self.soft(real), low, high)
         exact = torch.round(real.detach() + self.offset).clamp_(low, high)
         return straight_through(real, exact) if real.requires_grad else exact
 

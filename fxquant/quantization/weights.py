@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fxquant import sweeps
+from fxquant.clamping import clamped
 from fxquant.numerics import (
     SMALLEST_SCALE,
     IntType,
@@ -287,7 +288,7 @@ class WeightQuantizer(torch.nn.Module):
             exact = self.rounding.integers(real.detach(), low, high)
             factor = self.learned.factor(gain) * own * torch.isfinite(self.learned.base_scale)
             return learned_step(weight, exact, step, self.learned, self.dtype, factor)
-        return self.rounding.integers(real.clamp(low, high), low, high)
+        return self.rounding.integers(clamped(real, low, high), low, high)
 
     def trained(self) -> dict[str, Tensor | None]:
         """What training moves besides the weight, by what it is: for errors."""

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
+from fxquant.clamping import clamped
 from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.rounding import AdaptiveRounding, Nearest, straight_through
@@ -82,7 +83,7 @@ class _Choice:
     def share(self) -> Tensor:
         """h(v)."""
         assert self.value is not None
-        return (torch.sigmoid(self.value) * (_HIGH - _LOW) + _LOW).clamp(0, 1)
+        return clamped(torch.sigmoid(self.value) * (_HIGH - _LOW) + _LOW, 0, 1)
 
     @torch.no_grad()
     def decided(self) -> AdaptiveRounding:
@@ -187,7 +188,7 @@ class Student:
             return real
         grid = quantizer.grid
         scale = self._scale(quantizer) if quantizer in self.growth else grid.scale
-        steps = (real / scale).clamp(*grid.bounds)
+        steps = clamped(real / scale, *grid.bounds)
         return straight_through(steps, torch.round(steps.detach())) * scale
 
     def _scale(self, quantizer: Quantizer) -> Tensor:
