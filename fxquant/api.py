@@ -44,6 +44,7 @@ from fxquant.quantization.prepared import quantized_operators
 from fxquant.quantization.rules import attributes
 from fxquant.quantization.spec import QConfig
 from fxquant.quantization.state import State
+from fxquant.quantization.unseen import follow_unseen
 from fxquant.reporting.comparison import Comparison
 from fxquant.reporting.comparison import compare as compare_forms
 from fxquant.reporting.page import report as write_report
@@ -563,4 +564,6 @@ def load(path: str | os.PathLike[str], *, kernels: str = "auto") -> Any:
         fused = [step for step in CONVERT if step.reaches is Stage.FUSED]
         run(loaded, fused, Context(loaded.meta["target"], QConfigMapping(), kernels=backends.kernels()), Dial(0, None))
         _run_with_kernels(loaded)
+    elif isinstance(loaded, fx.GraphModule):
+        follow_unseen(loaded)
     return loaded

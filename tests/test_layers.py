@@ -78,7 +78,9 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.quantization.batches": {"errors", "graph", "facts"},
     "fxquant.quantization.distributed": {"errors", "observers"},
     "fxquant.quantization.cutting": BASE | {"prepared", "quantizer", "state"},
-    "fxquant.quantization.calibration": BASE | {"batches", "cutting", "distributed", "graph", "prepared", "progress", "quantizer", "state"},
+    "fxquant.quantization.unseen": BASE | {"prepared", "quantizer", "state"},
+    "fxquant.quantization.calibration": BASE
+    | {"batches", "cutting", "unseen", "distributed", "graph", "prepared", "progress", "quantizer", "state"},
     "fxquant.quantization.observations": BASE | {"calibration", "channels", "factors", "graph", "ops", "prepared", "quantizer"},
     "fxquant.frontend": {
         "arguments",
@@ -235,7 +237,8 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.analysis.sample": {"errors", "graph", "node", "numerics", "facts"},
     # names of other toolkits, over what the user calls
     "fxquant.compat": {"errors", "mapping", "spec"},
-    "fxquant.compat.torch_ao": BASE | {"", "calibration", "cutting", "compat.common", "compat.torch_ao", "frontend", "prepared", "state"},
+    "fxquant.compat.torch_ao": BASE
+    | {"", "calibration", "cutting", "compat.common", "compat.torch_ao", "frontend", "prepared", "state", "unseen"},
     "fxquant.compat.horizon": BASE
     | {"", "backends", "tuning", "calibration", "compat.horizon", "compat.common", "graph", "prepared", "quantizer", "state"},
 }

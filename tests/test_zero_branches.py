@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant import sweeps
+from fxquant.quantization.prepared import quantized_operators
 from fxquant.quantization.quantizer import Quantizer
 
 IMAGES = [torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
@@ -101,6 +103,9 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
+SMALL = {"small gate": lambda: Gate(1e-6)}
+
+
 def calibrated(
     model: Any, target: str, activations: str = "statistics", weights: str = "statistics", dtype: str | None = None
 ) -> fx.GraphModule:
@@ -156,10 +161,10 @@ def test_a_small_term_of_a_sum_has_its_gradient(start: float, dtype: str, fused:
         ("qnnpack", "tqt", "statistics"),
     ],
 )
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODELS | SMALL)
 def test_a_branch_that_starts_at_zero_trains_as_the_float_one_does(name: str, target: str, activations: str, weights: str) -> None:
     torch.manual_seed(3)
-    model = MODELS[name]().train()
+    model = (MODELS | SMALL)[name]().train()
     prepared = calibrated(model, target, activations, weights)
     losses: dict[nn.Module, Tensor] = {}
     for each in (prepared, model):
@@ -213,3 +218,47 @@ def test_a_scale_that_is_given_stays_where_the_tensor_is_zero() -> None:
     fxq.set_qparams(prepared, {"last": 0.5})
     prepared(IMAGES[0])
     assert fxq.qparams(prepared)["last"] == 0.5
+
+
+class Scaled(nn.Module):
+    """A branch times 1e-6, which only the sum reads, and a tensor just as small that is an output, too."""
+
+    batches = ROWS
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        branch, shown = torch.relu(x) * 1e-6, x.tanh() * 1e-6
+        return x + branch.reshape(-1, 8) * 2.0 + shown, shown
+
+
+def test_tensors_that_a_sum_does_not_see_follow_their_batches(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    with caplog.at_level(logging.WARNING, "fxquant"):
+        prepared = calibrated(Scaled(), "bayes-e", "learned")
+    unseen = {operator.output.name for operator in quantized_operators(prepared).values() if operator.output.unseen}
+    assert unseen == {"mul", "mul_2"}
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "%mul (" in said
+    assert "below half a step of the sum that reads them" in said
+    loaded = fxq.load(fxq.save(prepared, tmp_path / "model.fxq"))
+    assert {operator.output.name for operator in quantized_operators(loaded).values() if operator.output.unseen} == unseen
+    before = fxq.qparams(prepared)
+    for model in (prepared, loaded):
+        model(ROWS[0] / 2)
+    after = fxq.qparams(prepared)
+    assert {name for name in after if after[name] != before[name]} == unseen
+    assert after == fxq.qparams(loaded)
+
+
+def test_a_tensor_that_something_else_reads_is_seen() -> None:
+    class Read(nn.Module):
+        batches = ROWS
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = x * 1e-6
+            return x + y, self.head(y)
+
+    prepared = calibrated(Read(), "nash-e", "learned")
+    assert not any(operator.output.unseen for operator in quantized_operators(prepared).values())

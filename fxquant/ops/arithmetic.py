@@ -238,6 +238,7 @@ for _name, _function, _lower, _spellings, _methods in (
             functions={**dict.fromkeys(_spellings), **({torch.rsub: _reversed_sub} if _name == "sub" else {})},
             methods=dict.fromkeys(_methods),
             absorbs=frozenset({"clamp"}),
+            adds=True,
             refuses=needs_activation,
             idle=_adds_zero if _name == "add" else _subtracts_zero,
             onnx=_onnx_add if _name == "add" else _onnx_sub,

@@ -23,10 +23,10 @@ from fxquant.quantization.observers import Observer
 from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.state import State
+from fxquant.quantization.unseen import SHOWN, follow_unseen
 
 logger = logging.getLogger("fxquant")
 
-SHOWN = 8  # tensors that a warning names
 INTERMEDIATE = ".intermediate"  # behind an operator's name: what its residual is added to
 
 
@@ -72,6 +72,7 @@ def enter(model: nn.Module, chosen: Iterable[QuantizedOperator], state: State) -
     _warn_of_zeros(zeros)
     if state is State.TRAIN:
         keep_statistics(model)
+        follow_unseen(model)
 
 
 def _warn_of_zeros(quantizers: list[Quantizer]) -> None:

@@ -103,6 +103,11 @@ class QuantizedOperator(nn.Module):
         """Whether the result is no quantized tensor: truth values, whole numbers, or the real numbers of a dynamic layer."""
         return self._shared[0] is None
 
+    @property
+    def unseen(self) -> bool:
+        """Whether what it computes was too small for the sums that read it: its weight's learned scale then starts at every call."""
+        return any(quantizer is not None and quantizer.unseen for quantizer in (*self._shared, self.intermediate))
+
     def multiplied(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call with its parameters as they act: multiplied by the factors of its channels.
 
@@ -180,6 +185,7 @@ class QuantizedOperator(nn.Module):
             live_batch_norm=moving and self.live_batch_norm,
         )
         lowering.shares, lowering.observed = not self.owns_output and not self.plain, self.observed
+        lowering.keeps_start = lowering.keeps_start and not self.unseen
         return lowering
 
     def _operands(self, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,8 @@ class Quantizer(TrainableScale):
     `scale` is a float32 scalar, NaN until it is known. With an observer, calibration finds it; without one it is
     fixed. `training` says what it does in state TRAIN (see ActivationConfig); `frozen` ends that. A zero point is found with
     the scale, and follows "statistics" and "lsq+" with it; any other learned scale has the zero point that calibration found.
-    A tensor that `was_zero` in calibration follows its batches in TRAIN, whatever `training` says, until it is calibrated again.
+    A tensor that `was_zero` in calibration, or is `unseen`, follows its batches in TRAIN, whatever `training` says, until it is
+    calibrated again.
 
     headroom     what the scale that was found, of a symmetric dtype, is multiplied by, for values beyond those that were observed
     items        whether dimension 0 of what is observed is that of the items of a batch, which observers may tell apart by their loudness
@@ -77,6 +78,7 @@ class Quantizer(TrainableScale):
         self.range = None if observer is None else observer.range_observer()
         self.others = nn.ModuleDict() if observer is None else _beside(observer)
         self.paused = False  # whether batches pass by unobserved
+        self.unseen = False  # whether it follows its batches since it is too small for a sum that reads it: see `unseen`
         self._was_zero = Remembered(False)
         self.name, self.source, self.module_path = name, source, module
         self.register_buffer("batches_used", torch.zeros((), dtype=torch.int64, device="cpu"))
@@ -152,12 +154,17 @@ class Quantizer(TrainableScale):
     @property
     def learns(self) -> bool:
         """Whether gradients reach the scale."""
-        return self.method is not None and not self.was_zero and super().learns
+        return self.method is not None and not self._starts_anew and super().learns
+
+    @property
+    def _starts_anew(self) -> bool:
+        """Whether what calibration has found is nothing to learn from."""
+        return not self.frozen and (self.unseen or self.was_zero)
 
     @property
     def follows_training(self) -> bool:
         """Whether batches in state TRAIN can set the scale."""
-        return self.observer is not None and not self.frozen and (self.mode != FROZEN or self.was_zero)
+        return self.observer is not None and not self.frozen and (self.mode != FROZEN or self._starts_anew)
 
     @property
     def pending(self) -> bool:
@@ -234,7 +241,7 @@ class Quantizer(TrainableScale):
         if not self.calibrated:
             self.observe(value)
             self.update_scale()
-        elif self.was_zero:
+        elif self._starts_anew:
             self._cover_batch(value)
         elif self.mode == STATISTICS and not self._followed_in_numbers(value):
             before, ends_before = self.range.largest, self.range.ends
@@ -254,7 +261,7 @@ class Quantizer(TrainableScale):
             self.batches_used.copy_(self.range.count)
 
     def _cover_batch(self, value: Tensor) -> None:
-        """Cover what `was_zero`: this batch, and the average of the batches from the first on that was not 0.
+        """Cover this batch, and the average of the batches, of a tensor that was 0 from the first on that was not.
 
         A tensor that starts at 0 grows manyfold within a few steps. A range that averaged the zeros would stop its gradients.
         """
