@@ -108,7 +108,7 @@ class EagerLowering(Lowering):
 
     @staticmethod
     def _sloped(multiply: Callable[[], Any], value: Any, ratio: Ratio) -> Any:
-        """What `multiply` makes of a value, with the ratio for its gradient."""
+        """What `multiply` makes of a value, with the ratio for its gradient: a term whose multiplier rounds to 0 trains all the same."""
         if not torch.is_grad_enabled():
             return multiply()
         with torch.no_grad():

@@ -192,8 +192,7 @@ class Lowering:
             return self.holds(value, target)
 
         def real() -> Tensor:
-            value: Tensor = accumulator * ratio.approximate().to(accumulator.dtype)
-            return value if clamp is None else clamped(value, *clamp)
+            return clamped(accumulator * ratio.approximate().to(accumulator.dtype), *(clamp or (None, None)))
 
         return self.result(exact, real, target)
 
@@ -317,10 +316,7 @@ class Lowering:
         return Quantized(self.constant(role, made.integers.reshape(value.shape), dtype.storage), Grid(dtype, scale), tuple(value.shape))
 
     def multiplied(self, primitive: Callable[..., Tensor], value: Any, ratio: Ratio, *constants: Any) -> Any:
-        """`call(primitive, value, *constants)`, which multiplies integers by `ratio`, rounded to what the constants hold.
-
-        Its gradient is the ratio itself: a term that is too small for its multiplier, or 0 so far, trains all the same.
-        """
+        """`call(primitive, value, *constants)`: integers times `ratio`, which the constants hold rounded; its gradient is not rounded."""
         return self.call(primitive, value, *constants)
 
     def given(self, role: str, value: Any, dtype: torch.dtype) -> Any:
