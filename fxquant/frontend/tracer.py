@@ -20,7 +20,7 @@ from fxquant.frontend.inputs import ExampleInputs
 from fxquant.frontend.leaves import LeafRule, ModuleCalls
 from fxquant.frontend.outputs import Returned
 from fxquant.frontend.snapshot import Snapshot
-from fxquant.frontend.source import source_of_error
+from fxquant.frontend.source import raised_in, source_of_error
 from fxquant.frontend.values import TracedTensor, Value, tracing
 
 
@@ -99,6 +99,13 @@ def _run(handler: Handler, args: Any, kwargs: Any) -> Any:
     except FxQuantError:
         raise
     except Exception as error:
+        if raised_in(error, "torch/_functorch/"):
+            raise TraceError(
+                "a transform of torch.func cannot be traced here",
+                at=_raised_at(error),
+                because=f"vmap, grad, jvp and the like look into tensors, which have no content in a trace: {type(error).__name__}",
+                remedy="write what it computes for the whole batch, by broadcasting or torch.bmm; or keep the function as Python: fxq.wrap",
+            ) from None
         message = str(error)
         remedy = "call the model on the example inputs first; if that works, move what fails out of forward"
         if isinstance(error, TypeError) and message.endswith(("not _Int", "not _Float")):  # what stands in for Python's while tracing
