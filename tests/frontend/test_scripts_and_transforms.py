@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -285,3 +286,12 @@ def test_where_pytorch_has_no_such_path_nothing_is_said(form: str) -> None:
     model, (x, padding) = Padded(mask, enable_nested_tensor=form != "turned off").eval(), sequences(0)
     traced = fxq.trace(model.encoder, x) if form == "no padding" else fxq.trace(model, (x, padding))
     assert not any("src_key_padding_mask masks" in text for text in assumptions(traced))
+
+
+def test_results_of_one_float_function_that_are_read_apart_are_exported(tmp_path: Path) -> None:
+    """Of two results in float the second one is read behind integers: both belong to what gives them."""
+    prepared, integer = compiled(Written(lambda y: Normal(y, 1.0, validate_args=False).log_prob(y)).eval(), [rows(0), rows(1)])
+    assert "picks from the results of %broadcast_tensors" in fxq.explain(prepared)
+    path = fxq.export_onnx(integer, tmp_path / "model.onnx")
+    report = fxq.verify(integer, path, [rows(2), rows(3)[:2]], show_progress=False)
+    assert report, str(report)
