@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,10 @@ from torch import Tensor, distributions, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
+from fxquant.backends.onnx.float_export import FloatRegions
+from fxquant.facts import TensorFact
 from fxquant.frontend import assumptions
+from fxquant.graph import fact
 from tests import contract
 from tests.contract import compiled
 
@@ -288,10 +290,9 @@ def test_where_pytorch_has_no_such_path_nothing_is_said(form: str) -> None:
     assert not any("src_key_padding_mask masks" in text for text in assumptions(traced))
 
 
-def test_results_of_one_float_function_that_are_read_apart_are_exported(tmp_path: Path) -> None:
-    """Of two results in float the second one is read behind integers: both belong to what gives them."""
-    prepared, integer = compiled(Written(lambda y: Normal(y, 1.0, validate_args=False).log_prob(y)).eval(), [rows(0), rows(1)])
-    assert "picks from the results of %broadcast_tensors" in fxq.explain(prepared)
-    path = fxq.export_onnx(integer, tmp_path / "model.onnx")
-    report = fxq.verify(integer, path, [rows(2), rows(3)[:2]], show_progress=False)
-    assert report, str(report)
+def test_results_of_one_float_function_that_are_read_apart_are_exported_together() -> None:
+    """Of two results in float the second one is read behind integers: both belong to what gives them, and only tensors go further."""
+    _, integer = compiled(Written(lambda y: Normal(y, 1.0, validate_args=False).log_prob(y)).eval(), [rows(0), rows(1)])
+    (region,) = FloatRegions(integer, 17).regions.values()
+    assert [node.name for node in region.nodes] == ["broadcast_tensors", "getitem", "getitem_1"]
+    assert all(isinstance(fact(node), TensorFact) for node in (*region.inputs, *region.outputs))
