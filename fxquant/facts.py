@@ -59,6 +59,11 @@ class TensorFact:
         """The shape at this batch size."""
         return tuple(size if isinstance(size, int) else size.at(batch) for size in self.shape)
 
+    @property
+    def batch_axis(self) -> int | None:
+        """The first dimension whose size depends on the batch: of an input, the batch itself. None if every size is fixed."""
+        return next((axis for axis, size in enumerate(self.shape) if isinstance(size, BatchDim)), None)
+
     def __str__(self) -> str:
         return f"{DTYPE_NAMES.get(self.dtype, str(self.dtype))}[{','.join(str(size) for size in self.shape)}]"
 

@@ -198,14 +198,15 @@ def mark_parameter(node: fx.Node) -> None:
 
 
 def parameter_value(root: torch.nn.Module, node: fx.Node) -> Any:
-    """The value that a parameter, or what is computed from parameters, has at this moment."""
+    """The value that a parameter, or what is computed from parameters, has at this moment; without gradients, which some functions lack."""
     if node.op == "get_attr":
         return resolve(root, str(node.target))
     args: Any = fx.map_arg(node.args, lambda operand: parameter_value(root, operand))
     kwargs: Any = fx.map_arg(node.kwargs, lambda operand: parameter_value(root, operand))
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    return node.target(*args, **kwargs)  # type: ignore[operator]
+    with torch.no_grad():
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def stated_demand(node: fx.Node) -> Any:

@@ -232,7 +232,7 @@ ALLOWED: dict[str, set[str]] = {
         "serialization",
         "text",
     },
-    "fxquant.nn": {"nn", "ops"},
+    "fxquant.nn": {"errors", "nn", "ops"},
     "fxquant.cli": {"", "arguments", "demo", "errors", "inspection", "sample"},
     "fxquant.analysis.sample": {"errors", "graph", "node", "numerics", "facts"},
     # names of other toolkits, over what the user calls

@@ -117,9 +117,10 @@ def _export(
             ) from error
         for batch, ours in zip(batches, found, strict=True):
             if [_bytes(value) for value in ours] != [_bytes(value) for value in pytree.tree_leaves(program(*batch))]:
+                shapes = ", ".join(str(tuple(value.shape)) for value in batch if isinstance(value, Tensor))
                 raise ExportError(
                     f"what {by} has written is not equal to the integer model",
-                    because=f"the file was run with a batch of {_batch_of(batch)}, and gave other bits",
+                    because=f"the file was run with inputs of shape {shapes}, and gave other bits",
                     remedy="use fxq.export_pt2, or trace with dynamic_shapes={} to fix the batch size" if suffix == ".pt" else OTHERS,
                 )
         os.replace(place, path)
@@ -145,10 +146,6 @@ def _quiet() -> Iterator[None]:
 
 def _bytes(value: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
     return value.dtype, value.shape, value.detach().cpu().contiguous().numpy().tobytes()
-
-
-def _batch_of(batch: list[Any]) -> int | str:
-    return next((len(value) for value in batch if isinstance(value, Tensor) and value.dim()), "no size")
 
 
 def _batch_sizes(integer: fx.GraphModule) -> tuple[int, ...]:

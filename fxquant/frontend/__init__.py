@@ -13,7 +13,6 @@ wrap(function)                 keep a function out of graphs
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,7 +67,8 @@ def trace(
     Every node knows the QConfigs that stand on its module and on those around the call, as the attribute `qconfig`.
 
     example_inputs   a tuple of forward's arguments, a dict of keyword arguments, or one tensor
-    dynamic_shapes   None: dimension 0 of the inputs varies; {} or False: every size is the example's
+    dynamic_shapes   which dimension of each input is the batch. None: dimension 0; {} or False: every size is the example's; otherwise
+                     as `torch.export` takes it: ({1: Dim("batch")},) or {"x": {1: Dim("batch")}}. One size can vary, which all inputs share
     leaf             which modules stay whole, besides PyTorch's own layers: a class, a path, or several; or a function of a module and
                      its path that decides for all. What is no layer of PyTorch's then runs as Python, in float, and is not looked into
     preserve         names of attributes, methods and modules of the model, "head.stride", that the graph, and what is made from it, has
@@ -130,7 +130,7 @@ def _recorded(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule, qconfigs:
 def _runs_at_one_size(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule) -> bool:
     """Whether a model that cannot be traced at any batch size can be at the example's."""
     try:
-        record(model, replace(inputs, batch=None), (*BATCH_SIZES, *RETRACE_SIZES), leaf, locate=False)
+        record(model, inputs.fixed(), (*BATCH_SIZES, *RETRACE_SIZES), leaf, locate=False)
     except FxQuantError:
         return False
     return True

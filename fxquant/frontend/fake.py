@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from fxquant.frontend.source import calls_from
 from fxquant.frontend.unknown import UNKNOWN
 from fxquant.frontend.values import BatchNumber, Number, TracedTensor, Value, refuse
 
@@ -156,6 +157,28 @@ class Evaluator:
             )
         abstract = self.intern(a, b)
         return abstract if isinstance(a, FakeTensor) else Value(a, b, abstract)
+
+
+def refuse_data(name: str) -> NoReturn:
+    """Raise the error for a function that asks a tensor for its content."""
+    if calls_from("torch/distributions/"):
+        refuse(
+            "a distribution checks its arguments by their content",
+            because=f"{name} needs numbers that are known only when the graph runs",
+            remedy="pass validate_args=False to it, or call torch.distributions.Distribution.set_default_validate_args(False)",
+        )
+    if name == "_pack_padded_sequence":
+        refuse(
+            "packed sequences cannot be traced",
+            because="how many items each step has depends on the lengths, and a graph has a fixed number of operations",
+            remedy="call the recurrent layer on the padded tensor, and mask, or gather, its outputs by the lengths; "
+            "a layer that runs backwards reads the padding first: flip each item by its length before it",
+        )
+    refuse(
+        "the model's Python depends on the content of a tensor",
+        because=f"{name} needs numbers that are known only when the graph runs",
+        remedy="use torch.where or a mask instead of a branch or an index, or move the decision out of forward",
+    )
 
 
 def refuse_batch_condition() -> NoReturn:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from types import CodeType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -13,7 +13,7 @@ from torch import fx, nn
 from fxquant import functional, graph
 from fxquant.errors import FxQuantError
 from fxquant.frontend.arguments import Arguments, is_tracked
-from fxquant.frontend.fake import Evaluator, Outcome, Sequenced, is_data_dependent, refuse_batch_condition
+from fxquant.frontend.fake import Evaluator, Outcome, Sequenced, is_data_dependent, refuse_batch_condition, refuse_data
 from fxquant.frontend.memory import Memory, share_memory, view_step
 from fxquant.frontend.shapes import known_result
 from fxquant.frontend.snapshot import Snapshot
@@ -38,6 +38,7 @@ class Handler:
     memory     what in-place operations have changed
     known      what is to be recorded when it is an argument, by identity: parameters, buffers, constants changed in place
     notes      what was fixed while tracing, in order
+    locate     whether nodes know their source lines: true of one trace of a model, and false of those that are compared with it
     paused     true while an operation is being recorded: what is computed for that is not recorded itself
     call_module   what a call of a module does: given the usual `nn.Module.__call__`, the module, and its arguments
     """
@@ -59,7 +60,7 @@ class Handler:
         self.notes: dict[str, None] = {}
         self.paused = False
         self._root_code = root_code
-        self._locate = locate
+        self.locate = locate
         self._attributes: dict[int, tuple[fx.Node, Value, int, torch.Tensor]] = {}
         self._sizes: dict[fx.Node, tuple[Any, ...]] = {}
 
@@ -138,7 +139,7 @@ class Handler:
         first, *others = self._everywhere(function, args)
         if any(other != first for other in others):
             refuse_batch_condition()
-        if self._locate and not any(isinstance(arg, BatchNumber) for arg in args[1:]):
+        if self.locate and not any(isinstance(arg, BatchNumber) for arg in args[1:]):
             self.note(f"a comparison of a size that depends on the batch was resolved as {first}")
         return bool(first)
 
@@ -222,7 +223,7 @@ class Handler:
     def _run(self, function: Any, args: Any, kwargs: Any, arguments: Arguments, fake: bool, target: Any) -> Outcome:
         name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
         if fake and name in _READS_CONTENT:
-            self._refuse_data(name)
+            refuse_data(name)
         known = known_result(self.evaluator, function, args, kwargs) if fake else None
         if known is not None:
             return Outcome(known, None, same_place=False)
@@ -236,24 +237,10 @@ class Handler:
             found = again(function, args, kwargs, arguments.substitutes) if (arguments.known if depends else fake) else None
             if found is None and not depends:
                 raise
-            outcome = found or self._refuse_data(name)
+            outcome = found or refuse_data(name)
         if not fake and name in _READS_CONTENT:
             self.note(f"the content of a constant was read by {name}")
         return outcome
-
-    def _refuse_data(self, name: str) -> NoReturn:
-        if name == "_pack_padded_sequence":
-            refuse(
-                "packed sequences cannot be traced",
-                because="how many items each step has depends on the lengths, and a graph has a fixed number of operations",
-                remedy="call the recurrent layer on the padded tensor, and mask, or gather, its outputs by the lengths; "
-                "a layer that runs backwards reads the padding first: flip each item by its length before it",
-            )
-        refuse(
-            "the model's Python depends on the content of a tensor",
-            because=f"{name} needs numbers that are known only when the graph runs",
-            remedy="use torch.where or a mask instead of a branch or an index, or move the decision out of forward",
-        )
 
     def _describe(self, node: fx.Node, fact: Any, path: str | None = None) -> None:
         if torch._C._is_any_autocast_enabled():
@@ -262,7 +249,7 @@ class Handler:
                 because="a graph has no place for autocast: the numbers would differ from the model's",
                 remedy="remove torch.autocast from forward, or convert explicitly with .to(dtype)",
             )
-        graph.describe(node, fact, self.source() if self._locate else "", self.path if path is None else path)
+        graph.describe(node, fact, self.source() if self.locate else "", self.path if path is None else path)
         if self.qconfig:
             graph.attach_qconfigs(node, self.qconfig)
 

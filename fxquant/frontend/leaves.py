@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from fxquant.frontend.opaque import record
 from fxquant.frontend.values import TracedTensor
 from fxquant.graph import LEAF
 from fxquant.stubs import stub_of
+
+logger = logging.getLogger("fxquant")
 
 LeafRule = Callable[[nn.Module, str], bool]
 
@@ -93,6 +96,8 @@ class ModuleCalls:
         if stub is not None and len(args) == 1 and not kwargs and isinstance(args[0], TracedTensor):
             function: Any = stub[0]
             return handler.record("call_function", function, function, (args[0], *stub[1:]), {})
+        if isinstance(module, nn.TransformerEncoder):
+            _say_padding(handler, module, path, args, kwargs)
         previous, handler.path = handler.path, path
         around = handler.qconfig
         if path in self._qconfigs:
@@ -127,6 +132,20 @@ class ModuleCalls:
         function = _OutOfPlace(module) if in_place else type(module).forward.__get__(module)
         result = self._handler.record("call_module", path, function, args, kwargs, key=key)
         return self._handler.memory.advance(args[0], result) if in_place else result
+
+
+def _say_padding(handler: Handler, module: nn.TransformerEncoder, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Note what padded positions hold, where PyTorch's path for inference would leave them out of a nested tensor."""
+    given = {**dict(zip(("src", "mask", "src_key_padding_mask"), args, strict=False)), **kwargs}
+    if given.get("src_key_padding_mask") is None or given.get("mask") is not None or not getattr(module, "use_nested_tensor", False):
+        return
+    text = (
+        f"positions of {path or 'the model'} that src_key_padding_mask masks hold what its layers compute there, as in training; "
+        "PyTorch's path for inference puts 0 there (enable_nested_tensor=False turns that off): no output should depend on them"
+    )
+    handler.note(text)
+    if handler.locate:
+        logger.warning("%s", text)
 
 
 class _OutOfPlace:

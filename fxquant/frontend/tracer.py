@@ -20,7 +20,7 @@ from fxquant.frontend.inputs import ExampleInputs
 from fxquant.frontend.leaves import LeafRule, ModuleCalls
 from fxquant.frontend.outputs import Returned
 from fxquant.frontend.snapshot import Snapshot
-from fxquant.frontend.source import source_of_error
+from fxquant.frontend.source import raised_in, source_of_error
 from fxquant.frontend.values import TracedTensor, Value, tracing
 
 
@@ -76,8 +76,8 @@ def record(
     snapshot = Snapshot(model, training=training)
     handler = Handler(snapshot, Evaluator(static=inputs.batch is None), batches, _run.__code__, locate)
     args, kwargs = inputs.arguments([
-        leaf_ if name is None else _placeholder(handler, name, leaf_, inputs, batches)
-        for name, leaf_ in zip(inputs.names, inputs.leaves, strict=True)
+        leaf_ if name is None else _placeholder(handler, name, leaf_, axis, inputs, batches)
+        for name, leaf_, axis in zip(inputs.names, inputs.leaves, inputs.axes, strict=True)
     ])  # fmt: skip
     handler.call_module = ModuleCalls(handler, leaf, qconfigs)
     with tracing(handler):
@@ -99,6 +99,13 @@ def _run(handler: Handler, args: Any, kwargs: Any) -> Any:
     except FxQuantError:
         raise
     except Exception as error:
+        if raised_in(error, "torch/_functorch/"):
+            raise TraceError(
+                "a transform of torch.func cannot be traced here",
+                at=_raised_at(error),
+                because=f"vmap, grad, jvp and the like look into tensors, which have no content in a trace: {type(error).__name__}",
+                remedy="write what it computes for the whole batch, by broadcasting or torch.bmm; or keep the function as Python: fxq.wrap",
+            ) from None
         message = str(error)
         remedy = "call the model on the example inputs first; if that works, move what fails out of forward"
         if isinstance(error, TypeError) and message.endswith(("not _Int", "not _Float")):  # what stands in for Python's while tracing
@@ -122,8 +129,10 @@ def _raised_at(error: BaseException) -> str | None:
     return source_of_error(error, _run.__code__)
 
 
-def _placeholder(handler: Handler, name: str, example: torch.Tensor, inputs: ExampleInputs, batches: tuple[int, ...]) -> TracedTensor:
-    value = _input_value(handler.evaluator, example, batches[:2] if inputs.has_batch(example) else None)
+def _placeholder(
+    handler: Handler, name: str, example: torch.Tensor, axis: int | None, inputs: ExampleInputs, batches: tuple[int, ...]
+) -> TracedTensor:
+    value = _input_value(handler.evaluator, example, axis, batches[:2])
     node = handler.graph.placeholder(name)
     graph.describe(node, value.fact, "", "")
     if name in inputs.renamed:
@@ -131,16 +140,19 @@ def _placeholder(handler: Handler, name: str, example: torch.Tensor, inputs: Exa
     return TracedTensor(node, value)
 
 
-def _input_value(evaluator: Evaluator, example: torch.Tensor, batches: tuple[int, ...] | None) -> Value:
+def _input_value(evaluator: Evaluator, example: torch.Tensor, axis: int | None, batches: tuple[int, ...]) -> Value:
+    """An input at two batch sizes; where none of its dimensions is the batch, `axis` is None, and both have the example's shape."""
     last = example.dim() == 4 and not example.is_contiguous() and example.is_contiguous(memory_format=torch.channels_last)
     layout = torch.channels_last if last else torch.contiguous_format
-
     with evaluator.mode:
         a, b = (
-            torch.empty((batch, *example.shape[1:]), dtype=example.dtype, device=example.device, memory_format=layout)
-            if batches is not None
-            else torch.empty(example.shape, dtype=example.dtype, device=example.device, memory_format=layout)
-            for batch in batches or (0, 0)
+            torch.empty(
+                [batch if dim == axis else size for dim, size in enumerate(example.shape)],
+                dtype=example.dtype,
+                device=example.device,
+                memory_format=layout,
+            )
+            for batch in batches
         )
     return evaluator.intern(a, b)
 

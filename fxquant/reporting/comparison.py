@@ -243,7 +243,7 @@ def compare(
     first = next(taken, None)
     if first is None:
         raise no_batches(num_batches)
-    left, right = side_of(a, first, states[0]), side_of(b, first, states[1])
+    left, right = side_of(a, first, states[0], b), side_of(b, first, states[1], a)
     found = pairs(left, right)
     factors = {name: shift(left, right, name, reference) for name, reference in found.items()}
     seen: dict[str, TensorStatistics] = {}

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 import fxquant.quantization.distributed as ranks
 from fxquant.tuning import bias, second_moment
 from fxquant.tuning.units import weighted_nodes
-from fxquant.tuning.walk import HELD_OUT_OF, Samples, cut
+from fxquant.tuning.walk import HELD_OUT_OF, Samples, batch_axes, count_of, cut
 
 ENOUGH = 64  # samples: so many are kept, of the first batches, and biases are corrected if there are so many
 LARGEST = 2**24  # elements of what is kept
@@ -45,7 +45,11 @@ class FirstSamples:
     def take(self, inputs: Sequence[Any]) -> None:
         """The model's inputs of the next batch."""
         tensors = [value for value in inputs if isinstance(value, Tensor)]
-        count = len(tensors[0]) if tensors and tensors[0].dim() else len(tensors[:1])
+        axes = batch_axes(self.prepared)
+        if any(axis is not None for axis in axes):
+            count = count_of(inputs, axes)
+        else:  # every size is fixed: the first dimension is the batch, as a rule
+            count = len(tensors[0]) if tensors and tensors[0].dim() else len(tensors[:1])
         self.seen += count
         if (self.rounds or self.corrects) and self.samples < ENOUGH and self.elements < LARGEST and tensors:
             self.kept.append([value.clone() if isinstance(value, Tensor) else value for value in inputs])  # a loader may reuse its memory

@@ -65,6 +65,7 @@ def weighted_nodes(prepared: fx.GraphModule) -> list[fx.Node]:
     return found
 
 
+@torch.no_grad()
 def constant_arguments(prepared: fx.GraphModule, node: fx.Node, operator: QuantizedOperator) -> dict[str, Any]:
     """The arguments of a node by name, with the values of parameters, and nodes in place of all others."""
 
