@@ -62,6 +62,8 @@ def autocast_off() -> Iterator[None]:
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps", "mtia", "hpu", "maia")
 
 CARRIED = "fxquant.carried"  # in `meta` of a model: what else the float model held
+KEPT_IN_EVAL = "fxquant.kept_in_eval"  # in `meta`: paths of modules that the model's own `train` keeps in eval mode
+FROZEN_BY_TRAIN = "fxquant.frozen_by_train"  # in `meta`: names of parameters that it freezes
 RUNNER = "_fxquant_runner"  # what runs an integer model, where that is not its graph as it stands
 
 
@@ -125,8 +127,15 @@ class Model(fx.GraphModule):
         return model
 
     def train(self, mode: bool = True) -> Model:
-        """As any module's; an integer model stays in eval mode."""
-        super().train(mode and not self._is_deployed)
+        """As the float model's: what its own `train` keeps in eval mode, or freezes, is so here. An integer model stays in eval mode."""
+        mode = mode and not self._is_deployed
+        super().train(mode)
+        meta = self.__dict__.get("meta", {})
+        kept, frozen = (set(meta.get(key, ())) if mode else set() for key in (KEPT_IN_EVAL, FROZEN_BY_TRAIN))
+        for path, module in self.named_modules() if kept else ():
+            module.training = path not in kept
+        for name, parameter in self.named_parameters() if frozen else ():
+            parameter.requires_grad_(parameter.requires_grad and name not in frozen)
         return self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Model:

@@ -21,6 +21,7 @@ from fxquant.ops.boundary import DEQUANTIZE
 from fxquant.pipeline import Context
 from fxquant.quantization.factors import ChannelFactors
 from fxquant.quantization.learning import METHODS
+from fxquant.quantization.owners import link_owners
 from fxquant.quantization.prepared import QuantizedOperator
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.rules import decide, result_config
@@ -63,6 +64,7 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
         attach(gm, target, module)
         node.op, node.target = "call_module", target
         changes += 1
+    link_owners(gm, gm.graph)
     return changes
 
 

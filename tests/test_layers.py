@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[1]
 BASE = {"arguments", "errors", "numerics", "rescaling", "observers", "rounding", "spec", "mapping"}
 NOUNS = BASE | {
     "arithmetic", "batch_norm", "breaches", "copying", "factors", "facts", "graph", "learning", "lowering", "measures", "model", "ops",
-    "pipeline", "prepared", "primitives", "proof", "quantizer", "remedies", "rules", "stage", "state", "stubs", "target", "text", "weights",
+    "owners", "pipeline", "prepared", "primitives", "proof", "quantizer", "remedies", "rules", "stage", "state", "stubs", "target", "text",
+    "weights",
 }  # fmt: skip
 ALLOWED: dict[str, set[str]] = {
     # nouns, from the bottom up
@@ -75,6 +76,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.pipeline": BASE | {"progress", "stage", "target", "text"},
     "fxquant.quantization.batches": {"errors", "graph", "facts"},
     "fxquant.quantization.distributed": {"errors", "observers"},
+    "fxquant.quantization.owners": {"graph", "prepared"},
     "fxquant.quantization.cutting": BASE | {"prepared", "quantizer", "state"},
     "fxquant.quantization.calibration": BASE | {"batches", "cutting", "distributed", "graph", "prepared", "progress", "quantizer", "state"},
     "fxquant.quantization.observations": BASE | {"calibration", "channels", "factors", "graph", "ops", "prepared", "quantizer"},
@@ -102,6 +104,7 @@ ALLOWED: dict[str, set[str]] = {
         "learning",
         "observations",
         "ops",
+        "owners",
         "prepared",
         "primitives",
         "proof",

@@ -18,13 +18,14 @@ from fxquant.facts import TensorFact
 from fxquant.frontend.branches import Branch, attach_branch
 from fxquant.frontend.entry import STAGE
 from fxquant.frontend.input_check import TRANSIENT, attach_input_check
+from fxquant.frontend.modes import own_train_mode
 from fxquant.frontend.opaque import Method
 from fxquant.frontend.outputs import set_form
 from fxquant.frontend.signature import attach_signature, set_signature
 from fxquant.frontend.snapshot import Snapshot
 from fxquant.frontend.tracer import Recording
 from fxquant.graph import attach
-from fxquant.model import CARRIED, Model, replace_graph
+from fxquant.model import CARRIED, FROZEN_BY_TRAIN, KEPT_IN_EVAL, Model, replace_graph
 
 _ASSUMPTIONS = "fxquant.assumptions"
 
@@ -63,7 +64,11 @@ def build(model: nn.Module, recording: Recording, preserve: Sequence[str] = (), 
         branch.attach(module, shell)
     module.recompile()
     module.meta[STAGE] = "traced"
-    module.meta[_ASSUMPTIONS] = [*recording.notes, *_fixed_sizes(module), *_turned_to_eval(model, called), *_unused(module, beside)]
+    mode = own_train_mode(model)
+    found = {KEPT_IN_EVAL: list(mode.eval_paths), FROZEN_BY_TRAIN: list(mode.frozen_parameters)}
+    module.meta.update({key: names for key, names in found.items() if names})
+    noted = [*recording.notes, *filter(None, [mode.note])]
+    module.meta[_ASSUMPTIONS] = [*noted, *_fixed_sizes(module), *_turned_to_eval(model, called), *_unused(module, beside)]
     module.meta[TRANSIENT] = sorted(module._non_persistent_buffers_set)
     module.meta[CARRIED] = carried
     carried.dress(module)

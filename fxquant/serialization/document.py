@@ -25,6 +25,7 @@ from fxquant.graph import Annotation, Constant, Operation, Part, QParams, Refere
 from fxquant.model import CARRIED, Model, replace_graph
 from fxquant.ops import MODULES, Fixed, Own, Same
 from fxquant.proof import unproved
+from fxquant.quantization.owners import link_owners
 from fxquant.quantization.prepared import QuantizedOperator
 from fxquant.quantization.spec import QConfig
 from fxquant.serialization.archive import as_text
@@ -43,7 +44,7 @@ _SECTIONS = ["format", "version", "name", "meta", "root", "modules", "tensors", 
 _META: Mapping[str, tuple[type, ...] | None] = {
     "fact": None, "source": (str,), "module": (str,), "made_by": (str,), "annotation": (Annotation,), "refusal": (str,),
     "qconfig": (tuple,), "spelling": (tuple,), "fused": (tuple,), "unfused": (str,),
-    "notes": (dict,), "qparams": (QParams,), "origin": (str,),
+    "batch_norm": (str,), "notes": (dict,), "qparams": (QParams,), "origin": (str,),
     "parameter": (bool,), "operation": (Operation,), "argument": (str,), "part": (Part,), "demand": (Own, Same, Fixed), "ties": (tuple,),
 }  # fmt: skip
 _MODEL_META: Mapping[str, tuple[type, ...]] = {
@@ -209,6 +210,7 @@ def read_model(document: Mapping[str, Any], tensors: Mapping[str, Tensor], targe
     attach_signature(model)
     if CARRIED in meta:
         meta[CARRIED].dress(model)
+    link_owners(model, model.graph)
     model.recompile()
     return model
 
