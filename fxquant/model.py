@@ -63,6 +63,7 @@ _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps", "mtia", "hpu", "maia")
 
 CARRIED = "fxquant.carried"  # in `meta` of a model: what else the float model held
 KEPT_IN_EVAL = "fxquant.kept_in_eval"  # in `meta`: paths of modules that the model's own `train` keeps in eval mode
+FROZEN_NORMS = "fxquant.frozen_norms"  # in `meta`: names of running means that batch norms read in train mode, and never move
 FROZEN_BY_TRAIN = "fxquant.frozen_by_train"  # in `meta`: names of parameters that it freezes
 RUNNER = "_fxquant_runner"  # what runs an integer model, where that is not its graph as it stands
 

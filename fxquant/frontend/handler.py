@@ -38,6 +38,7 @@ class Handler:
     memory     what in-place operations have changed
     known      what is to be recorded when it is an argument, by identity: parameters, buffers, constants changed in place
     notes      what was fixed while tracing, in order
+    read       names of tensors that became constants
     paused     true while an operation is being recorded: what is computed for that is not recorded itself
     call_module   what a call of a module does: given the usual `nn.Module.__call__`, the module, and its arguments
     """
@@ -56,7 +57,7 @@ class Handler:
         self.memory = Memory(self.record, self.note, snapshot.tensors, self.known)
         self.constants: dict[str, torch.Tensor] = {}
         self.methods: dict[str, tuple[nn.Module, Callable[..., Any]]] = {}  # kept as Python, by the path of their call
-        self.notes: dict[str, None] = {}
+        self.notes, self.read = dict[str, None](), set[str]()
         self.paused = False
         self._root_code = root_code
         self._locate = locate
@@ -350,6 +351,7 @@ class Handler:
         self.constants[name] = tensor.detach().clone()
         where = self.snapshot.attributes.get(id(tensor))
         if where is not None:
+            self.read.add(where)
             self.note(f"{where} is neither parameter nor buffer: its present content became a constant")
         return name
 

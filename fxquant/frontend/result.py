@@ -23,17 +23,38 @@ from fxquant.frontend.opaque import Method
 from fxquant.frontend.outputs import set_form
 from fxquant.frontend.signature import attach_signature, set_signature
 from fxquant.frontend.snapshot import Snapshot
+from fxquant.frontend.state import MovedState
 from fxquant.frontend.tracer import Recording
 from fxquant.graph import attach
-from fxquant.model import CARRIED, FROZEN_BY_TRAIN, KEPT_IN_EVAL, Model, replace_graph
+from fxquant.model import CARRIED, FROZEN_BY_TRAIN, FROZEN_NORMS, KEPT_IN_EVAL, Model, replace_graph
 
 _ASSUMPTIONS = "fxquant.assumptions"
+_MOVED = "fxquant.moved_by_forward"
 
 
 def assumptions(module: fx.GraphModule) -> list[str]:
     """What was fixed while tracing, one sentence each."""
     found: list[str] = module.meta.get(_ASSUMPTIONS, [])
     return found
+
+
+def moved_by_forward(module: fx.GraphModule) -> dict[str, str]:
+    """Buffers and other tensors that forward moves in train mode, and the graph never: by name, the line of the user's code or "".
+
+    Those of modules that the graph calls as they are, in float, do move.
+    """
+    called = [str(node.target) for node in module.graph.find_nodes(op="call_module")]
+    called += [path.rpartition(".")[0] for path in called if isinstance(graph.resolve(module, path), Method)]
+    found: dict[str, str] = module.meta.get(_MOVED, {})
+    return {name: line for name, line in found.items() if not any(name.startswith(f"{path}.") for path in called)}
+
+
+def note_state(module: fx.GraphModule, state: MovedState) -> None:
+    """Write on a traced model what forward changes between calls in train mode."""
+    module.meta[_ASSUMPTIONS] = [*assumptions(module), *state.notes()]
+    for key, value in ((_MOVED, state.moved), (FROZEN_NORMS, state.frozen_norms)):
+        if value:
+            module.meta[key] = value
 
 
 def build(model: nn.Module, recording: Recording, preserve: Sequence[str] = (), branch: Branch | None = None) -> fx.GraphModule:
