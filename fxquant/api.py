@@ -30,8 +30,9 @@ from fxquant.facts import TensorFact
 from fxquant.forms import Batches, verify
 from fxquant.frontend import attach_branch, attach_input_check, attach_signature, float_model, is_traced, moved_by_forward, trace
 from fxquant.graph import fact, is_deployed, set_channel_exponents
+from fxquant.hooks import attach_hooks
 from fxquant.kernels.runner import Runner
-from fxquant.model import CARRIED, RUNNER, Model, autocast_off, collection_paused, copy_graph
+from fxquant.model import CALLS, CARRIED, RUNNER, Model, autocast_off, collection_paused, copy_graph
 from fxquant.passes import CONVERT, PREPARE
 from fxquant.pipeline import BATCH_NORM_MODES, Context, Dial, Pass, check_until, run, with_own
 from fxquant.progress import working
@@ -213,6 +214,7 @@ def _prepare(
         if broken:
             logger.warning("limits of %s that are broken: %d; fxq.check says where, and what to do", target.name, broken)
         _warn_of_state(prepared)
+        attach_hooks(prepared, traced.graph)
     return prepared
 
 
@@ -317,6 +319,7 @@ def convert(
             set_channel_exponents(node, exponents[node.name].tolist())
     _run_with_kernels(integer)
     integer.training = False
+    integer.meta.pop(CALLS, None)
     attach_signature(integer)
     attach_input_check(integer)
     _carry(integer)

@@ -300,7 +300,19 @@ def absorb(node: fx.Node, other: fx.Node) -> None:
     """Record that `other` is now part of `node`."""
     set_matched_rules(node, *matched_rules(node), *matched_rules(other))
     node.meta["fused"] = (*fused(node), *fused(other), other.name)
+    if passed_on(other):
+        node.meta["passed_on"] = (*passed_on(node), *passed_on(other))
     spell(node, *spelling(other))
+
+
+def passed_on(node: fx.Node) -> tuple[tuple[str, str], ...]:
+    """Pairs of names: a node that is gone, since it passed on its operand as it is, and that operand."""
+    return tuple(node.meta.get("passed_on", ()))
+
+
+def pass_on(operand: fx.Node, node: fx.Node) -> None:
+    """Record that what reads `node` reads its operand from now on."""
+    operand.meta["passed_on"] = (*passed_on(operand), *passed_on(node), (node.name, operand.name))
 
 
 def unfused(node: fx.Node) -> str | None:

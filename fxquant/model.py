@@ -65,6 +65,8 @@ CARRIED = "fxquant.carried"  # in `meta` of a model: what else the float model h
 KEPT_IN_EVAL = "fxquant.kept_in_eval"  # in `meta`: paths of modules that the model's own `train` keeps in eval mode
 FROZEN_NORMS = "fxquant.frozen_norms"  # in `meta`: names of running means that batch norms read in train mode, and never move
 FROZEN_BY_TRAIN = "fxquant.frozen_by_train"  # in `meta`: names of parameters that it freezes
+CALLS = "fxquant.calls"  # in `meta`: what the calls of modules read and returned, in the order in which they ended: `hooks.Call`
+HOOKS = "_fxquant_hooks"  # what runs a prepared model while its modules have hooks
 RUNNER = "_fxquant_runner"  # what runs an integer model, where that is not its graph as it stands
 
 
@@ -103,6 +105,8 @@ class Model(fx.GraphModule):
         code = super().recompile()
         if self._is_deployed:  # a class of its own has the code of every GraphModule
             type(self).forward = torch.no_grad()(_run_by(type(self).forward))
+        elif self.__dict__.get("meta", {}).get("stage") == "PREPARED":
+            type(self).forward = _with_hooks(type(self).forward)
         runner = self.__dict__.get(RUNNER)
         if runner is not None:
             runner.reset()
@@ -193,6 +197,19 @@ def _run_by(reference: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Model, *inputs: Any, **named: Any) -> Any:
         runner = self.__dict__.get(RUNNER)
         return reference(self, *inputs, **named) if runner is None or named else runner(self, reference, inputs)
+
+    return forward
+
+
+def _with_hooks(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that calls the hooks of modules as well, where there are any; it is given the one that runs the graph as it stands."""
+
+    @functools.wraps(reference)
+    def forward(self: Model, *inputs: Any, **named: Any) -> Any:
+        hooks = None if torch.compiler.is_compiling() else self.__dict__.get(HOOKS)
+        if hooks is None or not hooks.active(self):
+            return reference(self, *inputs, **named)
+        return hooks.run(self, inputs, named)
 
     return forward
 

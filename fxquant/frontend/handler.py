@@ -39,6 +39,7 @@ class Handler:
     known      what is to be recorded when it is an argument, by identity: parameters, buffers, constants changed in place
     notes      what was fixed while tracing, in order
     read       names of tensors that became constants
+    calls      what calls of modules read and returned: `hooks.Call`
     paused     true while an operation is being recorded: what is computed for that is not recorded itself
     call_module   what a call of a module does: given the usual `nn.Module.__call__`, the module, and its arguments
     """
@@ -58,6 +59,7 @@ class Handler:
         self.constants: dict[str, torch.Tensor] = {}
         self.methods: dict[str, tuple[nn.Module, Callable[..., Any]]] = {}  # kept as Python, by the path of their call
         self.notes, self.read = dict[str, None](), set[str]()
+        self.calls: list[tuple[Any, ...]] = []
         self.paused = False
         self._root_code = root_code
         self._locate = locate

@@ -26,7 +26,7 @@ from fxquant.frontend.snapshot import Snapshot
 from fxquant.frontend.state import MovedState
 from fxquant.frontend.tracer import Recording
 from fxquant.graph import attach
-from fxquant.model import CARRIED, FROZEN_BY_TRAIN, FROZEN_NORMS, KEPT_IN_EVAL, Model, replace_graph
+from fxquant.model import CALLS, CARRIED, FROZEN_BY_TRAIN, FROZEN_NORMS, KEPT_IN_EVAL, Model, replace_graph
 
 _ASSUMPTIONS = "fxquant.assumptions"
 _MOVED = "fxquant.moved_by_forward"
@@ -85,6 +85,7 @@ def build(model: nn.Module, recording: Recording, preserve: Sequence[str] = (), 
         branch.attach(module, shell)
     module.recompile()
     module.meta[STAGE] = "traced"
+    module.meta[CALLS] = recording.calls
     mode = own_train_mode(model)
     found = {KEPT_IN_EVAL: list(mode.eval_paths), FROZEN_BY_TRAIN: list(mode.frozen_parameters)}
     module.meta.update({key: names for key, names in found.items() if names})
@@ -141,7 +142,7 @@ class _PlainTree:
         known = self._built.get((id(module), whole))
         if known is not None or isinstance(module, torch.jit.ScriptModule):
             return known or module
-        plain: nn.Module = object.__new__(type(module)) if whole else nn.Module()
+        plain: nn.Module = object.__new__(type(module)) if whole else _container(module)
         self._built[id(module), whole] = plain
         if whole:
             plain.__dict__.update(module.__dict__)
@@ -155,6 +156,12 @@ class _PlainTree:
             plain.__dict__[kind] = module.__dict__[kind]
         plain.__dict__["_modules"] = {name: None if child is None else self.build(child, whole) for name, child in module._modules.items()}
         return plain
+
+
+def _container(module: nn.Module) -> nn.Module:
+    """An empty module that is indexed and iterated over as this one."""
+    kinds = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+    return next((kind() for kind in kinds if isinstance(module, kind)), nn.Module())
 
 
 def _fixed_sizes(module: fx.GraphModule) -> list[str]:

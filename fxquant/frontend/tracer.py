@@ -36,6 +36,7 @@ class Recording:
     form        what it returned
     draws       whether anything in it draws random numbers
     read        where tensors were found that became constants, and that are attributes of the model
+    calls       what calls of modules read and returned: `hooks.Call`
     methods     what is called at such a path: a method, kept as Python, of a shell
     """
 
@@ -47,6 +48,7 @@ class Recording:
     form: Any
     draws: bool
     read: frozenset[str]
+    calls: tuple[tuple[Any, ...], ...]
     methods: dict[str, tuple[nn.Module, Any]]
 
 
@@ -89,7 +91,7 @@ def record(
         _erase_unused(handler.graph)
     return Recording(
         handler.graph, handler.constants, list(handler.notes), snapshot, inputs.signature, form, numbers.drawn, frozenset(handler.read),
-        handler.methods,
+        tuple(handler.calls), handler.methods,
     )  # fmt: skip
 
 

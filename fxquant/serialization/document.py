@@ -22,7 +22,8 @@ from fxquant.frontend.branches import ReturnInTraining
 from fxquant.frontend.outputs import ReturnForm, is_form
 from fxquant.frontend.signature import CallSignature, attach_signature, is_signature
 from fxquant.graph import Annotation, Constant, Operation, Part, QParams, Reference, fact, operation, resolve, spelling
-from fxquant.model import CARRIED, Model, replace_graph
+from fxquant.hooks import are_calls, restore_hooks
+from fxquant.model import CALLS, CARRIED, Model, replace_graph
 from fxquant.ops import MODULES, Fixed, Own, Same
 from fxquant.proof import unproved
 from fxquant.quantization.owners import link_owners
@@ -211,6 +212,8 @@ def read_model(document: Mapping[str, Any], tensors: Mapping[str, Tensor], targe
     if CARRIED in meta:
         meta[CARRIED].dress(model)
     link_owners(model, model.graph)
+    if meta.get("stage") == Stage.PREPARED.name:
+        restore_hooks(model)
     model.recompile()
     return model
 
@@ -222,6 +225,8 @@ def _check(model: Model, document: Mapping[str, Any], target_of: TargetOf) -> No
         raise Malformed(f"its {part} hold something that fxquant does not write")
     if not is_signature(model.meta, [str(node.target) for node in model.graph.find_nodes(op="placeholder")]):
         raise Malformed("it does not say how its inputs are given")
+    if not are_calls(model.meta.get(CALLS, ()), model.graph if model.meta.get("stage") == Stage.PREPARED.name else None):
+        raise Malformed("it does not say what calls of modules read and return")
     if not is_form(model.meta):
         raise Malformed("it does not say what it returns")
     stage = Stage[model.meta["stage"]] if "stage" in model.meta else Stage.TRACED
