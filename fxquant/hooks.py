@@ -20,6 +20,7 @@ from fxquant.analysis.channels import tensor_exponents
 from fxquant.carried import calling_line
 from fxquant.errors import ConfigurationError
 from fxquant.graph import Reference, fact, fused, made_by, module_path, passed_on, resolve
+from fxquant.interpreter import arguments_of
 from fxquant.model import CALLS, CARRIED, HOOKS
 from fxquant.quantization.prepared import QuantizedOperator
 
@@ -305,7 +306,7 @@ class _Run:
         return resolve(self.model, str(node.target)) if node.op == "get_attr" else self.values[node.name]
 
     def _computed(self, node: fx.Node) -> Any:
-        args, kwargs = fx.map_arg(node.args, self._value), fx.map_arg(node.kwargs, self._value)
+        args, kwargs = arguments_of(node, self._value)
         if node.op == "call_method":
             first, *others = args
             return getattr(first, str(node.target))(*others, **kwargs)
