@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch.fx.graph import PythonCode
 
+from fxquant import recomputation
 from fxquant.codegen import Code, own_names
 from fxquant.errors import ConfigurationError
 from fxquant.graph import is_deployed
@@ -202,14 +203,18 @@ def _run_by(reference: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_hooks(reference: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward that calls the hooks of modules as well, where there are any; it is given the one that runs the graph as it stands."""
+    """A forward that calls the hooks of modules, and can be computed again inside of backward; it is given the one that runs the graph."""
 
     @functools.wraps(reference)
     def forward(self: Model, *inputs: Any, **named: Any) -> Any:
         hooks = None if torch.compiler.is_compiling() else self.__dict__.get(HOOKS)
-        if hooks is None or not hooks.active(self):
+        if hooks is None:
             return reference(self, *inputs, **named)
-        return hooks.run(self, inputs, named)
+
+        def call() -> Any:
+            return hooks.run(self, inputs, named) if hooks.active(self) else reference(self, *inputs, **named)
+
+        return recomputation.run(self, call, (inputs, named))
 
     return forward
 
