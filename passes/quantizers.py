@@ -71,7 +71,7 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
 
 def _is_frozen_norm(gm: fx.GraphModule, batch_norm: Any) -> bool:
     """Whether the model calls this function of batch norm with training=False in train mode, too."""
-    mean = batch_norm.running_mean if isinstance(batch_norm, BatchNormTensors) else None
+    mean: Any = batch_norm.running_mean if isinstance(batch_norm, BatchNormTensors) else None
     return isinstance(mean, fx.Node) and mean.target in gm.meta.get(FROZEN_NORMS, ())
 
 

@@ -45,6 +45,8 @@ class Average(Layer):
 
 
 class Recurrent(Layer):
+    hidden: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("hidden", torch.zeros(1, 4))
