@@ -226,7 +226,8 @@ def _names(nest: Any) -> list[str]:
 def _registries(path: str, calls: list[Call], near: str, known: bool) -> dict[str, Registry]:
     """The registries of the hooks of a module; `near` is one that can be hooked, `known` whether calls were recorded."""
     reads = NOWHERE in [name for call in calls for name in _names(call.read)]
-    returns = NOWHERE in [name for call in calls for name in _names(call.result)]
+    missing = [[name == NOWHERE for name in _names(call.result)] for call in calls]
+    returns = any(each and all(each) for each in missing)
     remedy = f"hook a module whose output is computed, such as {near}" if near else "hook the float model"
     inside = "is inside of a fused operator of the integer graph"
     unknown = "" if known else "the file that it was loaded from does not say what calls of modules read and return"
@@ -236,7 +237,9 @@ def _registries(path: str, calls: list[Call], near: str, known: bool) -> dict[st
             f"a forward hook on {path}",
             unknown or (f"its output {inside}" if returns else ""),
             remedy,
-            f"its input {inside}, so the hook is given None in place of it" if reads else "",
+            f"a tensor of its {'input' if reads else 'output'} {inside}, or nothing reads it, so the hook is given None in place of it"
+            if reads or any(map(any, missing))
+            else "",
         ),
         "_forward_pre_hooks": Registry(f"a forward pre-hook on {path}", unknown or (f"its input {inside}" if reads else ""), remedy),
     }

@@ -230,3 +230,28 @@ def test_a_pruned_layer_computes_its_weight_at_each_call(net: fx.GraphModule) ->
     assert weight.grad is not None
     assert bool(weight.grad[mask == 1].any())
     assert not bool(weight.grad[mask == 0].any())
+
+
+def test_outputs_that_nothing_reads_are_none_and_a_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    class Two(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return torch.sigmoid(x), 2 * x
+
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.two, self.linear = Two(), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.linear(self.two(x)[0])
+
+    x = torch.randn(2, 4)
+    prepared = fxq.calibrate(fxq.prepare(Reader(), x), [x], show_progress=False)
+    seen: list[Any] = []
+    with caplog.at_level("WARNING", "fxquant"):
+        prepared.get_submodule("two").register_forward_hook(lambda module, args, result: seen.append(result))
+    assert "a forward hook on two: a tensor of its output" in caplog.text
+    prepared(x)
+    first, second = seen[0]
+    assert first.shape == (2, 4)
+    assert second is None
