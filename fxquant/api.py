@@ -28,10 +28,11 @@ from fxquant.copying import copy_parameters
 from fxquant.errors import ConfigurationError
 from fxquant.facts import TensorFact
 from fxquant.forms import Batches, verify
-from fxquant.frontend import attach_branch, attach_input_check, attach_signature, float_model, is_traced, trace
+from fxquant.frontend import attach_branch, attach_input_check, attach_signature, float_model, is_traced, moved_by_forward, trace
 from fxquant.graph import fact, is_deployed, set_channel_exponents
+from fxquant.hooks import attach_hooks
 from fxquant.kernels.runner import Runner
-from fxquant.model import CARRIED, RUNNER, Model, autocast_off, collection_paused, copy_graph
+from fxquant.model import CALLS, CARRIED, RUNNER, Model, autocast_off, collection_paused, copy_graph
 from fxquant.passes import CONVERT, PREPARE
 from fxquant.pipeline import BATCH_NORM_MODES, Context, Dial, Pass, check_until, run, with_own
 from fxquant.progress import working
@@ -213,7 +214,23 @@ def _prepare(
         broken = sum(1 for _ in broken_limits(prepared, known, target))
         if broken:
             logger.warning("limits of %s that are broken: %d; fxq.check says where, and what to do", target.name, broken)
+        _warn_of_state(prepared)
+        attach_hooks(prepared, traced.graph)
     return prepared
+
+
+def _warn_of_state(prepared: fx.GraphModule) -> None:
+    found = [name + f" ({line})" * bool(line) for name, line in moved_by_forward(prepared).items()]
+    if found:
+        logger.warning(
+            "forward moves tensors in train mode that training here does not move: %d; move them in your training loop, replace them by "
+            "constants first (torch.nn.utils.parametrize.remove_parametrizations), or keep their module whole, in float, by leaf=\n%s",
+            len(found),
+            "\n".join(
+                f"  {line}"
+                for line in [*found[:SHOWN_MISSING], *([f"and {len(found) - SHOWN_MISSING} more"] * (len(found) > SHOWN_MISSING))]
+            ),
+        )
 
 
 def _require_float32(traced: fx.GraphModule) -> None:
@@ -303,6 +320,7 @@ def convert(
             set_channel_exponents(node, exponents[node.name].tolist())
     _run_with_kernels(integer)
     integer.training = False
+    integer.meta.pop(CALLS, None)
     attach_signature(integer)
     attach_input_check(integer)
     _carry(integer)

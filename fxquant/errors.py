@@ -88,6 +88,10 @@ class ConfigurationError(FxQuantError):
     """An argument of a public function is not usable."""
 
 
+class MissingModule(ConfigurationError, AttributeError):
+    """A module of the float model is asked for that the graph made from it does not have."""
+
+
 class ExportError(FxQuantError):
     """The graph cannot be written as ONNX, or a file is not what it should be."""
 

@@ -9,6 +9,7 @@ module, so no other file spells a key. Facts survive `copy.deepcopy` of a GraphM
     made_by     the pass (or "trace") that created the node
     qconfig     the QConfigs (or None) that stand on the user's modules around the call, by their paths, nearest first
     matched_rules      the rules of the qconfig that cover the node, and each node that was fused into it
+    batch_norm  the dotted path of the module in which a batch norm was called that is fused into the node
     part        the composite operator a node is a part of ("softmax: exp"), with what that demands of its grid
     argument    what the user calls an input whose name is none in Python, or one that generated code needs ("torch")
 """
@@ -100,6 +101,16 @@ def shape_of(node: fx.Node) -> tuple[Size, ...]:
 def reads_shape_only(node: fx.Node) -> bool:
     """Whether the node asks a tensor for its size, and not for its values."""
     return node.op == "call_method" and node.target in ("size", "dim")
+
+
+def batch_norm_path(node: fx.Node) -> str:
+    """The dotted path of the module in which the batch norm of this node was called; an empty string for the model itself."""
+    return str(node.meta.get("batch_norm", module_path(node)))
+
+
+def set_batch_norm_path(node: fx.Node, path: str) -> None:
+    """Write where the batch norm was called that is fused into this node."""
+    node.meta["batch_norm"] = path
 
 
 # ---- what quantization knows about a node -------------------------------------------------------------------------------
@@ -290,7 +301,19 @@ def absorb(node: fx.Node, other: fx.Node) -> None:
     """Record that `other` is now part of `node`."""
     set_matched_rules(node, *matched_rules(node), *matched_rules(other))
     node.meta["fused"] = (*fused(node), *fused(other), other.name)
+    if passed_on(other):
+        node.meta["passed_on"] = (*passed_on(node), *passed_on(other))
     spell(node, *spelling(other))
+
+
+def passed_on(node: fx.Node) -> tuple[tuple[str, str], ...]:
+    """Pairs of names: a node that is gone, since it passed on its operand as it is, and that operand."""
+    return tuple(node.meta.get("passed_on", ()))
+
+
+def pass_on(operand: fx.Node, node: fx.Node) -> None:
+    """Record that what reads `node` reads its operand from now on."""
+    operand.meta["passed_on"] = (*passed_on(operand), *passed_on(node), (node.name, operand.name))
 
 
 def unfused(node: fx.Node) -> str | None:

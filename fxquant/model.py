@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch.fx.graph import PythonCode
 
+from fxquant import recomputation
 from fxquant.codegen import Code, own_names
 from fxquant.errors import ConfigurationError
 from fxquant.graph import is_deployed
@@ -62,6 +63,11 @@ def autocast_off() -> Iterator[None]:
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps", "mtia", "hpu", "maia")
 
 CARRIED = "fxquant.carried"  # in `meta` of a model: what else the float model held
+KEPT_IN_EVAL = "fxquant.kept_in_eval"  # in `meta`: paths of modules that the model's own `train` keeps in eval mode
+FROZEN_NORMS = "fxquant.frozen_norms"  # in `meta`: names of running means that batch norms read in train mode, and never move
+FROZEN_BY_TRAIN = "fxquant.frozen_by_train"  # in `meta`: names of parameters that it freezes
+CALLS = "fxquant.calls"  # in `meta`: what the calls of modules read and returned, in the order in which they ended: `hooks.Call`
+HOOKS = "_fxquant_hooks"  # what runs a prepared model while its modules have hooks
 RUNNER = "_fxquant_runner"  # what runs an integer model, where that is not its graph as it stands
 
 
@@ -100,6 +106,8 @@ class Model(fx.GraphModule):
         code = super().recompile()
         if self._is_deployed:  # a class of its own has the code of every GraphModule
             type(self).forward = torch.no_grad()(_run_by(type(self).forward))
+        elif self.__dict__.get("meta", {}).get("stage") == "PREPARED":
+            type(self).forward = _with_hooks(type(self).forward)
         runner = self.__dict__.get(RUNNER)
         if runner is not None:
             runner.reset()
@@ -125,8 +133,15 @@ class Model(fx.GraphModule):
         return model
 
     def train(self, mode: bool = True) -> Model:
-        """As any module's; an integer model stays in eval mode."""
-        super().train(mode and not self._is_deployed)
+        """As the float model's: what its own `train` keeps in eval mode, or freezes, is so here. An integer model stays in eval mode."""
+        mode = mode and not self._is_deployed
+        super().train(mode)
+        meta = self.__dict__.get("meta", {})
+        kept, frozen = (set(meta.get(key, ())) if mode else set() for key in (KEPT_IN_EVAL, FROZEN_BY_TRAIN))
+        for path, module in self.named_modules() if kept else ():
+            module.training = path not in kept
+        for name, parameter in self.named_parameters() if frozen else ():
+            parameter.requires_grad_(parameter.requires_grad and name not in frozen)
         return self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Model:
@@ -183,6 +198,23 @@ def _run_by(reference: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Model, *inputs: Any, **named: Any) -> Any:
         runner = self.__dict__.get(RUNNER)
         return reference(self, *inputs, **named) if runner is None or named else runner(self, reference, inputs)
+
+    return forward
+
+
+def _with_hooks(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that calls the hooks of modules, and can be computed again inside of backward; it is given the one that runs the graph."""
+
+    @functools.wraps(reference)
+    def forward(self: Model, *inputs: Any, **named: Any) -> Any:
+        hooks = None if torch.compiler.is_compiling() else self.__dict__.get(HOOKS)
+        if hooks is None:
+            return reference(self, *inputs, **named)
+
+        def call() -> Any:
+            return hooks.run(self, inputs, named) if hooks.active(self) else reference(self, *inputs, **named)
+
+        return recomputation.run(self, call, (inputs, named))
 
     return forward
 

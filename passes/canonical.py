@@ -15,7 +15,20 @@ import torch
 from torch import fx, nn
 
 from fxquant.facts import BatchDim, TensorFact
-from fxquant.graph import absorb, attach, fact, inherit, is_parameter, mark_parameter, refuse, resolve, set_fact, spell, state_demand
+from fxquant.graph import (
+    absorb,
+    attach,
+    fact,
+    inherit,
+    is_parameter,
+    mark_parameter,
+    pass_on,
+    refuse,
+    resolve,
+    set_fact,
+    spell,
+    state_demand,
+)
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Fixed, Instead, Operator, Own, Parameter, Plain, operand_nodes, operator_of
 from fxquant.ops.boundary import QUANTIZE
 from fxquant.ops.composite import Builder
@@ -176,6 +189,7 @@ def _replace_stub(node: fx.Node, context: Context) -> None:
         state_demand(node, Fixed(float(scale[0]), "int8"))  # type: ignore[arg-type]
         return
     context.say(f"%{node.name} says where the integer part begins or ends")
+    pass_on(operand, node)
     node.replace_all_uses_with(operand)
     node.graph.erase_node(node)
 
@@ -215,6 +229,7 @@ def _pass_by(node: fx.Node, context: Context) -> None:
     if len(operands) != 1 or operator_of(operands[0]) is None or not isinstance(fact(node), TensorFact):
         return
     if fact(operands[0]) == fact(node) and operator.refuses(node, arguments) is None and operator.idle(arguments):
+        pass_on(operands[0], node)
         node.replace_all_uses_with(operands[0])
         context.say(f"%{node.name} passes on %{operands[0].name} as it is, and is gone")
 

@@ -5,6 +5,7 @@ assumptions(traced)            what was fixed while tracing
 attach_input_check(graph)      let a graph check its inputs when it runs, by an InputCheck
 attach_signature(model)        let a graph be called like the float model
 is_traced(module)              whether `trace` made it
+moved_by_forward(traced)       the tensors that forward moves in train mode, and no graph does
 float_model(model)             the float model that is meant, or an error that says what it is instead
 default_leaf(module, path)     which modules stay whole
 wrap(function)                 keep a function out of graphs
@@ -12,7 +13,7 @@ wrap(function)                 keep a function out of graphs
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -29,8 +30,9 @@ from fxquant.frontend.input_check import InputCheck, attach_input_check
 from fxquant.frontend.inputs import ExampleInputs, bind_inputs
 from fxquant.frontend.leaves import LeafRule, Leaves, default_leaf, leaf_rule
 from fxquant.frontend.opaque import wrap
-from fxquant.frontend.result import assumptions, build
+from fxquant.frontend.result import assumptions, build, moved_by_forward, note_state
 from fxquant.frontend.signature import attach_signature
+from fxquant.frontend.state import state_moved_by_forward
 from fxquant.frontend.tracer import Recording, record
 from fxquant.model import collection_paused
 from fxquant.progress import working
@@ -45,6 +47,7 @@ __all__ = [
     "default_leaf",
     "float_model",
     "is_traced",
+    "moved_by_forward",
     "trace",
     "wrap",
 ]
@@ -82,16 +85,17 @@ def trace(
         return model
     inputs = bind_inputs(model, example_inputs, dynamic_shapes, check)
     with collection_paused():
-        traced, draws = _traced(model, inputs, leaf_rule(leaf, model), check, preserve, training_branch)
+        traced, draws, read = _traced(model, inputs, leaf_rule(leaf, model), check, preserve, training_branch)
         if check:
             compare_with_model(model, traced, inputs, draws)
+            note_state(traced, state_moved_by_forward(model, inputs, traced.graph, read))
     return traced
 
 
 def _traced(
     model: nn.Module, inputs: ExampleInputs, leaf: LeafRule, check: bool, preserve: Sequence[str], training_branch: bool
-) -> tuple[fx.GraphModule, bool]:
-    """The graph, and whether anything in the model draws random numbers."""
+) -> tuple[fx.GraphModule, bool, Set[str]]:
+    """The graph, whether anything in the model draws random numbers, and the tensors, neither parameters nor buffers, that it reads."""
     qconfigs = attached_qconfigs(model)
     recording = _recorded(model, inputs, leaf, qconfigs)
     if check and inputs.batch is not None:
@@ -101,7 +105,7 @@ def _traced(
     traced = build(model, recording, preserve, _branch(model, inputs, leaf, recording, check) if training_branch else None)
     if qconfigs:
         traced.meta["qconfigs"] = list(qconfigs)  # the paths of their modules
-    return traced, recording.draws
+    return traced, recording.draws, recording.read
 
 
 def _branch(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule, recording: Recording, check: bool) -> Branch | None:

@@ -18,6 +18,7 @@ from fxquant.errors import TraceError
 from fxquant.frontend.checks import same_tensor
 from fxquant.frontend.outputs import rebuilt
 from fxquant.frontend.tracer import Recording
+from fxquant.interpreter import Interpreter
 from fxquant.model import free_name
 
 logger = logging.getLogger("fxquant")
@@ -38,7 +39,7 @@ class TrainingBranch(nn.Module):
         self.held, self.steps, self.form, self.result = (root,), steps, form, None
 
     def forward(self, *inputs: Any) -> None:
-        self.result = rebuilt(self.form, fx.Interpreter(self.held[0], graph=self.steps).run(*inputs)) if self.training else None
+        self.result = rebuilt(self.form, Interpreter(self.held[0], self.steps).run(*inputs)) if self.training else None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TrainingBranch:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -39,6 +39,8 @@ class Handler:
     known      what is to be recorded when it is an argument, by identity: parameters, buffers, constants changed in place
     notes      what was fixed while tracing, in order
     locate     whether nodes know their source lines: true of one trace of a model, and false of those that are compared with it
+    read       names of tensors that became constants
+    calls      what calls of modules read and returned: `hooks.Call`
     paused     true while an operation is being recorded: what is computed for that is not recorded itself
     call_module   what a call of a module does: given the usual `nn.Module.__call__`, the module, and its arguments
     """
@@ -57,7 +59,8 @@ class Handler:
         self.memory = Memory(self.record, self.note, snapshot.tensors, self.known)
         self.constants: dict[str, torch.Tensor] = {}
         self.methods: dict[str, tuple[nn.Module, Callable[..., Any]]] = {}  # kept as Python, by the path of their call
-        self.notes: dict[str, None] = {}
+        self.notes, self.read = dict[str, None](), set[str]()
+        self.calls: list[tuple[Any, ...]] = []
         self.paused = False
         self._root_code = root_code
         self.locate = locate
@@ -337,6 +340,7 @@ class Handler:
         self.constants[name] = tensor.detach().clone()
         where = self.snapshot.attributes.get(id(tensor))
         if where is not None:
+            self.read.add(where)
             self.note(f"{where} is neither parameter nor buffer: its present content became a constant")
         return name
 

@@ -17,7 +17,7 @@ from fxquant.frontend.entry import refuse_scripted, uncompiled
 from fxquant.frontend.handler import Handler
 from fxquant.frontend.opaque import record
 from fxquant.frontend.values import TracedTensor
-from fxquant.graph import LEAF
+from fxquant.graph import LEAF, Reference
 from fxquant.stubs import stub_of
 
 logger = logging.getLogger("fxquant")
@@ -80,6 +80,7 @@ class ModuleCalls:
         self._handler = handler
         self._qconfigs = qconfigs
         self._rule = leaf
+        self._entries = 0  # how many calls have begun
         self._keys: dict[int, Any] = {}  # of leaves by identity; None for other modules
 
     def __call__(self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -102,20 +103,42 @@ class ModuleCalls:
         around = handler.qconfig
         if path in self._qconfigs:
             handler.qconfig = ((path, self._qconfigs[path]), *around)
+        entry, read = self._entries, (self._nest(args), self._nest(kwargs)) if path else ((), {})
+        self._entries += 1
         try:
-            key = self._key(module, path)
-            if key is None or not (is_tracked(args, handler.known) or is_tracked(kwargs.values(), handler.known) or _trainable(module)):
-                return original(module, *args, **kwargs)
-            if not module._forward_hooks:
-                return self._record(module, path, key, args, kwargs)
-            module.__dict__["forward"] = lambda *a, **k: self._record(module, path, key, a, k)
-            try:
-                return original(module, *args, **kwargs)
-            finally:
-                del module.__dict__["forward"]
+            result = self._called(original, module, path, args, kwargs)
         finally:
             handler.path = previous
             handler.qconfig = around
+        if path:
+            handler.calls.append((path, entry, *read, self._nest(result)))
+        return result
+
+    def _called(self, original: Callable[..., Any], module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
+        handler = self._handler
+        key = self._key(module, path)
+        if key is None or not (is_tracked(args, handler.known) or is_tracked(kwargs.values(), handler.known) or _trainable(module)):
+            return original(module, *args, **kwargs)
+        if not module._forward_hooks:
+            return self._record(module, path, key, args, kwargs)
+        module.__dict__["forward"] = lambda *a, **k: self._record(module, path, key, a, k)
+        try:
+            return original(module, *args, **kwargs)
+        finally:
+            del module.__dict__["forward"]
+
+    def _nest(self, value: Any) -> Any:
+        """What is read or returned, with a reference for each tensor; what else a file has no form for is None."""
+        if isinstance(value, torch.Tensor):
+            value = self._handler.memory.current(value)
+            return Reference(value.node.name) if isinstance(value, TracedTensor) else None
+        if isinstance(value, tuple | list):
+            return [self._nest(item) for item in value] if isinstance(value, list) else tuple(map(self._nest, value))
+        if isinstance(value, dict):
+            return {key: self._nest(item) for key, item in value.items() if isinstance(key, str)}
+        if type(value) in (type(None), bool, int, float, str):
+            return value
+        return Reference("")  # of an object, nothing is known
 
     def _key(self, module: nn.Module, path: str) -> Any:
         key = self._keys.get(id(module), self)

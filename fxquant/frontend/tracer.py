@@ -35,6 +35,8 @@ class Recording:
     signature   how the model was called
     form        what it returned
     draws       whether anything in it draws random numbers
+    read        where tensors were found that became constants, and that are attributes of the model
+    calls       what calls of modules read and returned: `hooks.Call`
     methods     what is called at such a path: a method, kept as Python, of a shell
     """
 
@@ -45,6 +47,8 @@ class Recording:
     signature: list[list[Any]]
     form: Any
     draws: bool
+    read: frozenset[str]
+    calls: tuple[tuple[Any, ...], ...]
     methods: dict[str, tuple[nn.Module, Any]]
 
 
@@ -86,8 +90,9 @@ def record(
         graph.describe(handler.graph.output(result), fx.map_arg(result, graph.fact), "", "")
         _erase_unused(handler.graph)
     return Recording(
-        handler.graph, handler.constants, list(handler.notes), snapshot, inputs.signature, form, numbers.drawn, handler.methods
-    )
+        handler.graph, handler.constants, list(handler.notes), snapshot, inputs.signature, form, numbers.drawn, frozenset(handler.read),
+        tuple(handler.calls), handler.methods,
+    )  # fmt: skip
 
 
 def _run(handler: Handler, args: Any, kwargs: Any) -> Any:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.graph import resolve
+from fxquant.graph import is_python, resolve
+from fxquant.interpreter import arguments_of
 from fxquant.kernels.admission import is_primitive
 from fxquant.kernels.record import SLACK, Bound, Built, Held, Implementation, Match, held
 
@@ -322,7 +323,7 @@ class _Primitive:
         places = {read: self.places[read, False] for read in node.all_input_nodes if read.op != "get_attr"}
         constants = {read: resolve(model, str(read.target)) for read in node.all_input_nodes if read.op == "get_attr"}
         module = resolve(model, str(node.target)) if node.op == "call_module" else None
-        if node.op == "call_function" and not any(map(_holds_nodes, (*node.args, node.kwargs))):
+        if node.op == "call_function" and not is_python(node) and not any(map(_holds_nodes, (*node.args, node.kwargs))):
             target: Any = node.target
             kwargs = dict(node.kwargs)
             given = [constants.get(each, each) if isinstance(each, fx.Node) else each for each in node.args]
@@ -340,7 +341,7 @@ class _Primitive:
             def value(read: fx.Node) -> Any:
                 return constants[read] if read in constants else values[places[read]]
 
-            args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+            args, kwargs = arguments_of(node, value)
             if node.op == "call_function":
                 values[writes] = node.target(*args, **kwargs)  # type: ignore[operator]
             elif module is not None:

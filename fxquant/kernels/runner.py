@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.graph import kernel, resolve
+from fxquant.interpreter import Interpreter
 from fxquant.kernels.admission import prove
 from fxquant.kernels.patterns import without_negatives
 from fxquant.kernels.program import Choice, Chosen, Layout, Program, returned
@@ -192,12 +193,11 @@ def _version(tensor: Any) -> int:
     return tensor._version if isinstance(tensor, Tensor) and not tensor.is_inference() else 0
 
 
-class _Recorder(fx.Interpreter):
+class _Recorder(Interpreter):
     """Runs the primitives, and notes sizes, strides and dtypes."""
 
     def __init__(self, model: fx.GraphModule) -> None:
         super().__init__(model)
-        self.extra_traceback = False
         self.layouts: dict[fx.Node, Layout] = {}
 
     def run_node(self, n: fx.Node) -> Any:
@@ -205,9 +205,6 @@ class _Recorder(fx.Interpreter):
         if isinstance(result, Tensor):
             self.layouts[n] = tuple(result.shape), result.stride(), result.dtype
         return result
-
-    def fetch_attr(self, target: str) -> Any:
-        return resolve(self.module, target)
 
     def output(self, target: Any, args: Any, kwargs: Any) -> Any:
         assert isinstance(self.module, fx.GraphModule)

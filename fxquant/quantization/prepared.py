@@ -49,7 +49,11 @@ class QuantizedOperator(nn.Module):
     observed      beyond this interval, values of its result are observed as its nearer end: to what reads them they are no different
     inputs        the quantizers of its operands, by parameter name. They belong to the operators that made the
                   operands, so they are referred to without being registered here.
+    owners        the user's modules whose `training` flag it obeys besides its own, referred to without being registered here: that
+                  of its call, and that of its batch norm; None for the model itself
     """
+
+    owners: tuple[nn.Module | None, nn.Module | None] = (None, None)
 
     def __init__(
         self,
@@ -108,6 +112,13 @@ class QuantizedOperator(nn.Module):
         """Whether what it computes was too small for the sums that read it: its weight's learned scale then starts at every call."""
         return any(quantizer is not None and quantizer.unseen for quantizer in (*self._shared, self.intermediate))
 
+    def is_training(self) -> bool:
+        """Whether statistics follow the batches and dropout drops: in TRAIN, while it and the module of its call are in train mode."""
+        return self._trains_in(self.owners[0])
+
+    def _trains_in(self, owner: nn.Module | None) -> bool:
+        return self.state is State.TRAIN and self.training and (owner is None or owner.training)
+
     def multiplied(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call with its parameters as they act: multiplied by the factors of its channels.
 
@@ -152,8 +163,7 @@ class QuantizedOperator(nn.Module):
         return named | {f"its constant {name!r}": value for name in constants if isinstance(value := arguments[name], Tensor)}
 
     def _integer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        moving = self.state is State.TRAIN and self.training
-        observing = moving and self.owns_output
+        observing = self.is_training and self.owns_output
         if not self.plain and not (observing and self.output.follows_training):
             self.output.require()
         lowering = self.lowering(EagerLowering)
@@ -173,7 +183,7 @@ class QuantizedOperator(nn.Module):
 
     def lowering(self, kind: type[Lowered]) -> Lowered:
         """What its operator is lowered with to be computed at once, in the state and mode it is in."""
-        moving = self.state is State.TRAIN and self.training
+        moving = self.is_training
         lowering = kind(
             self.name,
             self.arithmetic,
@@ -182,7 +192,7 @@ class QuantizedOperator(nn.Module):
             self.weight_quantizer,
             training=moving,
             observing=moving and self.owns_output,
-            live_batch_norm=moving and self.live_batch_norm,
+            live_batch_norm=self._trains_in(self.owners[1]) and self.live_batch_norm,
         )
         lowering.shares, lowering.observed = not self.owns_output and not self.plain, self.observed
         lowering.keeps_start = lowering.keeps_start and not self.unseen

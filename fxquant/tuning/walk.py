@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from fxquant.errors import CalibrationError
 from fxquant.facts import TensorFact
 from fxquant.graph import fact, resolve
+from fxquant.interpreter import arguments_of as own_arguments
 from fxquant.progress import progress
 from fxquant.quantization.batches import as_batches, first_batches, length, model_inputs, no_batches
 from fxquant.quantization.prepared import QuantizedOperator
@@ -186,5 +187,4 @@ def run(prepared: fx.GraphModule, node: fx.Node, values: Values, *, exact: bool)
 
 def arguments_of(node: fx.Node, values: Values) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a node with the values of what it reads."""
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-    return args, dict(kwargs)
+    return own_arguments(node, values.__getitem__)
