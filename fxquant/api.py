@@ -27,6 +27,7 @@ from fxquant.backends.onnx.layouts import LAYOUTS
 from fxquant.copying import copy_parameters
 from fxquant.errors import ConfigurationError
 from fxquant.facts import TensorFact
+from fxquant.files import write_files
 from fxquant.forms import Batches, verify
 from fxquant.frontend import attach_branch, attach_input_check, attach_signature, float_model, is_traced, trace
 from fxquant.graph import fact, is_deployed, set_channel_exponents
@@ -528,9 +529,7 @@ def quantize(
 def dump(model: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
     """Write the graph's text to `path`/graph.txt, and its explanation to `path`/explain.txt; returns the directory."""
     directory = Path(path)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "graph.txt").write_text(text(model, steps=True), encoding="utf-8")
-    (directory / "explain.txt").write_text(explain(model), encoding="utf-8")
+    write_files(directory, {"graph.txt": text(model, steps=True), "explain.txt": explain(model)})
     return directory
 
 

@@ -15,7 +15,7 @@ from fxquant.analysis.record import record as record_values
 from fxquant.analysis.report import DeviationReport, Report
 from fxquant.analysis.segments import crossings, float_outputs
 from fxquant.analysis.verify import check_batches, check_same_model, form_of
-from fxquant.arguments import checked
+from fxquant.arguments import PATH, accepted, checked
 from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIME_NAMES, OnnxModel
 from fxquant.errors import ConfigurationError, Interrupted
 from fxquant.graph import is_deployed
@@ -51,7 +51,7 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
     if not isinstance(second, str | os.PathLike):
         _verify(left, [form_of(second), *kernel_forms(first, second)], inputs, integer, report, show_progress)
         return report
-    opened = OnnxModel(second)
+    opened = OnnxModel(accepted("verify", "path", second, PATH))
     check_same_model(left, opened)
     mine = left.model.meta["target"].name
     report.targets = (mine, opened.target) if opened.target not in (mine, "") else None

@@ -14,6 +14,7 @@ from torch import fx
 from fxquant.analysis.check import findings
 from fxquant.arguments import FILE, FLAG, Kind, checked, instance
 from fxquant.errors import ConfigurationError
+from fxquant.files import write_file
 from fxquant.progress import working
 from fxquant.quantization.batches import as_batches, first_batches
 from fxquant.reporting.comparison import Comparison, compare
@@ -92,7 +93,4 @@ def report(
     page = resources.files("fxquant.reporting").joinpath("page.html").read_text(encoding="utf-8")
     head, rest = page.split("__DATA__")
     middle, tail = rest.split("__PLOTLY__")
-    file = Path(path)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(head + text.replace("<", "\\u003c") + middle + get_plotlyjs() + tail, encoding="utf-8")
-    return file
+    return write_file(path, head + text.replace("<", "\\u003c") + middle + get_plotlyjs() + tail)

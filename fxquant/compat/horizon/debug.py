@@ -16,6 +16,7 @@ from fxquant.arguments import FILE, checked
 from fxquant.compat.horizon.march import required
 from fxquant.compat.horizon.quantization import convert_fx
 from fxquant.errors import ConfigurationError
+from fxquant.files import write_file
 from fxquant.graph import is_deployed
 
 
@@ -113,8 +114,7 @@ def _table(rows: list[Similarity], threshold: float | None, higher_is_better: bo
 
 
 def _write(folder: str, name: str, text: str) -> None:
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    (Path(folder) / name).write_text(text, encoding="utf-8")
+    write_file(Path(folder) / name, text)
 
 
 @checked()
