@@ -117,7 +117,9 @@ def record(
     wanted = Wanted.of(*kinds, real=real)
     if isinstance(model, str | os.PathLike):
         _refuse("state", state, "an ONNX file has no states")
-        return record_values(OnnxForm(OnnxModel(model), runtime or RUNTIME_NAMES[0]), as_batches(batches), wanted)
+        return record_values(
+            OnnxForm(OnnxModel(accepted("record", "path", model, PATH)), runtime or RUNTIME_NAMES[0]), as_batches(batches), wanted
+        )
     if not isinstance(model, fx.GraphModule):
         raise ConfigurationError(
             f"the tensors of a {type(model).__name__} cannot be recorded",
