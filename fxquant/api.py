@@ -31,7 +31,7 @@ from fxquant.files import write_files
 from fxquant.forms import Batches, verify
 from fxquant.frontend import attach_branch, attach_input_check, attach_signature, float_model, is_traced, trace
 from fxquant.frontend.fixed_batch import with_fixed_batch
-from fxquant.graph import fact, is_deployed, set_channel_exponents
+from fxquant.graph import fact, is_deployed, set_channel_exponents, stage_of
 from fxquant.kernels.runner import Runner
 from fxquant.model import CARRIED, RUNNER, Model, autocast_off, collection_paused, copy_graph
 from fxquant.passes import CONVERT, PREPARE
@@ -254,7 +254,7 @@ def check(
 
     Raises UnknownTarget, TraceError or ConfigurationError.
     """
-    if isinstance(model, fx.GraphModule) and model.meta.get("stage") == "PREPARED":
+    if isinstance(model, fx.GraphModule) and stage_of(model) == "PREPARED":
         return findings(model, model.meta["target"])
     chosen, mapping = backends.get(target), _rules(qconfig)
     traced = trace(model, example_inputs, dynamic_shapes, leaf=leaf)
@@ -425,7 +425,7 @@ def export_onnx(
     appears, and appears whole or not at all. Raises ConfigurationError or ExportError.
     """
     options: dict[str, Any] = {"external_data": external_data, "layouts": layouts}
-    if isinstance(model, fx.GraphModule) and model.meta.get("stage") == Stage.PREPARED.name:
+    if isinstance(model, fx.GraphModule) and stage_of(model) == Stage.PREPARED.name:
         model, style = convert(model, kernels="reference"), "qdq" if style == "auto" else style
     elif isinstance(model, nn.Module) and not is_deployed(model):
         if style not in ("auto", "float") or io != "float":

@@ -18,7 +18,7 @@ from fxquant.analysis.verify import check_batches, check_same_model, form_of
 from fxquant.arguments import PATH, accepted, checked
 from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIME_NAMES, OnnxModel
 from fxquant.errors import ConfigurationError, Interrupted
-from fxquant.graph import is_deployed
+from fxquant.graph import is_deployed, stage_of
 from fxquant.progress import progress
 from fxquant.quantization.batches import as_batches
 from fxquant.quantization.state import State
@@ -127,7 +127,7 @@ def record(
             remedy="pass fxq.trace(model, example_inputs)",
         )
     _refuse("runtime", runtime, "this model is run by PyTorch")
-    if model.meta.get("stage") != "PREPARED":
+    if stage_of(model) != "PREPARED":
         _refuse("state", state, "only prepared models have states")
     return record_values(GraphForm(model, None if state is None else State(state)), as_batches(batches), wanted)
 

@@ -13,7 +13,7 @@ from fxquant.analysis.fused import told
 from fxquant.analysis.layers import HOST, Layer, layers, left_in_float
 from fxquant.arguments import checked
 from fxquant.frontend import assumptions
-from fxquant.graph import QParams
+from fxquant.graph import QParams, model_meta
 from fxquant.numerics import ACTIVATION_TYPES
 
 SHOWN_REASONS = 4  # in the line of the summary; the table has them all
@@ -37,7 +37,7 @@ def explain(model: fx.GraphModule, *, steps: bool = False, machine: bool = False
     lines.append("")
     lines.append(summary(known))
     lines.extend(f"fixed by the model's Python: {text}" for text in assumptions(model))
-    lines.extend(model.meta.get("not_done", ()))
+    lines.extend(model_meta(model).get("not_done", ()))
     lines.extend(told(model, machine))
     return "\n".join(lines) + "\n"
 

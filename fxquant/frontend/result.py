@@ -23,7 +23,7 @@ from fxquant.frontend.outputs import set_form
 from fxquant.frontend.signature import attach_signature, set_signature
 from fxquant.frontend.snapshot import Snapshot
 from fxquant.frontend.tracer import Recording
-from fxquant.graph import attach
+from fxquant.graph import attach, model_meta
 from fxquant.model import CARRIED, Model, replace_graph
 
 _ASSUMPTIONS = "fxquant.assumptions"
@@ -31,7 +31,7 @@ _ASSUMPTIONS = "fxquant.assumptions"
 
 def assumptions(module: fx.GraphModule) -> list[str]:
     """What was fixed while tracing, one sentence each."""
-    found: list[str] = module.meta.get(_ASSUMPTIONS, [])
+    found: list[str] = model_meta(module).get(_ASSUMPTIONS, [])
     return found
 
 

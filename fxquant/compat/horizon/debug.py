@@ -17,7 +17,7 @@ from fxquant.compat.horizon.march import required
 from fxquant.compat.horizon.quantization import convert_fx
 from fxquant.errors import ConfigurationError
 from fxquant.files import write_file
-from fxquant.graph import is_deployed
+from fxquant.graph import is_deployed, stage_of
 
 
 def _cosine(one: Tensor, other: Tensor) -> float:
@@ -54,14 +54,14 @@ class Similarity(NamedTuple):
 def _values(model: Any, inputs: Any, other: Any) -> dict[str, Tensor]:
     """The real values of a form's tensors by name; of a float model, those that the other form's operators would have in float."""
     state = None
-    if not isinstance(model, fx.GraphModule) or "stage" not in model.meta:
+    if not isinstance(model, fx.GraphModule) or stage_of(model) is None:
         target = getattr(other, "meta", {}).get("target")
         model, state = fxq.prepare(model, inputs, required("featuremap_similarity") if target is None else target), fxq.State.FLOAT
     return next(iter(fxq.record(model, [inputs], ["quantized", "outputs"], real=True, state=state)))
 
 
 def _scales(model: Any) -> dict[str, float]:
-    if not isinstance(model, fx.GraphModule) or "stage" not in model.meta:
+    if not isinstance(model, fx.GraphModule) or stage_of(model) is None:
         return {}
     scales = {layer.name: layer.grid.scale for layer in fxq.layers(model) if layer.grid is not None}
     return {name: scale for name, scale in scales.items() if isinstance(scale, float)}

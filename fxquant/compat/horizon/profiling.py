@@ -12,6 +12,7 @@ import fxquant as fxq
 from fxquant.arguments import FLAG, FOLDER, checked
 from fxquant.compat.horizon.march import required
 from fxquant.files import write_file
+from fxquant.graph import stage_of
 
 
 @checked(print_tabulate=FLAG)
@@ -20,7 +21,7 @@ def check_unfused_operations(model: nn.Module, example_inputs: Any, print_tabula
 
     A float model is prepared for the march that was set. The rows are printed unless `print_tabulate` is False.
     """
-    prepared = isinstance(model, fx.GraphModule) and model.meta.get("stage") == "PREPARED"
+    prepared = isinstance(model, fx.GraphModule) and stage_of(model) == "PREPARED"
     rows = fxq.checks.not_fused(model if prepared else fxq.prepare(model, example_inputs, required("check_unfused_operations")))  # type: ignore[arg-type]
     if print_tabulate:
         print(rows)
