@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 import fxquant as fxq
-from fxquant import files as writing
 from fxquant.backends.onnx import files as onnx_files
 from fxquant.compat import horizon
 from fxquant.files import write_file, write_files
@@ -113,7 +112,7 @@ def test_of_several_files_each_is_whole_wherever_putting_them_in_place_ends(tmp_
             Path(source).rename(place)
 
         with monkeypatch.context() as patched:
-            patched.setattr(writing.os, "replace", replace)
+            patched.setattr(os, "replace", replace)
             try:
                 write_files(tmp_path, new)
             except KeyboardInterrupt:
@@ -124,8 +123,8 @@ def test_of_several_files_each_is_whole_wherever_putting_them_in_place_ends(tmp_
 def test_all_files_are_flushed_to_the_disk_before_the_first_is_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     real = os.replace
-    monkeypatch.setattr(writing.os, "fsync", lambda handle: events.append("fsync"))
-    monkeypatch.setattr(writing.os, "replace", lambda source, place: (events.append("replace"), real(source, place)))
+    monkeypatch.setattr(os, "fsync", lambda handle: events.append("fsync"))
+    monkeypatch.setattr(os, "replace", lambda source, place: (events.append("replace"), real(source, place)))
     write_files(tmp_path, {"a": "1", "b": b"2"})
     assert events == ["fsync", "fsync", "replace", "replace", "fsync"]
 
