@@ -20,16 +20,18 @@ from fxquant.analysis.explain import explain, summary
 from fxquant.analysis.layers import layers
 from fxquant.analysis.report import Report
 from fxquant.analysis.text import text
-from fxquant.arguments import FOLDER, PATH, checked, instance
+from fxquant.arguments import FOLDER, PATH, POSITIVE, checked, instance
 from fxquant.backends.onnx.export import export_integer
 from fxquant.backends.onnx.float_file import export_float
 from fxquant.backends.onnx.layouts import LAYOUTS
 from fxquant.copying import copy_parameters
 from fxquant.errors import ConfigurationError
 from fxquant.facts import TensorFact
+from fxquant.files import write_files
 from fxquant.forms import Batches, verify
 from fxquant.frontend import attach_branch, attach_input_check, attach_signature, float_model, is_traced, moved_by_forward, trace
-from fxquant.graph import fact, is_deployed, set_channel_exponents
+from fxquant.frontend.fixed_batch import with_fixed_batch
+from fxquant.graph import fact, is_deployed, set_channel_exponents, stage_of
 from fxquant.hooks import attach_hooks
 from fxquant.kernels.runner import Runner
 from fxquant.model import CALLS, CARRIED, RUNNER, Model, autocast_off, collection_paused, copy_graph
@@ -270,7 +272,7 @@ def check(
 
     Raises UnknownTarget, TraceError or ConfigurationError.
     """
-    if isinstance(model, fx.GraphModule) and model.meta.get("stage") == "PREPARED":
+    if isinstance(model, fx.GraphModule) and stage_of(model) == "PREPARED":
         return findings(model, model.meta["target"])
     chosen, mapping = backends.get(target), _rules(qconfig)
     traced = trace(model, example_inputs, dynamic_shapes, leaf=leaf)
@@ -394,7 +396,7 @@ def calibrate(
     return prepared
 
 
-@checked(layouts=LAYOUTS)
+@checked(layouts=LAYOUTS, batch_size=POSITIVE.or_none("it varies where the model was traced so"))
 @working("writing ONNX")
 def export_onnx(
     model: nn.Module,
@@ -408,6 +410,7 @@ def export_onnx(
     external_data: bool | None = None,
     layouts: Mapping[str, str] | None = None,
     example_inputs: Any = None,
+    batch_size: int | None = None,
 ) -> Path:
     """Write a model as an ONNX file, and return its path: an integer model, a prepared one, or a float one.
 
@@ -428,18 +431,20 @@ def export_onnx(
     layouts        {"image": "NHWC"}: inputs of the file, by name, that are given with their channels last. A Transpose inside puts
            them where PyTorch has them; `verify` and `record` take PyTorch's layout all the same.
     example_inputs of a float model that `trace` has not made, what it is called with
+    batch_size     so many rows are the batch of the file, for compilers that need every size: each input, output and value inside has a
+           fixed shape, as if the model was traced with dynamic_shapes={}, and `verify` takes batches of this size. By default the batch
+           is dynamic where the model was traced so.
 
     A prepared model is written with the weights and scales of this moment, as fxq.convert(model) would be: its grids are in the file's
     QuantizeLinear. A float model is traced in eval mode and written by PyTorch's exporter, in style "float"; onnxruntime's numbers are
     compared with PyTorch's before the file appears.
 
     What the file says about itself is read by `onnx_metadata`: scales, zero points and dtypes of its inputs, outputs
-    and inner tensors. Numbers and None beside the tensors that the model returns are no part of the file. The batch is
-    dynamic where the model was traced so. The file is checked before it appears, and
-    appears whole or not at all. Raises ConfigurationError or ExportError.
+    and inner tensors. Numbers and None beside the tensors that the model returns are no part of the file. The file is checked before it
+    appears, and appears whole or not at all. Raises ConfigurationError or ExportError.
     """
     options: dict[str, Any] = {"external_data": external_data, "layouts": layouts}
-    if isinstance(model, fx.GraphModule) and model.meta.get("stage") == Stage.PREPARED.name:
+    if isinstance(model, fx.GraphModule) and stage_of(model) == Stage.PREPARED.name:
         model, style = convert(model, kernels="reference"), "qdq" if style == "auto" else style
     elif isinstance(model, nn.Module) and not is_deployed(model):
         if style not in ("auto", "float") or io != "float":
@@ -454,11 +459,15 @@ def export_onnx(
                 because="they give its graph shapes and dtypes",
                 remedy="pass example_inputs=, or what fxq.convert returns if the integer model was meant",
             )
-        return export_float(trace(model, example_inputs), path, opset, input_names, output_names, **options)
+        traced = trace(model, example_inputs)
+        fixed = traced if batch_size is None else with_fixed_batch(traced, batch_size)
+        return export_float(fixed, path, opset, input_names, output_names, **options)
     if example_inputs is not None:
         raise ConfigurationError(
             "example_inputs mean nothing here", because="a prepared and an integer model are graphs already", remedy="leave them out"
         )
+    if batch_size is not None and isinstance(model, fx.GraphModule) and is_deployed(model):
+        model = with_fixed_batch(model, batch_size)
     return export_integer(model, path, style, io, opset, input_names, output_names, **options)  # type: ignore[arg-type]
 
 
@@ -547,9 +556,7 @@ def quantize(
 def dump(model: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
     """Write the graph's text to `path`/graph.txt, and its explanation to `path`/explain.txt; returns the directory."""
     directory = Path(path)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "graph.txt").write_text(text(model, steps=True), encoding="utf-8")
-    (directory / "explain.txt").write_text(explain(model), encoding="utf-8")
+    write_files(directory, {"graph.txt": text(model, steps=True), "explain.txt": explain(model)})
     return directory
 
 

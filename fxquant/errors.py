@@ -93,7 +93,7 @@ class MissingModule(ConfigurationError, AttributeError):
 
 
 class ExportError(FxQuantError):
-    """The graph cannot be written as ONNX, or a file is not what it should be."""
+    """The graph cannot be exported, a file cannot be written, or a file is not what it should be."""
 
 
 class Interrupted(KeyboardInterrupt):

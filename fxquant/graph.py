@@ -441,9 +441,20 @@ def set_kernel(node: fx.Node, name: str, covers: tuple[str, ...]) -> None:
     node.meta["kernel"] = name, covers
 
 
+def model_meta(model: Any) -> dict[str, Any]:
+    """The `meta` of a graph module; empty for any other module, and for subclasses whose constructors leave it out."""
+    found = getattr(model, "meta", None) if isinstance(model, fx.GraphModule) else None
+    return found if isinstance(found, dict) else {}
+
+
+def stage_of(model: Any) -> str | None:
+    """The stage that the passes left a graph at; None for a module that they have not rewritten."""
+    return model_meta(model).get("stage")
+
+
 def is_deployed(model: Any) -> bool:
     """Whether this is an integer model, with kernels or without."""
-    return bool(getattr(model, "meta", {}).get("stage") in ("INTEGER", "FUSED"))
+    return stage_of(model) in ("INTEGER", "FUSED")
 
 
 def origin(node: fx.Node) -> str:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 # What each module may import of ours; one in a room goes by its own name. A row covers the module and those below it, the longest
 # row wins, and there is no row that does not have to be there: a new module gets its own.
-BASE = {"arguments", "clamping", "errors", "numerics", "rescaling", "observers", "rounding", "spec", "mapping"}
+BASE = {"arguments", "clamping", "errors", "files", "numerics", "rescaling", "observers", "rounding", "spec", "mapping"}
 NOUNS = BASE | {
     "arithmetic", "batch_norm", "breaches", "copying", "factors", "facts", "graph", "learning", "lowering", "measures", "model", "ops",
     "owners", "pipeline", "prepared", "primitives", "proof", "quantizer", "remedies", "rules", "stage", "state", "stubs", "target", "text",
@@ -26,6 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     # nouns, from the bottom up
     "fxquant.errors": set(),
     "fxquant.arguments": {"errors"},
+    "fxquant.files": {"errors"},
     "fxquant.numerics": {"errors"},
     "fxquant.rescaling": {"numerics"},
     "fxquant.quantization.observers": {"arguments", "errors", "numerics", "observers"},
@@ -156,6 +157,7 @@ ALLOWED: dict[str, set[str]] = {
         "eager",
         "errors",
         "facts",
+        "files",
         "graph",
         "interpreter",
         "layers",
@@ -184,6 +186,7 @@ ALLOWED: dict[str, set[str]] = {
         "backends.c",
         "errors",
         "facts",
+        "files",
         "frontend",
         "graph",
         "primitives",
@@ -191,7 +194,7 @@ ALLOWED: dict[str, set[str]] = {
         "segments",
         "version",
     },
-    "fxquant.backends.cpu": {"arithmetic", "sweeps", "joining", "marks", "tensor_passes", "graph", "observers", "kernels"}
+    "fxquant.backends.cpu": {"arithmetic", "files", "sweeps", "joining", "marks", "tensor_passes", "graph", "observers", "kernels"}
     | {"numerics", "primitives", "target", "backends.cpu"},
     # what is shown of models and of two of their forms
     "fxquant.reporting": {
@@ -205,6 +208,7 @@ ALLOWED: dict[str, set[str]] = {
         "check",
         "errors",
         "facts",
+        "files",
         "frontend",
         "graph",
         "inspection",
@@ -228,7 +232,7 @@ ALLOWED: dict[str, set[str]] = {
         NOUNS | {"api", "batches", "frontend", "observations", "progress", "tuning"},
     ),
     **dict.fromkeys(("fxquant.tuning.remedies", "fxquant.tuning.tune"), NOUNS | {"batches", "record", "serialization", "tuning"}),
-    "fxquant.demo": {"", "arguments", "backends", "demo", "errors", "graph", "primitives", "progress", "target"},
+    "fxquant.demo": {"", "arguments", "backends", "demo", "errors", "files", "graph", "primitives", "progress", "target"},
     "fxquant.analysis.inspection": {
         "backends",
         "errors",

@@ -13,7 +13,7 @@ from fxquant.analysis.fused import told
 from fxquant.analysis.layers import HOST, Layer, layers, left_in_float
 from fxquant.arguments import checked
 from fxquant.frontend import assumptions, moved_by_forward
-from fxquant.graph import QParams
+from fxquant.graph import QParams, model_meta
 from fxquant.numerics import ACTIVATION_TYPES
 
 SHOWN_REASONS = 4  # in the line of the summary; the table has them all
@@ -41,7 +41,7 @@ def explain(model: fx.GraphModule, *, steps: bool = False, machine: bool = False
         if not any(text.startswith(f"{name} is changed in place") for text in fixed):
             fixed.append(f"{name} is moved by forward in train mode, and stays as it is here" + f" ({line})" * bool(line))
     lines.extend(f"fixed by the model's Python: {text}" for text in fixed)
-    lines.extend(model.meta.get("not_done", ()))
+    lines.extend(model_meta(model).get("not_done", ()))
     lines.extend(told(model, machine))
     return "\n".join(lines) + "\n"
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from fxquant.analysis.node import grid_of, primitive_of, quantized_operator
 from fxquant.errors import ConfigurationError
-from fxquant.graph import QParams, computes_tensor, is_deployed, zero_point
+from fxquant.graph import QParams, computes_tensor, is_deployed, stage_of, zero_point
 from fxquant.interpreter import Interpreter
 from fxquant.quantization.batches import bad_batch, model_inputs
 from fxquant.quantization.prepared import quantized_operators
@@ -90,7 +90,7 @@ class GraphForm:
 
     def __init__(self, model: fx.GraphModule, state: State | None = None) -> None:
         self.model, self.state = model, state
-        self.label = "integer" if is_deployed(model) else str(model.meta.get("stage", "traced")).lower()
+        self.label = "integer" if is_deployed(model) else (stage_of(model) or "traced").lower()
         self.nodes = {node.name: node for node in model.graph.nodes}
         kinds = ((node.name, self._kind(node)) for node in model.graph.nodes)
         self.tensors: Mapping[str, str] = {name: kind for name, kind in kinds if kind is not None}

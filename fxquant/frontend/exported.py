@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.graph import _PyTreeCodeGen
 
 from fxquant.frontend.aten import CHECKS, python_form
 from fxquant.frontend.source import is_library
 from fxquant.frontend.values import active, is_tracing
+from fxquant.graph import model_meta
 
+_READ = "fxquant.exported"  # in meta of a module that `module_of` made
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)\n\s*([^\n]*)')
 
 
@@ -35,7 +38,17 @@ def module_of(program: torch.export.ExportedProgram) -> nn.Module:
     module.recompile()
     if hasattr(module, "_guards_fn"):
         del module._guards_fn
+    module.meta[_READ] = True
     return module  # type: ignore[no-any-return]
+
+
+def is_unpacked(module: nn.Module) -> bool:
+    """Whether a module is what `ExportedProgram.module()` or `torch.export.unflatten` returned, and not what `module_of` returned."""
+    if isinstance(module, torch.export.UnflattenedModule):
+        return True
+    if not isinstance(module, fx.GraphModule) or model_meta(module).get(_READ) or not isinstance(module.graph._codegen, _PyTreeCodeGen):
+        return False
+    return any(node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) for node in module.graph.nodes)
 
 
 def _at(path: str, line: str) -> None:

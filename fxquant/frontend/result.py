@@ -25,7 +25,7 @@ from fxquant.frontend.signature import attach_signature, set_signature
 from fxquant.frontend.snapshot import Snapshot
 from fxquant.frontend.state import MovedState
 from fxquant.frontend.tracer import Recording
-from fxquant.graph import attach
+from fxquant.graph import attach, model_meta
 from fxquant.model import CALLS, CARRIED, FROZEN_BY_TRAIN, FROZEN_NORMS, KEPT_IN_EVAL, Model, replace_graph
 
 _ASSUMPTIONS = "fxquant.assumptions"
@@ -34,7 +34,7 @@ _MOVED = "fxquant.moved_by_forward"
 
 def assumptions(module: fx.GraphModule) -> list[str]:
     """What was fixed while tracing, one sentence each."""
-    found: list[str] = module.meta.get(_ASSUMPTIONS, [])
+    found: list[str] = model_meta(module).get(_ASSUMPTIONS, [])
     return found
 
 

@@ -14,7 +14,7 @@ from torch import fx, nn
 import fxquant.quantization.distributed as ranks
 from fxquant.arguments import FLAG, Kind, checked
 from fxquant.errors import ConfigurationError, FxQuantError
-from fxquant.graph import by_name
+from fxquant.graph import by_name, stage_of
 from fxquant.numerics import is_scale
 from fxquant.progress import progress
 from fxquant.quantization.batches import first_batches, length, model_inputs, no_batches
@@ -32,7 +32,7 @@ INTERMEDIATE = ".intermediate"  # behind an operator's name: what its residual i
 
 def require_prepared(model: nn.Module) -> None:
     """Raise ConfigurationError if this is no prepared model."""
-    if not isinstance(model, fx.GraphModule) or model.meta.get("stage") != "PREPARED":
+    if not isinstance(model, fx.GraphModule) or stage_of(model) != "PREPARED":
         if isinstance(getattr(model, "module", None), fx.GraphModule):
             raise ConfigurationError(
                 f"a {type(model).__name__} is no prepared model",

@@ -20,7 +20,7 @@ from fxquant.backends.onnx.runtime import RUNTIME_NAMES, OnnxModel
 from fxquant.errors import ConfigurationError
 from fxquant.facts import TensorFact
 from fxquant.frontend import trace
-from fxquant.graph import QParams, argument_name, channel_exponents, fact, is_deployed
+from fxquant.graph import QParams, argument_name, channel_exponents, fact, is_deployed, stage_of
 from fxquant.quantization.batches import example_inputs
 from fxquant.quantization.prepared import quantized_operators
 from fxquant.quantization.state import State
@@ -69,7 +69,7 @@ class Side:
 
     def _of_graph(self, form: GraphForm) -> None:
         model = form.model
-        stage = model.meta.get("stage")
+        stage = stage_of(model)
         self.inputs = [node.name for node in model.graph.nodes if node.op == "placeholder"]
         self.facts: dict[str, Facts] = {}
         operands = {node.name: node.all_input_nodes for node in model.graph.nodes}
@@ -141,12 +141,12 @@ def side_of(model: Any, batch: Any, state: State | str | None, beside: Any = Non
             remedy="pass a float model, the result of fxq.trace, fxq.prepare or fxq.convert, or a path",
         )
     graph = model
-    if not (isinstance(model, fx.GraphModule) and (model.meta.get("stage") == "PREPARED" or is_deployed(model))):
+    if not (isinstance(model, fx.GraphModule) and (stage_of(model) == "PREPARED" or is_deployed(model))):
         inputs = list(beside.graph.find_nodes(op="placeholder")) if isinstance(beside, fx.GraphModule) else []
         example = _example(model, batch, len(inputs)) if isinstance(model, nn.Module) else batch
         graph = trace(model, example, _dynamic_shapes(example, inputs))
     assert isinstance(graph, fx.GraphModule)
-    if graph.meta.get("stage") != "PREPARED":
+    if stage_of(graph) != "PREPARED":
         _refuse(state, "only prepared models have states")
     return Side(GraphForm(graph, None if state is None else State(state)))
 

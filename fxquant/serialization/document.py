@@ -21,7 +21,7 @@ from fxquant.frontend import InputCheck, attach_input_check, is_traced
 from fxquant.frontend.branches import ReturnInTraining
 from fxquant.frontend.outputs import ReturnForm, is_form
 from fxquant.frontend.signature import CallSignature, attach_signature, is_signature
-from fxquant.graph import Annotation, Constant, Operation, Part, QParams, Reference, fact, operation, resolve, spelling
+from fxquant.graph import Annotation, Constant, Operation, Part, QParams, Reference, fact, operation, resolve, spelling, stage_of
 from fxquant.hooks import are_calls, restore_hooks
 from fxquant.model import CALLS, CARRIED, Model, replace_graph
 from fxquant.ops import MODULES, Fixed, Own, Same
@@ -59,7 +59,7 @@ _PATH = re.compile(r"[^.\"\\\s]+(\.[^.\"\\\s]+)*")  # stands in the generated co
 
 def write_model(model: Any, target_of: TargetOf) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The document and the tensors of a model. Raises ExportError, naming what it is, if anything of it has no form there."""
-    if not isinstance(model, fx.GraphModule) or not (is_traced(model) or "stage" in model.meta):
+    if not isinstance(model, fx.GraphModule) or not (is_traced(model) or stage_of(model) is not None):
         cannot_save(f"a {type(model).__name__}", "it is no model of fxquant's at any stage", "save what trace, prepare or convert returned")
     if any(isinstance(hook, ReturnInTraining) for hook in model._forward_hooks.values()):
         cannot_save(

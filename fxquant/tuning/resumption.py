@@ -1,12 +1,10 @@
-"""What files of finished work share: which call they are of, that they are written whole, and how they are refused."""
+"""What files of finished work share: which call they are of, and how they are refused."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -45,15 +43,6 @@ def require_whole(written: object, *documents: Any) -> None:
     """Raise ValueError if what a file says of its own digest is not so."""
     if written != text_digest(*documents):
         raise ValueError("it was changed, or damaged, since it was written")
-
-
-def write_whole(path: str, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file that takes this path's place when it is complete, in a folder that is made if it is missing."""
-    place = Path(path)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    part = place.with_name(place.name + ".part")
-    write(part)
-    os.replace(part, place)
 
 
 def digest(tensors: Iterable[Tensor]) -> str:

@@ -20,6 +20,7 @@ from fxquant.api import calibrate, prepare
 from fxquant.arguments import CALLABLE, COUNT, FLAG, Kind, checked
 from fxquant.errors import ConfigurationError
 from fxquant.frontend import float_model
+from fxquant.graph import stage_of
 from fxquant.progress import progress
 from fxquant.quantization.batches import as_batches, example_inputs, no_batches
 from fxquant.quantization.mapping import QConfigMapping
@@ -192,7 +193,7 @@ def as_prepared(
     float_only: bool = False,
 ) -> fx.GraphModule:
     """The model prepared and calibrated, or as it is if it is such. Raises NotCalibrated where a scale is missing."""
-    is_prepared = isinstance(model, fx.GraphModule) and model.meta.get("stage") == "PREPARED"
+    is_prepared = isinstance(model, fx.GraphModule) and stage_of(model) == "PREPARED"
     if is_prepared and float_only:
         raise ConfigurationError(
             "a prepared model cannot be prepared anew",
