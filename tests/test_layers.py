@@ -24,6 +24,7 @@ NOUNS = BASE | {
 ALLOWED: dict[str, set[str]] = {
     # nouns, from the bottom up
     "fxquant.errors": set(),
+    "fxquant.addresses": set(),
     "fxquant.arguments": {"errors"},
     "fxquant.numerics": {"errors"},
     "fxquant.rescaling": {"numerics"},
@@ -44,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.stubs": {"facts", "graph"},
     "fxquant.copying": set(),
     "fxquant.model": {"codegen", "errors", "graph"},
-    "fxquant.kernels": {"facts", "graph", "kernels", "model", "numerics", "primitives", "progress"},
+    "fxquant.kernels": {"addresses", "facts", "graph", "kernels", "model", "numerics", "primitives", "progress"},
     "fxquant.quantization.rules": {"graph", "mapping", "ops", "spec"},
     "fxquant.target": {"arguments", "arithmetic", "errors", "numerics"},
     "fxquant.quantization.learning": {"learning", "numerics"},
@@ -53,7 +54,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.primitives": {"errors", "facts", "numerics", "primitives"},
     "fxquant.arithmetic": {"numerics", "primitives", "rescaling"},
     "fxquant.tensor_passes": set(),
-    "fxquant.sweeps": {"marks", "numerics", "primitives", "tensor_passes"},
+    "fxquant.sweeps": {"addresses", "marks", "numerics", "primitives", "tensor_passes"},
     "fxquant.marks": set(),
     "fxquant.joining": {"marks", "numerics", "primitives", "sweeps", "tensor_passes"},
     "fxquant.curves": {"joining", "numerics"},
@@ -178,7 +179,7 @@ ALLOWED: dict[str, set[str]] = {
         "segments",
         "version",
     },
-    "fxquant.backends.cpu": {"arithmetic", "sweeps", "joining", "marks", "tensor_passes", "graph", "observers", "kernels"}
+    "fxquant.backends.cpu": {"addresses", "arithmetic", "sweeps", "joining", "marks", "tensor_passes", "graph", "observers", "kernels"}
     | {"numerics", "primitives", "target", "backends.cpu"},
     # what is shown of models and of two of their forms
     "fxquant.reporting": {

@@ -79,7 +79,7 @@ def export_c(integer: fx.GraphModule, path: str | os.PathLike[str], *, batch_siz
             with Path(folder, data).open("wb") as stream:
                 for value in program.arrays:
                     assert value.constant is not None
-                    stream.write(value.constant.numpy().tobytes())
+                    stream.write(value.constant.numpy(force=True).tobytes())
             os.replace(Path(folder, data), path.with_suffix(".data"))
         for file in texts:
             os.replace(Path(folder, file), path.parent / file)
