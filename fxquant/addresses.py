@@ -32,6 +32,9 @@ def address(tensor: Tensor) -> int:
     return found
 
 
+memory_start = Tensor.data_ptr  # of a tensor with memory, to be compared with what it was
+
+
 def start(tensor: Tensor) -> int | None:
     """Where a tensor begins in the memory of its device; None if its memory does not hold its values, or it has none."""
     return None if tensor.is_neg() or tensor.is_conj() or tensor.is_meta else tensor.data_ptr()

@@ -31,7 +31,7 @@ from fxquant.forms import Batches, verify
 from fxquant.frontend import attach_branch, attach_input_check, attach_signature, float_model, is_traced, trace
 from fxquant.graph import fact, is_deployed, set_channel_exponents
 from fxquant.kernels.runner import Runner
-from fxquant.model import CARRIED, RUNNER, Model, autocast_off, collection_paused, copy_graph
+from fxquant.model import CARRIED, RUNNER, Model, autocast_off, collection_paused, copy_graph, look_at_constants
 from fxquant.passes import CONVERT, PREPARE
 from fxquant.pipeline import BATCH_NORM_MODES, Context, Dial, Pass, check_until, run, with_own
 from fxquant.progress import working
@@ -419,6 +419,7 @@ def export_onnx(
     dynamic where the model was traced so. The file is checked before it appears, and
     appears whole or not at all. Raises ConfigurationError or ExportError.
     """
+    look_at_constants(model)
     options: dict[str, Any] = {"external_data": external_data, "layouts": layouts}
     if isinstance(model, fx.GraphModule) and model.meta.get("stage") == Stage.PREPARED.name:
         model, style = convert(model, kernels="reference"), "qdq" if style == "auto" else style
@@ -546,6 +547,7 @@ def save(model: fx.GraphModule | Observations, path: str | os.PathLike[str]) -> 
     Raises ExportError, and writes nothing, if something has no place in a file: hooks, a class or function that
     is neither PyTorch's nor fxquant's.
     """
+    look_at_constants(model)
     return save_observations(model, path) if isinstance(model, Observations) else save_model(model, path, backends.get)
 
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -17,15 +17,34 @@ from torch.fx.graph import PythonCode
 
 from fxquant.codegen import Code, own_names
 from fxquant.errors import ConfigurationError
+from fxquant.forks import free_in_child, in_child
 from fxquant.graph import is_deployed
 
 
 class _Collection:
-    """How many compilations, in all threads together, have paused the garbage collection, and whether it was on before the first."""
+    """The threads whose compilations have paused the garbage collection, and whether it was on before the first."""
 
     lock = threading.Lock()
-    pauses = 0
+    paused_by: ClassVar[list[int]] = []
     was_on = False
+
+    @classmethod
+    def keep_own(cls) -> None:
+        """In a forked child, forget the compilations of other threads, which do not go on there."""
+        others = [thread for thread in cls.paused_by if thread != threading.get_ident()]
+        for thread in others:
+            cls.resume(thread)
+
+    @classmethod
+    def resume(cls, thread: int) -> None:
+        """A compilation of this thread has ended."""
+        cls.paused_by.remove(thread)
+        if not cls.paused_by and cls.was_on:
+            gc.enable()
+
+
+free_in_child(_Collection, "lock", threading.Lock)
+in_child(_Collection, lambda collection: collection.keep_own())
 
 
 @contextmanager
@@ -36,17 +55,15 @@ def collection_paused() -> Iterator[None]:
     back what the first one found.
     """
     with _Collection.lock:
-        if _Collection.pauses == 0:
+        if not _Collection.paused_by:
             _Collection.was_on = gc.isenabled()
             gc.disable()
-        _Collection.pauses += 1
+        _Collection.paused_by.append(threading.get_ident())
     try:
         yield
     finally:
         with _Collection.lock:
-            _Collection.pauses -= 1
-            if _Collection.pauses == 0 and _Collection.was_on:
-                gc.enable()
+            _Collection.resume(threading.get_ident())
 
 
 @contextmanager
@@ -174,6 +191,13 @@ class Model(fx.GraphModule):
         # A GraphModule would be traced anew from its code, and forget every fact.
         state = {name: value for name, value in self.__dict__.items() if name != "_graph"}
         return _unpickle, (state, [_entry(node) for node in self.graph.nodes])
+
+
+def look_at_constants(model: Any) -> None:
+    """Have what runs an integer model look at all of its constants, so that it computes what is about to be written."""
+    runner = getattr(model, "__dict__", {}).get(RUNNER)
+    if runner is not None:
+        runner.follow(model)
 
 
 def _run_by(reference: Callable[..., Any]) -> Callable[..., Any]:

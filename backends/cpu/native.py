@@ -69,6 +69,15 @@ class Move(ctypes.Structure):
     ]
 
 
+class Watch(ctypes.Structure):
+    """Spans of memory that are watched for changes: the structure of native.c."""
+
+    _fields_ = [
+        *((name, _pointer) for name in ("starts", "sizes", "known")),
+        *((name, _int64) for name in ("always", "count", "next", "remember", "everything", "changed")),
+    ]
+
+
 class Dynamic(ctypes.Structure):
     """A linear layer whose operand becomes bytes on a grid of its own: the structure of native.c."""
 
@@ -107,7 +116,7 @@ class Count(ctypes.Structure):
 @functools.cache
 def library() -> Any:
     """The compiled kernels, or a sentence that says why there are none."""
-    loaded = _loaded(SOURCE, ("convolution", "depthwise", "finish", "quantize", "max_pool", "sum", "lookup", "pairs", "dynamic"))
+    loaded = _loaded(SOURCE, ("convolution", "depthwise", "finish", "quantize", "max_pool", "sum", "lookup", "pairs", "dynamic", "watch"))
     if not isinstance(loaded, str):
         loaded.fxq_has_dot_products.restype = _int64
     return loaded
