@@ -418,15 +418,6 @@ def test_what_is_traced_or_transformed_runs_the_primitives() -> None:
     assert all_equal(torch.func.vmap(integer)(x[None])[0], reference(x))
 
 
-def test_the_cache_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = native._folder()
-    assert folder.stat().st_mode & 0o777 == 0o700
-    folder.chmod(0o777)
-    with pytest.raises(OSError, match="others can write"):
-        native._folder()
-
-
 def test_the_switch_leaves_out_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(native.SWITCH, "0")
     assert native.library.__wrapped__() == "FXQUANT_NATIVE is 0"

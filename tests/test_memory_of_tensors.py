@@ -1,4 +1,4 @@
-"""Functions in C read memory: tensors whose memory does not hold their values have the results of those whose memory does, or are refused."""
+"""Functions in C read memory. Tensors whose memory does not hold their values give the same results, or are refused."""
 
 from __future__ import annotations
 
