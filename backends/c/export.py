@@ -29,6 +29,12 @@ LARGEST_SOURCE = 2**22  # bytes of weights that compilers take as text in reason
 GUARD = """#if defined(__FAST_MATH__) || FLT_EVAL_METHOD != 0
 #error "every float operation has to be rounded once, to its own type: no -ffast-math; on 32-bit x86, -msse2 -mfpmath=sse"
 #endif
+#if defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__
+#error "NaN and infinity are values: no -ffinite-math-only"
+#endif
+#if defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__) || defined(__NO_SIGNED_ZEROS__)
+#error "sums, quotients and zeros are IEEE's: no -fassociative-math, -freciprocal-math, -fno-signed-zeros or -funsafe-math-optimizations"
+#endif
 #if defined(__clang__) || !defined(__GNUC__)
 #pragma STDC FP_CONTRACT OFF
 #endif"""
