@@ -204,6 +204,12 @@ def clamp_bound(value: float | None, scale: float, default: int, limits: IntType
     return min(max(round_half_up(value / scale), limits.low), limits.high)
 
 
+def ends_of(value: Tensor) -> tuple[float, float]:
+    """The least and the largest element of a tensor; 0 and 0 of one without elements, which an empty batch makes."""
+    low, high = torch.aminmax(value.detach()) if value.numel() else (0.0, 0.0)
+    return float(low), float(high)
+
+
 def power_of_two(exponent: Tensor) -> Tensor:
     """2**exponent as float64, exactly, for integer exponents in [-1022, 1023] (built from the bits; pow is not exact)."""
     if torch._C._get_tracing_state() is not None:  # TorchScript cannot see one dtype's bits as another's

@@ -33,7 +33,7 @@ CROSSING: dict[str, Callable[[Limited, Tensor], Tensor]] = {
     "two clamps": lambda model, x: x.clamp(min=1.0).clamp(max=-1.0), "behind relu": lambda model, x: torch.relu(x).clamp(3.0, 2.0),
     "before relu": lambda model, x: torch.relu(x.clamp(1.0, -1.0)), "tensors": lambda model, x: torch.clamp(x, model.low, model.high),
     "of a mean": lambda model, x: x.mean((2, 3)).clamp(0.3, 0.1), "of a sum": lambda model, x: (x + x).clamp(0.3, 0.1),
-    "of a product": lambda model, x: (x * x.sigmoid()).clamp(0.3, 0.1), "of a pooling": lambda model, x: F.avg_pool2d(x, 2).clamp(-0.1, -0.3),
+    "of a product": lambda model, x: (x * x.sigmoid()).clamp(0.3, 0.1), "of a pooling": lambda model, x: F.avg_pool2d(x, 2).clamp(0.3, 0.1),
     "alone": lambda model, x: x.flip(1).clamp(0.3, -0.1), "integers": lambda model, x: x.argmax(1).clamp(5, 2) + x.argmin(1).clamp(3, 1),
     "equal limits": lambda model, x: x.clamp(0.25, 0.25), "hardtanh": lambda model, x: F.hardtanh(x, -1.0, 0.8),
     "no limits": lambda model, x: x.clamp(-math.inf, math.inf),
