@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib import import_module
+from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
@@ -220,9 +223,11 @@ def _unpickle(state: dict[str, Any], entries: list[tuple[Any, ...]]) -> Model:
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
     for op, name, target, args, kwargs, meta in entries:
-        args, kwargs = fx.node.map_aggregate((args, kwargs), lambda value: nodes[value.name] if isinstance(value, _Named) else value)
-        nodes[name] = graph.create_node(op, target, args, kwargs, name)
-        nodes[name].meta.update(meta)
+        args, kwargs = fx.node.map_aggregate(
+            (args, kwargs), lambda value: nodes[value.name] if isinstance(value, _Named) else _found(value)
+        )
+        nodes[name] = graph.create_node(op, _found(target), args, kwargs, name)
+        nodes[name].meta.update((key, _nested(value, _found)) for key, value in meta.items())
     replace_graph(model, graph)
     model.recompile()
     return model
@@ -241,7 +246,38 @@ def _entry(node: fx.Node) -> tuple[Any, ...]:
         return _Named(operand.name)
 
     args, kwargs = fx.map_arg((node.args, node.kwargs), named)
-    return node.op, node.name, node.target, args, dict(kwargs), node.meta
+    args, kwargs = fx.node.map_aggregate((args, dict(kwargs)), _by_name)
+    return node.op, node.name, _by_name(node.target), args, kwargs, {key: _nested(value, _by_name) for key, value in node.meta.items()}
+
+
+@dataclass(frozen=True)
+class _Function:
+    """Stands for a function of a module that pickle cannot find by its qualified name, as those of `torch.nn.functional` that dispatch."""
+
+    module: str
+    name: str
+
+
+def _by_name(value: Any) -> Any:
+    """What stands for such a function; anything else as it is."""
+    if not isinstance(value, FunctionType) or "<locals>" not in value.__qualname__:
+        return value
+    found = getattr(sys.modules.get(value.__module__), value.__name__, None)
+    return _Function(value.__module__, value.__name__) if found is value else value
+
+
+def _found(value: Any) -> Any:
+    """The function that something stands for; anything else as it is."""
+    return getattr(import_module(value.module), value.name) if isinstance(value, _Function) else value
+
+
+def _nested(value: Any, function: Callable[[Any], Any]) -> Any:
+    """A value of `meta` with the function applied to what is in plain containers."""
+    if type(value) in (tuple, list):
+        return type(value)(_nested(item, function) for item in value)
+    if type(value) is dict:
+        return {key: _nested(item, function) for key, item in value.items()}
+    return function(value)
 
 
 def free_name(gm: torch.nn.Module, name: str) -> str:
