@@ -262,7 +262,7 @@ def _by_name(value: Any) -> Any:
     """What stands for such a function; anything else as it is."""
     if not isinstance(value, FunctionType) or "<locals>" not in value.__qualname__:
         return value
-    found = getattr(sys.modules.get(value.__module__), value.__name__, None)
+    found: Any = getattr(sys.modules.get(value.__module__), value.__name__, None)
     return _Function(value.__module__, value.__name__) if found is value else value
 
 

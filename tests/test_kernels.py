@@ -500,7 +500,7 @@ EDITS: dict[str, Callable[[Tensor], object]] = {
     "another data": lambda constant: setattr(constant, "data", -constant.data), "inference mode": through_inference_mode,
     "NumPy": lambda constant: np.negative(constant.numpy(), out=constant.numpy()), "detached": lambda constant: constant.detach().neg_(),
     "one element": lambda constant: constant.data.view(-1)[7:8].add_(1), "shared memory": through_shared_memory,
-    "DLPack": lambda constant: torch.from_dlpack(constant.detach()).neg_(),
+    "DLPack": lambda constant: torch.utils.dlpack.from_dlpack(constant.detach()).neg_(),
     "strides": lambda constant: setattr(constant, "data", constant.data.as_strided(constant.shape, (27, 9, 1, 3))),
     "the same memory again": lambda constant: [setattr(constant, "data", -constant.data), setattr(constant, "data", constant.data + 0)],
 }  # fmt: skip

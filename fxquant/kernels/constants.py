@@ -62,9 +62,9 @@ class Checksums:
 
 def _memory(span: Span) -> memoryview:
     """The bytes of a span, in the tensor's own memory."""
-    storage = torch.empty(0, dtype=torch.uint8).set_(span.tensor.untyped_storage())  # type: ignore[call-overload]
+    storage = torch.empty(0, dtype=torch.uint8).set_(span.tensor.untyped_storage())
     begin = span.tensor.storage_offset() * span.tensor.element_size() + span.first
-    return memoryview(storage.numpy())[begin : begin + span.size]
+    return storage.numpy().data[begin : begin + span.size]
 
 
 _Found = tuple[dict[str, Any], str, Any, int | None, Tensor | None, int]  # where it is held, its version, its memory
@@ -80,9 +80,10 @@ class Constants:
         for path in dict.fromkeys(str(node.target) for node in model.graph.find_nodes(op="get_attr")):
             *parents, name = path.split(".")
             module = resolve(model, ".".join(parents)) if parents else model
-            value = resolve(model, path)
+            value: Any = resolve(model, path)
             for holder in (module._buffers, module._parameters, module._modules):
-                if holder.get(name) is value:
+                held: Any = holder.get(name)
+                if held is value:
                     counted = isinstance(value, Tensor) and not value.is_inference()
                     alias, version = _alias(value), value._version if counted else None
                     self.found.append((holder, name, value, version, alias, 0 if alias is None else memory_start(alias)))
@@ -90,7 +91,8 @@ class Constants:
     def same(self) -> bool:
         """Whether they are those tensors, in that memory, of those versions; one of them in each call, with those strides and dtype."""
         for holder, name, value, version, alias, place in self.found:
-            if holder.get(name) is not value or (version is not None and value._version != version):
+            held: Any = holder.get(name)
+            if held is not value or (version is not None and value._version != version):
                 return False
             if alias is not None and memory_start(value) != place:
                 return False
