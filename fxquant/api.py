@@ -34,7 +34,7 @@ from fxquant.frontend.fixed_batch import with_fixed_batch
 from fxquant.graph import fact, is_deployed, set_channel_exponents, stage_of
 from fxquant.hooks import attach_hooks
 from fxquant.kernels.runner import Runner
-from fxquant.model import CALLS, CARRIED, RUNNER, Model, autocast_off, collection_paused, copy_graph
+from fxquant.model import CALLS, CARRIED, RUNNER, Model, autocast_off, collection_paused, copy_graph, look_at_constants
 from fxquant.passes import CONVERT, PREPARE
 from fxquant.pipeline import BATCH_NORM_MODES, Context, Dial, Pass, check_until, run, with_own
 from fxquant.progress import working
@@ -443,6 +443,7 @@ def export_onnx(
     and inner tensors. Numbers and None beside the tensors that the model returns are no part of the file. The file is checked before it
     appears, and appears whole or not at all. Raises ConfigurationError or ExportError.
     """
+    look_at_constants(model)
     options: dict[str, Any] = {"external_data": external_data, "layouts": layouts}
     if isinstance(model, fx.GraphModule) and stage_of(model) == Stage.PREPARED.name:
         model, style = convert(model, kernels="reference"), "qdq" if style == "auto" else style
@@ -572,6 +573,7 @@ def save(model: fx.GraphModule | Observations, path: str | os.PathLike[str]) -> 
     Raises ExportError, and writes nothing, if something has no place in a file: hooks, a class or function that
     is neither PyTorch's nor fxquant's.
     """
+    look_at_constants(model)
     return save_observations(model, path) if isinstance(model, Observations) else save_model(model, path, backends.get)
 
 

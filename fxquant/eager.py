@@ -14,7 +14,7 @@ from fxquant import curves, joining, narrow, sweeps
 from fxquant.arithmetic import Arithmetic, FixedArithmetic, RealArithmetic
 from fxquant.clamping import clamped
 from fxquant.lowering import Clamp, Lowering, Quantized, limited
-from fxquant.numerics import FLOAT32_EXACT, INT32, INT32_MAX, Grid
+from fxquant.numerics import FLOAT32_EXACT, INT32, INT32_MAX, Grid, ends_of
 from fxquant.primitives import PRIMITIVES, shape
 from fxquant.quantization.learning import learned_step
 from fxquant.quantization.quantizer import Quantizer
@@ -295,7 +295,7 @@ class EagerLowering(Lowering):
         if sums.dtype != torch.float32:
             return False
         with torch.no_grad():
-            largest = float(torch.stack(torch.aminmax(sums)).abs().max() if known is None else known.ends.abs().max())
+            largest = max(map(abs, ends_of(sums))) if known is None else float(known.ends.abs().max())
             largest += 0.0 if bias is None else float(bias.abs().max())
             if residual is not None and multiplier is not None:
                 largest += float(multiplier.abs().max()) * residual.grid.magnitude
@@ -305,7 +305,7 @@ class EagerLowering(Lowering):
         if not sweeps.admitted(input, weight):
             return 0
         with torch.no_grad():
-            low, high = (float(end) for end in torch.aminmax(input))
+            low, high = ends_of(input)
             low, high = max(-low, 0.0), max(high, 0.0)
             for parts in (1, 2, 4):
                 if weight.shape[1] % parts:

@@ -80,3 +80,16 @@ DTYPE_NAMES = {
     torch.uint8: "u8",
     torch.bool: "bool",
 }
+
+
+def unusual_kind(tensor: torch.Tensor) -> tuple[str, str] | None:
+    """The kind of a tensor that has no values in dense memory, and how to convert it; None for a dense tensor with values."""
+    if tensor.is_nested:
+        return "nested", "pad it to one size with .to_padded_tensor(0.0)"
+    if getattr(tensor, "is_quantized", False):  # PyTorch is removing them
+        return "quantized", "pass the real numbers it stands for: .dequantize()"
+    if tensor.layout != torch.strided:
+        return str(tensor.layout).removeprefix("torch."), "convert it with .to_dense()"
+    if tensor.is_meta:
+        return "meta", "pass a tensor on the device of the model"
+    return None

@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from importlib import import_module
+from types import FunctionType
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -18,15 +21,34 @@ from torch.fx.graph import PythonCode
 from fxquant import recomputation
 from fxquant.codegen import Code, own_names
 from fxquant.errors import ConfigurationError
+from fxquant.forks import free_in_child, in_child
 from fxquant.graph import is_deployed
 
 
 class _Collection:
-    """How many compilations, in all threads together, have paused the garbage collection, and whether it was on before the first."""
+    """The threads whose compilations have paused the garbage collection, and whether it was on before the first."""
 
     lock = threading.Lock()
-    pauses = 0
+    paused_by: ClassVar[list[int]] = []
     was_on = False
+
+    @classmethod
+    def keep_own(cls) -> None:
+        """In a forked child, forget the compilations of other threads, which do not go on there."""
+        others = [thread for thread in cls.paused_by if thread != threading.get_ident()]
+        for thread in others:
+            cls.resume(thread)
+
+    @classmethod
+    def resume(cls, thread: int) -> None:
+        """A compilation of this thread has ended."""
+        cls.paused_by.remove(thread)
+        if not cls.paused_by and cls.was_on:
+            gc.enable()
+
+
+free_in_child(_Collection, "lock", threading.Lock)
+in_child(_Collection, lambda collection: collection.keep_own())
 
 
 @contextmanager
@@ -37,17 +59,15 @@ def collection_paused() -> Iterator[None]:
     back what the first one found.
     """
     with _Collection.lock:
-        if _Collection.pauses == 0:
+        if not _Collection.paused_by:
             _Collection.was_on = gc.isenabled()
             gc.disable()
-        _Collection.pauses += 1
+        _Collection.paused_by.append(threading.get_ident())
     try:
         yield
     finally:
         with _Collection.lock:
-            _Collection.pauses -= 1
-            if _Collection.pauses == 0 and _Collection.was_on:
-                gc.enable()
+            _Collection.resume(threading.get_ident())
 
 
 @contextmanager
@@ -191,6 +211,13 @@ class Model(fx.GraphModule):
         return _unpickle, (state, [_entry(node) for node in self.graph.nodes])
 
 
+def look_at_constants(model: Any) -> None:
+    """Have what runs an integer model look at all of its constants, so that it computes what is about to be written."""
+    runner = getattr(model, "__dict__", {}).get(RUNNER)
+    if runner is not None:
+        runner.follow(model)
+
+
 def _run_by(reference: Callable[..., Any]) -> Callable[..., Any]:
     """A forward that the model's runner computes, where it has one; it is given the one that runs the graph as it stands."""
 
@@ -228,9 +255,11 @@ def _unpickle(state: dict[str, Any], entries: list[tuple[Any, ...]]) -> Model:
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
     for op, name, target, args, kwargs, meta in entries:
-        args, kwargs = fx.node.map_aggregate((args, kwargs), lambda value: nodes[value.name] if isinstance(value, _Named) else value)
-        nodes[name] = graph.create_node(op, target, args, kwargs, name)
-        nodes[name].meta.update(meta)
+        args, kwargs = fx.node.map_aggregate(
+            (args, kwargs), lambda value: nodes[value.name] if isinstance(value, _Named) else _found(value)
+        )
+        nodes[name] = graph.create_node(op, _found(target), args, kwargs, name)
+        nodes[name].meta.update((key, _nested(value, _found)) for key, value in meta.items())
     replace_graph(model, graph)
     model.recompile()
     return model
@@ -249,7 +278,38 @@ def _entry(node: fx.Node) -> tuple[Any, ...]:
         return _Named(operand.name)
 
     args, kwargs = fx.map_arg((node.args, node.kwargs), named)
-    return node.op, node.name, node.target, args, dict(kwargs), node.meta
+    args, kwargs = fx.node.map_aggregate((args, dict(kwargs)), _by_name)
+    return node.op, node.name, _by_name(node.target), args, kwargs, {key: _nested(value, _by_name) for key, value in node.meta.items()}
+
+
+@dataclass(frozen=True)
+class _Function:
+    """Stands for a function of a module that pickle cannot find by its qualified name, as those of `torch.nn.functional` that dispatch."""
+
+    module: str
+    name: str
+
+
+def _by_name(value: Any) -> Any:
+    """What stands for such a function; anything else as it is."""
+    if not isinstance(value, FunctionType) or "<locals>" not in value.__qualname__:
+        return value
+    found: Any = getattr(sys.modules.get(value.__module__), value.__name__, None)
+    return _Function(value.__module__, value.__name__) if found is value else value
+
+
+def _found(value: Any) -> Any:
+    """The function that something stands for; anything else as it is."""
+    return getattr(import_module(value.module), value.name) if isinstance(value, _Function) else value
+
+
+def _nested(value: Any, function: Callable[[Any], Any]) -> Any:
+    """A value of `meta` with the function applied to what is in plain containers."""
+    if type(value) in (tuple, list):
+        return type(value)(_nested(item, function) for item in value)
+    if type(value) is dict:
+        return {key: _nested(item, function) for key, item in value.items()}
+    return function(value)
 
 
 def free_name(gm: torch.nn.Module, name: str) -> str:

@@ -173,7 +173,7 @@ class GraphLowering(Lowering):
                 remedy="this is a defect of the operator's `lower`; give every constant a role of its own",
             )
         held = value.detach().to(dtype).contiguous()
-        key = (role, dtype, held.shape, held.cpu().numpy().tobytes()) if self.held is not None else None
+        key = (role, dtype, held.shape, held.numpy(force=True).tobytes()) if self.held is not None else None
         if self.held is not None and key in self.held:
             self.constants[role] = self.held[key].name
             return self.held[key]

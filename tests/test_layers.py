@@ -25,6 +25,8 @@ NOUNS = BASE | {
 ALLOWED: dict[str, set[str]] = {
     # nouns, from the bottom up
     "fxquant.errors": set(),
+    "fxquant.addresses": set(),
+    "fxquant.forks": set(),
     "fxquant.arguments": {"errors"},
     "fxquant.files": {"errors"},
     "fxquant.numerics": {"errors"},
@@ -46,18 +48,18 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.graph": {"codegen", "facts"},
     "fxquant.stubs": {"facts", "graph"},
     "fxquant.copying": set(),
-    "fxquant.model": {"codegen", "errors", "graph", "recomputation"},
-    "fxquant.kernels": {"facts", "graph", "interpreter", "kernels", "model", "numerics", "primitives", "progress"},
+    "fxquant.model": {"forks", "codegen", "errors", "graph", "recomputation"},
+    "fxquant.kernels": {"addresses", "forks", "facts", "graph", "interpreter", "kernels", "model", "numerics", "primitives", "progress"},
     "fxquant.quantization.rules": {"graph", "mapping", "ops", "spec"},
     "fxquant.target": {"arguments", "arithmetic", "errors", "numerics"},
     "fxquant.quantization.remembered": set(),
     "fxquant.quantization.learning": {"learning", "numerics", "remembered"},
     "fxquant.quantization.quantizer": BASE | {"learning", "remembered"},
     "fxquant.quantization.weights": BASE | {"sweeps", "learning", "quantizer"},
-    "fxquant.primitives": {"clamping", "errors", "facts", "numerics", "primitives"},
+    "fxquant.primitives": {"forks", "clamping", "errors", "facts", "numerics", "primitives"},
     "fxquant.arithmetic": {"numerics", "primitives", "rescaling"},
     "fxquant.tensor_passes": set(),
-    "fxquant.sweeps": {"marks", "numerics", "primitives", "tensor_passes"},
+    "fxquant.sweeps": {"addresses", "marks", "numerics", "primitives", "tensor_passes"},
     "fxquant.marks": set(),
     "fxquant.joining": {"marks", "numerics", "primitives", "sweeps", "tensor_passes"},
     "fxquant.curves": {"joining", "numerics"},
@@ -93,6 +95,7 @@ ALLOWED: dict[str, set[str]] = {
         "carried",
         "codegen",
         "errors",
+        "forks",
         "functional",
         "graph",
         "interpreter",
@@ -178,7 +181,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     # verbs and targets: never each other
     "fxquant.passes": NOUNS,
-    "fxquant.backends": NOUNS | {"backends", "kernels", "partition", "progress", "segments", "version"},
+    "fxquant.backends": NOUNS | {"backends", "forks", "kernels", "partition", "progress", "segments", "version"},
     "fxquant.backends.aten": BASE | {"facts", "frontend", "graph", "progress", "sample"},
     "fxquant.backends.bpu": {"arithmetic", "errors", "numerics", "rescaling", "target", "backends.bpu"},
     "fxquant.backends.c": {
@@ -194,8 +197,8 @@ ALLOWED: dict[str, set[str]] = {
         "segments",
         "version",
     },
-    "fxquant.backends.cpu": {"arithmetic", "files", "sweeps", "joining", "marks", "tensor_passes", "graph", "observers", "kernels"}
-    | {"numerics", "primitives", "target", "backends.cpu"},
+    "fxquant.backends.cpu": {"addresses", "arithmetic", "files", "sweeps", "joining", "marks", "tensor_passes", "graph", "observers"}
+    | {"kernels", "numerics", "primitives", "target", "backends.cpu"},
     # what is shown of models and of two of their forms
     "fxquant.reporting": {
         "arguments",

@@ -143,7 +143,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _bytes(value: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
-    return value.dtype, value.shape, value.detach().cpu().contiguous().numpy().tobytes()
+    return value.dtype, value.shape, value.contiguous().numpy(force=True).tobytes()
 
 
 def _batch_sizes(integer: fx.GraphModule) -> tuple[int, ...]:

@@ -29,6 +29,12 @@ LARGEST_SOURCE = 2**22  # bytes of weights that compilers take as text in reason
 GUARD = """#if defined(__FAST_MATH__) || FLT_EVAL_METHOD != 0
 #error "every float operation has to be rounded once, to its own type: no -ffast-math; on 32-bit x86, -msse2 -mfpmath=sse"
 #endif
+#if defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__
+#error "NaN and infinity are values: no -ffinite-math-only"
+#endif
+#if defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__) || defined(__NO_SIGNED_ZEROS__)
+#error "sums, quotients and zeros are IEEE's: no -fassociative-math, -freciprocal-math, -fno-signed-zeros or -funsafe-math-optimizations"
+#endif
 #if defined(__clang__) || !defined(__GNUC__)
 #pragma STDC FP_CONTRACT OFF
 #endif"""
@@ -66,7 +72,7 @@ def export_c(integer: fx.GraphModule, path: str | os.PathLike[str], *, batch_siz
     held = sum(value.constant.nbytes for value in program.arrays if value.constant is not None)
     external = held > LARGEST_SOURCE if external_data is None else external_data and held > 0
     constants = [value.constant for value in program.arrays if external and value.constant is not None]
-    data: dict[str, Content] = {path.with_suffix(".data").name: (constant.numpy().tobytes() for constant in constants)}
+    data: dict[str, Content] = {path.with_suffix(".data").name: (constant.numpy(force=True).tobytes() for constant in constants)}
     texts: dict[str, Content] = {
         path.name: _source(program, name, path, external),
         path.with_suffix(".h").name: _header(program, name, path, external),

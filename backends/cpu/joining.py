@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fxquant import joining, marks
+from fxquant.addresses import point
 from fxquant.backends.cpu import native
 from fxquant.backends.cpu.native import FIXED, REAL
 from fxquant.joining import Join
@@ -152,7 +153,6 @@ def _each(join: Join, value: Tensor, dtype: torch.dtype) -> Tensor:
 def _call(function: str, made: _Join, tensors: dict[str, Tensor | None]) -> None:
     """A function of joining.c."""
     made.threads = torch.get_num_threads()
-    held = {name: tensor.detach().contiguous() for name, tensor in tensors.items() if tensor is not None}
-    for name, tensor in held.items():
-        setattr(made, name, tensor.data_ptr())
+    held = point(made, [(name, tensor.detach().contiguous()) for name, tensor in tensors.items() if tensor is not None])
     getattr(native.joining_library(), f"fxq_{function}")(ctypes.addressof(made))
+    del held

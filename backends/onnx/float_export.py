@@ -7,6 +7,7 @@ import itertools
 import logging
 import operator
 import re
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +30,7 @@ from fxquant.backends.onnx.sizes import emit_size, sizes_for_primitives
 from fxquant.backends.onnx.translations import built_once
 from fxquant.errors import ExportError
 from fxquant.facts import BatchDim, TensorFact
+from fxquant.forks import free_in_child
 from fxquant.graph import attach, fact, is_python, qparams, resolve
 from fxquant.primitives import PRIMITIVES
 
@@ -363,6 +365,7 @@ def _quiet() -> Iterator[None]:
 
 
 _exporting = threading.Lock()
+free_in_child(sys.modules[__name__], "_exporting", threading.Lock)
 _OF_THE_EXPORTER = ("torch.fx.experimental.symbolic_shapes", "torch._dynamo", "torch.export", "torch._export", "torch._logging")
 
 

@@ -203,7 +203,7 @@ class Runner:
         """The outputs and exposed values, by name."""
         given = {name: feeds[name].permute(tuple(self.layouts[name])) if name in self.layouts else feeds[name] for name in self.inputs}
         self._check_sizes(given)
-        arrays = {name: np.ascontiguousarray(value.detach().cpu().numpy()).reshape(value.shape) for name, value in given.items()}
+        arrays = {name: np.ascontiguousarray(value.numpy(force=True)).reshape(value.shape) for name, value in given.items()}
         try:
             results = self._run(arrays)
         except Exception as error:

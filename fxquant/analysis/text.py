@@ -136,7 +136,7 @@ def _attribute(gm: fx.GraphModule, path: str) -> str:
 
 def fingerprint(value: torch.Tensor) -> str:
     """Eight hex digits that stand for a tensor's content."""
-    return hashlib.sha256(value.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:8]
+    return hashlib.sha256(value.contiguous().numpy(force=True).tobytes()).hexdigest()[:8]
 
 
 def _fact_text(value: Any) -> str:

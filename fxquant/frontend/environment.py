@@ -23,6 +23,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxquant.forks import free_in_child
 from fxquant.frontend.source import is_library
 from fxquant.frontend.values import BatchFloat, BatchInt, BatchNumber, TracedTensor, active, is_tracing, refuse
 from fxquant.model import autocast_off
@@ -154,6 +155,7 @@ class _Replacements:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        free_in_child(self, "_lock", threading.Lock)
         self._entries: dict[tuple[int, str], _Replacement] = {}
 
     def before(self, holder: Any, name: str) -> Any:
@@ -287,6 +289,9 @@ class _OwnRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._states[generator] = generator.get_state()
             generator.set_state(before)
+
+
+free_in_child(_OwnRandomNumbers, "_lock", threading.RLock)
 
 
 @functools.cache

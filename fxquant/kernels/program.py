@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,8 +75,7 @@ class Program:
         self.helps = any(each.built is not None for each in chosen.values())
         self._write()
         self.slots, self.slot_of = self._share()
-        self.free: list[_Instance] = []
-        self.lock = threading.Lock()
+        self.free: list[_Instance] = []  # what one thread puts there another may take: a list does either as a whole
 
     # -- writing it --------------------------------------------------------------------------------------------------
 
@@ -176,16 +174,15 @@ class Program:
 
     def run(self, inputs: Sequence[Any]) -> Any:
         """What the model returns. Several threads may run it at once."""
-        with self.lock:
-            instance = self.free.pop() if self.free else None
-        if instance is None:
+        try:
+            instance = self.free.pop()
+        except IndexError:
             with torch.inference_mode(False):
                 instance = _Instance(self)
         try:
             return instance.run(inputs)
         finally:
-            with self.lock:
-                self.free.append(instance)
+            self.free.append(instance)
 
     def values(self, inputs: Sequence[Any]) -> tuple[dict[str, Tensor], Any]:
         """The stored integers of every tensor that a kernel computes, by name, in order; and what the model returns."""

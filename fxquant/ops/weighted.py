@@ -35,6 +35,7 @@ from fxquant.numerics import (
     accumulator_bound,
     bias_integers,
     bias_limit,
+    ends_of,
     least_scale_for_bias,
     least_scale_for_residual,
 )
@@ -266,9 +267,9 @@ def _live(layer: _Layer, batch_norm: BatchNorm, bias: Tensor | None) -> _Live:
 
 def _narrow(sums: Tensor) -> Tensor:
     """Sums in float32 where that holds each of them: half the memory, and the faster passes."""
-    if sums.dtype != torch.float64 or not sums.numel():
+    if sums.dtype != torch.float64:
         return sums
-    low, high = (float(end) for end in torch.aminmax(sums.detach()))
+    low, high = ends_of(sums)
     return sums.float() if max(-low, high) < FLOAT32_EXACT else sums
 
 

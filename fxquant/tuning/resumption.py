@@ -50,7 +50,8 @@ def digest(tensors: Iterable[Tensor]) -> str:
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        plain = tensor.resolve_conj().resolve_neg().detach().cpu().contiguous()
+        found.update(plain.flatten().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:16]
 
 
