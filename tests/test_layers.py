@@ -76,7 +76,8 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.quantization.batches": {"errors", "graph", "facts"},
     "fxquant.quantization.distributed": {"errors", "observers"},
     "fxquant.quantization.cutting": BASE | {"prepared", "quantizer", "state"},
-    "fxquant.quantization.calibration": BASE | {"batches", "cutting", "distributed", "graph", "prepared", "progress", "quantizer", "state"},
+    "fxquant.quantization.calibration": BASE
+    | {"batches", "cutting", "distributed", "graph", "model", "prepared", "progress", "quantizer", "state"},
     "fxquant.quantization.observations": BASE | {"calibration", "channels", "factors", "graph", "ops", "prepared", "quantizer"},
     "fxquant.frontend": {
         "arguments",

@@ -22,6 +22,8 @@ from fxquant.errors import ConfigurationError, ExportError
 from fxquant.facts import BatchDim, TensorFact
 from fxquant.frontend.batch_limits import noted_limits
 from fxquant.graph import fact, is_deployed, is_python
+from fxquant.model import default_device_cpu
+from fxquant.model import default_device_cpu
 from fxquant.progress import working
 
 LARGEST_BATCH = 2**31 - 1
@@ -98,7 +100,8 @@ def _export(
     program = Program(integer)
     batches = [list(batch.values()) for batch in random_batches(integer, _batch_sizes(integer))]
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fxquant-") as folder, warnings.catch_warnings(), torch.no_grad():
+    folders = tempfile.TemporaryDirectory(dir=path.parent, prefix=".fxquant-")
+    with folders as folder, warnings.catch_warnings(), torch.no_grad(), default_device_cpu():
         warnings.simplefilter("ignore")  # of PyTorch, about its own formats and about shapes, which are compared below
         place = Path(folder) / f"program{suffix}"  # PyTorch warns of any other ending
         try:

@@ -14,6 +14,7 @@ import fxquant.quantization.distributed as ranks
 from fxquant.arguments import FLAG, Kind, checked
 from fxquant.errors import ConfigurationError, FxQuantError
 from fxquant.graph import by_name
+from fxquant.model import repeatable
 from fxquant.numerics import is_scale
 from fxquant.progress import progress
 from fxquant.quantization.batches import first_batches, length, model_inputs, no_batches
@@ -164,7 +165,7 @@ def calibrate(
             if first is not None:
                 prelude, first = first, None
                 prelude(arguments)
-            with _all_or_nothing(prepared):
+            with _all_or_nothing(prepared), repeatable():
                 prepared(**by_name(prepared, arguments))
             if each is not None:
                 each(arguments)
@@ -174,7 +175,8 @@ def calibrate(
     with _paused(quantizer for quantizer in known if only_missing and quantizer.calibrated):
         if not (_on_all_ranks(prepared, observe) if several else observe()):
             raise no_batches(num_batches)
-    set_state(prepared, State.VALIDATE)
+    with repeatable():
+        set_state(prepared, State.VALIDATE)
 
 
 @contextmanager

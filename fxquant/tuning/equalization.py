@@ -31,6 +31,7 @@ from fxquant.analysis.node import quantized_operator
 from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError
 from fxquant.graph import is_parameter, parameter_value
+from fxquant.model import repeatable
 from fxquant.numerics import SMALLEST_NORMAL
 from fxquant.progress import progress
 from fxquant.quantization.batches import as_batches, first_batches, length, model_inputs, no_batches
@@ -132,7 +133,8 @@ def _equalize(
         seen = join(ranks.gathered(seen))
     if not seen or not all(bool(torch.isfinite(part).all()) for entry in seen.values() for part in entry[:2]):
         return  # calibration says what is wrong
-    found = _chosen(prepared, known, seen)
+    with repeatable():
+        found = _chosen(prepared, known, seen)
     multiply(prepared, known, found)
     layers = [node.name for node, given in known.given.items() if bool(found[given].any())]
     if layers:

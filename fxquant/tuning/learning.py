@@ -68,7 +68,7 @@ class _Choice:
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape
-        self.start = torch.zeros(shape, device="cpu")
+        self.start = torch.zeros(shape, device="cpu", dtype=torch.float32)
         self.value: nn.Parameter | None = None
 
     def between(self, real: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class Student:
         assert self.settings.rounded is not None
         if real is rounded:
             return rounded
-        chosen = torch.rand(rounded.shape, generator=self.generator, device="cpu") < self.settings.rounded
+        chosen = torch.rand(rounded.shape, generator=self.generator, device="cpu", dtype=torch.float32) < self.settings.rounded
         return torch.where(chosen.to(rounded.device), rounded, real)
 
     def _rounded(self, real: Tensor, quantizer: Quantizer) -> Tensor:

@@ -33,8 +33,8 @@ class Moment:
     def __init__(self, groups: int, columns: int, taps: int, device: torch.device) -> None:
         width = max(taps, COLUMNS // taps * taps)
         self.bounds = [(start, min(start + width, columns)) for start in range(0, columns, width)]
-        self.blocks = [torch.zeros(groups, end - start, end - start, device=device) for start, end in self.bounds]
-        self.sums = torch.zeros(groups, columns, device=device)
+        self.blocks = [torch.zeros(groups, end - start, end - start, device=device, dtype=torch.float32) for start, end in self.bounds]
+        self.sums = torch.zeros(groups, columns, device=device, dtype=torch.float32)
         self.taps, self.rows = taps, 0
 
     def add(self, rows: Tensor) -> None:
@@ -60,7 +60,9 @@ class Moment:
         variance = (square - mean.square()).clamp_min(0)
         means = mean.repeat_interleave(taps, 1)
         smooth = means.unsqueeze(2) * means.unsqueeze(1)
-        kernel = ALIKE * torch.ones(taps, taps, device=mean.device) + (1 - ALIKE) * torch.eye(taps, device=mean.device)
+        kernel = ALIKE * torch.ones(taps, taps, device=mean.device, dtype=torch.float32) + (1 - ALIKE) * torch.eye(
+            taps, device=mean.device, dtype=torch.float32
+        )
         channel = torch.arange(size // taps, device=mean.device)
         smooth.view(groups, -1, taps, size // taps, taps)[:, channel, :, channel, :] += variance.t().reshape(-1, groups, 1, 1) * kernel
         return smooth
