@@ -359,19 +359,32 @@ def calibrate(
     """
     calibration.require_prepared(prepared)
     batches = as_batches(batches)
-    samples = FirstSamples(prepared, round_weights, correct_bias)
-    calibration.calibrate(
-        prepared,
-        batches,
-        num_batches,
-        batch_fn,
-        distributed=distributed,
-        only_missing=only_missing,
-        show_progress=show_progress,
-        first=by_first_batch(prepared, distributed) if equalize else None,
-        each=samples.take,
-    )
-    samples.use(distributed, show_progress)
+    out = calibration.out_of_calibration(prepared)
+    if out:
+        logger.info(
+            "left out of calibration, by the state they are in: %s", ", ".join(f"%{each.name} ({each.state.value})" for each in out)
+        )
+    with calibration.leaving_out(out):
+        samples = FirstSamples(prepared, round_weights, correct_bias)
+        if samples.lost and not only_missing and (samples.rounds or samples.corrects):
+            logger.warning(
+                "this calibration goes on from batches whose samples are not there any more: weights are rounded, and biases corrected, by the"
+                " samples of this call alone; to have what one call gives, calibrate a model that fxq.prepare has just returned"
+            )
+        with samples.remembered():
+            observed = calibration.calibrate(
+                prepared,
+                batches,
+                num_batches,
+                batch_fn,
+                distributed=distributed,
+                only_missing=only_missing,
+                show_progress=show_progress,
+                first=by_first_batch(prepared, distributed) if equalize else None,
+                each=samples.take,
+            )
+            if observed:
+                samples.use(distributed, show_progress)
     return prepared
 
 

@@ -90,6 +90,7 @@ def repeatable() -> Iterator[None]:
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps", "mtia", "hpu", "maia")
 
 CARRIED = "fxquant.carried"  # in `meta` of a model: what else the float model held
+SAMPLES = "_fxquant_samples"  # what a prepared model keeps of its calibration for one that goes on; no file has it
 RUNNER = "_fxquant_runner"  # what runs an integer model, where that is not its graph as it stands
 
 
@@ -200,7 +201,7 @@ class Model(fx.GraphModule):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A GraphModule would be traced anew from its code, and forget every fact.
-        state = {name: value for name, value in self.__dict__.items() if name != "_graph"}
+        state = {name: value for name, value in self.__dict__.items() if name not in ("_graph", SAMPLES)}
         return _unpickle, (state, [_entry(node) for node in self.graph.nodes])
 
 

@@ -23,7 +23,6 @@ from fxquant.facts import BatchDim, TensorFact
 from fxquant.frontend.batch_limits import noted_limits
 from fxquant.graph import fact, is_deployed, is_python
 from fxquant.model import default_device_cpu
-from fxquant.model import default_device_cpu
 from fxquant.progress import working
 
 LARGEST_BATCH = 2**31 - 1

@@ -48,13 +48,15 @@ class Channels:
 
 
 def channels(prepared: fx.GraphModule, *, open_alone: bool = False) -> Channels:
-    """The labels of all channels; linear in their number. With `open_alone`, those of tensors whose scale is known already are 0."""
+    """The labels of all channels; linear in their number. With `open_alone`, those of tensors whose scale is known already are 0,
+    and those that an operator reads or gives that is left out.
+    """
     walk = _Walk()
     for node in prepared.graph.nodes:
         if not _has_channels(node):
             continue
         module = quantized_operator(prepared, node)
-        found = None if module is None else walk.through(node, module)
+        found = None if module is None or (open_alone and module.left_out) else walk.through(node, module)
         if found is None:
             for operand in node.all_input_nodes:
                 walk.pin(walk.labels.get(operand))

@@ -35,7 +35,7 @@ from fxquant.model import repeatable
 from fxquant.numerics import SMALLEST_NORMAL
 from fxquant.progress import progress
 from fxquant.quantization.batches import as_batches, first_batches, length, model_inputs, no_batches
-from fxquant.quantization.calibration import require_prepared
+from fxquant.quantization.calibration import leaving_out, out_of_calibration, require_prepared
 from fxquant.quantization.prepared import quantized_operators
 from fxquant.tuning.channel_statistics import Statistics, statistics, together
 from fxquant.tuning.noise import LayerNoise, TensorNoise
@@ -88,7 +88,8 @@ def equalize(
             yield model_inputs(prepared, batch if batch_fn is None else batch_fn(batch), seen)
             seen += 1
 
-    _equalize(prepared, inputs(), together if distributed else None)
+    with leaving_out(out_of_calibration(prepared)):
+        _equalize(prepared, inputs(), together if distributed else None)
     if not seen and ranks.count() == 1:
         raise no_batches(num_batches)
     return prepared

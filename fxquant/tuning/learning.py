@@ -257,6 +257,7 @@ class Learned:
 
 def _movable(prepared: fx.GraphModule, operators: Iterable[QuantizedOperator]) -> list[Quantizer]:
     """The quantizers whose scale can be learned: found by calibration, no power of two, and of no operator outside."""
+    operators = [operator for operator in operators if not operator.left_out]
     inside = {operator.name for operator in operators}
     shared = {id(o.output) for name, o in quantized_operators(prepared).items() if name not in inside and not o.plain}
     found = {id(o.output): o.output for o in operators if not o.plain}

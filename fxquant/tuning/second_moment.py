@@ -128,7 +128,7 @@ Roundings = tuple[type[Rounding], ...]
 def _is_open(operator: QuantizedOperator, bits: int, roundings: Roundings) -> bool:
     """Whether it has a weight of at most so many bits with one of these roundings, and a scale that is not learned."""
     quantizer = operator.weight_quantizer
-    return quantizer.dtype.bits <= bits and type(quantizer.rounding) in roundings and quantizer.learned is None
+    return not operator.left_out and quantizer.dtype.bits <= bits and type(quantizer.rounding) in roundings and quantizer.learned is None
 
 
 def _open(prepared: fx.GraphModule, bits: int, roundings: Roundings) -> list[fx.Node]:
