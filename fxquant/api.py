@@ -344,7 +344,11 @@ def calibrate(
     Where torch.distributed is in use, every rank calls this with its own shard, as many batches as it has, and all
     get the same scales, those of everything observed. `distributed=False` is for a rank that calibrates alone.
 
-    Calibrating again adds to what was observed. `only_missing` observes only tensors that have no scale yet, and leaves the others
+    Calibrating again adds to what was observed, and ends with the bits that one call with all batches has: the first samples stay with
+    the model, in no file, and weights and biases are rounded and corrected again. Where batches were observed whose samples are not there,
+    a warning says so. Operators that `set_state` has put into FLOAT are left out and stay there, as are those in TRAIN or VALIDATE with
+    known scales while others are in CALIBRATE; a line of the log names them. Of the first, a tensor that others read as integers is
+    observed for these. `only_missing` observes only tensors that have no scale yet, and leaves the others
     as they are; if there are none, no batch is taken.
 
     Before anything is observed, channels whose ranges in the first batch are far apart are brought nearer by powers of two, where that
@@ -361,15 +365,14 @@ def calibrate(
     batches = as_batches(batches)
     out = calibration.out_of_calibration(prepared)
     if out:
-        logger.info(
-            "left out of calibration, by the state they are in: %s", ", ".join(f"%{each.name} ({each.state.value})" for each in out)
-        )
+        names = ", ".join(f"%{each.name} ({each.state.value})" for each in out)
+        logger.info("left out of calibration, by the state they are in: %s", names)
     with calibration.leaving_out(out):
         samples = FirstSamples(prepared, round_weights, correct_bias)
         if samples.lost and not only_missing and (samples.rounds or samples.corrects):
             logger.warning(
-                "this calibration goes on from batches whose samples are not there any more: weights are rounded, and biases corrected, by the"
-                " samples of this call alone; to have what one call gives, calibrate a model that fxq.prepare has just returned"
+                "this calibration goes on from batches whose samples are not there any more: weights are rounded, and biases corrected,"
+                " by the samples of this call alone; to have what one call gives, calibrate a model that fxq.prepare has just returned"
             )
         with samples.remembered():
             observed = calibration.calibrate(

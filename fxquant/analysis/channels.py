@@ -48,8 +48,9 @@ class Channels:
 
 
 def channels(prepared: fx.GraphModule, *, open_alone: bool = False) -> Channels:
-    """The labels of all channels; linear in their number. With `open_alone`, those of tensors whose scale is known already are 0,
-    and those that an operator reads or gives that is left out.
+    """The labels of all channels; linear in their number.
+
+    With `open_alone`, those of tensors whose scale is known already are 0, and those that an operator reads or gives that is left out.
     """
     walk = _Walk()
     for node in prepared.graph.nodes:

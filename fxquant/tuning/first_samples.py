@@ -36,6 +36,7 @@ Found = TypeVar("Found")
 
 
 Parts = tuple[Rounding, Coverage | None, BiasCorrection | None]  # of a weight quantizer
+Given = Mapping[str, tuple[Parts, Parts]]  # by layer: what it was given, and what it had before
 
 
 @dataclass
@@ -55,8 +56,8 @@ class Kept:
     elements: int = 0
     seen: int = 0
     counts: int = 0
-    roundings: dict[str, tuple[Parts, Parts]] = field(default_factory=dict)
-    corrections: dict[str, tuple[Parts, Parts]] = field(default_factory=dict)
+    roundings: Given = field(default_factory=dict)
+    corrections: Given = field(default_factory=dict)
 
 
 class FirstSamples:
@@ -116,17 +117,18 @@ class FirstSamples:
                 _undo(self.prepared, self.kept.roundings)
             if corrects:
                 _undo(self.prepared, self.kept.corrections)
-            roundings = self._done(self._round, distributed, show_progress) if self.rounds else self.kept.roundings
-            corrections = self._done(self._correct, distributed, show_progress) if corrects else self.kept.corrections
+            roundings = self._again(self.kept.roundings, self._round, distributed, show_progress) if self.rounds else self.kept.roundings
+            corrections = (
+                self._again(self.kept.corrections, self._correct, distributed, show_progress) if corrects else self.kept.corrections
+            )
             self.kept.roundings, self.kept.corrections = roundings, corrections
 
-    def _done(
-        self, method: Callable[[bool, bool | None], None], distributed: bool, show_progress: bool | None
-    ) -> dict[str, tuple[Parts, Parts]]:
-        """What a method has given layers, beside what they had before."""
-        before = _parts(self.prepared)
+    def _again(self, known: Given, method: Callable[[bool, bool | None], None], distributed: bool, show_progress: bool | None) -> Given:
+        """What a method gives layers now; those that are left out have what is known."""
+        before, operators = _parts(self.prepared), quantized_operators(self.prepared)
         method(distributed, show_progress)
-        return {name: (now, before[name]) for name, now in _parts(self.prepared).items() if not _same(now, before[name])}
+        given = {name: (now, before[name]) for name, now in _parts(self.prepared).items() if not _same(now, before[name])}
+        return {name: pair for name, pair in known.items() if operators[name].left_out} | given
 
     def _round(self, distributed: bool, show_progress: bool | None) -> None:
         def rounded() -> second_moment.Rounded:
@@ -195,18 +197,19 @@ def _same(one: Parts, other: Parts) -> bool:
     return all(part is another for part, another in zip(one, other, strict=True))
 
 
-def _undo(prepared: fx.GraphModule, done: Mapping[str, tuple[Parts, Parts]]) -> None:
-    """Layers have again what they had, each part where it is still the one that was given."""
-    now = _parts(prepared)
+def _undo(prepared: fx.GraphModule, done: Given) -> None:
+    """Layers that are not left out have again what they had, each part where it is still the one that was given."""
+    now, operators = _parts(prepared), quantized_operators(prepared)
     restored = {
         name: tuple(before if part is given else part for part, given, before in zip(now[name], *pair, strict=True))
         for name, pair in done.items()
+        if not operators[name].left_out
     }
     _put(prepared, restored)  # type: ignore[arg-type]
 
 
 @contextmanager
-def _as_before(prepared: fx.GraphModule, done: Mapping[str, tuple[Parts, Parts]]) -> Iterator[None]:
+def _as_before(prepared: fx.GraphModule, done: Given) -> Iterator[None]:
     """Inside, layers have what they had."""
     now = _parts(prepared)
     _undo(prepared, done)

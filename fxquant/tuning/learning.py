@@ -101,7 +101,8 @@ class Student:
     def __init__(self, lesson: Lesson, settings: Settings, seed: int) -> None:
         self.lesson, self.settings, self.unit, self.prepared = lesson, settings, lesson.unit, lesson.prepared
         self.generator = torch.Generator().manual_seed(seed)
-        self.operators = {node: operator for node in self.unit.nodes if (operator := operator_at(self.prepared, node)) is not None}
+        operators = ((node, operator_at(self.prepared, node)) for node in self.unit.nodes)
+        self.operators = {node: operator for node, operator in operators if operator is not None and not operator.left_out}
         quantizers_of_weights = {node: self.operators[node].weight_quantizer for node in self.unit.weighted}
         self.before = {node: (quantizer.rounding, quantizer.coverage) for node, quantizer in quantizers_of_weights.items()}
         self.shares: dict[fx.Node, Tensor] = {}
@@ -257,7 +258,6 @@ class Learned:
 
 def _movable(prepared: fx.GraphModule, operators: Iterable[QuantizedOperator]) -> list[Quantizer]:
     """The quantizers whose scale can be learned: found by calibration, no power of two, and of no operator outside."""
-    operators = [operator for operator in operators if not operator.left_out]
     inside = {operator.name for operator in operators}
     shared = {id(o.output) for name, o in quantized_operators(prepared).items() if name not in inside and not o.plain}
     found = {id(o.output): o.output for o in operators if not o.plain}
