@@ -38,6 +38,7 @@ from fxquant.progress import working
 from fxquant.quantization import calibration
 from fxquant.quantization.batches import as_batches, no_batches
 from fxquant.quantization.batches import example_inputs as batch_inputs
+from fxquant.quantization.left_out import leaving_out
 from fxquant.quantization.mapping import DEFAULT, QConfigMapping, as_mapping, attached_qconfigs
 from fxquant.quantization.observations import Observations, restore
 from fxquant.quantization.prepared import quantized_operators
@@ -367,7 +368,7 @@ def calibrate(
     if out:
         names = ", ".join(f"%{each.name} ({each.state.value})" for each in out)
         logger.info("left out of calibration, by the state they are in: %s", names)
-    with calibration.leaving_out(out):
+    with leaving_out(out):
         samples = FirstSamples(prepared, round_weights, correct_bias)
         if samples.lost and not only_missing and (samples.rounds or samples.corrects):
             logger.warning(

@@ -76,8 +76,9 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.quantization.batches": {"errors", "graph", "facts"},
     "fxquant.quantization.distributed": {"errors", "observers"},
     "fxquant.quantization.cutting": BASE | {"prepared", "quantizer", "state"},
+    "fxquant.quantization.left_out": {"prepared", "state"},
     "fxquant.quantization.calibration": BASE
-    | {"batches", "cutting", "distributed", "graph", "model", "prepared", "progress", "quantizer", "state"},
+    | {"batches", "cutting", "distributed", "graph", "left_out", "model", "prepared", "progress", "quantizer", "state"},
     "fxquant.quantization.observations": BASE | {"calibration", "channels", "factors", "graph", "ops", "prepared", "quantizer"},
     "fxquant.frontend": {
         "arguments",
@@ -147,6 +148,7 @@ ALLOWED: dict[str, set[str]] = {
         "facts",
         "graph",
         "layers",
+        "left_out",
         "lowering",
         "model",
         "node",
@@ -165,7 +167,7 @@ ALLOWED: dict[str, set[str]] = {
     # verbs and targets: never each other
     "fxquant.passes": NOUNS,
     "fxquant.backends": NOUNS | {"backends", "kernels", "partition", "progress", "segments", "version"},
-    "fxquant.backends.aten": BASE | {"facts", "frontend", "graph", "progress", "sample"},
+    "fxquant.backends.aten": BASE | {"facts", "frontend", "graph", "model", "progress", "sample"},
     "fxquant.backends.bpu": {"arithmetic", "errors", "numerics", "rescaling", "target", "backends.bpu"},
     "fxquant.backends.c": {
         "arguments",

@@ -19,6 +19,7 @@ from fxquant.numerics import is_scale
 from fxquant.progress import progress
 from fxquant.quantization.batches import first_batches, length, model_inputs, no_batches
 from fxquant.quantization.cutting import keep_statistics
+from fxquant.quantization.left_out import in_float
 from fxquant.quantization.observers import Observer
 from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
 from fxquant.quantization.quantizer import Quantizer
@@ -82,28 +83,8 @@ def out_of_calibration(model: nn.Module) -> list[QuantizedOperator]:
     return in_float(model)
 
 
-def in_float(model: nn.Module) -> list[QuantizedOperator]:
-    """The operators in state FLOAT, if the others are not."""
-    operators = quantized_operators(model).values()
-    found = [operator for operator in operators if operator.state is State.FLOAT]
-    return found if len(found) < len(operators) else []
-
-
 def _is_calibrated(operator: QuantizedOperator) -> bool:
     return (operator.plain or operator.output.calibrated) and all(quantizer.calibrated for quantizer in owned_quantizers(operator))
-
-
-@contextmanager
-def leaving_out(chosen: Iterable[QuantizedOperator]) -> Iterator[None]:
-    """Inside, these operators are left as they are, by whatever asks for `left_out`."""
-    marked = [operator for operator in chosen if not operator.left_out]
-    try:
-        for operator in marked:
-            operator.left_out = True
-        yield
-    finally:
-        for operator in marked:
-            operator.left_out = False
 
 
 @contextmanager

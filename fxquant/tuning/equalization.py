@@ -35,7 +35,8 @@ from fxquant.model import repeatable
 from fxquant.numerics import SMALLEST_NORMAL
 from fxquant.progress import progress
 from fxquant.quantization.batches import as_batches, first_batches, length, model_inputs, no_batches
-from fxquant.quantization.calibration import leaving_out, out_of_calibration, require_prepared
+from fxquant.quantization.calibration import out_of_calibration, require_prepared
+from fxquant.quantization.left_out import leaving_out
 from fxquant.quantization.prepared import quantized_operators
 from fxquant.tuning.channel_statistics import Statistics, statistics, together
 from fxquant.tuning.noise import LayerNoise, TensorNoise

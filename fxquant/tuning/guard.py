@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from fxquant.model import autocast_off
-from fxquant.quantization.calibration import enter, in_float, leaving_out, require_prepared
+from fxquant.quantization.calibration import enter, require_prepared
+from fxquant.quantization.left_out import in_float, leaving_out
 from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
 from fxquant.quantization.state import State
 
