@@ -41,6 +41,7 @@ from fxquant.progress import working
 from fxquant.quantization import calibration
 from fxquant.quantization.batches import as_batches, no_batches
 from fxquant.quantization.batches import example_inputs as batch_inputs
+from fxquant.quantization.left_out import leaving_out
 from fxquant.quantization.mapping import DEFAULT, QConfigMapping, as_mapping, attached_qconfigs
 from fxquant.quantization.observations import Observations, restore
 from fxquant.quantization.prepared import quantized_operators
@@ -365,7 +366,11 @@ def calibrate(
     Where torch.distributed is in use, every rank calls this with its own shard, as many batches as it has, and all
     get the same scales, those of everything observed. `distributed=False` is for a rank that calibrates alone.
 
-    Calibrating again adds to what was observed. `only_missing` observes only tensors that have no scale yet, and leaves the others
+    Calibrating again adds to what was observed, and ends with the bits that one call with all batches has: the first samples stay with
+    the model, in no file, and weights and biases are rounded and corrected again. Where batches were observed whose samples are not there,
+    a warning says so. Operators that `set_state` has put into FLOAT are left out and stay there, as are those in TRAIN or VALIDATE with
+    known scales while others are in CALIBRATE; a line of the log names them. Of the first, a tensor that others read as integers is
+    observed for these. `only_missing` observes only tensors that have no scale yet, and leaves the others
     as they are; if there are none, no batch is taken.
 
     Before anything is observed, channels whose ranges in the first batch are far apart are brought nearer by powers of two, where that
@@ -380,19 +385,31 @@ def calibrate(
     """
     calibration.require_prepared(prepared)
     batches = as_batches(batches)
-    samples = FirstSamples(prepared, round_weights, correct_bias)
-    calibration.calibrate(
-        prepared,
-        batches,
-        num_batches,
-        batch_fn,
-        distributed=distributed,
-        only_missing=only_missing,
-        show_progress=show_progress,
-        first=by_first_batch(prepared, distributed) if equalize else None,
-        each=samples.take,
-    )
-    samples.use(distributed, show_progress)
+    out = calibration.out_of_calibration(prepared)
+    if out:
+        names = ", ".join(f"%{each.name} ({each.state.value})" for each in out)
+        logger.info("left out of calibration, by the state they are in: %s", names)
+    with leaving_out(out):
+        samples = FirstSamples(prepared, round_weights, correct_bias)
+        if samples.lost and not only_missing and (samples.rounds or samples.corrects):
+            logger.warning(
+                "this calibration goes on from batches whose samples are not there any more: weights are rounded, and biases corrected,"
+                " by the samples of this call alone; to have what one call gives, calibrate a model that fxq.prepare has just returned"
+            )
+        with samples.remembered():
+            observed = calibration.calibrate(
+                prepared,
+                batches,
+                num_batches,
+                batch_fn,
+                distributed=distributed,
+                only_missing=only_missing,
+                show_progress=show_progress,
+                first=by_first_batch(prepared, distributed) if equalize else None,
+                each=samples.take,
+            )
+            if observed:
+                samples.use(distributed, show_progress)
     return prepared
 
 

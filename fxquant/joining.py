@@ -310,7 +310,7 @@ class _Joined(torch.autograd.Function):
         integers, real, inside, without = passes_for(a).forward(join, how, ratio, True)
         held = (_narrow(a, join), None if a is b else b) if join.product else (None, None)
         ctx.save_for_backward(*held, None if inside is None else marks.kept(inside, without))
-        empty = torch.empty(0, device=a.device)
+        empty = torch.empty(0, device=a.device, dtype=torch.float32)
         ctx.join, ctx.shapes = (
             replace(join, a=empty, b=None, c=None),
             (a.shape, None if b is None else b.shape, None if c is None else c.shape),
@@ -326,7 +326,7 @@ class _Joined(torch.autograd.Function):
         a, b, kept = ctx.saved_tensors
         join, ratio, (shape, of_b_shape, of_c_shape) = ctx.join, ctx.ratio, ctx.shapes
         given: Tensor = of_integers if of_integers is not None else of_real  # type: ignore[assignment]
-        inside = marks.opened(kept, torch.empty(shape, device="meta"))
+        inside = marks.opened(kept, torch.empty(shape, device="meta", dtype=torch.float32))
         a = given if a is None else a.float()
         if ctx.same:
             b, ratio = a, 2 * ratio

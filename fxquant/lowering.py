@@ -323,7 +323,7 @@ class Lowering:
         """A mask or an index, which is no operand, as an argument of primitives: a constant one is held with `dtype`."""
         if not isinstance(value, Tensor):
             return value
-        self.describe(role, torch.empty(0, device="cpu"))
+        self.describe(role, torch.empty(0, device="cpu", dtype=torch.float32))
         return self.constant(role, value, dtype)
 
     def rescale(self, operand: Quantized, to: Quantizer, role: str) -> Any:

@@ -80,6 +80,34 @@ def autocast_off() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def default_device_cpu() -> Iterator[None]:
+    """Inside, PyTorch makes tensors on the CPU where no device is named: its own exporters and loaders name none."""
+    if torch.get_default_device().type == "cpu":
+        yield
+        return
+    with torch.device("cpu"):
+        yield
+
+
+@contextmanager
+def repeatable() -> Iterator[None]:
+    """Inside, a float computation has the same bits, whatever autocast and whatever number of threads is set outside.
+
+    Kernels of convolutions and matrix products choose the order of their sums by the number of threads, so it is one thread.
+    """
+    threads = torch.get_num_threads()
+    with autocast_off():
+        if threads == 1:
+            yield
+            return
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+
+
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps", "mtia", "hpu", "maia")
 
 CARRIED = "fxquant.carried"  # in `meta` of a model: what else the float model held
@@ -88,6 +116,7 @@ FROZEN_NORMS = "fxquant.frozen_norms"  # in `meta`: names of running means that 
 FROZEN_BY_TRAIN = "fxquant.frozen_by_train"  # in `meta`: names of parameters that it freezes
 CALLS = "fxquant.calls"  # in `meta`: what the calls of modules read and returned, in the order in which they ended: `hooks.Call`
 HOOKS = "_fxquant_hooks"  # what runs a prepared model while its modules have hooks
+SAMPLES = "_fxquant_samples"  # what a prepared model keeps of its calibration for one that goes on; no file has it
 RUNNER = "_fxquant_runner"  # what runs an integer model, where that is not its graph as it stands
 
 
@@ -166,7 +195,7 @@ class Model(fx.GraphModule):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Model:
         """Moves to other devices pass through; a change of the float dtype is refused before anything is changed."""
-        wanted = fn(torch.empty(0, dtype=torch.float32)).dtype
+        wanted = fn(torch.empty(0, dtype=torch.float32, device="cpu")).dtype
         if wanted != torch.float32:
             raise ConfigurationError(
                 f"the model cannot be converted to {wanted}",
@@ -207,7 +236,7 @@ class Model(fx.GraphModule):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A GraphModule would be traced anew from its code, and forget every fact.
-        state = {name: value for name, value in self.__dict__.items() if name != "_graph"}
+        state = {name: value for name, value in self.__dict__.items() if name not in ("_graph", SAMPLES)}
         return _unpickle, (state, [_entry(node) for node in self.graph.nodes])
 
 

@@ -321,7 +321,9 @@ def table(
         result[without] = 0
         asked &= ~without
     left = torch.nonzero(asked).flatten()
-    result[left] = torch.tensor([_table_entry(function, number, output_scale, output) for number in x[left].tolist()], dtype=storage)
+    result[left] = torch.tensor(
+        [_table_entry(function, number, output_scale, output) for number in x[left].tolist()], dtype=storage, device="cpu"
+    )
     return result
 
 

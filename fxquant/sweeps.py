@@ -171,7 +171,7 @@ class _Marked(torch.autograd.Function):
         integers, real, inside, without = _passes(sums, residual).mark(sums, form, bias, residual, factor, ratio, how)
         ctx.save_for_backward(marks.kept(inside, without), factor, ratio)
         ctx.form, ctx.scale = form, how.scale
-        ctx.like = torch.empty_strided(sums.shape, sums.stride(), device="meta")
+        ctx.like = torch.empty_strided(sums.shape, sums.stride(), device="meta", dtype=torch.float32)
         return integers, real
 
     @staticmethod
@@ -266,7 +266,7 @@ class _OnGrid(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         kept, scale = ctx.saved_tensors
-        inside = marks.opened(kept, torch.empty(gradient.shape, device="meta"))
+        inside = marks.opened(kept, torch.empty(gradient.shape, device="meta", dtype=torch.float32))
         return (gradient if inside is None else torch.where(inside.bool(), gradient, 0.0)) / scale, None, None, None
 
 

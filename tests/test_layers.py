@@ -88,7 +88,8 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.quantization.cutting": BASE | {"prepared", "quantizer", "state"},
     "fxquant.quantization.unseen": BASE | {"prepared", "quantizer", "state"},
     "fxquant.quantization.calibration": BASE
-    | {"batches", "cutting", "unseen", "distributed", "graph", "prepared", "progress", "quantizer", "state"},
+    | {"left_out", "model", "batches", "cutting", "unseen", "distributed", "graph", "prepared", "progress", "quantizer", "state"},
+    "fxquant.quantization.left_out": {"prepared", "state"},
     "fxquant.quantization.observations": BASE | {"calibration", "channels", "factors", "graph", "ops", "prepared", "quantizer"},
     "fxquant.frontend": {
         "arguments",
@@ -164,6 +165,7 @@ ALLOWED: dict[str, set[str]] = {
         "graph",
         "interpreter",
         "layers",
+        "left_out",
         "lowering",
         "model",
         "node",
@@ -182,7 +184,7 @@ ALLOWED: dict[str, set[str]] = {
     # verbs and targets: never each other
     "fxquant.passes": NOUNS,
     "fxquant.backends": NOUNS | {"backends", "forks", "kernels", "partition", "progress", "segments", "version"},
-    "fxquant.backends.aten": BASE | {"facts", "frontend", "graph", "progress", "sample"},
+    "fxquant.backends.aten": BASE | {"model", "facts", "frontend", "graph", "progress", "sample"},
     "fxquant.backends.bpu": {"arithmetic", "errors", "numerics", "rescaling", "target", "backends.bpu"},
     "fxquant.backends.c": {
         "arguments",

@@ -22,6 +22,7 @@ from fxquant.facts import BatchDim, TensorFact
 from fxquant.files import write_file
 from fxquant.frontend.batch_limits import noted_limits
 from fxquant.graph import fact, is_deployed, is_python
+from fxquant.model import default_device_cpu
 from fxquant.progress import working
 
 LARGEST_BATCH = 2**31 - 1
@@ -97,7 +98,7 @@ def _export(
     program = Program(integer)
     batches = [list(batch.values()) for batch in random_batches(integer, _batch_sizes(integer))]
     archive = io.BytesIO()  # where a disk is full, PyTorch's own writer of files aborts the process
-    with warnings.catch_warnings(), torch.no_grad():
+    with warnings.catch_warnings(), torch.no_grad(), default_device_cpu():
         warnings.simplefilter("ignore")  # of PyTorch, about its own formats and about shapes, which are compared below
         try:
             with _quiet():

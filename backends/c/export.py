@@ -148,7 +148,7 @@ def _source(program: Program, name: str, path: Path, external: bool) -> str:
     ]
     unused = [f"    (void){value.text};\n" for value in program.inputs if not re.search(rf"\b{value.text}\b", body)]
     includes = ["<float.h>", "<stddef.h>", "<stdint.h>", *(["<stdio.h>"] if external else [])]
-    memory = sum(pool.size * torch.empty(0, dtype=_dtype(kind)).element_size() for kind, pool in program.pools.items())
+    memory = sum(pool.size * torch.empty(0, dtype=_dtype(kind), device="cpu").element_size() for kind, pool in program.pools.items())
     constants = "\n".join(_constants(program, external))
     includes += ["<math.h>"] if re.search(r"\b(NAN|INFINITY)\b", constants + body) else []
     parts = [

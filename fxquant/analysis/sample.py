@@ -89,8 +89,8 @@ def _drawn(model: fx.GraphModule, node: fx.Node, size: int, generator: torch.Gen
     shape = known.at(size)
     if known.dtype.is_floating_point:
         spread = next(_input_ranges(model, node), 2.0) / 2
-        return (torch.randn(shape, generator=generator) * spread).to(known.dtype)
-    return torch.randint(0, 2, shape, generator=generator).to(known.dtype)
+        return (torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * spread).to(known.dtype)
+    return torch.randint(0, 2, shape, generator=generator, device="cpu").to(known.dtype)
 
 
 def _input_ranges(model: fx.GraphModule, node: fx.Node) -> Iterator[float]:

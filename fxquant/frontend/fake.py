@@ -209,7 +209,7 @@ class _Filling:
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._number is not None:
             return torch.full(tensor.shape, self._number, dtype=tensor.dtype, device=tensor.device)
-        drawn = torch.rand(tensor.shape, generator=self._generator)
+        drawn = torch.rand(tensor.shape, generator=self._generator, dtype=torch.float32, device="cpu")
         return (drawn if tensor.dtype.is_floating_point or tensor.dtype.is_complex else drawn.round()).to(tensor.device, tensor.dtype)
 
 

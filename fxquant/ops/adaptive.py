@@ -142,7 +142,7 @@ def lower_windows(lowering: Lowering, input: Quantized, counts: list[int]) -> tu
         taps = max(stop - start for start, stop in windows)
         chosen = _filled(windows, taps)
         if chosen != list(range(length)):
-            stored = lowering.constant(f"indices{axis}", torch.tensor(chosen, device=input.scale.device), torch.int64)
+            stored = lowering.constant(f"indices{axis}", torch.tensor(chosen, device=input.scale.device, dtype=torch.int64), torch.int64)
             value = lowering.call(shape.select, value, axis - rank, stored)
         kernel.append(taps)
         places.append(chosen)

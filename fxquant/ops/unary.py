@@ -174,11 +174,11 @@ def unary(
 
 def _has_poles(function: Callable[..., Tensor], settings: Mapping[str, Any]) -> bool:
     """Whether the function has no finite slope where such functions have their poles; of a power, at any exponent."""
-    x = torch.tensor([-1.0, 0.0, 1.0], device="cpu", requires_grad=True)
+    x = torch.tensor([-1.0, 0.0, 1.0], device="cpu", requires_grad=True, dtype=torch.float32)
     given = {key: 0.5 if isinstance(value, float) else value for key, value in settings.items()}
     with torch.enable_grad():
         value = function(x, **given)
-        slope = torch.autograd.grad(value.sum(), x)[0] if value.requires_grad else torch.zeros(3)
+        slope = torch.autograd.grad(value.sum(), x)[0] if value.requires_grad else torch.zeros(3, dtype=torch.float32, device="cpu")
     return not bool(torch.isfinite(slope).all())
 
 

@@ -15,10 +15,12 @@ import fxquant.quantization.distributed as ranks
 from fxquant.arguments import FLAG, Kind, checked
 from fxquant.errors import ConfigurationError, FxQuantError
 from fxquant.graph import by_name, stage_of
+from fxquant.model import repeatable
 from fxquant.numerics import is_scale
 from fxquant.progress import progress
 from fxquant.quantization.batches import first_batches, length, model_inputs, no_batches
 from fxquant.quantization.cutting import keep_statistics
+from fxquant.quantization.left_out import in_float
 from fxquant.quantization.observers import Observer
 from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
 from fxquant.quantization.quantizer import Quantizer
@@ -86,6 +88,56 @@ def _warn_of_zeros(quantizers: list[Quantizer]) -> None:
         )
 
 
+def out_of_calibration(model: nn.Module) -> list[QuantizedOperator]:
+    """The operators that `set_state` has taken out of calibration.
+
+    Where some are in state CALIBRATE, all others: but in TRAIN and VALIDATE only those whose scales are known, since they compute with
+    them. Where none is, those in FLOAT, unless the whole model is.
+    """
+    operators = list(quantized_operators(model).values())
+    states = {operator.state for operator in operators}
+    if State.CALIBRATE in states:
+        others = [operator for operator in operators if operator.state is not State.CALIBRATE]
+        return [operator for operator in others if operator.state is State.FLOAT or _is_calibrated(operator)]
+    return in_float(model)
+
+
+def _is_calibrated(operator: QuantizedOperator) -> bool:
+    return (operator.plain or operator.output.calibrated) and all(quantizer.calibrated for quantizer in owned_quantizers(operator))
+
+
+@contextmanager
+def _computing(model: nn.Module, others: Iterable[QuantizedOperator]) -> Iterator[None]:
+    """Inside, operators that are left out compute what they do in their state, and nothing of them moves.
+
+    One in state FLOAT whose result the others read as integers observes it for them: its grid is that of their operand.
+    """
+    out = [operator for operator in quantized_operators(model).values() if operator.left_out]
+    states = [operator.state for operator in out]
+    needed = {id(quantizer) for operator in others for quantizer in _read(operator)}
+    seen = [each for each in out if each.state is State.FLOAT and not each.plain and each.owns_output and id(each.output) in needed]
+    try:
+        for operator in out:
+            operator.state = {State.TRAIN: State.VALIDATE}.get(operator.state, operator.state)
+        for operator in seen:
+            operator.state = State.CALIBRATE
+        with _paused(operator.intermediate for operator in seen if operator.intermediate is not None):
+            yield
+    finally:
+        for operator in seen:
+            operator.output.update_scale()
+        for operator, state in zip(out, states, strict=True):
+            operator.state = state
+
+
+def _read(operator: QuantizedOperator) -> Iterator[Quantizer]:
+    """The quantizers of what an operator reads as integers, and of its own result."""
+    for quantizers in operator.inputs.values():
+        yield from (each for each in (quantizers if isinstance(quantizers, list) else [quantizers]) if each is not None)
+    if not operator.plain:
+        yield operator.output
+
+
 def update_scales(operator: QuantizedOperator) -> None:
     """Set the scales an operator owns from what was observed."""
     if operator.weight_quantizer.learned is not None and not operator.plain and operator.output.pending:
@@ -145,9 +197,10 @@ def calibrate(
     show_progress: bool | None = None,
     first: Callable[[list[Any] | None], None] | None = None,
     each: Callable[[list[Any]], None] | None = None,
-) -> None:
-    """Observe the batches, set every scale, and leave the model in state VALIDATE.
+) -> bool:
+    """Observe the batches, set every scale, and leave the model in state VALIDATE; returns whether any batch was asked for.
 
+    Operators that are `left_out` keep their state and their scales.
     `batches` yields tensors, tuples or dicts; the leading items fill forward's inputs, and the rest (labels)
     is dropped. `batch_fn` maps a batch to the inputs. Memory does not grow with the number of batches. Where
     torch.distributed is in use, every rank observes its own batches, and all of them get the same scales. With
@@ -158,11 +211,11 @@ def calibrate(
     values; what was observed before stays observed, and the state is CALIBRATE.
     """
     require_prepared(prepared)
-    known = [quantizer for operator in quantized_operators(prepared).values() for quantizer in owned_quantizers(operator)]
+    open_ = [operator for operator in quantized_operators(prepared).values() if not operator.left_out]
+    known = {id(quantizer): quantizer for operator in open_ for quantizer in (*owned_quantizers(operator), *_read(operator))}.values()
     if only_missing and all(quantizer.calibrated for quantizer in known):
-        set_state(prepared, State.VALIDATE)
-        return
-    set_state(prepared, State.CALIBRATE)
+        enter(prepared, open_, State.VALIDATE)
+        return False
     several = distributed and ranks.count() > 1
     if several and ranks.index() > 0 and show_progress is None:
         show_progress = False
@@ -183,17 +236,21 @@ def calibrate(
             if first is not None:
                 prelude, first = first, None
                 prelude(arguments)
-            with _all_or_nothing(prepared):
+            with _all_or_nothing(prepared), repeatable():
                 prepared(**by_name(prepared, arguments))
             if each is not None:
                 each(arguments)
             seen += 1
         return seen
 
-    with _paused(quantizer for quantizer in known if only_missing and quantizer.calibrated):
-        if not (_on_all_ranks(prepared, observe) if several else observe()):
-            raise no_batches(num_batches)
-    set_state(prepared, State.VALIDATE)
+    with _computing(prepared, open_):
+        enter(prepared, open_, State.CALIBRATE)
+        with _paused(quantizer for quantizer in known if only_missing and quantizer.calibrated):
+            if not (_on_all_ranks(prepared, observe) if several else observe()):
+                raise no_batches(num_batches)
+        with repeatable():
+            enter(prepared, open_, State.VALIDATE)
+    return True
 
 
 @contextmanager

@@ -46,6 +46,7 @@ class QuantizedOperator(nn.Module):
                   added in the accumulator
     weight_quantizer  what makes the integers of its weight, and of its constants
     factors       what channels are multiplied by; None where it has no channels of its own
+    left_out      whether calibration or a method of tuning that runs now leaves this operator as it is
     observed      beyond this interval, values of its result are observed as its nearer end: to what reads them they are no different
     inputs        the quantizers of its operands, by parameter name. They belong to the operators that made the
                   operands, so they are referred to without being registered here.
@@ -86,7 +87,7 @@ class QuantizedOperator(nn.Module):
         self.weight_quantizer = weight_quantizer
         self.factors = factors
         self.live_batch_norm = live_batch_norm
-        self.state = State.CALIBRATE
+        self.state, self.left_out = State.CALIBRATE, False
         _leave_to_eager()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:

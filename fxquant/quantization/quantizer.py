@@ -337,7 +337,9 @@ class Quantizer(TrainableScale):
         if self.dtype.affine and saved is not None and saved.end is not None and self.method != saved and not stopped:
             base, values = state_dict[prefix + "base_scale"], tuple(state_dict[prefix + name] for name in saved.parameters)
             end, scale = saved.end(base, -state_dict[prefix + "zero_point"] * base, values), saved.scale(base, values, self.reach)
-            state_dict[prefix + "zero_point"] = torch.tensor(self._zero_point_at(end, self._rounded(scale)), device=base.device)
+            state_dict[prefix + "zero_point"] = torch.tensor(
+                self._zero_point_at(end, self._rounded(scale)), device=base.device, dtype=torch.int64
+            )
         if self.dtype.affine and self.given and not bool(state_dict.get(prefix + "stopped", True)):
             for name in ("zero_point", "ends"):  # as the scale that was given here stays
                 state_dict[prefix + name] = getattr(self, name).clone()

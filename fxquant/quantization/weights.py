@@ -236,7 +236,7 @@ class WeightQuantizer(torch.nn.Module):
         elif self.learned is not None and self.learned.method is not None:
             start = torch.full_like(self.learned.base_scale, float("nan"))
             values = zip(self.learned.trained, self.learned.method.start(start, self.learned.reach), strict=True)
-            state_dict.update({learned + "base_scale": start, learned + "stopped": torch.zeros((), dtype=torch.int8)})
+            state_dict.update({learned + "base_scale": start, learned + "stopped": torch.zeros((), dtype=torch.int8, device="cpu")})
             state_dict.update({learned + name: parameter for name, parameter in values})
 
     def integers(self, weight: Tensor, gain: Tensor | None = None, least: Tensor | None = None, *, keep: bool = False) -> QuantizedWeight:

@@ -110,7 +110,7 @@ class Side:
                 self.facts[name] = Facts(operator, grid=grid, fused=fused, reads=made_of.get(name, ""))
         for name, entry in provenance.items():
             if entry.get("exponents"):
-                self.exponents[name] = torch.tensor(entry["exponents"], device="cpu")
+                self.exponents[name] = torch.tensor(entry["exponents"], device="cpu", dtype=torch.int64)
 
     def values(self, inputs: Sequence[Any], names: Sequence[str]) -> Values:
         """These tensors of a batch as real numbers; inputs of the model are what was given. "output 0", … are the outputs."""

@@ -106,7 +106,7 @@ def _batch_norms(prepared: fx.GraphModule) -> tuple[list[tuple[str, QuantizedOpe
     for node in prepared.graph.nodes:
         operator = operator_at(prepared, node)
         norm = None if operator is None else constant_arguments(prepared, node, operator).get("batch_norm")
-        if operator is None or norm is None:
+        if operator is None or operator.left_out or norm is None:
             continue
         if not isinstance(norm, nn.modules.batchnorm._BatchNorm) or norm.num_batches_tracked is None:
             skipped.append((node.name, "its batch norm is a function, whose momentum is written in the model"))

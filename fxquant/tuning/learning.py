@@ -69,7 +69,7 @@ class _Choice:
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape
-        self.start = torch.zeros(shape, device="cpu")
+        self.start = torch.zeros(shape, device="cpu", dtype=torch.float32)
         self.value: nn.Parameter | None = None
 
     def between(self, real: Tensor) -> Tensor:
@@ -102,7 +102,8 @@ class Student:
     def __init__(self, lesson: Lesson, settings: Settings, seed: int) -> None:
         self.lesson, self.settings, self.unit, self.prepared = lesson, settings, lesson.unit, lesson.prepared
         self.generator = torch.Generator().manual_seed(seed)
-        self.operators = {node: operator for node in self.unit.nodes if (operator := operator_at(self.prepared, node)) is not None}
+        operators = ((node, operator_at(self.prepared, node)) for node in self.unit.nodes)
+        self.operators = {node: operator for node, operator in operators if operator is not None and not operator.left_out}
         quantizers_of_weights = {node: self.operators[node].weight_quantizer for node in self.unit.weighted}
         self.before = {node: (quantizer.rounding, quantizer.coverage) for node, quantizer in quantizers_of_weights.items()}
         self.shares: dict[fx.Node, Tensor] = {}
@@ -179,7 +180,7 @@ class Student:
         assert self.settings.rounded is not None
         if real is rounded:
             return rounded
-        chosen = torch.rand(rounded.shape, generator=self.generator, device="cpu") < self.settings.rounded
+        chosen = torch.rand(rounded.shape, generator=self.generator, device="cpu", dtype=torch.float32) < self.settings.rounded
         return torch.where(chosen.to(rounded.device), rounded, real)
 
     def _rounded(self, real: Tensor, quantizer: Quantizer) -> Tensor:

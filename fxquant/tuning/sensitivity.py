@@ -349,7 +349,7 @@ def _estimated(simulation: Simulation, reference: Reference, wanted: Sequence[Ch
 
 def _probe(outputs: Sequence[Tensor], reference: Reference, generator: torch.Generator) -> Tensor:
     """The outputs with random signs, summed, so that the expected square of a change of it is the noise of that change."""
-    total = torch.zeros((), device="cpu")
+    total = torch.zeros((), device="cpu", dtype=torch.float32)
     for output, power in zip(outputs, reference.power, strict=True):
         signs = torch.randint(0, 2, output.shape, generator=generator, device="cpu").to(output) * 2 - 1
         total = total.to(output.device) + (output * signs).sum() / (power * len(outputs)) ** 0.5

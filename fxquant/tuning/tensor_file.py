@@ -35,7 +35,9 @@ def read_tensors(path: str | None, call: Mapping[str, str]) -> tuple[Any, dict[s
 
 def write_tensors(path: str, call: Mapping[str, str], document: Any, tensors: Mapping[str, Tensor]) -> None:
     """Put them into the file; `document` is what JSON holds."""
-    held = {name: value.detach().cpu().contiguous() for name, value in tensors.items()} or {"nothing": torch.zeros(0, device="cpu")}
+    held = {name: value.detach().cpu().contiguous() for name, value in tensors.items()} or {
+        "nothing": torch.zeros(0, device="cpu", dtype=torch.float32)
+    }
     whole = text_digest(dict(call), document, digest(held[name] for name in sorted(held)), sorted(held))
     metadata = {"call": json.dumps(dict(call)), "document": json.dumps(document), "digest": whole}
     write_file(path, safetensors.torch.save(held, metadata))

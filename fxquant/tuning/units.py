@@ -56,11 +56,11 @@ def operator_at(prepared: fx.GraphModule, node: fx.Node) -> QuantizedOperator | 
 
 
 def weighted_nodes(prepared: fx.GraphModule) -> list[fx.Node]:
-    """The nodes whose weight is rounded on its own, in the order they run."""
+    """The nodes whose weight is rounded on its own, in the order they run, without those that are left out."""
     found = []
     for node in prepared.graph.nodes:
         operator = operator_at(prepared, node)
-        if operator is not None and is_weighted(operator, constant_arguments(prepared, node, operator)):
+        if operator is not None and not operator.left_out and is_weighted(operator, constant_arguments(prepared, node, operator)):
             found.append(node)
     return found
 

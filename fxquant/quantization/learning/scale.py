@@ -37,7 +37,7 @@ class TrainableScale(nn.Module):
         self._stopped = Remembered(False)
         self.method = method
         self.register_buffer("base_scale", base_scale)
-        self.register_buffer("stopped", torch.zeros((), dtype=torch.int8))
+        self.register_buffer("stopped", torch.zeros((), dtype=torch.int8, device="cpu"))
         if method is not None:
             for name, value in zip(method.parameters, method.start(base_scale, 1.0), strict=True):
                 self.register_parameter(name, nn.Parameter(value))

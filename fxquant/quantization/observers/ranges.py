@@ -138,7 +138,8 @@ class MinMaxObserver(Observer):
 class MovingAverageMinMaxObserver(MinMaxObserver):
     """Covers the average of the batches' ranges.
 
-    The first 1/averaging_constant batches count equally; later ones enter with weight `averaging_constant`.
+    The first 1/averaging_constant batches count equally; later ones enter with weight `averaging_constant`. PyTorch's observer of this
+    name gives that weight to the second batch already, so that the first one counts most: of few batches it finds another range.
     """
 
     @checked()
