@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from fxquant.facts import BatchDim, TensorFact
-from fxquant.graph import absorb, attach, fact, inherit, is_parameter, mark_parameter, refuse, resolve, set_fact, spell, state_demand
+from fxquant.graph import absorb, attach, fact, gradient_changes, inherit, is_parameter, mark_parameter, refuse, resolve, set_fact, spell, state_demand
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Fixed, Instead, Operator, Own, Parameter, Plain, operand_nodes, operator_of
 from fxquant.ops.boundary import QUANTIZE
 from fxquant.ops.composite import Builder
@@ -213,6 +213,8 @@ def _pass_by(node: fx.Node, context: Context) -> None:
     arguments = operator.arguments(node)
     operands = operand_nodes(operator, arguments)
     if len(operands) != 1 or operator_of(operands[0]) is None or not isinstance(fact(node), TensorFact):
+        return
+    if gradient_changes(node):
         return
     if fact(operands[0]) == fact(node) and operator.refuses(node, arguments) is None and operator.idle(arguments):
         node.replace_all_uses_with(operands[0])

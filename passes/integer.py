@@ -18,6 +18,8 @@ from fxquant.arithmetic import Arithmetic
 from fxquant.copying import own_copies
 from fxquant.errors import StageViolation
 from fxquant.facts import TensorFact
+from fxquant.functional import stopped
+from fxquant.gradient import GradientRule
 from fxquant.graph import (
     Constant,
     Operation,
@@ -275,6 +277,12 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
         for node in gm.graph.nodes:
             if trains_only(node):
                 continue
+            if _changes_gradients(gm, node):
+                passed: Any = node.args[0]
+                environment[node] = environment[passed]
+                results |= {node: results[passed]} if passed in results else {}
+                outputs |= {node: outputs[passed]} if passed in outputs else {}
+                continue
             module = resolve(gm, str(node.target)) if node.op == "call_module" else None
             if isinstance(module, QuantizedOperator):
                 output = None if module.plain else module.output
@@ -311,6 +319,13 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
     replace_graph(gm, graph)
     _drop_unused(gm, container)
     return changes
+
+
+def _changes_gradients(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a node of the prepared graph passes its operand on, and only changes gradients."""
+    if node.op == "call_module":
+        return isinstance(resolve(gm, str(node.target)), GradientRule)
+    return node.op == "call_function" and node.target in (torch.detach, stopped) and not is_parameter(node)
 
 
 def _repeats(node: fx.Node) -> bool:

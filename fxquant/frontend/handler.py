@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any, NoReturn
 
@@ -14,6 +14,7 @@ from fxquant import functional, graph
 from fxquant.errors import FxQuantError
 from fxquant.frontend.arguments import Arguments, is_tracked
 from fxquant.frontend.fake import Evaluator, Outcome, Sequenced, is_data_dependent, refuse_batch_condition
+from fxquant.frontend.gradients import Gradients, about_gradients
 from fxquant.frontend.memory import Memory, share_memory, view_step
 from fxquant.frontend.shapes import known_result
 from fxquant.frontend.snapshot import Snapshot
@@ -38,6 +39,7 @@ class Handler:
     memory     what in-place operations have changed
     known      what is to be recorded when it is an argument, by identity: parameters, buffers, constants changed in place
     notes      what was fixed while tracing, in order
+    gradients  what forward says about gradients
     paused     true while an operation is being recorded: what is computed for that is not recorded itself
     call_module   what a call of a module does: given the usual `nn.Module.__call__`, the module, and its arguments
     """
@@ -57,6 +59,7 @@ class Handler:
         self.constants: dict[str, torch.Tensor] = {}
         self.methods: dict[str, tuple[nn.Module, Callable[..., Any]]] = {}  # kept as Python, by the path of their call
         self.notes: dict[str, None] = {}
+        self.gradients = Gradients(snapshot.names)
         self.paused = False
         self._root_code = root_code
         self._locate = locate
@@ -82,9 +85,9 @@ class Handler:
                 result = self.operator(function, args)
                 return self.memory.advance(args[0], result) if func.__name__.endswith("_") else result
         kwargs = by_own_names(func, kwargs)
-        written = written_out(func, args, kwargs)
-        if written is not NotImplemented:
-            return written
+        for rewritten in (about_gradients(self, func, args, kwargs), written_out(func, args, kwargs)):
+            if rewritten is not NotImplemented:
+                return rewritten
         return self._spelled(spelling_of(func), args, kwargs)
 
     def operator(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -263,6 +266,7 @@ class Handler:
                 remedy="remove torch.autocast from forward, or convert explicitly with .to(dtype)",
             )
         graph.describe(node, fact, self.source() if self._locate else "", self.path if path is None else path)
+        self.gradients.describe(node)
         if self.qconfig:
             graph.attach_qconfigs(node, self.qconfig)
 
@@ -315,6 +319,8 @@ class Handler:
             return getattr(tensor, name)
         if name == "shape":
             return tensor.shape
+        if name == "requires_grad":
+            return self.gradients.required(self, tensor.node)
         return None if name in ("grad", "grad_fn") else getattr(tensor.value.a, name)
 
     def _set_property(self, func: Any, args: Any) -> None:
@@ -325,6 +331,21 @@ class Handler:
                 because="a graph computes new tensors and changes none",
                 remedy="compute a new tensor instead of changing one",
             )
+        if name == "requires_grad" and isinstance(args[0], TracedTensor):
+            args[0].requires_grad_(args[1])
+
+    def nodes_of(self, values: Sequence[Any]) -> tuple[fx.Node, ...]:
+        """The nodes of tensors and of numbers that depend on the batch."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return tuple(map(Arguments(None, self.memory, self.attribute).convert, values))
+
+    def is_trained(self, node: fx.Node) -> bool:
+        """Whether a node is a parameter that requires a gradient, or a layer that has one."""
+        try:
+            found: Any = graph.resolve(self.snapshot.root, str(node.target))
+        except AttributeError:  # a constant, or a method that is kept as Python
+            return False
+        return any(each.requires_grad for each in ([found] if isinstance(found, torch.Tensor) else found.parameters()))
 
     def attribute(self, tensor: torch.Tensor) -> tuple[fx.Node, Value]:
         """The `get_attr` node and the value of a parameter, a buffer or a constant."""

@@ -53,6 +53,8 @@ def build(model: nn.Module, recording: Recording, preserve: Sequence[str] = (), 
     for path, (owner, function) in recording.methods.items():
         held = tree.build(snapshot.root.get_submodule(recording.snapshot.paths.get(id(owner), "")), whole=True)
         attach(module, path, Method(held, function))
+    for path, rule in recording.rules.items():
+        attach(module, path, rule)
     for name, constant in recording.constants.items():
         attach(module, name, constant)
         module._non_persistent_buffers_set.add(name)

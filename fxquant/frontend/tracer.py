@@ -22,6 +22,7 @@ from fxquant.frontend.outputs import Returned
 from fxquant.frontend.snapshot import Snapshot
 from fxquant.frontend.source import source_of_error
 from fxquant.frontend.values import TracedTensor, Value, tracing
+from fxquant.gradient import GradientRule
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Recording:
     form        what it returned
     draws       whether anything in it draws random numbers
     methods     what is called at such a path: a method, kept as Python, of a shell
+    rules       what is called at such a path and changes gradients
     """
 
     graph: fx.Graph
@@ -46,6 +48,7 @@ class Recording:
     form: Any
     draws: bool
     methods: dict[str, tuple[nn.Module, Any]]
+    rules: dict[str, GradientRule]
 
 
 class _Mode(TorchFunctionMode):
@@ -81,12 +84,21 @@ def record(
     ])  # fmt: skip
     handler.call_module = ModuleCalls(handler, leaf, qconfigs)
     with tracing(handler):
-        with prepared_environment(model) as numbers, torch.no_grad(), _Mode(handler):
+        with prepared_environment(model) as numbers, torch.enable_grad(), _Mode(handler):  # in which mode forward computes is recorded
             result, form = _run(handler, args, kwargs)
         graph.describe(handler.graph.output(result), fx.map_arg(result, graph.fact), "", "")
+        handler.gradients.finish(handler.graph)
         _erase_unused(handler.graph)
     return Recording(
-        handler.graph, handler.constants, list(handler.notes), snapshot, inputs.signature, form, numbers.drawn, handler.methods
+        handler.graph,
+        handler.constants,
+        list(handler.notes),
+        snapshot,
+        inputs.signature,
+        form,
+        numbers.drawn,
+        handler.methods,
+        handler.gradients.rules,
     )
 
 

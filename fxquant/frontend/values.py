@@ -209,6 +209,7 @@ class TracedTensor(torch.Tensor, fx.Proxy):  # type: ignore[misc]
         return self.value.device
 
     def requires_grad_(self, requires_grad: bool = True) -> TracedTensor:
+        active().gradients.ask(self.node, requires_grad)
         return self
 
 

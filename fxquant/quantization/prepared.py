@@ -15,6 +15,7 @@ from fxquant import sweeps
 from fxquant.arithmetic import Arithmetic
 from fxquant.eager import EagerLowering
 from fxquant.errors import CalibrationError
+from fxquant.functional import stopped
 from fxquant.lowering import Quantized, cannot_be_integers, first_not_finite, limited, named_parameters, plainly
 from fxquant.numerics import EVERYTHING, Grid, Interval
 from fxquant.ops import Operator, map_operands
@@ -45,6 +46,7 @@ class QuantizedOperator(nn.Module):
                   added in the accumulator
     weight_quantizer  what makes the integers of its weight, and of its constants
     factors       what channels are multiplied by; None where it has no channels of its own
+    detached      whether it is computed without gradients; or the names of its arguments that have none
     observed      beyond this interval, values of its result are observed as its nearer end: to what reads them they are no different
     inputs        the quantizers of its operands, by parameter name. They belong to the operators that made the
                   operands, so they are referred to without being registered here.
@@ -65,6 +67,7 @@ class QuantizedOperator(nn.Module):
         path: str = "",
         observed: Interval = EVERYTHING,
         factors: ChannelFactors | None = None,
+        detached: bool | tuple[str, ...] = (),
     ) -> None:
         super().__init__()
         self.name = name
@@ -81,6 +84,7 @@ class QuantizedOperator(nn.Module):
         self.weight_quantizer = weight_quantizer
         self.factors = factors
         self.live_batch_norm = live_batch_norm
+        self.detached = detached
         self.state = State.CALIBRATE
         _leave_to_eager()
 
@@ -110,6 +114,16 @@ class QuantizedOperator(nn.Module):
         return (args, kwargs) if self.factors is None else self.factors.of_call(self.operator, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.detached is True and torch.is_grad_enabled():
+            with torch.no_grad():
+                return self._computed(args, kwargs)
+        if self.detached and torch.is_grad_enabled():
+            names = self.operator.parameter_names
+            args = tuple(stopped(value) if name in self.detached else value for name, value in zip(names, args, strict=False))  # type: ignore[operator]
+            kwargs = {name: stopped(value) if name in self.detached else value for name, value in kwargs.items()}  # type: ignore[operator]
+        return self._computed(args, kwargs)
+
+    def _computed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         args, kwargs = self.multiplied(args, kwargs)
         if self.state is State.CALIBRATE:
             return self._calibrate(args, kwargs)
