@@ -199,8 +199,8 @@ def mark_parameter(node: fx.Node) -> None:
 
 
 def is_detached(node: fx.Node) -> bool:
-    """Whether the node is computed without gradients while the prepared model trains."""
-    return bool(node.meta.get("detached"))
+    """Whether the node is computed without gradients while the prepared model trains. A parameter says so by a detach of its own."""
+    return bool(node.meta.get("detached")) and not is_parameter(node)
 
 
 def detach(node: fx.Node) -> None:

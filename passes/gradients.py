@@ -25,8 +25,6 @@ from fxquant.graph import (
     gradient_changes,
     inherit,
     is_detached,
-    is_parameter,
-    mark_parameter,
     mark_training,
     refuse,
     resolve,
@@ -250,8 +248,6 @@ def _stop_behind(gm: fx.GraphModule, node: fx.Node) -> int:
         made = gm.graph.call_function(torch.detach if isinstance(known, TensorFact) else stopped, (node,))
     inherit(made, node, "gradients.attach")
     set_fact(made, known)
-    if is_parameter(node):
-        mark_parameter(made)
     for user in live:
         user.replace_input_with(node, made)
     return 1

@@ -62,11 +62,12 @@ ALLOWED: dict[str, set[str]] = {
     | {"arithmetic", "curves", "joining", "narrow", "learning", "lowering", "primitives", "quantizer", "sweeps", "weights"},
     "fxquant.lowering": BASE | {"arithmetic", "sweeps", "batch_norm", "learning", "primitives", "quantizer", "weights", "facts"},
     "fxquant.functional": set(),
+    "fxquant.gradient": {"rounding"},
     "fxquant.ops": BASE
     | {"functional", "batch_norm", "graph", "lowering", "ops", "primitives", "sweeps", "weights", "facts", "arithmetic"},
     "fxquant.quantization.factors": {"numerics"},
     "fxquant.quantization.prepared": BASE
-    | {"arithmetic", "eager", "factors", "lowering", "ops", "primitives", "quantizer", "state", "sweeps", "weights"},
+    | {"arithmetic", "eager", "factors", "functional", "lowering", "ops", "primitives", "quantizer", "state", "sweeps", "weights"},
     "fxquant.analysis.node": {"numerics", "graph", "ops", "prepared", "primitives"},
     "fxquant.analysis.channels": {"facts", "factors", "graph", "node", "ops", "prepared"},
     "fxquant.analysis.text": {"arguments", "errors", "graph", "node", "facts", "numerics"},
@@ -84,6 +85,7 @@ ALLOWED: dict[str, set[str]] = {
         "codegen",
         "errors",
         "functional",
+        "gradient",
         "graph",
         "mapping",
         "frontend",
@@ -98,6 +100,7 @@ ALLOWED: dict[str, set[str]] = {
         "batch_norm",
         "carried",
         "factors",
+        "gradient",
         "graph",
         "learning",
         "observations",
@@ -162,7 +165,7 @@ ALLOWED: dict[str, set[str]] = {
         "weights",
     },
     # verbs and targets: never each other
-    "fxquant.passes": NOUNS,
+    "fxquant.passes": NOUNS | {"functional", "gradient"},
     "fxquant.backends": NOUNS | {"backends", "kernels", "partition", "progress", "segments", "version"},
     "fxquant.backends.aten": BASE | {"facts", "frontend", "graph", "progress", "sample"},
     "fxquant.backends.bpu": {"arithmetic", "errors", "numerics", "rescaling", "target", "backends.bpu"},

@@ -26,6 +26,7 @@ from fxquant.frontend.batch_limits import note_batch_limits
 from fxquant.frontend.branches import Branch, attach_branch
 from fxquant.frontend.checks import RETRACE_SIZES, compare_recordings, compare_with_model
 from fxquant.frontend.entry import float_model, is_traced
+from fxquant.frontend.exported import LOST_GRADIENTS
 from fxquant.frontend.input_check import InputCheck, attach_input_check
 from fxquant.frontend.inputs import ExampleInputs, bind_inputs
 from fxquant.frontend.leaves import LeafRule, Leaves, default_leaf, leaf_rule
@@ -99,6 +100,8 @@ def _traced(
     if inputs.batch is not None:
         note_batch_limits(recording.graph, inputs.batch)
     traced = build(model, recording, preserve, _branch(model, inputs, leaf, recording, check) if training_branch else None)
+    if LOST_GRADIENTS in getattr(model, "meta", {}):
+        traced.meta[LOST_GRADIENTS] = list(model.meta[LOST_GRADIENTS])  # type: ignore[index,arg-type]
     if qconfigs:
         traced.meta["qconfigs"] = list(qconfigs)  # the paths of their modules
     return traced, recording.draws

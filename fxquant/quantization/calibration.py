@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import index
@@ -22,6 +23,8 @@ from fxquant.quantization.observers import Observer
 from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.state import State
+
+logger = logging.getLogger("fxquant")
 
 INTERMEDIATE = ".intermediate"  # behind an operator's name: what its residual is added to
 
@@ -65,6 +68,8 @@ def enter(model: nn.Module, chosen: Iterable[QuantizedOperator], state: State) -
         operator.state = state
     if state is State.TRAIN:
         keep_statistics(model)
+        for sentence in getattr(model, "meta", {}).get("lost_gradients", ()):
+            logger.warning("%s", sentence)
 
 
 def update_scales(operator: QuantizedOperator) -> None:

@@ -52,6 +52,8 @@ class QuantizedOperator(nn.Module):
                   operands, so they are referred to without being registered here.
     """
 
+    detached: bool | tuple[str, ...] = ()
+
     def __init__(
         self,
         name: str,
