@@ -92,3 +92,12 @@ class CustomBackward(GradientRule):
         found = self.function.apply(*(tree_map(given, argument) for argument in self.arguments))  # type: ignore[no-untyped-call]
         result = found if self.index is None else found[self.index]
         return straight_through(result, value.detach()) if result.requires_grad else value.detach()
+
+
+class Overwritten(GradientRule):
+    """Returns its first operand, with the gradient of the second: a tensor that was changed in place where no gradient was recorded."""
+
+    label = "a change in place without gradients"
+
+    def forward(self, value: Tensor, before: Tensor) -> Tensor:
+        return straight_through(before, value.detach()) if torch.is_grad_enabled() and before.requires_grad else value

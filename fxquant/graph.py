@@ -237,6 +237,8 @@ def parameter_value(root: torch.nn.Module, node: fx.Node) -> Any:
     kwargs: Any = fx.map_arg(node.kwargs, lambda operand: parameter_value(root, operand))
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    if node.op == "call_module":  # it changes the gradient
+        return resolve(root, str(node.target))(*args, **kwargs)
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 

@@ -42,6 +42,8 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
     excluded = outside(gm)
     for node in list(gm.graph.nodes):
         changes += _hold(gm, node, modules, attributes)
+        if node.op == "call_module" and is_parameter(node):
+            continue
         if _computes_parameter(node):
             mark_parameter(node)
             continue

@@ -17,7 +17,7 @@ from torch import fx
 
 from fxquant.facts import TensorFact
 from fxquant.functional import stopped
-from fxquant.gradient import CustomBackward, GradientRule
+from fxquant.gradient import GradientRule
 from fxquant.graph import (
     change_gradient,
     detach,
@@ -25,6 +25,8 @@ from fxquant.graph import (
     gradient_changes,
     inherit,
     is_detached,
+    is_parameter,
+    mark_parameter,
     mark_training,
     refuse,
     resolve,
@@ -58,8 +60,11 @@ def mark(gm: fx.GraphModule, context: Context) -> int:
             detach(node)
     for node in stops:
         _remove_stop(gm, node, context)
-    for node, rule in rules.items():
-        _replace_rule(gm, node, rule, context)
+    for node in rules:
+        if node in constant:
+            _mark_parameters(node)
+        else:
+            _replace_rule(gm, node, context)
     return len(stops) + len(rules)
 
 
@@ -77,9 +82,17 @@ def _constants(gm: fx.GraphModule) -> set[fx.Node]:
     return found
 
 
+def _mark_parameters(node: fx.Node) -> None:
+    """Mark what computes a parameter: a custom function of a weight, and what that reads."""
+    if node.op != "get_attr":
+        mark_parameter(node)
+        for operand in node.all_input_nodes:
+            _mark_parameters(operand)
+
+
 def _reads_value_alone(user: fx.Node, node: fx.Node, rules: dict[fx.Node, GradientRule]) -> bool:
     """Whether a custom backward reads a node for its value, and sends the gradient elsewhere."""
-    return isinstance(rules.get(user), CustomBackward) and len(user.args) > 1 and user.args[0] is node and node not in user.args[1:]
+    return user in rules and len(user.args) > 1 and user.args[0] is node and node not in user.args[1:]
 
 
 def _reads_detached_alone(gm: fx.GraphModule, node: fx.Node) -> bool:
@@ -125,7 +138,7 @@ def _move_to_output(node: fx.Node, operand: fx.Node, change: str) -> None:
     output.replace_input_with(node, operand)
 
 
-def _replace_rule(gm: fx.GraphModule, node: fx.Node, rule: GradientRule, context: Context) -> None:
+def _replace_rule(gm: fx.GraphModule, node: fx.Node, context: Context) -> None:
     """A hook or a custom backward is an identity; what the latter reads besides is read by a node that is there for training alone."""
     operand, *others = node.args
     assert isinstance(operand, fx.Node)
@@ -183,7 +196,7 @@ def _is_constant(clamp: fx.Node) -> bool:
 
 def attach(gm: fx.GraphModule, context: Context) -> int:
     """Where gradients change, the prepared graph calls what changes them, on the real numbers between its operators."""
-    readers = {str(node.target): node for node in gm.graph.nodes if node.op == "call_module" and _rule(gm, node) is not None}
+    readers = {str(node.target): node for node in gm.graph.nodes if _rule(gm, node) is not None and not is_parameter(node)}
     changes = 0
     for node in list(gm.graph.nodes):
         found = gradient_changes(node)

@@ -323,9 +323,11 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
 
 def _changes_gradients(gm: fx.GraphModule, node: fx.Node) -> bool:
     """Whether a node of the prepared graph passes its operand on, and only changes gradients."""
+    if is_parameter(node):
+        return False
     if node.op == "call_module":
         return isinstance(resolve(gm, str(node.target)), GradientRule)
-    return node.op == "call_function" and node.target in (torch.detach, stopped) and not is_parameter(node)
+    return node.op == "call_function" and node.target in (torch.detach, stopped)
 
 
 def _repeats(node: fx.Node) -> bool:

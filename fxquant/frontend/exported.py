@@ -72,6 +72,12 @@ def _custom_functions(module: Any) -> list[str]:
     return []
 
 
+def lost_gradients(module: nn.Module) -> list[str]:
+    """What is to be said of gradients that a program, which is this module now, has lost."""
+    meta = vars(module).get("meta")  # a user's module may have a child of that name
+    return list(meta.get(LOST_GRADIENTS, ())) if isinstance(meta, dict) else []
+
+
 def _at(path: str, line: str) -> None:
     """Tells a trace in progress where the operators that follow were written."""
     if is_tracing():

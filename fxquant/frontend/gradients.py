@@ -8,8 +8,7 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -23,9 +22,7 @@ from fxquant.facts import TensorFact
 from fxquant.frontend.arguments import ATOMS, is_tracked
 from fxquant.frontend.values import BatchNumber, TracedTensor, active, is_tracing, refuse
 from fxquant.functional import stopped
-from fxquant.gradient import CustomBackward, GradientHooks, GradientRule, Slot
-
-logger = logging.getLogger("fxquant")
+from fxquant.gradient import CustomBackward, GradientHooks, GradientRule, Overwritten, Slot
 
 _COPIES = frozenset(("clone", "view_as", "contiguous", "alias", "detach"))
 
@@ -34,10 +31,16 @@ class Gradients:
     """What one trace has found about gradients.
 
     rules   the modules that change gradients, by their paths in the graph
+    modes     source lines, and whether they have gradients in train mode, where that is another than in eval mode
+    lines     source lines, and whether they were computed with gradients
+    switched  whether forward has switched gradients on or off
     """
 
     def __init__(self, taken: set[str]) -> None:
         self.rules: dict[str, GradientRule] = {}
+        self.modes: Mapping[str, bool] = {}
+        self.lines: dict[str, bool] = {}
+        self.switched = False
         self._taken = taken
         self._without: set[fx.Node] = set()
         self._asked: set[fx.Node] = set()  # of which forward demands a gradient, by `requires_grad_`
@@ -45,8 +48,11 @@ class Gradients:
 
     def describe(self, node: fx.Node) -> None:
         """Note in which gradient mode a new node is computed."""
-        if not torch.is_grad_enabled() and node.op.startswith("call_"):
-            self._without.add(node)
+        if node.op.startswith("call_"):
+            line, enabled = graph.source(node), torch.is_grad_enabled()
+            self.lines[line] = enabled
+            if not self.modes.get(line, enabled):
+                self._without.add(node)
 
     def ask(self, node: fx.Node, wanted: bool) -> None:
         """Note that forward sets `requires_grad` of a tensor."""
@@ -121,8 +127,7 @@ class Gradients:
 
     def _reroutes(self, user: fx.Node, node: fx.Node) -> bool:
         """Whether a node reads another for its value alone, and passes no gradient to it."""
-        rule = self.rules.get(str(user.target)) if user.op == "call_module" else None
-        return isinstance(rule, CustomBackward) and user.args[0] is node and node not in user.args[1:]
+        return user.op == "call_module" and str(user.target) in self.rules and len(user.args) > 1 and node not in user.args[1:]
 
 
 class _Handle:
@@ -166,8 +171,7 @@ def about_gradients(handler: Any, func: Any, args: Any, kwargs: Any) -> Any:
     if name == "register_hook":
         return _register_hook(handler, *args, **kwargs)
     if name in _NOT_KEPT and getattr(torch.Tensor, name, None) is func:
-        handler.note(f"{name} does nothing in the graph: {_NOT_KEPT[name]}")
-        logger.warning("%s: %s does nothing in the prepared model: %s", handler.source(), name, _NOT_KEPT[name])
+        handler.warn(f"{name} does nothing in the prepared model: {_NOT_KEPT[name]}")
         return None
     return NotImplemented
 
@@ -187,11 +191,8 @@ def _register_hook(handler: Any, tensor: torch.Tensor, hook: Callable[..., Any])
             remedy="write the function and its backward as a torch.autograd.Function, which saves the tensor in its context",
         )
     if any(isinstance(value, nn.Module) for value in _captured(hook)):
-        logger.warning(
-            "%s: the hook %s sees a copy of the module that registers it: what it stores there is not in your model",
-            handler.source(),
-            getattr(hook, "__qualname__", type(hook).__name__),
-        )
+        name = getattr(hook, "__qualname__", type(hook).__name__)
+        handler.warn(f"the hook {name} sees a copy of the module that registers it: what it stores there is not in your model")
     handler.memory.refresh(tensor)
     return handler.gradients.hook(tensor.node, hook)
 
@@ -209,6 +210,16 @@ def _captured(hook: Any) -> Iterator[Any]:
     elif hasattr(hook, "func") and hasattr(hook, "keywords"):  # functools.partial
         yield from tree_leaves((hook.args, hook.keywords))
         yield from _captured(hook.func)
+
+
+def overwritten(handler: Any, result: TracedTensor, before: fx.Node) -> TracedTensor:
+    """What a tensor is once it was changed in place where no gradient is recorded: it keeps the gradient that it had."""
+    if not result.is_floating_point() or result.node is before or not handler.gradients.required(handler, before):
+        return result
+    with torch.enable_grad():
+        node = handler.graph.create_node("call_module", handler.gradients.add(Overwritten(), "kept"), (result.node, before))
+        handler.describe(node, result.value)
+    return TracedTensor(node, result.value)
 
 
 # ---- custom functions ------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import operator
 from collections.abc import Callable, Sequence
 from types import CodeType
@@ -14,7 +16,7 @@ from fxquant import functional, graph
 from fxquant.errors import FxQuantError
 from fxquant.frontend.arguments import Arguments, is_tracked
 from fxquant.frontend.fake import Evaluator, Outcome, Sequenced, is_data_dependent, refuse_batch_condition
-from fxquant.frontend.gradients import Gradients, about_gradients
+from fxquant.frontend.gradients import Gradients, about_gradients, overwritten
 from fxquant.frontend.memory import Memory, share_memory, view_step
 from fxquant.frontend.shapes import known_result
 from fxquant.frontend.snapshot import Snapshot
@@ -23,6 +25,8 @@ from fxquant.frontend.spelling import Spelling, is_random, property_name, proper
 from fxquant.frontend.unknown import UNKNOWN, Unknown
 from fxquant.frontend.values import BatchFloat, BatchInt, BatchNumber, Number, TracedTensor, Value, numeric_fact, refuse
 from fxquant.frontend.written_out import by_own_names, written_out
+
+logger = logging.getLogger("fxquant")
 
 _READS_CONTENT = frozenset((
     "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "numpy", "__array__", "is_nonzero",
@@ -55,7 +59,7 @@ class Handler:
         self.line = ""
         self.qconfig: tuple[tuple[str, Any], ...] = ()  # those of the modules being called, by path, the nearest first
         self.known: dict[int, Any] = dict(snapshot.tensors)
-        self.memory = Memory(self.record, self.note, snapshot.tensors, self.known)
+        self.memory = Memory(self.record, self.note, snapshot.tensors, self.known, functools.partial(overwritten, self))
         self.constants: dict[str, torch.Tensor] = {}
         self.methods: dict[str, tuple[nn.Module, Callable[..., Any]]] = {}  # kept as Python, by the path of their call
         self.notes: dict[str, None] = {}
@@ -202,6 +206,8 @@ class Handler:
         node = self.graph.create_node(op, target, node_args, node_kwargs)
         self._describe(node, _fact(outcome.template))
         result = self.wrap(node, outcome.template)
+        if target == "detach" and isinstance(result, TracedTensor):
+            result.stopped = True
         if outcome.alias is not None:
             step = view_step(self.record, op, target, function, args, kwargs) if outcome.alias == 0 else None
             share_memory(arguments.traced[outcome.alias], result, outcome.same_place, step)
@@ -378,6 +384,12 @@ class Handler:
         """Record something that was fixed while tracing."""
         where = self.source()
         self.notes[f"{text} ({where})" if where else text] = None
+
+    def warn(self, text: str) -> None:
+        """Note something that is not kept, and log it, once for all traces of a model."""
+        self.note(text)
+        if self._locate:
+            logger.warning("%s: %s", self.source(), text)
 
     def source(self) -> str:
         """The line of the model that is being executed."""

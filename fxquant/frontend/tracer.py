@@ -38,6 +38,7 @@ class Recording:
     draws       whether anything in it draws random numbers
     methods     what is called at such a path: a method, kept as Python, of a shell
     rules       what is called at such a path and changes gradients
+    lines       source lines, and whether they were computed with gradients; none where forward switches nothing
     """
 
     graph: fx.Graph
@@ -49,6 +50,7 @@ class Recording:
     draws: bool
     methods: dict[str, tuple[nn.Module, Any]]
     rules: dict[str, GradientRule]
+    lines: dict[str, bool]
 
 
 class _Mode(TorchFunctionMode):
@@ -57,6 +59,8 @@ class _Mode(TorchFunctionMode):
         self._handler = handler
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._C._set_grad_enabled and not self._handler.paused:
+            self._handler.gradients.switched = True
         return self._handler.call(func, args, kwargs or {})
 
 
@@ -69,15 +73,18 @@ def record(
     *,
     locate: bool,
     training: bool = False,
+    modes: Mapping[str, bool] = MappingProxyType({}),
 ) -> Recording:
     """Trace a model in eval mode, or with its own Python in train mode. Nothing of the model is changed.
 
     batches   the two batch sizes to trace at, and two others that tell numbers which depend on the batch from those that do not
     qconfigs  what the nodes of calls inside of a module are told, by the module's path
     locate    whether nodes are told their source lines
+    modes     source lines, and whether they have gradients whatever the mode is
     """
     snapshot = Snapshot(model, training=training)
     handler = Handler(snapshot, Evaluator(static=inputs.batch is None), batches, _run.__code__, locate)
+    handler.gradients.modes = modes
     args, kwargs = inputs.arguments([
         leaf_ if name is None else _placeholder(handler, name, leaf_, inputs, batches)
         for name, leaf_ in zip(inputs.names, inputs.leaves, strict=True)
@@ -99,6 +106,7 @@ def record(
         numbers.drawn,
         handler.methods,
         handler.gradients.rules,
+        handler.gradients.lines if handler.gradients.switched else {},
     )
 
 

@@ -68,7 +68,7 @@ def enter(model: nn.Module, chosen: Iterable[QuantizedOperator], state: State) -
         operator.state = state
     if state is State.TRAIN:
         keep_statistics(model)
-        for sentence in getattr(model, "meta", {}).get("lost_gradients", ()):
+        for sentence in (vars(model).get("meta") or {}).get("lost_gradients", ()):
             logger.warning("%s", sentence)
 
 
