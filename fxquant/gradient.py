@@ -45,7 +45,7 @@ class GradientHooks(GradientRule):
             return value
         result = value.view_as(value)
         for hook in self.hooks:
-            result.register_hook(hook)
+            result.register_hook(hook)  # type: ignore[no-untyped-call]
         return result
 
 

@@ -15,7 +15,20 @@ import torch
 from torch import fx, nn
 
 from fxquant.facts import BatchDim, TensorFact
-from fxquant.graph import absorb, attach, fact, gradient_changes, inherit, is_parameter, mark_parameter, refuse, resolve, set_fact, spell, state_demand
+from fxquant.graph import (
+    absorb,
+    attach,
+    fact,
+    gradient_changes,
+    inherit,
+    is_parameter,
+    mark_parameter,
+    refuse,
+    resolve,
+    set_fact,
+    spell,
+    state_demand,
+)
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Fixed, Instead, Operator, Own, Parameter, Plain, operand_nodes, operator_of
 from fxquant.ops.boundary import QUANTIZE
 from fxquant.ops.composite import Builder
@@ -42,8 +55,6 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
     excluded = outside(gm)
     for node in list(gm.graph.nodes):
         changes += _hold(gm, node, modules, attributes)
-        if node.op == "call_module" and is_parameter(node):
-            continue
         if _computes_parameter(node):
             mark_parameter(node)
             continue
@@ -201,6 +212,8 @@ def _of_sizes(node: fx.Node) -> bool:
 
 def _computes_parameter(node: fx.Node) -> bool:
     """Whether a node computes something from parameters alone that is the same every time; it then stays as the user wrote it."""
+    if node.op == "call_module":
+        return is_parameter(node)  # a custom function of a weight
     if node.op not in ("call_function", "call_method") or not node.all_input_nodes or not all(map(is_parameter, node.all_input_nodes)):
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

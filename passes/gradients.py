@@ -11,6 +11,7 @@ and another has none, an identity stays for the latter. Hooks and custom backwar
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import fx
@@ -104,9 +105,8 @@ def _reads_detached_alone(gm: fx.GraphModule, node: fx.Node) -> bool:
             found = True
         elif operand.op == "get_attr" and not isinstance(resolve(gm, str(operand.target)), torch.nn.Parameter):
             continue
-        elif known is None or not isinstance(known, TensorFact) or known.dtype.is_floating_point or known.dtype.is_complex:
-            if not isinstance(known, int | float):
-                return False
+        elif not isinstance(known, TensorFact | int | float) or (isinstance(known, TensorFact) and known.dtype.is_floating_point):
+            return False
     return found and not (node.op == "call_module" and any(True for _ in resolve(gm, str(node.target)).parameters()))
 
 
@@ -205,7 +205,7 @@ def attach(gm: fx.GraphModule, context: Context) -> int:
         elif found:
             if node.op == "call_module":
                 _discard(gm, str(node.target))
-            _call(gm, node, node.args[0], found[0], readers)
+            _call(node, node.args[0], found[0], readers)
             changes += 1
         elif is_detached(node) and not _computes_without(gm, node):
             changes += _stop_behind(gm, node)
@@ -216,11 +216,11 @@ def attach(gm: fx.GraphModule, context: Context) -> int:
     return changes + len(readers)
 
 
-def _call(gm: fx.GraphModule, node: fx.Node, operand: object, path: str, readers: dict[str, fx.Node]) -> None:
+def _call(node: fx.Node, operand: Any, path: str, readers: dict[str, fx.Node]) -> None:
     """Make a node the call of a rule, or a stop."""
     others = readers[path].args if path in readers else ()
     node.op, node.target = ("call_function", torch.detach) if path == STOP else ("call_module", path)
-    node.args, node.kwargs = (operand, *others), {}  # type: ignore[assignment]
+    node.args, node.kwargs = (operand, *others), {}
 
 
 def _attach_outputs(gm: fx.GraphModule, output: fx.Node, readers: dict[str, fx.Node]) -> int:
@@ -237,7 +237,7 @@ def _attach_outputs(gm: fx.GraphModule, output: fx.Node, readers: dict[str, fx.N
         with gm.graph.inserting_before(output):
             called = inherit(gm.graph.create_node("call_function", torch.detach, (place,)), place, "gradients.attach")
         set_fact(called, fact(place))
-        _call(gm, called, place, changes[position], readers)
+        _call(called, place, changes[position], readers)
         made.append(called)
     following = iter(made)
     output.args = fx.map_arg(output.args, lambda _: next(following))

@@ -272,16 +272,10 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
     shapes = Shapes()
     container = free_name(gm, CONTAINER)
     held: dict[Any, fx.Node] = {}
-    changes = 0
+    changes = _forget_gradients(gm)
     with torch.no_grad():
         for node in gm.graph.nodes:
             if trains_only(node):
-                continue
-            if _changes_gradients(gm, node):
-                passed: Any = node.args[0]
-                environment[node] = environment[passed]
-                results |= {node: results[passed]} if passed in results else {}
-                outputs |= {node: outputs[passed]} if passed in outputs else {}
                 continue
             module = resolve(gm, str(node.target)) if node.op == "call_module" else None
             if isinstance(module, QuantizedOperator):
@@ -319,6 +313,17 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
     replace_graph(gm, graph)
     _drop_unused(gm, container)
     return changes
+
+
+def _forget_gradients(gm: fx.GraphModule) -> int:
+    """Nothing is left that passes its operand on, and only changes gradients."""
+    found = [node for node in gm.graph.nodes if _changes_gradients(gm, node)]
+    for node in found:
+        operand = node.args[0]
+        assert isinstance(operand, fx.Node)
+        node.replace_all_uses_with(operand)
+        gm.graph.erase_node(node)
+    return len(found)
 
 
 def _changes_gradients(gm: fx.GraphModule, node: fx.Node) -> bool:

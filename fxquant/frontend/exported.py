@@ -92,7 +92,7 @@ def _path(node: fx.Node) -> str:
 
 
 def _line(node: fx.Node, own: bool = False) -> str:
-    """The innermost line that is the user's, as errors and `explain` tell it; of a library's code only where there is none, unless `own`."""
+    """The innermost line that is the user's, as errors and `explain` tell it; a library's where there is none, unless `own`."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     own_frames = [frame for frame in frames if not is_library(frame[0])] or ([] if own else frames)
     if not own_frames:

@@ -1,8 +1,8 @@
 """What forward says about gradients: regions without them, hooks on tensors, and custom functions with a backward of their own.
 
-    with torch.no_grad(): y = self.a(x)        %a = call_module a(%x)
-    return self.b(y)                           %detach = call_method detach(%a)
-                                               %b = call_module b(%detach)
+with torch.no_grad(): y = self.a(x)        %a = call_module a(%x)
+return self.b(y)                           %detach = call_method detach(%a)
+                                           %b = call_module b(%detach)
 """
 
 from __future__ import annotations

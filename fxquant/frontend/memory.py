@@ -22,8 +22,8 @@ Overwritten = Callable[[TracedTensor, fx.Node], TracedTensor]
 class Memory:
     """What in-place operations have changed during one trace.
 
-    `record`, `note` and `overwritten` are those of the trace; `tensors` are the names of the model's parameters and buffers, by identity; `known` is what
-    is to be recorded when it is an argument, by identity, and grows by what is changed here.
+    `record`, `note` and `overwritten` are those of the trace; `tensors` are the names of the model's parameters and buffers, by identity;
+    `known` is what is to be recorded when it is an argument, by identity, and grows by what is changed here.
     """
 
     def __init__(

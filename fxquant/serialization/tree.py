@@ -149,7 +149,7 @@ class TreeWriter:
             "intermediate": self._module(module.intermediate, path + ".intermediate"),
             "weight_quantizer": self._module(module.weight_quantizer, path + ".weight_quantizer"),
             "factors": self._module(module.factors, path + ".factors"),
-            **({"detached": module.detached if module.detached is True else list(module.detached)} if module.detached else {}),
+            **({"detached": module.detached if module.detached is True else list(module.detached or ())} if module.detached else {}),
         }
 
     def _reference(self, value: Any, path: str) -> Any:
