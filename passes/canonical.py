@@ -19,6 +19,7 @@ from fxquant.graph import (
     absorb,
     attach,
     fact,
+    gradient_changes,
     inherit,
     is_parameter,
     mark_parameter,
@@ -213,6 +214,8 @@ def _of_sizes(node: fx.Node) -> bool:
 
 def _computes_parameter(node: fx.Node) -> bool:
     """Whether a node computes something from parameters alone that is the same every time; it then stays as the user wrote it."""
+    if node.op == "call_module":
+        return is_parameter(node)  # a custom function of a weight
     if node.op not in ("call_function", "call_method") or not node.all_input_nodes or not all(map(is_parameter, node.all_input_nodes)):
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -227,6 +230,8 @@ def _pass_by(node: fx.Node, context: Context) -> None:
     arguments = operator.arguments(node)
     operands = operand_nodes(operator, arguments)
     if len(operands) != 1 or operator_of(operands[0]) is None or not isinstance(fact(node), TensorFact):
+        return
+    if gradient_changes(node):
         return
     if fact(operands[0]) == fact(node) and operator.refuses(node, arguments) is None and operator.idle(arguments):
         pass_on(operands[0], node)

@@ -12,7 +12,20 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.facts import BatchDim, TensorFact
-from fxquant.graph import Annotation, annotation, attach, fact, is_parameter, module_path, observed, parameter_value, shape_of, source
+from fxquant.graph import (
+    Annotation,
+    annotation,
+    attach,
+    detached_arguments,
+    fact,
+    is_detached,
+    is_parameter,
+    module_path,
+    observed,
+    parameter_value,
+    shape_of,
+    source,
+)
 from fxquant.lowering import cannot_be_integers, first_not_finite, named_parameters
 from fxquant.model import FROZEN_NORMS, free_name
 from fxquant.numerics import EVERYTHING
@@ -60,6 +73,7 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
             path=module_path(node),
             observed=observed(node) or EVERYTHING,
             factors=_factors(node, operator, arguments),
+            detached=_detached(node, operator),
         )
         target = f"{container}.{node.name}"
         attach(gm, target, module)
@@ -73,6 +87,18 @@ def _is_frozen_norm(gm: fx.GraphModule, batch_norm: Any) -> bool:
     """Whether the model calls this function of batch norm with training=False in train mode, too."""
     mean: Any = batch_norm.running_mean if isinstance(batch_norm, BatchNormTensors) else None
     return isinstance(mean, fx.Node) and mean.target in gm.meta.get(FROZEN_NORMS, ())
+
+
+def _detached(node: fx.Node, operator: Operator) -> bool | tuple[str, ...]:
+    """Whether an operator is computed without gradients, or else the names of arguments that have none."""
+    if is_detached(node) or _reads_detached(node):
+        return True
+    return tuple(operator.parameter_names[each] if isinstance(each, int) else each for each in detached_arguments(node))
+
+
+def _reads_detached(node: fx.Node) -> bool:
+    """Whether all that a node reads is computed without gradients."""
+    return bool(node.all_input_nodes) and all(map(is_detached, node.all_input_nodes))
 
 
 def _group(spec: Annotation) -> int:

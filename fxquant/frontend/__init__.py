@@ -13,6 +13,7 @@ wrap(function)                 keep a function out of graphs
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -26,17 +27,21 @@ from fxquant.frontend.batch_limits import note_batch_limits
 from fxquant.frontend.branches import Branch, attach_branch
 from fxquant.frontend.checks import RETRACE_SIZES, compare_recordings, compare_with_model
 from fxquant.frontend.entry import float_model, is_traced
+from fxquant.frontend.exported import LOST_GRADIENTS, lost_gradients
 from fxquant.frontend.input_check import InputCheck, attach_input_check
 from fxquant.frontend.inputs import ExampleInputs, bind_inputs
 from fxquant.frontend.leaves import LeafRule, Leaves, default_leaf, leaf_rule
 from fxquant.frontend.opaque import wrap
 from fxquant.frontend.result import assumptions, build, moved_by_forward, note_state
 from fxquant.frontend.signature import attach_signature
+from fxquant.frontend.snapshot import with_backward_hooks
 from fxquant.frontend.state import state_moved_by_forward
 from fxquant.frontend.tracer import Recording, record
 from fxquant.model import collection_paused
 from fxquant.progress import working
 from fxquant.quantization.mapping import attached_qconfigs
+
+logger = logging.getLogger("fxquant")
 
 __all__ = [
     "InputCheck",
@@ -97,12 +102,26 @@ def _traced(
 ) -> tuple[fx.GraphModule, bool, Set[str]]:
     """The graph, whether anything in the model draws random numbers, and the tensors, neither parameters nor buffers, that it reads."""
     qconfigs = attached_qconfigs(model)
+    hooked = with_backward_hooks(model)
+    if hooked:
+        logger.warning(
+            "backward hooks do nothing in what is made of this model: those of %s; call register_hook on a tensor in forward instead",
+            ", ".join(path or "the model itself" for path in hooked),
+        )
+    hooked = [name for name, parameter in model.named_parameters() if parameter._backward_hooks]
+    if hooked:
+        logger.warning("hooks on parameters are not copied; register them on those of what is made of this model: %s", ", ".join(hooked))
     recording = _recorded(model, inputs, leaf, qconfigs)
     if check and inputs.batch is not None:
         compare_recordings(recording, record(model, inputs, (*RETRACE_SIZES, *BATCH_SIZES), leaf, locate=False))
+    modes = _modes_in_training(model, inputs, leaf, recording)
+    if modes:
+        recording = record(model, inputs, (*BATCH_SIZES, *RETRACE_SIZES), leaf, qconfigs, locate=True, modes=modes)
     if inputs.batch is not None:
         note_batch_limits(recording.graph, inputs.batch)
     traced = build(model, recording, preserve, _branch(model, inputs, leaf, recording, check) if training_branch else None)
+    if lost_gradients(model):
+        traced.meta[LOST_GRADIENTS] = lost_gradients(model)
     if qconfigs:
         traced.meta["qconfigs"] = list(qconfigs)  # the paths of their modules
     return traced, recording.draws, recording.read
@@ -115,6 +134,17 @@ def _branch(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule, recording: 
         compare_recordings(again, record(model, inputs, (*RETRACE_SIZES, *BATCH_SIZES), leaf, locate=False, training=True))
     branch = Branch(recording, again)
     return branch if branch.differs else None
+
+
+def _modes_in_training(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule, recording: Recording) -> dict[str, bool]:
+    """Source lines with other gradients in train mode than in eval mode, as within `torch.set_grad_enabled(self.training)`."""
+    if not recording.lines:
+        return {}
+    try:
+        again = record(model, inputs, (*BATCH_SIZES, *RETRACE_SIZES), leaf, locate=True, training=True)
+    except FxQuantError:  # in train mode forward is no graph: what eval mode says holds
+        return {}
+    return {line: enabled for line, enabled in again.lines.items() if recording.lines.get(line, enabled) != enabled}
 
 
 def _recorded(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule, qconfigs: Mapping[str, Any]) -> Recording:

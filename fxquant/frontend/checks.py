@@ -19,6 +19,7 @@ from fxquant.frontend.outputs import nest_of
 from fxquant.frontend.snapshot import Snapshot
 from fxquant.frontend.source import source_of_error
 from fxquant.frontend.tracer import Recording
+from fxquant.gradient import GradientRule
 
 logger = logging.getLogger("fxquant")
 
@@ -125,7 +126,8 @@ def _compare_at(
     args, kwargs = inputs.arguments(leaves)
     shells = Snapshot(model, own_buffers=True)
     attention = any(isinstance(module, _ATTENTION) for module in shells.modules)
-    with torch.no_grad(), undisturbed(attention, draws):
+    hooked = any(isinstance(module, GradientRule) for module in traced.modules())  # PyTorch refuses a hook where there is no gradient
+    with torch.set_grad_enabled(hooked), undisturbed(attention, draws):
         try:
             expected = shells.root(*args, **kwargs)
         except Exception as error:

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxquant.forks import free_in_child
+from fxquant.frontend.gradients import STAND_INS
 from fxquant.frontend.source import is_library
 from fxquant.frontend.values import BatchFloat, BatchInt, BatchNumber, TracedTensor, active, is_tracing, refuse
 from fxquant.model import autocast_off
@@ -208,6 +209,7 @@ def prepared_environment(model: nn.Module) -> Iterator[_OwnRandomNumbers]:
         (torch.jit.ScriptFunction, "__call__", _call_scripted),
         (_FAKE_LOG, "filter", _keeps_to_itself),
     ]
+    wanted += STAND_INS
     wanted += [entry for module in _python_modules(model) for entry in _stand_ins(module)]
     numbers = _OwnRandomNumbers()
     with undisturbed(numbers=numbers), _replacements.installed(wanted):

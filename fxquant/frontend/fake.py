@@ -121,7 +121,7 @@ class Evaluator:
         return Outcome(self._merge(a, b), *_alias(a, side_a.traced))
 
     def _run_side(self, function: Callable[..., Any], args: Any, kwargs: Any, side: _Side) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             args, kwargs = side.arguments(args), side.arguments(kwargs)
             if side.content is not None:
                 return function(*args, **kwargs)

@@ -14,9 +14,11 @@ from torch import nn
 from fxquant.errors import ConfigurationError
 from fxquant.frontend.arguments import ATOMS, is_tracked
 from fxquant.frontend.entry import refuse_scripted, uncompiled
+from fxquant.frontend.gradients import called_again
 from fxquant.frontend.handler import Handler
 from fxquant.frontend.opaque import record
 from fxquant.frontend.values import TracedTensor
+from fxquant.gradient import GradientRule
 from fxquant.graph import LEAF, Reference
 from fxquant.stubs import stub_of
 
@@ -93,6 +95,8 @@ class ModuleCalls:
         path = handler.snapshot.paths.get(id(module))
         if path is None:
             return original(module, *args, **kwargs)
+        if isinstance(module, GradientRule) and is_tracked(args, handler.known):
+            return called_again(handler, module, args)
         stub = stub_of(module)
         if stub is not None and len(args) == 1 and not kwargs and isinstance(args[0], TracedTensor):
             function: Any = stub[0]

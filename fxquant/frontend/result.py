@@ -72,9 +72,14 @@ def build(model: nn.Module, recording: Recording, preserve: Sequence[str] = (), 
     shell = tree.build(snapshot.root)
     for kind in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
         module.__dict__[kind].update(shell.__dict__[kind])
+
+    def method(of: Snapshot, owner: nn.Module, function: Any) -> Method:
+        return Method(tree.build(snapshot.root.get_submodule(of.paths.get(id(owner), "")), whole=True), function)
+
     for path, (owner, function) in recording.methods.items():
-        held = tree.build(snapshot.root.get_submodule(recording.snapshot.paths.get(id(owner), "")), whole=True)
-        attach(module, path, Method(held, function))
+        attach(module, path, method(recording.snapshot, owner, function))
+    for path, rule in recording.rules.items():
+        attach(module, path, rule)
     for name, constant in recording.constants.items():
         attach(module, name, constant)
         module._non_persistent_buffers_set.add(name)
@@ -82,6 +87,10 @@ def build(model: nn.Module, recording: Recording, preserve: Sequence[str] = (), 
     replace_graph(module, recording.graph)
     if branch is not None:
         shell.__dict__["_buffers"].update(module._buffers)
+        for path, (owner, function) in branch.methods.items():
+            attach(shell, path, method(branch.snapshot, owner, function))
+        for path, rule in branch.rules.items():
+            attach(shell, path, rule)
         branch.attach(module, shell)
     module.recompile()
     module.meta[STAGE] = "traced"

@@ -22,6 +22,7 @@ from fxquant.frontend.outputs import Returned
 from fxquant.frontend.snapshot import Snapshot
 from fxquant.frontend.source import raised_in, source_of_error
 from fxquant.frontend.values import TracedTensor, Value, tracing
+from fxquant.gradient import GradientRule
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Recording:
     read        where tensors were found that became constants, and that are attributes of the model
     calls       what calls of modules read and returned: `hooks.Call`
     methods     what is called at such a path: a method, kept as Python, of a shell
+    rules       what is called at such a path and changes gradients
+    lines       source lines, and whether they were computed with gradients; none where forward switches nothing
     """
 
     graph: fx.Graph
@@ -50,6 +53,8 @@ class Recording:
     read: frozenset[str]
     calls: tuple[tuple[Any, ...], ...]
     methods: dict[str, tuple[nn.Module, Any]]
+    rules: dict[str, GradientRule]
+    lines: dict[str, bool]
 
 
 class _Mode(TorchFunctionMode):
@@ -58,6 +63,8 @@ class _Mode(TorchFunctionMode):
         self._handler = handler
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._C._set_grad_enabled and not self._handler.paused:
+            self._handler.gradients.switched = True
         return self._handler.call(func, args, kwargs or {})
 
 
@@ -70,29 +77,43 @@ def record(
     *,
     locate: bool,
     training: bool = False,
+    modes: Mapping[str, bool] = MappingProxyType({}),
 ) -> Recording:
     """Trace a model in eval mode, or with its own Python in train mode. Nothing of the model is changed.
 
     batches   the two batch sizes to trace at, and two others that tell numbers which depend on the batch from those that do not
     qconfigs  what the nodes of calls inside of a module are told, by the module's path
     locate    whether nodes are told their source lines
+    modes     source lines, and whether they have gradients whatever the mode is
     """
     snapshot = Snapshot(model, training=training)
     handler = Handler(snapshot, Evaluator(static=inputs.batch is None), batches, _run.__code__, locate)
+    handler.gradients.modes = modes
     args, kwargs = inputs.arguments([
         leaf_ if name is None else _placeholder(handler, name, leaf_, axis, inputs, batches)
         for name, leaf_, axis in zip(inputs.names, inputs.leaves, inputs.axes, strict=True)
     ])  # fmt: skip
     handler.call_module = ModuleCalls(handler, leaf, qconfigs)
     with tracing(handler):
-        with prepared_environment(model) as numbers, torch.no_grad(), _Mode(handler):
+        with prepared_environment(model) as numbers, torch.enable_grad(), _Mode(handler):  # in which mode forward computes is recorded
             result, form = _run(handler, args, kwargs)
         graph.describe(handler.graph.output(result), fx.map_arg(result, graph.fact), "", "")
+        handler.gradients.finish(handler.graph)
         _erase_unused(handler.graph)
     return Recording(
-        handler.graph, handler.constants, list(handler.notes), snapshot, inputs.signature, form, numbers.drawn, frozenset(handler.read),
-        tuple(handler.calls), handler.methods,
-    )  # fmt: skip
+        handler.graph,
+        handler.constants,
+        list(handler.notes),
+        snapshot,
+        inputs.signature,
+        form,
+        numbers.drawn,
+        frozenset(handler.read),
+        tuple(handler.calls),
+        handler.methods,
+        handler.gradients.rules,
+        handler.gradients.lines if handler.gradients.switched else {},
+    )
 
 
 def _run(handler: Handler, args: Any, kwargs: Any) -> Any:

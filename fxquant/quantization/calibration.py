@@ -29,6 +29,8 @@ from fxquant.quantization.unseen import SHOWN, follow_unseen
 
 logger = logging.getLogger("fxquant")
 
+logger = logging.getLogger("fxquant")
+
 INTERMEDIATE = ".intermediate"  # behind an operator's name: what its residual is added to
 
 
@@ -75,6 +77,8 @@ def enter(model: nn.Module, chosen: Iterable[QuantizedOperator], state: State) -
     if state is State.TRAIN:
         keep_statistics(model)
         follow_unseen(model)
+        for sentence in (vars(model).get("meta") or {}).get("lost_gradients", ()):
+            logger.warning("%s", sentence)
 
 
 def _warn_of_zeros(quantizers: list[Quantizer]) -> None:

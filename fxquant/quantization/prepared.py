@@ -16,6 +16,7 @@ from fxquant.arithmetic import Arithmetic
 from fxquant.clamping import clamped
 from fxquant.eager import EagerLowering
 from fxquant.errors import CalibrationError
+from fxquant.functional import stopped
 from fxquant.lowering import Quantized, cannot_be_integers, first_not_finite, limited, named_parameters, plainly
 from fxquant.numerics import EVERYTHING, Grid, Interval
 from fxquant.ops import Operator, map_operands
@@ -47,6 +48,7 @@ class QuantizedOperator(nn.Module):
     weight_quantizer  what makes the integers of its weight, and of its constants
     factors       what channels are multiplied by; None where it has no channels of its own
     left_out      whether calibration or a method of tuning that runs now leaves this operator as it is
+    detached      whether it is computed without gradients; or the names of its arguments that have none
     observed      beyond this interval, values of its result are observed as its nearer end: to what reads them they are no different
     inputs        the quantizers of its operands, by parameter name. They belong to the operators that made the
                   operands, so they are referred to without being registered here.
@@ -55,6 +57,7 @@ class QuantizedOperator(nn.Module):
     """
 
     owners: tuple[nn.Module | None, nn.Module | None] = (None, None)
+    detached: bool | tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -71,6 +74,7 @@ class QuantizedOperator(nn.Module):
         path: str = "",
         observed: Interval = EVERYTHING,
         factors: ChannelFactors | None = None,
+        detached: bool | tuple[str, ...] = (),
     ) -> None:
         super().__init__()
         self.name = name
@@ -87,6 +91,7 @@ class QuantizedOperator(nn.Module):
         self.weight_quantizer = weight_quantizer
         self.factors = factors
         self.live_batch_norm = live_batch_norm
+        self.detached = detached
         self.state, self.left_out = State.CALIBRATE, False
         _leave_to_eager()
 
@@ -128,6 +133,16 @@ class QuantizedOperator(nn.Module):
         return (args, kwargs) if self.factors is None else self.factors.of_call(self.operator, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.detached is True and torch.is_grad_enabled():
+            with torch.no_grad():
+                return self._computed(args, kwargs)
+        if self.detached and torch.is_grad_enabled():
+            names = self.operator.parameter_names
+            args = tuple(stopped(value) if name in self.detached else value for name, value in zip(names, args, strict=False))  # type: ignore[operator]
+            kwargs = {name: stopped(value) if name in self.detached else value for name, value in kwargs.items()}  # type: ignore[operator]
+        return self._computed(args, kwargs)
+
+    def _computed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         args, kwargs = self.multiplied(args, kwargs)
         if self.state is State.CALIBRATE:
             return self._calibrate(args, kwargs)

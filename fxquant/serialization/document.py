@@ -49,7 +49,7 @@ _META: Mapping[str, tuple[type, ...] | None] = {
     "parameter": (bool,), "operation": (Operation,), "argument": (str,), "part": (Part,), "demand": (Own, Same, Fixed), "ties": (tuple,),
 }  # fmt: skip
 _MODEL_META: Mapping[str, tuple[type, ...]] = {
-    "stage": (str,), "target": (str,), "not_done": (list,), "qconfigs": (list,), "told_dropped": (bool,),
+    "stage": (str,), "target": (str,), "not_done": (list,), "qconfigs": (list,), "told_dropped": (bool,), "lost_gradients": (list,),
 }  # fmt: skip
 _PATH = re.compile(r"[^.\"\\\s]+(\.[^.\"\\\s]+)*")  # stands in the generated code between quotes
 
