@@ -118,6 +118,7 @@ class QuantizedOperator(nn.Module):
         """Whether what it computes was too small for the sums that read it: its weight's learned scale then starts at every call."""
         return any(quantizer is not None and quantizer.unseen for quantizer in (*self._shared, self.intermediate))
 
+    @property
     def is_training(self) -> bool:
         """Whether statistics follow the batches and dropout drops: in TRAIN, while it and the module of its call are in train mode."""
         return self._trains_in(self.owners[0])
