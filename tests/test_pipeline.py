@@ -769,8 +769,8 @@ def test_a_prepared_model_shares_neither_flat_weights_nor_hooks_with_the_users()
     prepared = fxq.prepare(model, (torch.randn(2, 3, 4),))
     assert prepared.recurrent._flat_weights[0] is prepared.recurrent.weight_ih_l0
     assert prepared.recurrent.weight_ih_l0 is not model.recurrent.weight_ih_l0
-    prepared.recurrent.register_forward_hook(lambda *_: None)
-    assert not model.recurrent._forward_hooks
+    prepared.head.register_forward_hook(lambda *_: None)
+    assert not model.head._forward_hooks
 
 
 class TokensNormalised(nn.Module):

@@ -45,7 +45,7 @@ def moved_by_forward(module: fx.GraphModule) -> dict[str, str]:
     """
     called = [str(node.target) for node in module.graph.find_nodes(op="call_module")]
     called += [path.rpartition(".")[0] for path in called if isinstance(graph.resolve(module, path), Method)]
-    found: dict[str, str] = module.meta.get(_MOVED, {})
+    found: dict[str, str] = model_meta(module).get(_MOVED, {})
     return {name: line for name, line in found.items() if not any(name.startswith(f"{path}.") for path in called)}
 
 
