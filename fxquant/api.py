@@ -20,30 +20,35 @@ from fxquant.analysis.explain import explain, summary
 from fxquant.analysis.layers import layers
 from fxquant.analysis.report import Report
 from fxquant.analysis.text import text
-from fxquant.arguments import FOLDER, PATH, checked, instance
+from fxquant.arguments import FOLDER, PATH, POSITIVE, checked, instance
 from fxquant.backends.onnx.export import export_integer
 from fxquant.backends.onnx.float_file import export_float
 from fxquant.backends.onnx.layouts import LAYOUTS
 from fxquant.copying import copy_parameters
 from fxquant.errors import ConfigurationError
 from fxquant.facts import TensorFact
+from fxquant.files import write_files
 from fxquant.forms import Batches, verify
-from fxquant.frontend import attach_branch, attach_input_check, attach_signature, float_model, is_traced, trace
-from fxquant.graph import fact, is_deployed, set_channel_exponents
+from fxquant.frontend import attach_branch, attach_input_check, attach_signature, float_model, is_traced, moved_by_forward, trace
+from fxquant.frontend.fixed_batch import with_fixed_batch
+from fxquant.graph import fact, is_deployed, set_channel_exponents, stage_of
+from fxquant.hooks import attach_hooks
 from fxquant.kernels.runner import Runner
-from fxquant.model import CARRIED, RUNNER, Model, autocast_off, collection_paused, copy_graph
+from fxquant.model import CALLS, CARRIED, RUNNER, Model, autocast_off, collection_paused, copy_graph, look_at_constants
 from fxquant.passes import CONVERT, PREPARE
 from fxquant.pipeline import BATCH_NORM_MODES, Context, Dial, Pass, check_until, run, with_own
 from fxquant.progress import working
 from fxquant.quantization import calibration
 from fxquant.quantization.batches import as_batches, no_batches
 from fxquant.quantization.batches import example_inputs as batch_inputs
+from fxquant.quantization.left_out import leaving_out
 from fxquant.quantization.mapping import DEFAULT, QConfigMapping, as_mapping, attached_qconfigs
 from fxquant.quantization.observations import Observations, restore
 from fxquant.quantization.prepared import quantized_operators
 from fxquant.quantization.rules import attributes
 from fxquant.quantization.spec import QConfig
 from fxquant.quantization.state import State
+from fxquant.quantization.unseen import follow_unseen
 from fxquant.reporting.comparison import Comparison
 from fxquant.reporting.comparison import compare as compare_forms
 from fxquant.reporting.page import report as write_report
@@ -212,7 +217,23 @@ def _prepare(
         broken = sum(1 for _ in broken_limits(prepared, known, target))
         if broken:
             logger.warning("limits of %s that are broken: %d; fxq.check says where, and what to do", target.name, broken)
+        _warn_of_state(prepared)
+        attach_hooks(prepared, traced.graph)
     return prepared
+
+
+def _warn_of_state(prepared: fx.GraphModule) -> None:
+    found = [name + f" ({line})" * bool(line) for name, line in moved_by_forward(prepared).items()]
+    if found:
+        logger.warning(
+            "forward moves tensors in train mode that training here does not move: %d; move them in your training loop, replace them by "
+            "constants first (torch.nn.utils.parametrize.remove_parametrizations), or keep their module whole, in float, by leaf=\n%s",
+            len(found),
+            "\n".join(
+                f"  {line}"
+                for line in [*found[:SHOWN_MISSING], *([f"and {len(found) - SHOWN_MISSING} more"] * (len(found) > SHOWN_MISSING))]
+            ),
+        )
 
 
 def _require_float32(traced: fx.GraphModule) -> None:
@@ -252,7 +273,7 @@ def check(
 
     Raises UnknownTarget, TraceError or ConfigurationError.
     """
-    if isinstance(model, fx.GraphModule) and model.meta.get("stage") == "PREPARED":
+    if isinstance(model, fx.GraphModule) and stage_of(model) == "PREPARED":
         return findings(model, model.meta["target"])
     chosen, mapping = backends.get(target), _rules(qconfig)
     traced = trace(model, example_inputs, dynamic_shapes, leaf=leaf)
@@ -302,6 +323,7 @@ def convert(
             set_channel_exponents(node, exponents[node.name].tolist())
     _run_with_kernels(integer)
     integer.training = False
+    integer.meta.pop(CALLS, None)
     attach_signature(integer)
     attach_input_check(integer)
     _carry(integer)
@@ -344,7 +366,11 @@ def calibrate(
     Where torch.distributed is in use, every rank calls this with its own shard, as many batches as it has, and all
     get the same scales, those of everything observed. `distributed=False` is for a rank that calibrates alone.
 
-    Calibrating again adds to what was observed. `only_missing` observes only tensors that have no scale yet, and leaves the others
+    Calibrating again adds to what was observed, and ends with the bits that one call with all batches has: the first samples stay with
+    the model, in no file, and weights and biases are rounded and corrected again. Where batches were observed whose samples are not there,
+    a warning says so. Operators that `set_state` has put into FLOAT are left out and stay there, as are those in TRAIN or VALIDATE with
+    known scales while others are in CALIBRATE; a line of the log names them. Of the first, a tensor that others read as integers is
+    observed for these. `only_missing` observes only tensors that have no scale yet, and leaves the others
     as they are; if there are none, no batch is taken.
 
     Before anything is observed, channels whose ranges in the first batch are far apart are brought nearer by powers of two, where that
@@ -359,23 +385,35 @@ def calibrate(
     """
     calibration.require_prepared(prepared)
     batches = as_batches(batches)
-    samples = FirstSamples(prepared, round_weights, correct_bias)
-    calibration.calibrate(
-        prepared,
-        batches,
-        num_batches,
-        batch_fn,
-        distributed=distributed,
-        only_missing=only_missing,
-        show_progress=show_progress,
-        first=by_first_batch(prepared, distributed) if equalize else None,
-        each=samples.take,
-    )
-    samples.use(distributed, show_progress)
+    out = calibration.out_of_calibration(prepared)
+    if out:
+        names = ", ".join(f"%{each.name} ({each.state.value})" for each in out)
+        logger.info("left out of calibration, by the state they are in: %s", names)
+    with leaving_out(out):
+        samples = FirstSamples(prepared, round_weights, correct_bias)
+        if samples.lost and not only_missing and (samples.rounds or samples.corrects):
+            logger.warning(
+                "this calibration goes on from batches whose samples are not there any more: weights are rounded, and biases corrected,"
+                " by the samples of this call alone; to have what one call gives, calibrate a model that fxq.prepare has just returned"
+            )
+        with samples.remembered():
+            observed = calibration.calibrate(
+                prepared,
+                batches,
+                num_batches,
+                batch_fn,
+                distributed=distributed,
+                only_missing=only_missing,
+                show_progress=show_progress,
+                first=by_first_batch(prepared, distributed) if equalize else None,
+                each=samples.take,
+            )
+            if observed:
+                samples.use(distributed, show_progress)
     return prepared
 
 
-@checked(layouts=LAYOUTS)
+@checked(layouts=LAYOUTS, batch_size=POSITIVE.or_none("it varies where the model was traced so"))
 @working("writing ONNX")
 def export_onnx(
     model: nn.Module,
@@ -389,6 +427,7 @@ def export_onnx(
     external_data: bool | None = None,
     layouts: Mapping[str, str] | None = None,
     example_inputs: Any = None,
+    batch_size: int | None = None,
 ) -> Path:
     """Write a model as an ONNX file, and return its path: an integer model, a prepared one, or a float one.
 
@@ -409,18 +448,21 @@ def export_onnx(
     layouts        {"image": "NHWC"}: inputs of the file, by name, that are given with their channels last. A Transpose inside puts
            them where PyTorch has them; `verify` and `record` take PyTorch's layout all the same.
     example_inputs of a float model that `trace` has not made, what it is called with
+    batch_size     so many rows are the batch of the file, for compilers that need every size: each input, output and value inside has a
+           fixed shape, as if the model was traced with dynamic_shapes={}, and `verify` takes batches of this size. By default the batch
+           is dynamic where the model was traced so.
 
     A prepared model is written with the weights and scales of this moment, as fxq.convert(model) would be: its grids are in the file's
     QuantizeLinear. A float model is traced in eval mode and written by PyTorch's exporter, in style "float"; onnxruntime's numbers are
     compared with PyTorch's before the file appears.
 
     What the file says about itself is read by `onnx_metadata`: scales, zero points and dtypes of its inputs, outputs
-    and inner tensors. Numbers and None beside the tensors that the model returns are no part of the file. The batch is
-    dynamic where the model was traced so. The file is checked before it appears, and
-    appears whole or not at all. Raises ConfigurationError or ExportError.
+    and inner tensors. Numbers and None beside the tensors that the model returns are no part of the file. The file is checked before it
+    appears, and appears whole or not at all. Raises ConfigurationError or ExportError.
     """
+    look_at_constants(model)
     options: dict[str, Any] = {"external_data": external_data, "layouts": layouts}
-    if isinstance(model, fx.GraphModule) and model.meta.get("stage") == Stage.PREPARED.name:
+    if isinstance(model, fx.GraphModule) and stage_of(model) == Stage.PREPARED.name:
         model, style = convert(model, kernels="reference"), "qdq" if style == "auto" else style
     elif isinstance(model, nn.Module) and not is_deployed(model):
         if style not in ("auto", "float") or io != "float":
@@ -435,11 +477,15 @@ def export_onnx(
                 because="they give its graph shapes and dtypes",
                 remedy="pass example_inputs=, or what fxq.convert returns if the integer model was meant",
             )
-        return export_float(trace(model, example_inputs), path, opset, input_names, output_names, **options)
+        traced = trace(model, example_inputs)
+        fixed = traced if batch_size is None else with_fixed_batch(traced, batch_size)
+        return export_float(fixed, path, opset, input_names, output_names, **options)
     if example_inputs is not None:
         raise ConfigurationError(
             "example_inputs mean nothing here", because="a prepared and an integer model are graphs already", remedy="leave them out"
         )
+    if batch_size is not None and isinstance(model, fx.GraphModule) and is_deployed(model):
+        model = with_fixed_batch(model, batch_size)
     return export_integer(model, path, style, io, opset, input_names, output_names, **options)  # type: ignore[arg-type]
 
 
@@ -528,9 +574,7 @@ def quantize(
 def dump(model: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
     """Write the graph's text to `path`/graph.txt, and its explanation to `path`/explain.txt; returns the directory."""
     directory = Path(path)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "graph.txt").write_text(text(model, steps=True), encoding="utf-8")
-    (directory / "explain.txt").write_text(explain(model), encoding="utf-8")
+    write_files(directory, {"graph.txt": text(model, steps=True), "explain.txt": explain(model)})
     return directory
 
 
@@ -546,6 +590,7 @@ def save(model: fx.GraphModule | Observations, path: str | os.PathLike[str]) -> 
     Raises ExportError, and writes nothing, if something has no place in a file: hooks, a class or function that
     is neither PyTorch's nor fxquant's.
     """
+    look_at_constants(model)
     return save_observations(model, path) if isinstance(model, Observations) else save_model(model, path, backends.get)
 
 
@@ -563,4 +608,6 @@ def load(path: str | os.PathLike[str], *, kernels: str = "auto") -> Any:
         fused = [step for step in CONVERT if step.reaches is Stage.FUSED]
         run(loaded, fused, Context(loaded.meta["target"], QConfigMapping(), kernels=backends.kernels()), Dial(0, None))
         _run_with_kernels(loaded)
+    elif isinstance(loaded, fx.GraphModule):
+        follow_unseen(loaded)
     return loaded

@@ -91,7 +91,7 @@ def accepted(called: str, name: str, value: Any, kind: Kind) -> Any:
     """The value as the kind makes it. Raises ConfigurationError, which names the argument, if it is none."""
     try:
         return kind.take(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OSError) as error:
         raise ConfigurationError(
             f"{name}={shown(value)} is not usable",
             because=f"{called} takes {kind.right}" + (f"; {error}" if str(error) else ""),
@@ -174,16 +174,19 @@ def _flag(value: Any) -> bool:
 
 def _path(value: Any) -> str:
     found = os.fspath(value)
-    if not isinstance(found, str) or not found or "\0" in found:
+    if not isinstance(found, str) or not found:
         raise ValueError
+    if "\0" in found:
+        raise ValueError("a path has no NUL character")
+    os.fsencode(found)  # a UnicodeEncodeError is a ValueError
     return found
 
 
 def _file(value: Any) -> str:
     """A path where a file can be: no folder, and in one."""
     found = _path(value)
-    if os.path.isdir(found):
-        raise ValueError
+    if os.path.isdir(found) or not os.path.basename(found):
+        raise ValueError("it is the path of a folder")
     _folder(os.path.dirname(os.path.abspath(found)))
     return found
 
@@ -195,7 +198,7 @@ def _folder(value: Any) -> str:
     while not os.path.exists(there):
         there = os.path.dirname(there)
     if not os.path.isdir(there):
-        raise ValueError
+        raise ValueError(f"{there} is a file")
     return found
 
 
@@ -302,6 +305,7 @@ KINDS: dict[str, Kind] = {
     "name": Kind("a module's path or a node's name: a string that is not empty", _text),
     "num_batches": COUNT.or_none("all there are"),
     "only_missing": FLAG,
+    "out_dir": FOLDER.or_none("nothing is written"),
     "opset": Kind("a whole number", _whole).or_none("the style's usual one"),
     "output_names": NAMES.or_none("made from the names of the graph"),
     "p": such("a number from 1 to 16", _number, lambda value: 1 <= value <= 16),

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import linecache
+import os
 import pickle
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import FunctionType, MethodType
-from typing import Any
+from types import FrameType, FunctionType, MethodType
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
+from fxquant.errors import MissingModule
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_FOREIGN = (
+    os.path.dirname(torch.__file__),
+    *(os.path.join(_HERE, name) for name in ("carried.py", "model.py", "hooks.py")),
+    "<eval_with_key>",
+)
 _ABSENT = object()
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -29,16 +41,21 @@ class Carried:
                  it belongs to forward, which is a graph now.
     preserved    what the user has asked for by name, "head.stride": the value; a `Method`; None for a module, which is registered under
                  that name
+    left         names of modules, and of attributes that hold such, which belong to forward
     """
 
-    def __init__(self, kind: type | None, attributes: dict[str, Any], preserved: dict[str, Any] | None = None) -> None:
-        self.kind, self.attributes, self.preserved = kind, attributes, preserved or {}
+    def __init__(
+        self, kind: type | None, attributes: dict[str, Any], preserved: dict[str, Any] | None = None, left: Sequence[str] = ()
+    ) -> None:
+        self.kind, self.attributes, self.preserved, self.left = kind, attributes, preserved or {}, tuple(left)
 
     @staticmethod
     def of(model: nn.Module, preserve: Sequence[str] = ()) -> Carried:
         """What a model carries. Raises AttributeError if it has none of a name to be preserved."""
-        found = {name: value for name, value in vars(model).items() if name not in _OF_EVERY_MODULE and not _holds_module(value)}
-        return Carried(type(model), _copied(found), {name: _preserved(model, name) for name in preserve})
+        own = {name: value for name, value in vars(model).items() if name not in _OF_EVERY_MODULE}
+        found = {name: value for name, value in own.items() if not _holds_module(value)}
+        left = [*model._modules, *(name for name in own if name not in found)]
+        return Carried(type(model), _copied(found), {name: _preserved(model, name) for name in preserve}, left)
 
     def modules(self) -> list[str]:
         """The paths of the modules that are to be preserved whole."""
@@ -72,16 +89,39 @@ class Carried:
             if name in base.__dict__ and base is not object and not base.__module__.startswith("torch."):
                 found = base.__dict__[name]
                 return found.__get__(owner, self.kind) if hasattr(found, "__get__") else found
+        if name in self.left:
+            _refuse(name)
         raise AttributeError(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Carried:
-        return Carried(self.kind, _copied(self.attributes), _copied(self.preserved))
+        return Carried(self.kind, _copied(self.attributes), _copied(self.preserved), self.left)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # What another process cannot read does not keep the model from it.
         kept = {name: value for name, value in self.attributes.items() if _can_be_pickled(value)}
         preserved = {name: value for name, value in self.preserved.items() if _can_be_pickled(value)}
-        return Carried, (self.kind if _can_be_pickled(self.kind) else None, kept, preserved)
+        return Carried, (self.kind if _can_be_pickled(self.kind) else None, kept, preserved, self.left)
+
+
+def calling_line() -> str | None:
+    """The innermost line outside of torch and of what a model here is: "model.py:41 in encode:  return self.e(x)"."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_FOREIGN):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}" + f":  {line}" * bool(line)
+
+
+def _refuse(name: str) -> NoReturn:
+    """Raise the error for a module of the float model that is not there, at the line that asks for it."""
+    raise MissingModule(
+        f"this model has no module {name}",
+        at=calling_line(),
+        because="what the float model computes in its modules is one graph of operators here, so methods that call modules cannot run",
+        remedy="call the method of the float model; or prepare a module whose forward is that method; or keep the module by preserve=",
+    )
 
 
 def _preserved(model: nn.Module, name: str) -> Any:

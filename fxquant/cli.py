@@ -105,7 +105,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.add_argument("--pt2", type=Path, metavar="PATH", help="an archive of torch.export (.pt2)")
     export.add_argument("--torchscript", type=Path, metavar="PATH", help="TorchScript (.pt)")
-    export.add_argument("--batch-size", type=_positive, default=1, metavar="N", help="rows of a batch of the C program (default: 1)")
+    export.add_argument(
+        "--batch-size",
+        type=_positive,
+        metavar="N",
+        help="rows of a batch: of the C program (default: 1), and of the ONNX file, which then has fixed sizes alone (default: any batch)",
+    )
     export.set_defaults(run=_export)
 
     verify = _command(
@@ -209,8 +214,8 @@ def _export(options: argparse.Namespace) -> int:
     from fxquant.analysis.inspection import saved_model
 
     writers: dict[str, Callable[..., Path]] = {
-        "onnx": fxq.export_onnx,
-        "c": functools.partial(fxq.export_c, batch_size=options.batch_size),
+        "onnx": functools.partial(fxq.export_onnx, batch_size=options.batch_size),
+        "c": functools.partial(fxq.export_c, batch_size=options.batch_size or 1),
         "pt2": fxq.export_pt2,
         "torchscript": fxq.export_torchscript,
     }

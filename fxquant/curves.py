@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fxquant.joining import SMALLEST, offered, passes_for
-from fxquant.numerics import Grid
+from fxquant.numerics import Grid, ends_of
 
 FEW = 2**8  # integers of a grid: all of them are in its tables
 
@@ -49,7 +49,7 @@ def integers_of(value: Tensor, grid: Grid) -> Tensor:
     """The integers of a grid of few; of one of many those from the least to the largest that a tensor holds. Float64."""
     low, high = grid.bounds
     if high - low >= FEW:
-        low, high = (int(end) for end in torch.aminmax(value.detach()))
+        low, high = map(int, ends_of(value))
     return torch.arange(low, high + 1, dtype=torch.float64, device=value.device)
 
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from fxquant import curves, joining, narrow, sweeps
 from fxquant.arithmetic import LAYER, VALUE, Arithmetic, FixedArithmetic, RealArithmetic
+from fxquant.clamping import clamped
 from fxquant.lowering import Clamp, Lift, Lowering, Quantized, ResidualFactor, limited
-from fxquant.numerics import FLOAT32_EXACT, INT32, INT32_MAX, Grid
+from fxquant.numerics import FLOAT32_EXACT, INT32, INT32_MAX, Grid, ends_of
 from fxquant.primitives import PRIMITIVES, shape
 from fxquant.quantization.learning import learned_step
 from fxquant.quantization.quantizer import Quantizer
@@ -65,11 +66,15 @@ class EagerLowering(Lowering):
         """What has been deferred, computed; all else as it is."""
         if not isinstance(value, joining.Deferred):
             return value
-        return self._called(value.primitive, tuple(self.computed(argument) for argument in value.arguments))
+        return self._called(value.primitive, tuple(self.computed(argument) for argument in value.arguments), value.slope)
 
-    def _called(self, primitive: Callable[..., Tensor], arguments: tuple[Any, ...]) -> Tensor:
+    def _called(self, primitive: Callable[..., Tensor], arguments: tuple[Any, ...], slope: float | None = None) -> Tensor:
         record = PRIMITIVES[primitive]
-        if record.surrogate is None or not torch.is_grad_enabled():
+        if slope is not None and torch.is_grad_enabled():
+            with torch.no_grad():
+                exact = primitive(*arguments)
+            value = straight_through(arguments[0] * slope, exact)
+        elif record.surrogate is None or not torch.is_grad_enabled():
             with narrow.kept_narrow(primitive, arguments):
                 value = primitive(*arguments)
         else:
@@ -96,6 +101,23 @@ class EagerLowering(Lowering):
     def constant(self, role: str, value: Tensor, dtype: torch.dtype) -> Tensor:
         return value
 
+    def align(self, operand: Quantized, ratio: Ratio, role: str, wide: bool) -> Any:
+        return self._sloped(lambda: super(EagerLowering, self).align(operand, ratio, role, wide), operand.value, ratio)
+
+    def multiplied(self, primitive: Callable[..., Tensor], value: Any, ratio: Ratio, *constants: Any) -> Any:
+        return self._sloped(lambda: self.call(primitive, value, *constants), value, ratio)
+
+    @staticmethod
+    def _sloped(multiply: Callable[[], Any], value: Any, ratio: Ratio) -> Any:
+        """What `multiply` makes of a value, with the ratio for its gradient: a term whose multiplier rounds to 0 trains all the same."""
+        if not torch.is_grad_enabled():
+            return multiply()
+        with torch.no_grad():
+            exact, slope = multiply(), ratio.approximate()
+        if isinstance(exact, joining.Deferred):
+            return replace(exact, slope=float(slope))
+        return straight_through(value * slope, exact) if value.requires_grad else exact
+
     def result(self, exact: Callable[[], Tensor], real: Callable[[], Tensor], to: Quantizer | None = None) -> Quantized:
         to = to or self.output
         follows = self._follows(to)
@@ -113,7 +135,7 @@ class EagerLowering(Lowering):
             if sweeps.admitted(value, integers):
                 integers = sweeps.on_grid(value, integers, grid.scale, grid.bounds)
             else:
-                integers = straight_through((value / grid.scale).clamp(*grid.bounds), integers)
+                integers = straight_through(clamped(value / grid.scale, *grid.bounds), integers)
         self.whole = integers
         return Quantized(integers, grid, tuple(integers.shape))
 
@@ -285,7 +307,7 @@ class EagerLowering(Lowering):
         if sums.dtype != torch.float32:
             return False
         with torch.no_grad():
-            largest = float(torch.stack(torch.aminmax(sums)).abs().max() if known is None else known.ends.abs().max())
+            largest = max(map(abs, ends_of(sums))) if known is None else float(known.ends.abs().max())
             largest += 0.0 if bias is None else float(bias.abs().max())
             if residual is not None and multiplier is not None:
                 largest += float(multiplier.value().abs().max()) * residual.grid.magnitude
@@ -295,7 +317,7 @@ class EagerLowering(Lowering):
         if not sweeps.admitted(input, weight):
             return 0
         with torch.no_grad():
-            low, high = (float(end) for end in torch.aminmax(input))
+            low, high = ends_of(input)
             low, high = max(-low, 0.0), max(high, 0.0)
             for parts in (1, 2, 4):
                 if weight.shape[1] % parts:

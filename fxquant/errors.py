@@ -88,8 +88,12 @@ class ConfigurationError(FxQuantError):
     """An argument of a public function is not usable."""
 
 
+class MissingModule(ConfigurationError, AttributeError):
+    """A module of the float model is asked for that the graph made from it does not have."""
+
+
 class ExportError(FxQuantError):
-    """The graph cannot be written as ONNX, or a file is not what it should be."""
+    """The graph cannot be exported, a file cannot be written, or a file is not what it should be."""
 
 
 class Interrupted(KeyboardInterrupt):

@@ -59,6 +59,11 @@ class TensorFact:
         """The shape at this batch size."""
         return tuple(size if isinstance(size, int) else size.at(batch) for size in self.shape)
 
+    @property
+    def batch_axis(self) -> int | None:
+        """The first dimension whose size depends on the batch: of an input, the batch itself. None if every size is fixed."""
+        return next((axis for axis, size in enumerate(self.shape) if isinstance(size, BatchDim)), None)
+
     def __str__(self) -> str:
         return f"{DTYPE_NAMES.get(self.dtype, str(self.dtype))}[{','.join(str(size) for size in self.shape)}]"
 
@@ -75,3 +80,16 @@ DTYPE_NAMES = {
     torch.uint8: "u8",
     torch.bool: "bool",
 }
+
+
+def unusual_kind(tensor: torch.Tensor) -> tuple[str, str] | None:
+    """The kind of a tensor that has no values in dense memory, and how to convert it; None for a dense tensor with values."""
+    if tensor.is_nested:
+        return "nested", "pad it to one size with .to_padded_tensor(0.0)"
+    if getattr(tensor, "is_quantized", False):  # PyTorch is removing them
+        return "quantized", "pass the real numbers it stands for: .dequantize()"
+    if tensor.layout != torch.strided:
+        return str(tensor.layout).removeprefix("torch."), "convert it with .to_dense()"
+    if tensor.is_meta:
+        return "meta", "pass a tensor on the device of the model"
+    return None

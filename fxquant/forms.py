@@ -15,10 +15,10 @@ from fxquant.analysis.record import record as record_values
 from fxquant.analysis.report import DeviationReport, Report
 from fxquant.analysis.segments import crossings, float_outputs
 from fxquant.analysis.verify import check_batches, check_same_model, form_of
-from fxquant.arguments import checked
+from fxquant.arguments import PATH, accepted, checked
 from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIME_NAMES, OnnxModel
 from fxquant.errors import ConfigurationError, Interrupted
-from fxquant.graph import is_deployed
+from fxquant.graph import is_deployed, stage_of
 from fxquant.progress import progress
 from fxquant.quantization.batches import as_batches
 from fxquant.quantization.state import State
@@ -51,7 +51,7 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
     if not isinstance(second, str | os.PathLike):
         _verify(left, [form_of(second), *kernel_forms(first, second)], inputs, integer, report, show_progress)
         return report
-    opened = OnnxModel(second)
+    opened = OnnxModel(accepted("verify", "path", second, PATH))
     check_same_model(left, opened)
     mine = left.model.meta["target"].name
     report.targets = (mine, opened.target) if opened.target not in (mine, "") else None
@@ -117,7 +117,9 @@ def record(
     wanted = Wanted.of(*kinds, real=real)
     if isinstance(model, str | os.PathLike):
         _refuse("state", state, "an ONNX file has no states")
-        return record_values(OnnxForm(OnnxModel(model), runtime or RUNTIME_NAMES[0]), as_batches(batches), wanted)
+        return record_values(
+            OnnxForm(OnnxModel(accepted("record", "path", model, PATH)), runtime or RUNTIME_NAMES[0]), as_batches(batches), wanted
+        )
     if not isinstance(model, fx.GraphModule):
         raise ConfigurationError(
             f"the tensors of a {type(model).__name__} cannot be recorded",
@@ -125,7 +127,7 @@ def record(
             remedy="pass fxq.trace(model, example_inputs)",
         )
     _refuse("runtime", runtime, "this model is run by PyTorch")
-    if model.meta.get("stage") != "PREPARED":
+    if stage_of(model) != "PREPARED":
         _refuse("state", state, "only prepared models have states")
     return record_values(GraphForm(model, None if state is None else State(state)), as_batches(batches), wanted)
 

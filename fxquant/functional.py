@@ -5,6 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
+
+
+def stopped(value: Any) -> Any:
+    """A tensor, or a nest of them, detached."""
+    return tree_map(lambda each: each.detach() if isinstance(each, torch.Tensor) else each, value)
 
 
 def setitem(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:

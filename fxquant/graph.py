@@ -9,6 +9,8 @@ module, so no other file spells a key. Facts survive `copy.deepcopy` of a GraphM
     made_by     the pass (or "trace") that created the node
     qconfig     the QConfigs (or None) that stand on the user's modules around the call, by their paths, nearest first
     matched_rules      the rules of the qconfig that cover the node, and each node that was fused into it
+    batch_norm  the dotted path of the module in which a batch norm was called that is fused into the node
+    detached    whether the node is computed without gradients while the prepared model trains
     part        the composite operator a node is a part of ("softmax: exp"), with what that demands of its grid
     argument    what the user calls an input whose name is none in Python, or one that generated code needs ("torch")
 """
@@ -100,6 +102,16 @@ def shape_of(node: fx.Node) -> tuple[Size, ...]:
 def reads_shape_only(node: fx.Node) -> bool:
     """Whether the node asks a tensor for its size, and not for its values."""
     return node.op == "call_method" and node.target in ("size", "dim")
+
+
+def batch_norm_path(node: fx.Node) -> str:
+    """The dotted path of the module in which the batch norm of this node was called; an empty string for the model itself."""
+    return str(node.meta.get("batch_norm", module_path(node)))
+
+
+def set_batch_norm_path(node: fx.Node, path: str) -> None:
+    """Write where the batch norm was called that is fused into this node."""
+    node.meta["batch_norm"] = path
 
 
 # ---- what quantization knows about a node -------------------------------------------------------------------------------
@@ -197,15 +209,49 @@ def mark_parameter(node: fx.Node) -> None:
     node.meta["parameter"] = True
 
 
+def is_detached(node: fx.Node) -> bool:
+    """Whether the node is computed without gradients while the prepared model trains. A parameter says so by a detach of its own."""
+    return bool(node.meta.get("detached")) and not is_parameter(node)
+
+
+def detach(node: fx.Node) -> None:
+    """Record that the node is computed without gradients."""
+    node.meta["detached"] = True
+
+
+def detached_arguments(node: fx.Node) -> tuple[int | str, ...]:
+    """The positions and the keywords of arguments that have no gradient, of a node that has one by others."""
+    return tuple(node.meta.get("detached_arguments", ()))
+
+
+def detach_arguments(node: fx.Node, *names: int | str) -> None:
+    """Write the positions and the keywords of arguments that have no gradient; the node itself has one."""
+    node.meta.pop("detached", None)
+    node.meta["detached_arguments"] = names
+
+
+def gradient_changes(node: fx.Node) -> dict[int, str]:
+    """The paths of the rules that change the gradient of a node, or of the output's values by their places; an empty path stops it."""
+    return dict(node.meta.get("gradient_changes", {}))
+
+
+def change_gradient(node: fx.Node, rule: str, position: int = 0) -> None:
+    """Write the path of the rule that changes the gradient; an empty one stops it."""
+    node.meta["gradient_changes"] = {**gradient_changes(node), position: rule}
+
+
 def parameter_value(root: torch.nn.Module, node: fx.Node) -> Any:
-    """The value that a parameter, or what is computed from parameters, has at this moment."""
+    """The value that a parameter, or what is computed from parameters, has at this moment; without gradients, which some functions lack."""
     if node.op == "get_attr":
         return resolve(root, str(node.target))
     args: Any = fx.map_arg(node.args, lambda operand: parameter_value(root, operand))
     kwargs: Any = fx.map_arg(node.kwargs, lambda operand: parameter_value(root, operand))
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    return node.target(*args, **kwargs)  # type: ignore[operator]
+    with torch.no_grad():
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        if node.op == "call_module":  # it changes the gradient
+            return resolve(root, str(node.target))(*args, **kwargs)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def stated_demand(node: fx.Node) -> Any:
@@ -286,10 +332,35 @@ def fused(node: fx.Node) -> tuple[str, ...]:
 
 
 def absorb(node: fx.Node, other: fx.Node) -> None:
-    """Record that `other` is now part of `node`."""
+    """Record that `other` is now part of `node`.
+
+    Where that has no gradients and `other` has, by operands of its own, the node's own arguments have none.
+    """
+    if is_detached(node) and not is_detached(other):
+        brought = {operand for operand in other.all_input_nodes if operand is not node}
+        own = [name for name, value in node.kwargs.items() if not brought.intersection(_nodes_in(value))]
+        detach_arguments(node, *range(len(node.args)), *own)
     set_matched_rules(node, *matched_rules(node), *matched_rules(other))
     node.meta["fused"] = (*fused(node), *fused(other), other.name)
+    if passed_on(other):
+        node.meta["passed_on"] = (*passed_on(node), *passed_on(other))
     spell(node, *spelling(other))
+
+
+def passed_on(node: fx.Node) -> tuple[tuple[str, str], ...]:
+    """Pairs of names: a node that is gone, since it passed on its operand as it is, and that operand."""
+    return tuple(node.meta.get("passed_on", ()))
+
+
+def pass_on(operand: fx.Node, node: fx.Node) -> None:
+    """Record that what reads `node` reads its operand from now on."""
+    operand.meta["passed_on"] = (*passed_on(operand), *passed_on(node), (node.name, operand.name))
+
+
+def _nodes_in(value: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg(value, found.append)
+    return found
 
 
 def unfused(node: fx.Node) -> str | None:
@@ -417,9 +488,20 @@ def set_kernel(node: fx.Node, name: str, covers: tuple[str, ...]) -> None:
     node.meta["kernel"] = name, covers
 
 
+def model_meta(model: Any) -> dict[str, Any]:
+    """The `meta` of a graph module; empty for any other module, and for subclasses whose constructors leave it out."""
+    found = getattr(model, "meta", None) if isinstance(model, fx.GraphModule) else None
+    return found if isinstance(found, dict) else {}
+
+
+def stage_of(model: Any) -> str | None:
+    """The stage that the passes left a graph at; None for a module that they have not rewritten."""
+    return model_meta(model).get("stage")
+
+
 def is_deployed(model: Any) -> bool:
     """Whether this is an integer model, with kernels or without."""
-    return bool(getattr(model, "meta", {}).get("stage") in ("INTEGER", "FUSED"))
+    return stage_of(model) in ("INTEGER", "FUSED")
 
 
 def origin(node: fx.Node) -> str:
@@ -436,8 +518,11 @@ def is_inner(node: fx.Node) -> bool:
 
 
 def inherit(node: fx.Node, parent: fx.Node, made_by: str) -> fx.Node:
-    """Give a new node the source line, the module, the attached QConfigs and the matched_rules of the node it was made for."""
-    for key in ("source", "module", "qconfig", "matched_rules"):
+    """Give a new node the source line, the module, the attached QConfigs and the matched_rules of the node it was made for.
+
+    What is computed for a node without gradients has none either.
+    """
+    for key in ("source", "module", "qconfig", "matched_rules", "detached"):
         if key in parent.meta:
             node.meta[key] = parent.meta[key]
     node.meta["made_by"] = made_by

@@ -24,10 +24,14 @@ from fxquant.tensor_passes import Rounded
 
 @dataclass(frozen=True)
 class Deferred:
-    """A call of a primitive, whose arguments may be such calls."""
+    """A call of a primitive, whose arguments may be such calls.
+
+    `slope` is the gradient of the result to the first argument, where it is not that of the primitive: see `Lowering.multiplied`.
+    """
 
     primitive: Callable[..., Tensor]
     arguments: tuple[Any, ...]
+    slope: float | None = None
 
 
 _TERMS = (elementwise.align_fixed, elementwise.align_real)
@@ -64,6 +68,7 @@ class Join:
     down      how the terms of a sum are rounded: down, or to the nearest, half to even
     wide      whether its numbers are float64, else float32
     each      whether b and c are of the columns, and the requantization's constants too
+    slopes    the gradients of the terms of a sum, which the factors are rounded from
     """
 
     a: Tensor
@@ -74,6 +79,7 @@ class Join:
     down: bool = True
     each: bool = False
     factors: tuple[float, float] = (1.0, 1.0)
+    slopes: tuple[float, float] = (1.0, 1.0)
     signs: tuple[float, float] = (1.0, 1.0)
     columns: int = 1
     of_b: Layout = ALONE
@@ -120,10 +126,11 @@ def _form(value: Tensor | Deferred) -> Join | None:
 
 
 class _Term(NamedTuple):
-    """An operand times a factor, with a sign; rounded down to whole steps or not, wide or not."""
+    """An operand times a factor, with a sign; rounded down to whole steps or not, wide or not. Its gradient is the slope, with the sign."""
 
     operand: Tensor
     factor: float
+    slope: float
     sign: float
     down: bool
     wide: bool
@@ -133,12 +140,12 @@ def _sum(value: Deferred) -> Join | None:
     """The form of a sum of one or two terms, and at most one constant."""
     terms: list[_Term] = []
     constants: list[Tensor] = []
-    if not _gather(value, 1.0, terms, constants) or len(terms) > 2 or len(constants) > 1 or len({each[3:] for each in terms}) > 1:
+    if not _gather(value, 1.0, terms, constants) or len(terms) > 2 or len(constants) > 1 or len({each[4:] for each in terms}) > 1:
         return None
-    (a, factor, sign, down, wide), *rest = terms
-    b, other, against = rest[0][:3] if rest else (None, 0.0, 1.0)
+    (a, factor, slope, sign, down, wide), *rest = terms
+    b, other, others, against = rest[0][:4] if rest else (None, 0.0, 0.0, 1.0)
     c = constants[0].double() if constants else None
-    return Join(a, b, c, product=False, wide=wide, down=down, factors=(factor, other), signs=(sign, against))
+    return Join(a, b, c, product=False, wide=wide, down=down, factors=(factor, other), slopes=(slope, others), signs=(sign, against))
 
 
 def _gather(value: Any, sign: float, terms: list[_Term], constants: list[Tensor]) -> bool:
@@ -153,7 +160,7 @@ def _gather(value: Any, sign: float, terms: list[_Term], constants: list[Tensor]
         if not isinstance(operand, Tensor) or arguments[1].numel() != 1:
             return False
         factor = float(arguments[1]) * 2.0 ** -int(arguments[2]) if fixed else float(arguments[1])
-        terms.append(_Term(operand, factor, sign, fixed, wide))
+        terms.append(_Term(operand, factor, factor if value.slope is None else value.slope, sign, fixed, wide))
         return True
     if primitive is elementwise.negate:
         return _gather(arguments[0], -sign, terms, constants)
@@ -173,7 +180,7 @@ def _laid_out(join: Join) -> Join | None:
         if join.b is None or join.each or not all(each is None or _within(each.shape, join.b.shape) for each in (join.a, join.c)):
             return None
         shape = join.b.shape
-        join = replace(join, a=join.b, b=join.a, factors=join.factors[::-1], signs=join.signs[::-1])
+        join = replace(join, a=join.b, b=join.a, factors=join.factors[::-1], slopes=join.slopes[::-1], signs=join.signs[::-1])
     smaller = [each for each in (join.b, join.c) if each is not None and each.shape != shape]
     if not shape:
         return None
@@ -303,7 +310,7 @@ class _Joined(torch.autograd.Function):
         integers, real, inside, without = passes_for(a).forward(join, how, ratio, True)
         held = (_narrow(a, join), None if a is b else b) if join.product else (None, None)
         ctx.save_for_backward(*held, None if inside is None else marks.kept(inside, without))
-        empty = torch.empty(0, device=a.device)
+        empty = torch.empty(0, device=a.device, dtype=torch.float32)
         ctx.join, ctx.shapes = (
             replace(join, a=empty, b=None, c=None),
             (a.shape, None if b is None else b.shape, None if c is None else c.shape),
@@ -319,7 +326,7 @@ class _Joined(torch.autograd.Function):
         a, b, kept = ctx.saved_tensors
         join, ratio, (shape, of_b_shape, of_c_shape) = ctx.join, ctx.ratio, ctx.shapes
         given: Tensor = of_integers if of_integers is not None else of_real  # type: ignore[assignment]
-        inside = marks.opened(kept, torch.empty(shape, device="meta"))
+        inside = marks.opened(kept, torch.empty(shape, device="meta", dtype=torch.float32))
         a = given if a is None else a.float()
         if ctx.same:
             b, ratio = a, 2 * ratio
@@ -333,7 +340,7 @@ class _Joined(torch.autograd.Function):
             found = passes.backward(join, ctx.scale, ratio, inside, of_integers, of_real)
         of_a, of_b, of_c = found
         if of_c is None and needs_c:
-            of_c = of_a / (join.factors[0] * join.signs[0])
+            of_c = of_a / (join.slopes[0] * join.signs[0])
         to_b = of_b.reshape(of_b_shape) if of_b is not None and needs_b else None
         to_c = of_c.sum_to_size(of_c_shape).to(ctx.c_dtype) if of_c is not None and needs_c else None
         return of_a if needs_a else None, to_b, to_c, None, None, None
@@ -360,7 +367,7 @@ def _back(
         return gradient if join.of_b.step else gradient.sum(1)
 
     if not join.product:
-        first, other = (factor * sign for factor, sign in zip(join.factors, join.signs, strict=True))
+        first, other = (slope * sign for slope, sign in zip(join.slopes, join.signs, strict=True))
         return (of * first).view(shape), of_rows(of * other), None
     assert join.b is not None
     rows = join.b.reshape(-1, join.columns if join.of_b.step else 1)

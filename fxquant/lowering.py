@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fxquant import sweeps
 from fxquant.arithmetic import LAYER, VALUE, Arithmetic
+from fxquant.clamping import clamped
 from fxquant.errors import AccumulatorOverflow, NotFinite
 from fxquant.facts import Size
 from fxquant.numerics import (
@@ -235,8 +236,7 @@ class Lowering:
             return self.holds(value, target)
 
         def real() -> Tensor:
-            value: Tensor = accumulator * ratio.approximate().to(accumulator.dtype)
-            return value if clamp is None else value.clamp(*clamp)
+            return clamped(accumulator * ratio.approximate().to(accumulator.dtype), *(clamp or (None, None)))
 
         return self.result(exact, real, target)
 
@@ -362,11 +362,15 @@ class Lowering:
         dtype = self.weight.dtype
         return Quantized(self.constant(role, made.integers.reshape(value.shape), dtype.storage), Grid(dtype, scale), tuple(value.shape))
 
+    def multiplied(self, primitive: Callable[..., Tensor], value: Any, ratio: Ratio, *constants: Any) -> Any:
+        """`call(primitive, value, *constants)`: integers times `ratio`, which the constants hold rounded; its gradient is not rounded."""
+        return self.call(primitive, value, *constants)
+
     def given(self, role: str, value: Any, dtype: torch.dtype) -> Any:
         """A mask or an index, which is no operand, as an argument of primitives: a constant one is held with `dtype`."""
         if not isinstance(value, Tensor):
             return value
-        self.describe(role, torch.empty(0, device="cpu"))
+        self.describe(role, torch.empty(0, device="cpu", dtype=torch.float32))
         return self.constant(role, value, dtype)
 
     def rescale(self, operand: Quantized, to: Quantizer, role: str) -> Any:

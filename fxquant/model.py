@@ -5,27 +5,50 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from importlib import import_module
+from types import FunctionType
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 from torch.fx.graph import PythonCode
 
+from fxquant import recomputation
 from fxquant.codegen import Code, own_names
 from fxquant.errors import ConfigurationError
+from fxquant.forks import free_in_child, in_child
 from fxquant.graph import is_deployed
 
 
 class _Collection:
-    """How many compilations, in all threads together, have paused the garbage collection, and whether it was on before the first."""
+    """The threads whose compilations have paused the garbage collection, and whether it was on before the first."""
 
     lock = threading.Lock()
-    pauses = 0
+    paused_by: ClassVar[list[int]] = []
     was_on = False
+
+    @classmethod
+    def keep_own(cls) -> None:
+        """In a forked child, forget the compilations of other threads, which do not go on there."""
+        others = [thread for thread in cls.paused_by if thread != threading.get_ident()]
+        for thread in others:
+            cls.resume(thread)
+
+    @classmethod
+    def resume(cls, thread: int) -> None:
+        """A compilation of this thread has ended."""
+        cls.paused_by.remove(thread)
+        if not cls.paused_by and cls.was_on:
+            gc.enable()
+
+
+free_in_child(_Collection, "lock", threading.Lock)
+in_child(_Collection, lambda collection: collection.keep_own())
 
 
 @contextmanager
@@ -36,17 +59,15 @@ def collection_paused() -> Iterator[None]:
     back what the first one found.
     """
     with _Collection.lock:
-        if _Collection.pauses == 0:
+        if not _Collection.paused_by:
             _Collection.was_on = gc.isenabled()
             gc.disable()
-        _Collection.pauses += 1
+        _Collection.paused_by.append(threading.get_ident())
     try:
         yield
     finally:
         with _Collection.lock:
-            _Collection.pauses -= 1
-            if _Collection.pauses == 0 and _Collection.was_on:
-                gc.enable()
+            _Collection.resume(threading.get_ident())
 
 
 @contextmanager
@@ -59,9 +80,43 @@ def autocast_off() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def default_device_cpu() -> Iterator[None]:
+    """Inside, PyTorch makes tensors on the CPU where no device is named: its own exporters and loaders name none."""
+    if torch.get_default_device().type == "cpu":
+        yield
+        return
+    with torch.device("cpu"):
+        yield
+
+
+@contextmanager
+def repeatable() -> Iterator[None]:
+    """Inside, a float computation has the same bits, whatever autocast and whatever number of threads is set outside.
+
+    Kernels of convolutions and matrix products choose the order of their sums by the number of threads, so it is one thread.
+    """
+    threads = torch.get_num_threads()
+    with autocast_off():
+        if threads == 1:
+            yield
+            return
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+
+
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps", "mtia", "hpu", "maia")
 
 CARRIED = "fxquant.carried"  # in `meta` of a model: what else the float model held
+KEPT_IN_EVAL = "fxquant.kept_in_eval"  # in `meta`: paths of modules that the model's own `train` keeps in eval mode
+FROZEN_NORMS = "fxquant.frozen_norms"  # in `meta`: names of running means that batch norms read in train mode, and never move
+FROZEN_BY_TRAIN = "fxquant.frozen_by_train"  # in `meta`: names of parameters that it freezes
+CALLS = "fxquant.calls"  # in `meta`: what the calls of modules read and returned, in the order in which they ended: `hooks.Call`
+HOOKS = "_fxquant_hooks"  # what runs a prepared model while its modules have hooks
+SAMPLES = "_fxquant_samples"  # what a prepared model keeps of its calibration for one that goes on; no file has it
 RUNNER = "_fxquant_runner"  # what runs an integer model, where that is not its graph as it stands
 
 
@@ -100,6 +155,8 @@ class Model(fx.GraphModule):
         code = super().recompile()
         if self._is_deployed:  # a class of its own has the code of every GraphModule
             type(self).forward = torch.no_grad()(_run_by(type(self).forward))
+        elif self.__dict__.get("meta", {}).get("stage") == "PREPARED":
+            type(self).forward = _with_hooks(type(self).forward)
         runner = self.__dict__.get(RUNNER)
         if runner is not None:
             runner.reset()
@@ -125,13 +182,20 @@ class Model(fx.GraphModule):
         return model
 
     def train(self, mode: bool = True) -> Model:
-        """As any module's; an integer model stays in eval mode."""
-        super().train(mode and not self._is_deployed)
+        """As the float model's: what its own `train` keeps in eval mode, or freezes, is so here. An integer model stays in eval mode."""
+        mode = mode and not self._is_deployed
+        super().train(mode)
+        meta = self.__dict__.get("meta", {})
+        kept, frozen = (set(meta.get(key, ())) if mode else set() for key in (KEPT_IN_EVAL, FROZEN_BY_TRAIN))
+        for path, module in self.named_modules() if kept else ():
+            module.training = path not in kept
+        for name, parameter in self.named_parameters() if frozen else ():
+            parameter.requires_grad_(parameter.requires_grad and name not in frozen)
         return self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Model:
         """Moves to other devices pass through; a change of the float dtype is refused before anything is changed."""
-        wanted = fn(torch.empty(0, dtype=torch.float32)).dtype
+        wanted = fn(torch.empty(0, dtype=torch.float32, device="cpu")).dtype
         if wanted != torch.float32:
             raise ConfigurationError(
                 f"the model cannot be converted to {wanted}",
@@ -172,8 +236,15 @@ class Model(fx.GraphModule):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A GraphModule would be traced anew from its code, and forget every fact.
-        state = {name: value for name, value in self.__dict__.items() if name != "_graph"}
+        state = {name: value for name, value in self.__dict__.items() if name not in ("_graph", SAMPLES)}
         return _unpickle, (state, [_entry(node) for node in self.graph.nodes])
+
+
+def look_at_constants(model: Any) -> None:
+    """Have what runs an integer model look at all of its constants, so that it computes what is about to be written."""
+    runner = getattr(model, "__dict__", {}).get(RUNNER)
+    if runner is not None:
+        runner.follow(model)
 
 
 def _run_by(reference: Callable[..., Any]) -> Callable[..., Any]:
@@ -187,6 +258,23 @@ def _run_by(reference: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+def _with_hooks(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that calls the hooks of modules, and can be computed again inside of backward; it is given the one that runs the graph."""
+
+    @functools.wraps(reference)
+    def forward(self: Model, *inputs: Any, **named: Any) -> Any:
+        hooks = None if torch.compiler.is_compiling() else self.__dict__.get(HOOKS)
+        if hooks is None:
+            return reference(self, *inputs, **named)
+
+        def call() -> Any:
+            return hooks.run(self, inputs, named) if hooks.active(self) else reference(self, *inputs, **named)
+
+        return recomputation.run(self, call, (inputs, named))
+
+    return forward
+
+
 _OF_EVERY_COPY = ("_graph", "_code", "meta", "training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
@@ -196,9 +284,11 @@ def _unpickle(state: dict[str, Any], entries: list[tuple[Any, ...]]) -> Model:
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
     for op, name, target, args, kwargs, meta in entries:
-        args, kwargs = fx.node.map_aggregate((args, kwargs), lambda value: nodes[value.name] if isinstance(value, _Named) else value)
-        nodes[name] = graph.create_node(op, target, args, kwargs, name)
-        nodes[name].meta.update(meta)
+        args, kwargs = fx.node.map_aggregate(
+            (args, kwargs), lambda value: nodes[value.name] if isinstance(value, _Named) else _found(value)
+        )
+        nodes[name] = graph.create_node(op, _found(target), args, kwargs, name)
+        nodes[name].meta.update((key, _nested(value, _found)) for key, value in meta.items())
     replace_graph(model, graph)
     model.recompile()
     return model
@@ -217,7 +307,38 @@ def _entry(node: fx.Node) -> tuple[Any, ...]:
         return _Named(operand.name)
 
     args, kwargs = fx.map_arg((node.args, node.kwargs), named)
-    return node.op, node.name, node.target, args, dict(kwargs), node.meta
+    args, kwargs = fx.node.map_aggregate((args, dict(kwargs)), _by_name)
+    return node.op, node.name, _by_name(node.target), args, kwargs, {key: _nested(value, _by_name) for key, value in node.meta.items()}
+
+
+@dataclass(frozen=True)
+class _Function:
+    """Stands for a function of a module that pickle cannot find by its qualified name, as those of `torch.nn.functional` that dispatch."""
+
+    module: str
+    name: str
+
+
+def _by_name(value: Any) -> Any:
+    """What stands for such a function; anything else as it is."""
+    if not isinstance(value, FunctionType) or "<locals>" not in value.__qualname__:
+        return value
+    found: Any = getattr(sys.modules.get(value.__module__), value.__name__, None)
+    return _Function(value.__module__, value.__name__) if found is value else value
+
+
+def _found(value: Any) -> Any:
+    """The function that something stands for; anything else as it is."""
+    return getattr(import_module(value.module), value.name) if isinstance(value, _Function) else value
+
+
+def _nested(value: Any, function: Callable[[Any], Any]) -> Any:
+    """A value of `meta` with the function applied to what is in plain containers."""
+    if type(value) in (tuple, list):
+        return type(value)(_nested(item, function) for item in value)
+    if type(value) is dict:
+        return {key: _nested(item, function) for key, item in value.items()}
+    return function(value)
 
 
 def free_name(gm: torch.nn.Module, name: str) -> str:

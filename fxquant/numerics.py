@@ -202,9 +202,17 @@ def round_away(value: Tensor) -> Tensor:
 
 def clamp_bound(value: float | None, scale: float, default: int, limits: IntType | Grid) -> int:
     """The integer bound ⌊value/scale + ½⌋ of a clamp, saturated to these limits; `default` where there is no bound."""
-    if value is None or math.isinf(value):
+    if value is None:
         return default
+    if math.isinf(value):
+        return limits.high if value > 0 else limits.low
     return min(max(round_half_up(value / scale), limits.low), limits.high)
+
+
+def ends_of(value: Tensor) -> tuple[float, float]:
+    """The least and the largest element of a tensor; 0 and 0 of one without elements, which an empty batch makes."""
+    low, high = torch.aminmax(value.detach()) if value.numel() else (0.0, 0.0)
+    return float(low), float(high)
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
@@ -326,7 +334,9 @@ def table(
         result[without] = 0
         asked &= ~without
     left = torch.nonzero(asked).flatten()
-    result[left] = torch.tensor([_table_entry(function, number, output_scale, output) for number in x[left].tolist()], dtype=storage)
+    result[left] = torch.tensor(
+        [_table_entry(function, number, output_scale, output) for number in x[left].tolist()], dtype=storage, device="cpu"
+    )
     return result
 
 

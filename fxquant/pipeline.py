@@ -21,6 +21,7 @@ from torch import fx
 from fxquant.analysis.text import text
 from fxquant.arguments import FOLDER, KINDS, accepted, shown
 from fxquant.errors import ConfigurationError, FxQuantError
+from fxquant.files import write_file
 from fxquant.progress import progress
 from fxquant.quantization.mapping import QConfigMapping
 from fxquant.quantization.spec import QConfig
@@ -107,8 +108,7 @@ class Dial:
     def write(self, name: str, gm: fx.GraphModule) -> None:
         """Write the graph as NN-name.txt where dumping is on."""
         if self.dump is not None:
-            self.dump.mkdir(parents=True, exist_ok=True)
-            (self.dump / f"{self.count:02d}-{name}.txt").write_text(text(gm, steps=True), encoding="utf-8")
+            write_file(self.dump / f"{self.count:02d}-{name}.txt", text(gm, steps=True))
         self.count += 1
 
 

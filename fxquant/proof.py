@@ -19,7 +19,7 @@ from fxquant.facts import BATCH_SIZES, BatchDim, TensorFact
 from fxquant.graph import QParams, fact, noted, origin, qparams, resolve, zero_point
 from fxquant.numerics import ACTIVATION_TYPES, INT32_MAX, INT48_MAX, PLAIN_TYPES, bits_of
 from fxquant.primitives import PRIMITIVES, boundary, elementwise, requantize
-from fxquant.primitives.bounds import Unproved, Value, constant_of, need, refuse
+from fxquant.primitives.bounds import Unproved, Value, as_double, constant_of, need, refuse
 
 
 class Shapes:
@@ -118,7 +118,7 @@ def _constant(gm: fx.GraphModule, node: fx.Node) -> Value | None:
     found = TensorFact(tuple(tensor.shape), tensor.dtype)
     need(found == known, f"it is {found}, and said to be {known}")
     if tensor.is_complex() or tensor.numel() == 0:
-        zero = torch.zeros((), dtype=torch.float64)
+        zero = torch.zeros((), dtype=torch.float64, device="cpu")
         return Value(zero, zero, known, constant=tensor.detach())
     # A few numbers may be one for each channel, and broadcast; of many the extremes are enough.
     plain = tensor.detach().double()
@@ -150,7 +150,7 @@ def _proved(node: fx.Node, values: Mapping[fx.Node, Value], arithmetic: Arithmet
     because = arithmetic.refuses(record.function, held, known.dtype)
     if because is not None:
         refuse(because)
-    low, high = (torch.as_tensor(end, dtype=torch.float64) for end in (found.low, found.high))
+    low, high = (as_double(end) for end in (found.low, found.high))
     value = Value(low, high, known, found.exact)
     _check_range(value, "plain" if known.dtype in PLAIN_TYPES.values() and record.kind == "quantized" else record.kind, described)
     _check_zero_points(node, described)
@@ -163,7 +163,7 @@ def _given(node: fx.Node) -> Value | None:
     if not isinstance(known, TensorFact) or known.dtype not in PLAIN_TYPES.values():
         return None
     largest = 1.0 if known.dtype == torch.bool else 2.0**63
-    return Value(torch.tensor(-largest, dtype=torch.float64), torch.tensor(largest, dtype=torch.float64), known)
+    return Value(torch.tensor(-largest, dtype=torch.float64, device="cpu"), torch.tensor(largest, dtype=torch.float64, device="cpu"), known)
 
 
 _ACTIVATIONS = frozenset(("input", "other", "accumulator", "residual"))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fxquant import marks
+from fxquant.addresses import start
 from fxquant.numerics import power_of_two
 from fxquant.primitives.requantize import HALF_STEPS, half_step, requantize_fixed, requantize_real
 from fxquant.tensor_passes import Form as Form
@@ -84,7 +85,7 @@ def _passes(*tensors: Tensor | None) -> Passes:
 class Token:
     """Where a gradient lies that nothing but the next function sees, so that this may write on it."""
 
-    address = 0
+    start: int | None = None
 
 
 class _Collected(torch.autograd.Function):
@@ -102,7 +103,7 @@ class _Collected(torch.autograd.Function):
         rounded, count = mean.float(), ctx.form.values
         slope = of_variance * (2.0 / count)
         offset = of_mean / count + slope * (rounded - mean).float()
-        own = of_sums.data_ptr() == ctx.token.address
+        own = ctx.token.start not in (None, 0) and start(of_sums) == ctx.token.start
         return _passes(of_sums, sums).centre(of_sums, sums, ctx.form, rounded, offset, slope, own), None, None
 
 
@@ -153,7 +154,7 @@ class _Finished(torch.autograd.Function):
         found = passes.finish_back(sums, ctx.form, bias, residual, factor, ratio, ctx.how, of_integers, of_real)
         of_sums, of_residual, of_bias, of_ratio, of_factor = found
         if ctx.token is not None:
-            ctx.token.address = of_sums.data_ptr()
+            ctx.token.start = start(of_sums)
         wanted = ctx.needs_input_grad
         given = (of_sums, of_bias, of_residual, of_factor, of_ratio)
         return *(value if needed else None for value, needed in zip(given, wanted, strict=False)), None, None, None
@@ -170,7 +171,7 @@ class _Marked(torch.autograd.Function):
         integers, real, inside, without = _passes(sums, residual).mark(sums, form, bias, residual, factor, ratio, how)
         ctx.save_for_backward(marks.kept(inside, without), factor, ratio)
         ctx.form, ctx.scale = form, how.scale
-        ctx.like = torch.empty_strided(sums.shape, sums.stride(), device="meta")
+        ctx.like = torch.empty_strided(sums.shape, sums.stride(), device="meta", dtype=torch.float32)
         return integers, real
 
     @staticmethod
@@ -268,7 +269,7 @@ class _OnGrid(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         kept, scale = ctx.saved_tensors
-        inside = marks.opened(kept, torch.empty(gradient.shape, device="meta"))
+        inside = marks.opened(kept, torch.empty(gradient.shape, device="meta", dtype=torch.float32))
         return (gradient if inside is None else torch.where(inside.bool(), gradient, 0.0)) / scale, None, None, None
 
 

@@ -11,6 +11,7 @@ from fxquant.passes import (
     canonical,
     composite,
     dynamic,
+    gradients,
     integer,
     islands,
     kernels,
@@ -29,7 +30,9 @@ from fxquant.pipeline import Pass
 from fxquant.stage import Stage
 
 PIPELINE = (
+    Pass(gradients.mark, Stage.TRACED),  # first: stops that every reader shares must not keep spellings and fusions apart
     Pass(canonical.rewrite, Stage.CANONICAL),  # one spelling per operator; everything after this may assume it
+    Pass(gradients.move, Stage.CANONICAL),  # on canonical clamps, before anything is fused
     Pass(rules.match, Stage.CANONICAL),  # before the fusions: a rule is about what the user wrote, and may keep it apart
     Pass(masks.recognise, Stage.CANONICAL),  # after the rules, which are about what was written; before a softmax is its parts
     Pass(pointwise.join, Stage.CANONICAL),  # behind masks, which are no functions of scores; before what is about operators one by one
@@ -47,6 +50,7 @@ PIPELINE = (
     Pass(requantize.insert, Stage.BOUNDED),  # after the boundary, which says what integers read; before scales are shared
     Pass(scales.share, Stage.BOUNDED),  # after the boundary, whose nodes take part in sharing
     Pass(quantizers.insert, Stage.PREPARED),  # here the prepared model is calibrated and trained
+    Pass(gradients.attach, Stage.PREPARED),  # between operators that train; integers have no gradients
     Pass(integer.lower, Stage.INTEGER),  # operators become integer primitives with the weights of this moment
     Pass(kernels.fuse, Stage.FUSED),  # on primitives, which are what a kernel means; they stay as they are
 )

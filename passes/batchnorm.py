@@ -15,7 +15,18 @@ from __future__ import annotations
 import torch
 from torch import fx, nn
 
-from fxquant.graph import absorb, attach, inherit, is_parameter, parameter_value, resolve, set_unfused, shape_of
+from fxquant.graph import (
+    absorb,
+    attach,
+    inherit,
+    is_parameter,
+    module_path,
+    parameter_value,
+    resolve,
+    set_batch_norm_path,
+    set_unfused,
+    shape_of,
+)
 from fxquant.model import free_name
 from fxquant.ops import operator_of
 from fxquant.pipeline import Context
@@ -41,6 +52,8 @@ def fold(gm: fx.GraphModule, context: Context) -> int:
         node.prepend(layer)
         layer.kwargs = {**layer.kwargs, "batch_norm": batch_norm}
         node.replace_all_uses_with(layer)
+        if not isinstance(batch_norm, fx.Node):  # a function's, whose tensors do not say where it was called
+            set_batch_norm_path(layer, module_path(node))
         absorb(layer, node)
         gm.graph.erase_node(node)
         context.say(f"%{node.name} folded into %{layer.name}")

@@ -15,7 +15,21 @@ import torch
 from torch import fx, nn
 
 from fxquant.facts import BatchDim, TensorFact
-from fxquant.graph import absorb, attach, fact, inherit, is_parameter, mark_parameter, refuse, resolve, set_fact, spell, state_demand
+from fxquant.graph import (
+    absorb,
+    attach,
+    fact,
+    gradient_changes,
+    inherit,
+    is_parameter,
+    mark_parameter,
+    pass_on,
+    refuse,
+    resolve,
+    set_fact,
+    spell,
+    state_demand,
+)
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Fixed, Instead, Operator, Own, Parameter, Plain, operand_nodes, operator_of
 from fxquant.ops.boundary import QUANTIZE
 from fxquant.ops.composite import Builder
@@ -176,6 +190,7 @@ def _replace_stub(node: fx.Node, context: Context) -> None:
         state_demand(node, Fixed(float(scale[0]), "int8"))  # type: ignore[arg-type]
         return
     context.say(f"%{node.name} says where the integer part begins or ends")
+    pass_on(operand, node)
     node.replace_all_uses_with(operand)
     node.graph.erase_node(node)
 
@@ -199,6 +214,8 @@ def _of_sizes(node: fx.Node) -> bool:
 
 def _computes_parameter(node: fx.Node) -> bool:
     """Whether a node computes something from parameters alone that is the same every time; it then stays as the user wrote it."""
+    if node.op == "call_module":
+        return is_parameter(node)  # a custom function of a weight
     if node.op not in ("call_function", "call_method") or not node.all_input_nodes or not all(map(is_parameter, node.all_input_nodes)):
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -214,7 +231,10 @@ def _pass_by(node: fx.Node, context: Context) -> None:
     operands = operand_nodes(operator, arguments)
     if len(operands) != 1 or operator_of(operands[0]) is None or not isinstance(fact(node), TensorFact):
         return
+    if gradient_changes(node):
+        return
     if fact(operands[0]) == fact(node) and operator.refuses(node, arguments) is None and operator.idle(arguments):
+        pass_on(operands[0], node)
         node.replace_all_uses_with(operands[0])
         context.say(f"%{node.name} passes on %{operands[0].name} as it is, and is gone")
 

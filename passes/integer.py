@@ -18,6 +18,8 @@ from fxquant.arithmetic import Arithmetic
 from fxquant.copying import own_copies
 from fxquant.errors import StageViolation
 from fxquant.facts import TensorFact
+from fxquant.functional import stopped
+from fxquant.gradient import GradientRule
 from fxquant.graph import (
     Constant,
     Operation,
@@ -175,7 +177,7 @@ class GraphLowering(Lowering):
                 remedy="this is a defect of the operator's `lower`; give every constant a role of its own",
             )
         held = value.detach().to(dtype).contiguous()
-        key = (role, dtype, held.shape, held.cpu().numpy().tobytes()) if self.held is not None else None
+        key = (role, dtype, held.shape, held.numpy(force=True).tobytes()) if self.held is not None else None
         if self.held is not None and key in self.held:
             self.constants[role] = self.held[key].name
             return self.held[key]
@@ -278,7 +280,7 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
     shapes = Shapes()
     container = free_name(gm, CONTAINER)
     held: dict[Any, fx.Node] = {}
-    changes = 0
+    changes = _forget_gradients(gm)
     with torch.no_grad():
         for node in gm.graph.nodes:
             if trains_only(node):
@@ -319,6 +321,26 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
     replace_graph(gm, graph)
     _drop_unused(gm, container)
     return changes
+
+
+def _forget_gradients(gm: fx.GraphModule) -> int:
+    """Nothing is left that passes its operand on, and only changes gradients."""
+    found = [node for node in gm.graph.nodes if _changes_gradients(gm, node)]
+    for node in found:
+        operand = node.args[0]
+        assert isinstance(operand, fx.Node)
+        node.replace_all_uses_with(operand)
+        gm.graph.erase_node(node)
+    return len(found)
+
+
+def _changes_gradients(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a node of the prepared graph passes its operand on, and only changes gradients."""
+    if is_parameter(node):
+        return False
+    if node.op == "call_module":
+        return isinstance(resolve(gm, str(node.target)), GradientRule)
+    return node.op == "call_function" and node.target in (torch.detach, stopped)
 
 
 def _repeats(node: fx.Node) -> bool:

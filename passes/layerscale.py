@@ -12,13 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, fx
 
 from fxquant.facts import TensorFact
 from fxquant.graph import (
     absorb,
+    detach_arguments,
     fact,
     inherit,
+    is_detached,
     is_parameter,
     mark_parameter,
     parameter_value,
@@ -58,8 +61,11 @@ def fold(gm: fx.GraphModule, context: Context) -> int:
         bias = None if bias is None else _multiplied(layer, multiplied_bias, bias, factors)
         layer.args = (input, weight, bias, *others)
         node.replace_all_uses_with(way[-1])
+        stopped = is_detached(layer) and not is_detached(node)
         for passed in way:  # none of them has the values any more that it had before
             absorb(passed, node)
+            if stopped:
+                detach_arguments(passed, *([0] if passed is layer else []))
         gm.graph.erase_node(node)
         context.say(f"%{node.name} folded into %{layer.name}")
         changes += 1
@@ -125,8 +131,15 @@ def _why_not(way: list[fx.Node]) -> str | None:
 
 def _multiplied(layer: fx.Node, function: Callable[[Tensor, Tensor], Tensor], parameter: object, factors: fx.Node) -> fx.Node:
     assert isinstance(parameter, fx.Node)
+    if is_detached(layer):  # the factors may have gradients all the same
+        parameter = _computed(layer, torch.detach, parameter)
+    return _computed(layer, function, parameter, factors)
+
+
+def _computed(layer: fx.Node, function: Callable[..., Tensor], parameter: fx.Node, *others: fx.Node) -> fx.Node:
+    """A parameter of a layer that is computed from this one, of the same shape."""
     with layer.graph.inserting_before(layer):
-        made = inherit(layer.graph.call_function(function, (parameter, factors)), layer, "layerscale.fold")
+        made = inherit(layer.graph.call_function(function, (parameter, *others)), layer, "layerscale.fold")
     known = fact(parameter)
     assert isinstance(known, TensorFact)
     set_fact(made, known)

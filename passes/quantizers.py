@@ -12,15 +12,30 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.facts import BatchDim, TensorFact
-from fxquant.graph import Annotation, annotation, attach, fact, is_parameter, module_path, observed, parameter_value, shape_of, source
+from fxquant.graph import (
+    Annotation,
+    annotation,
+    attach,
+    detached_arguments,
+    fact,
+    is_detached,
+    is_parameter,
+    module_path,
+    observed,
+    parameter_value,
+    shape_of,
+    source,
+)
 from fxquant.lowering import cannot_be_integers, first_not_finite, named_parameters
-from fxquant.model import free_name
+from fxquant.model import FROZEN_NORMS, free_name
 from fxquant.numerics import EVERYTHING
 from fxquant.ops import Operator, Own, demand, map_operands, operator_of, read_nodes, shares
 from fxquant.ops.boundary import DEQUANTIZE
 from fxquant.pipeline import Context
+from fxquant.quantization.batch_norm import BatchNormTensors
 from fxquant.quantization.factors import ChannelFactors
 from fxquant.quantization.learning import METHODS
+from fxquant.quantization.owners import link_owners
 from fxquant.quantization.prepared import QuantizedOperator
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.rules import decide, result_config
@@ -54,16 +69,36 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
             owns_output=own,
             intermediate=_intermediate(node, arguments, spec, context) if "residual" in arguments else None,
             weight_quantizer=_weight_quantizer(gm, operator, arguments, spec.config.weight, context),
-            live_batch_norm=context.batch_norm == "live",
+            live_batch_norm=context.batch_norm == "live" and not _is_frozen_norm(gm, arguments.get("batch_norm")),
             path=module_path(node),
             observed=observed(node) or EVERYTHING,
             factors=_factors(node, operator, arguments),
+            detached=_detached(node, operator),
         )
         target = f"{container}.{node.name}"
         attach(gm, target, module)
         node.op, node.target = "call_module", target
         changes += 1
+    link_owners(gm, gm.graph)
     return changes
+
+
+def _is_frozen_norm(gm: fx.GraphModule, batch_norm: Any) -> bool:
+    """Whether the model calls this function of batch norm with training=False in train mode, too."""
+    mean: Any = batch_norm.running_mean if isinstance(batch_norm, BatchNormTensors) else None
+    return isinstance(mean, fx.Node) and mean.target in gm.meta.get(FROZEN_NORMS, ())
+
+
+def _detached(node: fx.Node, operator: Operator) -> bool | tuple[str, ...]:
+    """Whether an operator is computed without gradients, or else the names of arguments that have none."""
+    if is_detached(node) or _reads_detached(node):
+        return True
+    return tuple(operator.parameter_names[each] if isinstance(each, int) else each for each in detached_arguments(node))
+
+
+def _reads_detached(node: fx.Node) -> bool:
+    """Whether all that a node reads is computed without gradients."""
+    return bool(node.all_input_nodes) and all(map(is_detached, node.all_input_nodes))
 
 
 def _group(spec: Annotation) -> int:

@@ -13,6 +13,7 @@ from torch import fx, nn
 from fxquant.errors import ConfigurationError
 from fxquant.graph import computes_tensor, matched_rules, module_path, refuse, resolve, set_matched_rules, spelling
 from fxquant.ops.dynamic import NOT_DYNAMIC, may_be_dynamic
+from fxquant.ops.spellings import is_meant
 from fxquant.pipeline import Context
 from fxquant.quantization.mapping import DEFAULT, Call, Chosen, MatchedRules, Rule, is_dynamic
 from fxquant.quantization.rules import attributes, covering
@@ -47,7 +48,8 @@ def match(gm: fx.GraphModule, context: Context) -> int:
     for node in gm.graph.nodes:
         if computes_tensor(node):
             written = spelling(node) or _written(gm, node)
-            rules = covering(node, written, _calls(node, written, counts), context.qconfig, context.attached)
+            alike = [kind for kind in context.qconfig.types if any(is_meant(kind, one) for one in written)]
+            rules = covering(node, (*written, *alike), _calls(node, written, counts), context.qconfig, context.attached)
             chosen = tuple([(rule, resolve_config(chosen)) for rule, chosen in rules])
             set_matched_rules(node, chosen if may_be_dynamic(node) else _static(node, chosen))
             changes += 1

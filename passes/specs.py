@@ -62,7 +62,7 @@ def annotate(gm: fx.GraphModule, context: Context) -> int:
         if decision.asked and dtype != qconfig.output.dtype and not is_inner_part(node) and dtype not in PLAIN_TYPES:
             wanted = f"{qconfig.output.dtype} as the qconfig's {decision.output} says"
             context.not_done(gm, f"%{node.name} is {dtype}, which is demanded of it, and not {wanted}")
-        set_annotation(node, Annotation(dtype, _why_integer(node), qconfig))
+        set_annotation(node, Annotation(dtype, _why_integer(node, dtype), qconfig))
         changes += 1
     asked = dict.fromkeys(rule for node in gm.graph.nodes for rules in matched_rules(node) for rule, _ in rules)
     for rule in asked:
@@ -184,7 +184,7 @@ def _dtype(node: fx.Node, decision: Decision, default: str, preferred: str | Non
     return default if read == "int32" else read
 
 
-def _why_integer(node: fx.Node) -> str:
+def _why_integer(node: fx.Node, dtype: str) -> str:
     demanded, known = demand(node), part(node)
     if isinstance(demanded, Fixed):
         grid = f"on a scale of {demanded.scale:g}"
@@ -194,6 +194,6 @@ def _why_integer(node: fx.Node) -> str:
         grid = "on its operand's scale"
     else:
         grid = "with a scale of its own" if not ties(node) else "on the scale of what it is tied to"
-    if known is None and stated_demand(node) is not None:
+    if known is None and dtype == "int16" and stated_demand(node) is not None:
         return f"{grid}, 16 bits wide for the sake of what reads it"
     return grid if known is None else f"{known}, {grid}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import gc
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -42,12 +43,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True)
 def _reproducible(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test starts from the same seeds, and the debug dial of the shell does not reach it."""
+    """Every test starts from the same seeds, the debug dial of the shell does not reach it, and it does not wait for the disk."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
     for name in ("FXQUANT_DEBUG", "FXQUANT_DUMP"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 Golden = Callable[[str, str], None]

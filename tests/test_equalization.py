@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.analysis.channels import channels, exponents, multiply
 from fxquant.quantization.prepared import quantized_operators
+from fxquant.tuning.noise import LayerNoise
 
 
 class Chain(nn.Module):
@@ -292,3 +293,23 @@ def test_all_batches_may_decide_and_only_before_calibration() -> None:
     assert torch.equal(factors.outputs, before)
     with pytest.raises(fxq.ConfigurationError, match="any more"):
         fxq.equalize(prepared, [image()])
+
+
+def test_a_choice_of_factors_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wide layers take seconds for each."""
+    seen: list[tuple[int, bytes]] = []
+    error = LayerNoise.error
+
+    def counted(self: LayerNoise, factors: Tensor, *sums: Tensor) -> float:
+        seen.append((id(self), factors.numpy().tobytes()))
+        return error(self, factors, *sums)
+
+    monkeypatch.setattr(LayerNoise, "error", counted)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 5)).eval()
+    with torch.no_grad():
+        model[0].weight.mul_(torch.exp2(torch.arange(16.0) % 7 - 3).unsqueeze(1))  # type: ignore[operator,union-attr]
+    rows = torch.randn(8, 12)
+    fxq.equalize(fxq.prepare(model, rows, "nash-e"), [rows], show_progress=False)
+    assert len(seen) > 1
+    assert len(set(seen)) == len(seen)

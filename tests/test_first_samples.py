@@ -106,10 +106,10 @@ def test_of_large_images_fewer_are_looked_at_however_many_are_kept(side: int, co
     for _ in range(8):
         first.take([torch.rand(8, 3, side, side)])
     few = first._few()
-    assert first.seen == 64
+    assert first.kept.seen == 64
     assert sum(len(chunk[0]) for chunk in few.chunks) in range(count, 2 * count)
     assert few.judging
-    assert first.elements <= LARGEST + 8 * 3 * side**2
+    assert first.kept.elements <= LARGEST + 8 * 3 * side**2
 
 
 def test_large_images_are_corrected_by_as_well(monkeypatch: pytest.MonkeyPatch) -> None:

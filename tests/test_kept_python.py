@@ -6,6 +6,7 @@ import copy
 import functools
 import logging
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -348,3 +349,63 @@ def test_a_prepared_model_with_a_branch_is_kept_as_its_error_says(tmp_path: Path
     assert fxq.verify(prepared, again, [batch])
     assert all(torch.equal(mine, its) for mine, its in zip(prepared.train()(batch), again.train()(batch), strict=True))
     fxq.save(fxq.convert(prepared), tmp_path / "integer.fxq")
+
+
+@fxq.wrap
+def writes_into_a_dict(found: dict[str, Any], x: Tensor) -> dict[str, Any]:
+    found["twice"] = x * 2
+    found.setdefault("calls", []).append(1)
+    return found
+
+
+@fxq.wrap
+def writes_into_a_list(found: list[Any], x: Tensor) -> list[Any]:
+    found.append(x + 1)
+    found[0] = found[0] * 2
+    return found
+
+
+@fxq.wrap
+def writes_into_a_nest(found: dict[str, Any]) -> Tensor:
+    found["a"][0] = found["a"][0] + 1
+    found["a"].append(found["b"]["c"])
+    found["b"].update(c=found["b"]["c"] * 2)
+    total: Tensor = found["a"][0] + found["a"][-1] + found["b"]["c"]
+    return total
+
+
+class Writes(nn.Module):
+    """A module that writes into the dict that it is called with."""
+
+    def forward(self, found: dict[str, Any]) -> Any:
+        found["x"] = found["x"] + 1
+        return found["x"]
+
+
+WRITING: dict[str, Callable[[Tensor], Any]] = {
+    "a dict": lambda y: (lambda found: found["x"] + found["twice"])(writes_into_a_dict({"x": y}, y)),
+    "a dict by keyword": lambda y: writes_into_a_dict(found={"x": y}, x=y)["twice"],
+    "a list": lambda y: (lambda found: found[0] + found[1])(writes_into_a_list([y], y)),
+    "a list of numbers": lambda y: writes_into_a_list([1.0, 2.0], y)[2],
+    "a nest": lambda y: writes_into_a_nest({"a": [y], "b": {"c": y}}),
+}
+
+
+@pytest.mark.parametrize("name", [*WRITING, "a module"])
+def test_what_is_kept_as_python_may_write_into_what_it_is_given(name: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.writes = nn.Linear(4, 4), Writes()
+
+        def forward(self, x: Tensor) -> Any:
+            y = self.linear(x)
+            return self.writes({"x": y}) if name == "a module" else WRITING[name](y)
+
+    batch = torch.randn(4, 4)
+    prepared = fxq.calibrate(fxq.prepare(Net().eval(), batch, leaf=Writes), [batch], show_progress=False)
+    expected = prepared(batch)
+    for kernels in ("auto", "reference"):
+        integer = fxq.convert(prepared, kernels=kernels)
+        assert all(torch.equal(integer(batch), expected) for _ in range(3))  # the first call sees sizes, later ones run kernels
+        assert fxq.verify(prepared, integer, [batch])

@@ -8,9 +8,12 @@ import pickle
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,9 +26,12 @@ from fxquant import backends
 from fxquant.backends.cpu import compiled as in_c
 from fxquant.backends.cpu import native, tensors
 from fxquant.graph import kernel, resolve
+from fxquant.kernels import constants
+from fxquant.kernels.constants import EACH_CALL
 from fxquant.kernels.layer import Layer
+from fxquant.kernels.program import Program
 from fxquant.kernels.record import Kernel, Refused
-from fxquant.kernels.runner import Runner
+from fxquant.kernels.runner import MOST_PROGRAMS, Runner
 from fxquant.model import RUNNER
 from fxquant.stage import Stage
 from tests.contract import all_equal, compiled, flat
@@ -412,18 +418,237 @@ def test_what_is_traced_or_transformed_runs_the_primitives() -> None:
     assert all_equal(torch.func.vmap(integer)(x[None])[0], reference(x))
 
 
-def test_the_cache_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = native._folder()
-    assert folder.stat().st_mode & 0o777 == 0o700
-    folder.chmod(0o777)
-    with pytest.raises(OSError, match="others can write"):
-        native._folder()
-
-
 def test_the_switch_leaves_out_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(native.SWITCH, "0")
     assert native.library.__wrapped__() == "FXQUANT_NATIVE is 0"
     monkeypatch.setenv(native.SWITCH, "1")
     monkeypatch.setenv("PATH", "")
     assert native.library.__wrapped__() == "there is no C compiler"
+
+
+# ---- sizes that are remembered --------------------------------------------------------------------------------------
+
+
+def small(target: str = "nash-e") -> tuple[fx.GraphModule, fx.GraphModule]:
+    return both(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)), target, ordinary(4, 3, 8, 8))
+
+
+def test_more_sizes_than_are_remembered_come_again_and_again() -> None:
+    integer, reference = small()
+    runner: Runner = integer.__dict__[RUNNER]
+    x = images(MOST_PROGRAMS + 4, 3, 8, 8)
+    wanted = [reference(x[:size]) for size in range(len(x) + 1)]
+    for _ in range(3):
+        for size in range(1, len(x) + 1):
+            assert torch.equal(integer(x[:size]), wanted[size])
+    for size in [*range(1, 18), *range(17, 0, -1), 1, 1, 3, 3, *range(1, 18)]:
+        assert torch.equal(integer(x[:size]), wanted[size])
+    strided = [torch.empty_strided((2, 3, 8, 8), (200 + index, 64, 8, 1)).copy_(x[:2]) for index in range(40)]
+    assert all(torch.equal(integer(each), wanted[2]) for each in strided)
+    assert len(runner.programs) == MOST_PROGRAMS
+    integer(x[:3]), integer(x[:3])
+    assert isinstance(next(reversed(runner.programs.values())), Program)
+
+
+def test_several_threads_bring_more_sizes_than_are_remembered() -> None:
+    integer, reference = small()
+    x = images(MOST_PROGRAMS + 4, 3, 8, 8)
+    wanted = [reference(x[:size]) for size in range(len(x) + 1)]
+
+    def run(first: int) -> bool:
+        sizes = [1 + (first * 5 + step // 2) % len(x) for step in range(60)]
+        return all(torch.equal(integer(x[:size]), wanted[size]) for size in sizes)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(run, range(4)))
+
+
+def test_what_was_chosen_for_sizes_is_bounded() -> None:
+    """Rows of a reshaped tensor that grow with the batch are sizes of their own for a proof."""
+
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(torch.relu(self.first(x).permute(1, 0, 2)))
+
+    integer, reference = both(Rows(), "nash-e", ordinary(4, 5, 6))
+    runner: Runner = integer.__dict__[RUNNER]
+    for size in range(1, 40):
+        x = images(size, 5, 6)
+        assert_same(integer, reference, x, runs=2)
+    kernels = sum(kernel(node) is not None for node in integer.graph.nodes)
+    assert 0 < len(runner.chosen) <= MOST_PROGRAMS * kernels
+
+
+# ---- constants that are written to ----------------------------------------------------------------------------------
+
+
+def through_inference_mode(constant: Tensor) -> None:
+    with torch.inference_mode():
+        constant.neg_()
+
+
+def through_shared_memory(constant: Tensor) -> None:
+    torch.empty(0, dtype=constant.dtype).set_(constant.untyped_storage()).neg_()  # type: ignore[call-overload]
+
+
+EDITS: dict[str, Callable[[Tensor], object]] = {
+    "in place": lambda constant: constant.neg_(), "data": lambda constant: constant.data.copy_(-constant.data),
+    "another data": lambda constant: setattr(constant, "data", -constant.data), "inference mode": through_inference_mode,
+    "NumPy": lambda constant: np.negative(constant.numpy(), out=constant.numpy()), "detached": lambda constant: constant.detach().neg_(),
+    "one element": lambda constant: constant.data.view(-1)[7:8].add_(1), "shared memory": through_shared_memory,
+    "DLPack": lambda constant: torch.utils.dlpack.from_dlpack(constant.detach()).neg_(),
+    "strides": lambda constant: setattr(constant, "data", constant.data.as_strided(constant.shape, (27, 9, 1, 3))),
+    "the same memory again": lambda constant: [setattr(constant, "data", -constant.data), setattr(constant, "data", constant.data + 0)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_kernels_follow_every_edit_of_a_constant(edit: str) -> None:
+    integer, _ = small()
+    x = images(2, 3, 8, 8)
+    before = integer(x)
+    integer(x), integer(x)
+    constant = next(buffer for buffer in integer.buffers() if buffer.dtype == torch.int8 and buffer.shape[1:] == (3, 3, 3))
+    with torch.no_grad():
+        EDITS[edit](constant)
+    if edit == "strides":
+        for _ in range(len(list(integer.buffers()))):  # one tensor is compared in each call
+            integer(x)
+    plain = copy.deepcopy(integer)
+    del plain.__dict__[RUNNER]
+    assert not torch.equal(plain(x), before)
+    assert torch.equal(integer(x), plain(x))
+    assert torch.equal(integer(x), plain(x))
+
+
+def large() -> tuple[fx.GraphModule, Tensor, Tensor]:
+    """An integer model with more constants than one call looks at, its input, and the weight of its second layer."""
+    integer, _ = both(nn.Sequential(nn.Linear(256, 300), nn.ReLU(), nn.Linear(300, 512)), "nash-e", ordinary(4, 256))
+    weight = next(buffer for buffer in integer.buffers() if buffer.dtype == torch.int8 and buffer.shape == (512, 300))
+    assert weight.nbytes > 2 * EACH_CALL
+    return integer, ordinary(2, 256), weight
+
+
+def plain_result(integer: fx.GraphModule, x: Tensor) -> Tensor:
+    plain = copy.deepcopy(integer)
+    del plain.__dict__[RUNNER]
+    result: Tensor = plain(x)
+    return result
+
+
+@pytest.mark.parametrize("compiler", [True, False])
+def test_an_edit_of_one_element_of_a_large_constant_is_found_by_turns(
+    compiler: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not compiler:
+        monkeypatch.setattr(constants, "_OFFERED", [])
+    integer, x, weight = large()
+    integer(x), integer(x)
+    with caplog.at_level("WARNING", "fxquant"):
+        weight.data[200, 100] ^= 64
+        for _ in range(8):
+            integer(x)
+    assert len(caplog.records) == 1
+    assert "Write to it under torch.no_grad()" in caplog.text
+    assert torch.equal(integer(x), plain_result(integer, x))
+
+
+@pytest.mark.parametrize("look", ["save", "export", "verify", "whole"])
+def test_large_constants_are_looked_at_before_files_are_written(look: str, tmp_path: Path) -> None:
+    integer, x, weight = large()
+    integer(x), integer(x)
+    if look == "whole":
+        weight.data.neg_()  # samples of every tensor are looked at in every call
+    else:
+        weight.data[200, 100] ^= 64
+        {
+            "save": lambda: fxq.save(integer, tmp_path / "model.fxq"),
+            "export": lambda: fxq.export_onnx(integer, tmp_path / "model.onnx"),
+            "verify": lambda: fxq.verify(integer, copy.deepcopy(integer), [x], show_progress=False),
+        }[look]()
+    assert torch.equal(integer(x), plain_result(integer, x))
+
+
+# ---- forks ------------------------------------------------------------------------------------------------------------
+
+FORKS = """
+import os, select, sys, threading, torch, fxquant as fxq
+from torch import nn
+torch.set_num_threads(1)
+model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
+x = torch.randn(4, 3, 8, 8)
+integer = fxq.quantize(model, [x], target="nash-e").integer
+wanted = integer(x)
+runner = integer.__dict__["_fxquant_runner"]
+
+def forked(action):
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            action()
+            os.write(write, b"1")
+        finally:
+            os._exit(0)
+    os.close(write)
+    answered = bool(select.select([read], [], [], 20)[0]) and os.read(read, 1) == b"1"
+    if not answered:
+        os.kill(child, 9)
+    os.waitpid(child, 0)
+    os.close(read)
+    return answered
+
+def held(lock):
+    inside, leave = threading.Event(), threading.Event()
+    def hold():
+        with lock:
+            inside.set()
+            leave.wait()
+    thread = threading.Thread(target=hold)
+    thread.start()
+    inside.wait()
+    return leave, thread
+
+def runs():
+    assert torch.equal(integer(x), wanted) and torch.equal(integer(x), wanted)
+
+def compiles():
+    assert torch.equal(fxq.quantize(model, [x], target="nash-e").integer(x), wanted)
+"""
+
+
+LOCKS = {
+    "runner.lock": "runs",
+    "fxquant.model._Collection.lock": "compiles",
+    "fxquant.frontend.environment._OwnRandomNumbers._lock": "compiles",
+    "fxquant.primitives.record.SWITCHES['cpu'].lock": "compiles",
+}
+
+
+COLLECTION = """
+import gc
+from fxquant.model import collection_paused
+leave, thread = held(collection_paused())
+def collects():
+    assert gc.isenabled()  # the compilation of the other thread does not go on in the child
+    compiles()
+    assert gc.isenabled()
+print(not gc.isenabled() and forked(collects))
+leave.set()
+thread.join()
+print(gc.isenabled())
+with collection_paused():
+    print(forked(lambda: 1 / int(not gc.isenabled())))
+print(gc.isenabled())
+"""
+
+
+def test_a_child_does_not_wait_for_a_thread_of_its_parent() -> None:
+    cases = [f"leave, thread = held({lock})\nprint(forked({action}))\nleave.set()\nthread.join()\nruns()" for lock, action in LOCKS.items()]
+    code = "\n".join([FORKS, "import fxquant.model, fxquant.frontend.environment, fxquant.primitives.record", *cases, COLLECTION])
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=200, check=True)
+    assert done.stdout.split() == ["True"] * (len(LOCKS) + 4)

@@ -16,19 +16,24 @@ ROOT = Path(__file__).parents[1]
 
 # What each module may import of ours; one in a room goes by its own name. A row covers the module and those below it, the longest
 # row wins, and there is no row that does not have to be there: a new module gets its own.
-BASE = {"arguments", "errors", "numerics", "rescaling", "observers", "rounding", "spec", "mapping"}
+BASE = {"arguments", "clamping", "errors", "files", "numerics", "rescaling", "observers", "rounding", "spec", "mapping"}
 NOUNS = BASE | {
     "arithmetic", "batch_norm", "breaches", "copying", "factors", "facts", "graph", "learning", "lowering", "measures", "model", "ops",
-    "pipeline", "prepared", "primitives", "proof", "quantizer", "remedies", "rules", "stage", "state", "stubs", "target", "text", "weights",
+    "owners", "pipeline", "prepared", "primitives", "proof", "quantizer", "remedies", "rules", "stage", "state", "stubs", "target", "text",
+    "weights",
 }  # fmt: skip
 ALLOWED: dict[str, set[str]] = {
     # nouns, from the bottom up
     "fxquant.errors": set(),
+    "fxquant.addresses": set(),
+    "fxquant.forks": set(),
     "fxquant.arguments": {"errors"},
+    "fxquant.files": {"errors"},
     "fxquant.numerics": {"errors"},
     "fxquant.rescaling": {"numerics"},
     "fxquant.quantization.observers": {"arguments", "errors", "numerics", "observers"},
-    "fxquant.quantization.rounding": set(),
+    "fxquant.clamping": set(),
+    "fxquant.quantization.rounding": {"clamping"},
     "fxquant.quantization.spec": {"arguments", "errors", "numerics", "observers", "rounding"},
     "fxquant.quantization.mapping": {"arguments", "errors", "spec"},
     "fxquant.quantization.state": {"errors"},
@@ -37,23 +42,24 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.quantization": set(),
     "fxquant.analysis": set(),
     "fxquant.quantization.batch_norm": set(),
-    "fxquant.carried": set(),
+    "fxquant.carried": {"errors"},
     "fxquant.codegen": set(),
     "fxquant.facts": set(),
     "fxquant.graph": {"codegen", "facts"},
     "fxquant.stubs": {"facts", "graph"},
     "fxquant.copying": set(),
-    "fxquant.model": {"codegen", "errors", "graph"},
-    "fxquant.kernels": {"facts", "graph", "kernels", "model", "numerics", "primitives", "progress"},
+    "fxquant.model": {"forks", "codegen", "errors", "graph", "recomputation"},
+    "fxquant.kernels": {"addresses", "forks", "facts", "graph", "interpreter", "kernels", "model", "numerics", "primitives", "progress"},
     "fxquant.quantization.rules": {"graph", "mapping", "ops", "spec"},
     "fxquant.target": {"arguments", "arithmetic", "errors", "numerics"},
-    "fxquant.quantization.learning": {"learning", "numerics"},
-    "fxquant.quantization.quantizer": BASE | {"learning"},
+    "fxquant.quantization.remembered": set(),
+    "fxquant.quantization.learning": {"learning", "numerics", "remembered"},
+    "fxquant.quantization.quantizer": BASE | {"learning", "remembered"},
     "fxquant.quantization.weights": BASE | {"sweeps", "learning", "quantizer"},
-    "fxquant.primitives": {"errors", "facts", "numerics", "primitives"},
+    "fxquant.primitives": {"forks", "clamping", "errors", "facts", "numerics", "primitives"},
     "fxquant.arithmetic": {"numerics", "primitives", "rescaling"},
     "fxquant.tensor_passes": set(),
-    "fxquant.sweeps": {"marks", "numerics", "primitives", "tensor_passes"},
+    "fxquant.sweeps": {"addresses", "marks", "numerics", "primitives", "tensor_passes"},
     "fxquant.marks": set(),
     "fxquant.joining": {"marks", "numerics", "primitives", "sweeps", "tensor_passes"},
     "fxquant.curves": {"joining", "numerics"},
@@ -62,29 +68,40 @@ ALLOWED: dict[str, set[str]] = {
     | {"arithmetic", "curves", "joining", "narrow", "learning", "lowering", "primitives", "quantizer", "sweeps", "weights"},
     "fxquant.lowering": BASE | {"arithmetic", "sweeps", "batch_norm", "learning", "primitives", "quantizer", "weights", "facts"},
     "fxquant.functional": set(),
+    "fxquant.gradient": {"rounding"},
     "fxquant.ops": BASE
     | {"functional", "batch_norm", "graph", "lowering", "ops", "primitives", "sweeps", "weights", "facts", "arithmetic"},
-    "fxquant.quantization.factors": {"numerics"},
+    "fxquant.quantization.factors": {"numerics", "remembered"},
     "fxquant.quantization.prepared": BASE
-    | {"arithmetic", "eager", "factors", "lowering", "ops", "primitives", "quantizer", "state", "sweeps", "weights"},
+    | {"arithmetic", "eager", "factors", "functional", "lowering", "ops", "primitives", "quantizer", "state", "sweeps", "weights"},
     "fxquant.analysis.node": {"numerics", "graph", "ops", "prepared", "primitives"},
     "fxquant.analysis.channels": {"facts", "factors", "graph", "node", "ops", "prepared"},
+    "fxquant.interpreter": {"graph"},
+    "fxquant.recomputation": {"errors"},
+    "fxquant.hooks": {"carried", "channels", "errors", "graph", "interpreter", "model", "prepared"},
     "fxquant.analysis.text": {"arguments", "errors", "graph", "node", "facts", "numerics"},
     "fxquant.proof": {"arithmetic", "graph", "numerics", "primitives", "facts"},
     "fxquant.stage": {"errors", "graph", "numerics", "ops", "prepared", "primitives", "facts"},
     "fxquant.pipeline": BASE | {"progress", "stage", "target", "text"},
     "fxquant.quantization.batches": {"errors", "graph", "facts"},
     "fxquant.quantization.distributed": {"errors", "observers"},
+    "fxquant.quantization.owners": {"graph", "prepared"},
     "fxquant.quantization.cutting": BASE | {"prepared", "quantizer", "state"},
-    "fxquant.quantization.calibration": BASE | {"batches", "cutting", "distributed", "graph", "prepared", "progress", "quantizer", "state"},
+    "fxquant.quantization.unseen": BASE | {"prepared", "quantizer", "state"},
+    "fxquant.quantization.calibration": BASE
+    | {"left_out", "model", "batches", "cutting", "unseen", "distributed", "graph", "prepared", "progress", "quantizer", "state"},
+    "fxquant.quantization.left_out": {"prepared", "state"},
     "fxquant.quantization.observations": BASE | {"calibration", "channels", "factors", "graph", "ops", "prepared", "quantizer"},
     "fxquant.frontend": {
         "arguments",
         "carried",
         "codegen",
         "errors",
+        "forks",
         "functional",
+        "gradient",
         "graph",
+        "interpreter",
         "mapping",
         "frontend",
         "facts",
@@ -98,10 +115,13 @@ ALLOWED: dict[str, set[str]] = {
         "batch_norm",
         "carried",
         "factors",
+        "gradient",
         "graph",
+        "hooks",
         "learning",
         "observations",
         "ops",
+        "owners",
         "prepared",
         "primitives",
         "proof",
@@ -129,7 +149,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.remedies": {"facts", "graph", "model", "ops", "remedies", "target"},
     "fxquant.analysis.partition": {"arguments", "errors", "facts", "graph", "node"},
     "fxquant.analysis.segments": {"facts", "graph", "node", "numerics"},
-    "fxquant.analysis.record": {"batches", "errors", "graph", "node", "prepared", "state"},
+    "fxquant.analysis.record": {"batches", "errors", "graph", "interpreter", "node", "prepared", "state"},
     "fxquant.analysis.report": {"arguments"},
     "fxquant.analysis.compare": {"graph", "node", "record", "report", "segments"},
     "fxquant.analysis.verify": {"batches", "errors", "graph", "layers", "prepared", "record", "segments", "state"},
@@ -144,8 +164,11 @@ ALLOWED: dict[str, set[str]] = {
         "eager",
         "errors",
         "facts",
+        "files",
         "graph",
+        "interpreter",
         "layers",
+        "left_out",
         "lowering",
         "model",
         "node",
@@ -162,15 +185,16 @@ ALLOWED: dict[str, set[str]] = {
         "weights",
     },
     # verbs and targets: never each other
-    "fxquant.passes": NOUNS,
-    "fxquant.backends": NOUNS | {"backends", "kernels", "partition", "progress", "segments", "version"},
-    "fxquant.backends.aten": BASE | {"facts", "frontend", "graph", "progress", "sample"},
+    "fxquant.passes": NOUNS | {"functional", "gradient"},
+    "fxquant.backends": NOUNS | {"backends", "forks", "kernels", "partition", "progress", "segments", "version"},
+    "fxquant.backends.aten": BASE | {"model", "facts", "frontend", "graph", "progress", "sample"},
     "fxquant.backends.bpu": {"arithmetic", "errors", "numerics", "rescaling", "target", "backends.bpu"},
     "fxquant.backends.c": {
         "arguments",
         "backends.c",
         "errors",
         "facts",
+        "files",
         "frontend",
         "graph",
         "primitives",
@@ -178,8 +202,8 @@ ALLOWED: dict[str, set[str]] = {
         "segments",
         "version",
     },
-    "fxquant.backends.cpu": {"arithmetic", "sweeps", "joining", "marks", "tensor_passes", "graph", "observers", "kernels"}
-    | {"numerics", "primitives", "target", "backends.cpu"},
+    "fxquant.backends.cpu": {"addresses", "arithmetic", "files", "sweeps", "joining", "marks", "tensor_passes", "graph", "observers"}
+    | {"kernels", "numerics", "primitives", "target", "backends.cpu"},
     # what is shown of models and of two of their forms
     "fxquant.reporting": {
         "arguments",
@@ -192,9 +216,11 @@ ALLOWED: dict[str, set[str]] = {
         "check",
         "errors",
         "facts",
+        "files",
         "frontend",
         "graph",
         "inspection",
+        "interpreter",
         "layers",
         "node",
         "numerics",
@@ -214,7 +240,7 @@ ALLOWED: dict[str, set[str]] = {
         NOUNS | {"api", "batches", "frontend", "observations", "progress", "tuning"},
     ),
     **dict.fromkeys(("fxquant.tuning.remedies", "fxquant.tuning.tune"), NOUNS | {"batches", "record", "serialization", "tuning"}),
-    "fxquant.demo": {"", "arguments", "backends", "demo", "errors", "graph", "primitives", "progress", "target"},
+    "fxquant.demo": {"", "arguments", "backends", "demo", "errors", "files", "graph", "primitives", "progress", "target"},
     "fxquant.analysis.inspection": {
         "backends",
         "errors",
@@ -228,12 +254,13 @@ ALLOWED: dict[str, set[str]] = {
         "serialization",
         "text",
     },
-    "fxquant.nn": {"nn", "ops"},
+    "fxquant.nn": {"errors", "nn", "ops"},
     "fxquant.cli": {"", "arguments", "demo", "errors", "inspection", "sample"},
     "fxquant.analysis.sample": {"errors", "graph", "node", "numerics", "facts"},
     # names of other toolkits, over what the user calls
     "fxquant.compat": {"errors", "mapping", "spec"},
-    "fxquant.compat.torch_ao": BASE | {"", "calibration", "cutting", "compat.common", "compat.torch_ao", "frontend", "prepared", "state"},
+    "fxquant.compat.torch_ao": BASE
+    | {"", "calibration", "cutting", "compat.common", "compat.torch_ao", "frontend", "prepared", "state", "unseen"},
     "fxquant.compat.horizon": BASE
     | {"", "backends", "tuning", "calibration", "compat.horizon", "compat.common", "graph", "prepared", "quantizer", "state"},
 }
@@ -385,7 +412,7 @@ def test_imports_form_no_circle() -> None:
 def test_a_planted_circle_is_found(source: str) -> None:
     modules = library()
     planted = {**modules, "fxquant.frontend.memory": modules["fxquant.frontend.memory"] + source}
-    assert circles(planted) == [[f"fxquant.frontend.{name}" for name in ("arguments", "handler", "memory", "snapshot")]]
+    assert circles(planted) == [[f"fxquant.frontend.{name}" for name in ("arguments", "gradients", "handler", "memory", "snapshot")]]
 
 
 def test_imports_keep_their_direction() -> None:

@@ -393,3 +393,20 @@ def test_numbers_have_the_bits_of_scalar_tensors(observer: type[MinMaxObserver],
     scalars = seen()
     assert float(numbers["low"]) < 0 < float(numbers["high"])
     assert all(torch.equal(numbers[name], scalars[name]) for name in scalars)
+
+
+def test_a_moving_average_differs_from_pytorchs_in_its_first_batches_alone() -> None:
+    """As its docstring says: they count equally here, while PyTorch's keeps most of the first one."""
+    from torch.ao.quantization import MovingAverageMinMaxObserver as PyTorchs
+
+    batches = [torch.tensor([-float(size), float(size)]) for size in (4, 3, 2)]
+    ours, theirs = fxq.MovingAverageMinMaxObserver(0.25), PyTorchs(averaging_constant=0.25)
+    for batch in batches:
+        ours.observe(batch)
+        theirs(batch)
+    assert float(ours.high) == pytest.approx(3)
+    assert float(theirs.max_val) == pytest.approx(4 + 0.25 * (3 - 4) + 0.25 * (2 - 3.75))
+    before = float(ours.high)
+    for _ in range(2):
+        ours.observe(batches[0])
+    assert float(ours.high) == pytest.approx(before + (4 - before) / 4 + (4 - before - (4 - before) / 4) / 4)

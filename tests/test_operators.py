@@ -899,7 +899,7 @@ SAMPLES: dict[Any, list[Sample]] = {
         Sample("affine_grid", ROUNDED, ((3, 4),), lambda m, x: F.affine_grid(x, (x.shape[0], 1, 2, 3, 4), align_corners=False)),
     ],
     # ---- nothing at all
-    torch.detach: unary("identity", EXACT, lambda m, x: torch.detach(x).relu()),
+    torch.detach: unary("clamp", EXACT, lambda m, x: torch.detach(x).relu()),
     "to": unary("identity", EXACT, lambda m, x: x.to(torch.float32).relu(), lambda m, x: x.to(x).relu()),
     "type": unary("identity", EXACT, lambda m, x: x.type(torch.float32).relu()),
     "type_as": unary("identity", EXACT, lambda m, x: x.type_as(x).relu()),
@@ -912,7 +912,7 @@ SAMPLES: dict[Any, list[Sample]] = {
     torch.clone: unary("identity", EXACT, lambda m, x: torch.clone(x).relu()),
     "contiguous": unary("identity", EXACT, lambda m, x: x.contiguous().relu()),
     "clone": unary("identity", EXACT, lambda m, x: x.clone().relu()),
-    "detach": unary("identity", EXACT, lambda m, x: x.detach().relu()),
+    "detach": unary("clamp", EXACT, lambda m, x: x.detach().relu()),
     nn.Identity: layers("identity", EXACT, IMAGE, nn.Sequential(nn.Identity(), nn.ReLU())),
     F.dropout: unary("dropout", EXACT, lambda m, x: F.dropout(x, 0.3, m.training).relu()),
     torch.dropout: unary("dropout", EXACT, lambda m, x: torch.dropout(x, 0.3, m.training).relu()),

@@ -86,6 +86,18 @@ FLOAT_PASSES = [step for step in PREPARE if step.reaches < Stage.PREPARED]
 by_pass = pytest.mark.parametrize("step", FLOAT_PASSES, ids=lambda step: step.name)
 
 
+class Reversed(torch.autograd.Function):
+    """Turns the sign of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
 class Around(nn.Module):
     """Before the tiny network what bayes-e pads in another way; behind it factors, a composite, and integers between float operators."""
 
@@ -98,6 +110,7 @@ class Around(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.tiny(F.pad(x[..., 1:-1, 1:-1], (1, 1, 1, 1), "reflect"))
         x = self.mix(x) * self.factors
+        x = torch.relu(Reversed.apply(self.mix(x))) + x.detach()
         x = x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5)  # squares, which are to be wide
         x = torch.fft.fft(torch.softmax(x + self.mask, 1)).real
         return torch.fft.fft(torch.sigmoid(torch.where(x > 0, x.sqrt(), x))).real
@@ -289,8 +302,9 @@ def test_dump_by_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("FXQUANT_DUMP", str(tmp_path / "new" / "directory"))
     fxq.prepare(tiny(), batch(), until="batchnorm.fold")
     assert sorted(file.name for file in (tmp_path / "new" / "directory").iterdir()) == [
-        "00-trace.txt", "01-canonical.rewrite.txt", "02-rules.match.txt", "03-masks.recognise.txt", "04-pointwise.join.txt",
-        "05-precision.widen.txt", "06-composite.expand.txt", "07-dynamic.choose.txt", "08-batchnorm.fold.txt",
+        "00-trace.txt", "01-gradients.mark.txt", "02-canonical.rewrite.txt", "03-gradients.move.txt", "04-rules.match.txt",
+        "05-masks.recognise.txt", "06-pointwise.join.txt", "07-precision.widen.txt", "08-composite.expand.txt", "09-dynamic.choose.txt",
+        "10-batchnorm.fold.txt",
     ]  # fmt: skip
 
 
@@ -755,8 +769,8 @@ def test_a_prepared_model_shares_neither_flat_weights_nor_hooks_with_the_users()
     prepared = fxq.prepare(model, (torch.randn(2, 3, 4),))
     assert prepared.recurrent._flat_weights[0] is prepared.recurrent.weight_ih_l0
     assert prepared.recurrent.weight_ih_l0 is not model.recurrent.weight_ih_l0
-    prepared.recurrent.register_forward_hook(lambda *_: None)
-    assert not model.recurrent._forward_hooks
+    prepared.head.register_forward_hook(lambda *_: None)
+    assert not model.head._forward_hooks
 
 
 class TokensNormalised(nn.Module):

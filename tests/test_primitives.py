@@ -20,10 +20,10 @@ from fxquant.eager import EagerLowering
 from fxquant.errors import AccumulatorOverflow
 from fxquant.lowering import Quantized
 from fxquant.numerics import INT8, INT16, WEIGHT_INT8, Grid, IntType, table
-from fxquant.ops.sums import lower_add
 from fxquant.ops.join import _lower_cat
 from fxquant.ops.linear import PRODUCT
 from fxquant.ops.pool import _lower_avg_pool2d
+from fxquant.ops.sums import lower_add
 from fxquant.ops.weighted import lower_weighted
 from fxquant.primitives import PRIMITIVES, accumulate, boundary, cubic, elementwise, pool, product, requantize, resize, shape, transposed
 from fxquant.primitives.requantize import requantize_fixed, requantize_real

@@ -201,3 +201,20 @@ def test_a_batch_size_beyond_the_models_is_refused(tmp_path: Path) -> None:
     integer = integer_of(Last(), torch.randn(6, 4), "bayes-e")
     with pytest.raises(fxq.ConfigurationError, match="batch_size=2"):
         fxq.export_c(integer, tmp_path / "last.c", batch_size=2)
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_a_build_whose_float_operations_are_not_ieees_does_not_compile(compiler: str, tmp_path: Path) -> None:
+    x = torch.randn(1, 3, 4, 4)
+    integer = fxq.quantize(nn.Conv2d(3, 2, 1).eval(), [x], target="bayes-e").integer
+    source = fxq.export_c(integer, tmp_path / "net.c")
+    for flag in ("-ffast-math", "-Ofast", "-ffinite-math-only"):
+        done = subprocess.run([compiler, *STRICT, flag, "-c", source.name], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode != 0, flag
+        assert "#error" in done.stderr
+    for flag in ("-funsafe-math-optimizations", "-freciprocal-math", "-fno-signed-zeros"):
+        macros = subprocess.run([compiler, flag, "-dM", "-E", "-x", "c", "/dev/null"], capture_output=True, text=True, check=True).stdout
+        done = subprocess.run([compiler, *STRICT, flag, "-c", source.name], cwd=tmp_path, capture_output=True, text=True)
+        assert (done.returncode != 0) is ("__RECIPROCAL_MATH__" in macros or "__NO_SIGNED_ZEROS__" in macros)  # not every compiler tells
+    for flag in ("-O3", "-fno-finite-math-only", "-fno-math-errno"):
+        subprocess.run([compiler, *STRICT, flag, "-c", source.name], cwd=tmp_path, check=True)

@@ -333,8 +333,9 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(case: str, t
 
 
 def test_paths_that_cannot_be_used(tmp_path: Path) -> None:
+    assert fxq.save(traced(), tmp_path / "missing" / "model.fxq").is_file()  # a folder that is missing is made
     with pytest.raises(fxq.ExportError, match="cannot be written"):
-        fxq.save(traced(), tmp_path / "missing" / "model.fxq")
+        fxq.save(traced(), tmp_path / f"{'long' * 100}.fxq")
     for path in (tmp_path, tmp_path / "missing.fxq"):
         with pytest.raises(fxq.ExportError, match="cannot be read"):
             fxq.load(path)

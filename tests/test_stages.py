@@ -296,4 +296,4 @@ def test_groups_are_connected_components_whatever_the_order() -> None:
 
 
 def test_the_stages_are_the_pipelines() -> None:
-    assert {step.reaches for step in PREPARE} == {Stage.CANONICAL, Stage.ANNOTATED, Stage.BOUNDED, Stage.PREPARED}
+    assert {step.reaches for step in PREPARE} == {Stage.TRACED, Stage.CANONICAL, Stage.ANNOTATED, Stage.BOUNDED, Stage.PREPARED}

@@ -314,7 +314,11 @@ def test_a_tensor_that_was_all_zeros_gets_a_scale_when_it_comes_to_life() -> Non
     assert quantizer.scale == 2.0**-23
     fxq.set_state(prepared, fxq.State.TRAIN)
     prepared.train()(torch.full((8, 2, 6, 6), 3.0))
-    torch.testing.assert_close(float(quantizer.scale), 1.5 / 127.5)  # the average of two batches
+    torch.testing.assert_close(float(quantizer.scale), 3 / 127.5)  # the zeros of calibration are no part of an average
+    prepared(torch.full((8, 2, 6, 6), 6.0))
+    torch.testing.assert_close(float(quantizer.scale), 6 / 127.5)  # what grows is covered at once
+    prepared(torch.full((8, 2, 6, 6), 3.0))
+    torch.testing.assert_close(float(quantizer.scale), 4 / 127.5)  # and otherwise the average of what was not 0
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -80,8 +81,9 @@ def test_a_function_of_several_is_one_table_and_one_operator() -> None:
     contract.assert_validate_is_integer(prepared, integer, images(2, 3, 8, 9))
     with pytest.raises(fxq.ConfigurationError, match="bent_by_a_module"):
         fxq.nn.SegmentLUT(lambda x: x * 2, name="bent_by_a_module")
-    with pytest.raises(ValueError, match="needs one"):
-        fxq.nn.SegmentLUT(lambda x: x * 2 + 1)
+    for nameless in (lambda x: x * 2 + 1, functools.partial(torch.clamp, min=0.5), nn.Tanh()):
+        with pytest.raises(fxq.ConfigurationError, match=r"without a name[\s\S]*SegmentLUT\(function, name="):
+            fxq.nn.SegmentLUT(nameless)
     record = next(record for record in OPERATORS.values() if record.name == "bent_by_a_module")
     for table in (OPERATORS, FUNCTIONS):
         del table[record.function]

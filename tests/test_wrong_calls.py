@@ -347,6 +347,7 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
             "external_data": FLAGS,
             "layouts": [5, "NHWC", [], {"image": "NHCW"}, {"imgae": "NHWC"}, {"image": "NWC"}, {5: "NHWC"}, True],
             "example_inputs": [5, "image", batch()],
+            "batch_size": [0, -1, True, "1", 1.5, []],
         },
     ),
     "Result.export": (

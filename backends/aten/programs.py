@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import os
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -20,8 +19,10 @@ from fxquant.analysis.sample import random_batches
 from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.facts import BatchDim, TensorFact
+from fxquant.files import write_file
 from fxquant.frontend.batch_limits import noted_limits
 from fxquant.graph import fact, is_deployed, is_python
+from fxquant.model import default_device_cpu
 from fxquant.progress import working
 
 LARGEST_BATCH = 2**31 - 1
@@ -57,11 +58,11 @@ def export_pt2(integer: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
     Raises ConfigurationError for what is no integer model, ExportError if `torch.export` refuses it or a bit differs.
     """
 
-    def write(program: Program, inputs: list[Any], place: Path) -> None:
+    def write(program: Program, inputs: list[Any], archive: io.BytesIO) -> None:
         exported = torch.export.export(program, tuple(inputs), dynamic_shapes=(_dynamic_shapes(integer),))
-        torch.export.save(exported, place)
+        torch.export.save(exported, archive)
 
-    return _export(integer, Path(path), "torch.export", ".pt2", write, lambda place: torch.export.load(place).module())
+    return _export(integer, Path(path), "torch.export", write, lambda archive: torch.export.load(archive).module())
 
 
 @checked()
@@ -74,10 +75,10 @@ def export_torchscript(integer: fx.GraphModule, path: str | os.PathLike[str]) ->
     Raises ConfigurationError for what is no integer model, ExportError if `torch.jit` refuses it or a bit differs.
     """
 
-    def write(program: Program, inputs: list[Any], place: Path) -> None:
-        torch.jit.trace(program, tuple(inputs), check_trace=False).save(str(place))  # type: ignore[no-untyped-call]
+    def write(program: Program, inputs: list[Any], archive: io.BytesIO) -> None:
+        torch.jit.save(torch.jit.trace(program, tuple(inputs), check_trace=False), archive)  # type: ignore[no-untyped-call]
 
-    return _export(integer, Path(path), "torch.jit", ".pt", write, lambda place: torch.jit.load(str(place)))  # type: ignore[no-untyped-call]
+    return _export(integer, Path(path), "torch.jit", write, torch.jit.load)
 
 
 @working("writing a program")
@@ -85,9 +86,8 @@ def _export(
     integer: fx.GraphModule,
     path: Path,
     by: str,
-    suffix: str,
-    write: Callable[[Program, list[Any], Path], None],
-    load: Callable[[Path], Callable[..., Any]],
+    write: Callable[[Program, list[Any], io.BytesIO], None],
+    load: Callable[[io.BytesIO], Callable[..., Any]],
 ) -> Path:
     if not isinstance(integer, fx.GraphModule) or not is_deployed(integer):
         raise ConfigurationError(
@@ -97,14 +97,14 @@ def _export(
         )
     program = Program(integer)
     batches = [list(batch.values()) for batch in random_batches(integer, _batch_sizes(integer))]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fxquant-") as folder, warnings.catch_warnings(), torch.no_grad():
+    archive = io.BytesIO()  # where a disk is full, PyTorch's own writer of files aborts the process
+    with warnings.catch_warnings(), torch.no_grad(), default_device_cpu():
         warnings.simplefilter("ignore")  # of PyTorch, about its own formats and about shapes, which are compared below
-        place = Path(folder) / f"program{suffix}"  # PyTorch warns of any other ending
         try:
             with _quiet():
-                write(program, batches[0], place)
-            loaded = load(place)
+                write(program, batches[0], archive)
+            archive.seek(0)
+            loaded = load(archive)
             found = [pytree.tree_leaves(loaded(*batch)) for batch in batches]
         except Exception as error:  # PyTorch's exporters raise errors of many classes
             said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -117,13 +117,13 @@ def _export(
             ) from error
         for batch, ours in zip(batches, found, strict=True):
             if [_bytes(value) for value in ours] != [_bytes(value) for value in pytree.tree_leaves(program(*batch))]:
+                shapes = ", ".join(str(tuple(value.shape)) for value in batch if isinstance(value, Tensor))
                 raise ExportError(
                     f"what {by} has written is not equal to the integer model",
-                    because=f"the file was run with a batch of {_batch_of(batch)}, and gave other bits",
-                    remedy="use fxq.export_pt2, or trace with dynamic_shapes={} to fix the batch size" if suffix == ".pt" else OTHERS,
+                    because=f"the file was run with inputs of shape {shapes}, and gave other bits",
+                    remedy="use fxq.export_pt2, or trace with dynamic_shapes={} to fix the batch size" if by == "torch.jit" else OTHERS,
                 )
-        os.replace(place, path)
-    return path
+    return write_file(path, archive.getvalue())
 
 
 @contextmanager
@@ -144,11 +144,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _bytes(value: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
-    return value.dtype, value.shape, value.detach().cpu().contiguous().numpy().tobytes()
-
-
-def _batch_of(batch: list[Any]) -> int | str:
-    return next((len(value) for value in batch if isinstance(value, Tensor) and value.dim()), "no size")
+    return value.dtype, value.shape, value.contiguous().numpy(force=True).tobytes()
 
 
 def _batch_sizes(integer: fx.GraphModule) -> tuple[int, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from fxquant.backends.c import places, sums, values
 from fxquant.backends.c.program import WIDTH, Program, Value, comment, identifier, number, pool_name
 from fxquant.backends.c.templates import C_TYPES, FOLDER
 from fxquant.errors import ConfigurationError
+from fxquant.files import Content, write_files
 from fxquant.frontend.batch_limits import noted_limits
 from fxquant.graph import is_deployed
 from fxquant.progress import working
@@ -28,6 +28,12 @@ MOST_NAMED = 16  # inputs and outputs in a line of help
 LARGEST_SOURCE = 2**22  # bytes of weights that compilers take as text in reasonable time
 GUARD = """#if defined(__FAST_MATH__) || FLT_EVAL_METHOD != 0
 #error "every float operation has to be rounded once, to its own type: no -ffast-math; on 32-bit x86, -msse2 -mfpmath=sse"
+#endif
+#if defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__
+#error "NaN and infinity are values: no -ffinite-math-only"
+#endif
+#if defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__) || defined(__NO_SIGNED_ZEROS__)
+#error "sums, quotients and zeros are IEEE's: no -fassociative-math, -freciprocal-math, -fno-signed-zeros or -funsafe-math-optimizations"
 #endif
 #if defined(__clang__) || !defined(__GNUC__)
 #pragma STDC FP_CONTRACT OFF
@@ -65,24 +71,14 @@ def export_c(integer: fx.GraphModule, path: str | os.PathLike[str], *, batch_siz
     name = f"x{name}" if name[0].isdigit() else name
     held = sum(value.constant.nbytes for value in program.arrays if value.constant is not None)
     external = held > LARGEST_SOURCE if external_data is None else external_data and held > 0
-    texts = {
+    constants = [value.constant for value in program.arrays if external and value.constant is not None]
+    data: dict[str, Content] = {path.with_suffix(".data").name: (constant.numpy(force=True).tobytes() for constant in constants)}
+    texts: dict[str, Content] = {
         path.name: _source(program, name, path, external),
         path.with_suffix(".h").name: _header(program, name, path, external),
         f"{path.stem}_main.c": _main(program, name, path, external),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fxquant-") as folder:
-        for file, text in texts.items():
-            Path(folder, file).write_text(text, encoding="utf-8")
-        data = path.with_suffix(".data").name
-        if external:
-            with Path(folder, data).open("wb") as stream:
-                for value in program.arrays:
-                    assert value.constant is not None
-                    stream.write(value.constant.numpy().tobytes())
-            os.replace(Path(folder, data), path.with_suffix(".data"))
-        for file in texts:
-            os.replace(Path(folder, file), path.parent / file)
+    write_files(path.parent, {**(data if external else {}), **texts})
     return path
 
 
@@ -152,7 +148,7 @@ def _source(program: Program, name: str, path: Path, external: bool) -> str:
     ]
     unused = [f"    (void){value.text};\n" for value in program.inputs if not re.search(rf"\b{value.text}\b", body)]
     includes = ["<float.h>", "<stddef.h>", "<stdint.h>", *(["<stdio.h>"] if external else [])]
-    memory = sum(pool.size * torch.empty(0, dtype=_dtype(kind)).element_size() for kind, pool in program.pools.items())
+    memory = sum(pool.size * torch.empty(0, dtype=_dtype(kind), device="cpu").element_size() for kind, pool in program.pools.items())
     constants = "\n".join(_constants(program, external))
     includes += ["<math.h>"] if re.search(r"\b(NAN|INFINITY)\b", constants + body) else []
     parts = [

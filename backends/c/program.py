@@ -265,7 +265,7 @@ class Program:
     def constant(self, tensor: Tensor) -> Value:
         """An array with this value; equal ones are one."""
         tensor = tensor.detach().cpu().contiguous()
-        key = tensor.dtype, tuple(tensor.shape), tensor.numpy().tobytes()
+        key = tensor.dtype, tuple(tensor.shape), tensor.numpy(force=True).tobytes()
         if key not in self.constants:
             self.constants[key] = Value(f"constant_{len(self.constants)}", tensor.dtype, tuple(tensor.shape), tensor)
         return self.constants[key]

@@ -1,7 +1,7 @@
 """Processors: affine uint8 activations with float32 requantization, as onnxruntime's integer operators compute it."""
 
 from fxquant.arithmetic import RealArithmetic
-from fxquant.backends.cpu import counting, joining, training  # noqa: F401  # they offer their passes
+from fxquant.backends.cpu import counting, joining, training, watching  # noqa: F401  # they offer their passes
 from fxquant.backends.cpu.kernels import KERNELS
 from fxquant.target import Target
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fxquant.addresses import address, point
 from fxquant.backends.cpu import native
 from fxquant.backends.cpu.native import FIXED, REAL, SUM, Epilogue, Move, Sum
 from fxquant.graph import qparams
@@ -50,16 +51,16 @@ class Call:
 
     def bind(self) -> Bound:
         own = type(self.structure).from_buffer_copy(self.structure)
-        function, names, address, keeps = self.function, self.names, ctypes.addressof(own), self.keeps
+        function, names, place, keeps = self.function, self.names, ctypes.addressof(own), self.keeps
         rows, batch = self.rows, self.batch
 
         def bound(inputs: Sequence[Tensor], output: Tensor, _keeps: Any = (own, keeps)) -> None:
-            for name, tensor in zip(names, inputs, strict=True):
-                setattr(own, name, tensor.data_ptr())
-            own.output = output.data_ptr()
+            held = point(own, zip(names, inputs, strict=True))
+            own.output = address(output)
             own.batch = inputs[0].shape[0] * batch // rows
             own.threads = torch.get_num_threads()
-            function(address)
+            function(place)
+            del held
 
         return bound
 
@@ -127,9 +128,7 @@ class Requantization:
             constants["residual_shift"] = _per_channel(held, channels, torch.int32)
             epilogue.residual_zero = site.held(site.match.reads[1]).zero
         padded = {name: _padded(tensor, site.result().pixel) for name, tensor in constants.items()}
-        for name, tensor in padded.items():
-            setattr(epilogue, name, tensor.data_ptr())
-        return Requantization(epilogue, tuple(padded.values()))
+        return Requantization(epilogue, tuple(point(epilogue, padded.items())))
 
 
 # ---- sums of products -----------------------------------------------------------------------------------------------
@@ -140,7 +139,7 @@ def _structure(site: Site, layer: Layer, own: Requantization) -> tuple[Sum, tupl
     input, result = site.held(site.match.reads[0]), site.result()
     outside = torch.full((input.pixel,), input.zero, dtype=torch.uint8, device="cpu")
     bias = _padded(layer.bias(input.zero), result.pixel)
-    made = Sum(outside=outside.data_ptr(), bias=bias.data_ptr(), epilogue=own.epilogue, threads=1, groups=layer.window["groups"])
+    made = Sum(outside=address(outside), bias=address(bias), epilogue=own.epilogue, threads=1, groups=layer.window["groups"])
     made.batch, made.height, made.width, _ = input.grid
     made.channels = input.pixel
     _, made.out_height, made.out_width, made.out_channels = result.grid
@@ -166,7 +165,7 @@ class Summed(Call):
         """Rows of accumulators as bytes."""
         rows, channels = sums.shape
         output = torch.empty(rows, channels, dtype=torch.uint8, device="cpu")
-        made = Sum(input=sums.data_ptr(), output=output.data_ptr(), batch=rows, out_height=1, out_width=1, threads=1)
+        made = Sum(input=address(sums), output=address(output), batch=rows, out_height=1, out_width=1, threads=1)
         made.out_channels = made.out_pixel = channels
         assert isinstance(self.structure, Sum)
         made.epilogue = self.structure.epilogue
@@ -200,7 +199,7 @@ class Convolution:
         own = Requantization.of(site, layer)
         structure, keeps = _structure(site, layer, own)
         weight = packed(layer.weight, groups, input.pixel)
-        structure.weight = weight.data_ptr()
+        structure.weight = address(weight)
         structure.joined = groups == 1 and structure.kernel_width > 1 and structure.dilation_width == 1
         return _proved(
             site, layer, Summed(loaded.fxq_convolution, structure, _read(site), (weight, *keeps), _area(input), finish=loaded.fxq_finish)
@@ -225,7 +224,7 @@ class Depthwise:
         own = Requantization.of(site, layer)
         structure, keeps = _structure(site, layer, own)
         weight = _padded(layer.weight.flatten(1).t().to(torch.int32) & 0xFFFF, input.pixel)
-        structure.weight = weight.data_ptr()
+        structure.weight = address(weight)
         return _proved(
             site, layer, Summed(loaded.fxq_depthwise, structure, _read(site), (weight, *keeps), _area(input), finish=loaded.fxq_finish)
         )
@@ -335,7 +334,7 @@ class Pointwise:
         forms = [site.held(read) for read in site.match.reads]
         table = enumerated(site, forms, result)
         made = _move(forms[0], result)
-        made.table = table.data_ptr()
+        made.table = address(table)
         if len(forms) == 1:
             return Call(loaded.fxq_lookup, made, ("input",), (table,), batch=forms[0].pixel)
         first, second = forms

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fxquant.addresses import address, point, readable
 from fxquant.backends.cpu import native
 from fxquant.backends.cpu.native import Count
 from fxquant.quantization.observers import counting
@@ -25,24 +26,25 @@ class NativeCounting:
     def ends(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         low, high = torch.empty(2, len(rows), dtype=torch.float32, device="cpu").unbind()
         made = Count(rows=len(rows), columns=rows.shape[1], threads=torch.get_num_threads())
-        made.value, made.low, made.high = rows.data_ptr(), low.data_ptr(), high.data_ptr()
+        held = point(made, (("value", rows), ("low", low), ("high", high)))
         native.training_library().fxq_row_ends(ctypes.addressof(made))
+        del held
         return low, high
 
     def magnitudes(self, value: Tensor, places: Tensor | None, bins: int, reach: float) -> tuple[Tensor, Tensor]:
         counts, negative = torch.empty(2, bins, dtype=torch.float32, device="cpu").unbind()
         made = Count(bins=bins, last=reach, count=value.numel() if places is None else len(places))
-        made.value, made.counts, made.negative = (each.data_ptr() for each in (value, counts, negative))
-        made.places = None if places is None else places.data_ptr()
+        held = point(made, (("value", value), ("counts", counts), ("negative", negative), ("places", places)))
         native.training_library().fxq_magnitudes(ctypes.addressof(made))
+        del held
         return counts, negative
 
     def signed(self, rows: Tensor, chosen: Sequence[int], apart: int, bins: int, top: float) -> Tensor:
         counts = torch.zeros(bins + 1, dtype=torch.float32, device="cpu")  # the last is of what lies outside
         made = Count(bins=bins, columns=rows.shape[1], step=apart, first=-top, last=top)
-        made.counts = counts.data_ptr()
+        made.counts, rows = address(counts), readable(rows)
         for row in chosen:
-            made.value = rows.data_ptr() + row * rows.shape[1] * rows.element_size()
+            made.value = address(rows) + row * rows.shape[1] * rows.element_size()
             native.training_library().fxq_signed(ctypes.addressof(made))
         return counts[:bins]
 

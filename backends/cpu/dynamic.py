@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxquant.addresses import address, point
 from fxquant.backends.cpu import native
 from fxquant.backends.cpu.compiled import loaded_library, packed
 from fxquant.kernels.record import ALIGNMENT, Bound, Built, Refused, Site
@@ -39,11 +40,9 @@ class NativeDynamic:
         for name in (*window, "dilation_height", "dilation_width", "groups"):
             setattr(made.sum, name, 1)
         made.sum.channels, made.sum.out_channels, made.sum.out_pixel = pixel, outputs, outputs
-        made.sum.weight = kept["weight"].data_ptr()
-        for name in ("totals", "scale", "bias"):
-            if name in kept:
-                setattr(made, name, kept[name].data_ptr())
-        return _Native(loaded.fxq_dynamic, made, tuple(kept.values()), inputs)
+        weight = kept.pop("weight")
+        made.sum.weight = address(weight)
+        return _Native(loaded.fxq_dynamic, made, (weight, *point(made, kept.items())), inputs)
 
 
 @dataclass(frozen=True)
@@ -55,14 +54,14 @@ class _Native:
 
     def bind(self) -> Bound:
         own = native.Dynamic.from_buffer_copy(self.structure)
-        function, inputs, address, sums = self.function, self.inputs, ctypes.addressof(own), own.sum
+        function, inputs, place, sums = self.function, self.inputs, ctypes.addressof(own), own.sum
 
         def bound(given: Sequence[Tensor], output: Tensor, _keeps: Any = (own, self.keeps)) -> None:
-            operand = given[0].contiguous()
-            own.input, own.output = operand.data_ptr(), output.data_ptr()
+            (operand,) = point(own, [("input", given[0].contiguous())])
+            own.output = address(output)
             sums.batch = operand.numel() // inputs
             sums.threads = torch.get_num_threads()
-            function(address)
+            function(place)
 
         return bound
 

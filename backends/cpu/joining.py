@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fxquant import joining, marks
+from fxquant.addresses import point
 from fxquant.backends.cpu import native
 from fxquant.backends.cpu.native import FIXED, REAL
 from fxquant.joining import Join
@@ -66,6 +67,7 @@ class NativeJoining:
         assert given is not None
         of_a = torch.empty(given.shape, dtype=torch.float32, device="cpu")
         made = _made(join)
+        made.factor_a, made.factor_b = join.slopes
         made.scale = float(scale)
         totals = torch.empty(2 * join.columns, dtype=torch.float64, device="cpu") if join.each else None
         of_b = None if join.each else torch.empty(given.numel() if join.of_b.step else join.rows, dtype=torch.float32, device="cpu")
@@ -151,7 +153,6 @@ def _each(join: Join, value: Tensor, dtype: torch.dtype) -> Tensor:
 def _call(function: str, made: _Join, tensors: dict[str, Tensor | None]) -> None:
     """A function of joining.c."""
     made.threads = torch.get_num_threads()
-    held = {name: tensor.detach().contiguous() for name, tensor in tensors.items() if tensor is not None}
-    for name, tensor in held.items():
-        setattr(made, name, tensor.data_ptr())
+    held = point(made, [(name, tensor.detach().contiguous()) for name, tensor in tensors.items() if tensor is not None])
     getattr(native.joining_library(), f"fxq_{function}")(ctypes.addressof(made))
+    del held

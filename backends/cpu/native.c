@@ -587,3 +587,56 @@ void fxq_dynamic(const Dynamic *d) {
     (void)d;
 #endif
 }
+
+/* ---- constants that are watched for changes ---- */
+
+typedef struct {
+    const uint8_t *const *starts;
+    const int64_t *sizes;
+    uint64_t *known;              /* the checksum of each span */
+    int64_t always, count, next;  /* the first spans are for every call, those behind them by turns, `next` the first of them */
+    int64_t remember, everything; /* whether checksums are written down, and whether all spans are compared */
+    int64_t changed;              /* written: whether a span was found to have another checksum */
+} Watch;
+
+#define STREAMS 32
+
+static uint64_t checksum(const uint8_t *start, int64_t size) { /* every step is a bijection of a stream, so no single change is lost */
+    uint64_t streams[STREAMS], word, result = (uint64_t)size;
+    for (int lane = 0; lane < STREAMS; lane++) streams[lane] = lane;
+    int64_t at = 0, streamed = size / (8 * STREAMS);
+    for (; at + 8 * STREAMS <= size; at += 8 * STREAMS) {
+        uint64_t words[STREAMS];
+        memcpy(words, start + at, sizeof words);
+        for (int lane = 0; lane < STREAMS; lane++) {
+            uint64_t mixed = streams[lane] ^ words[lane];
+            streams[lane] = (mixed << 23 | mixed >> 41) + lane;
+        }
+    }
+    for (int lane = 0; streamed && lane < STREAMS; lane++) {
+        result = (result ^ streams[lane]) * 0x9E3779B97F4A7C15u;
+        result ^= result >> 29;
+    }
+    for (; at < size; at += 8) {
+        word = 0;
+        memcpy(&word, start + at, (size_t)least(8, size - at));
+        result = (result ^ word) * 0x9E3779B97F4A7C15u;
+        result ^= result >> 29;
+    }
+    return result;
+}
+
+static int differs(Watch *s, int64_t span) {
+    uint64_t found = checksum(s->starts[span], s->sizes[span]);
+    if (s->remember) s->known[span] = found;
+    return found != s->known[span];
+}
+
+void fxq_watch(Watch *s) {
+    int all = s->remember || s->everything;
+    s->changed = 0;
+    for (int64_t span = 0; span < (all ? s->count : s->always); span++) s->changed |= differs(s, span);
+    if (all || s->always == s->count) return;
+    s->changed |= differs(s, s->next);
+    s->next = s->next + 1 < s->count ? s->next + 1 : s->always;
+}

@@ -2,8 +2,7 @@
 
 Nothing needs them, or a compiler.
 
-FXQUANT_NATIVE=0 leaves them out. The library stands in a folder that only the user can write to, under a name made of the source,
-the compiler and the processor.
+FXQUANT_NATIVE=0 leaves them out. A library is kept under a name made of the source, the compiler and the processor.
 """
 
 from __future__ import annotations
@@ -15,11 +14,12 @@ import logging
 import os
 import platform
 import shutil
-import stat
 import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from fxquant.backends.cpu.cache import cached, load
 
 logger = logging.getLogger("fxquant")
 
@@ -72,6 +72,15 @@ class Move(ctypes.Structure):
     ]
 
 
+class Watch(ctypes.Structure):
+    """Spans of memory that are watched for changes: the structure of native.c."""
+
+    _fields_ = [
+        *((name, _pointer) for name in ("starts", "sizes", "known")),
+        *((name, _int64) for name in ("always", "count", "next", "remember", "everything", "changed")),
+    ]
+
+
 class Dynamic(ctypes.Structure):
     """A linear layer whose operand becomes bytes on a grid of its own: the structure of native.c."""
 
@@ -110,7 +119,7 @@ class Count(ctypes.Structure):
 @functools.cache
 def library() -> Any:
     """The compiled kernels, or a sentence that says why there are none."""
-    loaded = _loaded(SOURCE, ("convolution", "depthwise", "finish", "quantize", "max_pool", "sum", "lookup", "pairs", "dynamic"))
+    loaded = _loaded(SOURCE, ("convolution", "depthwise", "finish", "quantize", "max_pool", "sum", "lookup", "pairs", "dynamic", "watch"))
     if not isinstance(loaded, str):
         loaded.fxq_has_dot_products.restype = _int64
     return loaded
@@ -137,42 +146,33 @@ def _loaded(source: Path, functions: tuple[str, ...]) -> Any:
     if compiler is None:
         return "there is no C compiler"
     try:
-        loaded = ctypes.CDLL(str(_compiled(compiler, source)))
-    except (OSError, subprocess.SubprocessError) as error:
+        name = _name(compiler, source)
+        loaded = load(name, cached(name, lambda: _compiled(compiler, source)))
+        for function in functions:
+            getattr(loaded, f"fxq_{function}").restype = None
+            getattr(loaded, f"fxq_{function}").argtypes = [_pointer]
+    except (OSError, AttributeError, subprocess.SubprocessError) as error:
         logger.info("the integer kernels in C are left out: %s", error)
         return f"its C source was not compiled: {error}"
-    for name in functions:
-        getattr(loaded, f"fxq_{name}").restype = None
-        getattr(loaded, f"fxq_{name}").argtypes = [_pointer]
     return loaded
 
 
-def _compiled(compiler: str, file: Path) -> Path:
-    source = file.read_bytes()
+def _name(compiler: str, file: Path) -> str:
+    """That of a library, which depends on all that it is made by."""
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=60, check=True).stdout
-    key = hashlib.sha256(b"\0".join((source, version, compiler.encode(), " ".join(FLAGS).encode(), _processor().encode()))).hexdigest()[:20]
-    found = _folder() / f"{'kernels' if file == SOURCE else file.stem}-{key}.so"
-    if found.exists():
-        return found
-    logger.info("compiling the integer kernels for this processor, once: %s", found)
-    with tempfile.TemporaryDirectory(dir=found.parent) as directory:
-        made = Path(directory) / found.name
+    made_by = (file.read_bytes(), version, compiler.encode(), " ".join(FLAGS).encode(), _processor().encode())
+    return f"{'kernels' if file == SOURCE else file.stem}-{hashlib.sha256(bytes(1).join(made_by)).hexdigest()[:20]}.library"
+
+
+def _compiled(compiler: str, file: Path) -> bytes:
+    logger.info("compiling the integer kernels for this processor, once: %s", file.name)
+    with tempfile.TemporaryDirectory() as directory:
+        made = Path(directory) / "made.so"
         for threads in (["-fopenmp"], []):  # without OpenMP, one thread
             done = subprocess.run([compiler, *FLAGS, *threads, str(file), "-o", str(made)], capture_output=True, timeout=300, check=False)
             if done.returncode == 0:
-                os.replace(made, found)  # whole or not at all, whoever else compiles
-                return found
+                return made.read_bytes()
     raise OSError(done.stderr.decode(errors="replace").strip()[:500])
-
-
-def _folder() -> Path:
-    """The cache: the user's own, which no one else writes to."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fxquant"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    known = folder.stat()
-    if hasattr(os, "getuid") and (known.st_uid != os.getuid() or known.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
-        raise OSError(f"others can write to {folder}")
-    return folder
 
 
 def _processor() -> str:

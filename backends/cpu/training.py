@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fxquant import sweeps
+from fxquant.addresses import point
 from fxquant.backends.cpu import native
 from fxquant.backends.cpu.native import FIXED, REAL, Pass
 from fxquant.sweeps import Form, Rounded
@@ -163,10 +164,9 @@ sweeps.offer(NativePasses())
 def _call(function: str, form: Form, numbers: dict[str, float] | None = None, /, **tensors: Tensor | None) -> Pass:
     """A function of training.c; tensors are contiguous, or all of them lie alike. What it was called with."""
     made = Pass(outer=form.outer, channels=form.channels, inner=form.inner, threads=torch.get_num_threads(), **(numbers or {}))
-    for name, tensor in tensors.items():
-        if tensor is not None:
-            setattr(made, name, tensor.data_ptr())
+    held = point(made, tensors.items())
     getattr(native.training_library(), f"fxq_{function}")(ctypes.addressof(made))
+    del held
     return made
 
 

@@ -187,7 +187,7 @@ def _layer_norm(
     node: fx.Node, input: fx.Node, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> Plan:
     def write(e: Any, read: Read) -> str:
-        factors = e.constant(torch.ones(list(normalized_shape), device="cpu")) if weight is None else read(weight)
+        factors = e.constant(torch.ones(list(normalized_shape), device="cpu", dtype=torch.float32)) if weight is None else read(weight)
         rest = [] if bias is None else [read(bias)]
         return str(e.node("LayerNormalization", read(input), factors, *rest, axis=-len(normalized_shape), epsilon=float(eps)))
 

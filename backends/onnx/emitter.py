@@ -98,7 +98,7 @@ class Emitter:
         if isinstance(value, float) and dtype is None:
             dtype = torch.float32
         tensor = torch.as_tensor(value, dtype=dtype, device="cpu")
-        array = tensor.detach().cpu().contiguous().numpy()
+        array = tensor.contiguous().numpy(force=True)
         key = (array.dtype.str, array.shape, array.tobytes())
         if key not in self.constants:
             self.constants[key] = self._store(array)
@@ -108,7 +108,7 @@ class Emitter:
     def own_constant(self, value: Tensor) -> str:
         """The name of an initializer with this value that is shared with nothing."""
         name = f"{self.scope}/constant_{len(self.initializers)}"
-        self.initializers.append(numpy_helper.from_array(value.detach().cpu().contiguous().numpy(), name))
+        self.initializers.append(numpy_helper.from_array(value.contiguous().numpy(force=True), name))
         self.types[name] = value.dtype
         return name
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from fxquant.facts import BatchDim, TensorFact
 from fxquant.graph import fact
+from fxquant.ops import distance, pairs
 from fxquant.ops.attention import scaled_dot_product_attention
 
 
@@ -53,8 +54,42 @@ def chunk(input: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
     return tuple(input.narrow(dim, index * step, step if index + 1 < chunks else size - index * step) for index in range(chunks))
 
 
+def hypot(input: Tensor, other: Tensor) -> Tensor:
+    """`torch.hypot`; the larger operand is a factor, so that no square overflows."""
+    large, small = torch.maximum(input.abs(), other.abs()), torch.minimum(input.abs(), other.abs())
+    ratio = small / torch.where((large == 0) | (small == torch.inf), torch.ones_like(large), large)
+    return large * (ratio * ratio + 1).sqrt()
+
+
+def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = None) -> Tensor:
+    """`torch.cdist` in any norm: of the differences of all pairs of rows."""
+    differences = (x1.unsqueeze(-2) - x2.unsqueeze(-3)).abs()
+    if p == 0:
+        return (differences != 0).to(x1.dtype).sum(-1)
+    if p == math.inf:
+        return differences.amax(-1)
+    if p == 1:
+        return differences.sum(-1)
+    return (differences * differences).sum(-1).sqrt() if p == 2 else differences.pow(p).sum(-1).pow(1 / p)
+
+
+def copysign(input: Tensor, other: Tensor) -> Tensor:
+    """`torch.copysign` of two tensors; 0 and -0 differ in the sign of their reciprocal."""
+    negative = torch.where(other == 0, 1 / other, other) < 0
+    return torch.where(negative, -input.abs(), input.abs())
+
+
+WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {
+    **dict.fromkeys((torch.hypot, distance.hypot, "hypot"), hypot),
+    **dict.fromkeys((torch.cdist, distance.cdist), cdist),
+    **dict.fromkeys((torch.copysign, pairs.copysign, "copysign"), copysign),
+}
+
+
 def replacement(node: fx.Node) -> Callable[..., Any] | None:
     """What a node is to call instead; None if the exporter writes it as it is."""
+    if node.target in WRITTEN_OUT:
+        return WRITTEN_OUT[node.target] if len(node.all_input_nodes) == 2 or node.args[0] is node.args[1] else None
     if node.target is F.scaled_dot_product_attention:
         ranks = {len(known.shape) for operand in node.args[:3] if isinstance(known := _fact(operand), TensorFact)}
         return attention if ranks != {4} and "enable_gqa" not in node.kwargs and not node.kwargs.get("dropout_p") else None

@@ -201,9 +201,11 @@ def _dynamic_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int, settin
     given = {constant: resolve(integer, str(constant.target)).detach().cpu() for constant in constants}
     generator = torch.Generator().manual_seed(0)
     size = fact(operand).at(BATCH_SIZES[0])
-    ends = torch.tensor([-128, 127], device="cpu")[torch.randint(0, 2, size, generator=generator, device="cpu")]
+    ends = torch.tensor([-128, 127], device="cpu", dtype=torch.int64)[
+        torch.randint(0, 2, size, generator=generator, device="cpu", dtype=torch.int64)
+    ]
     within = torch.randint(-128, 128, size, generator=generator, device="cpu")
-    value = torch.where(torch.rand(size, generator=generator, device="cpu") < 0.5, ends, within).float()
+    value = torch.where(torch.rand(size, generator=generator, device="cpu", dtype=torch.float32) < 0.5, ends, within).float()
     writer.values.update(given)
     writer.values[operand], writer.emitter.types[operand.name] = operand.name, torch.float32
     result = writer.emit(node, PRIMITIVES[node.target])  # type: ignore[index]

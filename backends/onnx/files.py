@@ -1,50 +1,74 @@
-"""Writing a model to disk: whole or not at all, and in two files where one would be too large."""
+"""Writing models to disk: each file checked and whole, or unchanged, and in two files where one would be too large."""
 
 from __future__ import annotations
 
 import os
-import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import onnx
 from onnx.external_data_helper import set_external_data
 
 from fxquant.errors import ExportError
+from fxquant.files import Content, write_files
 
 LARGEST_FILE = 2**31 - 2**20  # a protobuf message ends at 2 GiB; what is left over is for the graph
 SMALLEST_EXTERNAL = 1024  # bytes; smaller tensors stay in the model itself
 
 
 def save_model(model: onnx.ModelProto, path: Path, external_data: bool | None) -> None:
-    """Check the model and write it to `path`; its tensors to `path`.data if told to, or if one file cannot hold them.
+    """Write a model to `path`; its tensors to `path`.data if told to, or if one file cannot hold them.
 
-    Raises ExportError if it is not valid, and leaves what was there as it was.
+    Raises ExportError as `save_models` does.
     """
+    save_models({path.name: model}, path.parent, external_data)
+
+
+def save_models(
+    models: Mapping[str, onnx.ModelProto],
+    folder: str | os.PathLike[str],
+    external_data: bool | None,
+    others: Mapping[str, Content] | None = None,
+) -> None:
+    """Check models and write them by their file names into one folder, and behind them `others`, files that refer to them.
+
+    Tensors of a model that is changed to have external data are taken out of it. Raises ExportError if a model is not valid, is too
+    large for one file, or cannot be written; files that exist are then unchanged.
+    """
+    contents = dict[str, Content]()
+    for name, model in models.items():
+        contents.update(_contents(model, name, external_data))
+    write_files(folder, {**contents, **(others or {})}, lambda written: _check(written, models, folder))
+
+
+def _contents(model: onnx.ModelProto, name: str, external_data: bool | None) -> dict[str, Content]:
+    """The files of a model: its tensors, if they have a file of their own, and itself."""
     size = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
-    external = size > LARGEST_FILE if external_data is None else external_data
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.name + ".data"
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fxquant-") as directory:
-        written = Path(directory) / path.name
-        if external:
-            # onnx.save's own option refuses a location that exists in the working directory, even a file to be replaced.
-            for tensor in model.graph.initializer:
-                if len(tensor.raw_data) >= SMALLEST_EXTERNAL:
-                    set_external_data(tensor, location=beside)
-        onnx.save(model, str(written))
-        _check(written, path)
-        data = Path(directory) / beside
-        if data.exists():
-            os.replace(data, path.parent / beside)
-        os.replace(written, path)
-
-
-def _check(written: Path, path: Path) -> None:
-    try:
-        onnx.checker.check_model(str(written), full_check=True)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+    if external_data is False and size > LARGEST_FILE:
         raise ExportError(
-            f"the file {path} would not be valid",
-            because=f"onnx says: {str(error).strip().splitlines()[0]}",
-            remedy="keep the operator it names, if any, out of the model, and report this with the model",
-        ) from error
+            f"{name} cannot be one file",
+            because=f"its tensors have {size:,} bytes, and a file of ONNX ends at 2 GiB",
+            remedy="leave external_data out, or pass external_data=True",
+        )
+    parts: list[bytes] = []
+    if size > LARGEST_FILE if external_data is None else external_data:
+        offset = 0
+        for tensor in model.graph.initializer:
+            if len(tensor.raw_data) >= SMALLEST_EXTERNAL:
+                parts.append(tensor.raw_data)
+                set_external_data(tensor, f"{name}.data", offset, len(tensor.raw_data))
+                offset += len(tensor.raw_data)
+                tensor.ClearField("raw_data")
+    return {**({f"{name}.data": parts} if parts else {}), name: model.SerializeToString()}
+
+
+def _check(written: Path, models: Mapping[str, onnx.ModelProto], folder: str | os.PathLike[str]) -> None:
+    for name in models:
+        try:
+            onnx.checker.check_model(str(written / name), full_check=True)
+        except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+            raise ExportError(
+                f"the file {Path(folder, name)} would not be valid",
+                because=f"onnx says: {str(error).strip().splitlines()[0]}",
+                remedy="keep the operator it names, if any, out of the model, and report this with the model",
+            ) from error

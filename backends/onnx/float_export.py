@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import itertools
 import logging
+import operator
 import re
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +30,7 @@ from fxquant.backends.onnx.sizes import emit_size, sizes_for_primitives
 from fxquant.backends.onnx.translations import built_once
 from fxquant.errors import ExportError
 from fxquant.facts import BatchDim, TensorFact
+from fxquant.forks import free_in_child
 from fxquant.graph import attach, fact, is_python, qparams, resolve
 from fxquant.primitives import PRIMITIVES
 
@@ -60,13 +63,17 @@ class FloatRegions:
         self.tried = False  # to export them together
         self.sizes = sizes_for_primitives(integer.graph)  # no regions: each is written by itself
         runs: list[list[fx.Node]] = [[]]
+        home: dict[fx.Node, list[fx.Node]] = {}
         for node in integer.graph.nodes:
             if node.op in ("placeholder", "get_attr", "output"):
                 continue
             if node.op == "call_function" and node.target in PRIMITIVES:
                 runs.append([])
             elif node not in self.sizes and not is_pick(node):
-                runs[-1].append(node)
+                # One of several results belongs to what gives them: only tensors go from one region to another.
+                whole = node.args[0] if node.target is operator.getitem else None
+                home[node] = home.get(whole, runs[-1])  # type: ignore[arg-type]
+                home[node].append(node)
         self.regions = {run[0]: _region(integer, run) for run in runs if run}
         self.direct = Direct(integer, opset)
         self.plans = self._plans()
@@ -358,6 +365,7 @@ def _quiet() -> Iterator[None]:
 
 
 _exporting = threading.Lock()
+free_in_child(sys.modules[__name__], "_exporting", threading.Lock)
 _OF_THE_EXPORTER = ("torch.fx.experimental.symbolic_shapes", "torch._dynamo", "torch.export", "torch._export", "torch._logging")
 
 

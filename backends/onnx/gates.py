@@ -26,9 +26,11 @@ FARTHEST = 4  # steps of float32 from 1 / m, either way
 @functools.lru_cache(maxsize=1024)
 def divisor(multiplier: float, left_zero: int, right_zero: int, zero: int) -> float | None:
     """A float32 number that every runtime may divide all products of two bytes by, with these zero points; None where there is none."""
-    products = torch.unique(torch.outer(torch.arange(BYTES) - left_zero, torch.arange(BYTES) - right_zero)).float()
-    wanted = _stored(torch.round(products * torch.tensor(multiplier, dtype=torch.float32)), zero)
-    start = 1 / torch.tensor(multiplier, dtype=torch.float32)
+    products = torch.unique(
+        torch.outer(torch.arange(BYTES, device="cpu") - left_zero, torch.arange(BYTES, device="cpu") - right_zero)
+    ).float()
+    wanted = _stored(torch.round(products * torch.tensor(multiplier, dtype=torch.float32, device="cpu")), zero)
+    start = 1 / torch.tensor(multiplier, dtype=torch.float32, device="cpu")
     for candidate in _near(start):
         if all(torch.equal(_stored(found, zero), wanted) for found in _ways(products, candidate, zero)):
             return float(candidate)
@@ -40,7 +42,10 @@ def _near(value: Tensor) -> Iterator[Tensor]:
     yield value
     above = below = value
     for _ in range(FARTHEST):
-        above, below = torch.nextafter(above, torch.tensor(torch.inf)), torch.nextafter(below, torch.tensor(0.0))
+        above, below = (
+            torch.nextafter(above, torch.tensor(torch.inf, dtype=torch.float32, device="cpu")),
+            torch.nextafter(below, torch.tensor(0.0, dtype=torch.float32, device="cpu")),
+        )
         yield above
         yield below
 

@@ -59,7 +59,7 @@ def _type(tensor: Any) -> str:
     return f"{_NAMES.get(np.dtype(array), str(array))}[{sizes}]"
 
 
-_NAMES = {torch.empty((), dtype=dtype).numpy().dtype: name for dtype, name in DTYPE_NAMES.items() if dtype != torch.bfloat16}
+_NAMES = {torch.empty((), dtype=dtype, device="cpu").numpy().dtype: name for dtype, name in DTYPE_NAMES.items() if dtype != torch.bfloat16}
 
 
 @_of_any_file

@@ -173,6 +173,8 @@ class Runner:
         self.layouts = layouts or {}
         self.outputs = [info.name for info in model.graph.output]
         self.inputs = [info.name for info in model.graph.input]
+        dims = {info.name: info.type.tensor_type.shape.dim for info in model.graph.input}
+        self.sizes = {name: [size.dim_value if size.HasField("dim_value") else None for size in shape] for name, shape in dims.items()}
         self.name, self.runtime = name, "ONNX's reference evaluator" if level is None else "onnxruntime"
         try:
             self._open(model, level, threads, folder, settings)
@@ -200,15 +202,28 @@ class Runner:
     def __call__(self, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The outputs and exposed values, by name."""
         given = {name: feeds[name].permute(tuple(self.layouts[name])) if name in self.layouts else feeds[name] for name in self.inputs}
-        arrays = {name: np.ascontiguousarray(value.detach().cpu().numpy()).reshape(value.shape) for name, value in given.items()}
+        self._check_sizes(given)
+        arrays = {name: np.ascontiguousarray(value.numpy(force=True)).reshape(value.shape) for name, value in given.items()}
         try:
             results = self._run(arrays)
         except Exception as error:
             raise self._failed(error) from error
         return {
-            name: torch.from_numpy(np.ascontiguousarray(value).reshape(np.shape(value)))
+            name: torch.from_numpy(np.array(value, order="C"))  # a copy: evaluators return arrays of constants, and of negative strides
             for name, value in zip(self.outputs, results, strict=True)
         }
+
+    def _check_sizes(self, given: Mapping[str, Tensor]) -> None:
+        """Raise ExportError for a tensor whose sizes differ from those that are fixed in the file."""
+        for name, value in given.items():
+            wanted, found = self.sizes[name], list(value.shape)
+            if len(wanted) != len(found) or any(size not in (None, own) for size, own in zip(wanted, found, strict=True)):
+                fixed = ["any" if size is None else size for size in wanted]
+                raise ExportError(
+                    f"{self.name} cannot be run on this batch",
+                    because=f"its input {name!r} has the sizes {fixed}, and this one {found}",
+                    remedy="pass batches of these sizes, or export without batch_size= a model whose batch is dynamic",
+                )
 
     def _failed(self, error: Exception) -> ExportError:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__

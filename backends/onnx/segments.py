@@ -27,7 +27,8 @@ from fxquant.analysis.partition import HOST, Segment, grouped, segments
 from fxquant.analysis.segments import returned
 from fxquant.arguments import FOLDER, Kind, checked, choice
 from fxquant.backends.onnx.export import STYLES, build, check_arguments
-from fxquant.backends.onnx.files import save_model
+from fxquant.backends.onnx.files import save_models
+from fxquant.backends.onnx.metadata import read_metadata
 from fxquant.backends.onnx.runtime import RUNTIME_NAMES, OnnxModel
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.graph import is_python
@@ -59,16 +60,15 @@ def export_segments(
     integers passes as the integers it is. The files are in style "exact"; `run_segments` runs them. A segment on the host with Python in
     it (`wrap`, `leaf=`) that no ONNX operators can say has no file: the manifest names its tensors, between which the user's Python runs.
 
-    Raises ConfigurationError or ExportError.
+    All files are complete before the first is put in place, and the manifest is the last. Raises ConfigurationError or ExportError; files
+    that exist are then unchanged.
     """
     check_arguments(integer, "exact", "float", opset)
     parts = segments(integer, cut)
     constants = [node.name for node in returned(integer) if node.op == "get_attr"]
     if constants and not parts:
         raise ExportError("there is nothing to write", because="the model only returns constants", remedy="keep them beside the model")
-    directory = Path(folder)
-    directory.mkdir(parents=True, exist_ok=True)
-    written, tensors = [], dict[str, Any]()
+    written, tensors, models = [], dict[str, Any](), dict[str, Any]()
     for index, ((_, nodes), part) in enumerate(zip(grouped(integer, cut), parts, strict=True)):
         outputs = [*part.outputs, *(constants if index == len(parts) - 1 else ())]
         entry: dict[str, Any] = {
@@ -86,8 +86,8 @@ def export_segments(
             written.append({**entry, "file": None, "python": kept})
             continue
         written.append(entry)
-        save_model(model, directory / str(entry["file"]), None)
-        tensors.update(_described(OnnxModel(directory / str(entry["file"])), part.inputs, outputs))
+        models[entry["file"]] = model
+        tensors.update(_described(read_metadata(model, Path(folder, entry["file"])), part.inputs, outputs))
     manifest = {
         "fxquant": __version__,
         "format": FORMAT,
@@ -97,9 +97,8 @@ def export_segments(
         "segments": written,
         "tensors": tensors,
     }
-    path = directory / MANIFEST
-    path.write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    return path
+    save_models(models, folder, None, {MANIFEST: json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"})
+    return Path(folder, MANIFEST)
 
 
 def _alone(integer: fx.GraphModule, nodes: list[fx.Node], part: Segment, outputs: Sequence[str]) -> fx.GraphModule:
@@ -125,11 +124,11 @@ def _alone(integer: fx.GraphModule, nodes: list[fx.Node], part: Segment, outputs
     return Model.of(integer, graph)
 
 
-def _described(written: OnnxModel, inputs: Sequence[str], outputs: Sequence[str]) -> dict[str, Any]:
+def _described(metadata: Mapping[str, Any], inputs: Sequence[str], outputs: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for names, what in ((inputs, "inputs"), (outputs, "outputs")):
-        for name, entry in zip(names, written.metadata[what], strict=True):
-            known: dict[str, Any] = written.tensors.get(entry.get("tensor", ""), {}) if entry.get("tensor") == name else {}
+        for name, entry in zip(names, metadata[what], strict=True):
+            known: dict[str, Any] = metadata["tensors"].get(entry.get("tensor", ""), {}) if entry.get("tensor") == name else {}
             kept: dict[str, Any] = {"dtype": entry["dtype"], "shape": entry["shape"]}
             kept.update((key, known[key]) for key in ("scale", "axis", "zero_point") if key in known)
             if "dtype" in known:

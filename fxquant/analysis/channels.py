@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,12 +21,13 @@ from fxquant.analysis.node import quantized_operator
 from fxquant.facts import TensorFact
 from fxquant.graph import fact, is_parameter, shape_of
 from fxquant.ops import operand_nodes
+from fxquant.ops.pad import elements, margins_of, pad
 from fxquant.ops.shape import numbers
 from fxquant.quantization.factors import ChannelFactors
 from fxquant.quantization.prepared import QuantizedOperator
 
-# Each of these computes every channel by itself, in the dimensions behind it, and is homogeneous.
-SPATIAL = ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "interpolate", "pad")
+# Each of these works along as many of the last dimensions as its name says, and is homogeneous.
+SPATIAL = ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool")
 ELEMENTWISE = ("identity", "dropout", "clamp", "leaky_relu", "prelu", "abs", "neg", "requantize")
 REDUCING = ("mean", "sum", "amax", "amin")
 
@@ -48,13 +50,16 @@ class Channels:
 
 
 def channels(prepared: fx.GraphModule, *, open_alone: bool = False) -> Channels:
-    """The labels of all channels; linear in their number. With `open_alone`, those of tensors whose scale is known already are 0."""
+    """The labels of all channels; linear in their number.
+
+    With `open_alone`, those of tensors whose scale is known already are 0, and those that an operator reads or gives that is left out.
+    """
     walk = _Walk()
     for node in prepared.graph.nodes:
         if not _has_channels(node):
             continue
         module = quantized_operator(prepared, node)
-        found = None if module is None else walk.through(node, module)
+        found = None if module is None or (open_alone and module.left_out) else walk.through(node, module)
         if found is None:
             for operand in node.all_input_nodes:
                 walk.pin(walk.labels.get(operand))
@@ -168,7 +173,8 @@ class _Walk:
             return self._layer(node, module, arguments)
         if not homogeneous(*(arguments.get("clamp") or (None, None))) or not homogeneous(*module.observed):
             return None
-        rule = _RULES.get(re.sub("[123]d$", "", module.operator.name))
+        name = module.operator.name
+        rule = _RULES.get(name) or _RULES.get(re.sub("[123]d$", "", name))
         return None if rule is None else rule(self, node, arguments)
 
     def _layer(self, node: fx.Node, module: QuantizedOperator, arguments: Mapping[str, Any]) -> Tensor:
@@ -221,11 +227,32 @@ def _elementwise(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tenso
     return walk.labels[arguments["input"]]
 
 
-def _spatial(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
+def _spatial(walk: _Walk, node: fx.Node, arguments: dict[str, Any], count: int) -> Tensor | None:
+    """Labels pass where they are the same along the last `count` dimensions: what is computed along them mixes no channels."""
     labels = walk.labels[arguments["input"]]
-    if arguments.get("value") or arguments.get("divisor_override"):
+    if arguments.get("divisor_override"):
         return None
-    return labels if all(size == 1 for size in labels.shape[1:]) and labels.dim() == len(shape_of(node)) - 1 else None
+    return labels if all(size == 1 for size in labels.shape[max(labels.dim() - count, 0) :]) and count <= labels.dim() else None
+
+
+def _resized(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
+    return _spatial(walk, node, arguments, len(shape_of(node)) - 2)
+
+
+def _padded(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
+    """Labels go where the elements go; a margin of zeros along the channels has no factor, and along all else that of what is beside."""
+    labels, shape = walk.labels[arguments["input"]], numbers(shape_of(arguments["input"])[1:])
+    margins = margins_of(list(arguments["padding"]), len(shape) + 1)
+    if arguments.get("value") or margins[0] != (0, 0):
+        return None
+    for dim, (begin, end) in enumerate(margins[1:]):
+        if (begin, end) != (0, 0) and labels.shape[dim] > 1:
+            moved = labels.movedim(dim, -1)
+            if arguments["mode"] == "constant":
+                labels = pad(moved, [begin, end]).movedim(-1, dim)
+            else:
+                labels = moved[..., elements(arguments["mode"], shape[dim], begin, end)].movedim(-1, dim)
+    return labels
 
 
 def _reducing(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
@@ -328,7 +355,9 @@ def _shuffled(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor |
 
 _RULES: Mapping[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
-    **dict.fromkeys(SPATIAL, _spatial),
+    **{f"{name}{count}d": partial(_spatial, count=count) for name in SPATIAL for count in (1, 2, 3)},
+    "interpolate": _resized,
+    "pad": _padded,
     **dict.fromkeys(REDUCING, _reducing),
     **dict.fromkeys(("add", "sub", "maximum", "minimum"), _added),
     **dict.fromkeys(("mul", "div"), _multiplied),

@@ -151,7 +151,7 @@ def _integer_bytes(model: fx.GraphModule, node: fx.Node, operator: Operator | No
 def _on_meta(value: Any) -> Any:
     """A parameter as a tensor without data; anything else as it is."""
     shape = _shape(value) if isinstance(value, fx.Node) and is_parameter(value) else None
-    return value if shape is None else torch.empty([size for size in shape if isinstance(size, int)], device="meta")
+    return value if shape is None else torch.empty([size for size in shape if isinstance(size, int)], device="meta", dtype=torch.float32)
 
 
 def _float_bytes(model: fx.GraphModule, node: fx.Node) -> int:

@@ -12,8 +12,8 @@ from torch import fx
 from fxquant.analysis.fused import told
 from fxquant.analysis.layers import HOST, Layer, layers, left_in_float
 from fxquant.arguments import checked
-from fxquant.frontend import assumptions
-from fxquant.graph import QParams
+from fxquant.frontend import assumptions, moved_by_forward
+from fxquant.graph import QParams, model_meta
 from fxquant.numerics import ACTIVATION_TYPES
 
 SHOWN_REASONS = 4  # in the line of the summary; the table has them all
@@ -36,8 +36,12 @@ def explain(model: fx.GraphModule, *, steps: bool = False, machine: bool = False
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)).rstrip() for row in rows]
     lines.append("")
     lines.append(summary(known))
-    lines.extend(f"fixed by the model's Python: {text}" for text in assumptions(model))
-    lines.extend(model.meta.get("not_done", ()))
+    fixed = [*assumptions(model)]
+    for name, line in moved_by_forward(model).items():
+        if not any(text.startswith(f"{name} is changed in place") for text in fixed):
+            fixed.append(f"{name} is moved by forward in train mode, and stays as it is here" + f" ({line})" * bool(line))
+    lines.extend(f"fixed by the model's Python: {text}" for text in fixed)
+    lines.extend(model_meta(model).get("not_done", ()))
     lines.extend(told(model, machine))
     return "\n".join(lines) + "\n"
 

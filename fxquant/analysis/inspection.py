@@ -22,7 +22,7 @@ from fxquant.backends.onnx import reading
 from fxquant.backends.onnx.runtime import OnnxModel
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.facts import DTYPE_NAMES, TensorFact
-from fxquant.graph import QParams, fact, is_deployed
+from fxquant.graph import QParams, fact, is_deployed, model_meta, stage_of
 from fxquant.numerics import ACTIVATION_TYPES
 from fxquant.quantization.observers import Observer
 from fxquant.quantization.quantizer import Quantizer
@@ -129,7 +129,7 @@ def _of_onnx(opened: OnnxModel) -> Contents:
 
 def of_model(path: Path, model: fx.GraphModule) -> Contents:
     """What a graph holds; it is called by this path."""
-    target, known = model.meta.get("target"), layers(model)
+    target, known = model_meta(model).get("target"), layers(model)
     nodes = {node.name: node for node in model.graph.nodes}
     output = next(node for node in reversed(model.graph.nodes) if node.op == "output")
     returned: list[fx.Node] = []
@@ -138,7 +138,7 @@ def of_model(path: Path, model: fx.GraphModule) -> Contents:
     return Contents(
         path,
         "saved model",
-        "integer" if is_deployed(model) else str(model.meta.get("stage", "traced")).lower(),  # a file holds no kernels
+        "integer" if is_deployed(model) else (stage_of(model) or "traced").lower(),  # a file holds no kernels
         "" if target is None else target.name,
         tuple(f"{node.target} {_shape(node)}" for node in model.graph.nodes if node.op == "placeholder"),
         tuple(f"{node.name} {_shape(node)}" for node in returned),

@@ -30,6 +30,7 @@ from fxquant.graph import (
     fused,
     is_inner,
     is_inner_part,
+    model_meta,
     module_path,
     noted,
     notes,
@@ -147,7 +148,7 @@ def left_in_float(known: tuple[Layer, ...]) -> list[Layer]:
 
 
 def _layers(model: fx.GraphModule) -> Iterator[Layer]:
-    target = model.meta.get("target")
+    target = model_meta(model).get("target")
     device = HOST if target is None else target.name
     nodes = {node.name: node for node in model.graph.nodes}
     inside: dict[str, list[Intermediate]] = {}

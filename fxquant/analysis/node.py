@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxquant.graph import QParams, annotation, fact, qparams, resolve
+from fxquant.graph import QParams, annotation, fact, model_meta, qparams, resolve
 from fxquant.numerics import PLAIN_TYPES
 from fxquant.ops import Operator, operator_of
 from fxquant.ops.boundary import DEQUANTIZE, QUANTIZE
@@ -40,7 +40,7 @@ def dtype_of(model: fx.GraphModule, node: fx.Node) -> str | None:
 
 def in_float16(model: fx.GraphModule, node: fx.Node) -> bool:
     """Whether a node that holds no quantized tensor is one that the model's target computes itself, in float16."""
-    target = model.meta.get("target")
+    target = model_meta(model).get("target")
     return target is not None and bool(target.float16) and target.computes_in_float16(called(model, node))
 
 

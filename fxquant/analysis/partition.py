@@ -18,7 +18,7 @@ from fxquant.analysis.node import in_float16, is_dequantize, primitive_of, quant
 from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError
 from fxquant.facts import TensorFact
-from fxquant.graph import computes_tensor, fact, fused, is_inner, is_parameter, module_path, origin
+from fxquant.graph import computes_tensor, fact, fused, is_inner, is_parameter, module_path, origin, stage_of
 
 HOST = "host"
 
@@ -47,7 +47,7 @@ def segments(model: fx.GraphModule, cut: Sequence[str | Sequence[str]] = ()) -> 
     has, is on its near side, everything else beyond. A path of the user's module means its last tensor. Several names
     in a list of their own are one cut. Raises ConfigurationError for a model at another stage, and for a name that no tensor has.
     """
-    if not isinstance(model, fx.GraphModule) or model.meta.get("stage") not in ("PREPARED", "INTEGER", "FUSED"):
+    if not isinstance(model, fx.GraphModule) or stage_of(model) not in ("PREPARED", "INTEGER", "FUSED"):
         raise ConfigurationError(
             f"a {type(model).__name__} has no segments",
             because="only prepared and integer models say what is integer",

@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 
 from fxquant.analysis.node import grid_of, primitive_of, quantized_operator
 from fxquant.errors import ConfigurationError
-from fxquant.graph import QParams, computes_tensor, is_deployed, resolve, zero_point
+from fxquant.graph import QParams, computes_tensor, is_deployed, stage_of, zero_point
+from fxquant.interpreter import Interpreter
 from fxquant.quantization.batches import bad_batch, model_inputs
 from fxquant.quantization.prepared import quantized_operators
 from fxquant.quantization.state import State
@@ -89,7 +90,7 @@ class GraphForm:
 
     def __init__(self, model: fx.GraphModule, state: State | None = None) -> None:
         self.model, self.state = model, state
-        self.label = "integer" if is_deployed(model) else str(model.meta.get("stage", "traced")).lower()
+        self.label = "integer" if is_deployed(model) else (stage_of(model) or "traced").lower()
         self.nodes = {node.name: node for node in model.graph.nodes}
         kinds = ((node.name, self._kind(node)) for node in model.graph.nodes)
         self.tensors: Mapping[str, str] = {name: kind for name, kind in kinds if kind is not None}
@@ -135,21 +136,17 @@ class GraphForm:
         return torch.round(value.double() / module.output.scale.double()).to(torch.int64)
 
 
-class _Reader(fx.Interpreter):
+class _Reader(Interpreter):
     """Shows every value as it is computed. Nothing refers back to it, so that what it holds of a batch is gone when it has run."""
 
     def __init__(self, model: fx.GraphModule, take: Callable[[fx.Node, Any], None]) -> None:
         super().__init__(model)
         self.take = take
-        self.extra_traceback = False  # an error is the model's own
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         self.take(n, result)
         return result
-
-    def fetch_attr(self, target: str) -> Any:
-        return resolve(self.module, target)
 
 
 @contextmanager

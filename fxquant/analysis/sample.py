@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from fxquant.analysis.node import grid_of
 from fxquant.errors import ConfigurationError
-from fxquant.facts import BatchDim, TensorFact
+from fxquant.facts import TensorFact
 from fxquant.graph import fact
 from fxquant.numerics import ACTIVATION_TYPES, IntType
 
@@ -24,7 +24,9 @@ Named = dict[str, Tensor]
 
 
 def batches_from(path: Path, model: fx.GraphModule, size: int) -> list[Any]:
-    """The batches in a file of arrays whose dimension 0 is the batch, of `size` rows, or of as many as the model is fixed to.
+    """The batches in a file of arrays that hold all samples, of `size` samples, or of as many as the model is fixed to.
+
+    Samples are along the dimension that is the batch of that input; where no size of the model varies, dimension 0.
 
     A model of one input takes the file's only array; otherwise arrays go by the names of the inputs, and those that
     numpy.savez numbered in their order. Raises ConfigurationError if the file cannot be read; nothing is unpickled.
@@ -35,12 +37,19 @@ def batches_from(path: Path, model: fx.GraphModule, size: int) -> list[Any]:
         arrays = {str(inputs[0].target): next(iter(arrays.values()))}
     elif all(name == f"arr_{index}" for index, name in enumerate(arrays)) and len(arrays) == len(inputs):
         arrays = dict(zip([str(node.target) for node in inputs], arrays.values(), strict=True))
-    first = fact(inputs[0])
-    rows = {tensor.shape[0] for tensor in arrays.values() if tensor.dim()}
-    if not isinstance(first, TensorFact) or not first.shape or len(rows) != 1:
+    facts = {str(node.target): known for node in inputs if isinstance(known := fact(node), TensorFact) and known.shape}
+    axes = {name: known.batch_axis for name, known in facts.items()}
+    if all(axis is None for axis in axes.values()):
+        axes = dict.fromkeys(axes, 0)
+    along = {name: axis for name, axis in axes.items() if axis is not None and name in arrays and arrays[name].dim() > axis}
+    counts = {arrays[name].shape[axis] for name, axis in along.items()}
+    if len(counts) != 1:
         return [arrays]
-    size = size if isinstance(first.shape[0], BatchDim) else first.shape[0]
-    pieces = {name: torch.split(tensor, size) if tensor.dim() else [tensor] * -(-max(rows) // size) for name, tensor in arrays.items()}
+    first, axis = next(iter(along.items()))
+    each = facts[first].shape[axis]
+    size = each if isinstance(each, int) else size
+    repeated = -(-max(counts) // size)
+    pieces = {name: torch.split(array, size, along[name]) if name in along else [array] * repeated for name, array in arrays.items()}
     return [dict(zip(pieces, batch, strict=True)) for batch in zip(*pieces.values(), strict=True)]
 
 
@@ -80,8 +89,8 @@ def _drawn(model: fx.GraphModule, node: fx.Node, size: int, generator: torch.Gen
     shape = known.at(size)
     if known.dtype.is_floating_point:
         spread = next(_input_ranges(model, node), 2.0) / 2
-        return (torch.randn(shape, generator=generator) * spread).to(known.dtype)
-    return torch.randint(0, 2, shape, generator=generator).to(known.dtype)
+        return (torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * spread).to(known.dtype)
+    return torch.randint(0, 2, shape, generator=generator, device="cpu").to(known.dtype)
 
 
 def _input_ranges(model: fx.GraphModule, node: fx.Node) -> Iterator[float]:

@@ -17,7 +17,7 @@ from fxquant.analysis.node import called, grid_of, is_dynamic, primitive_of, rec
 from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError
 from fxquant.facts import TensorFact
-from fxquant.graph import annotation, fact, fused, kernel, origin, resolve, step_of
+from fxquant.graph import annotation, fact, fused, kernel, origin, resolve, stage_of, step_of
 from fxquant.numerics import ACTIVATION_TYPES
 
 
@@ -41,7 +41,7 @@ def text(gm: fx.GraphModule, *, steps: bool = False, kernels: str = "auto") -> s
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
     widths[0] = min(widths[0], 100)
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)).rstrip() for row in rows]
-    stage = str(gm.meta.get("stage", "traced")).lower()
+    stage = (stage_of(gm) or "traced").lower()
     stage = "integer" if stage == "fused" and not shows else stage
     return "\n".join([f"graph   # {stage}", *("  " + line for line in lines)]) + "\n"
 
@@ -136,7 +136,7 @@ def _attribute(gm: fx.GraphModule, path: str) -> str:
 
 def fingerprint(value: torch.Tensor) -> str:
     """Eight hex digits that stand for a tensor's content."""
-    return hashlib.sha256(value.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:8]
+    return hashlib.sha256(value.contiguous().numpy(force=True).tobytes()).hexdigest()[:8]
 
 
 def _fact_text(value: Any) -> str:

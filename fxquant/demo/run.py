@@ -20,6 +20,7 @@ from fxquant.backends.onnx.runtime import RUNTIME_NAMES, OnnxModel
 from fxquant.demo.digits import DigitsDataset, load_digits_dataset
 from fxquant.demo.network import build_demo_network
 from fxquant.demo.training import OnBatch, accuracy, train_float, train_quantized
+from fxquant.files import write_file
 from fxquant.progress import bar, progress, shown
 from fxquant.target import Target
 
@@ -83,7 +84,7 @@ def _run(chosen: Target, directory: Path, console: Console, show_progress: bool 
 
     integer = fxq.convert(prepared, dump=passes)
     path = fxq.export_onnx(integer, directory / "model.onnx")
-    (directory / "explain.txt").write_text(fxq.explain(integer), encoding="utf-8")
+    write_file(directory / "explain.txt", fxq.explain(integer))
     test = list(torch.split(dataset.test_images, BATCH_SIZE))
     report = fxq.verify(integer, path, test, show_progress=show_progress)
     validated = fxq.verify(prepared, integer, test)

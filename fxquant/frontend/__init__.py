@@ -5,6 +5,7 @@ assumptions(traced)            what was fixed while tracing
 attach_input_check(graph)      let a graph check its inputs when it runs, by an InputCheck
 attach_signature(model)        let a graph be called like the float model
 is_traced(module)              whether `trace` made it
+moved_by_forward(traced)       the tensors that forward moves in train mode, and no graph does
 float_model(model)             the float model that is meant, or an error that says what it is instead
 default_leaf(module, path)     which modules stay whole
 wrap(function)                 keep a function out of graphs
@@ -12,8 +13,8 @@ wrap(function)                 keep a function out of graphs
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import logging
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -26,16 +27,21 @@ from fxquant.frontend.batch_limits import note_batch_limits
 from fxquant.frontend.branches import Branch, attach_branch
 from fxquant.frontend.checks import RETRACE_SIZES, compare_recordings, compare_with_model
 from fxquant.frontend.entry import float_model, is_traced
+from fxquant.frontend.exported import LOST_GRADIENTS, lost_gradients
 from fxquant.frontend.input_check import InputCheck, attach_input_check
 from fxquant.frontend.inputs import ExampleInputs, bind_inputs
 from fxquant.frontend.leaves import LeafRule, Leaves, default_leaf, leaf_rule
 from fxquant.frontend.opaque import wrap
-from fxquant.frontend.result import assumptions, build
+from fxquant.frontend.result import assumptions, build, moved_by_forward, note_state
 from fxquant.frontend.signature import attach_signature
+from fxquant.frontend.snapshot import with_backward_hooks
+from fxquant.frontend.state import state_moved_by_forward
 from fxquant.frontend.tracer import Recording, record
 from fxquant.model import collection_paused
 from fxquant.progress import working
 from fxquant.quantization.mapping import attached_qconfigs
+
+logger = logging.getLogger("fxquant")
 
 __all__ = [
     "InputCheck",
@@ -46,6 +52,7 @@ __all__ = [
     "default_leaf",
     "float_model",
     "is_traced",
+    "moved_by_forward",
     "trace",
     "wrap",
 ]
@@ -68,7 +75,8 @@ def trace(
     Every node knows the QConfigs that stand on its module and on those around the call, as the attribute `qconfig`.
 
     example_inputs   a tuple of forward's arguments, a dict of keyword arguments, or one tensor
-    dynamic_shapes   None: dimension 0 of the inputs varies; {} or False: every size is the example's
+    dynamic_shapes   which dimension of each input is the batch. None: dimension 0; {} or False: every size is the example's; otherwise
+                     as `torch.export` takes it: ({1: Dim("batch")},) or {"x": {1: Dim("batch")}}. One size can vary, which all inputs share
     leaf             which modules stay whole, besides PyTorch's own layers: a class, a path, or several; or a function of a module and
                      its path that decides for all. What is no layer of PyTorch's then runs as Python, in float, and is not looked into
     preserve         names of attributes, methods and modules of the model, "head.stride", that the graph, and what is made from it, has
@@ -82,26 +90,41 @@ def trace(
         return model
     inputs = bind_inputs(model, example_inputs, dynamic_shapes, check)
     with collection_paused():
-        traced, draws = _traced(model, inputs, leaf_rule(leaf, model), check, preserve, training_branch)
+        traced, draws, read = _traced(model, inputs, leaf_rule(leaf, model), check, preserve, training_branch)
         if check:
             compare_with_model(model, traced, inputs, draws)
+            note_state(traced, state_moved_by_forward(model, inputs, traced.graph, read))
     return traced
 
 
 def _traced(
     model: nn.Module, inputs: ExampleInputs, leaf: LeafRule, check: bool, preserve: Sequence[str], training_branch: bool
-) -> tuple[fx.GraphModule, bool]:
-    """The graph, and whether anything in the model draws random numbers."""
+) -> tuple[fx.GraphModule, bool, Set[str]]:
+    """The graph, whether anything in the model draws random numbers, and the tensors, neither parameters nor buffers, that it reads."""
     qconfigs = attached_qconfigs(model)
+    hooked = with_backward_hooks(model)
+    if hooked:
+        logger.warning(
+            "backward hooks do nothing in what is made of this model: those of %s; call register_hook on a tensor in forward instead",
+            ", ".join(path or "the model itself" for path in hooked),
+        )
+    hooked = [name for name, parameter in model.named_parameters() if parameter._backward_hooks]
+    if hooked:
+        logger.warning("hooks on parameters are not copied; register them on those of what is made of this model: %s", ", ".join(hooked))
     recording = _recorded(model, inputs, leaf, qconfigs)
     if check and inputs.batch is not None:
         compare_recordings(recording, record(model, inputs, (*RETRACE_SIZES, *BATCH_SIZES), leaf, locate=False))
+    modes = _modes_in_training(model, inputs, leaf, recording)
+    if modes:
+        recording = record(model, inputs, (*BATCH_SIZES, *RETRACE_SIZES), leaf, qconfigs, locate=True, modes=modes)
     if inputs.batch is not None:
         note_batch_limits(recording.graph, inputs.batch)
     traced = build(model, recording, preserve, _branch(model, inputs, leaf, recording, check) if training_branch else None)
+    if lost_gradients(model):
+        traced.meta[LOST_GRADIENTS] = lost_gradients(model)
     if qconfigs:
         traced.meta["qconfigs"] = list(qconfigs)  # the paths of their modules
-    return traced, recording.draws
+    return traced, recording.draws, recording.read
 
 
 def _branch(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule, recording: Recording, check: bool) -> Branch | None:
@@ -111,6 +134,17 @@ def _branch(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule, recording: 
         compare_recordings(again, record(model, inputs, (*RETRACE_SIZES, *BATCH_SIZES), leaf, locate=False, training=True))
     branch = Branch(recording, again)
     return branch if branch.differs else None
+
+
+def _modes_in_training(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule, recording: Recording) -> dict[str, bool]:
+    """Source lines with other gradients in train mode than in eval mode, as within `torch.set_grad_enabled(self.training)`."""
+    if not recording.lines:
+        return {}
+    try:
+        again = record(model, inputs, (*BATCH_SIZES, *RETRACE_SIZES), leaf, locate=True, training=True)
+    except FxQuantError:  # in train mode forward is no graph: what eval mode says holds
+        return {}
+    return {line: enabled for line, enabled in again.lines.items() if recording.lines.get(line, enabled) != enabled}
 
 
 def _recorded(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule, qconfigs: Mapping[str, Any]) -> Recording:
@@ -130,7 +164,7 @@ def _recorded(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule, qconfigs:
 def _runs_at_one_size(model: nn.Module, inputs: ExampleInputs, leaf: LeafRule) -> bool:
     """Whether a model that cannot be traced at any batch size can be at the example's."""
     try:
-        record(model, replace(inputs, batch=None), (*BATCH_SIZES, *RETRACE_SIZES), leaf, locate=False)
+        record(model, inputs.fixed(), (*BATCH_SIZES, *RETRACE_SIZES), leaf, locate=False)
     except FxQuantError:
         return False
     return True

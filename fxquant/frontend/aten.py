@@ -183,7 +183,9 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "index_put": _index_put,
     "_to_copy": _to_copy,
     "_unsafe_view": torch.reshape,
-    **dict.fromkeys(("lift_fresh", "lift_fresh_copy", "alias", "detach", "detach_"), lambda input: input),
+    **dict.fromkeys(("lift_fresh", "lift_fresh_copy", "alias"), lambda input: input),
+    "detach": Tensor.detach,
+    "detach_": Tensor.detach_,
     "sym_size": lambda input, dim: input.shape[dim],
 }
 

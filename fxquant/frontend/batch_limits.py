@@ -173,7 +173,7 @@ class _Runner:
             if isinstance(known, BatchDim):
                 return _size(known, batch)
             if isinstance(known, TensorFact):
-                return torch.empty(_shape(known, batch), dtype=known.dtype)
+                return torch.empty(_shape(known, batch), dtype=known.dtype, device="cpu")
             return known if isinstance(known, int | float) else self._run(operand, batch)  # several results
 
         with self.mode:

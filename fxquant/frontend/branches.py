@@ -16,8 +16,11 @@ from torch import Tensor, fx, nn
 from fxquant import graph
 from fxquant.errors import TraceError
 from fxquant.frontend.checks import same_tensor
+from fxquant.frontend.opaque import Method
 from fxquant.frontend.outputs import rebuilt
 from fxquant.frontend.tracer import Recording
+from fxquant.gradient import GradientRule
+from fxquant.interpreter import Interpreter
 from fxquant.model import free_name
 
 logger = logging.getLogger("fxquant")
@@ -38,7 +41,15 @@ class TrainingBranch(nn.Module):
         self.held, self.steps, self.form, self.result = (root,), steps, form, None
 
     def forward(self, *inputs: Any) -> None:
-        self.result = rebuilt(self.form, fx.Interpreter(self.held[0], graph=self.steps).run(*inputs)) if self.training else None
+        self.result = rebuilt(self.form, Interpreter(self.held[0], self.steps).run(*inputs)) if self.training else None
+
+    def train(self, mode: bool = True) -> TrainingBranch:
+        """As any module's; methods that are kept as Python, which only the branch calls, are in the same mode."""
+        super().train(mode)
+        for module in self.held[0].modules():
+            if isinstance(module, Method):
+                module.train(mode)
+        return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TrainingBranch:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -70,12 +81,19 @@ class Branch:
     steps    a graph of it, which returns what forward returned
     inputs   the nodes of the first trace that it reads, in the order of its placeholders
     form     that of what forward returned
+    snapshot, methods  of methods that are kept as Python and that it calls, as in a `Recording`
+    rules    what it calls that changes gradients, by path
 
     Raises TraceError if a layer of the first trace is called on something else in the second.
     """
 
     def __init__(self, first: Recording, second: Recording) -> None:
         constants = _matched(first, second)
+        self.snapshot, self.methods, self.rules = second.snapshot, second.methods, dict[str, GradientRule]()
+        for path, rule in second.rules.items():
+            if path not in first.rules or not rule.same(first.rules[path]):
+                constants[path] = f"training_{path}"
+                self.rules[constants[path]] = rule
         known: dict[Any, fx.Node] = {}
         for node in first.graph.nodes:
             known.setdefault(_key(node, lambda operand: operand.name, {}), node)
@@ -95,7 +113,7 @@ class Branch:
         for node in [*(n for n in read if n.op == "get_attr"), *own]:
             copied = made[node] = self.steps.node_copy(node, made.__getitem__)
             copied.meta = {}
-            if node.op == "get_attr":
+            if node.op in ("get_attr", "call_module"):
                 copied.target = constants.get(str(node.target), node.target)
         self.differs = len(own) > 1 or [common.get(node) for node in own[0].all_input_nodes] != _returned(first.graph)
 
@@ -134,7 +152,7 @@ def _key(node: fx.Node, name: Callable[[fx.Node], str], constants: dict[str, str
         return _Named(name(operand))
 
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), named)
-    target = constants.get(str(node.target), node.target) if node.op == "get_attr" else node.target
+    target = constants.get(str(node.target), node.target) if node.op in ("get_attr", "call_module") else node.target
     if getattr(target, "__name__", target) in _DROPS:  # whose training= says what the mode is
         args, kwargs = args[:2], {key: value for key, value in kwargs.items() if key != "training"}
     return node.op, target if isinstance(target, str) else id(target), repr(args), repr(kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -16,7 +17,11 @@ from fxquant.frontend.environment import undisturbed
 from fxquant.frontend.inputs import ExampleInputs
 from fxquant.frontend.outputs import nest_of
 from fxquant.frontend.snapshot import Snapshot
+from fxquant.frontend.source import source_of_error
 from fxquant.frontend.tracer import Recording
+from fxquant.gradient import GradientRule
+
+logger = logging.getLogger("fxquant")
 
 RETRACE_SIZES = (10, 14)
 
@@ -121,13 +126,17 @@ def _compare_at(
     args, kwargs = inputs.arguments(leaves)
     shells = Snapshot(model, own_buffers=True)
     attention = any(isinstance(module, _ATTENTION) for module in shells.modules)
-    with torch.no_grad(), undisturbed(attention, draws):
+    hooked = any(isinstance(module, GradientRule) for module in traced.modules())  # PyTorch refuses a hook where there is no gradient
+    with torch.set_grad_enabled(hooked), undisturbed(attention, draws):
         try:
             expected = shells.root(*args, **kwargs)
-        except Exception:
-            if required:
-                raise
-            return
+        except Exception as error:
+            if not required:
+                return
+            where = source_of_error(error, _compare_at.__code__)
+            note = "raised by the float model, which fxquant calls on the example inputs to compare its graph with it"
+            getattr(error, "add_note", logger.error)(note + (f", at {where}" if where else ""))  # Python 3.10 has no notes
+            raise
     with torch.no_grad(), undisturbed(attention, draws):
         found = traced(**{name: tensor.clone() for name, tensor in tensors.items()})
     for index, (mine, theirs) in enumerate(zip(flat_tensors(nest_of(found)), flat_tensors(nest_of(expected)), strict=True)):

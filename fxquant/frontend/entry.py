@@ -6,10 +6,11 @@ import sys
 from typing import Any, NoReturn
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from fxquant.errors import ConfigurationError
-from fxquant.frontend.exported import module_of
+from fxquant.frontend.exported import is_unpacked, module_of
+from fxquant.graph import model_meta, stage_of
 
 STAGE = "fxquant.stage"  # in `meta` of a traced GraphModule
 
@@ -25,14 +26,14 @@ _WRITTEN_BY_USERS = frozenset(("FloatFunctional", "FXFloatFunctional"))  # float
 
 def is_traced(module: object) -> bool:
     """Whether a module is a GraphModule that `trace` made, and no pass has rewritten."""
-    return isinstance(module, fx.GraphModule) and module.meta.get(STAGE) == "traced" and "stage" not in module.meta
+    return model_meta(module).get(STAGE) == "traced" and stage_of(module) is None
 
 
 def float_model(model: Any) -> nn.Module:
     """The float model that is meant: the model itself, the one `torch.compile` has wrapped, or what an ExportedProgram computes.
 
     Raises ConfigurationError for what is no float model: a prepared or an integer model of fxquant's, alone or inside of another
-    module, a model that torch.ao has prepared or converted, a scripted one, and what is no module.
+    module, a model that torch.ao has prepared or converted, a scripted one, the module of an ExportedProgram, and what is no module.
     """
     if isinstance(model, torch.export.ExportedProgram):
         return module_of(model)
@@ -41,9 +42,16 @@ def float_model(model: Any) -> nn.Module:
     found = uncompiled(model)
     if isinstance(found, torch.jit.ScriptModule):
         refuse_scripted("the model")
+    if is_unpacked(found):
+        raise ConfigurationError(
+            "the model is the module of an ExportedProgram, not the program",
+            because="its graph has the guards of the example's sizes, and neither the lines nor the names of the model that was exported",
+            remedy="pass the ExportedProgram itself: what torch.export.export or torch.export.load returns, without .module() or unflatten",
+        )
     for path, module in found.named_modules():
-        if isinstance(module, fx.GraphModule) and "stage" in module.meta:
-            _refuse_stage(path, str(module.meta["stage"]), module.meta.get("target"))
+        stage = stage_of(module)
+        if stage is not None:
+            _refuse_stage(path, stage, model_meta(module).get("target"))
         if _is_quantized_by_torch(type(module)):
             _refuse_torch_quantized(path, type(module))
     return found

@@ -23,6 +23,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxquant.forks import free_in_child
+from fxquant.frontend.gradients import STAND_INS
 from fxquant.frontend.source import is_library
 from fxquant.frontend.values import BatchFloat, BatchInt, BatchNumber, TracedTensor, active, is_tracing, refuse
 from fxquant.model import autocast_off
@@ -113,6 +115,17 @@ def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return active().call_module(usual, module, args, kwargs) if is_tracing() else usual(module, *args, **kwargs)
 
 
+def _call_scripted(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands in for the call of a scripted function: a trace runs the Python that it was scripted from, where PyTorch has kept it.
+
+    TorchScript's interpreter reads sizes of a batch as numbers, and takes no result that is its operand, as a slice of everything is.
+    """
+    python = getattr(function, "_torchdynamo_inline", None)
+    if is_tracing() and python is not None and not active().paused:
+        return python(*args, **kwargs)
+    return _replacements.before(torch.jit.ScriptFunction, "__call__")(function, *args, **kwargs)
+
+
 _FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
@@ -143,6 +156,7 @@ class _Replacements:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        free_in_child(self, "_lock", threading.Lock)
         self._entries: dict[tuple[int, str], _Replacement] = {}
 
     def before(self, holder: Any, name: str) -> Any:
@@ -190,7 +204,12 @@ def prepared_environment(model: nn.Module) -> Iterator[_OwnRandomNumbers]:
     What it gives says afterwards whether anything drew random numbers. Other threads may trace at the same time, or run models: they
     notice nothing.
     """
-    wanted: list[tuple[Any, str, Any]] = [(nn.Module, "__call__", _call_module), (_FAKE_LOG, "filter", _keeps_to_itself)]
+    wanted: list[tuple[Any, str, Any]] = [
+        (nn.Module, "__call__", _call_module),
+        (torch.jit.ScriptFunction, "__call__", _call_scripted),
+        (_FAKE_LOG, "filter", _keeps_to_itself),
+    ]
+    wanted += STAND_INS
     wanted += [entry for module in _python_modules(model) for entry in _stand_ins(module)]
     numbers = _OwnRandomNumbers()
     with undisturbed(numbers=numbers), _replacements.installed(wanted):
@@ -272,6 +291,9 @@ class _OwnRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._states[generator] = generator.get_state()
             generator.set_state(before)
+
+
+free_in_child(_OwnRandomNumbers, "_lock", threading.RLock)
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from fxquant.frontend.source import calls_from
 from fxquant.frontend.unknown import UNKNOWN
 from fxquant.frontend.values import BatchNumber, Number, TracedTensor, Value, refuse
 
@@ -120,7 +121,7 @@ class Evaluator:
         return Outcome(self._merge(a, b), *_alias(a, side_a.traced))
 
     def _run_side(self, function: Callable[..., Any], args: Any, kwargs: Any, side: _Side) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             args, kwargs = side.arguments(args), side.arguments(kwargs)
             if side.content is not None:
                 return function(*args, **kwargs)
@@ -158,6 +159,28 @@ class Evaluator:
         return abstract if isinstance(a, FakeTensor) else Value(a, b, abstract)
 
 
+def refuse_data(name: str) -> NoReturn:
+    """Raise the error for a function that asks a tensor for its content."""
+    if calls_from("torch/distributions/"):
+        refuse(
+            "a distribution checks its arguments by their content",
+            because=f"{name} needs numbers that are known only when the graph runs",
+            remedy="pass validate_args=False to it, or call torch.distributions.Distribution.set_default_validate_args(False)",
+        )
+    if name == "_pack_padded_sequence":
+        refuse(
+            "packed sequences cannot be traced",
+            because="how many items each step has depends on the lengths, and a graph has a fixed number of operations",
+            remedy="call the recurrent layer on the padded tensor, and mask, or gather, its outputs by the lengths; "
+            "a layer that runs backwards reads the padding first: flip each item by its length before it",
+        )
+    refuse(
+        "the model's Python depends on the content of a tensor",
+        because=f"{name} needs numbers that are known only when the graph runs",
+        remedy="use torch.where or a mask instead of a branch or an index, or move the decision out of forward",
+    )
+
+
 def refuse_batch_condition() -> NoReturn:
     """Raise the error of a branch that would go both ways."""
     refuse(
@@ -186,7 +209,7 @@ class _Filling:
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._number is not None:
             return torch.full(tensor.shape, self._number, dtype=tensor.dtype, device=tensor.device)
-        drawn = torch.rand(tensor.shape, generator=self._generator)
+        drawn = torch.rand(tensor.shape, generator=self._generator, dtype=torch.float32, device="cpu")
         return (drawn if tensor.dtype.is_floating_point or tensor.dtype.is_complex else drawn.round()).to(tensor.device, tensor.dtype)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import CodeType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -13,7 +15,8 @@ from torch import fx, nn
 from fxquant import functional, graph
 from fxquant.errors import FxQuantError
 from fxquant.frontend.arguments import Arguments, is_tracked
-from fxquant.frontend.fake import Evaluator, Outcome, Sequenced, is_data_dependent, refuse_batch_condition
+from fxquant.frontend.fake import Evaluator, Outcome, Sequenced, is_data_dependent, refuse_batch_condition, refuse_data
+from fxquant.frontend.gradients import Gradients, about_gradients, overwritten
 from fxquant.frontend.memory import Memory, share_memory, view_step
 from fxquant.frontend.shapes import known_result
 from fxquant.frontend.snapshot import Snapshot
@@ -22,6 +25,8 @@ from fxquant.frontend.spelling import Spelling, is_random, property_name, proper
 from fxquant.frontend.unknown import UNKNOWN, Unknown
 from fxquant.frontend.values import BatchFloat, BatchInt, BatchNumber, Number, TracedTensor, Value, numeric_fact, refuse
 from fxquant.frontend.written_out import by_own_names, written_out
+
+logger = logging.getLogger("fxquant")
 
 _READS_CONTENT = frozenset((
     "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "numpy", "__array__", "is_nonzero",
@@ -38,6 +43,10 @@ class Handler:
     memory     what in-place operations have changed
     known      what is to be recorded when it is an argument, by identity: parameters, buffers, constants changed in place
     notes      what was fixed while tracing, in order
+    locate     whether nodes know their source lines: true of one trace of a model, and false of those that are compared with it
+    read       names of tensors that became constants
+    calls      what calls of modules read and returned: `hooks.Call`
+    gradients  what forward says about gradients
     paused     true while an operation is being recorded: what is computed for that is not recorded itself
     call_module   what a call of a module does: given the usual `nn.Module.__call__`, the module, and its arguments
     """
@@ -53,13 +62,15 @@ class Handler:
         self.line = ""
         self.qconfig: tuple[tuple[str, Any], ...] = ()  # those of the modules being called, by path, the nearest first
         self.known: dict[int, Any] = dict(snapshot.tensors)
-        self.memory = Memory(self.record, self.note, snapshot.tensors, self.known)
+        self.memory = Memory(self.record, self.note, snapshot.tensors, self.known, functools.partial(overwritten, self))
         self.constants: dict[str, torch.Tensor] = {}
         self.methods: dict[str, tuple[nn.Module, Callable[..., Any]]] = {}  # kept as Python, by the path of their call
-        self.notes: dict[str, None] = {}
+        self.notes, self.read = dict[str, None](), set[str]()
+        self.calls: list[tuple[Any, ...]] = []
+        self.gradients = Gradients(snapshot.names)
         self.paused = False
         self._root_code = root_code
-        self._locate = locate
+        self.locate = locate
         self._attributes: dict[int, tuple[fx.Node, Value, int, torch.Tensor]] = {}
         self._sizes: dict[fx.Node, tuple[Any, ...]] = {}
 
@@ -82,9 +93,9 @@ class Handler:
                 result = self.operator(function, args)
                 return self.memory.advance(args[0], result) if func.__name__.endswith("_") else result
         kwargs = by_own_names(func, kwargs)
-        written = written_out(func, args, kwargs)
-        if written is not NotImplemented:
-            return written
+        for rewritten in (about_gradients(self, func, args, kwargs), written_out(func, args, kwargs)):
+            if rewritten is not NotImplemented:
+                return rewritten
         return self._spelled(spelling_of(func), args, kwargs)
 
     def operator(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -138,7 +149,7 @@ class Handler:
         first, *others = self._everywhere(function, args)
         if any(other != first for other in others):
             refuse_batch_condition()
-        if self._locate and not any(isinstance(arg, BatchNumber) for arg in args[1:]):
+        if self.locate and not any(isinstance(arg, BatchNumber) for arg in args[1:]):
             self.note(f"a comparison of a size that depends on the batch was resolved as {first}")
         return bool(first)
 
@@ -199,6 +210,8 @@ class Handler:
         node = self.graph.create_node(op, target, node_args, node_kwargs)
         self._describe(node, _fact(outcome.template))
         result = self.wrap(node, outcome.template)
+        if target == "detach" and isinstance(result, TracedTensor):
+            result.stopped = True
         if outcome.alias is not None:
             step = view_step(self.record, op, target, function, args, kwargs) if outcome.alias == 0 else None
             share_memory(arguments.traced[outcome.alias], result, outcome.same_place, step)
@@ -222,7 +235,7 @@ class Handler:
     def _run(self, function: Any, args: Any, kwargs: Any, arguments: Arguments, fake: bool, target: Any) -> Outcome:
         name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
         if fake and name in _READS_CONTENT:
-            self._refuse_data(name)
+            refuse_data(name)
         known = known_result(self.evaluator, function, args, kwargs) if fake else None
         if known is not None:
             return Outcome(known, None, same_place=False)
@@ -236,24 +249,10 @@ class Handler:
             found = again(function, args, kwargs, arguments.substitutes) if (arguments.known if depends else fake) else None
             if found is None and not depends:
                 raise
-            outcome = found or self._refuse_data(name)
+            outcome = found or refuse_data(name)
         if not fake and name in _READS_CONTENT:
             self.note(f"the content of a constant was read by {name}")
         return outcome
-
-    def _refuse_data(self, name: str) -> NoReturn:
-        if name == "_pack_padded_sequence":
-            refuse(
-                "packed sequences cannot be traced",
-                because="how many items each step has depends on the lengths, and a graph has a fixed number of operations",
-                remedy="call the recurrent layer on the padded tensor, and mask, or gather, its outputs by the lengths; "
-                "a layer that runs backwards reads the padding first: flip each item by its length before it",
-            )
-        refuse(
-            "the model's Python depends on the content of a tensor",
-            because=f"{name} needs numbers that are known only when the graph runs",
-            remedy="use torch.where or a mask instead of a branch or an index, or move the decision out of forward",
-        )
 
     def _describe(self, node: fx.Node, fact: Any, path: str | None = None) -> None:
         if torch._C._is_any_autocast_enabled():
@@ -262,7 +261,8 @@ class Handler:
                 because="a graph has no place for autocast: the numbers would differ from the model's",
                 remedy="remove torch.autocast from forward, or convert explicitly with .to(dtype)",
             )
-        graph.describe(node, fact, self.source() if self._locate else "", self.path if path is None else path)
+        graph.describe(node, fact, self.source() if self.locate else "", self.path if path is None else path)
+        self.gradients.describe(node)
         if self.qconfig:
             graph.attach_qconfigs(node, self.qconfig)
 
@@ -315,6 +315,8 @@ class Handler:
             return getattr(tensor, name)
         if name == "shape":
             return tensor.shape
+        if name == "requires_grad":
+            return self.gradients.required(self, tensor.node)
         return None if name in ("grad", "grad_fn") else getattr(tensor.value.a, name)
 
     def _set_property(self, func: Any, args: Any) -> None:
@@ -325,6 +327,21 @@ class Handler:
                 because="a graph computes new tensors and changes none",
                 remedy="compute a new tensor instead of changing one",
             )
+        if name == "requires_grad" and isinstance(args[0], TracedTensor):
+            args[0].requires_grad_(args[1])
+
+    def nodes_of(self, values: Sequence[Any]) -> tuple[fx.Node, ...]:
+        """The nodes of tensors and of numbers that depend on the batch."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return tuple(map(Arguments(None, self.memory, self.attribute).convert, values))
+
+    def is_trained(self, node: fx.Node) -> bool:
+        """Whether a node is a parameter that requires a gradient, or a layer that has one."""
+        try:
+            found: Any = graph.resolve(self.snapshot.root, str(node.target))
+        except AttributeError:  # a constant, or a method that is kept as Python
+            return False
+        return any(each.requires_grad for each in ([found] if isinstance(found, torch.Tensor) else found.parameters()))
 
     def attribute(self, tensor: torch.Tensor) -> tuple[fx.Node, Value]:
         """The `get_attr` node and the value of a parameter, a buffer or a constant."""
@@ -350,6 +367,7 @@ class Handler:
         self.constants[name] = tensor.detach().clone()
         where = self.snapshot.attributes.get(id(tensor))
         if where is not None:
+            self.read.add(where)
             self.note(f"{where} is neither parameter nor buffer: its present content became a constant")
         return name
 
@@ -357,6 +375,12 @@ class Handler:
         """Record something that was fixed while tracing."""
         where = self.source()
         self.notes[f"{text} ({where})" if where else text] = None
+
+    def warn(self, text: str) -> None:
+        """Note something that is not kept, and log it, once for all traces of a model."""
+        self.note(text)
+        if self._locate:
+            logger.warning("%s: %s", self.source(), text)
 
     def source(self) -> str:
         """The line of the model that is being executed."""

@@ -16,7 +16,7 @@ from torch import fx
 
 from fxquant import graph
 from fxquant.errors import ConfigurationError
-from fxquant.facts import BatchDim, TensorFact
+from fxquant.facts import BatchDim, TensorFact, unusual_kind
 from fxquant.frontend.batch_limits import BatchLimits, noted_limits
 from fxquant.model import Model
 
@@ -101,7 +101,7 @@ class InputCheck:
             kind = f"numpy.{type(given).__name__}" if array else type(given).__name__
             because = f"the model was {self.made} with a tensor, {expected.form}"
             self._refuse(expected, f"it is a {kind}", because, "convert it with torch.from_numpy(array)" if array else None)
-        unusual = _unusual(given)
+        unusual = unusual_kind(given)
         if unusual is not None:
             self._refuse(expected, f"it is a {unusual[0]} tensor", f"{self._made_with(expected)}, a dense tensor with values", unusual[1])
         if given.dim() != len(expected.sizes):
@@ -124,19 +124,6 @@ class InputCheck:
             because=because,
             remedy=remedy or f"pass an input of that form, or {again} the model again with an example of the new one",
         )
-
-
-def _unusual(given: torch.Tensor) -> tuple[str, str] | None:
-    """What kind of tensor it is that the kernels are not defined for, and what to do; None for a dense tensor with values."""
-    if given.is_nested:
-        return "nested", "pad it to one size with .to_padded_tensor(0.0)"
-    if getattr(given, "is_quantized", False):  # PyTorch is removing them
-        return "quantized", "pass the real numbers it stands for: .dequantize()"
-    if given.layout != torch.strided:
-        return str(given.layout).removeprefix("torch."), "convert it with .to_dense()"
-    if given.is_meta:
-        return "meta", "pass a tensor on the device of the model"
-    return None
 
 
 def input_check(module: fx.GraphModule) -> InputCheck:

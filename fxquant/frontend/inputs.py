@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxquant.errors import ConfigurationError, TraceError
+from fxquant.frontend.batch_dimensions import batch_dimensions
 from fxquant.frontend.given import require_values
 from fxquant.frontend.handler import new_graph
 from fxquant.frontend.signature import signature_of
@@ -24,7 +25,7 @@ class ExampleInputs:
     leaves     everything in the arguments, flattened
     names      the placeholder's name for every leaf that is a tensor, else None
     spec       how to rebuild (args, kwargs) from leaves
-    batch      size of dimension 0 of the inputs; None if it is not to vary
+    axes       of every leaf the dimension that is the batch; None if no size of it is to vary
     signature  how forward was called
     renamed    what the user calls the inputs whose names generated code cannot use, by placeholder name
     """
@@ -32,7 +33,7 @@ class ExampleInputs:
     leaves: tuple[Any, ...]
     names: tuple[str | None, ...]
     spec: Any
-    batch: int | None
+    axes: tuple[int | None, ...]
     signature: list[list[Any]]
     renamed: dict[str, str]
 
@@ -45,13 +46,22 @@ class ExampleInputs:
         """The example tensors by placeholder name, in order."""
         return {name: leaf for name, leaf in zip(self.names, self.leaves, strict=True) if name is not None}
 
-    def has_batch(self, tensor: torch.Tensor) -> bool:
-        """Whether dimension 0 of an input is the batch."""
-        return self.batch is not None and tensor.dim() > 0 and tensor.shape[0] == self.batch
+    @property
+    def batch(self) -> int | None:
+        """The batch size of the example; None if it is not to vary."""
+        return next((int(leaf.shape[axis]) for leaf, axis in zip(self.leaves, self.axes, strict=True) if axis is not None), None)
+
+    def fixed(self) -> ExampleInputs:
+        """These inputs with every size as it is."""
+        return replace(self, axes=(None,) * len(self.leaves))
 
     def with_batch(self, batch: int) -> dict[str, torch.Tensor]:
-        """The example tensors with their rows repeated or truncated to another batch size."""
-        return {name: _resized(tensor, batch) if self.has_batch(tensor) else tensor for name, tensor in self.tensors().items()}
+        """The example tensors with their samples repeated or truncated to another batch size."""
+        return {
+            name: leaf if axis is None else _resized(leaf, axis, batch)
+            for name, leaf, axis in zip(self.names, self.leaves, self.axes, strict=True)
+            if name is not None
+        }
 
 
 def bind_inputs(model: nn.Module, example_inputs: Any, dynamic_shapes: Any, compared: bool = True) -> ExampleInputs:
@@ -79,8 +89,8 @@ def bind_inputs(model: nn.Module, example_inputs: Any, dynamic_shapes: Any, comp
     require_values(model, zip(names, leaves, strict=True), compared)
     written = _unique(names)
     names = _legal(written)
-    batch = _batch(leaves)
-    if batch == 0:
+    axes = batch_dimensions(model, args, kwargs, dynamic_shapes)
+    if _is_empty(leaves, axes):
         raise ConfigurationError(
             "the example inputs hold an empty batch",
             because="the graph is compared with the model on them, and nothing would be compared",
@@ -90,7 +100,7 @@ def bind_inputs(model: nn.Module, example_inputs: Any, dynamic_shapes: Any, comp
         leaves=tuple(leaves),
         names=tuple(names),
         spec=spec,
-        batch=batch if _is_dynamic(dynamic_shapes) else None,
+        axes=axes,
         signature=signature_of(model, args, kwargs, iter(names)),
         renamed={new: old for new, old in zip(names, written, strict=True) if new is not None and old is not None and new != old},
     )
@@ -107,18 +117,6 @@ def _as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         f"example inputs of type {type(example_inputs).__name__} cannot be used",
         because="forward is called with them",
         remedy="pass a tuple of positional arguments, or a dict of keyword arguments",
-    )
-
-
-def _is_dynamic(dynamic_shapes: Any) -> bool:
-    if dynamic_shapes is None or dynamic_shapes is True:
-        return True
-    if dynamic_shapes is False or dynamic_shapes == {}:
-        return False
-    raise ConfigurationError(
-        "dynamic_shapes names dimensions one by one",
-        because="only dimension 0, the batch, can vary",
-        remedy="pass None to let the batch vary, or {} to fix every size",
     )
 
 
@@ -165,10 +163,13 @@ def _legal(names: list[str | None]) -> list[str | None]:
     return [name if name is None or (hasattr(builtins, name) and name not in _BUILT_IN) else legal[name] for name in names]
 
 
-def _batch(leaves: list[Any]) -> int | None:
-    return next((int(leaf.shape[0]) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0), None)
+def _is_empty(leaves: list[Any], axes: tuple[int | None, ...]) -> bool:
+    """Whether the batch has no sample; where no size is to vary it is dimension 0 of the first tensor."""
+    tensors = [(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
+    marked = [leaf.shape[axis] for leaf, axis in tensors if axis is not None]
+    return 0 in (marked or [leaf.shape[0] for leaf, _ in tensors[:1]])
 
 
-def _resized(tensor: torch.Tensor, batch: int) -> torch.Tensor:
-    rows = torch.arange(batch, device=tensor.device) % max(tensor.shape[0], 1)
-    return tensor.index_select(0, rows)
+def _resized(tensor: torch.Tensor, axis: int, batch: int) -> torch.Tensor:
+    samples = torch.arange(batch, device=tensor.device) % max(tensor.shape[axis], 1)
+    return tensor.index_select(axis, samples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +14,15 @@ from torch import nn
 from fxquant.errors import ConfigurationError
 from fxquant.frontend.arguments import ATOMS, is_tracked
 from fxquant.frontend.entry import refuse_scripted, uncompiled
+from fxquant.frontend.gradients import called_again
 from fxquant.frontend.handler import Handler
 from fxquant.frontend.opaque import record
 from fxquant.frontend.values import TracedTensor
-from fxquant.graph import LEAF
+from fxquant.gradient import GradientRule
+from fxquant.graph import LEAF, Reference
 from fxquant.stubs import stub_of
+
+logger = logging.getLogger("fxquant")
 
 LeafRule = Callable[[nn.Module, str], bool]
 
@@ -77,6 +82,7 @@ class ModuleCalls:
         self._handler = handler
         self._qconfigs = qconfigs
         self._rule = leaf
+        self._entries = 0  # how many calls have begun
         self._keys: dict[int, Any] = {}  # of leaves by identity; None for other modules
 
     def __call__(self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -89,28 +95,54 @@ class ModuleCalls:
         path = handler.snapshot.paths.get(id(module))
         if path is None:
             return original(module, *args, **kwargs)
+        if isinstance(module, GradientRule) and is_tracked(args, handler.known):
+            return called_again(handler, module, args)
         stub = stub_of(module)
         if stub is not None and len(args) == 1 and not kwargs and isinstance(args[0], TracedTensor):
             function: Any = stub[0]
             return handler.record("call_function", function, function, (args[0], *stub[1:]), {})
+        if isinstance(module, nn.TransformerEncoder):
+            _say_padding(handler, module, path, args, kwargs)
         previous, handler.path = handler.path, path
         around = handler.qconfig
         if path in self._qconfigs:
             handler.qconfig = ((path, self._qconfigs[path]), *around)
+        entry, read = self._entries, (self._nest(args), self._nest(kwargs)) if path else ((), {})
+        self._entries += 1
         try:
-            key = self._key(module, path)
-            if key is None or not (is_tracked(args, handler.known) or is_tracked(kwargs.values(), handler.known) or _trainable(module)):
-                return original(module, *args, **kwargs)
-            if not module._forward_hooks:
-                return self._record(module, path, key, args, kwargs)
-            module.__dict__["forward"] = lambda *a, **k: self._record(module, path, key, a, k)
-            try:
-                return original(module, *args, **kwargs)
-            finally:
-                del module.__dict__["forward"]
+            result = self._called(original, module, path, args, kwargs)
         finally:
             handler.path = previous
             handler.qconfig = around
+        if path:
+            handler.calls.append((path, entry, *read, self._nest(result)))
+        return result
+
+    def _called(self, original: Callable[..., Any], module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
+        handler = self._handler
+        key = self._key(module, path)
+        if key is None or not (is_tracked(args, handler.known) or is_tracked(kwargs.values(), handler.known) or _trainable(module)):
+            return original(module, *args, **kwargs)
+        if not module._forward_hooks:
+            return self._record(module, path, key, args, kwargs)
+        module.__dict__["forward"] = lambda *a, **k: self._record(module, path, key, a, k)
+        try:
+            return original(module, *args, **kwargs)
+        finally:
+            del module.__dict__["forward"]
+
+    def _nest(self, value: Any) -> Any:
+        """What is read or returned, with a reference for each tensor; what else a file has no form for is None."""
+        if isinstance(value, torch.Tensor):
+            value = self._handler.memory.current(value)
+            return Reference(value.node.name) if isinstance(value, TracedTensor) else None
+        if isinstance(value, tuple | list):
+            return [self._nest(item) for item in value] if isinstance(value, list) else tuple(map(self._nest, value))
+        if isinstance(value, dict):
+            return {key: self._nest(item) for key, item in value.items() if isinstance(key, str)}
+        if type(value) in (type(None), bool, int, float, str):
+            return value
+        return Reference("")  # of an object, nothing is known
 
     def _key(self, module: nn.Module, path: str) -> Any:
         key = self._keys.get(id(module), self)
@@ -127,6 +159,20 @@ class ModuleCalls:
         function = _OutOfPlace(module) if in_place else type(module).forward.__get__(module)
         result = self._handler.record("call_module", path, function, args, kwargs, key=key)
         return self._handler.memory.advance(args[0], result) if in_place else result
+
+
+def _say_padding(handler: Handler, module: nn.TransformerEncoder, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Note what padded positions hold, where PyTorch's path for inference would leave them out of a nested tensor."""
+    given = {**dict(zip(("src", "mask", "src_key_padding_mask"), args, strict=False)), **kwargs}
+    if given.get("src_key_padding_mask") is None or given.get("mask") is not None or not getattr(module, "use_nested_tensor", False):
+        return
+    text = (
+        f"positions of {path or 'the model'} that src_key_padding_mask masks hold what its layers compute there, as in training; "
+        "PyTorch's path for inference puts 0 there (enable_nested_tensor=False turns that off): no output should depend on them"
+    )
+    handler.note(text)
+    if handler.locate:
+        logger.warning("%s", text)
 
 
 class _OutOfPlace:

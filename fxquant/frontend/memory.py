@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
+from torch import fx
 
 from fxquant import functional
 from fxquant.frontend.values import Aliases, Change, TracedTensor, View, refuse
@@ -14,15 +15,22 @@ from fxquant.frontend.values import Aliases, Change, TracedTensor, View, refuse
 Record = Callable[[str, Any, Callable[..., Any], Any, Any], Any]  # records an operation: op, target, function, args, kwargs -> its result
 
 
+# what a tensor is after a change without gradients, and its node before -> what it is with the gradient it had
+Overwritten = Callable[[TracedTensor, fx.Node], TracedTensor]
+
+
 class Memory:
     """What in-place operations have changed during one trace.
 
-    `record` and `note` are those of the trace; `tensors` are the names of the model's parameters and buffers, by identity; `known` is what
-    is to be recorded when it is an argument, by identity, and grows by what is changed here.
+    `record`, `note` and `overwritten` are those of the trace; `tensors` are the names of the model's parameters and buffers, by identity;
+    `known` is what is to be recorded when it is an argument, by identity, and grows by what is changed here.
     """
 
-    def __init__(self, record: Record, note: Callable[[str], None], tensors: Mapping[int, str], known: dict[int, Any]) -> None:
+    def __init__(
+        self, record: Record, note: Callable[[str], None], tensors: Mapping[int, str], known: dict[int, Any], overwritten: Overwritten
+    ) -> None:
         self._record, self._note, self._tensors, self._known = record, note, tensors, known
+        self._overwritten = overwritten
         self._rebound: dict[int, TracedTensor] = {}  # plain tensors that were changed with a traced value, by identity
 
     def current(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -37,12 +45,15 @@ class Memory:
         if not isinstance(target, TracedTensor):
             return self._rebind(target, result)
         result = self._as(target.dtype, result)
+        if not torch.is_grad_enabled() and not moved:
+            result = self._overwritten(result, target.node)
         target.node, target.value = result.node, result.value
         aliases = target.aliases
         if aliases is not None and moved:
             target.place, target.way, target.version = result.place, result.way, result.version
         elif aliases is not None:
-            aliases.changes.append(Change(target.place, target.way, TracedTensor(result.node, result.value)))
+            stopped = target.stopped or not torch.is_grad_enabled()
+            aliases.changes.append(Change(target.place, target.way, TracedTensor(result.node, result.value), stopped))
             target.version = aliases.version
         return target
 
@@ -83,12 +94,15 @@ class Memory:
         if aliases is None or tensor.version == aliases.version:
             return
         missed, tensor.version = aliases.changes[tensor.version :], aliases.version
+        before = tensor.node
         if missed[-1].place is tensor.place:
             present = missed[-1].result
         elif all(_apart(change.way, tensor.way) for change in missed):
             return
         else:
             present = self._seen(aliases, tensor.way)
+        if any(change.stopped for change in missed) and not tensor.stopped:
+            present = self._overwritten(present, before)
         tensor.node, tensor.value = present.node, present.value
 
     def _seen(self, aliases: Aliases, way: tuple[View, ...] | None) -> TracedTensor:
@@ -129,7 +143,7 @@ def share_memory(base: TracedTensor, result: Any, same_place: bool, step: View |
     several = isinstance(result, (tuple, list))
     for index, view in enumerate(result if several else (result,)):
         if isinstance(view, TracedTensor):
-            view.aliases, view.version = base.aliases, base.aliases.version
+            view.aliases, view.version, view.stopped = base.aliases, base.aliases.version, view.stopped or base.stopped
             view.place = base.place if same_place and not several else object()
             if view.place is base.place:
                 view.way = base.way

@@ -139,6 +139,12 @@ class Method(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(self.held[0], *args, **kwargs)
 
+    def train(self, mode: bool = True) -> Method:
+        """As any module's; the owner is in the same mode, for what the method does in train mode alone."""
+        super().train(mode)
+        self.held[0].train(mode)
+        return self
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Method:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.held[0]._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -18,21 +18,43 @@ from fxquant.facts import TensorFact
 from fxquant.frontend.branches import Branch, attach_branch
 from fxquant.frontend.entry import STAGE
 from fxquant.frontend.input_check import TRANSIENT, attach_input_check
+from fxquant.frontend.modes import own_train_mode
 from fxquant.frontend.opaque import Method
 from fxquant.frontend.outputs import set_form
 from fxquant.frontend.signature import attach_signature, set_signature
 from fxquant.frontend.snapshot import Snapshot
+from fxquant.frontend.state import MovedState
 from fxquant.frontend.tracer import Recording
-from fxquant.graph import attach
-from fxquant.model import CARRIED, Model, replace_graph
+from fxquant.graph import attach, model_meta
+from fxquant.model import CALLS, CARRIED, FROZEN_BY_TRAIN, FROZEN_NORMS, KEPT_IN_EVAL, Model, replace_graph
 
 _ASSUMPTIONS = "fxquant.assumptions"
+_MOVED = "fxquant.moved_by_forward"
 
 
 def assumptions(module: fx.GraphModule) -> list[str]:
     """What was fixed while tracing, one sentence each."""
-    found: list[str] = module.meta.get(_ASSUMPTIONS, [])
+    found: list[str] = model_meta(module).get(_ASSUMPTIONS, [])
     return found
+
+
+def moved_by_forward(module: fx.GraphModule) -> dict[str, str]:
+    """Buffers and other tensors that forward moves in train mode, and the graph never: by name, the line of the user's code or "".
+
+    Those of modules that the graph calls as they are, in float, do move.
+    """
+    called = [str(node.target) for node in module.graph.find_nodes(op="call_module")]
+    called += [path.rpartition(".")[0] for path in called if isinstance(graph.resolve(module, path), Method)]
+    found: dict[str, str] = model_meta(module).get(_MOVED, {})
+    return {name: line for name, line in found.items() if not any(name.startswith(f"{path}.") for path in called)}
+
+
+def note_state(module: fx.GraphModule, state: MovedState) -> None:
+    """Write on a traced model what forward changes between calls in train mode."""
+    module.meta[_ASSUMPTIONS] = [*assumptions(module), *state.notes()]
+    for key, value in ((_MOVED, state.moved), (FROZEN_NORMS, state.frozen_norms)):
+        if value:
+            module.meta[key] = value
 
 
 def build(model: nn.Module, recording: Recording, preserve: Sequence[str] = (), branch: Branch | None = None) -> fx.GraphModule:
@@ -50,9 +72,14 @@ def build(model: nn.Module, recording: Recording, preserve: Sequence[str] = (), 
     shell = tree.build(snapshot.root)
     for kind in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
         module.__dict__[kind].update(shell.__dict__[kind])
+
+    def method(of: Snapshot, owner: nn.Module, function: Any) -> Method:
+        return Method(tree.build(snapshot.root.get_submodule(of.paths.get(id(owner), "")), whole=True), function)
+
     for path, (owner, function) in recording.methods.items():
-        held = tree.build(snapshot.root.get_submodule(recording.snapshot.paths.get(id(owner), "")), whole=True)
-        attach(module, path, Method(held, function))
+        attach(module, path, method(recording.snapshot, owner, function))
+    for path, rule in recording.rules.items():
+        attach(module, path, rule)
     for name, constant in recording.constants.items():
         attach(module, name, constant)
         module._non_persistent_buffers_set.add(name)
@@ -60,10 +87,19 @@ def build(model: nn.Module, recording: Recording, preserve: Sequence[str] = (), 
     replace_graph(module, recording.graph)
     if branch is not None:
         shell.__dict__["_buffers"].update(module._buffers)
+        for path, (owner, function) in branch.methods.items():
+            attach(shell, path, method(branch.snapshot, owner, function))
+        for path, rule in branch.rules.items():
+            attach(shell, path, rule)
         branch.attach(module, shell)
     module.recompile()
     module.meta[STAGE] = "traced"
-    module.meta[_ASSUMPTIONS] = [*recording.notes, *_fixed_sizes(module), *_turned_to_eval(model, called), *_unused(module, beside)]
+    module.meta[CALLS] = recording.calls
+    mode = own_train_mode(model)
+    found = {KEPT_IN_EVAL: list(mode.eval_paths), FROZEN_BY_TRAIN: list(mode.frozen_parameters)}
+    module.meta.update({key: names for key, names in found.items() if names})
+    noted = [*recording.notes, *filter(None, [mode.note])]
+    module.meta[_ASSUMPTIONS] = [*noted, *_fixed_sizes(module), *_turned_to_eval(model, called), *_unused(module, beside)]
     module.meta[TRANSIENT] = sorted(module._non_persistent_buffers_set)
     module.meta[CARRIED] = carried
     carried.dress(module)
@@ -115,7 +151,7 @@ class _PlainTree:
         known = self._built.get((id(module), whole))
         if known is not None or isinstance(module, torch.jit.ScriptModule):
             return known or module
-        plain: nn.Module = object.__new__(type(module)) if whole else nn.Module()
+        plain: nn.Module = object.__new__(type(module)) if whole else _container(module)
         self._built[id(module), whole] = plain
         if whole:
             plain.__dict__.update(module.__dict__)
@@ -129,6 +165,12 @@ class _PlainTree:
             plain.__dict__[kind] = module.__dict__[kind]
         plain.__dict__["_modules"] = {name: None if child is None else self.build(child, whole) for name, child in module._modules.items()}
         return plain
+
+
+def _container(module: nn.Module) -> nn.Module:
+    """An empty module that is indexed and iterated over as this one."""
+    kinds = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+    return next((kind() for kind in kinds if isinstance(module, kind)), nn.Module())
 
 
 def _fixed_sizes(module: fx.GraphModule) -> list[str]:

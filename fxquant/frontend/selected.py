@@ -146,7 +146,7 @@ def select(input: Any, index: Any) -> Any:
     """`input[index]`, where the index is a mask of its shape, or holds lists of truth values; NotImplemented otherwise."""
     places = index if isinstance(index, tuple) else (index,)
     if any(map(_is_list_of_truth_values, places)):
-        return input[tuple(torch.tensor(place) if _is_list_of_truth_values(place) else place for place in places)]
+        return input[tuple(torch.tensor(place, device="cpu") if _is_list_of_truth_values(place) else place for place in places)]
     if not isinstance(input, TracedTensor) or not isinstance(index, TracedTensor) or index.dtype != torch.bool or index.value.real:
         return NotImplemented
     if not input.is_floating_point() or input.value.shapes != index.value.shapes:

@@ -76,4 +76,4 @@ def _is_normalized_by(module: _BatchNorm, input: torch.Tensor) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Those of a new tensor of this shape."""
-    return torch.empty(shape, device="meta").stride()
+    return torch.empty(shape, device="meta", dtype=torch.float32).stride()

@@ -22,6 +22,7 @@ _HOOKS = frozenset((
     "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_state_dict_hooks", "_state_dict_pre_hooks",
     "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 ))  # fmt: skip
+_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")  # a trace has no backward, and a graph does not call the modules
 _CONTAINERS = (dict, list, tuple, set, collections.OrderedDict, collections.defaultdict)
 
 
@@ -103,7 +104,7 @@ class Snapshot:
             kind = type(value)
             if kind in ATOMS or (kind is tuple and ATOMS.issuperset(map(type, value))):
                 state[name] = value
-            elif name in _HOOKS and not value:
+            elif name in _BACKWARD_HOOKS or (name in _HOOKS and not value):
                 state[name] = kind()
             else:
                 state[name] = self._attribute(value, name, path)
@@ -166,6 +167,11 @@ class Snapshot:
         else:
             copy = value.copy()
         return copy
+
+
+def with_backward_hooks(model: nn.Module) -> list[str]:
+    """The paths of the modules that have backward hooks."""
+    return [path for path, module in model.named_modules() if any(module.__dict__.get(hooks) for hooks in _BACKWARD_HOOKS)]
 
 
 def _is_cache(name: str, value: dict[Any, Any]) -> bool:

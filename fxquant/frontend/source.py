@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
+import traceback
 from types import CodeType, FrameType
 
 import torch
@@ -32,6 +33,21 @@ def user_source(root: CodeType) -> str:
             return _text(code, frame.f_lineno)
         frame = frame.f_back
     return ""
+
+
+def calls_from(folder: str) -> bool:
+    """Whether a function of a file in this folder, "torch/distributions/", is being executed."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if folder in frame.f_code.co_filename.replace(os.sep, "/"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def raised_in(error: BaseException, folder: str) -> bool:
+    """Whether a function of a file in this folder was being executed when an error was raised."""
+    return any(folder in entry.f_code.co_filename.replace(os.sep, "/") for entry, _ in traceback.walk_tb(error.__traceback__))
 
 
 def is_library(filename: str) -> bool:

@@ -20,8 +20,9 @@ from fxquant.frontend.inputs import ExampleInputs
 from fxquant.frontend.leaves import LeafRule, ModuleCalls
 from fxquant.frontend.outputs import Returned
 from fxquant.frontend.snapshot import Snapshot
-from fxquant.frontend.source import source_of_error
+from fxquant.frontend.source import raised_in, source_of_error
 from fxquant.frontend.values import TracedTensor, Value, tracing
+from fxquant.gradient import GradientRule
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,11 @@ class Recording:
     signature   how the model was called
     form        what it returned
     draws       whether anything in it draws random numbers
+    read        where tensors were found that became constants, and that are attributes of the model
+    calls       what calls of modules read and returned: `hooks.Call`
     methods     what is called at such a path: a method, kept as Python, of a shell
+    rules       what is called at such a path and changes gradients
+    lines       source lines, and whether they were computed with gradients; none where forward switches nothing
     """
 
     graph: fx.Graph
@@ -45,7 +50,11 @@ class Recording:
     signature: list[list[Any]]
     form: Any
     draws: bool
+    read: frozenset[str]
+    calls: tuple[tuple[Any, ...], ...]
     methods: dict[str, tuple[nn.Module, Any]]
+    rules: dict[str, GradientRule]
+    lines: dict[str, bool]
 
 
 class _Mode(TorchFunctionMode):
@@ -54,6 +63,8 @@ class _Mode(TorchFunctionMode):
         self._handler = handler
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._C._set_grad_enabled and not self._handler.paused:
+            self._handler.gradients.switched = True
         return self._handler.call(func, args, kwargs or {})
 
 
@@ -66,27 +77,42 @@ def record(
     *,
     locate: bool,
     training: bool = False,
+    modes: Mapping[str, bool] = MappingProxyType({}),
 ) -> Recording:
     """Trace a model in eval mode, or with its own Python in train mode. Nothing of the model is changed.
 
     batches   the two batch sizes to trace at, and two others that tell numbers which depend on the batch from those that do not
     qconfigs  what the nodes of calls inside of a module are told, by the module's path
     locate    whether nodes are told their source lines
+    modes     source lines, and whether they have gradients whatever the mode is
     """
     snapshot = Snapshot(model, training=training)
     handler = Handler(snapshot, Evaluator(static=inputs.batch is None), batches, _run.__code__, locate)
+    handler.gradients.modes = modes
     args, kwargs = inputs.arguments([
-        leaf_ if name is None else _placeholder(handler, name, leaf_, inputs, batches)
-        for name, leaf_ in zip(inputs.names, inputs.leaves, strict=True)
+        leaf_ if name is None else _placeholder(handler, name, leaf_, axis, inputs, batches)
+        for name, leaf_, axis in zip(inputs.names, inputs.leaves, inputs.axes, strict=True)
     ])  # fmt: skip
     handler.call_module = ModuleCalls(handler, leaf, qconfigs)
     with tracing(handler):
-        with prepared_environment(model) as numbers, torch.no_grad(), _Mode(handler):
+        with prepared_environment(model) as numbers, torch.enable_grad(), _Mode(handler):  # in which mode forward computes is recorded
             result, form = _run(handler, args, kwargs)
         graph.describe(handler.graph.output(result), fx.map_arg(result, graph.fact), "", "")
+        handler.gradients.finish(handler.graph)
         _erase_unused(handler.graph)
     return Recording(
-        handler.graph, handler.constants, list(handler.notes), snapshot, inputs.signature, form, numbers.drawn, handler.methods
+        handler.graph,
+        handler.constants,
+        list(handler.notes),
+        snapshot,
+        inputs.signature,
+        form,
+        numbers.drawn,
+        frozenset(handler.read),
+        tuple(handler.calls),
+        handler.methods,
+        handler.gradients.rules,
+        handler.gradients.lines if handler.gradients.switched else {},
     )
 
 
@@ -99,6 +125,13 @@ def _run(handler: Handler, args: Any, kwargs: Any) -> Any:
     except FxQuantError:
         raise
     except Exception as error:
+        if raised_in(error, "torch/_functorch/"):
+            raise TraceError(
+                "a transform of torch.func cannot be traced here",
+                at=_raised_at(error),
+                because=f"vmap, grad, jvp and the like look into tensors, which have no content in a trace: {type(error).__name__}",
+                remedy="write what it computes for the whole batch, by broadcasting or torch.bmm; or keep the function as Python: fxq.wrap",
+            ) from None
         message = str(error)
         remedy = "call the model on the example inputs first; if that works, move what fails out of forward"
         if isinstance(error, TypeError) and message.endswith(("not _Int", "not _Float")):  # what stands in for Python's while tracing
@@ -122,8 +155,10 @@ def _raised_at(error: BaseException) -> str | None:
     return source_of_error(error, _run.__code__)
 
 
-def _placeholder(handler: Handler, name: str, example: torch.Tensor, inputs: ExampleInputs, batches: tuple[int, ...]) -> TracedTensor:
-    value = _input_value(handler.evaluator, example, batches[:2] if inputs.has_batch(example) else None)
+def _placeholder(
+    handler: Handler, name: str, example: torch.Tensor, axis: int | None, inputs: ExampleInputs, batches: tuple[int, ...]
+) -> TracedTensor:
+    value = _input_value(handler.evaluator, example, axis, batches[:2])
     node = handler.graph.placeholder(name)
     graph.describe(node, value.fact, "", "")
     if name in inputs.renamed:
@@ -131,16 +166,19 @@ def _placeholder(handler: Handler, name: str, example: torch.Tensor, inputs: Exa
     return TracedTensor(node, value)
 
 
-def _input_value(evaluator: Evaluator, example: torch.Tensor, batches: tuple[int, ...] | None) -> Value:
+def _input_value(evaluator: Evaluator, example: torch.Tensor, axis: int | None, batches: tuple[int, ...]) -> Value:
+    """An input at two batch sizes; where none of its dimensions is the batch, `axis` is None, and both have the example's shape."""
     last = example.dim() == 4 and not example.is_contiguous() and example.is_contiguous(memory_format=torch.channels_last)
     layout = torch.channels_last if last else torch.contiguous_format
-
     with evaluator.mode:
         a, b = (
-            torch.empty((batch, *example.shape[1:]), dtype=example.dtype, device=example.device, memory_format=layout)
-            if batches is not None
-            else torch.empty(example.shape, dtype=example.dtype, device=example.device, memory_format=layout)
-            for batch in batches or (0, 0)
+            torch.empty(
+                [batch if dim == axis else size for dim, size in enumerate(example.shape)],
+                dtype=example.dtype,
+                device=example.device,
+                memory_format=layout,
+            )
+            for batch in batches
         )
     return evaluator.intern(a, b)
 

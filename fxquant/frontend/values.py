@@ -64,11 +64,15 @@ class View:
 
 @dataclass(frozen=True)
 class Change:
-    """An in-place operation: the place that was changed, the way there from the whole memory, and what it holds since then."""
+    """An in-place operation: the place that was changed, the way there from the whole memory, and what it holds since then.
+
+    stopped   whether no gradient knows of it: it was made through a detached tensor, or where none is recorded
+    """
 
     place: object
     way: tuple[View, ...] | None
     result: TracedTensor
+    stopped: bool = False
 
 
 class Aliases:
@@ -133,6 +137,7 @@ class TracedTensor(torch.Tensor, fx.Proxy):  # type: ignore[misc]
     version   the version of that memory this tensor stands for
     place     equal objects mean the same elements of that memory
     way       the views that lead there from the whole memory; None if one of them cannot be taken again
+    stopped   whether it is a detached tensor, or a view of one
     """
 
     node: fx.Node
@@ -141,6 +146,7 @@ class TracedTensor(torch.Tensor, fx.Proxy):  # type: ignore[misc]
     version: int
     place: object
     way: tuple[View, ...] | None
+    stopped: bool
 
     @staticmethod
     def __new__(cls, node: fx.Node, value: Value) -> TracedTensor:
@@ -150,6 +156,7 @@ class TracedTensor(torch.Tensor, fx.Proxy):  # type: ignore[misc]
         tensor.node = node
         tensor.value = value
         tensor.aliases = None
+        tensor.stopped = False
         return tensor
 
     def __init__(self, node: fx.Node, value: Value) -> None:
@@ -209,6 +216,7 @@ class TracedTensor(torch.Tensor, fx.Proxy):  # type: ignore[misc]
         return self.value.device
 
     def requires_grad_(self, requires_grad: bool = True) -> TracedTensor:
+        active().gradients.ask(self.node, requires_grad)
         return self
 
 

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from fxquant.frontend.aten import python_form
 from fxquant.frontend.selected import assign, select
+from fxquant.frontend.values import TracedTensor, active
 
 NUMPY = {
     "axis": "dim",
@@ -75,6 +76,14 @@ def _methods(*names: str) -> list[Any]:
 def _fixed(input: Any) -> bool:
     """Whether no size of a tensor depends on the batch."""
     return all(type(size) is int for size in input.shape)
+
+
+@_stands_for(torch._assert, torch._assert_async)
+def _asserted(condition: Any, *_: Any, **__: Any) -> Any:
+    if not isinstance(condition, TracedTensor):
+        return NotImplemented
+    active().note("an assertion about the content of a tensor is left out: the graph does not check it")
+    return None
 
 
 # ---- of numbers that are not complex --------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def _real(site: Site, node: fx.Node, generator: torch.Generator) -> Tensor:
     assert scale is not None
     steps = torch.randint(2 * (low - 2), 2 * (high + 3), site.sizes[node], generator=generator, device="cpu")
     value = steps.to(torch.float32) / 2 * scale  # whole steps, and ties
-    noise = torch.rand(site.sizes[node], generator=generator, device="cpu") * scale
+    noise = torch.rand(site.sizes[node], generator=generator, device="cpu", dtype=torch.float32) * scale
     value = torch.where(torch.randint(0, 2, steps.shape, generator=generator, device="cpu") == 0, value, value + noise)
     special = torch.randint(0, 64, steps.shape, generator=generator, device="cpu")
     for index, number in enumerate((torch.nan, torch.inf, -torch.inf, -0.0, 3.4e38)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.graph import resolve
+from fxquant.graph import is_python, resolve
+from fxquant.interpreter import arguments_of
 from fxquant.kernels.admission import is_primitive
 from fxquant.kernels.record import SLACK, Bound, Built, Held, Implementation, Match, held
 
@@ -75,8 +75,7 @@ class Program:
         self.helps = any(each.built is not None for each in chosen.values())
         self._write()
         self.slots, self.slot_of = self._share()
-        self.free: list[_Instance] = []
-        self.lock = threading.Lock()
+        self.free: list[_Instance] = []  # what one thread puts there another may take: a list does either as a whole
 
     # -- writing it --------------------------------------------------------------------------------------------------
 
@@ -175,16 +174,15 @@ class Program:
 
     def run(self, inputs: Sequence[Any]) -> Any:
         """What the model returns. Several threads may run it at once."""
-        with self.lock:
-            instance = self.free.pop() if self.free else None
-        if instance is None:
+        try:
+            instance = self.free.pop()
+        except IndexError:
             with torch.inference_mode(False):
                 instance = _Instance(self)
         try:
             return instance.run(inputs)
         finally:
-            with self.lock:
-                self.free.append(instance)
+            self.free.append(instance)
 
     def values(self, inputs: Sequence[Any]) -> tuple[dict[str, Tensor], Any]:
         """The stored integers of every tensor that a kernel computes, by name, in order; and what the model returns."""
@@ -322,7 +320,7 @@ class _Primitive:
         places = {read: self.places[read, False] for read in node.all_input_nodes if read.op != "get_attr"}
         constants = {read: resolve(model, str(read.target)) for read in node.all_input_nodes if read.op == "get_attr"}
         module = resolve(model, str(node.target)) if node.op == "call_module" else None
-        if node.op == "call_function" and not any(map(_holds_nodes, (*node.args, node.kwargs))):
+        if node.op == "call_function" and not is_python(node) and not any(map(_holds_nodes, (*node.args, node.kwargs))):
             target: Any = node.target
             kwargs = dict(node.kwargs)
             given = [constants.get(each, each) if isinstance(each, fx.Node) else each for each in node.args]
@@ -340,7 +338,7 @@ class _Primitive:
             def value(read: fx.Node) -> Any:
                 return constants[read] if read in constants else values[places[read]]
 
-            args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+            args, kwargs = arguments_of(node, value)
             if node.op == "call_function":
                 values[writes] = node.target(*args, **kwargs)  # type: ignore[operator]
             elif module is not None:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
+from fxquant.addresses import readable
 from fxquant.graph import qparams, resolve
 
 SIZES = tuple[int, ...]
@@ -95,7 +96,7 @@ class Held:
         pixels = held.view(batch, height, width, self.pixel)[..., :channels]
         value = value.permute(0, 2, 3, 1) if len(self.sizes) == 4 else value.reshape(batch, 1, 1, channels)
         if value.dtype == torch.int8:
-            value = value.view(torch.uint8)
+            value = readable(value).view(torch.uint8)
             if self.zero:
                 torch.bitwise_xor(value, BIASED, out=pixels) if pixels.is_contiguous() else pixels.copy_(value ^ BIASED)
                 return

@@ -7,6 +7,7 @@ strides of the primitives' results.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -15,16 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.graph import kernel, resolve
+from fxquant.forks import free_in_child
+from fxquant.graph import kernel
+from fxquant.interpreter import Interpreter
 from fxquant.kernels.admission import prove
+from fxquant.kernels.constants import Constants
 from fxquant.kernels.patterns import without_negatives
 from fxquant.kernels.program import Choice, Chosen, Layout, Program, returned
 from fxquant.kernels.record import Kernel, Match, Refused, Site
 from fxquant.model import autocast_off
 from fxquant.progress import progress
 
+logger = logging.getLogger("fxquant")
+
 PROVED = 2  # images that an implementation is compared with the primitives on, at most
-MOST_PROGRAMS = 16  # sizes of inputs that are remembered; the one used longest ago is forgotten first
+MOST_PROGRAMS = 16  # sizes and strides of inputs that are remembered; those used longest ago are forgotten first
 
 
 class Runner:
@@ -36,6 +42,7 @@ class Runner:
     def __init__(self, source: Callable[[], tuple[Kernel, ...]]) -> None:
         self.source = source
         self.lock = threading.RLock()
+        free_in_child(self, "lock", threading.RLock, Runner.reset)
         self.reset()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -49,8 +56,8 @@ class Runner:
         with self.lock:
             self.made_for: tuple[Any, ...] | None = None
             self.programs: OrderedDict[Any, Program | Mapping[fx.Node, Layout]] = OrderedDict()  # the latter before it is made
-            self.chosen: dict[Any, Chosen] = {}
-            self.constants: list[tuple[dict[str, Any], str, Any, int]] = []
+            self.chosen: OrderedDict[Any, Chosen] = OrderedDict()
+            self.constants: Constants | None = None
 
     def __call__(self, model: fx.GraphModule, reference: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
         """What the model returns for inputs that its checks have passed."""
@@ -65,19 +72,19 @@ class Runner:
         recorder = _Recorder(model)
         result = recorder.run(*inputs)
         with self.lock:
-            if self._is_of(model):
-                self.programs.setdefault(key, recorder.layouts)
+            if self._is_of(model) and key not in self.programs:
+                self._keep(key, recorder.layouts)
         return result
 
     def program(self, model: fx.GraphModule, inputs: Sequence[Any]) -> Program:
         """The program for inputs of these sizes."""
         key = _key(inputs)
         with self.lock:
-            self._follow(model)
+            self._follow(model, everything=True)
             if key not in self.programs:
                 recorder = _Recorder(model)
                 recorder.run(*inputs)
-                self.programs[key] = recorder.layouts
+                self._keep(key, recorder.layouts)
             found = self._known(model, key)
         assert found is not None
         return found
@@ -89,16 +96,34 @@ class Runner:
             return None
         if not isinstance(found, Program):
             with torch.inference_mode(False), torch.no_grad(), autocast_off():
-                found = self.programs[key] = self._make(model, found)
-            while len(self.programs) > MOST_PROGRAMS:
-                self.programs.popitem(last=False)
-        self.programs.move_to_end(key)
+                found = self._make(model, found)
+        self._keep(key, found)
         return found
 
-    def _follow(self, model: fx.GraphModule) -> None:
-        if not self._is_of(model):
+    def _keep(self, key: Any, found: Program | Mapping[fx.Node, Layout]) -> None:
+        """Remember what is known of a size as the one used last."""
+        self.programs[key] = found
+        self.programs.move_to_end(key)
+        while len(self.programs) > MOST_PROGRAMS:
+            self.programs.popitem(last=False)
+
+    def follow(self, model: fx.GraphModule) -> None:
+        """Look at every constant of the model; forget what was made for others."""
+        with self.lock:
+            if self.made_for is not None:
+                self._follow(model, everything=True)
+
+    def _follow(self, model: fx.GraphModule, everything: bool = False) -> None:
+        known = self._is_of(model)
+        if known and self.constants is not None and self.constants.changed(everything):
+            logger.warning(
+                "a constant of the integer model was written to where PyTorch does not count it (.data, NumPy, inference mode): "
+                "its kernels are built again. Write to it under torch.no_grad(), which is seen at once"
+            )
+            known = False
+        if not known:
             self.reset()
-            self._remember(model)
+            self.made_for, self.constants = (id(model), id(model.graph)), Constants(model)
 
     def choices(self) -> list[tuple[str, Choice]]:
         """What runs at each node with a kernel, by its name, in the order of the graph; where sizes differ, for those seen last."""
@@ -108,21 +133,11 @@ class Runner:
 
     def _is_of(self, model: fx.GraphModule) -> bool:
         """Whether graph and constants are still those that programs were made for."""
-        return self.made_for == (id(model), id(model.graph)) and all(
-            holder.get(name) is tensor and _version(tensor) == version for holder, name, tensor, version in self.constants
-        )
-
-    def _remember(self, model: fx.GraphModule) -> None:
-        self.made_for = (id(model), id(model.graph))
-        for path in dict.fromkeys(str(node.target) for node in model.graph.find_nodes(op="get_attr")):
-            *parents, name = path.split(".")
-            module = resolve(model, ".".join(parents)) if parents else model
-            tensor = resolve(model, path)
-            for holder in (module._buffers, module._parameters, module._modules):
-                if holder.get(name) is tensor:
-                    self.constants.append((holder, name, tensor, _version(tensor)))
+        return self.made_for == (id(model), id(model.graph)) and self.constants is not None and self.constants.same()
 
     def _make(self, model: fx.GraphModule, layouts: Mapping[fx.Node, Layout]) -> Program:
+        if self.constants is not None:
+            self.constants.look()
         sizes = {node: layout[0] for node, layout in layouts.items()}
         non_negative = without_negatives(model)
         chosen: dict[fx.Node, Chosen] = {}
@@ -135,6 +150,8 @@ class Runner:
                 key = (node.name, _proved_for(sizes, node, () if match is None else match.reads))
                 if key not in self.chosen:
                     self.chosen[key] = self._choose(model, node, known[0], found, match, sizes, non_negative)
+                    while len(self.chosen) > MOST_PROGRAMS * len(fused):
+                        self.chosen.popitem(last=False)
                 chosen[node] = self.chosen[key]
         return Program(model, layouts, non_negative, chosen)
 
@@ -188,16 +205,11 @@ def runs_here(inputs: Sequence[Any]) -> bool:
     return all(type(input) in (Tensor, torch.nn.Parameter) and input.device.type == "cpu" for input in inputs if input is not None)
 
 
-def _version(tensor: Any) -> int:
-    return tensor._version if isinstance(tensor, Tensor) and not tensor.is_inference() else 0
-
-
-class _Recorder(fx.Interpreter):
+class _Recorder(Interpreter):
     """Runs the primitives, and notes sizes, strides and dtypes."""
 
     def __init__(self, model: fx.GraphModule) -> None:
         super().__init__(model)
-        self.extra_traceback = False
         self.layouts: dict[fx.Node, Layout] = {}
 
     def run_node(self, n: fx.Node) -> Any:
@@ -205,9 +217,6 @@ class _Recorder(fx.Interpreter):
         if isinstance(result, Tensor):
             self.layouts[n] = tuple(result.shape), result.stride(), result.dtype
         return result
-
-    def fetch_attr(self, target: str) -> Any:
-        return resolve(self.module, target)
 
     def output(self, target: Any, args: Any, kwargs: Any) -> Any:
         assert isinstance(self.module, fx.GraphModule)

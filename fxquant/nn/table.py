@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from fxquant.errors import ConfigurationError
 from fxquant.ops import FUNCTIONS, custom
 
 _DECLARED: dict[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] = {}
@@ -18,7 +19,7 @@ class SegmentLUT(nn.Module):
     name      that of its operator in graphs; a function made with `def` has its own. Two modules of one function share it.
 
     What a march makes of a table of 16 bits, lines and segments of 64 entries, is its compiler's compression of the same meaning. Raises
-    ConfigurationError if the name is another function's, and ValueError if there is none.
+    ConfigurationError if the name is another function's, and if there is none: a lambda, a partial and a callable object have none.
     """
 
     def __init__(self, function: Callable[[Tensor], Tensor], name: str | None = None) -> None:
@@ -26,7 +27,11 @@ class SegmentLUT(nn.Module):
         known = function in FUNCTIONS or function in _DECLARED
         called = name or str(getattr(function, "__name__", ""))
         if not known and not called.isidentifier():
-            raise ValueError("a function without a name of its own needs one: SegmentLUT(function, name=…)")
+            raise ConfigurationError(
+                "the table of a function without a name cannot be declared",
+                because=f"{called or type(function).__name__} is no name, and a file says by its name which function a table is of",
+                remedy='name it: SegmentLUT(function, name="…"), a name of its own for each function',
+            )
         if not known:
             _DECLARED[function] = custom.unary(called, function)
         self.function = _DECLARED.get(function, function)

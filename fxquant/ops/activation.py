@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from fxquant.clamping import clamped
 from fxquant.lowering import Lowering, Quantized
 from fxquant.numerics import Interval
 from fxquant.ops.form import Call
@@ -20,7 +21,7 @@ from fxquant.rescaling import Ratio
 
 def clamp(input: Tensor, min: float | None = None, max: float | None = None) -> Tensor:
     """The values, limited to [min, max]; None is no limit. relu is clamp(0, None), relu6 is clamp(0, 6)."""
-    return input.clamp(min, max)
+    return clamped(input, min, max)
 
 
 def lower_clamp(lowering: Lowering, input: Quantized, min: float | None = None, max: float | None = None) -> Quantized:
@@ -35,6 +36,8 @@ def _refuses_clamp(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     for name in ("min", "max"):
         if not isinstance(arguments[name], int | float | None):
             return f"its bound {name!r} is a tensor"
+        if arguments[name] is not None and math.isnan(arguments[name]):
+            return f"its bound {name!r} is NaN, and so is its result"
     return None
 
 
@@ -42,7 +45,7 @@ def both(first: Sequence[float | None], second: Sequence[float | None]) -> tuple
     """The limits of the one clamp that does what two do, one after the other; None is no limit."""
     least, most = interval(*second)
     low, high = (min(max(bound, least), most) for bound in interval(*first))
-    return None if math.isinf(low) else low, None if math.isinf(high) else high
+    return None if low == -math.inf else low, None if high == math.inf else high
 
 
 def interval(low: Any, high: Any) -> Interval:
@@ -57,8 +60,7 @@ def _moves(node: fx.Node, arguments: dict[str, Any]) -> bool:
 
 
 def _kept(arguments: dict[str, Any], after: Interval) -> Interval:
-    low, high = interval(*both((arguments["min"], arguments["max"]), after))
-    return min(low, high), high  # limits that cross leave the upper one
+    return interval(*both((arguments["min"], arguments["max"]), after))
 
 
 def clamp_between(input: Tensor, min: Tensor | float | None = None, max: Tensor | float | None = None) -> Tensor:
@@ -67,9 +69,10 @@ def clamp_between(input: Tensor, min: Tensor | float | None = None, max: Tensor 
 
 
 def _limited(input: Any, min: Any = None, max: Any = None) -> dict[str, Any] | Instead:
-    """A clamp by numbers is one operator, and by tensors a composite."""
-    given = {"input": input, "min": min, "max": max}
-    return Instead(clamp_between, given) if isinstance(min, fx.Node) or isinstance(max, fx.Node) else given
+    """A clamp by numbers is one operator, and by tensors a composite. Where the limits cross, every value becomes the upper one."""
+    if isinstance(min, fx.Node) or isinstance(max, fx.Node):
+        return Instead(clamp_between, {"input": input, "min": min, "max": max})
+    return {"input": input, "min": max if min is not None and max is not None and min > max else min, "max": max}
 
 
 def _at_least(input: Any, min: Any) -> dict[str, Any] | Instead:
@@ -88,8 +91,8 @@ def _relu6(input: Any, inplace: bool = False) -> dict[str, Any]:
     return {"input": input, "min": 0.0, "max": 6.0}
 
 
-def _hardtanh(input: Any, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> dict[str, Any]:
-    return {"input": input, "min": float(min_val), "max": float(max_val)}
+def _hardtanh(input: Any, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> dict[str, Any] | Instead:
+    return _limited(input, float(min_val), float(max_val))
 
 
 def _onnx_clamp(c: Call) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from fxquant.clamping import clamped
 from fxquant.graph import fact
 from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics import FLOAT32_EXACT
@@ -93,7 +94,7 @@ def onnx_means(c: Call, counts: list[int]) -> str:
 def _adaptive_avg_pool(rank: int) -> Callable[..., Tensor]:
     def function(input: Tensor, output_size: Any, *, clamp: Clamp | None = None) -> Tensor:
         value = AVG_POOLS[rank](input, output_size)
-        return value if clamp is None else value.clamp(*clamp)
+        return value if clamp is None else clamped(value, *clamp)
 
     def lower(lowering: Lowering, input: Quantized, output_size: Any, *, clamp: Clamp | None = None) -> Quantized:
         return lower_means(lowering, input, window_counts(input.shape, output_size, rank), clamp)
@@ -141,7 +142,7 @@ def lower_windows(lowering: Lowering, input: Quantized, counts: list[int]) -> tu
         taps = max(stop - start for start, stop in windows)
         chosen = _filled(windows, taps)
         if chosen != list(range(length)):
-            stored = lowering.constant(f"indices{axis}", torch.tensor(chosen, device=input.scale.device), torch.int64)
+            stored = lowering.constant(f"indices{axis}", torch.tensor(chosen, device=input.scale.device, dtype=torch.int64), torch.int64)
             value = lowering.call(shape.select, value, axis - rank, stored)
         kernel.append(taps)
         places.append(chosen)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.arithmetic import PRODUCT
+from fxquant.clamping import clamped
 from fxquant.facts import TensorFact
 from fxquant.graph import fact, is_parameter
 from fxquant.lowering import Clamp, Lowering, Quantized
@@ -33,7 +34,7 @@ SCALED = Product(product.scale_channels, product.scale_channels_wide, (0,), layo
 
 
 def _clamped(value: Tensor, clamp: Clamp | None) -> Tensor:
-    return value if clamp is None else value.clamp(*clamp)
+    return value if clamp is None else clamped(value, *clamp)
 
 
 def needs_activation(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -142,6 +143,7 @@ for _name, _function, _lower, _spellings, _methods in (
             functions={**dict.fromkeys(_spellings), **({torch.rsub: _reversed_sub} if _name == "sub" else {})},
             methods=dict.fromkeys(_methods),
             absorbs=frozenset({"clamp"}),
+            adds=True,
             refuses=needs_activation,
             idle=_adds_zero if _name == "add" else _subtracts_zero,
             onnx=_onnx_add if _name == "add" else _onnx_sub,

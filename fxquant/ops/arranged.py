@@ -173,7 +173,7 @@ def as_strided(input: Tensor, size: Any, stride: Any, storage_offset: int | None
 
 def _places(arguments: dict[str, Any]) -> Tensor:
     """The place of each element of the result."""
-    places = torch.tensor(arguments["storage_offset"] or 0, device="cpu")
+    places = torch.tensor(arguments["storage_offset"] or 0, device="cpu", dtype=torch.int64)
     for count, step in zip(arguments["size"], arguments["stride"], strict=True):
         places = places.unsqueeze(-1) + torch.arange(count, device="cpu") * step
     return places

@@ -99,7 +99,7 @@ class Mask:
 
     def causal(self, rows: int, columns: int) -> None:
         """Keep of every row what is not behind its own position."""
-        self.hide(self.build.constant(torch.ones(rows, columns, dtype=torch.bool).tril()))
+        self.hide(self.build.constant(torch.ones(rows, columns, dtype=torch.bool, device="cpu").tril()))
 
 
 def attend(build: Builder, query: fx.Node, key: fx.Node, value: fx.Node, mask: Mask, scale: float) -> tuple[fx.Node, fx.Node]:

@@ -77,11 +77,11 @@ def _expand(
     bags, rows = _places(input, offsets, include_last_offset), build.fact(weight).shape[0]
     assert isinstance(rows, int)
     padding = None if padding_idx is None else padding_idx % rows
-    filled = torch.tensor([])  # where a bag of the largest size has a place that it has not itself
+    filled = torch.tensor([], dtype=torch.bool, device="cpu")  # where a bag of the largest size has a place that it has not itself
     if bags:
         size = max(1, *map(len, bags))
-        places = torch.tensor([[*bag, *[0] * (size - len(bag))] for bag in bags], device="cpu")
-        filled = torch.tensor([[place >= len(bag) for place in range(size)] for bag in bags], device="cpu")
+        places = torch.tensor([[*bag, *[0] * (size - len(bag))] for bag in bags], device="cpu", dtype=torch.int64)
+        filled = torch.tensor([[place >= len(bag) for place in range(size)] for bag in bags], device="cpu", dtype=torch.bool)
         input = _arranged(build, input, places)
         per_sample_weights = None if per_sample_weights is None else _arranged(build, per_sample_weights, places)
     weight = _with_row_for_nothing(build, weight, mode, padding, bool(filled.any()) and padding is None)
@@ -119,7 +119,11 @@ def _with_row_for_nothing(build: Builder, weight: fx.Node, mode: str, padding: i
     rows, features = numbers(build.fact(weight).shape)
     if padding is None and not another:
         return weight
-    nothing: Any = build.host(torch.amin, weight, 0, True) if mode == "max" else build.constant(torch.zeros(1, features, device="cpu"))
+    nothing: Any = (
+        build.host(torch.amin, weight, 0, True)
+        if mode == "max"
+        else build.constant(torch.zeros(1, features, device="cpu", dtype=torch.float32))
+    )
     if padding is not None:
         mask = torch.arange(rows, device="cpu").reshape(-1, 1) == padding
         weight = build.host(torch.where, build.constant(mask), nothing, weight)
@@ -137,7 +141,7 @@ def _share(build: Builder, input: fx.Node, padding: int | None, count: Tensor | 
         assert count is not None
         return build.constant(torch.where(count > 0, 1 / count.clamp(min=1), 0.0))
     size = numbers(build.fact(input).shape)[1]
-    table = torch.tensor([[0.0], *([1 / number] for number in range(1, size + 1))], device="cpu")
+    table = torch.tensor([[0.0], *([1 / number] for number in range(1, size + 1))], device="cpu", dtype=torch.float32)
     share: fx.Node = build(embedding, _counted(build, input, padding), build.constant(table), demand=INNER)
     return share
 

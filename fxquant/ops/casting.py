@@ -139,5 +139,5 @@ def asked_dtype(asked: Any) -> torch.dtype | None:
         return known if isinstance(known, torch.dtype) else known.dtype
     name = str(asked)
     if name.startswith("torch.") and name.endswith("Tensor"):  # "torch.FloatTensor"
-        return torch.empty(0).type(name).dtype if ".cuda." not in name else None
+        return torch.empty(0, dtype=torch.float32, device="cpu").type(name).dtype if ".cuda." not in name else None
     return None

@@ -41,7 +41,7 @@ def made_anew(node: fx.Node) -> Tensor | None:
     fill = _FILLS[node.target](*node.args, **node.kwargs)
     if known.dtype != torch.float32 or isinstance(fill, bool) or not isinstance(fill, int | float):
         return None
-    return torch.full([size if isinstance(size, int) else 1 for size in known.shape], float(fill), device="cpu")
+    return torch.full([size if isinstance(size, int) else 1 for size in known.shape], float(fill), device="cpu", dtype=torch.float32)
 
 
 def made_number(node: Any) -> float | None:

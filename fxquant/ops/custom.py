@@ -43,8 +43,7 @@ def unary(name: str, function: Callable[[Tensor], Tensor], number: Callable[[flo
     def on_number(x: float) -> float:
         return float(function(torch.tensor(x, dtype=torch.float64, device="cpu")))
 
-    called.__name__ = called.__qualname__ = name
-    called.__dict__.pop("__wrapped__", None)
+    _give_name(called, name)
     called.__signature__ = inspect.Signature([inspect.Parameter("input", inspect.Parameter.POSITIONAL_OR_KEYWORD)])  # type: ignore[attr-defined]
     declare(name, called, number or on_number)
     return called
@@ -98,12 +97,19 @@ def operator(
             return traced
         return function(*args, **kwargs)
 
-    called.__name__ = called.__qualname__ = name
-    called.__dict__.pop("__wrapped__", None)
+    _give_name(called, name)
     called.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     meaning = {"expand": expand} if lower is None else {"lower": lower}
     register(Operator(name, called, tuple(operands), **meaning, **fields))
     return called
+
+
+def _give_name(called: Callable[..., Any], name: str) -> None:
+    """A function that was made of another one has a name of its own."""
+    called.__name__ = called.__qualname__ = name
+    called.__dict__.pop("__wrapped__", None)
+    if (called.__module__ or "").partition(".")[0] == "torch":  # generated code would look for it there
+        called.__module__ = __name__
 
 
 def _require_free(name: str) -> None:

@@ -97,7 +97,7 @@ def _lower_taps(
     def exact() -> Any:
         moved = lowering.call(shape.reshape, offset.value, [-1, rows, columns, 2, height, width])
         moved = lowering.call(shape.permute, moved, [0, 4, 1, 5, 2, 3])
-        turned = torch.tensor([1, 0], device=input.scale.device)
+        turned = torch.tensor([1, 0], device=input.scale.device, dtype=torch.int64)
         moved = lowering.call(shape.select, moved, 5, lowering.constant("order", turned, torch.int64))
         moved = lowering.call(shape.reshape, moved, [-1, height * rows, width * columns, 2])
         images = input.value
@@ -121,7 +121,9 @@ def _onnx_taps(c: Call) -> str:
     taps = sizes(c["kernel_size"], 2)
     geometry = c["kernel_size"], c["stride"], c["padding"], c["dilation"]
     groups = channels // fact(node.args[0]).shape[1]
-    factors = torch.tensor([2 / height, 2 / width], device="cpu").repeat(groups * taps[0] * taps[1]).reshape(1, -1, 1, 1)
+    factors = (
+        torch.tensor([2 / height, 2 / width], device="cpu", dtype=torch.float32).repeat(groups * taps[0] * taps[1]).reshape(1, -1, 1, 1)
+    )
     moved = c.do("Mul", c.operand("offset"), c.e.constant(factors))
     moved = c.do("Reshape", moved, c.integers([-1, *taps, 2, rows // taps[0], columns // taps[1]]))
     moved = c.do("Gather", c.do("Transpose", moved, perm=[0, 4, 1, 5, 2, 3]), c.integers([1, 0]), axis=5)

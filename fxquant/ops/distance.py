@@ -312,7 +312,7 @@ def cross_map_norm(input: Tensor, size: int, alpha: float = 1e-4, beta: float = 
 def _windows_across(channels: int, size: int) -> Tensor:
     """Which channels' squares each channel is divided by, as torch.nn's module sums them up from the channel before: ones and zeros."""
     ahead = (size - 1) // 2 + 1
-    kept = torch.zeros(channels, channels, device="cpu")
+    kept = torch.zeros(channels, channels, device="cpu", dtype=torch.float32)
     kept[0, :ahead] = 1
     for channel in range(1, channels):
         kept[channel] = kept[channel - 1]

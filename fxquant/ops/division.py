@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxquant.clamping import clamped
 from fxquant.graph import absorb, is_parameter
 from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.ops.arithmetic import mul
@@ -27,7 +28,7 @@ from fxquant.rescaling import Ratio
 def div(input: Tensor, other: float, *, clamp: Clamp | None = None) -> Tensor:
     """input / other for a number, and a fused clamp."""
     value = input / other
-    return value if clamp is None else value.clamp(*clamp)
+    return value if clamp is None else clamped(value, *clamp)
 
 
 def _lower_div(lowering: Lowering, input: Quantized, other: float, *, clamp: Clamp | None = None) -> Quantized:

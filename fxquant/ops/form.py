@@ -121,7 +121,7 @@ class Call:
         return self.clamped(value, *(self.arguments.get("clamp") or (None, None)))
 
     def clamped(self, value: str, low: float | None, high: float | None) -> str:
-        low, high = (None if bound is None or math.isinf(bound) else bound for bound in (low, high))
+        low, high = None if low == -math.inf else low, None if high == math.inf else high
         if low is None and high is None:
             return value
         if low == 0 and high is None:

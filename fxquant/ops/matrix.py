@@ -85,7 +85,7 @@ def box(length: int, count: int) -> Tensor | None:
     """1 where an element belongs to a window; None where each is a window of its own."""
     if length == count:
         return None
-    matrix = torch.zeros(count, length, device="cpu")
+    matrix = torch.zeros(count, length, device="cpu", dtype=torch.float32)
     for index, (start, stop) in enumerate(uneven_windows(length, count)):
         matrix[index, start:stop] = 1
     return matrix
@@ -93,9 +93,9 @@ def box(length: int, count: int) -> Tensor | None:
 
 def window_sizes(lengths: Sequence[int], counts: Sequence[int]) -> Tensor:
     """How many elements each window has, in all dimensions together: float32, one number if all agree."""
-    sizes = torch.ones((), device="cpu")
+    sizes = torch.ones((), device="cpu", dtype=torch.float32)
     for length, count in zip(lengths, counts, strict=True):
-        along = torch.tensor([float(stop - start) for start, stop in uneven_windows(length, count)], device="cpu")
+        along = torch.tensor([float(stop - start) for start, stop in uneven_windows(length, count)], device="cpu", dtype=torch.float32)
         sizes = sizes.unsqueeze(-1) * along
     return sizes.flatten()[0] if bool((sizes == sizes.flatten()[0]).all()) else sizes
 

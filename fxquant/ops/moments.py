@@ -165,7 +165,7 @@ def _expand_group_norm(build: Builder, input: fx.Node, num_groups: int, weight: 
 def scaled(build: Builder, input: fx.Node, weight: fx.Node | None, bias: fx.Node | None) -> fx.Node:
     """A tensor times weight, plus bias, of its channels."""
     if weight is None and bias is not None:
-        weight = build.constant(torch.ones(fact(bias).shape))
+        weight = build.constant(torch.ones(fact(bias).shape, dtype=torch.float32, device="cpu"))
     result: fx.Node = build(scale_channels, input, weight, bias, len(fact(input).shape) - 2)
     return result
 

@@ -168,7 +168,7 @@ def _expand_quantile(build: Builder, input: fx.Node, q: Any, dim: int, keepdim: 
         return found
 
     def of(quantity: float) -> fx.Node:
-        position = float(torch.tensor(quantity, dtype=torch.float32) * (length - 1))  # which PyTorch computes so
+        position = float(torch.tensor(quantity, dtype=torch.float32, device="cpu") * (length - 1))  # which PyTorch computes so
         share = _share(position, interpolation)
         first = min(math.floor(position), length - 1)
         if share in (0.0, 1.0):

@@ -50,13 +50,13 @@ def _lower_pad(lowering: Lowering, input: Quantized, padding: list[int], mode: s
         if (begin, end) != (0, 0):
             size = input.shape[dim]
             assert isinstance(size, int)
-            indices = _indices(mode, size, begin, end)
+            indices = elements(mode, size, begin, end)
             chosen = torch.tensor(indices, dtype=torch.int64, device=input.scale.device)
             result = lowering.call(shape.select, result, dim, lowering.constant(f"indices{dim}", chosen, torch.int64))
     return input.with_value(result)
 
 
-def _indices(mode: str, size: int, begin: int, end: int) -> list[int]:
+def elements(mode: str, size: int, begin: int, end: int) -> list[int]:
     """The elements of a padded dimension. One that is wrapped around is first cut off where a margin is negative."""
     if mode == "circular":
         kept = range(max(-begin, 0), size - max(-end, 0))

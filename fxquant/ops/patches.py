@@ -138,7 +138,7 @@ def _fold_demand(node: fx.Node, arguments: dict[str, Any]) -> Demand:
 def _matrices(axes: list[list[list[int]]], lengths: list[int]) -> list[Tensor]:
     found = []
     for axis, length in zip(axes, lengths, strict=True):
-        matrix = torch.zeros(len(axis), length, device="cpu")
+        matrix = torch.zeros(len(axis), length, device="cpu", dtype=torch.float32)
         for position, elements in enumerate(axis):
             matrix[position, elements] = 1
         found.append(matrix)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from fxquant.clamping import clamped
 from fxquant.facts import Size, TensorFact
 from fxquant.graph import fact
 from fxquant.lowering import Clamp, Lowering, Quantized
@@ -203,7 +204,7 @@ def _avg_pool(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized
     ) -> Tensor:
         extra = () if rank == 1 else (divisor_override,)
         value = AVG_POOLS[rank](input, kernel_size, stride, padding, ceil_mode, count_include_pad, *extra)
-        return value if clamp is None else value.clamp(*clamp)
+        return value if clamp is None else clamped(value, *clamp)
 
     def lower(
         lowering: Lowering,
@@ -369,13 +370,13 @@ LOWER_AVG_POOLS = {1: _lower_avg_pool1d, 2: _lower_avg_pool2d, 3: _lower_avg_poo
 def mean(input: Tensor, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Tensor:
     """The mean over dimensions (all of them if `dim` is None)."""
     value = input.mean() if dim is None else input.mean(dim, keepdim)
-    return value if clamp is None else value.clamp(*clamp)
+    return value if clamp is None else clamped(value, *clamp)
 
 
 def sum(input: Tensor, dim: Any = None, keepdim: bool = False, *, clamp: Clamp | None = None) -> Tensor:
     """The sum over dimensions (all of them if `dim` is None)."""
     value = input.sum() if dim is None else input.sum(dim, keepdim)
-    return value if clamp is None else value.clamp(*clamp)
+    return value if clamp is None else clamped(value, *clamp)
 
 
 def _dims(shape: tuple[Any, ...], dim: Any) -> list[int]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from fxquant.clamping import clamped
 from fxquant.graph import is_parameter
 from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics import FLOAT32_EXACT, INT32_MAX, SMALLEST_SCALE, WEIGHT_INT16
@@ -24,7 +25,7 @@ from fxquant.rescaling import Ratio
 def prelu(input: Tensor, weight: Tensor, *, clamp: Clamp | None = None) -> Tensor:
     """max(x, 0) + weight · min(x, 0), with one weight or one per channel, and a fused clamp."""
     value = F.prelu(input, weight)
-    return value if clamp is None else value.clamp(*clamp)
+    return value if clamp is None else clamped(value, *clamp)
 
 
 def _lower_prelu(lowering: Lowering, input: Quantized, weight: Tensor, *, clamp: Clamp | None = None) -> Quantized:

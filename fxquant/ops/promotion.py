@@ -71,7 +71,7 @@ def _nodes(arguments: dict[str, Any]) -> list[fx.Node]:
 def truth(value: Any, build: Builder) -> Any:
     """Whether the numbers of a tensor are not 0."""
     if not isinstance(value, fx.Node):
-        return build.constant(torch.tensor(bool(value), device="cpu"))
+        return build.constant(torch.tensor(bool(value), device="cpu", dtype=torch.bool))
     if fact(value).dtype == torch.bool:
         return value
     if is_parameter(value) or fact(value).dtype.is_floating_point:

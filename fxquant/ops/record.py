@@ -141,6 +141,7 @@ class Operator:
     adapt      how the arguments of `function` itself become canonical ones (None: by name)
     refuses    says why a particular node must stay in float, or None
     idle       whether a particular node whose result has its operand's shape and dtype is its operand's value, too, in every state
+    adds       whether its operands are terms of a sum, brought to one scale: one may be too small for the others
     sums       whether it forms a sum of products that may stand as it is, a 32-bit output
     folded     weight, bias, batch norm and the other arguments -> weight and bias with the batch norm multiplied in; of operators
                that absorb one
@@ -180,6 +181,7 @@ class Operator:
     normalize: Callable[[fx.Node, dict[str, Any]], dict[str, Any] | str] = lambda node, arguments: arguments
     parameters: Mapping[str, Any] = field(default_factory=dict)
     adapt: Adapt | None = None
+    adds: bool = False
     sums: bool = False
     folded: Callable[..., tuple[Tensor, Tensor]] | None = None
     weight: Callable[..., Tensor | None] = lambda **arguments: None

@@ -78,7 +78,7 @@ def _lower_nearest(lowering: Lowering, input: Quantized, axes: list[tuple[int, i
     for axis, (length, size, factor) in enumerate(axes):
         indices = _nearest(length, size, factor, mode)
         if indices != tuple(range(length)):
-            stored = lowering.constant(f"indices{axis}", torch.tensor(indices, device=input.scale.device), torch.int64)
+            stored = lowering.constant(f"indices{axis}", torch.tensor(indices, device=input.scale.device, dtype=torch.int64), torch.int64)
             value = lowering.call(shape.select, value, axis + 2, stored)
     return input.with_value(value)
 

@@ -43,7 +43,7 @@ def scatter(input: Tensor, dim: int, index: Tensor, src: Tensor | float) -> Tens
 
 def _lower_scatter(lowering: Lowering, input: Branch, dim: int, index: Any, src: Branch) -> Quantized:
     places = lowering.given("index", index, torch.int64)
-    number = (True,) if not isinstance(src, Quantized) and torch.as_tensor(src).dim() == 0 else ()
+    number = (True,) if not isinstance(src, Quantized) and (not isinstance(src, Tensor) or src.dim() == 0) else ()
 
     def exact() -> Any:
         values = on_the_output(lowering, input, "input"), on_the_output(lowering, src, "src")
@@ -164,7 +164,7 @@ def _lower_index_sum(lowering: Lowering, src: Quantized, dim: int, index: Tensor
     largest = lowering.prove(torch.tensor(terms * src.grid.magnitude, dtype=torch.float64, device="cpu"), "the sum")
     order = [d for d in range(rank) if d != dim] + [dim]
     value = lowering.call(shape.permute, src.value, order)
-    lowering.describe("places", torch.empty(0, device="cpu"))
+    lowering.describe("places", torch.empty(0, device="cpu", dtype=torch.float32))
     summing = accumulate.linear if largest < FLOAT32_EXACT else accumulate.linear_wide
     total = lowering.call(summing, value, lowering.constant("places", matrix, torch.int8), None)
     result = lowering.requantize(total, Ratio((src.scale,)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -78,14 +79,14 @@ register(
         _lower_reshape,
         Same(),
         moves=True,
-        functions=dict.fromkeys(
-            (
+        functions={
+            function: functools.partial(_any_sizes)  # one for each: a rule for flatten is not about squeeze
+            for function in (
                 *(torch.reshape, torch.flatten, torch.unflatten, torch.squeeze, torch.unsqueeze, torch.ravel),
                 *(torch.atleast_1d, torch.atleast_2d, torch.atleast_3d),
-            ),
-            _any_sizes,
-        ),
-        methods=dict.fromkeys(_RESHAPES, _any_sizes),
+            )
+        },
+        methods={name: functools.partial(_any_sizes) for name in _RESHAPES},
         modules=dict.fromkeys((nn.Flatten, nn.Unflatten), lambda m: {"shape": []}),
         normalize=_plain_shape,
         idle=lambda arguments: True,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fxquant.arithmetic import SUM, ShiftedSums
+from fxquant.clamping import clamped
 from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics import FLOAT32_EXACT, WEIGHT_INT8, power_of_two
 from fxquant.primitives import elementwise
@@ -97,7 +98,8 @@ def _lower_shifted_sum(
             zero = torch.zeros((), dtype=torch.int32, device=device)
             held = lowering.constant(f"{role}_multiplier", factors[role], torch.int32)
             shift = lowering.constant(f"{role}_right_shift", zero, torch.int32)
-            term = lowering.call(elementwise.align_fixed, operand.value, held, shift, wide)
+            exact = steps[role].over(*x.numerators).times(power_of_two(exponent))
+            term = lowering.multiplied(elementwise.align_fixed, operand.value, exact, held, shift, wide)
             if total is None:
                 total = term if sign > 0 else lowering.call(elementwise.negate, term)
             else:
@@ -124,7 +126,8 @@ def _lower_narrow_sum(lowering: Lowering, terms: dict[str, tuple[Quantized, floa
         total: Any = None
         for (role, (operand, factor)), multiplier in zip(terms.items(), multipliers, strict=True):
             held = lowering.constant(f"{role}_multiplier", multiplier.float(), torch.float32)
-            aligned = lowering.call(elementwise.align_real, operand.value, held, False)
+            step = ratios[role].times(_factor(2.0**bits, ratios[role]))
+            aligned = lowering.multiplied(elementwise.align_real, operand.value, step, held, False)
             if total is None:
                 total = aligned if factor > 0 else lowering.call(elementwise.negate, aligned)
             else:
@@ -133,7 +136,7 @@ def _lower_narrow_sum(lowering: Lowering, terms: dict[str, tuple[Quantized, floa
 
     def real() -> Tensor:
         total: Any = sum(operand.real() * factor for operand, factor in terms.values())
-        return total if clamp is None else total.clamp(*clamp)
+        return total if clamp is None else clamped(total, *clamp)
 
     largest = sum(LARGEST_NARROW_MULTIPLIER * operand.grid.magnitude for operand, _ in terms.values())
     lowering.prove(torch.tensor(float(largest), dtype=torch.float64, device="cpu"), "the sum")

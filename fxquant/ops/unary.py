@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from fxquant.clamping import clamped
 from fxquant.facts import TensorFact
 from fxquant.graph import fact, is_parameter
 from fxquant.lowering import Lowering, Quantized
@@ -58,7 +59,7 @@ def _tamed(function: Callable[[Tensor], Tensor], x: Tensor, name: str) -> Tensor
     infinite = torch.isinf(value)
     if bool(infinite.any()) and not bool(infinite.all()):
         finite = value.detach()[~infinite]
-        value = value.clamp(float(finite.nan_to_num(math.inf).min()), float(finite.nan_to_num(-math.inf).max()))
+        value = clamped(value, float(finite.nan_to_num(math.inf).min()), float(finite.nan_to_num(-math.inf).max()))
     undefined = torch.isnan(value) & ~torch.isnan(x)
     return torch.where(undefined, 0.0, value) if bool(undefined.any()) else value
 
@@ -182,11 +183,11 @@ def unary(
 
 def _has_poles(function: Callable[..., Tensor], settings: Mapping[str, Any]) -> bool:
     """Whether the function has no finite slope where such functions have their poles; of a power, at any exponent."""
-    x = torch.tensor([-1.0, 0.0, 1.0], device="cpu", requires_grad=True)
+    x = torch.tensor([-1.0, 0.0, 1.0], device="cpu", requires_grad=True, dtype=torch.float32)
     given = {key: 0.5 if isinstance(value, float) else value for key, value in settings.items()}
     with torch.enable_grad():
         value = function(x, **given)
-        slope = torch.autograd.grad(value.sum(), x)[0] if value.requires_grad else torch.zeros(3)
+        slope = torch.autograd.grad(value.sum(), x)[0] if value.requires_grad else torch.zeros(3, dtype=torch.float32, device="cpu")
     return not bool(torch.isfinite(slope).all())
 
 

@@ -113,7 +113,7 @@ def _adaptive_indices(rank: int) -> Callable[..., Tensor]:
         value, kernel, chosen = lower_windows(lowering, input, window_counts(input.shape, output_size, rank))
         position_of = torch.arange(math.prod(lengths), device="cpu").reshape(lengths)
         for axis, elements in enumerate(chosen):
-            position_of = position_of.index_select(axis, torch.tensor(elements, device="cpu"))
+            position_of = position_of.index_select(axis, torch.tensor(elements, device="cpu", dtype=torch.int64))
         places = lowering.constant("places", position_of.flatten().to(input.scale.device), torch.int64)
         planes = [len(elements) for elements in chosen]
         wide = (input.grid.magnitude + 256) * math.prod(planes) >= FLOAT32_EXACT
@@ -227,7 +227,11 @@ def _onnx_unpool(c: Call) -> str:
     flat = c.integers([0, 0, -1])
     value = c.rounded(c.do("Reshape", c.input, flat))
     planes = c.do("Slice", c.do("Shape", c.input), c.integers([0]), c.integers([2]))
-    empty = c.do("Expand", c.e.constant(torch.zeros(1, 1, 1)), c.do("Concat", planes, c.integers([math.prod(size)]), axis=0))
+    empty = c.do(
+        "Expand",
+        c.e.constant(torch.zeros(1, 1, 1, dtype=torch.float32, device="cpu")),
+        c.do("Concat", planes, c.integers([math.prod(size)]), axis=0),
+    )
     placed = c.do("ScatterElements", empty, c.do("Reshape", c.operand("indices"), flat), value, axis=2)
     return c.do("Reshape", placed, c.integers([0, 0, *size]))
 

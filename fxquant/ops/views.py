@@ -92,7 +92,7 @@ def _expand(build: Builder, input: fx.Node, value: fx.Node, way: Any) -> Any:
     assert places is not None
     rest = [size for size in shape if isinstance(size, int)]
     batch = [-1] * (len(shape) - len(rest))
-    source = torch.full((math.prod(rest),), -1, device="cpu")
+    source = torch.full((math.prod(rest),), -1, device="cpu", dtype=torch.int64)
     source[places.flatten()] = torch.arange(places.numel(), device="cpu")
     mask = build.constant((source >= 0).reshape([1] * len(batch) + rest))
     number = made_number(value)

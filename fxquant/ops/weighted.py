@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant import sweeps
+from fxquant.clamping import clamped
 from fxquant.errors import ConfigurationError
 from fxquant.facts import Size, TensorFact
 from fxquant.graph import fact, is_parameter, resolve
@@ -36,6 +37,7 @@ from fxquant.numerics import (
     IntType,
     accumulator_bound,
     bias_limit,
+    ends_of,
     least_scale_for_bias,
     least_scale_for_residual,
     power_of_two,
@@ -66,7 +68,7 @@ def epilogue(value: Tensor, residual: Tensor | None, clamp: Clamp | None, before
         value = value + residual
     if clamp is None:
         return value
-    return value.clamp(*clamp) if torch.is_grad_enabled() else value.clamp_(*clamp)  # nobody else has it
+    return clamped(value, *clamp) if torch.is_grad_enabled() else value.clamp_(*clamp)  # nobody else has it
 
 
 # ---- the integer meaning --------------------------------------------------------------------------------------------
@@ -314,9 +316,9 @@ def _live(layer: _Layer, batch_norm: BatchNorm, bias: Tensor | None) -> _Live:
 
 def _narrow(sums: Tensor) -> Tensor:
     """Sums in float32 where that holds each of them: half the memory, and the faster passes."""
-    if sums.dtype != torch.float64 or not sums.numel():
+    if sums.dtype != torch.float64:
         return sums
-    low, high = (float(end) for end in torch.aminmax(sums.detach()))
+    low, high = ends_of(sums)
     return sums.float() if max(-low, high) < FLOAT32_EXACT else sums
 
 

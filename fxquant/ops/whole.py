@@ -65,7 +65,7 @@ class Steps:
 
 def as_whole(value: Any) -> Tensor:
     """A number, or a tensor of whole numbers or truth values, as int64."""
-    return torch.as_tensor(value).to(torch.int64)
+    return (value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")).to(torch.int64)
 
 
 def needs_numbers(*names: str) -> Callable[[fx.Node, dict[str, Any]], str | None]:

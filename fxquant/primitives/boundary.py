@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fxquant.clamping import clamped
 from fxquant.numerics import BOUNDARY_LIMIT, is_scale, quantized_value
 from fxquant.primitives.bounds import Range, Value, constant_of, need, stored_limits
 from fxquant.primitives.record import Emitter, primitive
@@ -56,7 +57,7 @@ def offset(e: Emitter, zero_point: int, dtype: torch.dtype = torch.float32) -> l
 
 
 def _surrogate_quantize(input: Tensor, scale: Tensor, low: int, high: int, dtype: torch.dtype, zero_point: int = 0) -> Tensor:
-    return (input / scale).clamp(low, high) + zero_point
+    return clamped(input / scale, low, high) + zero_point
 
 
 def _bounds_quantize(input: Value | None, scale: Value, low: int, high: int, dtype: torch.dtype, zero_point: int = 0) -> Range:

@@ -77,8 +77,13 @@ def need(condition: bool | Tensor, because: str) -> None:
 
 def within(bound: Any, exact: int) -> Range:
     """An accumulator of that magnitude."""
-    bound = torch.as_tensor(bound, dtype=torch.float64)
+    bound = as_double(bound)
     return Range(-bound, bound, exact)
+
+
+def as_double(bound: Any) -> Tensor:
+    """A number or a tensor as float64; a number is on the CPU, whatever PyTorch's default device is."""
+    return bound.double() if isinstance(bound, Tensor) else torch.tensor(bound, dtype=torch.float64, device="cpu")
 
 
 def exact_below(wide: bool) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fxquant.clamping import clamped
 from fxquant.numerics import FLOAT32_EXACT, power_of_two
 from fxquant.primitives.bounds import Range, Value, constant_of, exact_below, multipliers, need, within
 from fxquant.primitives.record import Emitter, primitive
@@ -215,7 +216,7 @@ def _bounds_clamp(input: Value, low: int, high: int) -> Range:
 @primitive(_onnx_clamp, bounds=_bounds_clamp)
 def clamp(input: Tensor, low: int, high: int) -> Tensor:
     """The integers, limited to [low, high]."""
-    return input.clamp(low, high)
+    return clamped(input, low, high)
 
 
 def _onnx_lookup(e: Emitter, input: str, table: Tensor, first: int | None = None) -> str:

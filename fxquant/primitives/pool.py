@@ -62,7 +62,9 @@ def _onnx_sum_pool(
         pads = [*begin, *end]
         if len(set(pads)) > 1:
             # onnxruntime 1.21 to 1.23 counts uneven padding wrongly, from opset 19 on. Round is a barrier: it would join the two again.
-            value = e.node("Round", e.node("Pad", value, e.constant(torch.tensor([0, 0, *begin, 0, 0, *end]))))
+            value = e.node(
+                "Round", e.node("Pad", value, e.constant(torch.tensor([0, 0, *begin, 0, 0, *end], dtype=torch.int64, device="cpu")))
+            )
             pads = [0] * len(pads)
         mean = e.node("AveragePool", value, kernel_shape=list(kernel), strides=list(stride), pads=pads, count_include_pad=1)
         # The mean times its count is within half of the whole sum, so Round recovers it exactly.

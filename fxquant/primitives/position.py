@@ -95,7 +95,9 @@ def _onnx_unpool(e: Emitter, input: str, indices: str, sizes: list[int], outside
     planes = e.node("Slice", e.node("Shape", input), e.constant([0]), e.constant([2]))
     count = math.prod(sizes)
     empty = e.node(
-        "Expand", e.constant(torch.full((1, 1, 1), outside, dtype=e.dtype(input))), e.node("Concat", planes, e.constant([count]), axis=0)
+        "Expand",
+        e.constant(torch.full((1, 1, 1), outside, dtype=e.dtype(input), device="cpu")),
+        e.node("Concat", planes, e.constant([count]), axis=0),
     )
     flat = e.constant([0, 0, -1])
     placed = e.node("ScatterElements", empty, e.node("Reshape", indices, flat), e.node("Reshape", input, flat), axis=2)

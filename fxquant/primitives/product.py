@@ -122,7 +122,8 @@ def _bounds_rectify(input: Value, positive: int, negative: Value, wide: bool = F
 def rectify(input: Tensor, positive: int, negative: Tensor, wide: bool = False) -> Tensor:
     """positive · max(x, 0) + negative · min(x, 0), as int32; `negative` is shaped to broadcast. |result| < 2^24 unless `wide`."""
     value = input.double() if wide else input.float()
-    result = positive * value.clamp(min=0) + negative.to(value.dtype) * value.clamp(max=0)
+    # At 0 the gradient is the negative slope, as that of torch.prelu is; the sum with 0 leaves no -0.0.
+    result = torch.where(value > 0, float(positive), negative.to(value.dtype)) * value + 0.0
     return result if input.is_floating_point() else result.to(torch.int32)
 
 

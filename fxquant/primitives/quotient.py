@@ -80,7 +80,7 @@ def rounded(steps: Tensor, size: Tensor, low: int, high: int, add: Tensor | None
     half = (torch.ceil(-size.flatten() * 2.0**7) * 2.0**-8).float() if lowered else torch.zeros_like(nearest)
     for fraction in (*FRACTIONS, *(MORE_FRACTIONS if lowered else ())) if add is None else (add.flatten(),):
         open_ = by == 0
-        tried = (half + torch.as_tensor(fraction, device="cpu")).expand(nearest.shape)[open_]
+        tried = (half + torch.as_tensor(fraction, dtype=torch.float32, device="cpu")).expand(nearest.shape)[open_]
         by[open_] = _found(steps[open_] if len(steps) > 1 else steps, nearest[open_], tried, low, high, divides)
         more[open_] = tried
         if bool((by > 0).all()):
@@ -92,7 +92,7 @@ def rounded(steps: Tensor, size: Tensor, low: int, high: int, add: Tensor | None
 def _found(steps: Tensor, nearest: Tensor, add: Tensor, low: int, high: int, divides: bool) -> Tensor:
     """For each channel float32 f with round_half_even((c + add) / f or (c + add) · f) ≥ k exactly from the step of k on; 0 for none."""
     results = torch.arange(low + 1, high + 1, device="cpu")
-    limit = torch.full((1,), FLOAT32_EXACT, device="cpu")
+    limit = torch.full((1,), FLOAT32_EXACT, dtype=torch.int64, device="cpu")
     reached, below, last = (whole.clamp(-FLOAT32_EXACT, FLOAT32_EXACT).float() + add[:, None] for whole in (steps, steps - 1, limit))
     never, always = steps > FLOAT32_EXACT, steps - 1 < -FLOAT32_EXACT  # results beyond what the integers can be
     chosen = torch.zeros_like(nearest)

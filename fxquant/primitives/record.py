@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from fxquant.forks import free_in_child
 from fxquant.primitives.bounds import Range
 
 
@@ -139,6 +140,7 @@ class Switches(AbstractContextManager[None]):
     def __init__(self, deciding: Sequence[Switch], switches: Sequence[Switch]) -> None:
         self.deciding, self.switches = deciding, switches
         self.lock = Lock()
+        free_in_child(self, "lock", Lock)
         self.inside = 0
         self.before: dict[Switch, Any] = {}  # the values of the switches that were changed
 

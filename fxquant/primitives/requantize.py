@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fxquant.clamping import clamped
 from fxquant.numerics import FLOAT32_EXACT, power_of_two
 from fxquant.primitives.accumulate import DEQUANTIZES
 from fxquant.primitives.boundary import clipped, offset
@@ -291,4 +292,4 @@ def _bounds_clamp_accumulator(input: Value, low: Value, high: Value) -> Range:
 @primitive(_onnx_clamp_accumulator, bounds=_bounds_clamp_accumulator)
 def clamp_accumulator(input: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """The integers, limited to bounds that may differ between channels."""
-    return torch.minimum(torch.maximum(input, low.to(input.dtype)), high.to(input.dtype))
+    return clamped(input, low.to(input.dtype), high.to(input.dtype))

@@ -23,6 +23,7 @@ class BatchNorm(Protocol):
     num_batches_tracked: Tensor | None
     momentum: float | None
     eps: float
+    track_running_stats: bool
 
 
 class BatchNormTensors(NamedTuple):
@@ -35,6 +36,7 @@ class BatchNormTensors(NamedTuple):
     momentum: float | None
     eps: float
     num_batches_tracked: Tensor | None = None
+    track_running_stats: bool = True
 
 
 def multiplied(batch_norm: BatchNorm, factors: Tensor) -> BatchNorm:
@@ -48,6 +50,7 @@ def multiplied(batch_norm: BatchNorm, factors: Tensor) -> BatchNorm:
         bn.momentum,
         bn.eps,
         bn.num_batches_tracked,
+        bn.track_running_stats,
     )
 
 
@@ -108,7 +111,7 @@ def correct_batch(
 
 @torch.no_grad()
 def _update_running(batch_norm: BatchNorm, mean: Tensor, variance: Tensor, count: int, usable: Tensor) -> None:
-    if batch_norm.running_mean is None or batch_norm.running_var is None:
+    if not batch_norm.track_running_stats or batch_norm.running_mean is None or batch_norm.running_var is None:
         return
     if batch_norm.num_batches_tracked is not None:
         batch_norm.num_batches_tracked.add_(1)

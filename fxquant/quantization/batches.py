@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fxquant.errors import CalibrationError, ConfigurationError
-from fxquant.facts import BatchDim, TensorFact
+from fxquant.facts import BatchDim, TensorFact, unusual_kind
 from fxquant.graph import annotation, argument_name, fact, qparams
 
 logger = logging.getLogger("fxquant")
@@ -175,6 +175,9 @@ def _check_input(index: int, node: fx.Node, value: Any) -> None:
     check_kind(index, node.name, value)
     if not isinstance(value, torch.Tensor):
         raise bad_batch(index, f"its value for {node.name!r} is a {type(value).__name__}, not a tensor", remedy)
+    unusual = unusual_kind(value)
+    if unusual is not None:
+        raise bad_batch(index, f"its value for {node.name!r} is a {unusual[0]} tensor, and the model takes dense ones", unusual[1])
     if value.dtype != expected.dtype:
         raise bad_batch(index, f"its value for {node.name!r} is {value.dtype}, and the model was traced with {expected.dtype}", remedy)
     fits = value.dim() == len(expected.shape) and all(

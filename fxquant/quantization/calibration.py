@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import index
@@ -13,22 +14,29 @@ from torch import fx, nn
 import fxquant.quantization.distributed as ranks
 from fxquant.arguments import FLAG, Kind, checked
 from fxquant.errors import ConfigurationError, FxQuantError
-from fxquant.graph import by_name
+from fxquant.graph import by_name, stage_of
+from fxquant.model import repeatable
 from fxquant.numerics import is_scale
 from fxquant.progress import progress
 from fxquant.quantization.batches import first_batches, length, model_inputs, no_batches
 from fxquant.quantization.cutting import keep_statistics
+from fxquant.quantization.left_out import in_float
 from fxquant.quantization.observers import Observer
 from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.state import State
+from fxquant.quantization.unseen import SHOWN, follow_unseen
+
+logger = logging.getLogger("fxquant")
+
+logger = logging.getLogger("fxquant")
 
 INTERMEDIATE = ".intermediate"  # behind an operator's name: what its residual is added to
 
 
 def require_prepared(model: nn.Module) -> None:
     """Raise ConfigurationError if this is no prepared model."""
-    if not isinstance(model, fx.GraphModule) or model.meta.get("stage") != "PREPARED":
+    if not isinstance(model, fx.GraphModule) or stage_of(model) != "PREPARED":
         if isinstance(getattr(model, "module", None), fx.GraphModule):
             raise ConfigurationError(
                 f"a {type(model).__name__} is no prepared model",
@@ -59,12 +67,79 @@ def set_state(prepared: nn.Module, state: State | str, modules: str | Iterable[s
 
 def enter(model: nn.Module, chosen: Iterable[QuantizedOperator], state: State) -> None:
     """Put operators of a prepared model, or of a part of one, into a state. See `set_state`."""
+    zeros: list[Quantizer] = []
     for operator in chosen:
         if operator.state is State.CALIBRATE and state is not State.CALIBRATE:
+            zeros += [quantizer for quantizer in owned_quantizers(operator) if quantizer.pending and quantizer.was_zero]
             update_scales(operator)
         operator.state = state
+    _warn_of_zeros(zeros)
     if state is State.TRAIN:
         keep_statistics(model)
+        follow_unseen(model)
+        for sentence in (vars(model).get("meta") or {}).get("lost_gradients", ()):
+            logger.warning("%s", sentence)
+
+
+def _warn_of_zeros(quantizers: list[Quantizer]) -> None:
+    """Say which tensors were 0 in all of calibration, and what becomes of their scales."""
+    if quantizers:
+        logger.warning(
+            "calibration saw nothing but zeros in %s: their scales say nothing of later values. In TRAIN they follow the batches, "
+            "learned and frozen ones too, until the model is calibrated again; without training all other values saturate",
+            ", ".join(f"%{each.name} ({each.source or each.module_path or 'no source line'})" for each in quantizers[:SHOWN])
+            + (f" and {len(quantizers) - SHOWN} more" if len(quantizers) > SHOWN else ""),
+        )
+
+
+def out_of_calibration(model: nn.Module) -> list[QuantizedOperator]:
+    """The operators that `set_state` has taken out of calibration.
+
+    Where some are in state CALIBRATE, all others: but in TRAIN and VALIDATE only those whose scales are known, since they compute with
+    them. Where none is, those in FLOAT, unless the whole model is.
+    """
+    operators = list(quantized_operators(model).values())
+    states = {operator.state for operator in operators}
+    if State.CALIBRATE in states:
+        others = [operator for operator in operators if operator.state is not State.CALIBRATE]
+        return [operator for operator in others if operator.state is State.FLOAT or _is_calibrated(operator)]
+    return in_float(model)
+
+
+def _is_calibrated(operator: QuantizedOperator) -> bool:
+    return (operator.plain or operator.output.calibrated) and all(quantizer.calibrated for quantizer in owned_quantizers(operator))
+
+
+@contextmanager
+def _computing(model: nn.Module, others: Iterable[QuantizedOperator]) -> Iterator[None]:
+    """Inside, operators that are left out compute what they do in their state, and nothing of them moves.
+
+    One in state FLOAT whose result the others read as integers observes it for them: its grid is that of their operand.
+    """
+    out = [operator for operator in quantized_operators(model).values() if operator.left_out]
+    states = [operator.state for operator in out]
+    needed = {id(quantizer) for operator in others for quantizer in _read(operator)}
+    seen = [each for each in out if each.state is State.FLOAT and not each.plain and each.owns_output and id(each.output) in needed]
+    try:
+        for operator in out:
+            operator.state = {State.TRAIN: State.VALIDATE}.get(operator.state, operator.state)
+        for operator in seen:
+            operator.state = State.CALIBRATE
+        with _paused(operator.intermediate for operator in seen if operator.intermediate is not None):
+            yield
+    finally:
+        for operator in seen:
+            operator.output.update_scale()
+        for operator, state in zip(out, states, strict=True):
+            operator.state = state
+
+
+def _read(operator: QuantizedOperator) -> Iterator[Quantizer]:
+    """The quantizers of what an operator reads as integers, and of its own result."""
+    for quantizers in operator.inputs.values():
+        yield from (each for each in (quantizers if isinstance(quantizers, list) else [quantizers]) if each is not None)
+    if not operator.plain:
+        yield operator.output
 
 
 def update_scales(operator: QuantizedOperator) -> None:
@@ -126,9 +201,10 @@ def calibrate(
     show_progress: bool | None = None,
     first: Callable[[list[Any] | None], None] | None = None,
     each: Callable[[list[Any]], None] | None = None,
-) -> None:
-    """Observe the batches, set every scale, and leave the model in state VALIDATE.
+) -> bool:
+    """Observe the batches, set every scale, and leave the model in state VALIDATE; returns whether any batch was asked for.
 
+    Operators that are `left_out` keep their state and their scales.
     `batches` yields tensors, tuples or dicts; the leading items fill forward's inputs, and the rest (labels)
     is dropped. `batch_fn` maps a batch to the inputs. Memory does not grow with the number of batches. Where
     torch.distributed is in use, every rank observes its own batches, and all of them get the same scales. With
@@ -139,11 +215,11 @@ def calibrate(
     values; what was observed before stays observed, and the state is CALIBRATE.
     """
     require_prepared(prepared)
-    known = [quantizer for operator in quantized_operators(prepared).values() for quantizer in owned_quantizers(operator)]
+    open_ = [operator for operator in quantized_operators(prepared).values() if not operator.left_out]
+    known = {id(quantizer): quantizer for operator in open_ for quantizer in (*owned_quantizers(operator), *_read(operator))}.values()
     if only_missing and all(quantizer.calibrated for quantizer in known):
-        set_state(prepared, State.VALIDATE)
-        return
-    set_state(prepared, State.CALIBRATE)
+        enter(prepared, open_, State.VALIDATE)
+        return False
     several = distributed and ranks.count() > 1
     if several and ranks.index() > 0 and show_progress is None:
         show_progress = False
@@ -164,17 +240,21 @@ def calibrate(
             if first is not None:
                 prelude, first = first, None
                 prelude(arguments)
-            with _all_or_nothing(prepared):
+            with _all_or_nothing(prepared), repeatable():
                 prepared(**by_name(prepared, arguments))
             if each is not None:
                 each(arguments)
             seen += 1
         return seen
 
-    with _paused(quantizer for quantizer in known if only_missing and quantizer.calibrated):
-        if not (_on_all_ranks(prepared, observe) if several else observe()):
-            raise no_batches(num_batches)
-    set_state(prepared, State.VALIDATE)
+    with _computing(prepared, open_):
+        enter(prepared, open_, State.CALIBRATE)
+        with _paused(quantizer for quantizer in known if only_missing and quantizer.calibrated):
+            if not (_on_all_ranks(prepared, observe) if several else observe()):
+                raise no_batches(num_batches)
+        with repeatable():
+            enter(prepared, open_, State.VALIDATE)
+    return True
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fxquant.numerics import power_of_two
+from fxquant.quantization.remembered import Remembered
 
 LARGEST_EXPONENT = 16  # of either sign
 
@@ -42,16 +43,14 @@ class ChannelFactors(nn.Module):
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self._active: bool | None = None
+        self._active = Remembered(False)
         self.register_buffer("inputs", torch.zeros(inputs, dtype=torch.int8, device="cpu"))
         self.register_buffer("outputs", torch.zeros(outputs, dtype=torch.int8, device="cpu"))
 
     @property
     def active(self) -> bool:
-        """Whether any factor is not 1; looked up once for each assignment, so that it never waits for a device."""
-        if self._active is None:
-            self._active = bool(self.inputs.any()) or bool(self.outputs.any())
-        return self._active
+        """Whether any factor is not 1."""
+        return self._active.get(lambda: bool(self.inputs.any()) or bool(self.outputs.any()), self.inputs, self.outputs)
 
     @property
     def told(self) -> str:
@@ -65,7 +64,6 @@ class ChannelFactors(nn.Module):
         """Make these the exponents."""
         self.inputs.copy_(inputs)
         self.outputs.copy_(outputs)
-        self._active = None
 
     def of(self, operator: Rescalable, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a call of the operator, with its parameters multiplied."""
@@ -87,7 +85,6 @@ class ChannelFactors(nn.Module):
         for name, own in (("inputs", self.inputs), ("outputs", self.outputs)):
             state_dict.setdefault(prefix + name, torch.zeros_like(own))
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        self._active = None
 
     def extra_repr(self) -> str:
         return f"{len(self.inputs)} → {len(self.outputs)}"

@@ -137,7 +137,11 @@ class QConfigMapping:
 
     @checked(kind=SPELLING, qconfig=CHOSEN)
     def set_object_type(self, kind: Any, qconfig: Chosen) -> QConfigMapping:
-        """This mapping with a rule for a module's class, a function, or a tensor's method by name."""
+        """This mapping with a rule for a module's class, a function, or a tensor's method by name.
+
+        A class means its modules alone. A function or a method means that function in every spelling: torch.softmax is F.softmax,
+        x.softmax() and nn.Softmax; torch.add is + and +=. The spelling that the model has goes before others.
+        """
         return replace(self, types={**self.types, kind: qconfig})
 
     @checked()

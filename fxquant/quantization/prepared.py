@@ -13,8 +13,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxquant import sweeps
 from fxquant.arithmetic import Arithmetic
+from fxquant.clamping import clamped
 from fxquant.eager import EagerLowering
 from fxquant.errors import CalibrationError
+from fxquant.functional import stopped
 from fxquant.lowering import Quantized, cannot_be_integers, first_not_finite, limited, named_parameters, plainly
 from fxquant.numerics import EVERYTHING, Grid, Interval
 from fxquant.ops import Operator, map_operands
@@ -45,10 +47,17 @@ class QuantizedOperator(nn.Module):
                   added in the accumulator
     weight_quantizer  what makes the integers of its weight, and of its constants
     factors       what channels are multiplied by; None where it has no channels of its own
+    left_out      whether calibration or a method of tuning that runs now leaves this operator as it is
+    detached      whether it is computed without gradients; or the names of its arguments that have none
     observed      beyond this interval, values of its result are observed as its nearer end: to what reads them they are no different
     inputs        the quantizers of its operands, by parameter name. They belong to the operators that made the
                   operands, so they are referred to without being registered here.
+    owners        the user's modules whose `training` flag it obeys besides its own, referred to without being registered here: that
+                  of its call, and that of its batch norm; None for the model itself
     """
+
+    owners: tuple[nn.Module | None, nn.Module | None] = (None, None)
+    detached: bool | tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -65,6 +74,7 @@ class QuantizedOperator(nn.Module):
         path: str = "",
         observed: Interval = EVERYTHING,
         factors: ChannelFactors | None = None,
+        detached: bool | tuple[str, ...] = (),
     ) -> None:
         super().__init__()
         self.name = name
@@ -81,7 +91,8 @@ class QuantizedOperator(nn.Module):
         self.weight_quantizer = weight_quantizer
         self.factors = factors
         self.live_batch_norm = live_batch_norm
-        self.state = State.CALIBRATE
+        self.detached = detached
+        self.state, self.left_out = State.CALIBRATE, False
         _leave_to_eager()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -102,6 +113,19 @@ class QuantizedOperator(nn.Module):
         """Whether the result is no quantized tensor: truth values, whole numbers, or the real numbers of a dynamic layer."""
         return self._shared[0] is None
 
+    @property
+    def unseen(self) -> bool:
+        """Whether what it computes was too small for the sums that read it: its weight's learned scale then starts at every call."""
+        return any(quantizer is not None and quantizer.unseen for quantizer in (*self._shared, self.intermediate))
+
+    @property
+    def is_training(self) -> bool:
+        """Whether statistics follow the batches and dropout drops: in TRAIN, while it and the module of its call are in train mode."""
+        return self._trains_in(self.owners[0])
+
+    def _trains_in(self, owner: nn.Module | None) -> bool:
+        return self.state is State.TRAIN and self.training and (owner is None or owner.training)
+
     def multiplied(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call with its parameters as they act: multiplied by the factors of its channels.
 
@@ -110,6 +134,16 @@ class QuantizedOperator(nn.Module):
         return (args, kwargs) if self.factors is None else self.factors.of_call(self.operator, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.detached is True and torch.is_grad_enabled():
+            with torch.no_grad():
+                return self._computed(args, kwargs)
+        if self.detached and torch.is_grad_enabled():
+            names = self.operator.parameter_names
+            args = tuple(stopped(value) if name in self.detached else value for name, value in zip(names, args, strict=False))  # type: ignore[operator]
+            kwargs = {name: stopped(value) if name in self.detached else value for name, value in kwargs.items()}  # type: ignore[operator]
+        return self._computed(args, kwargs)
+
+    def _computed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         args, kwargs = self.multiplied(args, kwargs)
         if self.state is State.CALIBRATE:
             return self._calibrate(args, kwargs)
@@ -146,8 +180,7 @@ class QuantizedOperator(nn.Module):
         return named | {f"its constant {name!r}": value for name in constants if isinstance(value := arguments[name], Tensor)}
 
     def _integer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        moving = self.state is State.TRAIN and self.training
-        observing = moving and self.owns_output
+        observing = self.is_training and self.owns_output
         if not self.plain and not (observing and self.output.follows_training):
             self.output.require()
         lowering = self.lowering(EagerLowering)
@@ -167,7 +200,7 @@ class QuantizedOperator(nn.Module):
 
     def lowering(self, kind: type[Lowered]) -> Lowered:
         """What its operator is lowered with to be computed at once, in the state and mode it is in."""
-        moving = self.state is State.TRAIN and self.training
+        moving = self.is_training
         lowering = kind(
             self.name,
             self.arithmetic,
@@ -176,9 +209,10 @@ class QuantizedOperator(nn.Module):
             self.weight_quantizer,
             training=moving,
             observing=moving and self.owns_output,
-            live_batch_norm=moving and self.live_batch_norm,
+            live_batch_norm=self._trains_in(self.owners[1]) and self.live_batch_norm,
         )
         lowering.shares, lowering.observed = not self.owns_output and not self.plain, self.observed
+        lowering.keeps_start = lowering.keeps_start and not self.unseen
         return lowering
 
     def _operands(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -236,7 +270,7 @@ def take_integers(value: Tensor, quantizer: Quantizer) -> Quantized:
         if sweeps.admitted(value, integers):
             integers = sweeps.on_grid(value, integers, grid.scale, (low - 0.5, high + 0.5))
         else:
-            integers = straight_through((value / grid.scale).clamp(low - 0.5, high + 0.5), integers)
+            integers = straight_through(clamped(value / grid.scale, low - 0.5, high + 0.5), integers)
     return Quantized(integers, grid, tuple(value.shape))
 
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from fxquant.errors import CalibrationError, NotCalibrated, NotFinite
-from fxquant.numerics import INT32, SMALLEST_SCALE, Grid, IntType, float32, grid_from_range, round_up_to_power_of_two
+from fxquant.numerics import INT32, SMALLEST_SCALE, Grid, IntType, float32, grid_from_range, round_up_to_power_of_two, scale_from_range
 from fxquant.quantization.learning import LSQ, LSQ_PLUS, METHODS, TrainableScale, method_of
 from fxquant.quantization.observers import MinMaxObserver, MovingAverageMinMaxObserver, Observer, gathering, observe_together, standard
 from fxquant.quantization.observers.ranges import averaged, in_numbers
+from fxquant.quantization.remembered import Remembered
 from fxquant.quantization.spec import FROZEN, STATISTICS
 
 FAR = 2.0  # times as far as a threshold
@@ -30,6 +31,8 @@ class Quantizer(TrainableScale):
     `scale` is a float32 scalar, NaN until it is known. With an observer, calibration finds it; without one it is
     fixed. `training` says what it does in state TRAIN (see ActivationConfig); `frozen` ends that. A zero point is found with
     the scale, and follows "statistics" and "lsq+" with it; any other learned scale has the zero point that calibration found.
+    A tensor that `was_zero` in calibration, or is `unseen`, follows its batches in TRAIN, whatever `training` says, until it is
+    calibrated again.
 
     headroom     what the scale that was found, of a symmetric dtype, is multiplied by, for values beyond those that were observed
     items        whether dimension 0 of what is observed is that of the items of a batch, which observers may tell apart by their loudness
@@ -75,6 +78,8 @@ class Quantizer(TrainableScale):
         self.range = None if observer is None else observer.range_observer()
         self.others = nn.ModuleDict() if observer is None else _beside(observer)
         self.paused = False  # whether batches pass by unobserved
+        self.unseen = False  # whether it follows its batches since it is too small for a sum that reads it: see `unseen`
+        self._was_zero = Remembered(False)
         self.name, self.source, self.module_path = name, source, module
         self.register_buffer("batches_used", torch.zeros((), dtype=torch.int64, device="cpu"))
         if dtype.affine:
@@ -141,9 +146,25 @@ class Quantizer(TrainableScale):
         return self.follows_sum or math.isfinite(self.base_scale)
 
     @property
+    def was_zero(self) -> bool:
+        """Whether calibration has seen nothing but zeros: there is no scale that the tensor of training could start from, or stay at."""
+        observer = self.observer
+        return observer is not None and not self.frozen and self._was_zero.get(lambda: observer.only_zeros, observer.count)
+
+    @property
+    def learns(self) -> bool:
+        """Whether gradients reach the scale."""
+        return self.method is not None and not self._starts_anew and super().learns
+
+    @property
+    def _starts_anew(self) -> bool:
+        """Whether what calibration has found is nothing to learn from."""
+        return not self.frozen and (self.unseen or self.was_zero)
+
+    @property
     def follows_training(self) -> bool:
         """Whether batches in state TRAIN can set the scale."""
-        return self.observer is not None and self.mode != FROZEN and not self.frozen
+        return self.observer is not None and not self.frozen and (self.mode != FROZEN or self._starts_anew)
 
     @property
     def pending(self) -> bool:
@@ -220,6 +241,8 @@ class Quantizer(TrainableScale):
         if not self.calibrated:
             self.observe(value)
             self.update_scale()
+        elif self._starts_anew:
+            self._cover_batch(value)
         elif self.mode == STATISTICS and not self._followed_in_numbers(value):
             before, ends_before = self.range.largest, self.range.ends
             try:
@@ -236,6 +259,30 @@ class Quantizer(TrainableScale):
                 moved = torch.where(_stays(self.base_scale.double() * self.dtype.high, before, largest), self.base_scale, moved)
                 self.base_scale.copy_(torch.where(before > 0, moved, self.range.scale(self.dtype) * self.headroom))
             self.batches_used.copy_(self.range.count)
+
+    def _cover_batch(self, value: Tensor) -> None:
+        """Cover this batch, and the average of the batches, of a tensor that was 0 from the first on that was not.
+
+        A tensor that starts at 0 grows manyfold within a few steps. A range that averaged the zeros would stop its gradients.
+        """
+        assert self.range is not None
+        assert self.observer is not None
+        batch = self.observer.range_observer()
+        batch.to(self.base_scale.device)
+        try:
+            batch.observe(value)
+        except ValueError as error:
+            raise self._cannot_observe(error) from None
+        if bool(self.range.largest == 0):
+            self.range.reset()
+        self.range.observe(value)
+        own = self.range.ends
+        low, high = torch.minimum(own[0], batch.ends[0]), torch.maximum(own[1], batch.ends[1])
+        if self.dtype.affine:
+            self._cover(low, high)
+        else:
+            self.assign(scale_from_range(low, high, self.dtype) * self.headroom)
+        self.batches_used.copy_(self.range.count)
 
     def _followed_in_numbers(self, value: Tensor) -> bool:
         """The same with Python numbers, each result rounded to float32 as a tensor's is: scalars take less time so."""
@@ -290,7 +337,9 @@ class Quantizer(TrainableScale):
         if self.dtype.affine and saved is not None and saved.end is not None and self.method != saved and not stopped:
             base, values = state_dict[prefix + "base_scale"], tuple(state_dict[prefix + name] for name in saved.parameters)
             end, scale = saved.end(base, -state_dict[prefix + "zero_point"] * base, values), saved.scale(base, values, self.reach)
-            state_dict[prefix + "zero_point"] = torch.tensor(self._zero_point_at(end, self._rounded(scale)), device=base.device)
+            state_dict[prefix + "zero_point"] = torch.tensor(
+                self._zero_point_at(end, self._rounded(scale)), device=base.device, dtype=torch.int64
+            )
         if self.dtype.affine and self.given and not bool(state_dict.get(prefix + "stopped", True)):
             for name in ("zero_point", "ends"):  # as the scale that was given here stays
                 state_dict[prefix + name] = getattr(self, name).clone()

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxquant.clamping import clamped
+
 
 class Rounding(nn.Module):
     """How a weight becomes integers. A subclass is another way; what it learns are its parameters, which train with the model's.
@@ -39,7 +41,8 @@ class AdaptiveRounding(Rounding):
     """To the nearest whole number once an offset is added, which `fxq.tuning` chooses for each weight: 0 until then, so that it is Nearest.
 
     What `settle` has decided stays decided where a weight or a scale moves by less than half a step, and moves along where they move by
-    more. The offsets are no parameters: what trains the model trains its weights.
+    more. The offsets are no parameters: what trains the model trains its weights. A weight that is exactly 0 has the integer 0, whatever
+    its offset: pruned weights stay pruned.
 
     offset  float32 buffer of the weight's shape, in steps
     soft    None; or, while it is decided, a function of the weight in steps that gives a real number between the two integers beside it
@@ -54,15 +57,16 @@ class AdaptiveRounding(Rounding):
         self.register_buffer("offset", torch.zeros(self.shape, dtype=torch.float32, device="cpu"))
 
     def integers(self, real: Tensor, low: int, high: int) -> Tensor:
+        zero = real.detach() == 0
         if self.soft is not None:
-            return self.soft(real).clamp(low, high)
-        exact = torch.round(real.detach() + self.offset).clamp_(low, high)
+            return clamped(self.soft(real), low, high).masked_fill(zero, 0)
+        exact = torch.round(real.detach() + self.offset).clamp_(low, high).masked_fill_(zero, 0)
         return straight_through(real, exact) if real.requires_grad else exact
 
     @torch.no_grad()
     def settle(self, real: Tensor, chosen: Tensor) -> None:
-        """Make these whole numbers what the weight, in steps, becomes."""
-        self.offset.copy_(chosen - real)
+        """Make these whole numbers what the weight, in steps, becomes; zeros of the weight stay 0."""
+        self.offset.copy_((chosen - real).masked_fill(real == 0, 0))
 
     def extra_repr(self) -> str:
         return f"shape={self.shape}"

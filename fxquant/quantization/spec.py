@@ -86,6 +86,7 @@ class ActivationConfig:
                    "pact"        where the tensor is clipped is a parameter in its own unit, `alpha`, which weight decay pulls to 0: PACT
                    "tqt"         the logarithm of a threshold is a parameter, and the scale the next power of two: TQT
                    "frozen"      it stays
+                   That of a tensor that was 0 in calibration, or too small for the sum that reads it, follows the batches in any case
     power_of_two   round an observed or learned scale up to a power of two, as some targets do for all scales
 
     Immutable. Two are equal if they ask for the same: their observers are compared by class and settings, however they are made,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fxquant import sweeps
+from fxquant.clamping import clamped
 from fxquant.numerics import (
     SMALLEST_SCALE,
     IntType,
@@ -33,9 +34,10 @@ class WeightScale(TrainableScale):
     """The learned scale of a layer's weight: one number for each of `channels`, or a single one.
 
     It starts at the scale with the least error, squared unless the config has another p, for the weight of the first batch that passes
-    in TRAIN or VALIDATE; until then it is that of the weight at hand, as convert reads it. Where there is one for each channel,
-    it is the scale of the weight without its batch norm: what that multiplies a channel by, it multiplies its scale by.
-    Without a method it is what another model has learned: it stays.
+    in TRAIN or VALIDATE. Before, and as long as a weight is 0, its `base_scale` is NaN, and it starts from the weight of every call.
+    So a forward pass, `convert`, and a copy that has other parameters by now compute alike, whether or not the start is kept.
+    Where there is one for each channel, it is the scale of the weight without its batch norm: what that multiplies a channel by,
+    it multiplies its scale by. Without a method it is what another model has learned: it stays.
     """
 
     def __init__(self, channels: int, method: Method | None = LSQ) -> None:
@@ -46,14 +48,23 @@ class WeightScale(TrainableScale):
 
         That is the scale with the least Σ |error|^p.
         """
-        factor = self.factor(gain)
-        if bool(torch.isfinite(self.base_scale).all()):
-            return (self.current() * factor).clamp_min(SMALLEST_SCALE)
-        start = least_error_scale(weight, 0 if self.base_scale.numel() > 1 else None, dtype, p=p)
-        base = torch.where(factor > 0, start / factor, start)
-        if keep:  # what is trained stands at its start until there is a scale, and a forward pass writes on no parameter
-            self.base_scale.copy_(base)
-        return (base * factor).clamp_min(SMALLEST_SCALE)
+        factor, base = self.factor(gain), self.base_scale
+        known = torch.isfinite(base)
+        if not bool(known.all()):
+            base = torch.where(known, base, self._start(weight, factor, ~known, dtype, p))
+            if keep:  # what is trained stands at its start until there is a scale, and a forward pass writes on no parameter
+                live = weight.detach().flatten(1).ne(0).any(1) if base.numel() > 1 else weight.detach().ne(0).any().reshape(1)
+                self.base_scale.copy_(torch.where(known | live, base, self.base_scale))
+        return (self.current(base) * factor).clamp_min(SMALLEST_SCALE)
+
+    def _start(self, weight: Tensor, factor: Tensor, missing: Tensor, dtype: IntType, p: float) -> Tensor:
+        """Where the scales start that are missing; 1 for all others."""
+        if self.base_scale.numel() == 1:
+            found = least_error_scale(weight, None, dtype, p=p)
+        else:
+            found = torch.ones_like(self.base_scale)
+            found[missing] = least_error_scale(weight.detach()[missing], 0, dtype, p=p)
+        return torch.where(factor > 0, found / factor, found)
 
     def factor(self, gain: Tensor | None) -> Tensor:
         """What the learned numbers are multiplied by."""
@@ -225,7 +236,7 @@ class WeightQuantizer(torch.nn.Module):
         elif self.learned is not None and self.learned.method is not None:
             start = torch.full_like(self.learned.base_scale, float("nan"))
             values = zip(self.learned.trained, self.learned.method.start(start, self.learned.reach), strict=True)
-            state_dict.update({learned + "base_scale": start, learned + "stopped": torch.zeros((), dtype=torch.bool)})
+            state_dict.update({learned + "base_scale": start, learned + "stopped": torch.zeros((), dtype=torch.int8, device="cpu")})
             state_dict.update({learned + name: parameter for name, parameter in values})
 
     def integers(self, weight: Tensor, gain: Tensor | None = None, least: Tensor | None = None, *, keep: bool = False) -> QuantizedWeight:
@@ -275,8 +286,9 @@ class WeightQuantizer(torch.nn.Module):
             return self.rounding.integers(real, low, high)  # within the range but for a rounding error, which takes no gradient away
         if self.learned is not None and self.learned.learns and torch.is_grad_enabled():
             exact = self.rounding.integers(real.detach(), low, high)
-            return learned_step(weight, exact, step, self.learned, self.dtype, self.learned.factor(gain) * own)
-        return self.rounding.integers(real.clamp(low, high), low, high)
+            factor = self.learned.factor(gain) * own * torch.isfinite(self.learned.base_scale)
+            return learned_step(weight, exact, step, self.learned, self.dtype, factor)
+        return self.rounding.integers(clamped(real, low, high), low, high)
 
     def trained(self) -> dict[str, Tensor | None]:
         """What training moves besides the weight, by what it is: for errors."""

@@ -102,7 +102,7 @@ def _as_depthwise(b: Rewriting, kernel: list[int], stride: list[int], padding: l
     channels = b.shape[1]
     if not isinstance(channels, int) or math.prod(kernel) > LARGEST_KERNEL:
         return None
-    weight = b.constant(torch.full((channels, 1, *kernel), 1 / math.prod(kernel), device="cpu"))
+    weight = b.constant(torch.full((channels, 1, *kernel), 1 / math.prod(kernel), device="cpu", dtype=torch.float32))
     made: fx.Node = b(conv2d, b.input, weight, None, stride, padding, groups=channels, clamp=b.arguments.get("clamp"))
     return made
 

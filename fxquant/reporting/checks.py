@@ -18,7 +18,7 @@ from fxquant.analysis.node import quantized_operator
 from fxquant.arguments import NUMBER, checked, instance
 from fxquant.errors import ConfigurationError, Interrupted
 from fxquant.frontend import trace
-from fxquant.graph import annotation, is_deployed, is_parameter, module_path, unfused
+from fxquant.graph import annotation, is_deployed, is_parameter, module_path, stage_of, unfused
 from fxquant.progress import in_one_piece, progress
 from fxquant.quantization.batches import as_batches, first_batches, length, no_batches
 from fxquant.quantization.spec import WeightConfig
@@ -202,7 +202,7 @@ def compare_weights(a: Any, b: Any) -> Rows[Weight]:
 
 
 def _weights(model: Any) -> dict[str, torch.Tensor]:
-    if not isinstance(model, fx.GraphModule) or not (model.meta.get("stage") == "PREPARED" or is_deployed(model)):
+    if not isinstance(model, fx.GraphModule) or not (stage_of(model) == "PREPARED" or is_deployed(model)):
         raise ConfigurationError(
             f"the weights of a {type(model).__name__} cannot be compared",
             because="layers are known by name in prepared and integer models",
@@ -312,9 +312,9 @@ def devices(model: fx.GraphModule) -> Rows[Device]:
 
 
 def _require(model: fx.GraphModule, *stages: str) -> None:
-    if ("INTEGER" if is_deployed(model) else model.meta.get("stage")) not in stages:
+    if ("INTEGER" if is_deployed(model) else stage_of(model)) not in stages:
         raise ConfigurationError(
-            f"a {str(model.meta.get('stage', 'traced')).lower()} model cannot be asked this",
+            f"a {(stage_of(model) or 'traced').lower()} model cannot be asked this",
             because=f"it is about {' and '.join(stage.lower() for stage in stages)} models",
             remedy="pass the result of fxq.prepare" + (" or fxq.convert" if "INTEGER" in stages else ""),
         )

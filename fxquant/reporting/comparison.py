@@ -16,7 +16,7 @@ from torch import fx
 from fxquant.analysis.record import Values
 from fxquant.arguments import COUNT, FLAG, POSITIVE, Kind, checked, instance, such
 from fxquant.errors import Interrupted
-from fxquant.graph import QParams
+from fxquant.graph import QParams, stage_of
 from fxquant.progress import in_one_piece, progress
 from fxquant.quantization.batches import as_batches, first_batches, length, no_batches
 from fxquant.quantization.state import State
@@ -206,7 +206,7 @@ def _states(value: Any) -> tuple[Any, Any]:
 
 
 GRAPH = instance("", fx.GraphModule)
-PREPARED = such("a prepared model", GRAPH.take, lambda model: model.meta.get("stage") == "PREPARED").or_none("its parts are not looked at")
+PREPARED = such("a prepared model", GRAPH.take, lambda model: stage_of(model) == "PREPARED").or_none("its parts are not looked at")
 STATES = Kind("two states, or None for each, of the first model and of the second", _states)
 
 
@@ -243,7 +243,7 @@ def compare(
     first = next(taken, None)
     if first is None:
         raise no_batches(num_batches)
-    left, right = side_of(a, first, states[0]), side_of(b, first, states[1])
+    left, right = side_of(a, first, states[0], b), side_of(b, first, states[1], a)
     found = pairs(left, right)
     factors = {name: shift(left, right, name, reference) for name, reference in found.items()}
     seen: dict[str, TensorStatistics] = {}

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from fxquant.analysis.layers import Layer, layers, left_in_float
 from fxquant.analysis.node import quantized_operator
-from fxquant.graph import fused, made_by, operation, resolve
+from fxquant.graph import fused, made_by, model_meta, operation, resolve, stage_of
 from fxquant.quantization.batch_norm import running_gain
 from fxquant.quantization.prepared import QuantizedOperator
 from fxquant.reporting.advice import grid_text
@@ -29,14 +29,14 @@ def contents(
 ) -> dict[str, Any]:
     """Everything that the page shows; numbers that are infinite or no numbers are null."""
     known = layers(model)
-    target = model.meta.get("target")
+    target = model_meta(model).get("target")
     shown = drawing(model)
     names = list(shown.graph)
     compared = {} if comparison is None else dict(comparison)
     found: dict[str, Any] = {
         "title": title,
         "version": __version__,
-        "stage": str(model.meta.get("stage", "traced")).lower(),
+        "stage": (stage_of(model) or "traced").lower(),
         "target": "" if target is None else target.name,
         "summary": _summary(known, comparison),
         "forms": [_form(label, each) for label, each in forms.items()],
@@ -196,5 +196,5 @@ def _passes(model: fx.GraphModule) -> dict[str, Any]:
     return {
         "made": [[name, count] for name, count in made.most_common()],
         "fused": merged,
-        "not_done": list(model.meta.get("not_done", ())),
+        "not_done": list(model_meta(model).get("not_done", ())),
     }

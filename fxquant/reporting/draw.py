@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import fx
 from fxquant.analysis.layers import Layer
 from fxquant.arguments import FILE, checked, instance
 from fxquant.errors import ConfigurationError
+from fxquant.files import write_file
 from fxquant.progress import working
 from fxquant.reporting.advice import grid_text
 from fxquant.reporting.layout import Drawing, drawing, needs
@@ -70,10 +72,10 @@ def draw(model: fx.GraphModule, path: str | os.PathLike[str]) -> Path:
             x, y, label(name, layer), ha="center", va="center", fontsize=8 * shrink, linespacing=1.3,
             bbox={"boxstyle": "round,pad=0.4", "facecolor": colour, "edgecolor": "#333333", "linestyle": line, "linewidth": 0.8},
         )  # fmt: skip
-    file.parent.mkdir(parents=True, exist_ok=True)
+    ending, picture = file.suffix.lower(), io.BytesIO()
     with rc_context({"svg.hashsalt": "fxquant"}):  # equal graphs give equal bytes
-        figure.savefig(file, metadata={"Date": None} if file.suffix.lower() == ".svg" else None)
-    return file
+        figure.savefig(picture, format=ending[1:], metadata={"Date": None} if ending == ".svg" else None)
+    return write_file(file, picture.getvalue())
 
 
 def label(name: str, layer: Layer | None) -> str:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from fxquant.analysis.record import GraphForm, still
 from fxquant.graph import is_parameter, resolve
+from fxquant.interpreter import Interpreter
 from fxquant.reporting.sides import Side, shifted
 from fxquant.reporting.statistics import Steps
 
@@ -215,12 +216,12 @@ def _is_batch_norm(model: fx.GraphModule, node: fx.Node) -> bool:
     return isinstance(module, nn.modules.batchnorm._BatchNorm) and isinstance(module.running_mean, Tensor)
 
 
-class _Changing(fx.Interpreter):
+class _Changing(Interpreter):
     """Runs a graph with some values changed as they are computed."""
 
     def __init__(self, model: fx.GraphModule, changes: Mapping[str, Change]) -> None:
         super().__init__(model)
-        self.changes, self.extra_traceback = changes, False
+        self.changes = changes
 
     def run_node(self, n: fx.Node) -> Any:
         change = self.changes.get(n.name)
@@ -228,6 +229,3 @@ class _Changing(fx.Interpreter):
             return super().run_node(n)
         read = self.fetch_args_kwargs_from_env(n)[0] if n.op != "placeholder" else ()
         return change(super().run_node(n), read)
-
-    def fetch_attr(self, target: str) -> Any:
-        return resolve(self.module, target)

@@ -14,8 +14,9 @@ from torch import fx
 from fxquant import backends
 from fxquant.analysis.cost import bytes_of
 from fxquant.analysis.layers import HOST, Layer, layers
-from fxquant.arguments import PATH, Kind, checked, instance
+from fxquant.arguments import Kind, checked, instance
 from fxquant.errors import ConfigurationError
+from fxquant.files import write_file
 from fxquant.graph import fact, is_deployed, operation
 from fxquant.progress import working
 from fxquant.reporting.layout import drawing, needs
@@ -139,16 +140,13 @@ class Estimate(Rows[LayerEstimate]):
         figure.update_layout(template="plotly_white")
         return figure
 
-    @checked(path=PATH)
+    @checked()
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write totals, plot and table as one HTML file, which opens without network; returns its path. Needs plotly."""
         drawn = self.plot().to_html(full_html=False, include_plotlyjs=True)
         summary = html.escape(self.summary)
         page = f"<!doctype html><meta charset=utf-8><title>{html.escape(self.title)}</title><h1>{html.escape(self.title)}</h1>"
-        file = Path(path)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"{page}<pre style=white-space:pre-wrap>{summary}</pre>{drawn}{self._repr_html_()}", encoding="utf-8")
-        return file
+        return write_file(path, f"{page}<pre style=white-space:pre-wrap>{summary}</pre>{drawn}{self._repr_html_()}")
 
 
 def _target(value: Any) -> str | Target:

@@ -14,6 +14,8 @@ from torch import fx
 from fxquant.analysis.check import findings
 from fxquant.arguments import FILE, FLAG, Kind, checked, instance
 from fxquant.errors import ConfigurationError
+from fxquant.files import write_file
+from fxquant.graph import stage_of
 from fxquant.progress import working
 from fxquant.quantization.batches import as_batches, first_batches
 from fxquant.reporting.comparison import Comparison, compare
@@ -84,7 +86,7 @@ def report(
     forms = {} if comparison is None else {f"{comparison.labels[1]} against {comparison.labels[0]}": comparison}
     if prepared is not None and batches is not None:
         forms["integer against prepared"] = compare(prepared, model, batches, advice=False, states=("validate", None), **options)
-    checked_model = prepared if prepared is not None else model if model.meta.get("stage") == "PREPARED" else None
+    checked_model = prepared if prepared is not None else model if stage_of(model) == "PREPARED" else None
     limits = (
         [] if checked_model is None else [each for each in findings(checked_model, checked_model.meta["target"]) if each.kind == "limit"]
     )
@@ -92,7 +94,4 @@ def report(
     page = resources.files("fxquant.reporting").joinpath("page.html").read_text(encoding="utf-8")
     head, rest = page.split("__DATA__")
     middle, tail = rest.split("__PLOTLY__")
-    file = Path(path)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(head + text.replace("<", "\\u003c") + middle + get_plotlyjs() + tail, encoding="utf-8")
-    return file
+    return write_file(path, head + text.replace("<", "\\u003c") + middle + get_plotlyjs() + tail)

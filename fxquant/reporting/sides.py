@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from fxquant.analysis.channels import tensor_exponents
 from fxquant.analysis.layers import layers
@@ -17,8 +18,9 @@ from fxquant.analysis.record import QUANTIZED, GraphForm, OnnxForm, Values, Want
 from fxquant.backends.onnx import reading
 from fxquant.backends.onnx.runtime import RUNTIME_NAMES, OnnxModel
 from fxquant.errors import ConfigurationError
+from fxquant.facts import TensorFact
 from fxquant.frontend import trace
-from fxquant.graph import QParams, channel_exponents, is_deployed
+from fxquant.graph import QParams, argument_name, channel_exponents, fact, is_deployed, stage_of
 from fxquant.quantization.batches import example_inputs
 from fxquant.quantization.prepared import quantized_operators
 from fxquant.quantization.state import State
@@ -67,7 +69,7 @@ class Side:
 
     def _of_graph(self, form: GraphForm) -> None:
         model = form.model
-        stage = model.meta.get("stage")
+        stage = stage_of(model)
         self.inputs = [node.name for node in model.graph.nodes if node.op == "placeholder"]
         self.facts: dict[str, Facts] = {}
         operands = {node.name: node.all_input_nodes for node in model.graph.nodes}
@@ -108,7 +110,7 @@ class Side:
                 self.facts[name] = Facts(operator, grid=grid, fused=fused, reads=made_of.get(name, ""))
         for name, entry in provenance.items():
             if entry.get("exponents"):
-                self.exponents[name] = torch.tensor(entry["exponents"], device="cpu")
+                self.exponents[name] = torch.tensor(entry["exponents"], device="cpu", dtype=torch.int64)
 
     def values(self, inputs: Sequence[Any], names: Sequence[str]) -> Values:
         """These tensors of a batch as real numbers; inputs of the model are what was given. "output 0", … are the outputs."""
@@ -117,8 +119,11 @@ class Side:
         return found | {name: value for name, value in zip(self.inputs, inputs, strict=True) if name in names}
 
 
-def side_of(model: Any, batch: Any, state: State | str | None) -> Side:
-    """The side of a float model, a graph at any stage, or the path of an ONNX file. Raises ConfigurationError for anything else."""
+def side_of(model: Any, batch: Any, state: State | str | None, beside: Any = None) -> Side:
+    """The side of a float model, a graph at any stage, or the path of an ONNX file. Raises ConfigurationError for anything else.
+
+    `beside` is what it is compared with: where that is a graph, a float model's batch is in the dimensions that it has there.
+    """
     if isinstance(model, str | os.PathLike):
         _refuse(state, "an ONNX file has no states")
         opened = OnnxModel(model)
@@ -136,12 +141,43 @@ def side_of(model: Any, batch: Any, state: State | str | None) -> Side:
             remedy="pass a float model, the result of fxq.trace, fxq.prepare or fxq.convert, or a path",
         )
     graph = model
-    if not (isinstance(model, fx.GraphModule) and (model.meta.get("stage") == "PREPARED" or is_deployed(model))):
-        graph = trace(model, example_inputs(model, batch) if isinstance(model, nn.Module) else batch)
+    if not (isinstance(model, fx.GraphModule) and (stage_of(model) == "PREPARED" or is_deployed(model))):
+        inputs = list(beside.graph.find_nodes(op="placeholder")) if isinstance(beside, fx.GraphModule) else []
+        example = _example(model, batch, len(inputs)) if isinstance(model, nn.Module) else batch
+        graph = trace(model, example, _dynamic_shapes(example, inputs))
     assert isinstance(graph, fx.GraphModule)
-    if graph.meta.get("stage") != "PREPARED":
+    if stage_of(graph) != "PREPARED":
         _refuse(state, "only prepared models have states")
     return Side(GraphForm(graph, None if state is None else State(state)))
+
+
+def _tensors(nest: Any) -> int:
+    return sum(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(nest))
+
+
+def _example(model: nn.Module, batch: Any, count: int) -> Any:
+    """A float model's arguments out of a batch: those that forward requires, and others up to so many tensors."""
+    example = example_inputs(model, batch)
+    if isinstance(example, tuple) and isinstance(batch, list | tuple) and _tensors(example) < count:
+        longer = (tuple(batch[:number]) for number in range(len(example) + 1, len(batch) + 1))
+        return next((arguments for arguments in longer if _tensors(arguments) == count), example)
+    return example
+
+
+def _dynamic_shapes(example: Any, inputs: Sequence[fx.Node]) -> Any:
+    """Where the batch is in example inputs, as it is in a graph of the same model; None where it is dimension 0, or not known."""
+    axes = {argument_name(node): known.batch_axis if isinstance(known := fact(node), TensorFact) else None for node in inputs}
+    arguments = (example,) if isinstance(example, Tensor) else example
+    if not any(axes.values()) or _tensors(arguments) != len(axes):
+        return None
+    named = isinstance(arguments, Mapping) and axes.keys() == arguments.keys()
+    order = iter(axes[str(name)] for name in arguments) if named else iter(axes.values())
+
+    def said(leaf: Any) -> Any:
+        axis = next(order) if isinstance(leaf, Tensor) else None
+        return None if axis is None else {axis: "batch"}
+
+    return pytree.tree_map(said, arguments)
 
 
 def _refuse(state: State | str | None, because: str) -> None:

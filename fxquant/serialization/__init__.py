@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.errors import ExportError, FxQuantError
+from fxquant.files import write_file
 from fxquant.model import collection_paused
 from fxquant.quantization.observations import Observations
-from fxquant.serialization.archive import pack, unpack, write
+from fxquant.serialization.archive import pack, unpack
 from fxquant.serialization.document import read_model, write_model
 from fxquant.serialization.observed import FORMAT as OBSERVATIONS
 from fxquant.serialization.observed import read_observations, write_observations
@@ -42,12 +43,7 @@ def save_observations(observations: Observations, path: str | os.PathLike[str]) 
 
 
 def _write(path: str | os.PathLike[str], document: Mapping[str, Any], tensors: dict[str, Tensor]) -> Path:
-    content = pack(document, tensors)
-    try:
-        write(Path(path), content)
-    except OSError as error:
-        raise ExportError(f"{path} cannot be written", because=str(error), remedy="choose a file in a directory that exists") from error
-    return Path(path)
+    return write_file(path, pack(document, tensors))
 
 
 def load_file(path: str | os.PathLike[str], target_of: TargetOf) -> fx.GraphModule | Observations:

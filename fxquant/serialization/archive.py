@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import zipfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import safetensors.torch
@@ -69,16 +67,3 @@ def _line(value: Any) -> str:
 
 def _refuse_constant(name: str) -> None:
     raise Malformed(f"{name} is no JSON number")
-
-
-def write(path: Path, content: bytes) -> None:
-    """Put a file in place, whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

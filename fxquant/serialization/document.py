@@ -21,10 +21,12 @@ from fxquant.frontend import InputCheck, attach_input_check, is_traced
 from fxquant.frontend.branches import ReturnInTraining
 from fxquant.frontend.outputs import ReturnForm, is_form
 from fxquant.frontend.signature import CallSignature, attach_signature, is_signature
-from fxquant.graph import Annotation, Constant, Operation, Part, QParams, Reference, fact, operation, resolve, spelling
-from fxquant.model import CARRIED, Model, replace_graph
+from fxquant.graph import Annotation, Constant, Operation, Part, QParams, Reference, fact, operation, resolve, spelling, stage_of
+from fxquant.hooks import are_calls, restore_hooks
+from fxquant.model import CALLS, CARRIED, Model, replace_graph
 from fxquant.ops import MODULES, Fixed, Own, Same
 from fxquant.proof import unproved
+from fxquant.quantization.owners import link_owners
 from fxquant.quantization.prepared import QuantizedOperator
 from fxquant.quantization.spec import QConfig
 from fxquant.serialization.archive import as_text
@@ -43,11 +45,11 @@ _SECTIONS = ["format", "version", "name", "meta", "root", "modules", "tensors", 
 _META: Mapping[str, tuple[type, ...] | None] = {
     "fact": None, "source": (str,), "module": (str,), "made_by": (str,), "annotation": (Annotation,), "refusal": (str,),
     "qconfig": (tuple,), "spelling": (tuple,), "fused": (tuple,), "unfused": (str,),
-    "notes": (dict,), "qparams": (QParams,), "origin": (str,),
+    "batch_norm": (str,), "notes": (dict,), "qparams": (QParams,), "origin": (str,),
     "parameter": (bool,), "operation": (Operation,), "argument": (str,), "part": (Part,), "demand": (Own, Same, Fixed), "ties": (tuple,),
 }  # fmt: skip
 _MODEL_META: Mapping[str, tuple[type, ...]] = {
-    "stage": (str,), "target": (str,), "not_done": (list,), "qconfigs": (list,), "told_dropped": (bool,),
+    "stage": (str,), "target": (str,), "not_done": (list,), "qconfigs": (list,), "told_dropped": (bool,), "lost_gradients": (list,),
 }  # fmt: skip
 _PATH = re.compile(r"[^.\"\\\s]+(\.[^.\"\\\s]+)*")  # stands in the generated code between quotes
 
@@ -57,7 +59,7 @@ _PATH = re.compile(r"[^.\"\\\s]+(\.[^.\"\\\s]+)*")  # stands in the generated co
 
 def write_model(model: Any, target_of: TargetOf) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The document and the tensors of a model. Raises ExportError, naming what it is, if anything of it has no form there."""
-    if not isinstance(model, fx.GraphModule) or not (is_traced(model) or "stage" in model.meta):
+    if not isinstance(model, fx.GraphModule) or not (is_traced(model) or stage_of(model) is not None):
         cannot_save(f"a {type(model).__name__}", "it is no model of fxquant's at any stage", "save what trace, prepare or convert returned")
     if any(isinstance(hook, ReturnInTraining) for hook in model._forward_hooks.values()):
         cannot_save(
@@ -209,6 +211,9 @@ def read_model(document: Mapping[str, Any], tensors: Mapping[str, Tensor], targe
     attach_signature(model)
     if CARRIED in meta:
         meta[CARRIED].dress(model)
+    link_owners(model, model.graph)
+    if meta.get("stage") == Stage.PREPARED.name:
+        restore_hooks(model)
     model.recompile()
     return model
 
@@ -220,6 +225,8 @@ def _check(model: Model, document: Mapping[str, Any], target_of: TargetOf) -> No
         raise Malformed(f"its {part} hold something that fxquant does not write")
     if not is_signature(model.meta, [str(node.target) for node in model.graph.find_nodes(op="placeholder")]):
         raise Malformed("it does not say how its inputs are given")
+    if not are_calls(model.meta.get(CALLS, ()), model.graph if model.meta.get("stage") == Stage.PREPARED.name else None):
+        raise Malformed("it does not say what calls of modules read and return")
     if not is_form(model.meta):
         raise Malformed("it does not say what it returns")
     stage = Stage[model.meta["stage"]] if "stage" in model.meta else Stage.TRACED

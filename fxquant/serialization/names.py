@@ -124,7 +124,7 @@ def _functions() -> dict[str, Callable[..., Any]]:
         ("linalg", torch.linalg, _LINALG),
         ("special", torch.special, _SPECIAL),
         ("fft", torch.fft, _FFT),
-        ("fxquant", functional, "setitem write copy fill zero"),
+        ("fxquant", functional, "setitem write copy fill zero stopped"),
     ):
         table.update(_listed(space, home, names))
     table.update({f"stub:{function.__name__}": function for function in STUBS})

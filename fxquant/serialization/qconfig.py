@@ -27,6 +27,7 @@ from torch import nn
 
 from fxquant.arguments import PATH, checked, instance
 from fxquant.errors import ExportError, FxQuantError
+from fxquant.files import write_file
 from fxquant.quantization.mapping import Call, Chosen, QConfigMapping, as_mapping
 from fxquant.quantization.observers import Observer, settings
 from fxquant.quantization.rounding import Rounding
@@ -43,13 +44,10 @@ _METHOD = "method:"
 def save_qconfig(mapping: QConfig | QConfigMapping, path: str | os.PathLike[str]) -> Path:
     """Write a mapping to a JSON file that a person can edit; returns its path. A QConfig is written as a mapping's default.
 
-    Equal mappings give equal bytes. Raises ExportError for an observer, a rounding or a type that is a user's own: a file cannot name it.
+    Equal mappings give equal bytes. Raises ExportError for an observer, a rounding or a type that is a user's own, which a file cannot
+    name, and where the file cannot be written; the previous file is then unchanged.
     """
-    text = written(as_mapping(mapping))
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(text, encoding="utf-8")
-    return target
+    return write_file(path, written(as_mapping(mapping)))
 
 
 @checked(path=PATH)
@@ -91,8 +89,8 @@ def read(text: str, path: Any) -> QConfigMapping:
     """The mapping that a text describes; `path` is what an error names."""
     try:
         document = json.loads(text)
-    except ValueError as error:
-        raise _unreadable(path, f"it is no JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(path, f"it is no JSON that can be read: {error}") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise _unreadable(path, f'it does not say "format": "{FORMAT}"')
     if document.get("version") != VERSION:

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from fxquant.arithmetic import Arithmetic
+from fxquant.gradient import GradientRule
 from fxquant.numerics import ACTIVATION_TYPES, EVERYTHING, WEIGHT_TYPES, Interval
+from fxquant.ops import Operator
 from fxquant.quantization.factors import LARGEST_EXPONENT, ChannelFactors
 from fxquant.quantization.learning import LSQ, METHODS, TrainableScale
 from fxquant.quantization.observers import MinMaxObserver, Observer
@@ -88,6 +90,12 @@ class TreeWriter:
             return {"inputs": len(module.inputs), "outputs": len(module.outputs)}
         if type(module) is WeightScale:
             return {"frozen": expect(module.frozen, bool), "method": None if module.method is None else module.method.name}
+        if isinstance(module, GradientRule):
+            cannot_save(
+                f"the module {path}",
+                f"it calls {module.label}, which is Python, and a file holds no code",
+                "keep prepared.state_dict(), for a model that fxq.prepare makes of the same float model; or save what fxq.convert returns",
+            )
         if type(module) not in ARGUMENTS:
             cannot_save(
                 f"the module {path}",
@@ -141,6 +149,7 @@ class TreeWriter:
             "intermediate": self._module(module.intermediate, path + ".intermediate"),
             "weight_quantizer": self._module(module.weight_quantizer, path + ".weight_quantizer"),
             "factors": self._module(module.factors, path + ".factors"),
+            **({"detached": module.detached if module.detached is True else list(module.detached or ())} if module.detached else {}),
         }
 
     def _reference(self, value: Any, path: str) -> Any:
@@ -220,6 +229,16 @@ def _interval(content: Any) -> Interval:
     if not low <= high:
         raise Malformed("the values that are observed are none")
     return low, high
+
+
+def _detached(content: Any, operator: Operator) -> bool | tuple[str, ...]:
+    """Whether an operator is computed without gradients, or the names of its arguments that have none."""
+    if content is True:
+        return True
+    known = (*operator.parameter_names, *operator.absorbs)
+    if not all(name in known for name in expect(content, list)):
+        raise Malformed(f"a {operator.name} has no such arguments as are detached")
+    return tuple(content)
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------------
@@ -373,6 +392,7 @@ class TreeReader:
             path=plain["path"],
             observed=_interval(arguments.get("observed")),
             factors=factors,
+            detached=_detached(arguments.get("detached", []), operator),
         )
         module.state = State(arguments["state"])
         return module

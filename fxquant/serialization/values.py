@@ -260,7 +260,9 @@ def _decode_complex(content: Any) -> complex:
 def _decode_numbers(content: Any) -> torch.Tensor:
     dtype, shape, numbers = _exactly(expect(content, list), 3)
     values = [expect(decode(number), bool, int, float) for number in expect(numbers, list)]
-    return torch.tensor(values, dtype=look_up(DTYPES, dtype, "dtype")).reshape([expect(size, int) for size in expect(shape, list)])
+    return torch.tensor(values, dtype=look_up(DTYPES, dtype, "dtype"), device="cpu").reshape(
+        [expect(size, int) for size in expect(shape, list)]
+    )
 
 
 _NOT_FINITE = {name: float(name) for name in ("nan", "inf", "-inf")}

@@ -106,7 +106,7 @@ def _batch_norms(prepared: fx.GraphModule) -> tuple[list[tuple[str, QuantizedOpe
     for node in prepared.graph.nodes:
         operator = operator_at(prepared, node)
         norm = None if operator is None else constant_arguments(prepared, node, operator).get("batch_norm")
-        if operator is None or norm is None:
+        if operator is None or operator.left_out or norm is None:
             continue
         if not isinstance(norm, nn.modules.batchnorm._BatchNorm) or norm.num_batches_tracked is None:
             skipped.append((node.name, "its batch norm is a function, whose momentum is written in the model"))
@@ -120,12 +120,14 @@ def _seeing(found: list[tuple[str, QuantizedOperator, Any]]) -> Iterator[None]:
     """Batches count equally in the statistics of these batch norms, which start anew; nothing else moves."""
     momenta = [norm.momentum for _, _, norm in found]
     lives = [operator.live_batch_norm for _, operator, _ in found]
+    tracks = [(norm.training, norm.track_running_stats) for _, _, norm in found]
     quantizers = [q for _, operator, _ in found for q in (operator.output, operator.intermediate) if q is not None]
     modes = [quantizer.mode for quantizer in quantizers]
     try:
         for _, operator, norm in found:
             norm.num_batches_tracked.zero_()
             norm.momentum = None
+            norm.training = norm.track_running_stats = True
             operator.live_batch_norm, operator.state, operator.training = True, State.TRAIN, True
         for quantizer in quantizers:
             quantizer.mode = FROZEN
@@ -133,6 +135,8 @@ def _seeing(found: list[tuple[str, QuantizedOperator, Any]]) -> Iterator[None]:
     finally:
         for quantizer, mode in zip(quantizers, modes, strict=True):
             quantizer.mode = mode
+        for (_, _, norm), (training, track) in zip(found, tracks, strict=True):
+            norm.training, norm.track_running_stats = training, track
         for (_, operator, norm), momentum, live in zip(found, momenta, lives, strict=True):
             norm.momentum, operator.live_batch_norm, operator.state, operator.training = momentum, live, State.VALIDATE, False
 

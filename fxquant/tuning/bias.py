@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.arguments import checked
+from fxquant.model import repeatable
 from fxquant.progress import progress
 from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
 from fxquant.quantization.weights import BiasCorrection
@@ -49,7 +50,8 @@ def correct_bias(
     model in state FLOAT stays what it is, `convert`, `save` and `state_dict` know of it, and a batch norm that is trained live takes
     its place. The inputs are kept, and of what is between the layers two values, float and integer, for each that is still to be read.
 
-    After a kill, the same call with the same `checkpoint` continues behind the last layer that was finished.
+    The same model and batches give the same bits, on one machine, with any number of threads. After a kill, the same call with the same
+    `checkpoint` continues behind the last layer that was finished.
 
     Raises NotCalibrated before calibration, CalibrationError for batches that do not fit, and ConfigurationError for a checkpoint that is
     of another call; if anything is raised, the model is what it was.
@@ -57,14 +59,15 @@ def correct_bias(
     with tuning(prepared) as operators:
         samples = taken(prepared, batches, num_batches, batch_fn, batch_size, show_progress)
         call = {"method": "correct_bias", "batch_size": batch_size, "model": model_digest(prepared), "samples": digest(samples.tensors)}
-        return _correct(prepared, samples, operators, Journal(checkpoint, call), show_progress)
+        with repeatable():
+            return _correct(prepared, samples, operators, Journal(checkpoint, call), show_progress)
 
 
 def corrections(prepared: fx.GraphModule, samples: Samples, show_progress: bool | None) -> dict[str, list[float]]:
     """Biases corrected by these samples; what is added to each now, by layer. Nothing is done with one chunk alone."""
     if len(samples.chunks) < 2:
         return {}
-    with tuning(prepared) as operators:
+    with tuning(prepared) as operators, repeatable():
         result = _correct(prepared, samples, operators, Journal(None, {}), show_progress)
     added = {name: operators[name].weight_quantizer.correction for layer in result.kept for name in layer.layers}
     return {name: each.value.tolist() for name, each in added.items() if each is not None}
@@ -108,7 +111,7 @@ def _found(unit: Unit, samples: Samples, exact: Walk, real: Walk, operator: Quan
 
 def _put(operator: QuantizedOperator, value: list[float]) -> None:
     added = BiasCorrection(len(value))
-    added.value.copy_(torch.tensor(value, dtype=torch.float32))
+    added.value.copy_(torch.tensor(value, dtype=torch.float32, device="cpu"))
     operator.weight_quantizer.correct(added.to(next(operator.buffers(), added.value).device))
 
 
@@ -116,7 +119,7 @@ def _put(operator: QuantizedOperator, value: list[float]) -> None:
 def _correction(lesson: Lesson, operator: QuantizedOperator) -> Tensor | None:
     """What is to be added, shape (C,): the mean of float minus integer before the fused limits, over what is learned from."""
     node = lesson.unit.weighted[0]
-    total, count = torch.zeros((), device="cpu"), 0
+    total, count = torch.zeros((), device="cpu", dtype=torch.float32), 0
     for index in lesson.samples.learning:
         has = bound_arguments(node, operator, lesson.operands[index])
         weight = weight_of(operator, has)

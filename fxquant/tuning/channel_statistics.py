@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from fxquant.analysis.record import still
 from fxquant.graph import by_name
+from fxquant.model import repeatable
 from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
 from fxquant.quantization.state import State
 
@@ -43,7 +44,8 @@ def statistics(prepared: fx.GraphModule, watched: Mapping[str, Tensor], batches:
     try:
         with still(prepared, State.FLOAT):
             for inputs in batches:
-                prepared(**by_name(prepared, inputs))
+                with repeatable():
+                    prepared(**by_name(prepared, inputs))
     finally:
         for handle in handles:
             handle.remove()

@@ -286,7 +286,7 @@ class _Pupil:
         """Some samples that are learned from, of one size; real numbers mixed with those of others."""
         alike = self.items[self._number(len(self.items))]
         order, other = (torch.randperm(len(alike), generator=self.generator, device="cpu")[: self.size] for _ in range(2))
-        shares = MIXED * torch.rand(len(order), generator=self.generator, device="cpu")
+        shares = MIXED * torch.rand(len(order), generator=self.generator, device="cpu", dtype=torch.float32)
         return self._moved([self._mixed([item[place] for item in alike], place, order, other, shares) for place in range(len(self.axes))])
 
     def _copies(self, inputs: list[Any]) -> Iterator[list[Any]]:
@@ -300,7 +300,13 @@ class _Pupil:
         images = [value for value, moves in zip(inputs, self.moves, strict=True) if moves]
         if not images:
             return inputs
-        ways = 2 * torch.rand(len(images[0]), max(image.dim() for image in images) - 2, generator=self.generator, device="cpu") - 1
+        ways = (
+            2
+            * torch.rand(
+                len(images[0]), max(image.dim() for image in images) - 2, generator=self.generator, device="cpu", dtype=torch.float32
+            )
+            - 1
+        )
         return [_shifted(value, ways) if moves else value for value, moves in zip(inputs, self.moves, strict=True)]
 
     def _number(self, below: int) -> int:

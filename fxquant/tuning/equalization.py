@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -31,10 +31,12 @@ from fxquant.analysis.node import quantized_operator
 from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError
 from fxquant.graph import is_parameter, parameter_value
+from fxquant.model import repeatable
 from fxquant.numerics import SMALLEST_NORMAL
 from fxquant.progress import progress
 from fxquant.quantization.batches import as_batches, first_batches, length, model_inputs, no_batches
-from fxquant.quantization.calibration import require_prepared
+from fxquant.quantization.calibration import out_of_calibration, require_prepared
+from fxquant.quantization.left_out import leaving_out
 from fxquant.quantization.prepared import quantized_operators
 from fxquant.tuning.channel_statistics import Statistics, statistics, together
 from fxquant.tuning.noise import LayerNoise, TensorNoise
@@ -87,7 +89,8 @@ def equalize(
             yield model_inputs(prepared, batch if batch_fn is None else batch_fn(batch), seen)
             seen += 1
 
-    _equalize(prepared, inputs(), together if distributed else None)
+    with leaving_out(out_of_calibration(prepared)):
+        _equalize(prepared, inputs(), together if distributed else None)
     if not seen and ranks.count() == 1:
         raise no_batches(num_batches)
     return prepared
@@ -132,7 +135,8 @@ def _equalize(
         seen = join(ranks.gathered(seen))
     if not seen or not all(bool(torch.isfinite(part).all()) for entry in seen.values() for part in entry[:2]):
         return  # calibration says what is wrong
-    found = _chosen(prepared, known, seen)
+    with repeatable():
+        found = _chosen(prepared, known, seen)
     multiply(prepared, known, found)
     layers = [node.name for node, given in known.given.items() if bool(found[given].any())]
     if layers:
@@ -162,7 +166,7 @@ class _Problem:
     def groups(self) -> Iterator[tuple[Tensor, list[LayerNoise | TensorNoise]]]:
         """Labels that one tensor holds or one layer reads belong together; with each group the terms that it has a part in."""
         root = torch.arange(self.number, dtype=torch.int64, device="cpu")
-        terms: list[tuple[Tensor, LayerNoise | TensorNoise]] = [(torch.unique(layer.read), layer) for layer in self.layers]
+        terms: list[tuple[Tensor, LayerNoise | TensorNoise]] = [(torch.unique(layer.labels), layer) for layer in self.layers]
         terms += [(tensor.labels, tensor) for tensor in self.tensors]
         changed = True
         while changed:
@@ -204,28 +208,35 @@ def _layer(prepared: fx.GraphModule, known: Channels, node: fx.Node, seen: Stati
     rows = rows.detach().double().cpu().flatten(2) if rows.dim() > 2 else rows.detach().double().cpu().unsqueeze(2)
     outputs, inputs, taps = rows.shape
     groups = max(len(read) // inputs, 1)
-    index = (torch.arange(outputs, device="cpu") // (outputs // groups) * inputs).unsqueeze(1) + torch.arange(inputs, device="cpu")
     _, power, count = seen[arguments["input"].name]
     assert operator.channels is not None
     dim = operator.channels(arguments) % (power.dim() + 1) - 1
     moved = power.movedim(dim, 0)
     means = (moved.reshape(len(moved), -1).mean(1) / count).expand(len(read))
     squares = rows.square().sum(2)
-    signal = (squares * means[index]).sum(1) * outputs
+    labels, met = (_by_output(each, outputs, groups) for each in (read, means))
+    signal = (squares * met).sum(1) * outputs
     given = known.given[node]
     behind = torch.where(given > 0, gain[given], torch.where(signal > SMALLEST_NORMAL, 1 / signal.clamp_min(SMALLEST_NORMAL), 0))
-    gain.index_add_(0, read[index].flatten(), (squares * behind.unsqueeze(1)).flatten())
+    gain.index_add_(0, labels.flatten(), (squares * behind.unsqueeze(1)).flatten())
     quantizer = module.weight_quantizer
     return LayerNoise(
-        read=read[index],
+        read=labels,
+        groups=groups,
         given=given,
         squares=squares,
         largest=rows.abs().amax(2),
-        share=means[index] * behind.unsqueeze(1),
+        share=met * behind.unsqueeze(1),
         taps=taps,
         divisor=quantizer.dtype.divisor,
         per_channel=quantizer.per_channel,
     )
+
+
+def _by_output(channels: Tensor, outputs: int, groups: int) -> Tensor:
+    """What is known of the channels that a layer reads, for each of its outputs those of its group: (outputs, inputs of a group)."""
+    rows = channels.reshape(groups, 1, -1)
+    return rows.expand(groups, outputs // groups, rows.shape[2]).reshape(outputs, -1)
 
 
 def _grids(prepared: fx.GraphModule, known: Channels, seen: Statistics, gain: Tensor) -> list[TensorNoise]:
@@ -259,29 +270,24 @@ def _chosen(prepared: fx.GraphModule, known: Channels, seen: Statistics) -> Tens
     problem = _Problem(prepared, known, seen)
     exponents = torch.zeros(known.number, dtype=torch.int64, device="cpu")
 
-    def error(terms: list[LayerNoise | TensorNoise], candidate: Tensor) -> float:
-        factors = torch.exp2(candidate.double())
-        return sum(term.error(factors) for term in terms)
-
     def better(group: Tensor, terms: list[LayerNoise | TensorNoise]) -> Tensor:
         """The exponents with those of a group changed, if that is worth it."""
-        least = before = error(terms, exponents)
-        best = exponents
-        doubtful = [term.ahead(AHEAD) if isinstance(term, TensorNoise) else term for term in terms]
-        most = WORTH * error(doubtful, exponents)
+        costs = _Costs(group, terms)
+        least = before = costs.of(exponents).error
+        best, most = exponents, WORTH * costs.of(exponents).doubtful()
         for offered in _candidates(group, terms, problem) if _worth(sum(term.least_error() for term in terms), before) else ():
             candidate = exponents.clone()
             candidate[group] = offered
             for _ in range(ROUNDS):
-                after = error(terms, candidate)
-                if after < least and error(doubtful, candidate) <= most:
-                    least, best = after, candidate
-                candidate = _balanced(candidate, group, terms)
+                cost = costs.of(candidate)
+                if cost.error < least and cost.doubtful() <= most:
+                    least, best = cost.error, candidate
+                candidate = cost.balanced
         if not _worth(least, before):
             return exponents
         lowest = best.clone()
         lowest[group] -= best[group].min()  # a factor that all have in common changes nothing, where none of them is held
-        return lowest if error(terms, lowest) <= least else best
+        return lowest if costs.of(lowest).error <= least else best
 
     groups = list(problem.groups())
     alone = all(layer.per_channel for layer in problem.layers)  # else what one group has changes what is best for others
@@ -327,14 +333,43 @@ def _candidates(group: Tensor, terms: list[LayerNoise | TensorNoise], problem: _
         yield torch.round(weights * (1 - share) + short * share).clamp(-LARGEST, LARGEST).long()
 
 
-def _balanced(exponents: Tensor, group: Tensor, terms: list[LayerNoise | TensorNoise]) -> Tensor:
-    """Where what grows with a factor would be as much as what shrinks with it, if no scale changed by that."""
-    factors = torch.exp2(exponents.double())
-    rising, falling = torch.zeros_like(factors), torch.zeros_like(factors)
-    for term in terms:
-        term.balance(factors, rising, falling)
-    both = (rising > 0) & (falling > 0)
-    moved = torch.where(both, torch.log2(falling.clamp_min(1e-300) / rising.clamp_min(1e-300)) / 4, 0)
-    found = exponents.clone()
-    found[group] = torch.round(exponents + moved)[group].clamp(-LARGEST, LARGEST).long()
-    return found
+class _Cost(NamedTuple):
+    """What some exponents cost.
+
+    error     the error that they leave
+    doubtful  the same where channels reach further than was seen
+    balanced  the exponents where what grows with a factor would be as much as what shrinks with it, if no scale changed by that
+    """
+
+    error: float
+    doubtful: Callable[[], float]
+    balanced: Tensor
+
+
+class _Costs:
+    """The costs of exponents that differ in one group alone, in the terms that it has a part in; each is computed once."""
+
+    def __init__(self, group: Tensor, terms: list[LayerNoise | TensorNoise]) -> None:
+        self.group, self.terms = group, terms
+        self.ahead = {index: term.ahead(AHEAD) for index, term in enumerate(terms) if isinstance(term, TensorNoise)}
+        self.known: dict[bytes, _Cost] = {}
+
+    def of(self, exponents: Tensor) -> _Cost:
+        key = exponents[self.group].numpy().tobytes()
+        if key not in self.known:
+            self.known[key] = self._found(exponents)
+        return self.known[key]
+
+    def _found(self, exponents: Tensor) -> _Cost:
+        factors = torch.exp2(exponents.double())
+        rising, falling = torch.zeros_like(factors), torch.zeros_like(factors)
+        errors = [term.error(factors, rising, falling) for term in self.terms]
+
+        def doubtful() -> float:
+            return sum(self.ahead[index].error(factors) if index in self.ahead else error for index, error in enumerate(errors))
+
+        both = (rising > 0) & (falling > 0)
+        moved = torch.where(both, torch.log2(falling.clamp_min(1e-300) / rising.clamp_min(1e-300)) / 4, 0)
+        found = exponents.clone()
+        found[self.group] = torch.round(exponents + moved)[self.group].clamp(-LARGEST, LARGEST).long()
+        return _Cost(sum(errors), doubtful, found)

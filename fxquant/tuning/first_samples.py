@@ -9,15 +9,23 @@ pooled image is an eighth of a step too large on average.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, fx
 
 import fxquant.quantization.distributed as ranks
+from fxquant.model import SAMPLES
+from fxquant.quantization.observers import Observer
+from fxquant.quantization.prepared import quantized_operators
+from fxquant.quantization.rounding import Rounding
+from fxquant.quantization.weights import BiasCorrection, Coverage
 from fxquant.tuning import bias, second_moment
 from fxquant.tuning.units import weighted_nodes
-from fxquant.tuning.walk import HELD_OUT_OF, Samples, cut
+from fxquant.tuning.walk import HELD_OUT_OF, Samples, batch_axes, count_of, cut
 
 ENOUGH = 64  # samples: so many are kept, of the first batches, and biases are corrected if there are so many
 LARGEST = 2**24  # elements of what is kept
@@ -27,57 +35,128 @@ CHUNK = 16  # samples
 Found = TypeVar("Found")
 
 
+Parts = tuple[Rounding, Coverage | None, BiasCorrection | None]  # of a weight quantizer
+Given = Mapping[str, tuple[Parts, Parts]]  # by layer: what it was given, and what it had before
+
+
+@dataclass
+class Kept:
+    """What a calibration leaves on the model, so that another one that goes on ends as one call with all batches would have.
+
+    inputs       the model's inputs of the first batches
+    samples      how many samples these have, and how many elements
+    seen         how many samples have gone by
+    counts       what the observers have counted by then: if it is another number, something else has observed since
+    roundings    of each layer that was rounded by these samples: what it has since, and what it had before
+    corrections  and of each whose bias was corrected
+    """
+
+    inputs: list[list[Any]] = field(default_factory=list)
+    samples: int = 0
+    elements: int = 0
+    seen: int = 0
+    counts: int = 0
+    roundings: Given = field(default_factory=dict)
+    corrections: Given = field(default_factory=dict)
+
+
 class FirstSamples:
     """Collects them; none are kept where nothing is to be done by them.
 
     `round_weights` and `correct_bias` say what is done: True all layers, False none; None: weights of less than 8 bits are rounded, and
     biases corrected if at least `ENOUGH` samples go by, in all ranks together.
+
+    A calibration that goes on begins with what the one before has kept on the model, and does what that did to weights and biases again.
+    Where batches were observed whose samples are not there (`lost`), what was done by them stays.
     """
 
     def __init__(self, prepared: fx.GraphModule, round_weights: bool | None = None, correct_bias: bool | None = None) -> None:
-        self.prepared, self.seen, self.samples, self.elements = prepared, 0, 0, 0
+        self.prepared = prepared
+        counts, known = _counts(prepared), prepared.__dict__.get(SAMPLES)
+        self.kept: Kept = known if known is not None and known.counts == counts else Kept(counts=counts)
+        self.lost = counts > 0 and self.kept is not known
+        self.before = replace(self.kept, inputs=list(self.kept.inputs))
         self.bits = second_moment.FEW_BITS if round_weights is None else second_moment.ALL_BITS if round_weights else 0
-        self.rounds = second_moment.is_wanted(prepared, self.bits)
+        with _as_before(prepared, self.kept.roundings):
+            self.rounds = second_moment.is_wanted(prepared, self.bits)
         self.corrects = correct_bias is not False and bool(weighted_nodes(prepared))
         self.enough = ENOUGH if correct_bias is None else 0
-        self.kept: list[list[Any]] = []
 
     def take(self, inputs: Sequence[Any]) -> None:
         """The model's inputs of the next batch."""
+        kept = self.kept
         tensors = [value for value in inputs if isinstance(value, Tensor)]
-        count = len(tensors[0]) if tensors and tensors[0].dim() else len(tensors[:1])
-        self.seen += count
-        if (self.rounds or self.corrects) and self.samples < ENOUGH and self.elements < LARGEST and tensors:
-            self.kept.append([value.clone() if isinstance(value, Tensor) else value for value in inputs])  # a loader may reuse its memory
-            self.samples += count
-            self.elements += sum(value.numel() for value in tensors)
+        axes = batch_axes(self.prepared)
+        if any(axis is not None for axis in axes):
+            count = count_of(inputs, axes)
+        else:  # every size is fixed: the first dimension is the batch, as a rule
+            count = len(tensors[0]) if tensors and tensors[0].dim() else len(tensors[:1])
+        kept.seen += count
+        if (self.rounds or self.corrects) and kept.samples < ENOUGH and kept.elements < LARGEST and tensors:
+            kept.inputs = [_beside(inputs, each) for each in kept.inputs]
+            kept.inputs.append([value.clone() if isinstance(value, Tensor) else value for value in inputs])  # a loader may reuse its memory
+            kept.samples += count
+            kept.elements += sum(value.numel() for value in tensors)
+
+    @contextmanager
+    def remembered(self) -> Iterator[None]:
+        """Behind this the model keeps what was taken inside, also where something is raised; of ranks that fail, what it kept before."""
+        try:
+            yield
+        except Exception:
+            if ranks.count() > 1:
+                self.kept = self.before
+            raise
+        finally:
+            self.kept.counts = _counts(self.prepared)
+            self.prepared.__dict__[SAMPLES] = self.kept
 
     def use(self, distributed: bool, show_progress: bool | None) -> None:
         """Round and correct by them; where ranks calibrate together, by those of the first."""
-        if self.rounds:
+        corrects = self.corrects and self._seen_by_all(distributed) >= self.enough
+        if not self.rounds and not corrects:
+            return
+        with _all_or_nothing(self.prepared):
+            if self.rounds:
+                _undo(self.prepared, self.kept.roundings)
+            if corrects:
+                _undo(self.prepared, self.kept.corrections)
+            roundings = self._again(self.kept.roundings, self._round, distributed, show_progress) if self.rounds else self.kept.roundings
+            corrections = (
+                self._again(self.kept.corrections, self._correct, distributed, show_progress) if corrects else self.kept.corrections
+            )
+            self.kept.roundings, self.kept.corrections = roundings, corrections
 
-            def rounded() -> second_moment.Rounded:
-                found = second_moment.rounded(self.prepared, cut(self.prepared, self.kept, 4), self.bits, show_progress)
-                return {name: (offset.cpu(), None if share is None else share.cpu()) for name, (offset, share) in found.items()}
+    def _again(self, known: Given, method: Callable[[bool, bool | None], None], distributed: bool, show_progress: bool | None) -> Given:
+        """What a method gives layers now; those that are left out have what is known."""
+        before, operators = _parts(self.prepared), quantized_operators(self.prepared)
+        method(distributed, show_progress)
+        given = {name: (now, before[name]) for name, now in _parts(self.prepared).items() if not _same(now, before[name])}
+        return {name: pair for name, pair in known.items() if operators[name].left_out} | given
 
-            second_moment.settle(self.prepared, self._of_first_rank(distributed, rounded, {}))
-        if self.corrects and self._seen_by_all(distributed) >= self.enough:
+    def _round(self, distributed: bool, show_progress: bool | None) -> None:
+        def rounded() -> second_moment.Rounded:
+            found = second_moment.rounded(self.prepared, cut(self.prepared, self.kept.inputs, 4), self.bits, show_progress)
+            return {name: (offset.cpu(), None if share is None else share.cpu()) for name, (offset, share) in found.items()}
 
-            def corrected() -> dict[str, list[float]]:
-                return bias.corrections(self.prepared, self._few(), show_progress)
+        second_moment.settle(self.prepared, self._of_first_rank(distributed, rounded, {}))
 
-            bias.settle(self.prepared, self._of_first_rank(distributed, corrected, {}))
+    def _correct(self, distributed: bool, show_progress: bool | None) -> None:
+        def corrected() -> dict[str, list[float]]:
+            return bias.corrections(self.prepared, self._few(), show_progress)
+
+        bias.settle(self.prepared, self._of_first_rank(distributed, corrected, {}))
 
     def _seen_by_all(self, distributed: bool) -> int:
         """How many samples went by in the ranks that calibrate together."""
-        return sum(ranks.gathered(self.seen)) if distributed and ranks.count() > 1 else self.seen
+        return sum(ranks.gathered(self.kept.seen)) if distributed and ranks.count() > 1 else self.kept.seen
 
     def _of_first_rank(self, distributed: bool, find: Callable[[], Found], nothing: Found) -> Found:
         if not distributed or ranks.count() == 1:
-            return find() if self.kept else nothing
+            return find() if self.kept.inputs else nothing
         found = nothing
         try:
-            if self.kept and not ranks.index():
+            if self.kept.inputs and not ranks.index():
                 found = find()
         finally:
             every: Sequence[Found] = ranks.gathered(found)  # also where it raises: others wait
@@ -85,6 +164,71 @@ class FirstSamples:
 
     def _few(self) -> Samples:
         """As many as a mean needs, in at least so many chunks that some can be held out."""
-        each = max(self.elements // max(self.samples, 1), 1)
+        each = max(self.kept.elements // max(self.kept.samples, 1), 1)
         size = max(1, min(CHUNK, LARGEST_FOR_BIAS // (HELD_OUT_OF * each)))
-        return Samples(cut(self.prepared, self.kept, size).chunks[: max(HELD_OUT_OF, LARGEST_FOR_BIAS // (size * each))])
+        return Samples(cut(self.prepared, self.kept.inputs, size).chunks[: max(HELD_OUT_OF, LARGEST_FOR_BIAS // (size * each))])
+
+
+def _beside(inputs: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
+    """What was kept on the devices of other inputs: the model may have moved between two calls."""
+    return [
+        mine.to(other.device) if isinstance(mine, Tensor) and isinstance(other, Tensor) else mine
+        for mine, other in zip(kept, inputs, strict=True)
+    ]
+
+
+def _counts(prepared: fx.GraphModule) -> int:
+    """How many batches all observers together have seen."""
+    counts = [module.count for module in prepared.modules() if isinstance(module, Observer)]
+    return int(torch.stack([count.cpu() for count in counts]).sum()) if counts else 0
+
+
+def _parts(prepared: fx.GraphModule) -> dict[str, Parts]:
+    """What every layer has."""
+    weights = {name: operator.weight_quantizer for name, operator in quantized_operators(prepared).items()}
+    return {name: (each.rounding, each.coverage, each.correction) for name, each in weights.items()}
+
+
+def _put(prepared: fx.GraphModule, parts: Mapping[str, Parts]) -> None:
+    for name, (rounding, coverage, correction) in parts.items():
+        weight = quantized_operators(prepared)[name].weight_quantizer
+        weight.rounding = rounding
+        weight.cover(coverage)
+        weight.correct(correction)
+
+
+def _same(one: Parts, other: Parts) -> bool:
+    return all(part is another for part, another in zip(one, other, strict=True))
+
+
+def _undo(prepared: fx.GraphModule, done: Given) -> None:
+    """Layers that are not left out have again what they had, each part where it is still the one that was given."""
+    now, operators = _parts(prepared), quantized_operators(prepared)
+    restored = {
+        name: tuple(before if part is given else part for part, given, before in zip(now[name], *pair, strict=True))
+        for name, pair in done.items()
+        if not operators[name].left_out
+    }
+    _put(prepared, restored)  # type: ignore[arg-type]
+
+
+@contextmanager
+def _as_before(prepared: fx.GraphModule, done: Given) -> Iterator[None]:
+    """Inside, layers have what they had."""
+    now = _parts(prepared)
+    _undo(prepared, done)
+    try:
+        yield
+    finally:
+        _put(prepared, now)
+
+
+@contextmanager
+def _all_or_nothing(prepared: fx.GraphModule) -> Iterator[None]:
+    """Layers keep what they have if anything is raised inside."""
+    now = _parts(prepared)
+    try:
+        yield
+    except BaseException:
+        _put(prepared, now)
+        raise

@@ -9,14 +9,15 @@ import torch
 from torch import fx
 
 from fxquant.model import autocast_off
-from fxquant.quantization.calibration import require_prepared, set_state
+from fxquant.quantization.calibration import enter, require_prepared
+from fxquant.quantization.left_out import in_float, leaving_out
 from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
 from fxquant.quantization.state import State
 
 
 @contextmanager
 def tuning(prepared: fx.GraphModule) -> Iterator[dict[str, QuantizedOperator]]:
-    """The operators of the model, by name, in state VALIDATE, where they are left.
+    """The operators of the model, by name, in state VALIDATE, where they are left; a part in state FLOAT stays there, and as it is.
 
     If anything is raised inside, every state, rounding, correction and coverage, and every number in the model, is what it was. Raises
     NotCalibrated, and changes nothing, where a scale is missing.
@@ -29,15 +30,16 @@ def tuning(prepared: fx.GraphModule) -> Iterator[dict[str, QuantizedOperator]]:
     parts = {operator: (quantizer.rounding, quantizer.correction, quantizer.coverage) for operator, quantizer in weights.items()}
     trained = [parameter for parameter in prepared.parameters() if parameter.requires_grad]
     numbers = {name: value.detach().clone() for name, value in prepared.state_dict(keep_vars=True).items()}
+    out = {operator for operator in operators.values() if operator.left_out}.union(in_float(prepared))
     try:
-        set_state(prepared, State.VALIDATE)
+        enter(prepared, (operator for operator in operators.values() if operator not in out), State.VALIDATE)
         prepared.eval()
         for operator in operators.values():
-            if not operator.plain:
+            if not operator.plain and operator not in out:
                 operator.output.require()
         for parameter in trained:
             parameter.requires_grad_(False)  # what is tuned is no parameter of the model
-        with autocast_off(), torch.inference_mode(False), torch.enable_grad():
+        with leaving_out(out), autocast_off(), torch.inference_mode(False), torch.enable_grad():
             yield operators
     except BaseException:
         for operator, (rounding, correction, coverage) in parts.items():

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fxquant.tuning.resumption import no_checkpoint, require_same_call, require_whole, text_digest, write_whole
+from fxquant.files import write_file
+from fxquant.tuning.resumption import no_checkpoint, require_same_call, require_whole, text_digest
 
 
 class Journal:
@@ -45,4 +46,4 @@ class Journal:
         """Put what is known into the file, whole or not at all."""
         if self.path is not None:
             text = json.dumps({"call": self.call, "found": self.found, "digest": text_digest(self.call, self.found)})
-            write_whole(self.path, lambda part: part.write_text(text, encoding="utf-8"))
+            write_file(self.path, text)

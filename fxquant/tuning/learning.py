@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
+from fxquant.clamping import clamped
 from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.rounding import AdaptiveRounding, Nearest, straight_through
@@ -68,7 +69,7 @@ class _Choice:
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape
-        self.start = torch.zeros(shape, device="cpu")
+        self.start = torch.zeros(shape, device="cpu", dtype=torch.float32)
         self.value: nn.Parameter | None = None
 
     def between(self, real: Tensor) -> Tensor:
@@ -82,7 +83,7 @@ class _Choice:
     def share(self) -> Tensor:
         """h(v)."""
         assert self.value is not None
-        return (torch.sigmoid(self.value) * (_HIGH - _LOW) + _LOW).clamp(0, 1)
+        return clamped(torch.sigmoid(self.value) * (_HIGH - _LOW) + _LOW, 0, 1)
 
     @torch.no_grad()
     def decided(self) -> AdaptiveRounding:
@@ -101,7 +102,8 @@ class Student:
     def __init__(self, lesson: Lesson, settings: Settings, seed: int) -> None:
         self.lesson, self.settings, self.unit, self.prepared = lesson, settings, lesson.unit, lesson.prepared
         self.generator = torch.Generator().manual_seed(seed)
-        self.operators = {node: operator for node in self.unit.nodes if (operator := operator_at(self.prepared, node)) is not None}
+        operators = ((node, operator_at(self.prepared, node)) for node in self.unit.nodes)
+        self.operators = {node: operator for node, operator in operators if operator is not None and not operator.left_out}
         quantizers_of_weights = {node: self.operators[node].weight_quantizer for node in self.unit.weighted}
         self.before = {node: (quantizer.rounding, quantizer.coverage) for node, quantizer in quantizers_of_weights.items()}
         self.shares: dict[fx.Node, Tensor] = {}
@@ -178,7 +180,7 @@ class Student:
         assert self.settings.rounded is not None
         if real is rounded:
             return rounded
-        chosen = torch.rand(rounded.shape, generator=self.generator, device="cpu") < self.settings.rounded
+        chosen = torch.rand(rounded.shape, generator=self.generator, device="cpu", dtype=torch.float32) < self.settings.rounded
         return torch.where(chosen.to(rounded.device), rounded, real)
 
     def _rounded(self, real: Tensor, quantizer: Quantizer) -> Tensor:
@@ -187,7 +189,7 @@ class Student:
             return real
         grid = quantizer.grid
         scale = self._scale(quantizer) if quantizer in self.growth else grid.scale
-        steps = (real / scale).clamp(*grid.bounds)
+        steps = clamped(real / scale, *grid.bounds)
         return straight_through(steps, torch.round(steps.detach())) * scale
 
     def _scale(self, quantizer: Quantizer) -> Tensor:

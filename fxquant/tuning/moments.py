@@ -33,8 +33,8 @@ class Moment:
     def __init__(self, groups: int, columns: int, taps: int, device: torch.device) -> None:
         width = max(taps, COLUMNS // taps * taps)
         self.bounds = [(start, min(start + width, columns)) for start in range(0, columns, width)]
-        self.blocks = [torch.zeros(groups, end - start, end - start, device=device) for start, end in self.bounds]
-        self.sums = torch.zeros(groups, columns, device=device)
+        self.blocks = [torch.zeros(groups, end - start, end - start, device=device, dtype=torch.float32) for start, end in self.bounds]
+        self.sums = torch.zeros(groups, columns, device=device, dtype=torch.float32)
         self.taps, self.rows = taps, 0
 
     def add(self, rows: Tensor) -> None:
@@ -60,7 +60,9 @@ class Moment:
         variance = (square - mean.square()).clamp_min(0)
         means = mean.repeat_interleave(taps, 1)
         smooth = means.unsqueeze(2) * means.unsqueeze(1)
-        kernel = ALIKE * torch.ones(taps, taps, device=mean.device) + (1 - ALIKE) * torch.eye(taps, device=mean.device)
+        kernel = ALIKE * torch.ones(taps, taps, device=mean.device, dtype=torch.float32) + (1 - ALIKE) * torch.eye(
+            taps, device=mean.device, dtype=torch.float32
+        )
         channel = torch.arange(size // taps, device=mean.device)
         smooth.view(groups, -1, taps, size // taps, taps)[:, channel, :, channel, :] += variance.t().reshape(-1, groups, 1, 1) * kernel
         return smooth
@@ -79,6 +81,8 @@ class Moment:
 def flipped(real: Tensor, moment: Tensor, low: int, high: int) -> Tensor:
     """From the nearest integers on, those that lower J most in their row, or a part of it, move by a step `SWEEPS` times at most.
 
+    Weights that are exactly 0 stay 0.
+
     real    weights in steps, (groups, outputs, columns)
     moment  M, (groups, columns, columns)
     """
@@ -87,7 +91,7 @@ def flipped(real: Tensor, moment: Tensor, low: int, high: int) -> Tensor:
     margin = -columns % parts
     at = torch.round(real).clamp_(low, high)
     gradient, result = ((at - real) @ moment).flatten(0, 1), at.clone().flatten(0, 1)
-    at, row = at.flatten(0, 1), torch.arange(len(result), device=real.device)
+    at, row, pruned = at.flatten(0, 1), torch.arange(len(result), device=real.device), (real == 0).flatten(0, 1)
     group = row // outputs
     diagonal = torch.diagonal(moment, dim1=1, dim2=2)[group]
     enough = -1e-6 * diagonal.amax(1, keepdim=True)  # what float32 tells
@@ -95,7 +99,7 @@ def flipped(real: Tensor, moment: Tensor, low: int, high: int) -> Tensor:
     for _ in range(SWEEPS):
         step = -torch.sign(gradient)
         change = torch.addcmul(diagonal, gradient, step, value=2)
-        change.masked_fill_((at + step < low) | (at + step > high), 0)
+        change.masked_fill_((at + step < low) | (at + step > high) | pruned, 0)
         gain, place = F.pad(change, (0, margin)).view(len(change), parts, -1).min(2)
         gain, order = gain.sort(1)
         place = (place + starts).gather(1, order).clamp_max(columns - 1)
@@ -110,7 +114,8 @@ def flipped(real: Tensor, moment: Tensor, low: int, high: int) -> Tensor:
         done = ~(moved != 0).any(1)
         if bool(done.any()):
             result[row[done]] = at[done]
-            row, group, gradient, diagonal, enough, at = (part[~done] for part in (row, group, gradient, diagonal, enough, at))
+            left = (row, group, gradient, diagonal, enough, at, pruned)
+            row, group, gradient, diagonal, enough, at, pruned = (part[~done] for part in left)
             if not len(row):
                 break
     result[row] = at
@@ -123,7 +128,7 @@ def joint_noise(parts: list[tuple[Tensor, Tensor]], effect: Tensor) -> float:
 
 
 def flipped_together(start: Tensor, real: Tensor, moment: Tensor, effect: Tensor, low: int, high: int) -> Tensor:
-    """From some integers on, those that lower J most move by a step, in a quarter of the outputs at once.
+    """From some integers on, those that lower J most move by a step, in a quarter of the outputs at once; weights that are 0 stay 0.
 
     start, real  integers and weights in steps, (outputs, columns)
     moment       M, (columns, columns)
@@ -132,11 +137,11 @@ def flipped_together(start: Tensor, real: Tensor, moment: Tensor, effect: Tensor
     at = start.clone()
     gradient = effect @ (at - real) @ moment
     diagonal = effect.diagonal().unsqueeze(1) * moment.diagonal().unsqueeze(0)
-    enough = -ENOUGH * float(diagonal.amax())
+    enough, pruned = -ENOUGH * float(diagonal.amax()), real == 0
     for _ in range(JOINT_SWEEPS):
         step = -torch.sign(gradient)
         change = torch.addcmul(diagonal, gradient, step, value=2)
-        change.masked_fill_((at + step < low) | (at + step > high), 0)
+        change.masked_fill_((at + step < low) | (at + step > high) | pruned, 0)
         gain, place = change.min(1)
         rows = gain.argsort()[: -(-len(gain) // 4)]
         gain, place = gain[rows], place[rows]

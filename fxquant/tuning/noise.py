@@ -12,17 +12,21 @@ of two is left out, which is no reason for a choice.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+IN_CACHE = 2**15  # float64 numbers of each of a few tensors
 
 
 @dataclass(frozen=True)
 class LayerNoise:
     """A layer's weight. Tensors are float64, and labels int64.
 
-    read          (out, in): the labels of the channels that each weight meets
+    read          (out, in): the labels of the channels that each weight meets; those of all outputs of a group are the same
+    groups        how many groups there are
     given         (out,): those of the channels of its result
     squares       (out, in): Σ w² over a kernel's taps
     largest       (out, in): max |w| over them
@@ -33,6 +37,7 @@ class LayerNoise:
     """
 
     read: Tensor
+    groups: int
     given: Tensor
     squares: Tensor
     largest: Tensor
@@ -41,30 +46,71 @@ class LayerNoise:
     divisor: float
     per_channel: bool
 
-    def steps(self, factors: Tensor) -> Tensor:
+    @property
+    def labels(self) -> Tensor:
+        """The labels that each group meets, (groups, in)."""
+        return self.read[:: len(self.read) // self.groups]
+
+    def least_error(self) -> float:
+        """A bound of the error from below, whatever the factors: the steps are no smaller than those of every weight by itself."""
+        costs = torch.empty_like(self.share)
+        for largest, squares, share, cost in self._blocks(self.largest, self.squares, self.share, costs):
+            rounding = (largest / self.divisor).square_().mul_(self.taps / 12)
+            torch.mul(torch.minimum(rounding, squares), share, out=cost)
+        return float(costs.sum())
+
+    def error(self, factors: Tensor, rising: Tensor | None = None, falling: Tensor | None = None) -> float:
+        """What rounding the weight costs.
+
+        To `rising` and `falling` is added, by label, what of the error grows with f² of a channel, and what with 1/f², as long as the
+        scale stays.
+        """
+        read = factors[self.labels].unsqueeze(1)
+        steps = self._steps(factors, read).unsqueeze(1)
+        costs = torch.empty_like(self.share)
+        parts = None if rising is None else torch.empty_like(self.share)
+        blocks = zip(
+            self._blocks(self.squares, self.share, costs, *(() if parts is None else (parts,))),
+            self._blocks(steps, by_group=read),
+            strict=True,
+        )
+        for (squares, share, cost, *part), (step, met) in blocks:
+            rounding = (step * met).square_().mul_(self.taps / 12)
+            torch.mul(torch.minimum(rounding, squares), share, out=cost)
+            if part:
+                torch.mul(rounding, share, out=part[0])
+        if parts is not None and rising is not None and falling is not None:
+            rising.index_add_(0, self.read.flatten(), parts.flatten())
+            if not self.per_channel:
+                falling.index_add_(0, self.given, parts.sum(1))
+        return float(costs.sum())
+
+    def _steps(self, factors: Tensor, read: Tensor) -> Tensor:
         """The scale of every output's weights, in numbers of the float model, (out,)."""
-        steps = (self.largest / factors[self.read]).amax(1) / self.divisor
+        found = torch.empty(len(self.read), dtype=torch.float64, device="cpu")
+        for (largest, step), (_, met) in zip(
+            self._blocks(self.largest, found.unsqueeze(1)), self._blocks(self.largest, by_group=read), strict=True
+        ):
+            torch.amax(largest / met, 2, keepdim=True, out=step)
+        steps = found / self.divisor
         if self.per_channel:
             return steps
         given = factors[self.given]
         return (steps * given).amax() / given
 
-    def least_error(self) -> float:
-        """A bound of the error from below, whatever the factors: the steps are no smaller than those of every weight by itself."""
-        rounding = (self.largest / self.divisor).square_().mul_(self.taps / 12)
-        return float(torch.minimum(rounding, self.squares).mul_(self.share).sum())
+    def _blocks(self, *tensors: Tensor, by_group: Tensor | None = None) -> Iterator[tuple[Tensor, ...]]:
+        """Tensors of a row for each output, (groups, outputs of a group, …), in pieces that a processor's cache holds.
 
-    def error(self, factors: Tensor) -> float:
-        """What rounding the weight costs."""
-        rounding = (self.steps(factors).unsqueeze(1) * factors[self.read]).square_().mul_(self.taps / 12)
-        return float(torch.minimum(rounding, self.squares).mul_(self.share).sum())
-
-    def balance(self, factors: Tensor, rising: Tensor, falling: Tensor) -> None:
-        """Add, by label, what of the error grows with f² of a channel, and what with 1/f², as long as the scale stays."""
-        parts = (self.steps(factors).unsqueeze(1) * factors[self.read]).square_().mul_(self.taps / 12).mul_(self.share)
-        rising.index_add_(0, self.read.flatten(), parts.flatten())
-        if not self.per_channel:
-            falling.index_add_(0, self.given, parts.sum(1))
+        `by_group` has one row for each group, and is given beside them.
+        """
+        shaped = [tensor.view(self.groups, -1, tensor.shape[1]) for tensor in tensors]
+        dim = 1 if self.groups == 1 else 0
+        size = max(1, IN_CACHE // max(self.read[0].numel() * (len(self.read) // self.groups if dim == 0 else 1), 1))
+        for start in range(0, shaped[0].shape[dim], size):
+            pieces = [tensor.narrow(dim, start, min(size, tensor.shape[dim] - start)) for tensor in shaped]
+            if by_group is not None:
+                pieces.append(by_group if dim == 1 else by_group.narrow(0, start, len(pieces[0])))
+            yield tuple(pieces)
 
 
 @dataclass(frozen=True)
@@ -97,10 +143,12 @@ class TensorNoise:
         """The same if every channel had the whole grid for itself."""
         return float((torch.minimum((self.largest / self.divisor).square() / 12, self.power) * self.gain).sum())
 
-    def error(self, factors: Tensor) -> float:
-        """What rounding the tensor costs."""
-        return float((torch.minimum(self.steps(factors).square() / 12, self.power) * self.gain).sum())
+    def error(self, factors: Tensor, rising: Tensor | None = None, falling: Tensor | None = None) -> float:
+        """What rounding the tensor costs.
 
-    def balance(self, factors: Tensor, rising: Tensor, falling: Tensor) -> None:
-        """Add, by label, what of the error grows with 1/f² of a channel, as long as the scale stays."""
-        falling.index_add_(0, self.labels, self.steps(factors).square() / 12 * self.gain)
+        To `falling` is added, by label, what of the error grows with 1/f² of a channel, as long as the scale stays.
+        """
+        rounding = self.steps(factors).square() / 12
+        if falling is not None:
+            falling.index_add_(0, self.labels, rounding * self.gain)
+        return float((torch.minimum(rounding, self.power) * self.gain).sum())

@@ -55,7 +55,7 @@ def output_effects(prepared: fx.GraphModule, chunks: Sequence[Sequence[object]],
 
 def _moderate(moment: Tensor) -> Tensor:
     own = torch.diag(moment.diagonal())
-    return (1 - ALONE) * moment + ALONE * own + FLOOR * torch.eye(len(moment), device=moment.device)
+    return (1 - ALONE) * moment + ALONE * own + FLOOR * torch.eye(len(moment), device=moment.device, dtype=torch.float32)
 
 
 def _of_chunk(
@@ -81,7 +81,7 @@ def _of_chunk(
             return {}
         found: dict[fx.Node, Tensor] = {}
         for draw in range(DRAWN):
-            drawn = [torch.randn(y.shape, generator=generator, device="cpu").to(y) for y in outputs]
+            drawn = [torch.randn(y.shape, generator=generator, device="cpu", dtype=torch.float32).to(y) for y in outputs]
             total = torch.stack([(u * y).sum() for u, y in zip(drawn, outputs, strict=True)]).sum()
             gradients = torch.autograd.grad(total, [each[0] for each in sums.values()], retain_graph=draw < DRAWN - 1, allow_unused=True)
             for (node, (_, within, axis)), gradient in zip(sums.items(), gradients, strict=True):

@@ -1,12 +1,10 @@
-"""What files of finished work share: which call they are of, that they are written whole, and how they are refused."""
+"""What files of finished work share: which call they are of, and how they are refused."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -47,21 +45,13 @@ def require_whole(written: object, *documents: Any) -> None:
         raise ValueError("it was changed, or damaged, since it was written")
 
 
-def write_whole(path: str, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file that takes this path's place when it is complete, in a folder that is made if it is missing."""
-    place = Path(path)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    part = place.with_name(place.name + ".part")
-    write(part)
-    os.replace(part, place)
-
-
 def digest(tensors: Iterable[Tensor]) -> str:
     """A number that tells tensors from others, as hexadecimal digits."""
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        plain = tensor.resolve_conj().resolve_neg().detach().cpu().contiguous()
+        found.update(plain.flatten().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:16]
 
 

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.arguments import checked
+from fxquant.model import repeatable
 from fxquant.progress import progress
 from fxquant.quantization.batch_norm import running_gain
 from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
@@ -79,7 +80,7 @@ def round_weights(
     and a `Coverage`, in the file of `save` and in `state_dict`; the first stays while weights move by less than half a step. Layers with
     a rounding of the user's own, a learned scale, or a weight that others read as well, are left out.
 
-    The same model and batches give the same bits, on one machine with one number of threads. After a kill, the same call with the same
+    The same model and batches give the same bits, on one machine, with any number of threads. After a kill, the same call with the same
     `checkpoint` continues behind the last layer that was finished. The inputs are kept, and of what is between the layers one value for
     each that is still to be read. Raises NotCalibrated before calibration, CalibrationError for batches that do not fit, and
     ConfigurationError for a checkpoint that is of another call; if anything is raised, the model is what it was.
@@ -88,7 +89,8 @@ def round_weights(
         samples = taken(prepared, batches, num_batches, batch_fn, batch_size, show_progress)
         call = {"method": "round_weights", "batch_size": batch_size, "model": model_digest(prepared), "samples": digest(samples.tensors)}
         nodes = _open(prepared, ALL_BITS, (Nearest, AdaptiveRounding))
-        return _round(prepared, samples, nodes, show_progress, Checkpoint(checkpoint, call))
+        with repeatable():
+            return _round(prepared, samples, nodes, show_progress, Checkpoint(checkpoint, call))
 
 
 Rounded = dict[str, tuple[Tensor, Tensor | None]]  # by layer: the offsets of its roundings, and the shares that it covers
@@ -101,7 +103,7 @@ def is_wanted(prepared: fx.GraphModule, bits: int) -> bool:
 
 def rounded(prepared: fx.GraphModule, samples: Samples, bits: int, show_progress: bool | None) -> Rounded:
     """Weights of at most so many bits that are rounded to the nearest, rounded by these samples; what they have now."""
-    with tuning(prepared) as operators:
+    with tuning(prepared) as operators, repeatable():
         result = _round(prepared, samples, _open(prepared, bits, (Nearest,)), show_progress, Checkpoint(None, {}))
     quantizers = {name: operators[name].weight_quantizer for layer in result.kept for name in layer.layers}
     return {
@@ -126,7 +128,7 @@ Roundings = tuple[type[Rounding], ...]
 def _is_open(operator: QuantizedOperator, bits: int, roundings: Roundings) -> bool:
     """Whether it has a weight of at most so many bits with one of these roundings, and a scale that is not learned."""
     quantizer = operator.weight_quantizer
-    return quantizer.dtype.bits <= bits and type(quantizer.rounding) in roundings and quantizer.learned is None
+    return not operator.left_out and quantizer.dtype.bits <= bits and type(quantizer.rounding) in roundings and quantizer.learned is None
 
 
 def _open(prepared: fx.GraphModule, bits: int, roundings: Roundings) -> list[fx.Node]:
@@ -204,7 +206,7 @@ def _level(node: fx.Node, operator: QuantizedOperator, values: Sequence[Values],
 
 def _gain(node: fx.Node, operator: QuantizedOperator, values: Sequence[Values], channels: int, rank: int) -> Tensor | None:
     """By how much results are too large, of shape (C,), or (1,) where one scale is for all; None where channels cannot be told."""
-    product, power, noise, places = (torch.zeros(channels, dtype=torch.float64) for _ in range(4))
+    product, power, noise, places = (torch.zeros(channels, dtype=torch.float64, device="cpu") for _ in range(4))
     for each in values:
         result = real_result(operator, bound_arguments(node, operator, each))
         found, wanted = (by_channel(value.double().cpu(), channels, rank) for value in (result, each[node]))
@@ -299,7 +301,11 @@ class _Layer(NamedTuple):
         if given.get("bias") is not None:
             given["bias"] = None
         name = "weight" if "weight" in given else "other"
-        one = torch.eye(size, device=self.real.device).reshape(size, *shape[1:]).repeat(self.groups, *[1] * (len(shape) - 1))
+        one = (
+            torch.eye(size, device=self.real.device, dtype=torch.float32)
+            .reshape(size, *shape[1:])
+            .repeat(self.groups, *[1] * (len(shape) - 1))
+        )
         given[name] = self.operator.operator.weight(**{**given, name: one})  # what arranges a weight undoes itself
         result: Tensor = self.operator.operator.function(*_few(given, index, len(shape) - 2, wanted).values())
         axis = result.dim() - 1 - max(len(shape) - 2, 0)

@@ -20,6 +20,7 @@ from fxquant.api import calibrate, prepare
 from fxquant.arguments import CALLABLE, COUNT, FLAG, Kind, checked
 from fxquant.errors import ConfigurationError
 from fxquant.frontend import float_model
+from fxquant.graph import stage_of
 from fxquant.progress import progress
 from fxquant.quantization.batches import as_batches, example_inputs, no_batches
 from fxquant.quantization.mapping import QConfigMapping
@@ -192,7 +193,7 @@ def as_prepared(
     float_only: bool = False,
 ) -> fx.GraphModule:
     """The model prepared and calibrated, or as it is if it is such. Raises NotCalibrated where a scale is missing."""
-    is_prepared = isinstance(model, fx.GraphModule) and model.meta.get("stage") == "PREPARED"
+    is_prepared = isinstance(model, fx.GraphModule) and stage_of(model) == "PREPARED"
     if is_prepared and float_only:
         raise ConfigurationError(
             "a prepared model cannot be prepared anew",
@@ -348,7 +349,7 @@ def _estimated(simulation: Simulation, reference: Reference, wanted: Sequence[Ch
 
 def _probe(outputs: Sequence[Tensor], reference: Reference, generator: torch.Generator) -> Tensor:
     """The outputs with random signs, summed, so that the expected square of a change of it is the noise of that change."""
-    total = torch.zeros((), device="cpu")
+    total = torch.zeros((), device="cpu", dtype=torch.float32)
     for output, power in zip(outputs, reference.power, strict=True):
         signs = torch.randint(0, 2, output.shape, generator=generator, device="cpu").to(output) * 2 - 1
         total = total.to(output.device) + (output * signs).sum() / (power * len(outputs)) ** 0.5

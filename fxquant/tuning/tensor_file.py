@@ -12,7 +12,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from fxquant.tuning.resumption import digest, no_checkpoint, require_same_call, require_whole, text_digest, write_whole
+from fxquant.files import write_file
+from fxquant.tuning.resumption import digest, no_checkpoint, require_same_call, require_whole, text_digest
 
 
 def read_tensors(path: str | None, call: Mapping[str, str]) -> tuple[Any, dict[str, Tensor]] | None:
@@ -34,7 +35,9 @@ def read_tensors(path: str | None, call: Mapping[str, str]) -> tuple[Any, dict[s
 
 def write_tensors(path: str, call: Mapping[str, str], document: Any, tensors: Mapping[str, Tensor]) -> None:
     """Put them into the file; `document` is what JSON holds."""
-    held = {name: value.detach().cpu().contiguous() for name, value in tensors.items()} or {"nothing": torch.zeros(0, device="cpu")}
+    held = {name: value.detach().cpu().contiguous() for name, value in tensors.items()} or {
+        "nothing": torch.zeros(0, device="cpu", dtype=torch.float32)
+    }
     whole = text_digest(dict(call), document, digest(held[name] for name in sorted(held)), sorted(held))
     metadata = {"call": json.dumps(dict(call)), "document": json.dumps(document), "digest": whole}
-    write_whole(path, lambda part: safetensors.torch.save_file(held, part, metadata))
+    write_file(path, safetensors.torch.save(held, metadata))

@@ -56,15 +56,16 @@ def operator_at(prepared: fx.GraphModule, node: fx.Node) -> QuantizedOperator | 
 
 
 def weighted_nodes(prepared: fx.GraphModule) -> list[fx.Node]:
-    """The nodes whose weight is rounded on its own, in the order they run."""
+    """The nodes whose weight is rounded on its own, in the order they run, without those that are left out."""
     found = []
     for node in prepared.graph.nodes:
         operator = operator_at(prepared, node)
-        if operator is not None and is_weighted(operator, constant_arguments(prepared, node, operator)):
+        if operator is not None and not operator.left_out and is_weighted(operator, constant_arguments(prepared, node, operator)):
             found.append(node)
     return found
 
 
+@torch.no_grad()
 def constant_arguments(prepared: fx.GraphModule, node: fx.Node, operator: QuantizedOperator) -> dict[str, Any]:
     """The arguments of a node by name, with the values of parameters, and nodes in place of all others."""
 

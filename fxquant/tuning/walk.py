@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.errors import CalibrationError
-from fxquant.facts import BatchDim, TensorFact
+from fxquant.facts import TensorFact
 from fxquant.graph import fact, resolve
+from fxquant.interpreter import arguments_of as own_arguments
 from fxquant.progress import progress
 from fxquant.quantization.batches import as_batches, first_batches, length, model_inputs, no_batches
 from fxquant.quantization.prepared import QuantizedOperator
@@ -78,7 +79,7 @@ def cut(prepared: fx.GraphModule, whole: list[list[Any]], size: int) -> Samples:
     """The model's inputs of some batches, cut as `taken` says."""
     axes = batch_axes(prepared)
     if any(axis is not None for axis in axes):
-        count = sum(_count(inputs, axes) for inputs in whole)
+        count = sum(count_of(inputs, axes) for inputs in whole)
         size = max(1, min(size, count // HELD_OUT_OF))
         whole = [chunk for inputs in whole for chunk in _cut(inputs, axes, size)]
     return Samples(whole)
@@ -97,17 +98,16 @@ def single(inputs: Sequence[Any], axes: Sequence[int | None]) -> Iterable[list[A
 def _batch_axis(node: fx.Node) -> int | None:
     """The dimension of an input that is the batch; None if there is none."""
     known = fact(node)
-    if not isinstance(known, TensorFact):
-        return None
-    return next((axis for axis, size in enumerate(known.shape) if isinstance(size, BatchDim)), None)
+    return known.batch_axis if isinstance(known, TensorFact) else None
 
 
-def _count(inputs: Sequence[Any], axes: Sequence[int | None]) -> int:
+def count_of(inputs: Sequence[Any], axes: Sequence[int | None]) -> int:
+    """How many samples the inputs of a model hold, of which at least one has a batch."""
     return next(int(value.shape[axis]) for value, axis in zip(inputs, axes, strict=True) if axis is not None)
 
 
 def _cut(inputs: Sequence[Any], axes: Sequence[int | None], size: int) -> Iterable[list[Any]]:
-    for start in range(0, _count(inputs, axes), size):
+    for start in range(0, count_of(inputs, axes), size):
         yield [
             value if axis is None else value.narrow(axis, start, min(size, value.shape[axis] - start)).clone()
             for value, axis in zip(inputs, axes, strict=True)
@@ -187,5 +187,4 @@ def run(prepared: fx.GraphModule, node: fx.Node, values: Values, *, exact: bool)
 
 def arguments_of(node: fx.Node, values: Values) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a node with the values of what it reads."""
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-    return args, dict(kwargs)
+    return own_arguments(node, values.__getitem__)

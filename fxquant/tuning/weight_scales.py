@@ -72,5 +72,5 @@ def _best(node: fx.Node, operator: QuantizedOperator, rounded: list[Values], rea
     found = torch.stack(errors)
     least = found.min(0)
     best = torch.where(least.values <= WORTH * found[0], least.indices, 0)
-    coverage.share.copy_(torch.tensor(SHARES, device=weight.device)[best])
+    coverage.share.copy_(torch.tensor(SHARES, device=weight.device, dtype=torch.float32)[best])
     return coverage.share.clone()

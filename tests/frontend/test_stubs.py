@@ -60,6 +60,7 @@ def test_stubs_mark_the_boundary(kind: str, tmp_path: Path) -> None:
     assert not any("stub" in name for name in known) or kind == "horizon"
     if kind == "horizon":
         assert known["quant_stub"].grid.scale == 1 / 128
+        assert known["quant_stub"].reason == "on a scale of 0.0078125"  # and not 16 bits wide
     assert fxq.verify(prepared, integer, [x], show_progress=False)
     assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [x], show_progress=False)
 

@@ -16,7 +16,8 @@ from fxquant.arguments import FILE, checked
 from fxquant.compat.horizon.march import required
 from fxquant.compat.horizon.quantization import convert_fx
 from fxquant.errors import ConfigurationError
-from fxquant.graph import is_deployed
+from fxquant.files import write_file
+from fxquant.graph import is_deployed, stage_of
 
 
 def _cosine(one: Tensor, other: Tensor) -> float:
@@ -53,14 +54,14 @@ class Similarity(NamedTuple):
 def _values(model: Any, inputs: Any, other: Any) -> dict[str, Tensor]:
     """The real values of a form's tensors by name; of a float model, those that the other form's operators would have in float."""
     state = None
-    if not isinstance(model, fx.GraphModule) or "stage" not in model.meta:
+    if not isinstance(model, fx.GraphModule) or stage_of(model) is None:
         target = getattr(other, "meta", {}).get("target")
         model, state = fxq.prepare(model, inputs, required("featuremap_similarity") if target is None else target), fxq.State.FLOAT
     return next(iter(fxq.record(model, [inputs], ["quantized", "outputs"], real=True, state=state)))
 
 
 def _scales(model: Any) -> dict[str, float]:
-    if not isinstance(model, fx.GraphModule) or "stage" not in model.meta:
+    if not isinstance(model, fx.GraphModule) or stage_of(model) is None:
         return {}
     scales = {layer.name: layer.grid.scale for layer in fxq.layers(model) if layer.grid is not None}
     return {name: scale for name, scale in scales.items() if isinstance(scale, float)}
@@ -113,8 +114,7 @@ def _table(rows: list[Similarity], threshold: float | None, higher_is_better: bo
 
 
 def _write(folder: str, name: str, text: str) -> None:
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    (Path(folder) / name).write_text(text, encoding="utf-8")
+    write_file(Path(folder) / name, text)
 
 
 @checked()

@@ -11,6 +11,8 @@ from torch import fx, nn
 import fxquant as fxq
 from fxquant.arguments import FLAG, FOLDER, checked
 from fxquant.compat.horizon.march import required
+from fxquant.files import write_file
+from fxquant.graph import stage_of
 
 
 @checked(print_tabulate=FLAG)
@@ -19,14 +21,14 @@ def check_unfused_operations(model: nn.Module, example_inputs: Any, print_tabula
 
     A float model is prepared for the march that was set. The rows are printed unless `print_tabulate` is False.
     """
-    prepared = isinstance(model, fx.GraphModule) and model.meta.get("stage") == "PREPARED"
+    prepared = isinstance(model, fx.GraphModule) and stage_of(model) == "PREPARED"
     rows = fxq.checks.not_fused(model if prepared else fxq.prepare(model, example_inputs, required("check_unfused_operations")))  # type: ignore[arg-type]
     if print_tabulate:
         print(rows)
     return rows
 
 
-@checked(out_dir=FOLDER.or_none("nothing is written"))
+@checked()
 def compare_weights(float_model: fx.GraphModule, qat_quantized_model: fx.GraphModule, *, out_dir: str | None = None) -> Any:
     """How far the weights of two prepared or integer models are apart, a row each, worst first.
 
@@ -34,9 +36,7 @@ def compare_weights(float_model: fx.GraphModule, qat_quantized_model: fx.GraphMo
     """
     rows = fxq.checks.compare_weights(float_model, qat_quantized_model)
     if out_dir is not None:
-        folder = Path(out_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "weight_comparison.txt").write_text(f"{rows}\n", encoding="utf-8")
+        write_file(Path(out_dir) / "weight_comparison.txt", f"{rows}\n")
     return rows
 
 

@@ -18,6 +18,7 @@ from fxquant.quantization.calibration import owned_quantizers, require_prepared,
 from fxquant.quantization.cutting import keep_statistics
 from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
 from fxquant.quantization.state import State
+from fxquant.quantization.unseen import follow_unseen
 
 
 def _operators(module: nn.Module) -> list[QuantizedOperator]:
@@ -59,6 +60,7 @@ def enable_fake_quant(module: nn.Module) -> None:
         operator.state = {State.CALIBRATE: State.TRAIN, State.FLOAT: State.VALIDATE}.get(operator.state, operator.state)
     if not isinstance(module, QuantizedOperator) and any(operator.state is State.TRAIN for operator in _operators(module)):
         keep_statistics(module)
+        follow_unseen(module)
 
 
 def disable_fake_quant(module: nn.Module) -> None:

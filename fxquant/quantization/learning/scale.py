@@ -14,14 +14,15 @@ from fxquant.quantization.learning.lsq_plus import LSQ_PLUS
 from fxquant.quantization.learning.method import Method, Parameters, Step
 from fxquant.quantization.learning.pact import PACT
 from fxquant.quantization.learning.tqt import TQT
+from fxquant.quantization.remembered import Remembered
 
 
 class TrainableScale(nn.Module):
     """A scale that may be learned.
 
     base_scale   float32 buffer of shape () or (C,); the scale that training starts from, NaN until it is known
-    stopped      bool buffer: whether nothing moves it any more, since it is `frozen` or was `given`. It says so in `state_dict`,
-                 and follows from the two, so that looking at it never waits for a device
+    stopped      int8 buffer, 0 or 1: whether nothing moves it any more, since it is `frozen` or was `given`. A copy that takes over the
+                 buffers of another model is as frozen as that; int8, since averages of models subtract buffers, and bool has no difference
     method       how it is learned; None: it is not. The method's parameters are this module's, under the names the method gives them
     """
 
@@ -33,10 +34,10 @@ class TrainableScale(nn.Module):
 
     def __init__(self, base_scale: Tensor, method: Method | None) -> None:
         super().__init__()
-        self._frozen = False
+        self._stopped = Remembered(False)
         self.method = method
         self.register_buffer("base_scale", base_scale)
-        self.register_buffer("stopped", torch.zeros((), dtype=torch.bool))
+        self.register_buffer("stopped", torch.zeros((), dtype=torch.int8, device="cpu"))
         if method is not None:
             for name, value in zip(method.parameters, method.start(base_scale, 1.0), strict=True):
                 self.register_parameter(name, nn.Parameter(value))
@@ -54,11 +55,10 @@ class TrainableScale(nn.Module):
     @property
     def frozen(self) -> bool:
         """Whether the scale was stopped."""
-        return self._frozen
+        return not self.given and self._stopped.get(lambda: bool(self.stopped), self.stopped)
 
     @frozen.setter
     def frozen(self, value: bool) -> None:
-        self._frozen = value
         with torch.no_grad():
             self.stopped.fill_(value or self.given)
 
@@ -67,11 +67,10 @@ class TrainableScale(nn.Module):
         """Whether gradients reach the scale."""
         return self.method is not None and not self.frozen and any(parameter.requires_grad for parameter in self.trained.values())
 
-    def current(self) -> Tensor:
-        """The scale of this moment, detached."""
-        if self.method is None or self.frozen:
-            return self.base_scale
-        return self.method.scale(self.base_scale, self._values(), self.reach)
+    def current(self, base: Tensor | None = None) -> Tensor:
+        """The scale of this moment, detached: what training has made of `base`, in place of `base_scale` where it is given."""
+        base = self.base_scale if base is None else base
+        return base if self.method is None or self.frozen else self.method.scale(base, self._values(), self.reach)
 
     def _values(self) -> Parameters:
         return tuple(parameter.detach() for parameter in self.trained.values())

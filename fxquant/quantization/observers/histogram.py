@@ -52,6 +52,10 @@ class HistogramObserver(Observer):
         self.register_buffer("negative", torch.zeros(bins, dtype=torch.float64, device="cpu"))
         self.register_buffer("items", loudness.empty())
 
+    @property
+    def only_zeros(self) -> bool:
+        return self.observed and bool(self.largest == 0)
+
     def observe(self, value: Tensor) -> None:
         self.take(value, *finite_range(value))
 

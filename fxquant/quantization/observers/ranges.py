@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError
-from fxquant.numerics import INT8, IntType, float32, scale_from_range, scale_from_threshold
+from fxquant.numerics import FLOAT32_EPSILON, INT8, IntType, float32, scale_from_range, scale_from_threshold
 from fxquant.quantization.observers import counting
 
 
@@ -31,6 +31,11 @@ class Observer(nn.Module):
     @property
     def observed(self) -> bool:
         return bool(self.count > 0)
+
+    @property
+    def only_zeros(self) -> bool:
+        """Whether everything that was observed was 0. Here: whether the scale is the one that such tensors have."""
+        return self.observed and bool(self.scale(INT8) == FLOAT32_EPSILON)
 
     def observe(self, value: Tensor) -> None:
         """Take in one batch of real values. Raises ValueError, and changes nothing, if any is NaN or infinite."""
@@ -91,6 +96,10 @@ class MinMaxObserver(Observer):
         return torch.maximum(self.low.abs(), self.high.abs())
 
     @property
+    def only_zeros(self) -> bool:
+        return self.observed and bool(self.largest == 0)
+
+    @property
     def ends(self) -> Tensor:
         """The range, widened to hold 0: float32 of shape (2,)."""
         return torch.stack((self.low.clamp_max(0.0), self.high.clamp_min(0.0)))
@@ -129,7 +138,8 @@ class MinMaxObserver(Observer):
 class MovingAverageMinMaxObserver(MinMaxObserver):
     """Covers the average of the batches' ranges.
 
-    The first 1/averaging_constant batches count equally; later ones enter with weight `averaging_constant`.
+    The first 1/averaging_constant batches count equally; later ones enter with weight `averaging_constant`. PyTorch's observer of this
+    name gives that weight to the second batch already, so that the first one counts most: of few batches it finds another range.
     """
 
     @checked()

@@ -1,0 +1,108 @@
+"""Writing files: every file of the library is written here.
+
+A file is written into a temporary folder beside its place, flushed to the disk and then renamed to its place. An error, a full disk or a
+kill leaves the previous file unchanged. After a kill a folder named `.fxquant-…` may remain, which can be deleted.
+
+Several files are all complete before the first is renamed. Only a kill between two renames leaves new files beside old ones, each whole.
+A symbolic link is replaced by the file; the permissions of a file that is replaced are kept.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from fxquant.errors import ExportError
+
+# A text, which is written as UTF-8; bytes; or the parts of a file, bytes-like each, for one that is too large to copy in memory.
+Content = str | bytes | Iterable[bytes | memoryview]
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def write_file(path: str | os.PathLike[str], content: Content) -> Path:
+    """Write one file, in a folder that is made if it is missing; returns its path. Raises ExportError as `write_files` does."""
+    place = Path(path)
+    write_files(place.parent, {place.name: content})
+    return place
+
+
+def write_files(folder: str | os.PathLike[str], contents: Mapping[str, Content], check: Callable[[Path], None] | None = None) -> None:
+    """Write files by their names into one folder, which is made if it is missing.
+
+    `check` is called with the temporary folder when all files are in it; nothing is put in place if it raises. The files are put in place
+    in the order of `contents`: the one that refers to the others has to be the last.
+
+    Raises ExportError where the file system refuses; files that exist are then unchanged.
+    """
+    place = Path(folder)
+    with ExitStack() as stack:
+        with _explained(place):
+            place.mkdir(parents=True, exist_ok=True)
+            temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=place, prefix=".fxquant-", ignore_cleanup_errors=True)))
+        for name, content in contents.items():
+            with _explained(place / name):
+                _fill(temporary / name, content, _mode_of(place / name))
+        if check is not None:
+            check(temporary)
+        for name in contents:
+            with _explained(place / name):
+                os.replace(temporary / name, place / name)
+        _flush(place)
+
+
+def _mode_of(path: Path) -> int | None:
+    """The permissions of a file that is to be replaced; None where there is none. Raises OSError for one that must not be replaced."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return None
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is a device or a pipe, which a file would replace")
+    if stat.S_ISLNK(found.st_mode):
+        return None
+    if not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, "the file is write-protected")
+    return stat.S_IMODE(found.st_mode)
+
+
+def _fill(path: Path, content: Content, mode: int | None) -> None:
+    with path.open("xb") as file:
+        for part in [content.encode()] if isinstance(content, str) else [content] if isinstance(content, bytes) else content:
+            file.write(part)
+        file.flush()
+        if mode is not None:
+            os.chmod(path, mode)
+        os.fsync(file.fileno())
+
+
+def _flush(folder: Path) -> None:
+    """Flush the new names to the disk. The files are complete by now, and some file systems cannot flush a folder."""
+    with suppress(OSError):
+        opened = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Inside, what the file system raises becomes an ExportError about this path."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # a ValueError is about a name, or a text, that cannot be encoded
+        full = isinstance(error, OSError) and error.errno in _FULL
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ExportError(
+            f"{path} cannot be written",
+            because=f"{reason}; what was there is unchanged",
+            remedy="free space, or choose a folder on another file system" if full else "choose a file in a folder that can be written to",
+        ) from error

@@ -1,0 +1,349 @@
+"""What forward says about gradients: regions without them, hooks on tensors, and custom functions with a backward of their own.
+
+with torch.no_grad(): y = self.a(x)        %a = call_module a(%x)
+return self.b(y)                           %detach = call_method detach(%a)
+                                           %b = call_module b(%detach)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.autograd.function import _SingleLevelFunction
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from fxquant import graph
+from fxquant.facts import TensorFact
+from fxquant.frontend.arguments import ATOMS, is_tracked
+from fxquant.frontend.values import BatchNumber, TracedTensor, active, is_tracing, refuse
+from fxquant.functional import stopped
+from fxquant.gradient import CustomBackward, GradientHooks, GradientRule, Overwritten, Slot
+
+_COPIES = frozenset(("clone", "view_as", "contiguous", "alias", "detach"))
+
+
+class Gradients:
+    """What one trace has found about gradients.
+
+    rules   the modules that change gradients, by their paths in the graph
+    modes     source lines, and whether they have gradients in train mode, where that is another than in eval mode
+    lines     source lines, and whether they were computed with gradients
+    switched  whether forward has switched gradients on or off
+    """
+
+    def __init__(self, taken: set[str]) -> None:
+        self.rules: dict[str, GradientRule] = {}
+        self.modes: Mapping[str, bool] = {}
+        self.lines: dict[str, bool] = {}
+        self.switched = False
+        self._taken = taken
+        self._without: set[fx.Node] = set()
+        self._asked: set[fx.Node] = set()  # of which forward demands a gradient, by `requires_grad_`
+        self._hooks: list[_Handle] = []
+
+    def describe(self, node: fx.Node) -> None:
+        """Note in which gradient mode a new node is computed."""
+        if node.op.startswith("call_"):
+            line, enabled = graph.source(node), torch.is_grad_enabled()
+            self.lines[line] = enabled
+            if not self.modes.get(line, enabled):
+                self._without.add(node)
+
+    def ask(self, node: fx.Node, wanted: bool) -> None:
+        """Note that forward sets `requires_grad` of a tensor."""
+        (self._asked.add if wanted else self._asked.discard)(node)
+
+    def required(self, handler: Any, node: fx.Node) -> bool:
+        """Whether a tensor has a gradient while the float model trains: it depends on a parameter, outside of regions without gradients."""
+        found, waiting = {node}, [node]
+        while waiting:
+            each = waiting.pop()
+            known = graph.fact(each)
+            if each in self._asked:
+                return True
+            if each in self._without or is_stop(each) or (isinstance(known, TensorFact) and not known.dtype.is_floating_point):
+                continue
+            if each.op in ("call_module", "get_attr") and str(each.target) not in self.rules and handler.is_trained(each):
+                return True
+            waiting += [operand for operand in each.all_input_nodes if operand not in found]
+            found.update(each.all_input_nodes)
+        return False
+
+    def hook(self, node: fx.Node, hook: Callable[..., Any]) -> _Handle:
+        """Register a hook on the gradient of a node's tensor."""
+        self._hooks.append(_Handle(node, hook))
+        return self._hooks[-1]
+
+    def add(self, rule: GradientRule, name: str) -> str:
+        """The path at which the graph calls a rule."""
+        base = "gradient_" + "".join(letter if letter.isalnum() else "_" for letter in name)
+        path, number = base, 0
+        while path in self.rules or path in self._taken:
+            number += 1
+            path = f"{base}_{number}"
+        self.rules[path] = rule
+        return path
+
+    def finish(self, recorded: fx.Graph) -> None:
+        """Write hooks, and the ends of regions without gradients, into the graph."""
+        for node in dict.fromkeys(handle.node for handle in self._hooks if handle.kept):
+            self._insert_hooks(recorded, node)
+        for node in list(recorded.nodes):
+            if node in self._without and not is_stop(node):
+                self._end(recorded, node)
+
+    def _insert_hooks(self, recorded: fx.Graph, node: fx.Node) -> None:
+        rule = GradientHooks([handle.hook for handle in self._hooks if handle.kept and handle.node is node])
+        with recorded.inserting_after(node):
+            called = recorded.create_node("call_module", self.add(rule, "hook"), (node,))
+        _take_facts(called, node)
+        if node in self._without:
+            self._without.add(called)
+        node.replace_all_uses_with(called, delete_user_cb=lambda user: user is not called)
+
+    def _end(self, recorded: fx.Graph, node: fx.Node) -> None:
+        """Detach what a region without gradients has computed where something outside of it reads it."""
+        known = graph.fact(node)
+        if isinstance(known, TensorFact) and not known.dtype.is_floating_point and not known.dtype.is_complex:
+            return
+        if known is not None and not isinstance(known, TensorFact | tuple | list | dict):
+            return
+        outside = [user for user in node.users if user not in self._without and not is_stop(user) and not self._reroutes(user, node)]
+        if not outside or all(graph.reads_shape_only(user) for user in outside):
+            return
+        with recorded.inserting_after(node):
+            if isinstance(known, TensorFact):
+                made = recorded.create_node("call_method", "detach", (node,))
+            else:
+                made = recorded.create_node("call_function", stopped, (node,))
+        _take_facts(made, node)
+        for user in outside:
+            user.replace_input_with(node, made)
+
+    def _reroutes(self, user: fx.Node, node: fx.Node) -> bool:
+        """Whether a node reads another for its value alone, and passes no gradient to it."""
+        return user.op == "call_module" and str(user.target) in self.rules and len(user.args) > 1 and node not in user.args[1:]
+
+
+class _Handle:
+    """What `register_hook` returns: `remove` takes the hook away."""
+
+    def __init__(self, node: fx.Node, hook: Callable[..., Any]) -> None:
+        self.node, self.hook, self.kept = node, hook, True
+
+    def remove(self) -> None:
+        """Take the hook away."""
+        self.kept = False
+
+    def __enter__(self) -> _Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def is_stop(node: fx.Node) -> bool:
+    """Whether a node passes its operand on without gradients, as the user wrote it."""
+    return node.target in ("detach", torch.detach, stopped) and node.op in ("call_method", "call_function")
+
+
+def _take_facts(made: fx.Node, node: fx.Node) -> None:
+    graph.describe(made, graph.fact(node), graph.source(node), graph.module_path(node))
+    graph.attach_qconfigs(made, graph.attached_qconfigs(node))
+
+
+# ---- hooks on tensors -----------------------------------------------------------------------------------------------
+
+_NOT_KEPT = {
+    "register_post_accumulate_grad_hook": "it waits for the gradient of a leaf, and a traced tensor is none",
+    "retain_grad": "a traced tensor keeps no gradient; the prepared model's are those of its parameters and inputs",
+}
+
+
+def about_gradients(handler: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """What a function of tensors that is about gradients alone does to a trace; NotImplemented of any other function."""
+    name = getattr(func, "__name__", "")
+    if name == "register_hook":
+        return _register_hook(handler, *args, **kwargs)
+    if name in _NOT_KEPT and getattr(torch.Tensor, name, None) is func:
+        handler.warn(f"{name} does nothing in the prepared model: {_NOT_KEPT[name]}")
+        return None
+    return NotImplemented
+
+
+def _register_hook(handler: Any, tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+    tensor = handler.memory.current(tensor)
+    if not isinstance(tensor, TracedTensor):
+        refuse(
+            "forward registers a hook on a parameter or a buffer",
+            because="every call would add another hook to it",
+            remedy="register it once, outside of forward, on the parameter of the prepared model",
+        )
+    if any(isinstance(value, TracedTensor) for value in _captured(hook)):
+        refuse(
+            "a hook on a gradient reads a tensor that forward computes",
+            because="the hook is called in the backward pass, when the graph no longer holds that tensor for it",
+            remedy="write the function and its backward as a torch.autograd.Function, which saves the tensor in its context",
+        )
+    if any(isinstance(value, nn.Module) for value in _captured(hook)):
+        name = getattr(hook, "__qualname__", type(hook).__name__)
+        handler.warn(f"the hook {name} sees a copy of the module that registers it: what it stores there is not in your model")
+    handler.memory.refresh(tensor)
+    return handler.gradients.hook(tensor.node, hook)
+
+
+def _captured(hook: Any) -> Iterator[Any]:
+    """The values that a function carries with it."""
+    if isinstance(hook, MethodType):
+        yield hook.__self__
+        yield from _captured(hook.__func__)
+    elif isinstance(hook, FunctionType):
+        for cell in hook.__closure__ or ():
+            with contextlib.suppress(ValueError):  # an empty cell
+                yield from tree_leaves(cell.cell_contents)
+        yield from tree_leaves(hook.__defaults__)
+    elif hasattr(hook, "func") and hasattr(hook, "keywords"):  # functools.partial
+        yield from tree_leaves((hook.args, hook.keywords))
+        yield from _captured(hook.func)
+
+
+def overwritten(handler: Any, result: TracedTensor, before: fx.Node) -> TracedTensor:
+    """What a tensor is once it was changed in place where no gradient is recorded: it keeps the gradient that it had."""
+    if not result.is_floating_point() or result.node is before or not handler.gradients.required(handler, before):
+        return result
+    with torch.enable_grad():
+        node = handler.graph.create_node("call_module", handler.gradients.add(Overwritten(), "kept"), (result.node, before))
+        handler.describe(node, result.value)
+    return TracedTensor(node, result.value)
+
+
+# ---- custom functions ------------------------------------------------------------------------------------------------
+
+
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands in for the `apply` that a `torch.autograd.Function` inherits."""
+    usual = super(_SingleLevelFunction, cls).apply
+    handler = active() if is_tracing() else None
+    if handler is None or handler.paused or not is_tracked(args, handler.known):
+        return usual(*args, **kwargs)
+    if cls is torch.utils.checkpoint.CheckpointFunction:
+        return _checkpointed(handler, *args)
+    if cls.__module__.startswith("torch.") or not torch.is_grad_enabled():
+        return usual(*args, **kwargs)
+    return _recorded(handler, cls, usual, args)
+
+
+def _without_recomputing(function: Any, *_: Any, **__: Any) -> Iterator[None]:
+    """Stands in for what surrounds a checkpointed function that is not reentrant: a graph keeps or recomputes nothing."""
+    if is_tracing():
+        yield
+        return
+    yield from _USUAL_CHECKPOINT(function, *_, **__)
+
+
+_USUAL_CHECKPOINT = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+STAND_INS: tuple[tuple[Any, str, Any], ...] = (
+    (_SingleLevelFunction, "apply", classmethod(_apply)),
+    (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", _without_recomputing),
+)
+
+
+def _checkpointed(handler: Any, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+    """What a reentrant checkpoint computes. As in PyTorch, it has gradients only where one of its tensors has."""
+    tensors = [arg for arg in args if isinstance(arg, TracedTensor)]
+    with torch.set_grad_enabled(torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
+        return function(*args)
+
+
+def _recorded(handler: Any, cls: Any, usual: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Trace the function's forward, without gradients, and give each of its results the function's own backward."""
+    operands: list[Any] = []
+    slots: dict[int, Slot] = {}
+
+    def slot(arg: Any) -> Any:
+        if isinstance(arg, BatchNumber | torch.Tensor):
+            if id(arg) not in slots:
+                slots[id(arg)] = Slot(len(operands))
+                operands.append(arg)
+            return slots[id(arg)]
+        if type(arg) not in ATOMS and isinstance(arg, nn.Module | FunctionType | MethodType):
+            refuse(
+                f"the custom function {cls.__qualname__} is given a {type(arg).__name__}",
+                because="its backward would reach parameters of another copy of the model",
+                remedy="pass tensors and numbers to apply, or call the module in place of the function",
+            )
+        return arg
+
+    arguments = tuple(tree_map(slot, arg) for arg in args)
+    nodes = handler.nodes_of(operands)
+    returned = usual(*args)
+    leaves, form = tree_flatten(returned)
+    single = isinstance(returned, torch.Tensor)
+    alone = nodes[0] if len(nodes) == 1 and _reads_no_values(handler, cls, arguments, operands) else None
+    found = [
+        _rerouted(handler, cls, leaf, CustomBackward(cls, arguments, None if single else index), nodes, alone)
+        if isinstance(leaf, TracedTensor) and leaf.is_floating_point()
+        else leaf
+        for index, leaf in enumerate(leaves)
+    ]
+    return tree_unflatten([_in_place(handler, leaf, made, operands) for leaf, made in zip(leaves, found, strict=True)], form)
+
+
+def _in_place(handler: Any, returned: Any, made: Any, operands: list[Any]) -> Any:
+    """A result that is an operand, which the function has changed in place, stands for the new tensor everywhere."""
+    return handler.memory.advance(returned, made) if any(returned is each for each in operands) else made
+
+
+def _reads_no_values(handler: Any, cls: Any, arguments: tuple[Any, ...], operands: list[Any]) -> bool:
+    """Whether the function saves no tensor, so that its backward is a function of the gradient alone."""
+    if not isinstance(operands[0], TracedTensor):
+        return False
+    paused, handler.paused = handler.paused, True
+    try:
+        with torch._C.DisableTorchFunctionSubclass(), handler.evaluator.mode, torch.enable_grad():
+            fake = torch.empty_like(operands[0].value.abstract.a).requires_grad_().clone()
+            found = cls.apply(*(tree_map(lambda arg: fake if isinstance(arg, Slot) else arg, arg) for arg in arguments))
+            results = [each for each in tree_leaves(found) if isinstance(each, torch.Tensor) and each.grad_fn is not None]
+        contexts: list[Any] = [each.grad_fn for each in results]
+        return bool(contexts) and not any(
+            context.saved_tensors or any(isinstance(value, torch.Tensor) for value in tree_leaves(vars(context))) for context in contexts
+        )
+    except Exception:  # it computes what fake tensors cannot; then it is given the values
+        return False
+    finally:
+        handler.paused = paused
+
+
+def _rerouted(
+    handler: Any, cls: Any, result: TracedTensor, rule: CustomBackward, nodes: tuple[fx.Node, ...], alone: fx.Node | None
+) -> TracedTensor:
+    """The result of a custom function, whose gradient goes where the function's backward sends it.
+
+    `alone` is its only operand, where the backward is a function of the gradient alone.
+    """
+    handler.memory.refresh(result)
+    path = handler.gradients.add(rule, cls.__name__)
+    of = result.node
+    while of is not alone and alone is not None and _name(of) in _COPIES and graph.fact(of) == graph.fact(alone):
+        of = of.all_input_nodes[0]
+    node = handler.graph.create_node("call_module", path, (of,) if of is alone else (result.node, *nodes))
+    handler.describe(node, result.value)
+    return TracedTensor(node, result.value)
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def called_again(handler: Any, rule: GradientRule, args: tuple[Any, ...]) -> TracedTensor:
+    """Record the call of a rule that an earlier trace has written."""
+    nodes = handler.nodes_of(args)
+    node = handler.graph.create_node("call_module", handler.gradients.add(rule, "again"), nodes)
+    value = args[0].value
+    handler.describe(node, value)
+    return TracedTensor(node, value)

@@ -1,0 +1,218 @@
+"""What forward changes between calls in train mode: buffers, tensors and numbers that a graph reads, and never moves."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Set
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from fxquant.frontend.arguments import ATOMS
+from fxquant.frontend.environment import undisturbed
+from fxquant.frontend.inputs import ExampleInputs
+from fxquant.frontend.snapshot import Snapshot
+from fxquant.frontend.source import user_source
+
+_NORMS = (nn.modules.batchnorm._BatchNorm,)
+_FORWARDS = {nn.modules.batchnorm._BatchNorm.forward.__code__, nn.SyncBatchNorm.forward.__code__}
+_DROPOUTS = (nn.modules.dropout._DropoutNd,)
+_BATCH_NORMS: dict[Any, inspect.Signature] = {
+    F.batch_norm: inspect.signature(F.batch_norm),
+    torch.batch_norm: inspect.Signature([
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        for name in ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled")
+    ]),
+}  # fmt: skip
+
+
+@dataclass
+class MovedState:
+    """What one call of forward in train mode has changed.
+
+    moved         names of buffers and of other tensors, with the line of the user's code that changes each, "" where it is none
+    numbers       names of attributes that hold another number afterwards
+    frozen_norms  names of running means that functions of batch norm read with training=False in train mode, too
+    failed        why forward could not be called; empty where it was
+    """
+
+    moved: dict[str, str] = field(default_factory=dict)
+    numbers: list[str] = field(default_factory=list)
+    frozen_norms: list[str] = field(default_factory=list)
+    failed: str = ""
+
+    def notes(self) -> list[str]:
+        """Sentences for `explain`, but for what is moved."""
+        found = [f"attribute {name} is changed by forward in train mode: here it is what it was in the trace" for name in self.numbers]
+        return [*found, f"whether forward moves buffers in train mode is not known: {self.failed}"] if self.failed else found
+
+
+def state_moved_by_forward(model: nn.Module, inputs: ExampleInputs, graph: fx.Graph, read: Set[str]) -> MovedState:
+    """Call forward once in train mode, on copies of all it could change, and see what has changed.
+
+    Batch norms and dropouts of PyTorch's stay in eval mode: these move in a prepared model as they do in the float one. A model that has
+    nothing to move is not called. `read` names the tensors, neither parameters nor buffers, that the graph has as constants.
+    """
+    if not read and not _could_move(model, graph):
+        return MovedState()
+    with torch.inference_mode(False):
+        snapshot = Snapshot(model, own_buffers=True)
+        watch = _Watch(snapshot, read)
+        copies: dict[int, nn.Parameter] = {}
+        for shell in snapshot.modules:
+            if isinstance(shell, torch.jit.ScriptModule):
+                continue
+            shell.__dict__["training"] = not isinstance(shell, _DROPOUTS) and not _is_plain_norm(shell)
+            for name, parameter in shell._parameters.items():
+                if parameter is not None:
+                    copy = copies.setdefault(id(parameter), nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
+                    shell._parameters[name] = copy
+            shell.__dict__["_buffers"] = _Registry(shell._buffers, watch)
+        before = {path: dict(_fingerprints(module)) for path, module in snapshot.root.named_modules()}
+        args, kwargs = inputs.arguments([
+            leaf if name is None else inputs.tensors()[name].clone() for name, leaf in zip(inputs.names, inputs.leaves, strict=True)
+        ])  # fmt: skip
+        try:
+            with torch.no_grad(), undisturbed(), watch:
+                _call(snapshot.root, args, kwargs)
+        except Exception as error:  # whatever the user's code raises: in train mode many models want labels
+            return MovedState(failed=f"called on the example inputs it raises {type(error).__name__}: {error}".splitlines()[0])
+    found = MovedState(watch.moved(), frozen_norms=[] if isinstance(model, fx.GraphModule) else sorted(watch.frozen - watch.live))
+    for path, module in snapshot.root.named_modules():
+        _compare(path, before.get(path, {}), dict(_fingerprints(module)), found, read)
+    return found
+
+
+def _call(root: nn.Module, args: Any, kwargs: Any) -> None:
+    root(*args, **kwargs)
+
+
+def _could_move(model: nn.Module, graph: fx.Graph) -> bool:
+    """Whether there are buffers that are no batch norm's, or batch norms that are functions."""
+    if any(node.op == "call_function" and node.target in _BATCH_NORMS for node in graph.nodes):
+        return True
+    for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+        if module._buffers and not _is_plain_norm(module):
+            return True
+    return False
+
+
+def _is_plain_norm(module: nn.Module) -> bool:
+    """Whether this is a batch norm whose forward is PyTorch's."""
+    return isinstance(module, _NORMS) and type(module).forward.__module__.startswith("torch.nn.modules.")
+
+
+def _in_norm() -> bool:
+    """Whether a batch norm of PyTorch's is calling the function that is being seen."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(8):
+        if frame is not None and frame.f_code in _FORWARDS:
+            return True
+        frame = frame and frame.f_back
+    return False
+
+
+class _Registry(dict[str, Any]):
+    """The buffers of a module, which tell when one is replaced."""
+
+    def __init__(self, buffers: dict[str, Any], watch: _Watch) -> None:
+        super().__init__(buffers)
+        self._watch = watch
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if value is not self.get(name):
+            self._watch.changed(self.get(name))
+        super().__setitem__(name, value)
+
+
+class _Watch(TorchFunctionMode):
+    """Sees which of the tensors of a model functions change, and how batch norms are called.
+
+    frozen   names of running means that were read with training=False
+    live     names of those that were read with training=True: these move in a prepared model as well
+    """
+
+    def __init__(self, snapshot: Snapshot, read: Set[str]) -> None:
+        super().__init__()
+        buffers = {id(tensor): tensor for shell in snapshot.modules for tensor in shell.buffers(recurse=False)}
+        attributes = {key: name for key, name in snapshot.attributes.items() if name in read}
+        named = {**attributes, **{key: name for key, name in snapshot.tensors.items() if key in buffers}}
+        self._kept = [*buffers.values(), *snapshot._copies.values()]  # so that identities stay taken
+        self._tensors = {id(tensor): tensor for tensor in self._kept if isinstance(tensor, Tensor) and id(tensor) in named}
+        self._names = named
+        self._versions = {key: tensor._version for key, tensor in self._tensors.items()}
+        self._before = {key: tensor.clone() for key, tensor in self._tensors.items()}
+        self._lines, self._followed = dict[int, str](), set[int]()
+        self.frozen: set[str] = set()
+        self.live: set[str] = set()
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _BATCH_NORMS and not _in_norm():
+            self._see_norm(func, args, kwargs or {})
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, Tensor):
+                key = id(value) if id(value) in self._tensors else id(value._base)
+                if key in self._tensors and self._tensors[key]._version != self._versions[key]:
+                    self._versions[key] = self._tensors[key]._version
+                    self.changed(self._tensors[key])
+        return result
+
+    def _see_norm(self, func: Any, args: Any, kwargs: Any) -> None:
+        given = _BATCH_NORMS[func].bind(*args, **kwargs).arguments
+        mean, variance, training = given.get("running_mean"), given.get("running_var"), bool(given.get("training", False))
+        if id(mean) in self._names:
+            (self.live if training else self.frozen).add(self._names[id(mean)])
+            self._followed |= {id(mean), id(variance)} if training else set()
+
+    def changed(self, tensor: Any) -> None:
+        """Note the line that changes or replaces a tensor."""
+        if id(tensor) in self._names and id(tensor) not in self._followed:
+            self._lines.setdefault(id(tensor), user_source(_call.__code__))
+
+    def moved(self) -> dict[str, str]:
+        """The names of tensors that were changed or replaced, with the line."""
+        found = set(self._lines) | {key for key, before in self._before.items() if not _same(before, self._tensors[key])}
+        return {self._names[key]: self._lines.get(key, "") for key in self._names if key in found - self._followed}
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
+
+
+def _fingerprints(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The numbers and tensors that are plain attributes, also inside of lists and dicts."""
+    for name, value in vars(module).items():
+        if name[0] == "_" or name == "training":
+            continue
+        items = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+        if all(type(item) in ATOMS or isinstance(item, Tensor) for item in items):
+            yield name, list(items)
+
+
+def _compare(path: str, before: dict[str, list[Any]], after: dict[str, list[Any]], found: MovedState, read: Set[str]) -> None:
+    """Add the attributes that hold something else afterwards."""
+    for name, items in after.items():
+        held, where = before.get(name), f"{path}.{name}".lstrip(".")
+        tensors = any(isinstance(item, Tensor) for item in held or ())
+        if held is None or (len(held) == len(items) and all(map(_unchanged, held, items))) or where in found.moved:
+            continue
+        if not tensors:
+            found.numbers.append(where)
+        elif where in read:
+            found.moved[where] = ""
+
+
+def _unchanged(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return one is other
+    return type(one) is type(other) and bool(one == other or one != one)

@@ -1,0 +1,152 @@
+"""The constants of an integer model that kernels were built for, watched for changes of every kind.
+
+PyTorch counts most changes in a tensor's version. It does not count those through `.data`, through NumPy, of inference tensors, or of
+memory that is shared with another process. So memory is looked at as well: all of it in every call where there is little, and
+else samples of every tensor in every call, and the rest by turns. What a call looks at is bounded by `EACH_CALL`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.addresses import memory_start, start
+from fxquant.graph import resolve
+
+EACH_CALL = 2**16  # bytes
+SAMPLE, SAMPLES = 64, 4  # bytes of a sample, and how many of each tensor there are
+
+
+class Span(NamedTuple):
+    """A part of a tensor's memory, of `size` bytes from `first` on."""
+
+    tensor: Tensor
+    first: int
+    size: int
+
+
+class Watch(Protocol):
+    """Looks at memory for changes since it was made."""
+
+    def changed(self, everything: bool) -> bool:
+        """Whether a change was found: in the spans for every call, and in those by turns that are next, or in all."""
+
+
+_OFFERED: list[Callable[[Sequence[Span], Sequence[Span]], Watch | None]] = []
+
+
+def offer(make: Callable[[Sequence[Span], Sequence[Span]], Watch | None]) -> None:
+    """Have this tried before `Checksums`: it makes a `Watch` of the spans for every call and those by turns, or returns None."""
+    _OFFERED.append(make)
+
+
+class Checksums:
+    """A `Watch` in Python: slower for each byte, so it looks at fewer samples."""
+
+    def __init__(self, always: Sequence[Span], by_turns: Sequence[Span]) -> None:
+        spans = [by_turns] if by_turns else [[span] for span in always]  # samples of a large model are part of what comes by turns
+        self.parts = [(memory, zlib.crc32(memory)) for group in spans for memory in map(_memory, group)]
+        self.next, self.turns = 0, bool(by_turns)
+
+    def changed(self, everything: bool) -> bool:
+        """See `Watch`."""
+        chosen = self.parts
+        if self.turns and not everything:
+            chosen, self.next = [self.parts[self.next]], (self.next + 1) % len(self.parts)
+        return any(zlib.crc32(memory) != known for memory, known in chosen)
+
+
+def _memory(span: Span) -> memoryview:
+    """The bytes of a span, in the tensor's own memory."""
+    storage = torch.empty(0, dtype=torch.uint8).set_(span.tensor.untyped_storage())
+    begin = span.tensor.storage_offset() * span.tensor.element_size() + span.first
+    return storage.numpy().data[begin : begin + span.size]
+
+
+_Found = tuple[dict[str, Any], str, Any, int | None, Tensor | None, int]  # where it is held, its version, its memory
+
+
+class Constants:
+    """The constants that a graph reads, as they are now."""
+
+    def __init__(self, model: fx.GraphModule) -> None:
+        self.found: list[_Found] = []
+        self.watch: Watch | None = None
+        self.turn = -1
+        for path in dict.fromkeys(str(node.target) for node in model.graph.find_nodes(op="get_attr")):
+            *parents, name = path.split(".")
+            module = resolve(model, ".".join(parents)) if parents else model
+            value: Any = resolve(model, path)
+            for holder in (module._buffers, module._parameters, module._modules):
+                held: Any = holder.get(name)
+                if held is value:
+                    counted = isinstance(value, Tensor) and not value.is_inference()
+                    alias, version = _alias(value), value._version if counted else None
+                    self.found.append((holder, name, value, version, alias, 0 if alias is None else memory_start(alias)))
+
+    def same(self) -> bool:
+        """Whether they are those tensors, in that memory, of those versions; one of them in each call, with those strides and dtype."""
+        for holder, name, value, version, alias, place in self.found:
+            held: Any = holder.get(name)
+            if held is not value or (version is not None and value._version != version):
+                return False
+            if alias is not None and memory_start(value) != place:
+                return False
+        return not self.found or self._lies_as_it_did(self.found[self._next()])
+
+    def _next(self) -> int:
+        self.turn = (self.turn + 1) % len(self.found)
+        return self.turn
+
+    @staticmethod
+    def _lies_as_it_did(found: _Found) -> bool:
+        """Whether a tensor that begins where it did has its strides and dtype."""
+        _, _, value, _, alias, _ = found
+        return alias is None or (value.is_set_to(alias) and value.dtype is alias.dtype)
+
+    def look(self) -> None:
+        """Remember what memory holds now: kernels are built of it from here on."""
+        if self.watch is None:
+            always, by_turns = _spans([alias for _, _, _, _, alias, _ in self.found if alias is not None and start(alias)])
+            self.watch = next((made for make in _OFFERED if (made := make(always, by_turns)) is not None), None)
+            self.watch = self.watch or Checksums(always, by_turns)
+
+    def changed(self, everything: bool = False) -> bool:
+        """Whether memory was found to hold something else than when it was looked at; False before that."""
+        if everything and not all(map(self._lies_as_it_did, self.found)):
+            return True
+        return self.watch is not None and self.watch.changed(everything)
+
+
+def _alias(value: Any) -> Tensor | None:
+    """A tensor in the same memory, which keeps that from being given to another; None of what has no memory in reach."""
+    if not isinstance(value, Tensor) or value.layout != torch.strided or not value.is_cpu:
+        return None
+    return value.detach()
+
+
+def _spans(tensors: Sequence[Tensor]) -> tuple[list[Span], list[Span]]:
+    """What is looked at in every call, and what by turns."""
+    whole = [Span(tensor, 0, _extent(tensor)) for tensor in tensors]
+    if sum(span.size for span in whole) <= EACH_CALL:
+        return whole, []
+    samples = []
+    for tensor, _, size in whole:
+        if size <= SAMPLE * SAMPLES:
+            samples.append(Span(tensor, 0, size))
+        else:
+            apart = (size - SAMPLE) // (SAMPLES - 1)
+            samples += [Span(tensor, index * apart, SAMPLE) for index in range(SAMPLES)]
+    pieces = [Span(tensor, first, min(EACH_CALL, size - first)) for tensor, _, size in whole for first in range(0, size, EACH_CALL)]
+    return samples, pieces
+
+
+def _extent(tensor: Tensor) -> int:
+    """The bytes from the first element to the last; none for a tensor without elements."""
+    if not tensor.numel():
+        return 0
+    return (1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))) * tensor.element_size()

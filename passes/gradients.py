@@ -1,0 +1,288 @@
+"""What forward says about gradients holds while the prepared model trains, and changes no bit of what it computes.
+
+%a = call_module a(%x)                      %a = conv2d(%x, …)      detached: it is computed without gradients
+%detach = call_method detach(%a)       →    %b = conv2d(%a, …)
+%b = call_module b(%detach)
+
+A node is detached where all that reads it is, so that nothing stands between the operators that are fused. Where one reader has gradients
+and another has none, an identity stays for the latter. Hooks and custom backwards are an identity, too, until operators observe.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxquant.facts import TensorFact
+from fxquant.functional import stopped
+from fxquant.gradient import GradientRule
+from fxquant.graph import (
+    change_gradient,
+    detach,
+    fact,
+    gradient_changes,
+    inherit,
+    is_detached,
+    is_parameter,
+    mark_parameter,
+    mark_training,
+    refuse,
+    resolve,
+    set_fact,
+)
+from fxquant.ops import operator_of
+from fxquant.ops.shape import identity
+from fxquant.pipeline import Context
+from fxquant.quantization.prepared import QuantizedOperator
+
+STOP = ""  # in place of the path of a rule: there is no gradient
+OPERANDS = "it is what a custom backward reads, while training only"
+_STOPS = ("detach", torch.detach, stopped)
+
+
+def mark(gm: fx.GraphModule, context: Context) -> int:
+    """Every node knows whether it is computed without gradients; no operator that says so is left but where its readers differ."""
+    nodes = list(gm.graph.nodes)
+    rules = {node: rule for node in nodes if (rule := _rule(gm, node)) is not None}
+    stops = [node for node in nodes if node.op in ("call_method", "call_function") and node.target in _STOPS]
+    if not rules and not stops:
+        return 0
+    constant = _constants(gm)
+    stops = [node for node in stops if node not in constant]
+    for node in reversed(nodes):
+        read = [user for user in node.users if not _reads_value_alone(user, node, rules)]
+        if node in stops or (node.users and node.op != "output" and node not in constant and all(map(is_detached, read))):
+            detach(node)
+    for node in nodes:
+        if node.op != "output" and node not in rules and _reads_detached_alone(gm, node):
+            detach(node)
+    for node in stops:
+        _remove_stop(gm, node, context)
+    for node in rules:
+        if node in constant:
+            _mark_parameters(node)
+        else:
+            _replace_rule(gm, node, context)
+    return len(stops) + len(rules)
+
+
+def _rule(gm: fx.GraphModule, node: fx.Node) -> GradientRule | None:
+    module = resolve(gm, str(node.target)) if node.op == "call_module" else None
+    return module if isinstance(module, GradientRule) else None
+
+
+def _constants(gm: fx.GraphModule) -> set[fx.Node]:
+    """What follows from parameters, buffers and constants alone: it stays as the user wrote it, stops included."""
+    found: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        if node.op == "get_attr" or (node.op.startswith("call_") and node.all_input_nodes and found.issuperset(node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
+def _mark_parameters(node: fx.Node) -> None:
+    """Mark what computes a parameter: a custom function of a weight, and what that reads."""
+    if node.op != "get_attr":
+        mark_parameter(node)
+        for operand in node.all_input_nodes:
+            _mark_parameters(operand)
+
+
+def _reads_value_alone(user: fx.Node, node: fx.Node, rules: dict[fx.Node, GradientRule]) -> bool:
+    """Whether a custom backward reads a node for its value, and sends the gradient elsewhere."""
+    return user in rules and len(user.args) > 1 and user.args[0] is node and node not in user.args[1:]
+
+
+def _reads_detached_alone(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether no operand of a node has a gradient, and one would have had one."""
+    found = False
+    for operand in node.all_input_nodes:
+        known = fact(operand)
+        if is_detached(operand):
+            found = True
+        elif operand.op == "get_attr" and not isinstance(resolve(gm, str(operand.target)), torch.nn.Parameter):
+            continue
+        elif not isinstance(known, TensorFact | int | float) or (isinstance(known, TensorFact) and known.dtype.is_floating_point):
+            return False
+    return found and not (node.op == "call_module" and any(True for _ in resolve(gm, str(node.target)).parameters()))
+
+
+def _remove_stop(gm: fx.GraphModule, node: fx.Node, context: Context) -> None:
+    """What reads a stop reads its operand, where that is detached itself, or the reader is."""
+    operand = node.args[0]
+    assert isinstance(operand, fx.Node)
+    for user in list(node.users):
+        if is_detached(operand) or is_detached(user):
+            user.replace_input_with(node, operand)
+    _move_to_output(node, operand, STOP)
+    if not node.users:
+        gm.graph.erase_node(node)
+        context.say(f"%{node.name} is gone: %{operand.name} is computed without gradients")
+    elif isinstance(fact(node), TensorFact):
+        node.op, node.target, node.args, node.kwargs = "call_function", identity, (operand,), {}
+        change_gradient(node, STOP)
+
+
+def _move_to_output(node: fx.Node, operand: fx.Node, change: str) -> None:
+    """What the model returns through a node alone, it returns as the operand: the gradient changes behind the integer part."""
+    if not node.users or any(user.op != "output" for user in node.users):
+        return
+    output = next(iter(node.users))
+    places: list[fx.Node] = []
+    fx.map_arg(output.args, places.append)
+    for position in [position for position, place in enumerate(places) if place is node]:
+        change_gradient(output, change, position)
+    output.replace_input_with(node, operand)
+
+
+def _replace_rule(gm: fx.GraphModule, node: fx.Node, context: Context) -> None:
+    """A hook or a custom backward is an identity; what the latter reads besides is read by a node that is there for training alone."""
+    operand, *others = node.args
+    assert isinstance(operand, fx.Node)
+    if is_detached(node):
+        node.replace_all_uses_with(operand)
+        gm.graph.erase_node(node)
+        context.say(f"%{node.name} is gone: nothing that reads it has a gradient")
+        return
+    path = str(node.target)
+    if others:
+        with gm.graph.inserting_before(node):
+            reader = inherit(gm.graph.create_node("call_module", path, tuple(others)), node, "gradients.mark")
+        set_fact(reader, None)
+        refuse(reader, OPERANDS)
+        mark_training(reader)
+    _move_to_output(node, operand, path)
+    if not node.users:
+        gm.graph.erase_node(node)
+        return
+    node.op, node.target, node.args, node.kwargs = "call_function", identity, (operand,), {}
+    change_gradient(node, path)
+
+
+# ---- behind clamps ----------------------------------------------------------------------------------------------------
+
+
+def move(gm: fx.GraphModule, context: Context) -> int:
+    """No hook or custom backward stands between an operator and the clamp that is fused into it: it comes behind that."""
+    changes = 0
+    for node in list(gm.graph.nodes):
+        if not gradient_changes(node) or node.op == "output":
+            continue
+        operand = node.args[0]
+        while isinstance(operand, fx.Node) and len(operand.users) == 1 and len(node.users) == 1:
+            reader = next(iter(node.users))
+            record, source = operator_of(reader), operator_of(operand)
+            if record is None or record.name != "clamp" or source is None or not source.absorbs & {"clamp"} or not _is_constant(reader):
+                break
+            reader.replace_input_with(node, operand)
+            reader.replace_all_uses_with(node)
+            node.args = (reader,)
+            reader.append(node)
+            context.say(f"the gradient of %{operand.name} changes behind %{reader.name}")
+            operand = reader
+            changes += 1
+    return changes
+
+
+def _is_constant(clamp: fx.Node) -> bool:
+    return all(limit is None or (isinstance(limit, int | float) and not math.isnan(limit)) for limit in clamp.args[1:])
+
+
+# ---- in the prepared model -------------------------------------------------------------------------------------------
+
+
+def attach(gm: fx.GraphModule, context: Context) -> int:
+    """Where gradients change, the prepared graph calls what changes them, on the real numbers between its operators."""
+    readers = {str(node.target): node for node in gm.graph.nodes if _rule(gm, node) is not None and not is_parameter(node)}
+    changes = 0
+    for node in list(gm.graph.nodes):
+        found = gradient_changes(node)
+        if node.op == "output":
+            changes += _attach_outputs(gm, node, readers)
+        elif found:
+            if node.op == "call_module":
+                _discard(gm, str(node.target))
+            _call(node, node.args[0], found[0], readers)
+            changes += 1
+        elif is_detached(node) and not _computes_without(gm, node):
+            changes += _stop_behind(gm, node)
+    for reader in readers.values():
+        gm.graph.erase_node(reader)
+    if changes:
+        _sort(gm.graph)
+    return changes + len(readers)
+
+
+def _call(node: fx.Node, operand: Any, path: str, readers: dict[str, fx.Node]) -> None:
+    """Make a node the call of a rule, or a stop."""
+    others = readers[path].args if path in readers else ()
+    node.op, node.target = ("call_function", torch.detach) if path == STOP else ("call_module", path)
+    node.args, node.kwargs = (operand, *others), {}
+
+
+def _attach_outputs(gm: fx.GraphModule, output: fx.Node, readers: dict[str, fx.Node]) -> int:
+    changes = gradient_changes(output)
+    if not changes:
+        return 0
+    places: list[fx.Node] = []
+    fx.map_arg(output.args, places.append)
+    made: list[fx.Node] = []
+    for position, place in enumerate(places):
+        if position not in changes:
+            made.append(place)
+            continue
+        with gm.graph.inserting_before(output):
+            called = inherit(gm.graph.create_node("call_function", torch.detach, (place,)), place, "gradients.attach")
+        set_fact(called, fact(place))
+        _call(called, place, changes[position], readers)
+        made.append(called)
+    following = iter(made)
+    output.args = fx.map_arg(output.args, lambda _: next(following))
+    return len(changes)
+
+
+def _computes_without(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a node knows by itself that it is computed without gradients."""
+    return node.op == "call_module" and isinstance(resolve(gm, str(node.target)), QuantizedOperator)
+
+
+def _stop_behind(gm: fx.GraphModule, node: fx.Node) -> int:
+    """Stop the gradient behind a float operator, where a reader has one."""
+    known = fact(node)
+    if known is not None and not isinstance(known, TensorFact | tuple | list | dict):
+        return 0
+    live = [user for user in node.users if not is_detached(user)]
+    if not live or (isinstance(known, TensorFact) and not known.dtype.is_floating_point):
+        return 0
+    with gm.graph.inserting_after(node):
+        made = gm.graph.call_function(torch.detach if isinstance(known, TensorFact) else stopped, (node,))
+    inherit(made, node, "gradients.attach")
+    set_fact(made, known)
+    for user in live:
+        user.replace_input_with(node, made)
+    return 1
+
+
+def _discard(gm: fx.GraphModule, path: str) -> None:
+    """Remove the module at a path."""
+    parent, _, name = path.rpartition(".")
+    del resolve(gm, parent)._modules[name]
+
+
+def _sort(graph: fx.Graph) -> None:
+    """Have every node stand behind what it reads, and otherwise as before."""
+    done: set[fx.Node] = set()
+    for node in list(graph.nodes):
+        waiting = [node]
+        while waiting:
+            open_ = [operand for operand in waiting[-1].all_input_nodes if operand not in done]
+            if open_:
+                waiting.append(open_[0])
+                continue
+            ready = waiting.pop()
+            done.add(ready)
+            if ready is not node:
+                node.prepend(ready)

@@ -1,0 +1,456 @@
+"""While a prepared model trains, its gradients are the float model's in direction, and nothing where the float model has none."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import operator
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fxquant as fxq
+
+Form = Callable[["Net", Tensor], Any]
+
+
+class Net(nn.Module):
+    """Layers for a form of forward: convolutions, a batch norm, factors for channels."""
+
+    def __init__(self, form: Form) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(3, 4, 1)
+        self.norm, self.factors, self.form = nn.BatchNorm2d(4), nn.Parameter(torch.rand(4, 1, 1) + 0.5), form
+
+    def forward(self, x: Tensor) -> Any:
+        return self.form(self, x)
+
+    @fxq.wrap
+    def tail(self, y: Tensor) -> Tensor:
+        return y * 10 if self.training else y
+
+
+class Reversal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return -ctx.factor * gradient, None
+
+
+reverse = Reversal.apply
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 0.1
+
+
+class Sign(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.sign(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * (ctx.saved_tensors[0].abs() <= 1)
+
+
+class TwoResults(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+        ctx.factor = factor
+        return x.clone(), x * 2
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor, second: Tensor) -> tuple[Tensor, None]:
+        return first * ctx.factor - second, None
+
+
+class TwoOperands(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return x * weight
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        of_weight = 3 * (gradient * x).sum((0, 2, 3)).view_as(weight) if ctx.needs_input_grad[1] else None
+        return gradient * weight if ctx.needs_input_grad[0] else None, of_weight
+
+
+class InPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 5
+
+
+def no_grad(net: Net, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = net.a(x)
+    return net.b(F.relu(y))
+
+
+@torch.no_grad()
+def frozen(net: Net, x: Tensor) -> Tensor:
+    return F.relu(net.norm(net.a(x)))
+
+
+def inference(net: Net, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        y = net.a(x)
+    return net.b(F.relu(y.clone()))
+
+
+def switched_block(net: Net, x: Tensor) -> Tensor:
+    with torch.set_grad_enabled(False):
+        y = net.a(x)
+    return net.b(F.relu(y))
+
+
+def switched_call(net: Net, x: Tensor) -> Tensor:
+    torch.set_grad_enabled(False)
+    y = net.a(x)
+    torch.set_grad_enabled(True)
+    return net.b(F.relu(y + net.c(x)))
+
+
+def enabled_within(net: Net, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = net.a(x)
+        with torch.enable_grad():
+            z = net.b(F.relu(y))
+    return z
+
+
+def switched_by_training(net: Net, x: Tensor) -> Tensor:
+    with torch.set_grad_enabled(net.training):
+        y = net.a(x)
+    with torch.set_grad_enabled(not net.training):
+        z = net.c(x)
+    return net.b(F.relu(y + z))
+
+
+def hooked(net: Net, x: Tensor) -> Tensor:
+    y = net.a(x)
+    y.register_hook(lambda gradient: gradient * 10)
+    return net.b(F.relu(y))
+
+
+def hooked_for_all_readers(net: Net, x: Tensor) -> Tensor:
+    y = net.a(x)
+    early = F.relu(y)
+    if y.requires_grad:
+        y.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    return net.b(early + y * 2)
+
+
+def rounded(net: Net, x: Tensor) -> Tensor:
+    y = net.a(x)
+    return net.b(y + (torch.round(y * 4) / 4 - y).detach())
+
+
+def half(net: Net, x: Tensor) -> Tensor:
+    y = net.a(x)
+    return net.b(y * 0.3 + y.detach() * 0.7)
+
+
+def binary_weight(net: Net, x: Tensor) -> Tensor:
+    weight = net.b.weight
+    return F.conv2d(net.a(x), weight + (weight.sign() * weight.abs().mean() - weight).detach(), net.b.bias, padding=1)
+
+
+def data_changed(net: Net, x: Tensor) -> Tensor:
+    y = net.a(x)
+    y.data.mul_(2)
+    return net.b(y)
+
+
+def changed_without_gradients(net: Net, x: Tensor) -> Tensor:
+    y = net.a(x)
+    with torch.no_grad():
+        y[:, 0].zero_()
+    return net.b(y)
+
+
+def detached(value: Tensor) -> Tensor:
+    return value.detach()
+
+
+def forms(stop: Callable[[Tensor], Tensor]) -> dict[str, Form]:
+    """Forms with a stop at some place, which dissolves where nothing else reads what it stops."""
+    return {
+        "between layer and relu": lambda net, x: net.b(F.relu(stop(net.a(x)))),
+        "of the input": lambda net, x: net.b(F.relu(net.a(stop(x)))),
+        "between layer and batch norm": lambda net, x: net.b(F.relu(net.norm(stop(net.a(x))))),
+        "in front of a residual": lambda net, x: net.b(F.relu(stop(net.a(x)) + net.c(x))),
+        "of a residual": lambda net, x: net.b(F.relu(net.a(x) + stop(net.c(x)))),
+        "behind a batch norm, in front of a residual": lambda net, x: net.b(F.relu(net.norm(stop(net.a(x))) + net.c(x))),
+        "in front of factors": lambda net, x: net.b(stop(net.a(x)) * net.factors + net.c(x)),
+        "of an output": lambda net, x: operator.itemgetter(0, 1)((net.b(net.a(x)), stop(net.c(x)))),
+        "of an output that is returned twice": lambda net, x: (lambda y: (y, stop(y)))(net.b(net.a(x))),
+        "of a part": lambda net, x: net.b(torch.cat([stop(net.a(x))[:, :2], net.c(x)[:, 2:]], 1)),
+        "in front of a softmax": lambda net, x: net.b((net.a(x) - stop(net.a(x).amax(1, keepdim=True))).softmax(1)),
+    }
+
+
+STOPS = forms(detached)
+FORMS: dict[str, Form] = {
+    **STOPS,
+    "data": lambda net, x: net.b(F.relu(net.a(x).data)),
+    "detach in place": lambda net, x: net.b(F.relu(net.a(x)).detach_()),
+    "no_grad": no_grad,
+    "no_grad, a decorator": lambda net, x: net.b(frozen(net, x)),
+    "inference_mode": inference,
+    "set_grad_enabled, a block": switched_block,
+    "set_grad_enabled, a call": switched_call,
+    "set_grad_enabled(self.training)": switched_by_training,
+    "enable_grad within no_grad": enabled_within,
+    "straight-through": rounded,
+    "half detached": half,
+    "SimSiam": lambda net, x: net.b(net.a(x)) * net.a(x).detach(),
+    "a detached weight": lambda net, x: F.conv2d(F.relu(net.a(x)), net.b.weight.detach(), net.b.bias, padding=1),
+    "a weight's data": lambda net, x: F.conv2d(x, net.a.weight.data, net.a.bias, padding=1),
+    "a straight-through weight": binary_weight,
+    "hook": hooked,
+    "hook for all readers": hooked_for_all_readers,
+    "gradient reversal": lambda net, x: net.b(reverse(F.relu(net.a(x)), 0.5)),
+    "gradient reversal in front of a relu": lambda net, x: net.b(F.relu(reverse(net.a(x), 0.5))),
+    "gradient reversal of an output": lambda net, x: reverse(net.b(net.a(x)), 0.5),
+    "gradient scaling": lambda net, x: net.b(Scaled.apply(F.relu(net.a(x)))),
+    "custom backward with saved tensors": lambda net, x: net.b(Sign.apply(net.a(x))),
+    "custom backward of a weight": lambda net, x: F.conv2d(F.relu(net.a(x)), Sign.apply(net.b.weight), net.b.bias, padding=1),
+    "custom backward with two results": lambda net, x: functools.reduce(
+        lambda first, second: net.b(first) + second, TwoResults.apply(F.relu(net.a(x)), 3.0)
+    ),
+    "custom backward with two operands": lambda net, x: net.b(TwoOperands.apply(net.c(x), net.factors)),
+    "custom backward in place": lambda net, x: net.b(InPlace.apply(net.a(x))),
+    "checkpoint": lambda net, x: net.b(checkpoint(lambda y: F.relu(net.a(y)), x, use_reentrant=False)),
+    "checkpoint, reentrant": lambda net, x: checkpoint(lambda y: net.b(F.relu(y)), net.a(x), use_reentrant=True),
+    "data changed in place": data_changed,
+    "changed in place without gradients": changed_without_gradients,
+}
+BATCHES = list(torch.randn(2, 4, 3, 8, 8, generator=torch.Generator().manual_seed(1)))
+
+
+def calibrated(model: Any, target: str = "bayes-e") -> torch.fx.GraphModule:
+    return fxq.calibrate(fxq.prepare(model, BATCHES[0], target), BATCHES, show_progress=False)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients of the parameters, and of the input, by name; without those that are 0 or None."""
+    x = BATCHES[0].clone().requires_grad_()
+    output = model(x)
+    outputs = output if isinstance(output, tuple) else (output,)
+    sum((each - 1).square().mean() for each in outputs).backward()
+    found = {**{name: parameter.grad for name, parameter in model.named_parameters() if name in NAMES}, "x": x.grad}
+    return {name: gradient for name, gradient in found.items() if gradient is not None and bool(gradient.any())}
+
+
+NAMES = frozenset(name for name, _ in Net(no_grad).named_parameters())
+
+
+def assert_like(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert set(found) == set(expected)
+    for name, gradient in expected.items():
+        if name == "a.bias" and gradient.norm() < 1e-5:  # in front of a batch norm: nothing but rounding
+            continue
+        assert F.cosine_similarity(found[name].flatten(), gradient.flatten(), 0) >= 0.99, name
+        assert 0.9 < found[name].norm() / gradient.norm() < 1.1, name
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "x86"])
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_in_train_are_the_float_models(form: str, target: str) -> None:
+    model = Net(FORMS[form]).train()
+    prepared = calibrated(model, target)
+    fxq.set_state(prepared, "train")
+    assert_like(gradients(prepared.train()), gradients(model))
+
+
+@pytest.mark.parametrize("form", STOPS)
+def test_a_stop_changes_no_bit(form: str, tmp_path: Path) -> None:
+    prepared, other = calibrated(Net(STOPS[form])), calibrated(Net(forms(torch.nn.Identity())[form]))
+    for each in (prepared, other):
+        fxq.set_state(each, "validate")
+    integer = fxq.convert(prepared)
+    (mine, theirs) = (value if isinstance(value, tuple) else (value,) for value in (prepared(BATCHES[0]), other(BATCHES[0])))
+    assert all(map(torch.equal, mine, theirs))
+    assert fxq.verify(prepared, integer, BATCHES)
+    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), BATCHES)
+
+
+@pytest.mark.parametrize(
+    "form", ["hook", "gradient reversal", "custom backward with two results", "custom backward of a weight", "half detached"]
+)
+def test_the_integer_model_has_the_bits_of_train_and_nothing_of_gradients(form: str, tmp_path: Path) -> None:
+    prepared = calibrated(Net(FORMS[form]).eval())
+    fxq.set_state(prepared, "validate")
+    expected = prepared(BATCHES[0])
+    fxq.set_state(prepared, "train")
+    assert torch.equal(prepared.eval()(BATCHES[0]), expected)
+    integer = fxq.convert(prepared)
+    assert fxq.verify(prepared, integer, BATCHES)
+    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), BATCHES)
+    assert "gradient" not in fxq.text(integer)
+    assert "detach" not in fxq.text(integer)
+
+
+@pytest.mark.parametrize("form", ["half detached", "behind a batch norm, in front of a residual", "of an output that is returned twice"])
+def test_stops_survive_files_copies_and_pickles(form: str, tmp_path: Path) -> None:
+    prepared = calibrated(Net(STOPS.get(form, FORMS[form])).train())
+    fxq.set_state(prepared, "train")
+    again = fxq.load(fxq.save(prepared, tmp_path / "prepared.fxq"))
+    others = [again, copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared))]
+    expected = gradients(prepared.train())
+    for other in others:
+        found = gradients(other.train())
+        assert set(found) == set(expected)
+        assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+def test_a_file_names_the_python_that_it_cannot_hold(tmp_path: Path) -> None:
+    for form, name in (("gradient reversal", "Reversal.backward"), ("hook", r"register_hook\(hooked")):
+        prepared = calibrated(Net(FORMS[form]))
+        with pytest.raises(fxq.ExportError, match=rf"it calls {name}[\s\S]*keep prepared\.state_dict\(\)"):
+            fxq.save(prepared, tmp_path / "prepared.fxq")
+        fxq.save(fxq.convert(prepared), tmp_path / "integer.fxq")
+    prepared = calibrated(Net(FORMS["gradient reversal"]).train())
+    fxq.set_state(prepared, "train")
+    expected = gradients(copy.deepcopy(prepared).train())
+    assert_like(gradients(prepared.train()), expected)
+
+
+def test_a_traced_model_says_the_same_of_gradients_and_is_traced_again() -> None:
+    for form in ("no_grad", "hook", "gradient reversal", "changed in place without gradients"):
+        model = Net(FORMS[form]).eval()
+        traced = fxq.trace(model, BATCHES[0])
+        expected = gradients(model)
+        for parameter in model.parameters():
+            parameter.grad = None
+        assert_like(gradients(traced), expected)
+        around = nn.Sequential(traced)
+        prepared = calibrated(around)
+        fxq.set_state(prepared, "train")
+        prepared.train()(BATCHES[0]).sub(1).square().mean().backward()
+        found = {name.removeprefix("0."): p.grad for name, p in prepared.named_parameters() if p.grad is not None and p.grad.any()}
+        assert_like(found, {name: gradient for name, gradient in expected.items() if name != "x"})
+
+
+# ---- exported programs -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_keeps_its_stops_and_says_what_it_has_lost(strict: bool, caplog: pytest.LogCaptureFixture) -> None:
+    batch = ({0: torch.export.Dim("batch")},)
+    kept = ("no_grad",) if strict else ("between layer and relu", "detach in place", "no_grad", "half detached", "a detached weight")
+    for form in kept:
+        model = Net(FORMS[form]).train()
+        prepared = calibrated(torch.export.export(model, (BATCHES[0],), dynamic_shapes=batch, strict=strict))
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "fxquant"):
+            fxq.set_state(prepared, "train")
+        assert "an exported program holds no hooks" in caplog.text
+        expected = gradients(model)
+        assert_like(gradients(prepared), expected)
+    if strict:
+        prepared = calibrated(
+            torch.export.export(Net(FORMS["gradient reversal"]).train(), (BATCHES[0],), dynamic_shapes=batch, strict=True)
+        )
+        with caplog.at_level(logging.WARNING, "fxquant"):
+            fxq.set_state(prepared, "train")
+        assert "passes no gradient: its backward is not in the program" in caplog.text
+
+
+# ---- what is refused, and what is told -------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_kept_is_refused_or_told(caplog: pytest.LogCaptureFixture) -> None:
+    def on_a_parameter(net: Net, x: Tensor) -> Tensor:
+        net.a.weight.register_hook(lambda gradient: gradient * 2)
+        return net.a(x)
+
+    def reads_a_tensor(net: Net, x: Tensor) -> Tensor:
+        y = net.a(x)
+        z = torch.sigmoid(y)
+        y.register_hook(lambda gradient: gradient * z)
+        return y
+
+    def keeps(net: Net, x: Tensor) -> Tensor:
+        y = net.a(x)
+        y.retain_grad()
+        return y
+
+    with pytest.raises(fxq.TraceError, match="registers a hook on a parameter"):
+        fxq.prepare(Net(on_a_parameter), BATCHES[0])
+    with pytest.raises(fxq.TraceError, match="reads a tensor that forward computes"):
+        fxq.prepare(Net(reads_a_tensor), BATCHES[0])
+    model = Net(lambda net, x: net.b(net.a(x)))
+    model.a.register_full_backward_hook(lambda *_: None)
+    model.b.weight.register_hook(lambda gradient: gradient * 0)
+    with caplog.at_level(logging.WARNING, "fxquant"):
+        fxq.prepare(model, BATCHES[0])
+    assert "backward hooks do nothing in what is made of this model: those of a;" in caplog.text
+    assert "hooks on parameters are not copied" in caplog.text
+    assert "b.weight" in caplog.text
+
+
+def test_a_removed_hook_is_gone() -> None:
+    def removed(net: Net, x: Tensor) -> Tensor:
+        y = net.a(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient * 10).remove()
+        return net.b(y)
+
+    model = Net(removed).train()
+    prepared = calibrated(model)
+    fxq.set_state(prepared, "train")
+    assert_like(gradients(prepared.train()), gradients(model))
+
+
+# ---- train mode in Python that is kept --------------------------------------------------------------------------------
+
+
+def test_a_wrapped_method_sees_train_mode_and_may_stand_in_a_training_branch() -> None:
+    def returned(net: Net, x: Tensor) -> Any:
+        features = F.relu(net.a(x))
+        return (net.b(features), net.tail(features)) if net.training else net.b(features)
+
+    prepared = calibrated(Net(lambda net, x: net.tail(net.a(x))).eval())
+    fxq.set_state(prepared, "validate")
+    expected = prepared(BATCHES[0])
+    assert torch.equal(prepared.train()(BATCHES[0]), expected * 10)
+    assert torch.equal(prepared.eval()(BATCHES[0]), expected)
+    model = Net(returned).eval()
+    prepared = fxq.calibrate(fxq.prepare(model, BATCHES[0], training_branch=True), BATCHES, show_progress=False)
+    fxq.set_state(prepared, "float")
+    main, tail = copy.deepcopy(prepared).train()(BATCHES[0])
+    torch.testing.assert_close(tail, F.relu(model.a(BATCHES[0])) * 10)
+    assert torch.equal(prepared.eval()(BATCHES[0]), main)

@@ -1,0 +1,257 @@
+"""Containers of a prepared model, hooks on its modules, and what cannot be called: each works, or says at once why it does not."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import fxquant as fxq
+
+
+class Block(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        self.act = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.act(self.norm(self.conv(x)) + x)
+
+
+class Net(nn.Module):
+    """Layers that are fused, a residual, one module called twice, a module of several outputs, and one that stays in float."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Identity())
+        self.blocks = nn.ModuleList([Block(4), Block(4)])
+        self.heads = nn.ModuleDict({"a": nn.Linear(4, 3), "b": nn.Linear(4, 2)})
+        self.twice, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(self.drop(self.twice(F.silu(self.twice(x.mean((2, 3)))))))
+        return {name: head(x) for name, head in self.heads.items()}
+
+    def features(self, x: Tensor) -> Any:
+        return self.stem(x)
+
+
+def batch() -> Tensor:
+    return torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def float_net() -> Net:
+    torch.manual_seed(0)
+    net = Net().eval()
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_var.uniform_(0.5, 2)  # type: ignore[union-attr, operator]
+            nn.init.uniform_(module.weight, 0.05, 3)  # far apart, so that calibration equalizes
+    return net
+
+
+@pytest.fixture(scope="module")
+def net() -> fx.GraphModule:
+    x = batch()
+    return fxq.calibrate(fxq.prepare(float_net(), x), [x], show_progress=False)
+
+
+def test_containers_are_indexed_and_iterated_over(net: fx.GraphModule) -> None:
+    stem, blocks, heads = (net.get_submodule(name) for name in ("stem", "blocks", "heads"))
+    assert isinstance(stem, nn.Sequential)
+    assert isinstance(blocks, nn.ModuleList)
+    assert isinstance(heads, nn.ModuleDict)
+    assert (len(stem), len(blocks), list(heads.keys())) == (4, 2, ["a", "b"])
+    assert stem[1] is net.get_submodule("stem.1")
+    assert [type(layer) for layer in stem] == [nn.Conv2d, nn.BatchNorm2d, nn.ReLU, nn.Identity]
+    assert blocks[-1].conv.weight is net.get_parameter("blocks.1.conv.weight")
+    assert [module.out_features for module in heads.values()] == [3, 2]
+    groups = [{"params": layer.parameters()} for layer in (*stem, *blocks)]
+    assert sum(len(group["params"]) for group in torch.optim.SGD(groups, 0.1).param_groups) == 10
+
+
+def hooked(model: Any, path: str, kind: str) -> list[tuple[Any, ...]]:
+    """What a hook is given in one call of a model."""
+    seen: list[tuple[Any, ...]] = []
+    handle = getattr(model.get_submodule(path), kind)(lambda module, *given: seen.append(given))
+    model(batch())
+    handle.remove()
+    return seen
+
+
+def tensors(nest: Any) -> list[Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(nest) if isinstance(leaf, Tensor)]
+
+
+FUSED = {"stem.0", "stem.1", "blocks.0.conv", "blocks.0.norm", "blocks.1.conv", "blocks.1.norm"}
+NO_INPUT = {"stem.1", "stem.2", "blocks.0.norm", "blocks.0.act", "blocks.1.norm", "blocks.1.act"}
+PATHS = [path for path, module in Net().named_modules() if path and not isinstance(module, nn.ModuleList | nn.ModuleDict)]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
+def test_a_hook_is_given_what_the_module_reads_and_returns_or_cannot_be_registered(net: fx.GraphModule, path: str, kind: str) -> None:
+    if path in (FUSED if kind == "register_forward_hook" else NO_INPUT):
+        with pytest.raises(fxq.ConfigurationError, match=f"on {path} would never fire\n.*inside of a fused operator"):
+            hooked(net, path, kind)
+        return
+    expected, found = hooked(float_net(), path, kind), hooked(net, path, kind)
+    assert len(found) == len(expected) == (2 if path == "twice" else 1)
+    if path in NO_INPUT:  # the hook is given None there
+        expected, found = [given[1:] for given in expected], [given[1:] for given in found]
+    pairs = list(zip(tensors(expected), tensors(found), strict=True))
+    assert pairs
+    for wanted, given in pairs:
+        assert (wanted - given).square().mean() < 0.01 * wanted.square().mean()
+
+
+@pytest.mark.parametrize("state", ["calibrate", "train", "validate"])
+def test_hooks_change_no_bit_in_any_state(net: fx.GraphModule, state: str) -> None:
+    one, other = copy.deepcopy(net), copy.deepcopy(net)
+    seen: list[Any] = []
+    for path in set(PATHS) - FUSED:
+        other.get_submodule(path).register_forward_hook(lambda module, args, result: seen.append(result))
+    for model in (one, other):
+        fxq.set_state(model, state)
+        model.train(state == "train")
+    torch.manual_seed(0)
+    expected = one(batch())
+    torch.manual_seed(0)
+    found = other(batch())
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert len(seen) == 1 + len(set(PATHS) - FUSED)  # one of them is called twice
+    assert any(found["a"] is each for each in seen)
+    sum(value.sum() for value in expected.values()).backward()
+    sum(value.sum() for value in found.values()).backward()
+    gradients = [[parameter.grad for parameter in model.parameters()] for model in (one, other)]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_features_that_a_hook_reads_have_gradients(net: fx.GraphModule) -> None:
+    prepared = copy.deepcopy(net)
+    fxq.set_state(prepared, "train")
+    prepared.train()
+    features: list[Tensor] = []
+    prepared.get_submodule("blocks.0").register_forward_hook(lambda module, args, result: features.append(result))
+    prepared(batch())
+    features[0].square().mean().backward()
+    moved = {name.split(".")[0] for name, parameter in prepared.named_parameters() if parameter.grad is not None}
+    assert moved == {"stem", "blocks"}
+    assert prepared.get_parameter("blocks.1.conv.weight").grad is None
+
+
+def test_a_forward_hook_can_replace_an_output_and_a_pre_hook_cannot(net: fx.GraphModule) -> None:
+    prepared = copy.deepcopy(net)
+    handle = prepared.get_submodule("heads.a").register_forward_hook(lambda module, args, result: 2 * result)
+    expected = net(batch())
+    found = prepared(batch())
+    assert torch.equal(found["a"], 2 * expected["a"])
+    assert torch.equal(found["b"], expected["b"])
+    handle.remove()
+    prepared.get_submodule("heads.a").register_forward_pre_hook(lambda module, args: args)
+    with pytest.raises(fxq.ConfigurationError, match=r"pre-hook on heads\.a returned something"):
+        prepared(batch())
+
+
+@pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_backward_hooks_are_refused_with_what_does_it(net: fx.GraphModule, kind: str) -> None:
+    with pytest.raises(fxq.ConfigurationError, match=r"on heads\.a would never fire[\s\S]*output\.register_hook"):
+        getattr(net.get_submodule("heads.a"), kind)(lambda *given: None)
+
+
+def test_a_module_that_stays_in_float_calls_its_hooks_itself_once() -> None:
+    mapping = fxq.QConfigMapping().set_module_name("1", None)
+    x = torch.randn(4, 4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.GRUCell(4, 4), nn.Linear(4, 4))
+    prepared = fxq.calibrate(fxq.prepare(model, x, qconfig=mapping), [x], show_progress=False)
+    seen: list[Any] = []
+    for path in ("1", "2"):
+        prepared.get_submodule(path).register_forward_hook(lambda module, args, result: seen.append(type(module)))
+    prepared(x)
+    assert seen == [nn.GRUCell, nn.Linear]
+
+
+COPIES: dict[str, Callable[[fx.GraphModule, Path], Any]] = {
+    "copied": lambda model, path: copy.deepcopy(model),
+    "pickled": lambda model, path: pickle.loads(pickle.dumps(model)),
+    "saved": lambda model, path: fxq.load(fxq.save(model, path / "model.fxq")),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_and_files_keep_what_can_be_hooked(net: fx.GraphModule, name: str, tmp_path: Path) -> None:
+    prepared = COPIES[name](net, tmp_path)
+    (given,) = hooked(prepared, "heads.a", "register_forward_hook")
+    assert torch.equal(given[1], net(batch())["a"])
+    assert len(prepared.get_submodule("stem")) == 4
+    with pytest.raises(fxq.ConfigurationError, match="would never fire"):
+        hooked(prepared, "stem.0", "register_forward_hook")
+    with pytest.raises(fxq.ConfigurationError, match="cannot be called by itself"):
+        prepared.get_submodule("twice")(torch.zeros(1, 4))
+
+
+@pytest.mark.parametrize("path", ["stem", "twice", "blocks.0"])
+def test_a_part_cannot_be_called_by_itself(net: fx.GraphModule, path: str) -> None:
+    with pytest.raises(fxq.ConfigurationError, match=rf"{path} cannot be called by itself\n  at       test_hooks\.py"):
+        net.get_submodule(path)(batch())
+
+
+def test_methods_that_call_modules_are_refused_at_the_line_that_does(net: fx.GraphModule) -> None:
+    integer: Any = fxq.convert(net)
+    for model in (net, integer):
+        with pytest.raises(fxq.ConfigurationError, match=r"at       test_hooks\.py:\d+ in features:  return self\.stem\(x\)"):
+            model.features(batch())
+    assert not hasattr(integer, "stem")
+    with pytest.raises(AttributeError, match="has no module heads"):
+        _ = integer.heads
+
+
+def test_a_pruned_layer_computes_its_weight_at_each_call(net: fx.GraphModule) -> None:
+    from torch.nn.utils import prune
+
+    prepared = copy.deepcopy(net)
+    prune.l1_unstructured(prepared.get_submodule("twice"), "weight", 0.5)
+    fxq.set_state(prepared, "train")
+    weight = prepared.get_parameter("twice.weight_orig")
+    prepared(batch())["a"].sum().backward()
+    mask = prepared.get_buffer("twice.weight_mask")
+    assert weight.grad is not None
+    assert bool(weight.grad[mask == 1].any())
+    assert not bool(weight.grad[mask == 0].any())
+
+
+def test_outputs_that_nothing_reads_are_none_and_a_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    class Two(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return torch.sigmoid(x), 2 * x
+
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.two, self.linear = Two(), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.linear(self.two(x)[0])
+
+    x = torch.randn(2, 4)
+    prepared = fxq.calibrate(fxq.prepare(Reader(), x), [x], show_progress=False)
+    seen: list[Any] = []
+    with caplog.at_level("WARNING", "fxquant"):
+        prepared.get_submodule("two").register_forward_hook(lambda module, args, result: seen.append(result))
+    assert "a forward hook on two: a tensor of its output" in caplog.text
+    prepared(x)
+    first, second = seen[0]
+    assert first.shape == (2, 4)
+    assert second is None

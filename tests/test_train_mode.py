@@ -1,0 +1,209 @@
+"""Train mode of parts of a prepared model: what is frozen by `module.eval()` stays, and means what it means in the float model."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import fxquant as fxq
+
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(4)  # with no layer in front
+        self.conv, self.dropout = nn.Conv2d(4, 4, 3, padding=1), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.conv(self.norm(x)))
+
+
+class Functional(nn.Module):
+    """A batch norm and a dropout that are functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bn = self.norm
+        x = F.batch_norm(x, bn.running_mean, bn.running_var, bn.weight, bn.bias, self.training, 0.1, bn.eps)
+        return F.dropout(x, 0.5, self.training)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), Inner())
+        self.conv, self.functional, self.head = nn.Conv2d(4, 4, 3, padding=1), Functional(), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.functional(self.conv(self.backbone(x).relu())).mean((2, 3)))
+
+
+def batch() -> Tensor:
+    return torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def calibrated(model: nn.Module, x: Tensor) -> fx.GraphModule:
+    prepared = fxq.calibrate(fxq.prepare(model, x), [x], show_progress=False)
+    fxq.set_state(prepared, "train")
+    prepared.train()
+    return prepared
+
+
+@pytest.fixture(scope="module")
+def net() -> fx.GraphModule:
+    torch.manual_seed(0)
+    return calibrated(Net(), batch())
+
+
+def statistics(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.named_buffers() if "running" in name and "quantized" not in name}
+
+
+def moved(model: nn.Module, x: Tensor) -> set[str]:
+    before = statistics(model)
+    model(x)
+    return {name for name, value in statistics(model).items() if not torch.equal(value, before[name])}
+
+
+def evaluate_norms(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, NORMS):
+            module.eval()
+
+
+def no_momentum(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, NORMS):
+            module.momentum = 0.0
+
+
+def no_tracking(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, NORMS):
+            module.track_running_stats = False
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "train mode": lambda model: None,
+    "every batch norm": evaluate_norms,
+    "a container": lambda model: model.backbone.eval(),
+    "a nested module": lambda model: model.get_submodule("backbone.3").eval(),
+    "by name": lambda model: [module.train(False) for name, module in model.named_modules() if "backbone" in name],
+    "one batch norm": lambda model: model.get_submodule("backbone.1").eval(),
+    "the convolution alone": lambda model: model.get_submodule("backbone.0").eval(),
+    "momentum of 0": no_momentum,
+    "no running statistics": no_tracking,
+    "a function's module": lambda model: model.functional.eval(),
+    "the convolution in front of a function": lambda model: model.conv.eval(),
+    "all but the model": lambda model: [child.eval() for child in model.children()],
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_statistics_move_where_those_of_the_float_model_do(net: fx.GraphModule, name: str) -> None:
+    prepared, model = copy.deepcopy(net), Net().train()
+    WAYS[name](prepared), WAYS[name](model)
+    assert moved(prepared, batch()) == moved(model, batch())
+
+
+@pytest.mark.parametrize("again", ["copied", "pickled", "saved"])
+def test_what_a_copy_and_a_file_hold_obeys_as_well(net: fx.GraphModule, again: str, tmp_path: Path) -> None:
+    made: dict[str, Callable[[], fx.GraphModule]] = {
+        "copied": lambda: copy.copy(copy.deepcopy(net)),
+        "pickled": lambda: pickle.loads(pickle.dumps(net)),
+        "saved": lambda: fxq.load(fxq.save(net, tmp_path / "net.fxq")),
+    }
+    prepared = made[again]()
+    prepared.functional.eval()  # type: ignore[union-attr, operator]
+    assert {name.split(".")[0] for name in moved(prepared, batch())} == {"backbone"}
+    evaluate_norms(prepared)
+    assert not moved(prepared, batch())
+
+
+def test_with_everything_frozen_by_hand_train_is_validate(net: fx.GraphModule) -> None:
+    prepared, x = copy.deepcopy(net), batch()
+    fxq.freeze(prepared, batch_norm=False)
+    for child in ("backbone", "conv", "functional", "head"):
+        prepared.get_submodule(child).eval()
+    trained = prepared(x)
+    fxq.set_state(prepared, "validate")
+    assert torch.equal(trained, prepared(x))
+
+
+@pytest.mark.parametrize("part", ["dropout", ""])
+def test_a_dropout_that_is_evaluated_drops_nothing(part: str) -> None:
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Module()
+            self.inner.dropout, self.linear = nn.Dropout(0.5), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.linear(self.inner.dropout(x))  # type: ignore[operator]
+
+    x = torch.randn(16, 4)
+    prepared = calibrated(Dropping(), x)
+    fxq.freeze(prepared)
+    assert not torch.equal(prepared(x), prepared(x))
+    prepared.get_submodule("inner." + part if part else "inner").eval()
+    assert torch.equal(prepared(x), prepared(x))
+
+
+def test_scales_of_a_part_in_eval_mode_follow_no_batch(net: fx.GraphModule) -> None:
+    prepared = copy.deepcopy(net)
+    before = fxq.qparams(prepared)
+    prepared.get_submodule("backbone").eval()
+    prepared(3 * batch())
+    after = fxq.qparams(prepared)
+    still = {name for name in before if before[name] == after[name]}
+    assert {name for name in before if name.startswith("backbone")} <= still
+    assert "head" not in still
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm3d, nn.SyncBatchNorm])
+@pytest.mark.parametrize("fused", [True, False])
+def test_every_kind_of_batch_norm_obeys(kind: Any, fused: bool) -> None:
+    rank = {nn.BatchNorm1d: 1, nn.BatchNorm3d: 3}.get(kind, 2)
+    layer = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[rank - 1](2, 4, 1) if fused else nn.ReLU()
+    x = torch.randn(4, 2 if fused else 4, *[4] * rank)
+    prepared = calibrated(nn.Sequential(layer, kind(4)), x)
+    norm = prepared.get_submodule("1")
+    before = {name: value.clone() for name, value in norm.named_buffers()}
+    norm.eval()
+    prepared(x)
+    assert all(torch.equal(value, before[name]) for name, value in norm.named_buffers())
+    norm.train()
+    prepared(x)
+    assert not any(torch.equal(value, before[name]) for name, value in norm.named_buffers())
+
+
+class KeepsNorms(Net):
+    """As detectors do: batch norms of the backbone stay in eval mode, and its first layer is frozen."""
+
+    def train(self, mode: bool = True) -> KeepsNorms:
+        super().train(mode)
+        evaluate_norms(self.backbone)
+        self.backbone[0].weight.requires_grad_(False)
+        return self
+
+
+def test_what_the_models_own_train_freezes_stays_frozen() -> None:
+    model = KeepsNorms()
+    prepared = calibrated(model, batch())
+    assert model.backbone[0].weight.requires_grad  # the caller's model is not changed
+    assert {name.split(".")[0] for name in moved(prepared, batch())} == {"functional"}
+    assert [name for name, parameter in prepared.named_parameters() if not parameter.requires_grad] == ["backbone.0.weight"]
+    assert "KeepsNorms.train keeps backbone.1, backbone.3.norm in eval mode and freezes backbone.0.weight" in fxq.explain(prepared)
