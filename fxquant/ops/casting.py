@@ -43,7 +43,7 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return "bfloat16 numbers are the host's: no runtime of ONNX returns them"
 
 
-IN_DTYPE = register(Operator("in_dtype", in_dtype, ("input",), _lower, Same(), refuses=_refuses))
+IN_DTYPE = register(Operator("in_dtype", in_dtype, ("input",), _lower, Same(), carries=("input",), refuses=_refuses))
 
 # ---- other dtypes ---------------------------------------------------------------------------------------------------
 
@@ -93,6 +93,7 @@ register(
         to_real,
         (),
         lambda lowering, input: lowering.quantize(input.float() if isinstance(input, Tensor) else input),
+        carries=("input",),
         reads=("input",),
     )
 )

@@ -170,6 +170,7 @@ register(
         ("input",),
         _lower_pad,
         lambda node, arguments: Own() if _brings(node, arguments) else Same(),
+        carries=("input", "value"),
         idle=lambda arguments: not any(arguments["padding"]),
         functions={F.pad: _pad_arguments, torch.constant_pad_nd: lambda input, pad, value=0: _pad_arguments(input, pad, value=value)},
         modules={
