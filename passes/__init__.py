@@ -17,6 +17,7 @@ from fxquant.passes import (
     layerscale,
     masks,
     outputs,
+    parts,
     pointwise,
     precision,
     quantizers,
@@ -32,6 +33,7 @@ from fxquant.stage import Stage
 PIPELINE = (
     Pass(canonical.rewrite, Stage.CANONICAL),  # one spelling per operator; everything after this may assume it
     Pass(rules.match, Stage.CANONICAL),  # before the fusions: a rule is about what the user wrote, and may keep it apart
+    Pass(parts.pick, Stage.CANONICAL),  # after the rules, which may name a concatenation; before what reads a part is rewritten
     Pass(masks.recognise, Stage.CANONICAL),  # after the rules, which are about what was written; before a softmax is its parts
     Pass(pointwise.join, Stage.CANONICAL),  # behind masks, which are no functions of scores; before what is about operators one by one
     Pass(precision.widen, Stage.CANONICAL),  # behind masks, which are no scores; a composite's last part is as wide as the whole

@@ -70,11 +70,10 @@ def _why(gm: fx.GraphModule, node: fx.Node, operator: Operator) -> str | None:
     arguments = operator.arguments(node)
     if not operator.operands:
         return "it makes real numbers of whole ones, which only leave the model"
-    if not operand_nodes(operator, arguments):
+    ranges = len(set(_ranges(gm, node)))
+    if ranges and not operand_nodes(operator, arguments):
         return "it copies constants, which only leave the model"
-    if len(set(_ranges(gm, node))) > 1:
-        return "its parts only leave the model, each on a grid of its own"
-    return None
+    return "its parts only leave the model, each on a grid of its own" if ranges > 1 else None
 
 
 def _ranges(gm: fx.GraphModule, node: fx.Node) -> Iterator[object]:

@@ -45,7 +45,7 @@ def _lower_setitem(lowering: Lowering, input: Branch, index: list[Any], value: B
     """The value spread out to where it is written, and chosen there."""
     whole = _sizes(input)
     written = {dim: found for dim, entry in enumerate(index) if (found := _positions(entry, whole[dim])) is not None}
-    device = lowering.output.grid.scale.device
+    device = lowering.device
     mask = torch.ones([1] * len(index), dtype=torch.bool, device=device)
     for dim, found in written.items():
         size = whole[dim]

@@ -34,7 +34,7 @@ def in_dtype(input: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _lower(lowering: Lowering, input: Quantized, dtype: torch.dtype) -> Quantized:
-    return input
+    return input.with_value(lowering.call(primitives.converted, input.value, dtype)) if lowering.plain else input
 
 
 def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -70,6 +70,13 @@ def _lower_truncated(lowering: Lowering, input: Quantized, whole: bool) -> Any:
     return lowering.call(primitives.truncated, input.value, *constants)
 
 
+def _lower_to_real(lowering: Lowering, input: Any) -> Any:
+    """On a grid, or, where the result has none, as they are."""
+    if lowering.plain:
+        return lowering.call(primitives.converted, input, torch.float32)
+    return lowering.quantize(input.float() if isinstance(input, Tensor) else input)
+
+
 def _refuses_dtype(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     dtype = arguments["dtype"]
     return None if dtype in primitives.DTYPES else f"it makes {str(dtype).removeprefix('torch.')} of whole numbers"
@@ -92,7 +99,7 @@ register(
         "to_real",
         to_real,
         (),
-        lambda lowering, input: lowering.quantize(input.float() if isinstance(input, Tensor) else input),
+        _lower_to_real,
         carries=("input",),
         reads=("input",),
     )
