@@ -98,9 +98,11 @@ class Around(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.tiny(F.pad(x[..., 1:-1, 1:-1], (1, 1, 1, 1), "reflect"))
         x = self.mix(x) * self.factors
+        x = torch.cat((x, 2 * x), 1)[:, :3] + x
         x = x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5)  # squares, which are to be wide
+        parts = torch.cat((x, 100 * x), 1)
         x = torch.fft.fft(torch.softmax(x + self.mask, 1)).real
-        return torch.fft.fft(torch.sigmoid(torch.where(x > 0, x.sqrt(), x))).real
+        return torch.cat((torch.fft.fft(torch.sigmoid(torch.where(x > 0, x.sqrt(), x))).real, parts), 1)
 
 
 def traced_model() -> fx.GraphModule:
@@ -289,8 +291,8 @@ def test_dump_by_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("FXQUANT_DUMP", str(tmp_path / "new" / "directory"))
     fxq.prepare(tiny(), batch(), until="batchnorm.fold")
     assert sorted(file.name for file in (tmp_path / "new" / "directory").iterdir()) == [
-        "00-trace.txt", "01-canonical.rewrite.txt", "02-rules.match.txt", "03-masks.recognise.txt", "04-pointwise.join.txt",
-        "05-precision.widen.txt", "06-composite.expand.txt", "07-dynamic.choose.txt", "08-batchnorm.fold.txt",
+        "00-trace.txt", "01-canonical.rewrite.txt", "02-rules.match.txt", "03-parts.pick.txt", "04-masks.recognise.txt",
+        "05-pointwise.join.txt", "06-precision.widen.txt", "07-composite.expand.txt", "08-dynamic.choose.txt", "09-batchnorm.fold.txt",
     ]  # fmt: skip
 
 
@@ -823,7 +825,7 @@ class Skipping(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         y = self.second(x) + 0.001 * x
-        return nn.functional.channel_shuffle(torch.cat((y, x), 1), 2)
+        return nn.functional.channel_shuffle(torch.cat((y, x), 1), 2).tanh()
 
 
 @pytest.mark.parametrize("target", ["bayes-e", "nash-e"])

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from fxquant.arithmetic import Arithmetic
 from fxquant.facts import TensorFact
-from fxquant.graph import fact, is_parameter, stated_demand
+from fxquant.graph import fact, is_parameter, part, stated_demand
 from fxquant.lowering import Quantized
 from fxquant.numerics import EVERYTHING, PLAIN_TYPES, Interval
 from fxquant.ops.form import Call
@@ -297,9 +297,14 @@ def carried(operator: Operator) -> tuple[str, ...]:
 
 
 def copies(node: fx.Node) -> bool:
-    """Whether a canonical node's result holds elements of what it reads, and no others, whatever grids these are on."""
-    operator = operator_of(node)
-    return operator is not None and bool(carried(operator)) and isinstance(demand(node), Own | Same)
+    """Whether a canonical node's result holds elements of what it reads, and no others, whatever grids these are on.
+
+    Of a part of a composite this is so where the whole only copies as well: what computes has its grids as it demands them.
+    """
+    operator, whole = operator_of(node), part(node)
+    if operator is None or not carried(operator) or not isinstance(demand(node), Own | Same):
+        return False
+    return whole is None or bool(carried(operator_named(whole.composite)))
 
 
 def sharing_operands(node: fx.Node, arithmetic: Arithmetic) -> list[fx.Node]:

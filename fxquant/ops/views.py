@@ -138,6 +138,7 @@ register(
         "write",
         write,
         ("input", "value"),
+        carries=("input", "value"),
         expand=_expand,
         functions={
             functional.write: lambda tensor, value, way: {"input": tensor, "value": value, "way": way},
@@ -147,4 +148,4 @@ register(
         refuses=_refuses,
     )
 )
-register(Operator("put_lists", put_lists, ("input", "value"), expand=_expand_lists, refuses=_refuses_lists))
+register(Operator("put_lists", put_lists, ("input", "value"), carries=("input", "value"), expand=_expand_lists, refuses=_refuses_lists))
