@@ -29,6 +29,8 @@ from fxquant.ops.unbatched import give_batch
 from fxquant.pipeline import Context
 from fxquant.stubs import dequant_stub, outside, quant_stub
 
+PURE = ("math", "_operator", "builtins")  # modules whose functions do nothing but return a number
+
 
 def rewrite(gm: fx.GraphModule, context: Context) -> int:
     """Every node an operator of the table recognises is a call of the operator's function, arguments in order.
@@ -260,7 +262,7 @@ def _eliminate_unused(graph: fx.Graph) -> None:
     """What only another spelling read: sizes of a reshape that knows its shape by now, the transpose of a matrix that became a weight."""
     for node in reversed(list(graph.nodes)):
         known = fact(node)
-        number = known is not None and not isinstance(known, TensorFact)
+        number = _is_real_number(node) if known is None else not isinstance(known, TensorFact)
         if not node.users and (
             operator_of(node) is not None
             or (isinstance(known, TensorFact) and 0 in known.shape and node.op in ("call_method", "call_function"))
@@ -271,6 +273,13 @@ def _eliminate_unused(graph: fx.Graph) -> None:
             or (number and node.op in ("call_method", "call_function"))
         ):
             graph.erase_node(node)
+
+
+def _is_real_number(node: fx.Node) -> bool:
+    """Whether Python computes a node of numbers alone, as the quotient of a size: nothing is known of it, since it is no whole number."""
+    pure = getattr(node.target, "__module__", None) in PURE
+    operands = node.all_input_nodes
+    return pure and bool(operands) and not any(isinstance(fact(each), TensorFact | list | tuple | dict) for each in operands)
 
 
 def _with_batch(
