@@ -19,7 +19,7 @@ from fxquant.graph import absorb, attach, fact, inherit, is_parameter, mark_para
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Fixed, Instead, Operator, Own, Parameter, Plain, operand_nodes, operator_of
 from fxquant.ops.boundary import QUANTIZE
 from fxquant.ops.composite import Builder
-from fxquant.ops.creation import MADE, is_broadcast, is_joined, made_anew, sizes_of
+from fxquant.ops.creation import MADE, filled, is_broadcast, is_joined, made_anew, sizes_of
 from fxquant.ops.places import is_arange
 from fxquant.ops.promotion import promoted
 from fxquant.ops.shape import expand, is_cast, is_power
@@ -121,7 +121,7 @@ def _repeated_for_the_batch(gm: fx.GraphModule, node: fx.Node, constant: fx.Node
     assert isinstance(known, TensorFact)
     with gm.graph.inserting_before(node):
         if sizes is None:
-            like = node.all_input_nodes[0]
+            like = filled(node).all_input_nodes[0]
             sizes = []
             for dim, size in enumerate(known.shape):
                 if isinstance(size, int):
