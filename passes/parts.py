@@ -181,7 +181,9 @@ def _kept(before: Sequence[Size], after: Sequence[Size], dim: int) -> int | None
 
 def _product(sizes: Sequence[Size]) -> tuple[int, tuple[str, ...]]:
     """The product of sizes: that of the numbers, and the ones that depend on the batch."""
-    return math.prod(size for size in sizes if isinstance(size, int)), tuple(sorted(str(size) for size in sizes if not isinstance(size, int)))
+    return math.prod(size for size in sizes if isinstance(size, int)), tuple(
+        sorted(str(size) for size in sizes if not isinstance(size, int))
+    )
 
 
 def _cut(value: fx.Node, dim: int, size: int) -> tuple[Size, ...]:
@@ -193,6 +195,8 @@ def _cut(value: fx.Node, dim: int, size: int) -> tuple[Size, ...]:
 def _made(like: fx.Node, function: Any, arguments: tuple[Any, ...], shape: Sequence[Size], reader: fx.Node) -> fx.Node:
     """A node in front of the reader that stands in place of another one, for a part of its value."""
     with reader.graph.inserting_before(reader):
-        made: fx.Node = inherit(reader.graph.create_node("call_function", function, arguments, name=f"{like.name}_part"), like, "parts.pick")
+        made: fx.Node = inherit(
+            reader.graph.create_node("call_function", function, arguments, name=f"{like.name}_part"), like, "parts.pick"
+        )
     set_fact(made, replace(fact(like), shape=tuple(shape)))
     return made

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import contract
+import onnxruntime
 import pytest
 import torch
 from contract import compiled, flat
@@ -145,7 +148,10 @@ HEADS: dict[str, tuple[Callable[[Head, Parts], Parts], Callable[[Parts], Any]]] 
     "YOLOv5": (yolo_v5, lambda parts: (last(parts), list(parts.values()))),
     "YOLOv8": (yolo_v8, split_again),
     "YOLOv10": (yolo_v10, last),
-    "SSD": (ssd, lambda parts: (torch.cat((parts["near"], parts["far"]), 1), torch.cat((parts["score"].flatten(1), parts["low"].flatten(1)), 1))),
+    "SSD": (
+        ssd,
+        lambda parts: (torch.cat((parts["near"], parts["far"]), 1), torch.cat((parts["score"].flatten(1), parts["low"].flatten(1)), 1)),
+    ),
     "RetinaNet": (retina, lambda parts: torch.cat((parts["box"], parts["score"].reshape(-1, 64, 3)), -1)),
     "FCOS": (fcos, written),
     "CenterNet": (center_net, stacked),
@@ -167,7 +173,12 @@ def places(head: Head, x: Tensor) -> list[list[Tensor]]:
     parts, together = HEADS[head.name]
     whole = parts(head, head.branches(x))
     return [
-        [torch.isnan(each) for each in flat(together({name: torch.full_like(value, float("nan") if name == part else 1.0) for name, value in whole.items()}))]
+        [
+            torch.isnan(each)
+            for each in flat(
+                together({name: torch.full_like(value, float("nan") if name == part else 1.0) for name, value in whole.items()})
+            )
+        ]
         for part in whole
     ]
 
@@ -190,3 +201,151 @@ def test_a_part_is_as_good_as_it_is_apart(name: str, target: str, tmp_path: Path
             assert all(quality(one, other) >= bound - WORST for one, other in there)
     contract.assert_validate_is_integer(prepared, integer, x)
     contract.assert_integer_is_onnx(integer, tmp_path / "head.onnx", [(x,), (batches[1][:1],)])
+
+
+# ---- what else is to hold ------------------------------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    """Boxes in pixels and scores, which a function puts together."""
+
+    def __init__(self, together: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.box, self.score, self.together = nn.Conv2d(3, 4, 4, 4), nn.Conv2d(3, 4, 4, 4), together
+
+    def forward(self, x: Tensor) -> Any:
+        return self.together(self.box(x) * 200 + 300, self.score(x).sigmoid())
+
+
+def assigned(box: Tensor, score: Tensor) -> Tensor:
+    result = box.clone()
+    result[..., 0] = score[..., 0]
+    return result
+
+
+def one_by_one(box: Tensor, score: Tensor) -> Tensor:
+    """Boxes decoded in place: what is read beside what was written is read of the part."""
+    y = torch.cat((box, score), 1).flatten(2).permute(0, 2, 1)
+    y[..., :2] = (y[..., :2] + 1) * 2
+    y[..., 2:4].mul_(2)
+    return y
+
+
+TOGETHER: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "cat": lambda box, score: torch.cat((box, score), 1),
+    "stack": lambda box, score: torch.stack((box, score), 1),
+    "vstack": lambda box, score: torch.vstack((box, score)),
+    "column_stack": lambda box, score: torch.column_stack((box.flatten(1), score.flatten(1))),
+    "flattened and turned": lambda box, score: torch.cat((box.flatten(2), score.flatten(2)), 1).transpose(1, 2),
+    "cat of cats": lambda box, score: torch.cat([torch.cat((box, score), 1).flatten(2)] * 2, 2),
+    "chunked": lambda box, score: torch.cat((box, score), 1).chunk(2, 1),
+    "unbound": lambda box, score: [part * 0.5 for part in torch.stack((box, score), -1).unbind(-1)],
+    "sliced": lambda box, score: [part * 0.5 for part in torch.cat((box, score), 1).permute(0, 2, 3, 1).split(4, -1)],
+    "chosen": lambda box, score: torch.where(torch.arange(box.shape[-1]) > 3, box, score),
+    "assigned": assigned,
+    "in place": one_by_one,
+    "scattered": lambda box, score: box.slice_scatter(score[:, :2], 1, 0, 2),
+    "padded": lambda box, score: F.pad(score, (1, 1), value=-1000.0),
+    "shuffled": lambda box, score: F.pixel_shuffle(torch.cat((box, score), 1), 2),
+    "in a dict": lambda box, score: {"all": torch.cat((box, score), 1), "first": torch.cat((box, score), 1)[:, :, :2]},
+}
+
+
+def image(count: int = 4) -> Tensor:
+    return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("target", (*TARGETS, "bernoulli"))
+def test_no_score_is_lost_however_it_is_put_beside_a_box(target: str) -> None:
+    x = image()
+    for name, together in TOGETHER.items():
+        model = Pair(together).eval()
+        integer = compiled(model, [x], target).integer
+        with torch.no_grad():
+            for wanted, found in zip(flat(model(x)), flat(integer(x)), strict=True):
+                small = (wanted > 0) & (wanted < 1.5)
+                assert not small.any() or quality(wanted[small], found[small]) > 24, name
+
+
+def test_class_numbers_are_whole() -> None:
+    head = Head("YOLOv10").eval()
+    x = torch.randn(4, 3, 16, 16)
+    found = compiled(head, [x]).integer(x)[..., -1]
+    assert set(found.unique().tolist()) <= {0.0, 1.0, 2.0}
+    assert len(found.unique()) > 1
+
+
+def test_a_rule_that_names_a_concatenation_keeps_one_grid() -> None:
+    config = fxq.QConfig(fxq.ActivationConfig("int16"))
+    for mapping in (fxq.QConfigMapping().set_object_type(torch.cat, config), fxq.QConfigMapping().set_module_name("cat", config)):
+        prepared = compiled(Pair(TOGETHER["cat"]), [image()], qconfig=mapping).prepared
+        assert next(layer for layer in fxq.layers(prepared) if layer.name == "cat").dtype == "int16"
+
+
+def test_parts_of_one_tensor_stay_integer() -> None:
+    for together in (lambda box, score: torch.cat((box, box.flip(1)), 1), lambda box, score: score.masked_fill(score > 0.5, 0.0)):
+        prepared = compiled(Pair(together), [image()]).prepared
+        assert "none is left in float" in fxq.explain(prepared)
+
+
+def test_a_file_of_integers_returns_real_numbers_where_parts_have_grids_of_their_own(tmp_path: Path) -> None:
+    x = image()
+    integer = compiled(Pair(lambda box, score: (torch.cat((box, score), 1), score)), [x]).integer
+    path = fxq.export_onnx(integer, tmp_path / "head.onnx", io="integer")
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    assert [output.type for output in session.get_outputs()] == ["tensor(float)", "tensor(int8)"]
+    values = contract.graph_values(integer, x)
+    whole, score = session.run(None, {session.get_inputs()[0].name: values["x_quantize"].numpy()})
+    assert torch.equal(torch.from_numpy(whole), integer(x)[0])
+    assert torch.equal(torch.from_numpy(score), values["sigmoid"])
+
+
+def test_other_styles_write_the_same_parts(tmp_path: Path) -> None:
+    x = image()
+    for target, style in (("x86", "fast"), ("bayes-e", "qdq")):
+        integer = compiled(Pair(TOGETHER["in place"]), [x], target).integer
+        path = fxq.export_onnx(integer, tmp_path / f"{style}.onnx", style=style)
+        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        found = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
+        assert quality(integer(x), found) > (200 if style == "fast" else 30)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+def test_c_puts_the_same_parts_together(tmp_path: Path) -> None:
+    x = image(2)
+    together = [TOGETHER[name] for name in ("stack", "flattened and turned", "assigned", "padded", "shuffled")]
+
+    def every(box: Tensor, score: Tensor) -> list[Tensor]:
+        label = score.argmax(1, keepdim=True).float()
+        return [*(put(box, score) for put in together), torch.cat((score, label, score.new_full((len(score), 1, 8, 8), 9.0)), 1)]
+
+    integer = compiled(Pair(every), [x]).integer
+    source = fxq.export_c(integer, tmp_path / "head.c", batch_size=2)
+    subprocess.run(["cc", *"-std=c99 -O1 -ffp-contract=off head.c head_main.c -o head".split()], cwd=tmp_path, check=True)
+    x.numpy().tofile(tmp_path / "x.raw")
+    wanted = integer(x)
+    names = [f"y{index}.raw" for index in range(len(wanted))]
+    subprocess.run([str(tmp_path / "head"), "x.raw", *names], cwd=tmp_path, check=True)
+    assert all((tmp_path / name).read_bytes() == each.contiguous().numpy().tobytes() for name, each in zip(names, wanted, strict=True))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_training_is_validating_through_parts(target: str) -> None:
+    x = image()
+    prepared = compiled(Pair(TOGETHER["in place"]), [x], target).prepared
+    contract.assert_train_is_validate(prepared, x)
+    contract.assert_gradients_reach_every_parameter(prepared, x)
+
+
+def test_a_common_scale_in_the_middle_is_told() -> None:
+    x = image()
+    model = Pair(lambda box, score: torch.cat((box, score), 1).tanh()).eval()
+    prepared = compiled(model, [x]).prepared
+    assert "one scale for all it holds, by which %sigmoid loses" in fxq.explain(prepared)
+    advice = next(each for each in fxq.compare(model, prepared, [x], show_progress=False).advice if each.rule == "held_together")
+    assert advice.layer == "cat"
+    assert "%sigmoid loses" in advice.cause
+    assert "QConfigMapping().set_module_name('cat'" in advice.cure
+    cured = compiled(model, [x], qconfig=fxq.QConfigMapping().set_module_name("cat", None)).prepared
+    assert not [each for each in fxq.compare(model, cured, [x], show_progress=False).advice if each.rule == "held_together"]

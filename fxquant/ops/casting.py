@@ -94,16 +94,7 @@ register(
     )
 )
 register(Operator("truncated", truncated, ("input",), _lower_truncated, WHOLE_NUMBERS))
-register(
-    Operator(
-        "to_real",
-        to_real,
-        (),
-        _lower_to_real,
-        carries=("input",),
-        reads=("input",),
-    )
-)
+register(Operator("to_real", to_real, (), _lower_to_real, carries=("input",), reads=("input",)))
 
 # ---- which of them --------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor, fx
 
 from fxquant import functional
 from fxquant.facts import TensorFact
-from fxquant.graph import fact, is_parameter, parameter_value
+from fxquant.graph import fact, is_parameter, parameter_value, refusal
 from fxquant.ops.record import Operator, operand_nodes
 
 # The number of each, from the arguments; None where that is no number.
@@ -31,11 +30,7 @@ MADE = "made"  # where the constants stand that the model makes at every run
 _JOINING = ("cat", "stack")
 _FILLED = ("setitem", "write", "scatter", "scatter_add", "scatter_extremum", "index_add")  # the others into this one
 _STATES = ("lstm", "gru", "rnn", "lstm_cell", "gru_cell", "rnn_cell")  # whose first step needs no state where that is made as zeros
-_CALCULATING = {
-    *(operator.add, operator.sub, operator.mul, operator.truediv, operator.neg),
-    *(torch.add, torch.sub, torch.mul, torch.div, torch.neg),
-    *("add", "sub", "mul", "div", "neg"),
-}  # functions and methods that leave one number everywhere
+_CALCULATING = ("add", "sub", "mul", "truediv", "div", "neg")  # functions and methods that leave one number everywhere
 _BROADCASTING = ("add", "sub", "mul", "div", "maximum", "minimum", "where")
 
 
@@ -60,7 +55,13 @@ def _number(node: fx.Node) -> float | None:
 def _maker(node: fx.Node) -> fx.Node | None:
     """The tensor, of the same shape, that a node adds a number to, multiplies by one, and the like; None of any other node."""
     operands = node.all_input_nodes
-    if node.target not in _CALCULATING or len(operands) != 1 or not all(isinstance(each, fx.Node | int | float) for each in node.args):
+    name = getattr(node.target, "__name__", node.target)
+    if (
+        name not in _CALCULATING
+        or refusal(node) is not None
+        or len(operands) != 1
+        or not all(isinstance(each, fx.Node | int | float) for each in node.args)
+    ):
         return None
     known, read = fact(node), fact(operands[0])
     return operands[0] if isinstance(known, TensorFact) and isinstance(read, TensorFact) and read == known else None

@@ -78,7 +78,9 @@ class Side:
             if layer.name in form.tensors and not is_dequantize(model, node):
                 reads = operands[layer.name][0].name if is_quantize(model, node) else ""
                 because = layer.reason or "; ".join(layer.notes)
-                self.facts[layer.name] = Facts(layer.operator, layer.source, layer.grid, layer.fused, reads, because, layer.macs, layer.parts)
+                self.facts[layer.name] = Facts(
+                    layer.operator, layer.source, layer.grid, layer.fused, reads, because, layer.macs, layer.parts
+                )
         state = form.state or next((operator.state for operator in quantized_operators(model).values()), State.VALIDATE)
         self.real = not is_deployed(model) and (stage != "PREPARED" or state in STATES_OF_FLOAT)
         if stage == "PREPARED":

@@ -33,7 +33,7 @@ def held_together(tensors: Sequence[Judged], effect_of: Callable[[Judged, Steps]
             f"{left:.1f} dB are left"
         )
         cure = (
-            f"keep the tensors apart where they are read apart, or bring them to one range before; or give it more bits, "
+            f"keep the tensors apart where they are read apart, or bring them to one range before; or give it more bits where the target has them, "
             f"QConfigMapping().set_module_name({whole.name!r}, QConfig(ActivationConfig('int16'))), or leave it in float, "
             f"QConfigMapping().set_module_name({whole.name!r}, None)"
         )
