@@ -18,7 +18,7 @@ from dataclasses import replace
 from torch import Tensor, fx
 
 from fxquant.graph import annotate, annotation, computes_tensor, is_parameter, parameter_value, reads_shape_only, ties
-from fxquant.ops import Fixed, Operator, carried, copies, demand, operand_nodes, operator_of, read_nodes, shares
+from fxquant.ops import Fixed, Operator, carried, copies, demand, operand_nodes, operator_of, shares
 from fxquant.pipeline import Context
 from fxquant.quantization.rules import is_named
 from fxquant.stage import is_integer, is_quantized

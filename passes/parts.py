@@ -94,7 +94,7 @@ def _part(value: fx.Node, dim: int, start: int, stop: int, reader: fx.Node) -> f
     rank = len(shape_of(value))
     if operator.function in (cat, stack):
         return _part_of_cat(value, arguments["tensors"], arguments["dim"] % rank, dim, (start, stop), reader)
-    operand = arguments.get("input")
+    operand: Any = arguments.get("input")
     if operator.function in (setitem, write):
         return _part_beside(value, arguments, dim, (start, stop), reader)
     if operator.function is getitem:

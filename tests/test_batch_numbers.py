@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import contract
 import pytest
 import torch
-from contract import compiled
 from torch import Tensor, nn
 
 import fxquant as fxq
+from tests import contract
+from tests.contract import compiled
 
 
 class Model(nn.Module):

@@ -8,15 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import contract
 import onnxruntime
 import pytest
 import torch
-from contract import compiled, flat
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
+from tests import contract
+from tests.contract import compiled, flat
 
 Parts = dict[str, Tensor]  # what a head computes
 WORST = 3.0  # dB that a part may lose by being put together with others
@@ -256,7 +256,7 @@ def image(count: int = 4) -> Tensor:
     return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(2))
 
 
-@pytest.mark.parametrize("target", (*TARGETS, "bernoulli"))
+@pytest.mark.parametrize("target", [*TARGETS, "bernoulli"])
 def test_no_score_is_lost_however_it_is_put_beside_a_box(target: str) -> None:
     x = image()
     for name, together in TOGETHER.items():
@@ -321,8 +321,8 @@ def test_c_puts_the_same_parts_together(tmp_path: Path) -> None:
         return [*(put(box, score) for put in together), torch.cat((score, label, score.new_full((len(score), 1, 8, 8), 9.0)), 1)]
 
     integer = compiled(Pair(every), [x]).integer
-    source = fxq.export_c(integer, tmp_path / "head.c", batch_size=2)
-    subprocess.run(["cc", *"-std=c99 -O1 -ffp-contract=off head.c head_main.c -o head".split()], cwd=tmp_path, check=True)
+    fxq.export_c(integer, tmp_path / "head.c", batch_size=2)
+    subprocess.run(["cc", "-std=c99", "-O1", "-ffp-contract=off", "head.c", "head_main.c", "-o", "head"], cwd=tmp_path, check=True)
     x.numpy().tofile(tmp_path / "x.raw")
     wanted = integer(x)
     names = [f"y{index}.raw" for index in range(len(wanted))]

@@ -33,8 +33,8 @@ def held_together(tensors: Sequence[Judged], effect_of: Callable[[Judged, Steps]
             f"{left:.1f} dB are left"
         )
         cure = (
-            f"keep the tensors apart where they are read apart, or bring them to one range before; or give it more bits where the target has them, "
-            f"QConfigMapping().set_module_name({whole.name!r}, QConfig(ActivationConfig('int16'))), or leave it in float, "
-            f"QConfigMapping().set_module_name({whole.name!r}, None)"
+            "keep the tensors apart where they are read apart, or bring them to one range before; or give it more bits, "
+            f"where the target has them, QConfigMapping().set_module_name({whole.name!r}, QConfig(ActivationConfig('int16'))), "
+            f"or leave it in float, QConfigMapping().set_module_name({whole.name!r}, None)"
         )
         yield Advice(whole.name, "held_together", cause, cure, effect, gain, whole.facts.source)
