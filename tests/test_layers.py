@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[1]
 BASE = {"arguments", "errors", "numerics", "rescaling", "observers", "rounding", "spec", "mapping"}
 NOUNS = BASE | {
     "arithmetic", "batch_norm", "breaches", "copied", "copying", "factors", "facts", "graph", "learning", "lowering", "measures", "model",
-    "ops", "pipeline", "prepared", "primitives", "proof", "quantizer", "remedies", "rules", "stage", "state", "stubs", "target", "text", "weights",
+    "ops", "pipeline", "prepared", "primitives", "proof", "quantizer", "remedies", "rules", "stage", "state", "stubs", "target", "text",
+    "weights",
 }  # fmt: skip
 ALLOWED: dict[str, set[str]] = {
     # nouns, from the bottom up

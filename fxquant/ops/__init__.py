@@ -72,6 +72,7 @@ from fxquant.ops import (
     whole,
     whole_along,
 )
+from fxquant.ops.carrying import carried, copies
 from fxquant.ops.record import (
     FUNCTIONS,
     METHODS,
@@ -86,8 +87,6 @@ from fxquant.ops.record import (
     Parameter,
     Plain,
     Same,
-    carried,
-    copies,
     demand,
     map_operands,
     matters,

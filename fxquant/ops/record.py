@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from fxquant.arithmetic import Arithmetic
 from fxquant.facts import TensorFact
-from fxquant.graph import fact, is_parameter, part, stated_demand
+from fxquant.graph import fact, is_parameter, stated_demand
 from fxquant.lowering import Quantized
 from fxquant.numerics import EVERYTHING, PLAIN_TYPES, Interval
 from fxquant.ops.form import Call
@@ -289,22 +289,6 @@ def demand(node: fx.Node) -> Demand | None:
 def shares(node: fx.Node) -> bool:
     """Whether a canonical node demands its operands' grid."""
     return isinstance(demand(node), Same)
-
-
-def carried(operator: Operator) -> tuple[str, ...]:
-    """The parameters whose elements an operator's result holds as they are; none where it computes."""
-    return operator.carries or (operator.operands if operator.moves else ())
-
-
-def copies(node: fx.Node) -> bool:
-    """Whether a canonical node's result holds elements of what it reads, and no others, whatever grids these are on.
-
-    Of a part of a composite this is so where the whole only copies as well: what computes has its grids as it demands them.
-    """
-    operator, whole = operator_of(node), part(node)
-    if operator is None or not carried(operator) or not isinstance(demand(node), Own | Same):
-        return False
-    return whole is None or bool(carried(operator_named(whole.composite)))
 
 
 def sharing_operands(node: fx.Node, arithmetic: Arithmetic) -> list[fx.Node]:
