@@ -45,8 +45,8 @@ PIPELINE = (
     Pass(activation.fuse, Stage.CANONICAL),  # a fused clamp needs no scale of its own
     Pass(specs.annotate, Stage.ANNOTATED),  # on what is left after fusion: one decision per operator
     Pass(adapt.apply, Stage.ANNOTATED),  # limits are about what runs, fused and of known dtype; before the boundary, which the host moves
-    Pass(outputs.separate, Stage.ANNOTATED),  # when all that is in float is known; before islands, which may be left between
     Pass(islands.sink, Stage.ANNOTATED),  # when all that is in float is known, what the host takes of a target's work among it
+    Pass(outputs.separate, Stage.ANNOTATED),  # behind islands, which it makes none of; before the boundary, which it moves
     Pass(boundary.insert, Stage.BOUNDED),  # where a decision changes, values cross between float and integer
     Pass(requantize.insert, Stage.BOUNDED),  # after the boundary, which says what integers read; before scales are shared
     Pass(scales.share, Stage.BOUNDED),  # after the boundary, whose nodes take part in sharing

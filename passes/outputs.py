@@ -18,9 +18,9 @@ from dataclasses import replace
 from torch import Tensor, fx
 
 from fxquant.graph import annotate, annotation, computes_tensor, is_parameter, parameter_value, reads_shape_only, ties
-from fxquant.ops import Fixed, Operator, carried, copies, demand, operand_nodes, operator_of, shares
+from fxquant.ops import Fixed, Operator, carried, copies, demand, operand_nodes, operator_of, read_nodes, shares
 from fxquant.pipeline import Context
-from fxquant.quantization.rules import is_named
+from fxquant.quantization.rules import decide, is_named, result_config
 from fxquant.stage import is_integer, is_quantized
 
 
@@ -55,12 +55,17 @@ def _leaving(graph: fx.Graph) -> set[fx.Node]:
             continue
         if not all(user in ends for user in node.users):
             continue
-        if is_quantized(node) and copies(node) and not is_named(node):
+        if is_quantized(node) and copies(node) and not _is_asked(node):
             found.add(node)
             ends.add(node)
         elif computes_tensor(node) and not is_integer(node):
             ends.add(node)
     return found
+
+
+def _is_asked(node: fx.Node) -> bool:
+    """Whether a rule names the node, or gives it a scale: it has that grid then."""
+    return is_named(node) or (decide(node).asked and result_config(node).fixed_scale is not None)
 
 
 def _why(gm: fx.GraphModule, node: fx.Node, operator: Operator) -> str | None:
@@ -71,7 +76,7 @@ def _why(gm: fx.GraphModule, node: fx.Node, operator: Operator) -> str | None:
     if not operator.operands:
         return "it makes real numbers of whole ones, which only leave the model"
     ranges = len(set(_ranges(gm, node)))
-    if ranges and not operand_nodes(operator, arguments):
+    if ranges and not operand_nodes(operator, arguments) and not read_nodes(operator, arguments):
         return "it copies constants, which only leave the model"
     return "its parts only leave the model, each on a grid of its own" if ranges > 1 else None
 
