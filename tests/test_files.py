@@ -38,7 +38,7 @@ CACHE = "fxquant.backends.cpu.cache"
 LIBRARIES = [
     "file.write_bytes(content)",
     "open(descriptor, 'wb')",
-    "open(os.memfd_create(name), 'wb', buffering=0)",
+    "open(os.memfd_create(name), 'wb')",
     "tempfile.mkstemp(dir=file.parent, prefix=f'{file.name}.')",
 ]
 COMPILER = "fxquant.backends.cpu.native"  # the C compiler writes its libraries

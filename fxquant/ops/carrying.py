@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from fxquant.graph import part
-from fxquant.ops.record import Operator, Own, Same, demand, operator_named, operator_of
+from fxquant.ops.record import OPERATORS, Operator, Own, Same, demand, operator_of
 
 
 def carried(operator: Operator) -> tuple[str, ...]:
@@ -21,4 +21,7 @@ def copies(node: fx.Node) -> bool:
     operator, whole = operator_of(node), part(node)
     if operator is None or not carried(operator) or not isinstance(demand(node), Own | Same):
         return False
-    return whole is None or bool(carried(operator_named(whole.composite)))
+    if whole is None:
+        return True
+    composite = next((record for record in OPERATORS.values() if record.name == whole.composite), None)
+    return composite is not None and bool(carried(composite))  # a part of what was legalized computes
