@@ -61,11 +61,16 @@ class _TransformedClamped(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(inputs[0])
+        ctx.save_for_forward(inputs[0])
         ctx.limits = inputs[1:]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return _of_value(gradient, *ctx.saved_tensors, *ctx.limits), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        return _of_value(tangent, *ctx.saved_tensors, *ctx.limits)
 
 
 def clamped(value: Tensor, low: Limit = None, high: Limit = None) -> Tensor:

@@ -146,6 +146,11 @@ class Lowering:
         """Whether its result has no grid: truth values, or whole numbers."""
         return self._output is None
 
+    @property
+    def device(self) -> torch.device:
+        """Where its constants are: where the output's scale is; without a grid, on the CPU."""
+        return torch.device("cpu") if self.plain else self.output.grid.scale.device
+
     # -- what a subclass provides ----------------------------------------------------------------------------------
 
     def call(self, primitive: Callable[..., Tensor], *arguments: Any) -> Any:

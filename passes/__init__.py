@@ -17,6 +17,8 @@ from fxquant.passes import (
     kernels,
     layerscale,
     masks,
+    outputs,
+    parts,
     pointwise,
     precision,
     quantizers,
@@ -34,6 +36,7 @@ PIPELINE = (
     Pass(canonical.rewrite, Stage.CANONICAL),  # one spelling per operator; everything after this may assume it
     Pass(gradients.move, Stage.CANONICAL),  # on canonical clamps, before anything is fused
     Pass(rules.match, Stage.CANONICAL),  # before the fusions: a rule is about what the user wrote, and may keep it apart
+    Pass(parts.pick, Stage.CANONICAL),  # after the rules, which may name a concatenation; before what reads a part is rewritten
     Pass(masks.recognise, Stage.CANONICAL),  # after the rules, which are about what was written; before a softmax is its parts
     Pass(pointwise.join, Stage.CANONICAL),  # behind masks, which are no functions of scores; before what is about operators one by one
     Pass(precision.widen, Stage.CANONICAL),  # behind masks, which are no scores; a composite's last part is as wide as the whole
@@ -46,6 +49,7 @@ PIPELINE = (
     Pass(specs.annotate, Stage.ANNOTATED),  # on what is left after fusion: one decision per operator
     Pass(adapt.apply, Stage.ANNOTATED),  # limits are about what runs, fused and of known dtype; before the boundary, which the host moves
     Pass(islands.sink, Stage.ANNOTATED),  # when all that is in float is known, what the host takes of a target's work among it
+    Pass(outputs.separate, Stage.ANNOTATED),  # behind islands, which it makes none of; before the boundary, which it moves
     Pass(boundary.insert, Stage.BOUNDED),  # where a decision changes, values cross between float and integer
     Pass(requantize.insert, Stage.BOUNDED),  # after the boundary, which says what integers read; before scales are shared
     Pass(scales.share, Stage.BOUNDED),  # after the boundary, whose nodes take part in sharing

@@ -33,7 +33,7 @@ from fxquant.graph import (
 from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Fixed, Instead, Operator, Own, Parameter, Plain, operand_nodes, operator_of
 from fxquant.ops.boundary import QUANTIZE
 from fxquant.ops.composite import Builder
-from fxquant.ops.creation import MADE, is_broadcast, is_joined, made_anew, sizes_of
+from fxquant.ops.creation import MADE, filled, is_broadcast, is_joined, made_anew, sizes_of
 from fxquant.ops.places import is_arange
 from fxquant.ops.promotion import promoted
 from fxquant.ops.shape import expand, is_cast, is_power
@@ -42,6 +42,8 @@ from fxquant.ops.unary import SHIFTED, with_offset
 from fxquant.ops.unbatched import give_batch
 from fxquant.pipeline import Context
 from fxquant.stubs import dequant_stub, outside, quant_stub
+
+PURE = ("math", "_operator", "builtins")  # modules whose functions do nothing but return a number
 
 
 def rewrite(gm: fx.GraphModule, context: Context) -> int:
@@ -133,7 +135,7 @@ def _repeated_for_the_batch(gm: fx.GraphModule, node: fx.Node, constant: fx.Node
     assert isinstance(known, TensorFact)
     with gm.graph.inserting_before(node):
         if sizes is None:
-            like = node.all_input_nodes[0]
+            like = filled(node).all_input_nodes[0]
             sizes = []
             for dim, size in enumerate(known.shape):
                 if isinstance(size, int):
@@ -280,7 +282,7 @@ def _eliminate_unused(graph: fx.Graph) -> None:
     """What only another spelling read: sizes of a reshape that knows its shape by now, the transpose of a matrix that became a weight."""
     for node in reversed(list(graph.nodes)):
         known = fact(node)
-        number = known is not None and not isinstance(known, TensorFact)
+        number = _is_real_number(node) if known is None else not isinstance(known, TensorFact)
         if not node.users and (
             operator_of(node) is not None
             or (isinstance(known, TensorFact) and 0 in known.shape and node.op in ("call_method", "call_function"))
@@ -291,6 +293,13 @@ def _eliminate_unused(graph: fx.Graph) -> None:
             or (number and node.op in ("call_method", "call_function"))
         ):
             graph.erase_node(node)
+
+
+def _is_real_number(node: fx.Node) -> bool:
+    """Whether Python computes a node of numbers alone, as the quotient of a size: nothing is known of it, since it is no whole number."""
+    pure = getattr(node.target, "__module__", None) in PURE
+    operands = node.all_input_nodes
+    return pure and bool(operands) and not any(isinstance(fact(each), TensorFact | list | tuple | dict) for each in operands)
 
 
 def _with_batch(

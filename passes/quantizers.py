@@ -23,11 +23,12 @@ from fxquant.graph import (
     module_path,
     observed,
     parameter_value,
+    resolve,
     shape_of,
     source,
 )
 from fxquant.lowering import cannot_be_integers, first_not_finite, named_parameters
-from fxquant.model import FROZEN_NORMS, free_name
+from fxquant.model import FROZEN_NORMS, KEPT_IN_EVAL, free_name
 from fxquant.numerics import EVERYTHING
 from fxquant.ops import Operator, Own, demand, map_operands, operator_of, read_nodes, shares
 from fxquant.ops.boundary import DEQUANTIZE
@@ -36,7 +37,7 @@ from fxquant.quantization.batch_norm import BatchNormTensors
 from fxquant.quantization.factors import ChannelFactors
 from fxquant.quantization.learning import METHODS
 from fxquant.quantization.owners import link_owners
-from fxquant.quantization.prepared import QuantizedOperator
+from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.rules import decide, result_config
 from fxquant.quantization.spec import ActivationConfig, WeightConfig
@@ -80,7 +81,17 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
         node.op, node.target = "call_module", target
         changes += 1
     link_owners(gm, gm.graph)
+    _in_mode_of_model(gm)
     return changes
+
+
+def _in_mode_of_model(gm: fx.GraphModule) -> None:
+    """Put the modules that operators obey into the model's own mode: those of the float model were traced in eval mode."""
+    kept = {resolve(gm, path) for path in gm.meta.get(KEPT_IN_EVAL, ())}
+    for operator in quantized_operators(gm).values():
+        for owner in operator.owners:
+            if owner is not None and owner not in kept:
+                owner.training = gm.training
 
 
 def _is_frozen_norm(gm: fx.GraphModule, batch_norm: Any) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 import fxquant as fxq
 from fxquant import graph
 from fxquant.analysis.fused import kernel_forms
+from fxquant.analysis.layers import left_in_float
 from fxquant.backends.onnx.runtime import RUNTIME_NAMES
 from fxquant.graph import qparams
 from fxquant.primitives import PRIMITIVES
@@ -180,6 +181,15 @@ def assert_gradients_reach_every_parameter(prepared: fx.GraphModule, *inputs: Te
         assert parameter.grad is not None, f"{name} has no gradient"
         assert bool(torch.isfinite(parameter.grad).all()), f"{name} has a gradient that is not finite"
         assert bool((parameter.grad != 0).any()), f"{name} has a gradient of zeros"
+
+
+LEAVING = ("its parts only leave the model", "it only passes on the values", "it makes real numbers of whole ones", "it copies constants")
+
+
+def assert_all_is_integer(prepared: fx.GraphModule) -> None:
+    """No operator stays in float but those that only copy elements for the outputs."""
+    left = left_in_float(fxq.layers(prepared))
+    assert all(layer.reason.startswith(LEAVING) for layer in left), fxq.explain(prepared)
 
 
 def assert_alive(integer: fx.GraphModule, *inputs: Tensor) -> None:

@@ -122,7 +122,7 @@ def test_samples_are_counted_and_cut_along_the_batch() -> None:
     prepared = fxq.prepare(made("lstm"), batches[0], dynamic_shapes=SHAPES["lstm"])
     first = FirstSamples(prepared)
     first.take(batches[0])
-    assert first.seen == first.samples == 32
+    assert first.kept.seen == first.kept.samples == 32
     fxq.calibrate(prepared, batches, show_progress=False)
     assert "bias corrected" in fxq.explain(prepared)  # there are 64 samples, though dimension 0 counts ten
     result = fxq.tuning.adaround(prepared, batches, steps=3, show_progress=False)

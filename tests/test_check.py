@@ -329,7 +329,7 @@ ROWS = [
     Row("bayes", "max_pool2d", "padding", lambda p: built(nn.MaxPool2d((1, 513), 1, (0, p)), image(1, 1, 8)), 255, 256),
     Row("bayes", "cat", "number of operands", joined, 1024, 1025),
     Row("bayes", "cat", "number of operands", joined, 2, 1),
-    Row("bayes", "cat", "joined dimension", lambda d: built(Call(lambda x, y: torch.cat([x, y], d)), image(), image()), 1, 0),
+    Row("bayes", "cat", "joined dimension", lambda d: built(Call(lambda x, y: torch.cat([x, y], d).tanh()), image(), image()), 1, 0),
     Row("bayes", "matmul", "matrix sizes", lambda n: built(Call(torch.matmul), (4, 1, n), (4, n, 1)), 8192, 8193),
     Row("bayes", "interpolate", "sizes", lambda w: built(nn.Upsample(scale_factor=2), image(1, 1, w)), 4096, 4097),
     Row("bayes", "amax", "reduced size", lambda c: built(Alone(lambda x: torch.amax(x, 1, True)), image(c)), 64, 65),

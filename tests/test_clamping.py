@@ -105,7 +105,7 @@ ACTS_ON = {
     "clamp": (lambda x: elementwise.clamp(x, -8, 7), STEPS, WITHIN),
     "clamp_accumulator": (lambda x: requantize.clamp_accumulator(x, torch.tensor(-8.0), torch.tensor(7.0)), STEPS, WITHIN),
     "rectify": (lambda x: product.rectify(x, 4, torch.tensor(-1)), STEPS, torch.where(STEPS > 0, 4.0, -1.0)),
-    "adaptive rounding": (lambda x: _soft().integers(x, -8, 7), STEPS, WITHIN),
+    "adaptive rounding": (lambda x: _soft().integers(x, -8, 7), STEPS, torch.where(STEPS == 0, 0.0, WITHIN)),  # zeros stay zeros
     "a weight whose scale covers less": (lambda x: _weight().integers(x.reshape(1, -1)).integers, None, None),
 }
 

@@ -17,7 +17,7 @@ from tests.contract import compiled
 MADE: dict[str, Callable[[Tensor], Tensor]] = {
     "like it": lambda x: torch.maximum((x + torch.ones_like(x)) * torch.full_like(x, 0.5), torch.zeros_like(x)),
     "new": lambda x: (x - x.new_ones(x.shape[0], 1, 6)) * x.new_full((x.size(0), 4, 6), -0.3) + x.new_tensor(0.25),
-    "joined": lambda x: torch.cat((x, torch.zeros_like(x), x.new_ones(x.shape[0], 1, 6), torch.full((x.size(0), 2, 6), 0.5)), 1),
+    "joined": lambda x: torch.cat((x, torch.zeros_like(x), x.new_ones(x.shape[0], 1, 6), torch.full((x.size(0), 2, 6), 0.5)), 1).tanh(),
     "of its size": lambda x: x * torch.full((x.shape[0], 4, 1), 2.0) + torch.ones(x.shape[0], 4, 6),
     "of a layer": lambda x: (
         F.linear(torch.zeros_like(x), torch.eye(6), torch.linspace(-1, 1, 6)) + torch.matmul(x, x.new_ones(x.shape[0], 6, 6))

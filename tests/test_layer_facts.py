@@ -193,7 +193,7 @@ def test_tensors_inside_of_a_layer() -> None:
             self.left, self.right = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1)
 
         def forward(self, x: Tensor) -> Tensor:
-            return torch.cat((self.left(x), 4 * self.right(x)), 1)
+            return torch.cat((self.left(x), 4 * self.right(x)), 1).tanh()
 
     integer = compiled(Joined(), [torch.randn(2, 3, 4, 4)]).integer
     layer = by_name(integer)["cat"]

@@ -629,6 +629,10 @@ def test_a_model_that_is_too_large_for_one_file_gets_two(tmp_path: Path, monkeyp
     path = fxq.export_onnx(integer, tmp_path / "model.onnx")
     assert (tmp_path / "model.onnx.data").exists()
     assert verified(integer, path)
+    with pytest.raises(fxq.ExportError, match="cannot be one file"):
+        fxq.export_onnx(integer, tmp_path / "one.onnx", external_data=False)
+    assert not list(tmp_path.glob("one.onnx*"))
+    monkeypatch.undo()
     fxq.export_onnx(integer, tmp_path / "one.onnx", external_data=False)
     assert not (tmp_path / "one.onnx.data").exists()
 

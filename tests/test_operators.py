@@ -45,6 +45,16 @@ def covering(activation: str = "int8", weight: str = "int8") -> fxq.QConfig:
     return fxq.QConfig(fxq.ActivationConfig(activation, observer=MinMaxObserver), fxq.WeightConfig(weight))
 
 
+def kept_integer(config: fxq.QConfig) -> fxq.QConfigMapping:
+    """The configuration, by rules that name what copies several tensors: it would be in float where it only leaves the model."""
+    mapping = fxq.QConfigMapping(default=config)
+    for operator in OPERATORS.values():
+        if operator.name in ("cat", "stack", "where", "setitem", "scatter", "index_put", "put_lists", "write", "to_real", "pad"):
+            for spelling in (operator.function, *operator.functions, *operator.methods, *operator.modules):
+                mapping = mapping.set_object_type(spelling, config)
+    return mapping
+
+
 # Bounds, in steps of the output's scale, on the distance between the integer model and the float function of inputs that lie
 # on the input's grid. Half a step is the last rounding.
 EXACT = 0.0  # values are moved or chosen, never computed
@@ -1065,7 +1075,7 @@ def test_a_spelling_means_the_float_function_and_holds_the_contract(
     model = Pack(samples).eval()
     inputs, others = (tuple(x for sample in samples for x in inputs_of(sample, *size)) for size in ((5, 0), (1, 1)))
     batches = [tuple(factor * x for x in inputs) for factor in (1.1, 0.9)]  # so that nothing saturates
-    prepared, integer = compiled(model, batches, target, covering(activation, weight))
+    prepared, integer = compiled(model, batches, target, kept_integer(covering(activation, weight)))
     assert_become_their_operators(samples, prepared)
     contract.assert_alive(integer, *inputs)
     assert_float_function_within_bound(samples, model, integer, inputs, activation)

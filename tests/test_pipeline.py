@@ -111,9 +111,11 @@ class Around(nn.Module):
         x = self.tiny(F.pad(x[..., 1:-1, 1:-1], (1, 1, 1, 1), "reflect"))
         x = self.mix(x) * self.factors
         x = torch.relu(Reversed.apply(self.mix(x))) + x.detach()
+        x = torch.cat((x, 2 * x), 1)[:, :3] + x
         x = x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5)  # squares, which are to be wide
+        parts = torch.cat((x, 100 * x), 1)
         x = torch.fft.fft(torch.softmax(x + self.mask, 1)).real
-        return torch.fft.fft(torch.sigmoid(torch.where(x > 0, x.sqrt(), x))).real
+        return torch.cat((torch.fft.fft(torch.sigmoid(torch.where(x > 0, x.sqrt(), x))).real, parts), 1)
 
 
 def traced_model() -> fx.GraphModule:
@@ -303,8 +305,8 @@ def test_dump_by_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     fxq.prepare(tiny(), batch(), until="batchnorm.fold")
     assert sorted(file.name for file in (tmp_path / "new" / "directory").iterdir()) == [
         "00-trace.txt", "01-gradients.mark.txt", "02-canonical.rewrite.txt", "03-gradients.move.txt", "04-rules.match.txt",
-        "05-masks.recognise.txt", "06-pointwise.join.txt", "07-precision.widen.txt", "08-composite.expand.txt", "09-dynamic.choose.txt",
-        "10-batchnorm.fold.txt",
+        "05-parts.pick.txt", "06-masks.recognise.txt", "07-pointwise.join.txt", "08-precision.widen.txt", "09-composite.expand.txt",
+        "10-dynamic.choose.txt", "11-batchnorm.fold.txt",
     ]  # fmt: skip
 
 
@@ -837,7 +839,7 @@ class Skipping(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         y = self.second(x) + 0.001 * x
-        return nn.functional.channel_shuffle(torch.cat((y, x), 1), 2)
+        return nn.functional.channel_shuffle(torch.cat((y, x), 1), 2).tanh()
 
 
 @pytest.mark.parametrize("target", ["bayes-e", "nash-e"])

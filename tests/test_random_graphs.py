@@ -72,8 +72,8 @@ def test_an_operator_that_nothing_writes_is_found(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("operator", NAMES)
 def test_an_operator_that_is_asked_for_becomes_integer(operator: str) -> None:
-    seeds = range(16)  # some draw what is refused
-    cases = (replace(draw(seed, ("nash-e",), operator, steps=1), checks=(), rules=(), optimizer=None) for seed in seeds)
+    drawn = (draw(seed, ("nash-e",), operator, steps=steps) for steps in (1, 2) for seed in range(16))  # some are refused, or only returned
+    cases = (replace(case, checks=(), rules=(), optimizer=None) for case in drawn)
     assert any(operator in becomes_integer(case) for case in cases)
 
 

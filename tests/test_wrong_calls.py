@@ -107,7 +107,7 @@ TARGETS = [None, 5, "", "bayse", "bayes e", [], True, 1.5, {}, Colour.RED, UNPRI
 WRONG_BATCHES = [None, 5, 1.5, True, nn.Linear(2, 2), Colour.RED, {}, [5], [None], "images", [[]], [{}], np.zeros((4, 2, 6, 6))]
 NO_BATCHES = ["", [], (), iter(())]
 BATCHES = [*WRONG_BATCHES, *NO_BATCHES]
-UNTIL = ["", "activation.fold", "fuse", 5, True, [], 1.5, fxq.Stage.TRACED, "CANONICAL", Colour.RED]
+UNTIL = ["", "activation.fold", "fuse", 5, True, [], 1.5, "CANONICAL", Colour.RED]
 DEBUGS = [True, -1, 4, "1", "abc", 1.5, [], ""]
 CUTS = [5, True, 1.5, "cnv", "conv", [5], [None], [[5]], ["cnv"], [["conv", "cnv"]], [""], Colour.RED]
 KEPT = {
@@ -187,7 +187,7 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
         {
             "prepared": GRAPHS,
             "kernels": ["", "fast", None, True, 5, ["auto"]],
-            "until": [*UNTIL, "rules.match", fxq.Stage.PREPARED],
+            "until": [*UNTIL, "rules.match", fxq.Stage.PREPARED, fxq.Stage.TRACED],
             "debug": DEBUGS,
             "dump": [5, "", b"dump", []],
         },

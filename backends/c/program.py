@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from fxquant.analysis.segments import returned
 from fxquant.backends.c.templates import C_TYPES, Functions
+from fxquant.copied import Step, steps_of
 from fxquant.errors import ExportError
 from fxquant.facts import BatchDim, TensorFact
 from fxquant.graph import annotation, argument_name, fact, resolve, source
@@ -35,6 +36,10 @@ class Value:
     def count(self) -> int:
         """The number of its elements."""
         return math.prod(self.shape)
+
+    def empty(self) -> Tensor:
+        """A tensor of its shape and dtype without elements in memory, from which the shape of a result is found."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
 class Window(NamedTuple):
@@ -70,9 +75,8 @@ class Pool:
 class Call:
     """What the C form of a primitive is told, and says: the result's facts, and the calls that compute it."""
 
-    def __init__(self, program: Program, node: fx.Node) -> None:
+    def __init__(self, program: Program, node: fx.Node | Step, known: TensorFact) -> None:
         self._program, self.node = program, node
-        known = program.fact_of(node)
         self.shape, self.dtype = known.at(program.batch), known.dtype
 
     def result(self) -> Value:
@@ -135,7 +139,7 @@ class Program:
         self.windows: dict[str, str] = {}  # names of windows by what they hold
         self.pools: dict[str, Pool] = {}
         self.constants: dict[tuple[torch.dtype, Shape, bytes], Value] = {}
-        self.values: dict[fx.Node, Any] = {}
+        self.values: dict[fx.Node | Step, Any] = {}
         self.inputs: list[Value] = []
         self.outputs = [self._output(index, node) for index, node in enumerate(returned(integer))]
         self._results = {node: index for index, node in enumerate(returned(integer)) if [user.op for user in node.users] == ["output"]}
@@ -180,9 +184,10 @@ class Program:
         order = {node: index for index, node in enumerate(self.integer.graph.nodes)}
         last = {node: max((order[user] for user in node.users), default=index) for node, index in order.items()}
         for node in reversed(order):
-            operand = node.args[0] if node.target in VIEWS else None
-            if isinstance(operand, fx.Node):
-                last[operand] = max(last[operand], last[node])
+            copied = node.op == "call_function" and node.target not in PRIMITIVES  # may be views as well
+            for operand in node.all_input_nodes if copied else node.args[:1] if node.target in VIEWS else ():
+                if isinstance(operand, fx.Node):
+                    last[operand] = max(last[operand], last[node])
         released: dict[int, list[fx.Node]] = {}
         for node, index in last.items():
             released.setdefault(index, []).append(node)
@@ -198,7 +203,7 @@ class Program:
             self.values[node] = resolve(self.integer, str(node.target)).detach().cpu()
         elif node.op == "call_function" and node.target in PRIMITIVES:
             self._primitive(node)
-        elif node.op != "output":
+        elif node.op != "output" and not self._copies(node):
             self.values[node] = self._number(node)
 
     def _input(self, node: fx.Node) -> None:
@@ -212,6 +217,29 @@ class Program:
     def _output(self, index: int, node: fx.Node) -> Value:
         known = self.fact_of(node)
         return Value(f"output_{index}", known.dtype, known.at(self.batch))
+
+    def _copies(self, node: fx.Node) -> bool:
+        """Whether a node is a float operator that only copies elements, and was written as such."""
+        constants = {each: found for each, found in self.values.items() if isinstance(found, Tensor)}
+        steps = steps_of(node, constants.get)
+        if steps is None or any(step.primitive not in FORMS for step in steps.calls):
+            return False
+        self.lines.append(f"\n/* {node.name}: {comment(source(node))} */" if source(node) else f"\n/* {node.name} */")
+        made: dict[Step, Value] = {}
+
+        def argument(value: Any) -> Any:
+            value = made[value] if isinstance(value, Step) else self.operand(value) if isinstance(value, fx.Node) else value
+            return self.constant(value) if isinstance(value, Tensor) else value
+
+        for step in steps.calls:
+            arguments = fx.node.map_aggregate(step.arguments, argument)
+            shown = fx.node.map_aggregate(arguments, lambda each: each.empty() if isinstance(each, Value) else each)
+            result = step.primitive(*shown)
+            part = step if step is not steps.result else node
+            call = Call(self, part, TensorFact(tuple(result.shape), result.dtype))
+            made[step] = FORMS[step.primitive](call, *arguments) or self.values[part]
+        self.values[node] = argument(steps.result)
+        return True
 
     def _number(self, node: fx.Node) -> Any:
         """A number that the graph computes from sizes. Raises ExportError for what is computed in float."""
@@ -239,7 +267,7 @@ class Program:
         arguments = fx.node.map_aggregate(node.args, lambda value: self.operand(value) if isinstance(value, fx.Node) else value)
         self.lines.append(f"\n/* {node.name}: {comment(source(node))} */" if source(node) else f"\n/* {node.name} */")
         before = len(self.lines)
-        found = written(Call(self, node), *arguments, **node.kwargs)
+        found = written(Call(self, node, self.fact_of(node)), *arguments, **node.kwargs)
         if found is not None:
             self.values[node] = found
             if len(self.lines) == before:
@@ -252,7 +280,7 @@ class Program:
 
     # ---- memory ---------------------------------------------------------------------------------------------------------
 
-    def store(self, node: fx.Node, dtype: torch.dtype, shape: Shape) -> Value:
+    def store(self, node: fx.Node | Step, dtype: torch.dtype, shape: Shape) -> Value:
         """Memory for the result of a node: the caller's, where it is returned and read by nothing else."""
         if node in self._results:
             self.values[node] = self.outputs[self._results[node]]

@@ -99,8 +99,9 @@ def write(file: Path, content: bytes) -> None:
 def load(name: str, content: bytes) -> ctypes.CDLL:
     """Load a library from these bytes. Raises OSError if they are none, or the system runs nothing from memory or temporary folders."""
     if hasattr(os, "memfd_create"):
-        with open(os.memfd_create(name), "wb", buffering=0) as stream:
+        with open(os.memfd_create(name), "wb") as stream:
             stream.write(content)
+            stream.flush()
             # The loader tells libraries apart by their names, and numbers of files come again: every path is another.
             path = f"/proc/self/fd/{'./' * next(_loads)}{stream.fileno()}"
             with contextlib.suppress(OSError):

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
+from fxquant.copied import Step, steps_of
 from fxquant.facts import BatchDim, Size, TensorFact
 from fxquant.graph import fact, resolve
 from fxquant.ops import arithmetic, attention, division, index, layer_norm, linear, shape, softmax, unary
+from fxquant.primitives import PRIMITIVES
 
 OPSET = 18  # the first in which all of these operators are what they are now
 GELU_OPSET = 20
@@ -77,12 +79,32 @@ class Direct:
 
     def _plan(self, node: fx.Node) -> Plan | None:
         own = FORMS.get(node.target) if node.op == "call_function" else None
-        if own is None or not all(is_size(each) or self._fold(each) or _is_float32(each) for each in node.all_input_nodes):
+        if own is None:
+            return self._copied(node)
+        if not all(is_size(each) or self._fold(each) or _is_float32(each) for each in node.all_input_nodes):
             return None
         try:
             return own(node, *node.args, **node.kwargs)
         except TypeError:  # arguments that the form does not take
             return None
+
+    def _copied(self, node: fx.Node) -> Plan | None:
+        """What copies elements, by the primitives that do."""
+        steps = steps_of(node, lambda each: self.constants[each] if self._fold(each) else None)
+        if steps is None or any(is_size(each) and each not in self.constants for each in node.all_input_nodes):
+            return None  # sizes have no names here
+
+        def write(e: Any, read: Read) -> str:
+            made: dict[Step, str] = {}
+
+            def argument(value: Any) -> Any:
+                return made[value] if isinstance(value, Step) else read(value) if isinstance(value, fx.Node) else value
+
+            for step in steps.calls:
+                made[step] = PRIMITIVES[step.primitive].onnx(e, *_mapped(step.arguments, argument))
+            return str(argument(steps.result))
+
+        return write
 
     def _fold(self, node: fx.Node) -> bool:
         """Whether a node is a constant, whose value is kept then."""
@@ -105,6 +127,10 @@ class Direct:
     def _moves(node: fx.Node) -> bool:
         known = node.target in (*FORMS, index.getitem, operator.getitem) if node.op == "call_function" else node.target in MOVING
         return known and node.op in ("call_function", "call_method") and bool(node.all_input_nodes)
+
+
+def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    return type(value)(_mapped(each, function) for each in value) if isinstance(value, list | tuple) else function(value)
 
 
 def _is_float32(node: fx.Node) -> bool:

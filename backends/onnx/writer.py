@@ -188,11 +188,16 @@ class Writer:
             self._describe(node, name, kind)
             self.sources[name] = name
             return True
-        if node.target is dequantize and all(user.op == "output" for user in node.users):
+        if self._ends(node):
             name = self.values[node] = self.returned_integers(operand)
             self.sources[name] = name
             return True
         return False
+
+    @staticmethod
+    def _ends(node: fx.Node) -> bool:
+        """Whether integers become real numbers at a node for the outputs alone."""
+        return node.target is dequantize and all(user.op == "output" for user in node.users)
 
     def returned_integers(self, node: fx.Node) -> str:
         """The value of a quantized tensor, as the file returns it if it returns integers; it is described under this name."""
@@ -254,6 +259,10 @@ class Writer:
     def _value(self, node: fx.Node) -> tuple[str, Sequence[Size]]:
         """The name and the shape of a value that is returned; a constant becomes one."""
         found, known = self.values.get(node), fact(node)
+        if self.io == "integer" and node.target is dequantize and not self._ends(node):  # a float operator reads its real numbers as well
+            operand: Any = node.args[0]
+            found = self.returned_integers(operand)
+            self.sources[found] = found
         if isinstance(found, Tensor):
             return self._named(self.emitter.node("Identity", self.emitter.constant(found)), node.name), tuple(found.shape)
         assert isinstance(found, str)

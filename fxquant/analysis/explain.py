@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+from fxquant.analysis import parts
 from fxquant.analysis.fused import told
 from fxquant.analysis.layers import HOST, Layer, layers, left_in_float
 from fxquant.arguments import checked
@@ -79,6 +80,7 @@ def _rows(layer: Layer, again: Sequence[Layer]) -> list[tuple[str, str, str, str
         reason = layer.reason or "; ".join([layer.part, *layer.notes] if layer.part else layer.notes)
         also = f"; holds {', '.join(layer.fused)}" if layer.reason and layer.fused else ""
         also += f"; at {len(again) + 1} steps, up to %{again[-1].name}" if again else ""
+        also += f"{'; ' if reason + also else ''}{coarse}" if (coarse := parts.told(layer.parts)) else ""
         if layer.dynamic and layer.reason and layer.part:
             reason = f"{layer.part}; {reason}"
         kind, dtype = (

@@ -19,6 +19,7 @@ from fxquant.analysis.node import (
     primitive_of,
     quantized_operator,
 )
+from fxquant.analysis.parts import coarser
 from fxquant.arguments import checked
 from fxquant.errors import ConfigurationError
 from fxquant.facts import TensorFact
@@ -98,6 +99,7 @@ class Layer:
     inner             whether only other parts of its composite read it
     step              of a part of a recurrence: at which of its steps it is computed, counted from 0; None of all others
     intermediates     the quantized tensors inside of it, in an integer model
+    parts             of what holds several tensors on one grid: their names, and by how many dB this is coarser than their own
 
     `macs` and `activation_bytes` are those of one item, or of the whole batch where the model is fixed to a batch size.
     """
@@ -124,6 +126,7 @@ class Layer:
     inner: bool = False
     step: int | None = None
     intermediates: tuple[Intermediate, ...] = ()
+    parts: tuple[tuple[str, float], ...] = ()
 
 
 @checked()
@@ -203,4 +206,5 @@ def _layer(
         inner=is_inner_part(node),
         step=step_of(node),
         intermediates=intermediates,
+        parts=coarser(model, node, nodes),
     )

@@ -72,6 +72,7 @@ from fxquant.ops import (
     whole,
     whole_along,
 )
+from fxquant.ops.carrying import carried, copies
 from fxquant.ops.record import (
     FUNCTIONS,
     METHODS,
@@ -124,11 +125,13 @@ __all__ = [
     "bags",
     "batch",
     "boundary",
+    "carried",
     "casting",
     "comparison",
     "computed",
     "contraction",
     "convolution",
+    "copies",
     "counting",
     "cubic",
     "curve",

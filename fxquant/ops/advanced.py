@@ -106,7 +106,7 @@ def _refuses_put(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return _refuses_lists(node, arguments)
 
 
-register(Operator("index_put", index_put, ("input", "value"), expand=_expand_index_put, refuses=_refuses_put))
+register(Operator("index_put", index_put, ("input", "value"), carries=("input", "value"), expand=_expand_index_put, refuses=_refuses_put))
 
 
 def _expand_pick_each(build: Builder, input: fx.Node, dim: int, places: fx.Node) -> Any:

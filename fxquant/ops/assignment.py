@@ -43,12 +43,12 @@ def _positions(entry: Any, size: Size) -> list[int] | None:
 
 def _lower_setitem(lowering: Lowering, input: Branch, index: list[Any], value: Branch) -> Quantized:
     """The value spread out to where it is written, and chosen there."""
-    assert isinstance(input, Quantized)
-    written = {dim: found for dim, entry in enumerate(index) if (found := _positions(entry, input.shape[dim])) is not None}
-    device = lowering.output.grid.scale.device
+    whole = _sizes(input)
+    written = {dim: found for dim, entry in enumerate(index) if (found := _positions(entry, whole[dim])) is not None}
+    device = lowering.device
     mask = torch.ones([1] * len(index), dtype=torch.bool, device=device)
     for dim, found in written.items():
-        size = input.shape[dim]
+        size = whole[dim]
         assert isinstance(size, int)
         along = torch.zeros(size, dtype=torch.bool, device=device)
         along[found] = True
@@ -58,7 +58,7 @@ def _lower_setitem(lowering: Lowering, input: Branch, index: list[Any], value: B
 
     def source(dim: int) -> Tensor:
         """Which of the value's elements each position takes; one that is not written to takes any."""
-        found = torch.zeros(input.shape[dim], dtype=torch.int64, device=device)  # type: ignore[arg-type]
+        found = torch.zeros(whole[dim], dtype=torch.int64, device=device)  # type: ignore[arg-type]
         found[written[dim]] = torch.arange(len(written[dim]), device=device)
         return found
 
@@ -197,6 +197,7 @@ register(
         setitem,
         ("input", "value"),
         _lower_setitem,
+        carries=("input", "value"),
         functions={
             functional.setitem: _assigned,
             torch.slice_scatter: _slice_scattered,

@@ -34,7 +34,7 @@ def in_dtype(input: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _lower(lowering: Lowering, input: Quantized, dtype: torch.dtype) -> Quantized:
-    return input
+    return input.with_value(lowering.call(primitives.converted, input.value, dtype)) if lowering.plain else input
 
 
 def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -43,7 +43,7 @@ def _refuses(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return "bfloat16 numbers are the host's: no runtime of ONNX returns them"
 
 
-IN_DTYPE = register(Operator("in_dtype", in_dtype, ("input",), _lower, Same(), refuses=_refuses))
+IN_DTYPE = register(Operator("in_dtype", in_dtype, ("input",), _lower, Same(), carries=("input",), refuses=_refuses))
 
 # ---- other dtypes ---------------------------------------------------------------------------------------------------
 
@@ -70,6 +70,13 @@ def _lower_truncated(lowering: Lowering, input: Quantized, whole: bool) -> Any:
     return lowering.call(primitives.truncated, input.value, *constants)
 
 
+def _lower_to_real(lowering: Lowering, input: Any) -> Any:
+    """On a grid, or, where the result has none, as they are."""
+    if lowering.plain:
+        return lowering.call(primitives.converted, input, torch.float32)
+    return lowering.quantize(input.float() if isinstance(input, Tensor) else input)
+
+
 def _refuses_dtype(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     dtype = arguments["dtype"]
     return None if dtype in primitives.DTYPES else f"it makes {str(dtype).removeprefix('torch.')} of whole numbers"
@@ -87,15 +94,7 @@ register(
     )
 )
 register(Operator("truncated", truncated, ("input",), _lower_truncated, WHOLE_NUMBERS))
-register(
-    Operator(
-        "to_real",
-        to_real,
-        (),
-        lambda lowering, input: lowering.quantize(input.float() if isinstance(input, Tensor) else input),
-        reads=("input",),
-    )
-)
+register(Operator("to_real", to_real, (), _lower_to_real, carries=("input",), reads=("input",)))
 
 # ---- which of them --------------------------------------------------------------------------------------------------
 

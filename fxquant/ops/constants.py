@@ -14,6 +14,8 @@ Branch = Quantized | Tensor | float
 
 def on_the_output(lowering: Lowering, branch: Branch, role: str) -> Any:
     """An operand, a constant tensor or a number as integers on the output's grid."""
+    if lowering.plain:  # real numbers that are copied
+        return branch.value if isinstance(branch, Quantized) else lowering.constant(role, torch.as_tensor(branch), torch.float32)
     to = lowering.output
     if isinstance(branch, Quantized):
         return lowering.rescale(branch, to, f"{role}_")

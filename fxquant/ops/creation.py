@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from fxquant import functional
 from fxquant.facts import TensorFact
-from fxquant.graph import fact, is_parameter, parameter_value
+from fxquant.graph import fact, is_parameter, parameter_value, refusal
 from fxquant.ops.record import Operator, operand_nodes
 
 # The number of each, from the arguments; None where that is no number.
@@ -30,18 +30,49 @@ MADE = "made"  # where the constants stand that the model makes at every run
 _JOINING = ("cat", "stack")
 _FILLED = ("setitem", "write", "scatter", "scatter_add", "scatter_extremum", "index_add")  # the others into this one
 _STATES = ("lstm", "gru", "rnn", "lstm_cell", "gru_cell", "rnn_cell")  # whose first step needs no state where that is made as zeros
+_CALCULATING = ("add", "sub", "mul", "truediv", "div", "neg")  # functions and methods that leave one number everywhere
 _BROADCASTING = ("add", "sub", "mul", "div", "maximum", "minimum", "where")
+
+
+def _number(node: fx.Node) -> float | None:
+    """The number that a node fills a float32 tensor with, or computes of such a tensor and numbers; None of any other node."""
+    known = fact(node)
+    if node.op not in ("call_function", "call_method") or not isinstance(known, TensorFact) or known.dtype != torch.float32:
+        return None
+    if node.target in _FILLS:
+        fill = _FILLS[node.target](*node.args, **node.kwargs)
+        return float(fill) if isinstance(fill, int | float) and not isinstance(fill, bool) else None
+    maker = _maker(node)
+    if maker is None or (fill := _number(maker)) is None:
+        return None
+    read = torch.tensor(fill, dtype=torch.float32, device="cpu")
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: read)
+    target: Any = node.target
+    result: Tensor = target(*args, **kwargs) if node.op == "call_function" else getattr(args[0], target)(*args[1:], **kwargs)
+    return float(result) if result.dtype == torch.float32 else None
+
+
+def _maker(node: fx.Node) -> fx.Node | None:
+    """The tensor, of the same shape, that a node adds a number to, multiplies by one, and the like; None of any other node."""
+    operands = node.all_input_nodes
+    name = getattr(node.target, "__name__", node.target)
+    if (
+        name not in _CALCULATING
+        or refusal(node) is not None
+        or len(operands) != 1
+        or not all(isinstance(each, fx.Node | int | float) for each in node.args)
+    ):
+        return None
+    known, read = fact(node), fact(operands[0])
+    return operands[0] if isinstance(known, TensorFact) and isinstance(read, TensorFact) and read == known else None
 
 
 def made_anew(node: fx.Node) -> Tensor | None:
     """The float32 values of a tensor that a node makes with one number everywhere, its batch of size 1; None of any other node."""
-    known = fact(node)
-    if node.op not in ("call_function", "call_method") or node.target not in _FILLS or not isinstance(known, TensorFact):
+    fill, known = _number(node), fact(node)
+    if fill is None:
         return None
-    fill = _FILLS[node.target](*node.args, **node.kwargs)
-    if known.dtype != torch.float32 or isinstance(fill, bool) or not isinstance(fill, int | float):
-        return None
-    return torch.full([size if isinstance(size, int) else 1 for size in known.shape], float(fill), device="cpu", dtype=torch.float32)
+    return torch.full([size if isinstance(size, int) else 1 for size in known.shape], fill, device="cpu", dtype=torch.float32)
 
 
 def made_number(node: Any) -> float | None:
@@ -56,11 +87,19 @@ def made_number(node: Any) -> float | None:
     return None if value is None or not value.numel() else float(value.flatten()[0])
 
 
+def filled(node: fx.Node) -> fx.Node:
+    """The node that fills the tensor which this one computes with numbers; itself where it fills one."""
+    while node.target not in _FILLS and (maker := _maker(node)) is not None:
+        node = maker
+    return node
+
+
 def sizes_of(node: fx.Node) -> list[Any] | None:
     """The sizes of what a node makes anew, as an `expand` takes them: numbers, and the nodes of those that depend on the batch.
 
     None where no node gives such a size: a tensor that is made like another one has none, and needs `Tensor.size`.
     """
+    node = filled(node)
     known = fact(node)
     assert isinstance(known, TensorFact)
     numbers = [operand for operand in node.all_input_nodes if not isinstance(fact(operand), TensorFact)]
@@ -68,18 +107,18 @@ def sizes_of(node: fx.Node) -> list[Any] | None:
     return None if None in found else found
 
 
-def is_joined(node: fx.Node, value: Tensor, reader: fx.Node, operator: Operator | None, arguments: dict[str, Any]) -> bool:
+def is_joined(node: fx.Node, value: Tensor, reader: fx.Node, record: Operator | None, arguments: dict[str, Any]) -> bool:
     """Whether a constant needs the batch of the others where `reader` calls this operator: a layer, a composite, what joins tensors."""
-    if operator is None or (operator.name in _STATES and not value.any()):
+    if record is None or (record.name in _STATES and not value.any()):
         return False
-    calculates = (operator.sums or operator.expand is not None) and operator.name not in _BROADCASTING
-    calculates = calculates and node in operand_nodes(operator, arguments)
-    return calculates or operator.name in (*_JOINING, *_FILLED) or reader.target is functional.setitem
+    calculates = (record.sums or record.expand is not None) and record.name not in _BROADCASTING
+    calculates = calculates and node in operand_nodes(record, arguments)
+    return calculates or record.name in (*_JOINING, *_FILLED) or reader.target is functional.setitem
 
 
-def is_broadcast(node: fx.Node, reader: fx.Node, operator: Operator | None) -> bool:
+def is_broadcast(node: fx.Node, reader: fx.Node, record: Operator | None) -> bool:
     """Whether a constant with a batch of 1 does for `node` where `reader` calls this operator: an activation has the result's shape."""
-    if operator is None or operator.name not in _BROADCASTING:
+    if record is None or record.name not in _BROADCASTING:
         return False
     others = [operand for operand in reader.all_input_nodes if operand is not node and not is_parameter(operand)]
     shapes = [known.shape for other in others if isinstance(known := fact(other), TensorFact)]

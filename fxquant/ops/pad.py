@@ -65,7 +65,7 @@ def elements(mode: str, size: int, begin: int, end: int) -> list[int]:
 
 
 def _lower_constant_pad(lowering: Lowering, input: Quantized, margins: list[tuple[int, int]], value: float) -> Quantized:
-    if lowering.shares:
+    if lowering.shares or lowering.plain:
         return input.with_value(_padded(lowering, input, margins, value))
     to, padding = lowering.output, [size for pair in reversed(margins) for size in pair]
 
@@ -83,8 +83,8 @@ def _padded(lowering: Lowering, input: Quantized, margins: list[tuple[int, int]]
         result = lowering.call(shape.crop, result, list(cropped), starts, stops, [1] * len(cropped))
     begin, end = ([max(pair[part], 0) for pair in margins] for part in range(2))
     if any(begin) or any(end):
-        integer = _padding_integer(input, value)
-        result = lowering.call(shape.pad, result, begin, end, integer)
+        number = value if lowering.plain else _padding_integer(input, value)
+        result = lowering.call(shape.pad, result, begin, end, number)
     return result
 
 
@@ -170,6 +170,7 @@ register(
         ("input",),
         _lower_pad,
         lambda node, arguments: Own() if _brings(node, arguments) else Same(),
+        carries=("input", "value"),
         idle=lambda arguments: not any(arguments["padding"]),
         functions={F.pad: _pad_arguments, torch.constant_pad_nd: lambda input, pad, value=0: _pad_arguments(input, pad, value=value)},
         modules={

@@ -96,6 +96,7 @@ register(
         ("input",),
         _lower_unfold,
         Same(),
+        carries=("input",),
         functions={F.unfold: None},
         modules={nn.Unfold: _unfold_module},
         refuses=_refuses_unfold,

@@ -107,6 +107,7 @@ for _name, _function, _lower, _original, _parameter, _module, _count in (
             ("input",),
             _lower,
             Same(),
+            carries=("input",),
             functions=dict.fromkeys((_original, getattr(torch, _name), *_SAME.get(_name, ()))),
             modules={_module: _read(_parameter)},
             refuses=_needs_sizes(_count),

@@ -117,6 +117,8 @@ class Operator:
     operands   the parameters that take activations (a tensor, or a list of them)
     moves      whether its result is elements of its operands, in whatever place, or their places: it moves truth values and whole numbers
                as well, and then demands no grid; `lower` has them as a `Quantized` without one
+    carries    the parameters whose elements its result holds as they are: tensors, constants, numbers. Its grid is there for what reads it,
+               and real numbers are copied as exactly. Of an operator that `moves` these are its operands, which need not be given
     reads      the parameters that take truth values or whole numbers as they are: a mask, an index
     dtypes     the dtype that operands of these parameters should have, where the target has it and no rule asks for another
     demand     what it demands of its result's grid; a function of a node and its arguments where that depends on these
@@ -165,6 +167,7 @@ class Operator:
     lower: Callable[..., Any] = _never_lowered
     demand: Demand | Callable[[fx.Node, dict[str, Any]], Demand] = Own()
     moves: bool = False
+    carries: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
     expand: Callable[..., Any] | None = None
     keeps: Callable[[dict[str, Any], Interval], Interval] | None = None

@@ -103,6 +103,7 @@ register(
         scatter,
         ("input", "src"),
         _lower_scatter,
+        carries=("input", "src"),
         reads=("index",),
         functions={torch.scatter: _scattered},
         methods={"scatter": _scattered, "scatter_": _scattered},

@@ -72,6 +72,7 @@ register(
         where,
         ("input", "other"),
         _lower_where,
+        carries=("input", "other"),
         reads=("condition",),
         functions={torch.where: _function, torch.masked_fill: _filled},
         methods={"where": _method, "masked_fill": _filled, "masked_fill_": _filled},

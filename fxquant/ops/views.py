@@ -47,6 +47,18 @@ def _places(shape: tuple[Size, ...], way: Any) -> Tensor | None:
     return one if torch.equal(two, torch.cat((one, one + math.prod(rest)))) else None
 
 
+def reach(shape: tuple[Size, ...], way: Any, dim: int) -> tuple[int, int] | None:
+    """The first index along a dimension at which a view has elements, and the one behind the last; None where that is not known."""
+    nodes: list[fx.Node] = []
+    fx.map_arg(way, nodes.append)
+    places, size = None if nodes else _places(shape, way), shape[dim]
+    behind = [size for size in shape[dim + 1 :] if isinstance(size, int)]
+    if places is None or not places.numel() or not isinstance(size, int) or len(behind) < len(shape) - dim - 1:
+        return None
+    along = places // math.prod(behind) % size
+    return int(along.min()), int(along.max()) + 1
+
+
 def _view(shape: Any, way: Any) -> Tensor | None:
     numbers = torch.arange(math.prod(shape), device="cpu").reshape(shape)
     try:
@@ -126,6 +138,7 @@ register(
         "write",
         write,
         ("input", "value"),
+        carries=("input", "value"),
         expand=_expand,
         functions={
             functional.write: lambda tensor, value, way: {"input": tensor, "value": value, "way": way},
@@ -135,4 +148,4 @@ register(
         refuses=_refuses,
     )
 )
-register(Operator("put_lists", put_lists, ("input", "value"), expand=_expand_lists, refuses=_refuses_lists))
+register(Operator("put_lists", put_lists, ("input", "value"), carries=("input", "value"), expand=_expand_lists, refuses=_refuses_lists))

@@ -111,7 +111,7 @@ def _onnx_converted(e: Emitter, input: str, dtype: torch.dtype) -> str:
 
 
 def _bounds_converted(input: Value | None, dtype: torch.dtype) -> Range:
-    need(dtype in DTYPES, f"it is to be {dtype}")
+    need(dtype in DTYPES, f"it is to be {dtype}")  # real numbers have no place in an integer graph
     return ANY
 
 

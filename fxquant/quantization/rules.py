@@ -72,6 +72,13 @@ class Decision:
         return self.output != DEFAULT
 
 
+def is_named(node: fx.Node) -> bool:
+    """Whether a rule names this operator itself: its function, its call or its node, rather than a module around it."""
+    own = [rules[0][0] for rules in matched_rules(node)]
+    around = prefixes(module_path(node))
+    return any(rule.kind in ("type", "call") or (rule.kind == "name" and rule.key not in around) for rule in own)
+
+
 def decide(node: fx.Node) -> Decision:
     """What the rules come to for a node and all that was fused into it."""
     parts = matched_rules(node)

@@ -244,7 +244,7 @@ def advise(tensors: Sequence[Judged], effects: Effects, effect_of: Callable[[Jud
         certain = name == "input_range" and _is_another(tensor.statistics)
         if name == "input_range":
             effect = max([effect, *follow])  # what is behind an input is calibrated for it
-        gain = _gain(total, effect, proposal.left)
+        gain = gain_of(total, effect, proposal.left)
         if effect >= AUDIBLE and (gain >= WORTH or certain):
             found.append(Advice(tensor.name, name, proposal.cause, proposal.cure, effect, gain, tensor.facts.source))
     found += _batch_norms(effects, wrong_input)
@@ -299,7 +299,8 @@ def _order(advice: Advice) -> tuple[int, float, float]:
     return first.get(advice.rule, 3), -advice.gain, -advice.effect
 
 
-def _gain(total: float, effect: float, left: float) -> float:
+def gain_of(total: float, effect: float, left: float) -> float:
+    """By how many dB the outputs, which lose `total`, get nearer where `left` is left of the effect of one tensor."""
     after = max(total - effect * (1 - left), total * 1e-12)
     return 10 * math.log10(total / after) if total > 0 else 0.0
 
@@ -368,7 +369,7 @@ def _inside(tensors: Sequence[Judged], effects: Effects, total: float) -> Iterat
         hidden = effects.hidden(tensor.reference, (tensor.name, *tensor.facts.fused))
         if inside is None or inside.noise <= 10 * (1 + len(hidden)) * own * inside.signal or inside.effect < AUDIBLE:
             continue
-        gain = _gain(max(total, inside.effect), inside.effect, min(own * inside.signal / inside.noise, 1.0))
+        gain = gain_of(max(total, inside.effect), inside.effect, min(own * inside.signal / inside.noise, 1.0))
         if gain < WORTH:
             continue
         holder = hidden[0] if hidden else tensor.name
@@ -416,7 +417,7 @@ def _coarse(tensors: Sequence[Judged], effect_of: Callable[[Judged], float], noi
     for tensor in sorted(tensors, key=_own_error, reverse=True)[:MEASURED]:
         proposal = coarse(tensor)
         if proposal is not None and (effect := effect_of(tensor)) > 10 ** (-POOR / 10):
-            gain = _gain(max(noise, effect), effect, proposal.left)
+            gain = gain_of(max(noise, effect), effect, proposal.left)
             if gain >= WORTH:
                 yield Advice(tensor.name, "coarse", proposal.cause, proposal.cure, effect, gain, tensor.facts.source)
 

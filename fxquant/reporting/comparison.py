@@ -25,6 +25,7 @@ from fxquant.reporting.effects import Effects
 from fxquant.reporting.rows import as_html, as_text
 from fxquant.reporting.sides import Side, pairs, shift, shifted, side_of
 from fxquant.reporting.statistics import Steps, TensorStatistics, decibels, drawn, ratio
+from fxquant.reporting.together import held_together
 
 
 def _writer(value: Any) -> Any:
@@ -294,7 +295,11 @@ def _compared(
         return measured[tensor.name]
 
     noise = [ratio(statistics.noise, statistics.signal) for statistics in outputs.values()]
-    told = advise(tensors, effects, effect_of, sum(noise) / max(len(noise), 1)) if effects is not None else ()
+    total = sum(noise) / max(len(noise), 1)
+    told = advise(tensors, effects, effect_of, total) if effects is not None else ()
+    if effects is not None:
+        held = held_together(tensors, lambda tensor, steps: effects.of_grid(tensor.reference, steps, factors[tensor.name]), total)
+        told = (*held, *told)
     rows = tuple(_row(tensor, measured.get(tensor.name, math.nan)) for tensor in tensors)
     ends = tuple(_output(name, statistics) for name, statistics in outputs.items())
     unmatched = tuple(name for name in right.facts if name not in seen)

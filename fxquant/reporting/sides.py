@@ -39,6 +39,7 @@ class Facts:
     reads      of a tensor that is quantized as it stands, what it is made of; "" of any other
     because    why it is integer or float
     macs       multiply-accumulates that it takes
+    parts      of what holds several tensors on one grid: their names, and by how many dB this is coarser than their own
     """
 
     operator: str
@@ -48,6 +49,7 @@ class Facts:
     reads: str = ""
     because: str = ""
     macs: int = 0
+    parts: tuple[tuple[str, float], ...] = ()
 
 
 class Side:
@@ -78,7 +80,9 @@ class Side:
             if layer.name in form.tensors and not is_dequantize(model, node):
                 reads = operands[layer.name][0].name if is_quantize(model, node) else ""
                 because = layer.reason or "; ".join(layer.notes)
-                self.facts[layer.name] = Facts(layer.operator, layer.source, layer.grid, layer.fused, reads, because, layer.macs)
+                self.facts[layer.name] = Facts(
+                    layer.operator, layer.source, layer.grid, layer.fused, reads, because, layer.macs, layer.parts
+                )
         state = form.state or next((operator.state for operator in quantized_operators(model).values()), State.VALIDATE)
         self.real = not is_deployed(model) and (stage != "PREPARED" or state in STATES_OF_FLOAT)
         if stage == "PREPARED":

@@ -1,0 +1,109 @@
+"""Parts of an output that are only put together keep a grid each: real numbers are put together, on the host.
+
+%y = cat([%boxes, %scores], 1)         →    %y = cat([%boxes_dequantize, %scores_dequantize], 1)      in float
+return %y                                   return %y
+
+One grid for boxes in pixels and scores below 1 leaves nothing of the scores. Whatever copies elements, and leads to outputs alone by
+operators that copy elements as well, loses nothing in float. Operators that copy elements of one tensor only stay integer, since one
+grid suits them. So do those that a rule of the qconfig names.
+
+Whole numbers that only leave the model as real numbers need no grid either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import Tensor, fx
+
+from fxquant.graph import annotate, annotation, computes_tensor, is_parameter, parameter_value, reads_shape_only, ties
+from fxquant.ops import Fixed, Operator, carried, copies, demand, operand_nodes, operator_of, read_nodes, shares
+from fxquant.pipeline import Context
+from fxquant.quantization.rules import decide, is_named, result_config
+from fxquant.stage import is_integer, is_quantized
+
+
+def separate(gm: fx.GraphModule, context: Context) -> int:
+    """No output has parts of different tensors on one grid, where nothing but the output needs them to be together."""
+    leaving = _leaving(gm.graph)
+    separated: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        if node not in leaving:
+            continue
+        operator = operator_of(node)
+        assert operator is not None
+        before = [operand for operand in operand_nodes(operator, operator.arguments(node)) if operand in separated]
+        because = f"it only passes on the values of %{before[0].name}, which is in float" if before else _why(gm, node, operator)
+        if because is None:
+            continue
+        spec = annotation(node)
+        assert spec is not None
+        annotate(node, replace(spec, dtype=None, because=because))
+        context.say(f"%{node.name} stays in float: {because}")
+        separated.add(node)
+    return len(separated)
+
+
+def _leaving(graph: fx.Graph) -> set[fx.Node]:
+    """The integer nodes that only copy elements, and whose elements only leave the model, as they are or through the host."""
+    ends: set[fx.Node] = set()
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "output" or reads_shape_only(node):
+            ends.add(node)
+            continue
+        if not all(user in ends for user in node.users):
+            continue
+        if is_quantized(node) and copies(node) and not _is_asked(node):
+            found.add(node)
+            ends.add(node)
+        elif computes_tensor(node) and not is_integer(node):
+            ends.add(node)
+    return found
+
+
+def _is_asked(node: fx.Node) -> bool:
+    """Whether a rule names the node, or gives it a scale: it has that grid then."""
+    return is_named(node) or (decide(node).asked and result_config(node).fixed_scale is not None)
+
+
+def _why(gm: fx.GraphModule, node: fx.Node, operator: Operator) -> str | None:
+    """Why a node that leads to outputs alone stays in float; None where one grid suits all that it copies."""
+    if shares(node):
+        return None
+    arguments = operator.arguments(node)
+    if not operator.operands:
+        return "it makes real numbers of whole ones, which only leave the model"
+    ranges = len(set(_ranges(gm, node)))
+    if ranges and not operand_nodes(operator, arguments) and not read_nodes(operator, arguments):
+        return "it copies constants, which only leave the model"
+    return "its parts only leave the model, each on a grid of its own" if ranges > 1 else None
+
+
+def _ranges(gm: fx.GraphModule, node: fx.Node) -> Iterator[object]:
+    """What the grids of the elements that a node copies are found from: tensors, constants and numbers. Zero is on every grid."""
+    operator = operator_of(node)
+    assert operator is not None
+    arguments = operator.arguments(node)
+    for name in carried(operator):
+        value = arguments.get(name)
+        for part in value if isinstance(value, list | tuple) else [value]:
+            if not isinstance(part, fx.Node):
+                yield from [float(part)] if part else []
+            elif is_parameter(part):
+                constant = parameter_value(gm, part)
+                yield from [part] if not isinstance(constant, Tensor) or bool(constant.any()) else []
+            else:
+                yield from _origins(gm, part)
+
+
+def _origins(gm: fx.GraphModule, node: fx.Node) -> Iterator[object]:
+    """What the grid of a node is found from."""
+    demanded = demand(node)
+    if copies(node) and is_quantized(node):
+        yield from _ranges(gm, node)
+    elif isinstance(demanded, Fixed):
+        yield demanded
+    else:
+        yield min(ties(node), default=node)

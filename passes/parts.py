@@ -1,0 +1,202 @@
+"""What picks a part of a concatenation reads the part itself.
+
+%y = cat([%boxes, %scores], 1)         →    %b = %boxes
+%b = getitem(%y, [:, 0:4])                  %s = sigmoid(%scores)
+%s = sigmoid(getitem(%y, [:, 4:84]))
+
+A concatenation has one grid for all its parts, which is too coarse for some of them where their ranges differ. Parts that are
+separated again need not meet. Between the concatenation and the slice may be permutations, reshapes that leave the sliced dimension
+whole, and further concatenations along other dimensions, which each part then has for itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from fxquant.facts import Size, TensorFact
+from fxquant.graph import fact, inherit, is_parameter, set_fact, shape_of
+from fxquant.ops import operator_of
+from fxquant.ops.assignment import setitem
+from fxquant.ops.index import WHOLE, getitem
+from fxquant.ops.join import cat, stack
+from fxquant.ops.shape import permute, reshape
+from fxquant.ops.views import reach, write
+from fxquant.pipeline import Context
+from fxquant.quantization.rules import is_named
+
+
+def pick(gm: fx.GraphModule, context: Context) -> int:
+    """No slice of a concatenation is left that could be a slice of one of its parts, or the part."""
+    changes = 0
+    for node in list(gm.graph.nodes):
+        if operator_of(node) is None or node.target is not getitem or is_named(node):
+            continue
+        replaced = _replaced(node)
+        if replaced is None:
+            continue
+        context.say(f"%{node.name} reads %{replaced.name}: it is a part of what %{node.args[0].name} holds together")
+        node.replace_all_uses_with(replaced)
+        changes += 1
+    for node in reversed(gm.graph.nodes):  # what is read no more, and what was made for nothing
+        if not node.users and operator_of(node) is not None and node.target in (getitem, cat, stack, permute, reshape, setitem, write):
+            gm.graph.erase_node(node)
+    return changes
+
+
+def _replaced(node: fx.Node) -> fx.Node | None:
+    """What holds the elements of a slice, without the others of a concatenation; None where there is no such."""
+    value, index = node.args
+    assert isinstance(value, fx.Node)
+    assert isinstance(index, list)
+    if is_parameter(value) or not isinstance(fact(value), TensorFact) or not all(isinstance(entry, int | slice | None) for entry in index):
+        return None
+    entries = [entry for entry in index if entry is not None]
+    found: fx.Node | None = None
+    for dim, (entry, size) in enumerate(zip(entries, shape_of(value), strict=True)):
+        bounds = _bounds(entry, size)
+        part = None if bounds is None else _part(found or value, dim, *bounds, node)
+        if part is not None:
+            found = part
+            entries[dim] = 0 if isinstance(entry, int) else WHOLE
+    if found is None:
+        return None
+    kept = iter(entries)
+    left = [None if entry is None else next(kept) for entry in index]
+    return found if all(entry == WHOLE for entry in left) else _made(node, getitem, (found, left), shape_of(node), node)
+
+
+def _bounds(entry: Any, size: Size) -> tuple[int, int] | None:
+    """The first element that an entry picks, and the one behind its last; None where it picks all, or not those between."""
+    if not isinstance(size, int) or not isinstance(entry, int | slice):
+        return None
+    if isinstance(entry, int):
+        return entry % size, entry % size + 1
+    if not all(bound is None or isinstance(bound, int) for bound in (entry.start, entry.stop, entry.step)):
+        return None
+    start, stop, step = entry.indices(size)
+    return (start, stop) if step == 1 and start < stop and (start, stop) != (0, size) else None
+
+
+def _part(value: fx.Node, dim: int, start: int, stop: int, reader: fx.Node) -> fx.Node | None:
+    """A node with the elements from `start` to `stop` along a dimension of a value, without those of other parts of a concatenation.
+
+    None where no concatenation along it is found, or where the bounds are not between its parts.
+    """
+    operator = operator_of(value)
+    if operator is None or is_named(value):
+        return None
+    arguments = operator.arguments(value)
+    rank = len(shape_of(value))
+    if operator.function in (cat, stack):
+        return _part_of_cat(value, arguments["tensors"], arguments["dim"] % rank, dim, (start, stop), reader)
+    operand: Any = arguments.get("input")
+    if operator.function in (setitem, write):
+        return _part_beside(value, arguments, dim, (start, stop), reader)
+    if operator.function is getitem:
+        index = arguments["index"]
+        if not all(isinstance(entry, slice) for entry in index) or index[dim] != WHOLE:
+            return None
+        inner = _part(operand, dim, start, stop, reader)
+        return None if inner is None else _made(value, getitem, (inner, index), _cut(value, dim, stop - start), reader)
+    if operator.function is permute:
+        inner = _part(operand, arguments["dims"][dim] % rank, start, stop, reader)
+        return None if inner is None else _made(value, permute, (inner, arguments["dims"]), _cut(value, dim, stop - start), reader)
+    if operator.function is reshape:
+        place = _kept(shape_of(operand), shape_of(value), dim)
+        inner = None if place is None else _part(operand, place, start, stop, reader)
+        if inner is None:
+            return None
+        shape = _cut(value, dim, stop - start)
+        return _made(value, reshape, (inner, [size if isinstance(size, int) else -1 for size in shape]), shape, reader)
+    return None
+
+
+def _part_of_cat(
+    value: fx.Node, tensors: Sequence[fx.Node], along: int, dim: int, bounds: tuple[int, int], reader: fx.Node
+) -> fx.Node | None:
+    """The same of a concatenation along the dimension `along`."""
+    start, stop = bounds
+    shape = _cut(value, dim, stop - start)
+    stacked = value.target is stack
+    if along != dim:
+        inner = dim - 1 if stacked and dim > along else dim
+        parts = [_part(tensor, inner, start, stop, reader) for tensor in tensors]
+        known = [part for part in parts if part is not None]
+        return _made(value, value.target, (known, along), shape, reader) if len(known) == len(parts) else None
+    sizes = [1 if stacked else shape_of(tensor)[dim] for tensor in tensors]
+    position, taken = 0, []
+    for tensor, size in zip(tensors, sizes, strict=True):
+        if not isinstance(size, int) or is_parameter(tensor):
+            return None
+        if start < position + size and position < stop:
+            taken.append((tensor, position, size))
+        position += size
+    if len(taken) == len(tensors):
+        return None
+    if len(taken) == 1 and not stacked:
+        tensor, position, size = taken[0]
+        if (start, stop) == (position, position + size):
+            return tensor
+        return _sliced(tensor, dim, (start - position, stop - position), reader)
+    if start != taken[0][1] or stop != taken[-1][1] + taken[-1][2]:
+        return None
+    return _made(value, value.target, ([tensor for tensor, _, _ in taken], dim), shape, reader)
+
+
+def _part_beside(value: fx.Node, arguments: dict[str, Any], dim: int, bounds: tuple[int, int], reader: fx.Node) -> fx.Node | None:
+    """The same of a tensor that something was written into: a part beside that, or what was written."""
+    operand, source, shape = arguments["input"], arguments["value"], shape_of(value)
+    written = _bounds(arguments["index"][dim], shape[dim]) if value.target is setitem else reach(shape, arguments["way"], dim)
+    if written is None:
+        return None
+    if bounds[1] <= written[0] or written[1] <= bounds[0]:
+        if is_parameter(operand):
+            return None
+        return _part(operand, dim, *bounds, reader) or _sliced(operand, dim, bounds, reader)
+    whole = value.target is setitem and all(entry == WHOLE for place, entry in enumerate(arguments["index"]) if place != dim)
+    inside = isinstance(source, fx.Node) and not is_parameter(source) and shape_of(source) == _cut(value, dim, written[1] - written[0])
+    if not whole or not inside or bounds[0] < written[0] or written[1] < bounds[1]:
+        return None
+    return source if bounds == written else _sliced(source, dim, (bounds[0] - written[0], bounds[1] - written[0]), reader)
+
+
+def _sliced(value: fx.Node, dim: int, bounds: tuple[int, int], reader: fx.Node) -> fx.Node:
+    shape = _cut(value, dim, bounds[1] - bounds[0])
+    index = [WHOLE] * len(shape)
+    index[dim] = slice(*bounds)
+    return _made(value, getitem, (value, index), shape, reader)
+
+
+def _kept(before: Sequence[Size], after: Sequence[Size], dim: int) -> int | None:
+    """Which dimension of a reshaped tensor is this one of the result, whole; None if it is put together of others, or part of one."""
+    wanted = after[dim], _product(after[dim + 1 :])
+    found = [place for place, size in enumerate(before) if (size, _product(before[place + 1 :])) == wanted]
+    return found[0] if len(found) == 1 else None
+
+
+def _product(sizes: Sequence[Size]) -> tuple[int, tuple[str, ...]]:
+    """The product of sizes: that of the numbers, and the ones that depend on the batch."""
+    return math.prod(size for size in sizes if isinstance(size, int)), tuple(
+        sorted(str(size) for size in sizes if not isinstance(size, int))
+    )
+
+
+def _cut(value: fx.Node, dim: int, size: int) -> tuple[Size, ...]:
+    shape = list(shape_of(value))
+    shape[dim] = size
+    return tuple(shape)
+
+
+def _made(like: fx.Node, function: Any, arguments: tuple[Any, ...], shape: Sequence[Size], reader: fx.Node) -> fx.Node:
+    """A node in front of the reader that stands in place of another one, for a part of its value."""
+    with reader.graph.inserting_before(reader):
+        made: fx.Node = inherit(
+            reader.graph.create_node("call_function", function, arguments, name=f"{like.name}_part"), like, "parts.pick"
+        )
+    set_fact(made, replace(fact(like), shape=tuple(shape)))
+    return made
