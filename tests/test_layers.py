@@ -64,6 +64,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.functional": set(),
     "fxquant.ops": BASE
     | {"functional", "batch_norm", "graph", "lowering", "ops", "primitives", "sweeps", "weights", "facts", "arithmetic"},
+    "fxquant.ops.weighted": BASE | {"batch_norm", "graph", "lowering", "ops", "primitives", "quantizer", "sweeps", "weights", "facts"},
     "fxquant.quantization.factors": {"numerics"},
     "fxquant.quantization.prepared": BASE
     | {"arithmetic", "eager", "factors", "lowering", "ops", "primitives", "quantizer", "state", "sweeps", "weights"},
@@ -254,6 +255,7 @@ CONFINED: dict[str, set[str]] = {
             "files",
             "float_export",
             "float_file",
+            "horizon",
             "kernels",
             "layouts",
             "metadata",
