@@ -605,7 +605,7 @@ def added_constant(
 
 def prelu(q: int, slope: Fraction, steepest: Fraction, x: Grid, to: Grid, rules: Rules) -> int:
     """max(q, 0) + slope · min(q, 0); `steepest` is the largest magnitude of all slopes."""
-    if rules.measured and not x.wide:
+    if rules.measured and not x.wide and steepest <= 1:
         return prelu_by_sign(q, slope, steepest, x, to, rules)
     reach = x.magnitude * max(Fraction(1), steepest)
 

@@ -124,12 +124,12 @@ def plain(function: Callable[[Tensor, Tensor], Tensor], expected: Callable[[Know
     return Case(lambda: Function(lambda m, a, b: function(a, b)), expected, own)
 
 
-SLOPES, OFFSETS, FACTORS = [0.25, -0.7, 1.9], [[[0.3]], [[-7.1]], [[1e-3]]], [[[0.3]], [[-1.1]], [[0.77]]]
+SLOPES, STEEP, OFFSETS, FACTORS = [0.25, -0.7, 0.93], [0.25, -0.7, 1.9], [[[0.3]], [[-7.1]], [[1e-3]]], [[[0.3]], [[-1.1]], [[0.77]]]
 
 
-def prelu() -> nn.Module:
+def prelu(slopes: list[float]) -> nn.Module:
     made = nn.PReLU(3)
-    made.weight.data = torch.tensor(SLOPES)
+    made.weight.data = torch.tensor(slopes)
     return made
 
 
@@ -304,7 +304,8 @@ CASES: dict[str, Case] = {
     "mul_number": plain(lambda a, b: a * -1.37, lambda k: k.times(-1.37)),
     "mul_constant": Case(lambda: Function(lambda m, a, b: a * m.constant, constant=FACTORS), times_constant),
     "div_number": plain(lambda a, b: a / 3.7, divided),
-    "prelu": layers(prelu, slopes_of),
+    "prelu": layers(lambda: prelu(SLOPES), slopes_of),
+    "prelu_steep": layers(lambda: prelu(STEEP), slopes_of),
     "nearest": plain(lambda a, b: F.interpolate(a, (10, 2)), lambda k: oracle.resized_nearest(k.a, (10, 2)), False),
     "bilinear": plain(
         lambda a, b: F.interpolate(a, (7, 9), mode="bilinear"), lambda k: oracle.resized_linear(k.a, (7, 9), False, k.rules), False

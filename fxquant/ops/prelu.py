@@ -37,9 +37,10 @@ def _lower_prelu(lowering: Lowering, input: Quantized, weight: Tensor, *, clamp:
     lowering.parameters["its weight"] = weight
     if not bool(torch.isfinite(weight).all()):
         raise lowering.not_finite()
-    if lowering.arithmetic.multiplies_by_layers and input.dtype.bits <= 8:
+    steepest = float(weight.detach().abs().max())
+    if lowering.arithmetic.multiplies_by_layers and input.dtype.bits <= 8 and steepest <= 1:  # what is steeper would saturate
         return _by_sign(lowering, input, weight, clamp)
-    largest = math.frexp(input.grid.magnitude * max(1.0, float(weight.detach().abs().max())))[1]
+    largest = math.frexp(input.grid.magnitude * max(1.0, steepest))[1]
     wide = input.dtype.bits > 8 or largest > 23
     bits = max((30 if wide else 23) - largest, 0)  # the proof refuses what is steeper still
     real = weight * 2.0**bits
