@@ -254,16 +254,10 @@ def align_real(q: int, multiplier: Fraction) -> int:
     return half_even(float32(float32(q) * multiplier))
 
 
-def add(q: int, r: int, scale: Fraction, other: Fraction, output: Fraction, arithmetic: str, low: int, high: int) -> int:
+def add(q: int, r: int, scale: Fraction, other: Fraction, output: Fraction, rules: Rules, low: int, high: int) -> int:
     """q · scale + r · other on the scale `output`, int8."""
     to = Grid(output, low, high, 8)
-    return added(q, r, replace(to, scale=scale), replace(to, scale=other), to, Rules(arithmetic))
-
-
-def add_number(q: int, scale: Fraction, number: Fraction, output: Fraction, arithmetic: str, low: int, high: int) -> int:
-    """q · scale + number on the scale `output`, of the type of q (section 16)."""
-    to = Grid(output, low, high, 16 if high > 127 else 8)
-    return added_constant(q, number, number, replace(to, scale=scale), to, Rules(arithmetic))
+    return added(q, r, replace(to, scale=scale), replace(to, scale=other), to, rules)
 
 
 def clamp_bound(value: float | None, scale: float, default: int, low: int, high: int) -> int:
