@@ -181,8 +181,8 @@ class Lowering:
         `zero_point` is the integer that stands for 0, or a tensor of one for each index.
         """
 
-    def holds(self, value: Any, quantizer: Quantizer) -> Any:
-        """The value, recorded as a quantized tensor on the scale of a quantizer."""
+    def holds(self, value: Any, grid: Grid) -> Any:
+        """The value, recorded as a quantized tensor on a grid."""
         return value
 
     def note(self, key: str, value: object) -> None:
@@ -238,7 +238,7 @@ class Lowering:
             lifts = lift is not None and self.lifts_late
             lifted = accumulator.double() + lift(target.scale) if lift is not None and lifts else accumulator
             value = self.arithmetic.requantize(self, lifted, ratio.over(target.scale), low, high, target.grid, role, bits, kind)
-            return self.holds(value, target)
+            return self.holds(value, target.grid)
 
         def real() -> Tensor:
             return clamped(accumulator * ratio.approximate().to(accumulator.dtype), *(clamp or (None, None)))
@@ -257,9 +257,7 @@ class Lowering:
             accumulator, step = total()
             low, high = self.bounds(clamp, self.output)
             factor, grid = self.constant("multiplier", step.float(), torch.float32), self.output.grid
-            return self.holds(
-                self.call(requantize_real, accumulator, factor, low, high, grid.type.storage, *self.offset(grid)), self.output
-            )
+            return self.holds(self.call(requantize_real, accumulator, factor, low, high, grid.type.storage, *self.offset(grid)), grid)
 
         return self.result(exact, real)
 
@@ -387,7 +385,7 @@ class Lowering:
             return self._rescale_by_layer(operand, to, role)
         ratio = Ratio((operand.scale,), (grid.scale,))
         bits = operand.dtype.bits
-        return self.holds(self.arithmetic.requantize(self, operand.value, ratio, *grid.bounds, grid, role, bits), to)
+        return self.holds(self.arithmetic.requantize(self, operand.value, ratio, *grid.bounds, grid, role, bits), grid)
 
     def _rescale_by_layer(self, operand: Quantized, to: Quantizer, role: str) -> Any:
         """The operand's integers times 127, half a step added, and rounded down by the constants of a layer with the weight 1."""
@@ -399,7 +397,7 @@ class Lowering:
         bias = self.constant(role + "bias", half.reshape(1), torch.int32)
         total = self.call(scale_channels, operand.value, weight, bias, 0)
         ratio = Ratio(steps, (to.grid.scale,))
-        return self.holds(self.arithmetic.requantize(self, total, ratio, *to.grid.bounds, to.grid, role, kind=LAYER), to)
+        return self.holds(self.arithmetic.requantize(self, total, ratio, *to.grid.bounds, to.grid, role, kind=LAYER), to.grid)
 
     def quantize(self, input: Any) -> Quantized:
         """A real tensor's integers."""

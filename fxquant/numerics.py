@@ -197,7 +197,9 @@ def round_half_up(value: float) -> int:
 
 def round_away(value: Tensor) -> Tensor:
     """The nearest integers, halves away from zero, in the dtype of `value`."""
-    return torch.copysign(torch.floor(value.abs() + 0.5), value)
+    magnitude = value.abs()
+    below = torch.floor(magnitude)
+    return torch.copysign(below + (magnitude - below >= 0.5).to(value.dtype), value)  # both differences are exact
 
 
 def clamp_bound(value: float | None, scale: float, default: int, limits: IntType | Grid) -> int:

@@ -213,8 +213,8 @@ class GraphLowering(Lowering):
             self.between = _described(to.grid)
         return result
 
-    def holds(self, value: fx.Node, quantizer: Quantizer) -> fx.Node:
-        set_qparams(value, _described(quantizer.grid))
+    def holds(self, value: fx.Node, grid: Grid) -> fx.Node:
+        set_qparams(value, _described(grid))
         return value
 
     def operation(self, name: str, arguments: dict[str, Any]) -> Operation:

@@ -91,7 +91,7 @@ def _requantizations(draw: Draw) -> Calls:
             yield "requantize_real", acc, scale, low, high, out
             yield "requantize_real", acc, scale, -9, 246, U8, 9
             parameters = _fixed(scale, out, dtype == I64)
-            for rounding in ("half_up", "floor", "half_step") if out == I8 else ("half_up",):
+            for rounding in ("half_up", "floor", "half_step", "nearest_half_step") if out == I8 else ("half_up",):
                 yield "requantize_fixed", acc, *parameters, bits, rounding, low, high, out
     yield "accumulator_output", draw.whole(5, dtype=I32, low=-(2**31), high=2**31 - 1)
     limits = draw.whole(3, 1, dtype=I32, low=-900, high=-2), draw.whole(3, 1, dtype=I32, low=0, high=900)
@@ -137,8 +137,13 @@ def _sums(draw: Draw) -> Calls:
     yield "resize_linear", draw.whole(2, 3, 4), rows, columns, 8, False
     yield "resize_linear", draw.whole(2, 3, 4, dtype=I16), rows, None, 8, True
     yield "resize_linear", draw.whole(2, 3, 4), None, columns, 8, False
+    yield "resize_linear", draw.whole(2, 3, 4), None, columns, 8, False, False
+    yield "resize_linear", draw.whole(2, 3, 4, dtype=I16), rows, None, 8, True, False
     acc = draw.whole(2, 3, 4, dtype=I32, low=-90000, high=90000)
     yield "add_residual", acc, draw.whole(2, 3, 4), draw.whole(3, 1, dtype=I32, low=256, high=999)
+    shifted = draw.whole(3, 1, dtype=I32, low=2**14, high=2**15 - 1), draw.whole(3, 1, dtype=I32, low=0, high=31)
+    yield "add_residual_shifted", acc, draw.whole(2, 3, 4), *shifted
+    yield "add_residual_shifted", acc.to(I64) * 2**20, draw.whole(2, 1, 4, dtype=I16), *shifted
     yield "add_residual", acc.to(I64) * 2**20, draw.whole(2, 1, 4, dtype=I16), draw.whole(dtype=I32, low=256, high=99999)
 
 

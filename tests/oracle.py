@@ -48,6 +48,11 @@ def exponent_of(value: Fraction) -> int:
     return e
 
 
+def half_away(value: Fraction) -> int:
+    """The nearest integer, the one farther from 0 of two that are equally near."""
+    return half_up(value) if value >= 0 else -half_up(-value)
+
+
 def float32(value: Fraction | int | float) -> Fraction:
     """The IEEE binary32 number nearest to the value, ties to even; its magnitude must be below 2^127."""
     value = Fraction(value)
@@ -120,6 +125,28 @@ def raised_scale(scale: Fraction, bias: float, input_scale: float, limit: int = 
     return max(scale, float32(abs(bias) / (input_scale * float(limit - limit // 2**22))))
 
 
+def measured_bias(bias: float, step: Fraction) -> int:
+    """The bias in steps of the sum, a float64 quotient, halves away from zero."""
+    return half_away(Fraction(bias / float(step)))
+
+
+def lifted_bias(bias: int, step: Fraction, output_scale: Fraction, bias_bits: int = 32) -> int:
+    """The bias with half a step of the output in it, below 2^30; where it has few bits, its last ones are 0, rounded towards zero."""
+    whole = limited(bias + half_away(Fraction(float(output_scale) / (2 * float(step)))), 1 - 2**30, 2**30 - 1)
+    if bias_bits == 32:
+        return whole
+    shift = 0
+    while not -(2 ** (bias_bits - 1)) <= whole >> shift < 2 ** (bias_bits - 1):
+        shift += 1
+    return int(math.copysign(abs(whole) >> shift << shift, whole))
+
+
+def residual_term(residual: int, residual_scale: Fraction, step: Fraction) -> int:
+    """⌊r · E / 2^n⌋, of a multiplier of 15 bits; n may be negative."""
+    multiplier, n = measured_mantissa(residual_scale / step, 31)
+    return math.floor(residual * multiplier / Fraction(2) ** n)
+
+
 def residual_multiplier(residual_scale: Fraction, input_scale: Fraction, weight_scale: Fraction) -> int:
     """round_half_even(s_r / (s_x · s_w)), exactly."""
     return half_even(residual_scale / (input_scale * weight_scale))
@@ -173,10 +200,35 @@ def fixed_parameters(ratio: Fraction, widths: Widths, high: int, accumulator_bit
 def requantize_fixed(accumulator: int, a: int, multiplier: int, b: int, intermediate_bits: int, rounding: str, low: int, high: int) -> int:
     """One accumulator by *fixed*."""
     limit = 2 ** (intermediate_bits - 1)
-    half = min(2 ** (a + b - 1) // multiplier, 2**31) if rounding == "half_step" and multiplier else 0
+    half = 0
+    if rounding in ("half_step", "nearest_half_step") and multiplier:
+        step = Fraction(2 ** (a + b - 1), multiplier)
+        half = min(math.floor(step) if rounding == "half_step" else half_up(step), 2**31)
     t = limited(math.floor(Fraction(accumulator + half, 2**a)), -limit, limit - 1)
     value = Fraction(t * multiplier, 2**b)
     return limited(half_up(value) if rounding == "half_up" else math.floor(value), low, high)
+
+
+@functools.cache
+def measured_mantissa(ratio: Fraction, largest_exponent: int | None = None) -> tuple[int, int]:
+    """(M, k) with ratio ≈ M · 2^-k and M of 15 bits, at most 2^15 - 1: rounding never changes k."""
+    k = 14 - exponent_of(ratio)
+    k = k if largest_exponent is None else min(k, largest_exponent)
+    return min(half_even(ratio * Fraction(2) ** k), 2**15 - 1), k
+
+
+@functools.cache
+def measured_parameters(ratio: Fraction, bits: int, accumulator_bits: int = 32, layer: bool = False) -> tuple[int, int, int]:
+    """(a, M, b) of the measured targets, for an output of 8 or 16 bits: b is the largest there is, and a what is left of k."""
+    if accumulator_bits <= 16:
+        multiplier, b = measured_mantissa(ratio, 31)
+        return (0, 2**15 - 1, 1) if b < 1 else (0, multiplier, b)
+    largest = 14 if bits == 16 else 22
+    multiplier, k = measured_mantissa(ratio, largest + max(31 if bits == 16 else 15, accumulator_bits - 17))
+    if bits == 8 and layer and ratio * Fraction(2) ** (k - 23) * (2**15 - 1) >= 127:
+        largest = 23
+    b = min(k, largest)
+    return (k - b, 2**15 - 1, 1) if b < 1 else (k - b, multiplier, b)
 
 
 def real_multiplier(ratio: Fraction) -> Fraction:
@@ -202,16 +254,10 @@ def align_real(q: int, multiplier: Fraction) -> int:
     return half_even(float32(float32(q) * multiplier))
 
 
-def add(q: int, r: int, scale: Fraction, other: Fraction, output: Fraction, arithmetic: str, low: int, high: int) -> int:
+def add(q: int, r: int, scale: Fraction, other: Fraction, output: Fraction, rules: Rules, low: int, high: int) -> int:
     """q · scale + r · other on the scale `output`, int8."""
     to = Grid(output, low, high, 8)
-    return added(q, r, replace(to, scale=scale), replace(to, scale=other), to, Rules(arithmetic))
-
-
-def add_number(q: int, scale: Fraction, number: Fraction, output: Fraction, arithmetic: str, low: int, high: int) -> int:
-    """q · scale + number on the scale `output`, of the type of q (section 16)."""
-    to = Grid(output, low, high, 16 if high > 127 else 8)
-    return added_constant(q, number, number, replace(to, scale=scale), to, Rules(arithmetic))
+    return added(q, r, replace(to, scale=scale), replace(to, scale=other), to, rules)
 
 
 def clamp_bound(value: float | None, scale: float, default: int, low: int, high: int) -> int:
@@ -235,6 +281,23 @@ def table(function: Callable[[float], float], input_scale: float, output_scale: 
             entries.append(high if value > 0 else low)
         else:
             entries.append(limited(math.floor(value + 0.5), low, high))
+    return entries
+
+
+def measured_table(function: Callable[[float], float], input_scale: Fraction, to: Grid, inputs: range) -> list[int]:
+    """The table of a unary function by float32 numbers: of its operand, its value, and the quotient by the output's scale."""
+    entries = []
+    for q in inputs:
+        try:
+            value = function(float(float32(q * input_scale)))
+        except OverflowError:
+            value = math.inf
+        if math.isnan(value):
+            entries.append(0)
+        elif abs(value) >= 2.0**126:
+            entries.append(to.high if value > 0 else to.low)
+        else:
+            entries.append(limited(half_away(float32(float32(value) / to.scale)), to.low, to.high))
     return entries
 
 
@@ -401,6 +464,24 @@ class Rules:
     per_channel: bool = True
     weight_bits: int = 8
     in_output_steps: bool = False  # whether 8-bit tensors are added as section 21 says, residuals among them
+    measured: bool = False  # as the vendor's compiler computes: bernoulli2, bayes, bayes-e
+    by_layers: bool = False  # bernoulli2: sums of 6 bits that round down, changes of scale and means as layers, biases of 16 bits
+
+    @property
+    def bias_bits(self) -> int:
+        return 16 if self.by_layers else 32
+
+    def product_step(self, scale: Fraction, other: Fraction) -> Fraction:
+        """The step of a product of integers on two scales."""
+        return float32(scale * other) if self.measured else scale * other
+
+    def last_rounding(self, kind: str) -> str:
+        """That of an accumulator which is a "layer" with weights, a "sum", a "product", or another "value"."""
+        if not self.measured:
+            return self.rounding
+        if kind == "layer" or (self.by_layers and kind == "sum"):
+            return "floor"
+        return "nearest_half_step" if self.by_layers and kind == "product" else "half_up"
 
     @property
     def largest_weight(self) -> int:
@@ -418,21 +499,49 @@ def limits(to: Grid, clamp: Clamp | None) -> tuple[int, int]:
     return low, high
 
 
-def requantized(accumulator: int, step: Fraction, to: Grid, rules: Rules, clamp: Clamp | None = None, accumulator_bits: int = 32) -> int:
+def requantized(
+    accumulator: int, step: Fraction, to: Grid, rules: Rules, clamp: Clamp | None = None, accumulator_bits: int = 32, kind: str = "value"
+) -> int:
     """An accumulator with this step on a grid."""
     low, high = limits(to, clamp)
     if rules.arithmetic == "real":
         return requantize_real(accumulator, real_multiplier(step / to.scale), low, high)
+    rounding = rules.last_rounding(kind)
+    if rules.measured and to.bits >= 8:
+        measured = measured_parameters(step / to.scale, to.bits, accumulator_bits, kind == "layer")
+        return requantize_fixed(accumulator, *measured, 16, rounding, low, high)
     widths = INT16_WIDTHS if to.wide else INT8_WIDTHS
-    parameters = fixed_parameters(step / to.scale, widths, 2 ** (to.bits - 1) - 1, accumulator_bits)
-    return requantize_fixed(accumulator, *parameters, widths.intermediate_bits, rules.rounding, low, high)
+    parameters = fixed_parameters(step / to.scale, widths, 2 ** (to.bits - 1) - 1, max(accumulator_bits, 32))
+    return requantize_fixed(accumulator, *parameters, widths.intermediate_bits, rounding, low, high)
 
 
 def aligned(q: int, ratio: Fraction, on: Grid, rules: Rules) -> int:
     """q on a scale that is `ratio` times finer."""
     if rules.arithmetic == "real":
         return align_real(q, real_multiplier(ratio))
-    return align_fixed(q, *mantissa(ratio, 21 if on.wide else 15, 31))
+    return align_fixed(q, *mantissa(ratio, 21 if on.wide and not rules.measured else 15, 31))
+
+
+def uniform(terms: Sequence[int], value: Fraction, bias: Fraction, x: Grid, to: Grid, rules: Rules, clamp: Clamp | None = None) -> int:
+    """value · Σ terms + bias as a layer with one weight, ±127 on the number's own scale."""
+    scale = max(float32(float32(abs(value)) / 127), SMALLEST_SCALE)
+    step = rules.product_step(x.scale, scale)
+    lifted = lifted_bias(measured_bias(float(float32(bias)), step), step, to.scale, rules.bias_bits)
+    return requantized((127 if value > 0 else -127) * sum(terms) + lifted, step, to, rules, clamp, kind="layer")
+
+
+def averaged(terms: Sequence[int], count: int, x: Grid, to: Grid, rules: Rules, window: bool = False) -> int:
+    """The mean of these integers; `window` if it is that of a pool whose windows count alike."""
+    if rules.measured and not x.wide and (window or rules.by_layers):
+        return uniform(terms, Fraction(1 / count), Fraction(0), x, to, rules)
+    return requantized(sum(terms), x.scale / count, to, rules)
+
+
+def times_number(q: int, number: Fraction, x: Grid, to: Grid, rules: Rules) -> int:
+    """number · q."""
+    if rules.measured:
+        return uniform([q], number, Fraction(0), x, to, rules)
+    return requantized(q if number > 0 else -q, x.scale * abs(number), to, rules)
 
 
 def added(q: int, r: int, x: Grid, y: Grid, to: Grid, rules: Rules, alpha: Fraction = Fraction(1), clamp: Clamp | None = None) -> int:
@@ -440,9 +549,30 @@ def added(q: int, r: int, x: Grid, y: Grid, to: Grid, rules: Rules, alpha: Fract
     steps = x.scale, y.scale * abs(alpha)
     if rules.in_output_steps and max(x.bits, y.bits, to.bits) <= 8:
         return added_in_output_steps(q, r if alpha > 0 else -r, [step / to.scale for step in steps], *limits(to, clamp))
+    if rules.measured:
+        return shifted_sum(((q, steps[0], x.wide), (r if alpha > 0 else -r, steps[1], y.wide)), to, rules, clamp)
     unit = max(steps) / 2**14
     one, other = (aligned(value, step / unit, on, rules) for value, step, on in zip((q, r), steps, (x, y), strict=True))
     return requantized(one + other if alpha > 0 else one - other, unit, to, rules, clamp)
+
+
+def shifted_sum(terms: Sequence[tuple[int, Fraction, bool]], to: Grid, rules: Rules, clamp: Clamp | None) -> int:
+    """x · 2^n + e · E, x the term of the larger step; terms are (integer, step, whether it has 16 bits)."""
+    (x, larger, wide), (e, smaller, _) = sorted(terms, key=lambda term: -term[1])
+    ratio = smaller / larger
+    n = 6 if rules.by_layers else measured_mantissa(ratio, 15 if wide else 23)[1]
+    return requantized(x * 2**n + e * half_even(ratio * 2**n), larger / 2**n, to, rules, clamp, kind="sum")
+
+
+def added_number(q: int, number: Fraction, x: Grid, to: Grid, rules: Rules, factor: Fraction = Fraction(1)) -> int:
+    """factor · q + number."""
+    if not rules.measured:
+        return added_constant(q, number, number, x, to, rules, factor)
+    if rules.by_layers:
+        return uniform([q], factor, number, x, to, rules)
+    signed = (1 if factor > 0 else -1) * q, (1 if number > 0 else -1) * 127
+    steps = x.scale * abs(factor), float32(float32(abs(number)) / 127)
+    return shifted_sum(((signed[0], steps[0], x.wide), (signed[1], steps[1], False)), to, rules, None)
 
 
 def added_in_output_steps(q: int, r: int, ratios: list[Fraction], low: int, high: int) -> int:
@@ -469,6 +599,8 @@ def added_constant(
 
 def prelu(q: int, slope: Fraction, steepest: Fraction, x: Grid, to: Grid, rules: Rules) -> int:
     """max(q, 0) + slope · min(q, 0); `steepest` is the largest magnitude of all slopes."""
+    if rules.measured and not x.wide and steepest <= 1:
+        return prelu_by_sign(q, slope, steepest, x, to, rules)
     reach = x.magnitude * max(Fraction(1), steepest)
 
     def largest(limit: int) -> int:
@@ -481,9 +613,21 @@ def prelu(q: int, slope: Fraction, steepest: Fraction, x: Grid, to: Grid, rules:
     return requantized(2**n * max(q, 0) + half_even(slope * 2**n) * min(q, 0), x.scale / 2**n, to, rules)
 
 
+def prelu_by_sign(q: int, slope: Fraction, steepest: Fraction, x: Grid, to: Grid, rules: Rules) -> int:
+    """q, or q · A on the operand's grid where it is negative, brought to the output's."""
+    largest = max(float32(steepest), SMALLEST_SCALE)
+    multiplier = half_even(Fraction(float(slope) * 32767 / float(largest)))
+    chosen = q if q >= 0 else requantized(q * multiplier, x.scale * largest / 32767, x, rules)
+    return requantized(chosen, x.scale, to, rules, accumulator_bits=x.bits)
+
+
 def rescaled(q: int, x: Grid, to: Grid, rules: Rules) -> int:
     """The same number on another grid; on the same one the same integer."""
-    return q if x == to else requantized(q, x.scale, to, rules)
+    if x == to:
+        return q
+    if rules.by_layers:
+        return uniform([q], Fraction(1), Fraction(0), x, to, rules)
+    return requantized(q, x.scale, to, rules, accumulator_bits=x.bits)
 
 
 def resized_nearest(input: Nested, sizes: Sequence[int]) -> Nested:
@@ -510,8 +654,39 @@ def resize_row(position: int, old: int, new: int, align_corners: bool, bits: int
     return [(first, 2**bits - second), (first + 1, second)]
 
 
+def stepped_row(position: int, old: int, new: int, align_corners: bool, bits: int) -> list[tuple[int, int]]:
+    """(element, weight in steps of 2^-8) between which an output lies, by places in steps of 2^-bits, rounded down."""
+    if align_corners:
+        place = position * math.floor(Fraction((old - 1) * 2**bits, max(new - 1, 1)))
+    else:
+        step = math.floor(Fraction(old * 2**bits, new))
+        place = position * step + math.floor(Fraction(step - 2**bits, 2))
+    place = limited(place, 0, (old - 1) * 2**bits)
+    first, fraction = divmod(place, 2**bits)
+    second = math.floor(Fraction(fraction, 2 ** (bits - 8)))
+    return [(first, 256 - second), (min(first + 1, old - 1), second)]
+
+
+def resized_by_steps(input: Nested, sizes: Sequence[int], align_corners: bool, rules: Rules) -> Nested:
+    """Two taps along each dimension of an image, rounded once; or down along the columns, and down again along the rows."""
+    batch, channels, *spatial = shape_of(input)
+
+    def element(index: tuple[int, ...]) -> int:
+        down, across = (
+            stepped_row(i, old, new, align_corners, rules.resize_bits) for i, old, new in zip(index[2:], spatial, sizes, strict=True)
+        )
+        sums = [(weight, sum(w * at(input, (*index[:2], row, column)) for column, w in across)) for row, weight in down]
+        if rules.by_layers:
+            return math.floor(Fraction(sum(weight * math.floor(Fraction(total, 256)) for weight, total in sums), 256))
+        return half_up(Fraction(sum(weight * total for weight, total in sums), 2**16))
+
+    return nested((batch, channels, *sizes), element)
+
+
 def resized_linear(input: Nested, sizes: Sequence[int], align_corners: bool, rules: Rules) -> Nested:
     """Fixed-point weights along every dimension behind the channels, and one rounding."""
+    if rules.measured:
+        return resized_by_steps(input, sizes, align_corners, rules)
     batch, channels, *spatial = shape_of(input)
     bits = rules.resize_bits
 
@@ -619,7 +794,11 @@ def layer(weight: Nested, bias: list[float], x: Grid, rules: Rules) -> Layer:
         nested(shape_of(channel), lambda index, channel=channel, s=s: weight_integer(Fraction(at(channel, index)), s))  # type: ignore[misc]
         for channel, s in zip(weight, scales, strict=True)
     ]
-    return Layer(integers, [bias_integer(b, float(x.scale), float(s)) for b, s in zip(bias, scales, strict=True)], scales)
+    if rules.measured:
+        biases = [measured_bias(b, rules.product_step(x.scale, s)) for b, s in zip(bias, scales, strict=True)]
+    else:
+        biases = [bias_integer(b, float(x.scale), float(s)) for b, s in zip(bias, scales, strict=True)]
+    return Layer(integers, biases, scales)
 
 
 def finished(
@@ -628,23 +807,32 @@ def finished(
 ) -> Nested:  # fmt: skip
     """The sums of a layer, whose channels are that dimension, requantized, with a residual in the accumulator or behind it."""
     bits = 48 if rules.weight_bits == 16 else 32
-    multipliers = [0] * len(made.scales)
-    fused = False
-    if residual is not None:
-        multipliers = [residual_multiplier(residual[1].scale, x.scale, s) for s in made.scales]
-        fused = not (rules.in_output_steps and to.bits <= 8)
-        fused = fused and min(multipliers) >= (16 if residual[1].bits == 4 else 256)  # B is far below A for layers of a few elements
+    steps = [rules.product_step(x.scale, scale) for scale in made.scales]
     inner = replace(to, low=-128, high=127, bits=8) if to.bits == 4 else to
+    multipliers = [0] * len(steps)
+    fused, shifted = False, rules.measured and not rules.by_layers
+    if residual is not None:  # B is far below A for layers of a few elements
+        multipliers = [half_even(residual[1].scale / step) for step in steps]
+        if shifted:
+            fused = max(x.bits, residual[1].bits, to.bits) <= 8
+        else:
+            fused = not (rules.in_output_steps and to.bits <= 8) and min(multipliers) >= (16 if residual[1].bits == 4 else 256)
+
+    def lift(channel: int, on: Grid) -> int:
+        """What the bias becomes larger by for an output on a grid."""
+        own = made.bias[channel]
+        return lifted_bias(own, steps[channel], on.scale, rules.bias_bits) - own if rules.measured else 0
 
     def element(index: tuple[int, ...]) -> int:
         total, channel = at(sums, index), index[channels]
-        step = x.scale * made.scales[channel]
-        if residual is None:
-            return requantized(total, step, to, rules, clamp, bits)
-        r = at(residual[0], index)
-        if fused:
-            return requantized(total + r * multipliers[channel], step, to, rules, clamp, bits)
-        return added(requantized(total, step, inner, rules, None, bits), r, inner, residual[1], to, rules, clamp=clamp)
+        step = steps[channel]
+        if residual is not None and not fused:
+            between = requantized(total + lift(channel, inner), step, inner, rules, None, bits, "layer")
+            return added(between, at(residual[0], index), inner, residual[1], to, rules, clamp=clamp)
+        if residual is not None:
+            r = at(residual[0], index)
+            total += residual_term(r, residual[1].scale, step) if shifted else r * multipliers[channel]
+        return requantized(total + lift(channel, to), step, to, rules, clamp, bits, "layer")
 
     return nested(shape_of(sums), element)
 

@@ -123,7 +123,7 @@ integers = st.lists(st.integers(0, 255), min_size=12, max_size=12)
 def test_sums_and_products(one: list[int], two: list[int], left: Any, right: Any, output: Any) -> None:
     (x, xs), (y, ys) = quantized(one, left), quantized(two, right)
     low, high = -output[1], 255 - output[1]
-    added = [oracle.add(a, b, left[0], right[0], output[0], "real", low, high) for a, b in zip(xs, ys, strict=True)]
+    added = [oracle.add(a, b, left[0], right[0], output[0], oracle.Rules("real"), low, high) for a, b in zip(xs, ys, strict=True)]
     assert lower("add", output, x, y) == added
     factor = oracle.real_multiplier(left[0] * right[0] / output[0])
     product = [oracle.requantize_real(a * b, factor, low, high) for a, b in zip(xs, ys, strict=True)]

@@ -300,6 +300,57 @@ def test_a_requantization_is_compared_on_both_sides_of_every_step(monkeypatch: p
         layer.prove_requantization(site, off_by_one)
 
 
+def test_a_requantization_with_a_first_shift_is_compared_where_the_shift_moves_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong from a step to the next multiple of the shift's power: nothing within two sums of the quotient shows it."""
+    model, sites = nn.Conv2d(4, 4, 1), []
+    with torch.no_grad():
+        model.weight.mul_(torch.rand_like(model.weight) + 0.5)
+    integer, _ = both(model, "bayes-e", ordinary(2, 4, 9, 9))
+    honest = in_c.Convolution.build
+    monkeypatch.setattr(in_c.Convolution, "build", lambda self, site: (sites.append(site), honest(self, site))[1])
+    integer(images(1, 4, 9, 9)), integer(images(1, 4, 9, 9))
+    if not sites:
+        pytest.skip("no kernel in C here")
+    site = sites[0]
+    layer, built = Layer.of(site), honest(in_c.Convolution(), site)
+    shift = int(site.constant(site.match.root.args[1]).max())
+    assert shift > 1
+    for late in (1, 2**shift - 1):
+
+        def wrong(sums: Tensor, late: int = late) -> Tensor:
+            found = built.requantized(sums).to(torch.int64)  # type: ignore[attr-defined]
+            later = built.requantized(sums - late).to(torch.int64)  # type: ignore[attr-defined]
+            return torch.where(found == 130, later, found)  # a result that begins that many sums too late
+
+        with pytest.raises(Refused, match="requantization differs"):
+            layer.prove_requantization(site, wrong)
+    layer.prove_requantization(site, built.requantized)  # type: ignore[attr-defined]
+
+
+def test_the_compared_sums_stand_on_both_sides_of_every_step_behind_a_first_shift(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By all sums there are: wherever the result changes, the sums before and behind it are among them."""
+    model, sites = nn.Conv2d(4, 4, 1), []
+    integer, _ = both(model, "bayes-e", ordinary(2, 4, 9, 9))
+    honest = in_c.Convolution.build
+    monkeypatch.setattr(in_c.Convolution, "build", lambda self, site: (sites.append(site), honest(self, site))[1])
+    integer(images(1, 4, 9, 9)), integer(images(1, 4, 9, 9))
+    if not sites:
+        pytest.skip("no kernel in C here")
+    site = sites[0]
+    layer, root = Layer.of(site), site.match.root
+    constants = [site.constant(node) if isinstance(node, fx.Node) else node for node in root.args[1:]]
+    largest = int(layer.largest)
+    sums = torch.arange(-largest, largest + 1, dtype=torch.int32)[:, None].expand(-1, 4)
+    results = root.target(sums[..., None, None], *constants)[..., 0, 0]
+    compared = layer._steps(site)
+    for channel in range(4):
+        changes = torch.nonzero(results[1:, channel] != results[:-1, channel]).flatten()
+        assert len(changes) > 100
+        below = sums[changes, channel]
+        assert bool(torch.isin(below, compared[:, channel]).all())
+        assert bool(torch.isin(below + 1, compared[:, channel]).all())
+
+
 def test_explain_tells_of_the_machine_when_asked() -> None:
     integer, reference = both(Everything(), "nash-e", ordinary(2, 3, 18, 22))
     assert "runs the kernel" not in fxq.explain(integer)

@@ -72,6 +72,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.gradient": {"rounding"},
     "fxquant.ops": BASE
     | {"functional", "batch_norm", "graph", "lowering", "ops", "primitives", "sweeps", "weights", "facts", "arithmetic"},
+    "fxquant.ops.weighted": BASE | {"batch_norm", "graph", "lowering", "ops", "primitives", "quantizer", "sweeps", "weights", "facts"},
     "fxquant.quantization.factors": {"numerics", "remembered"},
     "fxquant.quantization.prepared": BASE
     | {"arithmetic", "eager", "factors", "functional", "lowering", "ops", "primitives", "quantizer", "state", "sweeps", "weights"},
@@ -285,6 +286,7 @@ CONFINED: dict[str, set[str]] = {
             "files",
             "float_export",
             "float_file",
+            "horizon",
             "kernels",
             "layouts",
             "metadata",

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fxquant import numerics, rescaling
-from fxquant.backends.bpu import FIXED
+from fxquant.arithmetic import _without_last_bits
+from fxquant.backends import bpu
+from fxquant.backends.bpu import MEASURED, WIDTHS
 from fxquant.numerics import INT4, INT8, INT16, WEIGHT_INT4, WEIGHT_INT8, WEIGHT_INT16, Grid, IntType, round_up_to_power_of_two
 from fxquant.ops.pool import _windows, window_divisor
 from fxquant.rescaling import Ratio
@@ -219,10 +221,42 @@ def test_ratio_broadcasts() -> None:
 def test_fixed_parameters(name: str, dtype: IntType, widths: oracle.Widths, rows: list[Row], exponent: int, bits: int) -> None:
     rows = [(x, w * Fraction(2) ** exponent, y) for x, w, y in rows]
     ratio, exact = ratio_of(rows)
-    fixed = rescaling.fixed_requantization(ratio, FIXED.widths[name], dtype, bits)
+    fixed = rescaling.fixed_requantization(ratio, WIDTHS[name], dtype, bits)
     assert fixed.shift.dtype == fixed.multiplier.dtype == fixed.right_shift.dtype == torch.int32
     columns = (fixed.shift.tolist(), fixed.multiplier.tolist(), fixed.right_shift.tolist())
     assert list(zip(*columns, strict=True)) == [oracle.fixed_parameters(value, widths, dtype.high, bits) for value in exact]
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("int8", INT8), ("int16", INT16)])
+@pytest.mark.parametrize("layer", [False, True])
+@EXACT
+@given(rows=st.lists(triples, min_size=1, max_size=12), exponent=st.integers(-45, 25), bits=st.sampled_from([8, 16, 32, 48]))
+def test_measured_parameters(name: str, dtype: IntType, layer: bool, rows: list[Row], exponent: int, bits: int) -> None:
+    """Of many channels, and of a single one, which is computed with Python's numbers."""
+    rows = [(x, w * Fraction(2) ** exponent, y) for x, w, y in rows]
+    for chosen in (rows, rows[:1]):
+        ratio, exact = ratio_of(chosen)
+        scalars = [Ratio(tuple(f[0] for f in ratio.numerators), (ratio.denominators[0][0],))] if len(chosen) == 1 else []
+        for known in (ratio, *scalars):
+            made = MEASURED[name].constants(known, dtype, bits, layer)
+            columns = (made.shift.flatten().tolist(), made.multiplier.flatten().tolist(), made.right_shift.flatten().tolist())
+            expected = [oracle.measured_parameters(value, dtype.bits, bits, layer) for value in exact]
+            assert list(zip(*columns, strict=True)) == expected
+
+
+def test_measured_shifts_at_every_multiplier() -> None:
+    """A layer's last shift is 23 from the multiplier 32513 on, every other one is 22; no multiplier is rounded up to 2^15."""
+    mantissas = torch.arange(2**14, 2**15, dtype=torch.float32)
+    for layer, large in ((True, mantissas >= 32513), (False, torch.zeros(2**14, dtype=torch.bool))):
+        for k in (1, 13, 22, 23, 24, 37, 40):
+            made = MEASURED["int8"].constants(Ratio((mantissas, float32(Fraction(1, 2**k)))), INT8, 32, layer)
+            exponent = min(k, 37)  # with a first shift of 15
+            last = torch.where(large & (k == exponent), 23, 22).clamp_max(exponent).int()
+            assert torch.equal(made.right_shift, last)
+            assert torch.equal(made.shift, exponent - last)
+            assert torch.equal(made.multiplier, torch.round(mantissas * 2.0 ** (exponent - k)).clamp_max(2**15 - 1).int())
+    above = Ratio((torch.tensor([2**16 - 1.0, 2**16 - 2.0]),))  # half a step below 2^15, and a whole one
+    assert MEASURED["int8"].constants(above, INT8, 32, False).multiplier.tolist() == [2**15 - 1, 2**15 - 1]
 
 
 @EXACT
@@ -242,7 +276,7 @@ def test_first_shift_at_every_multiplier() -> None:
     """a changes between M = 32640 and 32641; every M of 15 bits, at several exponents, and with the carry."""
     mantissas = torch.arange(2**14, 2**15, dtype=torch.float32)
     for k in (1, 13, 22, 23, 24, 25, 40, 53, 54, 55, 62, 63):
-        fixed = rescaling.fixed_requantization(Ratio((mantissas, float32(Fraction(1, 2**k)))), FIXED.widths["int8"], INT8)
+        fixed = rescaling.fixed_requantization(Ratio((mantissas, float32(Fraction(1, 2**k)))), WIDTHS["int8"], INT8)
         least = [-(-255 * 2**k // (2 * 32767 * m)) for m in mantissas.int().tolist()]  # 2^a is at least this
         shift = torch.tensor([min((n - 1).bit_length(), 31) for n in least], dtype=torch.int32)
         assert torch.equal(fixed.shift, shift)
@@ -326,6 +360,32 @@ def test_bias_integers_next_to_ties(rows: list[tuple[int, Fraction]], input_scal
     assert integers.tolist() == [oracle.bias_integer(b, float(input_scale), float(s)) for b, (_, s) in zip(bias, rows, strict=True)]
 
 
+@EXACT
+@given(
+    st.lists(st.tuples(st.integers(-(2**23), 2**23), st.sampled_from([0, 1, -1, 2]), any_mantissa), min_size=1, max_size=12), any_mantissa
+)
+def test_measured_biases_with_half_a_step(rows: list[tuple[int, int, Fraction]], output: Fraction) -> None:
+    """At ties and beside them; with all bits, and with 16 of them."""
+    steps = [oracle.float32(step * Fraction(1, 64)) for *_, step in rows]
+    bias = [float(oracle.float32((n + Fraction(half, 2)) * step)) for (n, half, _), step in zip(rows, steps, strict=True)]
+    for arithmetic, bits in ((bpu.FIXED, 32), (bpu.FIXED_8, 16)):
+        own = arithmetic.bias(torch.tensor(bias), stack(steps), torch.ones(()))
+        assert own.tolist() == [oracle.measured_bias(b, step) for b, step in zip(bias, steps, strict=True)]
+        whole = arithmetic.layer_bias(own, stack(steps), float32(output))
+        expected = [oracle.lifted_bias(int(b), step, output, bits) for b, step in zip(own.tolist(), steps, strict=True)]
+        assert whole.tolist() == expected
+
+
+def test_biases_of_16_bits_lose_their_last_ones_towards_zero() -> None:
+    whole = [0, 1, -1, 32767, 32768, 32769, -32768, -32769, -32770, 65535, 65536, 65537, -65536, -65537, 2**30 - 1, 1 - 2**30]
+    expected = [0, 1, -1, 32767, 32768, 32768, -32768, -32768, -32770, 65534, 65536, 65536, -65536, -65536, 32767 * 2**15, -32767 * 2**15]
+    found = _without_last_bits(torch.tensor(whole, dtype=torch.float64), 16).tolist()
+    assert found == expected
+    for value, kept in zip(whole, found, strict=True):
+        shift = next(n for n in range(32) if -32768 <= value >> n <= 32767)
+        assert (abs(kept) <= abs(value), kept % 2**shift, abs(value - kept) < 2**shift) == (True, 0, True)
+
+
 def test_bias_ties_go_to_even() -> None:
     bias = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 4194304.5])
     assert numerics.bias_integers(bias * 0.25, torch.tensor(0.5), torch.full((7,), 0.5)).tolist() == [0, 2, 2, 0, -2, -2, 4194304]
@@ -350,6 +410,24 @@ def test_table(function: Callable[[float], float], input_scale: Fraction, output
     result = numerics.table(function, *(Grid(INT8, torch.tensor(scale)) for scale in scales))
     assert result.dtype == torch.int8
     assert result.tolist() == oracle.table(function, *scales, range(-128, 128), -128, 127)
+
+
+@pytest.mark.parametrize("function", [_sigmoid, math.exp, math.tanh, float, _broken])
+@SLOW
+@given(input_scale=scales, output_scale=scales)
+def test_table_in_float32(function: Callable[[float], float], input_scale: Fraction, output_scale: Fraction) -> None:
+    from_, to = (Grid(INT8, float32(scale)) for scale in (input_scale, output_scale))
+    result = numerics.table(function, from_, to, in_float32=True)
+    assert result.dtype == torch.int8
+    expected = oracle.measured_table(function, input_scale, oracle.Grid(output_scale, -128, 127, 8), range(-128, 128))
+    assert result.tolist() == expected
+
+
+def test_table_in_float32_rounds_halves_away_from_zero() -> None:
+    assert numerics.table(lambda x: x / 2, Grid(INT4, ONE), Grid(INT8, ONE), in_float32=True).tolist() == [
+        *(-4, -4, -3, -3, -2, -2, -1, -1),
+        *(0, 1, 1, 2, 2, 3, 3, 4),
+    ]
 
 
 def test_table_rounds_half_up_and_saturates() -> None:

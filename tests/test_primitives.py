@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fxquant.arithmetic import Arithmetic
-from fxquant.backends.bpu import FIXED, REAL
+from fxquant.backends.bpu import FIXED, FIXED_8, MEASURED, REAL, WIDTHS
 from fxquant.eager import EagerLowering
 from fxquant.errors import AccumulatorOverflow
 from fxquant.lowering import Quantized
@@ -23,6 +24,7 @@ from fxquant.numerics import INT8, INT16, WEIGHT_INT8, Grid, IntType, table
 from fxquant.ops.join import _lower_cat
 from fxquant.ops.linear import PRODUCT
 from fxquant.ops.pool import _lower_avg_pool2d
+from fxquant.ops.resize import _lower_linear, _stepped_neighbours
 from fxquant.ops.sums import lower_add
 from fxquant.ops.weighted import lower_weighted
 from fxquant.primitives import PRIMITIVES, accumulate, boundary, cubic, elementwise, pool, product, requantize, resize, shape, transposed
@@ -224,7 +226,7 @@ def fixed_at_ties(draw: Any) -> tuple[int, int, int, int]:
     return t * 2**a + dropped, a, multiplier, b
 
 
-ROUNDINGS = ("half_up", "floor", "half_step")
+ROUNDINGS = ("half_up", "floor", "half_step", "nearest_half_step")
 
 
 def check_fixed(rows: list[tuple[int, int, int, int]], bits: int, rounding: str, low: int, high: int, storage: torch.dtype) -> None:
@@ -290,7 +292,7 @@ def test_requantization_of_a_ratio(rows: list[tuple[Fraction, Fraction, int]], o
     input = rows[0][0]
     ratio = Ratio((float32(input), weights), (float32(output),))
     exact = [input * w / output for _, w, _ in rows]
-    widths = FIXED.widths[dtype.name]
+    widths = WIDTHS[dtype.name]
     fixed = fixed_requantization(ratio, widths, dtype)
     bits = oracle.INT8_WIDTHS if dtype is INT8 else oracle.INT16_WIDTHS
     tail = widths.intermediate_bits, "half_up", dtype.low, dtype.high
@@ -299,6 +301,13 @@ def test_requantization_of_a_ratio(rows: list[tuple[Fraction, Fraction, int]], o
     for operand in (accumulator, accumulator.double()):
         result = requantize_fixed(operand, fixed.shift, fixed.multiplier, fixed.right_shift, *tail, dtype.storage)
         assert result.tolist() == [[[value] * 3 for value in expected]] * 2
+    for layer, rounding in ((True, "floor"), (False, "half_up"), (False, "nearest_half_step")):
+        made = MEASURED[dtype.name].constants(ratio, dtype, 32, layer)
+        tail = 16, rounding, dtype.low, dtype.high
+        expected = [oracle.requantize_fixed(acc, *oracle.measured_parameters(m, dtype.bits, 32, layer), *tail) for acc, m in pairs]
+        for operand in (accumulator, accumulator.double()):
+            result = requantize_fixed(operand, made.shift, made.multiplier, made.right_shift, *tail, dtype.storage)
+            assert result.tolist() == [[[value] * 3 for value in expected]] * 2
     expected = [oracle.requantize_real(acc, oracle.real_multiplier(m), dtype.low, dtype.high) for acc, m in pairs]
     for operand in (accumulator, accumulator.double()):
         result = requantize_real(operand, real_multiplier(ratio), dtype.low, dtype.high, dtype.storage)
@@ -619,6 +628,60 @@ def test_rectify(seed: int, dtype: IntType, bits: int) -> None:
 
 
 @EXACT
+@given(
+    st.lists(
+        st.tuples(st.integers(-(2**24), 2**24), st.integers(-128, 127), st.integers(0, 2**17), st.integers(0, 31)), min_size=1, max_size=24
+    )
+)
+def test_add_residual_shifted(rows: list[tuple[int, int, int, int]]) -> None:
+    """Every path, negative products among them: their shift rounds down."""
+    total, residual, multiplier, shift = (torch.tensor(column) for column in zip(*rows, strict=True))
+    expected = [acc + math.floor(Fraction(r * m, 2**n)) for acc, r, m, n in rows]
+    constants = multiplier.int(), shift.int()
+    for dtype in (torch.int32, torch.int64, torch.float64):
+        operand = residual.double() if dtype == torch.float64 else residual.to(torch.int8)
+        found = accumulate.add_residual_shifted(total.to(dtype), operand, *constants)
+        assert found.dtype == dtype
+        assert found.tolist() == expected
+    exact = [index for index, value in enumerate(expected) if abs(value) < 2**24]
+    narrow = accumulate.add_residual_shifted(total.float()[exact], residual.float()[exact], *(each[exact] for each in constants))
+    assert narrow.tolist() == [expected[index] for index in exact]
+
+
+@EXACT
+@given(st.integers(1, 40), st.integers(1, 90), st.booleans(), st.sampled_from([8, 16]))
+def test_stepped_neighbours(old: int, new: int, align_corners: bool, bits: int) -> None:
+    found = _stepped_neighbours(old, new, None, align_corners, bits)
+    expected = [oracle.stepped_row(position, old, new, align_corners, bits) for position in range(new)]
+    for (first, second), ((place, weight), (following, other)) in zip(found, expected, strict=True):
+        assert (first, second) == (place, other if following > place else 0)
+        assert weight + other == 256
+
+
+def test_stepped_neighbours_by_a_factor_follow_the_factor() -> None:
+    """2 gives what the sizes give; 1.7 of 5 elements is 8 results, and not 5/8 of a step."""
+    assert _stepped_neighbours(5, None, 2.0, False, 16) == _stepped_neighbours(5, 10, None, False, 16)
+    by_factor = _stepped_neighbours(5, None, 1.7, False, 16)
+    assert len(by_factor) == 8
+    assert by_factor != _stepped_neighbours(5, 8, None, False, 16)
+    for position, (first, second) in enumerate(by_factor):
+        assert abs(first + second / 256 - min(max((position + 0.5) / 1.7 - 0.5, 0), 4)) < 1 / 100
+
+
+@EXACT
+@given(seeds, st.tuples(*[st.integers(1, 5)] * 4), st.booleans(), st.booleans())
+def test_resize_by_steps(seed: int, sizes: tuple[int, int, int, int], align_corners: bool, floors: bool) -> None:
+    """The operator as bayes-e and bernoulli2 have it."""
+    height, width, rows, columns = sizes
+    input = random_integers(seed, (1, 2, height, width))
+    arithmetic = FIXED_8 if floors else FIXED
+    with torch.no_grad():
+        axes = [(height, rows, None), (width, columns, None)]
+        result = _lower_linear(lowering(arithmetic, Fraction(1)), quantized(input, Fraction(1)), axes, align_corners)  # type: ignore[arg-type]
+    assert result.value.tolist() == oracle.resized_linear(input.tolist(), (rows, columns), align_corners, RULES[id(arithmetic)])
+
+
+@EXACT
 @given(seeds, narrow_types, st.tuples(*[st.integers(1, 5)] * 4), st.booleans(), st.sampled_from([8, 16]))
 def test_resize_linear(seed: int, dtype: IntType, sizes: tuple[int, int, int, int], align_corners: bool, bits: int) -> None:
     height, width, rows, columns = sizes
@@ -747,10 +810,13 @@ def quantized(integers: Tensor, scale: Fraction) -> Quantized:
 
 
 both_arithmetics = pytest.mark.parametrize("arithmetic", [FIXED, REAL], ids=lambda arithmetic: arithmetic.name)
+measured_and_real = pytest.mark.parametrize("arithmetic", [FIXED, FIXED_8, REAL], ids=["bayes-e", "bernoulli2", "real"])
+RULES = {id(FIXED): oracle.Rules("fixed", measured=True), id(REAL): oracle.Rules("real")}
+RULES[id(FIXED_8)] = oracle.Rules("fixed", resize_bits=8, measured=True, by_layers=True)
 near_scales = st.builds(lambda m, e: Fraction(m) * Fraction(2) ** (e - 23), st.integers(2**23, 2**24 - 1), st.integers(-8, 0))
 
 
-@both_arithmetics
+@measured_and_real
 @SLOW
 @given(one=near_scales, other=near_scales, output=near_scales, seed=seeds, clamp=st.sampled_from([None, (0.0, None)]))
 def test_addition(arithmetic: Arithmetic, one: Fraction, other: Fraction, output: Fraction, seed: int, clamp: Any) -> None:
@@ -759,7 +825,7 @@ def test_addition(arithmetic: Arithmetic, one: Fraction, other: Fraction, output
         result = lower_add(lowering(arithmetic, output), quantized(input, one), quantized(second, other), clamp=clamp)
     low = -128 if clamp is None else 0
     expected = [
-        oracle.add(q, r, one, other, output, arithmetic.name, low, 127) for q, r in zip(input.tolist(), second.tolist(), strict=True)
+        oracle.add(q, r, one, other, output, RULES[id(arithmetic)], low, 127) for q, r in zip(input.tolist(), second.tolist(), strict=True)
     ]
     assert result.value.tolist() == expected
 
@@ -771,11 +837,11 @@ def test_addition_example(arithmetic: Arithmetic) -> None:
         assert lower_add(lowering(arithmetic, oracle.float32(Fraction("0.12"))), *rows).value.tolist() == [64]
 
 
-def requantized(arithmetic: Arithmetic, accumulator: int, ratio: Fraction, low: int = -128, high: int = 127) -> int:
+def requantized(
+    arithmetic: Arithmetic, accumulator: int, ratio: Fraction, low: int = -128, high: int = 127, bits: int = 32, kind: str = "value"
+) -> int:
     """An int8 output, by the oracle."""
-    if arithmetic is REAL:
-        return oracle.requantize_real(accumulator, oracle.real_multiplier(ratio), low, high)
-    return oracle.requantize_fixed(accumulator, *oracle.fixed_parameters(ratio, oracle.INT8_WIDTHS, 127), 16, "half_up", low, high)
+    return oracle.requantized(accumulator, ratio, oracle.Grid(Fraction(1), low, high, 8), RULES[id(arithmetic)], None, bits, kind)
 
 
 @both_arithmetics
@@ -787,7 +853,9 @@ def test_concatenation(arithmetic: Arithmetic, one: Fraction, other: Fraction, s
     with torch.no_grad():
         operator = lowering(arithmetic, output)
         result = _lower_cat(operator, [quantized(EVERY_INT8, one), quantized(EVERY_INT8, other)], 0)
-    expected = [q if scale == output else requantized(arithmetic, q, scale / output) for scale in (one, other) for q in range(-128, 128)]
+    expected = [
+        q if scale == output else requantized(arithmetic, q, scale / output, bits=8) for scale in (one, other) for q in range(-128, 128)
+    ]
     assert result.value.tolist() == expected
     assert [f"operand{index}_multiplier" in operator.constants for index in (0, 1)] == [one != output, other != output]
 
@@ -802,7 +870,7 @@ def test_concatenation_example() -> None:
 planes = st.tuples(st.integers(3, 6), st.integers(1, 3), st.integers(1, 3), st.integers(0, 1)).map(lambda r: (*r[:3], min(r[3], r[1] // 2)))
 
 
-@both_arithmetics
+@measured_and_real
 @EXACT
 @given(
     rows=st.tuples(planes, planes), modes=st.tuples(st.booleans(), st.booleans()), scales=st.tuples(near_scales, near_scales),
@@ -817,17 +885,27 @@ def test_average_pool(arithmetic: Arithmetic, rows: Any, modes: Any, scales: Any
         result = _lower_avg_pool2d(operator, quantized(input, scales[0]), kernel, stride, padding, *modes, divisor)
     sums = oracle.sum_pool(input.tolist(), kernel, stride, padding, modes[0])[0][0]
     counts = oracle.window_counts(spatial, kernel, stride, padding, *modes)
-    expected = [
-        [requantized(arithmetic, total, scales[0] / ((divisor or count) * scales[1])) for total, count in zip(*row, strict=True)]
-        for row in zip(sums, counts, strict=True)
+    ends = [
+        oracle.window_starts(size, k, s, p, 1, modes[0])[-1] + k - size
+        for size, k, s, p in zip(spatial, kernel, stride, padding, strict=True)
     ]
+    alike = divisor or len({count for row in counts for count in row}) == 1
+    if alike and all(end <= p for end, p in zip(ends, padding, strict=True)):
+        grids = [oracle.Grid(scale, -128, 127, 8) for scale in scales]
+        count = divisor or counts[0][0]
+        expected = [[oracle.averaged([total], count, *grids, RULES[id(arithmetic)], True) for total in row] for row in sums]
+    else:
+        expected = [
+            [requantized(arithmetic, total, scales[0] / ((divisor or count) * scales[1])) for total, count in zip(*row, strict=True)]
+            for row in zip(sums, counts, strict=True)
+        ]
     assert result.value.tolist() == [[expected]]
     if arithmetic is REAL:
         factors = [[float(oracle.real_multiplier(scales[0] / ((divisor or count) * scales[1]))) for count in row] for row in counts]
         assert torch.equal(operator.constants["multiplier"].expand(len(counts), len(counts[0])), torch.tensor(factors))
 
 
-@both_arithmetics
+@measured_and_real
 @EXACT
 @given(seed=seeds, scales=st.tuples(near_scales, near_scales, near_scales, near_scales), small=st.booleans(), clamp=st.booleans())
 def test_linear_layer_with_residual(arithmetic: Arithmetic, seed: int, scales: Any, small: bool, clamp: bool) -> None:
@@ -842,29 +920,28 @@ def test_linear_layer_with_residual(arithmetic: Arithmetic, seed: int, scales: A
     with torch.no_grad():
         behind = quantized(residual, residual_scale), (0.0, None) if clamp else None
         result = lower_weighted(operator, PRODUCT, quantized(input, input_scale), weight, bias, *behind)
-    weight_scales = [oracle.float32(max(abs(Fraction(w)) for w in row) / 127) for row in weight.tolist()]
-    weight_scales = [oracle.raised_scale(s, b, float(input_scale)) for s, b in zip(weight_scales, bias.tolist(), strict=True)]
-    integers = [[oracle.weight_integer(Fraction(w), s) for w in row] for row, s in zip(weight.tolist(), weight_scales, strict=True)]
-    offsets = [oracle.bias_integer(b, float(input_scale), float(s)) for b, s in zip(bias.tolist(), weight_scales, strict=True)]
-    multipliers = [oracle.residual_multiplier(residual_scale, input_scale, s) for s in weight_scales]
-    bounds = [sum(map(abs, row)) * 128 + abs(b) + k * 128 for row, b, k in zip(integers, offsets, multipliers, strict=True)]
-    fused = min(multipliers) >= 256 and max(bounds) < 2**31
-    assert operator.constants["weight"].tolist() == integers
-    assert operator.constants["bias"].tolist() == offsets
+    rules = RULES[id(arithmetic)]
+    x, r, between, to = (oracle.Grid(scale, -128, 127, 8) for scale in (input_scale, residual_scale, intermediate, output))
+    made = oracle.layer(weight.tolist(), bias.tolist(), x, rules)
+    steps = [rules.product_step(input_scale, scale) for scale in made.scales]
+    shifted = arithmetic is FIXED
+    fused = shifted or min(oracle.half_even(residual_scale / step) for step in steps) >= 256
+    assert operator.constants["weight"].tolist() == made.weight
+    assert operator.constants["bias"].tolist() == made.bias  # half a step is added where the scale of the output is known
     assert ("residual_multiplier" in operator.constants) == fused
+    assert ("residual_right_shift" in operator.constants) == shifted
+    if fused and not shifted:
+        assert operator.constants["residual_multiplier"].flatten().tolist() == [oracle.half_even(residual_scale / step) for step in steps]
+    sums = oracle.linear(input.tolist(), made.weight, made.bias)
+    limits = behind[1]
     if fused:
-        assert operator.constants["residual_multiplier"].flatten().tolist() == multipliers
-    low = 0 if clamp else -128
-    expected = []
-    for accumulators, addends in zip(oracle.linear(input.tolist(), integers, offsets), residual.tolist(), strict=True):
-        row = []
-        for accumulator, addend, k, s in zip(accumulators, addends, multipliers, weight_scales, strict=True):
-            if fused:
-                row.append(requantized(arithmetic, accumulator + addend * k, input_scale * s / output, low))
-            else:
-                inner = requantized(arithmetic, accumulator, input_scale * s / intermediate)
-                row.append(oracle.add(inner, addend, intermediate, residual_scale, output, arithmetic.name, low, 127))
-        expected.append(row)
+        assert result.value.tolist() == oracle.finished(sums, made, x, to, rules, limits, (residual.tolist(), r))
+        return
+    inner = oracle.finished(sums, made, x, between, rules)
+    expected = [
+        [oracle.added(q, e, between, r, to, rules, clamp=limits) for q, e in zip(*pair, strict=True)]
+        for pair in zip(inner, residual.tolist(), strict=True)
+    ]
     assert result.value.tolist() == expected
 
 
@@ -873,19 +950,38 @@ def test_linear_layer_with_residual(arithmetic: Arithmetic, seed: int, scales: A
     [("255.5", True), ("255.49", False), ("256.5", True), ("257.5", True), ("1000", True), ("16776000", True), ("16777216", False)],
 )
 def test_where_a_residual_is_added(multiplier: str, fused: bool) -> None:
-    """In the accumulator from a multiplier of 256 on, rounded half to even, while the sum stays within int32."""
-    operator = lowering(FIXED, Fraction(1), Fraction(1))
+    """In the accumulator from a whole multiplier of 256 on, rounded half to even, while the sum stays within int32."""
+    constants, expected = residual_constants(FIXED_8, multiplier)
+    assert fused == (expected >= 256 and 254 * 128 + expected * 128 < 2**31)
+    assert ("residual_multiplier" in constants) == fused
+    if fused:
+        assert int(constants["residual_multiplier"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("multiplier", "fused"), [("0.0001", True), ("255.49", True), ("65535.5", True), ("16776000", True), ("2e7", False)]
+)
+def test_a_residual_with_a_shift_is_added_at_every_ratio(multiplier: str, fused: bool) -> None:
+    """Small multipliers keep 15 bits; only a sum beyond int32 is formed apart."""
+    constants, _ = residual_constants(FIXED, multiplier)
+    assert ("residual_multiplier" in constants) == fused
+    if fused:
+        step = oracle.float32(Fraction(1, 127))
+        mantissa, n = oracle.measured_mantissa(oracle.float32(Fraction(multiplier) * step) / step, 31)
+        found = int(constants["residual_multiplier"]), int(constants["residual_right_shift"])
+        assert found == (mantissa << max(-n, 0), max(n, 0))
+
+
+def residual_constants(arithmetic: Arithmetic, multiplier: str) -> tuple[dict[str, Tensor], int]:
+    """The constants of a layer whose residual has about this ratio to its sum, and the ratio as a whole number."""
+    operator = lowering(arithmetic, Fraction(1), Fraction(1))
     weight, step = torch.tensor([[1.0, -1.0]]), oracle.float32(Fraction(1, 127))
     residual_scale = oracle.float32(Fraction(multiplier) * step)
     with torch.no_grad():
         lower_weighted(
             operator, PRODUCT, quantized(torch.tensor([[5, 7]]), Fraction(1)), weight, None, quantized(torch.tensor([[-3]]), residual_scale)
         )
-    expected = oracle.residual_multiplier(residual_scale, Fraction(1), step)
-    assert fused == (expected >= 256 and 254 * 128 + expected * 128 < 2**31)
-    assert ("residual_multiplier" in operator.constants) == fused
-    if fused:
-        assert int(operator.constants["residual_multiplier"]) == expected
+    return operator.constants, oracle.residual_multiplier(residual_scale, Fraction(1), step)
 
 
 @pytest.mark.parametrize(("inputs", "fits"), [(132_104, True), (132_105, False)])
@@ -900,7 +996,8 @@ def test_a_wide_sum_is_proved_or_refused(inputs: int, fits: bool) -> None:
 
     if fits:
         step = oracle.float32(Fraction(1, 127)) / 2**24
-        assert run().value.tolist() == [[requantized(FIXED, 127 * sum(integers[0].tolist()), step * 2**3)]]
+        total = 127 * sum(integers[0].tolist()) + oracle.lifted_bias(0, step, Fraction(1, 2**3))
+        assert run().value.tolist() == [[requantized(FIXED, total, step * 2**3, kind="layer")]]
     else:
         with pytest.raises(AccumulatorOverflow):
             run()
@@ -1044,6 +1141,14 @@ def test_average_pool_and_residual_have_gradients() -> None:
     k = torch.tensor([256, 300, 999])
     _, slope = gradient(lambda r: accumulate.add_residual(accumulator, r, k), torch.ones(1, 3), torch.ones(1, 3))
     assert slope.tolist() == [[256, 300, 999]]
+    operator = lowering(FIXED, Fraction(1))
+    value, slope = gradient(
+        lambda r: operator.call(accumulate.add_residual_shifted, accumulator, r, k, torch.tensor([1, 2, 9])),
+        torch.ones(1, 3),
+        torch.ones(1, 3),
+    )
+    assert value.tolist() == [[128, 75, 1]]
+    assert slope.tolist() == [[128, 75, 999 / 512]]
 
 
 def test_a_primitive_has_one_record() -> None:

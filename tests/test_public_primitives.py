@@ -80,6 +80,9 @@ CALLS = {
     "maximum": gives([3, -1], torch.int8, i8(3, -5), i8(2, -1)),
     "minimum": gives([2, -5], torch.int8, i8(3, -5), i8(2, -1)),
     "add_residual": gives([1000 + 3 * 256, -1000 - 2 * 300], torch.int32, i32(1000, -1000), i8(3, -2), i32(256, 300)),
+    "add_residual_shifted": gives(
+        [1000 + 2, -1000 - 3, 5 - 1], torch.int32, i32(1000, -1000, 5), i8(5, -5, -1), i32(1, 1, 1), i32(1, 1, 31)
+    ),
     "quantize": gives(
         [0, 2, 2, -128, 127, 0], torch.int8, f32(0.25, 0.75, 1.25, -1e9, 1e9, float("nan")), torch.tensor(0.5), -128, 127, torch.int8
     ),

@@ -16,7 +16,7 @@ import fxquant as fxq
 from fxquant.numerics import FLOAT32_EXACT, INT8
 from fxquant.primitives import accumulate
 from fxquant.primitives.quotient import Rounded, rounded, steps_of_fixed, steps_of_half_step
-from fxquant.primitives.requantize import HALF_STEP, _rounded_half_step, half_step, requantize_fixed
+from fxquant.primitives.requantize import HALF_STEPS, NEAREST_HALF_STEP, _rounded_floor, _rounded_half_step, half_step, requantize_fixed
 
 EXACT = settings(deadline=None, derandomize=True, max_examples=60)
 SIXTEEN_BITS = torch.arange(-(2**15), 2**15)
@@ -84,20 +84,53 @@ def test_a_channel_whose_multiplier_is_zero_gives_zero() -> None:
 
 @pytest.mark.parametrize("total", range(0, 17))
 @pytest.mark.parametrize("limits", [(-128, 127), (0, 127)])
-def test_half_steps_of_powers_of_two_are_one_division(total: int, limits: tuple[int, int]) -> None:
+@pytest.mark.parametrize("rounding", HALF_STEPS)
+def test_half_steps_of_powers_of_two_are_one_division(total: int, limits: tuple[int, int], rounding: str) -> None:
     shift, right_shift = max(0, total - 8), 14 + min(total, 8)
     constants = numbers(shift, right_shift)
-    how = _rounded_half_step(*constants, 2**15, *limits)
-    near = torch.cat([torch.arange(-3, 4) + step for step in steps_of_half_step(*constants, half_step(*constants), *limits)[0].tolist()])
+    how = _rounded_half_step(*constants, 2**15, *limits, rounding)
+    if total == 0 and rounding == NEAREST_HALF_STEP:  # half a step is a whole one there: no power of two
+        assert int(half_step(*constants, rounding)) == 1
+        return
+    half = half_step(*constants, rounding)
+    near = torch.cat([torch.arange(-3, 4) + step for step in steps_of_half_step(*constants, half, *limits)[0].tolist()])
     whole = torch.cat([near, torch.tensor([-(2**23), 2**23 - 1]), torch.arange(-3000, 3000)]).unique()
     whole = whole[(whole.abs() <= 2**23) & (total > 0 or whole.abs() < 2**15)]
     assert how is not None
-    assert torch.equal(by_quotient(whole, how, *limits), by_definition(whole, shift, constants[1], right_shift, HALF_STEP, *limits))
+    assert torch.equal(by_quotient(whole, how, *limits), by_definition(whole, shift, constants[1], right_shift, rounding, *limits))
 
 
 def test_steps_beyond_23_bits_leave_no_room_for_a_half() -> None:
     for total, found in ((16, True), (17, False)):  # the last step is at 126.5 · 2^17
-        assert (_rounded_half_step(*numbers(total - 8, 14 + 8), 2**15, -128, 127) is not None) == found
+        for rounding in HALF_STEPS:
+            assert (_rounded_half_step(*numbers(total - 8, 14 + 8), 2**15, -128, 127, rounding) is not None) == found
+
+
+@EXACT
+@given(mantissas, st.sampled_from([14, 18, 21, 22, 22, 22, 23]), st.sampled_from([(-128, 127), (0, 127), (0, 96), (-20, 31)]))
+def test_what_is_rounded_down_is_a_division_wherever_one_is_found(numbers: list[int], right_shift: int, limits: tuple[int, int]) -> None:
+    multiplier = torch.tensor(numbers, dtype=torch.int32)[:, None, None]
+    shift = torch.full_like(multiplier, right_shift)
+    how = _rounded_floor(multiplier, shift, 2**15, *limits)
+    reached = steps_of_half_step(torch.zeros_like(shift), multiplier, shift, torch.zeros_like(shift), *limits)
+    if right_shift in (21, 22) and bool((reached.abs() < 2**15).all()):
+        assert how is not None
+    if how is not None:
+        wanted = by_definition(SIXTEEN_BITS, 0, multiplier[:, 0], right_shift, "floor", *limits)
+        assert torch.equal(by_quotient(SIXTEEN_BITS, how, *limits), wanted)
+        if limits[0] == 0:  # files have a Relu before, and no lower limit behind
+            rectified = SIXTEEN_BITS.clamp_min(0)
+            assert torch.equal(by_quotient(rectified, how, -128, limits[1]), wanted)
+
+
+def test_what_saturates_before_its_last_shift_is_no_division() -> None:
+    for multiplier, found in ((32639, True), (32513, True), (32512, False)):  # 32767 · M / 2^23 reaches 127 from 32513 on
+        constants = torch.full((1, 1, 1), multiplier, dtype=torch.int32), torch.full((1, 1, 1), 23, dtype=torch.int32)
+        how = _rounded_floor(*constants, 2**15, 0, 127)
+        assert (how is not None) == found
+        if how is not None:
+            wanted = by_definition(SIXTEEN_BITS, 0, constants[0][:, 0], 23, "floor", 0, 127)
+            assert torch.equal(by_quotient(SIXTEEN_BITS, how, 0, 127), wanted)
 
 
 # ---- files --------------------------------------------------------------------------------------------------------------

@@ -106,9 +106,9 @@ class Layer:
         for place in (0.0, 0.5):  # where results round, and where they are floors
             below = torch.floor((steps[:, None] + place) / ratio.clamp_min(2.0**-60).expand(channels))
             found += [below + offset for offset in AROUND]
-            if root.target is requantize.requantize_fixed:  # a first shift moves a step up to the next multiple of its power
+            if root.target is requantize.requantize_fixed:  # a first shift moves a step to a multiple of its power, this one or the next
                 first = power_of_two(shift).expand(channels)
-                found += [torch.ceil(below / first) * first + offset for offset in AROUND]
+                found += [(torch.floor(below / first) + later) * first + offset for later in (0, 1) for offset in AROUND]
         ends = torch.tensor([-largest, 1 - largest, -1.0, 0.0, 1.0, largest - 1, largest], dtype=torch.float64, device="cpu")
         sums = torch.cat([*found, ends[:, None].expand(-1, channels)]).clamp_(-largest, largest)
         return sums.to(torch.int32)

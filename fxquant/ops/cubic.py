@@ -49,7 +49,7 @@ def _lower(lowering: Lowering, input: Quantized, grid: Quantized | Tensor, paddi
         to, one = lowering.output, torch.tensor(2.0 ** (2 * WEIGHT_BITS), dtype=torch.float64, device=device)
         steps = Ratio((input.scale,), (one, to.scale))
         value = lowering.arithmetic.requantize(lowering, total, steps, *to.grid.bounds, to.grid, "", 32 if largest <= INT32_MAX else 48)
-        return lowering.holds(value, to)
+        return lowering.holds(value, to.grid)
 
     def real() -> Tensor:
         return cubic_sample(input.real(), grid.real() if isinstance(grid, Quantized) else grid, padding_mode, align_corners)

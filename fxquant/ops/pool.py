@@ -225,8 +225,9 @@ def _avg_pool(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized
         counted = {"divisor_override": divisor_override, "count_include_pad": count_include_pad}
         divisor = window_divisor(input.shape, counted, kernel, steps, begin, end)
         within = all(tail <= head for head, tail in zip(begin, end, strict=True))  # as a convolution's windows are
-        if rank == 2 and within and divisor.dim() == 0 and lowering.arithmetic.multiplies_by_layers and input.dtype.bits <= 8:
-            channels = int(input.shape[1])  # type: ignore[arg-type]
+        channels = input.shape[1] if rank == 2 and len(input.shape) == 4 else None
+        layers = lowering.arithmetic.multiplies_by_layers and input.dtype.bits <= 8
+        if layers and within and divisor.dim() == 0 and isinstance(channels, int):
             form = Product(accumulate.convolution, accumulate.convolution_wide, (steps, begin, [1, 1], channels), 2, in_parts=True)
             return lower_uniform(lowering, form, input, (channels, 1, *kernel), 1 / float(divisor), clamp)
         largest = lowering.prove(
@@ -397,13 +398,13 @@ def lower_total(lowering: Lowering, input: Quantized, dims: list[int], keepdim: 
     """The sum over dimensions, divided by `divisor` inside the requantization multiplier."""
     terms = math.prod(input.shape[d] for d in dims)  # type: ignore[misc]
     images = len(input.shape) == 4 and sorted(dim % 4 for dim in dims) == [2, 3] and input.dtype.bits <= 8
+    images = images and all(isinstance(length, int) for length in input.shape[1:])
     if lowering.arithmetic.rescales_by_layers and images and divisor == terms:
         channels, *size = (int(length) for length in input.shape[1:])  # type: ignore[arg-type]
         attributes = ([1, 1], [0, 0], [1, 1], channels)
         form = Product(accumulate.convolution, accumulate.convolution_wide, attributes, 2, in_parts=True)
         averaged = lower_uniform(lowering, form, input, (channels, 1, *size), 1 / terms, clamp)
-        batch = input.shape[0]
-        return averaged if keepdim else averaged.with_value(lowering.call(shape.reshape, averaged.value, [batch, channels]))
+        return averaged if keepdim else averaged.with_value(lowering.call(shape.reshape, averaged.value, [-1, channels]))
     largest = lowering.prove(torch.tensor(float(terms * input.grid.magnitude), dtype=torch.float64, device="cpu"), "the sum")
     total = lowering.call(pool.sum, input.value, dims, keepdim, largest >= FLOAT32_EXACT)
     count = torch.tensor(float(divisor), dtype=torch.float32, device=input.scale.device)

@@ -38,9 +38,10 @@ def _lower_prelu(lowering: Lowering, input: Quantized, weight: Tensor, *, clamp:
     lowering.parameters["its weight"] = weight
     if not bool(torch.isfinite(weight).all()):
         raise lowering.not_finite()
-    if lowering.arithmetic.multiplies_by_layers and input.dtype.bits <= 8:
+    steepest = float(weight.detach().abs().max())
+    if lowering.arithmetic.multiplies_by_layers and input.dtype.bits <= 8 and steepest <= 1:  # what is steeper would saturate
         return _by_sign(lowering, input, weight, clamp)
-    largest = math.frexp(input.grid.magnitude * max(1.0, float(weight.detach().abs().max())))[1]
+    largest = math.frexp(input.grid.magnitude * max(1.0, steepest))[1]
     wide = input.dtype.bits > 8 or largest > 23
     bits = max((30 if wide else 23) - largest, 0)  # the proof refuses what is steeper still
     real = weight * 2.0**bits
@@ -66,14 +67,17 @@ def _by_sign(lowering: Lowering, input: Quantized, weight: Tensor, clamp: Clamp 
     whole = torch.round(slopes.double() * count / largest.double())
     lowering.describe("slope", (largest.double() / count).float())
     product = lowering.call(elementwise.multiply, input.value, lowering.constant("slope", whole, torch.int32), False)
-    below = lowering.arithmetic.requantize(lowering, product, Ratio((largest,), (count,)), *input.grid.bounds, input.grid, "negative_")
+    ratio = Ratio((largest,), (count,))
+    below = lowering.holds(
+        lowering.arithmetic.requantize(lowering, product, ratio, *input.grid.bounds, input.grid, "negative_"), input.grid
+    )
     zero = lowering.constant("zero", torch.zeros((), device=largest.device), torch.int8)
     chosen = lowering.call(choose, input.value, below, lowering.call(compare, input.value, zero, "ge"))
 
     def exact() -> Any:
         grid, limits = lowering.output.grid, lowering.bounds(clamp, lowering.output)
-        ratio = Ratio((input.scale,), (grid.scale,))
-        return lowering.arithmetic.requantize(lowering, chosen, ratio, *limits, grid, accumulator_bits=input.dtype.bits)
+        steps = Ratio((input.scale,), (grid.scale,))
+        return lowering.arithmetic.requantize(lowering, chosen, steps, *limits, grid, accumulator_bits=input.dtype.bits)
 
     return lowering.result(exact, lambda: prelu(input.real(), weight, clamp=clamp))
 

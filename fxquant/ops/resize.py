@@ -108,9 +108,12 @@ def _neighbours(length: int, size: int | None, factor: float | None, align_corne
 
 
 @functools.lru_cache(maxsize=256)
-def _stepped_neighbours(length: int, size: int, align_corners: bool, bits: int) -> tuple[tuple[int, int], ...]:
+def _stepped_neighbours(length: int, size: int | None, factor: float | None, align_corners: bool, bits: int) -> tuple[tuple[int, int], ...]:
     """`_neighbours` by positions in steps of 2^-bits, rounded down; the upper 8 bits of a position's fraction are its second weight."""
-    step = ((length - 1) << bits) // max(size - 1, 1) if align_corners else (length << bits) // size
+    size = math.floor(length * factor) if size is None and factor is not None else size
+    assert size is not None
+    ratio = Fraction(length, size) if factor is None else 1 / Fraction(factor)
+    step = ((length - 1) << bits) // max(size - 1, 1) if align_corners else math.floor(ratio * 2**bits)
     start = 0 if align_corners else (step - (1 << bits)) >> 1
     found = []
     for output in range(size):
@@ -141,13 +144,7 @@ def _lower_linear(lowering: Lowering, input: Quantized, axes: list[tuple[int, in
     bits = STEPPED_BITS if stepped else places
     matrices: list[Any] = []
     for role, axis in zip(("columns", "rows"), reversed(axes), strict=False):
-        length, size, factor = axis
-        if stepped:
-            count = math.floor(length * factor) if size is None and factor is not None else size
-            assert count is not None
-            neighbours = _stepped_neighbours(length, count, align_corners, places)
-        else:
-            neighbours = _neighbours(*axis, align_corners, bits)
+        neighbours = _stepped_neighbours(*axis, align_corners, places) if stepped else _neighbours(*axis, align_corners, bits)
         unchanged = neighbours == tuple((position, 0) for position in range(axis[0]))
         weights = None if unchanged else _weights(neighbours, axis[0], bits, input.scale.device)
         matrices.append(None if weights is None else lowering.constant(role, weights, torch.int32))

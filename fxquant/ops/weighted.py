@@ -195,9 +195,11 @@ def lower_weighted(
     apart = residual is not None and factor is None
     to = lowering.intermediate if apart else lowering.output
     lift = _lift(layer, bias_q, steps, to)
+    if lift is not None and lowering.lifts_late and bias_q is not None:  # one step for all channels, but a lift for each
+        steps = (steps[0].reshape(-1).expand(len(bias_q)), *steps[1:])
     lifted: int | Tensor = 0
     if to is not None and lift is not None and not lowering.lifts_late:
-        lifted = lift(to.grid.scale).flatten()
+        lifted = lift(to.grid.scale).flatten().expand(len(quantized.integers))
         bias_q, bound = lifted if bias_q is None else bias_q + lifted, bound + lifted.abs()
     largest = lowering.prove(bound, "the sum", layer.limit)
     lowering.describe("weight", quantized.scale, product.channels - weight.dim())

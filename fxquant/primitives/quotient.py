@@ -19,7 +19,7 @@ from fxquant.primitives.boundary import clipped
 from fxquant.primitives.record import Emitter
 
 FRACTIONS = (0.0, 2.0**-9, -(2.0**-9), 2.0**-8, -(2.0**-8), 2.0**-7)  # of a step of integers below 2^15, to which they add exactly
-MORE_FRACTIONS = (2.0**-6, -(2.0**-7), 2.0**-5, -(2.0**-6), 3 * 2.0**-7, 2.0**-4, -(2.0**-5), 2.0**-3)
+LOWERED_FRACTIONS = (0.0, *(2.0**-n for n in range(11, 2, -1)))  # the sums with half a result less are rounded, as they are tried
 NEIGHBOURS = (0, 1, -1, 2, -2, 3, -3)  # float32 numbers from the nearest one, in the order in which they are tried
 QUOTIENT_LIMIT = 2**30  # reference implementations round larger quotients wrongly
 
@@ -77,8 +77,8 @@ def rounded(steps: Tensor, size: Tensor, low: int, high: int, add: Tensor | None
     if not bool((torch.isfinite(nearest) & (nearest > torch.finfo(torch.float32).tiny)).all()):
         return None
     by, more = torch.zeros_like(nearest), torch.zeros_like(nearest)
-    half = (torch.ceil(-size.flatten() * 2.0**7) * 2.0**-8).float() if lowered else torch.zeros_like(nearest)
-    for fraction in (*FRACTIONS, *(MORE_FRACTIONS if lowered else ())) if add is None else (add.flatten(),):
+    half = -(size.flatten() / 2).float() if lowered else torch.zeros_like(nearest)
+    for fraction in (LOWERED_FRACTIONS if lowered else FRACTIONS) if add is None else (add.flatten(),):
         open_ = by == 0
         tried = (half + torch.as_tensor(fraction, dtype=torch.float32, device="cpu")).expand(nearest.shape)[open_]
         by[open_] = _found(steps[open_] if len(steps) > 1 else steps, nearest[open_], tried, low, high, divides)
@@ -90,16 +90,21 @@ def rounded(steps: Tensor, size: Tensor, low: int, high: int, add: Tensor | None
 
 
 def _found(steps: Tensor, nearest: Tensor, add: Tensor, low: int, high: int, divides: bool) -> Tensor:
-    """For each channel float32 f with round_half_even((c + add) / f or (c + add) · f) ≥ k exactly from the step of k on; 0 for none."""
+    """For each channel float32 f with round_half_even((c + add) / f or (c + add) · f) ≥ k exactly from the step of k on; 0 for none.
+
+    Where `low` is 0, the integer 0 gives 0 or more: a rectified operand needs no other lower limit.
+    """
     results = torch.arange(low + 1, high + 1, device="cpu")
     limit = torch.full((1,), FLOAT32_EXACT, dtype=torch.int64, device="cpu")
     reached, below, last = (whole.clamp(-FLOAT32_EXACT, FLOAT32_EXACT).float() + add[:, None] for whole in (steps, steps - 1, limit))
     never, always = steps > FLOAT32_EXACT, steps - 1 < -FLOAT32_EXACT  # results beyond what the integers can be
-    chosen = torch.zeros_like(nearest)
+    chosen, at_zero = torch.zeros_like(nearest), add[:, None]
     for distance in NEIGHBOURS:
         by = (nearest.view(torch.int32) + distance).view(torch.float32)[:, None]
         over, under, largest = (whole / by if divides else whole * by for whole in (reached, below, last))
         right = (never | (over.round() >= results)) & (always | (under.round() < results)) & (largest < QUOTIENT_LIMIT)
+        if low == 0:
+            right = right & ((at_zero / by if divides else at_zero * by).round() >= 0)
         chosen = torch.where((chosen == 0) & right.all(1), by[:, 0], chosen)
     return chosen
 
