@@ -219,6 +219,6 @@ register(
         functions=dict.fromkeys((torch.neg_, torch.negative, torch.negative_, operator.neg)),
         methods=dict.fromkeys(("neg", "neg_", "negative", "negative_", "__neg__")),
         parameters={"input": inspect.Parameter.empty},
-        onnx=lambda c: c.do("Neg", c.input),
+        onnx=lambda c: c.do("Mul", c.input, c.number(-1)) if c.by_layers else c.do("Neg", c.input),
     )
 )

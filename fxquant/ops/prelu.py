@@ -60,13 +60,12 @@ def _by_sign(lowering: Lowering, input: Quantized, weight: Tensor, clamp: Clamp 
     A = round_half_even(weight_c / σ), of 16 bits, σ = max |weight| / 32767.
     """
     slopes = weight.detach().reshape(-1, *[1] * (len(input.shape) - 2)) if weight.numel() > 1 else weight.detach().reshape(())
-    largest = slopes.abs().max().float().clamp_min(SMALLEST_SCALE)
-    count = torch.tensor(float(WEIGHT_INT16.high), dtype=torch.float64, device=largest.device)
-    whole = torch.round(slopes.double() * count / largest.double())
-    lowering.describe("slope", (largest.double() / count).float())
+    scale = (slopes.abs().max().float() / WEIGHT_INT16.high).clamp_min(SMALLEST_SCALE)
+    whole = torch.round(slopes.double() / scale.double()).clamp(WEIGHT_INT16.low, WEIGHT_INT16.high)
+    lowering.describe("slope", scale)
     product = lowering.call(elementwise.multiply, input.value, lowering.constant("slope", whole, torch.int32), False)
-    below = lowering.arithmetic.requantize(lowering, product, Ratio((largest,), (count,)), *input.grid.bounds, input.grid, "negative_")
-    zero = lowering.constant("zero", torch.zeros((), device=largest.device), torch.int8)
+    below = lowering.arithmetic.requantize(lowering, product, Ratio(lowering.arithmetic.step(input.scale, scale), (input.scale,)), *input.grid.bounds, input.grid, "negative_")
+    zero = lowering.constant("zero", torch.zeros((), device=scale.device), torch.int8)
     chosen = lowering.call(choose, input.value, below, lowering.call(compare, input.value, zero, "ge"))
 
     def exact() -> Any:
