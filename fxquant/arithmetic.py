@@ -64,6 +64,7 @@ class Arithmetic:
     residual_bits: int = 0  # of the multiplier of a residual in the accumulator, behind which there is a shift; 0: a whole multiplier
     shifted_sums: ShiftedSums | None = None  # how two tensors are added; None: on the common scale of `add_fraction_bits`
     multiplies_by_layers: bool = False  # whether a number multiplies as a layer with one weight, and an average pooling is one
+    slope_bits: int = 0  # of slopes below zero, on the operand's grid; 0: a leaky relu is a table, and a prelu multiplies by 16 bits
     rescales_by_layers: bool = False  # whether a tensor is brought to another scale as a layer with the weight 1
     smallest_at_larger_scale: bool = False  # whether the smaller of two tensors is found on the larger of their scales, not on its own
     leaves_out_clamps: bool = False  # whether a clamp to -127 … 127 steps, or to more, is left out: -128 stays

@@ -49,6 +49,7 @@ FIXED_8 = replace(
     bias_bits=16,
     residual_bits=0,
     shifted_sums=ShiftedSums(fixed=6),
+    slope_bits=7,
     rescales_by_layers=True,
     resize_fraction_bits=8,
     resize_floors=True,

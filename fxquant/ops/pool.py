@@ -401,8 +401,7 @@ def lower_total(lowering: Lowering, input: Quantized, dims: list[int], keepdim: 
         attributes = ([1, 1], [0, 0], [1, 1], channels)
         form = Product(accumulate.convolution, accumulate.convolution_wide, attributes, 2, in_parts=True)
         averaged = lower_uniform(lowering, form, input, (channels, 1, *size), 1 / terms, clamp)
-        batch = input.shape[0]
-        return averaged if keepdim else averaged.with_value(lowering.call(shape.reshape, averaged.value, [batch, channels]))
+        return averaged if keepdim else averaged.with_value(lowering.call(shape.reshape, averaged.value, [-1, channels]))
     largest = lowering.prove(torch.tensor(float(terms * input.grid.magnitude), dtype=torch.float64, device="cpu"), "the sum")
     total = lowering.call(pool.sum, input.value, dims, keepdim, largest >= FLOAT32_EXACT)
     count = torch.tensor(float(divisor), dtype=torch.float32, device=input.scale.device)

@@ -13,7 +13,8 @@ from fxquant.graph import is_parameter
 from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics import FLOAT32_EXACT, INT32_MAX, SMALLEST_SCALE, WEIGHT_INT16
 from fxquant.ops.form import Call
-from fxquant.ops.record import Operator, Parameter, register
+from fxquant.ops.record import Operator, Own, Parameter, register
+from fxquant.ops.slope import by_whole_slope
 from fxquant.ops.weighted import shape_of
 from fxquant.primitives import elementwise, product
 from fxquant.primitives.comparison import choose, compare
@@ -37,6 +38,8 @@ def _lower_prelu(lowering: Lowering, input: Quantized, weight: Tensor, *, clamp:
     lowering.parameters["its weight"] = weight
     if not bool(torch.isfinite(weight).all()):
         raise lowering.not_finite()
+    if lowering.arithmetic.slope_bits and input.dtype.bits <= 8:
+        return _by_whole_slope(lowering, input, weight, clamp)
     if lowering.arithmetic.multiplies_by_layers and input.dtype.bits <= 8:
         return _by_sign(lowering, input, weight, clamp)
     largest = math.frexp(input.grid.magnitude * max(1.0, float(weight.detach().abs().max())))[1]
@@ -52,6 +55,13 @@ def _lower_prelu(lowering: Lowering, input: Quantized, weight: Tensor, *, clamp:
     lowering.describe("slope", 1 / unit)
     rectified = lowering.call(product.rectify, input.value, 2**bits, lowering.constant("slope", shaped, torch.int32), wide)
     return lowering.requantize(rectified, Ratio((input.scale,), (unit,)), clamp)
+
+
+def _by_whole_slope(lowering: Lowering, input: Quantized, weight: Tensor, clamp: Clamp | None) -> Quantized:
+    slopes = weight.detach().reshape(-1, *[1] * (len(input.shape) - 2)) if weight.numel() > 1 else weight.detach().reshape(())
+    return lowering.result(
+        lambda: by_whole_slope(lowering, input, slopes, clamp, added=True), lambda: prelu(input.real(), weight, clamp=clamp)
+    )
 
 
 def _by_sign(lowering: Lowering, input: Quantized, weight: Tensor, clamp: Clamp | None) -> Quantized:
@@ -95,6 +105,7 @@ register(
         prelu,
         ("input",),
         _lower_prelu,
+        Own(shared_where="slope_bits"),
         functions={F.prelu: None},
         methods={"prelu": None},
         modules={nn.PReLU: lambda m: {"weight": Parameter("weight")}},
