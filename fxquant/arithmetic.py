@@ -115,7 +115,8 @@ class Arithmetic:
     ) -> Any:
         """An accumulator of so many bits times `ratio`, as integers on a grid, whose centred ones are limited to [low, high].
 
-        `role` begins the constants' names. `kind` says what was accumulated: LAYER, MATRIX (a product of two), SUM, PRODUCT, or any other VALUE.
+        `role` begins the constants' names. `kind` says what was accumulated: LAYER, MATRIX (a product
+        of two), SUM, PRODUCT, or any other VALUE.
         """
         raise NotImplementedError
 

@@ -30,7 +30,8 @@ SCALES = ("observed", "powers of two")
 class Result:
     """What was measured of one row on one march.
 
-    place     "BPU"; "processor" where the compiler leaves a node of it there, "float" where fxquant does; "failed" where one of them refuses it
+    place     "BPU"; "processor" where the compiler leaves a node of it there, "float" where fxquant does; "refused" where the compiler
+              does not take it, "failed" where fxquant does not write it
     elements  those of its outputs over all inputs
     differing those in which the vendor's program differs from the integer graph
     steps     by how many steps of the output at most
@@ -75,16 +76,21 @@ def images() -> tuple[list[Tensor], list[Tensor]]:
     return calibration, [beyond, ties, extremes, small, torch.zeros(1, 3, SIZE, SIZE)]
 
 
-def converted(rows: Sequence[Row], march: str, dtype: str, scales: str) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The prepared and the integer model of rows, calibrated."""
+def mapping_of(rows: Sequence[Row], dtype: str, scales: str) -> fxq.QConfigMapping:
+    """How rows are quantized."""
     power = scales == SCALES[1]
     weight = fxq.WeightConfig(power_of_two=power)
     mapping = fxq.QConfigMapping().set_global(fxq.QConfig(fxq.ActivationConfig(dtype, power_of_two=power), weight))
     for index, row in enumerate(rows):
         if row.int32:
             mapping = mapping.set_module_name(f"rows.{index}.layers.c", fxq.QConfig(fxq.ActivationConfig("int32"), weight))
+    return mapping
+
+
+def converted(rows: Sequence[Row], march: str, dtype: str, scales: str) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The prepared and the integer model of rows, calibrated."""
     calibration, _ = images()
-    prepared = fxq.prepare(Together(rows).eval(), calibration[0][:1], march, mapping)
+    prepared = fxq.prepare(Together(rows).eval(), calibration[0][:1], march, mapping_of(rows, dtype, scales))
     fxq.calibrate(prepared, calibration, show_progress=False)
     return prepared, fxq.convert(prepared)
 
@@ -101,7 +107,10 @@ def _of(rows: Sequence[Row], march: str, dtype: str, scales: str) -> list[Result
             return _compared(rows, march, dtype, scales, Path(folder))
     except Exception as error:  # whatever it is, the row's note tells it
         if len(rows) == 1:
-            return [Result(rows[0].name, march, dtype, scales, "failed", note=f"{type(error).__name__}: {error}")]
+            said = str(error).splitlines()
+            reason = next((line for line in said if "ERROR" in line or "unsupported" in line), said[-1] if said else "")
+            place = "refused" if isinstance(error, tool.ToolError) else "failed"
+            return [Result(rows[0].name, march, dtype, scales, place, note=f"{type(error).__name__}: {reason}")]
         middle = len(rows) // 2
         return [*_of(rows[:middle], march, dtype, scales), *_of(rows[middle:], march, dtype, scales)]
 

@@ -15,9 +15,11 @@ from benchmarks.silicon import tool
 from benchmarks.silicon.tool import Compiled
 from fxquant.graph import qparams, source
 
+MOVING = ("Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze")  # which change no number
+
 
 def on_processor(compiled: Compiled) -> list[list[str]]:
-    """For each output of a compiled model, the nodes before it that the compiler leaves to the processor, as "name (type)"."""
+    """For each output of a compiled model, the nodes before it that compute on the processor, as "name (type)"."""
     graph = onnx.load(str(compiled.quantized)).graph
     makers = {output: node for node in graph.node for output in node.output}
     return [_behind(output.name, makers, compiled) for output in graph.output]
@@ -31,7 +33,7 @@ def _behind(name: str, makers: dict[str, onnx.NodeProto], compiled: Compiled) ->
         if node is None or node.output[0] in seen:
             continue
         seen.add(node.output[0])
-        if compiled.runs_on.get(node.name) == "CPU":
+        if compiled.runs_on.get(node.name) == "CPU" and node.op_type not in MOVING:
             found[f"{node.name} ({node.op_type})"] = None
         waiting += node.input
     return list(found)

@@ -27,9 +27,13 @@ class Row:
     int32: bool = False  # whether its output is a sum of 32 bits
 
     def build(self) -> nn.Module:
-        """The network, from a seed that its name gives."""
-        with seeded(sum(map(ord, self.name))):
-            return Network(self)
+        """The network, from a seed that its name gives; its parameters are float16 numbers, which files hold in few bytes."""
+        with seeded(sum(map(ord, self.name))), torch.no_grad():
+            network = Network(self)
+            for value in network.state_dict().values():
+                if value.is_floating_point():
+                    value.copy_(value.half())
+            return network
 
 
 class Network(nn.Module):
@@ -100,6 +104,11 @@ def positive(x: Tensor) -> Tensor:
     return F.relu(x) + 0.5
 
 
+def small(x: Tensor) -> Tensor:
+    """A tensor of 4x4: the windows of bernoulli2 do not reach over 16x16."""
+    return F.max_pool2d(x, 4)
+
+
 LAYERS = (
     layer("conv 3x3", conv(12, 3, padding=1)),
     layer("conv 1x1", conv(12, 1)),
@@ -124,8 +133,8 @@ LAYERS = (
     layer("conv transposed 4x4, 2 groups", deconv(4, 4, 2, 1, groups=2)),
     layer("conv transposed depthwise", deconv(8, 4, 2, 1, groups=8)),
     layer("conv transposed, relu", deconv(4, 3, 2, 1), F.relu),
-    Row("linear on 2 dimensions", lambda m, x, y: m["c"](x.mean((2, 3))), lambda: {"c": nn.Linear(CHANNELS, 10)}),
-    Row("linear on 2 dimensions, 32 bits", lambda m, x, y: m["c"](x.mean((2, 3))), lambda: {"c": nn.Linear(CHANNELS, 10)}, int32=True),
+    Row("linear on 2 dimensions", lambda m, x, y: m["c"](small(x).mean((2, 3))), lambda: {"c": nn.Linear(CHANNELS, 10)}),
+    Row("linear on 2 dimensions, 32 bits", lambda m, x, y: m["c"](small(x).mean((2, 3))), lambda: {"c": nn.Linear(CHANNELS, 10)}, int32=True),
     Row("linear on flattened", lambda m, x, y: m["c"](x.flatten(1)), lambda: {"c": nn.Linear(CHANNELS * SIZE * SIZE, 10)}),
     Row("linear on 3 dimensions", lambda m, x, y: m["c"](x.flatten(2)), lambda: {"c": nn.Linear(SIZE * SIZE, 10)}),
     Row("linear on tokens", lambda m, x, y: m["c"](x.flatten(2).transpose(1, 2)), lambda: {"c": nn.Linear(CHANNELS, 10)}),
@@ -152,7 +161,7 @@ SUMS = (
     binary("sub with alpha", lambda x, y: torch.sub(F.max_pool2d(x, 2), F.max_pool2d(y, 2), alpha=0.6)),
     binary("sub, broadcast", lambda x, y: F.max_pool2d(x, 2) - F.max_pool2d(y, 2).mean(1, keepdim=True)),
     binary("mul", lambda x, y: x * y),
-    binary("mul by channels", lambda x, y: x * torch.sigmoid(F.adaptive_avg_pool2d(y, 1))),
+    binary("mul by channels", lambda x, y: x * torch.sigmoid(F.adaptive_avg_pool2d(small(y), 1))),
     binary("mul, broadcast over channels", lambda x, y: x * torch.sigmoid(y.mean(1, keepdim=True))),
     unary("square", lambda x: x * x),
     unary("mul by a number", lambda x: F.max_pool2d(x, 2) * 0.7),
@@ -206,12 +215,12 @@ POOLS = (
     unary("avg pool 3x3, stride 1", lambda x: F.avg_pool2d(x, 3, 1, 1)),
     unary("avg pool, ceil", lambda x: F.avg_pool2d(x, 3, 2, ceil_mode=True)),
     unary("avg pool, padding not counted", lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False)),
-    unary("adaptive pool to 1", lambda x: F.adaptive_avg_pool2d(x, 1)),
+    unary("adaptive pool to 1", lambda x: F.adaptive_avg_pool2d(small(x), 1)),
     unary("adaptive pool to 4", lambda x: F.adaptive_avg_pool2d(x, 4)),
     unary("adaptive pool to 3", lambda x: F.adaptive_avg_pool2d(x, 3)),
     unary("adaptive max pool to 4", lambda x: F.adaptive_max_pool2d(x, 4)),
-    unary("mean over h, w", lambda x: x.mean((2, 3))),
-    unary("mean over h, w, kept", lambda x: x.mean((2, 3), keepdim=True)),
+    unary("mean over h, w", lambda x: small(x).mean((2, 3))),
+    unary("mean over h, w, kept", lambda x: small(x).mean((2, 3), keepdim=True)),
     unary("mean over channels", lambda x: x.mean(1, keepdim=True)),
     unary("mean over h", lambda x: x.mean(2, keepdim=True)),
     unary("mean over w", lambda x: x.mean(3, keepdim=True)),
@@ -247,8 +256,8 @@ COMPOSITES = (
     unary("softmax over channels", lambda x: F.softmax(x, 1)),
     layer("layer norm", lambda: {"c": nn.LayerNorm(SIZE)}),
     layer("instance norm", lambda: {"c": nn.InstanceNorm2d(CHANNELS)}),
-    Row("mean, linear head", lambda m, x, y: m["c"](F.adaptive_avg_pool2d(F.relu(x), 1).flatten(1)), lambda: {"c": nn.Linear(CHANNELS, 10)}),
-    Row("squeeze and excitation", lambda m, x, y: x * F.hardsigmoid(m["b"](F.relu(m["c"](F.adaptive_avg_pool2d(x, 1))))),
+    Row("mean, linear head", lambda m, x, y: m["c"](F.adaptive_avg_pool2d(small(F.relu(x)), 1).flatten(1)), lambda: {"c": nn.Linear(CHANNELS, 10)}),
+    Row("squeeze and excitation", lambda m, x, y: x * F.hardsigmoid(m["b"](F.relu(m["c"](F.adaptive_avg_pool2d(small(x), 1))))),
         lambda: {"c": nn.Conv2d(CHANNELS, 4, 1), "b": nn.Conv2d(4, CHANNELS, 1)}),
     unary("argmax", lambda x: x.argmax(1)),
     binary("divide", lambda x, y: x / positive(y)),

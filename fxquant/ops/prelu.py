@@ -74,7 +74,8 @@ def _by_sign(lowering: Lowering, input: Quantized, weight: Tensor, clamp: Clamp 
     whole = torch.round(slopes.double() / scale.double()).clamp(WEIGHT_INT16.low, WEIGHT_INT16.high)
     lowering.describe("slope", scale)
     product = lowering.call(elementwise.multiply, input.value, lowering.constant("slope", whole, torch.int32), False)
-    below = lowering.arithmetic.requantize(lowering, product, Ratio(lowering.arithmetic.step(input.scale, scale), (input.scale,)), *input.grid.bounds, input.grid, "negative_")
+    ratio = Ratio(lowering.arithmetic.step(input.scale, scale), (input.scale,))
+    below = lowering.arithmetic.requantize(lowering, product, ratio, *input.grid.bounds, input.grid, "negative_")
     zero = lowering.constant("zero", torch.zeros((), device=scale.device), torch.int8)
     chosen = lowering.call(choose, input.value, below, lowering.call(compare, input.value, zero, "ge"))
 

@@ -138,7 +138,8 @@ def unary(
     of torch, torch.special and torch.nn.functional, and methods, in place or not. `adapted` holds spellings, and `module` a class, that
     take more than the settings, or other operands. `settings` are the function's own parameters with their defaults, which `exact` takes
     as well and a module holds under the same names. Outside of `varies` the function is constant. `onnx` is the operator of ONNX that
-    computes it, or writes it in several; see `Operator.onnx`. `demand` is of its result's grid. `lowered` is its integer meaning where that is not always a table.
+    computes it, or writes it in several; see `Operator.onnx`. `demand` is of its result's grid.
+    `lowered` is its integer meaning where that is not always a table.
     """
 
     def lower(lowering: Lowering, input: Quantized, **chosen: Any) -> Quantized:
