@@ -19,7 +19,7 @@ from fxquant.primitives.requantize import requantize_fixed, requantize_real
 from fxquant.rescaling import FixedWidths, Ratio, real_multiplier
 
 Function = Callable[..., Tensor]
-LAYER, SUM, PRODUCT, VALUE = "layer", "sum", "product", "value"  # what an accumulator holds: see `Arithmetic.requantize`
+LAYER, MATRIX, SUM, PRODUCT, VALUE = "layer", "matrix", "sum", "product", "value"  # what an accumulator holds: see `Arithmetic.requantize`
 LARGEST_BIAS = 2**30  # of a layer's integers, half a step of its output included
 
 
@@ -64,7 +64,10 @@ class Arithmetic:
     residual_bits: int = 0  # of the multiplier of a residual in the accumulator, behind which there is a shift; 0: a whole multiplier
     shifted_sums: ShiftedSums | None = None  # how two tensors are added; None: on the common scale of `add_fraction_bits`
     multiplies_by_layers: bool = False  # whether a number multiplies as a layer with one weight, and an average pooling is one
+    slope_bits: int = 0  # of slopes below zero, on the operand's grid; 0: a leaky relu is a table, and a prelu multiplies by 16 bits
     rescales_by_layers: bool = False  # whether a tensor is brought to another scale as a layer with the weight 1
+    smallest_at_larger_scale: bool = False  # whether the smaller of two tensors is found on the larger of their scales, not on its own
+    leaves_out_clamps: bool = False  # whether a clamp to -127 … 127 steps, or to more, is left out: -128 stays
     float32_tables: bool = False  # whether a table's entries are float32 quotients, rounded half away from zero
     float32_steps: bool = False  # whether the step of a product is the float32 product of two scales, rounded, instead of the exact one
 
@@ -94,6 +97,10 @@ class Arithmetic:
         """The integers that a layer holds, float64: those of its bias, with half a step of an output on `scale` in steps of the sum."""
         return bias
 
+    def negated(self, ratio: Ratio, grid: Grid) -> Tensor:
+        """What is added to the negative of a sum, float64, for its requantization to be that of the sum by a negative multiplier."""
+        return torch.zeros((), dtype=torch.float64, device=grid.scale.device)
+
     def requantize(
         self,
         composer: Composer,
@@ -108,7 +115,8 @@ class Arithmetic:
     ) -> Any:
         """An accumulator of so many bits times `ratio`, as integers on a grid, whose centred ones are limited to [low, high].
 
-        `role` begins the constants' names. `kind` says what was accumulated: LAYER, SUM, PRODUCT, or any other VALUE.
+        `role` begins the constants' names. `kind` says what was accumulated: LAYER, MATRIX (a product
+        of two), SUM, PRODUCT, or any other VALUE.
         """
         raise NotImplementedError
 
@@ -169,6 +177,10 @@ class FixedArithmetic(Arithmetic):
         whole = (bias + half).clamp(1 - LARGEST_BIAS, LARGEST_BIAS - 1)
         return whole if self.bias_bits >= 32 else _without_last_bits(whole, self.bias_bits)
 
+    def negated(self, ratio: Ratio, grid: Grid) -> Tensor:
+        shift = self.widths[grid.type.name].constants(ratio, grid.type, 32, False).shift
+        return power_of_two(shift) - 1  # ⌊-acc / 2^shift⌋ is a step less than -⌊acc / 2^shift⌋ where a rest is left
+
     def requantize(
         self,
         composer: Composer,
@@ -182,7 +194,7 @@ class FixedArithmetic(Arithmetic):
         kind: str = VALUE,
     ) -> Any:
         widths = self.widths[grid.type.name]
-        fixed = widths.constants(ratio, grid.type, accumulator_bits, kind == LAYER)
+        fixed = widths.constants(ratio, grid.type, accumulator_bits, kind in (LAYER, MATRIX))
         constants = [
             composer.constant(role + name, value, torch.int32)
             for name, value in (("shift", fixed.shift), ("multiplier", fixed.multiplier), ("right_shift", fixed.right_shift))

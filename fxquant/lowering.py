@@ -346,7 +346,9 @@ class Lowering:
         if clamp is None or clamp == (None, None):
             return grid.bounds
         scale = 1.0 if clamp in ((0, None), (0.0, None)) else float(grid.scale)
-        return clamp_bound(clamp[0], scale, grid.low, grid), clamp_bound(clamp[1], scale, grid.high, grid)
+        low, high = clamp_bound(clamp[0], scale, grid.low, grid), clamp_bound(clamp[1], scale, grid.high, grid)
+        left_out = self.arithmetic.leaves_out_clamps and low <= -grid.high and high >= grid.high
+        return grid.bounds if left_out else (low, high)
 
     def align(self, operand: Quantized, ratio: Ratio, role: str, wide: bool) -> Any:
         """The operand's integers times `ratio`, as an accumulator on the finer scale that `ratio` leads to; `wide` beyond 2^24."""

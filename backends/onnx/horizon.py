@@ -47,9 +47,11 @@ class HorizonCall(Call):
 
 def _derived(integers: Tensor, scale: Tensor, axis: int | None) -> bool:
     """Whether the scales of a weight are those that the tool takes: the largest magnitude of each channel over 127."""
-    if integers.dtype != torch.int8 or axis is None or integers.shape[axis] != scale.numel():
+    if integers.dtype != torch.int8 or axis is None:
         return False
-    largest = integers.movedim(axis, 0).flatten(1).abs().amax(1).float() * scale
+    groups = scale.numel() // integers.shape[axis]  # of a transposed convolution, along its first dimension
+    by_channel = integers.reshape(groups, -1, *integers.shape[1:]).movedim(axis, 1) if groups > 1 else integers.movedim(axis, 0)
+    largest = by_channel.flatten(2 if groups > 1 else 1).abs().amax(-1).flatten().float() * scale
     return torch.equal(scale_from_range(-largest, largest, WEIGHT_INT8), scale)
 
 

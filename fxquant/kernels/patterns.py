@@ -112,7 +112,7 @@ def total(root: fx.Node) -> Match | None:
 
 def pointwise(root: fx.Node) -> Match | None:
     """Bytes from one tensor of bytes, or from two, element by element, with numbers that are the same everywhere."""
-    if root.target not in POINTWISE or not known_tensor(root, *BYTES):
+    if root.target not in POINTWISE or not known_tensor(root, *BYTES) or qparams(root) is None:  # inside an operator there are such
         return None
     covers: list[fx.Node] = []
     reads: list[fx.Node] = []

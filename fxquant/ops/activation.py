@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from fxquant.lowering import Lowering, Quantized
 from fxquant.numerics import Interval
 from fxquant.ops.form import Call
 from fxquant.ops.record import Instead, Operator, Own, Same, register
+from fxquant.ops.unary import UNARY, by_table
 from fxquant.primitives import elementwise
 from fxquant.rescaling import Ratio
 
@@ -26,10 +28,20 @@ def clamp(input: Tensor, min: float | None = None, max: float | None = None) -> 
 
 def lower_clamp(lowering: Lowering, input: Quantized, min: float | None = None, max: float | None = None) -> Quantized:
     """The integers limited to ⌊bound/scale + ½⌋, on the operand's own scale; requantized where the limits lie beyond what that covers."""
+    if not lowering.shares and lowering.arithmetic.float32_tables and input.dtype.bits <= 8:
+        return by_table(lowering, input, "limited", min=min, max=max)
     if not lowering.shares:
         return lowering.requantize(lowering.call(elementwise.widen, input.value), Ratio((input.scale,)), (min, max))
     low, high = lowering.bounds((min, max), lowering.output)
     return input.with_value(lowering.call(elementwise.clamp, input.value, low, high))
+
+
+def _limited_number(x: float, min: float | None = None, max: float | None = None) -> float:
+    low, high = interval(min, max)
+    return builtins.min(builtins.max(x, low), high)
+
+
+UNARY["limited"] = clamp, _limited_number  # no operator has this name: a clamp is a table where it stands alone on some targets
 
 
 def _refuses_clamp(node: fx.Node, arguments: dict[str, Any]) -> str | None:

@@ -71,10 +71,25 @@ def _lower_add(lowering: Lowering, input: Operand, other: Operand, alpha: float 
     if lowering.arithmetic.rescales_by_layers and isinstance(tensor, Quantized) and isinstance(number, int | float):
         factor, bias = (1.0, number * alpha) if tensor is input else (alpha, number)
         return lower_uniform(lowering, SCALED, tensor, (1, 1), float(factor), clamp, float(bias))
+    if _is_layer(lowering, input, other, alpha):
+        assert isinstance(input, Quantized)
+        assert isinstance(other, Quantized)
+        return lower_uniform(lowering, SCALED, other, (1, 1), float(alpha), clamp, residual=input)
     return lower_add(lowering, input, other, alpha, clamp=clamp)
 
 
+def _is_layer(lowering: Lowering, input: Operand, other: Operand, alpha: float) -> bool:
+    """Whether a sum is a layer with the weight `alpha`, to whose accumulator the first operand is added: of bytes of one shape."""
+    arithmetic, both = lowering.arithmetic, (input, other, lowering.output)
+    if not isinstance(input, Quantized) or not isinstance(other, Quantized) or input.shape != other.shape or len(input.shape) != 4:
+        return False
+    scaled = alpha not in (1, -1) if not arithmetic.rescales_by_layers else alpha != 1  # where nothing subtracts
+    return arithmetic.multiplies_by_layers and scaled and all(each.dtype.bits <= 8 for each in both)
+
+
 def _lower_sub(lowering: Lowering, input: Operand, other: Operand, alpha: float = 1, *, clamp: Clamp | None = None) -> Quantized:
+    if isinstance(input, Quantized) and isinstance(other, Quantized) and _is_layer(lowering, input, other, -alpha):
+        return _lower_add(lowering, input, other, -alpha, clamp=clamp)
     if isinstance(input, Quantized) and isinstance(other, Quantized | Tensor):
         return lower_sub(lowering, input, other, alpha, clamp=clamp)
     return _lower_add(lowering, input, other, -alpha, clamp=clamp)
@@ -108,19 +123,29 @@ def _term(c: Call) -> str:
     return c.operand("input") if "input" in c.arguments or "input" in c.constants else c.number(0)
 
 
+def _onnx_number_layer(c: Call, alpha: float) -> str:
+    """A number, added as the bias of a layer whose weight is the tensor's factor."""
+    first = isinstance(c["input"], str)
+    tensor, number = (c["input"], c["other"]) if first else (c["other"], c["input"])
+    weight = torch.full((int(c.operand_shape[1]), 1, 1, 1), 1.0 if first else float(alpha), device="cpu")  # type: ignore[arg-type]
+    bias = torch.full((len(weight),), float(number) * (alpha if first else 1), device="cpu")
+    return c.epilogue(c.do("Conv", tensor, c.e.constant(weight), c.e.constant(bias), kernel_shape=[1, 1], group=len(weight)))
+
+
 def _onnx_add(c: Call) -> str:
     layer = c.primitive(product.scale_channels)
-    if layer is not None and c.by_layers and len(c.operand_shape) == 4:  # a number, added as the bias of a layer with the weight 1
-        channels = c.operand_shape[1]
-        weight = torch.ones(int(channels), 1, 1, 1, device="cpu")  # type: ignore[arg-type]
-        number = next(value for value in (c["input"], c["other"]) if isinstance(value, int | float))
-        bias = torch.full((len(weight),), float(number) * (c["alpha"] if number is c["other"] else 1), device="cpu")
-        tensor = next(value for value in (c["input"], c["other"]) if isinstance(value, str))
-        return c.epilogue(c.do("Conv", tensor, c.e.constant(weight), c.e.constant(bias), kernel_shape=[1, 1], group=len(weight)))
+    numbers = isinstance(c["input"], int | float) or isinstance(c["other"], int | float)
+    if layer is not None and c.by_layers and numbers and len(c.operand_shape) == 4:
+        return _onnx_number_layer(c, c["alpha"])
     return c.epilogue(c.do("Add", _term(c), _scaled(c, "other")))
 
 
 def _onnx_sub(c: Call) -> str:
+    layer = c.primitive(product.scale_channels)
+    if layer is not None and c.by_layers and isinstance(c["input"], str) and isinstance(c["other"], str):
+        return c.epilogue(c.do("Add", c["input"], c.do("Mul", c["other"], c.number(-c["alpha"]))))
+    if layer is not None and c.by_layers and len(c.operand_shape) == 4:
+        return _onnx_number_layer(c, -c["alpha"])
     return c.epilogue(c.do("Sub", _term(c), _scaled(c, "other")))
 
 
@@ -221,6 +246,6 @@ register(
         functions=dict.fromkeys((torch.neg_, torch.negative, torch.negative_, operator.neg)),
         methods=dict.fromkeys(("neg", "neg_", "negative", "negative_", "__neg__")),
         parameters={"input": inspect.Parameter.empty},
-        onnx=lambda c: c.do("Neg", c.input),
+        onnx=lambda c: c.do("Mul", c.input, c.number(-1)) if c.by_layers else c.do("Neg", c.input),
     )
 )

@@ -12,11 +12,13 @@ from torch import Tensor, fx
 from fxquant.facts import TensorFact
 from fxquant.graph import fact
 from fxquant.lowering import Lowering, Quantized
+from fxquant.numerics import Grid
 from fxquant.ops.activation import clamp, clamp_between
 from fxquant.ops.composite import Builder
 from fxquant.ops.form import Call
 from fxquant.ops.record import Adapt, Instead, Operator, Same, register
 from fxquant.primitives import pool, product, selection, shape
+from fxquant.rescaling import Ratio
 
 # ---- of two tensors -------------------------------------------------------------------------------------------------
 
@@ -42,12 +44,32 @@ def _extremum(
         def real(operand: Quantized | Tensor) -> Tensor:
             return operand.real() if isinstance(operand, Quantized) else operand
 
-        return lowering.result(
-            lambda: lowering.call(primitive, integers(input, "input"), integers(other, "other")),
-            lambda: float_function(real(input), real(other)),
-        )
+        def compared() -> Any:
+            whole = isinstance(input, Quantized) and isinstance(other, Quantized)
+            if whole and primitive is product.minimum and lowering.arithmetic.smallest_at_larger_scale:
+                return _at_larger_scale(lowering, primitive, input, other)  # type: ignore[arg-type]
+            return lowering.call(primitive, integers(input, "input"), integers(other, "other"))
+
+        return lowering.result(compared, lambda: float_function(real(input), real(other)))
 
     return lower
+
+
+def _at_larger_scale(lowering: Lowering, primitive: Callable[..., Tensor], input: Quantized, other: Quantized) -> Any:
+    """The operand of the smaller scale on the larger one, then compared, and the result brought to the output's scale."""
+    grid = max(input.grid, other.grid, key=lambda each: float(each.scale))
+
+    def brought(operand: Quantized, role: str) -> Any:
+        return operand.value if operand.grid.equals(grid) else _between(lowering, operand.value, operand.grid, grid, role)
+
+    least = lowering.call(primitive, brought(input, "input_"), brought(other, "other_"))
+    to = lowering.output
+    return least if to.grid.equals(grid) else lowering.holds(_between(lowering, least, grid, to.grid, ""), to)
+
+
+def _between(lowering: Lowering, value: Any, given: Grid, to: Grid, role: str) -> Any:
+    ratio = Ratio((given.scale,), (to.scale,))
+    return lowering.arithmetic.requantize(lowering, value, ratio, *to.bounds, to, role, given.type.bits)
 
 
 def maximum(input: Tensor, other: Tensor) -> Tensor:
@@ -157,7 +179,7 @@ def _refuses_amax(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 def _onnx_amax(c: Call) -> str:
     dims = c["dim"]
     axes = (list(dims) if isinstance(dims, list | tuple) else [dims]) or None
-    if c.e.opset >= 12:
+    if c.e.opset >= 12 or c.by_layers:
         return c.reduced("ReduceMax", c.input, axes, c["keepdim"])
     # onnxruntime would make one operator on int8 of the three, which that opset does not have.
     return c.do("Neg", c.reduced("ReduceMin", c.do("Neg", c.input), axes, c["keepdim"]))

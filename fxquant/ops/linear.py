@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from fxquant.arithmetic import MATRIX
 from fxquant.graph import is_parameter
 from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics import FLOAT32_EXACT, INT32_MAX, INT48_MAX
@@ -118,7 +119,7 @@ def _lower_matmul(
         lowering.note("wide", f"a sum can reach {largest:.0f}, beyond 2^24, so it is formed in float64")
     multiply = product.matrix_product if largest < FLOAT32_EXACT else product.matrix_product_wide
     accumulator = lowering.call(multiply, input.value, other.value)
-    return lowering.requantize(accumulator, Ratio(lowering.arithmetic.step(input.scale, other.scale)), clamp, bound=largest)
+    return lowering.requantize(accumulator, Ratio(lowering.arithmetic.step(input.scale, other.scale)), clamp, bound=largest, kind=MATRIX)
 
 
 def _refuses_matmul(node: fx.Node, arguments: dict[str, Any]) -> str | None:

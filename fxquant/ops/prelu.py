@@ -14,7 +14,8 @@ from fxquant.graph import is_parameter
 from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics import FLOAT32_EXACT, INT32_MAX, SMALLEST_SCALE, WEIGHT_INT16
 from fxquant.ops.form import Call
-from fxquant.ops.record import Operator, Parameter, register
+from fxquant.ops.record import Operator, Own, Parameter, register
+from fxquant.ops.slope import by_whole_slope
 from fxquant.ops.weighted import shape_of
 from fxquant.primitives import elementwise, product
 from fxquant.primitives.comparison import choose, compare
@@ -38,6 +39,8 @@ def _lower_prelu(lowering: Lowering, input: Quantized, weight: Tensor, *, clamp:
     lowering.parameters["its weight"] = weight
     if not bool(torch.isfinite(weight).all()):
         raise lowering.not_finite()
+    if lowering.arithmetic.slope_bits and input.dtype.bits <= 8:
+        return _by_whole_slope(lowering, input, weight, clamp)
     steepest = float(weight.detach().abs().max())
     if lowering.arithmetic.multiplies_by_layers and input.dtype.bits <= 8 and steepest <= 1:  # what is steeper would saturate
         return _by_sign(lowering, input, weight, clamp)
@@ -56,22 +59,28 @@ def _lower_prelu(lowering: Lowering, input: Quantized, weight: Tensor, *, clamp:
     return lowering.requantize(rectified, Ratio((input.scale,), (unit,)), clamp)
 
 
+def _by_whole_slope(lowering: Lowering, input: Quantized, weight: Tensor, clamp: Clamp | None) -> Quantized:
+    slopes = weight.detach().reshape(-1, *[1] * (len(input.shape) - 2)) if weight.numel() > 1 else weight.detach().reshape(())
+    return lowering.result(
+        lambda: by_whole_slope(lowering, input, slopes, clamp, added=True), lambda: prelu(input.real(), weight, clamp=clamp)
+    )
+
+
 def _by_sign(lowering: Lowering, input: Quantized, weight: Tensor, clamp: Clamp | None) -> Quantized:
     """q where q ≥ 0, else q · A, both on the operand's grid and then brought to the output's.
 
     A = round_half_even(weight_c / σ), of 16 bits, σ = max |weight| / 32767.
     """
     slopes = weight.detach().reshape(-1, *[1] * (len(input.shape) - 2)) if weight.numel() > 1 else weight.detach().reshape(())
-    largest = slopes.abs().max().float().clamp_min(SMALLEST_SCALE)
-    count = torch.tensor(float(WEIGHT_INT16.high), dtype=torch.float64, device=largest.device)
-    whole = torch.round(slopes.double() * count / largest.double())
-    lowering.describe("slope", (largest.double() / count).float())
+    scale = (slopes.abs().max().float() / WEIGHT_INT16.high).clamp_min(SMALLEST_SCALE)
+    whole = torch.round(slopes.double() / scale.double()).clamp(WEIGHT_INT16.low, WEIGHT_INT16.high)
+    lowering.describe("slope", scale)
     product = lowering.call(elementwise.multiply, input.value, lowering.constant("slope", whole, torch.int32), False)
-    ratio = Ratio((largest,), (count,))
+    ratio = Ratio(lowering.arithmetic.step(input.scale, scale), (input.scale,))
     below = lowering.holds(
         lowering.arithmetic.requantize(lowering, product, ratio, *input.grid.bounds, input.grid, "negative_"), input.grid
     )
-    zero = lowering.constant("zero", torch.zeros((), device=largest.device), torch.int8)
+    zero = lowering.constant("zero", torch.zeros((), device=scale.device), torch.int8)
     chosen = lowering.call(choose, input.value, below, lowering.call(compare, input.value, zero, "ge"))
 
     def exact() -> Any:
@@ -101,6 +110,7 @@ register(
         prelu,
         ("input",),
         _lower_prelu,
+        Own(shared_where="slope_bits"),
         functions={F.prelu: None},
         methods={"prelu": None},
         modules={nn.PReLU: lambda m: {"weight": Parameter("weight")}},

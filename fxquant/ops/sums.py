@@ -11,7 +11,7 @@ from torch import Tensor
 from fxquant.arithmetic import SUM, ShiftedSums
 from fxquant.clamping import clamped
 from fxquant.lowering import Clamp, Lowering, Quantized
-from fxquant.numerics import FLOAT32_EXACT, WEIGHT_INT8, power_of_two
+from fxquant.numerics import FLOAT32_EXACT, INT32, WEIGHT_INT8, power_of_two
 from fxquant.primitives import elementwise
 from fxquant.quantization.rounding import straight_through
 from fxquant.rescaling import LARGEST_NARROW_MULTIPLIER, Ratio, narrow_multipliers
@@ -108,8 +108,17 @@ def _lower_shifted_sum(
         if not isinstance(operand, Quantized):
             whole = factors[role] * int(math.copysign(WEIGHT_INT8.high, operand * factor))
             total = lowering.call(elementwise.add_constant, total, lowering.constant("number", whole, torch.int32))
-    unit = power_of_two(exponent)
-    return lowering.requantize(total, x.over(unit), clamp, kind=SUM)
+    steps = x.over(power_of_two(exponent))
+    if terms[larger][1] > 0 or not isinstance(terms[larger][0], Quantized) or lowering.output.dtype == INT32:
+        return lowering.requantize(total, steps, clamp, kind=SUM)
+
+    def lift(scale: Tensor) -> Tensor:  # it is x · 2^n - e · E that is rounded, and multiplied by a negative number
+        return lowering.arithmetic.negated(steps.over(scale), lowering.output.grid)
+
+    if not lowering.lifts_late:
+        held = lowering.constant("rest", lift(lowering.output.grid.scale), torch.int32)
+        total = lowering.call(elementwise.add_constant, total, held)
+    return lowering.requantize(total, steps, clamp, lift=lift, kind=SUM)
 
 
 def _in_output_steps(lowering: Lowering, tensors: dict[str, tuple[Quantized, float]]) -> bool:

@@ -20,7 +20,8 @@ from fxquant.graph import fact, is_parameter
 from fxquant.lowering import Lowering, Quantized
 from fxquant.numerics import EVERYTHING, Grid, Interval, IntType, table
 from fxquant.ops.form import Call
-from fxquant.ops.record import OPERATORS, Adapt, Instead, Operator, operator_of, register
+from fxquant.ops.record import OPERATORS, Adapt, Instead, Operator, Own, operator_of, register
+from fxquant.ops.slope import by_whole_slope
 
 UNARY: dict[str, tuple[Callable[..., Tensor], Callable[..., float]]] = {}  # on tensors, and on one Python float
 WITHOUT_NEGATIVE: set[str] = set()  # those of them that have no value below 0
@@ -127,6 +128,8 @@ def unary(
     onnx: str | Callable[[Call], str] | None = None,
     adapted: Mapping[Any, Adapt] | None = None,
     module: tuple[type, Callable[[Any], dict[str, Any] | str]] | None = None,
+    lowered: Callable[..., Quantized] | None = None,
+    demand: Own = Own(),  # noqa: B008 - it does not change
     **settings: Any,
 ) -> Operator:
     """Declare a unary function.
@@ -136,11 +139,12 @@ def unary(
     of torch, torch.special and torch.nn.functional, and methods, in place or not. `adapted` holds spellings, and `module` a class, that
     take more than the settings, or other operands. `settings` are the function's own parameters with their defaults, which `exact` takes
     as well and a module holds under the same names. Outside of `varies` the function is constant. `onnx` is the operator of ONNX that
-    computes it, or writes it in several; see `Operator.onnx`.
+    computes it, or writes it in several; see `Operator.onnx`. `demand` is of its result's grid.
+    `lowered` is its integer meaning where that is not always a table.
     """
 
     def lower(lowering: Lowering, input: Quantized, **chosen: Any) -> Quantized:
-        return by_table(lowering, input, name, **chosen)
+        return by_table(lowering, input, name, **chosen) if lowered is None else lowered(lowering, input, **chosen)
 
     UNARY[name] = function, exact
     if exact in _FOR_POSITIVE:
@@ -166,6 +170,7 @@ def unary(
             function,
             ("input",),
             lower,
+            demand,
             functions={**dict.fromkeys(found_functions, arguments), **{s: a for s, a in others.items() if callable(s)}},
             methods={
                 **{s: arguments for s in (*spellings, *found) if isinstance(s, str) and hasattr(Tensor, s)},
@@ -259,6 +264,16 @@ def _selu(x: float) -> float:
 
 def _leaky_relu(x: float, negative_slope: float = 0.01) -> float:
     return x if x > 0 else x * negative_slope
+
+
+def _lower_leaky_relu(lowering: Lowering, input: Quantized, negative_slope: float) -> Quantized:
+    """A table, or a whole slope on the operand's grid where the target multiplies by such."""
+    if not lowering.arithmetic.slope_bits or input.dtype.bits > 8:
+        return by_table(lowering, input, "leaky_relu", negative_slope=negative_slope)
+    slope = torch.tensor(float(negative_slope), device=input.scale.device)
+    return lowering.result(
+        lambda: by_whole_slope(lowering, input, slope, None, added=False), lambda: F.leaky_relu(input.real(), negative_slope)
+    )
 
 
 def _hardsigmoid(x: float) -> float:
@@ -365,7 +380,16 @@ unary("abs", torch.abs, abs, operator.abs, "abs", "abs_", "absolute", onnx="Abs"
 unary("square", torch.square, lambda x: x * x, "square", "square_", onnx=lambda c: c.do("Mul", c.input, c.input))
 unary("sin", torch.sin, math.sin, "sin", "sin_", onnx="Sin")
 unary("cos", torch.cos, math.cos, "cos", "cos_", onnx="Cos")
-unary("leaky_relu", F.leaky_relu, _leaky_relu, nn.LeakyReLU, negative_slope=0.01, onnx=_onnx_leaky_relu)
+unary(
+    "leaky_relu",
+    F.leaky_relu,
+    _leaky_relu,
+    nn.LeakyReLU,
+    negative_slope=0.01,
+    onnx=_onnx_leaky_relu,
+    lowered=_lower_leaky_relu,
+    demand=Own(shared_where="slope_bits"),
+)
 unary("elu", F.elu, _elu, nn.ELU, alpha=1.0, onnx=lambda c: c.do("Elu", c.input, alpha=float(c["alpha"])))
 unary("softplus", F.softplus, _softplus, nn.Softplus, beta=1.0, threshold=20.0, onnx=_onnx_softplus)
 unary("gelu", gelu, _gelu, F.gelu, nn.GELU, approximate="none", onnx=_onnx_gelu)

@@ -211,9 +211,19 @@ def lower_weighted(
 
 
 def lower_uniform(
-    lowering: Lowering, product: Product, input: Quantized, shape: Sequence[int], value: float, clamp: Clamp | None, bias: float = 0.0
+    lowering: Lowering,
+    product: Product,
+    input: Quantized,
+    shape: Sequence[int],
+    value: float,
+    clamp: Clamp | None,
+    bias: float = 0.0,
+    residual: Quantized | None = None,
 ) -> Quantized:
-    """A layer whose weight, of this shape, is one number: its integers are 127, or -127, on the number's own scale; and one bias."""
+    """A layer whose weight, of this shape, is one number: its integers are 127, or -127, on the number's own scale; and one bias.
+
+    What is added to it is added in the accumulator, which it has to fit.
+    """
     device = input.scale.device
     scale = (torch.tensor(abs(value), dtype=torch.float32, device=device) / WEIGHT_INT8.high).clamp_min(SMALLEST_SCALE).reshape(1)
     integers = torch.full(tuple(shape), math.copysign(WEIGHT_INT8.high, value), dtype=torch.float32, device=device)
@@ -228,10 +238,14 @@ def lower_uniform(
         lifted = lift(lowering.output.grid.scale).flatten()
         bias_q = (lifted if bias_q is None else bias_q + lifted).expand(len(integers))
         bound = bound + lifted.abs()
+    factor = None
+    if residual is not None:
+        factor, added = _scaled_residual(layer, residual, Ratio((residual.scale,), steps), steps)
+        bound = bound + added
     largest = lowering.prove(bound, "the sum", layer.limit)
     lowering.describe("weight", scale)
     lowering.describe("bias", scale * input.scale, -1, lifted.expand(len(integers)))
-    return _finished(layer, layer.form(largest, bias_q), steps, None, None, clamp, largest, lift=lift)
+    return _finished(layer, layer.form(largest, bias_q), steps, residual, factor, clamp, largest, lift=lift)
 
 
 def _lift(layer: _Layer, bias: Tensor | None, steps: tuple[Tensor, ...], to: Quantizer | None) -> Lift | None:
@@ -346,27 +360,31 @@ def _residual_factor(layer: _Layer, residual: Quantized, steps: tuple[Tensor, ..
     if _requantizes(lowering):
         lowering.note("residual", "added after a requantization, as this target does")
         return None, bound
-    ratio = Ratio((residual.scale,), steps)
-    shape = torch.broadcast_shapes(*(factor.shape for factor in steps))  # type: ignore[no-untyped-call]
-    right_shift = None
-    if lowering.arithmetic.residual_bits:
-        mantissa, exponent = ratio.mantissa(lowering.arithmetic.residual_bits, largest_exponent=31, carries=False)
-        multiplier, right_shift = mantissa << (-exponent).clamp_min(0), exponent.clamp_min(0)
-        scaled = multiplier.double() * power_of_two(-right_shift)
-    else:
-        multiplier = ratio.rounded(torch.zeros(shape, dtype=torch.int64, device=bound.device))
-        scaled = multiplier.double()
-    with_residual = bound + torch.ceil(scaled * residual.grid.magnitude)
-    reason = _not_in_accumulator(layer, residual, scaled, float(with_residual.max()), right_shift is not None)
+    factor, added = _scaled_residual(layer, residual, Ratio((residual.scale,), steps), steps)
+    with_residual = bound + added
+    shifts = factor.right_shift is not None
+    reason = _not_in_accumulator(layer, residual, factor.value().detach(), float(with_residual.max()), shifts)
     if reason is not None:
         lowering.note("residual", f"added after a requantization: {reason}")
         return None, bound
     lowering.note("residual", "added in the accumulator")
+    return factor, with_residual
+
+
+def _scaled_residual(layer: _Layer, residual: Quantized, ratio: Ratio, steps: tuple[Tensor, ...]) -> tuple[ResidualFactor, Tensor]:
+    """What a residual is multiplied by for it to be in steps of the sum, and how much it can add to an accumulator."""
+    bits, right_shift = layer.lowering.arithmetic.residual_bits, None
+    if bits:
+        mantissa, exponent = ratio.mantissa(bits, largest_exponent=31, carries=False)
+        multiplier, right_shift = mantissa << (-exponent).clamp_min(0), exponent.clamp_min(0)
+    else:
+        shape = torch.broadcast_shapes(*(factor.shape for factor in steps))  # type: ignore[no-untyped-call]
+        multiplier = ratio.rounded(torch.zeros(shape, dtype=torch.int64, device=steps[0].device))
+    added = torch.ceil(ResidualFactor(multiplier, right_shift).value() * residual.grid.magnitude)
     real = ratio.approximate()
     if real.requires_grad and torch.is_grad_enabled():
-        exact = multiplier.double()
-        multiplier = straight_through(real if right_shift is None else real * power_of_two(right_shift), exact)
-    return ResidualFactor(multiplier, right_shift), with_residual
+        multiplier = straight_through(real if right_shift is None else real * power_of_two(right_shift), multiplier.double())
+    return ResidualFactor(multiplier, right_shift), added
 
 
 def _not_in_accumulator(layer: _Layer, residual: Quantized, factor: Tensor, largest: float, shifts: bool) -> str | None:

@@ -1,0 +1,112 @@
+"""Recorded vectors: what the vendor's program gives, beside what the integer graph is derived from, for the suite to compare.
+
+One file for each march and dtype holds, for rows of one network, the scales of all tensors and elements of each output, as integers;
+`weights.npz` the parameters of the rows, and `images.npz` the inputs. A network is built from these alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+import fxquant as fxq
+from benchmarks.silicon import tool
+from benchmarks.silicon.operators import TOGETHER, Together, converted, images, mapping_of, output_steps
+from benchmarks.silicon.rows import ROWS, Row
+from fxquant.backends.onnx.horizon import OPSET, HorizonWriter
+
+FOLDER = Path(__file__).parents[2] / "tests" / "golden" / "silicon"
+ELEMENTS = 512  # of an output that are kept, of each image
+IMAGES = 2
+
+
+def kept(output: Tensor) -> Tensor:
+    """Elements of an output that are recorded: all, or so many at even distances."""
+    flat = output.flatten()
+    return flat[:: max(1, math.ceil(flat.numel() / ELEMENTS)) | 1][:ELEMENTS]
+
+
+def record(rows: Sequence[Row], march: str, dtype: str, scales: str) -> Path:
+    """Write the vectors of rows that are equal."""
+    groups, arrays = [], {}
+    for index, start in enumerate(range(0, len(rows), TOGETHER)):
+        chosen = rows[start : start + TOGETHER]
+        given, outputs, found = _recorded(chosen, march, dtype, scales)
+        groups.append({"rows": [row.name for row in chosen], "scales": found})
+        arrays.update({f"{index}/{number}": output for number, output in enumerate(outputs)})
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    path = FOLDER / f"{march}-{dtype}.npz"
+    np.savez_compressed(path, about=np.frombuffer(json.dumps({"scales": scales, "groups": groups}).encode(), np.uint8), **arrays)
+    return path
+
+
+def _recorded(rows: Sequence[Row], march: str, dtype: str, scales: str) -> tuple[list[Tensor], list[Any], dict[str, float]]:
+    prepared, integer = converted(rows, march, dtype, scales)
+    given = images()[1][:IMAGES]
+    (feed,) = (node.name for node in integer.graph.nodes if node.op == "placeholder")
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = tool.compile_model(HorizonWriter(integer, "float", OPSET).write(None, None), Path(folder), march)
+        theirs = tool.quantized(compiled, [{feed: image.numpy()} for image in given])
+    outputs = []
+    for index, step in enumerate(output_steps(integer)):
+        whole = [_integers(torch.from_numpy(found[index].copy()), step) for found in theirs]
+        together = torch.cat([kept(value) for value in whole]).numpy()
+        narrow = next(
+            kind for kind in (np.int8, np.int16, np.int32) if np.iinfo(kind).min <= together.min() and together.max() <= np.iinfo(kind).max
+        )
+        outputs.append(together.astype(narrow))
+    known = {name: float(scale) for name, scale in fxq.qparams(prepared).items() if math.isfinite(float(scale))}  # type: ignore[arg-type]
+    return given, outputs, known
+
+
+def _integers(value: Tensor, step: Tensor | None) -> Tensor:
+    assert step is not None
+    return (value.double() / step).round().to(torch.int64)
+
+
+def write_common() -> None:
+    """Write the parameters of all rows, and the images."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    states = {f"{name}/{key}": value.half().numpy() for name, row in ROWS.items() for key, value in row.build().state_dict().items()}
+    np.savez_compressed(FOLDER / "weights.npz", **states)  # type: ignore[arg-type]
+    np.savez_compressed(FOLDER / "images.npz", *(image.numpy() for image in images()[1][:IMAGES]))
+
+
+def cases(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any], list[Tensor]]]:
+    """For each network of a file: the file's facts, the network's, and the recorded integers of each output."""
+    with np.load(path) as held:
+        about = json.loads(bytes(held["about"]).decode())
+        for index, group in enumerate(about["groups"]):
+            yield about, group, [torch.from_numpy(held[f"{index}/{number}"]).long() for number in range(len(group["rows"]))]
+
+
+def rebuilt(names: Sequence[str], scales: Mapping[str, float], march: str, dtype: str, how: str) -> fx.GraphModule:
+    """The integer graph of rows, derived from recorded parameters and scales: nothing is calibrated."""
+    rows = [ROWS[name] for name in names]
+    model = Together(rows).eval()
+    with np.load(FOLDER / "weights.npz") as held:
+        for row, network in zip(rows, model.rows, strict=True):
+            state = network.state_dict()
+            network.load_state_dict({key: torch.from_numpy(held[f"{row.name}/{key}"]).to(value.dtype) for key, value in state.items()})
+    with np.load(FOLDER / "images.npz") as held:
+        example = torch.from_numpy(held["arr_0"])
+    prepared = fxq.prepare(model, example, march, mapping_of(rows, dtype, how))
+    fxq.set_qparams(prepared, scales)
+    fxq.set_state(prepared, fxq.State.VALIDATE)
+    return fxq.convert(prepared, kernels="reference")
+
+
+def computed(integer: fx.GraphModule) -> list[Tensor]:
+    """The elements of each output of the recorded images that are kept, as integers."""
+    with np.load(FOLDER / "images.npz") as held:
+        results = [integer(torch.from_numpy(held[name])) for name in held.files]
+    steps = output_steps(integer)
+    return [torch.cat([kept(_integers(result[index], step)) for result in results]) for index, step in enumerate(steps)]

@@ -1,0 +1,40 @@
+"""The integer graph, derived anew from weights and scales, gives the integers that the vendor's compiled program gave.
+
+benchmarks.silicon recorded them; the tool is not needed here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.silicon.vectors import FOLDER, cases, computed, rebuilt
+
+CASES = [
+    pytest.param(march, dtype, about["scales"], group, recorded, id=f"{march}-{dtype}-{index}")
+    for path in sorted(FOLDER.glob("b*-int*.npz"))
+    for march, dtype in [path.stem.rsplit("-", 1)]
+    for index, (about, group, recorded) in enumerate(cases(path))
+]
+
+
+@pytest.mark.parametrize(("march", "dtype", "scales", "group", "recorded"), CASES)
+def test_the_integer_graph_gives_what_the_compiled_program_gave(
+    march: str, dtype: str, scales: str, group: dict[str, Any], recorded: list[Tensor]
+) -> None:
+    """Every operator of the group, by name."""
+    found = computed(rebuilt(group["rows"], group["scales"], march, dtype, scales))
+    differing = {
+        name: int((ours != theirs).sum())
+        for name, ours, theirs in zip(group["rows"], found, recorded, strict=True)
+        if not torch.equal(ours, theirs)
+    }
+    assert not differing, differing
+
+
+def test_each_march_has_vectors() -> None:
+    """No file was lost: an empty folder would hold nothing to anything."""
+    assert {path.stem for path in FOLDER.glob("b*.npz")} >= {"bayes-e-int8", "bernoulli2-int8"}
