@@ -9,7 +9,9 @@ int16, and the scales of a weight that are not its largest magnitudes over 127.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import onnx
@@ -17,6 +19,7 @@ import torch
 from onnx import helper
 from torch import Tensor, fx
 
+from fxquant.backends.onnx.connections import named_values
 from fxquant.backends.onnx.qdq import QdqWriter
 from fxquant.graph import QParams
 from fxquant.numerics import ACTIVATION_TYPES, WEIGHT_INT8, scale_from_range
@@ -65,6 +68,19 @@ def pair(e: Any, value: str, scale: Tensor, storage: torch.dtype, axis: int | No
     return result
 
 
+def fixed_shape(info: onnx.ValueInfoProto) -> list[int]:
+    """The sizes of a value at a batch of 1."""
+    return [_at_one(dim.dim_param) if dim.dim_param else dim.dim_value for dim in info.type.tensor_type.shape.dim]
+
+
+def _at_one(size: str) -> int:
+    """A size as it is written in a file, such as "3batch/2+1", at a batch of 1."""
+    factor, _, rest = size.partition("batch")
+    divisor, sign, offset = re.fullmatch(r"(?:/(\d+))?([+-]?)(.*)", rest).groups()  # type: ignore[union-attr]
+    value = Fraction(factor or 1) / int(divisor or 1) + (Fraction(f"{sign}{offset}") if offset else 0)
+    return int(value)
+
+
 class HorizonWriter(QdqWriter):
     """Walks an integer graph once, and writes what its nodes stand for. A quantized tensor is carried as its float value."""
 
@@ -92,10 +108,14 @@ class HorizonWriter(QdqWriter):
         model = super().write(input_names, output_names)
         model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
         for info in (*model.graph.input, *model.graph.output, *model.graph.value_info):
-            for dim in info.type.tensor_type.shape.dim:
-                if dim.WhichOneof("value") != "dim_value":
-                    dim.dim_value = 1
+            for dim, size in zip(info.type.tensor_type.shape.dim, fixed_shape(info), strict=True):
+                dim.dim_value = size
         return model
 
     def _describe(self, node: fx.Node, name: str, kind: str) -> None:
         self.tensors[name] = {"kind": "float"}
+
+
+def horizon_values(integer: fx.GraphModule) -> dict[str, str]:
+    """The nodes of an integer graph by the names of their values in its file of style "horizon"."""
+    return named_values(HorizonWriter(integer, "float", OPSET).write(None, None))
