@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.analysis.record import QUANTIZED, GraphForm, Values, Wanted
+from fxquant.analysis.segments import returned
 from fxquant.backends.horizon.program import Binary, Feature
 from fxquant.backends.onnx.connections import Connections, Place
 from fxquant.backends.onnx.horizon import horizon_values
@@ -40,6 +41,10 @@ class SimulatedForm:
         computed = {place.node for place in self.places.values()}
         self.tensors: Mapping[str, str] = {name: QUANTIZED for name in sorted(computed, key=order.index)}
         self.label = f"hbdk-sim for {self.march}"
+        for index, node in enumerate(returned(integer)):
+            ends = [node.name, *(operand.name for operand in node.all_input_nodes)]
+            if not set(ends) & self.tensors.keys():
+                self.unseen[f"output {index}"] = f"the processor computes %{node.name}"
 
     # ---- which tensors they are -----------------------------------------------------------------------------------------
 

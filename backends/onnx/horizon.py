@@ -21,6 +21,7 @@ from torch import Tensor, fx
 
 from fxquant.backends.onnx.connections import named_values
 from fxquant.backends.onnx.qdq import QdqWriter
+from fxquant.errors import ExportError
 from fxquant.graph import QParams
 from fxquant.numerics import ACTIVATION_TYPES, WEIGHT_INT8, scale_from_range
 from fxquant.ops.form import Call, channel_axis
@@ -37,22 +38,52 @@ class HorizonCall(Call):
 
     def weight(self, arrange: Any = lambda weight: weight, role: str = "weight") -> str:
         """A weight's float values on their grid; behind a pair where the tool would take other scales for them."""
-        integers, scale, axis = self.constants[role]
-        if axis is None and scale.numel() == 1:  # the tool takes one scale for each output channel
-            axis = -integers.dim()
-            scale = scale.expand(len(integers)).contiguous()
+        integers, scale, axis = self._per_channel(role)
         value = self.e.constant(arrange(self.grouped(role)).contiguous())
         if _derived(integers, scale, axis):
             return value
+        if axis is not None and integers.shape[axis] != scale.numel():
+            raise ExportError(
+                f"the weight scales of %{self.node.name} cannot be carried to the chip",
+                node=self.node,
+                because="a transposed convolution of groups has several scales for an index of its weight, which the vendor's file cannot say",
+                remedy="quantize its weight by statistics, which the compiler finds by itself: fxq.WeightConfig()",
+            )
         channels = None if axis is None else channel_axis(integers, scale, axis, arrange)
         return pair(self.e, value, scale, integers.dtype, channels)
 
 
+    def as_convolution(self) -> bool:
+        """Where the weight is behind a pair, and where it is one-dimensional.
+
+        The tool dies of a Gemm whose weight is behind a pair, and puts such a MatMul, and every one-dimensional Conv, on the processor.
+        """
+        return self.name == "conv1d" or not _derived(*self._per_channel("weight"))
+
+    def operand(self, role: str) -> str:
+        if isinstance(self.arguments.get(role), str) or role not in self.constants:
+            return super().operand(role)
+        integers, scale, axis = self.constants[role]
+        value = self.e.constant(self.real(role))
+        if scale.numel() == 0 or integers.dtype not in BITS or _derived(*self._per_channel(role)):
+            return value
+        return pair(self.e, value, scale, integers.dtype, None if axis is None else integers.dim() + axis)
+
+    def _per_channel(self, role: str) -> tuple[Tensor, Tensor, int | None]:
+        """A weight's integers and scales; the tool takes one scale for each output channel."""
+        integers, scale, axis = self.constants[role]
+        if axis is None and scale.numel() == 1:
+            return integers, scale.expand(len(integers)).contiguous(), -integers.dim()
+        return integers, scale, axis
+
+
 def _derived(integers: Tensor, scale: Tensor, axis: int | None) -> bool:
     """Whether the scales of a weight are those that the tool takes: the largest magnitude of each channel over 127."""
-    if integers.dtype != torch.int8 or axis is None or integers.shape[axis] != scale.numel():
+    if integers.dtype != torch.int8 or axis is None:
         return False
-    largest = integers.movedim(axis, 0).flatten(1).abs().amax(1).float() * scale
+    groups = scale.numel() // integers.shape[axis]  # more than one where scales run through groups along the first dimension
+    parts = integers.reshape(groups, -1, *integers.shape[1:]).movedim(axis, 1).flatten(2)
+    largest = parts.abs().amax(2).flatten().float() * scale
     return torch.equal(scale_from_range(-largest, largest, WEIGHT_INT8), scale)
 
 
