@@ -72,6 +72,35 @@ class CompiledCost:
         return f"{self.name}: {self.microseconds:.4g} µs, {self.frames_per_second:.4g} runs a second, {self.bytes:,} bytes moved"
 
 
+# Run by the environment's own Python: every tensor that is asked for, as the tool's runtime of ONNX files computes it.
+INNER = """
+import logging, sys
+import numpy, onnx
+from horizon_tc_ui import HB_ONNXRuntime
+logging.disable(logging.CRITICAL)
+model = onnx.load(sys.argv[1])
+names = open("names").read().split("\\n")
+present = {each.name for each in model.graph.output}
+model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in present)
+onnx.save(model, "inner.onnx")
+results = HB_ONNXRuntime(model_file="inner.onnx").run(names, dict(numpy.load("given.npz")))
+numpy.savez("found.npz", *results)
+"""
+
+
+def inner_values(tool: Tool, quantized: Path, inputs: dict[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
+    """Tensors inside of a quantized model, by name, that the tool's own runtime computes of float inputs. Raises CompilationError."""
+    with tempfile.TemporaryDirectory(prefix="fxquant-") as folder:
+        work = Path(folder)
+        (work / "names").write_text("\n".join(names), encoding="utf-8")
+        np.savez(work / "given.npz", **{name: value.numpy() for name, value in inputs.items()})
+        running = tool.run("python", "-c", INNER, str(quantized.absolute()), cwd=work)
+        if running.code or not (work / "found.npz").exists():
+            raise failure("HB_ONNXRuntime", running.code, running.lines, {}, "the text above")
+        with np.load(work / "found.npz") as found:
+            return {name: torch.from_numpy(found[f"arr_{index}"]) for index, name in enumerate(names)}
+
+
 class Binary:
     """A .bin or .hbm file, opened with the vendor's tool. Raises ConfigurationError without the tool, CompilationError for a bad file."""
 
@@ -116,10 +145,7 @@ class Binary:
         """What the tool estimates of each program: the figures that hb_perf shows."""
         with tempfile.TemporaryDirectory(prefix="fxquant-") as folder:
             work = Path(folder)
-            for program in self.programs:
-                self._run("hbdk-perf", str(self.hbm), "-o", folder, cwd=work, makes=work / f"{program.name}.json") if not any(
-                    work.iterdir()
-                ) else None
+            self._run("hbdk-perf", str(self.hbm), "-o", folder, cwd=work, makes=work / f"{self.programs[0].name}.json")
             return [_cost(json.loads((work / f"{program.name}.json").read_text(encoding="utf-8"))["summary"]) for program in self.programs]
 
 

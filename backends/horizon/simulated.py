@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxquant.analysis.record import QUANTIZED, GraphForm, Values, Wanted
+from fxquant.analysis.record import ACCUMULATORS, QUANTIZED, GraphForm, Values, Wanted
 from fxquant.analysis.segments import returned
-from fxquant.backends.horizon.program import Binary, Feature
+from fxquant.backends.horizon.program import Binary, Feature, inner_values
 from fxquant.backends.onnx.connections import Connections, Place
 from fxquant.backends.onnx.horizon import horizon_values
-from fxquant.errors import ExportError
+from fxquant.errors import CompilationError, ExportError
 from fxquant.facts import BatchDim, TensorFact
 from fxquant.graph import fact, qparams
+
+logger = logging.getLogger("fxquant")
 
 QUANTIZED_MODEL = "_quantized_model.onnx"
 CHANNELS_LAST = ("bernoulli2",)  # marches whose programs take and give every image with its channels last
@@ -32,7 +35,8 @@ class SimulatedForm:
     def __init__(self, path: Path, integer: fx.GraphModule) -> None:
         self.binary, self.reference = Binary(path), GraphForm(integer)
         self.march = integer.meta["target"].name
-        self.connections = Connections(path.parent / f"{path.stem}{QUANTIZED_MODEL}", horizon_values(integer))
+        self.quantized = path.parent / f"{path.stem}{QUANTIZED_MODEL}"
+        self.connections = Connections(self.quantized, horizon_values(integer))
         self.unseen: dict[str, str] = {}
         self.places = {feature: place for program in self.binary.programs for feature in program.outputs if (place := self._output(feature))}
         self.given = {feature: self._input(feature) for program in self.binary.programs for feature in program.inputs}
@@ -84,7 +88,27 @@ class SimulatedForm:
         """The integers, int64, of what the programs compute of a batch; real numbers are not given."""
         names = set(wanted.among(self.tensors))
         rows = [self._row(row, names) for row in self._rows(inputs)]
-        return {name: torch.cat([row[name] for row in rows]) for name in self.tensors if name in names}
+        if ACCUMULATORS in wanted.kinds:  # in depth: what is between the ends of the programs, too
+            rows = [self._inner(values) | row for values, row in zip(self._rows(inputs), rows, strict=True)]
+        return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+
+    def _inner(self, inputs: Sequence[Any]) -> Values:
+        """What the tool's runtime computes between the ends of the programs, which is what the programs compute there."""
+        places = {name: place for name in self.connections.inner if (place := self.connections.place(name)) is not None}
+        graph = self.reference.run(inputs, Wanted(frozenset(), frozenset(place.node for place in places.values()) & self.reference.tensors.keys()))
+        given = dict(zip(self.connections.inputs, inputs, strict=True))
+        try:
+            values = inner_values(self.binary.tool, self.quantized, given, list(places))
+        except CompilationError as error:
+            logger.warning("the tensors between the ends of the programs cannot be compared: %s", error.because)
+            return {}
+        found = Values()
+        for name, place in places.items():
+            wanted = graph.get(place.node)
+            if wanted is not None and wanted.numel() == values[name].numel():
+                turned = wanted.dim() == 4 and values[name].shape != wanted.shape or place.channels_last and wanted.dim() == 4
+                found[place.node] = _in_order(values[name].to(torch.int64), wanted, turned)
+        return found
 
     def _rows(self, inputs: Sequence[Any]) -> Iterable[list[Any]]:
         """The inputs of each item of a batch; the batch as it is where the model is fixed to its size."""
@@ -112,8 +136,8 @@ class SimulatedForm:
         return found
 
     def _last(self, rank: int, place: Place) -> bool:
-        """Whether a tensor has its channels last in the program, against the graph."""
-        return rank == 4 and place.channels_last != (self.march in CHANNELS_LAST)
+        """Whether a tensor of images has its channels last in the program."""
+        return rank == 4 and (place.channels_last or self.march in CHANNELS_LAST)
 
     def _arranged(self, value: Tensor, place: Place, feature: Feature) -> Tensor:
         """A tensor of the graph in the order of a program's."""
@@ -121,10 +145,15 @@ class SimulatedForm:
 
     def _restored(self, value: Tensor, wanted: Tensor, place: Place) -> Tensor:
         """A program's tensor in the order of the graph's."""
-        if not self._last(wanted.dim(), place):
-            return value.reshape(wanted.shape)
-        rows, channels, height, width = wanted.shape
-        return value.reshape(rows, height, width, channels).permute(0, 3, 1, 2)
+        return _in_order(value, wanted, self._last(wanted.dim(), place))
+
+
+def _in_order(value: Tensor, wanted: Tensor, channels_last: bool) -> Tensor:
+    """A tensor in the shape of another one, whose channels are second."""
+    if not channels_last:
+        return value.reshape(wanted.shape)
+    rows, channels, height, width = wanted.shape
+    return value.reshape(rows, height, width, channels).permute(0, 3, 1, 2)
 
 
 def _stored(dtype: str) -> str:

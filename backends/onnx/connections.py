@@ -18,6 +18,7 @@ from fxquant.errors import ExportError
 BEHIND = {"Transpose", "Reshape", "Identity", "Flatten", "Squeeze", "Unsqueeze", "HzDequantize"}
 BEFORE = BEHIND | {"HzQuantize"}
 SUFFIX = "_quantized"
+DOMAIN = "horizon"
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Place:
     """Where a tensor of the quantized model is in the integer graph.
 
     node           the name of the node whose integers it holds
-    channels_last  whether a transpose is between them: its dimensions are N, H, W, C then
+    channels_last  whether its dimensions are N, H, W, C where those of the node are N, C, H, W
     """
 
     node: str
@@ -33,13 +34,14 @@ class Place:
 
 
 def named_values(model: onnx.ModelProto) -> dict[str, str]:
-    """The node of the integer graph behind the values of a file of style "horizon": those behind a pair, and copies of these."""
+    """The node of the integer graph behind values of a file of style "horizon": those on both sides of a pair, and copies of these."""
     produced = {node.output[0]: node for node in model.graph.node}
     found = {}
     for node in model.graph.node:
         name = node.output[0]
         if node.op_type in ("DequantizeLinear", "HzDequantize") and node.input[0] in produced and "/" not in name:
             found[name] = name
+            found.setdefault(produced[node.input[0]].input[0], name)
         elif node.op_type == "Identity" and node.input[0] in found:
             found[name] = found[node.input[0]]
     return found
@@ -58,6 +60,7 @@ class Connections:
                 remedy="keep the folder that fxq.compile_horizon fills together",
             ) from error
         self.values = values
+        self.inputs = [info.name for info in model.graph.input]
         self.producers = {name: node for node in model.graph.node for name in node.output}
         self.readers: dict[str, list[onnx.NodeProto]] = {}
         for node in model.graph.node:
@@ -67,14 +70,18 @@ class Connections:
 
     def place(self, tensor: str) -> Place | None:
         """The node whose integers a tensor holds; None where it is none of the file's values."""
-        base = tensor.removesuffix(SUFFIX)
-        if base in self.values:
-            return Place(self.values[base], False)
-        for steps in (self._behind(tensor), self._before(tensor)):
-            for name, turned in steps:
-                if name in self.values or name.removesuffix(SUFFIX) in self.values:
-                    return Place(self.values.get(name) or self.values[name.removesuffix(SUFFIX)], turned)
-        return None
+        node = self._named(tensor)
+        for name, turned in (*self._behind(tensor), *self._before(tensor)):
+            found = self._named(name)
+            if name != tensor and found is not None and node in (None, found):
+                return Place(found, turned)
+        if node is None:
+            return None
+        producer = self.producers.get(tensor)  # the tool's own layers have their channels last; what it quantizes is as the file has it
+        return Place(node, producer is not None and producer.op_type != "HzQuantize" and producer.domain == DOMAIN)
+
+    def _named(self, tensor: str) -> str | None:
+        return self.values.get(tensor) or self.values.get(tensor.removesuffix(SUFFIX))
 
     def _behind(self, tensor: str) -> Iterator[tuple[str, bool]]:
         """The values that hold the same elements behind a tensor, and whether they are turned against it."""

@@ -149,4 +149,6 @@ class HorizonWriter(QdqWriter):
 
 def horizon_values(integer: fx.GraphModule) -> dict[str, str]:
     """The nodes of an integer graph by the names of their values in its file of style "horizon"."""
-    return named_values(HorizonWriter(integer, "float", OPSET).write(None, None))
+    writer = HorizonWriter(integer, "float", OPSET)
+    found = named_values(writer.write(None, None))
+    return {value: name for name, value in writer.reals.items()} | found  # what only moves elements has no pair
