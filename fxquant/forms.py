@@ -31,7 +31,7 @@ PROGRAMS = (".bin", ".hbm")  # files of the vendor's compiler
 
 @checked()
 def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | None = None) -> Report:
-    """Compare two forms of a model bit for bit: prepared, integer, or the path of an exported ONNX file.
+    """Compare two forms of a model bit for bit: prepared, integer, or the path of an exported ONNX file or BPU program.
 
     An ONNX file is run with all optimisations, with none, with one thread and two, and by the reference
     evaluator. An integer model is compared as its primitives and as its kernels compute it.
@@ -41,6 +41,11 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
 
     The report is true if something was compared and nothing differed, so never for no batches; `mismatches` counts
     differing elements; `first` locates the first.
+    A .bin that `compile_horizon` made is run in the vendor's simulator, a row of a batch at a time: every BPU program in it is given the
+    integers that the integer model has at its inputs, and the integers at its outputs are compared. What the processor computes before,
+    between and behind the programs is not; the report's `given` and `unseen` name it. The first difference is located inside of the
+    programs, too. Raises ConfigurationError where the tool is not installed, and CompilationError where it fails.
+
     A file in style "qdq" is not exact by nature: its outputs are measured, and the `DeviationReport` is never true.
 
     A KeyboardInterrupt is raised as `Interrupted`, whose `result` is the report of what was compared until then.

@@ -178,6 +178,20 @@ ALLOWED: dict[str, set[str]] = {
         "segments",
         "version",
     },
+    "fxquant.backends.horizon": {
+        "arguments",
+        "backends.horizon",
+        "backends.onnx",
+        "errors",
+        "facts",
+        "graph",
+        "numerics",
+        "ops",
+        "primitives",
+        "progress",
+        "record",
+        "segments",
+    },
     "fxquant.backends.cpu": {"arithmetic", "sweeps", "joining", "marks", "tensor_passes", "graph", "observers", "kernels"}
     | {"numerics", "primitives", "target", "backends.cpu"},
     # what is shown of models and of two of their forms
@@ -248,12 +262,14 @@ CONFINED: dict[str, set[str]] = {
         f"fxquant.backends.onnx.{name}"
         for name in (
             "agreement",
+            "connections",
             "emitter",
             "export",
             "fast",
             "files",
             "float_export",
             "float_file",
+            "horizon",
             "kernels",
             "layouts",
             "metadata",

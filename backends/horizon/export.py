@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +18,9 @@ from fxquant.backends.onnx.files import save_model
 from fxquant.backends.onnx.horizon import OPSET, HorizonWriter, fixed_shape
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.facts import TensorFact
-from fxquant.graph import fact, operation, qparams, source
+from fxquant.graph import Operation, fact, operation, qparams, source
 from fxquant.numerics import ACTIVATION_TYPES
+from fxquant.ops import OPERATORS
 from fxquant.primitives import PRIMITIVES
 from fxquant.progress import working
 
@@ -26,6 +28,7 @@ MARCHES = ("bernoulli2", "bayes", "bayes-e")  # those that hb_mapper compiles fo
 LAYERS = "layers.json"
 SCRIPT = "compile.sh"
 OUTPUT = "model_output"  # where hb_mapper writes, inside the folder
+SUMS = {record.name: record.sums for record in OPERATORS.values()}  # whether an operator is a sum of products
 LEVELS = ("O0", "O1", "O2", "O3")
 
 CONFIGURATION = """\
@@ -163,17 +166,26 @@ def _check_node(node: fx.Node) -> None:
     described, lowered = qparams(node), operation(node)
     if described is None or lowered is None or described.dtype not in ("int8", "int4", "int16"):
         return
-    low, high = lowered.arguments.get("clamp") or (None, None)
-    dtype = ACTIVATION_TYPES[described.dtype]
-    for bound, limit, which in ((high, dtype.high, "upper"), (low, dtype.low, "lower")):
-        if bound is None or (which == "lower" and bound == 0):
-            continue
-        steps = float(bound) / float(described.scale)  # type: ignore[arg-type]
-        if abs(steps) < abs(limit) - 0.5:
-            raise ExportError(
-                f"the {which} clamp of %{node.name} cannot be carried to the chip",
-                node=node,
-                because=f"the vendor's compiler drops clamps but ReLU; {bound:g} is {steps:.4g} steps of {float(described.scale):.6g}, "  # type: ignore[arg-type]
-                f"inside of the range to {limit}",
-                remedy="let the scale be that of the clamp: calibrate with statistics, or set it by fxq.set_qparams before converting",
-            )
+    low, high = _clamp(lowered)
+    inside = {
+        which: f"{bound:g} is {float(bound) / float(described.scale):.4g} steps of {float(described.scale):.6g}"  # type: ignore[arg-type]
+        for which, bound, limit in (("lower", low, ACTIVATION_TYPES[described.dtype].low), ("upper", high, ACTIVATION_TYPES[described.dtype].high))
+        if bound and math.isfinite(bound) and abs(bound) / float(described.scale) < abs(limit) - 0.5  # type: ignore[arg-type]
+    }
+    # A limit above, with 0 below, is kept behind operators that the compiler makes tables of.
+    if "lower" in inside or ("upper" in inside and (low != 0 or SUMS[lowered.name])):
+        which = "lower" if "lower" in inside else "upper"
+        raise ExportError(
+            f"the {which} clamp of %{node.name} cannot be carried to the chip",
+            node=node,
+            because=f"the vendor's compiler drops it: {inside[which]}, inside of the range of its {described.dtype}",
+            remedy="let the range end at the clamp: calibrate by statistics, or set the scale with fxq.set_qparams(prepared, "
+            f"{{{node.name!r}: …}}) before converting",
+        )
+
+
+def _clamp(lowered: Operation) -> tuple[float | None, float | None]:
+    """The limits that are fused into an operator, or that it is made of."""
+    if lowered.name == "clamp":
+        return tuple(lowered.arguments.get(name) if isinstance(lowered.arguments.get(name), int | float) else None for name in ("min", "max"))  # type: ignore[return-value]
+    return tuple(lowered.arguments.get("clamp") or (None, None))  # type: ignore[return-value]
