@@ -118,7 +118,8 @@ def _parser() -> argparse.ArgumentParser:
         "verify",
         "run two forms of one model and compare every quantized tensor, bit for bit",
         "The forms are a prepared model, an integer model, an ONNX file and a BPU program; at most one is a file of the last two kinds.\n"
-        "An ONNX file is run in every runtime there is, a program (.bin, .hbm) in the vendor's simulator. The first difference is located. The exit status is 0 if not one bit differs, and 1 if one does.",
+        "An ONNX file is run in every runtime there is, a program (.bin, .hbm) in the vendor's simulator.\n"
+        "The first difference is located. The exit status is 0 if not one bit differs, and 1 if one does.",
     )
     verify.add_argument("a", type=Path, metavar="A", help=FILE)
     verify.add_argument("b", type=Path, metavar="B", help="another form of the same model")

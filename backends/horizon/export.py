@@ -167,10 +167,11 @@ def _check_node(node: fx.Node) -> None:
     if described is None or lowered is None or described.dtype not in ("int8", "int4", "int16"):
         return
     low, high = _clamp(lowered)
+    scale, dtype = float(described.scale), ACTIVATION_TYPES[described.dtype]  # type: ignore[arg-type]
     inside = {
-        which: f"{bound:g} is {float(bound) / float(described.scale):.4g} steps of {float(described.scale):.6g}"  # type: ignore[arg-type]
-        for which, bound, limit in (("lower", low, ACTIVATION_TYPES[described.dtype].low), ("upper", high, ACTIVATION_TYPES[described.dtype].high))
-        if bound and math.isfinite(bound) and abs(bound) / float(described.scale) < abs(limit) - 0.5  # type: ignore[arg-type]
+        which: f"{bound:g} is {bound / scale:.4g} steps of {scale:.6g}"
+        for which, bound, limit in (("lower", low, dtype.low), ("upper", high, dtype.high))
+        if bound and math.isfinite(bound) and abs(bound) / scale < abs(limit) - 0.5
     }
     # A limit above, with 0 below, is kept behind operators that the compiler makes tables of.
     if "lower" in inside or ("upper" in inside and (low != 0 or SUMS[lowered.name])):
@@ -185,7 +186,9 @@ def _check_node(node: fx.Node) -> None:
 
 
 def _clamp(lowered: Operation) -> tuple[float | None, float | None]:
-    """The limits that are fused into an operator, or that it is made of."""
+    """The limits that are fused into an operator, or that it is made of; None where there is none."""
     if lowered.name == "clamp":
-        return tuple(lowered.arguments.get(name) if isinstance(lowered.arguments.get(name), int | float) else None for name in ("min", "max"))  # type: ignore[return-value]
-    return tuple(lowered.arguments.get("clamp") or (None, None))  # type: ignore[return-value]
+        low, high = lowered.arguments.get("min"), lowered.arguments.get("max")
+    else:
+        low, high = lowered.arguments.get("clamp") or (None, None)
+    return low, high

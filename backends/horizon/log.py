@@ -24,7 +24,7 @@ LONGEST_REASON = 6  # lines
 
 # What the tool says, and what the user can do then; the first that is found counts.
 REMEDIES = (
-    (r"not support(ed)? these cpu operators|cpu operators", "write the operator with others, or leave it out of the model that is compiled"),
+    (r"not support(ed)? these cpu operators|cpu operators", "write the operator with others, or keep it out of the model"),
     (r"(no|without|any) .*bpu (node|op|subgraph)|must have at least one", "compile a model of which at least one operator runs on the BPU"),
     (r"unsupported model|does not support|not support", "fxq.check names operators beyond the limits; prepare(adapt=True) rewrites some"),
     (r"memory|No space left", "free memory or disk, or compile a smaller model"),
@@ -58,7 +58,8 @@ def reason(lines: Sequence[str]) -> str:
 
 def layer_of(text: str, layers: Mapping[str, str]) -> str | None:
     """The layer that a text names: the first of these names that begins the name of an ONNX node in it."""
-    places = {name: found.start() for name in layers if (found := re.search(rf"(?<![\w/.]){re.escape(name)}(?=/\w|_quantized|\b(?!\w))", text))}
+    found = {name: re.search(rf"(?<![\w/.]){re.escape(name)}(?=/\w|_quantized|\b(?!\w))", text) for name in layers}
+    places = {name: match.start() for name, match in found.items() if match}
     return min(places, key=lambda name: (places[name], -len(name)), default=None)
 
 

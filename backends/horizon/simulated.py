@@ -38,7 +38,8 @@ class SimulatedForm:
         self.quantized = path.parent / f"{path.stem}{QUANTIZED_MODEL}"
         self.connections = Connections(self.quantized, horizon_values(integer))
         self.unseen: dict[str, str] = {}
-        self.places = {feature: place for program in self.binary.programs for feature in program.outputs if (place := self._output(feature))}
+        ends = [feature for program in self.binary.programs for feature in program.outputs]
+        self.places = {feature: place for feature in ends if (place := self._output(feature)) is not None}
         self.given = {feature: self._input(feature) for program in self.binary.programs for feature in program.inputs}
         _require(bool(self.places), path, f"none of its outputs is a tensor of this model: {self.unseen}")
         order = list(self.reference.tensors)
@@ -95,7 +96,8 @@ class SimulatedForm:
     def _inner(self, inputs: Sequence[Any]) -> Values:
         """What the tool's runtime computes between the ends of the programs, which is what the programs compute there."""
         places = {name: place for name in self.connections.inner if (place := self.connections.place(name)) is not None}
-        graph = self.reference.run(inputs, Wanted(frozenset(), frozenset(place.node for place in places.values()) & self.reference.tensors.keys()))
+        nodes = frozenset(place.node for place in places.values()) & self.reference.tensors.keys()
+        graph = self.reference.run(inputs, Wanted(frozenset(), nodes))
         given = dict(zip(self.connections.inputs, inputs, strict=True))
         try:
             values = inner_values(self.binary.tool, self.quantized, given, list(places))
@@ -106,7 +108,7 @@ class SimulatedForm:
         for name, place in places.items():
             wanted = graph.get(place.node)
             if wanted is not None and wanted.numel() == values[name].numel():
-                turned = wanted.dim() == 4 and values[name].shape != wanted.shape or place.channels_last and wanted.dim() == 4
+                turned = wanted.dim() == 4 and (place.channels_last or values[name].shape != wanted.shape)
                 found[place.node] = _in_order(values[name].to(torch.int64), wanted, turned)
         return found
 

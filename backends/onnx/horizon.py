@@ -46,12 +46,11 @@ class HorizonCall(Call):
             raise ExportError(
                 f"the weight scales of %{self.node.name} cannot be carried to the chip",
                 node=self.node,
-                because="a transposed convolution of groups has several scales for an index of its weight, which the vendor's file cannot say",
+                because="a transposed convolution of groups has several scales for an index of its weight, which the file cannot say",
                 remedy="quantize its weight by statistics, which the compiler finds by itself: fxq.WeightConfig()",
             )
         channels = None if axis is None else channel_axis(integers, scale, axis, arrange)
         return pair(self.e, value, scale, integers.dtype, channels)
-
 
     def as_convolution(self) -> bool:
         """Where the weight is behind a pair, and where it is one-dimensional.

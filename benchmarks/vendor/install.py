@@ -20,7 +20,8 @@ NEEDS = (
     "numpy==1.23.0", "onnx==1.15.0", "onnxruntime==1.16.2", "protobuf==3.20.3", "opencv-python-headless==4.6.0.66", "scipy==1.13.1",
     "scikit-image==0.19.0", "setuptools<70",
     # what it imports besides
-    "absl-py", "click", "coloredlogs", "easydict", "graphviz", "jinja2", "matplotlib", "msgpack-numpy", "multiprocess", "paramiko", "pathos",
+    "absl-py",
+    "click", "coloredlogs", "easydict", "graphviz", "jinja2", "matplotlib", "msgpack-numpy", "multiprocess", "paramiko", "pathos",
     "pillow", "psutil", "pydot", "pyyaml", "schema", "six", "tabulate", "tqdm", "typing_extensions",
 )  # fmt: skip
 STAND_IN = '''\

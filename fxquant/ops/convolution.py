@@ -242,7 +242,7 @@ def _onnx_convolution(c: Call) -> str:
     if len(kernel) == 1 and c.as_convolution():
         pads = attributes["pads"]
         attributes.update(
-            kernel_shape=[*kernel, 1], strides=[*attributes["strides"], 1], pads=[pads[0], 0, pads[1], 0], dilations=[*attributes["dilations"], 1]
+            {name: [*attributes[name], 1] for name in ("kernel_shape", "strides", "dilations")}, pads=[pads[0], 0, pads[1], 0]
         )
         flat = c.unsqueezed(operand, 3)
         made = c.with_bias(lambda *bias: c.do("Conv", flat, c.weight(lambda weight: weight[..., None]), *bias, **attributes), 2)

@@ -65,9 +65,7 @@ class Estimate(Rows[LayerEstimate]):
     target: str
     compiled: tuple[CompiledCost, ...]
 
-    def __init__(
-        self, items: tuple[LayerEstimate, ...], roofline: Roofline, target: str, compiled: tuple[CompiledCost, ...] = ()
-    ) -> None:
+    def __init__(self, items: tuple[LayerEstimate, ...], roofline: Roofline, target: str, compiled: tuple[CompiledCost, ...] = ()) -> None:
         super().__init__(f"one item on {target}, at the peak rates of the chip", items)
         object.__setattr__(self, "roofline", roofline)
         object.__setattr__(self, "target", target)

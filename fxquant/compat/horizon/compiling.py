@@ -23,7 +23,9 @@ OPT = choice("O0", "O1", "O2", "O3", *LEVELS)
 HBM = Kind("the path of a .hbm or .bin file to write", FILE.take)
 
 
-def _folder(module: fx.GraphModule, folder: Path, march: str | None, name: str | None, opt: str, called: str) -> tuple[fx.GraphModule, Path]:
+def _folder(
+    module: fx.GraphModule, folder: Path, march: str | None, name: str | None, opt: str, called: str
+) -> tuple[fx.GraphModule, Path]:
     """The integer model, and the folder that the compiler takes of it. Raises ConfigurationError for another march than its own."""
     integer = module if is_deployed(module) else convert_fx(module)
     wanted, own = march or get_march(), integer.meta["target"]
@@ -67,7 +69,8 @@ def compile_model(
     made = fxq.compile_horizon(folder, show_progress=None if progressbar else False)
     shutil.copyfile(made, path.with_suffix(".bin"))
     if path.suffix == ".hbm":
-        shutil.copyfile(Binary(made).hbm, path)
+        opened = Binary(made)  # what it extracts is there as long as this is
+        shutil.copyfile(opened.hbm, path)
     quantized = f"{made.stem}_quantized_model.onnx"
     shutil.copyfile(made.with_name(quantized), path.with_name(f"{path.stem}_quantized_model.onnx"))
     return 0
@@ -130,7 +133,7 @@ def visualize_model(
 def export_hbir(
     module: fx.GraphModule, example_inputs: Any, hbir: str | os.PathLike[str], march: str | None = None
 ) -> tuple[list[str], list[str]]:
-    """Write what the installed compiler takes, a folder with an ONNX file, at `hbir` without its ending; returns its inputs' and outputs' names.
+    """Write what the installed compiler takes, a folder with an ONNX file, at `hbir` without its ending; the names of inputs and outputs.
 
     HBIR itself is not written: its format is the compiler's own.
     """
