@@ -36,7 +36,7 @@ if program == "hb_mapper":
             shutil.copy(here / "quantized.onnx", folder / (name + "_quantized_model.onnx"))
     sys.exit(told["code"])
 if program == "hb_extract_hbm":
-    pathlib.Path(pathlib.Path(sys.argv[1]).stem + ".hbm").write_text("programs")
+    pathlib.Path("model.hbm").write_text("programs")
 if program == "hbdk-disas":
     pathlib.Path(sys.argv[-1]).write_text(json.dumps(told["programs"]))
 if program == "hbdk-sim":

@@ -87,13 +87,29 @@ def test_the_compiler_does_drop_what_is_refused(tmp_path: Path, monkeypatch: pyt
     assert fxq.verify(integer, binary, [20 * batch for batch in batches()]).mismatches > 0
 
 
-def test_what_has_nothing_for_the_bpu_is_an_error_of_ours(tmp_path: Path) -> None:
-    integer = converted(nn.Conv2d(8, 8, 3), qconfig=None)
-    folder = fxq.export_horizon(integer, tmp_path / "net")
-    configuration = folder / "model.yaml"
-    configuration.write_text(configuration.read_text().replace("1x8x8x8", "1x8x8x9"))
-    with pytest.raises(fxq.CompilationError, match="hb_mapper failed"):
+class Pooled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.adaptive_avg_pool2d(self.a(x), 1)
+
+
+class Summed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cumsum(x, 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "target", "said"), [(Pooled(), "bernoulli2", "split kernel size of 8"), (Summed(), "bayes-e", "on BPU")], ids=["pool", "host"]
+)
+def test_a_refusal_of_the_compiler_is_an_error_of_ours(model: nn.Module, target: str, said: str, tmp_path: Path) -> None:
+    folder = fxq.export_horizon(converted(model, target), tmp_path / "net")
+    with pytest.raises(fxq.CompilationError, match="hb_mapper failed") as refused:
         fxq.compile_horizon(folder)
+    assert said in refused.value.because
+    assert "hb_mapper.log" in refused.value.remedy
 
 
 def test_horizons_names_end_in_a_file_that_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

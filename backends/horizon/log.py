@@ -25,11 +25,11 @@ LONGEST_REASON = 6  # lines
 # What the tool says, and what the user can do then; the first that is found counts.
 REMEDIES = (
     (r"not support(ed)? these cpu operators|cpu operators", "write the operator with others, or keep it out of the model"),
-    (r"(no|without|any) .*bpu (node|op|subgraph)|must have at least one", "compile a model of which at least one operator runs on the BPU"),
+    (r"no node can execute on BPU|at least one .*node", "compile a model of which at least one operator runs on the BPU"),
     (r"unsupported model|does not support|not support", "fxq.check names operators beyond the limits; prepare(adapt=True) rewrites some"),
     (r"memory|No space left", "free memory or disk, or compile a smaller model"),
 )
-OTHERWISE = "read the whole log; fxq.check(model, example_inputs, march) names operators beyond the limits of the march"
+OTHERWISE = "read what it says above; fxq.check(model, example_inputs, march) names operators beyond the limits of the march"
 
 
 def step_of(line: str) -> int | None:
@@ -63,8 +63,11 @@ def layer_of(text: str, layers: Mapping[str, str]) -> str | None:
     return min(places, key=lambda name: (places[name], -len(name)), default=None)
 
 
-def failure(program: str, code: int, lines: Sequence[str], layers: Mapping[str, str], log: str) -> CompilationError:
+def failure(
+    program: str, code: int, lines: Sequence[str], layers: Mapping[str, str] | None = None, log: str | None = None
+) -> CompilationError:
     """The error of a program that has failed; `layers` are source lines by the names of nodes, `log` where its output was written."""
+    layers = layers or {}
     text = reason(lines)
     if code < 0:
         died = f"it was ended by {signal.Signals(-code).name}" if -code in list(signal.Signals) else f"it was ended by signal {-code}"
@@ -77,5 +80,5 @@ def failure(program: str, code: int, lines: Sequence[str], layers: Mapping[str, 
         f"{program} failed{layer}",
         at=layers.get(name, None) if name is not None else None,
         because=text,
-        remedy=f"{remedy}\nthe log is {log}",
+        remedy=remedy if log is None else f"{remedy}\nthe log is {log}",
     )

@@ -96,7 +96,7 @@ def inner_values(tool: Tool, quantized: Path, inputs: dict[str, Tensor], names: 
         np.savez(work / "given.npz", **{name: value.numpy() for name, value in inputs.items()})
         running = tool.run("python", "-c", INNER, str(quantized.absolute()), cwd=work)
         if running.code or not (work / "found.npz").exists():
-            raise failure("HB_ONNXRuntime", running.code, running.lines, {}, "the text above")
+            raise failure("HB_ONNXRuntime", running.code, running.lines)
         with np.load(work / "found.npz") as found:
             return {name: torch.from_numpy(found[f"arr_{index}"]) for index, name in enumerate(names)}
 
@@ -110,19 +110,17 @@ class Binary:
             raise CompilationError(f"{path} is missing", because="there is no such file", remedy="pass what fxq.compile_horizon returns")
         self._folder = tempfile.TemporaryDirectory(prefix="fxquant-")
         work = Path(self._folder.name)
-        self.hbm = self.path if path.suffix == ".hbm" else self._extracted(work)
-        described = work / "programs.json"
-        self._run("hbdk-disas", str(self.hbm), "--json", "-o", str(described), cwd=work, makes=described)
+        # Its name is that of the model, not of the file.
+        self.hbm = self.path if path.suffix == ".hbm" else self._run("hb_extract_hbm", str(self.path), cwd=work, makes="*.hbm")
+        described = self._run("hbdk-disas", str(self.hbm), "--json", "-o", "programs.json", cwd=work, makes="programs.json")
         self.programs = [_program(entry) for entry in json.loads(described.read_text(encoding="utf-8"))]
 
-    def _run(self, program: str, *arguments: str, cwd: Path, makes: Path) -> None:
+    def _run(self, program: str, *arguments: str, cwd: Path, makes: str) -> Path:
+        """The file of this pattern that a program of the tool makes in `cwd`."""
         running = self.tool.run(program, *arguments, cwd=cwd)
-        if running.code or not makes.exists():
-            raise failure(program, running.code, running.lines, {}, "the text above")
-
-    def _extracted(self, work: Path) -> Path:
-        made = work / f"{self.path.stem}.hbm"
-        self._run("hb_extract_hbm", str(self.path), cwd=work, makes=made)
+        made = next(cwd.glob(makes), None)
+        if running.code or made is None:
+            raise failure(program, running.code, running.lines)
         return made
 
     def simulate(self, program: Program, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -138,14 +136,14 @@ class Binary:
             )
             results = [_read(out, index, feature) for index, feature in enumerate(program.outputs)]
             if running.code or any(result is None for result in results):
-                raise failure("hbdk-sim", running.code, running.lines, {}, "the text above")
+                raise failure("hbdk-sim", running.code, running.lines)
             return [result for result in results if result is not None]
 
     def costs(self) -> list[CompiledCost]:
         """What the tool estimates of each program: the figures that hb_perf shows."""
         with tempfile.TemporaryDirectory(prefix="fxquant-") as folder:
             work = Path(folder)
-            self._run("hbdk-perf", str(self.hbm), "-o", folder, cwd=work, makes=work / f"{self.programs[0].name}.json")
+            self._run("hbdk-perf", str(self.hbm), "-o", folder, cwd=work, makes="*.json")
             return [_cost(json.loads((work / f"{program.name}.json").read_text(encoding="utf-8"))["summary"]) for program in self.programs]
 
 

@@ -117,8 +117,9 @@ class HorizonWriter(QdqWriter):
     style = "horizon"
     calls = HorizonCall
 
-    def _wide(self) -> list[fx.Node]:
-        return []
+    @property
+    def in_floats(self) -> list[fx.Node]:
+        return []  # pairs of the tool's own carry int16
 
     def _quantized(self, value: str, described: QParams, limited: bool = False) -> str:
         e, dtype = self.emitter, ACTIVATION_TYPES[described.dtype]
