@@ -7,6 +7,8 @@ CONSTRAINTS := constraints.txt
 PYTHON_OLDEST ?= python3.10
 TARGET ?= bayes-e
 OUT ?= fxquant-demo
+VENDOR ?= $(CURDIR)/.venv-vendor
+PYTHON_VENDOR ?= python3.10
 
 .DEFAULT_GOAL := help
 
@@ -25,6 +27,12 @@ quick: $(READY)  ## a choice of the tests that sees a break of any room, in less
 
 test-oldest:  ## the same with Python 3.10 and the oldest version of every dependency, in .venv-oldest (brings gigabytes of CUDA packages)
 	$(MAKE) test PYTHON=$(PYTHON_OLDEST) VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
+
+vendor:  ## install the vendor's compiler and simulator for BPUs from PyPI into VENDOR (Python 3.10, x86-64 Linux, 1.1 GB)
+	$(PYTHON_VENDOR) benchmarks/vendor/install.py $(VENDOR) --python $(PYTHON_VENDOR)
+
+test-vendor: $(READY)  ## the tests that compile and simulate with it: export, compile, verify, estimate
+	FXQUANT_HORIZON=$${FXQUANT_HORIZON:-$(VENDOR)} $(BIN)/python -m pytest -q -m vendor
 
 check: lint types test  ## ruff, mypy and the tests
 
@@ -50,7 +58,7 @@ docs: $(READY)  ## the documentation as a site, in build/docs/site; links that l
 	$(BIN)/python docs/site.py
 
 clean:  ## remove what these targets made
-	rm -rf $(VENV) .venv-oldest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis fxquant-demo
+	rm -rf $(VENV) .venv-oldest .venv-vendor build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis fxquant-demo
 
 $(READY): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "fxquant needs Python 3.10 or later; set PYTHON=python3.x")'
@@ -59,4 +67,4 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $(READY)
 
-.PHONY: help demo test quick test-oldest check lint types bench docs clean
+.PHONY: help demo test quick test-oldest vendor test-vendor check lint types bench docs clean

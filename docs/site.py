@@ -114,6 +114,8 @@ REFERENCE = {
         "export_pt2",
         "export_torchscript",
         "export_c",
+        "export_horizon",
+        "compile_horizon",
         "save",
         "load",
     ),

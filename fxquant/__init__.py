@@ -25,11 +25,15 @@ from fxquant.analysis.text import text
 from fxquant.api import Result, calibrate, check, convert, dump, export_onnx, load, prepare, quantize, save
 from fxquant.backends.aten.programs import export_pt2, export_torchscript
 from fxquant.backends.c.export import export_c
+from fxquant.backends.horizon.compiling import compile_horizon
+from fxquant.backends.horizon.export import export_horizon
+from fxquant.backends.horizon.program import CompiledCost
 from fxquant.backends.onnx.metadata import onnx_metadata
 from fxquant.backends.onnx.segments import export_segments, run_segments
 from fxquant.errors import (
     AccumulatorOverflow,
     CalibrationError,
+    CompilationError,
     ConfigurationError,
     ExportError,
     FxQuantError,
@@ -94,6 +98,8 @@ __all__ = [
     "ClipObserver",
     "ClipStdObserver",
     "Comparison",
+    "CompilationError",
+    "CompiledCost",
     "ConfigurationError",
     "DeviationReport",
     "Estimate",
@@ -150,6 +156,7 @@ __all__ = [
     "check",
     "checks",
     "compare",
+    "compile_horizon",
     "convert",
     "diff",
     "draw",
@@ -158,6 +165,7 @@ __all__ = [
     "estimate",
     "explain",
     "export_c",
+    "export_horizon",
     "export_onnx",
     "export_pt2",
     "export_segments",

@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     export = _command(
         commands,
         "export",
-        "write an integer model for another program: as ONNX, C, or a program of PyTorch's own",
+        "write an integer model for another program: as ONNX, C, a program of PyTorch's own, or for a vendor's compiler",
         "Any number of forms may be asked for.",
     )
     export.add_argument("file", type=Path, metavar="FILE", help="an integer model that fxq.save wrote (.fxq)")
@@ -111,14 +111,20 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="rows of a batch: of the C program (default: 1), and of the ONNX file, which then has fixed sizes alone (default: any batch)",
     )
+    export.add_argument(
+        "--to", choices=("horizon",), help="what the vendor's compiler for bernoulli2, bayes and bayes-e takes: a folder (see --out)"
+    )
+    export.add_argument("--out", type=Path, default=Path("horizon"), metavar="FOLDER", help="the folder of --to (default: horizon)")
+    export.add_argument("--compile", action="store_true", help="compile the folder of --to, too, which needs the vendor's tool")
     export.set_defaults(run=_export)
 
     verify = _command(
         commands,
         "verify",
         "run two forms of one model and compare every quantized tensor, bit for bit",
-        "The forms are a prepared model, an integer model and an ONNX file; at most one is an ONNX file, which is run in every\n"
-        "runtime there is. The first difference is located. The exit status is 0 if not one bit differs, and 1 if one does.",
+        "The forms are a prepared model, an integer model, an ONNX file and a BPU program; at most one is a file of the last two kinds.\n"
+        "An ONNX file is run in every runtime there is, a program (.bin, .hbm) in the vendor's simulator.\n"
+        "The first difference is located. The exit status is 0 if not one bit differs, and 1 if one does.",
     )
     verify.add_argument("a", type=Path, metavar="A", help=FILE)
     verify.add_argument("b", type=Path, metavar="B", help="another form of the same model")
@@ -220,13 +226,20 @@ def _export(options: argparse.Namespace) -> int:
         "torchscript": fxq.export_torchscript,
     }
     asked = {name: path for name in writers if (path := getattr(options, name)) is not None}
-    if not asked:
+    if not asked and options.to is None:
         raise ConfigurationError(
-            "nothing is to be written", because="a form is asked for by its option", remedy=f"give one of --{', --'.join(writers)}"
+            "nothing is to be written",
+            because="a form is asked for by its option",
+            remedy=f"give one of --{', --'.join(writers)} or --to horizon",
         )
+    if options.compile and options.to is None:
+        raise ConfigurationError("nothing can be compiled", because="--compile is about the folder of --to", remedy="give --to horizon")
     integer = saved_model(options.file)
     for name, path in asked.items():
         print(writers[name](integer, path))
+    if options.to is not None:
+        folder = fxq.export_horizon(integer, options.out)
+        print(fxq.compile_horizon(folder) if options.compile else folder)
     return 0
 
 
@@ -235,11 +248,11 @@ def _verify(options: argparse.Namespace) -> int:
     from fxquant.analysis.inspection import saved_model
     from fxquant.analysis.sample import batches_from, random_batches
 
-    first, second = (path if path.suffix.lower() == ".onnx" else saved_model(path) for path in (options.a, options.b))
+    first, second = (path if path.suffix.lower() in (".onnx", ".bin", ".hbm") else saved_model(path) for path in (options.a, options.b))
     model = next((form for form in (first, second) if not isinstance(form, Path)), None)
     if model is None:
         raise ConfigurationError(
-            "two ONNX files cannot be verified against each other",
+            "two exported files cannot be verified against each other",
             because="inputs, and where a difference is, are known from the graph of a saved model",
             remedy="pass the integer model that one of them was exported from: fxq.save(integer, 'model.fxq')",
         )

@@ -96,6 +96,10 @@ class ExportError(FxQuantError):
     """The graph cannot be exported, a file cannot be written, or a file is not what it should be."""
 
 
+class CompilationError(FxQuantError):
+    """A compiler or simulator of another vendor refused a model, or did not come to its end."""
+
+
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C, or KeyboardInterrupt in a batch or a metric, stopped a function that has something to show for it.
 

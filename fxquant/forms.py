@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, fx
@@ -16,6 +17,7 @@ from fxquant.analysis.report import DeviationReport, Report
 from fxquant.analysis.segments import crossings, float_outputs
 from fxquant.analysis.verify import check_batches, check_same_model, form_of
 from fxquant.arguments import PATH, accepted, checked
+from fxquant.backends.horizon.simulated import SimulatedForm
 from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIME_NAMES, OnnxModel
 from fxquant.errors import ConfigurationError, Interrupted
 from fxquant.graph import is_deployed, stage_of
@@ -24,11 +26,12 @@ from fxquant.quantization.batches import as_batches
 from fxquant.quantization.state import State
 
 Batches = Iterable[Any]
+PROGRAMS = (".bin", ".hbm")  # files of the vendor's compiler
 
 
 @checked()
 def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | None = None) -> Report:
-    """Compare two forms of a model bit for bit: prepared, integer, or the path of an exported ONNX file.
+    """Compare two forms of a model bit for bit: prepared, integer, or the path of an exported ONNX file or BPU program.
 
     An ONNX file is run with all optimisations, with none, with one thread and two, and by the reference
     evaluator. An integer model is compared as its primitives and as its kernels compute it.
@@ -38,6 +41,11 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
 
     The report is true if something was compared and nothing differed, so never for no batches; `mismatches` counts
     differing elements; `first` locates the first.
+    A .bin that `compile_horizon` made is run in the vendor's simulator, a row of a batch at a time: every BPU program in it is given the
+    integers that the integer model has at its inputs, and the integers at its outputs are compared. What the processor computes before,
+    between and behind the programs is not; the report's `given` and `unseen` name it. The first difference is located inside of the
+    programs, too. Raises ConfigurationError where the tool is not installed, and CompilationError where it fails.
+
     A file in style "qdq" is not exact by nature: its outputs are measured, and the `DeviationReport` is never true.
 
     A KeyboardInterrupt is raised as `Interrupted`, whose `result` is the report of what was compared until then.
@@ -48,6 +56,9 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
     inputs = list(check_batches(first, as_batches(batches)))
     integer = next((model for model in (first, second) if isinstance(model, fx.GraphModule) and is_deployed(model)), None)
     report = Report()
+    if isinstance(second, str | os.PathLike) and Path(second).suffix in PROGRAMS:
+        _simulated(left, Path(second), inputs, report, show_progress)
+        return report
     if not isinstance(second, str | os.PathLike):
         _verify(left, [form_of(second), *kernel_forms(first, second)], inputs, integer, report, show_progress)
         return report
@@ -63,6 +74,20 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
     if handed or float_outputs(left.model):
         report.flips = count_flips(left, OnnxForm(opened, RUNTIME_NAMES[0], []), inputs)
     return report
+
+
+def _simulated(left: GraphForm, path: Path, inputs: list[list[Any]], report: Report, show: bool | None) -> None:
+    """Compare an integer model with its program in the vendor's simulator, adding to the report."""
+    if not is_deployed(left.model):
+        raise ConfigurationError(
+            "a prepared model cannot be verified against a BPU program",
+            because="programs are fed the integers of an integer model",
+            remedy="pass fxq.convert(prepared)",
+        )
+    form = SimulatedForm(path, left.model)
+    report.unseen.update(form.unseen)
+    report.given = form.fed
+    _verify(left, [form], inputs, left.model, report, show)
 
 
 def _verify(

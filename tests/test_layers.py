@@ -206,6 +206,20 @@ ALLOWED: dict[str, set[str]] = {
         "segments",
         "version",
     },
+    "fxquant.backends.horizon": {
+        "arguments",
+        "backends.horizon",
+        "backends.onnx",
+        "errors",
+        "facts",
+        "graph",
+        "numerics",
+        "ops",
+        "primitives",
+        "progress",
+        "record",
+        "segments",
+    },
     "fxquant.backends.cpu": {"addresses", "arithmetic", "files", "sweeps", "joining", "marks", "tensor_passes", "graph", "observers"}
     | {"kernels", "numerics", "primitives", "target", "backends.cpu"},
     # what is shown of models and of two of their forms
@@ -280,6 +294,7 @@ CONFINED: dict[str, set[str]] = {
         f"fxquant.backends.onnx.{name}"
         for name in (
             "agreement",
+            "connections",
             "emitter",
             "export",
             "fast",

@@ -59,7 +59,18 @@ def build(
         fast = write_fast(integer, io, opset, input_names, output_names)
         assert fast is not None
         return fast
-    return (QdqWriter if style == "qdq" else Writer)(integer, io, opset).write(input_names, output_names)
+    if style == "qdq":
+        writer = QdqWriter(integer, io, opset)
+        if writer.in_floats:
+            logger.warning(
+                "int16 tensors that opset %d has no integers for: %d, %s; they are rounded by Div, Round, Clip and Mul, which compilers for chips"
+                " drop or keep in float: pass opset=21, or fxq.export_horizon for Horizon's compiler",
+                opset,
+                len(writer.in_floats),
+                ", ".join(f"%{node.name}" for node in writer.in_floats[:4]),
+            )
+        return writer.write(input_names, output_names)
+    return Writer(integer, io, opset).write(input_names, output_names)
 
 
 def _fast_if_exact(

@@ -9,7 +9,9 @@ int16, and the scales of a weight that are not its largest magnitudes over 127.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import onnx
@@ -17,7 +19,9 @@ import torch
 from onnx import helper
 from torch import Tensor, fx
 
+from fxquant.backends.onnx.connections import named_values
 from fxquant.backends.onnx.qdq import QdqWriter
+from fxquant.errors import ExportError
 from fxquant.graph import QParams
 from fxquant.numerics import ACTIVATION_TYPES, WEIGHT_INT8, scale_from_range
 from fxquant.ops.form import Call, channel_axis
@@ -34,24 +38,51 @@ class HorizonCall(Call):
 
     def weight(self, arrange: Any = lambda weight: weight, role: str = "weight") -> str:
         """A weight's float values on their grid; behind a pair where the tool would take other scales for them."""
-        integers, scale, axis = self.constants[role]
-        if axis is None and scale.numel() == 1:  # the tool takes one scale for each output channel
-            axis = -integers.dim()
-            scale = scale.expand(len(integers)).contiguous()
+        integers, scale, axis = self._per_channel(role)
         value = self.e.constant(arrange(self.grouped(role)).contiguous())
         if _derived(integers, scale, axis):
             return value
+        if axis is not None and integers.shape[axis] != scale.numel():
+            raise ExportError(
+                f"the weight scales of %{self.node.name} cannot be carried to the chip",
+                node=self.node,
+                because="a transposed convolution of groups has several scales for an index of its weight, which the file cannot say",
+                remedy="quantize its weight by statistics, which the compiler finds by itself: fxq.WeightConfig()",
+            )
         channels = None if axis is None else channel_axis(integers, scale, axis, arrange)
         return pair(self.e, value, scale, integers.dtype, channels)
+
+    def as_convolution(self) -> bool:
+        """Where the weight is behind a pair, and where it is one-dimensional.
+
+        The tool dies of a Gemm whose weight is behind a pair, and puts such a MatMul, and every one-dimensional Conv, on the processor.
+        """
+        return self.name == "conv1d" or not _derived(*self._per_channel("weight"))
+
+    def operand(self, role: str) -> str:
+        if isinstance(self.arguments.get(role), str) or role not in self.constants:
+            return super().operand(role)
+        integers, scale, axis = self.constants[role]
+        value = self.e.constant(self.real(role))
+        if scale.numel() == 0 or integers.dtype not in BITS or _derived(*self._per_channel(role)):
+            return value
+        return pair(self.e, value, scale, integers.dtype, None if axis is None else integers.dim() + axis)
+
+    def _per_channel(self, role: str) -> tuple[Tensor, Tensor, int | None]:
+        """A weight's integers and scales; the tool takes one scale for each output channel."""
+        integers, scale, axis = self.constants[role]
+        if axis is None and scale.numel() == 1:
+            return integers, scale.expand(len(integers)).contiguous(), -integers.dim()
+        return integers, scale, axis
 
 
 def _derived(integers: Tensor, scale: Tensor, axis: int | None) -> bool:
     """Whether the scales of a weight are those that the tool takes: the largest magnitude of each channel over 127."""
     if integers.dtype != torch.int8 or axis is None:
         return False
-    groups = scale.numel() // integers.shape[axis]  # of a transposed convolution, along its first dimension
-    by_channel = integers.reshape(groups, -1, *integers.shape[1:]).movedim(axis, 1) if groups > 1 else integers.movedim(axis, 0)
-    largest = by_channel.flatten(2 if groups > 1 else 1).abs().amax(-1).flatten().float() * scale
+    groups = scale.numel() // integers.shape[axis]  # more than one where scales run through groups along the first dimension
+    parts = integers.reshape(groups, -1, *integers.shape[1:]).movedim(axis, 1).flatten(2)
+    largest = parts.abs().amax(2).flatten().float() * scale
     return torch.equal(scale_from_range(-largest, largest, WEIGHT_INT8), scale)
 
 
@@ -67,14 +98,28 @@ def pair(e: Any, value: str, scale: Tensor, storage: torch.dtype, axis: int | No
     return result
 
 
+def fixed_shape(info: onnx.ValueInfoProto) -> list[int]:
+    """The sizes of a value at a batch of 1."""
+    return [_at_one(dim.dim_param) if dim.dim_param else dim.dim_value for dim in info.type.tensor_type.shape.dim]
+
+
+def _at_one(size: str) -> int:
+    """A size as it is written in a file, such as "3batch/2+1", at a batch of 1."""
+    factor, _, rest = size.partition("batch")
+    divisor, sign, offset = re.fullmatch(r"(?:/(\d+))?([+-]?)(.*)", rest).groups()  # type: ignore[union-attr]
+    value = Fraction(factor or 1) / int(divisor or 1) + (Fraction(f"{sign}{offset}") if offset else 0)
+    return int(value)
+
+
 class HorizonWriter(QdqWriter):
     """Walks an integer graph once, and writes what its nodes stand for. A quantized tensor is carried as its float value."""
 
     style = "horizon"
     calls = HorizonCall
 
-    def _wide(self) -> list[fx.Node]:
-        return []
+    @property
+    def in_floats(self) -> list[fx.Node]:
+        return []  # pairs of the tool's own carry int16
 
     def _quantized(self, value: str, described: QParams, limited: bool = False) -> str:
         e, dtype = self.emitter, ACTIVATION_TYPES[described.dtype]
@@ -94,10 +139,16 @@ class HorizonWriter(QdqWriter):
         model = super().write(input_names, output_names)
         model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
         for info in (*model.graph.input, *model.graph.output, *model.graph.value_info):
-            for dim in info.type.tensor_type.shape.dim:
-                if dim.WhichOneof("value") != "dim_value":
-                    dim.dim_value = 1
+            for dim, size in zip(info.type.tensor_type.shape.dim, fixed_shape(info), strict=True):
+                dim.dim_value = size
         return model
 
     def _describe(self, node: fx.Node, name: str, kind: str) -> None:
         self.tensors[name] = {"kind": "float"}
+
+
+def horizon_values(integer: fx.GraphModule) -> dict[str, str]:
+    """The nodes of an integer graph by the names of their values in its file of style "horizon"."""
+    writer = HorizonWriter(integer, "float", OPSET)
+    found = named_values(writer.write(None, None))
+    return {value: name for name, value in writer.reals.items()} | found  # what only moves elements has no pair

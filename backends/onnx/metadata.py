@@ -1,7 +1,7 @@
 """What an exported file says about itself, in its `metadata_props`.
 
     fxquant.version          the fxquant that wrote it
-    fxquant.style            "exact", "fast" or "qdq", or "float" of a model that is not quantized
+    fxquant.style            "exact", "fast", "qdq" or "horizon", or "float" of a model that is not quantized
     fxquant.io               "float" or "integer": what the file takes and returns
     fxquant.target           the target it was compiled for
     fxquant.inputs           JSON: for each input, in order, its name, dtype (the ONNX element type, as "float") and shape, and the
@@ -51,7 +51,7 @@ from fxquant.version import __version__
 
 PREFIX = "fxquant."
 _PLAIN = ("version", "style", "io", "target")  # the others are JSON
-_ALLOWED = {"style": ("exact", "fast", "qdq", "float"), "io": ("float", "integer")}
+_ALLOWED = {"style": ("exact", "fast", "qdq", "horizon", "float"), "io": ("float", "integer")}
 KINDS = ("quantized", "accumulator", "plain", "float", "dynamic")
 LARGEST_EXPONENT = 64
 LAYOUTS = ("NWC", "NHWC", "NDHWC")

@@ -58,7 +58,7 @@ class QdqWriter(Writer):
         self._check()
 
     def _check(self) -> None:
-        for node in self._wide() if self.io == "integer" else ():
+        for node in self.in_floats if self.io == "integer" else ():
             if node.op == "placeholder" or any(user.op == "output" or user.target is dequantize for user in node.users):
                 raise ConfigurationError(
                     f"io='integer' cannot be used with opset={self.opset}",
@@ -73,7 +73,8 @@ class QdqWriter(Writer):
                 remedy="convert the prepared model again",
             )
 
-    def _wide(self) -> list[fx.Node]:
+    @property
+    def in_floats(self) -> list[fx.Node]:
         """The int16 tensors, where the opset has no integers for them."""
         if self.opset >= INT16_OPSET:
             return []

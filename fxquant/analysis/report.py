@@ -48,6 +48,8 @@ class Report:
     floats      how far the outputs that float operators compute are apart, by name, where the integers before them are equal
     first       where the first difference is; None if there is none
     targets     what the two forms were compiled for, where these are two
+    given       of a BPU program: the tensors that it was given from the integer model, which it does not compute itself
+    unseen      of a BPU program: its outputs that are no tensor of the integer model, with the reason
     """
 
     pairs: list[str] = field(default_factory=list)
@@ -58,6 +60,8 @@ class Report:
     first: Difference | None = None
     floats: dict[str, FloatDifference] = field(default_factory=dict)
     targets: tuple[str, str] | None = None
+    given: list[str] = field(default_factory=list)
+    unseen: dict[str, str] = field(default_factory=dict)
 
     @property
     def tensors(self) -> int:
@@ -73,6 +77,8 @@ class Report:
         self.flips += other.flips
         self.first = self.first or other.first
         self.targets = self.targets or other.targets
+        self.given = list(dict.fromkeys([*self.given, *other.given]))
+        self.unseen |= other.unseen
         for name, difference in other.floats.items():
             self.floats.setdefault(name, FloatDifference(name)).merge(difference)
 
@@ -87,6 +93,9 @@ class Report:
         if self.flips:
             lines.append(f"{self.flips} elements flipped behind float operators, which every runtime rounds in its own way")
         lines.extend(f"  {difference}" for difference in self.floats.values() if difference.differing)
+        if self.given:
+            lines.append(f"given from the integer model, and computed by the processor: {', '.join('%' + name for name in self.given)}")
+        lines.extend(f"not compared: {name}: {because}" for name, because in self.unseen.items())
         if self.first is not None:
             lines.append(str(self.first))
         if self.targets is not None:

@@ -239,6 +239,14 @@ def _onnx_convolution(c: Call) -> str:
     kernel = list(c.constants["weight"][0].shape[2:])
     attributes = {"kernel_shape": kernel, **_onnx_window(c, len(kernel))}
     operand = c.selected()  # with its own elements around it, where it is padded with those
+    if len(kernel) == 1 and c.as_convolution():
+        pads = attributes["pads"]
+        attributes.update(
+            {name: [*attributes[name], 1] for name in ("kernel_shape", "strides", "dilations")}, pads=[pads[0], 0, pads[1], 0]
+        )
+        flat = c.unsqueezed(operand, 3)
+        made = c.with_bias(lambda *bias: c.do("Conv", flat, c.weight(lambda weight: weight[..., None]), *bias, **attributes), 2)
+        return c.epilogue(c.squeezed(made, 3))
     return c.epilogue(c.with_bias(lambda *bias: c.do("Conv", operand, c.weight(), *bias, **attributes), len(kernel)))
 
 

@@ -52,6 +52,10 @@ class Call:
 
     by_layers: ClassVar[bool] = False  # whether what is computed as a layer with one weight is written as one, and averages as means
 
+    def as_convolution(self) -> bool:
+        """Whether a layer with a weight is written as a two-dimensional convolution, whatever it is."""
+        return False
+
     @property
     def input(self) -> str:
         """The real value of its one operand."""
@@ -139,6 +143,9 @@ class Call:
 
     def unsqueezed(self, value: str, axis: int) -> str:
         return self.do("Unsqueeze", value, axes=[axis]) if self.e.opset < 13 else self.do("Unsqueeze", value, self.integers([axis]))
+
+    def squeezed(self, value: str, axis: int) -> str:
+        return self.do("Squeeze", value, axes=[axis]) if self.e.opset < 13 else self.do("Squeeze", value, self.integers([axis]))
 
     @property
     def operand_shape(self) -> tuple[Size, ...]:

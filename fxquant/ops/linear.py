@@ -60,10 +60,25 @@ def _lower_linear(
 def _onnx_linear(c: Call) -> str:
     if "weight" not in c.constants:  # a product of two activations, or with a constant that is no matrix
         return c.epilogue(c.do("MatMul", c.operand("input"), c.operand("other")))
+    if c.as_convolution():
+        return _onnx_convolution(c)
     if len(c.operand_shape) == 2:
         return c.epilogue(c.with_bias(lambda *bias: c.do("Gemm", c.input, c.weight(), *bias, transB=1), 0))
     product = c.do("MatMul", c.input, c.weight(lambda weight: weight.t()))
     return c.epilogue(c.do("Add", product, c.e.constant(c.real("bias"))) if "bias" in c.constants else product)
+
+
+def _onnx_convolution(c: Call) -> str:
+    """A linear layer as a convolution with a kernel of one, its last dimension as channels."""
+    rank = len(c.operand_shape)
+    inner = [d for d in range(1, rank - 1)]
+    value = c.do("Transpose", c.input, perm=[0, rank - 1, *inner]) if inner else c.input
+    features = c.operand_shape[-1]
+    value = c.do("Reshape", value, c.integers([-1, int(features), math.prod(int(c.operand_shape[d]) for d in inner), 1]))
+    made = c.with_bias(lambda *bias: c.do("Conv", value, c.weight(lambda w: w[:, :, None, None]), *bias, kernel_shape=[1, 1]), 2)
+    outputs = c.constants["weight"][0].shape[0]
+    made = c.do("Reshape", made, c.integers([-1, outputs, *(int(c.operand_shape[d]) for d in inner)]))
+    return c.epilogue(c.do("Transpose", made, perm=[0, *(d + 1 for d in inner), 1]) if inner else made)
 
 
 def _called(input: Any, weight: Any, bias: Any = None) -> dict[str, Any] | Instead:

@@ -15,6 +15,7 @@ from fxquant import backends
 from fxquant.analysis.cost import bytes_of
 from fxquant.analysis.layers import HOST, Layer, layers
 from fxquant.arguments import Kind, checked, instance
+from fxquant.backends.horizon.program import Binary, CompiledCost
 from fxquant.errors import ConfigurationError
 from fxquant.files import write_file
 from fxquant.graph import fact, is_deployed, operation
@@ -24,6 +25,7 @@ from fxquant.reporting.rows import Rows
 from fxquant.target import Roofline, Target
 
 MILLION = 1e6  # microseconds in a second
+PATH_OF_PROGRAM = Kind("the path of a .bin", os.fspath).or_none("the vendor's figures are left out")
 ROOFLINE = instance("a fxq.Roofline", Roofline).or_none("that of the target")
 
 
@@ -57,15 +59,18 @@ class Estimate(Rows[LayerEstimate]):
 
     roofline  the rates it rests on
     target    whose they are
+    compiled  what the vendor's tool says of the BPU programs of a .bin, where one was given
     """
 
     roofline: Roofline
     target: str
+    compiled: tuple[CompiledCost, ...]
 
-    def __init__(self, items: tuple[LayerEstimate, ...], roofline: Roofline, target: str) -> None:
+    def __init__(self, items: tuple[LayerEstimate, ...], roofline: Roofline, target: str, compiled: tuple[CompiledCost, ...] = ()) -> None:
         super().__init__(f"one item on {target}, at the peak rates of the chip", items)
         object.__setattr__(self, "roofline", roofline)
         object.__setattr__(self, "target", target)
+        object.__setattr__(self, "compiled", compiled)
 
     @property
     def macs(self) -> int:
@@ -103,6 +108,11 @@ class Estimate(Rows[LayerEstimate]):
         if self.on_host:
             shown = ", ".join(self.on_host[:8]) + (", …" if len(self.on_host) > 8 else "")
             lines.append(f"not in the time, since they run on the host: {len(self.on_host)} operators: {shown}")
+        if self.compiled:
+            total = sum(cost.microseconds for cost in self.compiled)
+            moved = sum(cost.bytes for cost in self.compiled)
+            lines.append(f"the vendor's compiler says: {total:.4g} µs, {moved:,} bytes moved, of {len(self.compiled)} BPU programs")
+            lines.extend(f"  {cost}" for cost in self.compiled)
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -159,9 +169,16 @@ def _target(value: Any) -> str | Target:
     integer=instance("an integer model", fx.GraphModule),
     target=Kind("the name of a target, or a Target", _target).or_none("the one it was converted for"),
     roofline=ROOFLINE,
+    compiled=PATH_OF_PROGRAM,
 )
 @working("estimating")
-def estimate(integer: fx.GraphModule, target: str | Target | None = None, *, roofline: Roofline | None = None) -> Estimate:
+def estimate(
+    integer: fx.GraphModule,
+    target: str | Target | None = None,
+    *,
+    roofline: Roofline | None = None,
+    compiled: str | os.PathLike[str] | None = None,
+) -> Estimate:
     """What an integer model would cost on a chip: for each operator its products, the bytes it moves, and the time of each at peak rates.
 
     The rates are those of `target`, the one that the model was converted for unless another is named, or a `roofline` of your own:
@@ -169,7 +186,12 @@ def estimate(integer: fx.GraphModule, target: str | Target | None = None, *, roo
     Patterson 2009, "Roofline"), as if products and transfers overlapped within it, and each operator read from memory and wrote to
     it. Costs are of one item, or of the batch that the model is fixed to.
 
-    Raises ConfigurationError for what is no integer model, and where no rates are known of the target; UnknownTarget.
+    `compiled` is the .bin that `compile_horizon` made of the model: the figures that the vendor's hb_perf shows of it then stand beside,
+    as the result's `compiled`: microseconds, runs a second and bytes of each BPU program, and its table of layers. Without the
+    processor's part.
+
+    Raises ConfigurationError for what is no integer model, where no rates are known of the target, and for a .bin without the vendor's
+    tool; UnknownTarget, CompilationError.
     """
     if not is_deployed(integer):
         raise ConfigurationError(
@@ -193,7 +215,7 @@ def estimate(integer: fx.GraphModule, target: str | Target | None = None, *, roo
         return sum(known[each].activation_bytes if each in known else bytes_of(fact(nodes[each])) for each in shown.predecessors(name))
 
     rows = tuple(_row(layer, nodes, known, list(shown.predecessors(layer.name)), read(layer.name), rates) for layer in known.values())
-    return Estimate(rows, rates, chosen.name)
+    return Estimate(rows, rates, chosen.name, () if compiled is None else tuple(Binary(Path(compiled)).costs()))
 
 
 def _row(

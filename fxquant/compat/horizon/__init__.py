@@ -15,6 +15,7 @@ from typing import Any
 
 from fxquant.compat.common import Refusal, refusing
 from fxquant.compat.horizon import debug, march, profiling, qconfig, quantization, rules, stubs
+from fxquant.compat.horizon.compiling import compile_model, export_hbir, perf_model, visualize_model
 from fxquant.compat.horizon.debug import (
     check_deploy_device,
     check_model,
@@ -86,9 +87,12 @@ __all__ = [
     "check_qconfig",
     "check_unfused_operations",
     "compare_weights",
+    "compile_model",
+    "compiling",
     "convert",
     "convert_fx",
     "debug",
+    "export_hbir",
     "export_quantized_onnx",
     "export_to_onnx",
     "featuremap_similarity",
@@ -102,6 +106,7 @@ __all__ = [
     "load_observer_params",
     "march",
     "model_profiler",
+    "perf_model",
     "prepare",
     "prepare_qat",
     "prepare_qat_fx",
@@ -113,12 +118,10 @@ __all__ = [
     "set_march",
     "set_qat_mode",
     "stubs",
+    "visualize_model",
     "weight_reconstruction",
 ]
 
-_COMPILED = Refusal(
-    "files for the processor are made by the vendor's compiler", "write the model with fxq.export_onnx, and give it the file"
-)
 _FLOATS = Refusal("floats are the host's", "give the operators None in the qconfig_dict")
 MISSING = {
     "AdaRoundFakeQuantize": Refusal("rounding belongs to the weight", "pass fxq.WeightConfig(rounding=…), a class of fxq.Rounding"),
@@ -133,9 +136,7 @@ MISSING = {
     "all_fp16_qconfig_setter": _FLOATS,
     "auto_calibrate": Refusal("the search starts from the float model", "call fxq.search_observers(model, batches, target)"),
     "compare_script_models": Refusal("there is no TorchScript", "compare two forms bit for bit with fxq.verify"),
-    "compile_model": _COMPILED,
     "default_fp16_fake_cast": _FLOATS,
-    "export_hbir": _COMPILED,
     "fuse_conv_shared_modules": Refusal("a layer that is called several times is fused at each call", "leave it out"),
     "get_default_calib_qconfig": Refusal("it was given up by the plugin", "use default_calib_8bit_fake_quant_qconfig"),
     "get_default_qat_out_qconfig": Refusal("it was given up by the plugin", "use default_qat_8bit_weight_32bit_out_fake_quant_qconfig"),
@@ -145,7 +146,6 @@ MISSING = {
         "a table of sensitivities is a template", "QconfigSetter(templates=[SensitivityTemplate(…)])"
     ),
     "jit": Refusal("there is no TorchScript", "save a model with fxq.save, and load it with fxq.load"),
-    "perf_model": Refusal("it measures the vendor's compiler's files", "read multiply-accumulates and bytes of each layer with fxq.layers"),
     "prepare_calibration": Refusal(
         "it was given up by the plugin", "prepare_qat_fx, and set_fake_quantize(model, FakeQuantState.CALIBRATION)"
     ),
@@ -158,7 +158,6 @@ MISSING = {
     "set_preserve_qat_mode": Refusal("an integer graph is integer", "keep an operator in float with None in the qconfig_dict"),
     "show_cuda_memory_consumption": Refusal("it is no part of quantization", "use torch.cuda.memory"),
     "split_compilable_model": Refusal("a compiled model is cut where devices change", "call fxq.export_segments"),
-    "visualize_model": Refusal("it draws the vendor's compiler's files", "open what export_quantized_onnx writes"),
 }
 _refuse = refusing(__name__, MISSING)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -168,8 +169,17 @@ def check_model(
 ) -> int:
     """0 if a float or prepared model breaks no limit of the march and none of it stays in float, otherwise how many findings there are.
 
-    Findings are printed. The other arguments are the vendor's compiler's, and have no effect.
+    An integer model is compiled instead, which says what the vendor's compiler itself takes: 0, or 1 where it refuses. Findings and
+    refusals are printed. The other arguments have no effect. Raises ConfigurationError for an integer model without the tool.
     """
+    if isinstance(module, fx.GraphModule) and is_deployed(module):
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                fxq.compile_horizon(fxq.export_horizon(module, folder), show_progress=False)
+            except (fxq.ExportError, fxq.CompilationError) as error:
+                print(error)
+                return 1
+        return 0
     findings = fxq.check(module, example_inputs, required("check_model") if march is None else march)
     if findings:
         return 0

@@ -1,0 +1,69 @@
+"""Runs the vendor's compiler on a folder that `export_horizon` wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fxquant.arguments import FOLDER, checked
+from fxquant.backends.horizon.export import LAYERS, OUTPUT
+from fxquant.backends.horizon.log import STEPS, failure, step_of
+from fxquant.backends.horizon.tool import Running, Tool
+from fxquant.errors import ConfigurationError
+from fxquant.progress import progress
+
+LOG = "hb_mapper.log"
+
+
+@checked(folder=FOLDER)
+def compile_horizon(folder: str | os.PathLike[str], *, show_progress: bool | None = None) -> Path:
+    """Compile the folder that `export_horizon` wrote with the vendor's hb_mapper, and return the path of the .bin file.
+
+    The .bin, the compiler's models and its figures are in the folder's model_output, its whole output in hb_mapper.log. Three seconds for
+    a layer, ten to thirty for a network. Files of an earlier run are replaced; a .bin that could not be made again is not left.
+
+    Raises ConfigurationError where the tool is not installed, or the folder is none that `export_horizon` wrote, and CompilationError,
+    with the layer, the user's source line and what can be done, where the compiler refuses the model or dies.
+    """
+    directory = Path(folder).absolute()
+    known = _known(directory)
+    tool = Tool.find()
+    binary = directory / OUTPUT / f"{known['name']}.bin"
+    binary.unlink(missing_ok=True)
+    running = tool.start("hb_mapper", "makertbin", "--model-type", "onnx", "-c", f"{known['name']}.yaml", cwd=directory)
+    try:
+        for _ in progress(_steps(running), len(STEPS), f"compiling for {known['march']}", show_progress):
+            pass
+    finally:
+        (directory / LOG).write_text(running.text + "\n", encoding="utf-8")
+    if running.code or not binary.is_file():
+        binary.unlink(missing_ok=True)
+        raise failure("hb_mapper", running.code, running.lines, known["layers"], str(directory / LOG))
+    return binary
+
+
+def _steps(running: Running) -> Iterator[int]:
+    """One item for each step of the compiler that has begun."""
+    done = -1
+    for line in running:
+        step = step_of(line)
+        if step is not None and step > done:
+            yield from range(done + 1, step + 1)
+            done = step
+
+
+def _known(directory: Path) -> dict[str, Any]:
+    try:
+        known = json.loads((directory / LAYERS).read_text(encoding="utf-8"))
+        if not isinstance(known["layers"], dict) or not (directory / f"{known['name']}.yaml").is_file():
+            raise KeyError("name")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(
+            f"{directory} cannot be compiled",
+            because=f"it is not a folder that fxq.export_horizon wrote: {LAYERS} or what it names is missing or damaged",
+            remedy="pass what fxq.export_horizon(integer, folder) returns",
+        ) from error
+    return dict(known)

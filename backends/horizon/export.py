@@ -1,0 +1,194 @@
+"""An integer model as the folder that the vendor's compiler takes: the ONNX file, its configuration, the commands."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from fxquant.analysis.segments import returned
+from fxquant.arguments import FOLDER, TEXT, checked, choice
+from fxquant.backends.onnx.export import check_arguments
+from fxquant.backends.onnx.files import save_model
+from fxquant.backends.onnx.horizon import OPSET, HorizonWriter, fixed_shape
+from fxquant.errors import ConfigurationError, ExportError
+from fxquant.facts import TensorFact
+from fxquant.graph import Operation, fact, operation, qparams, source
+from fxquant.numerics import ACTIVATION_TYPES
+from fxquant.ops import OPERATORS
+from fxquant.primitives import PRIMITIVES
+from fxquant.progress import working
+
+MARCHES = ("bernoulli2", "bayes", "bayes-e")  # those that hb_mapper compiles for
+LAYERS = "layers.json"
+SCRIPT = "compile.sh"
+OUTPUT = "model_output"  # where hb_mapper writes, inside the folder
+SUMS = {record.name: record.sums for record in OPERATORS.values()}  # whether an operator is a sum of products
+LEVELS = ("O0", "O1", "O2", "O3")
+
+CONFIGURATION = """\
+model_parameters:
+  onnx_model: '{name}.onnx'
+  march: '{march}'
+  output_model_file_prefix: '{name}'
+  working_dir: '{output}'
+input_parameters:
+  input_name: '{names}'
+  input_shape: '{shapes}'
+  input_type_rt: '{types}'
+  input_layout_rt: '{layouts}'
+  input_type_train: '{types}'
+  input_layout_train: '{layouts}'
+  norm_type: '{norms}'
+calibration_parameters:
+  calibration_type: 'load'
+compiler_parameters:
+  compile_mode: '{mode}'
+  optimize_level: '{level}'
+  debug: True
+  core_num: 1
+"""
+COMMANDS = """\
+#!/bin/sh
+# Makes {output}/{name}.bin of {name}.onnx with the vendor's compiler, whose programs are in PATH; then says what it costs.
+set -e
+cd "$(dirname "$0")"
+hb_mapper makertbin --model-type onnx --config {name}.yaml
+hb_perf {output}/{name}.bin
+"""
+
+
+@checked(folder=FOLDER, name=TEXT, optimize=choice(*LEVELS), mode=choice("latency", "bandwidth"))
+@working("writing for hb_mapper")
+def export_horizon(
+    integer: fx.GraphModule,
+    folder: str | os.PathLike[str],
+    name: str = "model",
+    *,
+    optimize: str = "O2",
+    mode: str = "latency",
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+) -> Path:
+    """Write what the vendor's compiler for bernoulli2, bayes and bayes-e takes into a folder, and return the folder's path.
+
+    Into it go NAME.onnx, at opset 11 with a batch of 1, quantize and dequantize pairs and float weights on their grids; NAME.yaml, the
+    configuration of hb_mapper; compile.sh, the commands; and layers.json, the source line of each layer, for the errors of
+    `compile_horizon`. Equal models give equal bytes. The file takes and returns float32, in the model's order of dimensions.
+
+    The program that the compiler makes computes the integers of `integer`: `verify(integer, "model.bin", batches)` proves it on batches.
+    Operators that stay in float are written as they are, and run on the processor.
+
+    optimize   the level of the compiler: "O0" to "O3"
+    mode       what it optimizes for: "latency" or "bandwidth"
+    input_names, output_names  names in the file; by default those of the graph
+
+    Raises ConfigurationError for what is no integer model, and for a target that the compiler does not know; ExportError for what its
+    program would compute differently, such as an upper clamp inside the range of its grid.
+    """
+    check_arguments(integer, "qdq", "float", OPSET)
+    _check_target(integer)
+    for node in integer.graph.nodes:
+        _check_node(node)
+    model = HorizonWriter(integer, "float", OPSET).write(input_names, output_names)
+    directory = Path(folder)
+    directory.mkdir(parents=True, exist_ok=True)
+    save_model(model, directory / f"{name}.onnx", None)
+    inputs = [(info.name, fixed_shape(info)) for info in model.graph.input]
+    march = integer.meta["target"].name
+    (directory / f"{name}.yaml").write_text(_configuration(name, march, inputs, optimize, mode), encoding="utf-8")
+    script = directory / SCRIPT
+    script.write_text(COMMANDS.format(name=name, output=OUTPUT), encoding="utf-8")
+    script.chmod(0o755)
+    (directory / LAYERS).write_text(json.dumps(_layers(integer, name, march), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return directory
+
+
+def _configuration(name: str, march: str, inputs: list[tuple[str, list[int]]], level: str, mode: str) -> str:
+    def every(word: str) -> str:
+        return ";".join(word for _ in inputs)
+
+    return CONFIGURATION.format(
+        name=name,
+        march=march,
+        output=OUTPUT,
+        names=";".join(input for input, _ in inputs),
+        shapes=";".join("x".join(map(str, shape)) for _, shape in inputs),
+        types=every("featuremap"),
+        layouts=every("NCHW"),
+        norms=every("no_preprocess"),
+        level=level,
+        mode=mode,
+    )
+
+
+def _layers(integer: fx.GraphModule, name: str, march: str) -> dict[str, Any]:
+    """What `compile_horizon` needs to know of the model."""
+    made = [node for node in integer.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+    sources = {node.name: source(node) for node in made if node.target not in PRIMITIVES or operation(node) is not None}
+    return {"name": name, "march": march, "layers": sources}
+
+
+def _check_target(integer: fx.GraphModule) -> None:
+    name = integer.meta["target"].name
+    if name not in MARCHES:
+        raise ConfigurationError(
+            f"an integer model of {name} cannot be written for hb_mapper",
+            because=f"that compiles for {', '.join(MARCHES)}, and the numbers of {name} are others",
+            remedy="prepare the model for one of these, or write it with fxq.export_onnx(style='qdq') for another compiler",
+        )
+    if not returned(integer):
+        raise ExportError("there is nothing to write", because="the model returns no tensor", remedy="return a tensor in forward")
+
+
+def _check_node(node: fx.Node) -> None:
+    """Raise ExportError for what the compiler would make something else of."""
+    known = fact(node)
+    if node.op == "placeholder" and isinstance(known, TensorFact) and not known.dtype.is_floating_point and node.users:
+        raise ExportError(
+            f"the input {node.name!r} cannot be written for hb_mapper",
+            node=node,
+            because=f"it is {str(known.dtype).removeprefix('torch.')}, and the compiler takes float32 inputs",
+            remedy="take what depends on it out of the model",
+        )
+    if node.op == "call_function" and node.target in PRIMITIVES and PRIMITIVES[node.target].kind == "dynamic":
+        raise ExportError(
+            "a layer that is quantized at run time cannot be written for hb_mapper",
+            node=node,
+            because="its scales are not known before it runs",
+            remedy="leave out dynamic=True, or keep the layer in float",
+        )
+    described, lowered = qparams(node), operation(node)
+    if described is None or lowered is None or described.dtype not in ("int8", "int4", "int16"):
+        return
+    low, high = _clamp(lowered)
+    scale, dtype = float(described.scale), ACTIVATION_TYPES[described.dtype]  # type: ignore[arg-type]
+    inside = {
+        which: f"{bound:g} is {bound / scale:.4g} steps of {scale:.6g}"
+        for which, bound, limit in (("lower", low, dtype.low), ("upper", high, dtype.high))
+        if bound and math.isfinite(bound) and abs(bound) / scale < abs(limit) - 0.5
+    }
+    # A limit above, with 0 below, is kept behind operators that the compiler makes tables of.
+    if "lower" in inside or ("upper" in inside and (low != 0 or SUMS[lowered.name])):
+        which = "lower" if "lower" in inside else "upper"
+        raise ExportError(
+            f"the {which} clamp of %{node.name} cannot be carried to the chip",
+            node=node,
+            because=f"the vendor's compiler drops it: {inside[which]}, inside of the range of its {described.dtype}",
+            remedy="let the range end at the clamp: calibrate by statistics, or set the scale with fxq.set_qparams(prepared, "
+            f"{{{node.name!r}: …}}) before converting",
+        )
+
+
+def _clamp(lowered: Operation) -> tuple[float | None, float | None]:
+    """The limits that are fused into an operator, or that it is made of; None where there is none."""
+    if lowered.name == "clamp":
+        low, high = lowered.arguments.get("min"), lowered.arguments.get("max")
+    else:
+        low, high = lowered.arguments.get("clamp") or (None, None)
+    return low, high

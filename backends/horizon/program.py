@@ -1,0 +1,180 @@
+"""The BPU programs inside a .bin file: their inputs and outputs, what the simulator computes of them, what they cost."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fxquant.backends.horizon.log import failure
+from fxquant.backends.horizon.tool import Tool
+from fxquant.errors import CompilationError
+
+TYPES = {"int8": np.int8, "uint8": np.uint8, "int16": np.int16, "uint16": np.uint16, "int32": np.int32, "float32": np.float32}
+MEMORY = 1024  # MB that the simulator sets aside
+
+
+class Feature(NamedTuple):
+    """A tensor that a program takes or gives: its name in the quantized model, its dimensions in the order of its elements, its type."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Program(NamedTuple):
+    """One BPU program of a file; a file has several where operators on the processor stand between them."""
+
+    name: str
+    march: str
+    inputs: tuple[Feature, ...]
+    outputs: tuple[Feature, ...]
+
+
+class LayerCost(NamedTuple):
+    """What the vendor's tool says of one layer of a program, in its own words."""
+
+    layer: str
+    operations: str
+    computing: str
+    loading_and_storing: str
+    active: str
+
+
+@dataclass(frozen=True)
+class CompiledCost:
+    """What the vendor's tool estimates of one BPU program, without the processor's part.
+
+    name               of the program
+    microseconds       latency of one run
+    frames_per_second  of the program alone
+    bytes              moved to and from memory in a run
+    operations         twice the multiply-accumulates of a run, as the tool counts them
+    layers             its table of layers
+    """
+
+    name: str
+    microseconds: float
+    frames_per_second: float
+    bytes: int
+    operations: int
+    layers: tuple[LayerCost, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.microseconds:.4g} µs, {self.frames_per_second:.4g} runs a second, {self.bytes:,} bytes moved"
+
+
+# Run by the environment's own Python: every tensor that is asked for, as the tool's runtime of ONNX files computes it.
+INNER = """
+import logging, sys
+import numpy, onnx
+from horizon_tc_ui import HB_ONNXRuntime
+logging.disable(logging.CRITICAL)
+model = onnx.load(sys.argv[1])
+names = open("names").read().split("\\n")
+present = {each.name for each in model.graph.output}
+model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in present)
+onnx.save(model, "inner.onnx")
+results = HB_ONNXRuntime(model_file="inner.onnx").run(names, dict(numpy.load("given.npz")))
+numpy.savez("found.npz", *results)
+"""
+
+
+def inner_values(tool: Tool, quantized: Path, inputs: dict[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
+    """Tensors inside of a quantized model, by name, that the tool's own runtime computes of float inputs. Raises CompilationError."""
+    with tempfile.TemporaryDirectory(prefix="fxquant-") as folder:
+        work = Path(folder)
+        (work / "names").write_text("\n".join(names), encoding="utf-8")
+        np.savez(work / "given.npz", **{name: value.numpy() for name, value in inputs.items()})
+        running = tool.run("python", "-c", INNER, str(quantized.absolute()), cwd=work)
+        if running.code or not (work / "found.npz").exists():
+            raise failure("HB_ONNXRuntime", running.code, running.lines)
+        with np.load(work / "found.npz") as found:
+            return {name: torch.from_numpy(found[f"arr_{index}"]) for index, name in enumerate(names)}
+
+
+class Binary:
+    """A .bin or .hbm file, opened with the vendor's tool. Raises ConfigurationError without the tool, CompilationError for a bad file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.tool = path.absolute(), Tool.find("hbdk-sim")
+        if not self.path.is_file():
+            raise CompilationError(f"{path} is missing", because="there is no such file", remedy="pass what fxq.compile_horizon returns")
+        self._folder = tempfile.TemporaryDirectory(prefix="fxquant-")
+        work = Path(self._folder.name)
+        # Its name is that of the model, not of the file.
+        self.hbm = self.path if path.suffix == ".hbm" else self._run("hb_extract_hbm", str(self.path), cwd=work, makes="*.hbm")
+        described = self._run("hbdk-disas", str(self.hbm), "--json", "-o", "programs.json", cwd=work, makes="programs.json")
+        self.programs = [_program(entry) for entry in json.loads(described.read_text(encoding="utf-8"))]
+
+    def _run(self, program: str, *arguments: str, cwd: Path, makes: str) -> Path:
+        """The file of this pattern that a program of the tool makes in `cwd`."""
+        running = self.tool.run(program, *arguments, cwd=cwd)
+        made = next(cwd.glob(makes), None)
+        if running.code or made is None:
+            raise failure(program, running.code, running.lines)
+        return made
+
+    def simulate(self, program: Program, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The integers of each output, int64, or float32, of integers in the program's shapes and order."""
+        with tempfile.TemporaryDirectory(prefix="fxquant-") as folder:
+            work, out = Path(folder), Path(folder, "out")
+            out.mkdir()
+            for index, (value, feature) in enumerate(zip(inputs, program.inputs, strict=True)):
+                value.reshape(feature.shape).contiguous().numpy().astype(TYPES[feature.dtype]).tofile(work / f"{index}.bin")
+            files = ",".join(f"{index}.bin" for index in range(len(program.inputs)))
+            running = self.tool.run(
+                "hbdk-sim", "-f", str(self.hbm), "-n", program.name, "-i", files, "-o", "out", "--memory", str(MEMORY), cwd=work
+            )
+            results = [_read(out, index, feature) for index, feature in enumerate(program.outputs)]
+            if running.code or any(result is None for result in results):
+                raise failure("hbdk-sim", running.code, running.lines)
+            return [result for result in results if result is not None]
+
+    def costs(self) -> list[CompiledCost]:
+        """What the tool estimates of each program: the figures that hb_perf shows."""
+        with tempfile.TemporaryDirectory(prefix="fxquant-") as folder:
+            work = Path(folder)
+            self._run("hbdk-perf", str(self.hbm), "-o", folder, cwd=work, makes="*.json")
+            return [_cost(json.loads((work / f"{program.name}.json").read_text(encoding="utf-8"))["summary"]) for program in self.programs]
+
+
+def _program(entry: dict[str, Any]) -> Program:
+    sides = [
+        tuple(Feature(each["feature name"], tuple(each["valid dim"]), each["element type name"]) for each in entry[f"{side} features"])
+        for side in ("input", "output")
+    ]
+    return Program(entry["model name"], entry["march"], *sides)
+
+
+def _read(folder: Path, index: int, feature: Feature) -> Tensor | None:
+    """An output as the simulator has written it: text, its elements in the order of its dimensions; None where there is none."""
+    kind, dtype = ("float", np.float32) if feature.dtype == "float32" else ("int", np.int64)
+    path = next(folder.glob(f"hbdk_output{index}_*elem_{kind}.txt"), None)
+    if path is None:
+        return None
+    words = [word for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#") for word in line.split()]
+    if len(words) != math.prod(feature.shape):
+        return None
+    return torch.from_numpy(np.array(words, dtype)).reshape(feature.shape)
+
+
+def _cost(summary: dict[str, Any]) -> CompiledCost:
+    _, *rows = summary["layer details"]
+    layers = tuple(LayerCost(row[0], row[1], row[4], row[5], row[6]) for row in rows)
+    return CompiledCost(
+        summary["model name"],
+        float(summary["latency (us)"]),
+        float(summary["FPS"]),
+        int(summary["DDR bytes per run"]),
+        int(summary["BPU OPs per run (effective)"]),
+        layers,
+    )

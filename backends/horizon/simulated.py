@@ -1,0 +1,172 @@
+"""A compiled program in the vendor's simulator, as one more form of a model that `verify` and `record` run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxquant.analysis.record import ACCUMULATORS, QUANTIZED, GraphForm, Values, Wanted
+from fxquant.analysis.segments import returned
+from fxquant.backends.horizon.program import Binary, Feature, inner_values
+from fxquant.backends.onnx.connections import Connections, Place
+from fxquant.backends.onnx.horizon import horizon_values
+from fxquant.errors import CompilationError, ExportError
+from fxquant.facts import BatchDim, TensorFact
+from fxquant.graph import fact, qparams
+
+logger = logging.getLogger("fxquant")
+
+QUANTIZED_MODEL = "_quantized_model.onnx"
+CHANNELS_LAST = ("bernoulli2",)  # marches whose programs take and give every image with its channels last
+
+
+class SimulatedForm:
+    """The BPU programs of a file. Each is given the integers that the integer graph has at its inputs, a row of a batch at a time.
+
+    unseen   tensors at the ends of programs that cannot be compared: name and reason
+    given    quantized tensors that programs are given and no program computes: the processor does, or the quantization of an input
+    """
+
+    def __init__(self, path: Path, integer: fx.GraphModule) -> None:
+        self.binary, self.reference = Binary(path), GraphForm(integer)
+        self.march = integer.meta["target"].name
+        self.quantized = path.parent / f"{path.stem}{QUANTIZED_MODEL}"
+        self.connections = Connections(self.quantized, horizon_values(integer))
+        self.unseen: dict[str, str] = {}
+        ends = [feature for program in self.binary.programs for feature in program.outputs]
+        self.places = {feature: place for feature in ends if (place := self._output(feature)) is not None}
+        self.given = {feature: self._input(feature) for program in self.binary.programs for feature in program.inputs}
+        _require(bool(self.places), path, f"none of its outputs is a tensor of this model: {self.unseen}")
+        order = list(self.reference.tensors)
+        computed = {place.node for place in self.places.values()}
+        self.tensors: Mapping[str, str] = {name: QUANTIZED for name in sorted(computed, key=order.index)}
+        self.label = f"hbdk-sim for {self.march}"
+        for index, node in enumerate(returned(integer)):
+            ends = [node.name, *(operand.name for operand in node.all_input_nodes)]
+            if not set(ends) & self.tensors.keys():
+                self.unseen[f"output {index}"] = f"the processor computes %{node.name}"
+
+    # ---- which tensors they are -----------------------------------------------------------------------------------------
+
+    def _output(self, feature: Feature) -> Place | None:
+        place = self.connections.place(feature.name)
+        because = "it is a value inside of an operator, the rest of which the processor computes"
+        if place is not None and place.node in self.reference.nodes:
+            described = qparams(self.reference.nodes[place.node])
+            if described is not None and _stored(described.dtype) == feature.dtype:
+                return place
+            because = f"it is {feature.dtype}, and %{place.node} is {'not quantized' if described is None else described.dtype}"
+        self.unseen[feature.name] = because
+        return None
+
+    def _input(self, feature: Feature) -> Place:
+        place = self.connections.place(feature.name)
+        _require(
+            place is not None and place.node in self.reference.tensors,
+            self.binary.path,
+            f"its input {feature.name} is no quantized tensor of this model",
+        )
+        assert place is not None
+        return place
+
+    @property
+    def fed(self) -> list[str]:
+        """The tensors that programs are given and none computes, by name."""
+        return sorted({place.node for place in self.given.values()} - self.tensors.keys())
+
+    # ---- running --------------------------------------------------------------------------------------------------------
+
+    def inputs(self, batch: Any, index: int) -> list[Any]:
+        """The model's inputs out of a batch. Raises CalibrationError if it does not fit."""
+        return self.reference.inputs(batch, index)
+
+    def run(self, inputs: Sequence[Any], wanted: Wanted) -> Values:
+        """The integers, int64, of what the programs compute of a batch; real numbers are not given."""
+        names = set(wanted.among(self.tensors))
+        rows = [self._row(row, names) for row in self._rows(inputs)]
+        if ACCUMULATORS in wanted.kinds:  # in depth: what is between the ends of the programs, too
+            rows = [self._inner(values) | row for values, row in zip(self._rows(inputs), rows, strict=True)]
+        return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+
+    def _inner(self, inputs: Sequence[Any]) -> Values:
+        """What the tool's runtime computes between the ends of the programs, which is what the programs compute there."""
+        places = {name: place for name in self.connections.inner if (place := self.connections.place(name)) is not None}
+        nodes = frozenset(place.node for place in places.values()) & self.reference.tensors.keys()
+        graph = self.reference.run(inputs, Wanted(frozenset(), nodes))
+        given = dict(zip(self.connections.inputs, inputs, strict=True))
+        try:
+            values = inner_values(self.binary.tool, self.quantized, given, list(places))
+        except CompilationError as error:
+            logger.warning("the tensors between the ends of the programs cannot be compared: %s", error.because)
+            return {}
+        found = Values()
+        for name, place in places.items():
+            wanted = graph.get(place.node)
+            if wanted is not None and wanted.numel() == values[name].numel():
+                turned = wanted.dim() == 4 and (place.channels_last or values[name].shape != wanted.shape)
+                found[place.node] = _in_order(values[name].to(torch.int64), wanted, turned)
+        return found
+
+    def _rows(self, inputs: Sequence[Any]) -> Iterable[list[Any]]:
+        """The inputs of each item of a batch; the batch as it is where the model is fixed to its size."""
+        shapes = [fact(node) for node in self.reference.model.graph.find_nodes(op="placeholder")]
+        batched = [isinstance(known, TensorFact) and bool(known.shape) and isinstance(known.shape[0], BatchDim) for known in shapes]
+        if not any(batched):
+            return [list(inputs)]
+        count = next(len(value) for value, rows in zip(inputs, batched, strict=True) if rows)
+        return (
+            [value[index : index + 1] if rows else value for value, rows in zip(inputs, batched, strict=True)] for index in range(count)
+        )
+
+    def _row(self, inputs: Sequence[Any], names: set[str]) -> Values:
+        places = {place.node for place in (*self.given.values(), *self.places.values())}
+        graph = self.reference.run(inputs, Wanted(frozenset(), frozenset(places)))
+        found = Values()
+        for program in self.binary.programs:
+            if not names & {self.places[feature].node for feature in program.outputs if feature in self.places}:
+                continue
+            given = [self._arranged(graph[self.given[feature].node], self.given[feature], feature) for feature in program.inputs]
+            for feature, value in zip(program.outputs, self.binary.simulate(program, given), strict=True):
+                if feature in self.places:
+                    place = self.places[feature]
+                    found[place.node] = self._restored(value, graph[place.node], place)
+        return found
+
+    def _last(self, rank: int, place: Place) -> bool:
+        """Whether a tensor of images has its channels last in the program."""
+        return rank == 4 and (place.channels_last or self.march in CHANNELS_LAST)
+
+    def _arranged(self, value: Tensor, place: Place, feature: Feature) -> Tensor:
+        """A tensor of the graph in the order of a program's."""
+        return (value.permute(0, 2, 3, 1) if self._last(value.dim(), place) else value).reshape(feature.shape)
+
+    def _restored(self, value: Tensor, wanted: Tensor, place: Place) -> Tensor:
+        """A program's tensor in the order of the graph's."""
+        return _in_order(value, wanted, self._last(wanted.dim(), place))
+
+
+def _in_order(value: Tensor, wanted: Tensor, channels_last: bool) -> Tensor:
+    """A tensor in the shape of another one, whose channels are second."""
+    if not channels_last:
+        return value.reshape(wanted.shape)
+    rows, channels, height, width = wanted.shape
+    return value.reshape(rows, height, width, channels).permute(0, 3, 1, 2)
+
+
+def _stored(dtype: str) -> str:
+    return "int8" if dtype == "int4" else dtype
+
+
+def _require(holds: bool, path: Path, because: str) -> None:
+    """Raise ExportError where a file is not the program of a model."""
+    if not holds:
+        raise ExportError(
+            f"{path} is the program of another model",
+            because=because,
+            remedy="pass the .bin that fxq.compile_horizon made of this model's folder",
+        )

@@ -1,0 +1,1 @@
+"""The vendor's compiler and simulator, as an external peer: how it is installed."""

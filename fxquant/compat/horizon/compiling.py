@@ -1,0 +1,143 @@
+"""Horizon's names for what its compiler does with a quantized model, over the compiler that is installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+import fxquant as fxq
+from fxquant.arguments import FILE, FOLDER, Kind, checked, choice
+from fxquant.backends.horizon.program import Binary
+from fxquant.compat.horizon.march import get_march
+from fxquant.compat.horizon.quantization import convert_fx
+from fxquant.errors import ConfigurationError
+from fxquant.graph import is_deployed
+
+LEVELS = {"fast": "O3", "ddr": "O2", "balance": "O2"}
+OPTIMIZE = {"ddr": "bandwidth"}
+OPT = choice("O0", "O1", "O2", "O3", *LEVELS)
+HBM = Kind("the path of a .hbm or .bin file to write", FILE.take)
+
+
+def _folder(
+    module: fx.GraphModule, folder: Path, march: str | None, name: str | None, opt: str, called: str
+) -> tuple[fx.GraphModule, Path]:
+    """The integer model, and the folder that the compiler takes of it. Raises ConfigurationError for another march than its own."""
+    integer = module if is_deployed(module) else convert_fx(module)
+    wanted, own = march or get_march(), integer.meta["target"]
+    if wanted is not None and wanted != own.name and wanted not in own.aliases:
+        raise ConfigurationError(
+            f"{called} cannot compile this model for {wanted}",
+            because=f"it was prepared for {own.name}, whose arithmetic is another",
+            remedy=f"prepare it after set_march({wanted!r}), or leave march out",
+        )
+    return integer, fxq.export_horizon(integer, folder, name or "model", optimize=LEVELS.get(opt, opt), mode=OPTIMIZE.get(opt, "latency"))
+
+
+@checked(hbm=HBM, opt=OPT)
+def compile_model(
+    module: fx.GraphModule,
+    example_inputs: Any,
+    hbm: str | os.PathLike[str],
+    march: str | None = None,
+    name: str | None = None,
+    input_source: Any = "ddr",
+    input_layout: str | None = None,
+    output_layout: str = "NCHW",
+    opt: str = "O2",
+    balance_factor: int = 2,
+    progressbar: bool = True,
+    jobs: int = 16,
+    debug: bool = True,
+    extra_args: Any = None,
+) -> int:
+    """Compile a prepared or integer model with the vendor's hb_mapper; 0 when it is done.
+
+    hbm   the file to write: a .bin, for the board and for fxq.verify; of a name that ends in .hbm, the BPU programs alone, with the
+          .bin beside. The folder that the compiler worked in stands beside it, under its name without the ending
+    opt   "O0" to "O3"; "fast" is O3, "ddr" optimizes for bandwidth, "balance" is O2
+
+    Inputs are in memory ("ddr"), of float32, in PyTorch's order; the other arguments have no effect.
+    Raises ConfigurationError where the tool is not installed, ExportError, and CompilationError with the layer and its source line.
+    """
+    path = Path(hbm)
+    _, folder = _folder(module, path.with_suffix(""), march, name, opt, "compile_model")
+    made = fxq.compile_horizon(folder, show_progress=None if progressbar else False)
+    shutil.copyfile(made, path.with_suffix(".bin"))
+    if path.suffix == ".hbm":
+        opened = Binary(made)  # what it extracts is there as long as this is
+        shutil.copyfile(opened.hbm, path)
+    quantized = f"{made.stem}_quantized_model.onnx"
+    shutil.copyfile(made.with_name(quantized), path.with_name(f"{path.stem}_quantized_model.onnx"))
+    return 0
+
+
+@checked(out_dir=FOLDER, opt=OPT)
+def perf_model(
+    module: fx.GraphModule,
+    example_inputs: Any,
+    march: str | None = None,
+    out_dir: str | os.PathLike[str] = ".",
+    name: str | None = None,
+    hbm: str | os.PathLike[str] | None = None,
+    input_source: Any = "ddr",
+    input_layout: str | None = None,
+    output_layout: str = "NCHW",
+    opt: str = "O3",
+    balance_factor: int = 2,
+    progressbar: bool = True,
+    jobs: int = 16,
+    layer_details: bool = False,
+    extra_args: Any = None,
+) -> fxq.Estimate:
+    """Compile a model into a folder, and say what the vendor's compiler estimates of it beside fxquant's own bounds.
+
+    out_dir        the folder; estimate.txt is written into it, and the compiler's pages are in its model_output
+    hbm            a .bin that `compile_model` made, which is not compiled again
+    layer_details  print the vendor's table of layers, too
+    """
+    directory = Path(out_dir)
+    if hbm is None:
+        integer, folder = _folder(module, directory, march, name, opt, "perf_model")
+        binary = fxq.compile_horizon(folder, show_progress=None if progressbar else False)
+    else:
+        integer, binary = module if is_deployed(module) else convert_fx(module), Path(hbm).with_suffix(".bin")
+    found = fxq.estimate(integer, compiled=binary)
+    details = [" ".join(map(str, row)) for cost in found.compiled for row in cost.layers] if layer_details else []
+    directory.mkdir(parents=True, exist_ok=True)
+    text = "\n".join([str(found), *details])
+    (directory / "estimate.txt").write_text(text + "\n", encoding="utf-8")
+    print(text if layer_details else found.summary)
+    return found
+
+
+@checked(save_path=FILE)
+def visualize_model(
+    module: fx.GraphModule,
+    example_inputs: Any = None,
+    march: str | None = None,
+    save_path: str | os.PathLike[str] = "model.html",
+    show: bool = False,
+    **options: Any,
+) -> Path:
+    """Write a page of the model's graph and layers; returns its path. What else Horizon's function takes has no effect."""
+    integer = module if is_deployed(module) else convert_fx(module)
+    return fxq.report(integer, save_path)
+
+
+@checked(hbir=FILE)
+def export_hbir(
+    module: fx.GraphModule, example_inputs: Any, hbir: str | os.PathLike[str], march: str | None = None
+) -> tuple[list[str], list[str]]:
+    """Write what the installed compiler takes, a folder with an ONNX file, at `hbir` without its ending; the names of inputs and outputs.
+
+    HBIR itself is not written: its format is the compiler's own.
+    """
+    path = Path(hbir)
+    _, folder = _folder(module, path.with_suffix(""), march, path.stem, "O2", "export_hbir")
+    told = fxq.onnx_metadata(folder / f"{path.stem}.onnx")
+    return [entry["name"] for entry in told["inputs"]], [entry["name"] for entry in told["outputs"]]

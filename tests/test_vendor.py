@@ -1,0 +1,130 @@
+"""The vendor's compiler and simulator themselves, where they are installed: `make test-vendor`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxquant as fxq
+from fxquant.backends.horizon import export
+from fxquant.compat import horizon
+from fxquant.compat.horizon import march
+
+INSTALLED = bool(os.environ.get("FXQUANT_HORIZON")) or shutil.which("hb_mapper") is not None
+pytestmark = [pytest.mark.vendor, pytest.mark.skipif(not INSTALLED, reason="the vendor's tool is not installed: make vendor")]
+
+
+class Two(nn.Module):
+    """Two layers, whose tensors are cubes: their order of dimensions cannot be seen by their shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.fc = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = torch.relu(self.a(x))
+        z = self.b(y)
+        return y, z, self.fc(z[:, :, 0, 0])
+
+
+def batches() -> list[Tensor]:
+    return [2 * torch.randn(2, 8, 8, 8) for _ in range(2)]
+
+
+def converted(model: nn.Module, target: str = "bayes-e", qconfig: fxq.QConfig | None = None) -> torch.fx.GraphModule:
+    return fxq.quantize(model.eval(), batches(), target, qconfig, show_progress=False).integer
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "bayes", "bernoulli2"])
+def test_the_program_of_two_layers_computes_the_integer_graph(target: str, tmp_path: Path) -> None:
+    integer = converted(Two(), target)
+    binary = fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net"))
+    report = fxq.verify(integer, binary, batches())
+    assert report, str(report)
+    assert report.names >= {"a", "b", "fc"}
+    assert report.unseen == {}
+    costs = fxq.estimate(integer, compiled=binary).compiled
+    assert len(costs) >= 1
+    assert all(cost.microseconds > 0 and cost.bytes > 0 and cost.layers for cost in costs)
+
+
+@pytest.mark.parametrize("weight", [fxq.WeightConfig(training="tqt"), fxq.WeightConfig(training="learned"), fxq.WeightConfig("int4")])
+def test_scales_that_the_compiler_does_not_find_are_carried(weight: fxq.WeightConfig, tmp_path: Path) -> None:
+    integer = converted(Two(), qconfig=fxq.QConfig(weight=weight))
+    report = fxq.verify(integer, fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net")), batches())
+    assert report, str(report)
+
+
+def test_a_planted_difference_is_located_inside_of_the_program(tmp_path: Path) -> None:
+    class Deep(Two):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return self.b(torch.relu(self.b(torch.relu(self.a(x)))))
+
+    integer = converted(Deep())
+    binary = fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net"))
+    for name, value in integer.state_dict().items():
+        if name.endswith("a.multiplier"):
+            value += 200
+    report = fxq.verify(integer, binary, batches())
+    assert not report
+    assert report.first is not None
+    assert (report.first.name, report.first.inputs_equal) == ("a", True)
+    assert "self.a(x)" in report.first.source
+
+
+def test_the_compiler_does_drop_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = fxq.prepare(nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU6()).eval(), batches()[0], "bayes-e")
+    fxq.calibrate(prepared, batches(), show_progress=False)
+    fxq.set_qparams(prepared, {next(layer.name for layer in fxq.layers(prepared) if layer.integer and layer.macs): 0.06})
+    integer = fxq.convert(prepared)
+    monkeypatch.setattr(export, "_check_node", lambda node: None)
+    binary = fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net"))
+    assert fxq.verify(integer, binary, [20 * batch for batch in batches()]).mismatches > 0
+
+
+class Pooled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.adaptive_avg_pool2d(self.a(x), 1)
+
+
+class Summed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cumsum(x, 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "target", "said"), [(Pooled(), "bernoulli2", "split kernel size of 8"), (Summed(), "bayes-e", "on BPU")], ids=["pool", "host"]
+)
+def test_a_refusal_of_the_compiler_is_an_error_of_ours(model: nn.Module, target: str, said: str, tmp_path: Path) -> None:
+    folder = fxq.export_horizon(converted(model, target), tmp_path / "net")
+    with pytest.raises(fxq.CompilationError, match="hb_mapper failed") as refused:
+        fxq.compile_horizon(folder)
+    assert said in refused.value.because
+    assert "hb_mapper.log" in refused.value.remedy
+
+
+def test_horizons_names_end_in_a_file_that_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(march, "_march", [])
+    horizon.set_march(horizon.March.BAYES_E)
+    model = horizon.prepare_qat_fx(
+        nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU()), {"": horizon.default_calib_8bit_fake_quant_qconfig}, example_inputs=(batches()[0],)
+    )
+    horizon.set_fake_quantize(model, horizon.FakeQuantState.CALIBRATION)
+    for batch in batches():
+        model(batch)
+    horizon.set_fake_quantize(model, horizon.FakeQuantState.VALIDATION)
+    quantized = horizon.convert_fx(model)
+    assert horizon.check_model(quantized, [batches()[0]]) == 0
+    assert horizon.compile_model(quantized, [batches()[0]], hbm=tmp_path / "net.hbm") == 0
+    assert fxq.verify(quantized, tmp_path / "net.bin", batches())
+    found = horizon.perf_model(quantized, [batches()[0]], out_dir=tmp_path / "perf", hbm=tmp_path / "net.bin", layer_details=True)
+    assert len(found.compiled) == 1
