@@ -395,7 +395,7 @@ class Lowering:
         steps = self.arithmetic.step(operand.scale, unit)
         half = self.arithmetic.layer_bias(torch.zeros((), dtype=torch.float64, device=unit.device), steps[0], to.grid.scale)
         self.prove(half.abs() + float(WEIGHT_INT8.high * operand.grid.magnitude), "the sum")
-        weight = self.constant(role + "weight", torch.full((1,), WEIGHT_INT8.high, device=unit.device), torch.int8)
+        weight = self.constant(role + "weight", torch.full((1,), WEIGHT_INT8.high, dtype=torch.int8, device=unit.device), torch.int8)
         bias = self.constant(role + "bias", half.reshape(1), torch.int32)
         total = self.call(scale_channels, operand.value, weight, bias, 0)
         ratio = Ratio(steps, (to.grid.scale,))

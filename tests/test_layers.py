@@ -212,6 +212,7 @@ ALLOWED: dict[str, set[str]] = {
         "backends.onnx",
         "errors",
         "facts",
+        "files",
         "graph",
         "numerics",
         "ops",

@@ -13,6 +13,7 @@ from fxquant.backends.horizon.export import LAYERS, OUTPUT
 from fxquant.backends.horizon.log import STEPS, failure, step_of
 from fxquant.backends.horizon.tool import Running, Tool
 from fxquant.errors import ConfigurationError
+from fxquant.files import write_file
 from fxquant.progress import progress
 
 LOG = "hb_mapper.log"
@@ -38,7 +39,7 @@ def compile_horizon(folder: str | os.PathLike[str], *, show_progress: bool | Non
         for _ in progress(_steps(running), len(STEPS), f"compiling for {known['march']}", show_progress):
             pass
     finally:
-        (directory / LOG).write_text(running.text + "\n", encoding="utf-8")
+        write_file(directory / LOG, running.text + "\n")
     if running.code or not binary.is_file():
         binary.unlink(missing_ok=True)
         raise failure("hb_mapper", running.code, running.lines, known["layers"], str(directory / LOG))

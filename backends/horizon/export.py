@@ -14,7 +14,7 @@ from torch import fx
 from fxquant.analysis.segments import returned
 from fxquant.arguments import FOLDER, TEXT, checked, choice
 from fxquant.backends.onnx.export import check_arguments
-from fxquant.backends.onnx.files import save_model
+from fxquant.backends.onnx.files import save_models
 from fxquant.backends.onnx.horizon import OPSET, HorizonWriter, fixed_shape
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.facts import TensorFact
@@ -97,15 +97,15 @@ def export_horizon(
         _check_node(node)
     model = HorizonWriter(integer, "float", OPSET).write(input_names, output_names)
     directory = Path(folder)
-    directory.mkdir(parents=True, exist_ok=True)
-    save_model(model, directory / f"{name}.onnx", None)
     inputs = [(info.name, fixed_shape(info)) for info in model.graph.input]
     march = integer.meta["target"].name
-    (directory / f"{name}.yaml").write_text(_configuration(name, march, inputs, optimize, mode), encoding="utf-8")
-    script = directory / SCRIPT
-    script.write_text(COMMANDS.format(name=name, output=OUTPUT), encoding="utf-8")
-    script.chmod(0o755)
-    (directory / LAYERS).write_text(json.dumps(_layers(integer, name, march), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    beside = {
+        f"{name}.yaml": _configuration(name, march, inputs, optimize, mode),
+        SCRIPT: COMMANDS.format(name=name, output=OUTPUT),
+        LAYERS: json.dumps(_layers(integer, name, march), indent=1, ensure_ascii=False) + "\n",
+    }
+    save_models({f"{name}.onnx": model}, directory, None, beside)
+    (directory / SCRIPT).chmod(0o755)
     return directory
 
 

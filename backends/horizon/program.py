@@ -83,17 +83,19 @@ names = open("names").read().split("\\n")
 present = {each.name for each in model.graph.output}
 model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in present)
 onnx.save(model, "inner.onnx")
-results = HB_ONNXRuntime(model_file="inner.onnx").run(names, dict(numpy.load("given.npz")))
+given = numpy.load("given.npz")
+inputs = {each.name: given["arr_%d" % index] for index, each in enumerate(model.graph.input)}
+results = HB_ONNXRuntime(model_file="inner.onnx").run(names, inputs)
 numpy.savez("found.npz", *results)
 """
 
 
-def inner_values(tool: Tool, quantized: Path, inputs: dict[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
-    """Tensors inside of a quantized model, by name, that the tool's own runtime computes of float inputs. Raises CompilationError."""
+def inner_values(tool: Tool, quantized: Path, inputs: Sequence[Tensor], names: Sequence[str]) -> dict[str, Tensor]:
+    """Tensors inside of a quantized model, by name, that the tool's own runtime computes of its inputs. Raises CompilationError."""
     with tempfile.TemporaryDirectory(prefix="fxquant-") as folder:
         work = Path(folder)
         (work / "names").write_text("\n".join(names), encoding="utf-8")
-        np.savez(work / "given.npz", **{name: value.numpy() for name, value in inputs.items()})
+        np.savez(work / "given.npz", *(value.numpy() for value in inputs))
         running = tool.run("python", "-c", INNER, str(quantized.absolute()), cwd=work)
         if running.code or not (work / "found.npz").exists():
             raise failure("HB_ONNXRuntime", running.code, running.lines)

@@ -47,8 +47,7 @@ class SimulatedForm:
         self.tensors: Mapping[str, str] = {name: QUANTIZED for name in sorted(computed, key=order.index)}
         self.label = f"hbdk-sim for {self.march}"
         for index, node in enumerate(returned(integer)):
-            ends = [node.name, *(operand.name for operand in node.all_input_nodes)]
-            if not set(ends) & self.tensors.keys():
+            if not {node.name, *(operand.name for operand in node.all_input_nodes)} & self.tensors.keys():
                 self.unseen[f"output {index}"] = f"the processor computes %{node.name}"
 
     # ---- which tensors they are -----------------------------------------------------------------------------------------
@@ -98,9 +97,8 @@ class SimulatedForm:
         places = {name: place for name in self.connections.inner if (place := self.connections.place(name)) is not None}
         nodes = frozenset(place.node for place in places.values()) & self.reference.tensors.keys()
         graph = self.reference.run(inputs, Wanted(frozenset(), nodes))
-        given = dict(zip(self.connections.inputs, inputs, strict=True))
         try:
-            values = inner_values(self.binary.tool, self.quantized, given, list(places))
+            values = inner_values(self.binary.tool, self.quantized, inputs, list(places))
         except CompilationError as error:
             logger.warning("the tensors between the ends of the programs cannot be compared: %s", error.because)
             return {}

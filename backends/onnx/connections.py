@@ -60,7 +60,6 @@ class Connections:
                 remedy="keep the folder that fxq.compile_horizon fills together",
             ) from error
         self.values = values
-        self.inputs = [info.name for info in model.graph.input]
         self.producers = {name: node for node in model.graph.node for name in node.output}
         self.readers: dict[str, list[onnx.NodeProto]] = {}
         for node in model.graph.node:

@@ -63,8 +63,8 @@ def build(
         writer = QdqWriter(integer, io, opset)
         if writer.in_floats:
             logger.warning(
-                "int16 tensors that opset %d has no integers for: %d, %s; they are rounded by Div, Round, Clip and Mul, which compilers for chips"
-                " drop or keep in float: pass opset=21, or fxq.export_horizon for Horizon's compiler",
+                "int16 tensors that opset %d has no integers for: %d, %s; they are rounded by Div, Round, Clip and Mul,"
+                " which compilers for chips drop or keep in float: pass opset=21, or use fxq.export_horizon for Horizon's compiler",
                 opset,
                 len(writer.in_floats),
                 ", ".join(f"%{node.name}" for node in writer.in_floats[:4]),

@@ -127,8 +127,8 @@ def _onnx_number_layer(c: Call, alpha: float) -> str:
     """A number, added as the bias of a layer whose weight is the tensor's factor."""
     first = isinstance(c["input"], str)
     tensor, number = (c["input"], c["other"]) if first else (c["other"], c["input"])
-    weight = torch.full((int(c.operand_shape[1]), 1, 1, 1), 1.0 if first else float(alpha), device="cpu")  # type: ignore[arg-type]
-    bias = torch.full((len(weight),), float(number) * (alpha if first else 1), device="cpu")
+    weight = torch.full((int(c.operand_shape[1]), 1, 1, 1), 1.0 if first else float(alpha), dtype=torch.float32, device="cpu")  # type: ignore[arg-type]
+    bias = torch.full((len(weight),), float(number) * (alpha if first else 1), dtype=torch.float32, device="cpu")
     return c.epilogue(c.do("Conv", tensor, c.e.constant(weight), c.e.constant(bias), kernel_shape=[1, 1], group=len(weight)))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxquant.arithmetic import MATRIX
+from fxquant.facts import BatchDim
 from fxquant.graph import is_parameter
 from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics import FLOAT32_EXACT, INT32_MAX, INT48_MAX
@@ -69,16 +70,14 @@ def _onnx_linear(c: Call) -> str:
 
 
 def _onnx_convolution(c: Call) -> str:
-    """A linear layer as a convolution with a kernel of one, its last dimension as channels."""
-    rank = len(c.operand_shape)
-    inner = [d for d in range(1, rank - 1)]
-    value = c.do("Transpose", c.input, perm=[0, rank - 1, *inner]) if inner else c.input
-    features = c.operand_shape[-1]
-    value = c.do("Reshape", value, c.integers([-1, int(features), math.prod(int(c.operand_shape[d]) for d in inner), 1]))
+    """A linear layer as a convolution with a kernel of one, its last dimension as channels. The file is fixed to a batch of one."""
+    _, *sizes, features = (size.at(1) if isinstance(size, BatchDim) else size for size in c.operand_shape)
+    inner = range(1, len(sizes) + 1)
+    value = c.do("Transpose", c.input, perm=[0, len(sizes) + 1, *inner]) if sizes else c.input
+    value = c.do("Reshape", value, c.integers([-1, features, math.prod(sizes), 1]))
     made = c.with_bias(lambda *bias: c.do("Conv", value, c.weight(lambda w: w[:, :, None, None]), *bias, kernel_shape=[1, 1]), 2)
-    outputs = c.constants["weight"][0].shape[0]
-    made = c.do("Reshape", made, c.integers([-1, outputs, *(int(c.operand_shape[d]) for d in inner)]))
-    return c.epilogue(c.do("Transpose", made, perm=[0, *(d + 1 for d in inner), 1]) if inner else made)
+    made = c.do("Reshape", made, c.integers([-1, c.constants["weight"][0].shape[0], *sizes]))
+    return c.epilogue(c.do("Transpose", made, perm=[0, *(d + 1 for d in inner), 1]) if sizes else made)
 
 
 def _called(input: Any, weight: Any, bias: Any = None) -> dict[str, Any] | Instead:

@@ -80,7 +80,7 @@ def _by_sign(lowering: Lowering, input: Quantized, weight: Tensor, clamp: Clamp 
     below = lowering.holds(
         lowering.arithmetic.requantize(lowering, product, ratio, *input.grid.bounds, input.grid, "negative_"), input.grid
     )
-    zero = lowering.constant("zero", torch.zeros((), device=scale.device), torch.int8)
+    zero = lowering.constant("zero", torch.zeros((), dtype=torch.float32, device=scale.device), torch.int8)
     chosen = lowering.call(choose, input.value, below, lowering.call(compare, input.value, zero, "ge"))
 
     def exact() -> Any:

@@ -233,7 +233,7 @@ def lower_uniform(
     given = torch.tensor([bias], dtype=torch.float32, device=device)
     bias_q = lowering.arithmetic.bias(given, input.scale, scale).expand(len(integers)) if bias else None
     lift = _lift(layer, bias_q, steps, lowering.output)
-    bound, lifted = layer.bound(bias_q), torch.zeros(1, device=device)
+    bound, lifted = layer.bound(bias_q), torch.zeros(1, dtype=torch.float32, device=device)
     if lift is not None and not lowering.lifts_late:
         lifted = lift(lowering.output.grid.scale).flatten()
         bias_q = (lifted if bias_q is None else bias_q + lifted).expand(len(integers))

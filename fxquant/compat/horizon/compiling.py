@@ -15,6 +15,7 @@ from fxquant.backends.horizon.program import Binary
 from fxquant.compat.horizon.march import get_march
 from fxquant.compat.horizon.quantization import convert_fx
 from fxquant.errors import ConfigurationError
+from fxquant.files import write_file
 from fxquant.graph import is_deployed
 
 LEVELS = {"fast": "O3", "ddr": "O2", "balance": "O2"}
@@ -110,7 +111,7 @@ def perf_model(
     details = [" ".join(map(str, row)) for cost in found.compiled for row in cost.layers] if layer_details else []
     directory.mkdir(parents=True, exist_ok=True)
     text = "\n".join([str(found), *details])
-    (directory / "estimate.txt").write_text(text + "\n", encoding="utf-8")
+    write_file(directory / "estimate.txt", text + "\n")
     print(text if layer_details else found.summary)
     return found
 
