@@ -252,9 +252,7 @@ class Lowering:
             accumulator, step = total()
             low, high = self.bounds(clamp, self.output)
             factor, grid = self.constant("multiplier", step.float(), torch.float32), self.output.grid
-            return self.holds(
-                self.call(requantize_real, accumulator, factor, low, high, grid.type.storage, *self.offset(grid)), grid
-            )
+            return self.holds(self.call(requantize_real, accumulator, factor, low, high, grid.type.storage, *self.offset(grid)), grid)
 
         return self.result(exact, real)
 

@@ -16,10 +16,7 @@ from fxquant.primitives import accumulate, product
 from tests import contract, oracle
 from tests.contract import graph_values
 
-RULES = {
-    "bayes-e": oracle.Rules("fixed", measured=True),
-    "bernoulli2": oracle.Rules("fixed", resize_bits=8, measured=True, by_layers=True),
-}
+RULES = {"bayes-e": oracle.Rules("fixed", measured=True), "bernoulli2": oracle.Rules("fixed", resize_bits=8, measured=True, by_layers=True)}
 every_target = pytest.mark.parametrize("target", RULES)
 
 

@@ -361,7 +361,9 @@ def test_bias_integers_next_to_ties(rows: list[tuple[int, Fraction]], input_scal
 
 
 @EXACT
-@given(st.lists(st.tuples(st.integers(-(2**23), 2**23), st.sampled_from([0, 1, -1, 2]), any_mantissa), min_size=1, max_size=12), any_mantissa)
+@given(
+    st.lists(st.tuples(st.integers(-(2**23), 2**23), st.sampled_from([0, 1, -1, 2]), any_mantissa), min_size=1, max_size=12), any_mantissa
+)
 def test_measured_biases_with_half_a_step(rows: list[tuple[int, int, Fraction]], output: Fraction) -> None:
     """At ties and beside them; with all bits, and with 16 of them."""
     steps = [oracle.float32(step * Fraction(1, 64)) for *_, step in rows]

@@ -21,11 +21,11 @@ from fxquant.eager import EagerLowering
 from fxquant.errors import AccumulatorOverflow
 from fxquant.lowering import Quantized
 from fxquant.numerics import INT8, INT16, WEIGHT_INT8, Grid, IntType, table
-from fxquant.ops.sums import lower_add
 from fxquant.ops.join import _lower_cat
 from fxquant.ops.linear import PRODUCT
 from fxquant.ops.pool import _lower_avg_pool2d
 from fxquant.ops.resize import _lower_linear, _stepped_neighbours
+from fxquant.ops.sums import lower_add
 from fxquant.ops.weighted import lower_weighted
 from fxquant.primitives import PRIMITIVES, accumulate, boundary, cubic, elementwise, pool, product, requantize, resize, shape, transposed
 from fxquant.primitives.requantize import requantize_fixed, requantize_real
@@ -629,7 +629,9 @@ def test_rectify(seed: int, dtype: IntType, bits: int) -> None:
 
 @EXACT
 @given(
-    st.lists(st.tuples(st.integers(-(2**24), 2**24), st.integers(-128, 127), st.integers(0, 2**17), st.integers(0, 31)), min_size=1, max_size=24)
+    st.lists(
+        st.tuples(st.integers(-(2**24), 2**24), st.integers(-128, 127), st.integers(0, 2**17), st.integers(0, 31)), min_size=1, max_size=24
+    )
 )
 def test_add_residual_shifted(rows: list[tuple[int, int, int, int]]) -> None:
     """Every path, negative products among them: their shift rounds down."""
@@ -851,7 +853,9 @@ def test_concatenation(arithmetic: Arithmetic, one: Fraction, other: Fraction, s
     with torch.no_grad():
         operator = lowering(arithmetic, output)
         result = _lower_cat(operator, [quantized(EVERY_INT8, one), quantized(EVERY_INT8, other)], 0)
-    expected = [q if scale == output else requantized(arithmetic, q, scale / output, bits=8) for scale in (one, other) for q in range(-128, 128)]
+    expected = [
+        q if scale == output else requantized(arithmetic, q, scale / output, bits=8) for scale in (one, other) for q in range(-128, 128)
+    ]
     assert result.value.tolist() == expected
     assert [f"operand{index}_multiplier" in operator.constants for index in (0, 1)] == [one != output, other != output]
 
@@ -881,7 +885,10 @@ def test_average_pool(arithmetic: Arithmetic, rows: Any, modes: Any, scales: Any
         result = _lower_avg_pool2d(operator, quantized(input, scales[0]), kernel, stride, padding, *modes, divisor)
     sums = oracle.sum_pool(input.tolist(), kernel, stride, padding, modes[0])[0][0]
     counts = oracle.window_counts(spatial, kernel, stride, padding, *modes)
-    ends = [oracle.window_starts(size, k, s, p, 1, modes[0])[-1] + k - size for size, k, s, p in zip(spatial, kernel, stride, padding, strict=True)]
+    ends = [
+        oracle.window_starts(size, k, s, p, 1, modes[0])[-1] + k - size
+        for size, k, s, p in zip(spatial, kernel, stride, padding, strict=True)
+    ]
     alike = divisor or len({count for row in counts for count in row}) == 1
     if alike and all(end <= p for end, p in zip(ends, padding, strict=True)):
         grids = [oracle.Grid(scale, -128, 127, 8) for scale in scales]
@@ -951,7 +958,9 @@ def test_where_a_residual_is_added(multiplier: str, fused: bool) -> None:
         assert int(constants["residual_multiplier"]) == expected
 
 
-@pytest.mark.parametrize(("multiplier", "fused"), [("0.0001", True), ("255.49", True), ("65535.5", True), ("16776000", True), ("2e7", False)])
+@pytest.mark.parametrize(
+    ("multiplier", "fused"), [("0.0001", True), ("255.49", True), ("65535.5", True), ("16776000", True), ("2e7", False)]
+)
 def test_a_residual_with_a_shift_is_added_at_every_ratio(multiplier: str, fused: bool) -> None:
     """Small multipliers keep 15 bits; only a sum beyond int32 is formed apart."""
     constants, _ = residual_constants(FIXED, multiplier)
@@ -1133,7 +1142,11 @@ def test_average_pool_and_residual_have_gradients() -> None:
     _, slope = gradient(lambda r: accumulate.add_residual(accumulator, r, k), torch.ones(1, 3), torch.ones(1, 3))
     assert slope.tolist() == [[256, 300, 999]]
     operator = lowering(FIXED, Fraction(1))
-    value, slope = gradient(lambda r: operator.call(accumulate.add_residual_shifted, accumulator, r, k, torch.tensor([1, 2, 9])), torch.ones(1, 3), torch.ones(1, 3))
+    value, slope = gradient(
+        lambda r: operator.call(accumulate.add_residual_shifted, accumulator, r, k, torch.tensor([1, 2, 9])),
+        torch.ones(1, 3),
+        torch.ones(1, 3),
+    )
     assert value.tolist() == [[128, 75, 1]]
     assert slope.tolist() == [[128, 75, 999 / 512]]
 
