@@ -63,10 +63,8 @@ class ResidualFactor(NamedTuple):
 
     def value(self) -> Tensor:
         """The factor as a tensor; only for eager lowering."""
-        if self.right_shift is None:
-            factor: Tensor = self.multiplier
-            return factor
-        return self.multiplier * power_of_two(-self.right_shift)
+        factor: Tensor = self.multiplier
+        return factor if self.right_shift is None else factor * power_of_two(-self.right_shift)
 
 
 @dataclass(frozen=True)

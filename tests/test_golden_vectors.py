@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxquant.backends.bpu import FIXED, MEASURED, REAL, SHIFT, WIDTHS
+from fxquant.backends.bpu import FIXED, MEASURED, MEASURED_8, MEASURED_16, REAL, SHIFT, WIDTHS
 from fxquant.numerics import ACTIVATION_TYPES
 from fxquant.primitives.requantize import requantize_fixed, requantize_real
 from fxquant.rescaling import Ratio, fixed_requantization, real_multiplier
@@ -196,8 +196,7 @@ def test_the_widths_are_those_of_the_text() -> None:
         assert (row.intermediate_bits, row.multiplier_bits, row.first_shift, row.largest_shift) == (
             widths.intermediate_bits, widths.multiplier_bits, widths.first_shift, widths.largest_shift,
         )  # fmt: skip
-    for name, last in (("int8", (22, 23, 15)), ("int16", (14, 14, 31))):
-        measured = MEASURED[name]
+    for measured, last in ((MEASURED_8, (22, 23, 15)), (MEASURED_16, (14, 14, 31))):
         assert (measured.intermediate_bits, measured.multiplier_bits, measured.first_shift) == (16, 15, True)
         assert (measured.largest_shift, measured.layer_shift, measured.largest_first_shift) == last
     assert (SHIFT.final_rounding, FIXED.final_rounding) == ("half_step", "half_up")

@@ -91,8 +91,8 @@ def test_a_tensor_is_brought_to_another_scale_by_a_layer_on_bernoulli2() -> None
     values = graph_values(integer, *batch)
     for node in layers:
         (result,) = node.users
-        grids = [oracle.Grid(Fraction(float(qparams(each).scale)), -128, 127, 8) for each in (node.args[0], result)]  # type: ignore[union-attr]
-        expected = [oracle.rescaled(q, *grids, RULES["bernoulli2"]) for q in values[node.args[0].name].flatten().tolist()]
+        x, to = (oracle.Grid(Fraction(float(qparams(each).scale)), -128, 127, 8) for each in (node.args[0], result))  # type: ignore[union-attr]
+        expected = [oracle.rescaled(q, x, to, RULES["bernoulli2"]) for q in values[node.args[0].name].flatten().tolist()]
         assert values[result.name].flatten().tolist() == expected
         assert len(set(expected)) > 20
 

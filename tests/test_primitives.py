@@ -891,9 +891,9 @@ def test_average_pool(arithmetic: Arithmetic, rows: Any, modes: Any, scales: Any
     ]
     alike = divisor or len({count for row in counts for count in row}) == 1
     if alike and all(end <= p for end, p in zip(ends, padding, strict=True)):
-        grids = [oracle.Grid(scale, -128, 127, 8) for scale in scales]
+        x, to = (oracle.Grid(scale, -128, 127, 8) for scale in scales)
         count = divisor or counts[0][0]
-        expected = [[oracle.averaged([total], count, *grids, RULES[id(arithmetic)], True) for total in row] for row in sums]
+        expected = [[oracle.averaged([total], count, x, to, RULES[id(arithmetic)], True) for total in row] for row in sums]
     else:
         expected = [
             [requantized(arithmetic, total, scales[0] / ((divisor or count) * scales[1])) for total, count in zip(*row, strict=True)]

@@ -129,7 +129,7 @@ def test_the_command_prints_the_program_and_fails(monkeypatch: pytest.MonkeyPatc
     said = capsys.readouterr().out
     assert stopped.value.code == 1
     assert f"--seed {seed} --target nash-e" in said
-    assert "fxq.prepare(model, batches[0])" in said
+    assert "fxq.prepare(model, batches[0]" in said
     monkeypatch.setattr(loop, "draw", lambda seed, targets: replace(draw(seed, targets, "abs"), checks=(), steps=()))
     with pytest.raises(SystemExit) as stopped:
         command.main()

@@ -108,7 +108,7 @@ class Requantization:
             epilogue.mode, epilogue.limit = FIXED, 2 ** (bits - 1)  # type: ignore[operator]
             before = torch.zeros_like(shift)
             if rounding in requantize.HALF_STEPS:
-                before = requantize.half_step(shift, multiplier, right_shift, rounding).to(torch.int64)
+                before = requantize.half_step(shift, multiplier, right_shift, str(rounding)).to(torch.int64)
             half = (1 << (right_shift - 1)) if rounding == "half_up" else torch.zeros_like(shift)
             if int(before.max()) + largest > INT32_MAX or int(shift.max()) > 31 or int(right_shift.max()) > 31:
                 raise Refused("its requantization needs more than 32 bits")

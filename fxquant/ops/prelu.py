@@ -50,8 +50,8 @@ def _lower_prelu(lowering: Lowering, input: Quantized, weight: Tensor, *, clamp:
     real = weight * 2.0**bits
     exact = torch.round(real.detach())
     slopes = straight_through(real, exact) if real.requires_grad else exact
-    steepest = exact.double().abs().clamp_min(2.0**bits)
-    lowering.prove(steepest * input.grid.magnitude, "the product", INT32_MAX if wide else FLOAT32_EXACT - 1)
+    reach = exact.double().abs().clamp_min(2.0**bits)
+    lowering.prove(reach * input.grid.magnitude, "the product", INT32_MAX if wide else FLOAT32_EXACT - 1)
     shaped = slopes.reshape(-1, *[1] * (len(input.shape) - 2)) if weight.numel() > 1 else slopes.reshape(())
     unit = torch.tensor(2.0**bits, dtype=torch.float64, device=input.scale.device)
     lowering.describe("slope", 1 / unit)

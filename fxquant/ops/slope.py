@@ -42,7 +42,7 @@ def by_whole_slope(lowering: Lowering, input: Quantized, slopes: Tensor, clamp: 
         one = Ratio((torch.ones((), dtype=torch.float32, device=slopes.device),))
         limit = lowering.arithmetic.requantize(lowering, raised, one, *grid.bounds, grid, "limit_")
         below = lowering.call(product.minimum, below, limit)
-    zero = lowering.constant("zero", torch.zeros((), device=slopes.device), torch.int8)
+    zero = lowering.constant("zero", torch.zeros((), dtype=torch.float32, device=slopes.device), torch.int8)
     chosen = lowering.call(choose, input.value, below, lowering.call(compare, input.value, zero, "ge"))
     to = lowering.output
     moved = lowering.rescale(Quantized(chosen, grid, input.shape), to, "")

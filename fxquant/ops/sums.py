@@ -37,9 +37,9 @@ def _lower_sum(lowering: Lowering, terms: dict[str, tuple[Operand, float]], clam
     if len(tensors) == len(terms) and _in_output_steps(lowering, tensors):
         return _lower_narrow_sum(lowering, tensors, clamp)
     constants = {role: (operand, factor) for role, (operand, factor) in terms.items() if not isinstance(operand, Quantized)}
-    plain = all(not isinstance(operand, Tensor) and operand * factor != 0 for operand, factor in constants.values())
-    if lowering.arithmetic.shifted_sums is not None and len(terms) == 2 and plain:
-        return _lower_shifted_sum(lowering, terms, lowering.arithmetic.shifted_sums, clamp)
+    plain = {role: (operand, factor) for role, (operand, factor) in terms.items() if not isinstance(operand, Tensor)}
+    if lowering.arithmetic.shifted_sums is not None and len(plain) == 2 and all(_counts(*term) for term in plain.values()):
+        return _lower_shifted_sum(lowering, plain, lowering.arithmetic.shifted_sums, clamp)
     steps = {role: _step(operand, factor) for role, (operand, factor) in tensors.items()}
     larger = max(steps.values(), key=lambda ratio: float(ratio.approximate()))
     wide = any(operand.dtype.bits > 8 for operand, _ in tensors.values())
@@ -121,6 +121,11 @@ def _lower_shifted_sum(
     return lowering.requantize(total, steps, clamp, lift=lift, kind=SUM)
 
 
+def _counts(operand: Quantized | float, factor: float) -> bool:
+    """Whether a term is an activation, or a number other than 0."""
+    return isinstance(operand, Quantized) or operand * factor != 0
+
+
 def _in_output_steps(lowering: Lowering, tensors: dict[str, tuple[Quantized, float]]) -> bool:
     narrow = all(operand.dtype.bits <= 8 for operand, _ in tensors.values()) and lowering.output.dtype.bits <= 8
     return lowering.arithmetic.adds_in_output_steps and narrow
@@ -144,8 +149,9 @@ def _lower_narrow_sum(lowering: Lowering, terms: dict[str, tuple[Quantized, floa
         return total, _factor(2.0**-bits, next(iter(ratios.values())))
 
     def real() -> Tensor:
-        total: Any = sum(operand.real() * factor for operand, factor in terms.values())
-        return total if clamp is None else clamped(total, *clamp)
+        summed: Any = sum(operand.real() * factor for operand, factor in terms.values())
+        found: Tensor = summed if clamp is None else clamped(summed, *clamp)
+        return found
 
     largest = sum(LARGEST_NARROW_MULTIPLIER * operand.grid.magnitude for operand, _ in terms.values())
     lowering.prove(torch.tensor(float(largest), dtype=torch.float64, device="cpu"), "the sum")

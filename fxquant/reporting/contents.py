@@ -163,7 +163,7 @@ def weight_of(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node]
             if scale.numel() != value.shape[constant.axis]:  # a transposed convolution in groups
                 return None
             scale = scale.reshape(-1, *[1] * (-constant.axis - 1))
-        real: Tensor = (value.double() - constant.zero_point) * scale
+        real: Tensor = (value.double() - torch.tensor(constant.zero_point, dtype=torch.float64, device=value.device)) * scale
         return real
     return None if module is None else _prepared_weight(model, node, module)
 
