@@ -21,7 +21,7 @@ from fxquant.demo.training import seeded
 from fxquant.graph import resolve
 from fxquant.primitives.boundary import dequantize
 
-TOGETHER = 24  # rows of one file
+TOGETHER = 40  # rows of one file
 REACH = 2.5  # of calibration's images
 SCALES = ("observed", "powers of two")
 
@@ -97,8 +97,14 @@ def converted(rows: Sequence[Row], march: str, dtype: str, scales: str) -> tuple
 
 def measured(rows: Sequence[Row], march: str, dtype: str, scales: str, together: int = TOGETHER) -> Iterator[Result]:
     """The rows, so many in one file; where a file fails, its halves."""
-    for start in range(0, len(rows), together):
-        yield from _of(rows[start : start + together], march, dtype, scales)
+    for group in groups(rows, together):
+        yield from _of(group, march, dtype, scales)
+
+
+def groups(rows: Sequence[Row], together: int) -> list[Sequence[Row]]:
+    """Rows of one file each."""
+    shared = [row for row in rows if not row.alone]
+    return [shared[start : start + together] for start in range(0, len(shared), together)] + [[row] for row in rows if row.alone]
 
 
 def _of(rows: Sequence[Row], march: str, dtype: str, scales: str) -> list[Result]:

@@ -25,6 +25,7 @@ class Row:
     layers: Callable[[], dict[str, nn.Module]] = field(default=dict)
     ratio: float = 0.3
     int32: bool = False  # whether its output is a sum of 32 bits
+    alone: bool = False  # whether some march refuses it, so that it has a file of its own
 
     def build(self) -> nn.Module:
         """The network, from a seed that its name gives; its parameters are float16 numbers, which files hold in few bytes."""
@@ -134,12 +135,13 @@ LAYERS = (
     layer("conv transposed depthwise", deconv(8, 4, 2, 1, groups=8)),
     layer("conv transposed, relu", deconv(4, 3, 2, 1), F.relu),
     Row("linear on 2 dimensions", lambda m, x, y: m["c"](small(x).mean((2, 3))), lambda: {"c": nn.Linear(CHANNELS, 10)}),
-    Row("linear on 2 dimensions, 32 bits", lambda m, x, y: m["c"](small(x).mean((2, 3))), lambda: {"c": nn.Linear(CHANNELS, 10)}, int32=True),
+    Row("linear on 2 dimensions, 32 bits", lambda m, x, y: m["c"](small(x).mean((2, 3))),
+        lambda: {"c": nn.Linear(CHANNELS, 10)}, int32=True),
     Row("linear on flattened", lambda m, x, y: m["c"](x.flatten(1)), lambda: {"c": nn.Linear(CHANNELS * SIZE * SIZE, 10)}),
-    Row("linear on 3 dimensions", lambda m, x, y: m["c"](x.flatten(2)), lambda: {"c": nn.Linear(SIZE * SIZE, 10)}),
-    Row("linear on tokens", lambda m, x, y: m["c"](x.flatten(2).transpose(1, 2)), lambda: {"c": nn.Linear(CHANNELS, 10)}),
-    binary("matmul of activations", lambda x, y: x @ y),
-    binary("matmul, transposed", lambda x, y: x.flatten(2) @ y.flatten(2).transpose(1, 2)),
+    Row("linear on 3 dimensions", lambda m, x, y: m["c"](x.flatten(2)), lambda: {"c": nn.Linear(SIZE * SIZE, 10)}, alone=True),
+    Row("linear on tokens", lambda m, x, y: m["c"](x.flatten(2).transpose(1, 2)), lambda: {"c": nn.Linear(CHANNELS, 10)}, alone=True),
+    binary("matmul of activations", lambda x, y: x @ y, alone=True),
+    binary("matmul, transposed", lambda x, y: x.flatten(2) @ y.flatten(2).transpose(1, 2), alone=True),
 )  # fmt: skip
 SUMS = (
     Row("residual", lambda m, x, y: m["c"](x) + y, conv(8, 3, padding=1)),
@@ -190,7 +192,7 @@ FUNCTIONS = (
     unary("silu", F.silu),
     unary("mish", F.mish),
     unary("gelu", F.gelu),
-    unary("gelu by tanh", lambda x: F.gelu(x, approximate="tanh")),
+    unary("gelu by tanh", lambda x: F.gelu(x, approximate="tanh"), alone=True),
     unary("elu", F.elu),
     unary("selu", F.selu),
     unary("softplus", F.softplus),
@@ -217,7 +219,7 @@ POOLS = (
     unary("avg pool, padding not counted", lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False)),
     unary("adaptive pool to 1", lambda x: F.adaptive_avg_pool2d(small(x), 1)),
     unary("adaptive pool to 4", lambda x: F.adaptive_avg_pool2d(x, 4)),
-    unary("adaptive pool to 3", lambda x: F.adaptive_avg_pool2d(x, 3)),
+    unary("adaptive pool to 3", lambda x: F.adaptive_avg_pool2d(x, 3), alone=True),
     unary("adaptive max pool to 4", lambda x: F.adaptive_max_pool2d(x, 4)),
     unary("mean over h, w", lambda x: small(x).mean((2, 3))),
     unary("mean over h, w, kept", lambda x: small(x).mean((2, 3), keepdim=True)),
@@ -253,10 +255,11 @@ PLACES = (
     unary("expand", lambda x: x[:, :1].expand(-1, 4, -1, -1)),
 )  # fmt: skip
 COMPOSITES = (
-    unary("softmax over channels", lambda x: F.softmax(x, 1)),
-    layer("layer norm", lambda: {"c": nn.LayerNorm(SIZE)}),
-    layer("instance norm", lambda: {"c": nn.InstanceNorm2d(CHANNELS)}),
-    Row("mean, linear head", lambda m, x, y: m["c"](F.adaptive_avg_pool2d(small(F.relu(x)), 1).flatten(1)), lambda: {"c": nn.Linear(CHANNELS, 10)}),
+    unary("softmax over channels", lambda x: F.softmax(x, 1), alone=True),
+    layer("layer norm", lambda: {"c": nn.LayerNorm(SIZE)}, alone=True),
+    layer("instance norm", lambda: {"c": nn.InstanceNorm2d(CHANNELS)}, alone=True),
+    Row("mean, linear head", lambda m, x, y: m["c"](F.adaptive_avg_pool2d(small(F.relu(x)), 1).flatten(1)),
+        lambda: {"c": nn.Linear(CHANNELS, 10)}),
     Row("squeeze and excitation", lambda m, x, y: x * F.hardsigmoid(m["b"](F.relu(m["c"](F.adaptive_avg_pool2d(small(x), 1))))),
         lambda: {"c": nn.Conv2d(CHANNELS, 4, 1), "b": nn.Conv2d(4, CHANNELS, 1)}),
     unary("argmax", lambda x: x.argmax(1)),

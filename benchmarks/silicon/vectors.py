@@ -39,7 +39,7 @@ def record(rows: Sequence[Row], march: str, dtype: str, scales: str) -> Path:
     groups, arrays = [], {}
     for index, start in enumerate(range(0, len(rows), TOGETHER)):
         chosen = rows[start : start + TOGETHER]
-        given, outputs, found = _recorded(chosen, march, dtype, scales)
+        outputs, found = _recorded(chosen, march, dtype, scales)
         groups.append({"rows": [row.name for row in chosen], "scales": found})
         arrays.update({f"{index}/{number}": output for number, output in enumerate(outputs)})
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ def record(rows: Sequence[Row], march: str, dtype: str, scales: str) -> Path:
     return path
 
 
-def _recorded(rows: Sequence[Row], march: str, dtype: str, scales: str) -> tuple[list[Tensor], list[Any], dict[str, float]]:
+def _recorded(rows: Sequence[Row], march: str, dtype: str, scales: str) -> tuple[list[Any], dict[str, float]]:
     prepared, integer = converted(rows, march, dtype, scales)
     given = images()[1][:IMAGES]
     (feed,) = (node.name for node in integer.graph.nodes if node.op == "placeholder")
@@ -64,7 +64,7 @@ def _recorded(rows: Sequence[Row], march: str, dtype: str, scales: str) -> tuple
         )
         outputs.append(together.astype(narrow))
     known = {name: float(scale) for name, scale in fxq.qparams(prepared).items() if math.isfinite(float(scale))}  # type: ignore[arg-type]
-    return given, outputs, known
+    return outputs, known
 
 
 def _integers(value: Tensor, step: Tensor | None) -> Tensor:
