@@ -292,6 +292,22 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
         lambda w: (fxq.export_segments, {"integer": w.integer, "folder": w.directory / "cut"}),
         {"integer": GRAPHS, "folder": PATHS, "cut": CUTS, "opset": [True, 9, 22, -1, "17", 17.0, [], 1.5, ""]},
     ),
+    "export_horizon": (
+        lambda w: (fxq.export_horizon, {"integer": w.integer, "folder": w.directory / "horizon"}),
+        {
+            "integer": GRAPHS,
+            "folder": PATHS,
+            "name": [None, 5, "", "a/b", "it's", b"net", []],
+            "optimize": [None, "O4", 2, "", "o2", []],
+            "mode": [None, "fast", 1, "", []],
+            "input_names": [*NAMES, ["a;b"]],
+            "output_names": NAMES,
+        },
+    ),
+    "compile_horizon": (
+        lambda w: (fxq.compile_horizon, {"folder": w.directory}),
+        {"folder": [*PATHS, "nowhere"], "show_progress": FLAGS},
+    ),
     **{
         f"export_{kind}": (
             lambda w, export=export, kind=kind: (export, {"integer": w.integer, "path": w.directory / f"exported.{kind}"}),
@@ -583,7 +599,10 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
     ),
     "estimate": (
         lambda w: (fxq.estimate, {"integer": w.integer}),
-        {"integer": GRAPHS, "target": [*TARGETS[1:], "x86"], "roofline": [5, 1e9, "fast", {}, fxq.Roofline, fxq.Speed(1, 1)]},
+        {
+            "integer": GRAPHS, "target": [*TARGETS[1:], "x86"], "roofline": [5, 1e9, "fast", {}, fxq.Roofline, fxq.Speed(1, 1)],
+            "compiled": [*(path for path in PATHS if path is not None), "nowhere.bin"],
+        },
     ),
     "Estimate.to_html": (
         lambda w: (fxq.estimate(w.integer).to_html, {"path": w.directory / "estimate.html"}),
@@ -737,6 +756,7 @@ def test_every_public_name_is_in_the_table() -> None:
         "Advice",
         "Estimate",
         "LayerEstimate",
+        "CompiledCost",
         "Comparison",
         "GraphDifference",
         "LayerComparison",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from fxquant.analysis.segments import returned
-from fxquant.arguments import FOLDER, TEXT, checked, choice
+from fxquant.arguments import FOLDER, TEXT, checked, choice, such
 from fxquant.backends.onnx.export import check_arguments
 from fxquant.backends.onnx.files import save_models
 from fxquant.backends.onnx.horizon import OPSET, HorizonWriter, fixed_shape
@@ -29,6 +30,8 @@ LAYERS = "layers.json"
 SCRIPT = "compile.sh"
 OUTPUT = "model_output"  # where hb_mapper writes, inside the folder
 SUMS = {record.name: record.sums for record in OPERATORS.values()}  # whether an operator is a sum of products
+PLAIN = re.compile(r"[\w.+/-]+")  # what stands in the configuration between quotes, and in lists
+NAME = such("a name of letters, digits, _, . and -", TEXT.take, lambda name: bool(PLAIN.fullmatch(name)) and "/" not in name)
 LEVELS = ("O0", "O1", "O2", "O3")
 
 CONFIGURATION = """\
@@ -63,7 +66,7 @@ hb_perf {output}/{name}.bin
 """
 
 
-@checked(folder=FOLDER, name=TEXT, optimize=choice(*LEVELS), mode=choice("latency", "bandwidth"))
+@checked(folder=FOLDER, name=NAME, optimize=choice(*LEVELS), mode=choice("latency", "bandwidth"))
 @working("writing for hb_mapper")
 def export_horizon(
     integer: fx.GraphModule,
@@ -96,6 +99,13 @@ def export_horizon(
     for node in integer.graph.nodes:
         _check_node(node)
     model = HorizonWriter(integer, "float", OPSET).write(input_names, output_names)
+    for info in model.graph.input:
+        if not PLAIN.fullmatch(info.name):
+            raise ConfigurationError(
+                f"the input name {info.name!r} cannot be written",
+                because="hb_mapper's configuration lists names with ; between them",
+                remedy="pass input_names of letters, digits, _, . and -",
+            )
     directory = Path(folder)
     inputs = [(info.name, fixed_shape(info)) for info in model.graph.input]
     march = integer.meta["target"].name

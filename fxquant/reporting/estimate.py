@@ -25,7 +25,7 @@ from fxquant.reporting.rows import Rows
 from fxquant.target import Roofline, Target
 
 MILLION = 1e6  # microseconds in a second
-PATH_OF_PROGRAM = Kind("the path of a .bin", os.fspath).or_none("the vendor's figures are left out")
+PATH_OF_PROGRAM = PATH.or_none("the vendor's figures are left out")
 ROOFLINE = instance("a fxq.Roofline", Roofline).or_none("that of the target")
 
 
