@@ -14,7 +14,7 @@ from torch import fx
 from fxquant import backends
 from fxquant.analysis.cost import bytes_of
 from fxquant.analysis.layers import HOST, Layer, layers
-from fxquant.arguments import Kind, checked, instance
+from fxquant.arguments import PATH, Kind, checked, instance
 from fxquant.backends.horizon.program import Binary, CompiledCost
 from fxquant.errors import ConfigurationError
 from fxquant.files import write_file
