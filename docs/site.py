@@ -67,6 +67,7 @@ NAVIGATION = (
     *((title, f"{name}.md") for name, (title, _) in GUIDE.items()),
     ("What to try", "advice.md"),
     ("Which tool when", "which-tool-when.md"),
+    ("To the board", "to-the-board.md"),
     ("Common mistakes", "mistakes.md"),
     ("Questions", "faq.md"),
     ("Coming from Horizon", "from-horizon.md"),

@@ -80,6 +80,7 @@ def _own_operators() -> Iterator[None]:
         ("docs/which-tool-when.md", (6, 3)),
         ("docs/advice.md", (3, 2)),
         ("docs/mistakes.md", (4, 3)),
+        ("docs/to-the-board.md", (1, 1)),
     ],
 )
 def test_the_code_of_a_page_runs_and_prints_what_it_shows(
