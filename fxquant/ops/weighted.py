@@ -390,7 +390,8 @@ def _scaled_residual(layer: _Layer, residual: Quantized, ratio: Ratio, steps: tu
 def _not_in_accumulator(layer: _Layer, residual: Quantized, factor: Tensor, largest: float, shifts: bool) -> str | None:
     """Why a residual times these factors is not added to the accumulator, which can reach `largest` with it; None if it is."""
     smallest = min(SMALLEST_RESIDUAL_MULTIPLIER, 2**residual.dtype.bits)
-    if shifts and max(residual.dtype.bits, layer.input.dtype.bits, layer.lowering.output.dtype.bits) > 8:
+    output = layer.lowering.output.dtype  # a 32-bit one is the sum itself
+    if shifts and max(residual.dtype.bits, layer.input.dtype.bits, 0 if output == INT32 else output.bits) > 8:
         return "its target adds 16 bits apart"
     if not shifts and int(factor.min()) < smallest:
         return f"its multiplier falls to {int(factor.min())}, below {smallest}"
