@@ -5,12 +5,14 @@ benchmarks.silicon recorded them; the tool is not needed here.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.silicon import tool
 from benchmarks.silicon.vectors import FOLDER, cases, computed, rebuilt
 
 CASES = [
@@ -38,3 +40,10 @@ def test_the_integer_graph_gives_what_the_compiled_program_gave(
 def test_each_march_has_vectors() -> None:
     """No file was lost: an empty folder would hold nothing to anything."""
     assert {path.stem for path in FOLDER.glob("b*.npz")} >= {"bayes-e-int8", "bernoulli2-int8"}
+
+
+def test_without_the_tool_the_benchmark_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder that is named holds no programs."""
+    monkeypatch.setenv("FXQUANT_HORIZON", str(tmp_path))
+    with pytest.raises(tool.ToolError, match="pip install rdkx5-yolo-mapper"):
+        tool.folder()

@@ -17,8 +17,9 @@ from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics import FLOAT32_EXACT, INT8
 from fxquant.ops.form import Call
 from fxquant.ops.record import Instead, Operator, Same, operator_named, register
+from fxquant.ops.uneven_windows import lower_uneven, onnx_uneven, runs
 from fxquant.ops.weighted import Product, lower_uniform, sizes
-from fxquant.primitives import accumulate, pool, shape
+from fxquant.primitives import accumulate, elementwise, pool, shape
 from fxquant.primitives.pool import POOLED_EXACT
 from fxquant.rescaling import Ratio
 
@@ -239,6 +240,8 @@ def _avg_pool(rank: int) -> tuple[Callable[..., Tensor], Callable[..., Quantized
             POOLED_EXACT - 1,
         )
         total = lowering.call(pool.sum_pool, input.value, kernel, steps, begin, end, largest >= POOLED_EXACT)
+        if rank == 2 and divisor_override is None and lowering.arithmetic.multiplies_by_layers and input.dtype.bits <= 8:
+            return lower_uneven(lowering, input, total, largest, divisor, clamp)
         return lowering.requantize(total, Ratio((input.scale,), (divisor.to(input.scale.device),)), clamp)
 
     function.__name__ = function.__qualname__ = f"avg_pool{rank}d"
@@ -333,6 +336,11 @@ def onnx_average_pool(c: Call) -> str:
             return c.epilogue(c.reduced("ReduceMean", c.input, list(range(2, len(c.operand_shape))), keepdim=True))
         return c.epilogue(c.do("GlobalAveragePool", c.input))
     kernel, stride, begin, end = (list(value) for value in node.args[1:5])  # type: ignore[arg-type]
+    if c.by_layers and c.primitive(elementwise.multiply) is not None:
+        counted = bool(c.arguments.get("count_include_pad", True))
+        windows = fact(c.node).shape[2:]
+        rows = zip(c.operand_shape[2:], kernel, stride, begin, windows, strict=True)
+        return onnx_uneven(c, [runs(*row, counted) for row in rows], stride, int(c.operand_shape[1]))  # type: ignore[arg-type]
     even = len({*begin, *end}) == 1  # onnxruntime 1.21 to 1.23 counts uneven padding wrongly, from opset 19 on: it is left out
     mean = c.do("AveragePool", c.input, kernel_shape=kernel, strides=stride, pads=[*begin, *end], count_include_pad=int(even))
     shape = c.operand_shape
