@@ -136,7 +136,7 @@ def test_a_clamp_that_the_compiler_drops_is_refused(low: float, high: float, lon
         return
     with pytest.raises(fxq.ExportError, match=f"the {which} clamp of") as refused:
         fxq.export_horizon(integer, tmp_path / "out")
-    assert "test_horizon.py" in str(refused.value.at)
+    assert "test_horizon_program.py" in str(refused.value.at)
     assert "set_qparams" in str(refused.value)
     assert not (tmp_path / "out").exists()
 
@@ -259,7 +259,7 @@ def test_a_difference_is_named_with_both_values(integer: torch.fx.GraphModule, t
     assert report.first is not None
     assert (report.first.name, report.first.index) == ("b", (0, 2, 1, 3))
     assert report.first.values == (float(wanted[0, 2, 1, 3]), float(wanted[0, 2, 1, 3] + 1))
-    assert "test_horizon.py" in report.first.source
+    assert "test_horizon_program.py" in report.first.source
 
 
 def test_the_program_of_another_model_is_refused(integer: torch.fx.GraphModule, tool: FakeTool, tmp_path: Path) -> None:
