@@ -109,6 +109,7 @@ MEANINGS: dict[str, tuple[Callable[[Any], Any], dict[str, Any], float]] = {
     "ndtr": (mp.ncdf, {}, 3),
     "ndtri": (lambda x: mp.sqrt(2) * mp.erfinv(2 * x - 1) if 0 < x < 1 else (NAN if x else pole(-1)), {}, 0.97),
     "log_ndtr": (lambda x: mp.log(mp.ncdf(x)), {}, 3),
+    "limited": (lambda x: clipped(x, -1, 2), {"min": -1.0, "max": 2.0}, 3),
     "threshold": (lambda x: x if x > 0.5 else mpf(-1.5), {"threshold": 0.5, "value": -1.5}, 3),
     "hardshrink": (lambda x: x if abs(x) > 0.5 else mpf(0), {"lambd": 0.5}, 3),
     "rrelu": (lambda x: x if x >= 0 else x * (mpf(0.1) + mpf(0.3)) / 2, {"lower": 0.1, "upper": 0.3}, 3),

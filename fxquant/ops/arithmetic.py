@@ -134,7 +134,7 @@ def _onnx_number_layer(c: Call, alpha: float) -> str:
 
 def _onnx_add(c: Call) -> str:
     layer = c.primitive(product.scale_channels)
-    numbers = isinstance(c["input"], int | float) or isinstance(c["other"], int | float)
+    numbers = any(isinstance(c.arguments.get(role), int | float) for role in ("input", "other"))
     if layer is not None and c.by_layers and numbers and len(c.operand_shape) == 4:
         return _onnx_number_layer(c, c["alpha"])
     return c.epilogue(c.do("Add", _term(c), _scaled(c, "other")))
@@ -142,7 +142,7 @@ def _onnx_add(c: Call) -> str:
 
 def _onnx_sub(c: Call) -> str:
     layer = c.primitive(product.scale_channels)
-    if layer is not None and c.by_layers and isinstance(c["input"], str) and isinstance(c["other"], str):
+    if layer is not None and c.by_layers and all(isinstance(c.arguments.get(role), str) for role in ("input", "other")):
         return c.epilogue(c.do("Add", c["input"], c.do("Mul", c["other"], c.number(-c["alpha"]))))
     if layer is not None and c.by_layers and len(c.operand_shape) == 4:
         return _onnx_number_layer(c, -c["alpha"])

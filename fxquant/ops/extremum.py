@@ -64,12 +64,12 @@ def _at_larger_scale(lowering: Lowering, primitive: Callable[..., Tensor], input
 
     least = lowering.call(primitive, brought(input, "input_"), brought(other, "other_"))
     to = lowering.output
-    return least if to.grid.equals(grid) else lowering.holds(_between(lowering, least, grid, to.grid, ""), to)
+    return least if to.grid.equals(grid) else _between(lowering, least, grid, to.grid, "")
 
 
 def _between(lowering: Lowering, value: Any, given: Grid, to: Grid, role: str) -> Any:
     ratio = Ratio((given.scale,), (to.scale,))
-    return lowering.arithmetic.requantize(lowering, value, ratio, *to.bounds, to, role, given.type.bits)
+    return lowering.holds(lowering.arithmetic.requantize(lowering, value, ratio, *to.bounds, to, role, given.type.bits), to)
 
 
 def maximum(input: Tensor, other: Tensor) -> Tensor:
