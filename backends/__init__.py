@@ -29,15 +29,15 @@ def kernels() -> tuple[Kernel, ...]:
 def get(name: str | Target) -> Target:
     """The target of this name, march or chip. Raises UnknownTarget, which lists the right ones.
 
-    A name may say how residuals are added, where that is not to be the target's own way: "nash-e/requantize".
+    Behind the name may stand a variant (`Target.variant`): "bayes-e/chip", or "nash-e/requantize".
     """
     if isinstance(name, Target):
         return name
     named = getattr(name, "value", name)
-    wanted, *residual = named.lower().replace("_", "-").split("/", 1) if isinstance(named, str) else [""]
+    wanted, *variant = named.lower().replace("_", "-").split("/", 1) if isinstance(named, str) else [""]
     for target in TARGETS.values():
         if wanted == target.name or wanted in target.aliases:
-            return target.adding_residuals(residual[0]) if residual else target
+            return target.variant(variant[0]) if variant else target
     aliases = {alias: target.name for target in TARGETS.values() for alias in (target.name, *target.aliases)}
     near = difflib.get_close_matches(wanted, aliases, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""

@@ -22,7 +22,7 @@ from benchmarks import zoo
 from fxquant.backends.onnx.runtime import OnnxModel
 from fxquant.demo.digits import load_digits_dataset
 from fxquant.demo.network import build_demo_network
-from fxquant.graph import notes, operation, resolve
+from fxquant.graph import notes, resolve
 from fxquant.primitives import PRIMITIVES, accumulate
 from tests import contract
 from tests.contract import Compiled, all_equal, graph_values, primitive_kind
@@ -398,11 +398,7 @@ def test_the_largest_sums_that_fit_are_exact(model: nn.Module, shape: tuple[int,
     if not isinstance(model, nn.Linear):
         (node, _), *_ = accumulators(integer)
         values = graph_values(integer, batch)
-        total = values["input_1_quantize"].long().flatten(1).sum(1)
-        if node.target in (accumulate.convolution, accumulate.convolution_wide):  # a layer whose weights are 127
-            _, bias = constants(integer, node)
-            total = 127 * total + bias.long()
-        assert torch.equal(values[node.name].long().flatten(), total)
+        assert torch.equal(values[node.name].long().flatten(), values["input_1_quantize"].long().flatten(1).sum(1))
 
 
 class Shortcut(nn.Module):
@@ -419,7 +415,7 @@ class Shortcut(nn.Module):
 
 
 def test_the_noted_bits_hold_every_sum_of_a_layer() -> None:
-    integer = contract.compiled(Shortcut(), [torch.rand(2, 64, 4, 4) * 2 - 1], "bernoulli2").integer
+    integer = contract.compiled(Shortcut(), [torch.rand(2, 64, 4, 4) * 2 - 1]).integer
     (node, holder), *others = accumulators(integer)
     assert others
     assert notes(holder)["residual"].startswith("added after a requantization")
@@ -437,10 +433,7 @@ def test_a_bias_beyond_the_accumulator_raises_the_scale_of_its_channel_alone() -
     prepared, integer = contract.compiled(model, [batch])
     weight, bias = (resolve(integer, f"integer._0.{role}") for role in ("weight", "bias"))
     assert weight.abs().amax(1).tolist() == [127, 0, 127]
-    layer = next(known for node in integer.graph.nodes if (known := operation(node)) is not None and known.name == "linear")
-    halves = layer.constants["bias"].zero_point  # of the output's steps
-    assert 2**22 < int(bias[1]) - halves[1] < 2**23
-    assert halves[1] > halves[0] > 0
+    assert 2**22 < int(bias[1]) < 2**23
     contract.assert_validate_is_integer(prepared, integer, batch)
 
 

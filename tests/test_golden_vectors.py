@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxquant.backends.bpu import FIXED, MEASURED, MEASURED_8, MEASURED_16, REAL, SHIFT, WIDTHS
+from fxquant.backends.bpu import FIXED, REAL
 from fxquant.numerics import ACTIVATION_TYPES
 from fxquant.primitives.requantize import requantize_fixed, requantize_real
 from fxquant.rescaling import Ratio, fixed_requantization, real_multiplier
@@ -51,8 +51,6 @@ def accumulators(vector: Vector) -> list[Tensor]:
 def test_there_are_enough_of_each() -> None:
     assert len(VECTORS["fixed"]) >= 30
     assert len(VECTORS["real"]) >= 20
-    assert len(VECTORS["measured"]) >= 20
-    assert {(vector["rounding"], vector["output"]) for vector in VECTORS["measured"]} >= {("floor", "int8"), ("half_up", "int16")}
     assert {vector["rounding"] for vector in VECTORS["fixed"]} == {"half_up", "floor"}
     assert {vector["output"] for vector in VECTORS["fixed"]} == {"int8", "int16"}
 
@@ -79,43 +77,6 @@ def test_fixed_steps_follow_the_text(vector: Vector) -> None:
     assert vector["result"] == max(vector["low"], min(vector["high"], vector["rounded"]))
 
 
-@every("measured")
-def test_measured_steps_follow_the_text(vector: Vector) -> None:
-    m, layer, quantized = Fraction(vector["m"]), vector["kind"] == "layer", vector["kind"] == "tensor"
-    wide = vector["output"] == "int16"
-    most = 31 if quantized else 14 + 31 if wide else 22 + 15
-    scaled = m * Fraction(2) ** vector["k"]
-    assert scaled < 2**15
-    assert scaled >= 2**14 or vector["k"] == most
-    assert vector["M"] == (2**15 - 1 if vector["k"] < 1 else min(round(scaled), 2**15 - 1))
-    reaches = layer and m * Fraction(2) ** (vector["k"] - 23) * (2**15 - 1) >= 127
-    last = most if quantized else 14 if wide else 23 if reaches else 22
-    assert (vector["a"], vector["b"]) == ((0, 1) if vector["k"] < 1 else (max(vector["k"] - last, 0), min(vector["k"], last)))
-    assert vector["shifted"] == vector["accumulator"] // 2 ** vector["a"]
-    assert vector["t"] == max(-(2**15), min(2**15 - 1, vector["shifted"]))
-    assert vector["product"] == vector["t"] * vector["M"]
-    half = 0 if layer else Fraction(1, 2)
-    assert vector["rounding"] == ("floor" if layer else "half_up")
-    assert vector["rounded"] == floor(Fraction(vector["product"], 2 ** vector["b"]) + half)
-    assert vector["result"] == max(vector["low"], min(vector["high"], vector["rounded"]))
-
-
-@every("measured")
-def test_measured_vector(vector: Vector) -> None:
-    ratio, m = scales(vector)
-    dtype, layer = ACTIVATION_TYPES[vector["output"]], vector["kind"] == "layer"
-    bits = 16 if vector["kind"] == "tensor" else 32
-    expected = vector["a"], vector["M"], vector["b"]
-    assert oracle.measured_parameters(m, dtype.bits, bits, layer) == expected
-    made = MEASURED[vector["output"]].constants(ratio, dtype, bits, layer)
-    assert (int(made.shift), int(made.multiplier), int(made.right_shift)) == expected
-    tail = 16, vector["rounding"], vector["low"], vector["high"]
-    assert oracle.requantize_fixed(vector["accumulator"], *expected, *tail) == vector["result"]
-    for accumulator in accumulators(vector):
-        result = requantize_fixed(accumulator, made.shift, made.multiplier, made.right_shift, *tail, dtype.storage)
-        assert result.tolist() == [vector["result"]]
-
-
 @every("real")
 def test_real_steps_follow_the_text(vector: Vector) -> None:
     multiplier, accumulator = Fraction(vector["multiplier"]), Fraction(vector["accumulator_float32"])
@@ -138,7 +99,7 @@ def test_real_steps_follow_the_text(vector: Vector) -> None:
 @every("fixed")
 def test_fixed_vector(vector: Vector) -> None:
     ratio, m = scales(vector)
-    dtype, widths = ACTIVATION_TYPES[vector["output"]], WIDTHS[vector["output"]]
+    dtype, widths = ACTIVATION_TYPES[vector["output"]], FIXED.widths[vector["output"]]
     expected = vector["a"], vector["M"], vector["b"]
     oracle_widths = oracle.INT8_WIDTHS if vector["output"] == "int8" else oracle.INT16_WIDTHS
     assert oracle.fixed_parameters(m, oracle_widths, dtype.high) == expected
@@ -178,7 +139,6 @@ def test_the_text_shows_the_same_numbers() -> None:
     shown = 0
     for kind, columns in (
         ("fixed", ("M", "k", "a", "b", "accumulator", "t", "product", "rounded", "result")),
-        ("measured", ("M", "k", "a", "b", "accumulator", "t", "product", "rounded", "result")),
         ("real", ("accumulator", "accumulator_float32", "product_float32", "rounded", "result")),
     ):
         vectors = {vector["name"]: vector for vector in VECTORS[kind]}
@@ -187,17 +147,14 @@ def test_the_text_shows_the_same_numbers() -> None:
                 vector = vectors[row[-1]]
                 assert [float(cell) for cell in row[1:-1]] == [float(Fraction(vector[column])) for column in columns]
                 shown += 1
-    assert shown >= 25
+    assert shown >= 15
 
 
 def test_the_widths_are_those_of_the_text() -> None:
     for name, widths in (("int8", oracle.INT8_WIDTHS), ("int16", oracle.INT16_WIDTHS)):
-        row = WIDTHS[name]
+        row = FIXED.widths[name]
         assert (row.intermediate_bits, row.multiplier_bits, row.first_shift, row.largest_shift) == (
             widths.intermediate_bits, widths.multiplier_bits, widths.first_shift, widths.largest_shift,
         )  # fmt: skip
-    for measured, last in ((MEASURED_8, (22, 23, 15)), (MEASURED_16, (14, 14, 31))):
-        assert (measured.intermediate_bits, measured.multiplier_bits, measured.first_shift) == (16, 15, True)
-        assert (measured.largest_shift, measured.layer_shift, measured.largest_first_shift) == last
-    assert (SHIFT.final_rounding, FIXED.final_rounding) == ("half_step", "half_up")
+    assert FIXED.final_rounding == "half_up"
     assert FIXED.add_fraction_bits == REAL.add_fraction_bits == 14

@@ -220,6 +220,7 @@ ALLOWED: dict[str, set[str]] = {
         "progress",
         "record",
         "segments",
+        "target",
     },
     "fxquant.backends.cpu": {"addresses", "arithmetic", "files", "sweeps", "joining", "marks", "tensor_passes", "graph", "observers"}
     | {"kernels", "numerics", "primitives", "target", "backends.cpu"},

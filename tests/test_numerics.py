@@ -368,7 +368,7 @@ def test_measured_biases_with_half_a_step(rows: list[tuple[int, int, Fraction]],
     """At ties and beside them; with all bits, and with 16 of them."""
     steps = [oracle.float32(step * Fraction(1, 64)) for *_, step in rows]
     bias = [float(oracle.float32((n + Fraction(half, 2)) * step)) for (n, half, _), step in zip(rows, steps, strict=True)]
-    for arithmetic, bits in ((bpu.FIXED, 32), (bpu.FIXED_8, 16)):
+    for arithmetic, bits in ((bpu.CHIP, 32), (bpu.CHIP_8, 16)):
         own = arithmetic.bias(torch.tensor(bias), stack(steps), torch.ones(()))
         assert own.tolist() == [oracle.measured_bias(b, step) for b, step in zip(bias, steps, strict=True)]
         whole = arithmetic.layer_bias(own, stack(steps), float32(output))

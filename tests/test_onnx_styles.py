@@ -508,15 +508,13 @@ def test_an_operator_without_a_form_is_written_by_its_float_function(
     assert worst(report) <= 1, str(report)
 
 
-def test_int16_is_rounded_by_float_operators_before_opset_21(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_int16_is_rounded_by_float_operators_before_opset_21(tmp_path: Path) -> None:
     config = fxq.QConfig(fxq.ActivationConfig("int16"), fxq.WeightConfig("int16"))
     integer = integer_of("silu", qconfig=config)
     with pytest.raises(fxq.ConfigurationError, match="export with opset=21"):
         fxq.export_onnx(integer, tmp_path / "model.onnx", style="qdq", opset=20, io="integer")
     for opset in (11, 20, 21):
-        caplog.clear()
         path = fxq.export_onnx(integer, tmp_path / "model.onnx", style="qdq", opset=opset)
-        assert ("which compilers for chips drop" in caplog.text) == (opset < 21)
         assert least_sqnr(measured(integer, path)) > 80, str(measured(integer, path))
         assert ("QuantizeLinear" in operators(path)) == (opset == 21)
 

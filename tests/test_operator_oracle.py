@@ -73,23 +73,8 @@ class Known:
     rules: Rules
     module: Any
 
-    def brought(self, sums: Nested, step: Fraction, clamp: oracle.Clamp | None = None, bits: int = 32, kind: str = "value") -> Nested:
-        return each(lambda total: oracle.requantized(total, step, self.to, self.rules, clamp, bits, kind), sums)
-
-    def times(self, number: float) -> Nested:
-        return each(lambda q: oracle.times_number(q, Fraction(number), self.x, self.to, self.rules), self.a)
-
-    def with_number(self, number: float, factor: int = 1) -> Nested:
-        return each(lambda q: oracle.added_number(q, Fraction(number), self.x, self.to, self.rules, Fraction(factor)), self.a)
-
-    def averages(self, windows: Nested, window: bool = False) -> Nested:
-        """The mean of the elements of each window."""
-
-        def element(index: tuple[int, ...]) -> int:
-            terms = at(windows, index)
-            return oracle.averaged(terms, len(terms), self.x, self.to, self.rules, window)
-
-        return nested(shape_of(windows)[:-1], element)
+    def brought(self, sums: Nested, step: Fraction, clamp: oracle.Clamp | None = None, bits: int = 32) -> Nested:
+        return each(lambda total: oracle.requantized(total, step, self.to, self.rules, clamp, bits), sums)
 
     def sum(self, alpha: float = 1, clamp: oracle.Clamp | None = None) -> Nested:
         on = self.x, self.y, self.to, self.rules, Fraction(alpha), clamp
@@ -124,12 +109,12 @@ def plain(function: Callable[[Tensor, Tensor], Tensor], expected: Callable[[Know
     return Case(lambda: Function(lambda m, a, b: function(a, b)), expected, own)
 
 
-SLOPES, STEEP, OFFSETS, FACTORS = [0.25, -0.7, 0.93], [0.25, -0.7, 1.9], [[[0.3]], [[-7.1]], [[1e-3]]], [[[0.3]], [[-1.1]], [[0.77]]]
+SLOPES, OFFSETS, FACTORS = [0.25, -0.7, 1.9], [[[0.3]], [[-7.1]], [[1e-3]]], [[[0.3]], [[-1.1]], [[0.77]]]
 
 
-def prelu(slopes: list[float]) -> nn.Module:
+def prelu() -> nn.Module:
     made = nn.PReLU(3)
-    made.weight.data = torch.tensor(slopes)
+    made.weight.data = torch.tensor(SLOPES)
     return made
 
 
@@ -159,17 +144,7 @@ def times_constant(known: Known) -> Nested:
     scale = oracle.power_of_two_scale(scale) if known.rules.power_of_two_weights else scale
     integers = [oracle.weight_integer(Fraction(value), scale) for value in made]
     products = nested(shape_of(known.a), lambda index: at(known.a, index) * integers[index[1]])
-    return known.brought(products, known.rules.product_step(known.x.scale, scale), kind="product")
-
-
-def multiplied(known: Known) -> Nested:
-    step = known.rules.product_step(known.x.scale, known.y.scale)
-    return known.brought(each(lambda q, r: q * r, known.a, known.b), step, kind="product")
-
-
-def divided(known: Known) -> Nested:
-    """By 3.7."""
-    return known.brought(known.a, known.x.scale / Fraction(3.7))
+    return known.brought(products, known.x.scale * scale)
 
 
 def averages(known: Known) -> Nested:
@@ -180,22 +155,6 @@ def averages(known: Known) -> Nested:
     return nested(
         shape_of(sums), lambda index: oracle.requantized(at(sums, index), known.x.scale / at(counts, index[2:]), known.to, known.rules)
     )
-
-
-def windows(known: Known) -> Nested:
-    """The elements of a kernel of 2 by 3."""
-    height, width = shape_of(known.a)[2:]
-    return [
-        [
-            [[[plane[i + k][j + n] for k in range(2) for n in range(3)] for j in range(width - 2)] for i in range(height - 1)]
-            for plane in sample
-        ]
-        for sample in known.a
-    ]
-
-
-def images_mean(known: Known) -> Nested:
-    return known.averages([[[q for row in plane for q in row] for plane in sample] for sample in known.a])
 
 
 def means(known: Known) -> Nested:
@@ -220,7 +179,7 @@ def products(known: Known) -> Nested:
     sums = [
         [oracle.linear(rows, columns, None) for rows, columns in zip(*pair, strict=True)] for pair in zip(known.a, known.b, strict=True)
     ]
-    return known.brought(sums, known.rules.product_step(known.x.scale, known.y.scale), bits=48 if known.x.wide and known.y.wide else 32)
+    return known.brought(sums, known.x.scale * known.y.scale, bits=48 if known.x.wide and known.y.wide else 32)
 
 
 def rows(known: Known, weight: Nested, bias: list[int]) -> Nested:
@@ -257,8 +216,6 @@ def limited(known: Known) -> Nested:
 
 def table(function: Callable[[float], float]) -> Callable[[Known], Nested]:
     def expected(known: Known) -> Nested:
-        if known.rules.measured and not known.x.wide:
-            return each(lambda q: oracle.measured_table(function, known.x.scale, known.to, range(q, q + 1))[0], known.a)
         scales = float(known.x.scale), float(known.to.scale)
         return each(lambda q: oracle.table(function, *scales, range(q, q + 1), known.to.low, known.to.high)[0], known.a)
 
@@ -299,17 +256,16 @@ CASES: dict[str, Case] = {
     "add_alpha": plain(lambda a, b: torch.add(a, b, alpha=0.37), lambda k: k.sum(0.37)),
     "sub_alpha": plain(lambda a, b: torch.sub(a, b, alpha=3), lambda k: k.sum(-3)),
     "add_clamp": plain(lambda a, b: (a + b).clamp(-0.5, 1.25), lambda k: k.sum(1, (-0.5, 1.25))),
-    "add_number": plain(lambda a, b: a + 0.37, lambda k: k.with_number(0.37)),
-    "sub_number": plain(lambda a, b: 3.3 - a, lambda k: k.with_number(3.3, -1)),
+    "add_number": plain(lambda a, b: a + 0.37, lambda k: k.with_constant([0.37])),
+    "sub_number": plain(lambda a, b: 3.3 - a, lambda k: k.with_constant([3.3], -1)),
     "add_constant": Case(
         lambda: Function(lambda m, a, b: a + m.constant, constant=OFFSETS), lambda k: k.with_constant(k.module.constant.flatten().tolist())
     ),
-    "mul": plain(lambda a, b: a * b, multiplied),
-    "mul_number": plain(lambda a, b: a * -1.37, lambda k: k.times(-1.37)),
+    "mul": plain(lambda a, b: a * b, lambda k: k.brought(each(lambda q, r: q * r, k.a, k.b), k.x.scale * k.y.scale)),
+    "mul_number": plain(lambda a, b: a * -1.37, lambda k: k.brought(each(lambda q: -q, k.a), k.x.scale * Fraction(1.37))),
     "mul_constant": Case(lambda: Function(lambda m, a, b: a * m.constant, constant=FACTORS), times_constant),
-    "div_number": plain(lambda a, b: a / 3.7, divided),
-    "prelu": layers(lambda: prelu(SLOPES), slopes_of),
-    "prelu_steep": layers(lambda: prelu(STEEP), slopes_of),
+    "div_number": plain(lambda a, b: a / 3.7, lambda k: k.brought(k.a, k.x.scale / Fraction(3.7))),
+    "prelu": layers(prelu, slopes_of),
     "nearest": plain(lambda a, b: F.interpolate(a, (10, 2)), lambda k: oracle.resized_nearest(k.a, (10, 2)), False),
     "bilinear": plain(
         lambda a, b: F.interpolate(a, (7, 9), mode="bilinear"), lambda k: oracle.resized_linear(k.a, (7, 9), False, k.rules), False
@@ -334,19 +290,16 @@ CASES: dict[str, Case] = {
     ),
     "avg_pool": plain(lambda a, b: F.avg_pool2d(a, 3, 2, 1, True, False), averages),
     "max_pool": plain(lambda a, b: F.max_pool2d(a, 2, 1, 1), lambda k: oracle.max_pool(k.a, [2, 2], [1, 1], [1, 1], [1, 1], False), False),
-    "mean": plain(lambda a, b: a.mean((2, 3)), images_mean),
+    "mean": plain(lambda a, b: a.mean((2, 3)), lambda k: k.brought(planes(k, sum), k.x.scale / 20)),
     "sum": plain(lambda a, b: a.sum((2, 3)), lambda k: k.brought(planes(k, sum), k.x.scale)),
     "amax": plain(lambda a, b: torch.amax(a, 3), lambda k: [[[*map(max, plane)] for plane in sample] for sample in k.a], False),
-    "avg_pool_alike": plain(lambda a, b: F.avg_pool2d(a, (2, 3), 1), lambda k: k.averages(windows(k), True)),
     "adaptive_avg_pool": plain(
         lambda a, b: F.adaptive_avg_pool2d(a, (1, 2)),
-        lambda k: k.averages(
-            [[[[[row[2 * half + i] for row in plane for i in (0, 1)] for half in (0, 1)]] for plane in one] for one in k.a], True
-        ),
+        lambda k: k.brought(oracle.sum_pool(k.a, [5, 2], [5, 2], [0, 0], False), k.x.scale / 10),
     ),
     "scatter_add": plain(lambda a, b: torch.zeros_like(a).scatter_add(1, PLACES.view(1, 3, 1, 1).expand_as(a), a), brought_together),
     "index_add": plain(lambda a, b: torch.zeros_like(a).index_add(1, PLACES, a), brought_together),
-    "neg": plain(lambda a, b: -a, lambda k: k.times(-1)),
+    "neg": plain(lambda a, b: -a, lambda k: k.brought(each(lambda q: -q, k.a), k.x.scale)),
     "stack": plain(lambda a, b: torch.stack((a, b), 1), lambda k: [[one[:3], one[3:]] for one in joined(k)]),
     "cat": plain(lambda a, b: torch.cat((a, b), 1), joined),
     "maximum": plain(torch.maximum, larger_of(max)),
@@ -397,7 +350,7 @@ class Format:
         return "-".join((target, self.first, self.second, self.output, self.weight))
 
 
-FIXED, REAL = Rules("fixed", measured=True), Rules("real")
+FIXED, REAL = Rules("fixed"), Rules("real")
 FORMATS = (
     Format("bayes-e", "int8", "int8", "int8", FIXED),
     Format("bayes", "int16", "int16", "int16", FIXED),
@@ -405,7 +358,7 @@ FORMATS = (
     Format("bayes-e", "int8", "int16", "int16", FIXED),
     Format("bayes-e", "int4", "int4", "int4", FIXED),
     Format("bernoulli", "int8", "int8", "int8", Rules("fixed", "half_step", 8, power_of_two_weights=True)),
-    Format("bernoulli2", "int8", "int8", "int8", Rules("fixed", resize_bits=8, measured=True, by_layers=True)),
+    Format("bernoulli2", "int8", "int8", "int8", Rules("fixed", resize_bits=8)),
     Format(FLOOR, "int16", "int16", "int16", Rules("fixed", "floor")),
     Format("nash-e", "int8", "int8", "int8", REAL),
     Format("nash-m", "int16", "int16", "int16", REAL),

@@ -72,13 +72,6 @@ RECURRENT = 6.0  # the state of a step, rounded, is an operand of the next one
 FOLDED = 3.0  # the batch norm moves the weights off the grid they were on
 FINE = 1.5  # more for int16, whose step is 2^-15 of the range, as are the rounding of slopes and of weights, and float32's own
 SAMPLED_FINE = 600.0  # the same in steps of int16
-# bayes and bayes-e alone: an accumulator has 16 bits before a multiplier of 15 bits doubles it at most, so that int16 loses up to 2
-# steps by the floor and half a step by the multiplier. The parts of a composite each do: an inverse root that is steep makes of it tens
-# of steps of 16 bits, and two or three of 8.
-SHORT = {"bayes", "bayes-e"}
-SHORT_FINE = 2.5
-SHORT_COMPOSED_FINE = 80.0
-SHORT_INSIDE = 2.5
 COMPOSED_FINE = 20.0  # and for a composite in int16, each of whose parts is rounded to 16 bits, one of them headroom
 
 
@@ -1085,7 +1078,7 @@ def test_a_spelling_means_the_float_function_and_holds_the_contract(
     prepared, integer = compiled(model, batches, target, kept_integer(covering(activation, weight)))
     assert_become_their_operators(samples, prepared)
     contract.assert_alive(integer, *inputs)
-    assert_float_function_within_bound(samples, model, integer, inputs, activation, target)
+    assert_float_function_within_bound(samples, model, integer, inputs, activation)
     contract.assert_validate_is_integer(prepared, integer, *inputs)
     contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [inputs, others])
     contract.assert_train_is_validate(prepared, *inputs)
@@ -1104,7 +1097,7 @@ def assert_become_their_operators(samples: list[Sample], prepared: fx.GraphModul
 
 
 def assert_float_function_within_bound(
-    samples: list[Sample], model: nn.Module, integer: fx.GraphModule, inputs: tuple[Tensor, ...], activation: str = "int8", target: str = ""
+    samples: list[Sample], model: nn.Module, integer: fx.GraphModule, inputs: tuple[Tensor, ...], activation: str = "int8"
 ) -> None:
     """On inputs that lie on their grid, the integer model is as near to the float model as the rows say."""
     placeholders = [node for node in integer.graph.nodes if node.op == "placeholder"]
@@ -1125,9 +1118,6 @@ def assert_float_function_within_bound(
         assert known is not None
         fine = SAMPLED_FINE if sample.bound == SAMPLED else COMPOSED_FINE if sample.bound in WIDE_INSIDE else FINE
         bound = sample.bound + {**EXTRA, "int16": fine}.get(activation, 0)
-        if target in SHORT and (activation == "int16" or sample.bound in WIDE_INSIDE):
-            parts = sample.bound in (*WIDE_INSIDE, RECURRENT)
-            bound += (SHORT_COMPOSED_FINE if parts else SHORT_FINE) if activation == "int16" else SHORT_INSIDE
         assert float((one.double() - other.double()).abs().max()) <= bound * known.scale, sample
 
 

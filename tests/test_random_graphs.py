@@ -92,7 +92,7 @@ def off_by_one(input: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def defect(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A negation is off by one in the integer graph of nash-e, and right while training; bayes-e multiplies by -1 in its place."""
+    """A negation is off by one in the integer graph, and right while training."""
     monkeypatch.setattr(elementwise.negate, "__code__", off_by_one.__code__)
 
 
@@ -111,7 +111,7 @@ def test_a_planted_defect_is_shrunk_to_a_program_that_fails(monkeypatch: pytest.
     smallest, shrunk = shrink(case, outcome)
     assert (shrunk.kind, shrunk.like, len(smallest.steps)) == (FAILED, outcome.like, 1)
     assert math.prod(smallest.inputs[0].sizes) <= 2
-    assert (smallest.target, smallest.config, smallest.rules, smallest.optimizer) == ("nash-e", Config(), (), None)
+    assert (smallest.target, smallest.config, smallest.rules, smallest.optimizer) == ("bayes-e", Config(), (), None)
     assert shrunk.program.count("\n") < 30, shrunk.program
     with pytest.raises(AssertionError, match="first difference at %neg"):
         exec(shrunk.program, {})
@@ -122,14 +122,14 @@ def test_a_planted_defect_is_shrunk_to_a_program_that_fails(monkeypatch: pytest.
 @pytest.mark.usefixtures("defect")
 def test_the_command_prints_the_program_and_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(loop, "draw", lambda seed, targets: replace(draw(seed, targets, "neg"), checks=("every_tensor_is_integer",)))
-    seed = next(seed for seed in itertools.count() if run(loop.draw(seed, ("nash-e",))).kind == FAILED)
-    monkeypatch.setattr(sys, "argv", ["fuzz", "--models", "1", "--seed", str(seed), "--target", "nash-e"])
+    seed = next(seed for seed in itertools.count() if run(loop.draw(seed, ("bayes-e",))).kind == FAILED)
+    monkeypatch.setattr(sys, "argv", ["fuzz", "--models", "1", "--seed", str(seed), "--target", "bayes-e"])
     with pytest.raises(SystemExit) as stopped:
         command.main()
     said = capsys.readouterr().out
     assert stopped.value.code == 1
-    assert f"--seed {seed} --target nash-e" in said
-    assert "fxq.prepare(model, batches[0]" in said
+    assert f"--seed {seed} --target bayes-e" in said
+    assert "fxq.prepare(model, batches[0])" in said
     monkeypatch.setattr(loop, "draw", lambda seed, targets: replace(draw(seed, targets, "abs"), checks=(), steps=()))
     with pytest.raises(SystemExit) as stopped:
         command.main()

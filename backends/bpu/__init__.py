@@ -25,6 +25,8 @@ SHIFT = FixedArithmetic(
     share_concat=True,
     resize_fraction_bits=8,
 )
+FIXED_8 = FixedArithmetic("fixed", widths=WIDTHS, resize_fraction_bits=8)
+FIXED = FixedArithmetic("fixed", widths=WIDTHS)
 MEASURED_8 = MeasuredWidths(16, 15, True, largest_shift=22, layer_shift=23, largest_first_shift=15)
 MEASURED_16 = MeasuredWidths(16, 15, True, largest_shift=14, layer_shift=14, largest_first_shift=31)
 MEASURED = {  # as the vendor's compiler of these marches computes: ARITHMETIC.md names the evidence, section by section
@@ -32,7 +34,7 @@ MEASURED = {  # as the vendor's compiler of these marches computes: ARITHMETIC.m
     "int8": MEASURED_8,
     "int16": MEASURED_16,
 }
-FIXED = FixedArithmetic(
+CHIP = FixedArithmetic(
     "fixed",
     widths=MEASURED,
     roundings={LAYER: "floor"},
@@ -45,8 +47,8 @@ FIXED = FixedArithmetic(
     multiplies_by_layers=True,
     resize_positions=True,
 )
-FIXED_8 = replace(
-    FIXED,
+CHIP_8 = replace(
+    CHIP,
     roundings={LAYER: "floor", SUM: "floor", PRODUCT: "nearest_half_step"},
     bias_bits=16,
     residual_bits=0,
@@ -61,6 +63,19 @@ ACTIVATIONS = ("int4", "int8", "int32")
 ACTIVATIONS_16 = ("int4", "int8", "int16", "int32")
 WEIGHTS = ("int4", "int8")
 WEIGHTS_16 = ("int4", "int8", "int16")
+
+
+def _fixed(
+    name: str,
+    description: str,
+    arithmetic: FixedArithmetic,
+    chip: FixedArithmetic,
+    activations: tuple[str, ...],
+    weights: tuple[str, ...],
+    *aliases: str,
+) -> Target:
+    words = f"BPU {description}: fixed-point requantization"
+    return Target(name, words, arithmetic, activations, weights, aliases=aliases, chip=chip)
 
 
 def _nash(name: str, description: str, *aliases: str, float16: frozenset[str] = frozenset()) -> Target:
@@ -91,9 +106,9 @@ TARGETS = with_rooflines(
         Target(
             "bernoulli", "BPU Bernoulli: power-of-two scales, requantization by shifting", SHIFT, ACTIVATIONS, WEIGHTS, aliases=("xj2",)
         ),
-        Target("bernoulli2", "BPU Bernoulli2: fixed-point requantization", FIXED_8, ACTIVATIONS, WEIGHTS, aliases=("x3", "j3", "rdk-x3")),
-        Target("bayes", "BPU Bayes: fixed-point requantization", FIXED, ACTIVATIONS_16, WEIGHTS, aliases=("j5", "rdk-ultra")),
-        Target("bayes-e", "BPU Bayes-e: fixed-point requantization", FIXED, ACTIVATIONS_16, WEIGHTS, aliases=("x5", "rdk-x5")),
+        _fixed("bernoulli2", "Bernoulli2", FIXED_8, CHIP_8, ACTIVATIONS, WEIGHTS, "x3", "j3", "rdk-x3"),
+        _fixed("bayes", "Bayes", FIXED, CHIP, ACTIVATIONS_16, WEIGHTS, "j5", "rdk-ultra"),
+        _fixed("bayes-e", "Bayes-e", FIXED, CHIP, ACTIVATIONS_16, WEIGHTS, "x5", "rdk-x5"),
         NASH_E,
         NASH_M,
         _nash("nash-b", "Nash-b", "j6b", "nash-b-lite", "nash-b-plus"),

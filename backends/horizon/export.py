@@ -24,8 +24,10 @@ from fxquant.numerics import ACTIVATION_TYPES
 from fxquant.ops import OPERATORS
 from fxquant.primitives import PRIMITIVES
 from fxquant.progress import working
+from fxquant.target import CHIP
 
 MARCHES = ("bernoulli2", "bayes", "bayes-e")  # those that hb_mapper compiles for
+VARIANTS = tuple(f"{march}/{CHIP}" for march in MARCHES)  # whose integers its programs compute
 LAYERS = "layers.json"
 SCRIPT = "compile.sh"
 OUTPUT = "model_output"  # where hb_mapper writes, inside the folder
@@ -108,7 +110,7 @@ def export_horizon(
             )
     directory = Path(folder)
     inputs = [(info.name, fixed_shape(info)) for info in model.graph.input]
-    march = integer.meta["target"].name
+    march = integer.meta["target"].march
     beside = {
         f"{name}.yaml": _configuration(name, march, inputs, optimize, mode),
         SCRIPT: COMMANDS.format(name=name, output=OUTPUT),
@@ -145,12 +147,12 @@ def _layers(integer: fx.GraphModule, name: str, march: str) -> dict[str, Any]:
 
 
 def _check_target(integer: fx.GraphModule) -> None:
-    name = integer.meta["target"].name
-    if name not in MARCHES:
+    target = integer.meta["target"]
+    if target.name not in VARIANTS:
         raise ConfigurationError(
-            f"an integer model of {name} cannot be written for hb_mapper",
-            because=f"that compiles for {', '.join(MARCHES)}, and the numbers of {name} are others",
-            remedy="prepare the model for one of these, or write it with fxq.export_onnx(style='qdq') for another compiler",
+            f"an integer model of {target.name} cannot be written for hb_mapper",
+            because=f"that compiles for {', '.join(MARCHES)}, and its programs compute other integers than {target.name}",
+            remedy=f"prepare the model for {' or '.join(VARIANTS)}, or write it with fxq.export_onnx(style='qdq') for another compiler",
         )
     if not returned(integer):
         raise ExportError("there is nothing to write", because="the model returns no tensor", remedy="return a tensor in forward")

@@ -34,7 +34,7 @@ class SimulatedForm:
 
     def __init__(self, path: Path, integer: fx.GraphModule) -> None:
         self.binary, self.reference = Binary(path), GraphForm(integer)
-        self.march = integer.meta["target"].name
+        self.march = integer.meta["target"].march
         self.quantized = path.parent / f"{path.stem}{QUANTIZED_MODEL}"
         self.connections = Connections(self.quantized, horizon_values(integer))
         self.unseen: dict[str, str] = {}

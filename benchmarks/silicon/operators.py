@@ -80,7 +80,8 @@ def mapping_of(rows: Sequence[Row], dtype: str, scales: str) -> fxq.QConfigMappi
     """How rows are quantized."""
     power = scales == SCALES[1]
     weight = fxq.WeightConfig(power_of_two=power)
-    mapping = fxq.QConfigMapping().set_global(fxq.QConfig(fxq.ActivationConfig(dtype, power_of_two=power), weight))
+    config = fxq.QConfig(fxq.ActivationConfig(dtype, power_of_two=power), weight)
+    mapping = fxq.QConfigMapping().set_global(config).set_object_type(torch.cat, config)  # integer where it only leaves the model, too
     for index, row in enumerate(rows):
         if row.int32:
             mapping = mapping.set_module_name(f"rows.{index}.layers.c", fxq.QConfig(fxq.ActivationConfig("int32"), weight))
@@ -90,7 +91,7 @@ def mapping_of(rows: Sequence[Row], dtype: str, scales: str) -> fxq.QConfigMappi
 def converted(rows: Sequence[Row], march: str, dtype: str, scales: str) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The prepared and the integer model of rows, calibrated."""
     calibration, _ = images()
-    prepared = fxq.prepare(Together(rows).eval(), calibration[0][:1], march, mapping_of(rows, dtype, scales))
+    prepared = fxq.prepare(Together(rows).eval(), calibration[0][:1], f"{march}/chip", mapping_of(rows, dtype, scales))
     fxq.calibrate(prepared, calibration, show_progress=False)
     return prepared, fxq.convert(prepared)
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 import fxquant as fxq
+from fxquant import backends
 from fxquant.arguments import FILE, FOLDER, Kind, checked, choice
 from fxquant.backends.horizon.program import Binary
 from fxquant.compat.horizon.march import get_march
@@ -30,7 +31,7 @@ def _folder(
     """The integer model, and the folder that the compiler takes of it. Raises ConfigurationError for another march than its own."""
     integer = module if is_deployed(module) else convert_fx(module)
     wanted, own = march or get_march(), integer.meta["target"]
-    if wanted is not None and wanted != own.name and wanted not in own.aliases:
+    if wanted is not None and backends.get(wanted).march != own.march:
         raise ConfigurationError(
             f"{called} cannot compile this model for {wanted}",
             because=f"it was prepared for {own.name}, whose arithmetic is another",
