@@ -91,7 +91,7 @@ def converted(rows: Sequence[Row], march: str, dtype: str, scales: str) -> tuple
     """The prepared and the integer model of rows, calibrated."""
     calibration, _ = images()
     prepared = fxq.prepare(Together(rows).eval(), calibration[0][:1], march, mapping_of(rows, dtype, scales))
-    fxq.calibrate(prepared, calibration, show_progress=False, correct_bias=False)  # a network is rebuilt from its scales alone
+    fxq.calibrate(prepared, calibration, show_progress=False, equalize=False)  # so that scales alone rebuild it
     return prepared, fxq.convert(prepared)
 
 
