@@ -67,7 +67,7 @@ class Arithmetic:
     slope_bits: int = 0  # of slopes below zero, on the operand's grid; 0: a leaky relu is a table, and a prelu multiplies by 16 bits
     rescales_by_layers: bool = False  # whether a tensor is brought to another scale as a layer with the weight 1
     smallest_at_larger_scale: bool = False  # whether the smaller of two tensors is found on the larger of their scales, not on its own
-    leaves_out_clamps: bool = False  # whether a clamp to -127 … 127 steps, or to more, is left out: -128 stays
+    leaves_out_clamps: bool = False  # whether a clamp to ±127 steps or more is, and the upper limit of a layer that ends at 0
     float32_tables: bool = False  # whether a table's entries are float32 quotients, rounded half away from zero
     float32_steps: bool = False  # whether the step of a product is the float32 product of two scales, rounded, instead of the exact one
 

@@ -206,7 +206,7 @@ class EagerLowering(Lowering):
         with torch.no_grad():
             constants = sweeps.Constants()
             bits = 32 if bound <= INT32_MAX else 48
-            self.arithmetic.requantize(constants, None, ratio.over(grid.scale), *self.bounds(clamp, to), grid, "", bits, kind)
+            self.arithmetic.requantize(constants, None, ratio.over(grid.scale), *self.bounds(clamp, to, kind), grid, "", bits, kind)
             return constants.rounded(grid.bounds, limits, grid.scale, None if lift is None else lift(grid.scale))
 
     def look_up(

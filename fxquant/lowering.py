@@ -231,7 +231,7 @@ class Lowering:
             return self._keep(accumulator, ratio, clamp, bound)
 
         def exact() -> Any:
-            low, high = self.bounds(clamp, target)
+            low, high = self.bounds(clamp, target, kind)
             bits = 32 if bound <= INT32_MAX else 48
             lifts = lift is not None and self.lifts_late
             lifted = accumulator.double() + lift(target.scale) if lift is not None and lifts else accumulator
@@ -338,15 +338,21 @@ class Lowering:
 
         return self.result(exact, lambda: tamed(input.real()))
 
-    def bounds(self, clamp: Clamp | None, to: Quantizer) -> tuple[int, int]:
-        """The centred integers that limit the output: the grid's, narrowed by a real interval: ⌊bound/scale + ½⌋."""
+    def bounds(self, clamp: Clamp | None, to: Quantizer, kind: str = VALUE) -> tuple[int, int]:
+        """The centred integers that limit the output: the grid's, narrowed by a real interval: ⌊bound/scale + ½⌋.
+
+        `kind` is what was accumulated. Where the target leaves out clamps, a layer that ends at 0 has no upper limit but its grid's.
+        """
         grid = to.grid
         if clamp is None or clamp == (None, None):
             return grid.bounds
         scale = 1.0 if clamp in ((0, None), (0.0, None)) else float(grid.scale)
         low, high = clamp_bound(clamp[0], scale, grid.low, grid), clamp_bound(clamp[1], scale, grid.high, grid)
-        left_out = self.arithmetic.leaves_out_clamps and low <= -grid.high and high >= grid.high
-        return grid.bounds if left_out else (low, high)
+        if not self.arithmetic.leaves_out_clamps:
+            return low, high
+        if kind == LAYER and clamp[0] == 0:
+            return low, grid.high
+        return grid.bounds if low <= -grid.high and high >= grid.high else (low, high)
 
     def align(self, operand: Quantized, ratio: Ratio, role: str, wide: bool) -> Any:
         """The operand's integers times `ratio`, as an accumulator on the finer scale that `ratio` leads to; `wide` beyond 2^24."""

@@ -174,7 +174,7 @@ class FixedWidths:
 
 @dataclass(frozen=True)
 class MeasuredWidths(FixedWidths):
-    """The widths that the compiler of bernoulli2, bayes and bayes-e chooses, for one output dtype (ARITHMETIC.md, section 8).
+    """The widths that the compiler of bernoulli2, bayes and bayes-e chooses, for one output dtype (backends/bpu/CHIP.md, section 8).
 
     The last shift b is the largest that there is, and what is left of the exponent k is the first shift. A multiplier that
     rounds up to 2^multiplier_bits is one less.

@@ -92,7 +92,7 @@ def converted(rows: Sequence[Row], march: str, dtype: str, scales: str) -> tuple
     """The prepared and the integer model of rows, calibrated."""
     calibration, _ = images()
     prepared = fxq.prepare(Together(rows).eval(), calibration[0][:1], f"{march}/chip", mapping_of(rows, dtype, scales))
-    fxq.calibrate(prepared, calibration, show_progress=False)
+    fxq.calibrate(prepared, calibration, show_progress=False, equalize=False)  # so that scales alone rebuild it
     return prepared, fxq.convert(prepared)
 
 
