@@ -48,9 +48,9 @@ def covering(activation: str = "int8", weight: str = "int8") -> fxq.QConfig:
 def kept_integer(config: fxq.QConfig) -> fxq.QConfigMapping:
     """The configuration, by rules that name what copies several tensors: it would be in float where it only leaves the model."""
     mapping = fxq.QConfigMapping(default=config)
-    for operator in OPERATORS.values():
-        if operator.name in ("cat", "stack", "where", "setitem", "scatter", "index_put", "put_lists", "write", "to_real", "pad"):
-            for spelling in (operator.function, *operator.functions, *operator.methods, *operator.modules):
+    for record in OPERATORS.values():
+        if record.name in ("cat", "stack", "where", "setitem", "scatter", "index_put", "put_lists", "write", "to_real", "pad"):
+            for spelling in (record.function, *record.functions, *record.methods, *record.modules):
                 mapping = mapping.set_object_type(spelling, config)
     return mapping
 
