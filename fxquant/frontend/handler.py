@@ -379,7 +379,7 @@ class Handler:
     def warn(self, text: str) -> None:
         """Note something that is not kept, and log it, once for all traces of a model."""
         self.note(text)
-        if self._locate:
+        if self.locate:
             logger.warning("%s: %s", self.source(), text)
 
     def source(self) -> str:
