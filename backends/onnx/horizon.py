@@ -2,7 +2,7 @@
 
     %y = conv2d(%x, …)     →     y = DequantizeLinear(QuantizeLinear(Clip(Conv(x, w, bias))))
 
-The tool derives the integers of a program from the scale of each tensor and of each weight (backends/bpu/CHIP.md, section 8). A quantization and
+The tool derives the integers of a program from the scale of each tensor and of each weight (CHIP.md). A quantization and
 its dequantization stand next to each other. `horizon::HzQuantize` and `horizon::HzDequantize` carry what QuantizeLinear of opset 11 cannot:
 int16, and the scales of a weight that are not its largest magnitudes over 127.
 """

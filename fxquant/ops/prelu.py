@@ -41,9 +41,9 @@ def _lower_prelu(lowering: Lowering, input: Quantized, weight: Tensor, *, clamp:
         raise lowering.not_finite()
     if lowering.arithmetic.slope_bits and input.dtype.bits <= 8:
         return _by_whole_slope(lowering, input, weight, clamp)
-    steepest = float(weight.detach().abs().max())
-    if lowering.arithmetic.multiplies_by_layers and input.dtype.bits <= 8 and steepest <= 1:  # what is steeper would saturate
+    if lowering.arithmetic.multiplies_by_layers and input.dtype.bits <= 8:
         return _by_sign(lowering, input, weight, clamp)
+    steepest = float(weight.detach().abs().max())
     largest = math.frexp(input.grid.magnitude * max(1.0, steepest))[1]
     wide = input.dtype.bits > 8 or largest > 23
     bits = max((30 if wide else 23) - largest, 0)  # the proof refuses what is steeper still
