@@ -93,13 +93,13 @@ def test_a_number_that_dwarfs_a_tiny_activation(target: str, dtype: str) -> None
 @pytest.mark.parametrize(("target", "dtype"), FORMATS[:4], ids=str)
 def test_the_sum_with_a_constant_is_the_oracles(target: str, dtype: str) -> None:
     numbers = (1e-3, 0.37, 61.0, 273.15, 1e6, -1e12)
-    kind, arithmetic = ACTIVATION_TYPES[dtype], "fixed" if target == "bayes-e" else "real"
+    kind, rules = ACTIVATION_TYPES[dtype], oracle.Rules("fixed" if target == "bayes-e" else "real")
     for constants in (numbers, tuple(torch.tensor([number]) for number in numbers)):
         (integers, scale), *sums = quantized(Sums(*constants, forms=("x + c",)), torch.randn(200, 1), target, dtype).values()
         for number, (found, output) in zip(constants, sums, strict=True):
             exact = Fraction(float(number))
-            known = exact, Fraction(output), arithmetic, kind.low, kind.high
-            slow = [oracle.add_number(q, Fraction(scale), *known) for q in integers.flatten().tolist()]
+            x, to = (oracle.Grid(Fraction(step), kind.low, kind.high, kind.bits) for step in (scale, output))
+            slow = [oracle.added_constant(q, exact, exact, x, to, rules) for q in integers.flatten().tolist()]
             assert found.flatten().tolist() == slow, number
 
 

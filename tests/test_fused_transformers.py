@@ -251,7 +251,7 @@ def test_a_table_is_looked_up_in_one_pass(function: Any, name: str, type: str) -
     input = Grid(kind, torch.tensor(4.0 / kind.magnitude), 93 if kind.affine else 0)
     output = Grid(INT8, torch.tensor(0.02))
     value = torch.cat((torch.arange(input.low, input.high + 1), torch.randint(input.low, input.high, (70000,)))).float().requires_grad_()
-    entries = _made(name, 1.0, 0.0, (), _plain(input), _plain(output))
+    entries = _made(name, 1.0, 0.0, (), _plain(input), _plain(output), False)
     points = curves.integers_of(value, input)
     assert torch.equal(points, torch.arange(input.low, input.high + 1).double())
     curve = curves.curve_of(function, input, True, points)
@@ -264,7 +264,7 @@ def test_a_table_is_looked_up_in_one_pass(function: Any, name: str, type: str) -
         part = value.detach()[30000:40000]  # none of the random ones
         points = curves.integers_of(part, input)
         assert float(points[0]) == float(part.min()) > input.low
-        table = _made(name, 1.0, 0.0, (), _plain(input), _plain(output), points)
+        table = _made(name, 1.0, 0.0, (), _plain(input), _plain(output), False, points)
         again, _ = curves.looked_up(part, input, curves.curve_of(function, input, False, points), table, output)
         assert torch.equal(again, exact[30000:40000])
     expected = sweeps.on_grid(function(input.dequantize(value)), exact, output.scale, output.bounds)
@@ -275,7 +275,7 @@ def test_a_table_is_looked_up_in_one_pass(function: Any, name: str, type: str) -
     assert_near(again.detach(), wanted)
     assert_near(found, wanted * (1 + output.scale))
     few = value.detach()[::997]
-    assert torch.equal(_made(name, 1.0, 0.0, (), _plain(input), _plain(output), few.double()).float(), exact[::997])
+    assert torch.equal(_made(name, 1.0, 0.0, (), _plain(input), _plain(output), False, few.double()).float(), exact[::997])
 
 
 @pytest.mark.parametrize(("name", "offset"), [("rsqrt", 1e-5), ("log", 0.0), ("sqrt", -0.01)])
@@ -286,7 +286,7 @@ def test_where_a_function_has_no_value_it_is_not_asked(name: str, offset: float)
     function, exact = UNARY[name]
     assert name in WITHOUT_NEGATIVE
     slow = table(lambda x: exact(x + offset), input, output, lambda x: function(x + offset))
-    assert torch.equal(_made(name, 1.0, offset, (), _plain(input), _plain(output)), slow)
+    assert torch.equal(_made(name, 1.0, offset, (), _plain(input), _plain(output), False), slow)
 
 
 def test_the_largest_of_all_is_a_pool() -> None:

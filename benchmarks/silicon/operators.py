@@ -105,7 +105,7 @@ def measured(rows: Sequence[Row], march: str, dtype: str, scales: str, together:
 def groups(rows: Sequence[Row], together: int) -> list[Sequence[Row]]:
     """Rows of one file each."""
     shared = [row for row in rows if not row.alone]
-    return [shared[start : start + together] for start in range(0, len(shared), together)] + [[row] for row in rows if row.alone]
+    return [*(shared[start : start + together] for start in range(0, len(shared), together)), *([row] for row in rows if row.alone)]
 
 
 def _of(rows: Sequence[Row], march: str, dtype: str, scales: str) -> list[Result]:

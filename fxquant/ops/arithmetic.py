@@ -80,11 +80,13 @@ def _lower_add(lowering: Lowering, input: Operand, other: Operand, alpha: float 
 
 def _is_layer(lowering: Lowering, input: Operand, other: Operand, alpha: float) -> bool:
     """Whether a sum is a layer with the weight `alpha`, to whose accumulator the first operand is added: of bytes of one shape."""
-    arithmetic, both = lowering.arithmetic, (input, other, lowering.output)
+    arithmetic = lowering.arithmetic
     if not isinstance(input, Quantized) or not isinstance(other, Quantized) or input.shape != other.shape or len(input.shape) != 4:
         return False
     scaled = alpha not in (1, -1) if not arithmetic.rescales_by_layers else alpha != 1  # where nothing subtracts
-    return arithmetic.multiplies_by_layers and scaled and all(each.dtype.bits <= 8 for each in both)
+    return (
+        arithmetic.multiplies_by_layers and scaled and all(dtype.bits <= 8 for dtype in (input.dtype, other.dtype, lowering.output.dtype))
+    )
 
 
 def _lower_sub(lowering: Lowering, input: Operand, other: Operand, alpha: float = 1, *, clamp: Clamp | None = None) -> Quantized:

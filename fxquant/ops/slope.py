@@ -51,4 +51,4 @@ def by_whole_slope(lowering: Lowering, input: Quantized, slopes: Tensor, clamp: 
     moved = lowering.rescale(Quantized(chosen, grid, input.shape), to, "")
     if clamp is None or clamp == (None, None) or lowering.bounds(clamp, to) == to.grid.bounds:
         return moved
-    return lowering.holds(lowering.call(elementwise.clamp, moved, *lowering.bounds(clamp, to)), to)
+    return lowering.holds(lowering.call(elementwise.clamp, moved, *lowering.bounds(clamp, to)), to.grid)

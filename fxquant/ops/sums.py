@@ -108,17 +108,17 @@ def _lower_shifted_sum(
         if not isinstance(operand, Quantized):
             whole = factors[role] * int(math.copysign(WEIGHT_INT8.high, operand * factor))
             total = lowering.call(elementwise.add_constant, total, lowering.constant("number", whole, torch.int32))
-    steps = x.over(power_of_two(exponent))
+    unit = x.over(power_of_two(exponent))
     if terms[larger][1] > 0 or not isinstance(terms[larger][0], Quantized) or lowering.output.dtype == INT32:
-        return lowering.requantize(total, steps, clamp, kind=SUM)
+        return lowering.requantize(total, unit, clamp, kind=SUM)
 
     def lift(scale: Tensor) -> Tensor:  # it is x · 2^n - e · E that is rounded, and multiplied by a negative number
-        return lowering.arithmetic.negated(steps.over(scale), lowering.output.grid)
+        return lowering.arithmetic.negated(unit.over(scale), lowering.output.grid)
 
     if not lowering.lifts_late:
         held = lowering.constant("rest", lift(lowering.output.grid.scale), torch.int32)
         total = lowering.call(elementwise.add_constant, total, held)
-    return lowering.requantize(total, steps, clamp, lift=lift, kind=SUM)
+    return lowering.requantize(total, unit, clamp, lift=lift, kind=SUM)
 
 
 def _counts(operand: Quantized | float, factor: float) -> bool:

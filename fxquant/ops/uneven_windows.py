@@ -42,7 +42,7 @@ class Run(NamedTuple):
     start: int
     length: int
     divisor: int
-    count: int
+    windows: int
 
 
 def runs(size: int, taps: int, step: int, padding: int, windows: int, counts_padding: bool) -> list[Run]:
@@ -52,8 +52,8 @@ def runs(size: int, taps: int, step: int, padding: int, windows: int, counts_pad
         low, high = max(start, 0), min(start + taps, size)
         divisor = min(start + taps, size + padding) - start if counts_padding else high - low
         last = found[-1] if found else None
-        if last is not None and (last.length, last.divisor, last.start + last.count * step) == (high - low, divisor, low):
-            found[-1] = last._replace(count=last.count + 1)
+        if last is not None and (last.length, last.divisor, last.start + last.windows * step) == (high - low, divisor, low):
+            found[-1] = last._replace(windows=last.windows + 1)
         else:
             found.append(Run(low, high - low, divisor, 1))
     return found
@@ -66,7 +66,7 @@ def onnx_uneven(c: Call, along: list[list[Run]], stride: list[int], channels: in
         row = []
         for wide in along[1]:
             pair = (high, wide)
-            ends = [run.start + (run.count - 1) * step + run.length for run, step in zip(pair, stride, strict=True)]
+            ends = [run.start + (run.windows - 1) * step + run.length for run, step in zip(pair, stride, strict=True)]
             part = c.do("Slice", c.input, c.integers([run.start for run in pair]), c.integers(ends), c.integers([2, 3]))
             value = torch.tensor(1 / float(high.divisor * wide.divisor), dtype=torch.float32, device="cpu")
             weight = c.e.constant(value.expand(channels, 1, high.length, wide.length).contiguous())
