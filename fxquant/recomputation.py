@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from fxquant.errors import ConfigurationError
@@ -35,15 +36,29 @@ def run(model: nn.Module, call: Callable[[], Any], inputs: Any) -> Any:
         return _again(model, call, inputs)
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None or not torch.is_grad_enabled():  # may be computed again
         passes = model.__dict__.setdefault(PASSES, Passes())
-        passes.taken.append((_key(inputs), {(path, name): value.clone() for path, name, value in _moving(model)}))
+        started = {(path, name): value.clone() for path, name, value in _moving(model)}
+        storages = [StorageWeakRef(each.untyped_storage()) for each in _tensors(inputs)]  # type: ignore[no-untyped-call]
+        passes.taken.append(Taken(_key(inputs), storages, started))
     return call()
+
+
+class Taken(NamedTuple):
+    """One pass: what tells it, the storages of its inputs, and the buffers that it started from by the path of the module and the name."""
+
+    key: Any
+    storages: list[StorageWeakRef]
+    buffers: dict[tuple[str, str], Tensor]
+
+    def repeated_by(self, key: Any) -> bool:
+        """Whether a pass has the same inputs. Where one has been freed, another tensor may have its address."""
+        return bool(self.key == key) and not any(storage.expired() for storage in self.storages)  # type: ignore[no-untyped-call]
 
 
 class Passes:
     """The buffers that each of the last passes started from, with what tells the pass. A copy of a model has had no passes."""
 
     def __init__(self) -> None:
-        self.taken: deque[tuple[Any, dict[tuple[str, str], Tensor]]] = deque(maxlen=MOST)
+        self.taken: deque[Taken] = deque(maxlen=MOST)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Passes:
         return Passes()
@@ -54,7 +69,7 @@ class Passes:
 
 def _again(model: nn.Module, call: Callable[[], Any], inputs: Any) -> Any:
     key, passes = _key(inputs), model.__dict__.get(PASSES, Passes())
-    started = next((buffers for known, buffers in reversed(passes.taken) if known == key), None)
+    started = next((taken.buffers for taken in reversed(passes.taken) if taken.repeated_by(key)), None)
     before: list[tuple[dict[str, Any], str, Tensor]] = []
     try:
         for path, name, value in list(_moving(model)):
@@ -107,5 +122,8 @@ def _moving(model: nn.Module) -> list[tuple[str, str, Tensor]]:
 
 def _key(inputs: Any) -> Any:
     """What tells one pass from others: where its inputs are, and how often they have been written on."""
-    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    return tuple((tensor.data_ptr(), tuple(tensor.shape), None if tensor.is_inference() else tensor._version) for tensor in tensors)
+    return tuple((each.data_ptr(), tuple(each.shape), None if each.is_inference() else each._version) for each in _tensors(inputs))
+
+
+def _tensors(inputs: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
