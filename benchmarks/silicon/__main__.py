@@ -14,9 +14,11 @@ from __future__ import annotations
 import argparse
 import logging
 
-from benchmarks.silicon import networks, operators, tool, vectors
+import fxquant as fxq
+from benchmarks.silicon import networks, operators, vectors
 from benchmarks.silicon.rows import ROWS
 from benchmarks.silicon.table import markdown, show
+from fxquant.backends.horizon.tool import Tool
 
 MARCHES = ("bayes-e", "bernoulli2", "bayes")
 
@@ -38,8 +40,8 @@ def main() -> None:
     options = parser.parse_args()
     logging.getLogger("fxquant").setLevel(logging.ERROR)  # limits of a march that a row breaks are not the question here
     try:
-        tool.folder()
-    except tool.ToolError as error:
+        Tool.find()
+    except fxq.ConfigurationError as error:
         raise SystemExit(str(error)) from None
     pairs = [(march, dtype) for march in options.target for dtype in options.dtype if (march, dtype) != ("bernoulli2", "int16")]
     results = []

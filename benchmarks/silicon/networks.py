@@ -15,9 +15,8 @@ from torch.nn import functional as F
 import fxquant as fxq
 from benchmarks.silicon import tool
 from benchmarks.silicon.operators import Result, compared, output_steps
-from benchmarks.silicon.place import first_difference, on_processor
+from benchmarks.silicon.place import on_processor
 from benchmarks.zoo import MobileNetV2, MobileNetV3Small, ResNet18, initialise, make_alive, photographs
-from fxquant.backends.onnx.horizon import OPSET, HorizonWriter
 from fxquant.demo.network import build_demo_network
 from fxquant.demo.training import seeded
 
@@ -133,7 +132,7 @@ def measured(names: Sequence[str], marches: Sequence[str], scales: Sequence[str]
                         yield _measured(name, *made, march, how, Path(folder))
                 except Exception as error:  # whatever it is, the row's note tells it
                     said = str(error).splitlines() or [""]
-                    place = "refused" if isinstance(error, tool.ToolError) else "failed"
+                    place = "refused" if isinstance(error, fxq.FxQuantError) else "failed"
                     yield Result(name, march, "int8", how, place, note=f"{type(error).__name__}: {said[-1][:300]}")
 
 
@@ -158,19 +157,18 @@ def integer_network(model: nn.Module, batches: Sequence[Tensor], march: str, how
 
 def _measured(name: str, model: nn.Module, batches: Sequence[Tensor], march: str, how: str, folder: Path) -> Result:
     integer = integer_network(model, batches, march, how)
-    compiled = tool.compile_model(HorizonWriter(integer, "float", OPSET).write(None, None), folder, march)
+    compiled = tool.compile_model(integer, folder)
     given = [batches[1][:1], 1.2 * batches[0][1:2]]
-    (feed,) = (node.name for node in integer.graph.nodes if node.op == "placeholder")
-    theirs = tool.quantized(compiled, [{feed: image.numpy()} for image in given])
+    theirs = tool.outputs(compiled, given)
     ours = [integer(image) for image in given]
     elements = differing = 0
     largest = 0.0
     for index, step in enumerate(output_steps(integer)):
-        pairs = [(mine[index] if isinstance(mine, tuple | list) else mine, torch.from_numpy(found[index].copy()))
+        pairs = [(mine[index] if isinstance(mine, tuple | list) else mine, found[index])
                  for mine, found in zip(ours, theirs, strict=True)]  # fmt: skip
         counted = compared(pairs, step)
         elements, differing, largest = elements + counted[0], differing + counted[1], max(largest, counted[2])
     processor = sorted({node for nodes in on_processor(compiled) for node in nodes})
-    first = first_difference(integer, compiled, given[0]) if differing else None
+    first = fxq.verify(integer, compiled.binary, [given[0]], show_progress=False).first if differing else None
     note = "; ".join([*([f"first: {first}"] if first else []), *([f"processor: {', '.join(processor)}"] if processor else [])])
     return Result(name, march, "int8", how, "processor" if processor else "BPU", elements, differing, largest, note)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
@@ -16,7 +15,6 @@ import fxquant as fxq
 from benchmarks.silicon import tool
 from benchmarks.silicon.place import on_processor
 from benchmarks.silicon.rows import SIZE, Row
-from fxquant.backends.onnx.horizon import OPSET, HorizonWriter
 from fxquant.demo.training import seeded
 from fxquant.graph import resolve
 from fxquant.primitives.boundary import dequantize
@@ -116,7 +114,7 @@ def _of(rows: Sequence[Row], march: str, dtype: str, scales: str) -> list[Result
         if len(rows) == 1:
             said = str(error).splitlines()
             reason = next((line for line in said if "ERROR" in line or "unsupported" in line), said[-1] if said else "")
-            place = "refused" if isinstance(error, tool.ToolError) else "failed"
+            place = "refused" if isinstance(error, fxq.FxQuantError) else "failed"
             return [Result(rows[0].name, march, dtype, scales, place, note=f"{type(error).__name__}: {reason}")]
         middle = len(rows) // 2
         return [*_of(rows[:middle], march, dtype, scales), *_of(rows[middle:], march, dtype, scales)]
@@ -124,15 +122,14 @@ def _of(rows: Sequence[Row], march: str, dtype: str, scales: str) -> list[Result
 
 def _compared(rows: Sequence[Row], march: str, dtype: str, scales: str, folder: Path) -> list[Result]:
     _, integer = converted(rows, march, dtype, scales)
-    compiled = tool.compile_model(HorizonWriter(integer, "float", OPSET).write(None, None), folder, march)
-    name = next(node.name for node in integer.graph.nodes if node.op == "placeholder")
+    compiled = tool.compile_model(integer, folder)
     _, given = images()
-    theirs = tool.quantized(compiled, [{name: image.numpy()} for image in given])
+    theirs = tool.outputs(compiled, given)
     ours = [integer(image) for image in given]
     steps, processor = output_steps(integer), on_processor(compiled)
     results = []
     for index, row in enumerate(rows):
-        pairs = [(mine[index], torch.from_numpy(np.array(found[index]))) for mine, found in zip(ours, theirs, strict=True)]
+        pairs = [(mine[index], found[index]) for mine, found in zip(ours, theirs, strict=True)]
         place = "float" if steps[index] is None else "processor" if processor[index] else "BPU"
         elements, differing, largest = compared(pairs, steps[index])
         results.append(Result(row.name, march, dtype, scales, place, elements, differing, largest, ", ".join(processor[index])))

@@ -21,7 +21,6 @@ import fxquant as fxq
 from benchmarks.silicon import tool
 from benchmarks.silicon.operators import TOGETHER, Together, converted, images, mapping_of, output_steps
 from benchmarks.silicon.rows import ROWS, Row
-from fxquant.backends.onnx.horizon import OPSET, HorizonWriter
 
 FOLDER = Path(__file__).parents[2] / "tests" / "golden" / "silicon"
 ELEMENTS = 512  # of an output that are kept, of each image
@@ -51,13 +50,11 @@ def record(rows: Sequence[Row], march: str, dtype: str, scales: str) -> Path:
 def _recorded(rows: Sequence[Row], march: str, dtype: str, scales: str) -> tuple[list[Any], dict[str, float]]:
     prepared, integer = converted(rows, march, dtype, scales)
     given = images()[1][:IMAGES]
-    (feed,) = (node.name for node in integer.graph.nodes if node.op == "placeholder")
     with tempfile.TemporaryDirectory() as folder:
-        compiled = tool.compile_model(HorizonWriter(integer, "float", OPSET).write(None, None), Path(folder), march)
-        theirs = tool.quantized(compiled, [{feed: image.numpy()} for image in given])
+        theirs = tool.outputs(tool.compile_model(integer, Path(folder)), given)
     outputs = []
     for index, step in enumerate(output_steps(integer)):
-        whole = [_integers(torch.from_numpy(found[index].copy()), step) for found in theirs]
+        whole = [_integers(found[index], step) for found in theirs]
         together = torch.cat([kept(value) for value in whole]).numpy()
         narrow = next(
             kind for kind in (np.int8, np.int16, np.int32) if np.iinfo(kind).min <= together.min() and together.max() <= np.iinfo(kind).max
