@@ -29,7 +29,7 @@ def kernels() -> tuple[Kernel, ...]:
 def get(name: str | Target) -> Target:
     """The target of this name, march or chip. Raises UnknownTarget, which lists the right ones.
 
-    Behind the name may stand a variant (`Target.variant`): "bayes-e/chip", or "nash-e/requantize".
+    Behind the name may stand how residuals are added (`Target.adding_residuals`): "nash-e/requantize".
     """
     if isinstance(name, Target):
         return name
@@ -37,7 +37,7 @@ def get(name: str | Target) -> Target:
     wanted, *variant = named.lower().replace("_", "-").split("/", 1) if isinstance(named, str) else [""]
     for target in TARGETS.values():
         if wanted == target.name or wanted in target.aliases:
-            return target.variant(variant[0]) if variant else target
+            return target.adding_residuals(variant[0]) if variant else target
     aliases = {alias: target.name for target in TARGETS.values() for alias in (target.name, *target.aliases)}
     near = difflib.get_close_matches(wanted, aliases, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""

@@ -14,8 +14,6 @@ from fxquant.numerics import ACTIVATION_TYPES
 
 RESIDUALS = ("accumulator", "requantize")  # see `Arithmetic.residual`
 
-CHIP = "chip"  # names, behind a march, the arithmetic that its vendor's compiler emits
-
 
 @dataclass(frozen=True)
 class Limit:
@@ -85,7 +83,6 @@ class Target:
     model against. float16 names the operators, and PyTorch's functions, that it computes itself, in float16, where they are no integer
     operators; consistency is what of its scales are powers of two: 0 nothing, 1 those of activations, 2 those of weights as well.
     dynamic says whether it quantizes the operands of linear layers at run time.
-    chip is the arithmetic that the vendor's compiler emits for it, where that was measured; "bayes-e/chip" computes by it.
     roofline holds the peak rates of its chip, for `fxq.estimate`; None where they are those of the machine.
     """
 
@@ -102,7 +99,6 @@ class Target:
     consistency: int = 0
     roofline: Roofline | None = None
     dynamic: bool = False
-    chip: Arithmetic | None = None
 
     def __post_init__(self) -> None:
         if not self.arithmetic.adds_zero_points and any(ACTIVATION_TYPES[name].affine for name in self.activations):
@@ -110,23 +106,8 @@ class Target:
 
     @property
     def march(self) -> str:
-        """The name without what is written behind it: "bayes-e" of "bayes-e/chip"."""
+        """The name without what is written behind it: "nash-e" of "nash-e/requantize"."""
         return self.name.partition("/")[0]
-
-    def variant(self, named: str) -> Target:
-        """The same target with the arithmetic of its chip ("bayes-e/chip"), or adding residuals in another way ("nash-e/requantize").
-
-        Raises ConfigurationError for another name, and where the arithmetic of the chip was not measured.
-        """
-        if named != CHIP:
-            return self.adding_residuals(named)
-        if self.chip is None:
-            raise ConfigurationError(
-                f"{self.name} has no arithmetic {CHIP!r}",
-                because="the arithmetic of its chip was not measured: no simulator of it can be installed",
-                remedy=f"compile for {self.name!r}",
-            )
-        return replace(self, name=f"{self.name}/{CHIP}", arithmetic=self.chip)
 
     def adding_residuals(self, how: str) -> Target:
         """The same target with another choice of `Arithmetic.residual`; its name says so: "nash-e/requantize"."""
@@ -134,8 +115,8 @@ class Target:
             return self
         if how not in RESIDUALS:
             raise ConfigurationError(
-                f"{how!r} is no way to add a residual",
-                because=f"it is one of {' and '.join(map(repr, RESIDUALS))}",
+                f"{self.name} has no variant {how!r}",
+                because=f"a variant says how residuals are added: {' or '.join(map(repr, RESIDUALS))}",
                 remedy=f'write one of them behind the target, as in "{self.name}/{RESIDUALS[0]}", or nothing',
             )
         return replace(self, name=f"{self.name}/{how}", arithmetic=replace(self.arithmetic, residual=how))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fxquant as fxq
 from fxquant import backends
 from fxquant.arithmetic import Arithmetic, Composer, FixedArithmetic, RealArithmetic
-from fxquant.backends.bpu import FIXED, REAL, WIDTHS
+from fxquant.backends.bpu import CHIP, REAL, WIDTHS
 from fxquant.numerics import IntType
 from fxquant.primitives.elementwise import align_fixed, align_real
 from fxquant.primitives.requantize import requantize_fixed, requantize_real
@@ -78,7 +78,7 @@ def test_a_third_arithmetic_holds_the_contract(tmp_path: Path) -> None:
     assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "fast.onnx", style="fast"), [batch], show_progress=False)
 
 
-@pytest.mark.parametrize("other", [FIXED, REAL, FixedArithmetic("down", widths=WIDTHS, final_rounding="floor")], ids=lambda a: a.name)
+@pytest.mark.parametrize("other", [CHIP, REAL, FixedArithmetic("down", widths=WIDTHS, final_rounding="floor")], ids=lambda a: a.name)
 def test_a_graph_is_that_of_its_own_arithmetic_alone(other: Arithmetic) -> None:
     integer = contract.compiled(Net(), [torch.randn(4, 3, 8, 8)], MIXED).integer  # type: ignore[arg-type]
     assert not list(unproved(integer, MIXED.arithmetic))

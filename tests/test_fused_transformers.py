@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant import curves, joining, marks, rescaling, sweeps
 from fxquant.arithmetic import Arithmetic
-from fxquant.backends.bpu import FIXED, REAL, SHIFT
+from fxquant.backends.bpu import CHIP, REAL, SHIFT
 from fxquant.backends.cpu import native
 from fxquant.numerics import ACTIVATION_TYPES, INT8, INT16, Grid, table
 from fxquant.ops.unary import _made, _plain
@@ -163,7 +163,7 @@ def accumulators(arithmetic: Arithmetic, deferred: bool) -> Iterator[tuple[str, 
     yield "channels", call(product.scale_channels_wide, a, weight, bias, 0), [a, weight, bias], each
 
 
-@pytest.mark.parametrize("arithmetic", [FIXED, SHIFT, REAL], ids=lambda arithmetic: arithmetic.name)
+@pytest.mark.parametrize("arithmetic", [CHIP, SHIFT, REAL], ids=lambda arithmetic: arithmetic.name)
 @pytest.mark.parametrize("clamp", [None, (0.0, 53.3)])
 @pytest.mark.parametrize("type", [INT8, INT16], ids=str)
 def test_a_join_is_its_primitives(arithmetic: Arithmetic, clamp: tuple[float, float] | None, type: Any) -> None:
@@ -334,7 +334,7 @@ def test_ratios_of_numbers_are_those_of_tensors() -> None:
             assert many.numbers() is None
             assert torch.equal(one.approximate().view(1), many.approximate())
             assert all(torch.equal(a.view(1), b) for a, b in zip(one.mantissa(15, 31), many.mantissa(15, 31), strict=True))
-            for arithmetic, type in ((FIXED, INT8), (FIXED, INT16), (SHIFT, INT8)):
+            for arithmetic, type in ((CHIP, INT8), (CHIP, INT16), (SHIFT, INT8)):
                 for bits in (32, 48):
                     found, wanted = (rescaling.fixed_requantization(r, arithmetic.widths[type.name], type, bits) for r in (one, many))
                     for name in ("shift", "multiplier", "right_shift"):

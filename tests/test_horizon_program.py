@@ -38,9 +38,7 @@ def batches() -> list[Tensor]:
     return [torch.randn(2, 3, 6, 6) for _ in range(2)]
 
 
-def converted(
-    model: nn.Module, target: str = "bayes-e/chip", weight: fxq.WeightConfig | None = None, **scales: float
-) -> torch.fx.GraphModule:
+def converted(model: nn.Module, target: str = "bayes-e", weight: fxq.WeightConfig | None = None, **scales: float) -> torch.fx.GraphModule:
     given = batches()
     prepared = fxq.prepare(model.eval(), given[0], target, None if weight is None else fxq.QConfig(weight=weight))
     fxq.calibrate(prepared, given, show_progress=False)
@@ -319,4 +317,4 @@ def test_horizons_names_compile_what_is_prepared(
     assert horizon.check_model(integer, [x]) == 1
     assert "unsupported model" in capsys.readouterr().out
     with pytest.raises(fxq.ConfigurationError, match="bernoulli2"):
-        horizon.compile_model(integer, [x], hbm=tmp_path / "net.hbm", march="bernoulli2/chip")
+        horizon.compile_model(integer, [x], hbm=tmp_path / "net.hbm", march="bernoulli2")

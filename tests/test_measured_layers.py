@@ -16,10 +16,7 @@ from fxquant.primitives import accumulate, product
 from tests import contract, oracle
 from tests.contract import graph_values
 
-RULES = {
-    "bayes-e/chip": oracle.Rules("fixed", measured=True),
-    "bernoulli2/chip": oracle.Rules("fixed", resize_bits=8, measured=True, by_layers=True),
-}
+RULES = {"bayes-e": oracle.Rules("fixed", measured=True), "bernoulli2": oracle.Rules("fixed", resize_bits=8, measured=True, by_layers=True)}
 every_target = pytest.mark.parametrize("target", RULES)
 
 
@@ -89,14 +86,14 @@ def test_a_tensor_is_brought_to_another_scale_by_a_layer_on_bernoulli2() -> None
     torch.manual_seed(2)
     batch = torch.randn(4, 3, 40), 0.3 * torch.randn(4, 2, 40)
     kept = fxq.QConfigMapping(default=fxq.QConfig()).set_object_type(torch.cat, fxq.QConfig())
-    _, integer = contract.compiled(Join(), [batch], "bernoulli2/chip", kept)
+    _, integer = contract.compiled(Join(), [batch], "bernoulli2", kept)
     layers = [node for node in integer.graph.nodes if node.target is product.scale_channels]
     assert layers
     values = graph_values(integer, *batch)
     for node in layers:
         (result,) = node.users
         x, to = (oracle.Grid(Fraction(float(qparams(each).scale)), -128, 127, 8) for each in (node.args[0], result))  # type: ignore[union-attr]
-        expected = [oracle.rescaled(q, x, to, RULES["bernoulli2/chip"]) for q in values[node.args[0].name].flatten().tolist()]
+        expected = [oracle.rescaled(q, x, to, RULES["bernoulli2"]) for q in values[node.args[0].name].flatten().tolist()]
         assert values[result.name].flatten().tolist() == expected
         assert len(set(expected)) > 20
 
@@ -120,7 +117,7 @@ def test_a_prelu_keeps_the_contract_whether_steep_or_not(slopes: list[float], tm
     made.weight.data = torch.tensor(slopes)
     torch.manual_seed(4)
     batch = torch.randn(4, 3, 5)
-    prepared, integer = contract.compiled(nn.Sequential(made), [batch], "bayes-e/chip")
+    prepared, integer = contract.compiled(nn.Sequential(made), [batch], "bayes-e")
     contract.assert_validate_is_integer(prepared, integer, batch)
     contract.assert_integer_is_onnx(integer, tmp_path / "model.onnx", [(batch,)])
     contract.assert_train_is_validate(prepared, batch)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxquant.arithmetic import Arithmetic
-from fxquant.backends.bpu import CHIP, CHIP_8, FIXED, MEASURED, REAL, WIDTHS
+from fxquant.arithmetic import Arithmetic, FixedArithmetic
+from fxquant.backends.bpu import CHIP, CHIP_8, MEASURED, REAL, WIDTHS
 from fxquant.eager import EagerLowering
 from fxquant.errors import AccumulatorOverflow
 from fxquant.lowering import Quantized
@@ -809,6 +809,7 @@ def quantized(integers: Tensor, scale: Fraction) -> Quantized:
     return Quantized(integers.float(), Grid(INT8, float32(scale)), tuple(integers.shape))
 
 
+FIXED = FixedArithmetic("fixed", widths=WIDTHS)  # that of bernoulli, rounded half up
 both_arithmetics = pytest.mark.parametrize("arithmetic", [FIXED, CHIP, REAL], ids=["fixed", "chip", "real"])
 measured_and_real = pytest.mark.parametrize(
     "arithmetic", [FIXED, CHIP, CHIP_8, REAL], ids=["fixed", "bayes-e/chip", "bernoulli2/chip", "real"]

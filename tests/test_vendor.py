@@ -36,11 +36,11 @@ def batches() -> list[Tensor]:
     return [2 * torch.randn(2, 8, 8, 8) for _ in range(2)]
 
 
-def converted(model: nn.Module, target: str = "bayes-e/chip", qconfig: fxq.QConfig | None = None) -> torch.fx.GraphModule:
+def converted(model: nn.Module, target: str = "bayes-e", qconfig: fxq.QConfig | None = None) -> torch.fx.GraphModule:
     return fxq.quantize(model.eval(), batches(), target, qconfig, show_progress=False).integer
 
 
-@pytest.mark.parametrize("target", ["bayes-e/chip", "bayes/chip", "bernoulli2/chip"])
+@pytest.mark.parametrize("target", ["bayes-e", "bayes/chip", "bernoulli2/chip"])
 def test_the_program_of_two_layers_computes_the_integer_graph(target: str, tmp_path: Path) -> None:
     integer = converted(Two(), target)
     binary = fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net"))
@@ -78,7 +78,7 @@ def test_a_planted_difference_is_located_inside_of_the_program(tmp_path: Path) -
 
 
 def test_the_upper_limit_that_the_compiler_drops_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared = fxq.prepare(nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU6()).eval(), batches()[0], "bayes-e/chip")
+    prepared = fxq.prepare(nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU6()).eval(), batches()[0], "bayes-e")
     fxq.calibrate(prepared, batches(), show_progress=False)
     fxq.set_qparams(prepared, {next(layer.name for layer in fxq.layers(prepared) if layer.integer and layer.macs): 0.06})
     integer = fxq.convert(prepared)
@@ -103,7 +103,7 @@ class Summed(nn.Module):
 
 @pytest.mark.parametrize(
     ("model", "target", "said"),
-    [(Pooled(), "bernoulli2/chip", "split kernel size of 8"), (Summed(), "bayes-e/chip", "on BPU")],
+    [(Pooled(), "bernoulli2", "split kernel size of 8"), (Summed(), "bayes-e/chip", "on BPU")],
     ids=["pool", "host"],
 )
 def test_a_refusal_of_the_compiler_is_an_error_of_ours(model: nn.Module, target: str, said: str, tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_refusal_of_the_compiler_is_an_error_of_ours(model: nn.Module, target:
 
 def test_horizons_names_end_in_a_file_that_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(march, "_march", [])
-    horizon.set_march("bayes-e/chip")
+    horizon.set_march("bayes-e")
     model = horizon.prepare_qat_fx(
         nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU()), {"": horizon.default_calib_8bit_fake_quant_qconfig}, example_inputs=(batches()[0],)
     )

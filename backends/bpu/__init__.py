@@ -25,11 +25,9 @@ SHIFT = FixedArithmetic(
     share_concat=True,
     resize_fraction_bits=8,
 )
-FIXED_8 = FixedArithmetic("fixed", widths=WIDTHS, resize_fraction_bits=8)
-FIXED = FixedArithmetic("fixed", widths=WIDTHS)
 MEASURED_8 = MeasuredWidths(16, 15, True, largest_shift=22, layer_shift=23, largest_first_shift=15)
 MEASURED_16 = MeasuredWidths(16, 15, True, largest_shift=14, layer_shift=14, largest_first_shift=31)
-MEASURED = {  # as the vendor's compiler of these marches computes: ARITHMETIC.md names the evidence, section by section
+MEASURED = {  # as the vendor's compiler of these marches computes: CHIP.md names the evidence, section by section
     "int4": _SHORT,
     "int8": MEASURED_8,
     "int16": MEASURED_16,
@@ -69,13 +67,12 @@ def _fixed(
     name: str,
     description: str,
     arithmetic: FixedArithmetic,
-    chip: FixedArithmetic,
     activations: tuple[str, ...],
     weights: tuple[str, ...],
     *aliases: str,
 ) -> Target:
     words = f"BPU {description}: fixed-point requantization"
-    return Target(name, words, arithmetic, activations, weights, aliases=aliases, chip=chip)
+    return Target(name, words, arithmetic, activations, weights, aliases=aliases)
 
 
 def _nash(name: str, description: str, *aliases: str, float16: frozenset[str] = frozenset()) -> Target:
@@ -106,9 +103,9 @@ TARGETS = with_rooflines(
         Target(
             "bernoulli", "BPU Bernoulli: power-of-two scales, requantization by shifting", SHIFT, ACTIVATIONS, WEIGHTS, aliases=("xj2",)
         ),
-        _fixed("bernoulli2", "Bernoulli2", FIXED_8, CHIP_8, ACTIVATIONS, WEIGHTS, "x3", "j3", "rdk-x3"),
-        _fixed("bayes", "Bayes", FIXED, CHIP, ACTIVATIONS_16, WEIGHTS, "j5", "rdk-ultra"),
-        _fixed("bayes-e", "Bayes-e", FIXED, CHIP, ACTIVATIONS_16, WEIGHTS, "x5", "rdk-x5"),
+        _fixed("bernoulli2", "Bernoulli2", CHIP_8, ACTIVATIONS, WEIGHTS, "x3", "j3", "rdk-x3"),
+        _fixed("bayes", "Bayes", CHIP, ACTIVATIONS_16, WEIGHTS, "j5", "rdk-ultra"),
+        _fixed("bayes-e", "Bayes-e", CHIP, ACTIVATIONS_16, WEIGHTS, "x5", "rdk-x5"),
         NASH_E,
         NASH_M,
         _nash("nash-b", "Nash-b", "j6b", "nash-b-lite", "nash-b-plus"),

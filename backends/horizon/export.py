@@ -24,10 +24,8 @@ from fxquant.numerics import ACTIVATION_TYPES
 from fxquant.ops import OPERATORS
 from fxquant.primitives import PRIMITIVES
 from fxquant.progress import working
-from fxquant.target import CHIP
 
 MARCHES = ("bernoulli2", "bayes", "bayes-e")  # those that hb_mapper compiles for
-VARIANTS = tuple(f"{march}/{CHIP}" for march in MARCHES)  # whose integers its programs compute
 LAYERS = "layers.json"
 SCRIPT = "compile.sh"
 OUTPUT = "model_output"  # where hb_mapper writes, inside the folder
@@ -148,11 +146,11 @@ def _layers(integer: fx.GraphModule, name: str, march: str) -> dict[str, Any]:
 
 def _check_target(integer: fx.GraphModule) -> None:
     target = integer.meta["target"]
-    if target.name not in VARIANTS:
+    if target.march not in MARCHES:
         raise ConfigurationError(
             f"an integer model of {target.name} cannot be written for hb_mapper",
             because=f"that compiles for {', '.join(MARCHES)}, and its programs compute other integers than {target.name}",
-            remedy=f"prepare the model for {' or '.join(VARIANTS)}, or write it with fxq.export_onnx(style='qdq') for another compiler",
+            remedy=f"prepare the model for {' or '.join(MARCHES)}, or write it with fxq.export_onnx(style='qdq') for another compiler",
         )
     if not returned(integer):
         raise ExportError("there is nothing to write", because="the model returns no tensor", remedy="return a tensor in forward")

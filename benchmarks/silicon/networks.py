@@ -140,7 +140,7 @@ def integer_network(model: nn.Module, batches: Sequence[Tensor], march: str, how
     """The integer graph of a network, calibrated, and trained for a few steps where scales are learned."""
     learns = how == "learned"
     qconfig = fxq.QConfig(fxq.ActivationConfig(training="learned"), fxq.WeightConfig(training="learned")) if learns else None
-    prepared = fxq.prepare(model, batches[0][:1], f"{march}/chip", qconfig)
+    prepared = fxq.prepare(model, batches[0][:1], f"{march}", qconfig)
     fxq.calibrate(prepared, batches, show_progress=False)
     if learns:
         fxq.set_state(prepared, fxq.State.TRAIN)

@@ -89,7 +89,7 @@ def mapping_of(rows: Sequence[Row], dtype: str, scales: str) -> fxq.QConfigMappi
 def converted(rows: Sequence[Row], march: str, dtype: str, scales: str) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The prepared and the integer model of rows, calibrated."""
     calibration, _ = images()
-    prepared = fxq.prepare(Together(rows).eval(), calibration[0][:1], f"{march}/chip", mapping_of(rows, dtype, scales))
+    prepared = fxq.prepare(Together(rows).eval(), calibration[0][:1], f"{march}", mapping_of(rows, dtype, scales))
     fxq.calibrate(prepared, calibration, show_progress=False, equalize=False)  # so that scales alone rebuild it
     return prepared, fxq.convert(prepared)
 

@@ -95,7 +95,7 @@ def rebuilt(names: Sequence[str], scales: Mapping[str, float], march: str, dtype
             network.load_state_dict({key: torch.from_numpy(held[f"{row.name}/{key}"]).to(value.dtype) for key, value in state.items()})
     with np.load(FOLDER / "images.npz") as held:
         example = torch.from_numpy(held["arr_0"])
-    prepared = fxq.prepare(model, example, f"{march}/chip", mapping_of(rows, dtype, how))
+    prepared = fxq.prepare(model, example, f"{march}", mapping_of(rows, dtype, how))
     fxq.set_qparams(prepared, scales)
     fxq.set_state(prepared, fxq.State.VALIDATE)
     return fxq.convert(prepared, kernels="reference")
