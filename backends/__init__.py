@@ -6,6 +6,7 @@ if __name__ != "fxquant.backends":
 import difflib
 import pkgutil
 from collections.abc import Iterable
+from functools import reduce
 from importlib import import_module
 
 from fxquant.arguments import shown
@@ -29,15 +30,15 @@ def kernels() -> tuple[Kernel, ...]:
 def get(name: str | Target) -> Target:
     """The target of this name, march or chip. Raises UnknownTarget, which lists the right ones.
 
-    Behind the name may stand how residuals are added (`Target.adding_residuals`): "nash-e/requantize".
+    Behind the name may stand a variant (`Target.variant`): "bayes-e/former", or "nash-e/requantize".
     """
     if isinstance(name, Target):
         return name
     named = getattr(name, "value", name)
-    wanted, *variant = named.lower().replace("_", "-").split("/", 1) if isinstance(named, str) else [""]
+    wanted, *variants = named.lower().replace("_", "-").split("/") if isinstance(named, str) else [""]
     for target in TARGETS.values():
         if wanted == target.name or wanted in target.aliases:
-            return target.adding_residuals(variant[0]) if variant else target
+            return reduce(Target.variant, variants, target)
     aliases = {alias: target.name for target in TARGETS.values() for alias in (target.name, *target.aliases)}
     near = difflib.get_close_matches(wanted, aliases, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""

@@ -13,6 +13,7 @@ from fxquant.errors import ConfigurationError
 from fxquant.numerics import ACTIVATION_TYPES
 
 RESIDUALS = ("accumulator", "requantize")  # see `Arithmetic.residual`
+FORMER = "former"  # names, behind a march, the arithmetic that fxquant had for it before its compiler was measured
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ class Target:
     model against. float16 names the operators, and PyTorch's functions, that it computes itself, in float16, where they are no integer
     operators; consistency is what of its scales are powers of two: 0 nothing, 1 those of activations, 2 those of weights as well.
     dynamic says whether it quantizes the operands of linear layers at run time.
+    former is the arithmetic that fxquant had for it before the chip's was measured; "bayes-e/former" computes by it. Files of before need it.
     roofline holds the peak rates of its chip, for `fxq.estimate`; None where they are those of the machine.
     """
 
@@ -99,6 +101,7 @@ class Target:
     consistency: int = 0
     roofline: Roofline | None = None
     dynamic: bool = False
+    former: Arithmetic | None = None
 
     def __post_init__(self) -> None:
         if not self.arithmetic.adds_zero_points and any(ACTIVATION_TYPES[name].affine for name in self.activations):
@@ -108,6 +111,15 @@ class Target:
     def march(self) -> str:
         """The name without what is written behind it: "nash-e" of "nash-e/requantize"."""
         return self.name.partition("/")[0]
+
+    def variant(self, named: str) -> Target:
+        """The same target with its former arithmetic ("bayes-e/former"), or adding residuals in another way ("nash-e/requantize").
+
+        Raises ConfigurationError for another name.
+        """
+        if named == FORMER and self.former is not None:
+            return replace(self, name=f"{self.name}/{FORMER}", arithmetic=self.former, former=None)
+        return self.adding_residuals(named)
 
     def adding_residuals(self, how: str) -> Target:
         """The same target with another choice of `Arithmetic.residual`; its name says so: "nash-e/requantize"."""

@@ -27,13 +27,6 @@ from tests import oracle
 from tests.contract import compiled, graph_values
 from tests.oracle import Grid, Nested, Rules, at, each, nested, shape_of
 
-HALF_UP = Target(
-    "half-up",
-    "bernoulli, rounded half up, with scales that are no powers of two",
-    FixedArithmetic("fixed", widths=WIDTHS),
-    ("int4", "int8", "int16"),
-    ("int4", "int8"),
-)
 FLOOR = Target("floor", "int16 that is rounded down", FixedArithmetic("fixed", final_rounding="floor", widths=WIDTHS), ("int8", "int16"))
 
 
@@ -359,11 +352,12 @@ class Format:
 
 FIXED, REAL = Rules("fixed"), Rules("real")
 FORMATS = (
-    Format(HALF_UP, "int8", "int8", "int8", FIXED),
-    Format(HALF_UP, "int16", "int16", "int16", FIXED),
-    Format(HALF_UP, "int16", "int8", "int8", FIXED),
-    Format(HALF_UP, "int8", "int16", "int16", FIXED),
-    Format(HALF_UP, "int4", "int4", "int4", FIXED),
+    Format("bayes-e/former", "int8", "int8", "int8", FIXED),
+    Format("bayes/former", "int16", "int16", "int16", FIXED),
+    Format("bayes-e/former", "int16", "int8", "int8", FIXED),
+    Format("bayes-e/former", "int8", "int16", "int16", FIXED),
+    Format("bayes-e/former", "int4", "int4", "int4", FIXED),
+    Format("bernoulli2/former", "int8", "int8", "int8", Rules("fixed", resize_bits=8)),
     Format("bernoulli", "int8", "int8", "int8", Rules("fixed", "half_step", 8, power_of_two_weights=True)),
     Format(FLOOR, "int16", "int16", "int16", Rules("fixed", "floor")),
     Format("nash-e", "int8", "int8", "int8", REAL),

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxquant.arithmetic import Arithmetic, FixedArithmetic
-from fxquant.backends.bpu import CHIP, CHIP_8, MEASURED, REAL, WIDTHS
+from fxquant.arithmetic import Arithmetic
+from fxquant.backends.bpu import CHIP, CHIP_8, FORMER, MEASURED, REAL, WIDTHS
 from fxquant.eager import EagerLowering
 from fxquant.errors import AccumulatorOverflow
 from fxquant.lowering import Quantized
@@ -809,12 +809,11 @@ def quantized(integers: Tensor, scale: Fraction) -> Quantized:
     return Quantized(integers.float(), Grid(INT8, float32(scale)), tuple(integers.shape))
 
 
-FIXED = FixedArithmetic("fixed", widths=WIDTHS)  # that of bernoulli, rounded half up
-both_arithmetics = pytest.mark.parametrize("arithmetic", [FIXED, CHIP, REAL], ids=["fixed", "chip", "real"])
+both_arithmetics = pytest.mark.parametrize("arithmetic", [FORMER, CHIP, REAL], ids=["bayes-e/former", "bayes-e", "real"])
 measured_and_real = pytest.mark.parametrize(
-    "arithmetic", [FIXED, CHIP, CHIP_8, REAL], ids=["fixed", "bayes-e/chip", "bernoulli2/chip", "real"]
+    "arithmetic", [FORMER, CHIP, CHIP_8, REAL], ids=["bayes-e/former", "bayes-e", "bernoulli2", "real"]
 )
-RULES = {id(FIXED): oracle.Rules("fixed"), id(CHIP): oracle.Rules("fixed", measured=True), id(REAL): oracle.Rules("real")}
+RULES = {id(FORMER): oracle.Rules("fixed"), id(CHIP): oracle.Rules("fixed", measured=True), id(REAL): oracle.Rules("real")}
 RULES[id(CHIP_8)] = oracle.Rules("fixed", resize_bits=8, measured=True, by_layers=True)
 near_scales = st.builds(lambda m, e: Fraction(m) * Fraction(2) ** (e - 23), st.integers(2**23, 2**24 - 1), st.integers(-8, 0))
 

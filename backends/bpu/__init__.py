@@ -32,6 +32,8 @@ MEASURED = {  # as the vendor's compiler of these marches computes: CHIP.md name
     "int8": MEASURED_8,
     "int16": MEASURED_16,
 }
+FORMER = FixedArithmetic("fixed", widths=WIDTHS)
+FORMER_8 = replace(FORMER, resize_fraction_bits=8)
 CHIP = FixedArithmetic(
     "fixed",
     widths=MEASURED,
@@ -67,12 +69,13 @@ def _fixed(
     name: str,
     description: str,
     arithmetic: FixedArithmetic,
+    former: FixedArithmetic,
     activations: tuple[str, ...],
     weights: tuple[str, ...],
     *aliases: str,
 ) -> Target:
     words = f"BPU {description}: fixed-point requantization"
-    return Target(name, words, arithmetic, activations, weights, aliases=aliases)
+    return Target(name, words, arithmetic, activations, weights, aliases=aliases, former=former)
 
 
 def _nash(name: str, description: str, *aliases: str, float16: frozenset[str] = frozenset()) -> Target:
@@ -103,9 +106,9 @@ TARGETS = with_rooflines(
         Target(
             "bernoulli", "BPU Bernoulli: power-of-two scales, requantization by shifting", SHIFT, ACTIVATIONS, WEIGHTS, aliases=("xj2",)
         ),
-        _fixed("bernoulli2", "Bernoulli2", CHIP_8, ACTIVATIONS, WEIGHTS, "x3", "j3", "rdk-x3"),
-        _fixed("bayes", "Bayes", CHIP, ACTIVATIONS_16, WEIGHTS, "j5", "rdk-ultra"),
-        _fixed("bayes-e", "Bayes-e", CHIP, ACTIVATIONS_16, WEIGHTS, "x5", "rdk-x5"),
+        _fixed("bernoulli2", "Bernoulli2", CHIP_8, FORMER_8, ACTIVATIONS, WEIGHTS, "x3", "j3", "rdk-x3"),
+        _fixed("bayes", "Bayes", CHIP, FORMER, ACTIVATIONS_16, WEIGHTS, "j5", "rdk-ultra"),
+        _fixed("bayes-e", "Bayes-e", CHIP, FORMER, ACTIVATIONS_16, WEIGHTS, "x5", "rdk-x5"),
         NASH_E,
         NASH_M,
         _nash("nash-b", "Nash-b", "j6b", "nash-b-lite", "nash-b-plus"),

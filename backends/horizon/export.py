@@ -146,7 +146,7 @@ def _layers(integer: fx.GraphModule, name: str, march: str) -> dict[str, Any]:
 
 def _check_target(integer: fx.GraphModule) -> None:
     target = integer.meta["target"]
-    if target.march not in MARCHES:
+    if target.name not in MARCHES:
         raise ConfigurationError(
             f"an integer model of {target.name} cannot be written for hb_mapper",
             because=f"that compiles for {', '.join(MARCHES)}, and its programs compute other integers than {target.name}",

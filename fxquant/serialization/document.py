@@ -34,10 +34,11 @@ from fxquant.serialization.names import PROPERTIES, function_name, function_name
 from fxquant.serialization.tree import TargetOf, TreeReader, TreeWriter
 from fxquant.serialization.values import Malformed, cannot_save, decode, encode, expect
 from fxquant.stage import Stage, violations
+from fxquant.target import FORMER
 
 logger = logging.getLogger("fxquant")
 
-FORMAT, VERSION = "fxquant model", 1
+FORMAT, VERSION = "fxquant model", 2
 PRESERVED = "preserved"  # in the file's meta: what the user asked to keep of the float model, by dotted names
 _SECTIONS = ["format", "version", "name", "meta", "root", "modules", "tensors", "nodes"]
 
@@ -188,8 +189,10 @@ def read_model(document: Mapping[str, Any], tensors: Mapping[str, Tensor], targe
     """
     if list(document) != _SECTIONS or document["format"] != FORMAT:
         raise Malformed("it is no model that fxquant saved")
+    if document["version"] == 1:
+        document = _upgraded(document, target_of)
     if document["version"] != VERSION:
-        raise Malformed(f"it has version {str(document['version'])[:20]}, and this fxquant reads version {VERSION}")
+        raise Malformed(f"it has version {str(document['version'])[:20]}, and this fxquant reads versions 1 to {VERSION}")
     meta = _model_meta(expect(document["meta"], dict))
     if PRESERVED in meta:
         preserved = expect(meta.pop(PRESERVED), dict)
@@ -216,6 +219,22 @@ def read_model(document: Mapping[str, Any], tensors: Mapping[str, Tensor], targe
         restore_hooks(model)
     model.recompile()
     return model
+
+
+def _upgraded(document: Mapping[str, Any], target_of: TargetOf) -> dict[str, Any]:
+    """A document of version 1 as one of version 2, in which the name of a march means the arithmetic of its chip."""
+    meta = dict(expect(document["meta"], dict))
+    if "target" in meta:
+        march, *variants = expect(meta["target"], str).split("/")
+        if target_of(march).former is not None:
+            meta["target"] = "/".join([march, FORMER, *variants])
+            logger.warning(
+                "the file was saved before the arithmetic of %s was that of its chip: the model keeps its integers, as %s;"
+                " prepare the float model again for the chip's",
+                march,
+                meta["target"],
+            )
+    return {**document, "version": 2, "meta": meta}
 
 
 def _check(model: Model, document: Mapping[str, Any], target_of: TargetOf) -> None:
