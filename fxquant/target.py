@@ -84,7 +84,7 @@ class Target:
     model against. float16 names the operators, and PyTorch's functions, that it computes itself, in float16, where they are no integer
     operators; consistency is what of its scales are powers of two: 0 nothing, 1 those of activations, 2 those of weights as well.
     dynamic says whether it quantizes the operands of linear layers at run time.
-    former is the arithmetic that fxquant had for it before the chip's was measured; "bayes-e/former" computes by it. Files of before need it.
+    former is the arithmetic of fxquant before the chip was measured, which files of version 1 have; "bayes-e/former" computes by it.
     roofline holds the peak rates of its chip, for `fxq.estimate`; None where they are those of the machine.
     """
 
