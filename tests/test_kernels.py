@@ -266,6 +266,28 @@ class Wrong:
         return Built()
 
 
+class WrongAtPairs(Wrong):
+    """Wrong for rows of two neighbouring largest integers and zeros else: where sums of pairs saturate and no limit of the output hides it."""
+
+    name = "saturating pairs"
+
+    def build(self, site: Any) -> Any:
+        honest, zero = tensors.OneDnn().build(site), site.held(site.match.reads[0]).zero
+
+        class Built:
+            def bind(self) -> Any:
+                right = honest.bind()
+
+                def wrong(inputs: Any, output: Tensor) -> None:
+                    right(inputs, output)
+                    pairs, others = inputs[0][:, :2] == 255, inputs[0][:, 2:] == zero
+                    output[pairs.all(1) & others.all(1)] += 1
+
+                return wrong
+
+        return Built()
+
+
 def only(*implementations: Any) -> tuple[Kernel, ...]:
     return tuple(Kernel(each.name, each.match, implementations if each.name == "sum of products" else ()) for each in backends.kernels())
 
@@ -276,6 +298,14 @@ def test_an_implementation_that_is_wrong_is_not_admitted_and_explain_says_so(mon
     assert_same(integer, reference, images(2, 3, 9, 9))
     assert set(chosen(integer).values()) == {None}
     assert "runs its primitives, not the kernel for a sum of products: saturating convolution: it differs" in fxq.explain(integer)
+
+
+def test_a_small_layer_is_proved_with_pairs_of_the_largest_integer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "KERNELS", only(WrongAtPairs()))
+    integer, reference = both(nn.Linear(4, 4), "bayes-e", ordinary(2, 4))
+    assert_same(integer, reference, torch.tensor([[10.0, 10.0, 0.0, 0.0]]))
+    assert set(chosen(integer).values()) == {None}
+    assert "saturating pairs: it differs from the primitives" in fxq.explain(integer)
 
 
 def test_a_requantization_is_compared_on_both_sides_of_every_step(monkeypatch: pytest.MonkeyPatch) -> None:

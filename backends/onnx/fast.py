@@ -6,7 +6,8 @@ A kernel that differs from PyTorch here is written in the form of style "exact" 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 import onnx
 import torch
@@ -22,7 +23,7 @@ from fxquant.backends.onnx.sums import SumsWriter
 from fxquant.errors import ExportError
 from fxquant.facts import BATCH_SIZES, TensorFact
 from fxquant.graph import by_name, fact, qparams, resolve, zero_point
-from fxquant.kernels.admission import whole_range
+from fxquant.kernels.admission import DRAWN, MOST_DRAWS, largest_pairs, whole_range
 from fxquant.numerics import ACTIVATION_TYPES, INT8
 from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.boundary import quantize
@@ -112,10 +113,22 @@ def _run(model: onnx.ModelProto, feeds: dict[str, Tensor], settings: Mapping[str
     return Runner(model, level, threads, None, settings)(feeds)
 
 
-def _whole_range(operand: fx.Node, generator: torch.Generator) -> Tensor:
-    described = qparams(operand)
-    dtype = INT8 if described is None else ACTIVATION_TYPES[described.dtype]
-    return whole_range(dtype, fact(operand).at(BATCH_SIZES[0]), dtype.low, generator)
+def _images(operands: Iterable[fx.Node]) -> int:
+    """The batch of a proof: the larger, the smaller an item of the smallest operand is."""
+    smallest = min(math.prod(fact(operand).at(BATCH_SIZES[0])) for operand in operands)
+    return min(MOST_DRAWS, -(-DRAWN // max(1, smallest))) * BATCH_SIZES[0]
+
+
+def _whole_range(operand: fx.Node, images: int, generator: torch.Generator) -> Tensor:
+    """Integers of the whole range; every second item of the batch has pairs of the largest integer (`largest_pairs`)."""
+    described, known = qparams(operand), fact(operand)
+    dtype, zero = (INT8, 0) if described is None else (ACTIVATION_TYPES[described.dtype], described.zero_point)
+    value = whole_range(dtype, known.at(images), dtype.low, generator)
+    if known.batch_axis is None:
+        return value
+    odd = torch.arange(value.shape[known.batch_axis], device="cpu") % 2 == 1
+    odd = odd.view(-1, *[1] * (value.dim() - 1 - known.batch_axis))
+    return torch.where(odd, largest_pairs(dtype, value.shape, zero, generator), value)
 
 
 def _every_byte(operand: fx.Node) -> Tensor:
@@ -131,11 +144,13 @@ def _kernel_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int, setting
     parts = writer.parts_of(node)
     generator = torch.Generator().manual_seed(0)
     given: dict[fx.Node, Tensor] = {}
-    for operand in dict.fromkeys(plain(read) for part in (*parts, node) for read in part.all_input_nodes):
+    operands = dict.fromkeys(plain(read) for part in (*parts, node) for read in part.all_input_nodes)
+    images = _images(operand for operand in operands if operand.op != "get_attr")
+    for operand in operands:
         if operand.op == "get_attr":
             given[operand] = writer.values[operand] = resolve(integer, str(operand.target)).cpu()
         elif operand not in parts:
-            given[operand] = _every_byte(operand) if node.target is lookup else _whole_range(operand, generator)
+            given[operand] = _every_byte(operand) if node.target is lookup else _whole_range(operand, images, generator)
             writer.values[operand] = operand.name
             writer.emitter.types[operand.name] = torch.uint8
     fed = {
@@ -167,7 +182,7 @@ def _sum_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int) -> bool:
     writer = SumsWriter(integer, "integer", opset)
     operand, *constants = (argument for argument in node.args if isinstance(argument, fx.Node))
     given = {constant: resolve(integer, str(constant.target)).detach().cpu() for constant in constants}
-    given[operand] = _whole_range(operand, torch.Generator().manual_seed(0))
+    given[operand] = _whole_range(operand, _images([operand]), torch.Generator().manual_seed(0))
     writer.values.update(given)
     writer.values[operand], writer.emitter.types[operand.name] = operand.name, torch.int8
     result = writer.emit(node, PRIMITIVES[node.target])  # type: ignore[index]
