@@ -1,4 +1,4 @@
-"""Numbers and constant tensors that are added: held by the oracle, and within one step of the true sum whatever their size."""
+"""Numbers and constant tensors that are added: held by the oracle, and within a step or a few of the true sum whatever their size."""
 
 from __future__ import annotations
 
@@ -20,6 +20,13 @@ from tests.contract import compiled, graph_values
 
 FORMATS = (("bayes-e", "int8"), ("bayes-e", "int16"), ("nash-e", "int8"), ("nash-e", "int16"), ("bernoulli", "int8"), ("qnnpack", "int8"))
 SIZES = (1e-9, 1e-3, 0.4, 3.0, 273.15, 1e4, 1e9, 1e20)  # beside values of about 1
+
+
+def most(target: str, dtype: str) -> int:
+    """The steps that a sum may be off by: int16 on bayes-e is requantized by 16 and 15 bits, which loses two more (CHIP.md, section 18)."""
+    return 3 if (target, dtype) == ("bayes-e", "int16") else 1
+
+
 by_format = pytest.mark.parametrize(("target", "dtype"), FORMATS, ids=lambda value: str(value))
 
 
@@ -74,26 +81,26 @@ def test_a_number_of_any_size_is_added_within_one_step(target: str, dtype: str) 
     x = torch.randn(64, 3)
     numbers = [sign * size for size in SIZES for sign in (1, -1)]
     errors = errors_in_steps(Sums(*numbers, forms=("x + c", "c - x", "relu")), x, target, dtype)
-    assert max(errors) <= 1, errors
+    assert max(errors) <= most(target, dtype), errors
 
 
 @by_format
 def test_a_constant_tensor_of_any_size_is_added_within_one_step(target: str, dtype: str) -> None:
     """Also of int16, whose steps are finer than those of an int8 constant."""
     errors = errors_in_steps(Sums(*(torch.tensor([1.0, -0.7371, 0.0123]) * size for size in SIZES)), torch.randn(64, 3), target, dtype)
-    assert max(errors) <= 1, errors
+    assert max(errors) <= most(target, dtype), errors
 
 
 @by_format
 def test_a_number_that_dwarfs_a_tiny_activation(target: str, dtype: str) -> None:
     errors = errors_in_steps(Sums(273.15, -1e6, forms=("x + c", "x - c")), torch.randn(64, 3) * 1e-4, target, dtype)
-    assert max(errors) <= 1, errors
+    assert max(errors) <= most(target, dtype), errors
 
 
 @pytest.mark.parametrize(("target", "dtype"), FORMATS[:4], ids=str)
 def test_the_sum_with_a_constant_is_the_oracles(target: str, dtype: str) -> None:
     numbers = (1e-3, 0.37, 61.0, 273.15, 1e6, -1e12)
-    kind, rules = ACTIVATION_TYPES[dtype], oracle.Rules("fixed" if target == "bayes-e" else "real")
+    kind, rules = ACTIVATION_TYPES[dtype], oracle.Rules("fixed", measured=True) if target == "bayes-e" else oracle.Rules("real")
     for constants in (numbers, tuple(torch.tensor([number]) for number in numbers)):
         (integers, scale), *sums = quantized(Sums(*constants, forms=("x + c",)), torch.randn(200, 1), target, dtype).values()
         for number, (found, output) in zip(constants, sums, strict=True):
