@@ -23,8 +23,9 @@ SIZES = (1e-9, 1e-3, 0.4, 3.0, 273.15, 1e4, 1e9, 1e20)  # beside values of about
 
 
 def most(target: str, dtype: str) -> int:
-    """The steps that a sum may be off by: int16 on bayes-e is requantized by 16 and 15 bits, which loses two more (CHIP.md, section 18)."""
-    return 3 if (target, dtype) == ("bayes-e", "int16") else 1
+    """The steps that a sum may be off by: int16 on bayes-e is requantized by 16 and 15 bits, which loses two more, and
+    a number is 127 steps of a scale of its own (CHIP.md, sections 16 and 18)."""
+    return 4 if (target, dtype) == ("bayes-e", "int16") else 1
 
 
 by_format = pytest.mark.parametrize(("target", "dtype"), FORMATS, ids=lambda value: str(value))
@@ -97,10 +98,10 @@ def test_a_number_that_dwarfs_a_tiny_activation(target: str, dtype: str) -> None
     assert max(errors) <= most(target, dtype), errors
 
 
-@pytest.mark.parametrize(("target", "dtype"), FORMATS[:4], ids=str)
+@pytest.mark.parametrize(("target", "dtype"), [("bayes-e/former", "int8"), ("bayes-e/former", "int16"), *FORMATS[2:4]], ids=str)
 def test_the_sum_with_a_constant_is_the_oracles(target: str, dtype: str) -> None:
     numbers = (1e-3, 0.37, 61.0, 273.15, 1e6, -1e12)
-    kind, rules = ACTIVATION_TYPES[dtype], oracle.Rules("fixed", measured=True) if target == "bayes-e" else oracle.Rules("real")
+    kind, rules = ACTIVATION_TYPES[dtype], oracle.Rules("real" if target == "nash-e" else "fixed")
     for constants in (numbers, tuple(torch.tensor([number]) for number in numbers)):
         (integers, scale), *sums = quantized(Sums(*constants, forms=("x + c",)), torch.randn(200, 1), target, dtype).values()
         for number, (found, output) in zip(constants, sums, strict=True):
