@@ -267,7 +267,7 @@ class Wrong:
 
 
 class WrongAtPairs(Wrong):
-    """Wrong for rows of two neighbouring largest integers and zeros else: where sums of pairs saturate and no limit of the output hides it."""
+    """Wrong for two neighbouring largest integers and zeros else: sums of pairs saturate there, and no limit of the output hides it."""
 
     name = "saturating pairs"
 

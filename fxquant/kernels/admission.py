@@ -70,7 +70,7 @@ def evaluate(model: fx.GraphModule, match: Match, given: dict[fx.Node, Tensor]) 
 
 
 def draws(site: Site, generator: torch.Generator) -> Iterator[dict[fx.Node, Tensor]]:
-    """The operands of a proof: of the whole range; where there are weights, pairs of the largest integer too, the more the smaller they are."""
+    """The operands of a proof: of the whole range, and for weights pairs of the largest integer too, the more the smaller they are."""
     yield operands(site, generator)
     if "weight" in site.match.parts:
         smallest = max(1, min(math.prod(site.sizes[node]) for node in site.match.reads))
