@@ -23,8 +23,9 @@ SIZES = (1e-9, 1e-3, 0.4, 3.0, 273.15, 1e4, 1e9, 1e20)  # beside values of about
 
 
 def most(target: str, dtype: str) -> int:
-    """The steps that a sum may be off by: int16 on bayes-e is requantized by 16 and 15 bits, which loses two more, and
-    a number is 127 steps of a scale of its own (CHIP.md, sections 16 and 18).
+    """The steps that a sum may be off by.
+
+    int16 on bayes-e is requantized by 16 and 15 bits, which loses two more, and a number is 127 steps (CHIP.md, sections 16 and 18).
     """
     return 4 if (target, dtype) == ("bayes-e", "int16") else 1
 
