@@ -558,9 +558,13 @@ def added(q: int, r: int, x: Grid, y: Grid, to: Grid, rules: Rules, alpha: Fract
 
 def shifted_sum(terms: Sequence[tuple[int, Fraction, bool]], to: Grid, rules: Rules, clamp: Clamp | None) -> int:
     """x · 2^n + e · E, x the term of the larger step; terms are (integer, step, whether it has 16 bits)."""
-    (x, larger, wide), (e, smaller, _) = sorted(terms, key=lambda term: -term[1])
+    (x, larger, wide), (e, smaller, wide_e) = sorted(terms, key=lambda term: -term[1])
     ratio = smaller / larger
-    n = 6 if rules.by_layers else measured_mantissa(ratio, 15 if wide else 23)[1]
+    n = (
+        6
+        if rules.by_layers
+        else (min(13 - exponent_of(ratio), 22) if wide_e and not wide else measured_mantissa(ratio, 15 if wide else 23)[1])
+    )
     return requantized(x * 2**n + e * half_even(ratio * 2**n), larger / 2**n, to, rules, clamp, kind="sum")
 
 

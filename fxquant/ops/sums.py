@@ -82,8 +82,10 @@ def _lower_shifted_sum(
             steps[role] = Ratio((torch.tensor(abs(float(operand) * factor), dtype=torch.float32, device=device) / WEIGHT_INT8.high,))
     (larger, x), (smaller, e) = sorted(steps.items(), key=lambda item: -float(item[1].approximate()))
     ratio = e.over(*x.numerators)
-    wide_x = isinstance(operand := terms[larger][0], Quantized) and operand.dtype.bits > 8
-    exponent = ratio.mantissa(15, carries=False)[1].clamp_max(how.largest_wide if wide_x else how.largest)
+    wide_x, wide_e = (isinstance(operand, Quantized) and operand.dtype.bits > 8 for operand, _ in (terms[larger], terms[smaller]))
+    spared = wide_e and not wide_x  # a bit, or the sum would saturate behind the largest first shift of its requantization
+    largest = how.largest_wide if wide_x else how.largest
+    exponent = ratio.mantissa(15 - spared, carries=False)[1].clamp_max(largest - spared)
     exponent = exponent if how.fixed is None else torch.full_like(exponent, how.fixed)
     factors = {larger: torch.ones_like(exponent) << exponent, smaller: ratio.rounded(exponent)}
     bound = torch.zeros((), dtype=torch.float64, device=device)
