@@ -20,6 +20,7 @@ from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.boundary import quantize
 from fxquant.quantization.prepared import quantized_operators
 
+VNNI = torch.cpu._is_vnni_supported()  # without it, sums of pairs of products saturate, and kernels that form them are refused
 TARGETS = ("bayes-e", "nash-e")
 NOT_LOWERED = ("identity", "dropout", "nan_to_num", "requantize", "in_dtype", "finely")  # operators that may leave no primitive behind
 

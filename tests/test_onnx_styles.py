@@ -297,8 +297,8 @@ def test_a_kernel_that_saturates_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     assert fast._kernel_is_exact(integer, node, 21, {})
     honest = fast._run
 
-    def saturating(model: onnx.ModelProto, feeds: dict[str, Tensor], settings: Any) -> dict[str, Tensor]:
-        return {name: value.clamp(max=254) for name, value in honest(model, feeds, settings).items()}
+    def saturating(model: onnx.ModelProto, feeds: dict[str, Tensor], settings: Any, *runtime: str) -> dict[str, Tensor]:
+        return {name: value.clamp(max=254) for name, value in honest(model, feeds, settings, *runtime).items()}
 
     monkeypatch.setattr(fast, "_run", saturating)
     assert not fast._kernel_is_exact(integer, node, 21, {})

@@ -20,7 +20,7 @@ from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.runtime import OnnxModel
 from fxquant.graph import qparams
 from fxquant.primitives import accumulate
-from tests.contract import assert_alive, compiled, graph_values
+from tests.contract import VNNI, assert_alive, compiled, graph_values
 from tests.test_onnx_styles import Net, conv, residual, verified
 
 pytestmark = pytest.mark.skipif(
@@ -64,7 +64,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # and how many layer
 WHOLE_OUTPUT = fxq.QConfigMapping().set_module_name("layers.b", fxq.QConfig(fxq.ActivationConfig("int32")))
 
 
-VNNI = torch.cpu._is_vnni_supported()  # without it, sums of pairs of products saturate, and kernels that form them are refused
 needs_vnni = pytest.mark.skipif(not VNNI, reason="without VNNI, sums of pairs of products saturate")
 
 
@@ -142,14 +141,23 @@ def test_only_bytes_are_summed(activation: str, weight: str, count: int, tmp_pat
     assert report, str(report)
 
 
+@pytest.mark.parametrize("target", ["bayes-e", "bernoulli"])
+def test_no_half_step_becomes_a_part_of_a_bias(target: str, tmp_path: Path) -> None:
+    """A runtime that adds a constant to the bias of a convolution would round every partial sum."""
+    integer = integer_of("plain", target, fxq.QConfig(fxq.ActivationConfig("int8"), fxq.WeightConfig("int4")))
+    path = fxq.export_onnx(integer, tmp_path / "model.onnx", style="exact")
+    report = fxq.verify(integer, path, [3 * batch(64, seed) for seed in range(2)], show_progress=False)
+    assert report, str(report)
+
+
 def test_a_sum_that_saturates_is_written_as_in_style_exact(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     integer = integer_of("residual")
     honest = fast._run
 
-    def saturating(model: onnx.ModelProto, feeds: dict[str, Tensor], settings: Any) -> dict[str, Tensor]:
-        found = honest(model, feeds, settings)
+    def saturating(model: onnx.ModelProto, feeds: dict[str, Tensor], settings: Any, *runtime: str) -> dict[str, Tensor]:
+        found = honest(model, feeds, settings, *runtime)
         return {name: value.clamp(-(2**15), 2**15 - 1) for name, value in found.items()} if model.graph.name == "kernel" else found
 
     monkeypatch.setattr(fast, "_run", saturating)
@@ -166,10 +174,10 @@ def test_a_sum_that_the_runtime_does_not_have_is_written_as_in_style_exact(monke
     integer = integer_of("residual")
     honest = fast._run
 
-    def lacking(model: onnx.ModelProto, feeds: dict[str, Tensor], settings: Any) -> dict[str, Tensor]:
+    def lacking(model: onnx.ModelProto, feeds: dict[str, Tensor], settings: Any, *runtime: str) -> dict[str, Tensor]:
         if model.graph.name == "kernel":
             raise fxq.ExportError("the model cannot be run", because="there is no ConvInteger", remedy="none")
-        return honest(model, feeds, settings)
+        return honest(model, feeds, settings, *runtime)
 
     monkeypatch.setattr(fast, "_run", lacking)
     path = fxq.export_onnx(integer, tmp_path / "model.onnx", style="fast")
@@ -194,8 +202,8 @@ def test_a_wrong_sum_is_found_in_the_whole(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(fast, "_sum_is_exact", lambda *_: True)
     honest = fast._run
 
-    def wrong(model: onnx.ModelProto, feeds: dict[str, Tensor], settings: Any) -> dict[str, Tensor]:
-        return {name: value + 1 for name, value in honest(model, feeds, settings).items()}
+    def wrong(model: onnx.ModelProto, feeds: dict[str, Tensor], settings: Any, *runtime: str) -> dict[str, Tensor]:
+        return {name: value + 1 for name, value in honest(model, feeds, settings, *runtime).items()}
 
     monkeypatch.setattr(fast, "_run", wrong)
     with pytest.raises(fxq.ExportError, match="does not give the integer model's numbers"):

@@ -18,12 +18,12 @@ from fxquant.arithmetic import Arithmetic
 from fxquant.backends.onnx.emitter import DOMAIN, TYPES, value_info
 from fxquant.backends.onnx.kernels import FastWriter, moved_by, plain
 from fxquant.backends.onnx.metadata import PRECISE
-from fxquant.backends.onnx.runtime import RUNTIMES, Runner
+from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIMES, Runner
 from fxquant.backends.onnx.sums import SumsWriter
 from fxquant.errors import ExportError
 from fxquant.facts import BATCH_SIZES, TensorFact
 from fxquant.graph import by_name, fact, qparams, resolve, zero_point
-from fxquant.kernels.admission import DRAWN, MOST_DRAWS, largest_pairs, whole_range
+from fxquant.kernels.admission import DRAWN, MOST_DRAWS, pairs_of_ends, whole_range
 from fxquant.numerics import ACTIVATION_TYPES, INT8
 from fxquant.primitives import PRIMITIVES
 from fxquant.primitives.boundary import quantize
@@ -107,9 +107,11 @@ def _write_sums(
     return model
 
 
-def _run(model: onnx.ModelProto, feeds: dict[str, Tensor], settings: Mapping[str, str]) -> dict[str, Tensor]:
-    """The model in onnxruntime, with all optimisations and these session options."""
-    _, level, threads = RUNTIMES[0]
+def _run(
+    model: onnx.ModelProto, feeds: dict[str, Tensor], settings: Mapping[str, str], runtime: str = MEASURED_RUNTIMES[0]
+) -> dict[str, Tensor]:
+    """Run the model in an onnxruntime of `RUNTIMES`, with these session options."""
+    level, threads = next((level, threads) for name, level, threads in RUNTIMES if name == runtime)
     return Runner(model, level, threads, None, settings)(feeds)
 
 
@@ -120,7 +122,7 @@ def _images(operands: Iterable[fx.Node]) -> int:
 
 
 def _whole_range(operand: fx.Node, images: int, generator: torch.Generator) -> Tensor:
-    """Integers of the whole range; every second item of the batch has pairs of the largest integer (`largest_pairs`)."""
+    """Integers of the whole range; every second item of the batch has pairs of its ends (`pairs_of_ends`)."""
     described, known = qparams(operand), fact(operand)
     dtype, zero = (INT8, 0) if described is None else (ACTIVATION_TYPES[described.dtype], described.zero_point)
     value = whole_range(dtype, known.at(images), dtype.low, generator)
@@ -128,7 +130,7 @@ def _whole_range(operand: fx.Node, images: int, generator: torch.Generator) -> T
         return value
     odd = torch.arange(value.shape[known.batch_axis], device="cpu") % 2 == 1
     odd = odd.view(-1, *[1] * (value.dim() - 1 - known.batch_axis))
-    return torch.where(odd, largest_pairs(dtype, value.shape, zero, generator), value)
+    return torch.where(odd, pairs_of_ends(dtype, value.shape, zero, generator), value)
 
 
 def _every_byte(operand: fx.Node) -> Tensor:
@@ -174,7 +176,10 @@ def _kernel_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int, setting
                     given[centred] = given[plain(centred)].to(torch.int32) - zero_point(plain(centred))
             given[part] = part.target(*fx.map_arg(part.args, given.__getitem__))  # type: ignore[operator]
         wanted: Tensor = node.target(*fx.map_arg(node.args, given.__getitem__))  # type: ignore[operator]
-    return torch.equal(_run(model, fed, settings)[result].to(torch.int16) - moved_by(node), wanted.to(torch.int16))
+    return all(
+        torch.equal(_run(model, fed, settings, runtime)[result].to(torch.int16) - moved_by(node), wanted.to(torch.int16))
+        for runtime in MEASURED_RUNTIMES  # without VNNI only one of them may saturate
+    )
 
 
 def _sum_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int) -> bool:
@@ -202,7 +207,9 @@ def _sum_is_exact(integer: fx.GraphModule, node: fx.Node, opset: int) -> bool:
     with torch.no_grad():
         wanted: Tensor = node.target(*fx.map_arg(node.args, given.__getitem__))  # type: ignore[operator]
     try:
-        return torch.equal(_run(model, {operand.name: given[operand]}, {})[result], wanted.to(dtype))
+        return all(
+            torch.equal(_run(model, {operand.name: given[operand]}, {}, runtime)[result], wanted.to(dtype)) for runtime in MEASURED_RUNTIMES
+        )
     except ExportError as error:  # before 1.24 onnxruntime has no ConvInteger of int8
         logger.debug("%s: %s", node.name, error.because)
         return False

@@ -18,6 +18,7 @@ from fxquant.primitives.dynamic import dynamic_linear
 EXTREMES = 43  # of 256 elements so many are the smallest there is, and as many the largest
 DRAWN = 2**13  # elements of pairs that a proof takes, in draws of an operand's size
 MOST_DRAWS = 32
+PAIRS = 24  # of 256 pairs so many are the smallest integer, and as many the largest
 SMALLEST_REAL, LARGEST_REAL = -100.0, 155.0  # of operands that are quantized at run time: a step is 1
 
 
@@ -33,18 +34,18 @@ def whole_range(dtype: IntType, sizes: Sequence[int], low: int, generator: torch
     return torch.where(choice < EXTREMES, lowest, torch.where(choice >= 256 - EXTREMES, highest, values))
 
 
-def largest_pairs(dtype: IntType, sizes: Sequence[int], zero: int, generator: torch.Generator) -> Tensor:
-    """Neighbouring channels at the largest integer, about one pair in four; all others at the zero point.
+def pairs_of_ends(dtype: IntType, sizes: Sequence[int], zero: int, generator: torch.Generator) -> Tensor:
+    """Integers at the zero point, but for neighbours along the channels or the last dimension that are both the largest or the smallest.
 
     A sum of two products in 16 bits, as processors without VNNI form it, saturates at such a pair. The sum of the layer stays so small that
     its output does not hide it.
     """
-    channels = 1 if len(sizes) > 3 else len(sizes) - 1
-    halved = [-(-size // 2) if axis == channels else size for axis, size in enumerate(sizes)]
-    chosen = _random_bits(torch.uint8, halved, generator) < 64
-    chosen = chosen.repeat_interleave(2, channels).narrow(channels, 0, sizes[channels])
-    highest, rest = (torch.tensor(value, dtype=dtype.storage, device="cpu") for value in (dtype.high, zero))
-    return torch.where(chosen, highest, rest)
+    lowest, highest, value = (torch.tensor(each, dtype=dtype.storage, device="cpu") for each in (dtype.low, dtype.high, zero))
+    for axis in {1 if len(sizes) > 3 else len(sizes) - 1, len(sizes) - 1}:
+        halved = [-(-size // 2) if dim == axis else size for dim, size in enumerate(sizes)]
+        choice = _random_bits(torch.uint8, halved, generator).repeat_interleave(2, axis).narrow(axis, 0, sizes[axis])
+        value = torch.where(choice < PAIRS, lowest, torch.where(choice >= 256 - PAIRS, highest, value))
+    return value
 
 
 def _random_bits(dtype: torch.dtype, sizes: Sequence[int], generator: torch.Generator) -> Tensor:
@@ -70,7 +71,7 @@ def evaluate(model: fx.GraphModule, match: Match, given: dict[fx.Node, Tensor]) 
 
 
 def draws(site: Site, generator: torch.Generator) -> Iterator[dict[fx.Node, Tensor]]:
-    """The operands of a proof: of the whole range, and for weights pairs of the largest integer too, the more the smaller they are."""
+    """The operands of a proof: of the whole range, and for weights pairs of its ends too, the more the smaller they are."""
     yield operands(site, generator)
     if "weight" in site.match.parts:
         smallest = max(1, min(math.prod(site.sizes[node]) for node in site.match.reads))
@@ -81,8 +82,8 @@ def draws(site: Site, generator: torch.Generator) -> Iterator[dict[fx.Node, Tens
 def _pairs(node: fx.Node, sizes: Sequence[int], generator: torch.Generator) -> Tensor:
     described = qparams(node)
     if described is not None:
-        return largest_pairs(ACTIVATION_TYPES[described.dtype], sizes, described.zero_point, generator)
-    value = largest_pairs(UINT8, sizes, 0, generator) * (LARGEST_REAL / UINT8.high)
+        return pairs_of_ends(ACTIVATION_TYPES[described.dtype], sizes, described.zero_point, generator)
+    value = pairs_of_ends(UINT8, sizes, 0, generator) * (LARGEST_REAL / UINT8.high)
     value.view(-1)[0] = SMALLEST_REAL  # a grid made at run time then has the scale 1
     return value
 

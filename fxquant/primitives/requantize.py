@@ -92,7 +92,10 @@ def _onnx_rounded_fixed(
             by, *constants = constants  # type: ignore[assignment]
             x = e.node(first.operator, x, by, **first.attributes)
         x = e.node("Relu", x) if rectified else x
-        x = x if first is None else e.node("Floor", x)
+        if first is not None:
+            x = e.node("Floor", x)
+        elif not rectified:  # Round changes no integer: it keeps runtimes from adding the constant to the bias, whose sum would be rounded
+            x = e.node("Round", x)
         if width == torch.float64:
             x = e.node("Clip", x, e.constant(float(-limit), width), e.constant(float(limit), width))
             x = e.node("Cast", x, to=torch.float32)
