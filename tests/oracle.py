@@ -652,9 +652,9 @@ def added_constant(
 
 def prelu(q: int, slope: Fraction, steepest: Fraction, x: Grid, to: Grid, rules: Rules) -> int:
     """max(q, 0) + slope · min(q, 0); `steepest` is the largest magnitude of all slopes."""
-    if rules.measured and not x.wide:
-        if rules.by_layers:
-            return by_slope(q, slope, x, to, rules, in_a_byte=True)
+    if rules.by_layers and not x.wide:
+        return by_slope(q, slope, x, to, rules, in_a_byte=True)
+    if rules.measured:
         return prelu_by_sign(q, slope, steepest, x, to, rules)
     reach = x.magnitude * max(Fraction(1), steepest)
 
