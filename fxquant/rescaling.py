@@ -22,7 +22,7 @@ LARGEST_NARROW_MULTIPLIER = 2**NARROW_BITS
 class Ratio:
     """An exact positive rational: the product of `numerators` over the product of `denominators`.
 
-    The factors are float32 scales or small whole numbers, as tensors that broadcast together. Kept as
+    The factors are float32 scales or small integers, as tensors that broadcast together. Kept as
     factors because a product of them is not a float.
     """
 

@@ -525,6 +525,11 @@ def requantized(
     return requantize_fixed(accumulator, *parameters, widths.intermediate_bits, rounding, low, high)
 
 
+def bits_of_sum(largest: int) -> int:
+    """The bits of the accumulator of a matrix product whose sums can reach this."""
+    return 32 if largest < 2**31 else 48
+
+
 def aligned(q: int, ratio: Fraction, on: Grid, rules: Rules) -> int:
     """q on a scale that is `ratio` times finer."""
     if rules.arithmetic == "real":
