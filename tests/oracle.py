@@ -481,7 +481,7 @@ class Rules:
         return float32(scale * other) if self.measured else scale * other
 
     def last_rounding(self, kind: str) -> str:
-        """That of an accumulator: a "layer" with weights (a "wide layer" of 16 bits), a "matrix" product of two, a "sum", a "product", or another "value"."""
+        """That of an accumulator: a "layer", a "wide layer" of 16 bits, a "matrix" product of two, a "sum", a "product", or a "value"."""
         if not self.measured:
             return self.rounding
         if kind.endswith("layer") or (self.by_layers and kind == "sum"):
