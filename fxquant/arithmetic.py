@@ -19,7 +19,9 @@ from fxquant.primitives.requantize import requantize_fixed, requantize_real
 from fxquant.rescaling import FixedWidths, Ratio, real_multiplier
 
 Function = Callable[..., Tensor]
-LAYER, MATRIX, SUM, PRODUCT, VALUE = "layer", "matrix", "sum", "product", "value"  # what an accumulator holds: see `Arithmetic.requantize`
+# What an accumulator holds: see `Arithmetic.requantize`.
+LAYER, WIDE_LAYER, MATRIX, SUM, PRODUCT, VALUE = "layer", "layer of 16 bits", "matrix", "sum", "product", "value"
+LAYERS = (LAYER, WIDE_LAYER)
 LARGEST_BIAS = 2**30  # of a layer's integers, half a step of its output included
 
 
@@ -115,8 +117,8 @@ class Arithmetic:
     ) -> Any:
         """An accumulator of so many bits times `ratio`, as integers on a grid, whose centred ones are limited to [low, high].
 
-        `role` begins the constants' names. `kind` says what was accumulated: LAYER, MATRIX (a product
-        of two), SUM, PRODUCT, or any other VALUE.
+        `role` begins the constants' names. `kind` says what was accumulated: LAYER, WIDE_LAYER (of an operand of 16 bits), MATRIX (a
+        product of two), SUM, PRODUCT, or any other VALUE.
         """
         raise NotImplementedError
 
@@ -153,7 +155,7 @@ def _without_last_bits(value: Tensor, bits: int) -> Tensor:
 
 @dataclass(frozen=True)
 class FixedArithmetic(Arithmetic):
-    """*fixed*: a shift, a product with whole numbers, a shift."""
+    """*fixed*: a shift, a product with an integer, a shift."""
 
     final_rounding: str = "half_up"  # or another of `requantize_fixed`
     roundings: Mapping[str, str] = field(default_factory=dict)  # of kinds that differ; a LAYER that rounds down has half a step in its bias
@@ -194,12 +196,13 @@ class FixedArithmetic(Arithmetic):
         kind: str = VALUE,
     ) -> Any:
         widths = self.widths[grid.type.name]
-        fixed = widths.constants(ratio, grid.type, accumulator_bits, kind in (LAYER, MATRIX))
+        fixed = widths.constants(ratio, grid.type, accumulator_bits, kind in (*LAYERS, MATRIX), kind == WIDE_LAYER)
         constants = [
             composer.constant(role + name, value, torch.int32)
             for name, value in (("shift", fixed.shift), ("multiplier", fixed.multiplier), ("right_shift", fixed.right_shift))
         ]
-        rest = widths.intermediate_bits, self.roundings.get(kind, self.final_rounding), low, high, grid.type.storage
+        rounding = self.roundings.get(LAYER if kind in LAYERS else kind, self.final_rounding)
+        rest = widths.intermediate_bits, rounding, low, high, grid.type.storage
         return composer.call(requantize_fixed, accumulator, *constants, *rest)
 
     def align(self, composer: Composer, value: Any, ratio: Ratio, dtype: IntType, role: str, wide: bool) -> Any:

@@ -249,11 +249,12 @@ class EagerLowering(Lowering):
         to: Quantizer | None = None,
         role: str = "",
         lift: Lift | None = None,
+        kind: str = LAYER,
     ) -> Quantized:
         to = to or self.output
         if isinstance(accumulator, joining.Deferred):
             alone = bias is None and residual is None and statistics is None
-            joined = self._joined(accumulator, ratio, clamp, to, bound, lift, LAYER) if alone else None
+            joined = self._joined(accumulator, ratio, clamp, to, bound, lift, kind) if alone else None
             if joined is not None:
                 return joined
             accumulator = self.computed(accumulator)
@@ -268,7 +269,7 @@ class EagerLowering(Lowering):
         learns = to.learns and torch.is_grad_enabled()
         seen = self.seen is not None and to is self._output
         if form is None or learns or to.dtype == INT32 or (follows and (seen or not to.can_follow_ends)):
-            return super().complete(accumulator, ratio, clamp, bound, bias, residual, multiplier, statistics, to, role, lift)
+            return super().complete(accumulator, ratio, clamp, bound, bias, residual, multiplier, statistics, to, role, lift, kind)
         if to is self.intermediate and not follows:
             to.require()
         added = None if bias is None else bias.to(torch.float32).reshape(-1).expand(form.channels)
@@ -286,7 +287,7 @@ class EagerLowering(Lowering):
                     steps = factors
                 real = ends * steps if clamp is None else (ends * steps).clamp(*clamp)
                 to.follow(limited(real, self.observed) if to is self.output else real)
-        grid, how = to.grid, self._rounded(ratio, clamp, to, bound, lift, LAYER)
+        grid, how = to.grid, self._rounded(ratio, clamp, to, bound, lift, kind)
         token = None if statistics is None else statistics.token
         integers, real = sweeps.finished(accumulator, added, other, factor, factors, form, how, token)
         self.whole = integers

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fxquant import sweeps
-from fxquant.arithmetic import LAYER, VALUE, Arithmetic
+from fxquant.arithmetic import LAYER, LAYERS, VALUE, Arithmetic
 from fxquant.clamping import clamped
 from fxquant.errors import AccumulatorOverflow, NotFinite
 from fxquant.facts import Size
@@ -272,6 +272,7 @@ class Lowering:
         to: Quantizer | None = None,
         role: str = "",
         lift: Lift | None = None,
+        kind: str = LAYER,
     ) -> Quantized:
         """The accumulator of channels, plus its bias and the residual times its multiplier, requantized to the output or to `to`.
 
@@ -284,7 +285,7 @@ class Lowering:
             primitive = add_residual if multiplier.right_shift is None else add_residual_shifted
             factors = [factor for factor in multiplier if factor is not None]
             accumulator = self.call(primitive, accumulator, residual.value, *factors)
-        return self.requantize(accumulator, ratio, clamp, to, role, bound, lift, LAYER)
+        return self.requantize(accumulator, ratio, clamp, to, role, bound, lift, kind)
 
     def parts(self, input: Any, weight: Tensor, bias: Tensor | None) -> int:
         """In how many parts the input channels have to be for all partial sums of the operand at hand to stay below 2^24.
@@ -350,7 +351,7 @@ class Lowering:
         low, high = clamp_bound(clamp[0], scale, grid.low, grid), clamp_bound(clamp[1], scale, grid.high, grid)
         if not self.arithmetic.leaves_out_clamps:
             return low, high
-        if kind == LAYER and clamp[0] == 0:
+        if kind in LAYERS and clamp[0] == 0:
             return low, grid.high
         return grid.bounds if low <= -grid.high and high >= grid.high else (low, high)
 

@@ -22,7 +22,7 @@ LARGEST_NARROW_MULTIPLIER = 2**NARROW_BITS
 class Ratio:
     """An exact positive rational: the product of `numerators` over the product of `denominators`.
 
-    The factors are float32 scales or small whole numbers, as tensors that broadcast together. Kept as
+    The factors are float32 scales or small integers, as tensors that broadcast together. Kept as
     factors because a product of them is not a float.
     """
 
@@ -163,8 +163,8 @@ class FixedWidths:
         """The largest last shift of any requantization."""
         return self.largest_shift
 
-    def constants(self, ratio: Ratio, output: IntType, accumulator_bits: int, layer: bool) -> FixedRequantization:
-        """The integers that multiply an accumulator of so many bits by `ratio`; a `layer` with weights has no others."""
+    def constants(self, ratio: Ratio, output: IntType, accumulator_bits: int, layer: bool, wide: bool = False) -> FixedRequantization:
+        """The integers that multiply an accumulator of so many bits by `ratio`, the same whether or not it is a layer's."""
         return fixed_requantization(ratio, self, output, accumulator_bits)
 
     def aligning(self, ratio: Ratio) -> tuple[Tensor, Tensor]:
@@ -183,14 +183,18 @@ class MeasuredWidths(FixedWidths):
     largest_shift: int = 22
     layer_shift: int = 22  # the largest last shift of a layer with weights, where the product reaches the output's limit by it
     largest_first_shift: int = 15
+    wide_first_shift: int = 8  # the least first shift of a layer whose operand has 16 bits
 
     @property
     def last_shift(self) -> int:
         """The largest last shift of any requantization."""
         return 31
 
-    def constants(self, ratio: Ratio, output: IntType, accumulator_bits: int, layer: bool) -> FixedRequantization:
-        """The integers that multiply an accumulator of so many bits by `ratio`; a `layer` with weights may have `layer_shift`."""
+    def constants(self, ratio: Ratio, output: IntType, accumulator_bits: int, layer: bool, wide: bool = False) -> FixedRequantization:
+        """The integers that multiply an accumulator of so many bits by `ratio`.
+
+        A `layer` with weights may have `layer_shift`; that of a `wide` operand, of 16 bits, has at least `wide_first_shift`.
+        """
         if accumulator_bits <= 16:  # a quantized tensor is multiplied as it is
             multiplier, k = ratio.mantissa(self.multiplier_bits, largest_exponent=31, carries=False)
             return self._limited(torch.zeros_like(k), multiplier, k)
@@ -201,6 +205,8 @@ class MeasuredWidths(FixedWidths):
             product = ratio.approximate().detach() * power_of_two(k - self.layer_shift) * (2 ** (self.intermediate_bits - 1) - 1)
             last = torch.where(product >= output.high, self.layer_shift, last)
         right_shift = torch.minimum(k, last)
+        if wide:
+            right_shift = torch.minimum(right_shift, (k - self.wide_first_shift).clamp_min(1))
         return self._limited(k - right_shift, multiplier, right_shift)
 
     def _limited(self, shift: Tensor, multiplier: Tensor, right_shift: Tensor) -> FixedRequantization:

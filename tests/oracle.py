@@ -1,4 +1,4 @@
-"""The arithmetic of backends/bpu/ARITHMETIC.md once more, slowly: Python integers and exact fractions.
+"""The arithmetic of backends/bpu/ARITHMETIC.md and of CHIP.md once more, slowly: Python integers and exact fractions.
 
 Nothing here is shared with the implementation, and nothing is computed by torch: a tensor is a nested list,
 a float32 or float64 number is the `Fraction` that equals it, or a Python float where the definition says
@@ -218,8 +218,13 @@ def measured_mantissa(ratio: Fraction, largest_exponent: int | None = None) -> t
 
 
 @functools.cache
-def measured_parameters(ratio: Fraction, bits: int, accumulator_bits: int = 32, layer: bool = False) -> tuple[int, int, int]:
-    """(a, M, b) of the measured targets, for an output of 8 or 16 bits: b is the largest there is, and a what is left of k."""
+def measured_parameters(
+    ratio: Fraction, bits: int, accumulator_bits: int = 32, layer: bool = False, wide: bool = False
+) -> tuple[int, int, int]:
+    """(a, M, b) of the measured targets, for an output of 8 or 16 bits: b is the largest there is, and a what is left of k.
+
+    In a layer of a `wide` operand, of 16 bits, a is 8 at least, as far as b stays 1 at least.
+    """
     if accumulator_bits <= 16:
         multiplier, b = measured_mantissa(ratio, 31)
         return (0, 2**15 - 1, 1) if b < 1 else (0, multiplier, b)
@@ -227,7 +232,7 @@ def measured_parameters(ratio: Fraction, bits: int, accumulator_bits: int = 32, 
     multiplier, k = measured_mantissa(ratio, largest + max(31 if bits == 16 else 15, accumulator_bits - 17))
     if bits == 8 and layer and ratio * Fraction(2) ** (k - 23) * (2**15 - 1) >= 127:
         largest = 23
-    b = min(k, largest)
+    b = min(k, largest, max(k - 8, 1)) if wide else min(k, largest)
     return (k - b, 2**15 - 1, 1) if b < 1 else (k - b, multiplier, b)
 
 
@@ -476,10 +481,10 @@ class Rules:
         return float32(scale * other) if self.measured else scale * other
 
     def last_rounding(self, kind: str) -> str:
-        """That of an accumulator which is a "layer" with weights, a "sum", a "product", or another "value"."""
+        """That of an accumulator: a "layer", a "wide layer" of 16 bits, a "matrix" product of two, a "sum", a "product", or a "value"."""
         if not self.measured:
             return self.rounding
-        if kind == "layer" or (self.by_layers and kind == "sum"):
+        if kind.endswith("layer") or (self.by_layers and kind == "sum"):
             return "floor"
         return "nearest_half_step" if self.by_layers and kind == "product" else "half_up"
 
@@ -491,11 +496,15 @@ class Rules:
 Clamp = tuple[float | None, float | None]
 
 
-def limits(to: Grid, clamp: Clamp | None) -> tuple[int, int]:
-    """[low, high] of an output with a fused clamp."""
+def limits(to: Grid, clamp: Clamp | None, rules: Rules, kind: str = "value") -> tuple[int, int]:
+    """[low, high] of an output with a fused clamp; measured targets drop some bounds."""
     if clamp is None:
         return to.low, to.high
     low, high = (clamp_bound(bound, float(to.scale), end, to.low, to.high) for bound, end in zip(clamp, (to.low, to.high), strict=True))
+    if rules.measured and kind.endswith("layer") and clamp[0] == 0:
+        return low, to.high
+    if rules.measured and low <= -to.high and high >= to.high:
+        return to.low, to.high
     return low, high
 
 
@@ -503,16 +512,22 @@ def requantized(
     accumulator: int, step: Fraction, to: Grid, rules: Rules, clamp: Clamp | None = None, accumulator_bits: int = 32, kind: str = "value"
 ) -> int:
     """An accumulator with this step on a grid."""
-    low, high = limits(to, clamp)
+    low, high = limits(to, clamp, rules, kind)
     if rules.arithmetic == "real":
         return requantize_real(accumulator, real_multiplier(step / to.scale), low, high)
     rounding = rules.last_rounding(kind)
     if rules.measured and to.bits >= 8:
-        measured = measured_parameters(step / to.scale, to.bits, accumulator_bits, kind == "layer")
+        layer = kind in ("layer", "wide layer", "matrix")
+        measured = measured_parameters(step / to.scale, to.bits, accumulator_bits, layer, kind == "wide layer")
         return requantize_fixed(accumulator, *measured, 16, rounding, low, high)
     widths = INT16_WIDTHS if to.wide else INT8_WIDTHS
     parameters = fixed_parameters(step / to.scale, widths, 2 ** (to.bits - 1) - 1, max(accumulator_bits, 32))
     return requantize_fixed(accumulator, *parameters, widths.intermediate_bits, rounding, low, high)
+
+
+def bits_of_sum(largest: int) -> int:
+    """The bits of the accumulator of a matrix product whose sums can reach this."""
+    return 32 if largest < 2**31 else 48
 
 
 def aligned(q: int, ratio: Fraction, on: Grid, rules: Rules) -> int:
@@ -522,18 +537,23 @@ def aligned(q: int, ratio: Fraction, on: Grid, rules: Rules) -> int:
     return align_fixed(q, *mantissa(ratio, 21 if on.wide and not rules.measured else 15, 31))
 
 
+def layer_of(x: Grid) -> str:
+    """The kind of a layer's accumulator."""
+    return "wide layer" if x.wide else "layer"
+
+
 def uniform(terms: Sequence[int], value: Fraction, bias: Fraction, x: Grid, to: Grid, rules: Rules, clamp: Clamp | None = None) -> int:
     """value · Σ terms + bias as a layer with one weight, ±127 on the number's own scale."""
     scale = max(float32(float32(abs(value)) / 127), SMALLEST_SCALE)
     step = rules.product_step(x.scale, scale)
     lifted = lifted_bias(measured_bias(float(float32(bias)), step), step, to.scale, rules.bias_bits)
-    return requantized((127 if value > 0 else -127) * sum(terms) + lifted, step, to, rules, clamp, kind="layer")
+    return requantized((127 if value > 0 else -127) * sum(terms) + lifted, step, to, rules, clamp, kind=layer_of(x))
 
 
 def averaged(terms: Sequence[int], count: int, x: Grid, to: Grid, rules: Rules, window: bool = False) -> int:
-    """The mean of these integers; `window` if it is that of a pool whose windows count alike."""
+    """The mean of these integers; `window` if it is that of a pool over two dimensions, whose windows have a size of their own."""
     if rules.measured and not x.wide and (window or rules.by_layers):
-        return uniform(terms, Fraction(1 / count), Fraction(0), x, to, rules)
+        return uniform(terms, Fraction(1, count), Fraction(0), x, to, rules)
     return requantized(sum(terms), x.scale / count, to, rules)
 
 
@@ -545,27 +565,63 @@ def times_number(q: int, number: Fraction, x: Grid, to: Grid, rules: Rules) -> i
 
 
 def added(q: int, r: int, x: Grid, y: Grid, to: Grid, rules: Rules, alpha: Fraction = Fraction(1), clamp: Clamp | None = None) -> int:
-    """q + alpha · r."""
+    """q + alpha · r, elements of tensors of images of one shape."""
     steps = x.scale, y.scale * abs(alpha)
-    if rules.in_output_steps and max(x.bits, y.bits, to.bits) <= 8:
-        return added_in_output_steps(q, r if alpha > 0 else -r, [step / to.scale for step in steps], *limits(to, clamp))
+    narrow = max(x.bits, y.bits, to.bits) <= 8
+    if rules.in_output_steps and narrow:
+        return added_in_output_steps(q, r if alpha > 0 else -r, [step / to.scale for step in steps], *limits(to, clamp, rules))
+    if rules.measured and narrow and (alpha != 1 if rules.by_layers else abs(alpha) != 1):
+        return scaled_sum(q, r, x, y, to, rules, alpha, clamp)
     if rules.measured:
-        return shifted_sum(((q, steps[0], x.wide), (r if alpha > 0 else -r, steps[1], y.wide)), to, rules, clamp)
+        terms = Term(q, steps[0], x.wide), Term(r if alpha > 0 else -r, steps[1], y.wide, subtracted=alpha < 0)
+        return shifted_sum(terms, to, rules, clamp)
     unit = max(steps) / 2**14
     one, other = (aligned(value, step / unit, on, rules) for value, step, on in zip((q, r), steps, (x, y), strict=True))
     return requantized(one + other if alpha > 0 else one - other, unit, to, rules, clamp)
 
 
-def shifted_sum(terms: Sequence[tuple[int, Fraction, bool]], to: Grid, rules: Rules, clamp: Clamp | None) -> int:
-    """x · 2^n + e · E, x the term of the larger step; terms are (integer, step, whether it has 16 bits)."""
-    (x, larger, wide), (e, smaller, wide_e) = sorted(terms, key=lambda term: -term[1])
-    ratio = smaller / larger
-    n = (
-        6
-        if rules.by_layers
-        else (min(13 - exponent_of(ratio), 22) if wide_e and not wide else measured_mantissa(ratio, 15 if wide else 23)[1])
-    )
-    return requantized(x * 2**n + e * half_even(ratio * 2**n), larger / 2**n, to, rules, clamp, kind="sum")
+@dataclass(frozen=True)
+class Term:
+    """An operand of a sum: its integer with its sign, what a step of it is worth, whether it has 16 bits; and of a tensor its sign."""
+
+    integer: int
+    step: Fraction
+    wide: bool
+    subtracted: bool = False
+
+
+def shifted_sum(terms: Sequence[Term], to: Grid, rules: Rules, clamp: Clamp | None) -> int:
+    """x · 2^n + e · E, x the term of the larger step."""
+    x, e = sorted(terms, key=lambda term: -term.step)
+    ratio = e.step / x.step
+    n = 6 if rules.by_layers else measured_mantissa(ratio, 15 if x.wide else 23)[1]
+    if e.wide and not x.wide and not rules.by_layers:
+        n = min(13 - exponent_of(ratio), 22)
+    total, unit = x.integer * 2**n + e.integer * half_even(ratio * 2**n), x.step / 2**n
+    if x.subtracted:
+        total += 2 ** measured_parameters(unit / to.scale, to.bits)[0] - 1
+    return requantized(total, unit, to, rules, clamp, kind="sum")
+
+
+def scaled_sum(q: int, r: int, x: Grid, y: Grid, to: Grid, rules: Rules, alpha: Fraction, clamp: Clamp | None) -> int:
+    """q + alpha · r: a layer of r with the weight alpha, to whose accumulator q is added."""
+    scale = max(float32(float32(abs(alpha)) / 127), SMALLEST_SCALE)
+    step = rules.product_step(y.scale, scale)
+    total = (127 if alpha > 0 else -127) * r + lifted_bias(0, step, to.scale, rules.bias_bits)
+    total += q * half_even(x.scale / step) if rules.by_layers else residual_term(q, x.scale, step)
+    return requantized(total, step, to, rules, clamp, kind="layer")
+
+
+def smaller(q: int, r: int, x: Grid, y: Grid, to: Grid, rules: Rules) -> int:
+    """The smaller of two numbers, found on the output's grid; on measured targets on that of the larger scale."""
+    if not rules.measured:
+        return min(rescaled(q, x, to, rules), rescaled(r, y, to, rules))
+    coarse = y if y.scale > x.scale else x
+
+    def brought(value: int, on: Grid, other: Grid) -> int:
+        return value if on == other else requantized(value, on.scale, other, rules, accumulator_bits=on.bits)
+
+    return brought(min(brought(q, x, coarse), brought(r, y, coarse)), coarse, to)
 
 
 def added_number(q: int, number: Fraction, x: Grid, to: Grid, rules: Rules, factor: Fraction = Fraction(1)) -> int:
@@ -574,9 +630,9 @@ def added_number(q: int, number: Fraction, x: Grid, to: Grid, rules: Rules, fact
         return added_constant(q, number, number, x, to, rules, factor)
     if rules.by_layers:
         return uniform([q], factor, number, x, to, rules)
-    signed = (1 if factor > 0 else -1) * q, (1 if number > 0 else -1) * 127
-    steps = x.scale * abs(factor), float32(float32(abs(number)) / 127)
-    return shifted_sum(((signed[0], steps[0], x.wide), (signed[1], steps[1], False)), to, rules, None)
+    tensor = Term(q if factor > 0 else -q, x.scale * abs(factor), x.wide, subtracted=factor < 0)
+    held = Term(127 if number > 0 else -127, float32(float32(abs(number)) / 127), False)
+    return shifted_sum((tensor, held), to, rules, None)
 
 
 def added_in_output_steps(q: int, r: int, ratios: list[Fraction], low: int, high: int) -> int:
@@ -603,7 +659,9 @@ def added_constant(
 
 def prelu(q: int, slope: Fraction, steepest: Fraction, x: Grid, to: Grid, rules: Rules) -> int:
     """max(q, 0) + slope · min(q, 0); `steepest` is the largest magnitude of all slopes."""
-    if rules.measured and not x.wide and steepest <= 1:
+    if rules.by_layers and not x.wide:
+        return by_slope(q, slope, x, to, rules, in_a_byte=True)
+    if rules.measured:
         return prelu_by_sign(q, slope, steepest, x, to, rules)
     reach = x.magnitude * max(Fraction(1), steepest)
 
@@ -619,10 +677,21 @@ def prelu(q: int, slope: Fraction, steepest: Fraction, x: Grid, to: Grid, rules:
 
 def prelu_by_sign(q: int, slope: Fraction, steepest: Fraction, x: Grid, to: Grid, rules: Rules) -> int:
     """q, or q · A on the operand's grid where it is negative, brought to the output's."""
-    largest = max(float32(steepest), SMALLEST_SCALE)
-    multiplier = half_even(Fraction(float(slope) * 32767 / float(largest)))
-    chosen = q if q >= 0 else requantized(q * multiplier, x.scale * largest / 32767, x, rules)
+    unit = max(float32(float32(steepest) / 32767), SMALLEST_SCALE)
+    multiplier = limited(half_even(Fraction(float(slope) / float(unit))), -32767, 32767)
+    chosen = q if q >= 0 else requantized(q * multiplier, rules.product_step(x.scale, unit), x, rules)
     return requantized(chosen, x.scale, to, rules, accumulator_bits=x.bits)
+
+
+def by_slope(q: int, slope: Fraction, x: Grid, to: Grid, rules: Rules, in_a_byte: bool) -> int:
+    """q, or q · A / 2^7 on the operand's grid where it is negative; `in_a_byte` if what is added to q has 8 bits, as of a prelu."""
+    n = 6 if in_a_byte and 2**7 - half_even(slope * 2**7) > 127 else 7
+    multiplier = half_even(slope * 2**n)
+    value = Fraction(q * multiplier, 2**n)
+    below = half_away(value) if in_a_byte and multiplier > 2**n else half_up(value)
+    if in_a_byte:
+        below = min(below, q + 127)
+    return rescaled(q if q >= 0 else limited(below, x.low, x.high), x, to, rules)
 
 
 def rescaled(q: int, x: Grid, to: Grid, rules: Rules) -> int:
@@ -831,12 +900,12 @@ def finished(
         total, channel = at(sums, index), index[channels]
         step = steps[channel]
         if residual is not None and not fused:
-            between = requantized(total + lift(channel, inner), step, inner, rules, None, bits, "layer")
+            between = requantized(total + lift(channel, inner), step, inner, rules, None, bits, layer_of(x))
             return added(between, at(residual[0], index), inner, residual[1], to, rules, clamp=clamp)
         if residual is not None:
             r = at(residual[0], index)
             total += residual_term(r, residual[1].scale, step) if shifted else r * multipliers[channel]
-        return requantized(total + lift(channel, to), step, to, rules, clamp, bits, "layer")
+        return requantized(total + lift(channel, to), step, to, rules, clamp, bits, layer_of(x))
 
     return nested(shape_of(sums), element)
 

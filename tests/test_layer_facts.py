@@ -145,6 +145,23 @@ def test_a_float_model_costs_what_its_layers_do() -> None:
         assert all(layer.reason for layer in layers.values()) == (stage != "canonical.rewrite")
 
 
+def test_a_convolution_whose_weight_is_computed_is_compared_and_costs_what_it_does() -> None:
+    """The call is another operator's: a sum of products of two tensors."""
+
+    class Signs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.c = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.conv2d(x, torch.sign(self.c.weight))
+
+    model = Signs().eval()
+    assert {layer.macs for layer in fxq.layers(fxq.trace(model, example())) if layer.name == "conv2d"} == {4 * 8 * 7 * 27}
+    prepared, _ = compiled(model, [example()], "bayes-e")
+    assert "conv2d" in fxq.compare(model, prepared, [example()], show_progress=False)
+
+
 def test_scales_from_unknown_to_known() -> None:
     config = fxq.QConfigMapping().set_module_name("1", fxq.QConfig(fxq.ActivationConfig("int32")))
     model, x = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 5, 1)), torch.randn(2, 3, 4, 4)

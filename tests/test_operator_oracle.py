@@ -73,8 +73,18 @@ class Known:
     rules: Rules
     module: Any
 
-    def brought(self, sums: Nested, step: Fraction, clamp: oracle.Clamp | None = None, bits: int = 32) -> Nested:
-        return each(lambda total: oracle.requantized(total, step, self.to, self.rules, clamp, bits), sums)
+    def brought(self, sums: Nested, step: Fraction, clamp: oracle.Clamp | None = None, bits: int = 32, kind: str = "value") -> Nested:
+        return each(lambda total: oracle.requantized(total, step, self.to, self.rules, clamp, bits, kind), sums)
+
+    def times(self, number: float) -> Nested:
+        return each(lambda q: oracle.times_number(q, Fraction(number), self.x, self.to, self.rules), self.a)
+
+    def mean(self, terms: list[int], window: bool = False) -> int:
+        return oracle.averaged(terms, len(terms), self.x, self.to, self.rules, window)
+
+    def with_number(self, number: float, factor: float = 1) -> Nested:
+        on = Fraction(number), self.x, self.to, self.rules, Fraction(factor)
+        return each(lambda q: oracle.added_number(q, *on), self.a)
 
     def sum(self, alpha: float = 1, clamp: oracle.Clamp | None = None) -> Nested:
         on = self.x, self.y, self.to, self.rules, Fraction(alpha), clamp
@@ -144,7 +154,12 @@ def times_constant(known: Known) -> Nested:
     scale = oracle.power_of_two_scale(scale) if known.rules.power_of_two_weights else scale
     integers = [oracle.weight_integer(Fraction(value), scale) for value in made]
     products = nested(shape_of(known.a), lambda index: at(known.a, index) * integers[index[1]])
-    return known.brought(products, known.x.scale * scale)
+    return known.brought(products, known.rules.product_step(known.x.scale, scale), kind="product")
+
+
+def multiplied(known: Known) -> Nested:
+    products = each(lambda q, r: q * r, known.a, known.b)
+    return known.brought(products, known.rules.product_step(known.x.scale, known.y.scale), kind="product")
 
 
 def averages(known: Known) -> Nested:
@@ -152,9 +167,8 @@ def averages(known: Known) -> Nested:
     geometry = [3, 3], [2, 2], [1, 1], True
     sums = oracle.sum_pool(known.a, *geometry)
     counts = oracle.window_counts(shape_of(known.a)[2:], *geometry, False)
-    return nested(
-        shape_of(sums), lambda index: oracle.requantized(at(sums, index), known.x.scale / at(counts, index[2:]), known.to, known.rules)
-    )
+    on = known.x, known.to, known.rules, True
+    return nested(shape_of(sums), lambda index: oracle.averaged([at(sums, index)], at(counts, index[2:]), *on))
 
 
 def means(known: Known) -> Nested:
@@ -179,7 +193,8 @@ def products(known: Known) -> Nested:
     sums = [
         [oracle.linear(rows, columns, None) for rows, columns in zip(*pair, strict=True)] for pair in zip(known.a, known.b, strict=True)
     ]
-    return known.brought(sums, known.x.scale * known.y.scale, bits=48 if known.x.wide and known.y.wide else 32)
+    step = known.rules.product_step(known.x.scale, known.y.scale)
+    return known.brought(sums, step, bits=oracle.bits_of_sum(4 * known.x.magnitude * known.y.magnitude), kind="matrix")
 
 
 def rows(known: Known, weight: Nested, bias: list[int]) -> Nested:
@@ -194,12 +209,13 @@ def joined(known: Known) -> Nested:
     return [one + other for one, other in zip(*parts, strict=True)]
 
 
-def larger_of(choose: Callable[[int, int], int]) -> Callable[[Known], Nested]:
-    def expected(known: Known) -> Nested:
-        to, rules = known.to, known.rules
-        return each(lambda q, r: choose(oracle.rescaled(q, known.x, to, rules), oracle.rescaled(r, known.y, to, rules)), known.a, known.b)
+def larger(known: Known) -> Nested:
+    to, rules = known.to, known.rules
+    return each(lambda q, r: max(oracle.rescaled(q, known.x, to, rules), oracle.rescaled(r, known.y, to, rules)), known.a, known.b)
 
-    return expected
+
+def smaller(known: Known) -> Nested:
+    return each(lambda q, r: oracle.smaller(q, r, known.x, known.y, known.to, known.rules), known.a, known.b)
 
 
 def padded(known: Known) -> Nested:
@@ -210,16 +226,32 @@ def padded(known: Known) -> Nested:
 
 
 def limited(known: Known) -> Nested:
-    low, high = oracle.limits(known.x, (-0.5, 0.75))
+    low, high = oracle.limits(known.x, (-0.5, 0.75), known.rules)
     return each(lambda q: oracle.limited(q, low, high), known.a)
 
 
 def table(function: Callable[[float], float]) -> Callable[[Known], Nested]:
     def expected(known: Known) -> Nested:
         scales = float(known.x.scale), float(known.to.scale)
+        if known.rules.measured and not known.x.wide:
+            return each(lambda q: oracle.measured_table(function, known.x.scale, known.to, range(q, q + 1))[0], known.a)
         return each(lambda q: oracle.table(function, *scales, range(q, q + 1), known.to.low, known.to.high)[0], known.a)
 
     return expected
+
+
+def moved_clamp(known: Known) -> Nested:
+    """Limits that leave out 0: a table on measured targets."""
+    if known.rules.measured and not known.x.wide:
+        return table(lambda value: min(max(value, 0.25), 1.1))(known)
+    return known.brought(known.a, known.x.scale, (0.25, 1.1))
+
+
+def leaky(known: Known) -> Nested:
+    slope = Fraction(oracle.float32(0.3))
+    if known.rules.by_layers and not known.x.wide:
+        return each(lambda q: oracle.by_slope(q, slope, known.x, known.to, known.rules, False), known.a)
+    return table(lambda value: value if value > 0 else 0.3 * value)(known)
 
 
 def layers(made: Callable[[], nn.Module], expected: Callable[[Known], Nested], function: Any = None) -> Case:
@@ -256,16 +288,20 @@ CASES: dict[str, Case] = {
     "add_alpha": plain(lambda a, b: torch.add(a, b, alpha=0.37), lambda k: k.sum(0.37)),
     "sub_alpha": plain(lambda a, b: torch.sub(a, b, alpha=3), lambda k: k.sum(-3)),
     "add_clamp": plain(lambda a, b: (a + b).clamp(-0.5, 1.25), lambda k: k.sum(1, (-0.5, 1.25))),
-    "add_number": plain(lambda a, b: a + 0.37, lambda k: k.with_constant([0.37])),
-    "sub_number": plain(lambda a, b: 3.3 - a, lambda k: k.with_constant([3.3], -1)),
+    "add_number": plain(lambda a, b: a + 0.37, lambda k: k.with_number(0.37)),
+    "sub_number": plain(lambda a, b: 3.3 - a, lambda k: k.with_number(3.3, -1)),
     "add_constant": Case(
         lambda: Function(lambda m, a, b: a + m.constant, constant=OFFSETS), lambda k: k.with_constant(k.module.constant.flatten().tolist())
     ),
-    "mul": plain(lambda a, b: a * b, lambda k: k.brought(each(lambda q, r: q * r, k.a, k.b), k.x.scale * k.y.scale)),
-    "mul_number": plain(lambda a, b: a * -1.37, lambda k: k.brought(each(lambda q: -q, k.a), k.x.scale * Fraction(1.37))),
+    "mul": plain(lambda a, b: a * b, multiplied),
+    "mul_number": plain(lambda a, b: a * -1.37, lambda k: k.times(-1.37)),
     "mul_constant": Case(lambda: Function(lambda m, a, b: a * m.constant, constant=FACTORS), times_constant),
     "div_number": plain(lambda a, b: a / 3.7, lambda k: k.brought(k.a, k.x.scale / Fraction(3.7))),
     "prelu": layers(prelu, slopes_of),
+    "leaky_relu": plain(lambda a, b: F.leaky_relu(a, 0.3), leaky),
+    "conv_relu6": layers(
+        lambda: scaled_layer(nn.Conv2d(3, 4, 3), 9), lambda k: k.convolution(1, 0, 1, clamp=(0.0, 6.0)), lambda m, a, b: F.relu6(m.layer(a))
+    ),
     "nearest": plain(lambda a, b: F.interpolate(a, (10, 2)), lambda k: oracle.resized_nearest(k.a, (10, 2)), False),
     "bilinear": plain(
         lambda a, b: F.interpolate(a, (7, 9), mode="bilinear"), lambda k: oracle.resized_linear(k.a, (7, 9), False, k.rules), False
@@ -290,24 +326,26 @@ CASES: dict[str, Case] = {
     ),
     "avg_pool": plain(lambda a, b: F.avg_pool2d(a, 3, 2, 1, True, False), averages),
     "max_pool": plain(lambda a, b: F.max_pool2d(a, 2, 1, 1), lambda k: oracle.max_pool(k.a, [2, 2], [1, 1], [1, 1], [1, 1], False), False),
-    "mean": plain(lambda a, b: a.mean((2, 3)), lambda k: k.brought(planes(k, sum), k.x.scale / 20)),
+    "mean": plain(lambda a, b: a.mean((2, 3)), lambda k: planes(k, k.mean)),
     "sum": plain(lambda a, b: a.sum((2, 3)), lambda k: k.brought(planes(k, sum), k.x.scale)),
     "amax": plain(lambda a, b: torch.amax(a, 3), lambda k: [[[*map(max, plane)] for plane in sample] for sample in k.a], False),
     "adaptive_avg_pool": plain(
         lambda a, b: F.adaptive_avg_pool2d(a, (1, 2)),
-        lambda k: k.brought(oracle.sum_pool(k.a, [5, 2], [5, 2], [0, 0], False), k.x.scale / 10),
+        lambda k: each(
+            lambda total: oracle.averaged([total], 10, k.x, k.to, k.rules, True), oracle.sum_pool(k.a, [5, 2], [5, 2], [0, 0], False)
+        ),
     ),
     "scatter_add": plain(lambda a, b: torch.zeros_like(a).scatter_add(1, PLACES.view(1, 3, 1, 1).expand_as(a), a), brought_together),
     "index_add": plain(lambda a, b: torch.zeros_like(a).index_add(1, PLACES, a), brought_together),
-    "neg": plain(lambda a, b: -a, lambda k: k.brought(each(lambda q: -q, k.a), k.x.scale)),
+    "neg": plain(lambda a, b: -a, lambda k: k.times(-1)),
     "stack": plain(lambda a, b: torch.stack((a, b), 1), lambda k: [[one[:3], one[3:]] for one in joined(k)]),
     "cat": plain(lambda a, b: torch.cat((a, b), 1), joined),
-    "maximum": plain(torch.maximum, larger_of(max)),
-    "minimum": plain(torch.minimum, larger_of(min)),
+    "maximum": plain(torch.maximum, larger),
+    "minimum": plain(torch.minimum, smaller),
     "pad": plain(lambda a, b: F.pad(a, (1, 2), value=0.3), padded),
     "pad_zero": plain(lambda a, b: F.pad(a, (1, 0)), lambda k: [[[[0, *row] for row in plane] for plane in one] for one in k.a], False),
     "clamp": plain(lambda a, b: a.clamp(-0.5, 0.75), limited, False),
-    "clamp_beside_zero": plain(lambda a, b: a.clamp(0.25, 1.1), lambda k: k.brought(k.a, k.x.scale, (0.25, 1.1))),
+    "clamp_beside_zero": plain(lambda a, b: a.clamp(0.25, 1.1), moved_clamp),
     "tanh": plain(lambda a, b: torch.tanh(a), table(math.tanh)),
     "exp": plain(lambda a, b: torch.exp(a), table(math.exp)),
     "matmul": plain(lambda a, b: a @ b, products),
@@ -342,8 +380,11 @@ class Format:
 
     @property
     def cases(self) -> dict[str, Case]:
-        """All but concatenations whose operands have to share one scale."""
-        return {name: case for name, case in CASES.items() if name not in ("cat", "stack") or self.target != "bernoulli"}
+        """All but concatenations whose operands have to share one scale; slopes on bernoulli2's chip are on their operand's."""
+        found = {name: case for name, case in CASES.items() if name not in ("cat", "stack") or self.target != "bernoulli"}
+        if self.rules.by_layers:
+            found |= {name: replace(found[name], own=False) for name in ("prelu", "leaky_relu")}
+        return found
 
     def __str__(self) -> str:
         target = self.target if isinstance(self.target, str) else self.target.name
@@ -351,6 +392,7 @@ class Format:
 
 
 FIXED, REAL = Rules("fixed"), Rules("real")
+CHIP, CHIP_8 = Rules("fixed", measured=True), Rules("fixed", resize_bits=8, measured=True, by_layers=True)
 FORMATS = (
     Format("bayes-e/former", "int8", "int8", "int8", FIXED),
     Format("bayes/former", "int16", "int16", "int16", FIXED),
@@ -364,6 +406,11 @@ FORMATS = (
     Format("nash-m", "int16", "int16", "int16", REAL),
     Format("nash-e", "int16", "int8", "int16", replace(REAL, weight_bits=16), "int16"),
     Format("x86", "uint8", "uint8", "uint8", replace(REAL, in_output_steps=True)),
+    Format("bayes-e", "int8", "int8", "int8", CHIP),
+    Format("bernoulli2", "int8", "int8", "int8", CHIP_8),
+    Format("bayes", "int16", "int16", "int16", CHIP),
+    Format("bayes-e", "int16", "int8", "int8", CHIP),
+    Format("bayes-e", "int8", "int16", "int16", CHIP),
     Format("qnnpack", "uint8", "int8", "uint8", Rules("real", per_channel=False, in_output_steps=True)),
 )
 BITS = {"int4": 4, "int8": 8, "uint8": 8, "int16": 16}

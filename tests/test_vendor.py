@@ -40,7 +40,7 @@ def converted(model: nn.Module, target: str = "bayes-e", qconfig: fxq.QConfig | 
     return fxq.quantize(model.eval(), batches(), target, qconfig, show_progress=False).integer
 
 
-@pytest.mark.parametrize("target", ["bayes-e", "bayes/chip", "bernoulli2/chip"])
+@pytest.mark.parametrize("target", ["bayes-e", "bayes", "bernoulli2"])
 def test_the_program_of_two_layers_computes_the_integer_graph(target: str, tmp_path: Path) -> None:
     integer = converted(Two(), target)
     binary = fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net"))
@@ -102,9 +102,7 @@ class Summed(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("model", "target", "said"),
-    [(Pooled(), "bernoulli2", "split kernel size of 8"), (Summed(), "bayes-e/chip", "on BPU")],
-    ids=["pool", "host"],
+    ("model", "target", "said"), [(Pooled(), "bernoulli2", "split kernel size of 8"), (Summed(), "bayes-e", "on BPU")], ids=["pool", "host"]
 )
 def test_a_refusal_of_the_compiler_is_an_error_of_ours(model: nn.Module, target: str, said: str, tmp_path: Path) -> None:
     folder = fxq.export_horizon(converted(model, target), tmp_path / "net")

@@ -92,7 +92,7 @@ def export_horizon(
     input_names, output_names  names in the file; by default those of the graph
 
     Raises ConfigurationError for what is no integer model, and for a target that the compiler does not know; ExportError for what its
-    program would compute differently, such as an upper clamp inside the range of its grid.
+    program would compute differently, such as an upper clamp inside the range of its grid, or an average pool of int16.
     """
     check_arguments(integer, "qdq", "float", OPSET)
     _check_target(integer)
@@ -173,6 +173,7 @@ def _check_node(node: fx.Node) -> None:
             because="its scales are not known before it runs",
             remedy="leave out dynamic=True, or keep the layer in float",
         )
+    _check_bits(node)
     described, lowered = qparams(node), operation(node)
     if described is None or lowered is None or described.dtype not in ("int8", "int4", "int16"):
         return
@@ -192,6 +193,22 @@ def _check_node(node: fx.Node) -> None:
             because=f"the vendor's compiler drops it: {inside[which]}, inside of the range of its {described.dtype}",
             remedy="let the range end at the clamp: calibrate by statistics, or set the scale with fxq.set_qparams(prepared, "
             f"{{{node.name!r}: …}}) before converting",
+        )
+
+
+def _check_bits(node: fx.Node) -> None:
+    """Raise ExportError for a primitive whose operands have more bits than the compiler's programs compute it of."""
+    record = PRIMITIVES.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
+    if record is None:
+        return
+    read = [known.dtype for operand in node.all_input_nodes if (known := qparams(operand)) is not None]
+    wide = next((dtype for dtype in read if ACTIVATION_TYPES[dtype].bits > record.chip_bits), None)
+    if wide is not None:
+        raise ExportError(
+            f"%{node.name} cannot be computed of {wide} on the chip",
+            node=node,
+            because=f"the vendor's compiler computes {record.name} of {record.chip_bits} bits; of {wide} its program gives other values",
+            remedy="quantize what it reads as int8: set_module_name(…, fxq.QConfig(fxq.ActivationConfig('int8'))) in the qconfig mapping",
         )
 
 

@@ -38,7 +38,7 @@ def step_of(line: str) -> int | None:
 
 
 def reason(lines: Sequence[str]) -> str:
-    """What the log says went wrong: its error messages, or its last lines where there are none."""
+    """The error messages of a log, or its last lines where there are none."""
     messages: list[str] = []
     inside = False
     for line in lines:

@@ -101,5 +101,5 @@ class Tool:
         return Running(process)
 
     def run(self, program: str, *arguments: str, cwd: Path) -> Running:
-        """The same, when it has ended."""
+        """Run a program of the tool to its end. Raises what `start` does."""
         return self.start(program, *arguments, cwd=cwd).finish()

@@ -18,7 +18,7 @@ from fxquant.analysis.node import quantized_operator, record_of
 from fxquant.facts import Size, TensorFact
 from fxquant.graph import Operation, Reference, annotation, fact, is_parameter, operation, resolve
 from fxquant.numerics import ACTIVATION_TYPES
-from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Operator, Parameter
+from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Instead, Operator, Parameter
 from fxquant.ops.weighted import shape_of
 
 WEIGHT, BIAS = "weight", "bias"  # the roles of the constants of an operator with a weight
@@ -82,12 +82,17 @@ def _written(model: fx.GraphModule, node: fx.Node) -> tuple[Operator | None, dic
     if operator is None or operator.macs is None:
         return None, {}
     if module is not None:
-        taken = take(module).items()
-        arguments: Any = {name: getattr(module, value.name) if isinstance(value, Parameter) else value for name, value in taken}
-        arguments = {**arguments, **dict(zip(operator.operands, node.args, strict=False)), **node.kwargs}
+        taken: Any = take(module)
     else:
-        arguments = operator.bind(node.args, node.kwargs) if take is None else take(*node.args, **node.kwargs)
-    return (None, {}) if isinstance(arguments, str) else (operator, arguments)
+        taken = operator.bind(node.args, node.kwargs) if take is None else take(*node.args, **node.kwargs)
+    if isinstance(taken, Instead):
+        operator, taken = OPERATORS[taken.function], taken.arguments
+    if isinstance(taken, str):
+        return None, {}
+    if module is None:
+        return operator, taken
+    arguments = {name: getattr(module, value.name) if isinstance(value, Parameter) else value for name, value in taken.items()}
+    return operator, {**arguments, **dict(zip(operator.operands, node.args, strict=False)), **node.kwargs}
 
 
 def _shape(value: Any) -> tuple[Size, ...] | None:

@@ -7,7 +7,9 @@ conv2d(x as one item, w, groups=B)      â†’   for each item, its w as a matrix Â
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from fxquant.ops.composite import Builder
 from fxquant.ops.equations import computed_linear, is_computed
 from fxquant.ops.linear import matmul
 from fxquant.ops.patches import unfold
-from fxquant.ops.record import Instead, Operator, register
+from fxquant.ops.record import Instead, Operator, Shape, register
 from fxquant.ops.shape import permute, reshape
 from fxquant.ops.weighted import sizes
 
@@ -123,12 +125,19 @@ def _refuses(rank: int) -> Callable[[fx.Node, dict[str, Any]], str | None]:
     return refuses
 
 
+def _products(shapes: Mapping[str, Shape], result: Shape) -> int | Fraction:
+    """The products of a layer, from the shapes of its arguments and of its result: for each result, those of a row of its weight."""
+    return math.prod(result) * math.prod(shapes["weight"][1:])
+
+
 for _rank, _function in COMPUTED.items():
 
     def _expand_rank(build: Builder, rank: int = _rank, **arguments: Any) -> Any:
         return _expand(build, **arguments, rank=rank)
 
-    register(Operator(_function.__name__, _function, ("input", "weight", "bias"), expand=_expand_rank, refuses=_refuses(_rank)))
+    register(
+        Operator(_function.__name__, _function, ("input", "weight", "bias"), expand=_expand_rank, refuses=_refuses(_rank), macs=_products)
+    )
 
 
 # ---- linear layers ---------------------------------------------------------------------------------------------------
@@ -144,4 +153,8 @@ def _refuses_linear(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None if isinstance(weight, TensorFact) and len(weight.shape) == 2 else "its weight is computed, and no matrix"
 
 
-register(Operator("computed_linear", computed_linear, ("input", "weight", "bias"), expand=_expand_linear, refuses=_refuses_linear))
+register(
+    Operator(
+        "computed_linear", computed_linear, ("input", "weight", "bias"), expand=_expand_linear, refuses=_refuses_linear, macs=_products
+    )
+)

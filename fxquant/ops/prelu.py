@@ -41,7 +41,7 @@ def _lower_prelu(lowering: Lowering, input: Quantized, weight: Tensor, *, clamp:
         raise lowering.not_finite()
     if lowering.arithmetic.slope_bits and input.dtype.bits <= 8:
         return _by_whole_slope(lowering, input, weight, clamp)
-    if lowering.arithmetic.multiplies_by_layers and input.dtype.bits <= 8:
+    if lowering.arithmetic.multiplies_by_layers:
         return _by_sign(lowering, input, weight, clamp)
     steepest = float(weight.detach().abs().max())
     largest = math.frexp(input.grid.magnitude * max(1.0, steepest))[1]
@@ -75,7 +75,8 @@ def _by_sign(lowering: Lowering, input: Quantized, weight: Tensor, clamp: Clamp 
     scale = (slopes.abs().max().float() / WEIGHT_INT16.high).clamp_min(SMALLEST_SCALE)
     whole = torch.round(slopes.double() / scale.double()).clamp(WEIGHT_INT16.low, WEIGHT_INT16.high)
     lowering.describe("slope", scale)
-    product = lowering.call(elementwise.multiply, input.value, lowering.constant("slope", whole, torch.int32), False)
+    wide = input.dtype.bits > 8  # a product then reaches 2^30
+    product = lowering.call(elementwise.multiply, input.value, lowering.constant("slope", whole, torch.int32), wide)
     ratio = Ratio(lowering.arithmetic.step(input.scale, scale), (input.scale,))
     below = lowering.holds(
         lowering.arithmetic.requantize(lowering, product, ratio, *input.grid.bounds, input.grid, "negative_"), input.grid

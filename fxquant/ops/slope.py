@@ -1,4 +1,4 @@
-"""Slopes below zero as whole numbers of 2^-7, for targets that multiply by such."""
+"""Slopes below zero as integers in steps of 2^-7, for targets that multiply by such."""
 
 from __future__ import annotations
 

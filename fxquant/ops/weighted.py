@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant import sweeps
+from fxquant.arithmetic import LAYER, WIDE_LAYER
 from fxquant.clamping import clamped
 from fxquant.errors import ConfigurationError
 from fxquant.facts import Size, TensorFact
@@ -110,6 +111,11 @@ class _Layer:
     def limit(self) -> int:
         """The largest accumulator."""
         return _limit(self.lowering)
+
+    @property
+    def kind(self) -> str:
+        """What its accumulator is to `Arithmetic.requantize`."""
+        return WIDE_LAYER if self.input.dtype.bits > 8 else LAYER
 
     @property
     def whole(self) -> torch.dtype:
@@ -420,7 +426,9 @@ def _finished(
     ratio = Ratio(tuple(_broadcast(factor, trailing) for factor in steps))
     if residual is not None and factor is None:
         to = lowering.intermediate
-        between = lowering.complete(accumulator, ratio, None, largest, bias, statistics=statistics, to=to, role="intermediate_", lift=lift)
+        between = lowering.complete(
+            accumulator, ratio, None, largest, bias, statistics=statistics, to=to, role="intermediate_", lift=lift, kind=layer.kind
+        )
         return lower_add(lowering, between, residual, clamp=clamp)
     shaped = None
     if factor is not None:
@@ -429,7 +437,7 @@ def _finished(
         if factor.right_shift is not None:
             shift = lowering.constant("residual_right_shift", _broadcast(factor.right_shift, trailing), torch.int32)
             shaped = ResidualFactor(multiplier, shift)
-    return lowering.complete(accumulator, ratio, clamp, largest, bias, residual, shaped, statistics, lift=lift)
+    return lowering.complete(accumulator, ratio, clamp, largest, bias, residual, shaped, statistics, lift=lift, kind=layer.kind)
 
 
 def _broadcast(channels: Tensor, trailing: int) -> Tensor:

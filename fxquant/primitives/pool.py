@@ -83,7 +83,7 @@ def _bounds_sum_pool(input: Value, kernel: list[int], stride: list[int], begin: 
     return within(terms * input.largest, FLOAT64_EXACT if wide else POOLED_EXACT)
 
 
-@primitive(_onnx_sum_pool, bounds=_bounds_sum_pool, kind="accumulator")
+@primitive(_onnx_sum_pool, bounds=_bounds_sum_pool, kind="accumulator", chip_bits=8)
 def sum_pool(input: Tensor, kernel: list[int], stride: list[int], begin: list[int], end: list[int], wide: bool = False) -> Tensor:
     """The sum over each window of the zero-padded input, as int32; below 2^22 in magnitude, or, if `wide`, below 2^30."""
     value = input.to(torch.float64 if wide else torch.float32)

@@ -58,6 +58,8 @@ class Primitive:
     kind       "quantized" if the result is a tensor of the quantized model, "accumulator" if it lives between
                two of them, "plain" if it is truth values or whole numbers that have no scale, "float" if it is the real number again,
                 "dynamic" if it is a real number that was computed, by way of integers, from real ones
+    chip_bits  the most bits of an operand of which the programs of the vendor's compiler for bernoulli2, bayes and bayes-e compute it
+               within a step of its own 8 bits; with more they give other values altogether
     """
 
     name: str
@@ -66,6 +68,7 @@ class Primitive:
     bounds: Callable[..., Range] | None
     surrogate: Callable[..., Tensor] | None
     kind: str
+    chip_bits: int = 16
 
 
 PRIMITIVES: dict[Callable[..., Any], Primitive] = {}
@@ -79,11 +82,12 @@ def primitive(
     bounds: Callable[..., Range] | None,
     surrogate: Callable[..., Tensor] | None = None,
     kind: str = "quantized",
+    chip_bits: int = 16,
 ) -> Callable[[Function], Function]:
     """Declare the decorated function an integer primitive."""
 
     def declare(function: Function) -> Function:
-        PRIMITIVES[function] = Primitive(function.__name__, function, onnx, bounds, surrogate, kind)
+        PRIMITIVES[function] = Primitive(function.__name__, function, onnx, bounds, surrogate, kind, chip_bits)
         return function
 
     return declare
