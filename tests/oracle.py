@@ -597,7 +597,7 @@ def shifted_sum(terms: Sequence[Term], to: Grid, rules: Rules, clamp: Clamp | No
     n = 6 if rules.by_layers else measured_mantissa(ratio, 15 if x.wide else 23)[1]
     if e.wide and not x.wide and not rules.by_layers:
         n = min(13 - exponent_of(ratio), 22)
-    total, unit = x.integer * 2**n + e.integer * half_even(ratio * 2**n), x.step / 2**n
+    total, unit = x.integer * 2**n + e.integer * min(half_even(ratio * 2**n), 2**15 - 1), x.step / 2**n
     if x.subtracted:
         total += 2 ** measured_parameters(unit / to.scale, to.bits)[0] - 1
     return requantized(total, unit, to, rules, clamp, kind="sum")

@@ -35,7 +35,9 @@ def by_whole_slope(lowering: Lowering, input: Quantized, slopes: Tensor, clamp: 
     multiplied = lowering.call(elementwise.multiply, input.value, held, False)
     steeper = whole > torch.ones_like(shift) << shift
     if added and bool(steeper.any()):  # what is added to q is negative there, and its halves are rounded away from 0
-        multiplied = lowering.call(elementwise.add_constant, multiplied, lowering.constant("half", -steeper.to(torch.int64), torch.int32))
+        multiplied = lowering.call(
+            elementwise.add_constant, multiplied, lowering.constant("half_step", -steeper.to(torch.int64), torch.int32)
+        )
     unit = Ratio((torch.ones((), dtype=torch.float32, device=slopes.device),), (power_of_two(shift),))
     grid = input.grid
     below = lowering.arithmetic.requantize(lowering, multiplied, unit, *grid.bounds, grid, "negative_")

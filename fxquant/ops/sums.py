@@ -69,6 +69,9 @@ def _lower_sum(lowering: Lowering, terms: dict[str, tuple[Operand, float]], clam
     return lowering.requantize(total, Ratio(larger.numerators, (unit,)), clamp)
 
 
+LARGEST_FACTOR = 2**15 - 1  # of the operand of the smaller scale: a ratio that rounds up to 2^15 is one less
+
+
 def _lower_shifted_sum(
     lowering: Lowering, terms: dict[str, tuple[Quantized | float, float]], how: ShiftedSums, clamp: Clamp | None
 ) -> Quantized:
@@ -87,7 +90,7 @@ def _lower_shifted_sum(
     largest = how.largest_wide if wide_x else how.largest
     exponent = ratio.mantissa(15 - spared, carries=False)[1].clamp_max(largest - spared)
     exponent = exponent if how.fixed is None else torch.full_like(exponent, how.fixed)
-    factors = {larger: torch.ones_like(exponent) << exponent, smaller: ratio.rounded(exponent)}
+    factors = {larger: torch.ones_like(exponent) << exponent, smaller: ratio.rounded(exponent).clamp_max(LARGEST_FACTOR)}
     bound = torch.zeros((), dtype=torch.float64, device=device)
     for role, (operand, _) in terms.items():
         magnitude = operand.grid.magnitude if isinstance(operand, Quantized) else WEIGHT_INT8.high
