@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import onnxruntime
+import pytest
 import torch
 from torch import Tensor, fx, nn
 
@@ -21,6 +22,7 @@ from fxquant.primitives.boundary import quantize
 from fxquant.quantization.prepared import quantized_operators
 
 VNNI = torch.cpu._is_vnni_supported()  # without it, sums of pairs of products saturate, and kernels that form them are refused
+needs_vnni = pytest.mark.skipif(not VNNI, reason="without VNNI, sums of pairs of products saturate, and such kernels are refused")
 TARGETS = ("bayes-e", "nash-e")
 NOT_LOWERED = ("identity", "dropout", "nan_to_num", "requantize", "in_dtype", "finely")  # operators that may leave no primitive behind
 

@@ -16,7 +16,7 @@ import fxquant as fxq
 from fxquant.graph import annotation, part, qparams
 from fxquant.quantization.prepared import quantized_operators
 from tests import contract
-from tests.contract import compiled
+from tests.contract import compiled, needs_vnni
 
 WIDE_TARGETS = ("bayes", "bayes-e", "nash-e", "nash-m")  # with int16 activations
 NARROW_TARGETS = ("bernoulli2", "x86", "qnnpack")
@@ -76,6 +76,7 @@ def test_inner_tensors_are_wide_and_the_result_is_what_was_asked_for(target: str
     assert exponential.scale == 2.0**-15
 
 
+@needs_vnni
 @pytest.mark.parametrize("style", ["fast", "qdq"])
 def test_every_style_writes_them(style: str, tmp_path: Path) -> None:
     _, integer = compiled(head(), [rows()], "nash-e")

@@ -22,7 +22,7 @@ from fxquant.backends.onnx.float_export import FloatRegions, _settings
 from fxquant.backends.onnx.parts import split
 from fxquant.backends.onnx.runtime import OnnxModel
 from fxquant.backends.onnx.translations import built_once
-from tests.contract import assert_train_is_validate, compiled, same_bytes
+from tests.contract import assert_train_is_validate, compiled, needs_vnni, same_bytes
 from tests.test_operators import SAMPLES, inputs_of, model_of
 
 
@@ -528,6 +528,7 @@ def test_a_file_of_integers_takes_every_input_in_the_order_of_the_model(style: s
     assert torch.equal(torch.from_numpy(found).long(), values["tanh"].long())
 
 
+@needs_vnni
 @pytest.mark.parametrize("width", ["int4", "int8", "int16", "int32"])
 @pytest.mark.parametrize("io", ["float", "integer"])
 @pytest.mark.parametrize("style", ["exact", "fast", "qdq"])

@@ -26,7 +26,7 @@ from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIMES, OnnxModel
 from fxquant.graph import is_inner, operation, qparams
 from fxquant.ops import OPERATORS
 from fxquant.primitives import elementwise
-from tests.contract import assert_alive, compiled, graph_values
+from tests.contract import VNNI, assert_alive, compiled, graph_values, needs_vnni
 from tests.test_operators import RECURRENT, SAMPLES, WIDE_INSIDE, Pack, Sample, covering, inputs_of
 
 REAL_TARGETS = ("nash-e", "nash-m", "x86", "qnnpack")
@@ -119,10 +119,12 @@ def test_fast_files_give_the_integer_models_bits(name: str, tmp_path: Path) -> N
     assert report, str(report)
     assert {node.name for node in integer.graph.nodes if qparams(node) is not None} <= report.names  # every quantized tensor
     found = operators(path)
-    assert {kernel: found.count(kernel) for kernel in ("QLinearConv", "QLinearMatMul", "MatMulInteger") if kernel in found} == KERNELS[name]
     kernels = fxq.onnx_metadata(path)["kernels"]
-    assert len(kernels["integer"]) == sum(KERNELS[name].values())
-    assert kernels["refused"] == []
+    assert len(kernels["integer"]) + len(kernels["refused"]) == sum(KERNELS[name].values())
+    if VNNI:
+        assert kernels["refused"] == []
+        counts = {kernel: found.count(kernel) for kernel in ("QLinearConv", "QLinearMatMul", "MatMulInteger")}
+        assert {kernel: count for kernel, count in counts.items() if count} == KERNELS[name]
 
 
 FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {  # and the operators of the file that compute each
@@ -190,6 +192,7 @@ def test_a_table_that_is_not_of_its_function_is_looked_up() -> None:
     assert not functions.computes(integer, node, 21)
 
 
+@needs_vnni
 def test_a_computed_table_that_differs_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     integer = integer_of("silu")
     monkeypatch.setattr(functions, "compute", lambda e, node, stored, zero: e.node("Identity", stored))
@@ -275,6 +278,7 @@ def test_the_session_options_for_processors_without_vnni_change_no_bit(name: str
     assert torch.equal(torch.from_numpy(found), integer(batch()))
 
 
+@needs_vnni
 def test_a_kernel_that_is_not_exact_here_is_written_as_in_style_exact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -291,6 +295,7 @@ def test_a_kernel_that_is_not_exact_here_is_written_as_in_style_exact(
     assert report, str(report)
 
 
+@needs_vnni
 def test_a_kernel_that_saturates_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     integer = integer_of("silu")
     node = next(node for node in integer.graph.nodes if node.name == "layers_b")
@@ -334,6 +339,7 @@ POOLS: dict[str, tuple[Callable[..., Tensor], int]] = {
 }
 
 
+@needs_vnni
 @pytest.mark.parametrize("target", ["nash-e/requantize", "x86"])
 @pytest.mark.parametrize("name", POOLS)
 def test_maxima_are_of_bytes_where_a_convolution_leaves_the_pixels_together(name: str, target: str, tmp_path: Path) -> None:
@@ -350,6 +356,7 @@ def test_maxima_are_of_bytes_where_a_convolution_leaves_the_pixels_together(name
     assert report, str(report)
 
 
+@needs_vnni
 def test_float_operators_among_fast_kernels(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Net(lambda n, x: n["b"](torch.logaddexp(n["a"](x), 0.5 * n["a"](x))), a=conv(3, 8), b=conv(8, 4)).eval()
@@ -407,6 +414,7 @@ def least_sqnr(report: fxq.DeviationReport) -> float:
     return min(output.sqnr for outputs in report.outputs.values() for output in outputs)
 
 
+@needs_vnni
 @pytest.mark.parametrize("opset", OPSETS)
 @pytest.mark.parametrize("name", MODELS)
 def test_qdq_files_run_and_are_near(name: str, opset: int, tmp_path: Path) -> None:
@@ -463,6 +471,7 @@ QDQ = [
 ]
 
 
+@needs_vnni
 @pytest.mark.parametrize(("samples", "opset"), QDQ, ids=[f"{pack[0].operator} to {pack[-1].operator}-{opset}" for pack, opset in QDQ])
 def test_every_operator_has_a_qdq_form(samples: list[Sample], opset: int, tmp_path: Path) -> None:
     written_as_qdq(samples, opset, tmp_path)
@@ -480,6 +489,7 @@ def without_form(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OPERATORS, record.function, replace(record, onnx=None))
 
 
+@needs_vnni
 @pytest.mark.parametrize(
     ("operator", "model", "written"),
     [
@@ -519,6 +529,7 @@ def test_int16_is_rounded_by_float_operators_before_opset_21(tmp_path: Path) -> 
         assert ("QuantizeLinear" in operators(path)) == (opset == 21)
 
 
+@needs_vnni
 def test_a_sum_of_32_bits_stays_a_float(tmp_path: Path) -> None:
     wide = fxq.QConfig(fxq.ActivationConfig("int32"))
     integer = integer_of("linear", qconfig=fxq.QConfigMapping().set_module_name("layers.b", wide))
@@ -595,6 +606,7 @@ def test_a_saved_model_exports_as_before(tmp_path: Path) -> None:
 # ---- external data ----------------------------------------------------------------------------------------------------
 
 
+@needs_vnni
 @pytest.mark.parametrize("style", ["exact", "fast", "qdq"])
 def test_weights_beside_the_file(style: str, tmp_path: Path) -> None:
     integer = integer_of("linear")
@@ -686,6 +698,7 @@ def test_metadata_of_another_file_is_an_error(tmp_path: Path) -> None:
         fxq.onnx_metadata(tmp_path / "missing.onnx")
 
 
+@needs_vnni
 def test_float_operators_mean_the_same_in_an_old_opset_or_are_refused(tmp_path: Path) -> None:
     """Softmax flattened its operand before opset 13; sums at computed places, and the transform, are in none of them."""
     path = tmp_path / "model.onnx"

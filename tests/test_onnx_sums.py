@@ -20,7 +20,7 @@ from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.runtime import OnnxModel
 from fxquant.graph import qparams
 from fxquant.primitives import accumulate
-from tests.contract import VNNI, assert_alive, compiled, graph_values
+from tests.contract import VNNI, assert_alive, compiled, graph_values, needs_vnni
 from tests.test_onnx_styles import Net, conv, residual, verified
 
 pytestmark = pytest.mark.skipif(
@@ -62,9 +62,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # and how many layer
 
 
 WHOLE_OUTPUT = fxq.QConfigMapping().set_module_name("layers.b", fxq.QConfig(fxq.ActivationConfig("int32")))
-
-
-needs_vnni = pytest.mark.skipif(not VNNI, reason="without VNNI, sums of pairs of products saturate")
 
 
 def batch(count: int = 4, seed: int = 1) -> Tensor:
