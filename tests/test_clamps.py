@@ -50,7 +50,7 @@ def test_limits_that_cross_leave_the_upper_one(target: str, form: str, tmp_path:
     assert torch.equal(integer(x), wanted)
     assert torch.equal(integer(x), wanted)
     assert torch.equal(prepared(x), wanted)
-    assert (wanted - model(x)).abs().max() <= 0.05 * model(x).abs().max()
+    assert (wanted - model(x)).abs().max() <= 0.05 * model(x).abs().max() + 128 * 2.0**-23  # the scale of what is 0 everywhere
     if target == "bayes-e" or form == "function":
         assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), [x], show_progress=False)
         assert fxq.export_c(integer, tmp_path / "model.c").exists()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fxquant as fxq
 from fxquant.backends.onnx import files
-from tests.contract import compiled
+from tests.contract import compiled, needs_vnni
 
 
 class Classifier(nn.Module):
@@ -68,6 +68,7 @@ def test_a_float_file_that_computes_something_else_is_not_written(
     assert not list(tmp_path.iterdir())
 
 
+@needs_vnni
 def test_a_prepared_model_is_a_file_with_its_grids(model: nn.Module, batch: tuple[Tensor, Tensor], tmp_path: Path) -> None:
     prepared, integer = compiled(model, [batch], "nash-e")
     path = fxq.export_onnx(prepared, tmp_path / "prepared.onnx", opset=21)

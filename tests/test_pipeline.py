@@ -842,7 +842,7 @@ class Skipping(nn.Module):
         return nn.functional.channel_shuffle(torch.cat((y, x), 1), 2).tanh()
 
 
-@pytest.mark.parametrize("target", ["bayes-e", "nash-e"])
+@pytest.mark.parametrize("target", ["bernoulli2", "nash-e"])
 def test_inner_tensors_say_which_scale_they_are_on(target: str, tmp_path: Path) -> None:
     x = torch.randn(4, 3, 5, 5)
     torch.manual_seed(0)

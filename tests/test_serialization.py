@@ -511,7 +511,7 @@ TAMPERED: dict[str, tuple[str, Callable[[Any, dict[str, Tensor]], None], str]] =
     "a negative multiplier": ("bayes-e", change("requantize_fixed", 2, lambda t: -t), "its multiplier is not in"),
     "a negative shift": ("bayes-e", change("requantize_fixed", 1, lambda t: t - 64), "its shift is not in"),
     "a right shift of nothing": ("bayes-e", change("requantize_fixed", 3, lambda t: t * 0), "its right shift is not in"),
-    "another rounding": ("bayes-e", argue("requantize_fixed", 5, "floor"), "not requantized as its target does"),
+    "another rounding": ("bayes-e", argue("requantize_fixed", 5, "half_step"), "not requantized as its target does"),
     "another width": ("bayes-e", argue("requantize_fixed", 4, 24), "not requantized as its target does"),
     "a multiplier that is NaN": ("nash-e", change("requantize_real", 1, lambda t: t * float("nan")), "its multiplier is out of range"),
     "an infinite multiplier": ("nash-e", change("requantize_real", 1, lambda t: t * float("inf")), "its multiplier is out of range"),

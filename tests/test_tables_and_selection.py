@@ -353,7 +353,8 @@ def test_one_spelling_of_every_operator_holds_the_contract(index: int, tmp_path:
             assert wanted.shape == found.shape, case.operator
             if case.fine:
                 error = float((wanted.double() - found.double()).pow(2).mean() / wanted.double().pow(2).mean())
-                assert error < 10**-2.2, (case.operator, error)  # 22 dB
+                coarse = case.operator == "minimum" and target == "bayes-e"  # on the larger scale of the two (CHIP.md, section 12)
+                assert error < 10 ** (-1.0 if coarse else -2.2), (case.operator, error)  # 22 dB
             else:
                 assert float((wanted == found).double().mean()) > 0.5 or float(wanted.double().std()) > 0, case.operator
 

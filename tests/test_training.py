@@ -195,7 +195,9 @@ def test_learned_scales_hold_the_contract_after_training(target: str, bits: int,
     prepared = calibrated(config("learned", "learned", bits=bits), target)
     before = scales(prepared)
     train(prepared)
-    assert all(not torch.equal(scale, before[name]) for name, scale in scales(prepared).items()) or target == "bernoulli"
+    still = {name for name, scale in scales(prepared).items() if torch.equal(scale, before[name])}
+    # On bayes-e a residual is added in the accumulator, so that nothing is on the scale of the sum of products.
+    assert still == ({"quantized.conv2.intermediate"} if target == "bayes-e" else set()) or target == "bernoulli"
     integer = fxq.convert(prepared)
     contract.assert_alive(integer, batches()[0])
     contract.assert_validate_is_integer(prepared, integer, batches()[0])

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.backends.onnx.runtime import RUNTIMES, Runner
-from tests.contract import assert_integer_is_onnx, assert_validate_is_integer, compiled
+from tests.contract import VNNI, assert_integer_is_onnx, assert_validate_is_integer, compiled
 
 
 class Net(nn.Module):
@@ -116,8 +116,8 @@ def test_uneven_padding_is_never_counted_by_the_runtime(pool: Any, opset: int, d
     """onnxruntime 1.21 to 1.23 divides by too few elements there from opset 19 on."""
     integer = compiled(Net(pool).eval(), [batch()], "nash-e", wide() if dtype == "int16" else None).integer
     for style in ("exact", "fast", "qdq"):
-        if style == "qdq" and dtype == "int16" and opset < 21:
-            continue  # which has no form there
+        if style == "qdq" and (not VNNI or (dtype == "int16" and opset < 21)):
+            continue  # sums of its kernels saturate, or it has no form there
         path = fxq.export_onnx(integer, tmp_path / "model.onnx", style=style, opset=opset)
         for node in onnx.load(str(path)).graph.node:
             if node.op_type == "AveragePool":

@@ -86,7 +86,8 @@ def _lower_shifted_sum(
     (larger, x), (smaller, e) = sorted(steps.items(), key=lambda item: -float(item[1].approximate()))
     ratio = e.over(*x.numerators)
     wide_x, wide_e = (isinstance(operand, Quantized) and operand.dtype.bits > 8 for operand, _ in (terms[larger], terms[smaller]))
-    spared = wide_e and not wide_x  # a bit, or the sum would saturate behind the largest first shift of its requantization
+    # A bit is spared, or a sum of 16-bit integers would saturate behind the largest first shift of its requantization to 8 bits.
+    spared = (wide_x or wide_e) and lowering.output.grid.type.bits <= 8
     largest = how.largest_wide if wide_x else how.largest
     exponent = ratio.mantissa(15 - spared, carries=False)[1].clamp_max(largest - spared)
     exponent = exponent if how.fixed is None else torch.full_like(exponent, how.fixed)
