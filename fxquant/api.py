@@ -176,15 +176,15 @@ def _restore(prepared: fx.GraphModule, observations: Observations) -> None:
 
 
 def _rules(qconfig: QConfig | QConfigMapping | None) -> QConfigMapping:
-    """The mapping a user means. One without rules is told of: it may be what a setter was called on whose result was dropped."""
+    """The mapping a user means. Warns of one whose setter was called, and whose result was dropped."""
     mapping = as_mapping(qconfig)
     rules = ", ".join(str(rule) for rule, _ in mapping.rules())
     if rules:
         logger.info("rules of the qconfig: %s", rules)
-    elif mapping is qconfig and mapping.default is not None:  # with None, attributes of modules say what is quantized
+    elif mapping.lost_rules:
         logger.warning(
-            "the QConfigMapping has no rules, only a default; if there should be any: setters return a new mapping and change none, as in"
-            " mapping = mapping.set_module_name(...)"
+            "the QConfigMapping has no rules, only a default, and the mapping that its setter returned is gone: setters return a new"
+            " mapping and change none, as in mapping = mapping.set_module_name(...)"
         )
     return mapping
 

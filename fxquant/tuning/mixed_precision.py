@@ -147,9 +147,7 @@ class Work:
 
     def with_mapping(self, mapping: QConfigMapping) -> fx.GraphModule:
         """The model prepared with a mapping, in VALIDATE. Raises NotCalibrated where the observations leave a scale open."""
-        # A mapping without rules is what a user means who dropped the result of a setter, and is warned of.
-        asked = mapping if mapping.rules() or mapping.default is None else mapping.default
-        found = prepare(self.model, self.example, self.prepared.meta["target"], asked, observations=self.seen)
+        found = prepare(self.model, self.example, self.prepared.meta["target"], mapping, observations=self.seen)
         for operator in quantized_operators(found).values():
             if not operator.plain:
                 operator.output.require()
