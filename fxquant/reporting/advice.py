@@ -36,13 +36,27 @@ POOR = 15.0  # dB at the outputs below which one tensor alone deserves more bits
 
 @dataclass(frozen=True)
 class Judged:
-    """What rules see of one tensor: its name, facts, statistics, and whether its reference is an input of the model."""
+    """What rules see of one tensor.
+
+    name        in the second form
+    facts       of it there
+    statistics  of it and its reference
+    reference   the name of that in the first form
+    is_input    whether that is an input of the model
+    later       of a tensor inside of a recurrence, the references at later steps
+    """
 
     name: str
     facts: Facts
     statistics: TensorStatistics
     reference: str
     is_input: bool
+    later: tuple[str, ...] = ()
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        """Those of all steps."""
+        return (self.reference, *self.later)
 
 
 @dataclass(frozen=True)

@@ -49,15 +49,36 @@ class Effects:
 
     def of_grid(self, reference: str, steps: Steps, exponents: Tensor | None) -> float:
         """That of rounding a tensor into a grid, which it is multiplied by 2 to the exponents for."""
+        return self.of_grids({reference: (steps, exponents)})
 
-        def rounded(value: Any, read: tuple[Any, ...]) -> Any:
-            if not isinstance(value, Tensor) or not value.is_floating_point():
-                return value
-            finite = torch.nan_to_num(shifted(value, exponents), nan=0.0)
-            found = shifted(steps.rounded(finite), None if exponents is None else -exponents)
-            return torch.where(torch.isinf(value), value, found.to(value.dtype))
+    def of_grids(self, grids: Mapping[str, tuple[Steps, Tensor | None]]) -> float:
+        """That of rounding several tensors at once, each into its grid, which it is multiplied by 2 to the exponents for."""
+        return self._effect({reference: _rounding(steps, exponents) for reference, (steps, exponents) in grids.items()})
 
-        return self._effect({reference: rounded})
+    def local_errors(self) -> dict[str, Tensor]:
+        """Of each tensor v' of the other form: v' - f(w'), of the operator f in float and the other form's operands w'."""
+        found: dict[str, Tensor] = {}
+
+        def look(name: str) -> Change:
+            def see(value: Any, read: tuple[Any, ...]) -> Any:
+                other = self.others[name]
+                if not isinstance(value, Tensor) or not value.is_floating_point() or value.shape != other.shape:
+                    return value
+                found[name] = torch.nan_to_num(other.double() - value.double(), nan=0.0, posinf=0.0, neginf=0.0)
+                return other.to(value.dtype)
+
+            return see
+
+        self._run({name: look(name) for name in self.others})
+        return found
+
+    def of_errors(self, errors: Mapping[str, Tensor]) -> float:
+        """That of adding these to tensors of the float model."""
+
+        def adding(error: Tensor) -> Change:
+            return lambda value, read: (value.double() + error).to(value.dtype)
+
+        return self._effect({name: adding(error) for name, error in errors.items()})
 
     def operands(self, reference: str, names: Sequence[str]) -> list[str] | None:
         """The tensors that are read by the nodes of these names, which became the one, and by those that the other form does not show."""
@@ -169,6 +190,17 @@ class Effects:
 
     def _effect(self, changes: Mapping[str, Change]) -> float:
         return noise(self.outputs, self._run(changes))
+
+
+def _rounding(steps: Steps, exponents: Tensor | None) -> Change:
+    def rounded(value: Any, read: tuple[Any, ...]) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        finite = torch.nan_to_num(shifted(value, exponents), nan=0.0)
+        found = shifted(steps.rounded(finite), None if exponents is None else -exponents)
+        return torch.where(torch.isinf(value), value, found.to(value.dtype))
+
+    return rounded
 
 
 def noise(wanted: Sequence[Tensor], found: Sequence[Tensor]) -> float:
