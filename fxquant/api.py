@@ -42,6 +42,7 @@ from fxquant.quantization import calibration
 from fxquant.quantization.batches import as_batches, no_batches
 from fxquant.quantization.batches import example_inputs as batch_inputs
 from fxquant.quantization.left_out import leaving_out
+from fxquant.quantization.lost_inputs import warn_of_lost_inputs
 from fxquant.quantization.mapping import DEFAULT, QConfigMapping, as_mapping, attached_qconfigs
 from fxquant.quantization.observations import Observations, restore
 from fxquant.quantization.prepared import quantized_operators
@@ -391,6 +392,13 @@ def calibrate(
         logger.info("left out of calibration, by the state they are in: %s", names)
     with leaving_out(out):
         samples = FirstSamples(prepared, round_weights, correct_bias)
+        first_inputs: list[Any] = []
+
+        def take(inputs: Sequence[Any]) -> None:
+            samples.take(inputs)
+            if not first_inputs:  # a loader may reuse its memory
+                first_inputs.extend(value.clone() if isinstance(value, torch.Tensor) else value for value in inputs)
+
         if samples.lost and not only_missing and (samples.rounds or samples.corrects):
             logger.warning(
                 "this calibration goes on from batches whose samples are not there any more: weights are rounded, and biases corrected,"
@@ -406,10 +414,11 @@ def calibrate(
                 only_missing=only_missing,
                 show_progress=show_progress,
                 first=by_first_batch(prepared, distributed) if equalize else None,
-                each=samples.take,
+                each=take,
             )
             if observed:
                 samples.use(distributed, show_progress)
+                warn_of_lost_inputs(prepared, first_inputs)
     return prepared
 
 

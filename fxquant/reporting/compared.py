@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, replace
 
 from fxquant.graph import QParams
-from fxquant.reporting.advice import Judged
 from fxquant.reporting.statistics import TensorStatistics, decibels, ratio
+from fxquant.reporting.tensor_rules import Judged
 
 
 @dataclass(frozen=True)

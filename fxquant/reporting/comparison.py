@@ -18,13 +18,15 @@ from fxquant.graph import stage_of
 from fxquant.progress import progress
 from fxquant.quantization.batches import as_batches, first_batches, length, no_batches
 from fxquant.quantization.state import State
-from fxquant.reporting.advice import Advice, Judged, advise, grid_text, of_parts
+from fxquant.reporting.advice import Advice, advise, grid_text, of_parts
 from fxquant.reporting.compared import LayerComparison, layer_row, output_row
+from fxquant.reporting.cures import Cures
 from fxquant.reporting.effects import Effects
 from fxquant.reporting.pairing import Pairing
 from fxquant.reporting.rows import as_html, as_text
 from fxquant.reporting.sides import side_of
 from fxquant.reporting.statistics import Steps, TensorStatistics, drawn, ratio
+from fxquant.reporting.tensor_rules import Judged
 from fxquant.reporting.together import held_together
 from fxquant.reporting.verdict import Verdict, causes_of, verdict_on
 
@@ -221,7 +223,7 @@ def compare(
             if not count and advice and pairing.left.real:
                 effects = pairing.effects(inputs, values)
             count += 1
-        result = _compared(pairing, effects, count)
+        result = _compared(pairing, effects, count, prepared)
         if prepared is not None and any(each.rule == "inside" for each in result.advice):
             parts = compare(prepared, b, [first], states=(State.FLOAT, states[1]), show_progress=show_progress)
             result = replace(result, advice=tuple(of_parts(result.advice, parts.advice)))
@@ -237,7 +239,7 @@ def compare(
         raise Interrupted(f"compare was interrupted behind {count} batches", so_far) from None
 
 
-def _compared(pairing: Pairing, effects: Effects | None, count: int) -> Comparison:
+def _compared(pairing: Pairing, effects: Effects | None, count: int, prepared: fx.GraphModule | None = None) -> Comparison:
     """What was found in all, with advice where effects can be measured."""
     tensors, factors = pairing.judged(), pairing.factors
     outputs = {name: statistics for name, statistics in pairing.seen.items() if name not in pairing.found}
@@ -258,8 +260,9 @@ def _compared(pairing: Pairing, effects: Effects | None, count: int) -> Comparis
     total = sum(noise) / max(len(noise), 1)
     told: tuple[Advice, ...] = ()
     if effects is not None:
+        cures = Cures(pairing.left, pairing.right, prepared)
         asked = [tensor for tensor in tensors if tensor.name not in pairing.inside]
-        told = (*held_together(asked, on_grid, total), *advise(asked, effects, effect_of, total))
+        told = (*held_together(asked, on_grid, total, cures), *advise(asked, effects, effect_of, total, cures))
     rows = tuple(layer_row(tensor, measured.get(tensor.name, math.nan)) for tensor in tensors)
     ends = tuple(output_row(name, statistics) for name, statistics in outputs.items())
     verdict = verdict_on([end for end in ends if outputs[end.name].real])

@@ -143,7 +143,7 @@ class Effects:
             held = (
                 {path: value} if isinstance(value, Tensor) else dict(value.named_parameters(path)) if isinstance(value, nn.Module) else {}
             )
-            found.update({name: each.detach() for name, each in held.items() if each.is_floating_point()})
+            found.update({name: each for name, each in held.items() if each.is_floating_point()})
         return found
 
     def of_batch_statistics(self, name: str, mended: Sequence[str] = ()) -> float:

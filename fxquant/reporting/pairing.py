@@ -18,10 +18,10 @@ from fxquant.graph import stage_of
 from fxquant.progress import in_one_piece
 from fxquant.quantization.prepared import quantized_operators
 from fxquant.quantization.state import State
-from fxquant.reporting.advice import Judged
 from fxquant.reporting.effects import Effects
 from fxquant.reporting.sides import Side, pairs, shift, shifted
 from fxquant.reporting.statistics import Steps, TensorStatistics
+from fxquant.reporting.tensor_rules import Judged
 
 
 class Pairing:

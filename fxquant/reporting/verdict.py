@@ -22,10 +22,11 @@ from fxquant.progress import progress
 from fxquant.quantization.prepared import quantized_operators
 from fxquant.quantization.rounding import AdaptiveRounding, Nearest
 from fxquant.quantization.state import State
-from fxquant.reporting.advice import WORTH, Judged
+from fxquant.reporting.advice import WORTH
 from fxquant.reporting.compared import LayerComparison
 from fxquant.reporting.effects import Effects, noise
 from fxquant.reporting.statistics import Steps, decibels, ratio
+from fxquant.reporting.tensor_rules import Judged
 
 GOOD, VISIBLE = 30.0, 15.0  # dB: from here on noise is 3 % of the outputs, root mean square; 18 %
 SEGMENTS = 16  # in which layers are looked at together, at most
@@ -36,9 +37,12 @@ OFFSET = 0.25  # the share of the noise that a constant for each channel makes
 FAR = 2.0  # how many times as far as elsewhere the largest values of a range of layers are from their root mean square
 
 # What fxq.tune tries, in its order.
-TRIED = ("32-bit outputs", "observers", "corrections", "16 bits", "mixed precision", "distillation", "AdaRound", "reconstruction")
+TRIED = (
+    *("32-bit outputs", "observers", "bias correction", "rounding of weights", "equalization", "16 bits", "mixed precision"),
+    *("distillation", "AdaRound", "reconstruction"),
+)
 OF_ACTIVATIONS = ("observers", "16 bits")
-OF_WEIGHTS = ("corrections", "AdaRound")
+OF_WEIGHTS = ("rounding of weights", "AdaRound")
 
 
 @dataclass(frozen=True)
@@ -224,7 +228,7 @@ def _corrections(prepared: fx.GraphModule, batch: Any, effects: Effects) -> Iter
     operators = [operator.weight_quantizer for operator in quantized_operators(prepared).values()]
     kinds: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "bias correction": ("correct_bias=False", lambda weight: weight.correction is not None),
-        "rounding by samples": ("round_weights=False", lambda weight: isinstance(weight.rounding, AdaptiveRounding)),
+        "rounding of weights": ("round_weights=False", lambda weight: isinstance(weight.rounding, AdaptiveRounding)),
     }
     form = GraphForm(prepared, State.VALIDATE)
     inputs = form.inputs(batch, 0)
@@ -244,5 +248,5 @@ def _corrections(prepared: fx.GraphModule, batch: Any, effects: Effects) -> Iter
             yield _Share(
                 f"{name} costs {gained:.1f} dB: without it the outputs are at {decibels(1.0, without):.1f} dB; on a model that fxq.prepare "
                 f"has just returned, fxq.calibrate(prepared, batches, {setting}) leaves it out",
-                ("corrections",),
+                (name,),
             )
