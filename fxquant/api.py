@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
@@ -21,8 +21,6 @@ from fxquant.analysis.layers import layers
 from fxquant.analysis.report import Report
 from fxquant.analysis.text import text
 from fxquant.arguments import FOLDER, PATH, POSITIVE, checked, instance
-from fxquant.backends.onnx.export import export_integer
-from fxquant.backends.onnx.float_file import export_float
 from fxquant.backends.onnx.layouts import LAYOUTS
 from fxquant.copying import copy_parameters
 from fxquant.errors import ConfigurationError
@@ -50,14 +48,14 @@ from fxquant.quantization.rules import attributes
 from fxquant.quantization.spec import QConfig
 from fxquant.quantization.state import State
 from fxquant.quantization.unseen import follow_unseen
-from fxquant.reporting.comparison import Comparison
-from fxquant.reporting.comparison import compare as compare_forms
-from fxquant.reporting.page import report as write_report
 from fxquant.serialization import load_file, save_model, save_observations
 from fxquant.stage import Stage
 from fxquant.target import Target
 from fxquant.tuning.equalization import by_first_batch
 from fxquant.tuning.first_samples import FirstSamples
+
+if TYPE_CHECKING:
+    from fxquant.reporting.comparison import Comparison
 
 logger = logging.getLogger("fxquant")
 
@@ -469,6 +467,9 @@ def export_onnx(
     and inner tensors. Numbers and None beside the tensors that the model returns are no part of the file. The file is checked before it
     appears, and appears whole or not at all. Raises ConfigurationError or ExportError.
     """
+    from fxquant.backends.onnx.export import export_integer
+    from fxquant.backends.onnx.float_file import export_float
+
     look_at_constants(model)
     options: dict[str, Any] = {"external_data": external_data, "layouts": layouts}
     if isinstance(model, fx.GraphModule) and stage_of(model) == Stage.PREPARED.name:
@@ -519,11 +520,15 @@ class Result:
     @checked()
     def compare(self, batches: Batches, **options: Any) -> Comparison:
         """How far the integer model is from the float one, layer by layer, and what to do; options are those of `compare`."""
-        return compare_forms(self.float, self.integer, batches, **{"prepared": self.prepared, **options})
+        from fxquant.reporting.comparison import compare
+
+        return compare(self.float, self.integer, batches, **{"prepared": self.prepared, **options})
 
     @checked()
     def report(self, path: str | os.PathLike[str], batches: Any = None, **options: Any) -> Path:
         """Write what is known of the model as one HTML file, compared with the float one on batches; options are those of `report`."""
+        from fxquant.reporting.page import report as write_report
+
         reference = None if batches is None else self.float
         return write_report(self.integer, path, batches, **{"reference": reference, "prepared": self.prepared, **options})
 

@@ -18,8 +18,16 @@ import fxquant as fxq
 from fxquant import ActivationConfig, QConfig, QConfigMapping, WeightConfig
 from fxquant.quantization.prepared import quantized_operators
 
-RULE = re.compile(r"QConfigMapping\(\)(?:\.set_module_name\('[^']*', (?:None|QConfig\((?:[^()]|\([^()]*\)|\((?:[^()]|\([^()]*\))*\))*\))\))+")
-NAMES = {"QConfigMapping": QConfigMapping, "QConfig": QConfig, "ActivationConfig": ActivationConfig, "WeightConfig": WeightConfig, "fxq": fxq}
+RULE = re.compile(
+    r"QConfigMapping\(\)(?:\.set_module_name\('[^']*', (?:None|QConfig\((?:[^()]|\([^()]*\)|\((?:[^()]|\([^()]*\))*\))*\))\))+"
+)
+NAMES = {
+    "QConfigMapping": QConfigMapping,
+    "QConfig": QConfig,
+    "ActivationConfig": ActivationConfig,
+    "WeightConfig": WeightConfig,
+    "fxq": fxq,
+}
 
 
 class Spectrum(nn.Module):
