@@ -51,8 +51,9 @@ def spectrum() -> nn.Module:
     torch.manual_seed(0)
     model = Spectrum().eval()
     with torch.no_grad():
-        model.lstm.weight_ih_l0 *= 20  # quiet frames are heard
-        model.side.weight *= 0.05
+        model.lstm.weight_ih_l0 *= 400  # quiet frames are heard
+        model.lstm.weight_hh_l0 *= 0.1
+        model.side.weight *= 0.001
     return model
 
 

@@ -25,7 +25,7 @@ from fxquant.reporting.effects import Effects
 from fxquant.reporting.pairing import Pairing
 from fxquant.reporting.rows import as_html, as_text
 from fxquant.reporting.sides import side_of
-from fxquant.reporting.statistics import Steps, TensorStatistics, drawn, ratio
+from fxquant.reporting.statistics import Steps, TensorStatistics, drawn
 from fxquant.reporting.tensor_rules import Judged
 from fxquant.reporting.together import held_together
 from fxquant.reporting.verdict import Verdict, causes_of, verdict_on
@@ -256,10 +256,9 @@ def _compared(pairing: Pairing, effects: Effects | None, count: int, prepared: f
             measured[tensor.name] = on_grid(tensor, steps)
         return measured[tensor.name]
 
-    noise = [ratio(statistics.noise, statistics.signal) for statistics in outputs.values()]
-    total = sum(noise) / max(len(noise), 1)
     told: tuple[Advice, ...] = ()
     if effects is not None:
+        total = effects.noise
         cures = Cures(pairing.left, pairing.right, prepared)
         asked = [tensor for tensor in tensors if tensor.name not in pairing.inside]
         told = (*held_together(asked, on_grid, total, cures), *advise(asked, effects, effect_of, total, cures))

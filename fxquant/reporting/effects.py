@@ -39,13 +39,19 @@ class Inside:
 
 
 class Effects:
-    """The float side and one batch; each question is one run. `others` are the other form's tensors on this side's scale, by its names."""
+    """The float side and one batch; each question is one run.
 
-    def __init__(self, side: Side, inputs: Sequence[Any], others: Mapping[str, Tensor]) -> None:
+    others   the other form's tensors on this side's scale, by this side's names
+    outputs  what the float side returns; noise is how far `results`, what the other form returns by its place, are from it
+    """
+
+    def __init__(self, side: Side, inputs: Sequence[Any], others: Mapping[str, Tensor], results: Mapping[int, Tensor]) -> None:
         assert isinstance(side.form, GraphForm)
         self.side, self.model, self.inputs, self.others = side, side.form.model, list(inputs), others
         self.state = side.form.state
         self.outputs = self._run({})
+        there = [place for place in results if place < len(self.outputs)]
+        self.noise = noise([self.outputs[place] for place in there], [results[place].to(self.outputs[place].device) for place in there])
 
     def of_grid(self, reference: str, steps: Steps, exponents: Tensor | None) -> float:
         """That of rounding a tensor into a grid, which it is multiplied by 2 to the exponents for."""

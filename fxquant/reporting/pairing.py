@@ -100,7 +100,8 @@ class Pairing:
             for name, value in values.items()
             if name in self.found and name not in self.inside
         }
-        return Effects(self.left, inputs, others)
+        results = {int(name.removeprefix("output ")): value for name, value in values.items() if name.startswith("output ")}
+        return Effects(self.left, inputs, others, results)
 
     def judged(self) -> list[Judged]:
         """The pairs in the order of the right side, one for tensors of a recurrence that are alike."""
