@@ -28,15 +28,21 @@ def warn_of_lost_inputs(prepared: fx.GraphModule, inputs: Sequence[object]) -> N
         line = next((text for reader in readers if (text := source(reader))), "")
         logger.warning(
             "%.0f %% of the values of input %s that are not 0 become 0 at its scale of %.4g%s: its few large values set the scale; %s, or"
-            " give the model its logarithm or its root; fxq.compare says what that gains",
+            " give the model its logarithm or its root; fxq.compare says what is lost by it",
             100 * share,
             argument_name(node.all_input_nodes[0]),
             float(operator.output.scale),
             f", read in {line}" if line else "",
-            f"where it is read, QConfig(input=ActivationConfig({WIDE!r})) rounds it more finely"
-            if WIDE in target.activations
-            else f"{target.name} has no {WIDE} to round it more finely",
+            _finer(operator, target),
         )
+
+
+def _finer(operator: QuantizedOperator, target: Target) -> str:
+    if operator.output.dtype.name == WIDE:
+        return f"{WIDE} is too coarse for it: leave what reads it in float"
+    if WIDE not in target.activations:
+        return f"{target.name} has no {WIDE} to round it more finely"
+    return f"where it is read, QConfig(input=ActivationConfig({WIDE!r})) rounds it more finely"
 
 
 def _lost(prepared: fx.GraphModule, inputs: Mapping[str, object]) -> Iterator[tuple[fx.Node, QuantizedOperator, float]]:

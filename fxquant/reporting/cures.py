@@ -12,7 +12,7 @@ from fxquant.reporting.sides import Side
 from fxquant.target import Target
 
 WIDE = "int16"
-PASSING = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 
 
 class Cures:
@@ -81,9 +81,10 @@ class Cures:
             node = waiting.pop(0)
             if node.op == "output":
                 continue
-            if node.op == "call_module" and isinstance(resolve(self.model, str(node.target)), PASSING):
+            module = resolve(self.model, str(node.target)) if node.op == "call_module" else None
+            if isinstance(module, nn.Identity):  # which no prepared model has
                 waiting += node.users
-            elif node.name in self.integer or self._has_parts(node.name):
+            elif node.name in self.integer or self._has_parts(node.name) or isinstance(module, DROPOUTS):  # which no integer model has
                 found[node.name] = None
         return list(found)
 

@@ -164,13 +164,14 @@ def _cause(inside: Sequence[Judged], others: Sequence[Judged], errors: Mapping[s
     own = sum(ratio(each.statistics.truncation + each.statistics.rounding, each.statistics.signal) for each in inside)
     local = sum(ratio(float(errors[each.reference].square().mean()), _power(each)) for each in inside)
     if own < local / 2:
-        return "by their weights and biases, or tensors inside of the operators", OF_WEIGHTS
+        return "by weights and biases, or tensors inside of operators", OF_WEIGHTS
     if sum(each.statistics.truncation for each in inside) > sum(each.statistics.rounding for each in inside):
-        return "their values are clipped", OF_ACTIVATIONS
+        return "by values that are clipped", OF_ACTIVATIONS
     far, usual = _median([_crest(each) for each in inside]), _median([_crest(each) for each in others])
     if far >= FAR * usual:
-        return f"rare, large values set their scales, {far:.0f} times the root mean square, and {usual:.0f} times elsewhere", OF_ACTIVATIONS
-    return "rounding of their values", OF_ACTIVATIONS
+        times = f"{far:.0f} times the root mean square, and {usual:.0f} times elsewhere"
+        return f"by rare, large values that set scales, {times}", OF_ACTIVATIONS
+    return "by rounding of values", OF_ACTIVATIONS
 
 
 def _power(tensor: Judged) -> float:
