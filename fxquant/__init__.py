@@ -77,7 +77,8 @@ if TYPE_CHECKING:
     from fxquant.quantization.state import State
     from fxquant.reporting import checks
     from fxquant.reporting.advice import Advice
-    from fxquant.reporting.comparison import Comparison, LayerComparison, compare
+    from fxquant.reporting.compared import LayerComparison
+    from fxquant.reporting.comparison import Comparison, compare
     from fxquant.reporting.diff import GraphDifference, diff
     from fxquant.reporting.draw import draw
     from fxquant.reporting.estimate import Estimate, LayerEstimate, estimate
@@ -239,7 +240,8 @@ _FROM = {
     "fxquant.quantization.state": "State",
     "fxquant.reporting": "checks",
     "fxquant.reporting.advice": "Advice",
-    "fxquant.reporting.comparison": "Comparison LayerComparison compare",
+    "fxquant.reporting.compared": "LayerComparison",
+    "fxquant.reporting.comparison": "Comparison compare",
     "fxquant.reporting.diff": "GraphDifference diff",
     "fxquant.reporting.draw": "draw",
     "fxquant.reporting.estimate": "Estimate LayerEstimate estimate",

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_comparison import Digits, broken, network, quantized, residuals
-from test_comparison import batches as digits
 from torch import Tensor, nn
 
 import fxquant as fxq
 from fxquant import ActivationConfig, QConfig, QConfigMapping, WeightConfig
 from fxquant.quantization.prepared import quantized_operators
+from tests.test_comparison import Digits, broken, network, quantized, residuals
+from tests.test_comparison import batches as digits
 
 RULE = re.compile(
     r"QConfigMapping\(\)(?:\.set_module_name\('[^']*', (?:None|QConfig\((?:[^()]|\([^()]*\)|\((?:[^()]|\([^()]*\))*\))*\))\))+"

@@ -16,7 +16,8 @@ from fxquant.graph import fused, made_by, model_meta, operation, resolve, stage_
 from fxquant.quantization.batch_norm import running_gain
 from fxquant.quantization.prepared import QuantizedOperator
 from fxquant.reporting.advice import grid_text
-from fxquant.reporting.comparison import Comparison, LayerComparison
+from fxquant.reporting.compared import LayerComparison
+from fxquant.reporting.comparison import Comparison
 from fxquant.reporting.layout import drawing
 from fxquant.reporting.statistics import TensorStatistics, drawn, json_ready
 from fxquant.version import __version__

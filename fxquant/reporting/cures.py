@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from torch import fx, nn
 
@@ -53,22 +53,24 @@ class Cures:
     def activation(self, name: str, reference: str, config: str) -> str:
         """The rule that gives a tensor this ActivationConfig; "" where there is none."""
         if self._is_input(reference):
-            readers = self._readers(reference)
-            return _mapping(readers, f"QConfig(input={config})") if readers else ""
-        return _mapping([name], f"QConfig({config})") if name in self.nodes else ""
+            both = f"QConfig({config}, input={config})"  # for a reader that passes values on, whose result has their grid
+            return _mapping(
+                {each: both if self._passes_on(each, name) else f"QConfig(input={config})" for each in self._readers(reference)}
+            )
+        return _mapping({name: f"QConfig({config})"} if name in self.nodes else {})
 
     def weight(self, name: str) -> str:
         """What is more exact for the weight of an operator of the float model's graph."""
         if self.has_wide_weights:
-            return f"one of more bits is nearer: {_mapping([name], f'QConfig(weight=WeightConfig({WIDE!r}))')}"
+            return f"one of more bits is nearer: {_mapping({name: f'QConfig(weight=WeightConfig({WIDE!r}))'})}"
         assert self.target is not None
-        kept = _mapping([name], "None")
+        kept = _mapping({name: "None"})
         return f"{self.target.name} has no {WIDE} weights: fxq.tuning.adaround(prepared, batches), or leave it in float, {kept}"
 
     def in_float(self, name: str, reference: str) -> str:
         """The rule that leaves in float what computes a tensor, or what reads an input; "" where there is none."""
         names = self._readers(reference) if self._is_input(reference) else [name] * (name in self.nodes)
-        return _mapping(names, "None") if names else ""
+        return _mapping(dict.fromkeys(names, "None"))
 
     def _is_input(self, reference: str) -> bool:
         return reference in self.nodes and self.nodes[reference].op == "placeholder"
@@ -88,10 +90,18 @@ class Cures:
                 found[node.name] = None
         return list(found)
 
+    def _passes_on(self, reader: str, tensor: str) -> bool:
+        """Whether an operator has its operand's grid: it only moves values."""
+        if reader in self.known and tensor in self.known:
+            return self.known[reader].grid == self.known[tensor].grid
+        return (
+            isinstance(resolve(self.model, str(self.nodes[reader].target)), DROPOUTS) if self.nodes[reader].op == "call_module" else False
+        )
+
     def _has_parts(self, name: str) -> bool:
         """Whether an operator of the float model became several, which are named after it."""
         return any(known.startswith(f"{name}_") for known in self.known)
 
 
-def _mapping(names: Sequence[str], config: str) -> str:
-    return "QConfigMapping()" + "".join(f".set_module_name({name!r}, {config})" for name in names)
+def _mapping(rules: Mapping[str, str]) -> str:
+    return "QConfigMapping()" * bool(rules) + "".join(f".set_module_name({name!r}, {config})" for name, config in rules.items())
