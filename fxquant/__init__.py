@@ -9,84 +9,90 @@ path = fxq.export_onnx(integer, "model.onnx")
 assert fxq.verify(integer, path, batches)
 """
 
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # In a checkout, passes/ and backends/ stand beside this folder; in a wheel they are inside it.
 if (_root := Path(__file__).resolve().parents[1]).joinpath("pyproject.toml").is_file():
     __path__.append(str(_root))
 
-from fxquant import nn, primitives, tuning
-from fxquant.analysis.check import Finding, Findings
-from fxquant.analysis.explain import explain
-from fxquant.analysis.layers import Intermediate, Layer, layers
-from fxquant.analysis.partition import Segment, segments
-from fxquant.analysis.report import DeviationReport, Report
-from fxquant.analysis.text import text
-from fxquant.api import Result, calibrate, check, convert, dump, export_onnx, load, prepare, quantize, save
-from fxquant.backends.aten.programs import export_pt2, export_torchscript
-from fxquant.backends.c.export import export_c
-from fxquant.backends.horizon.compiling import compile_horizon
-from fxquant.backends.horizon.export import export_horizon
-from fxquant.backends.horizon.program import CompiledCost
-from fxquant.backends.onnx.metadata import onnx_metadata
-from fxquant.backends.onnx.segments import export_segments, run_segments
-from fxquant.errors import (
-    AccumulatorOverflow,
-    CalibrationError,
-    CompilationError,
-    ConfigurationError,
-    ExportError,
-    FxQuantError,
-    Interrupted,
-    NotCalibrated,
-    NotFinite,
-    ScaleConflict,
-    StageViolation,
-    TraceError,
-    UnknownTarget,
-    UnsupportedOperator,
-)
-from fxquant.forms import record, verify
-from fxquant.frontend import trace, wrap
-from fxquant.ops.custom import operator, unary
-from fxquant.quantization.calibration import freeze, qparams, set_qparams, set_state
-from fxquant.quantization.mapping import QConfigMapping
-from fxquant.quantization.observations import Observations, observations
-from fxquant.quantization.observers import (
-    ClipObserver,
-    ClipStdObserver,
-    FixedScaleObserver,
-    HistogramObserver,
-    KLObserver,
-    LpObserver,
-    MinMaxObserver,
-    MixObserver,
-    MovingAverageMinMaxObserver,
-    MSEObserver,
-    Observer,
-    PercentileObserver,
-)
-from fxquant.quantization.rounding import AdaptiveRounding, Nearest, Rounding
-from fxquant.quantization.spec import ActivationConfig, QConfig, WeightConfig
-from fxquant.quantization.state import State
-from fxquant.reporting import checks
-from fxquant.reporting.advice import Advice
-from fxquant.reporting.comparison import Comparison, LayerComparison, compare
-from fxquant.reporting.diff import GraphDifference, diff
-from fxquant.reporting.draw import draw
-from fxquant.reporting.estimate import Estimate, LayerEstimate, estimate
-from fxquant.reporting.page import report
-from fxquant.serialization.qconfig import load_qconfig, save_qconfig
-from fxquant.stage import Stage
-from fxquant.target import Roofline, Target
-from fxquant.tuning import equalize
-from fxquant.tuning.budget import Budget, Speed
-from fxquant.tuning.mixed_precision import MixedPrecision, mixed_precision
-from fxquant.tuning.observer_search import ObserverSearch, ObserverTrial, search_observers
-from fxquant.tuning.outputs import high_precision_outputs
-from fxquant.tuning.sensitivity import Sensitivity, TensorSensitivity, sensitivity
-from fxquant.tuning.tune import Tuned, TuneStep, tune
 from fxquant.version import __version__
+
+if TYPE_CHECKING:
+    from fxquant import nn, primitives, tuning
+    from fxquant.analysis.check import Finding, Findings
+    from fxquant.analysis.explain import explain
+    from fxquant.analysis.layers import Intermediate, Layer, layers
+    from fxquant.analysis.partition import Segment, segments
+    from fxquant.analysis.report import DeviationReport, Report
+    from fxquant.analysis.text import text
+    from fxquant.api import Result, calibrate, check, convert, dump, export_onnx, load, prepare, quantize, save
+    from fxquant.backends.aten.programs import export_pt2, export_torchscript
+    from fxquant.backends.c.export import export_c
+    from fxquant.backends.horizon.compiling import compile_horizon
+    from fxquant.backends.horizon.export import export_horizon
+    from fxquant.backends.horizon.program import CompiledCost
+    from fxquant.backends.onnx.metadata import onnx_metadata
+    from fxquant.backends.onnx.segments import export_segments, run_segments
+    from fxquant.errors import (
+        AccumulatorOverflow,
+        CalibrationError,
+        CompilationError,
+        ConfigurationError,
+        ExportError,
+        FxQuantError,
+        Interrupted,
+        NotCalibrated,
+        NotFinite,
+        ScaleConflict,
+        StageViolation,
+        TraceError,
+        UnknownTarget,
+        UnsupportedOperator,
+    )
+    from fxquant.forms import record, verify
+    from fxquant.frontend import trace, wrap
+    from fxquant.ops.custom import operator, unary
+    from fxquant.quantization.calibration import freeze, qparams, set_qparams, set_state
+    from fxquant.quantization.mapping import QConfigMapping
+    from fxquant.quantization.observations import Observations, observations
+    from fxquant.quantization.observers import (
+        ClipObserver,
+        ClipStdObserver,
+        FixedScaleObserver,
+        HistogramObserver,
+        KLObserver,
+        LpObserver,
+        MinMaxObserver,
+        MixObserver,
+        MovingAverageMinMaxObserver,
+        MSEObserver,
+        Observer,
+        PercentileObserver,
+    )
+    from fxquant.quantization.rounding import AdaptiveRounding, Nearest, Rounding
+    from fxquant.quantization.spec import ActivationConfig, QConfig, WeightConfig
+    from fxquant.quantization.state import State
+    from fxquant.reporting import checks
+    from fxquant.reporting.advice import Advice
+    from fxquant.reporting.compared import LayerComparison
+    from fxquant.reporting.comparison import Comparison, compare
+    from fxquant.reporting.diff import GraphDifference, diff
+    from fxquant.reporting.draw import draw
+    from fxquant.reporting.estimate import Estimate, LayerEstimate, estimate
+    from fxquant.reporting.page import report
+    from fxquant.serialization.qconfig import load_qconfig, save_qconfig
+    from fxquant.stage import Stage
+    from fxquant.target import Roofline, Target
+    from fxquant.tuning import equalize
+    from fxquant.tuning.budget import Budget, Speed
+    from fxquant.tuning.mixed_precision import MixedPrecision, mixed_precision
+    from fxquant.tuning.observer_search import ObserverSearch, ObserverTrial, search_observers
+    from fxquant.tuning.outputs import high_precision_outputs
+    from fxquant.tuning.sensitivity import Sensitivity, TensorSensitivity, sensitivity
+    from fxquant.tuning.tune import Tuned, TuneStep, tune
 
 __all__ = [
     "AccumulatorOverflow",
@@ -202,3 +208,71 @@ __all__ = [
     "verify",
     "wrap",
 ]
+
+# Where each public name is; a module is imported when its first name is used.
+_FROM = {
+    "fxquant.analysis.check": "Finding Findings",
+    "fxquant.analysis.explain": "explain",
+    "fxquant.analysis.layers": "Intermediate Layer layers",
+    "fxquant.analysis.partition": "Segment segments",
+    "fxquant.analysis.report": "DeviationReport Report",
+    "fxquant.analysis.text": "text",
+    "fxquant.api": "Result calibrate check convert dump export_onnx load prepare quantize save",
+    "fxquant.backends.aten.programs": "export_pt2 export_torchscript",
+    "fxquant.backends.c.export": "export_c",
+    "fxquant.backends.horizon.compiling": "compile_horizon",
+    "fxquant.backends.horizon.export": "export_horizon",
+    "fxquant.backends.horizon.program": "CompiledCost",
+    "fxquant.backends.onnx.metadata": "onnx_metadata",
+    "fxquant.backends.onnx.segments": "export_segments run_segments",
+    "fxquant.errors": "AccumulatorOverflow CalibrationError CompilationError ConfigurationError ExportError FxQuantError Interrupted "
+    "NotCalibrated NotFinite ScaleConflict StageViolation TraceError UnknownTarget UnsupportedOperator",
+    "fxquant.forms": "record verify",
+    "fxquant.frontend": "trace wrap",
+    "fxquant.ops.custom": "operator unary",
+    "fxquant.quantization.calibration": "freeze qparams set_qparams set_state",
+    "fxquant.quantization.mapping": "QConfigMapping",
+    "fxquant.quantization.observations": "Observations observations",
+    "fxquant.quantization.observers": "ClipObserver ClipStdObserver FixedScaleObserver HistogramObserver KLObserver LpObserver "
+    "MinMaxObserver MixObserver MovingAverageMinMaxObserver MSEObserver Observer PercentileObserver",
+    "fxquant.quantization.rounding": "AdaptiveRounding Nearest Rounding",
+    "fxquant.quantization.spec": "ActivationConfig QConfig WeightConfig",
+    "fxquant.quantization.state": "State",
+    "fxquant.reporting": "checks",
+    "fxquant.reporting.advice": "Advice",
+    "fxquant.reporting.compared": "LayerComparison",
+    "fxquant.reporting.comparison": "Comparison compare",
+    "fxquant.reporting.diff": "GraphDifference diff",
+    "fxquant.reporting.draw": "draw",
+    "fxquant.reporting.estimate": "Estimate LayerEstimate estimate",
+    "fxquant.reporting.page": "report",
+    "fxquant.serialization.qconfig": "load_qconfig save_qconfig",
+    "fxquant.stage": "Stage",
+    "fxquant.target": "Roofline Target",
+    "fxquant.tuning": "equalize",
+    "fxquant.tuning.budget": "Budget Speed",
+    "fxquant.tuning.mixed_precision": "MixedPrecision mixed_precision",
+    "fxquant.tuning.observer_search": "ObserverSearch ObserverTrial search_observers",
+    "fxquant.tuning.outputs": "high_precision_outputs",
+    "fxquant.tuning.sensitivity": "Sensitivity TensorSensitivity sensitivity",
+    "fxquant.tuning.tune": "Tuned TuneStep tune",
+}
+_WHERE = {name: module for module, names in _FROM.items() for name in names.split()}
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        """A public name, or a module of this package, imported now."""
+        if name in _WHERE:
+            module = import_module(_WHERE[name])
+            found = vars(module)[name] if name in vars(module) else import_module(f"{_WHERE[name]}.{name}")
+        elif name.startswith("__") or find_spec(f"{__name__}.{name}") is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        else:
+            found = import_module(f"{__name__}.{name}")
+        globals()[name] = found
+        return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

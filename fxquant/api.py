@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
@@ -21,8 +21,6 @@ from fxquant.analysis.layers import layers
 from fxquant.analysis.report import Report
 from fxquant.analysis.text import text
 from fxquant.arguments import FOLDER, PATH, POSITIVE, checked, instance
-from fxquant.backends.onnx.export import export_integer
-from fxquant.backends.onnx.float_file import export_float
 from fxquant.backends.onnx.layouts import LAYOUTS
 from fxquant.copying import copy_parameters
 from fxquant.errors import ConfigurationError
@@ -42,6 +40,7 @@ from fxquant.quantization import calibration
 from fxquant.quantization.batches import as_batches, no_batches
 from fxquant.quantization.batches import example_inputs as batch_inputs
 from fxquant.quantization.left_out import leaving_out
+from fxquant.quantization.lost_inputs import warn_of_lost_inputs
 from fxquant.quantization.mapping import DEFAULT, QConfigMapping, as_mapping, attached_qconfigs
 from fxquant.quantization.observations import Observations, restore
 from fxquant.quantization.prepared import quantized_operators
@@ -49,14 +48,14 @@ from fxquant.quantization.rules import attributes
 from fxquant.quantization.spec import QConfig
 from fxquant.quantization.state import State
 from fxquant.quantization.unseen import follow_unseen
-from fxquant.reporting.comparison import Comparison
-from fxquant.reporting.comparison import compare as compare_forms
-from fxquant.reporting.page import report as write_report
 from fxquant.serialization import load_file, save_model, save_observations
 from fxquant.stage import Stage
 from fxquant.target import Target
 from fxquant.tuning.equalization import by_first_batch
 from fxquant.tuning.first_samples import FirstSamples
+
+if TYPE_CHECKING:
+    from fxquant.reporting.comparison import Comparison
 
 logger = logging.getLogger("fxquant")
 
@@ -176,15 +175,15 @@ def _restore(prepared: fx.GraphModule, observations: Observations) -> None:
 
 
 def _rules(qconfig: QConfig | QConfigMapping | None) -> QConfigMapping:
-    """The mapping a user means. One without rules is told of: it may be what a setter was called on whose result was dropped."""
+    """The mapping a user means. Warns of one whose setter was called, and whose result was dropped."""
     mapping = as_mapping(qconfig)
     rules = ", ".join(str(rule) for rule, _ in mapping.rules())
     if rules:
         logger.info("rules of the qconfig: %s", rules)
-    elif mapping is qconfig and mapping.default is not None:  # with None, attributes of modules say what is quantized
+    elif mapping.lost_rules:
         logger.warning(
-            "the QConfigMapping has no rules, only a default; if there should be any: setters return a new mapping and change none, as in"
-            " mapping = mapping.set_module_name(...)"
+            "the QConfigMapping has no rules, only a default, and the mapping that its setter returned is gone: setters return a new"
+            " mapping and change none, as in mapping = mapping.set_module_name(...)"
         )
     return mapping
 
@@ -391,6 +390,13 @@ def calibrate(
         logger.info("left out of calibration, by the state they are in: %s", names)
     with leaving_out(out):
         samples = FirstSamples(prepared, round_weights, correct_bias)
+        first_inputs: list[Any] = []
+
+        def take(inputs: Sequence[Any]) -> None:
+            samples.take(inputs)
+            if not first_inputs:  # a loader may reuse its memory
+                first_inputs.extend(value.clone() if isinstance(value, torch.Tensor) else value for value in inputs)
+
         if samples.lost and not only_missing and (samples.rounds or samples.corrects):
             logger.warning(
                 "this calibration goes on from batches whose samples are not there any more: weights are rounded, and biases corrected,"
@@ -406,10 +412,11 @@ def calibrate(
                 only_missing=only_missing,
                 show_progress=show_progress,
                 first=by_first_batch(prepared, distributed) if equalize else None,
-                each=samples.take,
+                each=take,
             )
             if observed:
                 samples.use(distributed, show_progress)
+                warn_of_lost_inputs(prepared, first_inputs)
     return prepared
 
 
@@ -460,6 +467,9 @@ def export_onnx(
     and inner tensors. Numbers and None beside the tensors that the model returns are no part of the file. The file is checked before it
     appears, and appears whole or not at all. Raises ConfigurationError or ExportError.
     """
+    from fxquant.backends.onnx.export import export_integer
+    from fxquant.backends.onnx.float_file import export_float
+
     look_at_constants(model)
     options: dict[str, Any] = {"external_data": external_data, "layouts": layouts}
     if isinstance(model, fx.GraphModule) and stage_of(model) == Stage.PREPARED.name:
@@ -510,11 +520,15 @@ class Result:
     @checked()
     def compare(self, batches: Batches, **options: Any) -> Comparison:
         """How far the integer model is from the float one, layer by layer, and what to do; options are those of `compare`."""
-        return compare_forms(self.float, self.integer, batches, **{"prepared": self.prepared, **options})
+        from fxquant.reporting.comparison import compare
+
+        return compare(self.float, self.integer, batches, **{"prepared": self.prepared, **options})
 
     @checked()
     def report(self, path: str | os.PathLike[str], batches: Any = None, **options: Any) -> Path:
         """Write what is known of the model as one HTML file, compared with the float one on batches; options are those of `report`."""
+        from fxquant.reporting.page import report as write_report
+
         reference = None if batches is None else self.float
         return write_report(self.integer, path, batches, **{"reference": reference, "prepared": self.prepared, **options})
 

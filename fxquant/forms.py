@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx
 
@@ -17,13 +17,14 @@ from fxquant.analysis.report import DeviationReport, Report
 from fxquant.analysis.segments import crossings, float_outputs
 from fxquant.analysis.verify import check_batches, check_same_model, form_of
 from fxquant.arguments import PATH, accepted, checked
-from fxquant.backends.horizon.simulated import SimulatedForm
-from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIME_NAMES, OnnxModel
 from fxquant.errors import ConfigurationError, Interrupted
 from fxquant.graph import is_deployed, stage_of
 from fxquant.progress import progress
 from fxquant.quantization.batches import as_batches
 from fxquant.quantization.state import State
+
+if TYPE_CHECKING:
+    from fxquant.backends.onnx.runtime import OnnxModel
 
 Batches = Iterable[Any]
 PROGRAMS = (".bin", ".hbm")  # files of the vendor's compiler
@@ -62,6 +63,8 @@ def verify(first: Any, second: Any, batches: Batches, *, show_progress: bool | N
     if not isinstance(second, str | os.PathLike):
         _verify(left, [form_of(second), *kernel_forms(first, second)], inputs, integer, report, show_progress)
         return report
+    from fxquant.backends.onnx.runtime import RUNTIME_NAMES, OnnxModel
+
     opened = OnnxModel(accepted("verify", "path", second, PATH))
     check_same_model(left, opened)
     mine = left.model.meta["target"].name
@@ -84,6 +87,8 @@ def _simulated(left: GraphForm, path: Path, inputs: list[list[Any]], report: Rep
             because="programs are fed the integers of an integer model",
             remedy="pass fxq.convert(prepared)",
         )
+    from fxquant.backends.horizon.simulated import SimulatedForm
+
     form = SimulatedForm(path, left.model)
     report.unseen.update(form.unseen)
     report.given = form.fed
@@ -102,6 +107,8 @@ def _verify(
 
 
 def _measured(left: Form, opened: OnnxModel, inputs: list[list[Any]], show_progress: bool | None) -> DeviationReport:
+    from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES
+
     report = DeviationReport()
     try:
         for runtime in progress(MEASURED_RUNTIMES, len(MEASURED_RUNTIMES), "measuring", show_progress):
@@ -141,6 +148,8 @@ def record(
     """
     wanted = Wanted.of(*kinds, real=real)
     if isinstance(model, str | os.PathLike):
+        from fxquant.backends.onnx.runtime import RUNTIME_NAMES, OnnxModel
+
         _refuse("state", state, "an ONNX file has no states")
         return record_values(
             OnnxForm(OnnxModel(accepted("record", "path", model, PATH)), runtime or RUNTIME_NAMES[0]), as_batches(batches), wanted

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.graph import Annotation, annotate, annotation, fact, inherit, reads_shape_only, set_fact
+from fxquant.graph import Annotation, annotate, annotation, fact, inherit, part, reads_shape_only, set_fact
 from fxquant.numerics import EVERYTHING, Interval
 from fxquant.ops import matters, operand_nodes, operator_of, preferred_by, preferred_dtypes
 from fxquant.ops.boundary import DEQUANTIZE, QUANTIZE
@@ -41,12 +41,15 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
     preferred = preferred_dtypes(gm.graph, context.target.activations)
     quantized: Made = {}
     dequantized: Made = {}
-    unused: dict[Rule, list[str]] = {}
+    unused: dict[Rule, list[fx.Node]] = {}
+    used: set[Rule] = set()  # by a part of a composite operator: its other parts read what is quantized already
     for node in list(gm.graph.nodes):
         operator = operator_of(node)
         activations = set(operand_nodes(operator, operator.arguments(node))) if operator is not None and is_integer(node) else set()
         if _input_unused(node, activations):
-            unused.setdefault(decide(node).layer, []).append(f"%{node.name}")
+            unused.setdefault(decide(node).layer, []).append(node)
+        elif part(node) is not None and activations:
+            used.add(decide(node).layer)
 
         def cross(
             operand: fx.Node, node: fx.Node = node, operator: Operator | None = operator, activations: set[fx.Node] = activations
@@ -60,8 +63,10 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
             return operand
 
         _map_inputs(node, cross)
-    for rule, names in unused.items():
-        readers = ", ".join(names)
+    for rule, nodes in unused.items():
+        readers = ", ".join(f"%{node.name}" for node in nodes if part(node) is None or rule not in used)
+        if not readers:
+            continue
         context.not_done(gm, f"the input= of the qconfig's {rule} is not used by {readers}: what is read there is quantized already")
     return sum(len(set(there.values())) for there in (*quantized.values(), *dequantized.values()))
 

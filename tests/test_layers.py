@@ -93,6 +93,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.quantization.calibration": BASE
     | {"left_out", "model", "batches", "cutting", "unseen", "distributed", "graph", "prepared", "progress", "quantizer", "state"},
     "fxquant.quantization.left_out": {"prepared", "state"},
+    "fxquant.quantization.lost_inputs": {"graph", "ops", "prepared", "target"},
     "fxquant.quantization.observations": BASE | {"calibration", "channels", "factors", "graph", "ops", "prepared", "quantizer"},
     "fxquant.frontend": {
         "arguments",
@@ -143,7 +144,8 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.analysis.layers": {"arguments", "cost", "errors", "facts", "graph", "node", "parts"},
     "fxquant.analysis.parts": {"graph", "node", "ops"},
     "fxquant.analysis.fused": {"facts", "graph", "kernels", "model", "primitives", "record"},
-    "fxquant.analysis.explain": {"arguments", "fused", "graph", "layers", "frontend", "numerics", "parts"},
+    "fxquant.analysis.steps": {"layers"},
+    "fxquant.analysis.explain": {"arguments", "fused", "graph", "layers", "frontend", "numerics", "parts", "steps"},
     "fxquant.analysis.site": {"facts", "graph", "ops"},
     "fxquant.analysis.windows": {"site"},
     "fxquant.analysis.measures": {"facts", "graph", "numerics", "ops", "site", "windows"},
@@ -242,6 +244,7 @@ ALLOWED: dict[str, set[str]] = {
         "inspection",
         "interpreter",
         "layers",
+        "lost_inputs",
         "node",
         "numerics",
         "parts",
@@ -249,8 +252,10 @@ ALLOWED: dict[str, set[str]] = {
         "progress",
         "record",
         "reporting",
+        "rounding",
         "spec",
         "state",
+        "steps",
         "version",
     },
     # what joins them

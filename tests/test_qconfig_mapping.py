@@ -132,6 +132,27 @@ def test_a_mapping_whose_setters_results_were_dropped_is_told_of(caplog: pytest.
     assert "has no rules" in line
     assert "mapping = mapping.set_module_name(...)" in line
     assert told(caplog, None) == told(caplog, fxq.QConfig()) == told(caplog, mapping.set_module_name("0", WIDE)) == []
+    assert [told(caplog, copied(mapping)) for copied in (copy.copy, copy.deepcopy, pickled)] == [[], [], []]
+
+
+def test_a_mapping_with_nothing_but_a_default_is_used_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    for deliberate in (fxq.QConfigMapping(), fxq.QConfigMapping(NARROW), fxq.QConfigMapping().set_global(NARROW)):
+        assert told(caplog, deliberate) == []
+    base = fxq.QConfigMapping(NARROW)
+    other = base.set_module_name("0", WIDE).set_object_type(nn.Conv2d, WIDE).set_global(WIDE)
+    assert told(caplog, base) == []  # the first result is gone, and what was made of it is not
+    assert not any("has no rules" in line for line in told(caplog, other))
+    del other
+    (line,) = told(caplog, base)
+    assert "mapping = mapping.set_module_name(...)" in line
+
+
+def test_the_mapping_of_high_precision_outputs_is_used_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    bounded = nn.Sequential(nn.Conv2d(2, 2, 1), nn.Sigmoid())  # it returns no sum
+    for given in (None, fxq.QConfig(), fxq.QConfigMapping(NARROW)):
+        mapping = fxq.high_precision_outputs(bounded, torch.randn(2, 2, 4, 4), qconfig=given)
+        assert mapping.rules() == []
+        assert told(caplog, mapping) == []
 
 
 def test_the_rules_in_effect_are_logged(caplog: pytest.LogCaptureFixture) -> None:

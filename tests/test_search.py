@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
+from fxquant.reporting.verdict import OF_ACTIVATIONS, OF_WEIGHTS, TRIED
 from fxquant.serialization.qconfig import written
 from fxquant.tuning import observer_search, samples
 from fxquant.tuning import tune as tuner
 from fxquant.tuning.budget import costs, fits
 from fxquant.tuning.choices import Choices
+from fxquant.tuning.mixed_precision import work_of
 from fxquant.tuning.program import optimum
+from fxquant.tuning.remedies import REMEDIES, Recipe, State
 
 
 class Network(nn.Module):
@@ -399,7 +404,7 @@ def test_tune_keeps_what_gains_and_goes_on_after_a_kill(
     kept = [step.score for step in whole.steps if step.kept]
     assert kept == sorted(kept)
     assert whole.score == kept[-1] > kept[0] + 5
-    assert all(step.score < whole.score for step in whole.steps if not step.kept)
+    assert all(step.score <= whole.score for step in whole.steps if not step.kept)
     assert {step.remedy for step in whole.steps} >= {"calibration", "32-bit outputs", "observers", "16 bits"}
     assert fxq.verify(whole.prepared, fxq.convert(whole.prepared), batches[:1])
 
@@ -434,3 +439,35 @@ def test_tune_stops_within_the_tolerance_and_keeps_a_budget(small: nn.Module, ba
     assert costs(choices, choices.dtypes())["weight_bits"] <= 5
     with pytest.raises(fxq.CalibrationError, match="too little"):
         fxq.tune(small, batches[:1], "nash-e")
+
+
+def test_tune_tries_what_calibration_corrects_off_and_on(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(4)
+    batches = [torch.randn(32, 3, 8, 8, generator=generator) for _ in range(2)]
+    qconfig = fxq.QConfig(weight=fxq.WeightConfig("int4"))
+    work = work_of(model, batches, "nash-e", qconfig, None, False)
+    state = State(work, Recipe(work.base), None, 4, 0, False)
+    tried = {
+        f"{remedy.name}: {told}": recipe
+        for remedy in REMEDIES
+        if remedy.name in ("bias correction", "rounding of weights", "equalization")
+        for told, recipe in remedy.propose(state)
+    }
+    assert list(tried) == [
+        *("bias correction: off", "bias correction: by all samples"),
+        *("rounding of weights: by samples, all weights", "rounding of weights: to the nearest", "equalization: off"),
+    ]
+    for told, recipe in tried.items():
+        assert Recipe.of(json.loads(json.dumps(recipe.document()))) == recipe
+        if recipe.methods:
+            continue
+        made = work.with_mapping(recipe.mapping, recipe.corrections)
+        prepared = fxq.prepare(model, batches[0], "nash-e", recipe.mapping)
+        wanted = fxq.calibrate(prepared, batches, **asdict(recipe.corrections), show_progress=False)
+        assert fxq.verify(made, fxq.convert(wanted), batches[:1]), told
+        assert told.endswith("all weights") or not fxq.verify(made, fxq.convert(work.prepared), batches[:1]), told
+
+
+def test_the_verdict_names_what_tune_tries() -> None:
+    assert [remedy.name for remedy in REMEDIES] == list(TRIED)
+    assert {*OF_ACTIVATIONS, *OF_WEIGHTS} <= set(TRIED)

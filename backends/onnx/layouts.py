@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import onnx
-from onnx import helper
 from torch import fx
 
 from fxquant.arguments import Kind
@@ -15,6 +13,9 @@ from fxquant.backends.onnx.metadata import LAYOUTS as LAST
 from fxquant.backends.onnx.metadata import PREFIX
 from fxquant.errors import ConfigurationError
 from fxquant.graph import argument_name
+
+if TYPE_CHECKING:
+    import onnx
 
 CHANNELS_LAST = dict(zip(LAST, ("NCW", "NCHW", "NCDHW"), strict=True))
 KNOWN = (*CHANNELS_LAST, *CHANNELS_LAST.values())
@@ -66,6 +67,9 @@ def to_file(layout: str) -> tuple[int, ...]:
 
 
 def _permute(graph: onnx.GraphProto, info: onnx.ValueInfoProto, layout: str) -> None:
+    import onnx
+    from onnx import helper
+
     taken = {output for node in graph.node for output in node.output} | {tensor.name for tensor in graph.initializer}
     inner = f"{info.name}/{CHANNELS_LAST[layout]}"
     while inner in taken:

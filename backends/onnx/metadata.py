@@ -39,15 +39,15 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
-
-import onnx
-from google.protobuf.message import DecodeError, Message
+from typing import TYPE_CHECKING, Any
 
 from fxquant.arguments import PATH, checked
 from fxquant.errors import ExportError
 from fxquant.numerics import ACTIVATION_TYPES
 from fxquant.version import __version__
+
+if TYPE_CHECKING:
+    import onnx
 
 PREFIX = "fxquant."
 _PLAIN = ("version", "style", "io", "target")  # the others are JSON
@@ -65,6 +65,8 @@ SESSION_OPTIONS = {name: (value,) for name, value in PRECISE.items()}  # those a
 
 def write_metadata(model: onnx.ModelProto, entries: Mapping[str, Any]) -> None:
     """Give the model these properties, by their names without the prefix."""
+    import onnx
+
     onnx.helper.set_model_props(
         model, {PREFIX + name: value if name in _PLAIN else json.dumps(value, ensure_ascii=False) for name, value in entries.items()}
     )
@@ -194,6 +196,9 @@ def check_session_options(options: object, what: str) -> None:
 
 def read_model(path: Path) -> onnx.ModelProto:
     """The model in a file, without its external data. Raises ExportError if it is none."""
+    import onnx
+    from google.protobuf.message import DecodeError
+
     try:
         model = onnx.load(str(path), load_external_data=False)
         _require(all(isinstance(text, str) for text in _texts(model)), "a name in it is no text")
@@ -208,6 +213,8 @@ def read_model(path: Path) -> onnx.ModelProto:
 
 def _texts(message: Any) -> Iterator[object]:
     """What stands where a message has text; of a damaged file it is bytes."""
+    from google.protobuf.message import Message
+
     for field, value in message.ListFields():
         several = (value,) if isinstance(value, str | bytes | Message) else value
         if field.type == field.TYPE_STRING:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 from torch import fx
 
 from fxquant.analysis import parts
 from fxquant.analysis.fused import told
 from fxquant.analysis.layers import HOST, Layer, layers, left_in_float
+from fxquant.analysis.steps import alike
 from fxquant.arguments import checked
 from fxquant.frontend import assumptions, moved_by_forward
 from fxquant.graph import QParams, model_meta
@@ -32,7 +32,7 @@ def explain(model: fx.GraphModule, *, steps: bool = False, machine: bool = False
     For a prepared or an integer model, and any graph between. Raises ConfigurationError for a model that is no graph.
     """
     known = layers(model)
-    rows = [row for layer, again in (((layer, ()) for layer in known) if steps else _grouped(known)) for row in _rows(layer, again)]
+    rows = [row for layer, again in (((layer, ()) for layer in known) if steps else alike(known)) for row in _rows(layer, again)]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)).rstrip() for row in rows]
     lines.append("")
@@ -45,28 +45,6 @@ def explain(model: fx.GraphModule, *, steps: bool = False, machine: bool = False
     lines.extend(model_meta(model).get("not_done", ()))
     lines.extend(told(model, machine))
     return "\n".join(lines) + "\n"
-
-
-def _grouped(known: tuple[Layer, ...]) -> list[tuple[Layer, list[Layer]]]:
-    """The layers; of a recurrence those that are the first of their kind, each with those that are like it at later steps."""
-    grouped: list[tuple[Layer, list[Layer]]] = []
-    there: dict[Any, list[Layer]] = {}
-    at: dict[Any, int] = {}  # how many of a kind there were, at the step at hand
-    number, before = 0, -1
-    for layer in known:
-        if layer.step is None:
-            grouped.append((layer, []))
-            continue
-        if layer.step != before:
-            number, before, at = number + (layer.step < before), layer.step, {}
-        kind = number, layer.part, layer.reason, layer.notes, layer.grid, layer.dtype
-        at[kind] = at.get(kind, 0) + 1
-        if (kind, at[kind]) in there:
-            there[kind, at[kind]].append(layer)
-        else:
-            there[kind, at[kind]] = []
-            grouped.append((layer, there[kind, at[kind]]))
-    return grouped
 
 
 def _rows(layer: Layer, again: Sequence[Layer]) -> list[tuple[str, str, str, str, str]]:

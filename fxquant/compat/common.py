@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from fxquant.errors import ConfigurationError
-from fxquant.quantization.mapping import QConfigMapping
-from fxquant.quantization.spec import QConfig
 
 
 class Refusal(NamedTuple):
@@ -30,11 +28,6 @@ def refusing(module: str, table: Mapping[str, Refusal]) -> Callable[[str], Any]:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return find
-
-
-def simplest(mapping: QConfigMapping) -> QConfig | QConfigMapping:
-    """What a mapping says: its default alone where it has no rules, which a mapping that was made by hand would be warned of."""
-    return mapping if mapping.default is None or mapping.rules() else mapping.default
 
 
 def refuse_given(called: str, given: Mapping[str, Any], usual: Mapping[str, Any], table: Mapping[str, Refusal]) -> None:

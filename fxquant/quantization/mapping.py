@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -99,6 +100,10 @@ def _call(value: Any) -> Call:
     return Call(_module(module), _spelling(kind), KINDS["seed"].take(index))
 
 
+class _Successors:
+    """Alive as long as a mapping with rules is that was made from one without any."""
+
+
 _HELD = ("types", "patterns", "names", "calls")  # the fields of a mapping that hold rules
 MODULE = Kind('the path of a module, "" for the model itself', _module)
 SPELLING = Kind("a module's class, a function like F.relu, or the name of a tensor's method", _spelling)
@@ -133,7 +138,7 @@ class QConfigMapping:
     @checked(qconfig=CHOSEN)
     def set_global(self, qconfig: Chosen) -> QConfigMapping:
         """This mapping with another default."""
-        return replace(self, default=qconfig)
+        return self._with_rules(default=qconfig) if self.rules() else replace(self, default=qconfig)
 
     @checked(kind=SPELLING, qconfig=CHOSEN)
     def set_object_type(self, kind: Any, qconfig: Chosen) -> QConfigMapping:
@@ -142,7 +147,7 @@ class QConfigMapping:
         A class means its modules alone. A function or a method means that function in every spelling: torch.softmax is F.softmax,
         x.softmax() and nn.Softmax; torch.add is + and +=. The spelling that the model has goes before others.
         """
-        return replace(self, types={**self.types, kind: qconfig})
+        return self._with_rules(types={**self.types, kind: qconfig})
 
     @checked()
     def set_host(self, *where: Any) -> QConfigMapping:
@@ -159,12 +164,12 @@ class QConfigMapping:
     @checked(qconfig=CHOSEN)
     def set_module_name_regex(self, pattern: str, qconfig: Chosen) -> QConfigMapping:
         """This mapping with a rule for module paths that a regular expression matches; one that is there keeps its place."""
-        return replace(self, patterns={**self.patterns, pattern: qconfig})
+        return self._with_rules(patterns={**self.patterns, pattern: qconfig})
 
     @checked(qconfig=CHOSEN)
     def set_module_name(self, name: str, qconfig: Chosen) -> QConfigMapping:
         """This mapping with a rule for a module's path or a node's name."""
-        return replace(self, names={**self.names, name: qconfig})
+        return self._with_rules(names={**self.names, name: qconfig})
 
     @checked(module_name=MODULE, object_type=SPELLING, index=KINDS["seed"], qconfig=CHOSEN)
     def set_module_name_object_type_order(self, module_name: str, object_type: Any, index: int, qconfig: Chosen) -> QConfigMapping:
@@ -172,7 +177,24 @@ class QConfigMapping:
 
         `module_name` is the path of the module whose forward has the call, "" for the model's own; a layer's calls are its parent's.
         """
-        return replace(self, calls={**self.calls, Call(module_name, object_type, index): qconfig})
+        return self._with_rules(calls={**self.calls, Call(module_name, object_type, index): qconfig})
+
+    def _with_rules(self, **rules: Any) -> QConfigMapping:
+        made = replace(self, **rules)
+        successors = self.__dict__.get("_successors") if self.rules() else _Successors()
+        if not self.rules():
+            object.__setattr__(self, "_last_successors", weakref.ref(successors))
+        object.__setattr__(made, "_successors", successors)
+        return made
+
+    @property
+    def lost_rules(self) -> bool:
+        """Whether this mapping has no rules, a setter was called on it, and no mapping that came of that is left.
+
+        A user of PyTorch's mapping, whose setters change it, drops what these return.
+        """
+        last = self.__dict__.get("_last_successors")
+        return not self.rules() and last is not None and last() is None
 
     @property
     def _value(self) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
-"""What is wrong with a tensor, and what to do: a rule each, in one table; what they find is ordered by what it would gain.
+"""What is wrong with a model's tensors, and what to do, ordered by what it would gain.
 
-A rule proposes a cure, with the part of the tensor's own error that would be left. What rounding this tensor alone loses at the outputs
-is measured, so the gain there follows:
+A rule of the table (`tensor_rules`) proposes a cure, with the part of the tensor's own error that would be left. What rounding this tensor
+alone loses at the outputs is measured, so the gain there follows:
 
     gain = 10·log10(T / (T - e + e·left))      T the outputs' noise, e the part that this tensor causes
 
@@ -15,34 +15,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from fxquant.graph import QParams
-from fxquant.numerics import ACTIVATION_TYPES
+from fxquant.reporting.cures import Cures
 from fxquant.reporting.effects import Effects, Inside, MovedStatistics
-from fxquant.reporting.sides import Facts
 from fxquant.reporting.statistics import TensorStatistics, decibels, ratio
+from fxquant.reporting.tensor_rules import GAP, POOR, RULES, SCALES, UNUSED, Found, Judged, coarse, mask_cure, outlier_channel, own_error
 
 WORTH = 1.0  # dB at the outputs that a cure must gain
 AUDIBLE = 1e-4  # the noise to signal ratio of the outputs below which nothing is told: 40 dB
 MEASURED = 32  # tensors of which the effect is measured, those with the largest error of their own first
-GAP = 32.0  # how many times as large as all others the values of a mask are
-OUTLIER = 8.0  # how many times as large as in the median channel
-OUTSIDE = 2.0  # how many times as far as calibration's the range of an input is
-UNUSED = 8.0  # how many times as far the grid of an input reaches
 CLIPPED = 0.05  # the share of an input's values that no observer leaves out
 MOVED = 0.01  # the noise to signal ratio that another batch's statistics, which are never quite the same, must make
-POOR = 15.0  # dB at the outputs below which one tensor alone deserves more bits
-
-
-@dataclass(frozen=True)
-class Judged:
-    """What rules see of one tensor: its name, facts, statistics, and whether its reference is an input of the model."""
-
-    name: str
-    facts: Facts
-    statistics: TensorStatistics
-    reference: str
-    is_input: bool
 
 
 @dataclass(frozen=True)
@@ -71,157 +56,12 @@ class Advice:
         return f"%{self.layer}: {self.cause}{gained}\n    {self.cure}" + (f"\n    [{self.source}]" if self.source else "")
 
 
-@dataclass(frozen=True)
-class Found:
-    """What a rule found: the cause, the cure, and the share of the tensor's own squared error that the cure would leave."""
-
-    cause: str
-    cure: str
-    left: float
-
-
-Rule = Callable[[Judged], "Found | None"]
-
-
-def _wider(facts: Facts) -> str:
-    """The dtype with more bits."""
-    return "int16" if facts.grid is not None and ACTIVATION_TYPES[facts.grid.dtype].high < 2**15 - 1 else "a larger dtype"
-
-
-def _left(tensor: Judged, noise: float) -> float:
-    now = tensor.statistics.noise_at(1.0)
-    return min(noise / now, 1.0) if now > 0 else 1.0
-
-
-def input_range(tensor: Judged) -> Found | None:
-    """An input has values that calibration has not seen."""
-    seen = tensor.statistics
-    if not tensor.is_input or seen.steps is None:
-        return None
-    if seen.reach < OUTSIDE and seen.reach > 1 / UNUSED:
-        return None
-    ends = f"{seen.steps.low * seen.steps.scale:.4g} to {seen.steps.high * seen.steps.scale:.4g}"
-    cause = f"input {tensor.reference} has values from {seen.low:.4g} to {seen.high:.4g}, and its grid is from {ends}"
-    cure = (
-        "give the model what it was calibrated with (the same scaling, mean and standard deviation), or calibrate with batches like these; "
-        "if the scale was given, leave that out"
-    )
-    return Found(cause, cure, _left(tensor, seen.noise_at(seen.best_factor())))
-
-
-def masked(tensor: Judged) -> Found | None:
-    """A few values, all alike, are far beyond all others, and stretch the scale."""
-    seen = tensor.statistics
-    gap = seen.populations() if seen.steps is not None else None
-    if seen.steps is None or gap is None or gap[1] < GAP * gap[0]:
-        return None
-    count, spread = seen.above(gap[1])
-    limit = max(seen.steps.high, -seen.steps.low)
-    if spread > 4 or gap[1] < limit / 8 or gap[0] > limit:  # a grid that ends before the other values do is too small, mask or not
-        return None
-    if seen.channels is not None and seen.low >= -gap[0] * seen.steps.scale:  # no mask, which would be negative
-        far = int((seen.channels > gap[0] * seen.steps.scale).sum())
-        if 4 * far <= len(seen.channels):
-            return None
-    cause = (
-        f"{count} values are beyond {gap[1] * seen.steps.scale:.3g}, and all others below {gap[0] * seen.steps.scale:.3g}: a mask sets the "
-        f"scale, {seen.steps.scale:.3g}, and {100 * seen.zeroed / max(seen.nonzero, 1):.0f} % of the values that are not 0 become 0"
-    )
-    cure = _mask_cure(gap[0] * seen.steps.scale)
-    return Found(cause, cure, _masked_left(tensor, gap[0]))
-
-
-def _masked_left(tensor: Judged, below: float) -> float:
-    """What is left of the error if the scale is that of the values below the gap, and what is beyond it is no matter."""
-    seen = tensor.statistics
-    assert seen.steps is not None
-    step = seen.steps.scale * below / max(seen.steps.high, -seen.steps.low)
-    return _left(tensor, seen.elements * step * step / 12)
-
-
-def outlier_channel(tensor: Judged) -> Found | None:
-    """One channel, or a few, reach much further than the others, and set the scale for all."""
-    seen = tensor.statistics
-    if seen.channels is None or seen.steps is None or len(seen.channels) < 4:
-        return None
-    largest, where = seen.channels.max(0)
-    median = seen.channels.median()
-    if median <= 0 or largest < OUTLIER * median:
-        return None
-    limit = max(seen.steps.high, -seen.steps.low)
-    own = torch.minimum(seen.channels / limit, torch.tensor(seen.steps.scale, dtype=torch.float64, device="cpu"))
-    left = float((own.square() / 12).mean()) * seen.elements
-    many = int((seen.channels >= OUTLIER * median).sum())
-    cause = (
-        f"channel {int(where)} reaches {float(largest):.4g}, {float(largest / median):.0f} times as far as the median channel "
-        f"({many} of {len(seen.channels)} are {OUTLIER:.0f} times as far or more), and sets one scale for all"
-    )
-    cure = (
-        f"fxq.equalize(prepared, batches), where calibrate was told not to; otherwise {_wider(tensor.facts)} for this layer: "
-        f"QConfigMapping().set_module_name({tensor.name!r}, QConfig(ActivationConfig('int16')))"
-    )
-    return Found(cause, cure, _left(tensor, left))
-
-
-def scale_too_small(tensor: Judged) -> Found | None:
-    """The grid ends long before the values do."""
-    seen = tensor.statistics
-    if seen.steps is None or seen.truncation <= 3 * seen.rounding:
-        return None
-    factor = seen.best_factor()
-    if factor <= 1:
-        return None
-    share = 100 * seen.clipped / max(seen.elements, 1)
-    cause = (
-        f"its scale, {seen.steps.scale:.4g}, is about {factor:.2g} times too small: {share:.2g} % of its values are clipped, and they "
-        f"reach {seen.reach:.2g} times as far as its grid"
-    )
-    cure = (
-        "calibrate again with batches like these; if the scale was given or frozen, leave that out; if the observer clips, take one that "
-        "does so less: QConfig(ActivationConfig(observer=fxq.MinMaxObserver()))"
-    )
-    return Found(cause, cure, _left(tensor, seen.noise_at(factor)))
-
-
-def scale_too_large(tensor: Judged) -> Found | None:
-    """The grid reaches far beyond what the values need."""
-    seen = tensor.statistics
-    if seen.steps is None or seen.truncation > 3 * seen.rounding:
-        return None
-    if seen.reach >= 0.5 and seen.zeroed < 0.2 * seen.nonzero:
-        return None
-    factor = seen.best_factor()
-    if factor >= 1 / 2:
-        return None
-    cause = (
-        f"its scale, {seen.steps.scale:.4g}, is about {1 / factor:.2g} times too large: "
-        f"{100 * seen.zeroed / max(seen.nonzero, 1):.0f} % of the values that are not 0 become 0"
-    )
-    cure = (
-        "calibrate again with batches like these; if rare, large values set the scale, take an observer that leaves them out: "
-        "QConfig(ActivationConfig(observer=fxq.MSEObserver())), or fxq.search_observers"
-    )
-    return Found(cause, cure, _left(tensor, seen.noise_at(factor)))
-
-
-SCALES = ("scale_too_small", "scale_too_large")
-RULES: tuple[Rule, ...] = (input_range, masked, outlier_channel, scale_too_small, scale_too_large)
-
-
-def coarse(tensor: Judged) -> Found | None:
-    """Rounding alone loses too much; asked where nothing else is wrong."""
-    seen = tensor.statistics
-    if seen.steps is None or tensor.facts.grid is None or ACTIVATION_TYPES[tensor.facts.grid.dtype].high >= 2**15 - 1:
-        return None
-    cause = f"{tensor.facts.grid.dtype} is too coarse for it: rounding it alone leaves the outputs below {POOR:.0f} dB"
-    cure = f"int16 for this layer: QConfigMapping().set_module_name({tensor.name!r}, QConfig(ActivationConfig('int16')))"
-    return Found(cause, cure, 2.0**-16)
-
-
 # ---- all of them, in order ----------------------------------------------------------------------------------------------
 
 
-def advise(tensors: Sequence[Judged], effects: Effects, effect_of: Callable[[Judged], float], noise: float) -> tuple[Advice, ...]:
+def advise(
+    tensors: Sequence[Judged], effects: Effects, effect_of: Callable[[Judged], float], noise: float, cures: Cures
+) -> tuple[Advice, ...]:
     """What to do, what gains most at the outputs first; inputs before everything that is computed from them.
 
     `effect_of` measures what rounding a tensor loses at the outputs; `noise` is what the whole loses there.
@@ -230,10 +70,10 @@ def advise(tensors: Sequence[Judged], effects: Effects, effect_of: Callable[[Jud
     first: dict[str, tuple[Judged, str, Found]] = {}
     for tensor in _owners(tensors):  # of each what the first rule says that applies
         for rule in RULES:
-            if tensor.name not in first and (proposal := rule(tensor)) is not None:
+            if tensor.name not in first and (proposal := rule(tensor, cures)) is not None:
                 first[tensor.name] = tensor, rule.__name__, proposal
     wrong_input = any(name == "input_range" for _, name, _ in first.values())
-    asked = sorted(first.values(), key=lambda each: -_own_error(each[0]))[:MEASURED]
+    asked = sorted(first.values(), key=lambda each: -own_error(each[0]))[:MEASURED]
     measured = [(tensor, name, proposal, effect_of(tensor)) for tensor, name, proposal in asked]
     measured = _with_followers(measured, effects)
     total = max([noise, *(effect for *_, effect in measured)])
@@ -248,9 +88,9 @@ def advise(tensors: Sequence[Judged], effects: Effects, effect_of: Callable[[Jud
         if effect >= AUDIBLE and (gain >= WORTH or certain):
             found.append(Advice(tensor.name, name, proposal.cause, proposal.cure, effect, gain, tensor.facts.source))
     found += _batch_norms(effects, wrong_input)
-    found += _inside(tensors, effects, total)
+    found += _inside(tensors, effects, total, cures)
     if not found and noise > 10 ** (-POOR / 10):
-        found += _coarse(tensors, effect_of, noise)
+        found += _coarse(tensors, effect_of, noise, cures)
     return tuple(sorted(found, key=_order))
 
 
@@ -305,11 +145,6 @@ def gain_of(total: float, effect: float, left: float) -> float:
     return 10 * math.log10(total / after) if total > 0 else 0.0
 
 
-def _own_error(tensor: Judged) -> float:
-    seen = tensor.statistics
-    return (seen.truncation + seen.rounding) / seen.signal if seen.signal else 0.0
-
-
 def _no_numbers(tensors: Iterable[Judged]) -> Iterator[Advice]:
     """The first tensor with NaN in it; those behind it have theirs from there."""
     for tensor in tensors:
@@ -354,18 +189,18 @@ def _far(moved: MovedStatistics) -> bool:
     return moved.mean > 2 or not 1 / 16 <= moved.variance <= 16
 
 
-def _inside(tensors: Sequence[Judged], effects: Effects, total: float) -> Iterator[Advice]:
+def _inside(tensors: Sequence[Judged], effects: Effects, total: float, cures: Cures) -> Iterator[Advice]:
     """Operators whose result is further off than what they read and their grid explain: by a constant, a weight, an inner tensor."""
     shares = {tensor.reference: ratio(tensor.statistics.noise, tensor.statistics.signal) for tensor in tensors}
     asked = []
     for tensor in tensors:
         read = effects.operands(tensor.reference, (tensor.name, *tensor.facts.fused))
         before = sum(shares.get(name, 0.0) for name in read or ())
-        if read is not None and shares[tensor.reference] > 4 * (before + _own_error(tensor)) and tensor.facts.grid is not None:
+        if read is not None and shares[tensor.reference] > 4 * (before + own_error(tensor)) and tensor.facts.grid is not None:
             asked.append((shares[tensor.reference], tensor))
     for _, tensor in sorted(asked, key=lambda each: -each[0])[:MEASURED]:
         inside = effects.inside(tensor.reference, (tensor.name, *tensor.facts.fused))
-        own = _own_error(tensor)
+        own = own_error(tensor)
         hidden = effects.hidden(tensor.reference, (tensor.name, *tensor.facts.fused))
         if inside is None or inside.noise <= 10 * (1 + len(hidden)) * own * inside.signal or inside.effect < AUDIBLE:
             continue
@@ -373,24 +208,21 @@ def _inside(tensors: Sequence[Judged], effects: Effects, total: float) -> Iterat
         if gain < WORTH:
             continue
         holder = hidden[0] if hidden else tensor.name
-        rule, cause, cure = _of_constants(tensor, inside, holder)
+        rule, cause, cure = _of_constants(tensor, inside, holder, cures)
         yield Advice(holder if rule == "inside" else tensor.name, rule, cause, cure, inside.effect, gain, tensor.facts.source)
 
 
-def _of_constants(tensor: Judged, inside: Inside, holder: str) -> tuple[str, str, str]:
+def _of_constants(tensor: Judged, inside: Inside, holder: str, cures: Cures) -> tuple[str, str, str]:
     """What is wrong inside of an operator, by what it reads besides activations."""
     reaches = max(abs(tensor.statistics.low), abs(tensor.statistics.high))
     for name, value in inside.constants.items():
-        largest = float(torch.nan_to_num(value.abs(), posinf=torch.finfo(torch.float32).max).max()) if value.numel() else 0.0
-        if largest > GAP * reaches:
+        largest = float(torch.nan_to_num(value.detach().abs(), posinf=torch.finfo(torch.float32).max).max()) if value.numel() else 0.0
+        if largest > GAP * reaches and not isinstance(value, nn.Parameter):  # which no mask is
             cause = f"{name} reaches {largest:.3g}, where its result reaches {reaches:.3g}: a mask sets one scale for all"
-            return "masked", cause, _mask_cure(reaches)
+            return "masked", cause, mask_cure(reaches)
     far = decibels(inside.signal, inside.noise)
     cause = f"given the same operands it is {far:.1f} dB from float, more than its grid explains: by its weight or its inner tensors"
-    cure = (
-        f"{_LOOK_INSIDE}fxq.compare_weights(model, integer) says how far its weight is off; one of more bits, or with a scale for each "
-        f"channel, is nearer: QConfigMapping().set_module_name({holder!r}, QConfig(weight=WeightConfig('int16')))"
-    )
+    cure = f"{_LOOK_INSIDE}fxq.checks.compare_weights(model, integer) says how far its weight is off; {cures.weight(holder)}"
     return "inside", cause, cure
 
 
@@ -406,16 +238,9 @@ def of_parts(told: Sequence[Advice], parts: Sequence[Advice]) -> Iterator[Advice
         yield from inner if inner and each.rule == "inside" else [alone]
 
 
-def _mask_cure(reaches: float) -> str:
-    return (
-        f"mask with a number of the size of the other values (about {-4 * reaches:.3g}), or with truth values: torch.where or masked_fill "
-        "behind this layer, or right in front of a softmax, which takes masks out of the scale"
-    )
-
-
-def _coarse(tensors: Sequence[Judged], effect_of: Callable[[Judged], float], noise: float) -> Iterator[Advice]:
-    for tensor in sorted(tensors, key=_own_error, reverse=True)[:MEASURED]:
-        proposal = coarse(tensor)
+def _coarse(tensors: Sequence[Judged], effect_of: Callable[[Judged], float], noise: float, cures: Cures) -> Iterator[Advice]:
+    for tensor in sorted(tensors, key=own_error, reverse=True)[:MEASURED]:
+        proposal = coarse(tensor, cures)
         if proposal is not None and (effect := effect_of(tensor)) > 10 ** (-POOR / 10):
             gain = gain_of(max(noise, effect), effect, proposal.left)
             if gain >= WORTH:

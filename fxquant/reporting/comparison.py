@@ -9,23 +9,26 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from rich.table import Table
 from torch import fx
 
-from fxquant.analysis.record import Values
 from fxquant.arguments import COUNT, FLAG, POSITIVE, Kind, checked, instance, such
 from fxquant.errors import Interrupted
-from fxquant.graph import QParams, stage_of
-from fxquant.progress import in_one_piece, progress
+from fxquant.graph import stage_of
+from fxquant.progress import progress
 from fxquant.quantization.batches import as_batches, first_batches, length, no_batches
 from fxquant.quantization.state import State
-from fxquant.reporting.advice import Advice, Judged, advise, grid_text, of_parts
+from fxquant.reporting.advice import Advice, advise, grid_text, of_parts
+from fxquant.reporting.compared import LayerComparison, layer_row, output_row
+from fxquant.reporting.cures import Cures
 from fxquant.reporting.effects import Effects
+from fxquant.reporting.pairing import Pairing
 from fxquant.reporting.rows import as_html, as_text
-from fxquant.reporting.sides import Side, pairs, shift, shifted, side_of
-from fxquant.reporting.statistics import Steps, TensorStatistics, decibels, drawn, ratio
+from fxquant.reporting.sides import side_of
+from fxquant.reporting.statistics import Steps, TensorStatistics, drawn
+from fxquant.reporting.tensor_rules import Judged
 from fxquant.reporting.together import held_together
+from fxquant.reporting.verdict import Verdict, causes_of, verdict_on
 
 
 def _writer(value: Any) -> Any:
@@ -36,57 +39,7 @@ def _writer(value: Any) -> Any:
 
 WRITER = Kind("a SummaryWriter of torch.utils.tensorboard", _writer)
 SHOWN = 20  # layers in the text
-
-
-@dataclass(frozen=True)
-class LayerComparison:
-    """How far one tensor is apart in the two forms, in units of the second form.
-
-    name        of the layer, in the second form; "output 0", … of what the models return
-    reference   of the tensor of the first form that it is compared with
-    operator    what computes it
-    dtype       of the second form's tensor; "float" where it has no grid
-    grid        its scale and dtype, None without
-    source      the user's line
-    because     why it is integer or float
-    elements    how many numbers were compared
-    cosine      Σ r·v / √(Σ r² · Σ v²), of the reference r and the value v
-    sqnr        10·log10(Σ r² / Σ (r - v)²) in dB: with all errors that came from the layers before
-    mse         Σ (r - v)² / elements
-    largest     max |r - v|
-    steps       the same in steps of the grid; NaN without one
-    own         the same ratio as sqnr, in dB, of what this grid alone makes of the reference: without errors from before
-    clipped     share of the reference beyond the grid's ends
-    zeroed      share of the reference's numbers that are not 0 and become 0
-    reach       the end of the reference over the end of the grid: 1 where it just fits
-    error       which part of its own error is larger: "truncation", "rounding", or "none" where there is none
-    effect      the noise to signal ratio at the outputs, where it was measured: of this grid alone; NaN elsewhere
-    try_this    what to try if this layer is to be better; "" where its own error is none
-    low, high   the ends of the reference
-    """
-
-    name: str
-    reference: str
-    operator: str
-    dtype: str
-    grid: QParams | None
-    source: str
-    because: str
-    elements: int
-    cosine: float
-    sqnr: float
-    mse: float
-    largest: float
-    steps: float
-    own: float
-    clipped: float
-    zeroed: float
-    reach: float
-    error: str
-    effect: float
-    try_this: str
-    low: float
-    high: float
+NO_ADVICE = "no advice about a single layer: none stands out"
 
 
 @dataclass(frozen=True)
@@ -94,12 +47,15 @@ class Comparison(Mapping[str, LayerComparison]):
     """What `compare` found: a layer by its name, in the order they run; prints as a table of the worst, and the advice.
 
     labels      what the two forms are
-    layers      a row for each tensor that both forms have
+    layers      a row for each tensor that both forms have; of a recurrence one for what is alike at each of its steps
     outputs     the same for what the models return
     advice      what to do, in the order of what it would gain; empty for a healthy model
+    verdict     how good the outputs are, and what their noise is made of where no single layer stands out; None where the models
+                return no real numbers
     unmatched   tensors of the second form that the first does not have: the inner parts of composite operators
     batches     how many batches were taken
     statistics  what was kept of each, for histograms
+    hidden      tensors inside of recurrent layers that are not compared, since no prepared model was given
     """
 
     labels: tuple[str, str]
@@ -109,6 +65,8 @@ class Comparison(Mapping[str, LayerComparison]):
     unmatched: tuple[str, ...]
     batches: int
     statistics: Mapping[str, TensorStatistics] = field(repr=False)
+    verdict: Verdict | None = None
+    hidden: int = 0
 
     def __getitem__(self, name: str) -> LayerComparison:
         return next((layer for layer in (*self.layers, *self.outputs) if layer.name == name), None) or _missing(name)
@@ -130,22 +88,27 @@ class Comparison(Mapping[str, LayerComparison]):
         table = Table(*heads, title=title, title_justify="left")
         for layer in (*self.worst(SHOWN), *self.outputs) if self.layers else self.outputs:
             numbers = (_db(layer.sqnr), _db(layer.own), _short(layer.steps), _percent(layer.clipped), _percent(layer.zeroed))
-            table.add_row(layer.name, grid_text(layer.grid), f"{layer.cosine:.5f}", *numbers, _short(layer.reach), layer.error)
+            name = f"{layer.name} (at {layer.times} steps)" if layer.times > 1 else layer.name
+            table.add_row(name, grid_text(layer.grid), f"{layer.cosine:.5f}", *numbers, _short(layer.reach), layer.error)
         return table
 
     def __str__(self) -> str:
-        lines = [as_text(self.__rich__())]
+        lines = [] if self.verdict is None else [str(self.verdict)]
+        lines.append(as_text(self.__rich__()))
         if len(self.layers) > SHOWN:
             lines.append(f"{len(self.layers) - SHOWN} more layers, with less effect")
+        if self.hidden:
+            lines.append(f"{self.hidden} tensors inside of recurrent layers are not compared: pass prepared=, the prepared model")
         if not self.layers:
             lines.append("no tensor is in both forms: are they of one model?")
-        lines += [str(each) for each in self.advice] or ["no advice: no single layer stands out"]
+        lines += [str(each) for each in self.advice] or [NO_ADVICE]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
+        said = "" if self.verdict is None else "".join(f"<p>{html.escape(line)}</p>" for line in self.verdict.lines)
         told = [(html.escape(text) for text in (each.layer, each.cause, each.cure)) for each in self.advice]
         advice = "".join(f"<li><b>{layer}</b>: {cause}<br><i>{cure}</i></li>" for layer, cause, cure in told)
-        return as_html(self.__rich__()) + (f"<p>Advice</p><ol>{advice}</ol>" if advice else "<p>No advice: no single layer stands out.</p>")
+        return said + as_html(self.__rich__()) + (f"<p>Advice</p><ol>{advice}</ol>" if advice else f"<p>{NO_ADVICE}</p>")
 
     @checked(writer=WRITER, step=COUNT)
     def write_tensorboard(self, writer: Any, step: int = 0) -> None:
@@ -161,6 +124,8 @@ class Comparison(Mapping[str, LayerComparison]):
             statistics = self.statistics[layer.name]
             if statistics.steps is not None and statistics.elements:
                 _histogram(writer, layer, statistics, step)
+        if self.verdict is not None:
+            writer.add_text("verdict", "\n\n".join(self.verdict.lines), step)
         writer.add_text("advice", "\n\n".join(map(str, self.advice)) or "no advice", step)
 
 
@@ -234,6 +199,11 @@ def compare(
     Nothing is kept of a batch that has passed but sums, so memory does not grow with their number. With `advice`, and an `a` that computes
     in float, the first batch is run again for each tensor that looks wrong (32 at most), with that one alone rounded. Where a composite
     operator of a float model is wrong inside, `prepared`, the prepared model that `b` was made from, tells which of its tensors it is.
+    Tensors inside of a recurrent layer, which a float model does not have, are compared with those of `prepared` in float; those that are
+    alike at each time step are one row.
+
+    The verdict comes first: the outputs are good from 30 dB on, visible from 15 dB on, and poor below. Where they are not good and no
+    single layer stands out, it says what the noise is made of, by further runs of the first batch (22 at most), and what `tune` tries.
 
     Raises ConfigurationError for what is no form of a model, CalibrationError if there is no batch or one does not fit, and what `trace`
     raises. A KeyboardInterrupt is raised as `Interrupted`, whose `result` is the comparison on the batches before, without advice.
@@ -244,157 +214,57 @@ def compare(
     first = next(taken, None)
     if first is None:
         raise no_batches(num_batches)
-    left, right = side_of(a, first, states[0], b), side_of(b, first, states[1], a)
-    found = pairs(left, right)
-    factors = {name: shift(left, right, name, reference) for name, reference in found.items()}
-    seen: dict[str, TensorStatistics] = {}
+    pairing = Pairing(side_of(a, first, states[0], b), side_of(b, first, states[1], a), prepared)
     effects: Effects | None = None
     count = 0
     try:
         for batch in progress(itertools.chain([first], taken), total, "comparing", show_progress):
-            inputs = left.form.inputs(batch, count)
-            values = _add(seen, left, right, found, factors, inputs, right.form.inputs(batch, count))
-            if not count and advice and left.real:
-                others = {found[name]: shifted(value, _negative(factors[name])) for name, value in values.items() if name in found}
-                effects = Effects(left, inputs, others)
+            inputs, values = pairing.add(batch, count)
+            if not count and advice and pairing.left.real:
+                effects = pairing.effects(inputs, values)
             count += 1
-        result = _compared(left, right, found, factors, seen, effects, count)
+        result = _compared(pairing, effects, count, prepared)
         if prepared is not None and any(each.rule == "inside" for each in result.advice):
             parts = compare(prepared, b, [first], states=(State.FLOAT, states[1]), show_progress=show_progress)
             result = replace(result, advice=tuple(of_parts(result.advice, parts.advice)))
+        verdict = result.verdict
+        if effects is not None and verdict is not None and verdict.grade != "good" and not result.advice:
+            tuned = b if isinstance(b, fx.GraphModule) and stage_of(b) == "PREPARED" else prepared
+            shown = [tensor for tensor in pairing.judged() if tensor.name not in pairing.inside]
+            causes, tries = causes_of(shown, pairing.factors, effects, tuned, first, show_progress)
+            result = replace(result, verdict=replace(verdict, causes=causes, tries=tries))
         return result
     except KeyboardInterrupt:
-        so_far = _compared(left, right, found, factors, seen, None, count)
+        so_far = _compared(pairing, None, count)
         raise Interrupted(f"compare was interrupted behind {count} batches", so_far) from None
 
 
-def _compared(
-    left: Side,
-    right: Side,
-    found: Mapping[str, str],
-    factors: Mapping[str, Any],
-    seen: dict[str, TensorStatistics],
-    effects: Effects | None,
-    count: int,
-) -> Comparison:
+def _compared(pairing: Pairing, effects: Effects | None, count: int, prepared: fx.GraphModule | None = None) -> Comparison:
     """What was found in all, with advice where effects can be measured."""
-    tensors = [
-        Judged(name, right.facts[name], seen[name], reference, reference in left.inputs)
-        for name, reference in found.items()
-        if name in seen
-    ]
-    outputs = {name: statistics for name, statistics in seen.items() if name not in found}
+    tensors, factors = pairing.judged(), pairing.factors
+    outputs = {name: statistics for name, statistics in pairing.seen.items() if name not in pairing.found}
     measured: dict[str, float] = {}
 
-    def effect_of(tensor: Judged) -> float:
+    def on_grid(tensor: Judged, steps: Steps) -> float:
         assert effects is not None
+        return effects.of_grids({reference: (steps, factors[tensor.name]) for reference in tensor.references})
+
+    def effect_of(tensor: Judged) -> float:
         steps = Steps.of(tensor.facts.grid)
         assert steps is not None
         if tensor.name not in measured:
-            measured[tensor.name] = effects.of_grid(tensor.reference, steps, factors[tensor.name])
+            measured[tensor.name] = on_grid(tensor, steps)
         return measured[tensor.name]
 
-    noise = [ratio(statistics.noise, statistics.signal) for statistics in outputs.values()]
-    total = sum(noise) / max(len(noise), 1)
-    told = advise(tensors, effects, effect_of, total) if effects is not None else ()
+    told: tuple[Advice, ...] = ()
     if effects is not None:
-        held = held_together(tensors, lambda tensor, steps: effects.of_grid(tensor.reference, steps, factors[tensor.name]), total)
-        told = (*held, *told)
-    rows = tuple(_row(tensor, measured.get(tensor.name, math.nan)) for tensor in tensors)
-    ends = tuple(_output(name, statistics) for name, statistics in outputs.items())
-    unmatched = tuple(name for name in right.facts if name not in seen)
-    return Comparison((left.form.label, right.form.label), rows, ends, told, unmatched, count, seen)
-
-
-def _add(
-    seen: dict[str, TensorStatistics],
-    left: Side,
-    right: Side,
-    found: Mapping[str, str],
-    factors: Mapping[str, Any],
-    inputs: list[Any],
-    others: list[Any],
-) -> Values:
-    """Take one batch into account; returns what the second form has."""
-    mine = left.values(inputs, list(found.values()))
-    theirs = right.values(others, list(found))
-    with in_one_piece():
-        for name, value in theirs.items():
-            reference = mine.get(found.get(name, name))
-            if reference is None or reference.shape != value.shape or reference.is_complex():
-                continue
-            if name not in seen:
-                known = right.facts.get(name)
-                seen[name] = TensorStatistics(None if known is None else known.grid, _channel_axis(reference))
-            seen[name].add(shifted(reference, factors.get(name)), value)
-    return theirs
-
-
-def _negative(exponents: torch.Tensor | None) -> torch.Tensor | None:
-    return None if exponents is None else -exponents
-
-
-def _channel_axis(value: torch.Tensor) -> int | None:
-    """The dimension of channels: behind the batch in maps, the last one otherwise."""
-    return None if value.dim() < 2 else 1 if value.dim() > 3 else -1
-
-
-def _row(tensor: Judged, effect: float) -> LayerComparison:
-    seen, facts = tensor.statistics, tensor.facts
-    own = decibels(seen.signal, seen.truncation + seen.rounding) if seen.steps is not None else math.nan
-    worse = "truncation" if seen.truncation > seen.rounding else "rounding"
-    error = "" if seen.steps is None else worse if seen.truncation + seen.rounding else "none"
-    return _layer(tensor.name, tensor.reference, facts.operator, facts.grid, facts.source, facts.because, seen, own, error, effect)
-
-
-def _output(name: str, seen: TensorStatistics) -> LayerComparison:
-    return _layer(name, name, "output", None, "", "", seen, math.nan, "", math.nan)
-
-
-def _layer(
-    name: str,
-    reference: str,
-    operator: str,
-    grid: QParams | None,
-    source: str,
-    because: str,
-    seen: TensorStatistics,
-    own: float,
-    error: str,
-    effect: float,
-) -> LayerComparison:
-    count = max(seen.elements - seen.not_a_number - seen.infinite, 1)
-    gridded = seen.steps is not None
-    return LayerComparison(
-        name=name,
-        reference=reference,
-        operator=operator,
-        dtype="float" if grid is None else grid.dtype,
-        grid=grid,
-        source=source,
-        because=because,
-        elements=seen.elements,
-        cosine=seen.product / math.sqrt(seen.signal * seen.power) if seen.signal and seen.power else float(seen.signal == seen.power),
-        sqnr=decibels(seen.signal, seen.noise),
-        mse=seen.noise / count,
-        largest=seen.largest,
-        steps=seen.largest / seen.steps.scale if seen.steps is not None else math.nan,
-        own=own,
-        clipped=seen.clipped / count if gridded else math.nan,
-        zeroed=ratio(seen.zeroed, seen.nonzero) if gridded else math.nan,
-        reach=seen.reach,
-        error=error,
-        effect=effect,
-        try_this=_try(error, seen),
-        low=seen.low,
-        high=seen.high,
-    )
-
-
-def _try(error: str, seen: TensorStatistics) -> str:
-    if error == "truncation":
-        return "a larger scale: more calibration data, or an observer that clips less (MinMaxObserver)"
-    if error == "rounding":
-        small = seen.reach < 0.5
-        return "a smaller scale: the grid reaches further than the values" if small else "more bits (int16), or fxq.equalize"
-    return ""
+        total = effects.noise
+        cures = Cures(pairing.left, pairing.right, prepared)
+        asked = [tensor for tensor in tensors if tensor.name not in pairing.inside]
+        told = (*held_together(asked, on_grid, total, cures), *advise(asked, effects, effect_of, total, cures))
+    rows = tuple(layer_row(tensor, measured.get(tensor.name, math.nan)) for tensor in tensors)
+    ends = tuple(output_row(name, statistics) for name, statistics in outputs.items())
+    verdict = verdict_on([end for end in ends if outputs[end.name].real])
+    labels = (pairing.left.form.label, pairing.right.form.label)
+    hidden = 0 if pairing.inner is not None else len(pairing.parts)
+    return Comparison(labels, rows, ends, told, pairing.unmatched(), count, pairing.seen, verdict, hidden)

@@ -16,7 +16,8 @@ from fxquant.graph import fused, made_by, model_meta, operation, resolve, stage_
 from fxquant.quantization.batch_norm import running_gain
 from fxquant.quantization.prepared import QuantizedOperator
 from fxquant.reporting.advice import grid_text
-from fxquant.reporting.comparison import Comparison, LayerComparison
+from fxquant.reporting.compared import LayerComparison
+from fxquant.reporting.comparison import Comparison
 from fxquant.reporting.layout import drawing
 from fxquant.reporting.statistics import TensorStatistics, drawn, json_ready
 from fxquant.version import __version__
@@ -30,9 +31,10 @@ def contents(
     """Everything that the page shows; numbers that are infinite or no numbers are null."""
     known = layers(model)
     target = model_meta(model).get("target")
-    shown = drawing(model)
+    shown = drawing(model, steps=False)
     names = list(shown.graph)
     compared = {} if comparison is None else dict(comparison)
+    verdict = None if comparison is None else comparison.verdict
     found: dict[str, Any] = {
         "title": title,
         "version": __version__,
@@ -40,15 +42,16 @@ def contents(
         "target": "" if target is None else target.name,
         "summary": _summary(known, comparison),
         "forms": [_form(label, each) for label, each in forms.items()],
+        "verdict": None if verdict is None else {"grade": verdict.grade, "sqnr": verdict.sqnr, "lines": list(verdict.lines)},
         "advice": [_advice(each) for each in (() if comparison is None else comparison.advice)],
         "compared": comparison is not None,
         "nodes": [
-            {"name": name, "x": x, "y": y, **_node(shown.layers.get(name), compared.get(name), name)}
+            {"name": name, "x": x, "y": y, **_node(shown.layers.get(name), compared.get(name), name, shown.times.get(name, 1))}
             for name, (x, y) in ((name, shown.places[name]) for name in names)
         ],
         "edges": [shown.path(one, other) for one, other in shown.graph.edges],
         "details": {} if comparison is None else {name: _details(comparison.statistics[name]) for name in compared},
-        "weights": _weights(model),
+        "weights": {name: found for name, found in _weights(model).items() if name in shown.places},
         "passes": _passes(model),
         "floats": [[layer.name, layer.operator, layer.reason, layer.source] for layer in left_in_float(known)],
         "findings": [[each.layer, each.operator, each.limit, each.remedy, each.source] for each in findings],
@@ -93,7 +96,7 @@ def _advice(advice: Any) -> dict[str, Any]:
     return {"layer": advice.layer, "cause": advice.cause, "cure": advice.cure, "gain": advice.gain, "source": advice.source}
 
 
-def _node(layer: Layer | None, compared: LayerComparison | None, name: str) -> dict[str, Any]:
+def _node(layer: Layer | None, compared: LayerComparison | None, name: str, times: int) -> dict[str, Any]:
     if layer is None:
         return {"operator": "output" if name == "output" else "input", "kind": "end"}
     found: dict[str, Any] = {
@@ -107,7 +110,7 @@ def _node(layer: Layer | None, compared: LayerComparison | None, name: str) -> d
         "bytes": layer.weight_bytes,
         "source": layer.source,
         "module": layer.module,
-        "why": layer.reason or "; ".join(layer.notes),
+        "why": "; ".join([layer.reason or "; ".join(layer.notes), *([f"at {times} steps"] if times > 1 else [])]),
     }
     if compared is not None:
         keys = ("sqnr", "own", "cosine", "steps", "clipped", "zeroed", "reach", "error", "effect", "try_this", "reference")

@@ -39,25 +39,52 @@ class Inside:
 
 
 class Effects:
-    """The float side and one batch; each question is one run. `others` are the other form's tensors on this side's scale, by its names."""
+    """The float side and one batch; each question is one run.
 
-    def __init__(self, side: Side, inputs: Sequence[Any], others: Mapping[str, Tensor]) -> None:
+    others   the other form's tensors on this side's scale, by this side's names
+    outputs  what the float side returns; noise is how far `results`, what the other form returns by its place, are from it
+    """
+
+    def __init__(self, side: Side, inputs: Sequence[Any], others: Mapping[str, Tensor], results: Mapping[int, Tensor]) -> None:
         assert isinstance(side.form, GraphForm)
         self.side, self.model, self.inputs, self.others = side, side.form.model, list(inputs), others
         self.state = side.form.state
         self.outputs = self._run({})
+        there = [place for place in results if place < len(self.outputs)]
+        self.noise = noise([self.outputs[place] for place in there], [results[place].to(self.outputs[place].device) for place in there])
 
     def of_grid(self, reference: str, steps: Steps, exponents: Tensor | None) -> float:
         """That of rounding a tensor into a grid, which it is multiplied by 2 to the exponents for."""
+        return self.of_grids({reference: (steps, exponents)})
 
-        def rounded(value: Any, read: tuple[Any, ...]) -> Any:
-            if not isinstance(value, Tensor) or not value.is_floating_point():
-                return value
-            finite = torch.nan_to_num(shifted(value, exponents), nan=0.0)
-            found = shifted(steps.rounded(finite), None if exponents is None else -exponents)
-            return torch.where(torch.isinf(value), value, found.to(value.dtype))
+    def of_grids(self, grids: Mapping[str, tuple[Steps, Tensor | None]]) -> float:
+        """That of rounding several tensors at once, each into its grid, which it is multiplied by 2 to the exponents for."""
+        return self._effect({reference: _rounding(steps, exponents) for reference, (steps, exponents) in grids.items()})
 
-        return self._effect({reference: rounded})
+    def local_errors(self) -> dict[str, Tensor]:
+        """Of each tensor v' of the other form: v' - f(w'), of the operator f in float and the other form's operands w'."""
+        found: dict[str, Tensor] = {}
+
+        def look(name: str) -> Change:
+            def see(value: Any, read: tuple[Any, ...]) -> Any:
+                other = self.others[name]
+                if not isinstance(value, Tensor) or not value.is_floating_point() or value.shape != other.shape:
+                    return value
+                found[name] = torch.nan_to_num(other.double() - value.double(), nan=0.0, posinf=0.0, neginf=0.0)
+                return other.to(value.dtype)
+
+            return see
+
+        self._run({name: look(name) for name in self.others})
+        return found
+
+    def of_errors(self, errors: Mapping[str, Tensor]) -> float:
+        """That of adding these to tensors of the float model."""
+
+        def adding(error: Tensor) -> Change:
+            return lambda value, read: (value.double() + error).to(value.dtype)
+
+        return self._effect({name: adding(error) for name, error in errors.items()})
 
     def operands(self, reference: str, names: Sequence[str]) -> list[str] | None:
         """The tensors that are read by the nodes of these names, which became the one, and by those that the other form does not show."""
@@ -122,7 +149,7 @@ class Effects:
             held = (
                 {path: value} if isinstance(value, Tensor) else dict(value.named_parameters(path)) if isinstance(value, nn.Module) else {}
             )
-            found.update({name: each.detach() for name, each in held.items() if each.is_floating_point()})
+            found.update({name: each for name, each in held.items() if each.is_floating_point()})
         return found
 
     def of_batch_statistics(self, name: str, mended: Sequence[str] = ()) -> float:
@@ -169,6 +196,17 @@ class Effects:
 
     def _effect(self, changes: Mapping[str, Change]) -> float:
         return noise(self.outputs, self._run(changes))
+
+
+def _rounding(steps: Steps, exponents: Tensor | None) -> Change:
+    def rounded(value: Any, read: tuple[Any, ...]) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        finite = torch.nan_to_num(shifted(value, exponents), nan=0.0)
+        found = shifted(steps.rounded(finite), None if exponents is None else -exponents)
+        return torch.where(torch.isinf(value), value, found.to(value.dtype))
+
+    return rounded
 
 
 def noise(wanted: Sequence[Tensor], found: Sequence[Tensor]) -> float:

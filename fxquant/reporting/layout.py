@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import networkx
 from torch import fx
 
 from fxquant.analysis.layers import Layer, layers
+from fxquant.analysis.steps import alike
 from fxquant.errors import ConfigurationError
 
 SWEEPS = 4  # in which the places in a row follow those of the neighbours
@@ -23,6 +24,7 @@ class Drawing:
     graph   an edge for every value that one operator reads of another; nodes are names
     layers  the facts of each operator, by name; inputs and the output have none
     places  x and y of each; rows are one apart, and the first is at y = 0, the next at -1
+    times   of what a recurrence does alike at several steps, where only the first is drawn: at how many
     lanes   of each edge that passes rows of its own column: how many others lie between it and the column
     """
 
@@ -30,6 +32,7 @@ class Drawing:
     layers: Mapping[str, Layer]
     places: Mapping[str, tuple[float, float]]
     lanes: Mapping[tuple[str, str], int]
+    times: Mapping[str, int] = field(default_factory=dict)
 
     def path(self, one: str, other: str) -> list[tuple[float, float]]:
         """The points of an edge: straight to the next row, to the side around what stands between."""
@@ -41,21 +44,33 @@ class Drawing:
         return [(x, y), (x + side, y - 0.6), (to_x + side, to_y + 0.6), (to_x, to_y)]
 
 
-def drawing(model: fx.GraphModule) -> Drawing:
-    """The operators of a graph at any stage, with the inputs and the output. Linear in nodes and edges."""
-    known = {layer.name: layer for layer in layers(model)}
+def drawing(model: fx.GraphModule, *, steps: bool = True) -> Drawing:
+    """The operators of a graph at any stage, with the inputs and the output. Linear in nodes and edges.
+
+    Without `steps`, what a recurrence does alike at several steps is one node, and what a step reads of the one before has no edge.
+    """
+    every = layers(model)
+    groups = [] if steps else [(layer, others) for layer, others in alike(every) if others]
+    firsts = {other.name: layer.name for layer, others in groups for other in others}
+    known = {layer.name: layer for layer in every if layer.name not in firsts}
     graph = networkx.DiGraph()
+    order: dict[str, int] = {}
     shown: dict[fx.Node, frozenset[str]] = {}  # the operators that a node's value comes from
     for node in model.graph.nodes:
         read = frozenset[str]().union(*(shown.get(operand, frozenset()) for operand in node.all_input_nodes))
-        if node.name in known or node.op in ("placeholder", "output"):
+        if node.name in firsts:
+            first = firsts[node.name]
+            graph.add_edges_from((name, first) for name in sorted(read) if order[name] < order[first])
+            shown[node] = frozenset([first])
+        elif node.name in known or node.op in ("placeholder", "output"):
             graph.add_node(node.name)
+            order[node.name] = len(order)
             graph.add_edges_from((name, node.name) for name in sorted(read))
             shown[node] = frozenset([node.name])
         else:
             shown[node] = read
     places = _places(graph)
-    return Drawing(graph, known, places, _lanes(graph, places))
+    return Drawing(graph, known, places, _lanes(graph, places), {layer.name: len(others) + 1 for layer, others in groups})
 
 
 def _lanes(graph: networkx.DiGraph, places: Mapping[str, tuple[float, float]]) -> dict[tuple[str, str], int]:

@@ -15,8 +15,6 @@ from fxquant.analysis.channels import tensor_exponents
 from fxquant.analysis.layers import layers
 from fxquant.analysis.node import is_dequantize, is_quantize
 from fxquant.analysis.record import QUANTIZED, GraphForm, OnnxForm, Values, Wanted
-from fxquant.backends.onnx import reading
-from fxquant.backends.onnx.runtime import RUNTIME_NAMES, OnnxModel
 from fxquant.errors import ConfigurationError
 from fxquant.facts import TensorFact
 from fxquant.frontend import trace
@@ -92,6 +90,8 @@ class Side:
             self.exponents = {name: torch.tensor(value, device="cpu") for name, value in known.items() if value is not None}
 
     def _of_file(self, form: OnnxForm) -> None:
+        from fxquant.backends.onnx import reading
+
         opened = form.onnx
         self.inputs, self.real = list(opened.input_names), False
         made_of = {entry["tensor"]: entry["name"] for entry in opened.metadata["inputs"] if entry.get("tensor")}
@@ -130,6 +130,8 @@ def side_of(model: Any, batch: Any, state: State | str | None, beside: Any = Non
     """
     if isinstance(model, str | os.PathLike):
         _refuse(state, "an ONNX file has no states")
+        from fxquant.backends.onnx.runtime import RUNTIME_NAMES, OnnxModel
+
         opened = OnnxModel(model)
         if opened.io != "float":
             raise ConfigurationError(

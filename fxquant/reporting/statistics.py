@@ -48,6 +48,7 @@ class Steps:
 class TensorStatistics:
     """Of one tensor: the reference in one form, and the value in the other, both as real numbers on one scale.
 
+    real                               whether the reference is of real numbers
     elements, not_a_number, infinite   how many there were; those that are not finite count in nothing else
     signal, noise, product, power      Σ r², Σ (r - v)², Σ r·v, Σ v²
     largest                            max |r - v|
@@ -61,6 +62,7 @@ class TensorStatistics:
 
     def __init__(self, grid: QParams | None, axis: int | None) -> None:
         self.steps, self.axis = Steps.of(grid), axis
+        self.real = True
         self.elements = self.not_a_number = self.infinite = self.clipped = self.zeroed = self.nonzero = 0
         self.signal = self.noise = self.product = self.power = self.largest = self.truncation = self.rounding = 0.0
         self.low, self.high = math.inf, -math.inf
@@ -71,6 +73,7 @@ class TensorStatistics:
     def add(self, reference: Tensor, value: Tensor) -> None:
         """Take the values of one more batch into account."""
         one, other = reference.detach().cpu().double(), value.detach().cpu().double()
+        self.real = reference.is_floating_point()
         self.elements += one.numel()
         self.not_a_number += int(torch.isnan(one).sum())
         self.infinite += int(torch.isinf(one).sum())

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from fxquant.analysis.parts import CLEARLY
-from fxquant.reporting.advice import AUDIBLE, POOR, Advice, Judged, gain_of
+from fxquant.reporting.advice import AUDIBLE, Advice, gain_of
+from fxquant.reporting.cures import Cures
 from fxquant.reporting.statistics import Steps, decibels, ratio
+from fxquant.reporting.tensor_rules import POOR, Judged
 
 
-def held_together(tensors: Sequence[Judged], effect_of: Callable[[Judged, Steps], float], total: float) -> Iterator[Advice]:
+def held_together(tensors: Sequence[Judged], effect_of: Callable[[Judged, Steps], float], total: float, cures: Cures) -> Iterator[Advice]:
     """Of each tensor that holds others: those that lose clearly by its grid, where the outputs show it or little is left of them.
 
     `effect_of` measures what rounding a tensor to these steps loses at the outputs; `total` is what the whole loses there.
@@ -32,9 +34,9 @@ def held_together(tensors: Sequence[Judged], effect_of: Callable[[Judged, Steps]
             f"it holds tensors of different ranges on one scale, {steps.scale:.4g}: %{worst.name} loses {loss:.0f} dB by it, and "
             f"{left:.1f} dB are left"
         )
+        floats = cures.in_float(whole.name, whole.reference)
         cure = (
-            "keep the tensors apart where they are read apart, or bring them to one range before; or give it more bits, "
-            f"where the target has them, QConfigMapping().set_module_name({whole.name!r}, QConfig(ActivationConfig('int16'))), "
-            f"or leave it in float, QConfigMapping().set_module_name({whole.name!r}, None)"
+            "keep the tensors apart where they are read apart, or bring them to one range before; or "
+            f"{cures.wider(whole.name, whole.reference)}" + (f"; or leave it in float, {floats}" if floats and cures.has_wide else "")
         )
         yield Advice(whole.name, "held_together", cause, cure, effect, gain, whole.facts.source)

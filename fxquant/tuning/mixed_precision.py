@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from torch import fx, nn
 
-from fxquant.api import prepare
+from fxquant.api import calibrate, prepare
 from fxquant.arguments import COUNT, FLAG, Kind, checked, instance
 from fxquant.frontend import float_model
 from fxquant.progress import progress
@@ -134,6 +134,23 @@ def mixed_precision(
     return search(work, budget, widths, measured, metric, seed, checkpoint, show_progress)
 
 
+@dataclass(frozen=True)
+class Corrections:
+    """What calibration corrects, as the arguments of `fxq.calibrate` say it.
+
+    equalize       whether channels are multiplied by powers of two
+    round_weights  whether weights are rounded by samples; None: those of less than 8 bits
+    correct_bias   whether biases are corrected; None: if there are 64 samples or more
+    """
+
+    equalize: bool = True
+    round_weights: bool | None = None
+    correct_bias: bool | None = None
+
+
+UNCHANGED = Corrections()  # calibration's own
+
+
 @dataclass(frozen=True, eq=False)
 class Work:
     """A float model with what prepares it anew without another calibration."""
@@ -144,20 +161,32 @@ class Work:
     prepared: fx.GraphModule
     seen: Observations
     samples: list[list[Any]]
+    corrections: Corrections = UNCHANGED
 
-    def with_mapping(self, mapping: QConfigMapping) -> fx.GraphModule:
-        """The model prepared with a mapping, in VALIDATE. Raises NotCalibrated where the observations leave a scale open."""
-        # A mapping without rules is what a user means who dropped the result of a setter, and is warned of.
-        asked = mapping if mapping.rules() or mapping.default is None else mapping.default
-        found = prepare(self.model, self.example, self.prepared.meta["target"], asked, observations=self.seen)
+    def with_mapping(self, mapping: QConfigMapping, corrections: Corrections | None = None) -> fx.GraphModule:
+        """The model prepared with a mapping, in VALIDATE, with these corrections, or the work's own.
+
+        Raises NotCalibrated where the observations leave a scale open.
+        """
+        corrections = corrections or self.corrections
+        seen = self.seen if corrections.equalize == self.corrections.equalize else self.seen_otherwise
+        found = prepare(self.model, self.example, self.prepared.meta["target"], mapping, observations=seen)
         for operator in quantized_operators(found).values():
             if not operator.plain:
                 operator.output.require()
-        first = FirstSamples(found)  # as calibration does
+        first = FirstSamples(found, corrections.round_weights, corrections.correct_bias)  # as calibration does
         for inputs in self.samples:
             first.take(inputs)
         first.use(False, False)
         return found
+
+    @cached_property
+    def seen_otherwise(self) -> Observations:
+        """What calibration observes with equalization where the work has none, and without where it has it."""
+        found = prepare(self.model, self.example, self.prepared.meta["target"], self.base)
+        equalize = not self.corrections.equalize
+        calibrate(found, self.samples, equalize=equalize, round_weights=False, correct_bias=False, show_progress=False)
+        return observations(found)
 
 
 def work_of(

@@ -7,35 +7,39 @@ A remedy proposes recipes, which `tune` builds, judges on held-out batches, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import fx
 
 from fxquant.quantization.mapping import QConfigMapping
+from fxquant.quantization.prepared import quantized_operators
+from fxquant.quantization.rounding import AdaptiveRounding
 from fxquant.serialization.qconfig import read, written
 from fxquant.tuning import adaround, correct_bias, distill, mixed_precision, observer_search, outputs, reconstruct
 from fxquant.tuning.budget import Budget
 from fxquant.tuning.choices import Choices, bits
-from fxquant.tuning.mixed_precision import Work
+from fxquant.tuning.mixed_precision import UNCHANGED, Corrections, Work
 from fxquant.tuning.sensitivity import WIDTHS, find
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The mapping that a model is prepared with, and the names of the methods that tune it then, in order."""
+    """The mapping that a model is prepared with, the names of the methods that tune it then, in order, and calibration's corrections."""
 
     mapping: QConfigMapping
     methods: tuple[str, ...] = ()
+    corrections: Corrections = UNCHANGED
 
     def document(self) -> dict[str, Any]:
         """As JSON holds it. Raises ExportError for what a file cannot name."""
-        return {"mapping": written(self.mapping), "methods": list(self.methods)}
+        return {"mapping": written(self.mapping), "methods": list(self.methods), "corrections": asdict(self.corrections)}
 
     @staticmethod
     def of(document: dict[str, Any]) -> Recipe:
         """The recipe of a document."""
-        return Recipe(read(document["mapping"], "the checkpoint's mapping"), tuple(document["methods"]))
+        mapping = read(document["mapping"], "the checkpoint's mapping")
+        return Recipe(mapping, tuple(document["methods"]), Corrections(**document["corrections"]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +63,10 @@ class State:
 
     def untuned(self) -> Work:
         """The work from the best mapping so far on, before any method."""
-        return replace(self.work, prepared=self.work.with_mapping(self.recipe.mapping), base=self.recipe.mapping)
+        mapping, corrections = self.recipe.mapping, self.recipe.corrections
+        seen = self.work.seen if corrections.equalize == self.work.corrections.equalize else self.work.seen_otherwise
+        prepared = self.work.with_mapping(mapping, corrections)
+        return replace(self.work, prepared=prepared, base=mapping, seen=seen, corrections=corrections)
 
 
 Proposals = Iterator[tuple[str, Recipe]]
@@ -121,6 +128,33 @@ def _within_budget(state: State) -> Proposals:
         yield found.chosen.name, replace(state.recipe, mapping=found.qconfig)
 
 
+def _with(state: State, **corrections: bool) -> Recipe:
+    return replace(state.recipe, corrections=replace(state.recipe.corrections, **corrections))
+
+
+def _bias_correction(state: State) -> Proposals:
+    """No bias correction, where calibration made one; and one by all samples."""
+    operators = quantized_operators(state.untuned().prepared).values()
+    if any(operator.weight_quantizer.correction is not None for operator in operators):
+        yield "off", _with(state, correct_bias=False)
+    yield "by all samples", replace(state.recipe, methods=(*state.recipe.methods, "bias correction"))
+
+
+def _rounding(state: State) -> Proposals:
+    """Weights of every dtype rounded by samples; and to the nearest, where calibration rounded some by samples."""
+    operators = quantized_operators(state.untuned().prepared).values()
+    yield "by samples, all weights", _with(state, round_weights=True)
+    if any(isinstance(operator.weight_quantizer.rounding, AdaptiveRounding) for operator in operators):
+        yield "to the nearest", _with(state, round_weights=False)
+
+
+def _equalization(state: State) -> Proposals:
+    """No powers of two for channels, where calibration chose some."""
+    operators = quantized_operators(state.untuned().prepared).values()
+    if any(operator.factors is not None and operator.factors.active for operator in operators):
+        yield "off", _with(state, equalize=False)
+
+
 # By name what tunes a model in place: (prepared, samples, steps, seed, checkpoint, show progress).
 METHODS: dict[str, Callable[[fx.GraphModule, list[list[Any]], int, int, str | None, bool | None], Any]] = {
     "bias correction": lambda model, samples, steps, seed, file, show: correct_bias(model, samples, show_progress=show),
@@ -136,9 +170,9 @@ METHODS: dict[str, Callable[[fx.GraphModule, list[list[Any]], int, int, str | No
 }
 
 
-def _method(name: str, learns: bool = True) -> Remedy:
+def _method(name: str) -> Remedy:
     def propose(state: State) -> Proposals:
-        yield f"{state.steps} steps" if learns else "", replace(state.recipe, methods=(*state.recipe.methods, name))
+        yield f"{state.steps} steps", replace(state.recipe, methods=(*state.recipe.methods, name))
 
     return Remedy(name, propose)
 
@@ -147,7 +181,9 @@ BUDGET = Remedy("mixed precision", _within_budget)
 REMEDIES: tuple[Remedy, ...] = (
     Remedy("32-bit outputs", _high_precision),
     Remedy("observers", _observers),
-    _method("bias correction", learns=False),
+    Remedy("bias correction", _bias_correction),
+    Remedy("rounding of weights", _rounding),
+    Remedy("equalization", _equalization),
     Remedy("16 bits", _sixteen),
     BUDGET,
     _method("distillation"),

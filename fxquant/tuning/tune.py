@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from fxquant.tuning.budget import Budget, costs, fits
 from fxquant.tuning.checkpoint import CHECKPOINT
 from fxquant.tuning.choices import Choices
 from fxquant.tuning.journal import Journal
-from fxquant.tuning.mixed_precision import BUDGET, Work, work_of
+from fxquant.tuning.mixed_precision import BUDGET, UNCHANGED, Work, work_of
 from fxquant.tuning.remedies import BUDGET as WITHIN_BUDGET
 from fxquant.tuning.remedies import METHODS, REMEDIES, Recipe, Remedy, State
 from fxquant.tuning.resumption import digest, model_digest
@@ -72,6 +72,7 @@ class Tuned:
     prepared   the best model, in state VALIDATE
     qconfig    the mapping that it was prepared with
     methods    what tuned it then, in order
+    corrections  what calibration corrected: the arguments of `fxq.calibrate` that are not the default
     steps      what was tried, in order
     reference  the float model's score
     score      that of the best model
@@ -85,6 +86,7 @@ class Tuned:
     reference: float
     score: float
     tolerance: float
+    corrections: Mapping[str, bool] = field(default_factory=dict)
 
     @property
     def drop(self) -> float:
@@ -145,8 +147,9 @@ def tune(
     out; so nothing that lowers it is kept. The search ends once the score is at most `tolerance` below the float model's.
 
     Tried are, in this order: calibration as the qconfig says; with a `budget` that this exceeds, the best dtypes within it; 32-bit
-    outputs of the layers whose sums the model returns; other observers; bias correction; int16 for the most sensitive tensors, or, with
-    a budget, which leaves out both of these, the best dtypes within it; distillation, in `steps` for the model; AdaRound and block
+    outputs of the layers whose sums the model returns; other observers; what calibration corrects, off and on: biases, the rounding of
+    weights by samples, and equalization; int16 for the most sensitive tensors, or, with a budget, which leaves out both of these (32-bit
+    outputs and int16), the best dtypes within it; distillation, in `steps` for the model; AdaRound and block
     reconstruction, in `steps` for each layer or block.
 
     The same seed, model and batches give the same bits; no global generator is read. After a kill, the same call with the same
@@ -211,7 +214,9 @@ class _Session:
                 self._try(remedy, reference - enough)
         assert self.best is not None
         made = self._built(self.recipe)
-        return Tuned(made, self.recipe.mapping, self.recipe.methods, tuple(self.tried), reference, self.best.score, enough)
+        usual = asdict(UNCHANGED)
+        changed = {name: value for name, value in asdict(self.recipe.corrections).items() if value != usual[name]}
+        return Tuned(made, self.recipe.mapping, self.recipe.methods, tuple(self.tried), reference, self.best.score, enough, changed)
 
     def _float_score(self) -> float:
         if self.metric is None:
@@ -257,12 +262,13 @@ class _Session:
         if self.made is not None and recipe == self.recipe:
             return self.made
         done = self.recipe.methods
-        if self.made is not None and recipe.mapping == self.recipe.mapping and recipe.methods[: len(done)] == done:
+        same = replace(recipe, methods=done) == self.recipe
+        if self.made is not None and same and recipe.methods[: len(done)] == done:
             made = copy.deepcopy(self.made)
         else:
-            made, done = self.work.with_mapping(recipe.mapping), ()
+            made, done = self.work.with_mapping(recipe.mapping, recipe.corrections), ()
         for count in range(len(done), len(recipe.methods)):
-            part = Recipe(recipe.mapping, recipe.methods[: count + 1])
+            part = replace(recipe, methods=recipe.methods[: count + 1])
             METHODS[part.methods[-1]](made, self.work.samples, self.steps, self.seed, self._file(part), self.show)
         if recipe == self.recipe:
             self.made = made

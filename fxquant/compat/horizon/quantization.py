@@ -10,7 +10,7 @@ from torch import fx, nn
 
 import fxquant as fxq
 from fxquant.arguments import FLAG, checked
-from fxquant.compat.common import Refusal, refuse_given, simplest
+from fxquant.compat.common import Refusal, refuse_given
 from fxquant.compat.horizon.march import required
 from fxquant.compat.horizon.rules import has_high_precision_outputs, of_dict, of_setters, on_host
 from fxquant.errors import ConfigurationError
@@ -141,8 +141,8 @@ def _prepared(
             remedy=f"pass one batch of its inputs: {called}(…, example_inputs=(x,))",
         )
     if high_precision_outputs:
-        mapping = fxq.high_precision_outputs(model, example_inputs, required(called), simplest(mapping))
-    prepared = fxq.prepare(model, example_inputs, required(called), simplest(mapping), batch_norm=_qat_mode[0].value)
+        mapping = fxq.high_precision_outputs(model, example_inputs, required(called), mapping)
+    prepared = fxq.prepare(model, example_inputs, required(called), mapping, batch_norm=_qat_mode[0].value)
     fxq.set_state(prepared, State.TRAIN)
     return prepared.train(model.training)
 

@@ -21,7 +21,7 @@ from torch import fx, nn
 
 import fxquant as fxq
 from fxquant.arguments import FLAG, checked
-from fxquant.compat.common import Refusal, refuse_given, refusing, simplest
+from fxquant.compat.common import Refusal, refuse_given, refusing
 from fxquant.compat.torch_ao.dynamic import dynamic_mapping
 from fxquant.compat.torch_ao.rules import mapping_of, settings_of, with_own_qconfigs
 from fxquant.compat.torch_ao.switches import (
@@ -292,7 +292,7 @@ def _prepared(called: str, model: nn.Module, qconfigs: Any, example_inputs: Any,
     own = with_own_qconfigs(model)
     leaf = (lambda module, path: path in names or isinstance(module, kinds) or default_leaf(module, path)) if names or kinds else None
     traced = fxq.trace(own, example_inputs, leaf=leaf)
-    return fxq.prepare(traced, example_inputs, target or engine_target(), simplest(mapping_of(qconfigs, traced)))
+    return fxq.prepare(traced, example_inputs, target or engine_target(), mapping_of(qconfigs, traced))
 
 
 def _trained(prepared: fx.GraphModule) -> fx.GraphModule:

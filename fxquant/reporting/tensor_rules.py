@@ -1,0 +1,221 @@
+"""What can be wrong with one tensor: a rule each, in one table.
+
+A rule says the cause, the cure, and which part of the tensor's own error the cure would leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fxquant.numerics import ACTIVATION_TYPES
+from fxquant.quantization.lost_inputs import LOST
+from fxquant.reporting.cures import Cures
+from fxquant.reporting.sides import Facts
+from fxquant.reporting.statistics import TensorStatistics
+
+GAP = 32.0  # how many times as large as all others the values of a mask are
+OUTLIER = 8.0  # how many times as large as in the median channel
+OUTSIDE = 2.0  # how many times as far as calibration's the range of an input is
+UNUSED = 8.0  # how many times as far the grid of an input reaches
+POOR = 15.0  # dB at the outputs below which one tensor alone deserves more bits
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What rules see of one tensor.
+
+    name        in the second form
+    facts       of it there
+    statistics  of it and its reference
+    reference   the name of that in the first form
+    is_input    whether that is an input of the model
+    later       of a tensor inside of a recurrence, the references at later steps
+    """
+
+    name: str
+    facts: Facts
+    statistics: TensorStatistics
+    reference: str
+    is_input: bool
+    later: tuple[str, ...] = ()
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        """Those of all steps."""
+        return (self.reference, *self.later)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a rule found: the cause, the cure, and the share of the tensor's own squared error that the cure would leave."""
+
+    cause: str
+    cure: str
+    left: float
+
+
+Rule = Callable[[Judged, Cures], "Found | None"]
+
+
+def _left(tensor: Judged, noise: float) -> float:
+    now = tensor.statistics.noise_at(1.0)
+    return min(noise / now, 1.0) if now > 0 else 1.0
+
+
+def input_range(tensor: Judged, cures: Cures) -> Found | None:
+    """An input has values that calibration has not seen."""
+    seen = tensor.statistics
+    if not tensor.is_input or seen.steps is None:
+        return None
+    if seen.reach < OUTSIDE and seen.reach > 1 / UNUSED:
+        return None
+    ends = f"{seen.steps.low * seen.steps.scale:.4g} to {seen.steps.high * seen.steps.scale:.4g}"
+    cause = f"input {tensor.reference} has values from {seen.low:.4g} to {seen.high:.4g}, and its grid is from {ends}"
+    cure = (
+        "give the model what it was calibrated with (the same scaling, mean and standard deviation), or calibrate with batches like these; "
+        "if the scale was given, leave that out"
+    )
+    return Found(cause, cure, _left(tensor, seen.noise_at(seen.best_factor())))
+
+
+def masked(tensor: Judged, cures: Cures) -> Found | None:
+    """A few values, all alike, are far beyond all others, and stretch the scale."""
+    seen = tensor.statistics
+    gap = seen.populations() if seen.steps is not None else None
+    if seen.steps is None or gap is None or gap[1] < GAP * gap[0]:
+        return None
+    count, spread = seen.above(gap[1])
+    limit = max(seen.steps.high, -seen.steps.low)
+    if spread > 4 or gap[1] < limit / 8 or gap[0] > limit:  # a grid that ends before the other values do is too small, mask or not
+        return None
+    if seen.channels is not None and seen.low >= -gap[0] * seen.steps.scale:  # no mask, which would be negative
+        far = int((seen.channels > gap[0] * seen.steps.scale).sum())
+        if 4 * far <= len(seen.channels):
+            return None
+    cause = (
+        f"{count} values are beyond {gap[1] * seen.steps.scale:.3g}, and all others below {gap[0] * seen.steps.scale:.3g}: a mask sets the "
+        f"scale, {seen.steps.scale:.3g}, and {100 * seen.zeroed / max(seen.nonzero, 1):.0f} % of the values that are not 0 become 0"
+    )
+    cure = mask_cure(gap[0] * seen.steps.scale)
+    return Found(cause, cure, _masked_left(tensor, gap[0]))
+
+
+def _masked_left(tensor: Judged, below: float) -> float:
+    """What is left of the error if the scale is that of the values below the gap, and what is beyond it is no matter."""
+    seen = tensor.statistics
+    assert seen.steps is not None
+    step = seen.steps.scale * below / max(seen.steps.high, -seen.steps.low)
+    return _left(tensor, seen.elements * step * step / 12)
+
+
+def rounds_to_zero(tensor: Judged, cures: Cures) -> Found | None:
+    """Most of an input's values are nearer to 0 than half a step."""
+    seen = tensor.statistics
+    if not tensor.is_input or seen.steps is None or seen.nonzero < 2 or seen.zeroed < LOST * seen.nonzero:
+        return None
+    cause = (
+        f"{100 * seen.zeroed / seen.nonzero:.0f} % of the values of input {tensor.reference} that are not 0 become 0: its largest values, "
+        f"up to {max(abs(seen.low), abs(seen.high)):.4g}, set its scale, {seen.steps.scale:.4g}"
+    )
+    cure = f"{cures.wider(tensor.name, tensor.reference)}; or give the model its logarithm or its root, in front of it or in training"
+    return Found(cause, cure, 2.0**-16 if cures.has_wide else 1.0 / 16)
+
+
+def outlier_channel(tensor: Judged, cures: Cures) -> Found | None:
+    """One channel, or a few, reach much further than the others, and set the scale for all."""
+    seen = tensor.statistics
+    if seen.channels is None or seen.steps is None or len(seen.channels) < 4:
+        return None
+    largest, where = seen.channels.max(0)
+    median = seen.channels.median()
+    if median <= 0 or largest < OUTLIER * median:
+        return None
+    limit = max(seen.steps.high, -seen.steps.low)
+    own = torch.minimum(seen.channels / limit, torch.tensor(seen.steps.scale, dtype=torch.float64, device="cpu"))
+    left = float((own.square() / 12).mean()) * seen.elements
+    many = int((seen.channels >= OUTLIER * median).sum())
+    cause = (
+        f"channel {int(where)} reaches {float(largest):.4g}, {float(largest / median):.0f} times as far as the median channel "
+        f"({many} of {len(seen.channels)} are {OUTLIER:.0f} times as far or more), and sets one scale for all"
+    )
+    cure = (
+        "fxq.equalize(prepared, batches), where calibrate was called with equalize=False; otherwise "
+        f"{cures.wider(tensor.name, tensor.reference)}"
+    )
+    return Found(cause, cure, _left(tensor, left))
+
+
+def _observed(tensor: Judged, cures: Cures, observer: str) -> str:
+    config = f"ActivationConfig(observer=fxq.{observer}())"
+    return cures.activation(tensor.name, tensor.reference, config) or f"QConfig({config}) for the operator that it is inside of"
+
+
+def scale_too_small(tensor: Judged, cures: Cures) -> Found | None:
+    """The grid ends long before the values do."""
+    seen = tensor.statistics
+    if seen.steps is None or seen.truncation <= 3 * seen.rounding:
+        return None
+    factor = seen.best_factor()
+    if factor <= 1:
+        return None
+    share = 100 * seen.clipped / max(seen.elements, 1)
+    cause = (
+        f"its scale, {seen.steps.scale:.4g}, is about {factor:.2g} times too small: {share:.2g} % of its values are clipped, and they "
+        f"reach {seen.reach:.2g} times as far as its grid"
+    )
+    cure = (
+        "calibrate again with batches like these; if the scale was given or frozen, leave that out; if the observer clips, take one that "
+        f"does so less: {_observed(tensor, cures, 'MinMaxObserver')}"
+    )
+    return Found(cause, cure, _left(tensor, seen.noise_at(factor)))
+
+
+def scale_too_large(tensor: Judged, cures: Cures) -> Found | None:
+    """The grid reaches far beyond what the values need."""
+    seen = tensor.statistics
+    if seen.steps is None or seen.truncation > 3 * seen.rounding:
+        return None
+    if seen.reach >= 0.5 and seen.zeroed < 0.2 * seen.nonzero:
+        return None
+    factor = seen.best_factor()
+    if factor >= 1 / 2:
+        return None
+    cause = (
+        f"its scale, {seen.steps.scale:.4g}, is about {1 / factor:.2g} times too large: "
+        f"{100 * seen.zeroed / max(seen.nonzero, 1):.0f} % of the values that are not 0 become 0"
+    )
+    cure = (
+        "calibrate again with batches like these; if rare, large values set the scale, take an observer that leaves them out: "
+        f"{_observed(tensor, cures, 'MSEObserver')}, or fxq.search_observers"
+    )
+    return Found(cause, cure, _left(tensor, seen.noise_at(factor)))
+
+
+SCALES = ("scale_too_small", "scale_too_large")
+RULES: tuple[Rule, ...] = (input_range, masked, rounds_to_zero, outlier_channel, scale_too_small, scale_too_large)
+
+
+def coarse(tensor: Judged, cures: Cures) -> Found | None:
+    """Rounding alone loses too much; asked where nothing else is wrong."""
+    seen = tensor.statistics
+    if seen.steps is None or tensor.facts.grid is None or ACTIVATION_TYPES[tensor.facts.grid.dtype].high >= 2**15 - 1:
+        return None
+    cause = f"{tensor.facts.grid.dtype} is too coarse for it: rounding it alone leaves the outputs below {POOR:.0f} dB"
+    return Found(cause, cures.wider(tensor.name, tensor.reference), 2.0**-16)
+
+
+def mask_cure(reaches: float) -> str:
+    """What to do about a mask whose other values reach so far."""
+    return (
+        f"mask with a number of the size of the other values (about {-4 * reaches:.3g}), or with truth values: torch.where or masked_fill "
+        "behind this layer, or right in front of a softmax, which takes masks out of the scale"
+    )
+
+
+def own_error(tensor: Judged) -> float:
+    """Σ of the squared error that its grid alone makes of it, over Σ of its squares."""
+    seen = tensor.statistics
+    return (seen.truncation + seen.rounding) / seen.signal if seen.signal else 0.0

@@ -1,0 +1,253 @@
+"""How good the outputs are, and what their noise is made of where no single layer explains it.
+
+    local error of a tensor     e = v' - f(w'), of the operator f in float, with the operands w' and the result v' of the other form
+
+What a set of errors does to the outputs is measured: they are added to the float model's tensors, in one run over the first batch. Errors
+of different layers are hardly correlated, so their parts of the outputs' noise add up.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+
+from fxquant.analysis.record import GraphForm, Wanted
+from fxquant.progress import progress
+from fxquant.quantization.prepared import quantized_operators
+from fxquant.quantization.rounding import AdaptiveRounding, Nearest
+from fxquant.quantization.state import State
+from fxquant.reporting.advice import WORTH
+from fxquant.reporting.compared import LayerComparison
+from fxquant.reporting.effects import Effects, noise
+from fxquant.reporting.statistics import Steps, decibels, ratio
+from fxquant.reporting.tensor_rules import Judged
+
+GOOD, VISIBLE = 30.0, 15.0  # dB: from here on noise is 3 % of the outputs, root mean square; 18 %
+SEGMENTS = 16  # in which layers are looked at together, at most
+MOST = 0.5  # the share of the noise that a range of layers makes
+NARROW = 1 / 3  # of the layers that such a range has at most
+FEWEST = 6  # layers that a model has for one to be a range
+OFFSET = 0.25  # the share of the noise that a constant for each channel makes
+FAR = 2.0  # how many times as far as elsewhere the largest values of a range of layers are from their root mean square
+
+# What fxq.tune tries, in its order.
+TRIED = (
+    *("32-bit outputs", "observers", "bias correction", "rounding of weights", "equalization", "16 bits", "mixed precision"),
+    *("distillation", "AdaRound", "reconstruction"),
+)
+OF_ACTIVATIONS = ("observers", "16 bits")
+OF_WEIGHTS = ("rounding of weights", "AdaRound")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How good the outputs are, by the worst of those that are real numbers.
+
+    grade   "good", "visible" or "poor", by the thresholds GOOD and VISIBLE
+    output  the name of the worst output
+    sqnr    its signal-to-noise ratio in dB
+    causes  what its noise is made of, where it is not good and no single layer stands out
+    tries   names of what `fxq.tune` is to try first by these causes
+    """
+
+    grade: str
+    output: str
+    sqnr: float
+    causes: tuple[str, ...] = ()
+    tries: tuple[str, ...] = ()
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The grade with its thresholds, the causes, and what to do."""
+        reached = "equal to the float model's" if self.sqnr == math.inf else f"{self.sqnr:.1f} dB"
+        thresholds = f"good from {GOOD:.0f} dB on, visible from {VISIBLE:.0f} dB on, poor below"
+        lines = [f"the outputs are {self.grade}: {self.output} is {reached} ({thresholds})", *self.causes]
+        if self.causes:
+            order = ", ".join(TRIED)
+            first = f"; {' and '.join(self.tries)} fit these causes" if self.tries else ""
+            lines.append(f"fxq.tune(model, batches) tries {order}, and keeps what helps{first}")
+        return tuple(lines)
+
+    def __str__(self) -> str:
+        return "\n    ".join(self.lines)
+
+
+def verdict_on(outputs: Sequence[LayerComparison]) -> Verdict | None:
+    """The verdict on these outputs; None where there is none."""
+    if not outputs:
+        return None
+    worst = min(outputs, key=lambda output: output.sqnr)
+    grade = "good" if worst.sqnr >= GOOD else "visible" if worst.sqnr >= VISIBLE else "poor"
+    return Verdict(grade, worst.name, worst.sqnr)
+
+
+# ---- what the noise is made of ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Share:
+    """A part of the noise in words, and what of `fxq.tune` is to be tried for it."""
+
+    text: str
+    tries: tuple[str, ...] = ()
+
+
+def causes_of(
+    tensors: Sequence[Judged],
+    factors: Mapping[str, Any],
+    effects: Effects,
+    prepared: fx.GraphModule | None,
+    batch: Any,
+    show_progress: bool | None,
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What noise that no single layer explains is made of, in words, and what of `fxq.tune` is to be tried first.
+
+    `prepared` is the prepared model, whose corrections are switched off one after the other on `batch`, the first one; without a prepared
+    model they are not looked at.
+    """
+    errors = effects.local_errors()
+    total = effects.of_errors(errors)
+    if total <= 0:
+        return (), ()
+    found = [_kinds(tensors, factors, effects, total)]
+    found += _range(tensors, errors, effects, show_progress)
+    found += _offsets(errors, effects, total)
+    if prepared is not None:
+        found += _corrections(prepared, batch, effects)
+    return tuple(each.text for each in found), tuple(dict.fromkeys(name for each in found for name in each.tries))
+
+
+def _kinds(tensors: Sequence[Judged], factors: Mapping[str, Any], effects: Effects, total: float) -> _Share:
+    """Whether activations make most of the noise, or weights."""
+    grids = {
+        reference: (steps, factors[each.name])
+        for each in tensors
+        if (steps := Steps.of(each.facts.grid)) is not None
+        for reference in each.references
+    }
+    share = min(ratio(effects.of_grids(grids), total), 1.0)
+    made = f"the noise is spread over {len(grids)} tensors: rounding activations makes about {100 * share:.0f} % of it"
+    rest = f"weights, biases and what is inside of operators {100 * (1 - share):.0f} %"
+    return _Share(f"{made}, {rest}", OF_ACTIVATIONS if share >= 0.5 else OF_WEIGHTS)
+
+
+def _range(tensors: Sequence[Judged], errors: Mapping[str, Tensor], effects: Effects, show_progress: bool | None) -> Iterator[_Share]:
+    """The shortest range of layers that makes most of the noise, where it is short."""
+    there = [each for each in tensors if each.reference in errors]
+    if len(there) < FEWEST:
+        return
+    count = min(len(there), SEGMENTS)
+    ends = [round(len(there) * index / count) for index in range(count + 1)]
+    segments = [there[first:last] for first, last in itertools.pairwise(ends)]
+    made = [
+        effects.of_errors({name: errors[name] for each in segment for name in each.references if name in errors})
+        for segment in progress(segments, count, "where the noise is", show_progress)
+    ]
+    windows = [(last - first, -sum(made[first:last]), first) for first in range(count) for last in range(first + 1, count + 1)]
+    length, noise_of, first = min(window for window in windows if -window[1] >= MOST * sum(made))
+    inside = [each for segment in segments[first : first + length] for each in segment]
+    if len(inside) > NARROW * len(there):
+        return
+    names = f"%{inside[0].name} to %{inside[-1].name}, {len(inside)} of {len(there)} tensors," if len(inside) > 1 else f"%{inside[0].name}"
+    cause, tries = _cause(inside, [each for each in there if each not in inside], errors)
+    yield _Share(f"{names} make{'s' * (len(inside) == 1)} {100 * -noise_of / sum(made):.0f} % of it: {cause}", tries)
+
+
+def _cause(inside: Sequence[Judged], others: Sequence[Judged], errors: Mapping[str, Tensor]) -> tuple[str, tuple[str, ...]]:
+    """What the tensors of a range have in common."""
+    own = sum(ratio(each.statistics.truncation + each.statistics.rounding, each.statistics.signal) for each in inside)
+    local = sum(ratio(float(errors[each.reference].square().mean()), _power(each)) for each in inside)
+    if own < local / 2:
+        return "by weights and biases, or tensors inside of operators", OF_WEIGHTS
+    if sum(each.statistics.truncation for each in inside) > sum(each.statistics.rounding for each in inside):
+        return "by values that are clipped", OF_ACTIVATIONS
+    far, usual = _median([_crest(each) for each in inside]), _median([_crest(each) for each in others])
+    if far >= FAR * usual:
+        times = f"{far:.0f} times the root mean square, and {usual:.0f} times elsewhere"
+        return f"by rare, large values that set scales, {times}", OF_ACTIVATIONS
+    return "by rounding of values", OF_ACTIVATIONS
+
+
+def _power(tensor: Judged) -> float:
+    return ratio(tensor.statistics.signal, tensor.statistics.elements)
+
+
+def _crest(tensor: Judged) -> float:
+    """The largest magnitude over the root mean square."""
+    seen = tensor.statistics
+    return ratio(max(abs(seen.low), abs(seen.high)), math.sqrt(_power(tensor))) if seen.low <= seen.high else 0.0
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2] if values else 0.0
+
+
+def _offsets(errors: Mapping[str, Tensor], effects: Effects, total: float) -> Iterator[_Share]:
+    """What a constant for each channel makes, which a bias could take back."""
+    constants = {}
+    for name, error in errors.items():
+        if error.dim() > 1:
+            channel = 1 if error.dim() > 3 else error.dim() - 1
+            constants[name] = error.mean([dim for dim in range(error.dim()) if dim != channel], keepdim=True)
+    share = ratio(effects.of_errors(constants), total)
+    if share >= OFFSET:
+        yield _Share(
+            f"a constant for each channel makes about {100 * min(share, 1.0):.0f} % of it, which biases could take back", ("corrections",)
+        )
+
+
+# ---- corrections, off and on --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _without(weights: Sequence[Any], part: str) -> Iterator[None]:
+    """Inside, layers have no correction of their bias, or no rounding by samples."""
+    before = [(weight, weight.correction, weight.rounding, weight.coverage) for weight in weights]
+    try:
+        for weight in weights:
+            if part == "bias correction":
+                weight.correct(None)
+            else:
+                weight.rounding = Nearest()
+                weight.cover(None)
+        yield
+    finally:
+        for weight, correction, rounding, coverage in before:
+            weight.correct(correction)
+            weight.rounding = rounding
+            weight.cover(coverage)
+
+
+def _corrections(prepared: fx.GraphModule, batch: Any, effects: Effects) -> Iterator[_Share]:
+    """What each correction that calibration made costs at the outputs, where they are better without it."""
+    operators = [operator.weight_quantizer for operator in quantized_operators(prepared).values()]
+    kinds: dict[str, tuple[str, Callable[[Any], bool]]] = {
+        "bias correction": ("correct_bias=False", lambda weight: weight.correction is not None),
+        "rounding of weights": ("round_weights=False", lambda weight: isinstance(weight.rounding, AdaptiveRounding)),
+    }
+    form = GraphForm(prepared, State.VALIDATE)
+    inputs = form.inputs(batch, 0)
+
+    def measured() -> float:
+        return noise(effects.outputs, list(form.run(inputs, Wanted.of("outputs", real=True)).values()))
+
+    with_all = measured()
+    for name, (setting, has) in kinds.items():
+        weights = [weight for weight in operators if has(weight)]
+        if not weights:
+            continue
+        with _without(weights, name):
+            without = measured()
+        gained = decibels(with_all, without) if without > 0 else math.inf
+        if gained >= WORTH:
+            yield _Share(
+                f"{name} costs {gained:.1f} dB: without it the outputs are at {decibels(1.0, without):.1f} dB; on a model that fxq.prepare "
+                f"has just returned, fxq.calibrate(prepared, batches, {setting}) leaves it out",
+                (name,),
+            )
