@@ -137,7 +137,7 @@ class FirstSamples:
     def _round(self, distributed: bool, show_progress: bool | None) -> None:
         def rounded() -> second_moment.Rounded:
             found = second_moment.rounded(self.prepared, cut(self.prepared, self.kept.inputs, 4), self.bits, show_progress)
-            return {name: (offset.cpu(), None if share is None else share.cpu()) for name, (offset, share) in found.items()}
+            return {name: each.cpu() for name, each in found.items()}
 
         second_moment.settle(self.prepared, self._of_first_rank(distributed, rounded, {}))
 
