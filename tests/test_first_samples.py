@@ -105,10 +105,11 @@ def test_of_large_images_fewer_are_looked_at_however_many_are_kept(side: int, co
     first = FirstSamples(fxq.prepare(network(), batches()[0], "bernoulli"))
     for _ in range(8):
         first.take([torch.rand(8, 3, side, side)])
-    few = first._few()
+    few, judging = first._few()
     assert first.kept.seen == 64
     assert sum(len(chunk[0]) for chunk in few.chunks) in range(count, 2 * count)
     assert few.judging
+    assert judging
     assert first.kept.elements <= LARGEST + 8 * 3 * side**2
 
 
@@ -146,3 +147,91 @@ def test_what_was_cut_off_does_not_count() -> None:
     means = bias._without_outliers(loud).mean(1)
     assert (means - usual.mean(1)).abs().max() < 0.02
     assert torch.equal(bias._without_outliers(usual), usual)
+
+
+def test_means_are_matched_behind_the_limits() -> None:
+    """Noise without a mean has one behind a ReLU6, which no correction before it takes away."""
+    generator = torch.Generator().manual_seed(0)
+    wanted = torch.randn(4, 20000, generator=generator, dtype=torch.float64) + torch.tensor([[-1.0], [0.0], [5.5], [-50.0]])
+    found = wanted + torch.randn(4, 20000, generator=generator, dtype=torch.float64)
+    before = (wanted - found).mean(1)
+    added = bias._behind((0.0, 6.0), wanted, found, before)
+
+    def shift(correction: Tensor) -> Tensor:
+        return ((found + correction.unsqueeze(1)).clamp(0, 6).mean(1) - wanted.clamp(0, 6).mean(1)).abs()
+
+    assert (shift(before)[:3] > 0.05).all()
+    assert (shift(added) < 1e-3).all()
+    assert torch.equal(added[3], before[3])  # it is always cut off: nothing says what to add
+
+
+def test_a_layer_is_corrected_behind_its_limits() -> None:
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 16), nn.ReLU6()).eval()
+    inputs = torch.randn(256, 32, generator=generator)
+    prepared = fxq.prepare(model, inputs, qconfig=fxq.QConfig(weight=fxq.WeightConfig("int4")))
+    fxq.calibrate(prepared, [inputs], round_weights=False, correct_bias=False, show_progress=False)
+    found = bias.corrections(prepared, first_samples.cut(prepared, [[inputs]], 16), [[inputs]], False)
+    assert found
+    bias.settle(prepared, found)
+    learned = torch.cat([chunk for index, chunk in enumerate(inputs.split(16)) if index % 4 != 3])
+    with torch.no_grad():
+        corrected_shift = (prepared(learned) - model(learned)).mean(0).abs().mean()
+        bias.settle(prepared, {name: [0.0] * len(value) for name, value in found.items()})
+        plain_shift = (prepared(learned) - model(learned)).mean(0).abs().mean()
+    assert corrected_shift < 0.2 * plain_shift
+
+
+def test_the_outputs_judge_all_corrections_together(caplog: pytest.LogCaptureFixture) -> None:
+    """What rounded weights shift follows the mean of the inputs: corrected by positive ones, negative ones are further off."""
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Linear(32, 16).eval()
+    learned, alike = (torch.rand(32, 32, generator=generator) for _ in range(2))
+    prepared = fxq.prepare(model, learned, qconfig=FOUR_BITS)
+    fxq.calibrate(prepared, [learned, -learned], round_weights=False, correct_bias=False, show_progress=False)
+    samples = first_samples.cut(prepared, [[learned]], 4)
+    with caplog.at_level(logging.DEBUG, "fxquant"):
+        assert bias.corrections(prepared, samples, [[-alike]], False) == {}
+        assert not corrected(prepared)
+        assert "biases are not corrected" in caplog.text
+        found = bias.corrections(prepared, samples, [[alike]], False)
+    assert list(found) == corrected(prepared) != []
+    assert "biases corrected in 1 of 1 layers: on held-out samples the outputs have" in caplog.text
+    assert caplog.text.count("correct_bias: 1 of 1 tuned") == 1  # the table of the layers
+
+
+def test_corrections_that_only_overshoot_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = torch.rand(64, 32, generator=torch.Generator().manual_seed(0))
+    prepared = fxq.prepare(nn.Linear(32, 16).eval(), inputs, qconfig=FOUR_BITS)
+    fxq.calibrate(prepared, [inputs], round_weights=False, correct_bias=False, show_progress=False)
+    samples, judging = first_samples.cut(prepared, [[inputs]], 8), [[inputs]]
+    right = next(iter(bias.corrections(prepared, samples, judging, False).values()))
+    whole, (operator,) = bias._correction, [each for each in quantized_operators(prepared).values() if each.operator.sums]
+    operator.weight_quantizer.correct(None)
+
+    def doubled(*arguments: object) -> Tensor:
+        return 2.2 * whole(*arguments)
+
+    monkeypatch.setattr(bias, "_correction", doubled)
+    monkeypatch.setattr(bias, "_tried", _kept)
+    halved = next(iter(bias.corrections(prepared, samples, judging, False).values()))
+    assert torch.allclose(torch.tensor(halved), 1.1 * torch.tensor(right), rtol=1e-3)
+
+
+def _kept(lesson: object, operator: object, correction: Tensor) -> object:
+    """A layer that keeps its correction, whatever its samples say."""
+    bias._put(operator, correction.tolist())
+    return bias.TunedLayer("_0", (lesson.unit.weighted[0].name,), 1.0, 0.5, True, 1.0)
+
+
+def test_samples_are_taken_from_all_that_are_kept() -> None:
+    """Batches beside each other may be of one scene, and what judges the outputs is nothing that was learned from."""
+    first = FirstSamples(fxq.prepare(network(), batches()[0], "bernoulli"))
+    for index in range(8):
+        first.take([torch.full((8, 3, 256, 256), float(index))])
+    few, judging = first._few()
+    numbers = [float(chunk[0].flatten()[0]) for chunk in few.chunks]
+    assert {0.0, 4.0} < set(numbers)
+    assert max(numbers) >= 6
+    assert judging
+    assert not {id(chunk) for chunk in judging} & {id(chunk) for chunk in few.chunks}

@@ -288,3 +288,27 @@ def test_one_sample_is_enough_for_calibration() -> None:
     model = network()
     prepared = fxq.calibrate(fxq.prepare(model, BATCHES[0][:1], qconfig=FOUR_BITS), [BATCHES[0][:1]], show_progress=False)
     contract.assert_validate_is_integer(prepared, fxq.convert(prepared), UNSEEN)
+
+
+@pytest.mark.parametrize("training", ["learned", "tqt"])
+def test_weights_whose_scale_is_learned_are_rounded_as_well(training: str, tmp_path: Path) -> None:
+    """The scale with the least error cuts some weights off, and training starts from what the samples have found."""
+    model, qconfig = network(), fxq.QConfig(weight=fxq.WeightConfig("int4", training=training))
+
+    def calibrated(round_weights: bool | None, *parts: list[Tensor]) -> torch.fx.GraphModule:
+        prepared = fxq.prepare(model, BATCHES[0], qconfig=qconfig)
+        for part in parts:
+            fxq.calibrate(prepared, part, round_weights=round_weights, correct_bias=False, show_progress=False)
+        return prepared
+
+    plain, prepared = calibrated(False, BATCHES), calibrated(None, BATCHES)
+    whole, again = prepared.state_dict(), calibrated(None, BATCHES[:2], BATCHES[2:]).state_dict()
+    assert whole.keys() == again.keys()
+    assert all(torch.equal(whole[name].nan_to_num(), again[name].nan_to_num()) for name in whole)
+    assert error(prepared, model) < 0.7 * error(plain, model)
+    integer = fxq.convert(prepared)
+    contract.assert_validate_is_integer(prepared, integer, UNSEEN)
+    contract.assert_train_is_validate(prepared, UNSEEN)
+    loaded = fxq.load(fxq.save(prepared, tmp_path / "prepared.fxq"))
+    with torch.no_grad():
+        assert torch.equal(loaded(UNSEEN), integer(UNSEEN))

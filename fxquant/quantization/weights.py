@@ -285,7 +285,7 @@ class WeightQuantizer(torch.nn.Module):
         if self.learned is None and self.p is None and self.coverage is None:
             return self.rounding.integers(real, low, high)  # within the range but for a rounding error, which takes no gradient away
         if self.learned is not None and self.learned.learns and torch.is_grad_enabled():
-            exact = self.rounding.integers(real.detach(), low, high)
+            exact = self.rounding.integers(real.detach().clamp(low, high), low, high)  # clipped first, as without gradients
             factor = self.learned.factor(gain) * own * torch.isfinite(self.learned.base_scale)
             return learned_step(weight, exact, step, self.learned, self.dtype, factor)
         return self.rounding.integers(clamped(real, low, high), low, high)

@@ -3,12 +3,24 @@
 Nagel, van Baalen, Blankevoort, Welling: Data-Free Quantization Through Weight Equalization and Bias Correction, ICCV 2019, section 4.2
 and appendix D, empirical and sequential: per output channel, the mean over samples and places of what the float model has there, minus
 that of what the integers have, operand after operand corrected before it.
+
+Where limits are fused into the operator, as of a ReLU6, means are matched behind them:
+
+    mean clamp(ŷ + c) = mean clamp(y)
+
+A rectifier makes a positive mean of noise without one, so that matching means before the limits leaves a shift behind them, which the next
+layers add up. The left side grows with c, and Newton's method finds c for each channel.
+
+Layers are corrected one after the other, and then all together are judged by the outputs of the model on held-out samples (`output_noise`):
+corrections that do not lower the noise there are halved, and dropped if that does not lower it either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +28,7 @@ import torch
 from torch import Tensor, fx
 
 from fxquant.arguments import checked
+from fxquant.lowering import Clamp
 from fxquant.model import repeatable
 from fxquant.progress import progress
 from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
@@ -23,12 +36,19 @@ from fxquant.quantization.weights import BiasCorrection
 from fxquant.tuning.checkpoint import CHECKPOINT
 from fxquant.tuning.guard import tuning
 from fxquant.tuning.journal import Journal
+from fxquant.tuning.output_noise import OutputNoise
 from fxquant.tuning.real import by_channel, real_result, weight_of
 from fxquant.tuning.result import TunedLayer, TuningResult
 from fxquant.tuning.resumption import digest, model_digest
 from fxquant.tuning.units import Lesson, Unit, bound_arguments, layer_units
 from fxquant.tuning.walk import Samples, Values, Walk, arguments_of, taken
 
+logger = logging.getLogger("fxquant")
+
+SHARES = (1.0, 0.5)  # of the corrections, which the outputs judge in this order
+NEWTON = 6  # steps: the mean behind limits is nearly linear in what is added
+FEWEST = 0.05  # of a channel's values that are taken to lie within the limits, at least: what is always cut off has no slope
+PLACES = 2**15  # of a channel, about, by which means behind limits are matched
 OUTLIER = 6.0  # times the median magnitude of a channel's differences: what is beyond counts as so much
 
 
@@ -46,9 +66,11 @@ def correct_bias(
     """Correct the bias of every weighted operator whose output is nearer to the float model's with it; the model is left in VALIDATE.
 
     `batches` are as in `calibrate`. A quarter of the samples is held out, and judges: a layer whose mean squared error there, behind its
-    fused limits and the function that follows it, does not fall keeps the bias it had. The correction is beside the bias, not in it: the
-    model in state FLOAT stays what it is, `convert`, `save` and `state_dict` know of it, and a batch norm that is trained live takes
-    its place. The inputs are kept, and of what is between the layers two values, float and integer, for each that is still to be read.
+    fused limits and the function that follows it, does not fall keeps the bias it had, and so do all where the outputs of the model are no
+    nearer to the float model's. A line of the log says what was decided, and lines of its level DEBUG say it of each layer. The
+    correction is beside the bias, not in it: the model in state FLOAT stays what it is, `convert`, `save` and `state_dict` know of it, and
+    a batch norm that is trained live takes its place. The inputs are kept, and of what is between the layers two values, float and integer,
+    for each that is still to be read.
 
     The same model and batches give the same bits, on one machine, with any number of threads. After a kill, the same call with the same
     `checkpoint` continues behind the last layer that was finished.
@@ -60,15 +82,21 @@ def correct_bias(
         samples = taken(prepared, batches, num_batches, batch_fn, batch_size, show_progress)
         call = {"method": "correct_bias", "batch_size": batch_size, "model": model_digest(prepared), "samples": digest(samples.tensors)}
         with repeatable():
-            return _correct(prepared, samples, operators, Journal(checkpoint, call), show_progress)
+            judging = [samples.chunks[index] for index in samples.judging]
+            return _correct(prepared, samples, judging, operators, Journal(checkpoint, call), show_progress)
 
 
-def corrections(prepared: fx.GraphModule, samples: Samples, show_progress: bool | None) -> dict[str, list[float]]:
-    """Biases corrected by these samples; what is added to each now, by layer. Nothing is done with one chunk alone."""
+def corrections(
+    prepared: fx.GraphModule, samples: Samples, judging: Sequence[Sequence[Any]], show_progress: bool | None
+) -> dict[str, list[float]]:
+    """Correct biases by these samples, judged by the outputs for the chunks `judging`; return what is added to each now, by layer.
+
+    Nothing is done with one chunk alone.
+    """
     if len(samples.chunks) < 2:
         return {}
     with tuning(prepared) as operators, repeatable():
-        result = _correct(prepared, samples, operators, Journal(None, {}), show_progress)
+        result = _correct(prepared, samples, judging, operators, Journal(None, {}), show_progress)
     added = {name: operators[name].weight_quantizer.correction for layer in result.kept for name in layer.layers}
     return {name: each.value.tolist() for name, each in added.items() if each is not None}
 
@@ -80,8 +108,15 @@ def settle(prepared: fx.GraphModule, found: Mapping[str, list[float]]) -> None:
 
 
 def _correct(
-    prepared: fx.GraphModule, samples: Samples, operators: Mapping[str, QuantizedOperator], journal: Journal, show_progress: bool | None
+    prepared: fx.GraphModule,
+    samples: Samples,
+    judging: Sequence[Sequence[Any]],
+    operators: Mapping[str, QuantizedOperator],
+    journal: Journal,
+    show_progress: bool | None,
 ) -> TuningResult:
+    outputs = OutputNoise(prepared, judging)
+    before, previous = outputs.measure(), {name: operator.weight_quantizer.correction for name, operator in operators.items()}
     exact, real = Walk(prepared, samples.chunks, exact=True), Walk(prepared, samples.chunks, exact=False)
     units = layer_units(prepared)
     found, skipped = [], []
@@ -95,7 +130,46 @@ def _correct(
         if row.kept:
             _put(operator, known["value"])
         found.append(row)
-    return TuningResult("correct_bias", tuple(found), tuple(skipped), exact.largest + real.largest)
+    if not _judged(outputs, before, {row.layers[0]: previous[row.layers[0]] for row in found if row.kept}, operators, len(units)):
+        found = [replace(row, kept=False) for row in found]
+    result = TuningResult("correct_bias", tuple(found), tuple(skipped), exact.largest + real.largest)
+    logger.debug("%s", result)
+    return result
+
+
+def _judged(
+    outputs: OutputNoise,
+    before: float,
+    previous: Mapping[str, BiasCorrection | None],
+    operators: Mapping[str, QuantizedOperator],
+    layers: int,
+) -> bool:
+    """Keep all corrections together, or half of each, where that lowers the noise of the outputs; else put `previous` back.
+
+    Returns whether anything is kept.
+    """
+    given = {name: correction.value.clone() for name in previous if (correction := operators[name].weight_quantizer.correction) is not None}
+    for share in SHARES if given else ():
+        for name, value in given.items():
+            had = previous[name]
+            start = torch.zeros_like(value) if had is None else had.value
+            _put(operators[name], (start + share * (value - start)).tolist())
+        after = outputs.measure()
+        if after < before or not outputs.nodes:
+            logger.info(
+                "biases corrected in %d of %d layers%s: on held-out samples the outputs have %.1f dB, and had %.1f dB",
+                len(given), layers, "" if share == 1 else " by half", _decibels(after), _decibels(before),
+            )  # fmt: skip
+            return True
+    for name, had in previous.items():
+        operators[name].weight_quantizer.correct(had)
+    if given:
+        logger.info("biases are not corrected: on held-out samples the outputs have %.1f dB without, and less with", _decibels(before))
+    return False
+
+
+def _decibels(noise: float) -> float:
+    return -10 * math.log10(noise) if noise > 0 else math.inf
 
 
 def _found(unit: Unit, samples: Samples, exact: Walk, real: Walk, operator: QuantizedOperator) -> dict[str, Any] | None:
@@ -117,20 +191,39 @@ def _put(operator: QuantizedOperator, value: list[float]) -> None:
 
 @torch.no_grad()
 def _correction(lesson: Lesson, operator: QuantizedOperator) -> Tensor | None:
-    """What is to be added, shape (C,): the mean of float minus integer before the fused limits, over what is learned from."""
-    node = lesson.unit.weighted[0]
+    """Return what is to be added, shape (C,): with it means over what is learned from are those of float, behind the fused limits."""
+    node, learning = lesson.unit.weighted[0], lesson.samples.learning
     total, count = torch.zeros((), device="cpu", dtype=torch.float32), 0
-    for index in lesson.samples.learning:
+    wanted, found, clamp = [], [], None
+    for index in learning:
         has = bound_arguments(node, operator, lesson.operands[index])
-        weight = weight_of(operator, has)
+        weight, clamp = weight_of(operator, has), has.get("clamp")
         assert weight is not None
-        difference = _unlimited(node, operator, lesson.float_operands[index]) - real_result(operator, has, whole=False)
-        rows = by_channel(difference.double(), len(weight), weight.dim())
-        if rows is None:
+        results = _unlimited(node, operator, lesson.float_operands[index]), real_result(operator, has, whole=False)
+        real, integer = (by_channel(result.double(), len(weight), weight.dim()) for result in results)
+        if real is None or integer is None:
             return None
-        rows = _without_outliers(rows)
-        total, count = total + rows.sum(1), count + rows.shape[1]
-    return (total / max(count, 1)).float()
+        difference = _without_outliers(real - integer)
+        total, count = total + difference.sum(1), count + difference.shape[1]
+        if clamp is not None:
+            apart = max(1, real.shape[1] * len(learning) // PLACES) | 1  # odd: it meets every column of an image
+            wanted.append(real[:, ::apart])
+            found.append((real - difference)[:, ::apart])
+    mean = total / max(count, 1)
+    return (mean if clamp is None or not count else _behind(clamp, torch.cat(wanted, 1), torch.cat(found, 1), mean)).float()
+
+
+def _behind(clamp: Clamp, wanted: Tensor, found: Tensor, start: Tensor) -> Tensor:
+    """Return c of shape (C,) with mean clamp(found + c) = mean clamp(wanted), by Newton's method from `start` on; both (C, places)."""
+    low, high = (end if end is not None else other for end, other in zip(clamp, (-math.inf, math.inf), strict=True))
+    target, added = wanted.clamp(low, high).mean(1), start.clone()
+    longest = (wanted - found).square().mean(1).sqrt()  # where hardly anything is within the limits a step could be of any length
+    for _ in range(NEWTON):
+        moved = found + added.unsqueeze(1)
+        slope = ((moved > low) & (moved < high)).double().mean(1).clamp_min(FEWEST)
+        step = (target - moved.clamp(low, high).mean(1)) / slope
+        added += torch.minimum(torch.maximum(step, -longest), longest)
+    return added
 
 
 def _without_outliers(rows: Tensor) -> Tensor:

@@ -137,13 +137,14 @@ class FirstSamples:
     def _round(self, distributed: bool, show_progress: bool | None) -> None:
         def rounded() -> second_moment.Rounded:
             found = second_moment.rounded(self.prepared, cut(self.prepared, self.kept.inputs, 4), self.bits, show_progress)
-            return {name: (offset.cpu(), None if share is None else share.cpu()) for name, (offset, share) in found.items()}
+            return {name: each.cpu() for name, each in found.items()}
 
         second_moment.settle(self.prepared, self._of_first_rank(distributed, rounded, {}))
 
     def _correct(self, distributed: bool, show_progress: bool | None) -> None:
         def corrected() -> dict[str, list[float]]:
-            return bias.corrections(self.prepared, self._few(), show_progress)
+            samples, judging = self._few()
+            return bias.corrections(self.prepared, samples, judging, show_progress)
 
         bias.settle(self.prepared, self._of_first_rank(distributed, corrected, {}))
 
@@ -162,11 +163,24 @@ class FirstSamples:
             every: Sequence[Found] = ranks.gathered(found)  # also where it raises: others wait
         return every[0]
 
-    def _few(self) -> Samples:
-        """As many as a mean needs, in at least so many chunks that some can be held out."""
+    def _few(self) -> tuple[Samples, list[list[Any]]]:
+        """Return as many samples as a mean needs, from all that are kept, and about as many others, which judge the outputs.
+
+        There are at least so many chunks that some can be held out; where no others are left, these judge the outputs as well.
+        """
         each = max(self.kept.elements // max(self.kept.samples, 1), 1)
         size = max(1, min(CHUNK, LARGEST_FOR_BIAS // (HELD_OUT_OF * each)))
-        return Samples(cut(self.prepared, self.kept.inputs, size).chunks[: max(HELD_OUT_OF, LARGEST_FOR_BIAS // (size * each))])
+        chunks = cut(self.prepared, self.kept.inputs, size).chunks
+        wanted = max(HELD_OUT_OF, LARGEST_FOR_BIAS // (size * each))
+        few = Samples(_spread(chunks, wanted))
+        chosen = {id(chunk) for chunk in few.chunks}
+        others = [chunk for chunk in chunks if id(chunk) not in chosen]
+        return few, _spread(others, wanted) or [few.chunks[index] for index in few.judging]
+
+
+def _spread(chunks: list[list[Any]], count: int) -> list[list[Any]]:
+    """Return so many chunks, evenly spaced: batches beside each other may be of one scene."""
+    return [chunks[index * len(chunks) // count] for index in range(count)] if count < len(chunks) else chunks
 
 
 def _beside(inputs: Sequence[Any], kept: Sequence[Any]) -> list[Any]:

@@ -28,6 +28,7 @@ more than noise; twenty layers in a row that are, are a fifth.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -38,19 +39,21 @@ from fxquant.arguments import checked
 from fxquant.model import repeatable
 from fxquant.progress import progress
 from fxquant.quantization.batch_norm import running_gain
+from fxquant.quantization.learning import LSQ
 from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
 from fxquant.quantization.rounding import AdaptiveRounding, Nearest, Rounding
-from fxquant.quantization.weights import Coverage
 from fxquant.tuning.checkpoint import CHECKPOINT, Checkpoint
 from fxquant.tuning.guard import tuning
-from fxquant.tuning.learning import Learned
 from fxquant.tuning.moments import Moment, flipped, flipped_together, joint_noise
 from fxquant.tuning.output_effect import output_effects
 from fxquant.tuning.real import by_channel, real_result, weight_of
 from fxquant.tuning.result import TunedLayer, TuningResult
 from fxquant.tuning.resumption import digest, model_digest
+from fxquant.tuning.settled import Settled, learned_of, put, settled
 from fxquant.tuning.units import bound_arguments, operator_at, shared_weights, weighted_nodes
 from fxquant.tuning.walk import Samples, Values, Walk, arguments_of, taken
+
+logger = logging.getLogger("fxquant")
 
 FEW_BITS, ALL_BITS = 7, 32  # of a weight; with 8 there is less to gain
 ROWS = 8192  # places of all samples that M is the mean over, about
@@ -77,8 +80,9 @@ def round_weights(
     samples. `batches` are as in `calibrate`. What counts is the share of noise in a layer's sums, as far as it comes from its weight alone:
     by what it does to the outputs of the model, or, where these are no real numbers, on average over the layer's. A quarter of the samples
     is held out, and judges: a layer whose noise there does not fall keeps the rounding it had. What was decided is an `AdaptiveRounding`
-    and a `Coverage`, in the file of `save` and in `state_dict`; the first stays while weights move by less than half a step. Layers with
-    a rounding of the user's own, a learned scale, or a weight that others read as well, are left out.
+    and a `Coverage`, in the file of `save` and in `state_dict`; the first stays while weights move by less than half a step. Of a weight
+    whose scale is learned it is an `AdaptiveRounding` and the scale that training starts from. Layers with a rounding of the user's own,
+    or a weight that others read as well, are left out.
 
     The same model and batches give the same bits, on one machine, with any number of threads. After a kill, the same call with the same
     `checkpoint` continues behind the last layer that was finished. The inputs are kept, and of what is between the layers one value for
@@ -93,7 +97,7 @@ def round_weights(
             return _round(prepared, samples, nodes, show_progress, Checkpoint(checkpoint, call))
 
 
-Rounded = dict[str, tuple[Tensor, Tensor | None]]  # by layer: the offsets of its roundings, and the shares that it covers
+Rounded = dict[str, Settled]  # by layer
 
 
 def is_wanted(prepared: fx.GraphModule, bits: int) -> bool:
@@ -106,17 +110,13 @@ def rounded(prepared: fx.GraphModule, samples: Samples, bits: int, show_progress
     with tuning(prepared) as operators, repeatable():
         result = _round(prepared, samples, _open(prepared, bits, (Nearest,)), show_progress, Checkpoint(None, {}))
     quantizers = {name: operators[name].weight_quantizer for layer in result.kept for name in layer.layers}
-    return {
-        name: (each.rounding.offset, None if each.coverage is None else each.coverage.share)
-        for name, each in quantizers.items()
-        if isinstance(each.rounding, AdaptiveRounding)
-    }
+    return {name: settled(each) for name, each in quantizers.items() if isinstance(each.rounding, AdaptiveRounding)}
 
 
 def settle(prepared: fx.GraphModule, found: Rounded) -> None:
     """Layers have these roundings."""
-    for name, (offset, share) in found.items():
-        _settle(quantized_operators(prepared)[name], offset, share)
+    for name, each in found.items():
+        put(quantized_operators(prepared)[name], each)
 
 
 # ---- the layers ---------------------------------------------------------------------------------------------------------------
@@ -126,9 +126,9 @@ Roundings = tuple[type[Rounding], ...]
 
 
 def _is_open(operator: QuantizedOperator, bits: int, roundings: Roundings) -> bool:
-    """Whether it has a weight of at most so many bits with one of these roundings, and a scale that is not learned."""
+    """Whether it has a weight of at most so many bits with one of these roundings."""
     quantizer = operator.weight_quantizer
-    return not operator.left_out and quantizer.dtype.bits <= bits and type(quantizer.rounding) in roundings and quantizer.learned is None
+    return not operator.left_out and quantizer.dtype.bits <= bits and type(quantizer.rounding) in roundings
 
 
 def _open(prepared: fx.GraphModule, bits: int, roundings: Roundings) -> list[fx.Node]:
@@ -153,7 +153,7 @@ def _round(
             row = known.rows[node.name]
             if row.kept:
                 learned = known.learned(row)
-                _settle(operator, learned.offsets[node.name], learned.shares.get(node.name))
+                put(operator, Settled(*(of.get(node.name) for of in (learned.offsets, learned.shares, learned.scales))))  # type: ignore[arg-type]
             found.append(row)
             continue
         values = walk.at((*node.all_input_nodes, node))
@@ -165,43 +165,38 @@ def _round(
         integers, before, after = layer.best(*moments, shares, effects.get(node))
         row = TunedLayer(node.name, (node.name,), before, after, after < before, 1.0)
         if row.kept:
-            _settle(operator, integers - layer.real, None)
+            put(operator, Settled(integers - layer.clipped))
             _level(node, operator, values, integers)
-        rounding, coverage = operator.weight_quantizer.rounding, operator.weight_quantizer.coverage
-        kept = isinstance(rounding, AdaptiveRounding) and row.kept
-        shared = {} if coverage is None else {node.name: coverage.share}
-        known.add(row, Learned({node.name: rounding.offset}, {}, shared) if kept else None)  # type: ignore[dict-item]
+        known.add(row, learned_of(node.name, operator.weight_quantizer) if row.kept else None)
         found.append(row)
-    return TuningResult("round_weights", tuple(found), tuple(skipped), walk.largest)
-
-
-def _settle(operator: QuantizedOperator, offset: Tensor, share: Tensor | None) -> None:
-    """The operator has this rounding, and covers this much; None: as much as before."""
-    device = next(operator.buffers(), offset).device
-    rounding = AdaptiveRounding(tuple(offset.shape)).to(device)
-    rounding.offset.copy_(offset)
-    operator.weight_quantizer.rounding = rounding
-    if share is not None:
-        coverage = Coverage(len(share)).to(device)
-        coverage.share.copy_(share)
-        operator.weight_quantizer.cover(coverage)
+    result = TuningResult("round_weights", tuple(found), tuple(skipped), walk.largest)
+    logger.info("weights rounded by samples in %d of %d layers", len(result.kept), len(nodes))
+    logger.debug("%s", result)
+    return result
 
 
 def _level(node: fx.Node, operator: QuantizedOperator, values: Sequence[Values], integers: Tensor) -> None:
-    """With the integers as they are, scales give results that are as large as in float, as far as the samples tell them from noise."""
-    quantizer = operator.weight_quantizer
-    if quantizer.learned is not None or quantizer.power_of_two:
+    """With the integers as they are, scales give results that are as large as in float, as far as the samples tell them from noise.
+
+    A learned scale starts there; one that is frozen, or a power of two, stays.
+    """
+    quantizer, learned = operator.weight_quantizer, operator.weight_quantizer.learned
+    if quantizer.power_of_two or (learned is not None and (learned.method is not LSQ or learned.frozen)):
         return
     gain = _gain(node, operator, values, len(integers), integers.dim())
     if gain is None:
         return
-    before = torch.ones_like(gain) if quantizer.coverage is None else quantizer.coverage.share
-    share = before / gain.clamp(1 / LARGEST_GAIN, LARGEST_GAIN)
+    gain = gain.clamp(1 / LARGEST_GAIN, LARGEST_GAIN)
+    share, scale = None, None
+    if learned is None:
+        share = (torch.ones_like(gain) if quantizer.coverage is None else quantizer.coverage.share) / gain
+    else:
+        scale = learned.current() / gain
     assert isinstance(quantizer.rounding, AdaptiveRounding)
-    _settle(operator, quantizer.rounding.offset, share)
+    put(operator, Settled(quantizer.rounding.offset, share, scale))
     layer = _Layer.of(node, operator, values)  # in steps of the new scale, which a bias may keep from being smaller
     assert layer is not None
-    _settle(operator, integers - layer.real, share)
+    put(operator, Settled(integers - layer.clipped, share, scale))
 
 
 def _gain(node: fx.Node, operator: QuantizedOperator, values: Sequence[Values], channels: int, rank: int) -> Tensor | None:
@@ -239,6 +234,7 @@ class _Layer(NamedTuple):
     """A layer's weight in steps, and the operands of every chunk of samples.
 
     real      (out, in/groups, …), float32
+    clipped   what is rounded, of the same shape: within the limits where the scale does not cover all of the weight
     rounded   its integers so far
     limits    the smallest and the largest integer
     groups    of its inputs, each of which is met by as many outputs
@@ -247,6 +243,7 @@ class _Layer(NamedTuple):
     """
 
     real: Tensor
+    clipped: Tensor
     rounded: Tensor
     limits: tuple[int, int]
     groups: int
@@ -269,10 +266,15 @@ class _Layer(NamedTuple):
         if weight is None or not hasattr(seen, "real") or seen.real.shape != weight.shape:
             return None
         batch_norm = operands[0].get("batch_norm")
-        folded = weight.flatten(1).abs().sum(1) * (1 if batch_norm is None else running_gain(batch_norm).abs())
-        scale = folded / seen.real.flatten(1).abs().sum(1).clamp_min(1e-30)
+        folded = weight if batch_norm is None else weight * running_gain(batch_norm).reshape(-1, *[1] * (weight.dim() - 1))
+        real = seen.real
+        inside = torch.ones_like(real) if quantizer.learned is None else ((real > seen.limits[0]) & (real < seen.limits[1])).to(real)
+        scale = (folded.abs() * inside).flatten(1).sum(1) / (real.abs() * inside).flatten(1).sum(1).clamp_min(1e-30)
+        if quantizer.learned is not None:  # others make up for what it clips
+            step = scale.reshape(-1, *[1] * (weight.dim() - 1))
+            real = torch.where((inside > 0) | (step == 0), real, folded / step)
         rounded = previous.integers(seen.real, *seen.limits)
-        return _Layer(seen.real, rounded, seen.limits, operands[0].get("groups", 1), operator, operands, scale)
+        return _Layer(real, seen.real, rounded, seen.limits, operands[0].get("groups", 1), operator, operands, scale)
 
     @property
     def columns(self) -> int:

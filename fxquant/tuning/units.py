@@ -36,7 +36,7 @@ class Unit:
 
     @property
     def exits(self) -> tuple[fx.Node, ...]:
-        found = tuple(node for node in self.nodes if _is_real(node) and any(user not in self.nodes for user in node.users))
+        found = tuple(node for node in self.nodes if is_real(node) and any(user not in self.nodes for user in node.users))
         return found or self.weighted[-1:]
 
     @property
@@ -44,7 +44,8 @@ class Unit:
         return tuple(dict.fromkeys(operand for node in self.nodes for operand in node.all_input_nodes if operand not in self.nodes))
 
 
-def _is_real(node: fx.Node) -> bool:
+def is_real(node: fx.Node) -> bool:
+    """Return whether a node gives a floating point tensor."""
     known = fact(node)
     return isinstance(known, TensorFact) and known.dtype.is_floating_point
 

@@ -1,0 +1,56 @@
+"""python -m benchmarks.real [--networks …] [--targets …] [--settings …] [--peers …]."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.markdown import Markdown
+
+import benchmarks.real as package
+from benchmarks.accuracy.floats import CACHE
+from benchmarks.real import voices
+from benchmarks.real.measure import COMPARED, SETTINGS, Cell, ours, outputs_of, theirs
+from benchmarks.real.networks import NETWORKS
+from benchmarks.real.table import markdown
+from fxquant.errors import ConfigurationError
+
+TARGETS = ("bayes-e", "bernoulli2", "nash-e", "x86")
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=package.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, known in (("networks", tuple(NETWORKS)), ("targets", TARGETS), ("settings", ("W8A8", "W4A8"))):
+        made.add_argument(f"--{name}", nargs="+", choices=known, default=known, metavar="NAME", help=", ".join(known))
+    made.add_argument("--peers", nargs="*", choices=COMPARED, default=None, metavar="NAME", help=f"all, or some of {', '.join(COMPARED)}")
+    made.add_argument("--cache", type=Path, default=CACHE, help="where the environments of peers are")
+    return made
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parser().parse_args(arguments)
+    peers = () if options.peers is None else tuple(options.peers) or COMPARED
+    torch.set_num_threads(1)
+    rows: dict[tuple[str, str], dict[str, Cell]] = {}
+    for name in options.networks:
+        network = NETWORKS[name]
+        wanted = outputs_of(network.load(), network.data.test_inputs)
+        for setting in (SETTINGS[each] for each in options.settings):
+            cells = rows.setdefault((name, setting.name), {})
+            for column in (*options.targets, *peers):
+                measured = column in options.targets
+                cell = ours(network, wanted, column, setting) if measured else theirs(network, wanted, column, setting, options.cache)
+                cells[column] = cell
+                told = cell.reason or f"{cell}, {cell.seconds:.0f} s"
+                print(f"{name}, {setting.name}, {column}: {told}", file=sys.stderr, flush=True)
+    Console(width=200).print(Markdown(markdown(rows, (*options.targets, *peers), voices.source())))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ConfigurationError as error:  # a wheel that is not installed
+        sys.exit(str(error))

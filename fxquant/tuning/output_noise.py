@@ -1,0 +1,40 @@
+"""The noise that quantization leaves in the outputs of a model, on samples that nothing was learned from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, fx
+
+from fxquant.tuning.units import is_real
+from fxquant.tuning.walk import Walk
+
+
+class OutputNoise:
+    """Measures the floating point outputs of a prepared model against those of its float form.
+
+    The noise is the mean over chunks and outputs of Σ(y' - y)² / Σy²: a chunk counts the same, however large its values are.
+    """
+
+    def __init__(self, prepared: fx.GraphModule, chunks: Sequence[Sequence[Any]]) -> None:
+        self.prepared, self.chunks = prepared, chunks
+        self.nodes = [node for node in prepared.graph.output_node().all_input_nodes if is_real(node)]
+        self.wanted = self._outputs(exact=False) if self.nodes else []
+
+    def measure(self) -> float:
+        """Return the noise of the model as it is now; 0 where it returns no floating point tensor."""
+        if not self.nodes:
+            return 0.0
+        pairs = zip(self._outputs(exact=True), self.wanted, strict=True)
+        shares = [_share(found[node], wanted[node]) for found, wanted in pairs for node in self.nodes]
+        return sum(shares) / len(shares)
+
+    def _outputs(self, exact: bool) -> list[dict[fx.Node, Tensor]]:
+        """The outputs for each chunk, one chunk at a time: what is between the layers is kept for one alone."""
+        return [Walk(self.prepared, [chunk], exact=exact).at(self.nodes)[0] for chunk in self.chunks]
+
+
+def _share(found: Tensor, wanted: Tensor) -> float:
+    error, power = (found.double() - wanted.double()).square().sum(), wanted.double().square().sum()
+    return float(error / power.clamp_min(1e-30))
