@@ -30,6 +30,9 @@ from fxquant.backends.horizon.export import export_horizon
 from fxquant.backends.horizon.program import CompiledCost
 from fxquant.backends.onnx.metadata import onnx_metadata
 from fxquant.backends.onnx.segments import export_segments, run_segments
+from fxquant.conformance.kit import conformance_kit
+from fxquant.conformance.results import Conformance, ProbeResult, check_conformance
+from fxquant.conformance.simulation import simulate_conformance
 from fxquant.errors import (
     AccumulatorOverflow,
     CalibrationError,
@@ -101,6 +104,7 @@ __all__ = [
     "CompilationError",
     "CompiledCost",
     "ConfigurationError",
+    "Conformance",
     "DeviationReport",
     "Estimate",
     "ExportError",
@@ -130,6 +134,7 @@ __all__ = [
     "ObserverSearch",
     "ObserverTrial",
     "PercentileObserver",
+    "ProbeResult",
     "QConfig",
     "QConfigMapping",
     "Report",
@@ -154,9 +159,11 @@ __all__ = [
     "__version__",
     "calibrate",
     "check",
+    "check_conformance",
     "checks",
     "compare",
     "compile_horizon",
+    "conformance_kit",
     "convert",
     "diff",
     "draw",
@@ -194,6 +201,7 @@ __all__ = [
     "sensitivity",
     "set_qparams",
     "set_state",
+    "simulate_conformance",
     "text",
     "trace",
     "tune",
