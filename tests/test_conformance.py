@@ -173,7 +173,8 @@ def test_each_planted_variant_is_named(kit: Kit, tmp_path: Path) -> None:
         assert table[operator].result == "differs", operator
         assert table[operator].differing > 0
         assert name in table[operator].fits, (operator, table[operator].fits)
-        unlike = {other for other in PLANTED.values() if other != name} & set(table[operator].fits)
+        # Another march as a whole may compute one operator in the same way; a single change of something else may not.
+        unlike = {other for other in PLANTED.values() if other != name and "arithmetic of" not in other} & set(table[operator].fits)
         assert not unlike, (operator, unlike)
     assert "no known variant" not in found.summary
 
@@ -223,7 +224,7 @@ def test_integers_and_shapes_with_ones_are_taken(kit: Kit, tmp_path: Path) -> No
     assert fxq.check_conformance(kit.folder, write_results(kit, tmp_path / "results", change))
 
 
-def test_what_was_not_run_is_said(kit: Kit, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_not_run_is_reported(kit: Kit, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_results(kit, tmp_path / "part", only=1)
     found = fxq.check_conformance(kit.folder, folder)
     assert not found
@@ -299,7 +300,7 @@ def test_without_the_tool_a_kit_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("compiler")
-def test_what_the_compiler_refuses_is_told_and_the_rest_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_compiler_refuses_is_reported_and_the_rest_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(integer: fx.GraphModule, to: Path, name: str = "model") -> Compiled:
         if any("sigmoid" in node.name for node in integer.graph.nodes):
             raise fxq.CompilationError("hb_mapper failed", because="there is a sigmoid", remedy="none")
@@ -391,7 +392,7 @@ def test_the_script_runs_the_programs_by_the_runtime_of_a_board(place: str, modu
     assert [path.suffix for path in (kit.folder / manifest.BOARD / "out").iterdir()] == [".npz"] * len(kit.programs)
 
 
-def test_a_program_that_a_board_refuses_is_told(kit: Kit) -> None:
+def test_a_program_that_a_board_refuses_is_reported(kit: Kit) -> None:
     file = kit.folder / manifest.BOARD / "hbm_runtime.py"
     file.write_text("def HB_HBMRuntime(path):\n    raise OSError('wrong march')\n", encoding="utf-8")
     done = run_on_board(kit)

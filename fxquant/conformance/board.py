@@ -3,9 +3,9 @@
     python3 run.py                     into results/, by the runtime that the board has
     python3 run.py --results DIR --runtime hobot_dnn
 
-It stands beside the programs (.bin), inputs.npy and programs.json, and needs Python 3.8 or later, numpy, and a runtime: hobot_dnn, which
-RDK images have, or hbm_runtime. On a PC with the vendor's tool, its HB_ONNXRuntime runs the quantized models beside the programs:
-`--runtime HB_ONNXRuntime`. Copy the folder of results back, and run `fxquant conformance KIT --results DIR`.
+It reads the programs (.bin), inputs.npy and programs.json from its own folder. It needs Python 3.8 or later, numpy, and a runtime:
+hobot_dnn, which RDK images have, or hbm_runtime. On a PC with the vendor's tool, its HB_ONNXRuntime runs the quantized models in the same
+folder: `--runtime HB_ONNXRuntime`. Copy the folder of results back, and run `fxquant conformance KIT --results DIR`.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def ordered(program: Any, names: Any, arrays: Any) -> Any:
 
 
 def results_of(program: Any, runtime: Any, images: Any) -> Any:
-    """What a program gives for each image: an array for each output, the images along its first dimension."""
+    """The outputs of a program: an array for each, with the images along its first dimension."""
     model = runtime(str(HERE / (program["name"] + runtime.suffix)))
     rows = [ordered(program, *model.run(program["input"], np.ascontiguousarray(image[None]))) for image in images]
     return {str(index): np.concatenate(column) for index, column in enumerate(zip(*rows))}  # noqa: B905

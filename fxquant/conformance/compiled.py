@@ -17,7 +17,7 @@ MOVING = ("Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze")  # which ch
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler makes of an integer model: the .bin, the quantized model beside it, and where each node of that runs."""
+    """A compiled integer model: the .bin, the quantized model beside it, and where each node of that runs."""
 
     binary: Path
     runs_on: Mapping[str, str]  # by node: "BPU" or "CPU"

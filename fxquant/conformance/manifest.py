@@ -1,4 +1,4 @@
-"""What a conformance kit holds, as its manifest says it, and the files of a kit read and checked."""
+"""The manifest of a conformance kit, and the files of a kit read and checked."""
 
 from __future__ import annotations
 

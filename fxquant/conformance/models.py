@@ -46,7 +46,7 @@ def computed(prepared: fx.GraphModule, target: Target, images: list[Tensor], ste
 
 
 def integers(value: Array, step: Array) -> Array:
-    """What a runtime gave as integers, int64: as it stands, or divided by the step of its scale; UNKNOWN for what is no multiple of it."""
+    """A runtime's output as int64: integers as they are, real numbers divided by the step of the scale; UNKNOWN for no multiple of it."""
     if value.dtype.kind in "iu":
         return value.astype(np.int64)
     with np.errstate(all="ignore"):

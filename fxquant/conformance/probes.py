@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,12 +63,25 @@ def mapping_of(rows: Sequence[Row], dtype: str, scales: str) -> fxq.QConfigMappi
     return mapping
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, no warnings are logged: limits of a march that a probe breaks are not the question."""
+    logger = logging.getLogger("fxquant")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 def converted(rows: Sequence[Row], march: str, dtype: str, scales: str) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The prepared and the integer model of rows, calibrated."""
     calibration, _ = images()
-    prepared = fxq.prepare(Together(rows).eval(), calibration[0][:1], probe_target(march), mapping_of(rows, dtype, scales))
-    fxq.calibrate(prepared, calibration, show_progress=False, equalize=False)  # so that scales alone rebuild it
-    return prepared, fxq.convert(prepared)
+    with _quiet():
+        prepared = fxq.prepare(Together(rows).eval(), calibration[0][:1], probe_target(march), mapping_of(rows, dtype, scales))
+        fxq.calibrate(prepared, calibration, show_progress=False, equalize=False)  # so that scales alone rebuild it
+        return prepared, fxq.convert(prepared)
 
 
 def groups(rows: Sequence[Row], together: int) -> list[Sequence[Row]]:

@@ -1,4 +1,4 @@
-"""What a board's results say: per operator equal, or how many elements differ and which variants fit."""
+"""Compare the results of a board with the expected integers: per operator equal, or how many elements differ and which variants fit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIMULATOR = "the vendor's simulator"  # named as a variant that fits, where the 
 
 
 class ProbeResult(NamedTuple):
-    """What a board computed of one operator.
+    """One operator as a board computed it.
 
     operator       its name
     dtype          of its activations
@@ -56,7 +56,7 @@ class ProbeResult(NamedTuple):
 
 
 class Conformance(Rows[ProbeResult]):
-    """What `check_conformance` found: a row for each operator and dtype. True if every operator on the BPU was run and is equal.
+    """Results of a board, compared: a row for each operator and dtype. True if every operator on the BPU was run and is equal.
 
     target   whose arithmetic was expected
     kit      the identity of the kit
@@ -71,6 +71,9 @@ class Conformance(Rows[ProbeResult]):
         super().__init__(f"{target} on {runtime}, kit {kit}", items)
         for name, value in (("target", target), ("kit", kit), ("runtime", runtime)):
             object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        return f"<Conformance of {self.title}: {self.summary.splitlines()[0]}>"
 
     def __bool__(self) -> bool:
         compared = [row for row in self.items if row.result not in (PROCESSOR, REFUSED)]

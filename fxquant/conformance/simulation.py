@@ -33,7 +33,7 @@ def simulate_conformance(
 ) -> Path:
     """Run a kit's programs in the vendor's simulator, and write what they give into a folder; returns its path.
 
-    The BPU's part of each program is simulated. What the processor does of moves and dequantization behind it is done here. An output
+    The BPU's part of each program is simulated. Moves and dequantization behind it, which are the processor's, are done here. An output
     that the simulator does not compute is left out.
 
     Raises ConfigurationError where there is no kit, or no tool; ExportError for a damaged kit; CompilationError where the tool fails.
@@ -46,7 +46,7 @@ def simulate_conformance(
 
 
 def about(kit: Kit, runtime: str) -> dict[str, Array]:
-    """What is written beside the outputs: which kit they are of, and what computed them."""
+    """The arrays that say which kit results are of, and which runtime computed them."""
     return {"kit": manifest.text(kit.identity), "runtime": manifest.text(runtime)}
 
 
