@@ -41,7 +41,7 @@ PLANTED = {
     "prelu": "other tensors: rounded down",
     "avg pool 2x2": "average pools and products with a number are not layers",
     "bilinear x2": "linear resizing is rounded down along each dimension",
-    "exp": "the arithmetic of bernoulli2, as its chip computes",
+    "exp": "layers: rounded down, without half a step in the bias",
 }
 
 
