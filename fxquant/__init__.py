@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from fxquant.backends.horizon.program import CompiledCost
     from fxquant.backends.onnx.metadata import onnx_metadata
     from fxquant.backends.onnx.segments import export_segments, run_segments
+    from fxquant.conformance.kit import conformance_kit
+    from fxquant.conformance.results import Conformance, ProbeResult, check_conformance
+    from fxquant.conformance.simulation import simulate_conformance
     from fxquant.errors import (
         AccumulatorOverflow,
         CalibrationError,
@@ -107,6 +110,7 @@ __all__ = [
     "CompilationError",
     "CompiledCost",
     "ConfigurationError",
+    "Conformance",
     "DeviationReport",
     "Estimate",
     "ExportError",
@@ -136,6 +140,7 @@ __all__ = [
     "ObserverSearch",
     "ObserverTrial",
     "PercentileObserver",
+    "ProbeResult",
     "QConfig",
     "QConfigMapping",
     "Report",
@@ -160,9 +165,11 @@ __all__ = [
     "__version__",
     "calibrate",
     "check",
+    "check_conformance",
     "checks",
     "compare",
     "compile_horizon",
+    "conformance_kit",
     "convert",
     "diff",
     "draw",
@@ -200,6 +207,7 @@ __all__ = [
     "sensitivity",
     "set_qparams",
     "set_state",
+    "simulate_conformance",
     "text",
     "trace",
     "tune",
@@ -225,6 +233,9 @@ _FROM = {
     "fxquant.backends.horizon.program": "CompiledCost",
     "fxquant.backends.onnx.metadata": "onnx_metadata",
     "fxquant.backends.onnx.segments": "export_segments run_segments",
+    "fxquant.conformance.kit": "conformance_kit",
+    "fxquant.conformance.results": "Conformance ProbeResult check_conformance",
+    "fxquant.conformance.simulation": "simulate_conformance",
     "fxquant.errors": "AccumulatorOverflow CalibrationError CompilationError ConfigurationError ExportError FxQuantError Interrupted "
     "NotCalibrated NotFinite ScaleConflict StageViolation TraceError UnknownTarget UnsupportedOperator",
     "fxquant.forms": "record verify",

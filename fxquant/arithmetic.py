@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fxquant.numerics import Grid, IntType, bias_integers, power_of_two, round_away
 from fxquant.primitives.elementwise import align_fixed, align_real
-from fxquant.primitives.requantize import requantize_fixed, requantize_real
+from fxquant.primitives.requantize import TIES, requantize_fixed, requantize_real
 from fxquant.rescaling import FixedWidths, Ratio, real_multiplier
 
 Function = Callable[..., Tensor]
@@ -81,6 +81,11 @@ class Arithmetic:
     def adds_in_output_steps(self) -> bool:
         """Whether a sum of 8-bit tensors is formed in fractions of a step of its result, and not of its largest term's."""
         return False
+
+    @property
+    def rounds_by_adding(self) -> bool:
+        """Whether a constant and a floor make its last rounding, as the passes of `sweeps` do; ties by sign or parity have none."""
+        return True
 
     @property
     def half_step_in_bias(self) -> bool:
@@ -164,6 +169,10 @@ class FixedArithmetic(Arithmetic):
 
     primitives = frozenset((requantize_fixed, align_fixed))
     multiplies_by = "a 15-bit multiplier and shifts"
+
+    @property
+    def rounds_by_adding(self) -> bool:
+        return not {self.final_rounding, *self.roundings.values()}.intersection(TIES)
 
     @property
     def half_step_in_bias(self) -> bool:

@@ -26,6 +26,11 @@ VIEWS = (shape.reshape, shape.permute)
 FUSED = (RealArithmetic, FixedArithmetic)  # whose requantization `sweeps` has; another class may compose other primitives
 
 
+def _has_passes(arithmetic: Arithmetic) -> bool:
+    """Whether `sweeps` and `joining` requantize as this arithmetic does."""
+    return type(arithmetic) in FUSED and arithmetic.rounds_by_adding
+
+
 class EagerLowering(Lowering):
     """Calls the primitives on integer-valued float tensors, with straight-through gradients.
 
@@ -176,7 +181,7 @@ class EagerLowering(Lowering):
     ) -> Quantized | None:
         """An accumulator of two tensors, requantized without being written down; None where there is no such pass."""
         follows, learns = self._follows(to), to.learns and torch.is_grad_enabled()
-        whole = isinstance(accumulator, joining.Deferred | Tensor) and type(self) is EagerLowering and type(self.arithmetic) in FUSED
+        whole = isinstance(accumulator, joining.Deferred | Tensor) and type(self) is EagerLowering and _has_passes(self.arithmetic)
         seen = self.seen is not None and to is self._output
         if not whole or learns or to.dtype == INT32 or (follows and (seen or not to.can_follow_ends)):
             return None
@@ -259,9 +264,7 @@ class EagerLowering(Lowering):
                 return joined
             accumulator = self.computed(accumulator)
         other = None if residual is None else residual.value
-        fits = (
-            type(self.arithmetic) in FUSED and sweeps.admitted(accumulator, other) and (other is None or other.shape == accumulator.shape)
-        )
+        fits = _has_passes(self.arithmetic) and sweeps.admitted(accumulator, other) and (other is None or other.shape == accumulator.shape)
         fits = fits and self._is_exact(accumulator, bound, bias, residual, multiplier, statistics)
         factors = ratio.approximate().to(torch.float32)
         form = sweeps.form_of(accumulator, factors.dim() - 1 if factors.dim() else 0) if fits else None

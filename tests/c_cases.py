@@ -91,7 +91,7 @@ def _requantizations(draw: Draw) -> Calls:
             yield "requantize_real", acc, scale, low, high, out
             yield "requantize_real", acc, scale, -9, 246, U8, 9
             parameters = _fixed(scale, out, dtype == I64)
-            for rounding in ("half_up", "floor", "half_step", "nearest_half_step") if out == I8 else ("half_up",):
+            for rounding in ("half_up", "floor", "half_step", "nearest_half_step", "half_away", "half_even") if out == I8 else ("half_up",):
                 yield "requantize_fixed", acc, *parameters, bits, rounding, low, high, out
     yield "accumulator_output", draw.whole(5, dtype=I32, low=-(2**31), high=2**31 - 1)
     limits = draw.whole(3, 1, dtype=I32, low=-900, high=-2), draw.whole(3, 1, dtype=I32, low=0, high=900)

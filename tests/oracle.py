@@ -206,7 +206,8 @@ def requantize_fixed(accumulator: int, a: int, multiplier: int, b: int, intermed
         half = min(math.floor(step) if rounding == "half_step" else half_up(step), 2**31)
     t = limited(math.floor(Fraction(accumulator + half, 2**a)), -limit, limit - 1)
     value = Fraction(t * multiplier, 2**b)
-    return limited(half_up(value) if rounding == "half_up" else math.floor(value), low, high)
+    whole = {"half_up": half_up, "half_even": half_even, "half_away": half_away}.get(rounding, math.floor)(value)
+    return limited(whole, low, high)
 
 
 @functools.cache

@@ -28,10 +28,10 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert stopped.value.code == 0
     shown = capsys.readouterr().out
-    assert all(name in shown for name in ("demo", "export", "inspect", "diff", "verify"))
+    assert all(name in shown for name in ("demo", "export", "inspect", "diff", "conformance", "verify"))
 
 
-@pytest.mark.parametrize("command", ["demo", "export", "inspect", "diff", "verify"])
+@pytest.mark.parametrize("command", ["demo", "export", "inspect", "diff", "conformance", "verify"])
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main([command, "--help"])
@@ -47,6 +47,7 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         ["demo", "--unknown"],
         ["inspect"],
         ["diff", "one"],
+        ["conformance"],
         ["verify", "one"],
         ["verify", "one", "two", "--batch-size", "0"],
         ["verify", "one", "two", "--batch-size", "many"],

@@ -267,6 +267,25 @@ ALLOWED: dict[str, set[str]] = {
     ),
     **dict.fromkeys(("fxquant.tuning.remedies", "fxquant.tuning.tune"), NOUNS | {"batches", "record", "serialization", "tuning"}),
     "fxquant.demo": {"", "arguments", "backends", "demo", "errors", "files", "graph", "primitives", "progress", "target"},
+    "fxquant.conformance": {
+        "",
+        "arguments",
+        "arithmetic",
+        "backends",
+        "conformance",
+        "demo",
+        "errors",
+        "files",
+        "graph",
+        "interpreter",
+        "primitives",
+        "progress",
+        "record",
+        "rescaling",
+        "rows",
+        "segments",
+        "target",
+    },
     "fxquant.analysis.inspection": {
         "backends",
         "errors",
@@ -297,7 +316,8 @@ CONFINED: dict[str, set[str]] = {
     "scipy": {"fxquant.tuning.program"},
     "matplotlib": {"fxquant.reporting.draw"},
     "plotly": {"fxquant.reporting.page", "fxquant.reporting.estimate"},
-    "onnx": {
+    "onnx": {"fxquant.conformance.compiled", "fxquant.conformance.kit"}
+    | {
         f"fxquant.backends.onnx.{name}"
         for name in (
             "agreement",

@@ -226,7 +226,7 @@ def fixed_at_ties(draw: Any) -> tuple[int, int, int, int]:
     return t * 2**a + dropped, a, multiplier, b
 
 
-ROUNDINGS = ("half_up", "floor", "half_step", "nearest_half_step")
+ROUNDINGS = ("half_up", "floor", "half_step", "nearest_half_step", "half_away", "half_even")
 
 
 def check_fixed(rows: list[tuple[int, int, int, int]], bits: int, rounding: str, low: int, high: int, storage: torch.dtype) -> None:

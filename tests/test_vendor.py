@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import fxquant as fxq
 from fxquant.backends.horizon import export
+from fxquant.backends.horizon.tool import Tool
 from fxquant.compat import horizon
 from fxquant.compat.horizon import march
 
@@ -128,3 +130,26 @@ def test_horizons_names_end_in_a_file_that_is_verified(tmp_path: Path, monkeypat
     assert fxq.verify(quantized, tmp_path / "net.bin", batches())
     found = horizon.perf_model(quantized, [batches()[0]], out_dir=tmp_path / "perf", hbm=tmp_path / "net.bin", layer_details=True)
     assert len(found.compiled) == 1
+
+
+def test_a_conformance_kit_of_two_operators_is_equal_in_the_simulator_and_in_the_tools_runtime(tmp_path: Path) -> None:
+    kit = fxq.conformance_kit(tmp_path / "kit", "bayes-e", operators=["conv 3x3", "add"], scales=["observed"], show_progress=False)
+    found = fxq.check_conformance(kit, fxq.simulate_conformance(kit, show_progress=False))
+    assert found, str(found)
+    assert [(row.operator, row.result, row.differing) for row in found] == [("conv 3x3", "equal", 0), ("add", "equal", 0)]
+    python = Tool.find().folder / "python"
+    command = [str(python), "run.py", "--runtime", "HB_ONNXRuntime", "--results", str(tmp_path / "results")]
+    done = subprocess.run(command, cwd=kit / "board", capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = fxq.check_conformance(kit, tmp_path / "results")
+    assert found, str(found)
+    assert found.runtime == "HB_ONNXRuntime"
+
+
+def test_a_sum_of_32_bits_that_leaves_the_model_is_compared(tmp_path: Path) -> None:
+    qconfig = fxq.QConfig(fxq.ActivationConfig("int32"))
+    prepared = fxq.prepare(nn.Conv2d(8, 6, 3).eval(), batches()[0], "bayes-e/chip", fxq.QConfigMapping().set_module_name("", qconfig))
+    fxq.calibrate(prepared, batches(), show_progress=False)
+    report = fxq.verify(integer := fxq.convert(prepared), fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net")), batches())
+    assert report, str(report)
+    assert report.unseen == {}

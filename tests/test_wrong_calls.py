@@ -308,6 +308,21 @@ CALLS: dict[str, tuple[Callable[[World], tuple[Call, dict[str, Any]]], dict[str,
         lambda w: (fxq.compile_horizon, {"folder": w.directory}),
         {"folder": [*PATHS, "nowhere"], "show_progress": FLAGS},
     ),
+    "conformance_kit": (
+        lambda w: (fxq.conformance_kit, {"folder": w.directory / "kit", "target": "bayes-e"}),
+        {
+            "folder": PATHS, "target": [*TARGETS, "nash-e"], "dtypes": [None, 5, [], ["int4"], [8]],
+            "operators": [5, [], ["conv 3x4"], [3]], "scales": [None, 5, [], ["other"]], "show_progress": FLAGS,
+        },
+    ),
+    "check_conformance": (
+        lambda w: (fxq.check_conformance, {"folder": w.directory, "results": w.directory}),
+        {"folder": [*PATHS, "nowhere"], "results": PATHS, "show_progress": FLAGS},
+    ),
+    "simulate_conformance": (
+        lambda w: (fxq.simulate_conformance, {"folder": w.directory}),
+        {"folder": [*PATHS, "nowhere"], "results": [path for path in PATHS if path is not None], "show_progress": FLAGS},
+    ),
     **{
         f"export_{kind}": (
             lambda w, export=export, kind=kind: (export, {"integer": w.integer, "path": w.directory / f"exported.{kind}"}),
@@ -757,6 +772,8 @@ def test_every_public_name_is_in_the_table() -> None:
         "Estimate",
         "LayerEstimate",
         "CompiledCost",
+        "Conformance",
+        "ProbeResult",
         "Comparison",
         "GraphDifference",
         "LayerComparison",

@@ -12,6 +12,7 @@ from fxquant.backends.c.templates import C_TYPES
 from fxquant.primitives import accumulate, boundary, comparison, elementwise, product, requantize, whole
 
 ROUNDINGS = {"floor": 0, "half_up": 1, requantize.HALF_STEP: 2, requantize.NEAREST_HALF_STEP: 3}
+ROUNDINGS |= {requantize.HALF_AWAY: 4, requantize.HALF_EVEN: 5}
 
 
 def _beside(call: Call, *operands: Value) -> tuple[Any, ...]:

@@ -105,6 +105,8 @@ class Requantization:
                 _per_channel(site.constant(node), channels, torch.int64)  # type: ignore[arg-type]
                 for node in (shift, multiplier, right_shift)
             )
+            if rounding in requantize.TIES:
+                raise Refused("its ties are not rounded by an added constant")
             epilogue.mode, epilogue.limit = FIXED, 2 ** (bits - 1)  # type: ignore[operator]
             before = torch.zeros_like(shift)
             if rounding in requantize.HALF_STEPS:

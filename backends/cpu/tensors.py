@@ -48,6 +48,8 @@ def _fixed(width: torch.dtype) -> Callable[[Site], Requantization]:
         arguments: Any = site.match.root.args
         _, *nodes, bits, rounding, low, high, _ = arguments
         shift, multiplier, right_shift = (_shaped(site.constant(node), torch.int64) for node in nodes)
+        if rounding in requantize.TIES:
+            raise Refused("its ties are not rounded by an added constant")
         before = requantize.half_step(shift, multiplier, right_shift, rounding) if rounding in requantize.HALF_STEPS else None
         if before is not None and (width != torch.float64 and float(before.max()) >= FLOAT32_EXACT):
             raise Refused("half a step is beyond 2^24")

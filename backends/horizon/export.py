@@ -119,6 +119,17 @@ def export_horizon(
     return directory
 
 
+def refusals(integer: fx.GraphModule) -> list[ExportError]:
+    """Why the compiler would make something else of nodes of an integer model: the errors that `export_horizon` raises the first of."""
+    found = []
+    for node in integer.graph.nodes:
+        try:
+            _check_node(node)
+        except ExportError as error:
+            found.append(error)
+    return found
+
+
 def _configuration(name: str, march: str, inputs: list[tuple[str, list[int]]], level: str, mode: str) -> str:
     def every(word: str) -> str:
         return ";".join(word for _ in inputs)

@@ -53,7 +53,7 @@ class SimulatedForm:
     # ---- which tensors they are -----------------------------------------------------------------------------------------
 
     def _output(self, feature: Feature) -> Place | None:
-        place = self.connections.place(feature.name)
+        place = self.connections.place(feature.name) or self._sum(feature)
         because = "it is a value inside of an operator, the rest of which the processor computes"
         if place is not None and place.node in self.reference.nodes:
             described = qparams(self.reference.nodes[place.node])
@@ -62,6 +62,16 @@ class SimulatedForm:
             because = f"it is {feature.dtype}, and %{place.node} is {'not quantized' if described is None else described.dtype}"
         self.unseen[feature.name] = because
         return None
+
+    def _sum(self, feature: Feature) -> Place | None:
+        """Where a sum of 32 bits is that leaves the model: the file has no pair of it, and so no name, but that of the output."""
+        found = self.connections.output(feature.name) if feature.dtype == "int32" else None
+        if found is None:
+            return None
+        index, turned = found
+        ends = returned(self.reference.model)
+        computed = ends[index].all_input_nodes if index < len(ends) else []
+        return Place(computed[0].name, turned) if computed else None
 
     def _input(self, feature: Feature) -> Place:
         place = self.connections.place(feature.name)

@@ -60,6 +60,7 @@ class Connections:
                 remedy="keep the folder that fxq.compile_horizon fills together",
             ) from error
         self.values = values
+        self.outputs = [output.name for output in model.graph.output]
         self.producers = {name: node for node in model.graph.node for name in node.output}
         self.readers: dict[str, list[onnx.NodeProto]] = {}
         for node in model.graph.node:
@@ -78,6 +79,10 @@ class Connections:
             return None
         producer = self.producers.get(tensor)  # the tool's own layers have their channels last; what it quantizes is as the file has it
         return Place(node, producer is not None and producer.op_type != "HzQuantize" and producer.domain == DOMAIN)
+
+    def output(self, tensor: str) -> tuple[int, bool] | None:
+        """Which output of the file has a tensor's elements, and whether it is turned against it; None where none has."""
+        return next(((self.outputs.index(name), turned) for name, turned in self._behind(tensor) if name in self.outputs), None)
 
     def _named(self, tensor: str) -> str | None:
         return self.values.get(tensor) or self.values.get(tensor.removesuffix(SUFFIX))

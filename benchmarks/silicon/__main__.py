@@ -16,9 +16,10 @@ import logging
 
 import fxquant as fxq
 from benchmarks.silicon import networks, operators, vectors
-from benchmarks.silicon.rows import ROWS
 from benchmarks.silicon.table import markdown, show
 from fxquant.backends.horizon.tool import Tool
+from fxquant.conformance.probes import SCALES, TOGETHER
+from fxquant.conformance.rows import ROWS
 
 MARCHES = ("bayes-e", "bernoulli2", "bayes")
 
@@ -34,8 +35,8 @@ def main() -> None:
         "--dtype", nargs="*", default=["int8"], choices=("int8", "int16"), help="of the activations; bernoulli2 has int8 alone"
     )
     parser.add_argument("--rows", nargs="*", help="operators, or networks; all by default")
-    parser.add_argument("--scales", nargs="*", default=list(operators.SCALES), choices=operators.SCALES, help="of operators")
-    parser.add_argument("--together", type=int, default=operators.TOGETHER, help="operators of one compiled file")
+    parser.add_argument("--scales", nargs="*", default=list(SCALES), choices=SCALES, help="of operators")
+    parser.add_argument("--together", type=int, default=TOGETHER, help="operators of one compiled file")
     parser.add_argument("--markdown", action="store_true", help="print the table as a page")
     options = parser.parse_args()
     logging.getLogger("fxquant").setLevel(logging.ERROR)  # limits of a march that a row breaks are not the question here

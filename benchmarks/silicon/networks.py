@@ -14,9 +14,10 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from benchmarks.silicon import tool
-from benchmarks.silicon.operators import Result, compared, output_steps
-from benchmarks.silicon.place import on_processor
+from benchmarks.silicon.operators import Result, compared
 from benchmarks.zoo import MobileNetV2, MobileNetV3Small, ResNet18, initialise, make_alive, photographs
+from fxquant.conformance.compiled import compile_model, on_processor
+from fxquant.conformance.probes import output_steps, probe_target
 from fxquant.demo.network import build_demo_network
 from fxquant.demo.training import seeded
 
@@ -140,7 +141,7 @@ def integer_network(model: nn.Module, batches: Sequence[Tensor], march: str, how
     """The integer graph of a network, calibrated, and trained for a few steps where scales are learned."""
     learns = how == "learned"
     qconfig = fxq.QConfig(fxq.ActivationConfig(training="learned"), fxq.WeightConfig(training="learned")) if learns else None
-    prepared = fxq.prepare(model, batches[0][:1], f"{march}", qconfig)
+    prepared = fxq.prepare(model, batches[0][:1], probe_target(march), qconfig)
     fxq.calibrate(prepared, batches, show_progress=False)
     if learns:
         fxq.set_state(prepared, fxq.State.TRAIN)
@@ -157,7 +158,7 @@ def integer_network(model: nn.Module, batches: Sequence[Tensor], march: str, how
 
 def _measured(name: str, model: nn.Module, batches: Sequence[Tensor], march: str, how: str, folder: Path) -> Result:
     integer = integer_network(model, batches, march, how)
-    compiled = tool.compile_model(integer, folder)
+    compiled = compile_model(integer, folder)
     given = [batches[1][:1], 1.2 * batches[0][1:2]]
     theirs = tool.outputs(compiled, given)
     ours = [integer(image) for image in given]

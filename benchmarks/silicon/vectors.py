@@ -19,8 +19,9 @@ from torch import Tensor, fx
 
 import fxquant as fxq
 from benchmarks.silicon import tool
-from benchmarks.silicon.operators import TOGETHER, Together, converted, images, mapping_of, output_steps
-from benchmarks.silicon.rows import ROWS, Row
+from fxquant.conformance.compiled import compile_model
+from fxquant.conformance.probes import TOGETHER, Together, converted, images, mapping_of, output_steps, probe_target
+from fxquant.conformance.rows import ROWS, Row
 
 FOLDER = Path(__file__).parents[2] / "tests" / "golden" / "silicon"
 ELEMENTS = 512  # of an output that are kept, of each image
@@ -51,7 +52,7 @@ def _recorded(rows: Sequence[Row], march: str, dtype: str, scales: str) -> tuple
     prepared, integer = converted(rows, march, dtype, scales)
     given = images()[1][:IMAGES]
     with tempfile.TemporaryDirectory() as folder:
-        theirs = tool.outputs(tool.compile_model(integer, Path(folder)), given)
+        theirs = tool.outputs(compile_model(integer, Path(folder)), given)
     outputs = []
     for index, step in enumerate(output_steps(integer)):
         whole = [_integers(found[index], step) for found in theirs]
@@ -95,7 +96,7 @@ def rebuilt(names: Sequence[str], scales: Mapping[str, float], march: str, dtype
             network.load_state_dict({key: torch.from_numpy(held[f"{row.name}/{key}"]).to(value.dtype) for key, value in state.items()})
     with np.load(FOLDER / "images.npz") as held:
         example = torch.from_numpy(held["arr_0"])
-    prepared = fxq.prepare(model, example, f"{march}", mapping_of(rows, dtype, how))
+    prepared = fxq.prepare(model, example, probe_target(march), mapping_of(rows, dtype, how))
     fxq.set_qparams(prepared, scales)
     fxq.set_state(prepared, fxq.State.VALIDATE)
     return fxq.convert(prepared, kernels="reference")

@@ -21,6 +21,8 @@ from fxquant.primitives.record import Emitter, primitive, stored
 
 HALF_STEP, NEAREST_HALF_STEP = "half_step", "nearest_half_step"
 HALF_STEPS = (HALF_STEP, NEAREST_HALF_STEP)
+HALF_AWAY, HALF_EVEN = "half_away", "half_even"
+TIES = (HALF_AWAY, HALF_EVEN)  # to the nearest, by the sign or the parity of a tie: no added constant gives them
 
 
 def half_step(shift: Tensor, multiplier: Tensor, right_shift: Tensor, rounding: str = HALF_STEP) -> Tensor:
@@ -157,7 +159,11 @@ def _onnx_requantize_fixed(
         x = e.node("Mul", x if width == torch.float64 else e.node("Cast", x, to=torch.float64), product)
         if rounding == "half_up":
             x = e.node("Add", x, e.constant(0.5, torch.float64))
-        return e.node("Cast", e.node("Clip", e.node("Floor", x), low, high), to=dtype)
+        elif rounding == HALF_AWAY:
+            x = e.node("Add", x, e.node("Mul", e.node("Sign", x), e.constant(0.5, torch.float64)))
+            x = e.node("Mul", e.node("Sign", x), e.node("Floor", e.node("Abs", x)))
+        x = e.node("Round" if rounding == HALF_EVEN else "Floor", x)
+        return e.node("Cast", e.node("Clip", x, low, high), to=dtype)
 
     first = e.constant(power_of_two(-shift), width)
     product = e.constant(multiplier.double() * power_of_two(-right_shift), torch.float64)
@@ -197,8 +203,8 @@ def requantize_fixed(
 ) -> Tensor:
     """clip(round( sat(⌊acc / 2^shift⌋) · multiplier / 2^right_shift ), low, high).
 
-    `sat` is to `intermediate_bits` signed bits; the last rounding is "half_up" (⌊v + ½⌋), "floor", or one of HALF_STEPS: floor,
-    where `half_step` was added to the accumulator.
+    `sat` is to `intermediate_bits` signed bits; the last rounding is "half_up" (⌊v + ½⌋), "floor", one of HALF_STEPS: floor,
+    where `half_step` was added to the accumulator, or one of TIES: to the nearest, halves away from zero or to the even integer.
     """
     limit = 2 ** (intermediate_bits - 1)
     half = half_step(shift, multiplier, right_shift, rounding) if rounding in HALF_STEPS else None
@@ -206,6 +212,9 @@ def requantize_fixed(
         real = accumulator.double() if half is None else accumulator.double() + half
         narrowed = torch.floor(real * power_of_two(-shift)).clamp_(-limit, limit - 1)
         product = narrowed.mul_(multiplier.double() * power_of_two(-right_shift))
+        if rounding in TIES:
+            whole = product.round() if rounding == HALF_EVEN else product.sign() * (product.abs() + 0.5).floor_()
+            return whole.clamp_(low, high).float()
         return (product.add_(0.5) if rounding == "half_up" else product).floor_().clamp_(low, high).float()
     # 16 bits times 15 bits and the half fit int32; wider ones take int64.
     wide = torch.int32 if intermediate_bits <= 16 and accumulator.dtype != torch.int64 and half is None else torch.int64
@@ -213,7 +222,12 @@ def requantize_fixed(
     value = (whole >> shift).clamp_(-limit, limit - 1).mul_(multiplier)
     if rounding == "half_up":
         value += torch.ones((), dtype=wide, device=value.device) << (right_shift.to(wide) - 1)
-    return (value >> right_shift).clamp_(low, high).to(dtype)
+    lower = value >> right_shift
+    if rounding in TIES:
+        rest, half = value - (lower << right_shift), torch.ones((), dtype=wide, device=value.device) << (right_shift.to(wide) - 1)
+        up = value >= 0 if rounding == HALF_AWAY else lower.bitwise_and(1) == 1
+        lower += ((rest > half) | ((rest == half) & up)).to(wide)
+    return lower.clamp_(low, high).to(dtype)
 
 
 def _onnx_requantize_real_byte(

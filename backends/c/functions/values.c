@@ -27,7 +27,7 @@ static void dequantize(ptrdiff_t count, int rank, const ptrdiff_t *size, const p
 
 /// requantize_fixed: X Y
 /* Section 8: clip(round(sat(floor(acc / 2^a)) · M / 2^b), low, high). rounding: 0 is floor, 1 half up, 2 floor behind half a step, 3 the same
-   of the nearest integer. */
+   of the nearest integer, 4 half away from zero, 5 half to even. */
 static void requantize_fixed(ptrdiff_t count, int rank, const ptrdiff_t *size, const ptrdiff_t *step, const X *x, const int32_t *shift,
                              const int32_t *multiplier, const int32_t *right_shift, int bits, int rounding, int32_t low, int32_t high,
                              Y *y)
@@ -36,9 +36,10 @@ static void requantize_fixed(ptrdiff_t count, int rank, const ptrdiff_t *size, c
     for (ptrdiff_t i = 0; i < count; i++) {
         ptrdiff_t p = place(i, rank, size, step);
         int64_t v = x[i];
-        if (rounding >= 2) v += half_step(shift[p], multiplier[p], right_shift[p], rounding == 3);
+        if (rounding == 2 || rounding == 3) v += half_step(shift[p], multiplier[p], right_shift[p], rounding == 3);
         v = clip(floor_shift(v, shift[p]), -limit, limit - 1) * multiplier[p];
-        if (rounding == 1) v += (int64_t)1 << (right_shift[p] - 1);
+        if (rounding == 1 || rounding == 4) v += ((int64_t)1 << (right_shift[p] - 1)) - (rounding == 4 && v < 0);
+        if (rounding == 5) v += ((int64_t)1 << (right_shift[p] - 1)) - 1 + (floor_shift(v, right_shift[p]) & 1);
         y[i] = (Y)clip(floor_shift(v, right_shift[p]), low, high);
     }
 }

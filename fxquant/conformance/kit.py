@@ -1,0 +1,213 @@
+"""Writes a conformance kit: probe programs that the vendor's compiler makes, their inputs, and what they have to compute."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import torch
+from torch import Tensor, fx
+
+import fxquant as fxq
+from fxquant import backends
+from fxquant.arguments import FOLDER, Kind, checked, words
+from fxquant.backends.horizon.export import MARCHES, refusals
+from fxquant.backends.horizon.tool import Tool
+from fxquant.conformance import board, manifest
+from fxquant.conformance.compiled import compile_model, on_processor
+from fxquant.conformance.manifest import Case, Kit, ProbeProgram, Refusal, digest, packed
+from fxquant.conformance.probes import SCALES, TOGETHER, converted, groups, images, output_steps, probe_target
+from fxquant.conformance.rows import ROWS, Row
+from fxquant.errors import CompilationError, ConfigurationError, ExportError
+from fxquant.files import write_file, write_files
+from fxquant.progress import progress
+
+DTYPES = ("int8", "int16")
+
+
+@dataclass(frozen=True)
+class Made:
+    """A program before it is written: its files by their paths in the kit, its prepared model, the integers and steps it has to give."""
+
+    program: ProbeProgram
+    prepared: fx.GraphModule
+    files: dict[str, bytes]
+    arrays: dict[str, manifest.Array]
+
+
+@checked(
+    folder=FOLDER,
+    target=Kind("the name of a march or a chip", lambda value: backends.get(value).name),
+    dtypes=Kind("a list of dtypes", words),
+    operators=Kind("a list of names", words).or_none("all of them"),
+    scales=Kind("a list of strings", words),
+)
+def conformance_kit(
+    folder: str | os.PathLike[str],
+    target: str = "bayes-e",
+    *,
+    dtypes: Sequence[str] = DTYPES[:1],
+    operators: Sequence[str] | None = None,
+    scales: Sequence[str] = SCALES,
+    show_progress: bool | None = None,
+) -> Path:
+    """Write probe programs for a board into a folder, and return its path: `check_conformance` says what the board's results mean.
+
+    Each operator is a small network, compiled by the vendor's tool. Its inputs hold extremes, zeros and ties of the input's scale. Into
+    the folder go
+
+        board/          what is copied to the board: programs (.bin), inputs.npy, and run.py, which needs Python and numpy alone
+        expected.npz    the integers that each program has to give, computed by the integer model
+        models/         the prepared models, from which `check_conformance` computes variants
+        manifest.json   which operator is which output, and what the compiler refused or left to the processor
+
+    dtypes     of activations: "int8", and "int16" on bayes and bayes-e
+    operators  names of operators; all of them by default
+    scales     "observed" by calibration, at which widths of multipliers show; "powers of two", at which sums lie on ties
+
+    Some minutes for all operators. Raises ConfigurationError where the vendor's tool is not installed or does not know the march, for an
+    unknown dtype or operator, and where no operator could be compiled; UnknownTarget.
+    """
+    march = backends.get(target).march
+    rows = _chosen(march, dtypes, operators, scales)
+    Tool.find()
+    place = Path(folder)
+    with suppress(FileNotFoundError):
+        (place / manifest.MANIFEST).unlink()  # what is there becomes another kit
+    plan = [(group, dtype, how) for dtype in dtypes for how in scales for group in groups(rows, TOGETHER)]
+    programs, refused = [], []
+    files: dict[str, str] = {}
+    arrays: dict[str, manifest.Array] = {}
+    for group, dtype, how in progress(plan, len(plan), f"compiling probes for {march}", show_progress):
+        for made in _made(group, march, dtype, how, len(programs)):
+            if isinstance(made, Refusal):
+                refused.append(made)
+                continue
+            programs.append(made.program)
+            arrays.update(made.arrays)
+            files.update(_written(place, made))
+    if not programs:
+        raise ConfigurationError(
+            f"there is no program for {march}", because="\n".join(each.because for each in refused), remedy="choose other operators"
+        )
+    files.update(_common(place, arrays))
+    kit = Kit(place, probe_target(march).name, tuple(programs), tuple(refused), files)
+    listed = [{"name": program.name, "input": program.input, "outputs": program.outputs} for program in programs]
+    write_file(
+        place / manifest.BOARD / manifest.PROGRAMS, json.dumps({"kit": kit.identity, "target": kit.target, "programs": listed}, indent=1)
+    )
+    write_file(place / manifest.MANIFEST, kit.as_json())
+    return place
+
+
+def _chosen(march: str, dtypes: Sequence[str], operators: Sequence[str] | None, scales: Sequence[str]) -> list[Row]:
+    """The operators that are asked for. Raises ConfigurationError for what there is none of."""
+    if march not in MARCHES:
+        raise ConfigurationError(
+            f"there is no conformance kit for {march}",
+            because=f"its programs are compiled by the vendor's hb_mapper, for {', '.join(MARCHES)}",
+            remedy=f"choose {' or '.join(MARCHES)}",
+        )
+    known = [dtype for dtype in DTYPES if dtype in probe_target(march).activations]
+    names = list(ROWS) if operators is None else list(dict.fromkeys(operators))
+    for what, asked, right in (("dtype", dtypes, known), ("operator", names, list(ROWS)), ("kind of scales", scales, list(SCALES))):
+        wrong = next((each for each in asked if each not in right), None)
+        if wrong is not None or not asked:
+            near = difflib.get_close_matches(str(wrong), right, n=3)
+            raise ConfigurationError(
+                f"there is no {what} {wrong!r} for {march}" if asked else f"no {what} is asked for",
+                because=f"there are {', '.join(right)}",
+                remedy=f"did you mean {' or '.join(map(repr, near))}?" if near else "choose among these",
+            )
+    return [ROWS[name] for name in names]
+
+
+def _made(rows: Sequence[Row], march: str, dtype: str, how: str, number: int) -> Iterator[Made | Refusal]:
+    """Programs of rows, from this number on: one, or several where the compiler refuses a part of the rows."""
+    prepared, integer = converted(rows, march, dtype, how)
+    reasons: dict[int, str] = {}
+    for error in refusals(integer):
+        reasons.setdefault(_row_of(error, rows), error.because)
+    if reasons:
+        yield from (Refusal(rows[index].name, dtype, how, reason) for index, reason in sorted(reasons.items()))
+        left = [row for index, row in enumerate(rows) if index not in reasons]
+        if left:
+            yield from _made(left, march, dtype, how, number)
+        return
+    try:
+        yield _compiled(rows, prepared, integer, f"{dtype}-{number}", dtype, how)
+    except (CompilationError, ExportError) as error:
+        if len(rows) == 1:
+            yield Refusal(rows[0].name, dtype, how, error.because)
+            return
+        middle = len(rows) // 2
+        first = list(_made(rows[:middle], march, dtype, how, number))
+        yield from first
+        yield from _made(rows[middle:], march, dtype, how, number + sum(isinstance(made, Made) for made in first))
+
+
+def _row_of(error: ExportError, rows: Sequence[Row]) -> int:
+    """The row that an error of a network of rows is about; the error itself where it does not say."""
+    words = (error.module or "").split(".")
+    if len(words) < 2 or words[0] != "rows" or int(words[1]) >= len(rows):
+        raise error
+    return int(words[1])
+
+
+def _compiled(rows: Sequence[Row], prepared: fx.GraphModule, integer: fx.GraphModule, name: str, dtype: str, how: str) -> Made:
+    with tempfile.TemporaryDirectory(prefix="fxquant-") as folder:
+        compiled = compile_model(integer, Path(folder), name)
+        processor = on_processor(compiled)
+        graph = onnx.load(str(compiled.quantized)).graph
+        files = {f"{manifest.BOARD}/{path.name}": path.read_bytes() for path in (compiled.binary, compiled.quantized)}
+    steps = output_steps(integer)
+    cases = [
+        Case(row.name, manifest.FLOAT if step is None else manifest.PROCESSOR if nodes else manifest.BPU, ", ".join(nodes))
+        for row, step, nodes in zip(rows, steps, processor, strict=True)
+    ]
+    outputs = tuple(output.name for output in graph.output)
+    program = ProbeProgram(name, dtype, how, graph.input[0].name, outputs, tuple(cases))
+    results = [integer(image) for image in images()[1]]
+    arrays = {}
+    for index, step in enumerate(steps):
+        if step is not None:
+            arrays[f"{name}/{index}"] = narrow(torch.cat([(result[index].double() / step).round().to(torch.int64) for result in results]))
+            arrays[f"{name}/{index}/step"] = step.numpy()
+    return Made(program, prepared, files, arrays)
+
+
+def narrow(value: Tensor) -> manifest.Array:
+    """Integers in the fewest bits that hold them."""
+    low, high = int(value.min()), int(value.max())
+    kind = next(kind for kind in (np.int8, np.int16, np.int32, np.int64) if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max)
+    return value.numpy().astype(kind)
+
+
+def _written(place: Path, made: Made) -> dict[str, str]:
+    """Write the files of a program; their digests by path."""
+    write_files(place / manifest.BOARD, {Path(name).name: content for name, content in made.files.items()})
+    model = f"{manifest.MODELS}/{made.program.name}.fxq"
+    (place / manifest.MODELS).mkdir(exist_ok=True)
+    path = fxq.save(made.prepared, place / model)
+    return {**{name: digest(content) for name, content in made.files.items()}, model: digest(path.read_bytes())}
+
+
+def _common(place: Path, arrays: dict[str, manifest.Array]) -> dict[str, str]:
+    """Write what all programs have in common; the digests by path."""
+    picture = torch.cat(images()[1]).numpy()
+    inputs, expected, script = board.as_npy(picture), packed(arrays), Path(board.__file__).read_bytes()
+    write_files(place / manifest.BOARD, {manifest.INPUTS: inputs, manifest.SCRIPT: script})
+    write_file(place / manifest.EXPECTED, expected)
+    return {
+        f"{manifest.BOARD}/{manifest.INPUTS}": digest(inputs),
+        f"{manifest.BOARD}/{manifest.SCRIPT}": digest(script),
+        manifest.EXPECTED: digest(expected),
+    }

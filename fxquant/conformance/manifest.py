@@ -1,0 +1,169 @@
+"""The manifest of a conformance kit, and the files of a kit read and checked."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import zipfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fxquant.errors import ConfigurationError, ExportError
+
+MANIFEST, EXPECTED = "manifest.json", "expected.npz"
+BOARD, MODELS = "board", "models"  # folders: what is copied to the board, and the prepared models
+SIMULATED = "simulated"  # and what the vendor's simulator gives, once it was asked
+INPUTS, PROGRAMS, SCRIPT = "inputs.npy", "programs.json", "run.py"  # in the first
+FORMAT = 1
+BPU, PROCESSOR, FLOAT = "BPU", "processor", "float"  # where a probe runs
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operator in a program, as one of its outputs.
+
+    place  BPU, PROCESSOR where the compiler leaves a node of it there, FLOAT where fxquant does; only the first is compared
+    note   the nodes on the processor
+    """
+
+    operator: str
+    place: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class ProbeProgram:
+    """A compiled program, whose outputs are an operator each.
+
+    name     of its files: board/NAME.bin, models/NAME.fxq
+    scales   how its scales were found: one of `probes.SCALES`
+    outputs  their names in the program, one for each of `cases`
+    """
+
+    name: str
+    dtype: str
+    scales: str
+    input: str
+    outputs: tuple[str, ...]
+    cases: tuple[Case, ...]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An operator that no program holds, since it could not be exported or compiled."""
+
+    operator: str
+    dtype: str
+    scales: str
+    because: str
+
+
+@dataclass(frozen=True)
+class Kit:
+    """A kit in a folder.
+
+    identity  what results have to be of: a digest of all files
+    files     the SHA-256 of each file, by its path in the folder
+    """
+
+    folder: Path
+    target: str
+    programs: tuple[ProbeProgram, ...]
+    refusals: tuple[Refusal, ...]
+    files: Mapping[str, str]
+
+    @property
+    def identity(self) -> str:
+        return digest(json.dumps(dict(sorted(self.files.items()))).encode())[:16]
+
+    def as_json(self) -> str:
+        """The manifest's text."""
+        about = {
+            "format": FORMAT,
+            "kit": self.identity,
+            "target": self.target,
+            "programs": [asdict(program) for program in self.programs],
+            "refusals": [asdict(refusal) for refusal in self.refusals],
+            "files": dict(self.files),
+        }
+        return json.dumps(about, indent=1, ensure_ascii=False) + "\n"
+
+    def file(self, name: str) -> Path:
+        """The path of a file of the kit. Raises ExportError where it is missing, or is not the one that was written."""
+        path = self.folder / name
+        try:
+            changed = digest(path.read_bytes()) != self.files[name]
+            because = "its content is not what the manifest says" if changed else ""
+        except (OSError, KeyError) as error:
+            because = f"it cannot be read: {error}"
+        if because:
+            raise ExportError(f"{path} is damaged", because=because, remedy="copy the kit again, or write it anew")
+        return path
+
+    def arrays(self, name: str) -> dict[str, Array]:
+        """The arrays in a .npz file of the kit, by name."""
+        return read_arrays(self.file(name))
+
+
+def digest(content: bytes) -> str:
+    """The SHA-256 of a file's content."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def text(value: str) -> Array:
+    """A text as an array, which .npz files hold."""
+    return np.array(value)
+
+
+def packed(arrays: Mapping[str, Array]) -> bytes:
+    """Arrays as the content of a .npz file; equal arrays give equal bytes."""
+    archive = io.BytesIO()
+    np.savez_compressed(archive, **dict(arrays))  # type: ignore[arg-type]
+    return archive.getvalue()
+
+
+def read_arrays(path: Path) -> dict[str, Array]:
+    """The arrays in a .npz file, by name. Raises ExportError for one that is no such file, or is truncated."""
+    try:
+        with np.load(path, allow_pickle=False) as held:
+            return {name: held[name] for name in held.files}
+    except (OSError, ValueError, AttributeError, EOFError, zipfile.BadZipFile, zipfile.error) as error:
+        raise ExportError(
+            f"{path} holds no arrays that can be read",
+            because=str(error) or "it is truncated",
+            remedy="copy it again, or run the kit again",
+        ) from error
+
+
+def read_kit(folder: Path) -> Kit:
+    """The kit in a folder. Raises ConfigurationError where there is none, ExportError for one of another version or a damaged one."""
+    path = folder / MANIFEST
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(
+            f"{folder} is not a conformance kit",
+            because=f"{MANIFEST} cannot be read: {error.strerror}",
+            remedy="pass what fxq.conformance_kit returns",
+        ) from error
+    try:
+        about = json.loads(text)
+        if about["format"] != FORMAT:
+            raise ValueError(f"its format is {about['format']}, and this fxquant reads {FORMAT}")
+        programs = tuple(
+            ProbeProgram(**{**each, "outputs": tuple(each["outputs"]), "cases": tuple(Case(**case) for case in each["cases"])})
+            for each in about["programs"]
+        )
+        kit = Kit(folder, about["target"], programs, tuple(Refusal(**each) for each in about["refusals"]), about["files"])
+        if kit.identity != about["kit"]:
+            raise ValueError("its list of files was changed")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ExportError(f"{path} is damaged", because=str(error) or type(error).__name__, remedy="write the kit anew") from error
+    return kit

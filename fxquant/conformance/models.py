@@ -1,0 +1,57 @@
+"""A kit's models: the integers that a program gives, as its target's arithmetic or a variant of it computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+import fxquant as fxq
+from fxquant.conformance import manifest
+from fxquant.conformance.manifest import Array, Kit, ProbeProgram
+from fxquant.errors import ExportError
+from fxquant.target import Target
+
+UNKNOWN = np.iinfo(np.int64).min  # in place of what is no integer
+SLACK = 1e-3, 2.0**-22  # of a quotient from its integer, absolute and relative: float32 keeps 24 bits
+
+
+def model_of(kit: Kit, program: ProbeProgram) -> fx.GraphModule:
+    """The prepared model of a program. Raises ExportError where the kit is damaged."""
+    return fxq.load(kit.file(f"{manifest.MODELS}/{program.name}.fxq"))
+
+
+def kit_images(kit: Kit) -> list[Tensor]:
+    """The inputs of every program, each a batch of one. Raises ExportError where the kit is damaged."""
+    path = kit.file(f"{manifest.BOARD}/{manifest.INPUTS}")
+    try:
+        whole = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ExportError(f"{path} cannot be read", because=str(error), remedy="write the kit anew") from error
+    return [torch.from_numpy(image[None]) for image in whole]
+
+
+def computed(prepared: fx.GraphModule, target: Target, images: list[Tensor], steps: Mapping[int, Array]) -> dict[int, Array]:
+    """The integers of outputs, by index, as a target's arithmetic computes them; the prepared model is left as it was."""
+    before = prepared.meta["target"]
+    prepared.meta["target"] = target
+    try:
+        integer = fxq.convert(prepared, kernels="reference")
+    finally:
+        prepared.meta["target"] = before
+    results = [integer(image) for image in images]
+    return {index: integers(torch.cat([result[index] for result in results]).numpy(), step) for index, step in steps.items()}
+
+
+def integers(value: Array, step: Array) -> Array:
+    """A runtime's output as int64: integers as they are, real numbers divided by the step of the scale; UNKNOWN for no multiple of it."""
+    if value.dtype.kind in "iu":
+        return value.astype(np.int64)
+    with np.errstate(all="ignore"):
+        quotient = value.astype(np.float64) / step
+        nearest = np.rint(quotient)
+        absolute, relative = SLACK
+        right = np.isfinite(quotient) & (np.abs(quotient - nearest) <= absolute + relative * np.abs(nearest))
+        return np.where(right, np.where(right, nearest, 0).astype(np.int64), UNKNOWN)

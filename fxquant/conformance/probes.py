@@ -1,0 +1,97 @@
+"""Operators as networks that are compiled together: built, calibrated and converted, and the images that they are compared on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+import fxquant as fxq
+from fxquant import backends
+from fxquant.conformance.rows import SIZE, Row
+from fxquant.demo.training import seeded
+from fxquant.graph import resolve
+from fxquant.primitives.boundary import dequantize
+from fxquant.target import Target
+
+TOGETHER = 40  # rows of one file
+REACH = 2.5  # of calibration's images
+SCALES = ("observed", "powers of two")
+
+
+def probe_target(march: str) -> Target:
+    """The target whose arithmetic is that of the programs which the vendor's compiler makes for a march, or for a chip of it."""
+    return backends.get(backends.get(march).march)
+
+
+class Together(nn.Module):
+    """Several rows side by side, of one image."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        super().__init__()
+        self.rows = nn.ModuleList(row.build() for row in rows)
+
+    def forward(self, image: Tensor) -> tuple[Tensor, ...]:
+        return tuple(row(image) for row in self.rows)
+
+
+def images() -> tuple[list[Tensor], list[Tensor]]:
+    """Batches to calibrate with, and images to compare on: beyond calibration's range, on ties of the input's scale, extremes."""
+    with seeded(0):
+        calibration = [torch.randn(4, 3, SIZE, SIZE).clamp(-REACH, REACH) for _ in range(3)]
+        calibration[0][0, 0, 0, 0] = REACH
+        beyond = 1.2 * torch.randn(1, 3, SIZE, SIZE).clamp(-REACH, REACH)
+        ties = (torch.randint(-128, 128, (1, 3, SIZE, SIZE)) + 0.5) * (REACH / 127)
+        extremes = torch.where(torch.rand(1, 3, SIZE, SIZE) < 0.5, -2 * REACH, 2 * REACH)
+        small = 0.1 * torch.randn(1, 3, SIZE, SIZE)
+    return calibration, [beyond, ties, extremes, small, torch.zeros(1, 3, SIZE, SIZE)]
+
+
+def mapping_of(rows: Sequence[Row], dtype: str, scales: str) -> fxq.QConfigMapping:
+    """How rows are quantized."""
+    power = scales == SCALES[1]
+    weight = fxq.WeightConfig(power_of_two=power)
+    config = fxq.QConfig(fxq.ActivationConfig(dtype, power_of_two=power), weight)
+    mapping = fxq.QConfigMapping().set_global(config).set_object_type(torch.cat, config)  # integer where it only leaves the model, too
+    for index, row in enumerate(rows):
+        if row.int32:
+            mapping = mapping.set_module_name(f"rows.{index}.layers.c", fxq.QConfig(fxq.ActivationConfig("int32"), weight))
+    return mapping
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, no warnings are logged: limits of a march that a probe breaks are not the question."""
+    logger = logging.getLogger("fxquant")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def converted(rows: Sequence[Row], march: str, dtype: str, scales: str) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The prepared and the integer model of rows, calibrated."""
+    calibration, _ = images()
+    with _quiet():
+        prepared = fxq.prepare(Together(rows).eval(), calibration[0][:1], probe_target(march), mapping_of(rows, dtype, scales))
+        fxq.calibrate(prepared, calibration, show_progress=False, equalize=False)  # so that scales alone rebuild it
+        return prepared, fxq.convert(prepared)
+
+
+def groups(rows: Sequence[Row], together: int) -> list[Sequence[Row]]:
+    """Rows of one file each."""
+    shared = [row for row in rows if not row.alone]
+    return [*(shared[start : start + together] for start in range(0, len(shared), together)), *([row] for row in rows if row.alone)]
+
+
+def output_steps(integer: fx.GraphModule) -> list[Tensor | None]:
+    """What a step of each output is worth, float64, shaped to broadcast; None where it is not made of integers."""
+    outputs: Any = next(node for node in integer.graph.nodes if node.op == "output").args[0]
+    outputs = [outputs] if isinstance(outputs, fx.Node) else outputs
+    return [resolve(integer, str(node.args[1].target)).double() if node.target is dequantize else None for node in outputs]

@@ -1,0 +1,307 @@
+"""Compare the results of a board with the expected integers: per operator equal, or how many elements differ and which variants fit."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from fxquant import backends
+from fxquant.arguments import FOLDER, checked
+from fxquant.conformance import manifest
+from fxquant.conformance.manifest import Array, Case, Kit, ProbeProgram, read_arrays, read_kit
+from fxquant.conformance.models import UNKNOWN, computed, integers, kit_images, model_of
+from fxquant.conformance.variants import Variant, variants_of
+from fxquant.errors import ConfigurationError, ExportError, FxQuantError
+from fxquant.files import write_file
+from fxquant.progress import progress
+from fxquant.reporting.rows import Rows
+
+logger = logging.getLogger("fxquant")
+
+EQUAL, DIFFERS, NOT_RUN, PROCESSOR, REFUSED = "equal", "differs", "not run", "processor", "refused"
+FITS_SHOWN = 3  # in a table
+SIMULATOR = "the vendor's simulator"  # named as a variant that fits, where the kit holds what it gives
+
+
+class ProbeResult(NamedTuple):
+    """One operator as a board computed it.
+
+    operator       its name
+    dtype          of its activations
+    result         "equal"; "differs"; "not run" where a program of it gave no results; "processor" where it does not run on the BPU, and
+                   "refused" where it could not be compiled: these two are not compared
+    elements       of its outputs, over all programs that hold it and all inputs
+    differing      those whose integer is another one than expected
+    largest_steps  the largest difference, in steps of the output
+    fits           the variants of the arithmetic that give every one of its elements, those with a single change first
+    note           why it was not run or compared
+    """
+
+    operator: str
+    dtype: str
+    result: str
+    elements: int = 0
+    differing: int = 0
+    largest_steps: int = 0
+    fits: tuple[str, ...] = ()
+    note: str = ""
+
+
+class Conformance(Rows[ProbeResult]):
+    """Results of a board, compared: a row for each operator and dtype. True if every operator on the BPU was run and is equal.
+
+    target   whose arithmetic was expected
+    kit      the identity of the kit
+    runtime  what computed the results, as these say
+    """
+
+    target: str
+    kit: str
+    runtime: str
+
+    def __init__(self, items: tuple[ProbeResult, ...], target: str, kit: str, runtime: str) -> None:
+        super().__init__(f"{target} on {runtime}, kit {kit}", items)
+        for name, value in (("target", target), ("kit", kit), ("runtime", runtime)):
+            object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        return f"<Conformance of {self.title}: {self.summary.splitlines()[0]}>"
+
+    def __bool__(self) -> bool:
+        compared = [row for row in self.items if row.result not in (PROCESSOR, REFUSED)]
+        return bool(compared) and all(row.result == EQUAL for row in compared)
+
+    @property
+    def summary(self) -> str:
+        """How many operators are equal, and what is to be known of the others, in lines."""
+        counted = Counter(row.result for row in self.items)
+        elements, differing = (sum(getattr(row, name) for row in self.items) for name in ("elements", "differing"))
+        verdict = EQUAL if self else "NOT equal"
+        numbers = ", ".join(f"{counted[name]} {name}" for name in (EQUAL, DIFFERS, NOT_RUN, PROCESSOR, REFUSED) if counted[name])
+        lines = [f"{verdict}: {numbers}; {differing:,} of {elements:,} elements differ"]
+        fits = Counter(name for row in self.items for name in row.fits)
+        lines.extend(f"  fits {count} of {counted[DIFFERS]} operators that differ: {name}" for name, count in fits.most_common(FITS_SHOWN))
+        unexplained = [row.operator for row in self.items if row.result == DIFFERS and not row.fits]
+        if unexplained:
+            lines.append(f"  no known variant fits: {', '.join(unexplained)}")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        shown = [row._replace(fits=(*row.fits[:FITS_SHOWN], *(["…"] if len(row.fits) > FITS_SHOWN else []))) for row in self.items]
+        return f"{Rows(self.title, tuple(shown))}\n{self.summary}"
+
+    @checked()
+    def to_json(self, path: str | os.PathLike[str]) -> Path:
+        """Write the rows, and what they are of, as JSON; returns the path."""
+        about = {"target": self.target, "kit": self.kit, "runtime": self.runtime, "equal": bool(self)}
+        rows = [{**row._asdict(), "fits": list(row.fits)} for row in self.items]
+        return write_file(path, json.dumps({**about, "operators": rows}, indent=1, ensure_ascii=False) + "\n")
+
+
+@dataclass
+class Ran:
+    """An output of a program that a board has given.
+
+    steps     what a step of it is worth
+    expected  the integers that it has to be; found: those that it is
+    fits      the variants that give every element
+    """
+
+    program: ProbeProgram
+    index: int
+    steps: Array
+    expected: Array
+    found: Array
+    fits: set[str] = field(default_factory=set)
+
+    @property
+    def differing(self) -> int:
+        return int((self.found != self.expected).sum())
+
+    @property
+    def largest(self) -> int:
+        known = self.found != UNKNOWN
+        return int(np.abs(self.found - self.expected)[known].max(initial=0))
+
+
+@checked(folder=FOLDER, results=FOLDER)
+def check_conformance(folder: str | os.PathLike[str], results: str | os.PathLike[str], *, show_progress: bool | None = None) -> Conformance:
+    """Compare the results of a board with what a kit expects, integer by integer.
+
+    `folder` is the kit that `conformance_kit` wrote, `results` the folder that its run.py filled on the board. Where elements of an
+    operator differ, the integer model is computed again by known variants of the target's arithmetic: other roundings, other widths, the
+    arithmetic of other marches; two of them together where a single one does not fit. A variant fits an operator if it gives all of its
+    elements, in all programs that hold it. So does the vendor's simulator, where `simulate_conformance` has filled the kit's folder
+    "simulated": an operator that differs there as well is a known difference of the compiler's arithmetic, and not of the board.
+
+    A program without results leaves its operators "not run".
+
+    Raises ConfigurationError where there is no kit or no result at all, and ExportError for a damaged kit, and for results that cannot be
+    read, are another kit's, or have other shapes.
+    """
+    kit, place = read_kit(Path(folder)), Path(results)
+    expected = kit.arrays(manifest.EXPECTED)
+    ran: dict[tuple[str, int], Ran] = {}
+    notes: dict[str, str] = {}
+    runtimes: dict[str, None] = {}
+    for program in kit.programs:
+        path = place / f"{program.name}.npz"
+        if not path.is_file():
+            notes[program.name] = f"there is no {path.name}"
+            continue
+        arrays = _of_kit(kit, path)
+        runtimes[str(arrays.get("runtime", "an unknown runtime"))] = None
+        notes[program.name] = str(arrays["error"]) if "error" in arrays else "its output is missing"
+        for index, case in enumerate(program.cases):
+            name = f"{program.name}/{index}"
+            if case.place == manifest.BPU and str(index) in arrays:
+                step = expected[f"{name}/step"]
+                found = _fitted(arrays[str(index)], expected[name], path, case)
+                ran[program.name, index] = Ran(program, index, step, expected[name].astype(np.int64), integers(found, step))
+    if not runtimes:
+        raise ConfigurationError(
+            f"{place} holds no results",
+            because=f"there is none of {', '.join(f'{program.name}.npz' for program in kit.programs[:4])}",
+            remedy=f"copy {kit.folder / manifest.BOARD} to the board, run `python3 run.py` there, and pass the folder that it fills",
+        )
+    _find_fits(kit, list(ran.values()), show_progress)
+    return Conformance(tuple(_rows(kit, ran, notes)), kit.target, kit.identity, ", ".join(runtimes))
+
+
+def _of_kit(kit: Kit, path: Path) -> dict[str, Array]:
+    """The arrays of a program's results. Raises ExportError where they are another kit's."""
+    arrays = read_arrays(path)
+    of = str(arrays["kit"]) if "kit" in arrays else None
+    if of != kit.identity:
+        raise ExportError(
+            f"{path} is not a result of this kit",
+            because=f"this kit is {kit.identity}, and it says {'nothing of a kit' if of is None else of}",
+            remedy=f"copy {kit.folder / manifest.BOARD} to the board again, and run it",
+        )
+    return arrays
+
+
+def _fitted(found: Array, expected: Array, path: Path, case: Case) -> Array:
+    """A result in the shape that is expected; runtimes leave out or add dimensions of size 1. Raises ExportError for another shape."""
+    if np.squeeze(found).shape != np.squeeze(expected).shape or found.dtype.kind not in "iuf":
+        raise ExportError(
+            f"{path} does not fit its program",
+            because=f"the output of {case.operator!r} is {found.dtype} of shape {found.shape}, and {expected.shape} is expected",
+            remedy="write results by the kit's own run.py",
+        )
+    return found.reshape(expected.shape)
+
+
+# ---- variants -----------------------------------------------------------------------------------------------------------
+
+
+def _find_fits(kit: Kit, ran: Sequence[Ran], show: bool | None) -> None:
+    """Find the variants that fit outputs, of the operators that differ anywhere: single changes, then two at once for what is left."""
+    wanted = _differing(ran)
+    if not wanted:
+        return
+    target = backends.get(kit.target)
+    variants = variants_of(target)
+    for each in ran:
+        path = kit.folder / manifest.SIMULATED / f"{each.program.name}.npz"
+        simulated = _of_kit(kit, path) if path.is_file() else {}
+        if str(each.index) in simulated and np.array_equal(integers(simulated[str(each.index)], each.steps), each.found):
+            each.fits.add(SIMULATOR)
+    _try(kit, ran, wanted, variants, show)
+    fitting = Counter(name for operator in wanted for name in fits_of(operator, ran) if name != SIMULATOR)
+    left = {operator for operator in wanted if not fits_of(operator, ran)}
+    if left and fitting:
+        most = next(variant for variant in variants if variant.name == fitting.most_common(1)[0][0])
+        changed = [most.and_also(other) for other in variants if other is not most]
+        both = [each for each in changed if each.of(target).arithmetic not in (target.arithmetic, most.of(target).arithmetic)]
+        _try(kit, ran, left, both, show)
+
+
+def _differing(ran: Sequence[Ran]) -> set[tuple[str, str]]:
+    """The operators and dtypes of which elements differ."""
+    return {_operator(each) for each in ran if each.differing}
+
+
+def _operator(ran: Ran) -> tuple[str, str]:
+    return ran.program.cases[ran.index].operator, ran.program.dtype
+
+
+def fits_of(operator: tuple[str, str], ran: Sequence[Ran]) -> list[str]:
+    """The variants that fit all outputs of an operator."""
+    each = [one.fits for one in ran if _operator(one) == operator]
+    return sorted(set.intersection(*each)) if each else []
+
+
+def _try(kit: Kit, ran: Sequence[Ran], operators: set[tuple[str, str]], variants: Sequence[Variant], show: bool | None) -> None:
+    """Add the variants that fit to outputs of these operators."""
+    programs = {each.program.name: each.program for each in ran if _operator(each) in operators}
+    target, images = backends.get(kit.target), kit_images(kit)
+    failed: dict[str, str] = {}
+    plan = [(program, variant) for program in programs.values() for variant in variants]
+    prepared, held = None, ""
+    for program, variant in progress(plan, len(plan), "trying variants", show):
+        if held != program.name:
+            prepared, held = model_of(kit, program), program.name
+        assert prepared is not None
+        chosen = {each.index: each for each in ran if each.program.name == program.name and _operator(each) in operators}
+        try:
+            found = computed(prepared, variant.of(target), images, {index: each.steps for index, each in chosen.items()})
+        except FxQuantError as error:
+            failed[variant.name] = error.because
+            continue
+        for index, each in chosen.items():
+            if np.array_equal(found[index], each.found):
+                each.fits.add(variant.name)
+    for name, because in failed.items():
+        logger.info("the variant %r could not be computed: %s", name, because)
+
+
+# ---- rows ---------------------------------------------------------------------------------------------------------------
+
+
+def _rows(kit: Kit, ran: Mapping[tuple[str, int], Ran], notes: Mapping[str, str]) -> list[ProbeResult]:
+    """A row for each operator and dtype, in the order of the kit."""
+    cases: dict[tuple[str, str], list[tuple[ProbeProgram, int]]] = {}
+    for program in kit.programs:
+        for index, case in enumerate(program.cases):
+            cases.setdefault((case.operator, program.dtype), []).append((program, index))
+    for refusal in kit.refusals:
+        cases.setdefault((refusal.operator, refusal.dtype), [])
+    return [_row(operator, dtype, found, kit, ran, notes) for (operator, dtype), found in cases.items()]
+
+
+def _row(
+    operator: str,
+    dtype: str,
+    cases: Sequence[tuple[ProbeProgram, int]],
+    kit: Kit,
+    ran: Mapping[tuple[str, int], Ran],
+    notes: Mapping[str, str],
+) -> ProbeResult:
+    refused = [f"{each.scales}: {each.because}" for each in kit.refusals if (each.operator, each.dtype) == (operator, dtype)]
+    on_bpu = [(program, index) for program, index in cases if program.cases[index].place == manifest.BPU]
+    if not on_bpu:
+        left = dict.fromkeys(program.cases[index].note for program, index in cases)
+        return ProbeResult(operator, dtype, PROCESSOR if cases else REFUSED, note="; ".join([*left, *refused]))
+    given = [ran[program.name, index] for program, index in on_bpu if (program.name, index) in ran]
+    missing = [f"{program.name}: {notes[program.name]}" for program, index in on_bpu if (program.name, index) not in ran]
+    differing = sum(each.differing for each in given)
+    single_first = sorted(fits_of((operator, dtype), given), key=lambda name: (name != SIMULATOR, " + " in name)) if differing else []
+    return ProbeResult(
+        operator,
+        dtype,
+        DIFFERS if differing else NOT_RUN if missing else EQUAL,
+        sum(each.expected.size for each in given),
+        differing,
+        max((each.largest for each in given), default=0),
+        tuple(single_first),
+        "; ".join([*missing, *refused]),
+    )

@@ -1,0 +1,166 @@
+"""Other ways in which a chip may compute: changes of a target's arithmetic, each with a name in words.
+
+A variant is data: the integer model is converted anew with the changed arithmetic, so nothing here computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from fxquant import backends
+from fxquant.arithmetic import LAYER, MATRIX, PRODUCT, SUM, VALUE, Arithmetic, FixedArithmetic, ShiftedSums
+from fxquant.rescaling import FixedWidths, MeasuredWidths
+from fxquant.target import FORMER, Target
+
+Change = Callable[[Arithmetic], Arithmetic]
+
+KINDS = {LAYER: "layers", MATRIX: "matrix products", SUM: "sums", PRODUCT: "products", VALUE: "other tensors"}
+ROUNDINGS = {
+    "floor": "rounded down",
+    "half_up": "halves rounded up",
+    "half_away": "halves rounded away from zero",
+    "half_even": "halves rounded to even",
+    "half_step": "rounded down, half a step added before the shifts",
+    "nearest_half_step": "rounded down, the nearest half a step added before the shifts",
+}
+# Of what has these attributes; those that there are not, and those that it has already, are no variants.
+WIDTHS: tuple[tuple[str, Mapping[str, int]], ...] = (
+    ("multipliers of 13 bits", {"multiplier_bits": 13}),
+    ("multipliers of 14 bits", {"multiplier_bits": 14}),
+    ("32 bits behind the first shift", {"intermediate_bits": 32}),
+    ("32 bits behind the first shift, multipliers of 21 bits", {"intermediate_bits": 32, "multiplier_bits": 21}),
+    ("last shifts of at most 21 bits", {"largest_shift": 21, "layer_shift": 21}),
+    ("last shifts of at most 22 bits", {"largest_shift": 22, "layer_shift": 22}),
+    ("last shifts of at most 23 bits", {"largest_shift": 23, "layer_shift": 23}),
+)
+FIELDS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
+    ("multiplies_by_layers", "average pools and products with a number are {}layers", (False, True)),
+    ("rescales_by_layers", "changes of scale are {}layers", (False, True)),
+    ("smallest_at_larger_scale", "the smaller of two tensors is {}found on the larger scale", (False, True)),
+    ("leaves_out_clamps", "clamps at the ends of a range are {}left out", (False, True)),
+    ("float32_tables", "tables are {}quotients of float32, rounded half away from zero", (False, True)),
+    ("float32_steps", "steps of sums are {}rounded to float32", (False, True)),
+    ("resize_positions", "linear resizing {}steps through positions of so many fractional bits", (False, True)),
+    ("resize_floors", "linear resizing is {}rounded down along each dimension", (False, True)),
+    ("resize_fraction_bits", "linear resizing with {} fractional bits", (8, 16)),
+    ("residual_bits", "residuals with multipliers of {} bits", (0, 15)),
+    ("residual", "residuals added by way of: {}", ("accumulator", "requantize")),
+    ("slope_bits", "slopes of {} bits", (0, 7)),
+    ("bias_bits", "biases of {} bits", (16, 32)),
+    ("add_fraction_bits", "sums in fractions of {} bits", (12, 14, 16)),
+    ("shifted_sums", "sums: {}", (None, ShiftedSums(), ShiftedSums(largest=15), ShiftedSums(fixed=6))),
+)
+
+
+class PlainFloor(FixedArithmetic):
+    """Layers are rounded down, and no bias holds half a step."""
+
+    @property
+    def half_step_in_bias(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Another way to compute: what is different, in words, and the change of an arithmetic."""
+
+    name: str
+    change: Change
+
+    def of(self, target: Target) -> Target:
+        """The target with the changed arithmetic."""
+        return replace(target, arithmetic=self.change(target.arithmetic))
+
+    def and_also(self, other: Variant) -> Variant:
+        """Both changes, one behind the other."""
+        return Variant(f"{self.name} + {other.name}", lambda arithmetic: other.change(self.change(arithmetic)))
+
+
+def variants_of(target: Target) -> list[Variant]:
+    """The variants of a target's arithmetic that differ from it, and from each other."""
+    found: list[Variant] = []
+    known = [target.arithmetic]
+    for variant in (*_roundings(), *_widths(), *_fields(), *_others(target)):
+        changed = variant.change(target.arithmetic)
+        if changed not in known:
+            known.append(changed)
+            found.append(variant)
+    return found
+
+
+def _roundings() -> Iterator[Variant]:
+    for kind, words in KINDS.items():
+        for rounding, how in ROUNDINGS.items():
+            yield Variant(f"{words}: {how}", lambda old, kind=kind, rounding=rounding: _rounding(old, {kind: rounding}))
+    for rounding, how in ROUNDINGS.items():
+        if rounding != "floor":
+            yield Variant(f"everything: {how}", lambda old, rounding=rounding: _rounding(old, dict.fromkeys(KINDS, rounding)))
+    yield Variant("layers: rounded down, without half a step in the bias", _plain_floor)
+
+
+def _rounding(old: Arithmetic, changed: Mapping[str, str]) -> Arithmetic:
+    return replace(old, roundings={**_spelt_out(old), **changed}) if isinstance(old, FixedArithmetic) else old
+
+
+def _spelt_out(old: FixedArithmetic) -> dict[str, str]:
+    """The rounding of each kind."""
+    return {kind: old.roundings.get(kind, old.final_rounding) for kind in KINDS}
+
+
+def _plain_floor(old: Arithmetic) -> Arithmetic:
+    if not isinstance(old, FixedArithmetic):
+        return old
+    values = {each.name: getattr(old, each.name) for each in fields(old)}
+    return PlainFloor(**{**values, "roundings": {**_spelt_out(old), LAYER: "floor"}})
+
+
+def _widths() -> Iterator[Variant]:
+    for name, changed in WIDTHS:
+        yield Variant(name, lambda old, changed=changed: _width(old, changed))
+    yield Variant("the smallest first shift that covers the output's range", _smallest_first_shift)
+
+
+def _width(old: Arithmetic, changed: Mapping[str, int]) -> Arithmetic:
+    if not isinstance(old, FixedArithmetic):
+        return old
+
+    def narrowed(widths: FixedWidths) -> FixedWidths:
+        return replace(widths, **{name: value for name, value in changed.items() if hasattr(widths, name)})
+
+    return replace(old, widths={dtype: narrowed(widths) for dtype, widths in old.widths.items()})
+
+
+def _smallest_first_shift(old: Arithmetic) -> Arithmetic:
+    if not isinstance(old, FixedArithmetic):
+        return old
+    plain = {
+        dtype: FixedWidths(widths.intermediate_bits, widths.multiplier_bits, first_shift=True)
+        for dtype, widths in old.widths.items()
+        if isinstance(widths, MeasuredWidths)
+    }
+    return replace(old, widths={**old.widths, **plain})
+
+
+def _fields() -> Iterator[Variant]:
+    for name, words, values in FIELDS:
+        for value in values:
+            shown = ("" if value else "not ") if isinstance(value, bool) else _said(value)
+            yield Variant(words.format(shown), lambda old, name=name, value=value: replace(old, **{name: value}))
+
+
+def _said(value: Any) -> str:
+    if value is None:
+        return "both operands on a common finer scale"
+    if not isinstance(value, ShiftedSums):
+        return str(value)
+    return f"the larger scale shifted by {'at most ' + str(value.largest) if value.fixed is None else value.fixed} bits"
+
+
+def _others(target: Target) -> Iterator[Variant]:
+    """The arithmetic of other targets of the same class, as a whole."""
+    for other in backends.TARGETS.values():
+        for name, arithmetic in ((other.name, other.arithmetic), (f"{other.name}/{FORMER}", other.former)):
+            if type(arithmetic) is type(target.arithmetic) and arithmetic.power_of_two_scales == target.arithmetic.power_of_two_scales:
+                yield Variant(f"the arithmetic of {name}", lambda old, arithmetic=arithmetic: arithmetic)

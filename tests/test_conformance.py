@@ -1,0 +1,409 @@
+"""Conformance kits without the vendor's tool: a stand-in compiles, and results are our own integers, or those of planted variants."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper
+from torch import fx
+
+import fxquant as fxq
+from fxquant import backends
+from fxquant.analysis.segments import returned
+from fxquant.cli import main
+from fxquant.conformance import kit as kit_module
+from fxquant.conformance import manifest
+from fxquant.conformance.compiled import Compiled
+from fxquant.conformance.manifest import Array, Kit, packed, read_arrays, read_kit
+from fxquant.conformance.models import computed, integers, kit_images, model_of
+from fxquant.conformance.probes import SCALES, probe_target
+from fxquant.conformance.results import SIMULATOR
+from fxquant.conformance.rows import ROWS
+from fxquant.conformance.variants import Variant, variants_of
+
+OPERATORS = ("conv 3x3", "conv 1x1", "add", "mul", "prelu", "avg pool 2x2", "bilinear x2", "conv, clamp", "exp")
+# Of each operator another one: what its results are planted by.
+PLANTED = {
+    "conv 3x3": "layers: halves rounded to even",
+    "conv 1x1": "multipliers of 13 bits",
+    "add": "sums: rounded down",
+    "mul": "products: halves rounded away from zero",
+    "prelu": "other tensors: rounded down",
+    "avg pool 2x2": "average pools and products with a number are not layers",
+    "bilinear x2": "linear resizing is rounded down along each dimension",
+    "exp": "layers: rounded down, without half a step in the bias",
+}
+
+
+LAYERS = "layers: rounded down, without half a step in the bias"
+
+
+def stand_in(integer: fx.GraphModule, to: Path, name: str = "model") -> Compiled:
+    """What the compiler writes, as far as a kit needs it."""
+    (input,) = (node.name for node in integer.graph.find_nodes(op="placeholder"))
+    values = [helper.make_tensor_value_info(node.name, TensorProto.FLOAT, None) for node in returned(integer)]
+    nodes = [helper.make_node("HzConv", [input], [value.name], domain="horizon") for value in values]
+    graph = helper.make_graph(nodes, "quantized", [helper.make_tensor_value_info(input, TensorProto.FLOAT, [1, 3, 16, 16])], values)
+    to.mkdir(exist_ok=True)
+    onnx.save(helper.make_model(graph), str(to / f"{name}_quantized_model.onnx"))
+    (to / f"{name}.bin").write_bytes(name.encode())
+    return Compiled(to / f"{name}.bin", {})
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kit_module, "compile_model", stand_in)
+    monkeypatch.setattr(kit_module.Tool, "find", lambda: None)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Kit:
+    """A kit of a few operators, on bayes-e."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(kit_module, "compile_model", stand_in)
+        patched.setattr(kit_module.Tool, "find", lambda: None)
+        folder = tmp_path_factory.mktemp("kits") / "kit"
+        return read_kit(fxq.conformance_kit(folder, "x5", operators=OPERATORS, show_progress=False))
+
+
+@pytest.fixture
+def kit(made: Kit, tmp_path: Path) -> Kit:
+    """A copy that a test may damage."""
+    shutil.copytree(made.folder, tmp_path / "kit")
+    return read_kit(tmp_path / "kit")
+
+
+Change = Callable[[dict[str, Array]], Mapping[str, Any]]
+
+
+def write_results(kit: Kit, folder: Path, change: Change = lambda arrays: arrays, only: int | None = None) -> Path:
+    """What a board gives that computes what is expected, as real numbers; `change` changes the arrays of each program."""
+    folder.mkdir(exist_ok=True)
+    expected = kit.arrays(manifest.EXPECTED)
+    for program in kit.programs[:only]:
+        arrays = {"kit": np.array(kit.identity), "runtime": np.array("a test")}
+        for index, case in enumerate(program.cases):
+            assert case.place == manifest.BPU
+            name = f"{program.name}/{index}"
+            arrays[str(index)] = (expected[name] * expected[f"{name}/step"]).astype(np.float32)
+        (folder / f"{program.name}.npz").write_bytes(packed(dict(change(arrays))))
+    return folder
+
+
+def planted(kit: Kit, folder: Path, by: Mapping[str, fxq.Target]) -> Path:
+    """Results of which each operator is computed by a target's arithmetic."""
+    write_results(kit, folder)
+    expected = kit.arrays(manifest.EXPECTED)
+    for program in kit.programs:
+        arrays = read_arrays(folder / f"{program.name}.npz")
+        for index, case in enumerate(program.cases):
+            if case.operator in by:
+                step = expected[f"{program.name}/{index}/step"]
+                found = computed(model_of(kit, program), by[case.operator], kit_images(kit), {index: step})[index]
+                arrays[str(index)] = (found * step).astype(np.float32)
+        (folder / f"{program.name}.npz").write_bytes(packed(arrays))
+    return folder
+
+
+@pytest.fixture
+def few_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are planted, and a few more: each is a conversion of every program."""
+    names = {*PLANTED.values(), LAYERS, "everything: halves rounded up", "multipliers of 14 bits"}
+
+    def chosen(target: fxq.Target) -> list[Variant]:
+        return [variant for variant in variants_of(target) if variant.name in names]
+
+    monkeypatch.setattr("fxquant.conformance.results.variants_of", chosen)
+
+
+def rows(found: fxq.Conformance) -> dict[str, fxq.ProbeResult]:
+    return {row.operator: row for row in found}
+
+
+def test_a_kit_holds_what_a_board_and_a_comparison_need(made: Kit) -> None:
+    assert [program.scales for program in made.programs] == list(SCALES)
+    assert [case.operator for case in made.programs[0].cases] == [name for name in OPERATORS if name != "conv, clamp"]
+    assert {(refusal.operator, refusal.scales) for refusal in made.refusals} == {("conv, clamp", how) for how in SCALES}
+    assert all("steps of" in refusal.because for refusal in made.refusals)
+    on_board = sorted(path.name for path in (made.folder / manifest.BOARD).iterdir())
+    wanted = ["int8-0.bin", "int8-0_quantized_model.onnx", "int8-1.bin", "int8-1_quantized_model.onnx"]
+    assert on_board == sorted([*wanted, "inputs.npy", "programs.json", "run.py"])
+    expected = made.arrays(manifest.EXPECTED)
+    for program in made.programs:
+        integer = fxq.convert(model_of(made, program))
+        results = [integer(image) for image in kit_images(made)]
+        for index in range(len(program.cases)):
+            ours = torch.cat([result[index] for result in results]).numpy()
+            assert np.array_equal(integers(ours, expected[f"{program.name}/{index}/step"]), expected[f"{program.name}/{index}"])
+
+
+def test_a_board_that_computes_what_is_expected_is_equal(kit: Kit, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_results(kit, tmp_path / "results")
+    found = fxq.check_conformance(kit.folder, folder)
+    assert found
+    assert {row.result for row in found if row.operator != "conv, clamp"} == {"equal"}
+    assert rows(found)["conv, clamp"].result == "refused"
+    assert rows(found)["conv 3x3"].elements == 2 * 5 * 12 * 16 * 16
+    assert "equal: 8 equal, 1 refused; 0 of" in str(found)
+    assert main(["conformance", str(kit.folder), "--results", str(folder)]) == 0
+    assert "conv 3x3" in capsys.readouterr().out
+    about = json.loads((folder / "conformance.json").read_text(encoding="utf-8"))
+    assert (about["equal"], about["kit"], about["runtime"], len(about["operators"])) == (True, kit.identity, "a test", len(OPERATORS))
+
+
+@pytest.mark.usefixtures("few_variants")
+def test_each_planted_variant_is_named(kit: Kit, tmp_path: Path) -> None:
+    target = backends.get(kit.target)
+    named = {variant.name: variant.of(target) for variant in variants_of(target)}
+    folder = planted(kit, tmp_path / "results", {operator: named[name] for operator, name in PLANTED.items()})
+    found = fxq.check_conformance(kit.folder, folder)
+    assert not found
+    table = rows(found)
+    for operator, name in PLANTED.items():
+        assert table[operator].result == "differs", operator
+        assert table[operator].differing > 0
+        assert name in table[operator].fits, (operator, table[operator].fits)
+        # Another march as a whole may compute one operator in the same way; a single change of something else may not.
+        unlike = {other for other in PLANTED.values() if other != name and "arithmetic of" not in other} & set(table[operator].fits)
+        assert not unlike, (operator, unlike)
+    assert "no known variant" not in found.summary
+
+
+@pytest.mark.usefixtures("few_variants")
+def test_two_changes_together_are_named(kit: Kit, tmp_path: Path) -> None:
+    target = backends.get(kit.target)
+    named = {variant.name: variant for variant in variants_of(target)}
+    layers = named[LAYERS]
+    everywhere = dict.fromkeys(("conv 3x3", "conv 1x1", "avg pool 2x2"), layers.of(target))
+    both = layers.and_also(named["products: rounded down"])
+    found = rows(fxq.check_conformance(kit.folder, planted(kit, tmp_path / "results", {**everywhere, "mul": both.of(target)})))
+    assert layers.name in found["conv 3x3"].fits
+    assert both.name in found["mul"].fits
+    assert not [name for name in found["mul"].fits if " + " not in name]
+
+
+def test_what_no_variant_gives_is_counted_and_unexplained(kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxquant.conformance.results.variants_of", lambda target: variants_of(target)[:4])
+
+    def change(arrays: dict[str, Array]) -> dict[str, Array]:
+        arrays["2"].flat[3] += 64 * np.abs(arrays["2"]).max()
+        arrays["3"].flat[:3] = np.nan, np.inf, arrays["3"].flat[2] + 1e-5
+        return arrays
+
+    folder = write_results(kit, tmp_path / "results", change)
+    found = fxq.check_conformance(kit.folder, folder)
+    table = rows(found)
+    assert (table["add"].result, table["add"].differing, table["add"].fits) == ("differs", 2, ())
+    assert table["add"].largest_steps >= 127
+    assert table["mul"].differing == 6
+    assert {row.result for row in found if row.operator not in ("add", "mul", "conv, clamp")} == {"equal"}
+    assert "no known variant fits: add, mul" in found.summary
+    assert main(["conformance", str(kit.folder), "--results", str(folder)]) == 1
+    # What differs in the simulator, too, is a known difference.
+    write_results(kit, kit.folder / manifest.SIMULATED, change)
+    assert SIMULATOR in rows(fxq.check_conformance(kit.folder, folder))["add"].fits
+
+
+def test_integers_and_shapes_with_ones_are_taken(kit: Kit, tmp_path: Path) -> None:
+    expected = kit.arrays(manifest.EXPECTED)
+
+    def change(arrays: dict[str, Array]) -> dict[str, Array]:
+        return {**arrays, "0": expected["int8-0/0"].astype(np.int32)[..., None]} if SCALES[0] in scales.pop(0) else arrays
+
+    scales = [program.scales for program in kit.programs]
+    assert fxq.check_conformance(kit.folder, write_results(kit, tmp_path / "results", change))
+
+
+def test_what_was_not_run_is_reported(kit: Kit, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_results(kit, tmp_path / "part", only=1)
+    found = fxq.check_conformance(kit.folder, folder)
+    assert not found
+    assert {row.result for row in found} == {"not run", "refused"}
+    assert rows(found)["add"].note == "int8-1: there is no int8-1.npz"
+    assert main(["conformance", str(kit.folder), "--results", str(folder)]) == 1
+    assert "8 not run" in capsys.readouterr().out
+    failed = write_results(kit, tmp_path / "failed", lambda arrays: {"kit": arrays["kit"], "error": np.array("RuntimeError: no BPU")})
+    assert rows(fxq.check_conformance(kit.folder, failed))["add"].note == "int8-0: RuntimeError: no BPU; int8-1: RuntimeError: no BPU"
+
+
+# ---- misuse ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda arrays: {**arrays, "kit": np.array("another")}, "not a result of this kit"),
+        (lambda arrays: {name: array for name, array in arrays.items() if name != "kit"}, "it says nothing of a kit"),
+        (lambda arrays: {**arrays, "0": arrays["0"][:, :, 1:]}, "the output of 'conv 3x3' is float32 of shape"),
+        (lambda arrays: {**arrays, "0": arrays["0"] > 0}, "is bool of shape"),
+    ],
+)
+def test_results_that_do_not_fit_are_refused(change: Change, said: str, kit: Kit, tmp_path: Path) -> None:
+    with pytest.raises(fxq.ExportError, match=said):
+        fxq.check_conformance(kit.folder, write_results(kit, tmp_path / "results", change))
+
+
+def test_a_truncated_result_is_refused(kit: Kit, tmp_path: Path) -> None:
+    folder = write_results(kit, tmp_path / "results")
+    whole = (folder / "int8-1.npz").read_bytes()
+    for size in (0, 10, len(whole) // 2, len(whole) - 1):
+        (folder / "int8-1.npz").write_bytes(whole[:size])
+        with pytest.raises(fxq.ExportError, match="holds no arrays"):
+            fxq.check_conformance(kit.folder, folder)
+
+
+def test_no_kit_and_no_results_are_misuse(kit: Kit, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(fxq.ConfigurationError, match="is not a conformance kit"):
+        fxq.check_conformance(tmp_path, tmp_path)
+    with pytest.raises(fxq.ConfigurationError, match="holds no results"):
+        fxq.check_conformance(kit.folder, tmp_path)
+    for options in (
+        [], ["--target", "bayes-e", "--results", "x"], ["--results", str(tmp_path)], ["--results", "x", "--dtype", "int8"],
+        ["--target", "nash-e"], ["--target", "bayes-f"], ["--target", "bayes-e", "--operators", "conv 3x4"],
+        ["--target", "bernoulli2", "--dtype", "int16"], ["--target", "bayes-e", "--dtype", "int4"],
+    ):  # fmt: skip
+        assert main(["conformance", str(kit.folder), *options]) == 2, options
+        assert "remedy" in capsys.readouterr().err
+
+
+def test_a_damaged_kit_is_refused(kit: Kit, tmp_path: Path) -> None:
+    folder = write_results(kit, tmp_path / "results")
+    text = (kit.folder / manifest.MANIFEST).read_text(encoding="utf-8")
+    for damage in (text[:-20], text.replace('"format": 1', '"format": 2'), text.replace(kit.identity, "0" * 16), "[]"):
+        (kit.folder / manifest.MANIFEST).write_text(damage, encoding="utf-8")
+        with pytest.raises(fxq.ExportError, match="is damaged"):
+            fxq.check_conformance(kit.folder, folder)
+    (kit.folder / manifest.MANIFEST).write_text(text, encoding="utf-8")
+    (kit.folder / manifest.EXPECTED).write_bytes(packed({}))
+    with pytest.raises(fxq.ExportError, match=r"expected\.npz is damaged"):
+        fxq.check_conformance(kit.folder, folder)
+    (kit.folder / manifest.EXPECTED).unlink()
+    with pytest.raises(fxq.ExportError, match=r"expected\.npz is damaged"):
+        fxq.check_conformance(kit.folder, folder)
+
+
+def test_without_the_tool_a_kit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXQUANT_HORIZON", str(tmp_path))
+    with pytest.raises(fxq.ConfigurationError, match="not installed"):
+        fxq.conformance_kit(tmp_path / "kit", "bayes-e")
+    assert not (tmp_path / "kit").exists()
+
+
+@pytest.mark.usefixtures("compiler")
+def test_what_the_compiler_refuses_is_reported_and_the_rest_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(integer: fx.GraphModule, to: Path, name: str = "model") -> Compiled:
+        if any("sigmoid" in node.name for node in integer.graph.nodes):
+            raise fxq.CompilationError("hb_mapper failed", because="there is a sigmoid", remedy="none")
+        return stand_in(integer, to, name)
+
+    monkeypatch.setattr(kit_module, "compile_model", refuses)
+    names = ["conv 1x1", "sigmoid", "relu"]
+    kit = read_kit(fxq.conformance_kit(tmp_path / "kit", "bayes-e", operators=names, scales=SCALES[:1], show_progress=False))
+    assert [[case.operator for case in program.cases] for program in kit.programs] == [["conv 1x1"], ["relu"]]
+    assert [(refusal.operator, refusal.because) for refusal in kit.refusals] == [("sigmoid", "there is a sigmoid")]
+    found = rows(fxq.check_conformance(kit.folder, write_results(kit, tmp_path / "results")))
+    assert [found[name].result for name in names] == ["equal", "refused", "equal"]
+    with pytest.raises(fxq.ConfigurationError, match="there is no program for bayes-e"):
+        fxq.conformance_kit(tmp_path / "none", "bayes-e", operators=["sigmoid"], show_progress=False)
+
+
+def test_variants_differ_from_the_target_and_each_other() -> None:
+    for march in ("bayes-e", "bernoulli2"):
+        target = probe_target(march)
+        found = variants_of(target)
+        assert len({variant.name for variant in found}) == len(found) > 40
+        arithmetics = [variant.of(target).arithmetic for variant in found]
+        assert target.arithmetic not in arithmetics
+        assert all(one != other for index, one in enumerate(arithmetics) for other in arithmetics[:index])
+
+
+def test_every_row_of_operators_has_a_name_of_its_own() -> None:
+    assert len(ROWS) > 130
+    assert set(OPERATORS) <= set(ROWS)
+
+
+# ---- the board's script -----------------------------------------------------------------------------------------------------
+
+RUNTIME = """
+import json, pathlib
+import numpy as np
+here = pathlib.Path(__file__).resolve().parent
+while not (here / "expected.npz").exists():
+    here = here.parent
+expected = np.load(here / "expected.npz")
+inputs = np.load(here / "board" / "inputs.npy")
+outputs = {each["name"]: each["outputs"] for each in json.loads((here / "board" / "programs.json").read_text())["programs"]}
+def computed(path, image):
+    name = pathlib.Path(path).stem
+    row = next(index for index, each in enumerate(inputs) if np.array_equal(each[None], image))
+    names = outputs[name]
+    keys = ["%s/%d" % (name, index) for index in range(len(names))]
+    return names, [(expected[key][row:row + 1] * expected[key + "/step"]).astype(np.float32) for key in keys]
+"""
+HOBOT = """
+from types import SimpleNamespace
+class Model:
+    def __init__(self, path):
+        self.path = path
+    def forward(self, image):
+        return [SimpleNamespace(name=name, buffer=value) for name, value in zip(*computed(self.path, image))]
+def load(path):
+    return [Model(path)]
+"""
+HBM = """
+class HB_HBMRuntime:
+    def __init__(self, path):
+        self.path, name = path, pathlib.Path(path).stem
+        self.model_names, self.input_names, self.output_names = [name], {name: ["image"]}, {name: outputs[name][::-1]}
+    def run(self, given):
+        ((name, inputs),) = given.items()
+        return {name: dict(zip(*computed(self.path, inputs["image"])))}
+"""
+
+
+def run_on_board(kit: Kit, *options: str) -> subprocess.CompletedProcess[str]:
+    """The kit's script, where modules of a board stand beside it."""
+    board = kit.folder / manifest.BOARD
+    return subprocess.run([sys.executable, "run.py", *options], cwd=board, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize(
+    ("place", "module", "runtime"), [("hobot_dnn/pyeasy_dnn.py", HOBOT, "hobot_dnn"), ("hbm_runtime.py", HBM, "hbm_runtime")]
+)
+def test_the_script_runs_the_programs_by_the_runtime_of_a_board(place: str, module: str, runtime: str, kit: Kit) -> None:
+    file = kit.folder / manifest.BOARD / place
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(RUNTIME + module, encoding="utf-8")
+    done = run_on_board(kit, "--results", "out")
+    assert done.returncode == 0, done.stderr
+    found = fxq.check_conformance(kit.folder, kit.folder / manifest.BOARD / "out")
+    assert found, str(found)
+    assert found.runtime == runtime
+    assert [path.suffix for path in (kit.folder / manifest.BOARD / "out").iterdir()] == [".npz"] * len(kit.programs)
+
+
+def test_a_program_that_a_board_refuses_is_reported(kit: Kit) -> None:
+    file = kit.folder / manifest.BOARD / "hbm_runtime.py"
+    file.write_text("def HB_HBMRuntime(path):\n    raise OSError('wrong march')\n", encoding="utf-8")
+    done = run_on_board(kit)
+    assert done.returncode == 1
+    assert "failed: wrong march" in done.stderr
+    found = fxq.check_conformance(kit.folder, kit.folder / manifest.BOARD / "results")
+    assert rows(found)["add"].note == "int8-0: OSError: wrong march; int8-1: OSError: wrong march"
+
+
+def test_without_a_runtime_the_script_says_so(kit: Kit) -> None:
+    done = run_on_board(kit)
+    assert done.returncode == 1
+    assert "neither hobot_dnn nor hbm_runtime is installed" in done.stderr
+    assert not (kit.folder / manifest.BOARD / "results").exists()
