@@ -74,7 +74,7 @@ FINE = 1.5  # more for int16, whose step is 2^-15 of the range, as are the round
 SAMPLED_FINE = 600.0  # the same in steps of int16
 COMPOSED_FINE = 20.0  # and for a composite in int16, each of whose parts is rounded to 16 bits, one of them headroom
 HALF_STEP = 0.5
-CHIP_FINE = 3  # times these on bayes-e: a requantization by 16 and 15 bits loses two more steps (CHIP.md, section 18)
+CHIP_FINE = 7  # times these on bayes-e: each requantization by 16 and 15 bits loses two more steps (CHIP.md, section 18)
 
 
 def own_kernels(convolution: Callable[..., Tensor], x: Tensor, kernels: Tensor) -> Tensor:
