@@ -185,7 +185,7 @@ def test_two_changes_together_are_named(kit: Kit, tmp_path: Path) -> None:
     named = {variant.name: variant for variant in variants_of(target)}
     layers = named[LAYERS]
     everywhere = dict.fromkeys(("conv 3x3", "conv 1x1", "avg pool 2x2"), layers.of(target))
-    both = layers.and_also(named["products: rounded down"])
+    both = layers.and_also(named[PLANTED["mul"]])
     found = rows(fxq.check_conformance(kit.folder, planted(kit, tmp_path / "results", {**everywhere, "mul": both.of(target)})))
     assert layers.name in found["conv 3x3"].fits
     assert both.name in found["mul"].fits

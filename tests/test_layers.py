@@ -72,7 +72,8 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.gradient": {"rounding"},
     "fxquant.ops": BASE
     | {"functional", "batch_norm", "graph", "lowering", "ops", "primitives", "sweeps", "weights", "facts", "arithmetic"},
-    "fxquant.ops.weighted": BASE | {"batch_norm", "graph", "lowering", "ops", "primitives", "quantizer", "sweeps", "weights", "facts"},
+    "fxquant.ops.weighted": BASE
+    | {"arithmetic", "batch_norm", "graph", "lowering", "ops", "primitives", "quantizer", "sweeps", "weights", "facts"},
     "fxquant.quantization.factors": {"numerics", "remembered"},
     "fxquant.quantization.prepared": BASE
     | {"arithmetic", "eager", "factors", "functional", "lowering", "ops", "primitives", "quantizer", "state", "sweeps", "weights"},
@@ -268,7 +269,7 @@ ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(("fxquant.tuning.remedies", "fxquant.tuning.tune"), NOUNS | {"batches", "record", "serialization", "tuning"}),
     "fxquant.demo": {"", "arguments", "backends", "demo", "errors", "files", "graph", "primitives", "progress", "target"},
     "fxquant.conformance": {
-        "",
+        "api",
         "arguments",
         "arithmetic",
         "backends",
@@ -278,12 +279,15 @@ ALLOWED: dict[str, set[str]] = {
         "files",
         "graph",
         "interpreter",
+        "mapping",
         "primitives",
         "progress",
         "record",
+        "reporting",
         "rescaling",
         "rows",
         "segments",
+        "spec",
         "target",
     },
     "fxquant.analysis.inspection": {

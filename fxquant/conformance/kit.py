@@ -16,8 +16,8 @@ import onnx
 import torch
 from torch import Tensor, fx
 
-import fxquant as fxq
 from fxquant import backends
+from fxquant.api import save
 from fxquant.arguments import FOLDER, Kind, checked, words
 from fxquant.backends.horizon.export import MARCHES, refusals
 from fxquant.backends.horizon.tool import Tool
@@ -196,7 +196,7 @@ def _written(place: Path, made: Made) -> dict[str, str]:
     write_files(place / manifest.BOARD, {Path(name).name: content for name, content in made.files.items()})
     model = f"{manifest.MODELS}/{made.program.name}.fxq"
     (place / manifest.MODELS).mkdir(exist_ok=True)
-    path = fxq.save(made.prepared, place / model)
+    path = save(made.prepared, place / model)
     return {**{name: digest(content) for name, content in made.files.items()}, model: digest(path.read_bytes())}
 
 

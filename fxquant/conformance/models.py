@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-import fxquant as fxq
+from fxquant.api import convert, load
 from fxquant.conformance import manifest
 from fxquant.conformance.manifest import Array, Kit, ProbeProgram
 from fxquant.errors import ExportError
@@ -20,7 +20,7 @@ SLACK = 1e-3, 2.0**-22  # of a quotient from its integer, absolute and relative:
 
 def model_of(kit: Kit, program: ProbeProgram) -> fx.GraphModule:
     """The prepared model of a program. Raises ExportError where the kit is damaged."""
-    return fxq.load(kit.file(f"{manifest.MODELS}/{program.name}.fxq"))
+    return load(kit.file(f"{manifest.MODELS}/{program.name}.fxq"))
 
 
 def kit_images(kit: Kit) -> list[Tensor]:
@@ -38,7 +38,7 @@ def computed(prepared: fx.GraphModule, target: Target, images: list[Tensor], ste
     before = prepared.meta["target"]
     prepared.meta["target"] = target
     try:
-        integer = fxq.convert(prepared, kernels="reference")
+        integer = convert(prepared, kernels="reference")
     finally:
         prepared.meta["target"] = before
     results = [integer(image) for image in images]

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-import fxquant as fxq
 from fxquant import backends
+from fxquant.api import calibrate, convert, prepare
 from fxquant.conformance.rows import SIZE, Row
 from fxquant.demo.training import seeded
 from fxquant.graph import resolve
 from fxquant.primitives.boundary import dequantize
+from fxquant.quantization.mapping import QConfigMapping
+from fxquant.quantization.spec import ActivationConfig, QConfig, WeightConfig
 from fxquant.target import Target
 
 TOGETHER = 40  # rows of one file
@@ -41,25 +43,26 @@ class Together(nn.Module):
 
 def images() -> tuple[list[Tensor], list[Tensor]]:
     """Batches to calibrate with, and images to compare on: beyond calibration's range, on ties of the input's scale, extremes."""
+    on_cpu: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
     with seeded(0):
-        calibration = [torch.randn(4, 3, SIZE, SIZE).clamp(-REACH, REACH) for _ in range(3)]
+        calibration = [torch.randn(4, 3, SIZE, SIZE, **on_cpu).clamp(-REACH, REACH) for _ in range(3)]
         calibration[0][0, 0, 0, 0] = REACH
-        beyond = 1.2 * torch.randn(1, 3, SIZE, SIZE).clamp(-REACH, REACH)
-        ties = (torch.randint(-128, 128, (1, 3, SIZE, SIZE)) + 0.5) * (REACH / 127)
-        extremes = torch.where(torch.rand(1, 3, SIZE, SIZE) < 0.5, -2 * REACH, 2 * REACH)
-        small = 0.1 * torch.randn(1, 3, SIZE, SIZE)
-    return calibration, [beyond, ties, extremes, small, torch.zeros(1, 3, SIZE, SIZE)]
+        beyond = 1.2 * torch.randn(1, 3, SIZE, SIZE, **on_cpu).clamp(-REACH, REACH)
+        ties = (torch.randint(-128, 128, (1, 3, SIZE, SIZE), device="cpu", dtype=torch.int64) + 0.5) * (REACH / 127)
+        extremes = torch.where(torch.rand(1, 3, SIZE, SIZE, **on_cpu) < 0.5, -2 * REACH, 2 * REACH)
+        small = 0.1 * torch.randn(1, 3, SIZE, SIZE, **on_cpu)
+    return calibration, [beyond, ties, extremes, small, torch.zeros(1, 3, SIZE, SIZE, **on_cpu)]
 
 
-def mapping_of(rows: Sequence[Row], dtype: str, scales: str) -> fxq.QConfigMapping:
+def mapping_of(rows: Sequence[Row], dtype: str, scales: str) -> QConfigMapping:
     """How rows are quantized."""
     power = scales == SCALES[1]
-    weight = fxq.WeightConfig(power_of_two=power)
-    config = fxq.QConfig(fxq.ActivationConfig(dtype, power_of_two=power), weight)
-    mapping = fxq.QConfigMapping().set_global(config).set_object_type(torch.cat, config)  # integer where it only leaves the model, too
+    weight = WeightConfig(power_of_two=power)
+    config = QConfig(ActivationConfig(dtype, power_of_two=power), weight)
+    mapping = QConfigMapping().set_global(config).set_object_type(torch.cat, config)  # integer where it only leaves the model, too
     for index, row in enumerate(rows):
         if row.int32:
-            mapping = mapping.set_module_name(f"rows.{index}.layers.c", fxq.QConfig(fxq.ActivationConfig("int32"), weight))
+            mapping = mapping.set_module_name(f"rows.{index}.layers.c", QConfig(ActivationConfig("int32"), weight))
     return mapping
 
 
@@ -79,9 +82,9 @@ def converted(rows: Sequence[Row], march: str, dtype: str, scales: str) -> tuple
     """The prepared and the integer model of rows, calibrated."""
     calibration, _ = images()
     with _quiet():
-        prepared = fxq.prepare(Together(rows).eval(), calibration[0][:1], probe_target(march), mapping_of(rows, dtype, scales))
-        fxq.calibrate(prepared, calibration, show_progress=False, equalize=False)  # so that scales alone rebuild it
-        return prepared, fxq.convert(prepared)
+        prepared = prepare(Together(rows).eval(), calibration[0][:1], probe_target(march), mapping_of(rows, dtype, scales))
+        calibrate(prepared, calibration, show_progress=False, equalize=False)  # so that scales alone rebuild it
+        return prepared, convert(prepared)
 
 
 def groups(rows: Sequence[Row], together: int) -> list[Sequence[Row]]:

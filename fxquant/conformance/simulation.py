@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-import fxquant as fxq
 from fxquant.analysis.record import QUANTIZED, Wanted
 from fxquant.analysis.segments import returned
+from fxquant.api import convert
 from fxquant.arguments import FOLDER, checked
 from fxquant.backends.horizon.simulated import SimulatedForm
 from fxquant.conformance import manifest
@@ -51,7 +51,7 @@ def about(kit: Kit, runtime: str) -> dict[str, Array]:
 
 
 def _simulated(kit: Kit, program: ProbeProgram) -> dict[str, Array]:
-    integer = fxq.convert(model_of(kit, program), kernels="reference")
+    integer = convert(model_of(kit, program), kernels="reference")
     kit.file(f"{manifest.BOARD}/{program.name}_quantized_model.onnx")
     form = SimulatedForm(kit.file(f"{manifest.BOARD}/{program.name}.bin"), integer)
     ends = [_end(node, form) for node in returned(integer)]
