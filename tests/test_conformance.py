@@ -20,6 +20,7 @@ from torch import fx
 import fxquant as fxq
 from fxquant import backends
 from fxquant.analysis.segments import returned
+from fxquant.backends.horizon.tool import Tool
 from fxquant.cli import main
 from fxquant.conformance import kit as kit_module
 from fxquant.conformance import manifest
@@ -63,7 +64,7 @@ def stand_in(integer: fx.GraphModule, to: Path, name: str = "model") -> Compiled
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kit_module, "compile_model", stand_in)
-    monkeypatch.setattr(kit_module.Tool, "find", lambda: None)
+    monkeypatch.setattr(Tool, "find", lambda: None)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Kit:
     """A kit of a few operators, on bayes-e."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(kit_module, "compile_model", stand_in)
-        patched.setattr(kit_module.Tool, "find", lambda: None)
+        patched.setattr(Tool, "find", lambda: None)
         folder = tmp_path_factory.mktemp("kits") / "kit"
         return read_kit(fxq.conformance_kit(folder, "x5", operators=OPERATORS, show_progress=False))
 

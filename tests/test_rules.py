@@ -291,6 +291,7 @@ def test_an_operator_that_moves_values_is_given_another_dtype_by_a_requantizatio
         assert not fxq.verify(result.integer, path, [data], show_progress=False).mismatches
         path = fxq.export_onnx(result.integer, tmp_path / "qdq.onnx", style="qdq", opset=21)
         report = fxq.verify(result.integer, path, [data], show_progress=False)
+        assert isinstance(report, fxq.DeviationReport)
         assert not VNNI or max(output.largest for outputs in report.outputs.values() for output in outputs) <= 1  # ties are rounded to even
 
 

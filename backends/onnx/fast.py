@@ -117,7 +117,7 @@ def _run(
 
 def _images(operands: Iterable[fx.Node]) -> int:
     """The batch of a proof: the larger, the smaller an item of the smallest operand is."""
-    smallest = min(math.prod(fact(operand).at(BATCH_SIZES[0])) for operand in operands)
+    smallest: int = min(math.prod(fact(operand).at(BATCH_SIZES[0])) for operand in operands)
     return min(MOST_DRAWS, -(-DRAWN // max(1, smallest))) * BATCH_SIZES[0]
 
 

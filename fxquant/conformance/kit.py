@@ -83,7 +83,8 @@ def conformance_kit(
     with suppress(FileNotFoundError):
         (place / manifest.MANIFEST).unlink()  # what is there becomes another kit
     plan = [(group, dtype, how) for dtype in dtypes for how in scales for group in groups(rows, TOGETHER)]
-    programs, refused = [], []
+    programs: list[ProbeProgram] = []
+    refused = []
     files: dict[str, str] = {}
     arrays: dict[str, manifest.Array] = {}
     for group, dtype, how in progress(plan, len(plan), f"compiling probes for {march}", show_progress):

@@ -20,7 +20,8 @@ SLACK = 1e-3, 2.0**-22  # of a quotient from its integer, absolute and relative:
 
 def model_of(kit: Kit, program: ProbeProgram) -> fx.GraphModule:
     """The prepared model of a program. Raises ExportError where the kit is damaged."""
-    return load(kit.file(f"{manifest.MODELS}/{program.name}.fxq"))
+    found: fx.GraphModule = load(kit.file(f"{manifest.MODELS}/{program.name}.fxq"))
+    return found
 
 
 def kit_images(kit: Kit) -> list[Tensor]:

@@ -242,7 +242,7 @@ PLACES = (
     Row("pad, conv", lambda m, x, y: m["c"](F.pad(x, (0, 1, 0, 1))), conv(8, 3, 2)),
     unary("slice of channels", lambda x: x[:, 2:6]),
     unary("slice with steps", lambda x: x[:, :, ::2, 1::2]),
-    unary("split", lambda x: torch.cat(x.split(4, 1)[::-1], 1)),
+    unary("split", lambda x: torch.cat(torch.split(x, 4, 1)[::-1], 1)),
     Row("split, add", lambda m, x, y: torch.add(*x.chunk(2, 1))),
     unary("permute", lambda x: x.permute(0, 2, 3, 1)),
     unary("transpose of h, w", lambda x: x.transpose(2, 3)),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 from fxquant import backends
@@ -93,10 +94,10 @@ def variants_of(target: Target) -> list[Variant]:
 def _roundings() -> Iterator[Variant]:
     for kind, words in KINDS.items():
         for rounding, how in ROUNDINGS.items():
-            yield Variant(f"{words}: {how}", lambda old, kind=kind, rounding=rounding: _rounding(old, {kind: rounding}))
+            yield Variant(f"{words}: {how}", partial(_rounding, changed={kind: rounding}))
     for rounding, how in ROUNDINGS.items():
         if rounding != "floor":
-            yield Variant(f"everything: {how}", lambda old, rounding=rounding: _rounding(old, dict.fromkeys(KINDS, rounding)))
+            yield Variant(f"everything: {how}", partial(_rounding, changed={kind: rounding for kind in KINDS}))
     yield Variant("layers: rounded down, without half a step in the bias", _plain_floor)
 
 
@@ -118,7 +119,7 @@ def _plain_floor(old: Arithmetic) -> Arithmetic:
 
 def _widths() -> Iterator[Variant]:
     for name, changed in WIDTHS:
-        yield Variant(name, lambda old, changed=changed: _width(old, changed))
+        yield Variant(name, partial(_width, changed=changed))
     yield Variant("the smallest first shift that covers the output's range", _smallest_first_shift)
 
 
@@ -127,7 +128,8 @@ def _width(old: Arithmetic, changed: Mapping[str, int]) -> Arithmetic:
         return old
 
     def narrowed(widths: FixedWidths) -> FixedWidths:
-        return replace(widths, **{name: value for name, value in changed.items() if hasattr(widths, name)})
+        held: dict[str, Any] = {name: value for name, value in changed.items() if hasattr(widths, name)}
+        return replace(widths, **held)
 
     return replace(old, widths={dtype: narrowed(widths) for dtype, widths in old.widths.items()})
 
@@ -147,7 +149,15 @@ def _fields() -> Iterator[Variant]:
     for name, words, values in FIELDS:
         for value in values:
             shown = ("" if value else "not ") if isinstance(value, bool) else _said(value)
-            yield Variant(words.format(shown), lambda old, name=name, value=value: replace(old, **{name: value}))
+            yield Variant(words.format(shown), partial(_field, name=name, value=value))
+
+
+def _field(old: Arithmetic, name: str, value: Any) -> Arithmetic:
+    return replace(old, **{name: value})
+
+
+def _other(old: Arithmetic, arithmetic: Arithmetic) -> Arithmetic:
+    return arithmetic
 
 
 def _said(value: Any) -> str:
@@ -162,5 +172,9 @@ def _others(target: Target) -> Iterator[Variant]:
     """The arithmetic of other targets of the same class, as a whole."""
     for other in backends.TARGETS.values():
         for name, arithmetic in ((other.name, other.arithmetic), (f"{other.name}/{FORMER}", other.former)):
-            if type(arithmetic) is type(target.arithmetic) and arithmetic.power_of_two_scales == target.arithmetic.power_of_two_scales:
-                yield Variant(f"the arithmetic of {name}", lambda old, arithmetic=arithmetic: arithmetic)
+            if (
+                arithmetic is not None
+                and type(arithmetic) is type(target.arithmetic)
+                and arithmetic.power_of_two_scales == target.arithmetic.power_of_two_scales
+            ):
+                yield Variant(f"the arithmetic of {name}", partial(_other, arithmetic=arithmetic))
