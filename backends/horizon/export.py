@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
@@ -14,6 +15,8 @@ from torch import fx
 
 from fxquant.analysis.segments import returned
 from fxquant.arguments import FOLDER, TEXT, checked, choice, such
+from fxquant.backends.horizon import nash
+from fxquant.backends.onnx import calibrated
 from fxquant.backends.onnx.export import check_arguments
 from fxquant.backends.onnx.files import save_models
 from fxquant.backends.onnx.horizon import OPSET, HorizonWriter, fixed_shape
@@ -25,6 +28,8 @@ from fxquant.ops import OPERATORS
 from fxquant.primitives import PRIMITIVES
 from fxquant.progress import working
 from fxquant.target import CHIP
+
+logger = logging.getLogger("fxquant")
 
 MARCHES = ("bernoulli2", "bayes", "bayes-e")  # those that hb_mapper compiles for
 VARIANTS = tuple(f"{march}/{CHIP}" for march in MARCHES)  # whose integers its programs compute
@@ -93,6 +98,9 @@ def export_horizon(
     mode       what it optimizes for: "latency" or "bandwidth"
     input_names, output_names  names in the file; by default those of the graph
 
+    For nash targets the file has opset 19 and `HzCalibration` nodes, and compile.sh calls hb_compile. It follows public documents, and
+    is untried: a warning and README.txt say so.
+
     Raises ConfigurationError for what is no integer model, and for a target that the compiler does not know; ExportError for what its
     program would compute differently, such as an upper clamp inside the range of its grid.
     """
@@ -100,7 +108,14 @@ def export_horizon(
     _check_target(integer)
     for node in integer.graph.nodes:
         _check_node(node)
-    model = HorizonWriter(integer, "float", OPSET).write(input_names, output_names)
+    march = integer.meta["target"].march
+    on_nash = _is_nash(integer)
+    if on_nash and optimize not in nash.LEVELS:
+        raise ConfigurationError(
+            f"optimize={optimize!r} is unknown for {march}", because="hb_compile has O0, O1 and O2", remedy="pass one of these"
+        )
+    writer = calibrated.CalibratedWriter(integer, "float", calibrated.OPSET) if on_nash else HorizonWriter(integer, "float", OPSET)
+    model = writer.write(input_names, output_names)
     for info in model.graph.input:
         if not PLAIN.fullmatch(info.name):
             raise ConfigurationError(
@@ -110,22 +125,25 @@ def export_horizon(
             )
     directory = Path(folder)
     inputs = [(info.name, fixed_shape(info)) for info in model.graph.input]
-    march = integer.meta["target"].march
+    configuration, commands = (nash.CONFIGURATION, nash.COMMANDS) if on_nash else (CONFIGURATION, COMMANDS)
     beside = {
-        f"{name}.yaml": _configuration(name, march, inputs, optimize, mode),
-        SCRIPT: COMMANDS.format(name=name, output=OUTPUT),
+        f"{name}.yaml": _configuration(configuration, name, march, inputs, optimize, mode),
+        SCRIPT: commands.format(name=name, output=OUTPUT),
         LAYERS: json.dumps(_layers(integer, name, march), indent=1, ensure_ascii=False) + "\n",
     }
+    if on_nash:
+        beside["README.txt"] = nash.README
+        logger.warning("the files for %s follow public documents, and no compiler has tried them here: see README.txt", march)
     save_models({f"{name}.onnx": model}, directory, None, beside)
     (directory / SCRIPT).chmod(0o755)
     return directory
 
 
-def _configuration(name: str, march: str, inputs: list[tuple[str, list[int]]], level: str, mode: str) -> str:
+def _configuration(template: str, name: str, march: str, inputs: list[tuple[str, list[int]]], level: str, mode: str) -> str:
     def every(word: str) -> str:
         return ";".join(word for _ in inputs)
 
-    return CONFIGURATION.format(
+    return template.format(
         name=name,
         march=march,
         output=OUTPUT,
@@ -146,9 +164,13 @@ def _layers(integer: fx.GraphModule, name: str, march: str) -> dict[str, Any]:
     return {"name": name, "march": march, "layers": sources}
 
 
+def _is_nash(integer: fx.GraphModule) -> bool:
+    return str(integer.meta["target"].march).startswith("nash-")
+
+
 def _check_target(integer: fx.GraphModule) -> None:
     target = integer.meta["target"]
-    if target.name not in VARIANTS:
+    if target.name not in VARIANTS and not _is_nash(integer):
         raise ConfigurationError(
             f"an integer model of {target.name} cannot be written for hb_mapper",
             because=f"that compiles for {', '.join(MARCHES)}, and its programs compute other integers than {target.name}",
