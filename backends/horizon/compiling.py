@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fxquant.arguments import FOLDER, checked
-from fxquant.backends.horizon.export import LAYERS, OUTPUT
+from fxquant.backends.horizon.export import LAYERS, SCRIPT
+from fxquant.backends.horizon.formats import HB_MAPPER, OUTPUT
 from fxquant.backends.horizon.log import STEPS, failure, step_of
 from fxquant.backends.horizon.tool import Running, Tool
 from fxquant.errors import ConfigurationError
@@ -31,6 +32,12 @@ def compile_horizon(folder: str | os.PathLike[str], *, show_progress: bool | Non
     """
     directory = Path(folder).absolute()
     known = _known(directory)
+    if known["march"] not in HB_MAPPER.marches:
+        raise ConfigurationError(
+            f"{directory} cannot be compiled here",
+            because=f"it is for {known['march']}, and hb_mapper compiles for {', '.join(HB_MAPPER.marches)}",
+            remedy=f"run {directory / SCRIPT} where hb_compile is installed",
+        )
     tool = Tool.find()
     binary = directory / OUTPUT / f"{known['name']}.bin"
     binary.unlink(missing_ok=True)

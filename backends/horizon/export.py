@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
@@ -14,9 +15,10 @@ from torch import fx
 
 from fxquant.analysis.segments import returned
 from fxquant.arguments import FOLDER, TEXT, checked, choice, such
+from fxquant.backends.horizon.formats import FORMATS, HB_MAPPER, OUTPUT, README, Format
 from fxquant.backends.onnx.export import check_arguments
 from fxquant.backends.onnx.files import save_models
-from fxquant.backends.onnx.horizon import OPSET, HorizonWriter, fixed_shape
+from fxquant.backends.onnx.horizon import OPSET, fixed_shape
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.facts import TensorFact
 from fxquant.graph import Operation, fact, operation, qparams, source
@@ -25,49 +27,17 @@ from fxquant.ops import OPERATORS
 from fxquant.primitives import PRIMITIVES
 from fxquant.progress import working
 
-MARCHES = ("bernoulli2", "bayes", "bayes-e")  # those that hb_mapper compiles for
+logger = logging.getLogger("fxquant")
+
 LAYERS = "layers.json"
 SCRIPT = "compile.sh"
-OUTPUT = "model_output"  # where hb_mapper writes, inside the folder
 SUMS = {record.name: record.sums for record in OPERATORS.values()}  # whether an operator is a sum of products
 PLAIN = re.compile(r"[\w.+/-]+")  # what stands in the configuration between quotes, and in lists
 NAME = such("a name of letters, digits, _, . and -", TEXT.take, lambda name: bool(PLAIN.fullmatch(name)) and "/" not in name)
-LEVELS = ("O0", "O1", "O2", "O3")
-
-CONFIGURATION = """\
-model_parameters:
-  onnx_model: '{name}.onnx'
-  march: '{march}'
-  output_model_file_prefix: '{name}'
-  working_dir: '{output}'
-input_parameters:
-  input_name: '{names}'
-  input_shape: '{shapes}'
-  input_type_rt: '{types}'
-  input_layout_rt: '{layouts}'
-  input_type_train: '{types}'
-  input_layout_train: '{layouts}'
-  norm_type: '{norms}'
-calibration_parameters:
-  calibration_type: 'load'
-compiler_parameters:
-  compile_mode: '{mode}'
-  optimize_level: '{level}'
-  debug: True
-  core_num: 1
-"""
-COMMANDS = """\
-#!/bin/sh
-# Makes {output}/{name}.bin of {name}.onnx with the vendor's compiler, whose programs are in PATH; then says what it costs.
-set -e
-cd "$(dirname "$0")"
-hb_mapper makertbin --model-type onnx --config {name}.yaml
-hb_perf {output}/{name}.bin
-"""
 
 
-@checked(folder=FOLDER, name=NAME, optimize=choice(*LEVELS), mode=choice("latency", "bandwidth"))
-@working("writing for hb_mapper")
+@checked(folder=FOLDER, name=NAME, optimize=choice(*HB_MAPPER.levels), mode=choice("latency", "bandwidth"))
+@working("writing for the vendor's compiler")
 def export_horizon(
     integer: fx.GraphModule,
     folder: str | os.PathLike[str],
@@ -78,7 +48,7 @@ def export_horizon(
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
 ) -> Path:
-    """Write what the vendor's compiler for bernoulli2, bayes and bayes-e takes into a folder, and return the folder's path.
+    """Write what the vendor's compiler of the target takes into a folder, and return the folder's path.
 
     Into it go NAME.onnx, at opset 11 with a batch of 1, quantize and dequantize pairs and float weights on their grids; NAME.yaml, the
     configuration of hb_mapper; compile.sh, the commands; and layers.json, the source line of each layer, for the errors of
@@ -91,29 +61,38 @@ def export_horizon(
     mode       what it optimizes for: "latency" or "bandwidth"
     input_names, output_names  names in the file; by default those of the graph
 
+    For nash targets the file has opset 19 and `HzCalibration` nodes, and compile.sh calls hb_compile. These files follow public documents,
+    and no compiler has tried them; a warning and README.txt say so.
+
     Raises ConfigurationError for what is no integer model, and for a target that the compiler does not know; ExportError for what its
     program would compute differently, such as an upper clamp inside the range of its grid, or an average pool of int16.
     """
     check_arguments(integer, "qdq", "float", OPSET)
-    _check_target(integer)
+    target = _check_target(integer)
+    format = FORMATS[target]
+    format.check_level(optimize)
     for node in integer.graph.nodes:
         _check_node(node)
-    model = HorizonWriter(integer, "float", OPSET).write(input_names, output_names)
+    model = format.writer(integer, "float", format.opset).write(input_names, output_names)
     for info in model.graph.input:
         if not PLAIN.fullmatch(info.name):
             raise ConfigurationError(
                 f"the input name {info.name!r} cannot be written",
-                because="hb_mapper's configuration lists names with ; between them",
+                because="the compiler's configuration lists names with ; between them",
                 remedy="pass input_names of letters, digits, _, . and -",
             )
     directory = Path(folder)
     inputs = [(info.name, fixed_shape(info)) for info in model.graph.input]
-    march = integer.meta["target"].march
     beside = {
-        f"{name}.yaml": _configuration(name, march, inputs, optimize, mode),
-        SCRIPT: COMMANDS.format(name=name, output=OUTPUT),
-        LAYERS: json.dumps(_layers(integer, name, march), indent=1, ensure_ascii=False) + "\n",
+        f"{name}.yaml": _configuration(format, name, target, inputs, optimize, mode),
+        SCRIPT: format.commands.format(name=name, output=OUTPUT),
+        LAYERS: json.dumps(_layers(integer, name, target), indent=1, ensure_ascii=False) + "\n",
     }
+    if format.untried is not None:
+        beside[README] = format.untried
+        logger.warning(
+            "the files for %s follow public documents of %s, and no compiler has tried them: see %s", target, format.compiler, README
+        )
     save_models({f"{name}.onnx": model}, directory, None, beside)
     (directory / SCRIPT).chmod(0o755)
     return directory
@@ -130,11 +109,11 @@ def refusals(integer: fx.GraphModule) -> list[ExportError]:
     return found
 
 
-def _configuration(name: str, march: str, inputs: list[tuple[str, list[int]]], level: str, mode: str) -> str:
+def _configuration(format: Format, name: str, march: str, inputs: list[tuple[str, list[int]]], level: str, mode: str) -> str:
     def every(word: str) -> str:
         return ";".join(word for _ in inputs)
 
-    return CONFIGURATION.format(
+    return format.configuration.format(
         name=name,
         march=march,
         output=OUTPUT,
@@ -155,16 +134,18 @@ def _layers(integer: fx.GraphModule, name: str, march: str) -> dict[str, Any]:
     return {"name": name, "march": march, "layers": sources}
 
 
-def _check_target(integer: fx.GraphModule) -> None:
-    target = integer.meta["target"]
-    if target.name not in MARCHES:
+def _check_target(integer: fx.GraphModule) -> str:
+    """Return the target's name. Raises ConfigurationError where no compiler makes its integers, ExportError where nothing is returned."""
+    name: str = integer.meta["target"].name
+    if name not in FORMATS:
         raise ConfigurationError(
-            f"an integer model of {target.name} cannot be written for hb_mapper",
-            because=f"that compiles for {', '.join(MARCHES)}, and its programs compute other integers than {target.name}",
-            remedy=f"prepare the model for {' or '.join(MARCHES)}, or write it with fxq.export_onnx(style='qdq') for another compiler",
+            f"an integer model of {name} cannot be written for the vendor's compilers",
+            because=f"they compile for {', '.join(FORMATS)}, and their programs compute other integers than {name}",
+            remedy=f"prepare the model for {' or '.join(HB_MAPPER.marches)}, or write it with fxq.export_onnx(style='qdq')",
         )
     if not returned(integer):
         raise ExportError("there is nothing to write", because="the model returns no tensor", remedy="return a tensor in forward")
+    return name
 
 
 def _check_node(node: fx.Node) -> None:
@@ -172,14 +153,14 @@ def _check_node(node: fx.Node) -> None:
     known = fact(node)
     if node.op == "placeholder" and isinstance(known, TensorFact) and not known.dtype.is_floating_point and node.users:
         raise ExportError(
-            f"the input {node.name!r} cannot be written for hb_mapper",
+            f"the input {node.name!r} cannot be written for the vendor's compiler",
             node=node,
             because=f"it is {str(known.dtype).removeprefix('torch.')}, and the compiler takes float32 inputs",
             remedy="take what depends on it out of the model",
         )
     if node.op == "call_function" and node.target in PRIMITIVES and PRIMITIVES[node.target].kind == "dynamic":
         raise ExportError(
-            "a layer that is quantized at run time cannot be written for hb_mapper",
+            "a layer that is quantized at run time cannot be written for the vendor's compiler",
             node=node,
             because="its scales are not known before it runs",
             remedy="leave out dynamic=True, or keep the layer in float",

@@ -19,7 +19,8 @@ from torch import Tensor, fx
 from fxquant import backends
 from fxquant.api import save
 from fxquant.arguments import FOLDER, Kind, checked, words
-from fxquant.backends.horizon.export import MARCHES, refusals
+from fxquant.backends.horizon.export import refusals
+from fxquant.backends.horizon.formats import HB_MAPPER
 from fxquant.backends.horizon.tool import Tool
 from fxquant.conformance import board, manifest
 from fxquant.conformance.compiled import compile_model, on_processor
@@ -111,11 +112,11 @@ def conformance_kit(
 
 def _chosen(march: str, dtypes: Sequence[str], operators: Sequence[str] | None, scales: Sequence[str]) -> list[Row]:
     """The operators that are asked for. Raises ConfigurationError for what there is none of."""
-    if march not in MARCHES:
+    if march not in HB_MAPPER.marches:
         raise ConfigurationError(
             f"there is no conformance kit for {march}",
-            because=f"its programs are compiled by the vendor's hb_mapper, for {', '.join(MARCHES)}",
-            remedy=f"choose {' or '.join(MARCHES)}",
+            because=f"its programs are compiled by the vendor's hb_mapper, for {', '.join(HB_MAPPER.marches)}",
+            remedy=f"choose {' or '.join(HB_MAPPER.marches)}",
         )
     known = [dtype for dtype in DTYPES if dtype in probe_target(march).activations]
     names = list(ROWS) if operators is None else list(dict.fromkeys(operators))

@@ -1,0 +1,78 @@
+"""Style "calibrated": a file at opset 19 with `horizon::HzCalibration` nodes, for the vendor's compiler of the nash marches.
+
+    %y = conv2d(%x, …)     →     y = HzCalibration(Conv(HzCalibration(x), HzCalibration(weight), bias))
+
+A node rounds a float tensor to integers on a scale, or on one for each index of `axis`, and returns their float values. The name and the
+attributes are those of the `*_calibrated_model.onnx` that hb_mapper 1.24 writes for bayes-e. That hb_compile reads them alike is untried.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxquant.backends.onnx.horizon import BITS, DOMAIN, HorizonCall, HorizonWriter
+from fxquant.errors import ExportError
+from fxquant.graph import QParams
+from fxquant.numerics import ACTIVATION_TYPES
+from fxquant.ops.form import channel_axis
+
+OPSET = 19  # the largest that hb_compile's documents name
+
+
+class CalibratedCall(HorizonCall):
+    """One operator, whose constants are rounded by HzCalibration nodes."""
+
+    def weight(self, arrange: Any = lambda weight: weight, role: str = "weight") -> str:
+        integers, scale, axis = self._per_channel(role)
+        if axis is not None and integers.shape[axis] != scale.numel():
+            raise ExportError(
+                f"the weight scales of %{self.node.name} cannot be carried to the chip",
+                node=self.node,
+                because="an HzCalibration node has one scale for each index of one dimension, and this weight has more",
+                remedy="quantize this layer with one scale per output channel, or without groups",
+            )
+        value = self.e.constant(arrange(self.grouped(role)).contiguous())
+        channels = None if axis is None else channel_axis(integers, scale, axis, arrange)
+        return calibration(self.e, value, scale, integers.dtype, channels)
+
+    def operand(self, role: str) -> str:
+        if isinstance(self.arguments.get(role), str) or role not in self.constants:
+            return super().operand(role)
+        integers, scale, axis = self.constants[role]
+        value = self.e.constant(self.real(role))
+        if scale.numel() == 0 or integers.dtype not in BITS:
+            return value
+        return calibration(self.e, value, scale, integers.dtype, None if axis is None else integers.dim() + axis)
+
+
+def calibration(e: Any, value: str, scale: Tensor, storage: torch.dtype, axis: int | None = None) -> str:
+    """Write the node that rounds a float32 value to int8 or int16 on a scale, or on one for each index of `axis`; return its result."""
+    bits, scales = BITS[storage], scale.reshape(-1).float()
+    largest = 2 ** (bits - 1) - 1
+    place = {} if axis is None else {"axis": axis}
+    result: str = e.node(
+        "HzCalibration",
+        value,
+        domain=DOMAIN,
+        qtype=f"int{bits}",
+        scales=scales.tolist(),
+        thresholds=(scales * largest).tolist(),
+        constant=1,
+        switch="ON",
+        **place,
+    )
+    e.types[result] = torch.float32
+    return result
+
+
+class CalibratedWriter(HorizonWriter):
+    """Walks an integer graph of a nash target once. A quantized tensor is carried as its float value."""
+
+    calls = CalibratedCall
+
+    def _quantized(self, value: str, described: QParams, limited: bool = False) -> str:
+        scale = torch.tensor(described.scale, dtype=torch.float32, device="cpu")
+        return calibration(self.emitter, value, scale, ACTIVATION_TYPES[described.dtype].storage)
