@@ -114,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument(
         "--to", choices=("horizon",), help="what the vendor's compiler for bernoulli2, bayes and bayes-e takes: a folder (see --out)"
     )
+    export.add_argument("--camera", choices=("nv12", "yuv444"), help="let the program of --to take images of a camera")
     export.add_argument("--out", type=Path, default=Path("horizon"), metavar="FOLDER", help="the folder of --to (default: horizon)")
     export.add_argument("--compile", action="store_true", help="compile the folder of --to, too, which needs the vendor's tool")
     export.set_defaults(run=_export)
@@ -261,7 +262,7 @@ def _export(options: argparse.Namespace) -> int:
     for name, path in asked.items():
         print(writers[name](integer, path))
     if options.to is not None:
-        folder = fxq.export_horizon(integer, options.out)
+        folder = fxq.export_horizon(integer, options.out, camera=options.camera)
         print(fxq.compile_horizon(folder) if options.compile else folder)
     return 0
 

@@ -16,6 +16,7 @@ from fxquant.backends.horizon import export
 from fxquant.backends.horizon.tool import Tool
 from fxquant.compat import horizon
 from fxquant.compat.horizon import march
+from tests.test_horizon_camera import converted as with_camera
 
 INSTALLED = bool(os.environ.get("FXQUANT_HORIZON")) or shutil.which("hb_mapper") is not None
 pytestmark = [pytest.mark.vendor, pytest.mark.skipif(not INSTALLED, reason="the vendor's tool is not installed: make vendor")]
@@ -153,3 +154,14 @@ def test_a_sum_of_32_bits_that_leaves_the_model_is_compared(tmp_path: Path) -> N
     report = fxq.verify(integer := fxq.convert(prepared), fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net")), batches())
     assert report, str(report)
     assert report.unseen == {}
+
+
+@pytest.mark.parametrize("target", ["bayes-e", "bernoulli2"])
+@pytest.mark.parametrize("camera", ["nv12", "yuv444"])
+def test_a_program_that_reads_a_camera_computes_the_integer_graph(camera: str, target: str, tmp_path: Path) -> None:
+    integer = with_camera(target, size=(32, 32))
+    path = fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net", camera=camera), show_progress=False)
+    luma, chroma = torch.randint(0, 256, (2, 32, 32, 1), dtype=torch.uint8), torch.randint(0, 256, (2, 16, 16, 2), dtype=torch.uint8)
+    report = fxq.verify(integer, path, [fxq.nn.Nv12ToYuv444(centred=True)(luma, chroma)], show_progress=False)
+    assert report, str(report)
+    assert report.elements > 0

@@ -15,6 +15,7 @@ from torch import fx
 
 from fxquant.analysis.segments import returned
 from fxquant.arguments import FOLDER, TEXT, checked, choice, such
+from fxquant.backends.horizon.camera import MEAN, check_camera
 from fxquant.backends.horizon.formats import FORMATS, HB_MAPPER, OUTPUT, README, Format
 from fxquant.backends.onnx.export import check_arguments
 from fxquant.backends.onnx.files import save_models
@@ -36,7 +37,13 @@ PLAIN = re.compile(r"[\w.+/-]+")  # what stands in the configuration between quo
 NAME = such("a name of letters, digits, _, . and -", TEXT.take, lambda name: bool(PLAIN.fullmatch(name)) and "/" not in name)
 
 
-@checked(folder=FOLDER, name=NAME, optimize=choice(*HB_MAPPER.levels), mode=choice("latency", "bandwidth"))
+@checked(
+    folder=FOLDER,
+    name=NAME,
+    optimize=choice(*HB_MAPPER.levels),
+    mode=choice("latency", "bandwidth"),
+    camera=choice(*HB_MAPPER.cameras).or_none("float32"),
+)
 @working("writing for the vendor's compiler")
 def export_horizon(
     integer: fx.GraphModule,
@@ -45,6 +52,7 @@ def export_horizon(
     *,
     optimize: str = "O2",
     mode: str = "latency",
+    camera: str | None = None,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
 ) -> Path:
@@ -59,6 +67,9 @@ def export_horizon(
 
     optimize   the level of the compiler: "O0" to "O3"
     mode       what it optimizes for: "latency" or "bandwidth"
+    camera     what the program takes in place of float32: "nv12" from the camera's pyramid, or "yuv444" from memory, each channel in 0…255.
+               The model's only input is then YUV less 128, int8 on the scale 1: `fxq.nn.YuvToRgb(centred=True, …)` is its first module,
+               and its input's scale is set by `set_qparams`. The program's integers are those of `integer`
     input_names, output_names  names in the file; by default those of the graph
 
     For nash targets the file has opset 19 and `HzCalibration` nodes, and compile.sh calls hb_compile. These files follow public documents,
@@ -71,6 +82,8 @@ def export_horizon(
     target = _check_target(integer)
     format = FORMATS[target]
     format.check_level(optimize)
+    if camera is not None:
+        check_camera(integer, format, camera)
     for node in integer.graph.nodes:
         _check_node(node)
     model = format.writer(integer, "float", format.opset).write(input_names, output_names)
@@ -84,7 +97,7 @@ def export_horizon(
     directory = Path(folder)
     inputs = [(info.name, fixed_shape(info)) for info in model.graph.input]
     beside = {
-        f"{name}.yaml": _configuration(format, name, target, inputs, optimize, mode),
+        f"{name}.yaml": _configuration(format, name, target, inputs, optimize, mode, camera),
         SCRIPT: format.commands.format(name=name, output=OUTPUT),
         LAYERS: json.dumps(_layers(integer, name, target), indent=1, ensure_ascii=False) + "\n",
     }
@@ -109,7 +122,9 @@ def refusals(integer: fx.GraphModule) -> list[ExportError]:
     return found
 
 
-def _configuration(format: Format, name: str, march: str, inputs: list[tuple[str, list[int]]], level: str, mode: str) -> str:
+def _configuration(
+    format: Format, name: str, march: str, inputs: list[tuple[str, list[int]]], level: str, mode: str, camera: str | None
+) -> str:
     def every(word: str) -> str:
         return ";".join(word for _ in inputs)
 
@@ -119,9 +134,12 @@ def _configuration(format: Format, name: str, march: str, inputs: list[tuple[str
         output=OUTPUT,
         names=";".join(input for input, _ in inputs),
         shapes=";".join("x".join(map(str, shape)) for _, shape in inputs),
-        types=every("featuremap"),
+        types=every("featuremap" if camera is None else camera),
+        trained=every("featuremap" if camera is None else "yuv444"),
         layouts=every("NCHW"),
-        norms=every("no_preprocess"),
+        arrived=every("NCHW" if camera is None else "NHWC"),
+        norms=every("no_preprocess" if camera is None else "data_mean"),
+        mean="" if camera is None else MEAN,
         level=level,
         mode=mode,
     )

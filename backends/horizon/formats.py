@@ -29,6 +29,7 @@ class Format:
     configuration  the yaml file, with names in braces
     commands       the script, likewise
     untried        what a README says of files that no compiler has tried; None where it was tried
+    cameras        the images that the compiled program can take: "nv12" from the camera's pyramid, "yuv444" from memory
     """
 
     compiler: str
@@ -39,6 +40,7 @@ class Format:
     configuration: str
     commands: str
     untried: str | None = None
+    cameras: tuple[str, ...] = ()
 
     def check_level(self, level: str) -> None:
         """Raise ConfigurationError for a level that the compiler does not have."""
@@ -66,10 +68,10 @@ input_parameters:
   input_name: '{names}'
   input_shape: '{shapes}'
   input_type_rt: '{types}'
-  input_layout_rt: '{layouts}'
-  input_type_train: '{types}'
+  input_layout_rt: '{arrived}'
+  input_type_train: '{trained}'
   input_layout_train: '{layouts}'
-  norm_type: '{norms}'
+  norm_type: '{norms}'{mean}
 calibration_parameters:
   calibration_type: 'load'
 compiler_parameters:
@@ -86,6 +88,7 @@ cd "$(dirname "$0")"
 hb_mapper makertbin --model-type onnx --config {name}.yaml
 hb_perf {output}/{name}.bin
 """,
+    cameras=("nv12", "yuv444"),
 )
 HB_COMPILE = Format(
     "hb_compile",

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fxquant.backends.horizon.camera import nv12_of
 from fxquant.backends.horizon.log import failure
 from fxquant.backends.horizon.tool import Tool
 from fxquant.errors import CompilationError
@@ -23,11 +24,15 @@ MEMORY = 1024  # MB that the simulator sets aside
 
 
 class Feature(NamedTuple):
-    """A tensor that a program takes or gives: its name in the quantized model, its dimensions in the order of its elements, its type."""
+    """A tensor that a program takes or gives: its name in the quantized model, its dimensions in the order of its elements, its type.
+
+    `pyramid` says that it is an image, which the program takes as NV12 from the camera's pyramid.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    pyramid: bool = False
 
 
 class Program(NamedTuple):
@@ -130,12 +135,11 @@ class Binary:
         with tempfile.TemporaryDirectory(prefix="fxquant-") as folder:
             work, out = Path(folder), Path(folder, "out")
             out.mkdir()
-            for index, (value, feature) in enumerate(zip(inputs, program.inputs, strict=True)):
-                value.reshape(feature.shape).contiguous().numpy().astype(TYPES[feature.dtype]).tofile(work / f"{index}.bin")
-            files = ",".join(f"{index}.bin" for index in range(len(program.inputs)))
-            running = self.tool.run(
-                "hbdk-sim", "-f", str(self.hbm), "-n", program.name, "-i", files, "-o", "out", "--memory", str(MEMORY), cwd=work
-            )
+            files = [_written(work / str(index), *each) for index, each in enumerate(zip(inputs, program.inputs, strict=True))]
+            sizes = ["x".join(map(str, feature.shape[1:3])) if feature.pyramid else "" for feature in program.inputs]
+            images = ["--yuv-size", ",".join(sizes)] if any(sizes) else []
+            given = ["-i", ",".join(files), *images, "-o", "out", "--memory", str(MEMORY)]
+            running = self.tool.run("hbdk-sim", "-f", str(self.hbm), "-n", program.name, *given, cwd=work)
             results = [_read(out, index, feature) for index, feature in enumerate(program.outputs)]
             if running.code or any(result is None for result in results):
                 raise failure("hbdk-sim", running.code, running.lines)
@@ -150,11 +154,20 @@ class Binary:
 
 
 def _program(entry: dict[str, Any]) -> Program:
-    sides = [
-        tuple(Feature(each["feature name"], tuple(each["valid dim"]), each["element type name"]) for each in entry[f"{side} features"])
-        for side in ("input", "output")
-    ]
+    sides = [tuple(_feature(each) for each in entry[f"{side} features"]) for side in ("input", "output")]
     return Program(entry["model name"], entry["march"], *sides)
+
+
+def _feature(entry: dict[str, Any]) -> Feature:
+    return Feature(entry["feature name"], tuple(entry["valid dim"]), entry["element type name"], entry.get("input source") == "pyramid")
+
+
+def _written(path: Path, value: Tensor, feature: Feature) -> str:
+    """Write an input as the simulator reads it, and return the file's name."""
+    value = value.reshape(feature.shape)
+    file = path.with_suffix(".yuv" if feature.pyramid else ".bin")
+    (nv12_of(value).numpy() if feature.pyramid else value.contiguous().numpy().astype(TYPES[feature.dtype])).tofile(file)
+    return file.name
 
 
 def _read(folder: Path, index: int, feature: Feature) -> Tensor | None:

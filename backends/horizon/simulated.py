@@ -150,8 +150,9 @@ class SimulatedForm:
         return rank == 4 and (place.channels_last or self.march in CHANNELS_LAST)
 
     def _arranged(self, value: Tensor, place: Place, feature: Feature) -> Tensor:
-        """A tensor of the graph in the order of a program's."""
-        return (value.permute(0, 2, 3, 1) if self._last(value.dim(), place) else value).reshape(feature.shape)
+        """A tensor of the graph in the order of a program's; an image from a camera has its channels last."""
+        turned = self._last(value.dim(), place) or (value.dim() == 4 and feature.shape[1:] == (*value.shape[2:], value.shape[1]))
+        return (value.permute(0, 2, 3, 1) if turned else value).reshape(feature.shape)
 
     def _restored(self, value: Tensor, wanted: Tensor, place: Place) -> Tensor:
         """A program's tensor in the order of the graph's."""

@@ -1,0 +1,93 @@
+"""Images from a camera as the input of a compiled program: what is written, what is refused, and the bytes of NV12."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import fxquant as fxq
+from fxquant.backends.horizon.camera import nv12_of
+
+
+class Camera(nn.Module):
+    """Centred YUV as normalised RGB, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.colour = fxq.nn.YuvToRgb(centred=True, mean=(123.7, 116.3, 103.5), std=(58.4, 57.1, 57.4))
+        self.layer = nn.Conv2d(3, 4, 3, 2, 1)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return torch.relu(self.layer(self.colour(image)))
+
+
+def converted(target: str = "bayes-e", scale: float | None = 1.0, size: tuple[int, int] = (8, 8)) -> fx.GraphModule:
+    torch.manual_seed(0)
+    images = torch.randint(-128, 128, (4, 3, *size)).float()
+    prepared = fxq.prepare(Camera().eval(), images, target)
+    fxq.calibrate(prepared, [images], show_progress=False)
+    if scale is not None:
+        fxq.set_qparams(prepared, {"image_quantize": scale})
+    return fxq.convert(prepared)
+
+
+@pytest.mark.parametrize("camera", ["nv12", "yuv444"])
+def test_the_configuration_asks_for_bytes_less_128(camera: str, tmp_path: Path) -> None:
+    folder = fxq.export_horizon(converted(), tmp_path / "net", camera=camera)
+    text = (folder / "model.yaml").read_text(encoding="utf-8")
+    for line in (
+        f"input_type_rt: '{camera}'",
+        "input_layout_rt: 'NHWC'",
+        "input_type_train: 'yuv444'",
+        "norm_type: 'data_mean'\n  mean_value: '128 128 128'",
+    ):
+        assert line in text
+    plain = fxq.export_horizon(converted(), tmp_path / "plain")
+    assert "mean_value" not in (plain / "model.yaml").read_text(encoding="utf-8")
+    assert (plain / "model.onnx").read_bytes() == (folder / "model.onnx").read_bytes()
+
+
+class Two(nn.Module):
+    def forward(self, image: Tensor, other: Tensor) -> Tensor:
+        return image + other
+
+
+def gray() -> fx.GraphModule:
+    return fxq.quantize(nn.Conv2d(1, 2, 1).eval(), [torch.randn(1, 1, 8, 8)], target="bayes-e", show_progress=False).integer
+
+
+def two() -> fx.GraphModule:
+    batch = (torch.randn(1, 3, 8, 8), torch.randn(1, 3, 8, 8))
+    return fxq.quantize(Two(), [batch], target="bayes-e", show_progress=False).integer
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "another scale": (lambda: converted(scale=0.5), "int8 on the scale 0.5"),
+    "an odd size": (lambda: converted(size=(8, 9)), "NV12 has an even number of both"),
+    "one channel": (gray, "an image has 3 channels"),
+    "two inputs": (two, "it has 2 inputs"),
+    "nash": (lambda: converted("nash-e"), "not written for hb_compile"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_image_of_a_camera_is_refused(name: str, tmp_path: Path) -> None:
+    make, because = REFUSED[name]
+    with pytest.raises(fxq.ConfigurationError, match="cannot take nv12 from a camera") as refused:
+        fxq.export_horizon(make(), tmp_path / "net", camera="nv12")
+    assert because in refused.value.because
+    assert "fxq.nn.YuvToRgb(centred=True" in refused.value.remedy
+    assert not (tmp_path / "net").exists()
+
+
+def test_the_bytes_of_nv12_are_those_of_the_image() -> None:
+    y, uv = torch.randint(0, 256, (1, 4, 6, 1), dtype=torch.uint8), torch.randint(0, 256, (1, 2, 3, 2), dtype=torch.uint8)
+    image = fxq.nn.Nv12ToYuv444(centred=True)(y, uv).permute(0, 2, 3, 1).to(torch.int64)
+    assert torch.equal(nv12_of(image), torch.cat([y.reshape(4, 6), uv.reshape(2, 6)]))
+    image[0, 0, 0, 1] += 1
+    with pytest.raises(fxq.ConfigurationError, match="no NV12 image"):
+        nv12_of(image)
