@@ -22,7 +22,7 @@ from fxquant.ops import matters, operand_nodes, operator_of, preferred_by, prefe
 from fxquant.ops.boundary import DEQUANTIZE, QUANTIZE
 from fxquant.ops.record import Operator
 from fxquant.pipeline import Context
-from fxquant.quantization.mapping import DEFAULT, Rule
+from fxquant.quantization.mapping import DEFAULT
 from fxquant.quantization.rules import decide
 from fxquant.quantization.spec import ActivationConfig
 from fxquant.stage import is_integer, is_quantized
@@ -41,12 +41,9 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
     preferred = preferred_dtypes(gm.graph, context.target.activations)
     quantized: Made = {}
     dequantized: Made = {}
-    unused: dict[Rule, list[str]] = {}
     for node in list(gm.graph.nodes):
         operator = operator_of(node)
         activations = set(operand_nodes(operator, operator.arguments(node))) if operator is not None and is_integer(node) else set()
-        if _input_unused(node, activations):
-            unused.setdefault(decide(node).layer, []).append(f"%{node.name}")
 
         def cross(
             operand: fx.Node, node: fx.Node = node, operator: Operator | None = operator, activations: set[fx.Node] = activations
@@ -60,18 +57,7 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
             return operand
 
         _map_inputs(node, cross)
-    for rule, names in unused.items():
-        readers = ", ".join(names)
-        context.not_done(gm, f"the input= of the qconfig's {rule} is not used by {readers}: what is read there is quantized already")
     return sum(len(set(there.values())) for there in (*quantized.values(), *dequantized.values()))
-
-
-def _input_unused(node: fx.Node, activations: set[fx.Node]) -> bool:
-    """Whether a rule asks for an input that means nothing here. The default's is the model's, and no operator's in particular."""
-    spec = annotation(node)
-    if spec is None or spec.config is None or spec.config.input is None or not is_integer(node) or decide(node).layer == DEFAULT:
-        return False
-    return all(map(is_integer, activations))
 
 
 def _map_inputs(node: fx.Node, function: Any) -> None:

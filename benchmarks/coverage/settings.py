@@ -87,7 +87,9 @@ def observer(here: Here, chosen: Any, **options: Any) -> None:
 
 def input_of_an_inner_operator(here: Here) -> None:
     prepared = here.prepared(qconfig=M().set_module_name("deep", Q(input=A("int16"))))
-    sure("the input= of the qconfig's" in fxq.explain(prepared))
+    here.exact(prepared)
+    found = {layer.name: layer.dtype for layer in fxq.layers(prepared)}
+    sure(found["stem_0_requantize"] == "int16", str(found))
 
 
 def by_order(here: Here) -> None:
@@ -121,7 +123,7 @@ chapter(
     ("the form of a dict, as Horizon has it", as_dict),
     ("by type, place and order of calls, as PyTorch has it", by_order),
     ("a function's qconfig, without a module around it", lambda h: h.prepared(qconfig=M().set_object_type(torch.relu, Q(A("int16"))))),
-    ("the input of an operator; what does nothing is told", input_of_an_inner_operator),
+    ("the input of an operator, in a dtype of its own", input_of_an_inner_operator),
     (
         "a part in float",
         lambda h: sure(
