@@ -34,6 +34,8 @@ def settle(gm: fx.GraphModule, context: Context) -> int:
         own = _is_own(node)
         if demanded is None and not (own and config is not None and not config.dynamic):
             operand = node.all_input_nodes[0]
+            if operand.op == "placeholder" and not module_path(operand):
+                operand.meta["module"] = module_path(node)  # whose quantize, if there is one, is this stub's
             context.say(f"%{node.name} says where the integer part begins")
             pass_on(operand, node)
             node.replace_all_uses_with(operand)

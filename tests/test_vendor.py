@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fxquant as fxq
 from fxquant.backends.horizon import export
 from fxquant.compat import horizon
-from fxquant.compat.horizon import march
+from fxquant.compat.horizon.served import march
 
 INSTALLED = bool(os.environ.get("FXQUANT_HORIZON")) or shutil.which("hb_mapper") is not None
 pytestmark = [pytest.mark.vendor, pytest.mark.skipif(not INSTALLED, reason="the vendor's tool is not installed: make vendor")]
