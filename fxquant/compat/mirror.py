@@ -10,7 +10,7 @@ import importlib
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -57,13 +57,15 @@ class Tables:
     """The modules of a toolkit, by dotted path below its package, and the rows of each.
 
     package   the package whose modules are mirrored: "fxquant.compat.horizon"
-    toolkit   what the toolkit calls itself: the head of an error
     homes     where what serves a name is found: "fxquant.compat.horizon.served"
-    aliases   names of top-level packages that `install` puts into sys.modules, and which module each of them is
+    aliases   names of packages that `install` puts into sys.modules, and which module each of them is
+    other     what serves names that no row has, given a module's path and the name; raises AttributeError for one that it has not
     """
 
-    def __init__(self, package: str, toolkit: str, homes: str, rows: Mapping[str, Sequence[Row]], aliases: Mapping[str, str]) -> None:
-        self.package, self.toolkit, self.homes, self.aliases = package, toolkit, homes, dict(aliases)
+    def __init__(
+        self, package: str, homes: str, rows: Mapping[str, Sequence[Row]], aliases: Mapping[str, str], other: Callable[[str, str], Any] | None = None
+    ) -> None:
+        self.package, self.homes, self.aliases, self.other = package, homes, dict(aliases), other
         self.modules = {path: {row.name: row for row in listed} for path, listed in rows.items()}
         for path in list(self.modules):  # a module's parents are modules
             parts = path.split(".")
@@ -84,6 +86,8 @@ class Tables:
         child = ".".join(filter(None, (path, name)))
         if row is None and child in self.modules:
             return importlib.import_module(f"{self.package}.{child}")
+        if row is None and self.other is not None and not name.startswith("__"):
+            return self.other(path, name)
         if row is None:
             raise AttributeError(f"module {self.shown(path)!r} has no attribute {name!r}")
         if isinstance(row.served, Refusal):

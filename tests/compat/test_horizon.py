@@ -253,7 +253,7 @@ def test_a_checkpoint_of_the_plugin_loads(caplog: pytest.LogCaptureFixture) -> N
         student.load_state_dict({**checkpoint, "nowhere.activation_post_process.scale": torch.tensor([1.0])})
     again = prepared_as(horizon.default_qat_8bit_lsq_quant_qconfig, Net().train())
     again.load_state_dict(student.state_dict())
-    assert fxq.qparams(again) == found
+    assert str(fxq.qparams(again)) == str(found)  # NaN, of what the checkpoint says nothing of, included
 
 
 # ---- what is quantized how ------------------------------------------------------------------------------------------------

@@ -233,4 +233,4 @@ MODULES: dict[str, list[Row]] = {
     "hbdk4.compiler": HBDK4_COMPILER,
 }
 
-TABLES = Tables("fxquant.compat.horizon", "horizon_plugin_pytorch", "fxquant.compat.horizon.served", MODULES, ALIASES)
+TABLES = Tables("fxquant.compat.horizon", "fxquant.compat.horizon.served", MODULES, ALIASES)
