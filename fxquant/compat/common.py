@@ -60,7 +60,10 @@ def run_program(called: str, install: Callable[[bool], None], arguments: Sequenc
         return 0 if arguments else 2
     program = Path(arguments[0])
     if not program.is_file():
-        print(ConfigurationError(f"there is no program {program}", because="it is the path of a Python file", remedy="pass one"), file=sys.stderr)
+        print(
+            ConfigurationError(f"there is no program {program}", because="it is the path of a Python file", remedy="pass one"),
+            file=sys.stderr,
+        )
         return 2
     logging.getLogger("fxquant").setLevel(logging.INFO)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")

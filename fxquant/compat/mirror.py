@@ -63,7 +63,12 @@ class Tables:
     """
 
     def __init__(
-        self, package: str, homes: str, rows: Mapping[str, Sequence[Row]], aliases: Mapping[str, str], other: Callable[[str, str], Any] | None = None
+        self,
+        package: str,
+        homes: str,
+        rows: Mapping[str, Sequence[Row]],
+        aliases: Mapping[str, str],
+        other: Callable[[str, str], Any] | None = None,
     ) -> None:
         self.package, self.homes, self.aliases, self.other = package, homes, dict(aliases), other
         self.modules = {path: {row.name: row for row in listed} for path, listed in rows.items()}

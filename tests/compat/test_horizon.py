@@ -522,5 +522,3 @@ def test_a_call_that_cannot_be_done(name: str) -> None:
         CALLS[name]()
     assert caught.value.because
     assert caught.value.remedy
-
-

@@ -8,7 +8,7 @@ ALIASES = {"horizon_plugin_pytorch": "", "horizon_plugin_profiler": "profiler", 
 OWN = "its own observers and fake quantizes are fxquant's"
 NO_SCRIPT = "a TorchScript program holds no integer graph"
 
-MARCH = serve("march", "March set_march get_march", native="`target=` of `fxq.prepare`: \"bayes-e\", \"nash-m\", \"x5\" …")
+MARCH = serve("march", "March set_march get_march", native='`target=` of `fxq.prepare`: "bayes-e", "nash-m", "x5" …')
 DTYPES = serve("dtypes", "qint4 qint8 qint16 qint32 qinfo QuantDType", note="names of fxquant's dtypes")
 
 PREPARING = [
@@ -96,7 +96,10 @@ SETTERS = [
 CONSISTENCY = refuse("ConsistencyStrategy", "a consistency level is part of the march", "set_march('nash-e-level1'), or level2", "3.0")
 AUTO = refuse("auto_calibrate", "the search starts from the float model", "call fxq.search_observers(model, batches, target)")
 OLD_CALIBRATION = refuse(
-    "prepare_calibration prepare_calibration_fx", "the plugin gave it up", "prepare_qat_fx, and set_fake_quantize(model, FakeQuantState.CALIBRATION)", "0.9"
+    "prepare_calibration prepare_calibration_fx",
+    "the plugin gave it up",
+    "prepare_qat_fx, and set_fake_quantize(model, FakeQuantState.CALIBRATION)",
+    "0.9",
 )
 OTHERS = [
     *AUTO,
@@ -122,7 +125,12 @@ DEBUG = [
     *refuse("ModelProfiler HbirModelProfiler ConsistencyAnalyzer QatBcEditor HbmServerSession ModelProfilerv2",
             "files of the vendor's compiler are not read", "call fxq.compare(reference, model, batches), or fxq.verify", "2.0"),
 ]  # fmt: skip
-ONNX = serve("onnx", "export_to_onnx export_quantized_onnx", native="`fxq.export_onnx`", note="*qdq* for a prepared model; *exact*, which runs, for an integer one")
+ONNX = serve(
+    "onnx",
+    "export_to_onnx export_quantized_onnx",
+    native="`fxq.export_onnx`",
+    note="*qdq* for a prepared model; *exact*, which runs, for an integer one",
+)
 JIT = [
     *serve("jit", "save load", native="`fxq.save`, `fxq.load`", note="the integer graph is kept beside the program"),
     *serve("jit", "to_device", note="refused with the remedy"),
@@ -133,8 +141,16 @@ COLOURS = serve(
     centered_yuv2rgb centered_yuv2bgr""",
     native="modules of `fxq.nn`",
 )
-_NMS = refuse("nms batched_nms batched_nms_with_padding nms_rotated", "boxes are chosen on the host", "use torchvision.ops, or fxq.nn.DetectionPostProcess")
-_POINTS = refuse("point_pillars_preprocess voxelization", "points are put into cells on the host, before the model", "write it in NumPy or PyTorch in front of the model")
+_NMS = refuse(
+    "nms batched_nms batched_nms_with_padding nms_rotated",
+    "boxes are chosen on the host",
+    "use torchvision.ops, or fxq.nn.DetectionPostProcess",
+)
+_POINTS = refuse(
+    "point_pillars_preprocess voxelization",
+    "points are put into cells on the host, before the model",
+    "write it in NumPy or PyTorch in front of the model",
+)
 NN_FUNCTIONAL = [
     *serve("functional", "bgr_to_yuv444 point_pillars_scatter filter window_partition window_reverse", native="modules of `fxq.nn`"),
     *_NMS,
@@ -158,16 +174,30 @@ NN = [
     *refuse("MultiScaleRoIAlign", "levels are chosen by the boxes' data", "use fxq.nn.MultiScaleRoIAlign, which reads every level"),
     *refuse("BevPoolV2", "its ranks are constants of the model", "use fxq.nn.BEVPool(size, ranks_depth, ranks_feat, ranks_bev)", "3.0"),
 ]  # fmt: skip
-WRAP = refuse("wrap Tracer replace_torch_op", "functions and modules are kept whole by name", "decorate a function with fxq.wrap, or pass leaf= to fxq.prepare")
+WRAP = refuse(
+    "wrap Tracer replace_torch_op",
+    "functions and modules are kept whole by name",
+    "decorate a function with fxq.wrap, or pass leaf= to fxq.prepare",
+)
 MODEL_HELPER = [
     *serve("debug", "get_module_called_count"),
     *refuse("register_hook_on_leaf swap_ff_with_horizonff", "modules are traced, not replaced", "leave it out"),
 ]
-HBDK4_EXPORT = serve("hbdk4", "export pre_export get_hbir_input_flattener get_hbir_output_unflattener", "2.0", "`fxq.convert`", "modules are fxquant's graphs")
+HBDK4_EXPORT = serve(
+    "hbdk4",
+    "export pre_export get_hbir_input_flattener get_hbir_output_unflattener",
+    "2.0",
+    "`fxq.convert`",
+    "modules are fxquant's graphs",
+)
 HBDK4_COMPILER = [
     *serve("hbdk4", "convert save load statistics Module March", "2.0", "`fxq.convert`, `fxq.save`", "files are fxquant's own"),
-    *serve("hbdk4", "compile hbm_perf visualize", "2.0", "`fxq.export_onnx`, `fxq.estimate`", "for nash, compile is refused with the remedy"),
-    *refuse("leap link Hbm", "the compiler's own language and runtime are closed", "write fxq.export_onnx, and run it with onnxruntime", "2.0"),
+    *serve(
+        "hbdk4", "compile hbm_perf visualize", "2.0", "`fxq.export_onnx`, `fxq.estimate`", "for nash, compile is refused with the remedy"
+    ),
+    *refuse(
+        "leap link Hbm", "the compiler's own language and runtime are closed", "write fxq.export_onnx, and run it with onnxruntime", "2.0"
+    ),
 ]
 QTENSOR = refuse("QTensor", "integers of a graph are tensors of their own dtypes", "read them with fxq.record(model, batches)")
 VERSION = [Row("__version__", "version:__version__", "1.0", "", "the release whose names are served")]
@@ -195,7 +225,9 @@ MODULES: dict[str, list[Row]] = {
     "quantization._learnable_fake_quantize": [row for row in FAKE if row.name == "_LearnableFakeQuantize"],
     "quantization.pact_fake_quantize": [row for row in FAKE if row.name == "PACTFakeQuantize"],
     "quantization.quantize_fx": [row for row in (*PREPARING, *FLOW, *OLD_CALIBRATION) if row.name.endswith("_fx")],
-    "quantization.quantize": [row for row in (*PREPARING, *FLOW, *OLD_CALIBRATION) if row.name in ("prepare_qat", "convert", "prepare_calibration")],
+    "quantization.quantize": [
+        row for row in (*PREPARING, *FLOW, *OLD_CALIBRATION) if row.name in ("prepare_qat", "convert", "prepare_calibration")
+    ],
     "quantization.prepare": [row for row in PREPARING if row.name in ("prepare", "PrepareMethod")],
     "quantization.fuse_modules": [row for row in (*FLOW, *OTHERS) if row.name.startswith("fuse_")],
     "quantization.stubs": STUBS,
@@ -205,7 +237,11 @@ MODULES: dict[str, list[Row]] = {
     "nn": NN,
     "nn.functional": NN_FUNCTIONAL,
     "nn.quantized": [*FUNCTIONAL_MODULES, Row("QFunctional", "stubs:FloatFunctional"), Row("Quantize", "stubs:QuantStub")],
-    "nn.qat": [*FUNCTIONAL_MODULES, *STUBS, *refuse("Conv2d ConvBN2d ConvReLU2d Linear", "modules are traced, not replaced", "name PyTorch's class: torch.nn.Conv2d")],
+    "nn.qat": [
+        *FUNCTIONAL_MODULES,
+        *STUBS,
+        *refuse("Conv2d ConvBN2d ConvReLU2d Linear", "modules are traced, not replaced", "name PyTorch's class: torch.nn.Conv2d"),
+    ],
     "nn.intrinsic": refuse("ConvReLU2d ConvAdd2d ConvAddReLU2d", "operators are fused in the graph", "leave it out"),
     "nn.layer_norm": [row for row in NN if row.name == "LayerNorm"],
     "nn.grid_sample": [row for row in NN if row.name in ("GridSample", "warp")],

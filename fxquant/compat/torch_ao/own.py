@@ -33,7 +33,9 @@ def find(path: str, name: str) -> Any:
     if name.startswith("_") and not name.startswith("_get") and name != "_with_args":
         raise AttributeError(f"module {HOME!r} has no attribute {name!r}")
     try:
-        module = _kept[path] if _kept and path in _kept else importlib.import_module(".".join(filter(None, (HOME, path)))) if not _kept else None
+        module = (
+            _kept[path] if _kept and path in _kept else importlib.import_module(".".join(filter(None, (HOME, path)))) if not _kept else None
+        )
     except ImportError as error:
         raise ConfigurationError(
             f"{name} is not here",

@@ -35,7 +35,9 @@ class QuantAnalysis:
     ) -> None:  # fmt: skip
         if analysis_model_type not in TYPES:
             raise ConfigurationError(
-                f"analysis_model_type={analysis_model_type!r} is unknown", because=f"it is one of {', '.join(TYPES)}", remedy="pass one of these"
+                f"analysis_model_type={analysis_model_type!r} is unknown",
+                because=f"it is one of {', '.join(TYPES)}",
+                remedy="pass one of these",
             )
         if post_process is not None:
             raise ConfigurationError(
@@ -80,7 +82,9 @@ class QuantAnalysis:
     def _case(self) -> Any:
         if self.case is None:
             raise ConfigurationError(
-                "there is no bad case yet", because="what is compared is one batch", remedy="call auto_find_bad_case(dataloader) or set_bad_case(batch)"
+                "there is no bad case yet",
+                because="what is compared is one batch",
+                remedy="call auto_find_bad_case(dataloader) or set_bad_case(batch)",
             )
         return self.case
 
@@ -102,7 +106,9 @@ class QuantAnalysis:
         """
         if is_deployed(self.analysis):
             raise ConfigurationError(
-                "sensitivities of an integer model cannot be had", because="its scales are constants", remedy="pass the prepared model it was made of"
+                "sensitivities of an integer model cannot be had",
+                because="its scales are constants",
+                remedy="pass the prepared model it was made of",
             )
         found = fxq.sensitivity(self.analysis, [self._case()], widths=(8,), show_progress=False)
         rows = [(tensor.name.removesuffix(".weight"), tensor.kind, max(tensor.noise.values(), default=0.0)) for tensor in found.ranked()]

@@ -25,14 +25,15 @@ logger = logging.getLogger("fxquant")
 
 LEVELS = {"fast": "O3", "ddr": "O2", "balance": "O2"}
 OPTIMIZE = {"ddr": "bandwidth"}
-OPT = Kind("one of 'O0', 'O1', 'O2', 'O3', 'fast', 'ddr', 'balance', or 0 to 3", lambda value: LEVEL.take(f"O{value}" if isinstance(value, int) else value))
+OPT = Kind(
+    "one of 'O0', 'O1', 'O2', 'O3', 'fast', 'ddr', 'balance', or 0 to 3",
+    lambda value: LEVEL.take(f"O{value}" if isinstance(value, int) else value),
+)
 LEVEL = choice("O0", "O1", "O2", "O3", *LEVELS)
 HBM = Kind("the path of a .hbm or .bin file to write", FILE.take)
 
 
-def _folder(
-    module: Any, folder: Path, march: str | None, name: str | None, opt: str, called: str
-) -> tuple[fx.GraphModule, Path]:
+def _folder(module: Any, folder: Path, march: str | None, name: str | None, opt: str, called: str) -> tuple[fx.GraphModule, Path]:
     """The integer model, and the folder that the compiler takes of it. Raises ConfigurationError for another march than its own."""
     integer = integer_of(module, called)
     wanted, own = march or get_march(), integer.meta["target"]
@@ -167,9 +168,7 @@ def visualize_model(
 
 
 @checked(hbir=FILE)
-def export_hbir(
-    module: Any, example_inputs: Any, hbir: str | os.PathLike[str], march: str | None = None
-) -> tuple[list[str], list[str]]:
+def export_hbir(module: Any, example_inputs: Any, hbir: str | os.PathLike[str], march: str | None = None) -> tuple[list[str], list[str]]:
     """Write what the installed compiler takes, a folder with an ONNX file, at `hbir` without its ending; the names of inputs and outputs.
 
     HBIR itself is not written: its format is the compiler's own.

@@ -31,7 +31,9 @@ def become(model: nn.Module, other: nn.Module) -> None:
 
 def keep_shapes(prepared: nn.Module, example_inputs: Any) -> None:
     """Have every state_dict of a prepared model say what its inputs were."""
-    shapes = pytree.tree_map(lambda value: ("tensor", tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value, example_inputs)
+    shapes = pytree.tree_map(
+        lambda value: ("tensor", tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value, example_inputs
+    )
 
     def note(module: nn.Module, state_dict: Any, prefix: str, metadata: Any) -> None:
         if not prefix and hasattr(state_dict, "_metadata"):

@@ -81,7 +81,11 @@ def _colours(kind: Any, input: Tensor, swing: str, mean: Any, std: Any, q_scale:
 
 
 def centered_yuv2rgb(
-    input: Tensor, swing: str = STUDIO, mean: Sequence[float] | Tensor = (128.0,), std: Sequence[float] | Tensor = (128.0,), q_scale: Any = 1 / 128
+    input: Tensor,
+    swing: str = STUDIO,
+    mean: Sequence[float] | Tensor = (128.0,),
+    std: Sequence[float] | Tensor = (128.0,),
+    q_scale: Any = 1 / 128,
 ) -> Tensor:
     """Y, U, V less 128 as normalised red, green and blue: real numbers, which what reads them quantizes.
 
@@ -91,7 +95,11 @@ def centered_yuv2rgb(
 
 
 def centered_yuv2bgr(
-    input: Tensor, swing: str = STUDIO, mean: Sequence[float] | Tensor = (128.0,), std: Sequence[float] | Tensor = (128.0,), q_scale: Any = 1 / 128
+    input: Tensor,
+    swing: str = STUDIO,
+    mean: Sequence[float] | Tensor = (128.0,),
+    std: Sequence[float] | Tensor = (128.0,),
+    q_scale: Any = 1 / 128,
 ) -> Tensor:
     """The same with blue as the first channel; `mean` and `std` are those of blue, green and red."""
     swapped = [value if len(torch.as_tensor(value).flatten()) == 1 else torch.as_tensor(value).flatten().flip(0) for value in (mean, std)]

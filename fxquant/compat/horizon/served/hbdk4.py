@@ -156,7 +156,9 @@ def compile(m: Any, path: Any, march: Any = None, opt: int = 2, jobs: int = 4, p
             because="the vendor's compiler for this march takes its own format alone, which is closed",
             remedy="write fxq.export_onnx(integer, 'model.onnx'), and verify it with fxq.verify; fxq.estimate says what it costs",
         )
-    return compile_model(made.model, None, os.fspath(path), _march(march) if march else None, opt=f"O{min(opt, 3)}", progressbar=progress_bar)
+    return compile_model(
+        made.model, None, os.fspath(path), _march(march) if march else None, opt=f"O{min(opt, 3)}", progressbar=progress_bar
+    )
 
 
 @checked()
@@ -164,7 +166,9 @@ def hbm_perf(model: Any, output_dir: Any = ".", **options: Any) -> Any:
     """What a module, or a compiled file, costs. See `perf_model`. Raises ConfigurationError for a file alone."""
     if isinstance(model, str | Path):
         raise ConfigurationError(
-            "the costs of a file alone cannot be had", because="layers are named by the model's graph", remedy="call fxq.estimate(integer, compiled=path)"
+            "the costs of a file alone cannot be had",
+            because="layers are named by the model's graph",
+            remedy="call fxq.estimate(integer, compiled=path)",
         )
     return perf_model(_module(model, "hbm_perf").model, None, out_dir=output_dir)
 
@@ -190,5 +194,3 @@ class March:
     """The marches by the compiler package's names."""
 
     bayes, nash_b, nash_e, nash_m, nash_p, nash_h = "bayes", "nash-b", "nash-e", "nash-m", "nash-p", "nash-h"
-
-

@@ -36,7 +36,9 @@ def load(f: Any, map_location: Any = None, _extra_files: dict[str, Any] | None =
     try:
         program = torch.jit.load(f, map_location, extra)  # type: ignore[no-untyped-call]
     except (RuntimeError, ValueError, OSError) as error:
-        raise ExportError(f"{f} is no TorchScript program", because=str(error).splitlines()[0], remedy="pass what horizon.jit.save wrote") from None
+        raise ExportError(
+            f"{f} is no TorchScript program", because=str(error).splitlines()[0], remedy="pass what horizon.jit.save wrote"
+        ) from None
     if extra[KEPT]:
         with tempfile.TemporaryDirectory() as folder:
             kept = Path(folder) / KEPT
@@ -48,5 +50,7 @@ def load(f: Any, map_location: Any = None, _extra_files: dict[str, Any] | None =
 def to_device(model: Any, device: Any) -> Any:
     """Raises ConfigurationError: a program names the device that it was traced on."""
     raise ConfigurationError(
-        "a TorchScript program cannot be moved", because="its graph names the device it was traced on", remedy="trace the model on that device"
+        "a TorchScript program cannot be moved",
+        because="its graph names the device it was traced on",
+        remedy="trace the model on that device",
     )

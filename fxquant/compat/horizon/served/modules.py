@@ -120,7 +120,13 @@ class Correlation(nn.Module):
     """
 
     def __init__(
-        self, kernel_size: int = 1, max_displacement: int = 1, stride1: int = 1, stride2: int = 1, pad_size: int = 0, is_multiply: bool = True
+        self,
+        kernel_size: int = 1,
+        max_displacement: int = 1,
+        stride1: int = 1,
+        stride2: int = 1,
+        pad_size: int = 0,
+        is_multiply: bool = True,
     ) -> None:
         super().__init__()
         if kernel_size != 1:
@@ -153,7 +159,9 @@ class AnchorGenerator(fxq.nn.AnchorGenerator):
         legacy_bbox: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         if legacy_bbox or options:
-            raise _unserved("AnchorGenerator", next(iter(options), "legacy_bbox"), "boxes are real intervals, in units of the stride", "leave it out")
+            raise _unserved(
+                "AnchorGenerator", next(iter(options), "legacy_bbox"), "boxes are real intervals, in units of the stride", "leave it out"
+            )
         strides = list(feat_strides)
         bases = strides if base_sizes is None else list(base_sizes)
         sizes = [[base * scale for scale in scales] for base in bases]
@@ -209,7 +217,9 @@ class DetectionPostProcess(nn.Module):
         scale = torch.tensor([1.0] * 4 if self.regression_scale is None else list(self.regression_scale))
         found = torch.cat(list(scores), 1)
         if self.background is not None:
-            found = torch.cat((found[..., : self.background], torch.full_like(found[..., :1], -math.inf), found[..., self.background + 1 :]), -1)
+            found = torch.cat(
+                (found[..., : self.background], torch.full_like(found[..., :1], -math.inf), found[..., self.background + 1 :]), -1
+            )
         boxes_, best, labels = self.process(found, torch.cat(list(regressions), 1) * scale, torch.cat(list(boxes), 0))
         if self.image_size is not None:
             height, width = self.image_size
@@ -225,7 +235,12 @@ class RoIAlign(nn.Module):
     """
 
     def __init__(
-        self, output_size: Any, spatial_scale: float = 1.0, sampling_ratio: int = 1, aligned: bool | None = None, interpolate_mode: str = "bilinear"
+        self,
+        output_size: Any,
+        spatial_scale: float = 1.0,
+        sampling_ratio: int = 1,
+        aligned: bool | None = None,
+        interpolate_mode: str = "bilinear",
     ) -> None:
         super().__init__()
         if sampling_ratio < 1:
@@ -336,7 +351,9 @@ class MultiScaleDeformableAttention(nn.Module):
             raise _unserved("MultiScaleDeformableAttention", "spatial_shapes", "sizes are part of the graph", "pass a list of (H, W)")
         if reference_points is None or key_padding_mask is not None:
             name = "reference_points" if reference_points is None else "key_padding_mask"
-            raise _unserved("MultiScaleDeformableAttention", name, "positions are needed, and values are not masked", "pass points (N, Q, levels, 2)")
+            raise _unserved(
+                "MultiScaleDeformableAttention", name, "positions are needed, and values are not masked", "pass points (N, Q, levels, 2)"
+            )
         value, identity = query if value is None else value, query if identity is None else identity
         query = query if query_pos is None else query + query_pos
         if not self.batch_first:
@@ -347,6 +364,8 @@ class MultiScaleDeformableAttention(nn.Module):
         weights = self.attention_weights(query).view(batch, queries, self.heads, self.levels * self.points).softmax(-1)
         sizes = torch.tensor([[width, height] for height, width in spatial_shapes], dtype=query.dtype)
         where = reference_points[:, :, None, :, None, :] + offsets / sizes[None, None, None, :, None, :]
-        found = self.output_proj(self.sample(values, where, weights.view(batch, queries, self.heads, self.levels, self.points), spatial_shapes))
+        found = self.output_proj(
+            self.sample(values, where, weights.view(batch, queries, self.heads, self.levels, self.points), spatial_shapes)
+        )
         found = found if self.batch_first else found.transpose(0, 1)
         return self.dropout(found) + identity  # type: ignore[no-any-return]

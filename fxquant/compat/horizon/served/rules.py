@@ -114,5 +114,3 @@ def _of_mapping(mapping: fxq.QConfigMapping, place: Place) -> Any:
     """What a mapping says of an operator; UNSAID where only its default of None covers it."""
     rule, chosen = mapping.covering(place.name, place.path, (place.kind,))[0]
     return UNSAID if rule == DEFAULT and chosen is None else chosen
-
-

@@ -141,5 +141,3 @@ class FloatFunctional(nn.Module):
     def forward(self, *_: Any) -> Tensor:
         """Raises ConfigurationError: its methods are what is called."""
         raise ConfigurationError("a FloatFunctional was called", because="it stands for several functions", remedy="call one: f.add(x, y)")
-
-

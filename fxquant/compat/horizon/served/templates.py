@@ -181,7 +181,9 @@ class MatmulDtypeTemplate:
         """What is asked of an operator behind this template."""
         if not place.is_product or not place.below(self.prefix or ""):
             return asked
-        several = [self.input_dtypes] if isinstance(self.input_dtypes, str) or not isinstance(self.input_dtypes, Sequence) else self.input_dtypes
+        several = (
+            [self.input_dtypes] if isinstance(self.input_dtypes, str) or not isinstance(self.input_dtypes, Sequence) else self.input_dtypes
+        )
         if len({dtype_of(each) for each in several}) != 1:
             raise ConfigurationError(
                 f"MatmulDtypeTemplate(input_dtypes={list(several)}) cannot be done",
