@@ -1,7 +1,7 @@
 """Run programs written for Horizon's plugin as they are, and hold what became of each against what it asks for.
 
-`python -m benchmarks.horizon_programs` runs all; `--only WORD` those whose name has it. A program passes where its layers have the dtypes and
-the scales that it asks for, its integer model has the bits of its prepared one, and its outputs are near the float model's; or where it
+`python -m benchmarks.horizon_programs` runs all; `--only WORD` those whose name has it. A program passes where its layers have the dtypes
+and the scales that it asks for, its integer model has the bits of its prepared one, and its outputs are near the float model's; or where it
 ends in an error of fxquant's that says what to do. The exit status is 1 if one does not.
 """
 
@@ -127,7 +127,11 @@ def _decibels(exact: torch.Tensor, made: torch.Tensor) -> float:
 def _wrong(model: nn.Module, operators: dict[str, QuantizedOperator], expected: Expected) -> Iterator[str]:
     """Layers whose dtypes or scales are not those that are asked for."""
     for path, (output, weight, input) in expected.layers.items():
-        mine = [operator for operator in operators.values() if operator.path == path and not operator.plain and operator.operator.name != "requantize"]
+        mine = [
+            operator
+            for operator in operators.values()
+            if operator.path == path and not operator.plain and operator.operator.name != "requantize"
+        ]
         if not mine:
             yield f"{path} is no operator"
             continue
@@ -150,7 +154,9 @@ def _wrong(model: nn.Module, operators: dict[str, QuantizedOperator], expected: 
 
 def main() -> int:
     """Run the programs, and print what became of them."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.horizon_programs", description="programs for Horizon's plugin, run as they are")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.horizon_programs", description="programs for Horizon's plugin, run as they are"
+    )
     parser.add_argument("--only", default="", help="the programs whose name has this")
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)

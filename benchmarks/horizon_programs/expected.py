@@ -64,7 +64,8 @@ EXPECTED: dict[str, Expected] = {
     "v2_default_setters": Expected({"stem.0": NARROW, "deep": NARROW, "head": SUM}),
     "v2_int16_setters": Expected({"stem.0": WIDE, "deep": WIDE, "head": SUM}, sqnr=30),
     "v2_module_names": Expected(
-        {"quant": ("int16", None, None), "deep": ("int16", "int8", None), "stem.0": ("int8", "int8", "int16"), "head": SUM}, {"quant": 4 / 32768}
+        {"quant": ("int16", None, None), "deep": ("int16", "int8", None), "stem.0": ("int8", "int8", "int16"), "head": SUM},
+        {"quant": 4 / 32768},
     ),
     "v2_sensitive": Expected({"stem.0": ("int16", "int8", None), "deep": ("int8", "int8", "int16"), "head": SUM}),
     "v2_auxiliary_loss": Expected({"stem.0": NARROW, "deep": NARROW}),
@@ -78,9 +79,7 @@ EXPECTED: dict[str, Expected] = {
     "v3_s100_compile": Expected(refused="closed"),
     "v3_int16_gemm_int8": Expected(all_layers(("int16", "int8", "int8"))),
     "v3_order": Expected({"stem.0": ("int8", "int16", "int8"), "deep": ("int16", "int16", "int8"), "head": ("int8", "int16", "int8")}),
-    "v3_freeze_and_threshold": Expected(
-        {"stem.0": NARROW, "head": ("int16", "int8", "int8")}, {"quant": 4 / 128, "head": 8 / 32768}
-    ),
+    "v3_freeze_and_threshold": Expected({"stem.0": NARROW, "head": ("int16", "int8", "int8")}, {"quant": 4 / 128, "head": 8 / 32768}),
     "v3_sensitivity": Expected({"stem.0": NARROW, "deep": ("int16", "int8", "int8"), "head": NARROW}),
     "v3_float16": Expected({"stem.0": SUM, "deep": SUM, "head": SUM}),
     "v3_float16_on_s100": Expected(refused="float"),

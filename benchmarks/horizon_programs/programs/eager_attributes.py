@@ -3,13 +3,12 @@
 import copy
 
 import torch
-from torch import nn
-from torch.quantization import DeQuantStub
-
 from horizon_plugin_pytorch.march import March, set_march
 from horizon_plugin_pytorch.nn.quantized import FloatFunctional
 from horizon_plugin_pytorch.quantization import FakeQuantState, QuantStub, convert, get_default_qat_qconfig, prepare_qat, set_fake_quantize
 from horizon_plugin_pytorch.quantization.qconfig import default_qat_8bit_weight_16bit_act_fake_quant_qconfig
+from torch import nn
+from torch.quantization import DeQuantStub
 
 
 class Net(nn.Module):

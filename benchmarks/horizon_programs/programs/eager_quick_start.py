@@ -3,18 +3,17 @@
 import copy
 
 import torch
-from torch import nn
-from torch.quantization import DeQuantStub
-
 from horizon_plugin_pytorch.march import March, set_march
 from horizon_plugin_pytorch.nn.quantized import FloatFunctional
 from horizon_plugin_pytorch.quantization import FakeQuantState, QuantStub, convert, get_default_qat_qconfig, prepare_qat, set_fake_quantize
+from torch import nn
+from torch.quantization import DeQuantStub
 
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.quant, self.dequant = QuantStub(scale=None), DeQuantStub()
+        self.quant, self.dequant = QuantStub(), DeQuantStub()
         self.conv1, self.bn1, self.relu1 = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()
         self.conv2, self.add, self.relu2 = nn.Conv2d(16, 16, 3, padding=1), FloatFunctional(), nn.ReLU()
         self.head = nn.Conv2d(16, 4, 1)

@@ -3,13 +3,18 @@
 import copy
 
 import torch
+from horizon_plugin_pytorch.march import March, set_march
+from horizon_plugin_pytorch.quantization import (
+    FakeQuantState,
+    QuantStub,
+    convert_fx,
+    get_default_qconfig,
+    prepare_qat_fx,
+    set_fake_quantize,
+)
+from horizon_plugin_pytorch.quantization.observer import FixedScaleObserver
 from torch import nn
 from torch.quantization import DeQuantStub
-
-from horizon_plugin_pytorch.march import March, set_march
-from horizon_plugin_pytorch.quantization import FakeQuantState, QuantStub, convert_fx, prepare_qat_fx, set_fake_quantize
-from horizon_plugin_pytorch.quantization import get_default_qconfig
-from horizon_plugin_pytorch.quantization.observer import FixedScaleObserver
 
 
 class Net(nn.Module):

@@ -3,14 +3,13 @@
 import copy
 
 import torch
-from torch import nn
-from torch.quantization import DeQuantStub
-
 from horizon_plugin_pytorch.march import March, set_march
 from horizon_plugin_pytorch.quantization import FakeQuantState, QuantStub, convert_fx, prepare_qat_fx, set_fake_quantize
 from horizon_plugin_pytorch.quantization.qconfig import default_calib_8bit_fake_quant_qconfig
 from horizon_plugin_pytorch.utils.onnx_helper import export_to_onnx
 from horizon_plugin_pytorch.utils.quant_profiler import check_deploy_device
+from torch import nn
+from torch.quantization import DeQuantStub
 
 
 class Net(nn.Module):
@@ -31,7 +30,9 @@ set_march(March.BAYES)
 torch.manual_seed(0)
 float_model = Net().eval()
 batches = [torch.randn(4, 3, 16, 16) for _ in range(4)]
-calib_model = prepare_qat_fx(copy.deepcopy(float_model), {"": default_calib_8bit_fake_quant_qconfig}, hybrid=True, hybrid_dict={"module_name": ["deep"]})
+calib_model = prepare_qat_fx(
+    copy.deepcopy(float_model), {"": default_calib_8bit_fake_quant_qconfig}, hybrid=True, hybrid_dict={"module_name": ["deep"]}
+)
 calib_model.eval()
 set_fake_quantize(calib_model, FakeQuantState.CALIBRATION)
 with torch.no_grad():

@@ -2,14 +2,13 @@
 
 import copy
 
+import horizon_plugin_pytorch as horizon
 import torch
-from torch import nn
-from torch.quantization import DeQuantStub
-
 from horizon_plugin_pytorch.march import March, set_march
 from horizon_plugin_pytorch.quantization import FakeQuantState, QuantStub, convert_fx, prepare_qat_fx, set_fake_quantize
 from horizon_plugin_pytorch.quantization.qconfig import default_calib_8bit_fake_quant_qconfig
-import horizon_plugin_pytorch as horizon
+from torch import nn
+from torch.quantization import DeQuantStub
 
 
 class Net(nn.Module):

@@ -3,14 +3,19 @@
 import copy
 
 import torch
-from torch import nn
-from torch.quantization import DeQuantStub
-
-from horizon_plugin_pytorch.march import March, set_march
-from horizon_plugin_pytorch.quantization import FakeQuantState, QuantStub, convert_fx, prepare_qat_fx, set_fake_quantize
 from horizon_plugin_pytorch.dtype import qint16
-from horizon_plugin_pytorch.quantization import FakeQuantize, MovingAverageMinMaxObserver
-from torch.quantization import QConfig
+from horizon_plugin_pytorch.march import March, set_march
+from horizon_plugin_pytorch.quantization import (
+    FakeQuantize,
+    FakeQuantState,
+    MovingAverageMinMaxObserver,
+    QuantStub,
+    convert_fx,
+    prepare_qat_fx,
+    set_fake_quantize,
+)
+from torch import nn
+from torch.quantization import DeQuantStub, QConfig
 
 
 class Net(nn.Module):

@@ -3,12 +3,18 @@
 import copy
 
 import torch
+from horizon_plugin_pytorch.march import March, set_march
+from horizon_plugin_pytorch.quantization import (
+    FakeQuantState,
+    QuantStub,
+    convert_fx,
+    load_observer_params,
+    prepare_qat_fx,
+    set_fake_quantize,
+)
+from horizon_plugin_pytorch.quantization.qconfig import default_calib_8bit_fake_quant_qconfig, default_qat_8bit_lsq_quant_qconfig
 from torch import nn
 from torch.quantization import DeQuantStub
-
-from horizon_plugin_pytorch.march import March, set_march
-from horizon_plugin_pytorch.quantization import FakeQuantState, QuantStub, convert_fx, load_observer_params, prepare_qat_fx, set_fake_quantize
-from horizon_plugin_pytorch.quantization.qconfig import default_calib_8bit_fake_quant_qconfig, default_qat_8bit_lsq_quant_qconfig
 
 
 class Net(nn.Module):

@@ -3,12 +3,15 @@
 import copy
 
 import torch
-from torch import nn
-from torch.quantization import DeQuantStub
-
 from horizon_plugin_pytorch.march import March, set_march
 from horizon_plugin_pytorch.quantization import FakeQuantState, QuantStub, convert_fx, prepare_qat_fx, set_fake_quantize
-from horizon_plugin_pytorch.quantization.qconfig import default_calib_8bit_fake_quant_qconfig, default_calib_8bit_weight_16bit_act_fake_quant_qconfig, default_calib_8bit_weight_32bit_out_fake_quant_qconfig
+from horizon_plugin_pytorch.quantization.qconfig import (
+    default_calib_8bit_fake_quant_qconfig,
+    default_calib_8bit_weight_16bit_act_fake_quant_qconfig,
+    default_calib_8bit_weight_32bit_out_fake_quant_qconfig,
+)
+from torch import nn
+from torch.quantization import DeQuantStub
 
 
 class Net(nn.Module):
@@ -29,7 +32,14 @@ set_march(March.BAYES_E)
 torch.manual_seed(0)
 float_model = Net().eval()
 batches = [torch.randn(4, 3, 16, 16) for _ in range(4)]
-calib_model = prepare_qat_fx(copy.deepcopy(float_model), {"": default_calib_8bit_fake_quant_qconfig, "module_type": [(nn.Conv2d, default_calib_8bit_weight_16bit_act_fake_quant_qconfig)], "module_name": [("head", default_calib_8bit_weight_32bit_out_fake_quant_qconfig)]})
+calib_model = prepare_qat_fx(
+    copy.deepcopy(float_model),
+    {
+        "": default_calib_8bit_fake_quant_qconfig,
+        "module_type": [(nn.Conv2d, default_calib_8bit_weight_16bit_act_fake_quant_qconfig)],
+        "module_name": [("head", default_calib_8bit_weight_32bit_out_fake_quant_qconfig)],
+    },
+)
 calib_model.eval()
 set_fake_quantize(calib_model, FakeQuantState.CALIBRATION)
 with torch.no_grad():

@@ -3,12 +3,18 @@
 import copy
 
 import torch
+from horizon_plugin_pytorch.march import March, set_march
+from horizon_plugin_pytorch.quantization import (
+    FakeQuantState,
+    QuantStub,
+    convert_fx,
+    get_default_calib_qconfig,
+    get_default_qat_out_qconfig,
+    prepare_qat_fx,
+    set_fake_quantize,
+)
 from torch import nn
 from torch.quantization import DeQuantStub
-
-from horizon_plugin_pytorch.march import March, set_march
-from horizon_plugin_pytorch.quantization import FakeQuantState, QuantStub, convert_fx, prepare_qat_fx, set_fake_quantize
-from horizon_plugin_pytorch.quantization.qconfig import
 
 
 class Net(nn.Module):
@@ -29,7 +35,9 @@ set_march(March.BAYES)
 torch.manual_seed(0)
 float_model = Net().eval()
 batches = [torch.randn(4, 3, 16, 16) for _ in range(4)]
-calib_model = prepare_qat_fx(copy.deepcopy(float_model), {"": get_default_calib_qconfig(), "module_name": {"head": get_default_qat_out_qconfig()}})
+calib_model = prepare_qat_fx(
+    copy.deepcopy(float_model), {"": get_default_calib_qconfig(), "module_name": {"head": get_default_qat_out_qconfig()}}
+)
 calib_model.eval()
 set_fake_quantize(calib_model, FakeQuantState.CALIBRATION)
 with torch.no_grad():

@@ -3,13 +3,19 @@
 import copy
 
 import torch
+from horizon_plugin_pytorch.march import March, set_march
+from horizon_plugin_pytorch.quantization import (
+    FakeQuantState,
+    QuantStub,
+    compile_model,
+    convert_fx,
+    perf_model,
+    prepare_qat_fx,
+    set_fake_quantize,
+)
+from horizon_plugin_pytorch.quantization.qconfig import default_calib_8bit_fake_quant_qconfig
 from torch import nn
 from torch.quantization import DeQuantStub
-
-from horizon_plugin_pytorch.march import March, set_march
-from horizon_plugin_pytorch.quantization import FakeQuantState, QuantStub, convert_fx, prepare_qat_fx, set_fake_quantize
-from horizon_plugin_pytorch.quantization.qconfig import default_calib_8bit_fake_quant_qconfig
-from horizon_plugin_pytorch.quantization import compile_model, perf_model
 
 
 class Net(nn.Module):

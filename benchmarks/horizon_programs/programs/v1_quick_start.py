@@ -3,12 +3,16 @@
 import copy
 
 import torch
-from torch import nn
-from torch.quantization import DeQuantStub
-
 from horizon_plugin_pytorch.march import March, set_march
 from horizon_plugin_pytorch.quantization import FakeQuantState, QuantStub, convert_fx, prepare_qat_fx, set_fake_quantize
-from horizon_plugin_pytorch.quantization.qconfig import default_calib_8bit_fake_quant_qconfig, default_calib_8bit_weight_32bit_out_fake_quant_qconfig, default_qat_8bit_fake_quant_qconfig, default_qat_8bit_weight_32bit_out_fake_quant_qconfig
+from horizon_plugin_pytorch.quantization.qconfig import (
+    default_calib_8bit_fake_quant_qconfig,
+    default_calib_8bit_weight_32bit_out_fake_quant_qconfig,
+    default_qat_8bit_fake_quant_qconfig,
+    default_qat_8bit_weight_32bit_out_fake_quant_qconfig,
+)
+from torch import nn
+from torch.quantization import DeQuantStub
 
 
 class Net(nn.Module):
@@ -29,7 +33,10 @@ set_march(March.BAYES_E)
 torch.manual_seed(0)
 float_model = Net().eval()
 batches = [torch.randn(4, 3, 16, 16) for _ in range(4)]
-calib_model = prepare_qat_fx(copy.deepcopy(float_model), {"": default_calib_8bit_fake_quant_qconfig, "module_name": {"head": default_calib_8bit_weight_32bit_out_fake_quant_qconfig}})
+calib_model = prepare_qat_fx(
+    copy.deepcopy(float_model),
+    {"": default_calib_8bit_fake_quant_qconfig, "module_name": {"head": default_calib_8bit_weight_32bit_out_fake_quant_qconfig}},
+)
 calib_model.eval()
 set_fake_quantize(calib_model, FakeQuantState.CALIBRATION)
 with torch.no_grad():
@@ -37,7 +44,10 @@ with torch.no_grad():
         calib_model(batch)
 calib_model.eval()
 set_fake_quantize(calib_model, FakeQuantState.VALIDATION)
-qat_model = prepare_qat_fx(copy.deepcopy(float_model).train(), {"": default_qat_8bit_fake_quant_qconfig, "module_name": {"head": default_qat_8bit_weight_32bit_out_fake_quant_qconfig}})
+qat_model = prepare_qat_fx(
+    copy.deepcopy(float_model).train(),
+    {"": default_qat_8bit_fake_quant_qconfig, "module_name": {"head": default_qat_8bit_weight_32bit_out_fake_quant_qconfig}},
+)
 qat_model.load_state_dict(calib_model.state_dict())
 optimizer = torch.optim.SGD(qat_model.parameters(), lr=1e-3)
 qat_model.train()

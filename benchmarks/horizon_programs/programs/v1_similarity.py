@@ -3,9 +3,6 @@
 import copy
 
 import torch
-from torch import nn
-from torch.quantization import DeQuantStub
-
 from horizon_plugin_pytorch.march import March, set_march
 from horizon_plugin_pytorch.quantization import FakeQuantState, QuantStub, convert_fx, prepare_qat_fx, set_fake_quantize
 from horizon_plugin_pytorch.quantization.qconfig import default_calib_8bit_fake_quant_qconfig
@@ -17,6 +14,8 @@ from horizon_plugin_pytorch.utils.quant_profiler import (
     get_module_called_count,
     model_profiler,
 )
+from torch import nn
+from torch.quantization import DeQuantStub
 
 
 class Net(nn.Module):

@@ -3,13 +3,12 @@
 import copy
 
 import torch
-from torch import nn
-from torch.quantization import DeQuantStub
-
 from horizon_plugin_pytorch.march import March, set_march
+from horizon_plugin_pytorch.qat_mode import QATMode, set_qat_mode
 from horizon_plugin_pytorch.quantization import FakeQuantState, QuantStub, convert_fx, prepare_qat_fx, set_fake_quantize
 from horizon_plugin_pytorch.quantization.qconfig import default_calib_8bit_fake_quant_qconfig, default_qat_8bit_fake_quant_qconfig
-from horizon_plugin_pytorch.qat_mode import QATMode, set_qat_mode
+from torch import nn
+from torch.quantization import DeQuantStub
 
 
 class Net(nn.Module):

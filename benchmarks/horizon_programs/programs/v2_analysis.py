@@ -3,14 +3,13 @@
 import copy
 
 import torch
-from torch import nn
-from torch.quantization import DeQuantStub
-
+from horizon_plugin_profiler import QuantAnalysis
 from horizon_plugin_pytorch.march import March, set_march
 from horizon_plugin_pytorch.quantization import FakeQuantState, PrepareMethod, QuantStub, prepare, set_fake_quantize
-from horizon_plugin_profiler import QuantAnalysis
 from horizon_plugin_pytorch.quantization.observer_v2 import HistogramObserver
 from horizon_plugin_pytorch.quantization.qconfig_template import default_calibration_qconfig_setter
+from torch import nn
+from torch.quantization import DeQuantStub
 
 
 class Net(nn.Module):
@@ -31,7 +30,9 @@ set_march(March.NASH_E)
 torch.manual_seed(0)
 float_model = Net().eval()
 batches = [torch.randn(4, 3, 16, 16) for _ in range(4)]
-calib_model = prepare(copy.deepcopy(float_model), example_inputs=batches[0], qconfig_setter=default_calibration_qconfig_setter, method=PrepareMethod.JIT_STRIP)
+calib_model = prepare(
+    copy.deepcopy(float_model), example_inputs=batches[0], qconfig_setter=default_calibration_qconfig_setter, method=PrepareMethod.JIT_STRIP
+)
 calib_model.eval()
 set_fake_quantize(calib_model, FakeQuantState.CALIBRATION)
 with torch.no_grad():

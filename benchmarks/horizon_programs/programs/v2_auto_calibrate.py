@@ -3,12 +3,10 @@
 import copy
 
 import torch
-from torch import nn
-from torch.quantization import DeQuantStub
-
 from horizon_plugin_pytorch.march import March, set_march
 from horizon_plugin_pytorch.quantization import FakeQuantState, PrepareMethod, QuantStub, prepare, set_fake_quantize
-from horizon_plugin_pytorch.quantization import auto_calibrate
+from torch import nn
+from torch.quantization import DeQuantStub
 
 
 class Net(nn.Module):

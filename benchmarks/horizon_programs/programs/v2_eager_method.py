@@ -3,13 +3,12 @@
 import copy
 
 import torch
-from torch import nn
-from torch.quantization import DeQuantStub
-
 from horizon_plugin_pytorch.march import March, set_march
+from horizon_plugin_pytorch.nn.quantized import FloatFunctional
 from horizon_plugin_pytorch.quantization import FakeQuantState, PrepareMethod, QuantStub, prepare, set_fake_quantize
 from horizon_plugin_pytorch.quantization.qconfig_template import default_calibration_qconfig_setter
-from horizon_plugin_pytorch.nn.quantized import FloatFunctional
+from torch import nn
+from torch.quantization import DeQuantStub
 
 
 class Net(nn.Module):
@@ -35,7 +34,9 @@ set_march(March.NASH_E)
 torch.manual_seed(0)
 float_model = Net().eval()
 batches = [torch.randn(4, 3, 16, 16) for _ in range(4)]
-calib_model = prepare(copy.deepcopy(float_model), example_inputs=batches[0], qconfig_setter=default_calibration_qconfig_setter, method=PrepareMethod.EAGER)
+calib_model = prepare(
+    copy.deepcopy(float_model), example_inputs=batches[0], qconfig_setter=default_calibration_qconfig_setter, method=PrepareMethod.EAGER
+)
 calib_model.eval()
 set_fake_quantize(calib_model, FakeQuantState.CALIBRATION)
 with torch.no_grad():

@@ -3,12 +3,14 @@
 import copy
 
 import torch
-from torch import nn
-from torch.quantization import DeQuantStub
-
 from horizon_plugin_pytorch.march import March, set_march
 from horizon_plugin_pytorch.quantization import FakeQuantState, PrepareMethod, QuantStub, prepare, set_fake_quantize
-from horizon_plugin_pytorch.quantization.qconfig_template import calibration_8bit_weight_16bit_act_qconfig_setter, qat_8bit_weight_16bit_fixed_act_qconfig_setter
+from horizon_plugin_pytorch.quantization.qconfig_template import (
+    calibration_8bit_weight_16bit_act_qconfig_setter,
+    qat_8bit_weight_16bit_fixed_act_qconfig_setter,
+)
+from torch import nn
+from torch.quantization import DeQuantStub
 
 
 class Net(nn.Module):
@@ -29,7 +31,12 @@ set_march(March.NASH_M)
 torch.manual_seed(0)
 float_model = Net().eval()
 batches = [torch.randn(4, 3, 16, 16) for _ in range(4)]
-calib_model = prepare(copy.deepcopy(float_model), example_inputs=batches[0], qconfig_setter=calibration_8bit_weight_16bit_act_qconfig_setter, method=PrepareMethod.JIT_STRIP)
+calib_model = prepare(
+    copy.deepcopy(float_model),
+    example_inputs=batches[0],
+    qconfig_setter=calibration_8bit_weight_16bit_act_qconfig_setter,
+    method=PrepareMethod.JIT_STRIP,
+)
 calib_model.eval()
 set_fake_quantize(calib_model, FakeQuantState.CALIBRATION)
 with torch.no_grad():
@@ -37,7 +44,12 @@ with torch.no_grad():
         calib_model(batch)
 calib_model.eval()
 set_fake_quantize(calib_model, FakeQuantState.VALIDATION)
-qat_model = prepare(copy.deepcopy(float_model).train(), example_inputs=batches[0], qconfig_setter=qat_8bit_weight_16bit_fixed_act_qconfig_setter, method=PrepareMethod.JIT_STRIP)
+qat_model = prepare(
+    copy.deepcopy(float_model).train(),
+    example_inputs=batches[0],
+    qconfig_setter=qat_8bit_weight_16bit_fixed_act_qconfig_setter,
+    method=PrepareMethod.JIT_STRIP,
+)
 qat_model.load_state_dict(calib_model.state_dict())
 optimizer = torch.optim.SGD(qat_model.parameters(), lr=1e-3)
 qat_model.train()

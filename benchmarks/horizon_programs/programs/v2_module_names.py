@@ -3,16 +3,15 @@
 import copy
 
 import torch
-from torch import nn
-from torch.quantization import DeQuantStub
-
+from horizon_plugin_pytorch.dtype import qint8, qint16
 from horizon_plugin_pytorch.march import March, set_march
 from horizon_plugin_pytorch.quantization import FakeQuantState, PrepareMethod, QuantStub, prepare, set_fake_quantize
-from horizon_plugin_pytorch.dtype import qint8, qint16
 from horizon_plugin_pytorch.quantization.fake_quantize import FakeQuantize
 from horizon_plugin_pytorch.quantization.observer_v2 import FixedScaleObserver, MinMaxObserver
 from horizon_plugin_pytorch.quantization.qconfig import QConfig
 from horizon_plugin_pytorch.quantization.qconfig_template import ModuleNameQconfigSetter, default_calibration_qconfig_setter
+from torch import nn
+from torch.quantization import DeQuantStub
 
 
 class Net(nn.Module):
@@ -33,16 +32,23 @@ set_march(March.NASH_E)
 torch.manual_seed(0)
 float_model = Net().eval()
 batches = [torch.randn(4, 3, 16, 16) for _ in range(4)]
-calib_model = prepare(copy.deepcopy(float_model), example_inputs=batches[0], qconfig_setter=(
-    ModuleNameQconfigSetter({
-        "quant": QConfig(output=FakeQuantize.with_args(observer=FixedScaleObserver, dtype=qint16, scale=4 / 32768)),
-        "deep": QConfig(
-            output=FakeQuantize.with_args(observer=MinMaxObserver, dtype=qint16),
-            weight=FakeQuantize.with_args(observer=MinMaxObserver, dtype=qint8, qscheme=torch.per_channel_symmetric, ch_axis=0),
+calib_model = prepare(
+    copy.deepcopy(float_model),
+    example_inputs=batches[0],
+    qconfig_setter=(
+        ModuleNameQconfigSetter(
+            {
+                "quant": QConfig(output=FakeQuantize.with_args(observer=FixedScaleObserver, dtype=qint16, scale=4 / 32768)),
+                "deep": QConfig(
+                    output=FakeQuantize.with_args(observer=MinMaxObserver, dtype=qint16),
+                    weight=FakeQuantize.with_args(observer=MinMaxObserver, dtype=qint8, qscheme=torch.per_channel_symmetric, ch_axis=0),
+                ),
+            }
         ),
-    }),
-    default_calibration_qconfig_setter,
-), method=PrepareMethod.JIT_STRIP)
+        default_calibration_qconfig_setter,
+    ),
+    method=PrepareMethod.JIT_STRIP,
+)
 calib_model.eval()
 set_fake_quantize(calib_model, FakeQuantState.CALIBRATION)
 with torch.no_grad():

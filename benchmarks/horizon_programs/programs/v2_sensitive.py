@@ -3,12 +3,14 @@
 import copy
 
 import torch
-from torch import nn
-from torch.quantization import DeQuantStub
-
 from horizon_plugin_pytorch.march import March, set_march
 from horizon_plugin_pytorch.quantization import FakeQuantState, PrepareMethod, QuantStub, prepare, set_fake_quantize
-from horizon_plugin_pytorch.quantization.qconfig_template import default_calibration_qconfig_setter, sensitive_op_calibration_8bit_weight_16bit_act_qconfig_setter
+from horizon_plugin_pytorch.quantization.qconfig_template import (
+    default_calibration_qconfig_setter,
+    sensitive_op_calibration_8bit_weight_16bit_act_qconfig_setter,
+)
+from torch import nn
+from torch.quantization import DeQuantStub
 
 
 class Net(nn.Module):
@@ -29,7 +31,15 @@ set_march(March.NASH_E)
 torch.manual_seed(0)
 float_model = Net().eval()
 batches = [torch.randn(4, 3, 16, 16) for _ in range(4)]
-calib_model = prepare(copy.deepcopy(float_model), example_inputs=batches[0], qconfig_setter=(sensitive_op_calibration_8bit_weight_16bit_act_qconfig_setter([["stem.0", "activation", 0.5], ["deep", "activation", 0.1]], topk=1), default_calibration_qconfig_setter), method=PrepareMethod.JIT_STRIP)
+calib_model = prepare(
+    copy.deepcopy(float_model),
+    example_inputs=batches[0],
+    qconfig_setter=(
+        sensitive_op_calibration_8bit_weight_16bit_act_qconfig_setter([["stem.0", "activation", 0.5], ["deep", "activation", 0.1]], topk=1),
+        default_calibration_qconfig_setter,
+    ),
+    method=PrepareMethod.JIT_STRIP,
+)
 calib_model.eval()
 set_fake_quantize(calib_model, FakeQuantState.CALIBRATION)
 with torch.no_grad():

@@ -3,27 +3,12 @@
 import copy
 
 import torch
+from horizon_plugin_pytorch import set_march
+from horizon_plugin_pytorch.quantization import FakeQuantState, QconfigSetter, QuantStub, get_qconfig, prepare, set_fake_quantize
+from horizon_plugin_pytorch.quantization.observer_v2 import HistogramObserver
+from horizon_plugin_pytorch.quantization.qconfig_setter import ModuleNameTemplate
 from torch import nn
 from torch.quantization import DeQuantStub
-
-from horizon_plugin_pytorch import set_march
-from horizon_plugin_pytorch.quantization import (
-    FakeQuantState,
-    QconfigSetter,
-    QuantStub,
-    get_qconfig,
-    prepare,
-    qint8,
-    qint16,
-    set_fake_quantize,
-)
-from horizon_plugin_pytorch.quantization.observer_v2 import HistogramObserver, MinMaxObserver
-from horizon_plugin_pytorch.quantization.qconfig_setter import (
-    ConvDtypeTemplate,
-    MatmulDtypeTemplate,
-    ModuleNameTemplate,
-    SensitivityTemplate,
-)
 
 
 class Net(nn.Module):
@@ -45,12 +30,7 @@ set_march(march)
 torch.manual_seed(0)
 float_model = Net().eval()
 batches = [torch.randn(4, 3, 16, 16) for _ in range(4)]
-qconfig_setter = QconfigSetter(
-    get_qconfig(observer=HistogramObserver),
-    templates=[
-        ModuleNameTemplate({"": torch.float16}),
-    ],
-)
+qconfig_setter = QconfigSetter(get_qconfig(observer=HistogramObserver), templates=[ModuleNameTemplate({"": torch.float16})])
 qat_model = prepare(copy.deepcopy(float_model), (batches[0],), qconfig_setter=qconfig_setter)
 qat_model.eval()
 set_fake_quantize(qat_model, FakeQuantState.CALIBRATION)

@@ -3,9 +3,6 @@
 import copy
 
 import torch
-from torch import nn
-from torch.quantization import DeQuantStub
-
 from horizon_plugin_pytorch import set_march
 from horizon_plugin_pytorch.quantization import (
     FakeQuantState,
@@ -17,13 +14,10 @@ from horizon_plugin_pytorch.quantization import (
     qint16,
     set_fake_quantize,
 )
-from horizon_plugin_pytorch.quantization.observer_v2 import HistogramObserver, MinMaxObserver
-from horizon_plugin_pytorch.quantization.qconfig_setter import (
-    ConvDtypeTemplate,
-    MatmulDtypeTemplate,
-    ModuleNameTemplate,
-    SensitivityTemplate,
-)
+from horizon_plugin_pytorch.quantization.observer_v2 import HistogramObserver
+from horizon_plugin_pytorch.quantization.qconfig_setter import ConvDtypeTemplate, ModuleNameTemplate
+from torch import nn
+from torch.quantization import DeQuantStub
 
 
 class Net(nn.Module):

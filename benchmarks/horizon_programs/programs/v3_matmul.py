@@ -3,9 +3,6 @@
 import copy
 
 import torch
-from torch import nn
-from torch.quantization import DeQuantStub
-
 from horizon_plugin_pytorch import set_march
 from horizon_plugin_pytorch.quantization import (
     FakeQuantState,
@@ -17,13 +14,10 @@ from horizon_plugin_pytorch.quantization import (
     qint16,
     set_fake_quantize,
 )
-from horizon_plugin_pytorch.quantization.observer_v2 import HistogramObserver, MinMaxObserver
-from horizon_plugin_pytorch.quantization.qconfig_setter import (
-    ConvDtypeTemplate,
-    MatmulDtypeTemplate,
-    ModuleNameTemplate,
-    SensitivityTemplate,
-)
+from horizon_plugin_pytorch.quantization.observer_v2 import HistogramObserver
+from horizon_plugin_pytorch.quantization.qconfig_setter import MatmulDtypeTemplate, ModuleNameTemplate
+from torch import nn
+from torch.quantization import DeQuantStub
 
 
 class Net(nn.Module):
@@ -44,11 +38,7 @@ torch.manual_seed(0)
 float_model = Net().eval()
 batches = [torch.randn(4, 10, 16) for _ in range(4)]
 qconfig_setter = QconfigSetter(
-    get_qconfig(observer=HistogramObserver),
-    templates=[
-        ModuleNameTemplate({"": qint16}),
-        MatmulDtypeTemplate(input_dtypes=[qint8, qint8]),
-    ],
+    get_qconfig(observer=HistogramObserver), templates=[ModuleNameTemplate({"": qint16}), MatmulDtypeTemplate(input_dtypes=[qint8, qint8])]
 )
 qat_model = prepare(copy.deepcopy(float_model), (batches[0],), qconfig_setter=qconfig_setter)
 qat_model.eval()

@@ -3,29 +3,14 @@
 import copy
 
 import torch
+from hbdk4.compiler import compile, convert
+from horizon_plugin_pytorch import set_march
+from horizon_plugin_pytorch.quantization import FakeQuantState, QconfigSetter, QuantStub, get_qconfig, prepare, qint8, set_fake_quantize
+from horizon_plugin_pytorch.quantization.hbdk4 import export
+from horizon_plugin_pytorch.quantization.observer_v2 import HistogramObserver
+from horizon_plugin_pytorch.quantization.qconfig_setter import ConvDtypeTemplate, MatmulDtypeTemplate, ModuleNameTemplate
 from torch import nn
 from torch.quantization import DeQuantStub
-
-from horizon_plugin_pytorch import set_march
-from horizon_plugin_pytorch.quantization import (
-    FakeQuantState,
-    QconfigSetter,
-    QuantStub,
-    get_qconfig,
-    prepare,
-    qint8,
-    qint16,
-    set_fake_quantize,
-)
-from horizon_plugin_pytorch.quantization.observer_v2 import HistogramObserver, MinMaxObserver
-from horizon_plugin_pytorch.quantization.qconfig_setter import (
-    ConvDtypeTemplate,
-    MatmulDtypeTemplate,
-    ModuleNameTemplate,
-    SensitivityTemplate,
-)
-from hbdk4.compiler import compile, convert
-from horizon_plugin_pytorch.quantization.hbdk4 import export
 
 
 class Net(nn.Module):

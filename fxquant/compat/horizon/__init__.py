@@ -16,7 +16,7 @@ from typing import Any
 
 from fxquant.compat.horizon.tables import TABLES
 
-__all__ = [*(name for name in TABLES.names("") if not name.startswith("__")), "install"]  # noqa: PLE0604  # made from the table
+__all__ = [*(name for name in TABLES.names("") if not name.startswith("__")), "install"]  # made from the table
 
 TABLES.activate()
 

@@ -13,14 +13,14 @@ DTYPES = serve("dtypes", "qint4 qint8 qint16 qint32 qinfo QuantDType", note="nam
 
 PREPARING = [
     *serve("preparing", "prepare_qat_fx prepare_qat", native="`fxq.prepare`, in state `CALIBRATE`",
-           note="without example_inputs the model is prepared by its first batch; the result is in state QAT"),
+           note="without example_inputs, prepared by the first batch; in state QAT"),
     *serve("preparing", "prepare PrepareMethod", "2.0", "`fxq.prepare`", "every method traces"),
-    *serve("preparing", "QATMode set_qat_mode get_qat_mode", native='`batch_norm="folded"`, `"live"`', note="WithBN and WithBNReverseFold are one"),
+    *serve("preparing", "QATMode set_qat_mode get_qat_mode", native='`batch_norm="folded"`, `"live"`', note="two of them are one"),
 ]  # fmt: skip
 FLOW = [
     *serve("flow", "FakeQuantState set_fake_quantize", native="`fxq.set_state(prepared, state, \"module.path\")`"),
     *serve("flow", "convert convert_fx", native="`fxq.convert`", note="what was prepared may go on; fast_mode has no effect"),
-    *serve("flow", "fuse_fx fuse_modules fuse_known_modules", native="none is needed", note="return the model: it is fused when it is prepared"),
+    *serve("flow", "fuse_fx fuse_modules fuse_known_modules", native="none is needed", note="return the model, which `prepare` fuses"),
     *serve("flow", "load_observer_params", native="`fxq.observations`"),
     *serve("flow", "weight_reconstruction", native="`fxq.tuning.adaround`", note="keeps what lowers a layer's error on samples held out"),
 ]  # fmt: skip
@@ -50,8 +50,8 @@ QCONFIG = [
     *[Row(name, f"named:{name}", "1.0", "`fxq.QConfig`") for name in NAMED_QCONFIGS.split()],
 ]
 FAKE = [
-    *serve("observing", "FakeQuantize CalibFakeQuantize _LearnableFakeQuantize PACTFakeQuantize", native="`fxq.ActivationConfig(training=…)`",
-           note="a description of what a quantizer is made from; called, a module"),
+    *serve("observing", "FakeQuantize CalibFakeQuantize _LearnableFakeQuantize PACTFakeQuantize",
+           native="`fxq.ActivationConfig(training=…)`", note="a description of what a quantizer is made from; called, a module"),
     *serve("observing", "FakeCast", "2.0", "`None` in a `fxq.QConfigMapping`", "keeps an operator in float"),
     *serve("qconfig", """default_8bit_fake_quant default_4bit_fake_quant default_16bit_fake_quant default_calib_fake_quant
            default_8bit_fixed_act_fake_quant default_16bit_fixed_act_fake_quant default_8bit_lsq_quant default_4bit_lsq_quant
@@ -74,13 +74,13 @@ OBSERVERS = [
 ]  # fmt: skip
 TEMPLATES = [
     *serve("templates", "ModuleNameQconfigSetter TemplateQconfigSetter", "2.0", "`fxq.QConfigMapping`"),
-    *serve("templates", """default_calibration_qconfig_setter default_qat_qconfig_setter default_qat_fixed_act_qconfig_setter
+    *serve("setters", """default_calibration_qconfig_setter default_qat_qconfig_setter default_qat_fixed_act_qconfig_setter
            calibration_8bit_weight_16bit_act_qconfig_setter qat_8bit_weight_16bit_act_qconfig_setter
            qat_8bit_weight_16bit_fixed_act_qconfig_setter sensitive_op_calibration_8bit_weight_16bit_act_qconfig_setter
            sensitive_op_qat_8bit_weight_16bit_act_qconfig_setter sensitive_op_qat_8bit_weight_16bit_fixed_act_qconfig_setter
            get_sensitive_op_qconfig_setter gemm_int8_calibration_qconfig_setter gemm_int8_qat_qconfig_setter""", "2.0",
            "`fxq.QConfigMapping`", "last layers have 32-bit outputs"),
-    *serve("templates", "all_fp16_qconfig_setter", "2.0", "`QConfigMapping(default=None)`", "for nash-p and nash-h alone"),
+    *serve("setters", "all_fp16_qconfig_setter", "2.0", "`QConfigMapping(default=None)`", "for nash-p and nash-h alone"),
     *serve("templates", "GEMMInt8Template", "2.0", "`fxq.QConfig(input=…)`"),
     *serve("templates", "HighPrecisionOutputTemplate", "2.0", "`fxq.high_precision_outputs`"),
     *serve("templates", "GEMMToGridSampleGridInt16Template ConstTensorQuantTemplate DefaultTemplate", "2.0", "none is needed",
@@ -91,7 +91,7 @@ SETTERS = [
     *serve("templates", "ModuleNameTemplate ConvDtypeTemplate MatmulDtypeTemplate SensitivityTemplate", "3.0",
            "rules of a `fxq.QConfigMapping`, `fxq.QConfig(output, weight, input)`"),
     *refuse("SetDynamicQuantTemplate", "no march finds scales at run time", "leave it out, and calibrate", "3.0"),
-    *refuse("LoadFromFileTemplate", "the plugin's file holds its own objects", "keep rules with fxq.save_qconfig, and pass fxq.load_qconfig(path) as the setter", "3.0"),
+    *refuse("LoadFromFileTemplate", "the file holds the plugin's objects", "pass fxq.load_qconfig(path) as the setter", "3.0"),
 ]  # fmt: skip
 CONSISTENCY = refuse("ConsistencyStrategy", "a consistency level is part of the march", "set_march('nash-e-level1'), or level2", "3.0")
 AUTO = refuse("auto_calibrate", "the search starts from the float model", "call fxq.search_observers(model, batches, target)")
@@ -114,7 +114,8 @@ DEBUG = [
     *serve("debug", "check_qconfig", native="`fxq.explain`", note="the text of `fxq.explain`, and qconfig_info.txt"),
     *serve("debug", "check_deploy_device", native="`fxq.layers`"),
     *serve("debug", "get_module_called_count", native="`fxq.checks.call_counts`"),
-    *serve("profiling", "model_profiler compare_weights check_unfused_operations", native="`fxq.report`, `fxq.checks`", note="a page, and rows"),
+    *serve("profiling", "model_profiler compare_weights check_unfused_operations", native="`fxq.report`, `fxq.checks`",
+           note="a page, and rows"),
     *serve("analysis", "QuantAnalysis", "2.0", "`fxq.compare`, `fxq.sensitivity`"),
     *refuse("get_raw_features", "values are read batch by batch", "call fxq.record(model, batches)"),
     *refuse("profile_featuremap", "values are read batch by batch", "call fxq.record(model, batches, real=True)"),
@@ -158,18 +159,19 @@ NN_FUNCTIONAL = [
 ]
 FUNCTIONAL = [*COLOURS, *serve("functional", "sort stable_sort argmax", native="functions of `torch`"), *_NMS]
 NN = [
-    *serve("modules", """Abs Acos Acosh Asin Asinh Atan Atanh Ceil Cos Cosh Div Erf Exp Floor HardLog Log Reciprocal Remainder Rsqrt Selu Sin Sinh
-           Sqrt Tan Where Topk Sign Pow Norm SetItem""", native="functions of `torch`"),
+    *serve("modules", """Abs Acos Acosh Asin Asinh Atan Atanh Ceil Cos Cosh Div Erf Exp Floor HardLog Log Reciprocal Remainder Rsqrt Selu
+           Sin Sinh Sqrt Tan Where Topk Sign Pow Norm SetItem""", native="functions of `torch`"),
     *serve("modules", "Interpolate LayerNorm LayerNorm2d", native="`torch.nn`"),
     *serve("modules", "GridSample", native="`fxq.nn.Warp`"),
     Row("warp", "modules:GridSample", "1.0", "`fxq.nn.Warp`", "a module's class, called with mode and padding"),
     *serve("modules", "BaseGridGenerator", native="`torch.meshgrid`"),
     *serve("modules", """BgrToYuv444 Correlation AnchorGenerator PointPillarsScatter DetectionPostProcess RoIAlign LookUpTable SegmentLUT
-           MultiScaleDeformableAttention""", native="modules of `fxq.nn`", note="an argument that cannot be served raises ConfigurationError"),
-    *serve("torch_modules", """Identity ChannelShuffle Softmax GroupNorm RMSNorm MultiheadAttention LSTM LSTMCell GRU GRUCell TransformerEncoder
-           TransformerEncoderLayer TransformerDecoder TransformerDecoderLayer""", "2.0", "`torch.nn`"),
+           MultiScaleDeformableAttention""", native="modules of `fxq.nn`",
+           note="an argument that cannot be served raises ConfigurationError"),
+    *serve("torch_modules", """Identity ChannelShuffle Softmax GroupNorm RMSNorm MultiheadAttention LSTM LSTMCell GRU GRUCell
+           TransformerEncoder TransformerEncoderLayer TransformerDecoder TransformerDecoderLayer""", "2.0", "`torch.nn`"),
     Row("FloatFunctional", "stubs:FloatFunctional"),
-    *refuse("DetectionPostProcessV1", "its fixed-point boxes are one chip's alone", "use fxq.nn.DetectionPostProcess on the outputs of the model"),
+    *refuse("DetectionPostProcessV1", "its fixed-point boxes are one chip's alone", "use fxq.nn.DetectionPostProcess behind the model"),
     *refuse("RcnnPostProcess", "boxes are chosen on the host", "use fxq.nn.DetectionPostProcess on the outputs of the model"),
     *refuse("MultiScaleRoIAlign", "levels are chosen by the boxes' data", "use fxq.nn.MultiScaleRoIAlign, which reads every level"),
     *refuse("BevPoolV2", "its ranks are constants of the model", "use fxq.nn.BEVPool(size, ranks_depth, ranks_feat, ranks_bev)", "3.0"),

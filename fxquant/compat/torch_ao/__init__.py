@@ -1,4 +1,4 @@
-"""PyTorch's torch.ao.quantization over fxquant: its FX, eager and PT2E functions, with its own QConfigs and mappings; docs/from-torch-ao.md.
+"""PyTorch's torch.ao.quantization over fxquant: FX, eager and PT2E functions, with its own QConfigs and mappings; docs/from-torch-ao.md.
 
 from fxquant.compat import torch_ao
 
@@ -20,7 +20,7 @@ from typing import Any
 from fxquant.compat.torch_ao import own
 from fxquant.compat.torch_ao.tables import TABLES
 
-__all__ = [*TABLES.names(""), "install"]  # noqa: PLE0604  # made from the table
+__all__ = [*TABLES.names(""), "install"]  # made from the table
 
 TABLES.activate()
 

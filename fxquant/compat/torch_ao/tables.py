@@ -27,7 +27,8 @@ PT2E = [
 ]
 X86 = serve("pt2e", "X86InductorQuantizer get_default_x86_inductor_quantization_config", "2.2", '`target="x86"`')
 XNNPACK = serve("pt2e", "XNNPACKQuantizer get_symmetric_quantization_config", "2.1", '`target="qnnpack"`')
-QUANTIZERS = refuse("Quantizer QuantizationAnnotation ComposableQuantizer EmbeddingQuantizer ArmInductorQuantizer", "a quantizer of PyTorch's writes on its own graph",
+QUANTIZERS = refuse("Quantizer QuantizationAnnotation ComposableQuantizer EmbeddingQuantizer ArmInductorQuantizer",
+                    "a quantizer of PyTorch's writes on its own graph",
                     "say it with rules: fxq.QConfigMapping", "2.1")  # fmt: skip
 
 OWN = ("qconfig", "qconfig_mapping", "observer", "stubs", "utils", "fx", "fx.custom_config", "backend_config", "quantization_mappings")

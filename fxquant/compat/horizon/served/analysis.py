@@ -56,7 +56,7 @@ class QuantAnalysis:
         worst, found = -1.0, -1
         for index, batch in enumerate(first_batches(dataloader, num_steps)):
             difference = fxq.compare(self.baseline, self.analysis, [batch], show_progress=False)
-            largest = max((layer.mse for layer in difference if layer.name.startswith("output")), default=0.0)
+            largest = max((layer.mse for layer in difference.outputs if layer.name.startswith("output")), default=0.0)
             if largest > worst:
                 worst, found, self.case = largest, index, batch
         if found < 0:

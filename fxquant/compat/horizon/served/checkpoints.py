@@ -29,8 +29,8 @@ ACTIVATION, WEIGHT = "activation_post_process", "weight_fake_quant"
 
 def take_checkpoints(prepared: fx.GraphModule) -> None:
     """Let `load_state_dict` of a prepared model take the plugin's checkpoints as well as its own."""
-    prepared.register_load_state_dict_pre_hook(_take_keys)
-    prepared.register_load_state_dict_post_hook(_take_scales)
+    prepared.register_load_state_dict_pre_hook(_take_keys)  # type: ignore[no-untyped-call]
+    prepared.register_load_state_dict_post_hook(_take_scales)  # type: ignore[no-untyped-call]
 
 
 def _take_keys(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

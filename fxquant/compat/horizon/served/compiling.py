@@ -16,8 +16,8 @@ from fxquant import backends
 from fxquant.arguments import FILE, FLAG, FOLDER, Kind, checked, choice
 from fxquant.backends.horizon.export import VARIANTS
 from fxquant.backends.horizon.program import Binary
-from fxquant.compat.horizon.served.march import get_march
 from fxquant.compat.horizon.served.flow import integer_of
+from fxquant.compat.horizon.served.march import get_march
 from fxquant.errors import ConfigurationError
 from fxquant.files import write_file
 
@@ -25,11 +25,11 @@ logger = logging.getLogger("fxquant")
 
 LEVELS = {"fast": "O3", "ddr": "O2", "balance": "O2"}
 OPTIMIZE = {"ddr": "bandwidth"}
+LEVEL = choice("O0", "O1", "O2", "O3", *LEVELS)
 OPT = Kind(
     "one of 'O0', 'O1', 'O2', 'O3', 'fast', 'ddr', 'balance', or 0 to 3",
     lambda value: LEVEL.take(f"O{value}" if isinstance(value, int) else value),
 )
-LEVEL = choice("O0", "O1", "O2", "O3", *LEVELS)
 HBM = Kind("the path of a .hbm or .bin file to write", FILE.take)
 
 
@@ -51,7 +51,8 @@ def _say_inputs(called: str, source: Any, input_layout: Any, output_layout: Any)
     sources = {source} if isinstance(source, str) else set(source)
     if sources != {"ddr"} or input_layout not in (None, "NCHW") or output_layout != "NCHW":
         logger.warning(
-            "%s: the compiled model reads float32 inputs from memory, in PyTorch's order, and writes outputs so; not source %s, layouts %s and %s."
+            "%s: the compiled model reads float32 inputs from memory, in PyTorch's order, and writes outputs so:"
+            " not source %s, layouts %s, %s."
             " For a camera, put fxq.nn.Nv12ToYuv444 in front of the model",
             called, ", ".join(sorted(sources)), input_layout, output_layout,
         )  # fmt: skip

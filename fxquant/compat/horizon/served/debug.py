@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.arguments import checked
-from fxquant.compat.horizon.served.march import required
 from fxquant.compat.horizon.served.flow import integer_of
+from fxquant.compat.horizon.served.march import required
 from fxquant.errors import ConfigurationError
 from fxquant.files import write_file
 from fxquant.graph import is_deployed, stage_of

@@ -39,7 +39,7 @@ def keep_shapes(prepared: nn.Module, example_inputs: Any) -> None:
         if not prefix and hasattr(state_dict, "_metadata"):
             state_dict._metadata.setdefault("", {})[SHAPES] = shapes
 
-    prepared.register_state_dict_post_hook(note)
+    prepared.register_state_dict_post_hook(note)  # type: ignore[no-untyped-call]
 
 
 def shapes_of(state_dict: Any) -> Any:

@@ -21,7 +21,7 @@ from fxquant.errors import ConfigurationError
 from fxquant.graph import is_deployed
 from fxquant.quantization.calibration import enter, owned_quantizers, require_prepared, update_scales
 from fxquant.quantization.observers import gathering
-from fxquant.quantization.prepared import quantized_operators
+from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.state import State
 from fxquant.tuning.rounding import adaround
@@ -164,7 +164,7 @@ def fuse_modules(
 
 def fuse_known_modules(mod_list: Any, is_qat: bool = False, additional_fuser_method_mapping: Any = None) -> Any:
     """The modules as they are: what belongs together is fused when the model is prepared."""
-    refuse_given("fuse_known_modules", {"fuser_func": additional_fuser_method_mapping}, {}, ARGUMENTS)
+    refuse_given("fuse_known_modules", {"fuser_func": additional_fuser_method_mapping or None}, {}, ARGUMENTS)
     return mod_list
 
 
@@ -182,11 +182,31 @@ def load_observer_params(from_model: nn.Module, to_model: nn.Module, verbose: bo
             raise model._unknown(action)
     require_prepared(from_model)
     require_prepared(to_model)
-    sources, chosen, left = quantized_operators(from_model), [], []
+    chosen, left = _matching(quantized_operators(from_model), quantized_operators(to_model))
+    if not chosen:
+        raise ConfigurationError(
+            "no scale was taken over",
+            because="no operator of the two has one name, or none of these has a scale in the first model",
+            remedy="calibrate the first model, and prepare both from one float model",
+        )
+    for mine, theirs in chosen:
+        _take_over(mine, theirs)
+        if verbose:
+            print(f"{mine.name}: scale {float(mine.scale):.6g}")
+    if left:
+        logger.warning("scales taken over: %d; without one in the first model: %s", len(chosen), ", ".join(left))
+
+
+def _matching(
+    sources: Mapping[str, QuantizedOperator], operators: Mapping[str, QuantizedOperator]
+) -> tuple[list[tuple[Quantizer, Quantizer]], list[str]]:
+    """The quantizers that take over a scale, each with the one it takes it from; the names of those that find none."""
+    chosen: list[tuple[Quantizer, Quantizer]] = []
+    left = []
     for operator in sources.values():
         if operator.state is State.CALIBRATE:
             update_scales(operator)
-    for name, operator in quantized_operators(to_model).items():
+    for name, operator in operators.items():
         known = owned_quantizers(sources[name]) if name in sources else []
         for mine, theirs in itertools.zip_longest(owned_quantizers(operator), known):
             if mine is None or mine.frozen or mine.given or mine.follows_sum:
@@ -201,18 +221,7 @@ def load_observer_params(from_model: nn.Module, to_model: nn.Module, verbose: bo
                     remedy="calibrate this model itself, or prepare it with fxq.prepare(…, observations=fxq.observations(from_model))",
                 )
             chosen.append((mine, theirs))
-    if not chosen:
-        raise ConfigurationError(
-            "no scale was taken over",
-            because="no operator of the two has one name, or none of these has a scale in the first model",
-            remedy="calibrate the first model, and prepare both from one float model",
-        )
-    for mine, theirs in chosen:
-        _take_over(mine, theirs)
-        if verbose:
-            print(f"{mine.name}: scale {float(mine.scale):.6g}")
-    if left:
-        logger.warning("scales taken over: %d; without one in the first model: %s", len(chosen), ", ".join(left))
+    return chosen, left
 
 
 def _take_over(mine: Quantizer, theirs: Quantizer) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fxquant as fxq
 from fxquant.errors import ConfigurationError
@@ -14,34 +14,39 @@ from fxquant.errors import ConfigurationError
 STUDIO = "studio"  # the plugin's default, in which Y is 16…235
 
 
+def _applied(module: nn.Module, input: Tensor) -> Tensor:
+    found: Tensor = module.to(input.device)(input.float())
+    return found
+
+
 def rgb2yuv(input: Tensor, swing: str = STUDIO) -> Tensor:
     """Images (N, 3, H, W) of 0…255, red first, as Y, U, V. swing: "studio" (Y in 16…235) or "full"."""
-    return fxq.nn.RgbToYuv444(swing).to(input.device)(input.float())
+    return _applied(fxq.nn.RgbToYuv444(swing), input)
 
 
 def bgr2yuv(input: Tensor, swing: str = STUDIO) -> Tensor:
     """The same of images whose first channel is blue."""
-    return fxq.nn.BgrToYuv444(swing).to(input.device)(input.float())
+    return _applied(fxq.nn.BgrToYuv444(swing), input)
 
 
 def rgb2centered_yuv(input: Tensor, swing: str = STUDIO) -> Tensor:
     """Images (N, 3, H, W) of 0…255, red first, as Y, U, V less 128."""
-    return fxq.nn.RgbToYuv444(swing, centred=True).to(input.device)(input.float())
+    return _applied(fxq.nn.RgbToYuv444(swing, centred=True), input)
 
 
 def bgr2centered_yuv(input: Tensor, swing: str = STUDIO) -> Tensor:
     """The same of images whose first channel is blue."""
-    return fxq.nn.BgrToYuv444(swing, centred=True).to(input.device)(input.float())
+    return _applied(fxq.nn.BgrToYuv444(swing, centred=True), input)
 
 
 def rgb2gray(input: Tensor) -> Tensor:
     """Images (N, 3, H, W) of 0…255, red first, as (N, 1, H, W) of 0…255."""
-    return fxq.nn.RgbToGray("full").to(input.device)(input.float())
+    return _applied(fxq.nn.RgbToGray("full"), input)
 
 
 def bgr2gray(input: Tensor) -> Tensor:
     """The same of images whose first channel is blue."""
-    return fxq.nn.BgrToGray("full").to(input.device)(input.float())
+    return _applied(fxq.nn.BgrToGray("full"), input)
 
 
 def rgb2centered_gray(input: Tensor) -> Tensor:
@@ -67,7 +72,7 @@ def bgr_to_yuv444(input: Tensor, channel_reversal: bool = False, swing: str = "f
     return (rgb2yuv if channel_reversal else bgr2yuv)(input, swing)
 
 
-def _colours(kind: Any, input: Tensor, swing: str, mean: Any, std: Any, q_scale: Any) -> Tensor:
+def _colours(kind: Any, input: Tensor, swing: str, mean: Any, std: Any) -> Tensor:
     if input.dtype is torch.int8:
         raise ConfigurationError(
             "integers are no colours",
@@ -91,7 +96,7 @@ def centered_yuv2rgb(
 
     In front of a model it is a convolution with integers; its scale is found as that of any other, so `q_scale` has no effect.
     """
-    return _colours(fxq.nn.YuvToRgb, input, swing, mean, std, q_scale)
+    return _colours(fxq.nn.YuvToRgb, input, swing, mean, std)
 
 
 def centered_yuv2bgr(
@@ -102,8 +107,8 @@ def centered_yuv2bgr(
     q_scale: Any = 1 / 128,
 ) -> Tensor:
     """The same with blue as the first channel; `mean` and `std` are those of blue, green and red."""
-    swapped = [value if len(torch.as_tensor(value).flatten()) == 1 else torch.as_tensor(value).flatten().flip(0) for value in (mean, std)]
-    return _colours(fxq.nn.YuvToBgr, input, swing, *swapped, q_scale)
+    means, stds = (torch.as_tensor(value).flatten().flip(0) for value in (mean, std))
+    return _colours(fxq.nn.YuvToBgr, input, swing, means, stds)
 
 
 def sort(input: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> Any:
@@ -122,7 +127,8 @@ def argmax(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tens
 def point_pillars_scatter(voxel_features: Tensor, coords: Tensor, output_shape: Any) -> Tensor:
     """Features of pillars (P, C) and their coordinates (P, 4), batch, z, y, x, as maps of this shape (N, C, H, W)."""
     batch, _, height, width = (int(size) for size in output_shape)
-    return fxq.nn.PointPillarsScatter((height, width), batch)(voxel_features.flatten(1), coords)
+    found: Tensor = fxq.nn.PointPillarsScatter((height, width), batch)(voxel_features.flatten(1), coords)
+    return found
 
 
 def filter(*inputs: Tensor, threshold: float, idx_range: tuple[int, int] | None = None) -> list[list[Tensor]]:
@@ -143,7 +149,7 @@ def filter(*inputs: Tensor, threshold: float, idx_range: tuple[int, int] | None 
 
 def window_partition(x: Tensor, window_size: int) -> Tensor:
     """A map (N, H, W, C) as windows (N · windows, size, size, C), row by row."""
-    batch, height, width, channels = x.shape
+    height, width, channels = x.shape[1:]
     tiles = x.view(-1, height // window_size, window_size, width // window_size, window_size, channels)
     return tiles.permute(0, 1, 3, 2, 4, 5).reshape(-1, window_size, window_size, channels)
 

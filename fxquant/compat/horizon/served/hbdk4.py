@@ -20,7 +20,6 @@ from fxquant.backends.horizon.export import VARIANTS
 from fxquant.compat.horizon.served.compiling import compile_model, perf_model
 from fxquant.compat.horizon.served.flow import integer_of
 from fxquant.errors import ConfigurationError
-
 from fxquant.quantization.calibration import require_prepared
 
 

@@ -25,7 +25,7 @@ def save(m: torch.jit.ScriptModule, f: Any, _extra_files: dict[str, Any] | None 
     with tempfile.TemporaryDirectory() as folder:
         kept = fxq.save(integer, Path(folder) / KEPT).read_bytes()
     written = io.BytesIO()
-    torch.jit.save(m, written, _extra_files={**(_extra_files or {}), KEPT: kept})  # type: ignore[no-untyped-call]
+    torch.jit.save(m, written, _extra_files={**(_extra_files or {}), KEPT: kept})
     write_file(f, written.getvalue())
 
 

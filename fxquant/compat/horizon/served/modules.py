@@ -52,7 +52,8 @@ class Pow(nn.Module):
         self.exponent = exponent
 
     def forward(self, input: Tensor, exponent: Any = None) -> Tensor:
-        return torch.pow(input, self.exponent if exponent is None else exponent)
+        by: Any = self.exponent if exponent is None else exponent
+        return torch.pow(input, by)
 
 
 class Interpolate(nn.Module):
@@ -115,8 +116,8 @@ class BgrToYuv444(nn.Module):
 class Correlation(nn.Module):
     """How alike two feature maps are at every displacement. forward(data1, data2), both (N, C, H, W): (N, D², H, W).
 
-    Raises ConfigurationError for a kernel of more than one pixel, for strides of the first map, and for differences: `fxquant.nn.Correlation`
-    has a kernel of one pixel, and pads as far as it reaches.
+    Raises ConfigurationError for a kernel of more than one pixel, for strides of the first map, and for differences:
+    `fxquant.nn.Correlation` has a kernel of one pixel, and pads as far as it reaches.
     """
 
     def __init__(
@@ -231,7 +232,7 @@ class DetectionPostProcess(nn.Module):
 class RoIAlign(nn.Module):
     """The features of boxes: forward(features (N, C, H, W), rois, a list of (K, 4) for each item, or (N, K, 4)).
 
-    Returns (N · K, C, h, w). Every item has the same number of boxes. Raises ConfigurationError for sampling_ratio -1, which depends on data.
+    Returns (N · K, C, h, w). Every item has the same number of boxes. Raises ConfigurationError for sampling_ratio -1: it depends on data.
     """
 
     def __init__(
@@ -271,8 +272,8 @@ class SegmentLUT(fxq.nn.SegmentLUT):
     """
 
     def __init__(
-        self, simulated_func: Callable[[Tensor], Tensor], is_centrosymmetric: bool = False, dividing_points: Any = None, input_range: Any = None,
-        auto_divide_strategy: str = "evenly", inverse_func: Any = None, name: str | None = None, **options: Any,
+        self, simulated_func: Callable[[Tensor], Tensor], is_centrosymmetric: bool = False, dividing_points: Any = None,
+        input_range: Any = None, auto_divide_strategy: str = "evenly", inverse_func: Any = None, name: str | None = None, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(simulated_func, name)
 
@@ -332,8 +333,9 @@ class MultiScaleDeformableAttention(nn.Module):
     """
 
     def __init__(
-        self, embed_dims: int = 256, num_heads: int = 8, num_levels: int = 4, num_points: int = 4, im2col_step: int = 64, dropout: float = 0.1,
-        batch_first: bool = False, value_proj_ratio: float = 1.0, split_weight_mul: bool = False, split_batch: bool = False,
+        self, embed_dims: int = 256, num_heads: int = 8, num_levels: int = 4, num_points: int = 4, im2col_step: int = 64,
+        dropout: float = 0.1, batch_first: bool = False, value_proj_ratio: float = 1.0, split_weight_mul: bool = False,
+        split_batch: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         inner = int(embed_dims * value_proj_ratio)

@@ -1,10 +1,10 @@
-"""Horizon's observers and fake quantizes by their names: descriptions of what fxquant's quantizers are made from, which can be called, too."""
+"""Horizon's observers and fake quantizes by name: descriptions of what fxquant's quantizers are made from, which can be called, too."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -85,6 +85,7 @@ class FakeQuant:
 
     training: str
     settings: Mapping[str, Any] = field(default_factory=dict)
+    reads: ClassVar[Callable[[Any], fxq.ActivationConfig]]  # what makes a config of it: `qconfig.activation`
 
     def with_args(self, **settings: Any) -> FakeQuant:
         """The same with other arguments."""
@@ -92,10 +93,8 @@ class FakeQuant:
 
     def __call__(self, observer: Any = None, **settings: Any) -> FakeQuantizer:
         """A module that observes and rounds what it is called with."""
-        from fxquant.compat.horizon.served.qconfig import activation  # which reads what is described here
-
         given = settings if observer is None else {"observer": observer, **settings}
-        return FakeQuantizer(activation(self.with_args(**given)))
+        return FakeQuantizer(type(self).reads(self.with_args(**given)))
 
     def __instancecheck__(self, instance: Any) -> bool:
         return isinstance(instance, FakeQuantizer)

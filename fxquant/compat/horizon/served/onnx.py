@@ -59,7 +59,8 @@ def export_to_onnx(
     Not the bits of the integer model, which `export_quantized_onnx` writes. Operators are ONNX's own, whatever `operator_export_type`
     says. Returns the path. Raises ConfigurationError for an option that would change the file and is not done.
     """
-    _options("export_to_onnx", {**_given(export_params, verbose, training, do_constant_folding, dynamic_axes), "custom_opsets": custom_opsets,
+    _options("export_to_onnx", {**_given(export_params, verbose, training, do_constant_folding, dynamic_axes),
+        "custom_opsets": custom_opsets,
         "keep_initializers_as_inputs": keep_initializers_as_inputs})  # fmt: skip
     names: Any = {"input_names": input_names, "output_names": output_names}
     if not isinstance(model, fx.GraphModule) or stage_of(model) is None:

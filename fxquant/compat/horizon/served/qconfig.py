@@ -220,6 +220,7 @@ def read_attributes(model: nn.Module) -> Iterator[None]:
 
 
 _activation, _weight = activation, weight
+FakeQuant.reads = staticmethod(activation)
 
 
 @checked()

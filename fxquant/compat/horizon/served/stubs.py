@@ -51,7 +51,7 @@ class QuantStub(nn.Module):
         return {name: value for name, value in self.__dict__.items() if name != "_scale" or value is not BY_FUNCTION}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.__dict__.setdefault("_scale", BY_FUNCTION)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantStub:

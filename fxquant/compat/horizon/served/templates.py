@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.compat.horizon.served.qconfig import NAMED, activation, as_qconfig, dtype_of, get_qconfig, is_float_dtype
+from fxquant.compat.horizon.served.qconfig import as_qconfig, dtype_of, get_qconfig, is_float_dtype
 from fxquant.errors import ConfigurationError
 from fxquant.quantization.mapping import Chosen
 
@@ -92,18 +92,21 @@ class Asked:
         if operand == "weight":
             return replace(self, weight=replace(self.weight, dtype=dtype_of(dtype)))
         if is_float_dtype(dtype):
-            return replace(self, **{operand: FLOAT})
+            in_float: dict[str, Any] = {operand: FLOAT}
+            return replace(self, **in_float)
         now = getattr(self, operand)
         base = now if isinstance(now, fxq.ActivationConfig) else self.output
         base = base if isinstance(base, fxq.ActivationConfig) and base.dtype != "int32" else fxq.ActivationConfig()
-        return replace(self, **{operand: base.of(dtype_of(dtype))})
+        changed: dict[str, Any] = {operand: base.of(dtype_of(dtype))}
+        return replace(self, **changed)
 
     def with_threshold(self, operand: str, threshold: float) -> Asked:
         """The same with a given threshold of an operand."""
         now = getattr(self, operand)
         base = now if isinstance(now, fxq.ActivationConfig) else self.output
         base = base if isinstance(base, fxq.ActivationConfig) else fxq.ActivationConfig("int8")
-        return replace(self, **{operand: replace(base, scale=None, threshold=float(threshold))})
+        changed: dict[str, Any] = {operand: replace(base, scale=None, threshold=float(threshold))}
+        return replace(self, **changed)
 
 
 def _by_operand(value: Any, what: str) -> dict[str, Any]:
@@ -364,53 +367,3 @@ class SensitiveQconfigSetter:
     def of(self, place: Place) -> Any:
         """What is asked of an operator."""
         return self.qconfig if any(name and place.below(name) for name in self.names()) else UNSAID
-
-
-# ---- the plugin's ready setters -----------------------------------------------------------------------------------------
-
-
-def _ready(qconfig: str, *more: Any) -> TemplateQconfigSetter:
-    return TemplateQconfigSetter(NAMED[qconfig], (HighPrecisionOutputTemplate(), *more))
-
-
-default_calibration_qconfig_setter = _ready("default_calib_8bit_fake_quant_qconfig")
-default_qat_qconfig_setter = _ready("default_qat_8bit_fake_quant_qconfig")
-default_qat_fixed_act_qconfig_setter = _ready("default_qat_8bit_fixed_act_fake_quant_qconfig")
-calibration_8bit_weight_16bit_act_qconfig_setter = _ready("default_calib_8bit_weight_16bit_act_fake_quant_qconfig")
-qat_8bit_weight_16bit_act_qconfig_setter = _ready("default_qat_8bit_weight_16bit_act_fake_quant_qconfig")
-qat_8bit_weight_16bit_fixed_act_qconfig_setter = _ready("default_qat_8bit_weight_16bit_fixed_act_fake_quant_qconfig")
-gemm_int8_calibration_qconfig_setter = _ready("default_calib_8bit_weight_16bit_act_fake_quant_qconfig", GEMMInt8Template())
-gemm_int8_qat_qconfig_setter = _ready("default_qat_8bit_weight_16bit_act_fake_quant_qconfig", GEMMInt8Template())
-all_fp16_qconfig_setter = QconfigSetter(templates=(ModuleNameTemplate({"": torch.float16}),))
-
-
-def sensitive_op_calibration_8bit_weight_16bit_act_qconfig_setter(
-    table: Any, topk: int | None = None, ratio: float | None = None
-) -> SensitiveQconfigSetter:
-    """16-bit activations for the most sensitive operators, of a model that is calibrated."""
-    return SensitiveQconfigSetter(NAMED["default_calib_8bit_weight_16bit_act_fake_quant_qconfig"], table, topk, ratio)
-
-
-def sensitive_op_qat_8bit_weight_16bit_act_qconfig_setter(
-    table: Any, topk: int | None = None, ratio: float | None = None
-) -> SensitiveQconfigSetter:
-    """16-bit activations for the most sensitive operators, of a model that is trained."""
-    return SensitiveQconfigSetter(NAMED["default_qat_8bit_weight_16bit_act_fake_quant_qconfig"], table, topk, ratio)
-
-
-def sensitive_op_qat_8bit_weight_16bit_fixed_act_qconfig_setter(
-    table: Any, topk: int | None = None, ratio: float | None = None
-) -> SensitiveQconfigSetter:
-    """The same with scales that stay as they were calibrated."""
-    return SensitiveQconfigSetter(NAMED["default_qat_8bit_weight_16bit_fixed_act_fake_quant_qconfig"], table, topk, ratio)
-
-
-def get_sensitive_op_qconfig_setter(
-    sensitive_type: str, origin_dtype: Any, qconfig: Any, table: Any, topk: int | None = None, ratio: float | None = None
-) -> SensitiveQconfigSetter:
-    """A qconfig for the operators whose rows of the table are of a type: "activation" or "weight"."""
-    rows = [row for row in table if isinstance(row, str) or len(row) < 2 or row[1] == sensitive_type]
-    made = as_qconfig(qconfig)
-    if made is None:
-        made = fxq.QConfig(activation(None))
-    return SensitiveQconfigSetter(made, rows, topk, ratio)
