@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import fxquant as fxq
 from benchmarks.coverage.record import Here, Network, State, chapter, part, refused, sure
 from fxquant.compat import horizon, torch_ao
+from fxquant.quantization.prepared import quantized_operators
 
 DOCS = Path(__file__).parents[2] / "docs"
 A, W, Q, M = fxq.ActivationConfig, fxq.WeightConfig, fxq.QConfig, fxq.QConfigMapping
@@ -53,7 +54,8 @@ def as_dict(here: Here) -> None:
 def setters(here: Here) -> None:
     horizon.set_march("nash-e")
     chosen = horizon.QconfigSetter(horizon.get_qconfig(), [horizon.ModuleNameTemplate({"stem": torch.int16})])
-    sure(horizon.prepare(here.model, (here.x,), chosen))
+    found = {layer.name: layer.dtype for layer in fxq.layers(horizon.prepare(here.model, (here.x,), chosen))}
+    sure((found["stem_0"], found["deep"]) == ("int16", "int8"), str(found))
 
 
 class Own(fxq.Observer):
@@ -101,6 +103,16 @@ def by_order(here: Here) -> None:
     here.exact(here.prepared(qconfig=rules))
 
 
+def operands(here: Here) -> None:
+    mapping = M(Q(A("int16"))).set_object_type(nn.Conv2d, Q(A("int16"), W("int8"), A("int8")))
+    prepared = here.prepared(qconfig=mapping)
+    found = {layer.name: layer.dtype for layer in fxq.layers(prepared)}
+    sure(
+        (found["x_quantize"], found["stem_0"], found["stem_0_requantize"], found["deep"]) == ("int8", "int16", "int8", "int16"), str(found)
+    )
+    here.exact(prepared)
+
+
 chapter(
     "qconfig",
     ("int8 by default", lambda h: sure(dtypes(h, "bayes-e") == {"int8"})),
@@ -141,6 +153,7 @@ chapter(
     ("an observer of one's own", lambda h: observer(h, Own)),
     ("a fake quantizer or rounding of one's own", lambda h: h.exact(h.prepared(qconfig=Q(weight=W(rounding=Down))))),
     ("templates and setters of the plugin", setters),
+    ("dtypes of output, weight and input, each by itself", operands),
     ("what was set, and what became of it", lambda h: sure("int8" in fxq.explain(h.prepared()))),
     ("suspicious settings listed", lambda h: fxq.checks.suspicious_settings(h.prepared(qconfig=Q(A(scale=10.0))))),
     (
@@ -168,6 +181,16 @@ def another_without_batches(here: Here) -> None:
     seen = fxq.observations(here.prepared())
     again = fxq.prepare(here.model, here.x, "nash-e", Q(A("int16", observer="percentile")), observations=seen)
     sure(fxq.convert(again)(here.x).shape == (8, 5))
+
+
+def left_out(here: Here) -> None:
+    prepared = fxq.prepare(here.model, here.x, "nash-e")
+    fxq.set_state(prepared, "float", "stem")
+    fxq.calibrate(prepared, here.batches, show_progress=False)
+    states = {name: operator.state for name, operator in quantized_operators(prepared).items()}
+    sure({name for name, state in states.items() if state is fxq.State.FLOAT} == {"stem_0"}, str(states))
+    (values,) = fxq.record(prepared, [here.x], "stem_0", real=True)
+    sure(torch.equal(values["stem_0"], here.model.stem(here.x)) or float((values["stem_0"] - here.model.stem(here.x)).abs().max()) < 1e-5)
 
 
 def not_finite(here: Here) -> None:
@@ -203,7 +226,7 @@ chapter(
     ("scales for each channel of an activation", per_channel_activations),
     ("calibration on several devices: shards, one result", distributed),
     ("another observer or dtype without new batches", another_without_batches),
-    ("a part left out of calibration", lambda h: fxq.set_state(h.prepared(), "float", "stem")),
+    ("a part left out of calibration", left_out),
     ("NaN and infinity found, with the batch", not_finite),
     (
         "masks of -1e9 that poison no scale",

@@ -124,6 +124,9 @@ class Tables:
     def activate(self) -> None:
         """Let the modules of the package be imported."""
         if self._finder is None:
+            root = sys.modules[self.package]
+            root.__dict__.update(_tables=self, _path="")
+            root.__class__ = Package
             self._finder = Finder(self)
             sys.meta_path.append(self._finder)
 
@@ -162,10 +165,20 @@ def _is_installed(name: str) -> bool:
         return False
 
 
-class Mirrored(ModuleType):
+class Package(ModuleType):
+    """A module in which a submodule that is imported does not hide a name of its own: `quantization.prepare` is a function, too."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        tables: Tables = self.__dict__["_tables"]
+        if not (isinstance(value, ModuleType) and name in tables.modules[self.__dict__["_path"]]):
+            super().__setattr__(name, value)
+
+
+class Mirrored(Package):
     """A module whose names are those of a table."""
 
     def __init__(self, tables: Tables, path: str) -> None:
+        self.__dict__.update(_tables=tables, _path=path)
         super().__init__(".".join(filter(None, (tables.package, path))), f"{tables.shown(path)}, over fxquant's functions.")
         self.__dict__.update(_tables=tables, _path=path, __path__=[], __all__=tables.names(path))
 

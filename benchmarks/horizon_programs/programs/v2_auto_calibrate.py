@@ -4,7 +4,7 @@ import copy
 
 import torch
 from horizon_plugin_pytorch.march import March, set_march
-from horizon_plugin_pytorch.quantization import FakeQuantState, PrepareMethod, QuantStub, prepare, set_fake_quantize
+from horizon_plugin_pytorch.quantization import FakeQuantState, PrepareMethod, QuantStub, auto_calibrate, prepare, set_fake_quantize
 from torch import nn
 from torch.quantization import DeQuantStub
 
@@ -35,4 +35,4 @@ with torch.no_grad():
         calib_model(batch)
 calib_model.eval()
 set_fake_quantize(calib_model, FakeQuantState.VALIDATION)
-qat_model = calib_model
+qat_model = auto_calibrate(calib_model, batches, num_batches=2)

@@ -4,6 +4,7 @@ import copy
 
 import torch
 from horizon_plugin_pytorch.march import March, set_march
+from horizon_plugin_pytorch.qat_mode import ConsistencyStrategy
 from horizon_plugin_pytorch.quantization import FakeQuantState, PrepareMethod, QuantStub, prepare, set_fake_quantize
 from torch import nn
 from torch.quantization import DeQuantStub
@@ -24,6 +25,7 @@ class Net(nn.Module):
 
 
 set_march(March.NASH_E)
+ConsistencyStrategy.set_consistency_level(1)
 torch.manual_seed(0)
 float_model = Net().eval()
 batches = [torch.randn(4, 3, 16, 16) for _ in range(4)]

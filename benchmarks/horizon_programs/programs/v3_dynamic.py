@@ -6,7 +6,12 @@ import torch
 from horizon_plugin_pytorch import set_march
 from horizon_plugin_pytorch.quantization import FakeQuantState, QconfigSetter, QuantStub, get_qconfig, prepare, qint8, set_fake_quantize
 from horizon_plugin_pytorch.quantization.observer_v2 import HistogramObserver
-from horizon_plugin_pytorch.quantization.qconfig_setter import ConvDtypeTemplate, MatmulDtypeTemplate, ModuleNameTemplate
+from horizon_plugin_pytorch.quantization.qconfig_setter import (
+    ConvDtypeTemplate,
+    MatmulDtypeTemplate,
+    ModuleNameTemplate,
+    SetDynamicQuantTemplate,
+)
 from torch import nn
 from torch.quantization import DeQuantStub
 
@@ -36,6 +41,7 @@ qconfig_setter = QconfigSetter(
         ModuleNameTemplate({"": qint8}),
         ConvDtypeTemplate(input_dtype=qint8, weight_dtype=qint8),
         MatmulDtypeTemplate(input_dtypes=[qint8, qint8]),
+        SetDynamicQuantTemplate({"head": qint8}),
     ],
 )
 qat_model = prepare(copy.deepcopy(float_model), (batches[0],), qconfig_setter=qconfig_setter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -73,11 +74,9 @@ class QuantAnalysis:
 
     def save_bad_case(self) -> Path:
         """Keep the batch in all_badcase_info.pt; returns the path."""
-        import io
-
-        written = io.BytesIO()
-        torch.save(self._case(), written)
-        return write_file(self.out_dir / "all_badcase_info.pt", written.getvalue())
+        archive = io.BytesIO()
+        torch.save(self._case(), archive)
+        return write_file(self.out_dir / "all_badcase_info.pt", archive.getvalue())
 
     def _case(self) -> Any:
         if self.case is None:

@@ -24,9 +24,9 @@ def save(m: torch.jit.ScriptModule, f: Any, _extra_files: dict[str, Any] | None 
     integer = integer_of(m, "horizon.jit.save")
     with tempfile.TemporaryDirectory() as folder:
         kept = fxq.save(integer, Path(folder) / KEPT).read_bytes()
-    written = io.BytesIO()
-    torch.jit.save(m, written, _extra_files={**(_extra_files or {}), KEPT: kept})
-    write_file(f, written.getvalue())
+    archive = io.BytesIO()
+    torch.jit.save(m, archive, _extra_files={**(_extra_files or {}), KEPT: kept})
+    write_file(f, archive.getvalue())
 
 
 @checked(f=PATH)
@@ -42,7 +42,8 @@ def load(f: Any, map_location: Any = None, _extra_files: dict[str, Any] | None =
     if extra[KEPT]:
         with tempfile.TemporaryDirectory() as folder:
             kept = Path(folder) / KEPT
-            kept.write_bytes(extra[KEPT] if isinstance(extra[KEPT], bytes) else extra[KEPT].encode("latin-1"))
+            held = extra[KEPT]
+            write_file(kept, held if isinstance(held, bytes) else held.encode("latin-1"))
             object.__setattr__(program, "fxquant_integer", fxq.load(kept))
     return program  # type: ignore[no-any-return]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import fx
@@ -82,19 +83,28 @@ def of_setters(setters: Any, traced: fx.GraphModule, march: str) -> tuple[fxq.QC
 
     default = chosen(Place("", "", None))
     places = {place: chosen(place) for place in places_of(traced)}
+    names = _by_name(traced, places, default)
+    known = {part for place in places for part in _around(place)}
+    for setter in several:
+        names.update((name, default) for name in getattr(setter, "names", tuple)() if name and name not in known)  # `prepare` reports it
+    mapping = fxq.QConfigMapping(default, names=names)
+    for setter in several:
+        if getattr(setter, "save_dir", None) is not None:
+            fxq.save_qconfig(mapping, Path(setter.save_dir) / "qconfig.json")
+    return mapping, wide
+
+
+def _by_name(traced: fx.GraphModule, places: Mapping[Place, Chosen], default: Chosen) -> dict[str, Chosen]:
+    """Rules for the operators that are not quantized like the rest, by their nodes' names."""
     names = {place.name: made for place, made in places.items() if made != default}
     if default is None and any(made is not None and made.output.dtype == "int32" for made in names.values()):
         # A layer's sum that is dequantized takes its batch norm along, and nothing else, which would read its operands as integers.
         names.update((place.name, None) for place, made in places.items() if made is None and not place.is_batch_norm)
+    of_node = {place.name: made for place, made in places.items()}
     for node in traced.graph.nodes:  # the grid of a stub is its own rule's, not that of what reads it
-        if node.target is quant_stub:
-            made = next(made for place, made in places.items() if place.name == node.name)
-            if any(places_made != made for place, places_made in places.items() if place.name in {user.name for user in node.users}):
-                names[node.name] = made
-    known = {part for place in places for part in _around(place)}
-    for setter in several:
-        names.update((name, default) for name in getattr(setter, "names", tuple)() if name and name not in known)  # `prepare` reports it
-    return fxq.QConfigMapping(default, names=names), wide
+        if node.target is quant_stub and any(of_node.get(user.name, of_node[node.name]) != of_node[node.name] for user in node.users):
+            names[node.name] = of_node[node.name]
+    return names
 
 
 def places_of(traced: fx.GraphModule) -> Iterator[Place]:

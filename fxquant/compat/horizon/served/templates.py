@@ -282,7 +282,7 @@ class QconfigSetter:
     """A reference qconfig, and templates that change it operand by operand, one behind the other.
 
     enable_optimize         no effect: nothing of what is asked for is changed, and what cannot be done is an error
-    save_dir                a folder for qconfig.txt, what every template says; None: nothing is written
+    save_dir                a folder for qconfig.json, the rules that it comes to for a model; None: nothing is written
     custom_qconfig_mapping  qconfigs by a module's name, which go before the templates
     """
 
