@@ -205,7 +205,7 @@ chapter(
     ("correlation and warping", geometry),
     ("a function as a table", tables),
     ("limits checked, and mended", checks_limits),
-    ("compile_model, export_hbir", lambda h: absent("the vendor's compiler is closed; style qdq at opset 11 is its input")),
+    ("compile_model, export_hbir", lambda h: part("by the vendor's installed compiler, for bernoulli2, bayes and bayes-e")),
     ("perf_model", perf_model),
     ("visualize_model", lambda h: sure("<" in horizon.visualize_model(h.result.integer, save_path=h.folder / "drawn.html").read_text())),
     ("checkpoints of the plugin", plugin_checkpoint),

@@ -164,7 +164,7 @@ def visualize_model(
             )
     made = fxq.report(integer_of(module, "visualize_model"), save_path or "model.html")
     if show:
-        webbrowser.open(made.resolve().as_uri())
+        webbrowser.open_new_tab(made.resolve().as_uri())
     return made
 
 
