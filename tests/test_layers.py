@@ -299,7 +299,7 @@ ALLOWED: dict[str, set[str]] = {
         "quantizer",
         "state",
         "stubs",
-    },  # fmt: skip
+    },
 }
 TABLES_OF_CONTENTS = {"fxquant": {"*"}, "fxquant.passes": NOUNS | {"passes"}}  # rows of an __init__.py alone
 
