@@ -119,6 +119,23 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--compile", action="store_true", help="compile the folder of --to, too, which needs the vendor's tool")
     export.set_defaults(run=_export)
 
+    _conformance_options(commands)
+    verify = _command(
+        commands,
+        "verify",
+        "run two forms of one model and compare every quantized tensor, bit for bit",
+        "The forms are a prepared model, an integer model, an ONNX file and a BPU program; at most one is a file of the last two kinds.\n"
+        "An ONNX file is run in every runtime there is, a program (.bin, .hbm) in the vendor's simulator.\n"
+        "The first difference is located. The exit status is 0 if not one bit differs, and 1 if one does.",
+    )
+    verify.add_argument("a", type=Path, metavar="A", help=FILE)
+    verify.add_argument("b", type=Path, metavar="B", help="another form of the same model")
+    _data(verify)
+    verify.set_defaults(run=_verify)
+    return parser
+
+
+def _conformance_options(commands: Any) -> None:
     conformance = _command(
         commands,
         "conformance",
@@ -141,20 +158,6 @@ def _parser() -> argparse.ArgumentParser:
         "--simulate", type=Path, metavar="DIR", help="let the vendor's simulator write the results into this folder first, and compare them"
     )
     conformance.set_defaults(run=_conformance)
-
-    verify = _command(
-        commands,
-        "verify",
-        "run two forms of one model and compare every quantized tensor, bit for bit",
-        "The forms are a prepared model, an integer model, an ONNX file and a BPU program; at most one is a file of the last two kinds.\n"
-        "An ONNX file is run in every runtime there is, a program (.bin, .hbm) in the vendor's simulator.\n"
-        "The first difference is located. The exit status is 0 if not one bit differs, and 1 if one does.",
-    )
-    verify.add_argument("a", type=Path, metavar="A", help=FILE)
-    verify.add_argument("b", type=Path, metavar="B", help="another form of the same model")
-    _data(verify)
-    verify.set_defaults(run=_verify)
-    return parser
 
 
 def _command(commands: Any, name: str, purpose: str, more: str) -> argparse.ArgumentParser:
@@ -258,6 +261,8 @@ def _export(options: argparse.Namespace) -> int:
         )
     if options.compile and options.to is None:
         raise ConfigurationError("nothing can be compiled", because="--compile is about the folder of --to", remedy="give --to horizon")
+    if options.camera and options.to is None:
+        raise ConfigurationError("no camera can be chosen", because="--camera is about the folder of --to", remedy="give --to horizon")
     integer = saved_model(options.file)
     for name, path in asked.items():
         print(writers[name](integer, path))

@@ -28,6 +28,16 @@ def dequant_stub(input: Tensor) -> Tensor:
 FUNCTIONS = (quant_stub, dequant_stub)
 
 
+def mark_stub(node: fx.Node) -> None:
+    """Write that this node is a user's QuantStub: an operator of its own for the rules."""
+    node.meta["quant_stub"] = True
+
+
+def is_stub(node: fx.Node) -> bool:
+    """Whether this node is a user's QuantStub."""
+    return bool(node.meta.get("quant_stub"))
+
+
 def stub_of(module: nn.Module) -> tuple[object, ...] | None:
     """The function that a stub stands for, with its further arguments; None for any other module."""
     kind = type(module)

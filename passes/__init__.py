@@ -27,6 +27,7 @@ from fxquant.passes import (
     rules,
     scales,
     specs,
+    stubs,
 )
 from fxquant.pipeline import Pass
 from fxquant.stage import Stage
@@ -36,6 +37,7 @@ PIPELINE = (
     Pass(canonical.rewrite, Stage.CANONICAL),  # one spelling per operator; everything after this may assume it
     Pass(gradients.move, Stage.CANONICAL),  # on canonical clamps, before anything is fused
     Pass(rules.match, Stage.CANONICAL),  # before the fusions: a rule is about what the user wrote, and may keep it apart
+    Pass(stubs.settle, Stage.CANONICAL),  # after the rules, which are about stubs as well; before fusions, which read past the others
     Pass(parts.pick, Stage.CANONICAL),  # after the rules, which may name a concatenation; before what reads a part is rewritten
     Pass(masks.recognise, Stage.CANONICAL),  # after the rules, which are about what was written; before a softmax is its parts
     Pass(pointwise.join, Stage.CANONICAL),  # behind masks, which are no functions of scores; before what is about operators one by one

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxquant.graph import Annotation, annotate, annotation, fact, inherit, part, reads_shape_only, set_fact
+from fxquant.graph import Annotation, annotate, annotation, fact, inherit, reads_shape_only, set_fact
 from fxquant.numerics import EVERYTHING, Interval
 from fxquant.ops import matters, operand_nodes, operator_of, preferred_by, preferred_dtypes
 from fxquant.ops.boundary import DEQUANTIZE, QUANTIZE
 from fxquant.ops.record import Operator
 from fxquant.pipeline import Context
-from fxquant.quantization.mapping import DEFAULT, Rule
+from fxquant.quantization.mapping import DEFAULT
 from fxquant.quantization.rules import decide
 from fxquant.quantization.spec import ActivationConfig
 from fxquant.stage import is_integer, is_quantized
@@ -41,15 +41,9 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
     preferred = preferred_dtypes(gm.graph, context.target.activations)
     quantized: Made = {}
     dequantized: Made = {}
-    unused: dict[Rule, list[fx.Node]] = {}
-    used: set[Rule] = set()  # by a part of a composite operator: its other parts read what is quantized already
     for node in list(gm.graph.nodes):
         operator = operator_of(node)
         activations = set(operand_nodes(operator, operator.arguments(node))) if operator is not None and is_integer(node) else set()
-        if _input_unused(node, activations):
-            unused.setdefault(decide(node).layer, []).append(node)
-        elif part(node) is not None and activations:
-            used.add(decide(node).layer)
 
         def cross(
             operand: fx.Node, node: fx.Node = node, operator: Operator | None = operator, activations: set[fx.Node] = activations
@@ -63,20 +57,7 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
             return operand
 
         _map_inputs(node, cross)
-    for rule, nodes in unused.items():
-        readers = ", ".join(f"%{node.name}" for node in nodes if part(node) is None or rule not in used)
-        if not readers:
-            continue
-        context.not_done(gm, f"the input= of the qconfig's {rule} is not used by {readers}: what is read there is quantized already")
     return sum(len(set(there.values())) for there in (*quantized.values(), *dequantized.values()))
-
-
-def _input_unused(node: fx.Node, activations: set[fx.Node]) -> bool:
-    """Whether a rule asks for an input that means nothing here. The default's is the model's, and no operator's in particular."""
-    spec = annotation(node)
-    if spec is None or spec.config is None or spec.config.input is None or not is_integer(node) or decide(node).layer == DEFAULT:
-        return False
-    return all(map(is_integer, activations))
 
 
 def _map_inputs(node: fx.Node, function: Any) -> None:

@@ -41,7 +41,7 @@ from fxquant.ops.sizes import settle
 from fxquant.ops.unary import SHIFTED, with_offset
 from fxquant.ops.unbatched import give_batch
 from fxquant.pipeline import Context
-from fxquant.stubs import dequant_stub, outside, quant_stub
+from fxquant.stubs import dequant_stub, mark_stub, outside, quant_stub
 
 PURE = ("math", "_operator", "builtins")  # modules whose functions do nothing but return a number
 
@@ -184,12 +184,14 @@ def _without_elements(node: fx.Node, arguments: dict[str, Any] | str) -> str | N
 
 
 def _replace_stub(node: fx.Node, context: Context) -> None:
-    """A stub is gone; one with a scale quantizes, with that scale."""
+    """A QuantStub is a quantize, until the rules say which; a DeQuantStub is gone."""
     operand, *scale = node.args
     assert isinstance(operand, fx.Node)
-    if scale and _is_float32(operand):
+    if node.target is quant_stub and _is_float32(operand):
         node.target, node.args = QUANTIZE.function, (operand,)
-        state_demand(node, Fixed(float(scale[0]), "int8"))  # type: ignore[arg-type]
+        mark_stub(node)
+        if scale:
+            state_demand(node, Fixed(float(scale[0]), "int8"))  # type: ignore[arg-type]
         return
     context.say(f"%{node.name} says where the integer part begins or ends")
     pass_on(operand, node)

@@ -1,23 +1,31 @@
-"""Where an operator that works on its operand's grid is to have another dtype than its operand, a requantization stands between them.
+"""Where an operator is to read another grid than its operand has, a requantization stands between them.
 
 %p = max_pool2d(%x, 2)  (int16, of an int8 %x)     →     %p_requantize = requantize(%x)
                                                          %p = max_pool2d(%p_requantize, 2)
+%y = conv2d(%x, %w)     (input=int8, %x int16)     →     %x_requantize = requantize(%x)
+                                                         %y = conv2d(%x_requantize, %w)
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import fx
 
 from fxquant.graph import Annotation, Part, annotate, annotation, fact, inherit, part, set_fact, set_part
-from fxquant.ops import sharing_operands
-from fxquant.ops.boundary import REQUANTIZE
+from fxquant.numerics import PLAIN_TYPES
+from fxquant.ops import operand_nodes, operator_of, shares, sharing_operands
+from fxquant.ops.boundary import QUANTIZE, REQUANTIZE
 from fxquant.pipeline import Context
+from fxquant.quantization.mapping import DEFAULT, Rule
+from fxquant.quantization.rules import decide, result_config
+from fxquant.quantization.spec import ActivationConfig
 from fxquant.stage import is_integer
 
 
 def insert(gm: fx.GraphModule, context: Context) -> int:
-    """No operator that must share its operands' grid has another dtype than these."""
-    changes = 0
+    """No operator that must share its operands' grid has another dtype than these; others read what a rule's `input` asks for."""
+    changes = _read_as_asked(gm, context)
     for node in list(gm.graph.nodes):
         if not is_integer(node):
             continue
@@ -34,8 +42,49 @@ def insert(gm: fx.GraphModule, context: Context) -> int:
     return changes
 
 
+def _read_as_asked(gm: fx.GraphModule, context: Context) -> int:
+    """Every operator reads its operands on the grids that the `input` of its rule asks for, as far as it has a grid of its own."""
+    made: dict[tuple[fx.Node, ActivationConfig], fx.Node] = {}
+    unused: dict[Rule, list[str]] = {}
+    for node in list(gm.graph.nodes):
+        spec, operator = annotation(node), operator_of(node)
+        asked = None if spec is None or spec.config is None else spec.config.input
+        if asked is None or spec is None or operator is None or not is_integer(node) or node.target is QUANTIZE.function:
+            continue
+        rule = decide(node).layer
+        read = [operand for operand in operand_nodes(operator, operator.arguments(node)) if not _is_on(operand, asked)]
+        if rule == DEFAULT or not read:  # the default's input is the model's, and no operator's in particular
+            continue
+        if shares(node) or part(node) is not None:
+            unused.setdefault(rule, []).append(f"%{node.name}")
+            continue
+        for operand in dict.fromkeys(read):
+            key = operand, asked
+            if key not in made:
+                because = f"it is {asked.dtype} for %{node.name}, as the input= of the qconfig's {rule} says"
+                made[key] = _made(operand, operand, Annotation(asked.dtype, because, replace(spec.config, output=asked, input=None)))
+            node.replace_input_with(operand, made[key])
+            context.say(f"%{operand.name} is requantized for %{node.name}: the input= of the qconfig's {rule}")
+    for rule, names in unused.items():
+        readers = ", ".join(names)
+        context.not_done(gm, f"the input= of the qconfig's {rule} is not used by {readers}: what is read there is quantized already")
+    return len(made)
+
+
+def _is_on(operand: fx.Node, asked: ActivationConfig) -> bool:
+    """Whether an operand is on the grid that is asked for; of what has no scale, whole numbers among it, there is no other."""
+    known = annotation(operand)
+    if known is None or known.dtype is None or known.dtype in PLAIN_TYPES or known.dtype == "int32":
+        return True
+    if known.dtype != asked.dtype:
+        return False
+    config = result_config(operand)
+    return asked.fixed_grid is None or config.fixed_grid == asked.fixed_grid
+
+
 def _made(node: fx.Node, operand: fx.Node, spec: Annotation) -> fx.Node:
-    with node.graph.inserting_before(node):
+    """A requantization of the operand, named after a node: in front of the one that reads it, or behind the operand itself."""
+    with node.graph.inserting_after(node) if node is operand else node.graph.inserting_before(node):
         name = f"{node.name}_{REQUANTIZE.name}"
         made = inherit(node.graph.create_node("call_function", REQUANTIZE.function, (operand,), {}, name=name), node, "requantize.insert")
     set_fact(made, fact(operand))

@@ -55,6 +55,13 @@ def dumped(world: World, folder: Path) -> None:
         del os.environ["FXQUANT_DUMP"]
 
 
+def analysed(world: World, folder: Path) -> None:
+    """Compare two stages by Horizon's QuantAnalysis."""
+    analysis = horizon.QuantAnalysis(world.float, world.prepared, "fake_quant", out_dir=folder)
+    analysis.set_bad_case(world.batches[0])
+    analysis.compare_per_layer()
+
+
 def journal(path: Path) -> None:
     known = Journal(str(path), {"call": "search"})
     known.found = {f"layer{index}": index for index in range(100)}
@@ -89,6 +96,7 @@ WRITERS: dict[str, Writer] = {
         world.prepared, world.integer, world.batches[0], out_dir=str(folder)
     ),
     "qconfig_info.txt": lambda world, folder: horizon.check_qconfig(world.integer, out_dir=str(folder)),
+    "compare_per_layer_out.txt": analysed,
     "weight_comparison.txt": lambda world, folder: horizon.compare_weights(world.prepared, world.integer, out_dir=str(folder)),
 }
 # These continue where a file of before ends, and write nothing if it is complete: so they begin without one.

@@ -21,7 +21,7 @@ from fxquant.backends.horizon.log import STEPS
 from fxquant.backends.onnx.horizon import fixed_shape
 from fxquant.cli import main
 from fxquant.compat import horizon
-from fxquant.compat.horizon import march
+from fxquant.compat.horizon.served import march
 from tests.horizon_tool import DATE, FakeTool, integers
 
 

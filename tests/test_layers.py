@@ -308,10 +308,26 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.analysis.sample": {"errors", "graph", "node", "numerics", "facts"},
     # names of other toolkits, over what the user calls
     "fxquant.compat": {"errors", "mapping", "spec"},
+    "fxquant.compat.mirror": {"errors", "compat.common"},
     "fxquant.compat.torch_ao": BASE
-    | {"", "calibration", "cutting", "compat.common", "compat.torch_ao", "frontend", "prepared", "state", "unseen"},
+    | {"", "calibration", "cutting", "compat.common", "compat.mirror", "compat.torch_ao", "frontend", "prepared", "state", "unseen"},
     "fxquant.compat.horizon": BASE
-    | {"", "backends", "tuning", "calibration", "compat.horizon", "compat.common", "graph", "prepared", "quantizer", "state"},
+    | {
+        "",
+        "backends",
+        "batches",
+        "tuning",
+        "calibration",
+        "compat.horizon",
+        "compat.common",
+        "compat.mirror",
+        "graph",
+        "ops",
+        "prepared",
+        "quantizer",
+        "state",
+        "stubs",
+    },
 }
 TABLES_OF_CONTENTS = {"fxquant": {"*"}, "fxquant.passes": NOUNS | {"passes"}}  # rows of an __init__.py alone
 

@@ -334,13 +334,15 @@ def test_an_input_is_honoured_behind_a_float_operator() -> None:
 
 
 def test_an_input_that_means_nothing_is_told() -> None:
-    prepared = fxq.prepare(Fork(), batch(), "nash-e", mapping(("object_type", nn.Conv2d, INPUT)))
-    assert not_done(prepared) == ["the input= of the qconfig's type Conv2d is not used by %last: what is read there is quantized already"]
+    pooled = nn.Sequential(nn.Conv2d(2, 2, 1), nn.MaxPool2d(2))
+    prepared = fxq.prepare(pooled, batch(), "nash-e", mapping(("object_type", nn.MaxPool2d, INPUT)))
+    assert not_done(prepared) == ["the input= of the qconfig's type MaxPool2d is not used by %_1: what is read there is quantized already"]
     assert not_done(fxq.prepare(Fork(), batch(), "nash-e", INPUT)) == []  # the default's input is the model's
 
 
 def test_what_was_told_is_kept_by_copies_files_and_the_integer_model(tmp_path: Path) -> None:
-    result = compiled(Fork(), [batch()], "nash-e", qconfig=mapping(("module_name", "last", INPUT), ("module_name", "typo", None)))
+    rules = mapping(("module_name", "left", WIDE), ("module_name", "typo", None), ("object_type", nn.Linear, None))
+    result = compiled(Fork(), [batch()], "nash-e", qconfig=rules)
     expected = not_done(result.prepared)
     assert len(expected) == 2
     for model in (result.integer, copy.deepcopy(result.prepared), fxq.load(fxq.save(result.integer, tmp_path / "model.fxq"))):

@@ -15,7 +15,7 @@ import fxquant as fxq
 from fxquant.backends.horizon import export
 from fxquant.backends.horizon.tool import Tool
 from fxquant.compat import horizon
-from fxquant.compat.horizon import march
+from fxquant.compat.horizon.served import march
 from tests.test_horizon_camera import converted as with_camera
 
 INSTALLED = bool(os.environ.get("FXQUANT_HORIZON")) or shutil.which("hb_mapper") is not None

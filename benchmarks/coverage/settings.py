@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import fxquant as fxq
 from benchmarks.coverage.record import Here, Network, State, chapter, part, refused, sure
 from fxquant.compat import horizon, torch_ao
+from fxquant.quantization.prepared import quantized_operators
 
 DOCS = Path(__file__).parents[2] / "docs"
 A, W, Q, M = fxq.ActivationConfig, fxq.WeightConfig, fxq.QConfig, fxq.QConfigMapping
@@ -53,7 +54,8 @@ def as_dict(here: Here) -> None:
 def setters(here: Here) -> None:
     horizon.set_march("nash-e")
     chosen = horizon.QconfigSetter(horizon.get_qconfig(), [horizon.ModuleNameTemplate({"stem": torch.int16})])
-    sure(horizon.prepare(here.model, (here.x,), chosen))
+    found = {layer.name: layer.dtype for layer in fxq.layers(horizon.prepare(here.model, (here.x,), chosen))}
+    sure((found["stem_0"], found["deep"]) == ("int16", "int8"), str(found))
 
 
 class Own(fxq.Observer):
@@ -87,7 +89,9 @@ def observer(here: Here, chosen: Any, **options: Any) -> None:
 
 def input_of_an_inner_operator(here: Here) -> None:
     prepared = here.prepared(qconfig=M().set_module_name("deep", Q(input=A("int16"))))
-    sure("the input= of the qconfig's" in fxq.explain(prepared))
+    here.exact(prepared)
+    found = {layer.name: layer.dtype for layer in fxq.layers(prepared)}
+    sure(found["stem_0_requantize"] == "int16", str(found))
 
 
 def by_order(here: Here) -> None:
@@ -97,6 +101,16 @@ def by_order(here: Here) -> None:
     sure([layer.name for layer in fxq.layers(prepared) if layer.operator == "conv2d" and not layer.integer] == ["deep"])
     rules = fxq.QConfigMapping().set_module_name_object_type_order("", nn.Conv2d, 0, fxq.QConfig(fxq.ActivationConfig("int16")))
     here.exact(here.prepared(qconfig=rules))
+
+
+def operands(here: Here) -> None:
+    mapping = M(Q(A("int16"))).set_object_type(nn.Conv2d, Q(A("int16"), W("int8"), A("int8")))
+    prepared = here.prepared(qconfig=mapping)
+    found = {layer.name: layer.dtype for layer in fxq.layers(prepared)}
+    sure(
+        (found["x_quantize"], found["stem_0"], found["stem_0_requantize"], found["deep"]) == ("int8", "int16", "int8", "int16"), str(found)
+    )
+    here.exact(prepared)
 
 
 chapter(
@@ -121,7 +135,7 @@ chapter(
     ("the form of a dict, as Horizon has it", as_dict),
     ("by type, place and order of calls, as PyTorch has it", by_order),
     ("a function's qconfig, without a module around it", lambda h: h.prepared(qconfig=M().set_object_type(torch.relu, Q(A("int16"))))),
-    ("the input of an operator; what does nothing is told", input_of_an_inner_operator),
+    ("the input of an operator, in a dtype of its own", input_of_an_inner_operator),
     (
         "a part in float",
         lambda h: sure(
@@ -139,6 +153,7 @@ chapter(
     ("an observer of one's own", lambda h: observer(h, Own)),
     ("a fake quantizer or rounding of one's own", lambda h: h.exact(h.prepared(qconfig=Q(weight=W(rounding=Down))))),
     ("templates and setters of the plugin", setters),
+    ("dtypes of output, weight and input, each by itself", operands),
     ("what was set, and what became of it", lambda h: sure("int8" in fxq.explain(h.prepared()))),
     ("suspicious settings listed", lambda h: fxq.checks.suspicious_settings(h.prepared(qconfig=Q(A(scale=10.0))))),
     (
@@ -166,6 +181,20 @@ def another_without_batches(here: Here) -> None:
     seen = fxq.observations(here.prepared())
     again = fxq.prepare(here.model, here.x, "nash-e", Q(A("int16", observer="percentile")), observations=seen)
     sure(fxq.convert(again)(here.x).shape == (8, 5))
+
+
+def left_out(here: Here) -> None:
+    prepared = fxq.prepare(here.model, here.x, "nash-e")
+    fxq.set_state(prepared, "float", "stem")
+    fxq.calibrate(prepared, here.batches, show_progress=False)
+    states = {name: operator.state for name, operator in quantized_operators(prepared).items()}
+    sure({name for name, state in states.items() if state is fxq.State.FLOAT} == {"stem_0"}, str(states))
+    seen: list[Tensor] = []
+    operator = quantized_operators(prepared)["stem_0"]
+    operator.register_forward_hook(lambda module, args, result: seen.append(result.detach()))
+    prepared(here.x)
+    steps = seen[0] / operator.output.scale.detach()
+    sure(float((steps - steps.round()).abs().max()) > 0.1, "its result is on a grid")
 
 
 def not_finite(here: Here) -> None:
@@ -201,7 +230,7 @@ chapter(
     ("scales for each channel of an activation", per_channel_activations),
     ("calibration on several devices: shards, one result", distributed),
     ("another observer or dtype without new batches", another_without_batches),
-    ("a part left out of calibration", lambda h: fxq.set_state(h.prepared(), "float", "stem")),
+    ("a part left out of calibration", left_out),
     ("NaN and infinity found, with the batch", not_finite),
     (
         "masks of -1e9 that poison no scale",

@@ -14,8 +14,10 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from benchmarks.coverage.record import Function, Here, Network, State, absent, chapter, part, refused, sure
+from benchmarks.horizon_programs.__main__ import import_lines, judge, try_import
 from fxquant import backends
 from fxquant.cli import main
+from fxquant.compat import horizon
 
 
 def smaller(here: Here) -> None:
@@ -89,12 +91,10 @@ chapter(
     ("conversion to a fixed-point model", lambda h: h.equal(h.result)),
     ("a form the BPU's own tools take", to_the_vendors_tools),
     (
-        "the plugin's names, for a program that imports them",
-        lambda h: sure(
-            __import__("fxquant.compat.horizon", fromlist=["x"]).prepare_qat_fx
-            and len(__import__("fxquant.compat.horizon", fromlist=["x"]).__all__) > 45
-        ),
+        "the plugin's names, for a program that imports them: served, or refused with a remedy",
+        lambda h: [horizon.install(replace=True), [try_import(line) for line in import_lines()]],
     ),
+    ("unedited programs for the plugin", lambda h: sure(judge("v3_order", h.folder) == "", judge("v3_order", h.folder))),
     (
         "PyTorch's names, for a program that imports them",
         lambda h: sure(

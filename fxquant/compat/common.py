@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from fxquant.errors import ConfigurationError
+from fxquant.errors import ConfigurationError, FxQuantError
 
 
 class Refusal(NamedTuple):
@@ -35,3 +41,36 @@ def refuse_given(called: str, given: Mapping[str, Any], usual: Mapping[str, Any]
     for name, value in given.items():
         if value is not None and value != usual.get(name):
             raise table[name].error(f"{called}({name}=…) cannot be done")
+
+
+def run_program(called: str, install: Callable[[bool], None], arguments: Sequence[str]) -> int:
+    """Run a program with the mirrored package installed; 0, or 1 for an error of fxquant's, which is printed with the program's line.
+
+    FXQUANT_DEBUG=1 shows the whole traceback. Lines of the log are printed from INFO on, as they say what was taken for what.
+    """
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(f"usage: python -m {called} program.py [arguments]\n\nruns an unedited program with fxquant in place of the toolkit")
+        return 0 if arguments else 2
+    program = Path(arguments[0])
+    if not program.is_file():
+        print(
+            ConfigurationError(f"there is no program {program}", because="it is the path of a Python file", remedy="pass one"),
+            file=sys.stderr,
+        )
+        return 2
+    logging.getLogger("fxquant").setLevel(logging.INFO)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    install(True)
+    sys.argv[:] = list(arguments)
+    sys.path.insert(0, str(program.resolve().parent))
+    try:
+        runpy.run_path(str(program), run_name="__main__")
+    except FxQuantError as error:
+        if os.environ.get("FXQUANT_DEBUG", "0") != "0":
+            raise
+        print(error, file=sys.stderr)
+        own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(program)]
+        if own:
+            print(f"  program  {program}:{own[-1].lineno}: {own[-1].line}", file=sys.stderr)
+        return 1
+    return 0

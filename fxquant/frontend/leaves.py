@@ -19,7 +19,7 @@ from fxquant.frontend.handler import Handler
 from fxquant.frontend.opaque import record
 from fxquant.frontend.values import TracedTensor
 from fxquant.gradient import GradientRule
-from fxquant.graph import LEAF, Reference
+from fxquant.graph import LEAF, Reference, spell
 from fxquant.stubs import stub_of
 
 logger = logging.getLogger("fxquant")
@@ -98,15 +98,22 @@ class ModuleCalls:
         if isinstance(module, GradientRule) and is_tracked(args, handler.known):
             return called_again(handler, module, args)
         stub = stub_of(module)
-        if stub is not None and len(args) == 1 and not kwargs and isinstance(args[0], TracedTensor):
-            function: Any = stub[0]
-            return handler.record("call_function", function, function, (args[0], *stub[1:]), {})
+        if stub is not None and not (len(args) == 1 and not kwargs and isinstance(args[0], TracedTensor)):
+            stub = None
         if isinstance(module, nn.TransformerEncoder):
             _say_padding(handler, module, path, args, kwargs)
         previous, handler.path = handler.path, path
         around = handler.qconfig
         if path in self._qconfigs:
             handler.qconfig = ((path, self._qconfigs[path]), *around)
+        if stub is not None:
+            try:
+                function: Any = stub[0]
+                placed = handler.record("call_function", function, function, (args[0], *stub[1:]), {})
+                spell(placed.node, type(module))
+                return placed
+            finally:
+                handler.path, handler.qconfig = previous, around
         entry, read = self._entries, (self._nest(args), self._nest(kwargs)) if path else ((), {})
         self._entries += 1
         try:

@@ -19,7 +19,7 @@ from fxquant.graph import annotation, is_inner_part, matched_rules, module_path,
 from fxquant.numerics import ACTIVATION_TYPES, UINT8, WEIGHT_TYPES
 from fxquant.ops import Operator, Own
 from fxquant.ops.boundary import QUANTIZE
-from fxquant.quantization.mapping import QConfigMapping, prefixes
+from fxquant.quantization.mapping import DEFAULT, QConfigMapping, prefixes
 from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.rules import decide
@@ -200,8 +200,10 @@ class Choices(Mapping[str, Choice]):
         if weight is not None:
             config = replace(config, weight=replace(config.weight, dtype=dtypes.get(weight.name, weight.dtype)))
         inputs = list(self._quantized_for(operator))
-        # What is read as a real number follows the output's config where it has none; it is to stay what it is.
-        input = self._config(inputs[0], config.input or config.output, dtypes, configs) if inputs else None
+        # What is read as a real number follows the output's config where it has none; it is to stay what it is. What a rule requantizes
+        # is requantized on; the default's input is the model's, and no operator's in particular.
+        asked = config.input if decide(self.nodes[operator.name]).layer != DEFAULT else None
+        input = self._config(inputs[0], config.input or config.output, dtypes, configs) if inputs else asked
         return replace(config, output=output, input=input)
 
     def _quantized_for(self, operator: QuantizedOperator) -> list[Quantizer]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fxquant as fxq
 from fxquant.compat import horizon, torch_ao
-from fxquant.compat.horizon import march
+from fxquant.compat.horizon.served import march
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = re.compile(r"^```diff\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import fxquant as fxq
 from fxquant.compat import horizon
-from fxquant.compat.horizon import march
+from fxquant.compat.horizon.served import march
 from fxquant.quantization.prepared import quantized_operators
 
 BATCHES = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
@@ -124,11 +125,135 @@ def test_batch_norms_are_folded_unless_they_are_to_live() -> None:
     assert "bn.running_mean" in prepared_as(fxq.QConfig()).state_dict()
 
 
-def test_the_scale_of_a_stub() -> None:
+@pytest.mark.parametrize(("chip", "fixed"), [("bernoulli2", True), ("bayes", True), ("bayes-e", True), ("nash-e", False)])
+def test_the_scale_of_a_stub_is_that_of_the_release(chip: str, fixed: bool, caplog: pytest.LogCaptureFixture) -> None:
+    horizon.set_march(chip)
     model = Net().eval()
     model.quant = horizon.QuantStub()
-    prepared = prepared_as(horizon.default_calib_8bit_fake_quant_qconfig, model)
-    assert next(iter(fxq.qparams(prepared).values())) == 1 / 128
+    with caplog.at_level("INFO", "fxquant"):
+        old = prepared_as(horizon.default_calib_8bit_fake_quant_qconfig, model)
+    lines = [record.getMessage() for record in caplog.records if "QuantStub quant" in record.getMessage()]
+    assert len(lines) == 1
+    assert ("0.0078125" in lines[0]) == fixed
+    assert (next(iter(fxq.qparams(old).values())) == 1 / 128) == fixed
+    new = calibrated(horizon.prepare(model, BATCHES[0], horizon.default_calibration_qconfig_setter))
+    assert next(iter(fxq.qparams(new).values())) != 1 / 128
+    model.quant = horizon.QuantStub(scale=1 / 32)
+    assert next(iter(fxq.qparams(horizon.prepare(model, BATCHES[0], horizon.default_qat_qconfig_setter)).values())) == 1 / 32
+
+
+def test_a_stub_is_an_operator_for_the_rules() -> None:
+    wide = horizon.default_qat_8bit_weight_16bit_act_fake_quant_qconfig
+    narrow = horizon.default_qat_8bit_fake_quant_qconfig
+    own = Net().eval()
+    own.quant = horizon.QuantStub(scale=None, qconfig=wide)
+    made = [
+        prepared_as(narrow, own),
+        horizon.prepare_qat_fx(Net().eval(), {"": narrow, "module_name": {"quant": wide}}, example_inputs=BATCHES[0]),
+        horizon.prepare(Net().eval(), BATCHES[0], horizon.QconfigSetter(templates=[horizon.ModuleNameTemplate({"quant": "qint16"})])),
+    ]
+    for prepared in made:
+        found = dtypes(prepared)
+        assert (next(iter(found.values())), found["skip"]) == ("int16", "int8")
+
+
+def test_a_model_is_prepared_by_its_first_batch() -> None:
+    model = horizon.prepare_qat_fx(Net().eval(), {"": horizon.default_calib_8bit_fake_quant_qconfig})
+    horizon.set_fake_quantize(model, STATE.CALIBRATION)
+    for batch in BATCHES:
+        model(batch)
+    horizon.set_fake_quantize(model, STATE.VALIDATION)
+    expected = calibrated(prepared_as(horizon.default_calib_8bit_fake_quant_qconfig))
+    assert fxq.qparams(model) == fxq.qparams(expected)
+    assert torch.equal(model(BATCHES[0]), expected(BATCHES[0]))
+    student = horizon.prepare_qat_fx(Net().train(), {"": horizon.default_qat_8bit_fake_quant_qconfig})
+    student.load_state_dict(model.state_dict())
+    assert fxq.qparams(student) == fxq.qparams(model)
+    assert list(student.parameters())
+
+
+def test_inplace_makes_the_object_itself_the_prepared_and_the_integer_model() -> None:
+    model = Net().eval()
+    model.qconfig = horizon.default_qat_8bit_fake_quant_qconfig
+    assert horizon.prepare_qat(model, inplace=True, example_inputs=BATCHES[0]) is model
+    prepared = calibrated(model)
+    expected = prepared(BATCHES[0])
+    assert horizon.convert(model, inplace=True) is model
+    assert torch.equal(model(BATCHES[0]), expected)
+    assert fxq.layers(model)
+
+
+def test_scales_of_a_model_in_calibration_are_taken_over() -> None:
+    calib = prepared_as(horizon.default_calib_8bit_fake_quant_qconfig)
+    horizon.set_fake_quantize(calib, STATE.CALIBRATION)
+    for batch in BATCHES:
+        calib(batch)
+    student = prepared_as(horizon.default_qat_8bit_lsq_quant_qconfig)
+    horizon.load_observer_params(calib, student)
+    assert fxq.qparams(student) == fxq.qparams(calib)
+    assert {operator.state for operator in quantized_operators(calib).values()} == {fxq.State.CALIBRATE}
+
+
+def test_a_part_of_a_model_has_its_own_state() -> None:
+    prepared = calibrated(prepared_as(horizon.default_calib_8bit_fake_quant_qconfig))
+    horizon.set_fake_quantize(prepared.skip, STATE._FLOAT)
+    states = {name: operator.state for name, operator in quantized_operators(prepared).items()}
+    assert {name for name, state in states.items() if state is fxq.State.FLOAT} == {"skip"}
+
+
+class Auxiliary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.aux = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.conv(x)
+        return (x, self.aux(x)) if self.training else x
+
+
+def test_what_forward_computes_only_in_train_mode_is_kept() -> None:
+    prepared = horizon.prepare(Auxiliary().train(), BATCHES[0], horizon.default_qat_qconfig_setter)
+    horizon.set_fake_quantize(prepared, STATE.CALIBRATION)
+    prepared.eval()(BATCHES[0])
+    horizon.set_fake_quantize(prepared, STATE.QAT)
+    found = prepared.train()(BATCHES[0])
+    assert [tuple(each.shape) for each in found] == [(4, 4, 8, 8), (4, 2, 8, 8)]
+    found[1].sum().backward()
+    assert prepared.aux.weight.grad is not None
+    without = horizon.prepare(Auxiliary().train(), BATCHES[0], horizon.default_qat_qconfig_setter, training_branch=False)
+    horizon.set_fake_quantize(without, STATE.CALIBRATION)
+    assert isinstance(without.train()(BATCHES[0]), Tensor)
+
+
+# ---- the plugin's checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_of_the_plugin_loads(caplog: pytest.LogCaptureFixture) -> None:
+    student = prepared_as(horizon.default_qat_8bit_lsq_quant_qconfig, Net().train())
+    folded = {name: value for name, value in student.state_dict().items() if not name.startswith("quantized.")}
+    scales = {"quant": 0.03, "skip": 0.02, "conv": 0.01, "head": 0.05}
+    checkpoint: dict[str, Any] = dict(folded)
+    for name, scale in scales.items():
+        checkpoint[f"{name}.activation_post_process.scale"] = torch.tensor([scale])
+        checkpoint[f"{name}.activation_post_process.zero_point"] = torch.tensor([0])
+        checkpoint[f"{name}.activation_post_process.fake_quant_enabled"] = torch.tensor([1])
+        checkpoint[f"{name}.activation_post_process.activation_post_process.min_val"] = torch.tensor(-1.0)
+    checkpoint["head.weight_fake_quant.scale"] = torch.full((5,), 0.004)
+    with caplog.at_level("INFO", "fxquant"):
+        student.load_state_dict(checkpoint, strict=False)
+    found = fxq.qparams(student)
+    assert found["skip"] == pytest.approx(0.02)
+    assert found["head"] == pytest.approx(0.05)
+    assert next(iter(found.values())) == pytest.approx(0.03)
+    learned = quantized_operators(student)["head"].weight_quantizer.learned
+    assert learned is not None
+    assert torch.equal(learned.base_scale, torch.full((5,), 0.004))
+    assert any("of 4 scales of the checkpoint 4 were taken" in record.getMessage() for record in caplog.records)
+    with pytest.raises(RuntimeError, match=r"nowhere\.activation_post_process\.scale"):
+        student.load_state_dict({**checkpoint, "nowhere.activation_post_process.scale": torch.tensor([1.0])})
+    again = prepared_as(horizon.default_qat_8bit_lsq_quant_qconfig, Net().train())
+    again.load_state_dict(student.state_dict())
+    assert str(fxq.qparams(again)) == str(found)  # NaN, of what the checkpoint says nothing of, included
 
 
 # ---- what is quantized how ------------------------------------------------------------------------------------------------
@@ -212,27 +337,64 @@ def test_rules_of_a_dict_and_what_stays_on_the_host() -> None:
     assert (found["skip"], found["head"]) == ("int16", "float32")
 
 
-def test_setters_and_templates() -> None:
-    setter = horizon.QconfigSetter(
-        horizon.get_qconfig(),
-        [
-            horizon.GEMMToGridSampleGridInt16Template(),
-            horizon.ConvDtypeTemplate("qint8", "qint4"),
-            horizon.ModuleNameTemplate({"skip": {"dtype": "qint16", "threshold": 4.0}, "conv": {"weight": "qint8", "output": "qint16"}}),
-            horizon.SensitivityTemplate([("head", "activation", 0.1), ("conv", "weight", 0.05)], 0.5, "activation"),
-        ],
-    )
-    mapping = setter.mapping()
-    assert mapping.types[nn.Conv2d].weight == W("int4")
-    assert mapping.names["skip"].output == A("int16", threshold=4.0)
-    assert (mapping.names["conv"].weight.dtype, mapping.names["conv"].output.dtype) == ("int8", "int16")
-    assert mapping.names["head"].output.dtype == "int16"
-    prepared = horizon.prepare(Net().eval(), BATCHES[0], setter)
-    assert dtypes(prepared)["head"] == "int16"
+def asked(prepared: nn.Module) -> dict[str, tuple[str, str]]:
+    """The dtypes of the output and of the weight of each layer."""
+    operators = quantized_operators(prepared)
+    return {name: (dtype, operators[name].weight_quantizer.dtype.name) for name, dtype in dtypes(prepared).items() if name in operators}
+
+
+def test_templates_are_merged_operand_by_operand_in_the_order_of_their_list() -> None:
+    horizon.set_march("nash-e")
+    first = [horizon.ModuleNameTemplate({"": "qint16"}), horizon.ConvDtypeTemplate("qint8", "qint8")]
+    wide = horizon.prepare(Net().eval(), BATCHES[0], horizon.QconfigSetter(templates=first))
+    found = dtypes(wide)
+    assert (found["conv"], found["skip"], found["head"]) == ("int16",) * 3
+    reads = {operator.inputs["input"].dtype.name for operator in quantized_operators(wide).values() if operator.operator.sums}
+    assert reads == {"int8"}
+    assert fxq.verify(calibrated(wide), horizon.convert_fx(wide), BATCHES[:1])
+    templates = [
+        horizon.GEMMToGridSampleGridInt16Template(),
+        horizon.ConvDtypeTemplate(None, "qint16"),
+        horizon.ModuleNameTemplate({"skip": {"dtype": "qint16", "threshold": 4.0}, "conv": {"weight": "qint8"}}),
+        horizon.SensitivityTemplate([("head", "activation", 0.1), ("conv", "weight", 0.05)], 0.5, "activation"),
+    ]
+    prepared = horizon.prepare(Net().eval(), BATCHES[0], horizon.QconfigSetter(horizon.get_qconfig(), templates))
+    made = asked(prepared)
+    assert (made["skip"], made["conv"], made["head"]) == (("int16", "int16"), ("int8", "int8"), ("int16", "int16"))  # weights stay 16 bits
+    assert fxq.qparams(prepared)["skip"] == 4.0 / 32768
     assert fxq.verify(calibrated(prepared), horizon.convert_fx(prepared), BATCHES[:1])
+
+
+def test_products_read_what_the_template_says() -> None:
+    horizon.set_march("nash-e")
+    wide = horizon.TemplateQconfigSetter(Q(A("int16")), [horizon.GEMMInt8Template()])
+    prepared = horizon.prepare(Net().eval(), BATCHES[0], wide)
+    reads = {name: {each.dtype.name for each in operator.inputs.values() if each is not None and not isinstance(each, list)}
+             for name, operator in quantized_operators(prepared).items() if operator.operator.sums}  # fmt: skip
+    assert all("int8" in found for found in reads.values()), reads
+    assert fxq.verify(calibrated(prepared), horizon.convert_fx(prepared), BATCHES[:1])
+
+
+def test_of_several_setters_the_first_that_speaks_of_a_place_decides() -> None:
     first = (horizon.ModuleNameQconfigSetter({"head": Q(A("int16"))}), horizon.TemplateQconfigSetter(Q(A("int8"))), Q(A("int4")))
     found = dtypes(horizon.prepare(Net().eval(), BATCHES[0], first))
     assert (found["head"], found["skip"]) == ("int16", "int8")
+    sensitive = horizon.sensitive_op_qat_8bit_weight_16bit_act_qconfig_setter([["skip", "activation"], ["conv", "weight"]], topk=1)
+    found = dtypes(horizon.prepare(Net().eval(), BATCHES[0], (sensitive, horizon.default_qat_qconfig_setter)))
+    assert (found["skip"], found["conv"], found["head"]) == ("int16", "int8", "int32")
+
+
+def test_floats_are_the_host_s_but_for_marches_that_have_them() -> None:
+    templates = [horizon.ModuleNameTemplate({"": torch.float16}), horizon.ConvDtypeTemplate("qint8", "qint8")]
+    horizon.set_march("nash-p")
+    prepared = horizon.prepare(Net().eval(), BATCHES[0], horizon.QconfigSetter(templates=templates))
+    found = {layer.name: layer for layer in fxq.layers(prepared)}
+    assert {found[name].dtype for name in ("conv", "skip", "head")} == {"int32"}
+    assert all(not layer.integer for name, layer in found.items() if layer.operator in ("add", "relu"))
+    assert fxq.verify(calibrated(prepared), horizon.convert_fx(prepared), BATCHES[:1])
+    horizon.set_march("nash-e")
+    with pytest.raises(fxq.ConfigurationError, match="float"):
+        horizon.prepare(Net().eval(), BATCHES[0], horizon.QconfigSetter(templates=templates))
 
 
 def test_the_template_for_high_precision_outputs_finds_the_last_layer() -> None:
@@ -292,8 +454,19 @@ def test_a_model_is_checked_and_written(tmp_path: Path, capsys: pytest.CaptureFi
 # ---- what is refused --------------------------------------------------------------------------------------------------------
 
 
+class Product(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.matmul(x, x)
+
+
+def with_template(template: Any) -> Any:
+    return horizon.prepare(Net().eval(), BATCHES[0], horizon.QconfigSetter(templates=[template]))
+
+
 CALLS = {
-    "no example": lambda: horizon.prepare_qat_fx(Net(), {"": Q()}),
+    "parameters before a batch": lambda: list(horizon.prepare_qat_fx(Net(), {"": Q()}).parameters()),
+    "a state_dict before a batch": lambda: horizon.prepare_qat_fx(Net(), {"": Q()}).state_dict(),
+    "integers before a batch": lambda: horizon.convert_fx(horizon.prepare_qat_fx(Net(), {"": Q()})),
     "no march": lambda: (march._march.clear(), horizon.prepare_qat_fx(Net(), {"": Q()}, example_inputs=BATCHES[0])),
     "a family of marches": lambda: horizon.set_march(horizon.March.NASH),
     "no march of this name": lambda: horizon.set_march("bayes-f"),
@@ -307,7 +480,6 @@ CALLS = {
     "an unknown argument": lambda: horizon.prepare_qat_fx(Net(), {"": Q()}, **{"nonsense": 1}),
     "a flag that is none": lambda: horizon.prepare_qat_fx(Net(), {"": Q()}, hybrid="yes", example_inputs=BATCHES[0]),
     "16-bit weights on bayes-e": lambda: prepared_as(Q(weight=W("int16")), nn.Conv2d(3, 2, 1)),
-    "inplace": lambda: horizon.convert_fx(prepared_as(Q(), nn.Conv2d(3, 2, 1)), True),
     "not prepared": lambda: horizon.convert_fx(Net()),
     "no state": lambda: horizon.set_fake_quantize(prepared_as(Q(), nn.Conv2d(3, 2, 1)), "qat"),
     "nothing to put into a state": lambda: horizon.set_fake_quantize(Net(), STATE.QAT),
@@ -327,9 +499,17 @@ CALLS = {
     "an observer of a weight": lambda: horizon.get_default_qconfig(weight_observer="mse"),
     "an axis": lambda: horizon.get_default_qconfig(weight_qkwargs={"ch_axis": 1}),
     "no fake quantize": lambda: horizon.QConfig(activation=5),
-    "what convolutions read": lambda: horizon.QconfigSetter(templates=[horizon.ConvDtypeTemplate("qint16")]).mapping(),
-    "what is sensitive": lambda: horizon.QconfigSetter(templates=[horizon.SensitivityTemplate(["a"], 1, "x")]).mapping(),
-    "a template's key": lambda: horizon.QconfigSetter(templates=[horizon.ModuleNameTemplate({"a": {"outputs": "qint8"}})]).mapping(),
+    "what is sensitive": lambda: with_template(horizon.SensitivityTemplate(["a"], 1, "x")),
+    "a template's key": lambda: with_template(horizon.ModuleNameTemplate({"": {"outputs": "qint8"}})),
+    "two dtypes of a product": lambda: horizon.prepare(
+        Product().eval(), BATCHES[0], horizon.QconfigSetter(templates=[horizon.MatmulDtypeTemplate(["qint8", "qint16"])])
+    ),
+    "a part of a copy": lambda: horizon.set_fake_quantize(copy.deepcopy(prepared_as(Q())).conv, STATE.VALIDATION),
+    "nothing to take over": lambda: horizon.load_observer_params(prepared_as(Q()), prepared_as(Q())),
+    "an option of a file": lambda: horizon.export_to_onnx(
+        calibrated(prepared_as(Q())), BATCHES[0], "x.onnx", dynamic_axes={"x": {2: "height"}}
+    ),
+    "an option that there is not": lambda: horizon.export_to_onnx(calibrated(prepared_as(Q())), BATCHES[0], "x.onnx", **{"nonsense": 1}),
     "a measure": lambda: horizon.featuremap_similarity(Net(), Net(), BATCHES[0], "nonsense"),
     "a setting of reconstruction": lambda: horizon.weight_reconstruction(Net(), BATCHES, None, {"b_range": [20, 2]}),
     "a folder as a file": lambda: horizon.export_quantized_onnx(Net(), BATCHES[0], "/"),
@@ -342,13 +522,3 @@ def test_a_call_that_cannot_be_done(name: str) -> None:
         CALLS[name]()
     assert caught.value.because
     assert caught.value.remedy
-
-
-def test_names_without_an_equal_say_what_to_call() -> None:
-    for name in horizon.MISSING:
-        with pytest.raises(fxq.ConfigurationError, match=name) as caught:
-            getattr(horizon, name)
-        assert caught.value.remedy, name
-    assert not hasattr(horizon, "nonsense")
-    assert not hasattr(horizon, "dataclass")  # what its modules import is none of its names
-    assert (horizon.qint16, horizon._LearnableFakeQuantize.training) == ("int16", "learned")

@@ -1,4 +1,4 @@
-"""PyTorch's torch.ao.quantization over fxquant: its FX and eager functions, with its own QConfigs and mappings; docs/from-torch-ao.md.
+"""PyTorch's torch.ao.quantization over fxquant: FX, eager and PT2E functions, with its own QConfigs and mappings; docs/from-torch-ao.md.
 
 from fxquant.compat import torch_ao
 
@@ -9,321 +9,37 @@ integer = torch_ao.convert_fx(prepared)
 
 What these return are fxquant's graphs: prepared models are calibrated, trained, saved and exported as any other. PyTorch's names that
 only describe (QConfig, QConfigMapping, observers, fake quantizes, stubs, get_default_qconfig …) are PyTorch's own objects, and need a
-PyTorch that has torch.ao.
+PyTorch that has torch.ao. `install()` puts this package in the place of torch.ao.quantization, and of torchao where that is not installed;
+`python -m fxquant.compat.torch_ao program.py` runs an unedited program so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from torch import fx, nn
+from fxquant.compat.torch_ao import own
+from fxquant.compat.torch_ao.tables import TABLES
 
-import fxquant as fxq
-from fxquant.arguments import FLAG, checked
-from fxquant.compat.common import Refusal, refuse_given, refusing
-from fxquant.compat.torch_ao.dynamic import dynamic_mapping
-from fxquant.compat.torch_ao.rules import mapping_of, settings_of, with_own_qconfigs
-from fxquant.compat.torch_ao.switches import (
-    converted,
-    disable_fake_quant,
-    disable_observer,
-    enable_fake_quant,
-    enable_observer,
-    engine_target,
-    freeze_bn_stats,
-    get_observer_dict,
-    update_bn_stats,
-)
-from fxquant.errors import ConfigurationError
-from fxquant.frontend import default_leaf
-from fxquant.quantization.state import State
+__all__ = [*TABLES.names(""), "install"]  # made from the table
 
-__all__ = [
-    "convert",
-    "convert_fx",
-    "disable_fake_quant",
-    "disable_observer",
-    "enable_fake_quant",
-    "enable_observer",
-    "freeze_bn_stats",
-    "fuse_fx",
-    "fuse_modules",
-    "fuse_modules_qat",
-    "get_observer_dict",
-    "prepare",
-    "prepare_fx",
-    "prepare_qat",
-    "prepare_qat_fx",
-    "quantize_dynamic",
-    "update_bn_stats",
-]
-
-_NEW = "a new model is returned, and the caller's is left as it is"
-ARGUMENTS = {
-    "_equalization_config": Refusal("equalization is a step of its own", "leave it out"),
-    "additional_fuser_method_mapping": Refusal("operators are fused in the graph, by the compiler's own passes", "leave it out"),
-    "allow_list": Refusal("what is quantized is said by the qconfig", "set qconfig = None on the modules that stay in float"),
-    "backend_config": Refusal("what a backend computes with is its target", "pass target='x86' or 'qnnpack', or the name of another"),
-    "convert_custom_config": Refusal("quantized modules of one's own have no integer graph", "leave it out"),
-    "float_to_observed_custom_module_class": Refusal("modules are traced, not replaced", "leave it out"),
-    "float_to_observed_mapping": Refusal("modules are traced, not replaced", "leave it out"),
-    "fuse_custom_config": Refusal("operators are fused in the graph, by the compiler's own passes", "leave it out"),
-    "fuser_func": Refusal("operators are fused in the graph, by the compiler's own passes", "leave it out"),
-    "inplace": Refusal(_NEW, "use what is returned"),
-    "input_quantized_indexes": Refusal(
-        "inputs of graphs are real numbers; those of files may be integers", "write the file with fxq.export_onnx(…, io='integer')"
-    ),
-    "is_reference": Refusal(
-        "the integer graph is the one form there is", "write quantize and dequantize with fxq.export_onnx(…, style='qdq')"
-    ),
-    "keep_original_weights": Refusal("an integer graph holds integers", "keep the prepared model, which has the float weights"),
-    "mapping": Refusal("modules are traced, not replaced", "leave it out"),
-    "observer_non_leaf_module_list": Refusal("every operator of the graph is observed", "leave it out"),
-    "output_quantized_indexes": Refusal(
-        "outputs of graphs are real numbers; those of files may be integers", "write the file with fxq.export_onnx(…, io='integer')"
-    ),
-    "prepare_custom_config_dict": Refusal("it belongs to modules that are replaced; here modules are traced", "use prepare_fx"),
-    "qconfig_mapping": Refusal("how operators are quantized was said when the model was prepared", "prepare it again with this mapping"),
-    "standalone_module_classes": Refusal(
-        "one graph is made of the whole model", "leave it out: the module's operators are quantized with the others"
-    ),
-    "standalone_module_names": Refusal(
-        "one graph is made of the whole model", "leave it out: the module's operators are quantized with the others"
-    ),
-    "use_precomputed_fake_quant": Refusal("weights are quantized from what they are", "leave it out"),
-}
+TABLES.activate()
 
 
-@checked()
-def prepare_fx(
-    model: nn.Module,
-    qconfig_mapping: Any,
-    example_inputs: Any,
-    prepare_custom_config: Any = None,
-    _equalization_config: Any = None,
-    backend_config: Any = None,
-    *,
-    target: str | None = None,
-) -> fx.GraphModule:
-    """The model prepared for calibration, in state CALIBRATE: every batch that passes is observed. See `fxquant.prepare`.
+def install(replace: bool = True) -> None:
+    """Put this package into sys.modules as torch.ao.quantization, torch.quantization and torchao.
 
-    qconfig_mapping         PyTorch's QConfigMapping, a dict of it, a QConfig for everything, or a fxq.QConfigMapping
-    prepare_custom_config   PyTorch's; its modules that are not traced stay whole, and in float
-    target                  what to compile for: "x86", "qnnpack", or a march whose dtypes the mapping asks for; None: that of
-                            torch.backends.quantized.engine
+    replace   whether these are hidden where they are installed, as the first two always are
     """
-    refuse_given("prepare_fx", {"_equalization_config": _equalization_config, "backend_config": backend_config}, {}, ARGUMENTS)
-    return _prepared("prepare_fx", model, qconfig_mapping, example_inputs, prepare_custom_config, target)
+    from fxquant.compat.torch_ao.pt2e import remember_programs
 
-
-@checked()
-def prepare_qat_fx(
-    model: nn.Module,
-    qconfig_mapping: Any,
-    example_inputs: Any,
-    prepare_custom_config: Any = None,
-    backend_config: Any = None,
-    *,
-    target: str | None = None,
-) -> fx.GraphModule:
-    """The model prepared for training, in state TRAIN and in train mode: scales are set by the first batch and follow the rest.
-
-    Batch norms use and update the statistics of batches until `freeze_bn_stats`. The arguments are those of `prepare_fx`.
-    """
-    refuse_given("prepare_qat_fx", {"backend_config": backend_config}, {}, ARGUMENTS)
-    return _trained(_prepared("prepare_qat_fx", model, qconfig_mapping, example_inputs, prepare_custom_config, target))
-
-
-@checked(_remove_qconfig=FLAG, keep_original_weights=FLAG)
-def convert_fx(
-    graph_module: fx.GraphModule,
-    convert_custom_config: Any = None,
-    _remove_qconfig: bool = True,
-    qconfig_mapping: Any = None,
-    backend_config: Any = None,
-    keep_original_weights: bool = False,
-) -> fx.GraphModule:
-    """The integer graph of what `prepare_fx` or `prepare_qat_fx` returned, which may go on afterwards. See `fxquant.convert`.
-
-    Raises NotCalibrated if no batch has passed.
-    """
-    given = {
-        "convert_custom_config": {k: v for k, v in settings_of(convert_custom_config).items() if k != "preserved_attributes"} or None,
-        "qconfig_mapping": qconfig_mapping,
-        "backend_config": backend_config,
-        "keep_original_weights": keep_original_weights,
-    }
-    refuse_given("convert_fx", given, {"keep_original_weights": False}, ARGUMENTS)
-    return converted(graph_module)
-
-
-@checked()
-def fuse_fx(model: nn.Module, fuse_custom_config: Any = None, backend_config: Any = None) -> nn.Module:
-    """The model as it is: what belongs together is fused when it is prepared, in train mode and in eval mode alike."""
-    refuse_given(
-        "fuse_fx", {"fuse_custom_config": settings_of(fuse_custom_config) or None, "backend_config": backend_config}, {}, ARGUMENTS
-    )
-    return model
-
-
-# ---- eager: the model says with stubs where integers begin and end, and with attributes `qconfig` what is quantized how ------------------
-
-
-@checked(inplace=FLAG)
-def prepare(
-    model: nn.Module,
-    inplace: bool = False,
-    allow_list: Any = None,
-    observer_non_leaf_module_list: Any = None,
-    prepare_custom_config_dict: Any = None,
-    *,
-    example_inputs: Any = None,
-    target: str | None = None,
-) -> fx.GraphModule:
-    """A model with stubs, and with QConfigs on its modules, prepared for calibration; what has no QConfig around it stays in float.
-
-    example_inputs is needed: the model is traced.
-    """
-    given = {
-        "inplace": inplace,
-        "allow_list": allow_list,
-        "observer_non_leaf_module_list": observer_non_leaf_module_list,
-        "prepare_custom_config_dict": prepare_custom_config_dict,
-    }
-    refuse_given("prepare", given, {"inplace": False}, ARGUMENTS)
-    return _prepared("prepare", model, fxq.QConfigMapping(default=None), example_inputs, None, target)
-
-
-@checked(inplace=FLAG)
-def prepare_qat(
-    model: nn.Module, mapping: Any = None, inplace: bool = False, *, example_inputs: Any = None, target: str | None = None
-) -> fx.GraphModule:
-    """The same for training, in state TRAIN and in train mode."""
-    refuse_given("prepare_qat", {"mapping": mapping, "inplace": inplace}, {"inplace": False}, ARGUMENTS)
-    return _trained(_prepared("prepare_qat", model, fxq.QConfigMapping(default=None), example_inputs, None, target))
-
-
-@checked(inplace=FLAG, remove_qconfig=FLAG, is_reference=FLAG, use_precomputed_fake_quant=FLAG)
-def convert(
-    module: fx.GraphModule,
-    mapping: Any = None,
-    inplace: bool = False,
-    remove_qconfig: bool = True,
-    is_reference: bool = False,
-    convert_custom_config_dict: Any = None,
-    use_precomputed_fake_quant: bool = False,
-) -> fx.GraphModule:
-    """The integer graph of what `prepare` or `prepare_qat` returned."""
-    given = {
-        "mapping": mapping,
-        "inplace": inplace,
-        "is_reference": is_reference,
-        "convert_custom_config": convert_custom_config_dict,
-        "use_precomputed_fake_quant": use_precomputed_fake_quant,
-    }
-    refuse_given("convert", given, dict.fromkeys(("inplace", "is_reference", "use_precomputed_fake_quant"), False), ARGUMENTS)
-    return converted(module)
-
-
-@checked(inplace=FLAG)
-def fuse_modules(
-    model: nn.Module, modules_to_fuse: Any, inplace: bool = False, fuser_func: Any = None, fuse_custom_config_dict: Any = None
-) -> nn.Module:
-    """The model as it is: what belongs together is fused when it is prepared, whether it is listed or not."""
-    given = {"fuser_func": fuser_func, "fuse_custom_config": fuse_custom_config_dict}
-    refuse_given("fuse_modules", given, {}, ARGUMENTS)
-    return model
-
-
-fuse_modules_qat = fuse_modules
-
-
-@checked(inplace=FLAG)
-def quantize_dynamic(
-    model: nn.Module,
-    qconfig_spec: Any = None,
-    dtype: Any = None,
-    mapping: Any = None,
-    inplace: bool = False,
-    *,
-    example_inputs: Any = None,
-    target: str | None = None,
-) -> fx.GraphModule:
-    """The integer graph of a model whose linear and recurrent layers are quantized at run time; everything else stays in float.
-
-    qconfig_spec    module classes and names, or a dict from these to dynamic QConfigs; None: nn.Linear, and the recurrent layers and cells
-    dtype           PyTorch's qint8, or None, which means it
-    example_inputs  is needed: the model is traced
-
-    An LSTM becomes its steps: the sequence of the example is that of every input.
-    """
-    refuse_given("quantize_dynamic", {"mapping": mapping, "inplace": inplace}, {"inplace": False}, ARGUMENTS)
-    return converted(_prepared("quantize_dynamic", model, dynamic_mapping(model, qconfig_spec, dtype), example_inputs, None, target))
-
-
-# ---- what these have in common ------------------------------------------------------------------------------------------
-
-
-def _prepared(called: str, model: nn.Module, qconfigs: Any, example_inputs: Any, custom: Any, target: str | None) -> fx.GraphModule:
-    if example_inputs is None:
-        raise ConfigurationError(
-            f"{called} needs example_inputs",
-            because="the model is traced with them, for its shapes",
-            remedy=f"pass one batch of its inputs: {called}(…, example_inputs=(x,))",
-        )
-    settings = settings_of(custom)
-    whole = {
-        name: settings.pop(name, ())
-        for name in (
-            "non_traceable_module_names",
-            "non_traceable_module_name",
-            "non_traceable_module_classes",
-            "non_traceable_module_class",
-        )
-    }
-    settings.pop("preserved_attributes", None)
-    for name in settings:
-        raise ARGUMENTS.get(name, Refusal("it is unknown", "leave it out")).error(
-            f"{called}(prepare_custom_config={{{name!r}: …}}) cannot be done"
-        )
-    names = {*whole["non_traceable_module_names"], *whole["non_traceable_module_name"]}
-    kinds = (*whole["non_traceable_module_classes"], *whole["non_traceable_module_class"])
-    own = with_own_qconfigs(model)
-    leaf = (lambda module, path: path in names or isinstance(module, kinds) or default_leaf(module, path)) if names or kinds else None
-    traced = fxq.trace(own, example_inputs, leaf=leaf)
-    return fxq.prepare(traced, example_inputs, target or engine_target(), mapping_of(qconfigs, traced))
-
-
-def _trained(prepared: fx.GraphModule) -> fx.GraphModule:
-    fxq.set_state(prepared, State.TRAIN)
-    return prepared.train()
-
-
-# ---- PyTorch's own objects ----------------------------------------------------------------------------------------------
-
-MISSING: Mapping[str, Refusal] = {
-    "convert_to_reference_fx": Refusal(
-        "the integer graph is the one form there is", "write quantize and dequantize with fxq.export_onnx(…, style='qdq')"
-    ),
-    "quantize": Refusal("it hides what is calibrated", "call fxq.quantize(model, batches, target='x86')"),
-    "quantize_qat": Refusal("it hides what is trained", "call prepare_qat, train, and call convert"),
-}
-_refuse = refusing(__name__, MISSING)
+    own.keep()
+    remember_programs()
+    TABLES.install(replace)
 
 
 def __getattr__(name: str) -> Any:
-    """PyTorch's object of this name, where it only describes. Raises ConfigurationError if this PyTorch has no torch.ao."""
-    if name in MISSING or name.startswith("_"):
-        return _refuse(name)
-    try:
-        from torch.ao import quantization
-    except ImportError as error:
-        raise ConfigurationError(
-            f"{name} is not here",
-            because=f"it is PyTorch's own, and this PyTorch has no torch.ao.quantization: {error}",
-            remedy="say the same with fxq.QConfig and fxq.QConfigMapping, which prepare_fx takes as well",
-        ) from None
-    if hasattr(quantization, name):
-        return getattr(quantization, name)
-    return _refuse(name)
+    """A function of this package, or PyTorch's object of this name, where it only describes.
+
+    Raises MissingName, an AttributeError with the remedy, for one that is refused, and ConfigurationError if this PyTorch has no torch.ao.
+    """
+    return TABLES.value("", name)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
+import webbrowser
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +13,29 @@ from torch import fx
 
 import fxquant as fxq
 from fxquant import backends
-from fxquant.arguments import FILE, FOLDER, Kind, checked, choice
+from fxquant.arguments import FILE, FLAG, FOLDER, Kind, checked, choice
+from fxquant.backends.horizon.export import VARIANTS
 from fxquant.backends.horizon.program import Binary
-from fxquant.compat.horizon.march import get_march
-from fxquant.compat.horizon.quantization import convert_fx
+from fxquant.compat.horizon.served.flow import integer_of
+from fxquant.compat.horizon.served.march import get_march
 from fxquant.errors import ConfigurationError
 from fxquant.files import write_file
-from fxquant.graph import is_deployed
+
+logger = logging.getLogger("fxquant")
 
 LEVELS = {"fast": "O3", "ddr": "O2", "balance": "O2"}
 OPTIMIZE = {"ddr": "bandwidth"}
-OPT = choice("O0", "O1", "O2", "O3", *LEVELS)
+LEVEL = choice("O0", "O1", "O2", "O3", *LEVELS)
+OPT = Kind(
+    "one of 'O0', 'O1', 'O2', 'O3', 'fast', 'ddr', 'balance', or 0 to 3",
+    lambda value: LEVEL.take(f"O{value}" if isinstance(value, int) else value),
+)
 HBM = Kind("the path of a .hbm or .bin file to write", FILE.take)
 
 
-def _folder(
-    module: fx.GraphModule, folder: Path, march: str | None, name: str | None, opt: str, called: str
-) -> tuple[fx.GraphModule, Path]:
+def _folder(module: Any, folder: Path, march: str | None, name: str | None, opt: str, called: str) -> tuple[fx.GraphModule, Path]:
     """The integer model, and the folder that the compiler takes of it. Raises ConfigurationError for another march than its own."""
-    integer = module if is_deployed(module) else convert_fx(module)
+    integer = integer_of(module, called)
     wanted, own = march or get_march(), integer.meta["target"]
     if wanted is not None and backends.get(wanted).march != own.march:
         raise ConfigurationError(
@@ -40,9 +46,21 @@ def _folder(
     return integer, fxq.export_horizon(integer, folder, name or "model", optimize=LEVELS.get(opt, opt), mode=OPTIMIZE.get(opt, "latency"))
 
 
+def _say_inputs(called: str, source: Any, input_layout: Any, output_layout: Any) -> None:
+    """Log that inputs and outputs are not those that are asked for."""
+    sources = {source} if isinstance(source, str) else set(source)
+    if sources != {"ddr"} or input_layout not in (None, "NCHW") or output_layout != "NCHW":
+        logger.warning(
+            "%s: the compiled model reads float32 inputs from memory, in PyTorch's order, and writes outputs so:"
+            " not source %s, layouts %s, %s."
+            " For a camera, put fxq.nn.Nv12ToYuv444 in front of the model",
+            called, ", ".join(sorted(sources)), input_layout, output_layout,
+        )  # fmt: skip
+
+
 @checked(hbm=HBM, opt=OPT)
 def compile_model(
-    module: fx.GraphModule,
+    module: Any,
     example_inputs: Any,
     hbm: str | os.PathLike[str],
     march: str | None = None,
@@ -63,10 +81,14 @@ def compile_model(
           .bin beside. The folder that the compiler worked in stands beside it, under its name without the ending
     opt   "O0" to "O3"; "fast" is O3, "ddr" optimizes for bandwidth, "balance" is O2
 
-    Inputs are in memory ("ddr"), of float32, in PyTorch's order; the other arguments have no effect.
+    module    a prepared or integer model, or a trace of one that convert_fx returned
+
+    Inputs are in memory ("ddr"), of float32, in PyTorch's order: a line of the log says so where another source or layout is asked for.
+    The other arguments have no effect.
     Raises ConfigurationError where the tool is not installed, ExportError, and CompilationError with the layer and its source line.
     """
     path = Path(hbm)
+    _say_inputs("compile_model", input_source, input_layout, output_layout)
     _, folder = _folder(module, path.with_suffix(""), march, name, opt, "compile_model")
     made = fxq.compile_horizon(folder, show_progress=None if progressbar else False)
     shutil.copyfile(made, path.with_suffix(".bin"))
@@ -80,7 +102,7 @@ def compile_model(
 
 @checked(out_dir=FOLDER, opt=OPT)
 def perf_model(
-    module: fx.GraphModule,
+    module: Any,
     example_inputs: Any,
     march: str | None = None,
     out_dir: str | os.PathLike[str] = ".",
@@ -98,43 +120,56 @@ def perf_model(
 ) -> fxq.Estimate:
     """Compile a model into a folder, and say what the vendor's compiler estimates of it beside fxquant's own bounds.
 
+    For a march that hb_mapper does not compile for, nash among them, these are fxquant's own bounds alone, which the first line says.
+
     out_dir        the folder; estimate.txt is written into it, and the compiler's pages are in its model_output
     hbm            a .bin that `compile_model` made, which is not compiled again
     layer_details  print the vendor's table of layers, too
     """
     directory = Path(out_dir)
-    if hbm is None:
-        integer, folder = _folder(module, directory, march, name, opt, "perf_model")
+    binary: Path | None = None
+    integer = integer_of(module, "perf_model")
+    if hbm is not None:
+        binary = Path(hbm).with_suffix(".bin")
+    elif integer.meta["target"].name in VARIANTS:
+        integer, folder = _folder(integer, directory, march, name, opt, "perf_model")
         binary = fxq.compile_horizon(folder, show_progress=None if progressbar else False)
-    else:
-        integer, binary = module if is_deployed(module) else convert_fx(module), Path(hbm).with_suffix(".bin")
     found = fxq.estimate(integer, compiled=binary)
     details = [" ".join(map(str, row)) for cost in found.compiled for row in cost.layers] if layer_details else []
     directory.mkdir(parents=True, exist_ok=True)
-    text = "\n".join([str(found), *details])
+    head = [] if binary else [f"{integer.meta['target'].name}: bounds by fxquant's own model; the vendor's compiler was not run"]
+    text = "\n".join([*head, str(found), *details])
     write_file(directory / "estimate.txt", text + "\n")
-    print(text if layer_details else found.summary)
+    print(text if layer_details else "\n".join([*head, found.summary]))
     return found
 
 
-@checked(save_path=FILE)
+@checked(save_path=FILE.or_none("model.html"), show=FLAG)
 def visualize_model(
-    module: fx.GraphModule,
+    module: Any,
     example_inputs: Any = None,
     march: str | None = None,
-    save_path: str | os.PathLike[str] = "model.html",
+    save_path: str | os.PathLike[str] | None = None,
     show: bool = False,
     **options: Any,
 ) -> Path:
-    """Write a page of the model's graph and layers; returns its path. What else Horizon's function takes has no effect."""
-    integer = module if is_deployed(module) else convert_fx(module)
-    return fxq.report(integer, save_path)
+    """Write a page of the model's graph and layers, and open it in a browser with `show`; returns its path. `march` has no effect.
+
+    Raises ConfigurationError for an option that Horizon's function does not have.
+    """
+    for option in options:
+        if option not in ("input_source", "input_layout", "output_layout", "opt", "balance_factor", "progressbar", "jobs", "extra_args"):
+            raise ConfigurationError(
+                f"visualize_model has no option {option!r}", because="it draws a model, and compiles nothing", remedy="leave it out"
+            )
+    made = fxq.report(integer_of(module, "visualize_model"), save_path or "model.html")
+    if show:
+        webbrowser.open_new_tab(made.resolve().as_uri())
+    return made
 
 
 @checked(hbir=FILE)
-def export_hbir(
-    module: fx.GraphModule, example_inputs: Any, hbir: str | os.PathLike[str], march: str | None = None
-) -> tuple[list[str], list[str]]:
+def export_hbir(module: Any, example_inputs: Any, hbir: str | os.PathLike[str], march: str | None = None) -> tuple[list[str], list[str]]:
     """Write what the installed compiler takes, a folder with an ONNX file, at `hbir` without its ending; the names of inputs and outputs.
 
     HBIR itself is not written: its format is the compiler's own.

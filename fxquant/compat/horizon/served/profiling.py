@@ -10,7 +10,7 @@ from torch import fx, nn
 
 import fxquant as fxq
 from fxquant.arguments import FLAG, FOLDER, checked
-from fxquant.compat.horizon.march import required
+from fxquant.compat.horizon.served.march import required
 from fxquant.files import write_file
 from fxquant.graph import stage_of
 

@@ -13,9 +13,9 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.arguments import FILE, checked
-from fxquant.compat.horizon.march import required
-from fxquant.compat.horizon.quantization import convert_fx
+from fxquant.arguments import checked
+from fxquant.compat.horizon.served.flow import integer_of
+from fxquant.compat.horizon.served.march import required
 from fxquant.errors import ConfigurationError
 from fxquant.files import write_file
 from fxquant.graph import is_deployed, stage_of
@@ -160,7 +160,7 @@ def get_module_called_count(model: nn.Module, example_inputs: Any, check_leaf_mo
 
 @checked()
 def check_model(
-    module: nn.Module,
+    module: Any,
     example_inputs: Any,
     march: str | None = None,
     input_source: Any = "ddr",
@@ -172,6 +172,10 @@ def check_model(
     An integer model is compiled instead, which says what the vendor's compiler itself takes: 0, or 1 where it refuses. Findings and
     refusals are printed. The other arguments have no effect. Raises ConfigurationError for an integer model without the tool.
     """
+    if isinstance(module, torch.jit.ScriptModule):
+        module = integer_of(module, "check_model")
+    if isinstance(example_inputs, list):
+        example_inputs = tuple(example_inputs)
     if isinstance(module, fx.GraphModule) and is_deployed(module):
         with tempfile.TemporaryDirectory() as folder:
             try:
@@ -185,45 +189,3 @@ def check_model(
         return 0
     print(findings)
     return len(findings)
-
-
-@checked(f=FILE)
-def export_to_onnx(
-    model: fx.GraphModule,
-    args: Any,
-    f: Any,
-    export_params: bool = True,
-    verbose: bool = False,
-    training: Any = None,
-    input_names: list[str] | None = None,
-    output_names: list[str] | None = None,
-    operator_export_type: Any = None,
-    opset_version: int = 11,
-    **options: Any,
-) -> Path:
-    """Write a prepared model with quantize and dequantize around float operators: for other compilers, and for viewing.
-
-    Not the bits of the integer model, which `export_quantized_onnx` writes. Options beside these have no effect. Returns the path.
-    """
-    integer = model if is_deployed(model) else convert_fx(model)
-    return fxq.export_onnx(integer, f, style="qdq", opset=opset_version, input_names=input_names, output_names=output_names)
-
-
-@checked(f=FILE)
-def export_quantized_onnx(
-    model: fx.GraphModule,
-    args: Any,
-    f: Any,
-    export_params: bool = True,
-    verbose: bool = False,
-    training: Any = None,
-    input_names: list[str] | None = None,
-    output_names: list[str] | None = None,
-    operator_export_type: Any = None,
-    opset_version: int | None = None,
-    **options: Any,
-) -> Path:
-    """Write an integer model as standard operators on whole numbers: it runs everywhere, with the same bits. Returns the path."""
-    return fxq.export_onnx(
-        model, f, opset=None if opset_version == 11 else opset_version, input_names=input_names, output_names=output_names
-    )

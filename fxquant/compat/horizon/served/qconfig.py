@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+
+from torch import nn
 
 import fxquant as fxq
 from fxquant.arguments import FLAG, checked
 from fxquant.compat.common import Refusal
+from fxquant.compat.horizon.served.observing import (
+    KINDS,
+    FakeCast,
+    FakeQuant,
+    FakeQuantize,
+    clip,
+    clip_std,
+    fixed_scale,
+    kl,
+    min_max,
+    mix,
+    mse,
+    percentile,
+)
 from fxquant.errors import ConfigurationError
 from fxquant.quantization.observers import Observer
 from fxquant.quantization.spec import FROZEN, LEARNED, PACT, STATISTICS
 
-qint4, qint8, qint16, qint32 = "int4", "int8", "int16", "int32"
+FLOAT = "float"  # how the scale of a FakeCast is found: it has none
 
-# Observers by the names that get_default_qconfig takes, and by those of classes.
-min_max, fixed_scale, clip, percentile, mse = "min_max", "fixed_scale", "clip", "percentile", "mse"
-clip_std, kl, mix = "clip_std", "kl", "mix"
-MinMaxObserver = MovingAverageMinMaxObserver = PerChannelMinMaxObserver = MovingAveragePerChannelMinMaxObserver = min_max
-FixedScaleObserver, ClipObserver, PercentileObserver, MSEObserver = fixed_scale, clip, percentile, mse
-ClipStdObserver, KLObserver, MixObserver = clip_std, kl, mix
-HistogramObserver = mse  # both choose the least squared error
+qint4, qint8, qint16, qint32 = "int4", "int8", "int16", "int32"
 
 # What makes an observer by its name, given the averaging constant and further settings, of which it takes out those that it knows.
 OBSERVERS: dict[str, Callable[[float, dict[str, Any]], Any]] = {
@@ -72,21 +82,9 @@ def dtype_of(value: Any) -> str:
     )
 
 
-@dataclass(frozen=True)
-class FakeQuant:
-    """What a fake quantize is made from: how its scale is found, and the arguments beside that."""
-
-    training: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-    def with_args(self, **settings: Any) -> FakeQuant:
-        """The same with other arguments."""
-        return replace(self, settings={**self.settings, **settings})
-
-
-FakeQuantize = CalibFakeQuantize = FakeQuant(STATISTICS)
-_LearnableFakeQuantize, PACTFakeQuantize = FakeQuant(LEARNED), FakeQuant(PACT)
-KINDS: dict[Any, Any] = {"fake_quant": FakeQuantize, "lsq": _LearnableFakeQuantize, "pact": PACTFakeQuantize}
+def is_float_dtype(value: Any) -> bool:
+    """Whether this is a dtype of real numbers, by its name."""
+    return str(value).removeprefix("torch.") in ("float16", "float32", "bfloat16", "float64")
 
 
 def _taken(settings: dict[str, Any], called: str) -> None:
@@ -113,9 +111,8 @@ def activation(given: Any) -> fxq.ActivationConfig:
         return fxq.ActivationConfig("int32")
     if isinstance(given, fxq.ActivationConfig):
         return given
-    if not isinstance(given, FakeQuant):
-        raise _no_fake_quant(given)
-    settings = dict(given.settings)
+    given = _of_torch(given)
+    settings = {**getattr(given.settings.get("observer"), "settings", {}), **given.settings}
     dtype, observer, training = dtype_of(settings.pop("dtype", qint8)), settings.pop("observer", min_max), given.training
     constant = settings.pop("averaging_constant", 0.01)
     if constant == 0 and training == STATISTICS:
@@ -151,8 +148,7 @@ def weight(given: Any) -> fxq.WeightConfig:
         return given
     if given is None:
         raise REFUSED["no weight"].error("a weight without a fake quantize cannot be done")
-    if not isinstance(given, FakeQuant):
-        raise _no_fake_quant(given)
+    given = _of_torch(given)
     if given.training == PACT:
         raise REFUSED["pact"].error("PACT of a weight is not here")
     settings = dict(given.settings)
@@ -164,6 +160,16 @@ def weight(given: Any) -> fxq.WeightConfig:
     return fxq.WeightConfig(dtype, per_channel=per_channel, training=LEARNED if given.training == LEARNED else STATISTICS)
 
 
+def _of_torch(given: Any) -> FakeQuant:
+    """A fake quantize; PyTorch's `with_args` of one is a partial, whose function it is. Raises ConfigurationError for anything else."""
+    partial = getattr(given, "p", None)
+    if partial is not None and isinstance(getattr(partial, "func", None), FakeQuant):
+        return partial.func.with_args(**partial.keywords)  # type: ignore[no-any-return]
+    if not isinstance(given, FakeQuant):
+        raise _no_fake_quant(given)
+    return given
+
+
 def _no_fake_quant(given: Any) -> ConfigurationError:
     return ConfigurationError(
         f"a {type(given).__name__} is no fake quantize",
@@ -173,8 +179,13 @@ def _no_fake_quant(given: Any) -> ConfigurationError:
 
 
 @checked()
-def QConfig(activation: Any = None, weight: Any = None, input: Any = None, output: Any = None) -> fxq.QConfig:
-    """The fxq.QConfig of fake quantizes; `activation` and `output` are two names of one thing. Without either, the output has 32 bits."""
+def QConfig(activation: Any = None, weight: Any = None, input: Any = None, output: Any = None) -> fxq.QConfig | None:
+    """The fxq.QConfig of fake quantizes; `activation` and `output` are two names of one thing. Without either, the output has 32 bits.
+
+    With a FakeCast for any of these it is None: the operator stays in float.
+    """
+    if any(isinstance(one, FakeQuant) and one.training == FLOAT for one in (activation, weight, input, output)):
+        return None
     return fxq.QConfig(
         _activation(output if activation is None else activation),
         fxq.WeightConfig() if weight is None else _weight(weight),
@@ -182,7 +193,34 @@ def QConfig(activation: Any = None, weight: Any = None, input: Any = None, outpu
     )
 
 
+def as_qconfig(given: Any) -> fxq.QConfig | None:
+    """A qconfig: fxquant's own, None, or a tuple with activation and weight, as PyTorch's is. Raises ConfigurationError for others."""
+    if given is None or isinstance(given, fxq.QConfig):
+        return given
+    if isinstance(given, tuple) and hasattr(given, "activation") and hasattr(given, "weight"):
+        return QConfig(given.activation, given.weight, getattr(given, "input", None))
+    raise ConfigurationError(
+        f"a {type(given).__name__} is no qconfig",
+        because="a qconfig is one of the default_… of this module, QConfig(…), or None: it stays in float",
+        remedy="pass one of these",
+    )
+
+
+@contextmanager
+def read_attributes(model: nn.Module) -> Iterator[None]:
+    """Inside, attributes `qconfig` of a model's modules that are PyTorch's are fxquant's."""
+    before = {module: module.__dict__["qconfig"] for module in model.modules() if "qconfig" in module.__dict__}
+    try:
+        for module, given in before.items():
+            module.__dict__["qconfig"] = as_qconfig(given)
+        yield
+    finally:
+        for module, given in before.items():
+            module.__dict__["qconfig"] = given
+
+
 _activation, _weight = activation, weight
+FakeQuant.reads = staticmethod(activation)
 
 
 @checked()
@@ -196,7 +234,10 @@ def get_default_qconfig(
 ) -> fxq.QConfig:
     """A QConfig by the names of fake quantizes ("fake_quant", "lsq", "pact", None) and observers (min_max, percentile, mse, clip …)."""
     parts = ((activation_fake_quant, activation_observer, activation_qkwargs), (weight_fake_quant, weight_observer, weight_qkwargs))
-    made = [None if kind is None else _kind(kind).with_args(observer=observer, **(more or {})) for kind, observer, more in parts]
+    made = [
+        None if kind is None else _kind(kind).with_args(**({} if observer is None else {"observer": observer}), **(more or {}))
+        for kind, observer, more in parts
+    ]
     return fxq.QConfig(activation(made[0]), weight(made[1]))
 
 
@@ -221,6 +262,33 @@ def get_qconfig(
     )
 
 
+def get_default_qat_qconfig(
+    dtype: Any = qint8, weight_dtype: Any = qint8, activation_qkwargs: Any = None, weight_qkwargs: Any = None, backend: str = ""
+) -> fxq.QConfig:
+    """The QConfig for training, of the plugin's first releases; `backend` has no effect."""
+    return get_default_qconfig(
+        activation_qkwargs={"dtype": dtype, **(activation_qkwargs or {})}, weight_qkwargs={"dtype": weight_dtype, **(weight_qkwargs or {})}
+    )
+
+
+def get_default_calib_qconfig(dtype: Any = qint8, calib_qkwargs: Any = None, backend: str = "") -> fxq.QConfig:
+    """The QConfig for calibration, of the plugin's first releases; `backend` has no effect."""
+    return get_default_qconfig(activation_observer=percentile, activation_qkwargs={"dtype": dtype, **(calib_qkwargs or {})})
+
+
+def get_default_qat_out_qconfig(
+    dtype: Any = qint8, weight_dtype: Any = qint8, weight_qkwargs: Any = None, backend: str = ""
+) -> fxq.QConfig:
+    """The QConfig of a last layer, whose output is its sum in 32 bits; `dtype` and `backend` have no effect."""
+    return get_default_qconfig(None, weight_qkwargs={"dtype": weight_dtype, **(weight_qkwargs or {})})
+
+
+def replace_qconfig_dtype(qconfig: Any, dtype: Any) -> fxq.QConfig | None:
+    """The QConfig with another dtype of the output."""
+    made = as_qconfig(qconfig)
+    return None if made is None else fxq.QConfig(made.output.of(dtype_of(dtype)), made.weight, made.input)
+
+
 # ---- by name ------------------------------------------------------------------------------------------------------------
 #
 # Calibration and training have one observer, so that what was calibrated loads into what is trained: the scale is the one that loses
@@ -238,6 +306,7 @@ default_16bit_lsq_quant = fxq.ActivationConfig("int16", training=LEARNED)
 default_4bit_pact_quant = fxq.ActivationConfig("int4", training=PACT)
 default_8bit_pact_quant = fxq.ActivationConfig("int8", training=PACT)
 default_16bit_pact_quant = fxq.ActivationConfig("int16", training=PACT)
+default_fp16_fake_cast = FakeCast
 default_weight_8bit_fake_quant = per_channel_8bit_fake_quant = fxq.WeightConfig("int8")
 default_weight_4bit_fake_quant = fxq.WeightConfig("int4")
 default_weight_16bit_fake_quant = fxq.WeightConfig("int16")

@@ -1,0 +1,1 @@
+"""Programs written for Horizon's plugin, run as they are: what becomes of each, against what it asks for."""

@@ -1,0 +1,183 @@
+"""Run programs written for Horizon's plugin as they are, and hold what became of each against what it asks for.
+
+`python -m benchmarks.horizon_programs` runs all; `--only WORD` those whose name has it. A program passes where its layers have the dtypes
+and the scales that it asks for, its integer model has the bits of its prepared one, and its outputs are near the float model's; or where it
+ends in an error of fxquant's that says what to do. The exit status is 1 if one does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import logging
+import os
+import runpy
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import fx, nn
+
+import fxquant as fxq
+from benchmarks.horizon_programs.expected import EXPECTED, Expected
+from fxquant.compat import horizon
+from fxquant.compat.horizon.served import march
+from fxquant.progress import progress
+from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
+
+PROGRAMS = Path(__file__).parent / "programs"
+IMPORTS = Path(__file__).parent / "imports.txt"
+
+
+def import_lines() -> list[str]:
+    """The import lines of public documents."""
+    return [line for line in IMPORTS.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
+
+
+def try_import(line: str) -> str:
+    """What becomes of an import line: "served", or "refused" with a remedy. Raises what is raised otherwise."""
+    try:
+        exec(line, {})
+    except ImportError as error:
+        if not isinstance(error, fxq.ConfigurationError) or not error.remedy:
+            raise
+        return "refused"
+    return "served"
+
+
+@contextlib.contextmanager
+def fresh(folder: Path) -> Iterator[None]:
+    """Inside, a program finds the plugin, an empty folder, and no march that another has set."""
+    horizon.install(replace=True)
+    before = os.getcwd()
+    march._march.clear()
+    horizon.set_qat_mode(horizon.QATMode.FuseBN)
+    os.chdir(folder)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        os.chdir(before)
+        march._march.clear()
+        horizon.set_qat_mode(horizon.QATMode.FuseBN)
+
+
+def judge(name: str, folder: Path) -> str:
+    """What is wrong with what became of a program; empty if nothing is."""
+    expected = EXPECTED[name]
+    try:
+        with fresh(folder):
+            found = runpy.run_path(str(PROGRAMS / f"{name}.py"), run_name="__main__")
+    except fxq.FxQuantError as error:
+        if not expected.refused:
+            return f"it is refused: {error.what}"
+        return "" if expected.refused in str(error) and error.remedy else f"another error: {error.what}"
+    except Exception as error:  # a raw error is what this looks for
+        return f"raw {type(error).__name__}: {error}"
+    if expected.refused:
+        return "it is not refused"
+    with fresh(folder):
+        return "; ".join(_differences(found, expected))
+
+
+def _differences(found: dict[str, Any], expected: Expected) -> Iterator[str]:
+    model, batch = found["qat_model"], found["batches"][0]
+    integer = found.get("quantized_model")
+    if fx_stage(model) == "PREPARED":
+        operators = quantized_operators(model)
+        yield from _wrong(model, operators, expected)
+        integer = fxq.convert(model) if integer is None else integer
+        report = fxq.verify(model, integer, [batch], show_progress=False)
+        if not report:
+            yield f"integer is not QAT: {report}"
+        fxq.set_state(model, "float")
+        with torch.no_grad():
+            exact = model.eval()(batch)
+        fxq.set_state(model, "validate")
+        ratio = _decibels(exact, integer(batch))
+        if not ratio >= expected.sqnr:
+            yield f"{ratio:.1f} dB in place of {expected.sqnr:g}"
+    else:
+        yield from _wrong_layers({layer.name: layer.dtype for layer in fxq.layers(model)})
+
+
+def _wrong_layers(found: dict[str, str]) -> Iterator[str]:
+    if not found:
+        yield "there are no layers"
+
+
+def fx_stage(model: nn.Module) -> str:
+    """The stage of a graph."""
+    return str(getattr(model, "meta", {}).get("stage", "")) if isinstance(model, fx.GraphModule) else ""
+
+
+def _decibels(exact: torch.Tensor, made: torch.Tensor) -> float:
+    noise = (exact - made).detach().square().sum()
+    return float(10 * torch.log10(exact.square().sum() / noise)) if noise > 0 else float("inf")
+
+
+def _wrong(model: nn.Module, operators: dict[str, QuantizedOperator], expected: Expected) -> Iterator[str]:
+    """Layers whose dtypes or scales are not those that are asked for."""
+    for path, (output, weight, input) in expected.layers.items():
+        mine = [
+            operator
+            for operator in operators.values()
+            if operator.path == path and not operator.plain and operator.operator.name != "requantize"
+        ]
+        if not mine:
+            yield f"{path} is no operator"
+            continue
+        operator = mine[0]
+        read = operator.inputs.get("input")
+        made = operator.output.dtype.name, operator.weight_quantizer.dtype.name, None if read is None else read.dtype.name
+        for what, asked, has in zip(("output", "weight", "input"), (output, weight, input), made, strict=True):
+            if asked is not None and asked != has:
+                yield f"the {what} of {path} is {has} in place of {asked}"
+    for path, scale in expected.scales.items():
+        mine = [operator for operator in operators.values() if operator.path == path and operator.owns_output]
+        has = [float(operator.output.scale.detach()) for operator in mine]
+        if not any(abs(one - scale) <= 1e-6 * scale for one in has):
+            yield f"the scale of {path} is {has} in place of {scale:g}"
+    layers = {layer.name: layer for layer in fxq.layers(model)}  # type: ignore[arg-type]
+    for path in expected.floats:
+        if path not in layers or layers[path].integer:
+            yield f"{path} is not in float"
+
+
+def main() -> int:
+    """Run the programs, and print what became of them."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.horizon_programs", description="programs for Horizon's plugin, run as they are"
+    )
+    parser.add_argument("--only", default="", help="the programs whose name has this")
+    arguments = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    names = [name for name in sorted(EXPECTED) if arguments.only in name]
+    table, wrong = Table("program", "seconds", "what became of it"), 0
+    for name in progress(names, len(names), "running"):
+        start = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            found = judge(name, Path(folder))
+        wrong += bool(found)
+        meant = "refused with a remedy" if EXPECTED[name].refused else "as asked"
+        table.add_row(name, f"{time.perf_counter() - start:.1f}", found or meant)
+    horizon.install(replace=True)
+    outcomes = [try_import(line) for line in import_lines()]
+    Console().print(table)
+    refused = sum(bool(EXPECTED[name].refused) for name in names)
+    print(f"{len(names)} programs: {len(names) - wrong} as asked, {refused} of them refused with a remedy, {wrong} wrong")
+    print(f"{len(outcomes)} import lines: {outcomes.count('served')} served, {outcomes.count('refused')} refused with a remedy, none raw")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

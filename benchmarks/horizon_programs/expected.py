@@ -1,0 +1,92 @@
+"""What each program asks for, and so what has to become of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What has to become of a program.
+
+    layers   by module path: the dtypes of output, weight and input that the program asks for; None where it does not say
+    scales   by module path, of the output: the scale that is asked for
+    floats   paths of modules that stay in float
+    sqnr     the least signal to noise ratio of the outputs, in dB, against the same model in float
+    refused  words of the error that the program ends in; empty where it has to run
+    """
+
+    layers: Mapping[str, tuple[str | None, str | None, str | None]] = field(default_factory=dict)
+    scales: Mapping[str, float] = field(default_factory=dict)
+    floats: tuple[str, ...] = ()
+    sqnr: float = 20.0
+    refused: str = ""
+
+
+NARROW, WIDE, SUM = ("int8", "int8", "int8"), ("int16", "int8", "int16"), ("int32", "int8", None)
+
+
+def all_layers(one: tuple[str | None, str | None, str | None]) -> dict[str, tuple[str | None, str | None, str | None]]:
+    """The same of the three layers that most programs have."""
+    return {"stem.0": one, "deep": one, "head": one}
+
+
+CLOSED = "compiler"
+EXPECTED: dict[str, Expected] = {
+    "v1_quick_start": Expected({"stem.0": NARROW, "deep": NARROW, "head": SUM}, {"quant": 1 / 128}, sqnr=3),  # 1/128 clips what it is given
+    "v1_default_stub": Expected(all_layers(NARROW), {"quant": 1 / 128}, sqnr=3),
+    "v1_observed_stub": Expected(all_layers(NARROW)),
+    "v1_int16": Expected(all_layers(WIDE), sqnr=35),
+    "v1_module_type": Expected({"stem.0": ("int16", "int8", None), "deep": ("int16", "int8", None), "head": SUM}, sqnr=25),
+    "v1_float_part": Expected({"stem.0": ("int8", "int8", None), "head": ("int8", "int8", None)}, floats=("deep",)),
+    "v1_lsq": Expected(all_layers(NARROW)),
+    "v1_pact": Expected(all_layers(NARROW)),
+    "v1_fixed_act": Expected(all_layers(NARROW)),
+    "v1_get_default_qconfig": Expected(all_layers(WIDE), sqnr=35),
+    "v1_hybrid": Expected({"head": ("int8", "int8", None)}, floats=("deep",)),
+    "v1_export_onnx": Expected(all_layers(NARROW)),
+    "v1_with_bn": Expected(all_layers(NARROW)),
+    "v1_jit_save": Expected(all_layers(NARROW)),
+    "v1_adaround": Expected(all_layers(NARROW)),
+    "v1_similarity": Expected(all_layers(NARROW)),
+    "v1_fixed_scale_observer": Expected(all_layers(NARROW), {"head": 1 / 16}, sqnr=10),
+    "v1_perf_without_tool": Expected(refused=CLOSED),
+    "v1_optimizer_before_batch": Expected(refused="example_inputs"),
+    "v1_old_calibration": Expected(refused="prepare_qat_fx"),
+    "v1_old_qconfigs": Expected({"stem.0": NARROW, "deep": NARROW, "head": SUM}),
+    "v1_lambda_qconfig_of_torch": Expected({"stem.0": NARROW, "deep": ("int16", "int8", None), "head": ("int8", "int8", None)}),
+    "v1_camera": Expected(all_layers(NARROW), {"quant": 1 / 128}),
+    "eager_quick_start": Expected({"conv1": NARROW, "conv2": NARROW, "head": NARROW}, {"quant": 1 / 128}, sqnr=3),
+    "eager_inplace": Expected({"conv1": NARROW, "conv2": NARROW, "head": NARROW}),
+    "eager_attributes": Expected({"conv1": NARROW, "conv2": (None, "int8", None)}, floats=("head",)),
+    "eager_stub_qconfig": Expected({"quant": ("int16", None, None), "conv1": ("int8", "int8", "int16"), "head": NARROW}),
+    "v2_default_setters": Expected({"stem.0": NARROW, "deep": NARROW, "head": SUM}),
+    "v2_int16_setters": Expected({"stem.0": WIDE, "deep": WIDE, "head": SUM}, sqnr=30),
+    "v2_module_names": Expected(
+        {"quant": ("int16", None, None), "deep": ("int16", "int8", None), "stem.0": ("int8", "int8", "int16"), "head": SUM},
+        {"quant": 4 / 32768},
+    ),
+    "v2_sensitive": Expected({"stem.0": ("int16", "int8", None), "deep": ("int8", "int8", "int16"), "head": SUM}),
+    "v2_auxiliary_loss": Expected({"stem.0": NARROW, "deep": NARROW}),
+    "v2_analysis": Expected({"stem.0": NARROW, "deep": NARROW, "head": SUM}),
+    "v2_attention": Expected({"q": ("int16", "int8", "int8"), "k": ("int16", "int8", "int8"), "head": ("int32", "int8", "int8")}, sqnr=25),
+    "v2_eager_method": Expected({"conv1": NARROW, "conv2": NARROW, "head": SUM}),
+    "v2_auto_calibrate": Expected(refused="search_observers"),
+    "v2_consistency": Expected(refused="nash-e-level1"),
+    "v3_all_int8": Expected(all_layers(NARROW)),
+    "v3_s100": Expected(all_layers(NARROW)),
+    "v3_s100_compile": Expected(refused="closed"),
+    "v3_int16_gemm_int8": Expected(all_layers(("int16", "int8", "int8"))),
+    "v3_order": Expected({"stem.0": ("int8", "int16", "int8"), "deep": ("int16", "int16", "int8"), "head": ("int8", "int16", "int8")}),
+    "v3_freeze_and_threshold": Expected({"stem.0": NARROW, "head": ("int16", "int8", "int8")}, {"quant": 4 / 128, "head": 8 / 32768}),
+    "v3_sensitivity": Expected({"stem.0": NARROW, "deep": ("int16", "int8", "int8"), "head": NARROW}),
+    "v3_float16": Expected({"stem.0": SUM, "deep": SUM, "head": SUM}),
+    "v3_float16_on_s100": Expected(refused="float"),
+    "v3_matmul": Expected({"q": WIDE, "head": WIDE}, sqnr=25),
+    "v3_matmul_mixed": Expected(refused="one dtype"),
+    "v3_nn_modules": Expected({"conv": WIDE, "head": WIDE}, sqnr=30),
+    "v3_correlation": Expected(refused="kernel_size"),
+    "v3_dynamic": Expected(refused="calibrate"),
+    "v3_segments": Expected(all_layers(NARROW)),
+}

@@ -1,0 +1,11 @@
+"""Run a program written for Horizon's plugin as it is: `python -m fxquant.compat.horizon program.py [arguments]`."""
+
+from __future__ import annotations
+
+import sys
+
+from fxquant.compat.common import run_program
+from fxquant.compat.horizon import install
+
+if __name__ == "__main__":
+    sys.exit(run_program("fxquant.compat.horizon", install, sys.argv[1:]))

@@ -1,0 +1,126 @@
+"""A model whose inputs are not known yet: it is prepared by its first batch, or by a checkpoint of a model that was.
+
+Programs for the plugin's first releases give `prepare_qat_fx` no example inputs, and calibrate what it returns. The first call has what is
+needed. The object then *becomes* the prepared model: its class and its attributes are those of the prepared model, so that names
+that refer to it go on.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from fxquant.errors import ConfigurationError
+
+logger = logging.getLogger("fxquant")
+
+SHAPES = "fxquant.example_inputs"  # in the metadata of a state_dict: shape and dtype of the inputs that the model was traced with
+
+
+def become(model: nn.Module, other: nn.Module) -> None:
+    """Make an object another model: from here on it has that one's class and attributes."""
+    object.__setattr__(model, "__class__", type(other))
+    object.__setattr__(model, "__dict__", other.__dict__)
+
+
+def keep_shapes(prepared: nn.Module, example_inputs: Any) -> None:
+    """Have every state_dict of a prepared model say what its inputs were."""
+    shapes = pytree.tree_map(
+        lambda value: ("tensor", tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value, example_inputs
+    )
+
+    def note(module: nn.Module, state_dict: Any, prefix: str, metadata: Any) -> None:
+        if not prefix and hasattr(state_dict, "_metadata"):
+            state_dict._metadata.setdefault("", {})[SHAPES] = shapes
+
+    prepared.register_state_dict_post_hook(note)  # type: ignore[no-untyped-call]
+
+
+def shapes_of(state_dict: Any) -> Any:
+    """Inputs of the shapes that a state_dict was made with, zeros; None if it does not say."""
+    shapes = getattr(state_dict, "_metadata", {}).get("", {}).get(SHAPES)
+    if shapes is None:
+        return None
+    return pytree.tree_map(
+        lambda value: torch.zeros(value[1], dtype=value[2]) if _is_shape(value) else value, shapes, is_leaf=lambda value: _is_shape(value)
+    )
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 3 and value[0] == "tensor"
+
+
+class Deferred(nn.Module):
+    """A model that is prepared by its first batch.
+
+    model    the float model
+    prepare  what prepares it, given example inputs
+    called   the name of the function that was asked for it
+    """
+
+    def __init__(self, model: nn.Module, prepare: Callable[[Any], fx.GraphModule], called: str) -> None:
+        super().__init__()
+        self.__dict__.update(_model=model, _prepare=prepare, _called=called, _pending=[])
+        self.training = model.training
+
+    def _become(self, example_inputs: Any, how: str) -> None:
+        prepared, pending, training = self._prepare(example_inputs), self._pending, self.training
+        logger.info("%s: the model is prepared with the shapes of %s", self._called, how)
+        become(self, prepared)
+        self.train(training)
+        for action in pending:
+            action(self)
+
+    def later(self, action: Callable[[Any], None]) -> None:
+        """Do something with the prepared model as soon as there is one."""
+        self._pending.append(action)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Prepare the model with these inputs, and run it."""
+        bound = inspect.signature(self._model.forward).bind(*args, **kwargs).arguments if kwargs else None
+        self._become(args if bound is None else dict(bound), "its first batch")
+        return self(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> Deferred:
+        """Put it into train mode, once it is prepared."""
+        self.training = mode
+        return self
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load what a prepared model saved, which says what its inputs were; of anything else, once the model is prepared."""
+        known = shapes_of(state_dict)
+        if known is not None:
+            self._become(known, "the model whose state_dict is loaded")
+            return self.load_state_dict(state_dict, strict)
+        self.later(lambda prepared: prepared.load_state_dict(state_dict, strict))
+        return nn.modules.module._IncompatibleKeys([], [])
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Deferred:
+        self.__dict__["_model"] = self._model._apply(fn, recurse)
+        return self
+
+    def _unknown(self, what: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"{what} of a model that is not prepared yet cannot be had",
+            because=f"{self._called} was given no example_inputs, so that the model is prepared by its first batch",
+            remedy=f"pass {self._called}(…, example_inputs=(x,)), run one batch first, or load the state_dict of a calibrated model",
+        )
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Raises ConfigurationError: folded weights are other parameters than those of the float model."""
+        raise self._unknown("the parameters")
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises ConfigurationError: there are no scales yet."""
+        raise self._unknown("the state_dict")
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("graph", "code", "meta") or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.__dict__["_model"], name)

@@ -1,0 +1,19 @@
+"""Horizon's dtypes: each is the name of fxquant's, and `qinfo` says what its integers are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fxquant.compat.horizon.served.qconfig import dtype_of
+from fxquant.numerics import ACTIVATION_TYPES
+
+qint4, qint8, qint16, qint32 = "int4", "int8", "int16", "int32"
+QuantDType = str
+
+
+class qinfo:
+    """The integers of a dtype: the smallest, the largest, and how many bits they have."""
+
+    def __init__(self, dtype: Any) -> None:
+        known = ACTIVATION_TYPES[dtype_of(dtype)]
+        self.min, self.max, self.bits = known.low, known.high, known.bits

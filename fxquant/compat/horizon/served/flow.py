@@ -1,0 +1,257 @@
+"""Horizon's flow over fxquant's: states, integers, and scales that are taken over."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import logging
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+import fxquant as fxq
+from fxquant.arguments import FLAG, checked
+from fxquant.compat.common import refuse_given
+from fxquant.compat.horizon.served.deferred import Deferred, become
+from fxquant.compat.horizon.served.preparing import ARGUMENTS, PREPARED
+from fxquant.errors import ConfigurationError
+from fxquant.graph import is_deployed
+from fxquant.quantization.calibration import enter, owned_quantizers, require_prepared, update_scales
+from fxquant.quantization.observers import gathering
+from fxquant.quantization.prepared import QuantizedOperator, quantized_operators
+from fxquant.quantization.quantizer import Quantizer
+from fxquant.quantization.state import State
+from fxquant.tuning.rounding import adaround
+
+logger = logging.getLogger("fxquant")
+
+_converted: weakref.WeakSet[fx.GraphModule] = weakref.WeakSet()  # the integer models that were made, for traces of them
+
+
+class FakeQuantState(enum.Enum):
+    """What a prepared model does, by Horizon's names."""
+
+    QAT = State.TRAIN
+    CALIBRATION = State.CALIBRATE
+    VALIDATION = State.VALIDATE
+    _FLOAT = State.FLOAT
+
+
+@checked()
+def set_fake_quantize(model: nn.Module, fake_quant_state: FakeQuantState) -> None:
+    """Put a prepared model, or the operators of a part of one (`prepared.backbone`), into a state. Leaving CALIBRATION sets the scales.
+
+    In CALIBRATION batches are observed in train mode and in eval mode alike.
+    """
+    if not isinstance(fake_quant_state, FakeQuantState):
+        raise ConfigurationError(
+            f"{fake_quant_state!r} is no FakeQuantState", because="it is QAT, CALIBRATION or VALIDATION", remedy="pass FakeQuantState.QAT"
+        )
+    if isinstance(model, Deferred):
+        model.later(lambda prepared: set_fake_quantize(prepared, fake_quant_state))
+        return
+    inner = getattr(model, "module", None)
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel) and isinstance(inner, nn.Module):
+        model = inner
+    state: State = fake_quant_state.value
+    operators = list(quantized_operators(model).values())
+    if operators:
+        enter(model, operators, state)
+        return
+    whole = next((known for known in PREPARED if any(module is model for module in known.modules())), None)
+    if whole is None:
+        if isinstance(model, fx.GraphModule):
+            require_prepared(model)
+        raise ConfigurationError(
+            f"a {type(model).__name__} is no part of a prepared model that is known here",
+            because="a part does not say which model it belongs to, and a copy of a model is another",
+            remedy="name it: fxq.set_state(prepared, 'float', 'path.of.the.module')",
+        )
+    path = next(name for name, module in whole.named_modules() if module is model)
+    chosen = [operator for operator in quantized_operators(whole).values() if operator.path == path or operator.path.startswith(path + ".")]
+    enter(whole, chosen, state)
+
+
+@checked(inplace=FLAG, fast_mode=FLAG, _remove_qconfig=FLAG)
+def convert_fx(
+    graph_module: fx.GraphModule,
+    inplace: bool = False,
+    convert_custom_config_dict: Any = None,
+    _remove_qconfig: bool = True,
+    fast_mode: bool = False,
+) -> fx.GraphModule:
+    """The integer graph of a prepared model, which may go on afterwards. See `fxquant.convert`.
+
+    inplace     whether the caller's object becomes the integer model
+    fast_mode   has no effect: integer models run by kernels that have the reference's bits, and are compiled all the same
+
+    Raises ConfigurationError for operators in state _FLOAT, which would be integers here, and NotCalibrated without scales.
+    """
+    refuse_given("convert_fx", {"convert_custom_config_dict": _unpreserved(convert_custom_config_dict)}, {}, ARGUMENTS)
+    if isinstance(graph_module, Deferred):
+        raise graph_module._unknown("the integer graph")
+    require_prepared(graph_module)
+    operators = quantized_operators(graph_module)
+    in_float = [name for name, operator in operators.items() if operator.state is State.FLOAT]
+    if in_float and len(in_float) < len(operators):
+        logger.warning("operators in state _FLOAT are integers in the integer graph: %s", ", ".join(in_float))
+    for operator in operators.values():
+        if operator.state is State.CALIBRATE:
+            update_scales(operator)
+    integer = fxq.convert(graph_module)
+    if inplace:
+        become(graph_module, integer)
+        integer = graph_module
+    _converted.add(integer)
+    return integer
+
+
+def _unpreserved(config: Any) -> Any:
+    """What a custom config says beside the attributes to keep, which are kept anyhow."""
+    return {key: value for key, value in (config or {}).items() if key != "preserved_attributes"} or None
+
+
+def integer_of(model: Any, called: str) -> fx.GraphModule:
+    """The integer graph behind what a program compiles: itself, that of a prepared model, or the one that a trace was made of.
+
+    A trace shares its tensors with the model it was made of. Raises ConfigurationError where there is none in this process.
+    """
+    if isinstance(model, fx.GraphModule):
+        return model if is_deployed(model) else convert_fx(model)
+    carried = getattr(model, "fxquant_integer", None)
+    if isinstance(carried, fx.GraphModule):
+        return carried
+    if isinstance(model, torch.jit.ScriptModule):
+        places = {tensor.data_ptr() for tensor in model.state_dict().values() if tensor.numel()}
+        for known in _converted:
+            if places and places == {tensor.data_ptr() for tensor in known.state_dict().values() if tensor.numel()}:
+                return known
+    raise ConfigurationError(
+        f"{called} cannot find the integer graph of this {type(model).__name__}",
+        because="a TorchScript program holds none; one that torch.jit.trace has made of a model of convert_fx shares its tensors with it",
+        remedy="pass the model that convert_fx returned, or save the trace with horizon.jit.save, which keeps the graph beside it",
+    )
+
+
+@checked(inplace=FLAG)
+def convert(
+    module: fx.GraphModule, mapping: Any = None, inplace: bool = False, remove_qconfig: bool = True, fast_mode: bool = False
+) -> Any:
+    """The same, by the name it has in eager mode."""
+    refuse_given("convert", {"mapping": mapping}, {}, ARGUMENTS)
+    return convert_fx(module, inplace, None, remove_qconfig, fast_mode)
+
+
+@checked()
+def fuse_fx(model: nn.Module, fuse_custom_config_dict: Any = None) -> nn.Module:
+    """The model as it is: what belongs together is fused when it is prepared."""
+    refuse_given("fuse_fx", {"fuse_custom_config_dict": _unpreserved(fuse_custom_config_dict)}, {}, ARGUMENTS)
+    return model
+
+
+@checked(inplace=FLAG)
+def fuse_modules(
+    model: nn.Module, modules_to_fuse: Any, inplace: bool = False, fuser_func: Any = None, fuse_custom_config_dict: Any = None
+) -> nn.Module:
+    """The model as it is: what belongs together is fused when it is prepared, whether it is listed or not."""
+    given = {"fuser_func": None if fuser_func is fuse_known_modules else fuser_func, "fuse_custom_config_dict": fuse_custom_config_dict}
+    refuse_given("fuse_modules", given, {}, ARGUMENTS)
+    return model
+
+
+def fuse_known_modules(mod_list: Any, is_qat: bool = False, additional_fuser_method_mapping: Any = None) -> Any:
+    """The modules as they are: what belongs together is fused when the model is prepared."""
+    refuse_given("fuse_known_modules", {"fuser_func": additional_fuser_method_mapping or None}, {}, ARGUMENTS)
+    return mod_list
+
+
+@checked(verbose=FLAG)
+def load_observer_params(from_model: nn.Module, to_model: nn.Module, verbose: bool = False) -> None:
+    """Give a prepared model the scales of another, by the names of operators, and what training follows of them.
+
+    For models of one float model whose qconfigs have other observers, or whose scales are learned in one alone, so that a
+    `state_dict` of one has not what the other holds. Scales that were given, or are frozen, stay. The dtypes must be the same.
+    Those that the first model has observed in CALIBRATION are set first. Raises ConfigurationError for a dtype that is another, and
+    where nothing can be taken, and changes nothing then.
+    """
+    for model, action in ((from_model, "the scales"), (to_model, "the operators")):
+        if isinstance(model, Deferred):
+            raise model._unknown(action)
+    require_prepared(from_model)
+    require_prepared(to_model)
+    chosen, left = _matching(quantized_operators(from_model), quantized_operators(to_model))
+    if not chosen:
+        raise ConfigurationError(
+            "no scale was taken over",
+            because="no operator of the two has one name, or none of these has a scale in the first model",
+            remedy="calibrate the first model, and prepare both from one float model",
+        )
+    for mine, theirs in chosen:
+        _take_over(mine, theirs)
+        if verbose:
+            print(f"{mine.name}: scale {float(mine.scale):.6g}")
+    if left:
+        logger.warning("scales taken over: %d; without one in the first model: %s", len(chosen), ", ".join(left))
+
+
+def _matching(
+    sources: Mapping[str, QuantizedOperator], operators: Mapping[str, QuantizedOperator]
+) -> tuple[list[tuple[Quantizer, Quantizer]], list[str]]:
+    """The quantizers that take over a scale, each with the one it takes it from; the names of those that find none."""
+    chosen: list[tuple[Quantizer, Quantizer]] = []
+    left = []
+    for operator in sources.values():
+        if operator.state is State.CALIBRATE:
+            update_scales(operator)
+    for name, operator in operators.items():
+        known = owned_quantizers(sources[name]) if name in sources else []
+        for mine, theirs in itertools.zip_longest(owned_quantizers(operator), known):
+            if mine is None or mine.frozen or mine.given or mine.follows_sum:
+                continue
+            if theirs is None or not theirs.calibrated:
+                left.append(mine.name)
+                continue
+            if mine.dtype != theirs.dtype:
+                raise ConfigurationError(
+                    f"the scale of %{name} cannot be taken over",
+                    because=f"it is that of {theirs.dtype} there, and of {mine.dtype} here",
+                    remedy="calibrate this model itself, or prepare it with fxq.prepare(…, observations=fxq.observations(from_model))",
+                )
+            chosen.append((mine, theirs))
+    return chosen, left
+
+
+def _take_over(mine: Quantizer, theirs: Quantizer) -> None:
+    mine.assign(theirs.scale, theirs.grid.zero_point)
+    if mine.dtype.affine:
+        mine.ends.copy_(theirs.ends)
+    known = {gathering(observer): observer for observer in theirs.observers}
+    for observer in mine.observers:
+        if gathering(observer) in known:
+            observer.load_state_dict(known[gathering(observer)].state_dict())
+    if mine.range is not None:
+        mine.batches_used.copy_(mine.range.count)
+
+
+@checked()
+def weight_reconstruction(
+    calib_model: nn.Module, batches: Any, batch_process_func: Any = None, custom_config_dict: Mapping[str, Any] | None = None
+) -> nn.Module:
+    """Learn of each weight whether it is rounded up or down (`fxquant.tuning.adaround`); returns the model, which is changed.
+
+    `custom_config_dict` may hold num_batches, 10 if it does not, and num_steps, 100. Raises what `adaround` raises, and
+    ConfigurationError for other keys: a layer that does not gain is left as it was, so that none is excluded by name.
+    """
+    settings = dict(custom_config_dict or {})
+    num_batches, steps = settings.pop("num_batches", 10), settings.pop("num_steps", 100)
+    if settings:
+        raise ConfigurationError(
+            f"custom_config_dict holds {', '.join(map(repr, settings))}",
+            because="num_batches and num_steps are what can be set",
+            remedy="leave it out, or call fxq.tuning.adaround",
+        )
+    adaround(calib_model, batches, num_batches, batch_process_func, steps=steps)  # type: ignore[arg-type]
+    return calib_model

@@ -1,0 +1,160 @@
+"""Horizon's functions of images and tensors: colours by ITU-R BT.601, and a few that PyTorch has under other names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fxquant as fxq
+from fxquant.errors import ConfigurationError
+
+STUDIO = "studio"  # the plugin's default, in which Y is 16…235
+
+
+def _applied(module: nn.Module, input: Tensor) -> Tensor:
+    found: Tensor = module.to(input.device)(input.float())
+    return found
+
+
+def rgb2yuv(input: Tensor, swing: str = STUDIO) -> Tensor:
+    """Images (N, 3, H, W) of 0…255, red first, as Y, U, V. swing: "studio" (Y in 16…235) or "full"."""
+    return _applied(fxq.nn.RgbToYuv444(swing), input)
+
+
+def bgr2yuv(input: Tensor, swing: str = STUDIO) -> Tensor:
+    """The same of images whose first channel is blue."""
+    return _applied(fxq.nn.BgrToYuv444(swing), input)
+
+
+def rgb2centered_yuv(input: Tensor, swing: str = STUDIO) -> Tensor:
+    """Images (N, 3, H, W) of 0…255, red first, as Y, U, V less 128."""
+    return _applied(fxq.nn.RgbToYuv444(swing, centred=True), input)
+
+
+def bgr2centered_yuv(input: Tensor, swing: str = STUDIO) -> Tensor:
+    """The same of images whose first channel is blue."""
+    return _applied(fxq.nn.BgrToYuv444(swing, centred=True), input)
+
+
+def rgb2gray(input: Tensor) -> Tensor:
+    """Images (N, 3, H, W) of 0…255, red first, as (N, 1, H, W) of 0…255."""
+    return _applied(fxq.nn.RgbToGray("full"), input)
+
+
+def bgr2gray(input: Tensor) -> Tensor:
+    """The same of images whose first channel is blue."""
+    return _applied(fxq.nn.BgrToGray("full"), input)
+
+
+def rgb2centered_gray(input: Tensor) -> Tensor:
+    """Images (N, 3, H, W) of 0…255, red first, as (N, 1, H, W) less 128."""
+    return rgb2gray(input) - 128
+
+
+def bgr2centered_gray(input: Tensor) -> Tensor:
+    """The same of images whose first channel is blue."""
+    return bgr2gray(input) - 128
+
+
+def rgb2bgr(input: Tensor) -> Tensor:
+    """Images (N, 3, H, W) with their channels in reverse."""
+    return input.flip(1)
+
+
+bgr2rgb = rgb2bgr
+
+
+def bgr_to_yuv444(input: Tensor, channel_reversal: bool = False, swing: str = "full") -> Tensor:
+    """Images (N, 3, H, W) of 0…255 as Y, U, V; blue first, or red with `channel_reversal`."""
+    return (rgb2yuv if channel_reversal else bgr2yuv)(input, swing)
+
+
+def _colours(kind: Any, input: Tensor, swing: str, mean: Any, std: Any) -> Tensor:
+    if input.dtype is torch.int8:
+        raise ConfigurationError(
+            "integers are no colours",
+            because="graphs compute with real numbers between integer operators",
+            remedy="put fxq.nn.YuvToRgb in front of the model, and prepare it with that",
+        )
+    each = [list(torch.as_tensor(value, dtype=torch.float32).flatten().tolist()) for value in (mean, std)]
+    means, stds = (values * 3 if len(values) == 1 else values for values in each)
+    converted: Tensor = kind(swing, centred=True, mean=means, std=stds).to(input.device)(input)
+    return converted
+
+
+def centered_yuv2rgb(
+    input: Tensor,
+    swing: str = STUDIO,
+    mean: Sequence[float] | Tensor = (128.0,),
+    std: Sequence[float] | Tensor = (128.0,),
+    q_scale: Any = 1 / 128,
+) -> Tensor:
+    """Y, U, V less 128 as normalised red, green and blue: real numbers, which what reads them quantizes.
+
+    In front of a model it is a convolution with integers; its scale is found as that of any other, so `q_scale` has no effect.
+    """
+    return _colours(fxq.nn.YuvToRgb, input, swing, mean, std)
+
+
+def centered_yuv2bgr(
+    input: Tensor,
+    swing: str = STUDIO,
+    mean: Sequence[float] | Tensor = (128.0,),
+    std: Sequence[float] | Tensor = (128.0,),
+    q_scale: Any = 1 / 128,
+) -> Tensor:
+    """The same with blue as the first channel; `mean` and `std` are those of blue, green and red."""
+    means, stds = (torch.as_tensor(value).flatten().flip(0) for value in (mean, std))
+    return _colours(fxq.nn.YuvToBgr, input, swing, means, stds)
+
+
+def sort(input: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> Any:
+    """`torch.sort`, in which equal elements keep their order."""
+    return torch.sort(input, dim=dim, descending=descending, stable=stable)
+
+
+stable_sort = sort
+
+
+def argmax(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    """`torch.argmax`."""
+    return torch.argmax(input, dim, keepdim)
+
+
+def point_pillars_scatter(voxel_features: Tensor, coords: Tensor, output_shape: Any) -> Tensor:
+    """Features of pillars (P, C) and their coordinates (P, 4), batch, z, y, x, as maps of this shape (N, C, H, W)."""
+    batch, _, height, width = (int(size) for size in output_shape)
+    found: Tensor = fxq.nn.PointPillarsScatter((height, width), batch)(voxel_features.flatten(1), coords)
+    return found
+
+
+def filter(*inputs: Tensor, threshold: float, idx_range: tuple[int, int] | None = None) -> list[list[Tensor]]:
+    """The pixels of maps (N, C, H, W) whose largest channel of the first map exceeds a threshold, for each item of the batch.
+
+    Each is [largest values (M,), their channels (M,), places (M, 2) as row and column, and of every map (M, C)]; in float, on the host.
+    """
+    first = inputs[0] if idx_range is None else inputs[0][:, idx_range[0] : idx_range[1]]
+    best, index = first.max(1)
+    found = []
+    for item in range(len(best)):
+        places = (best[item] > threshold).nonzero()
+        rows, columns = places[:, 0], places[:, 1]
+        picked = [each[item].permute(1, 2, 0)[rows, columns] for each in inputs]
+        found.append([best[item][rows, columns], index[item][rows, columns] + (idx_range[0] if idx_range else 0), places, *picked])
+    return found
+
+
+def window_partition(x: Tensor, window_size: int) -> Tensor:
+    """A map (N, H, W, C) as windows (N · windows, size, size, C), row by row."""
+    height, width, channels = x.shape[1:]
+    tiles = x.view(-1, height // window_size, window_size, width // window_size, window_size, channels)
+    return tiles.permute(0, 1, 3, 2, 4, 5).reshape(-1, window_size, window_size, channels)
+
+
+def window_reverse(windows: Tensor, window_size: int, H: int, W: int) -> Tensor:
+    """Windows (N · windows, size, size, C) as the map (N, H, W, C)."""
+    tiles = windows.view(-1, H // window_size, W // window_size, window_size, window_size, windows.shape[-1])
+    return tiles.permute(0, 1, 3, 2, 4, 5).reshape(-1, H, W, windows.shape[-1])

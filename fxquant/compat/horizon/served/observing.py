@@ -1,0 +1,163 @@
+"""Horizon's observers and fake quantizes by name: descriptions of what fxquant's quantizers are made from, which can be called, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+import fxquant as fxq
+from fxquant.errors import ConfigurationError
+from fxquant.quantization.calibration import owned_quantizers, require_prepared
+from fxquant.quantization.observers import gathering
+from fxquant.quantization.prepared import quantized_operators
+from fxquant.quantization.quantizer import Quantizer
+from fxquant.quantization.spec import LEARNED, PACT, STATISTICS
+
+
+class NamedObserver(str):
+    """An observer by its name, with settings: `MinMaxObserver`, `MSEObserver.with_args(stride=10)`, `FixedScaleObserver(scale=0.5)`."""
+
+    settings: Mapping[str, Any] = {}
+
+    def with_args(self, **settings: Any) -> NamedObserver:
+        """The same with settings."""
+        made = NamedObserver(self)
+        made.settings = {**self.settings, **settings}
+        return made
+
+    __call__ = with_args
+
+    def reset_scale(
+        self, model: nn.Module, method: str = "mse", method_kwargs: Mapping[str, Any] | None = None, dtype: Any = None, prefix: str = ""
+    ) -> int:
+        """Set scales of a calibrated model anew from what was observed, without batches; returns how many.
+
+        method         "percentile", with method_kwargs {"percentile": 0.9999} as a share, or "mse"
+        dtype, prefix  the tensors of this dtype, and the operators of modules below this path, alone
+
+        Raises ConfigurationError for another method, and where there is no such scale.
+        """
+        require_prepared(model)
+        if method not in ("mse", "percentile"):
+            raise ConfigurationError(f"method={method!r} is unknown", because="it is 'mse' or 'percentile'", remedy="pass one of these")
+        share = float((method_kwargs or {}).get("percentile", 0.9999))
+        chosen = fxq.PercentileObserver(100 * share) if method == "percentile" else fxq.HistogramObserver()
+        wanted = None if dtype is None else str(dtype).removeprefix("torch.").removeprefix("q")
+        count = 0
+        for operator in quantized_operators(model).values():
+            inside = not prefix or operator.path == prefix or operator.path.startswith(prefix + ".")
+            for quantizer in owned_quantizers(operator) if inside else ():
+                if wanted in (None, quantizer.dtype.name) and not (quantizer.given or quantizer.frozen or quantizer.follows_sum):
+                    count += _reset(quantizer, chosen)
+        if not count:
+            raise ConfigurationError(
+                "no scale was set anew", because="no tensor of this dtype and prefix was observed", remedy="calibrate the model first"
+            )
+        return count
+
+
+def _reset(quantizer: Quantizer, chosen: fxq.Observer) -> bool:
+    """Set a scale as another observer would have it that has gathered alike; whether one has."""
+    known = next((observer for observer in quantizer.observers if gathering(observer) == gathering(chosen) and observer.observed), None)
+    if known is None:
+        return False
+    chosen.load_state_dict(known.state_dict())
+    quantizer.assign(chosen.scale(quantizer.dtype) * quantizer.headroom)
+    return True
+
+
+min_max, fixed_scale, clip, percentile, mse = (NamedObserver(name) for name in ("min_max", "fixed_scale", "clip", "percentile", "mse"))
+clip_std, kl, mix = (NamedObserver(name) for name in ("clip_std", "kl", "mix"))
+MinMaxObserver = MovingAverageMinMaxObserver = PerChannelMinMaxObserver = MovingAveragePerChannelMinMaxObserver = min_max
+FixedScaleObserver, ClipObserver, PercentileObserver, MSEObserver = fixed_scale, clip, percentile, mse
+ClipStdObserver, KLObserver, MixObserver = clip_std, kl, mix
+CalibObserver = percentile
+HistogramObserver = mse  # both choose the least squared error
+
+
+@dataclass(frozen=True)
+class FakeQuant:
+    """What a fake quantize is made from: how its scale is found, and the arguments beside that. Called, it is one as a module."""
+
+    training: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    reads: ClassVar[Callable[[Any], fxq.ActivationConfig]]  # what makes a config of it: `qconfig.activation`
+
+    def with_args(self, **settings: Any) -> FakeQuant:
+        """The same with other arguments."""
+        return replace(self, settings={**self.settings, **settings})
+
+    def __call__(self, observer: Any = None, **settings: Any) -> FakeQuantizer:
+        """A module that observes and rounds what it is called with."""
+        given = settings if observer is None else {"observer": observer, **settings}
+        return FakeQuantizer(type(self).reads(self.with_args(**given)))
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return isinstance(instance, FakeQuantizer)
+
+
+class FakeQuantizer(nn.Module):
+    """A fake quantize of a tensor: observes in train mode, and rounds to a grid: clip(round(x / scale)) · scale, straight through."""
+
+    def __init__(self, config: fxq.ActivationConfig) -> None:
+        super().__init__()
+        observer = None if config.fixed_scale is not None else config.new_observer()
+        self.quantizer = Quantizer(config.type, observer, scale=config.fixed_scale, zero_point=config.fixed_zero_point)
+        self.observes, self.rounds = True, True
+
+    @property
+    def scale(self) -> Tensor:
+        """Its scale, float32."""
+        return self.quantizer.scale
+
+    @property
+    def zero_point(self) -> Tensor:
+        """Its zero point, int64."""
+        return torch.tensor(self.quantizer.grid.zero_point)
+
+    def set_qparams(self, scale: Any, zero_point: Any = None) -> None:
+        """Give it a scale, which batches do not move any more."""
+        self.quantizer.assign(torch.as_tensor(scale, dtype=torch.float32), None if zero_point is None else int(zero_point))
+        self.quantizer.freeze()
+
+    def enable_fake_quant(self, enabled: bool = True) -> None:
+        """Round, or pass values on as they are."""
+        self.rounds = enabled
+
+    def enable_observer(self, enabled: bool = True) -> None:
+        """Observe in train mode, or not."""
+        self.observes = enabled
+
+    def disable_fake_quant(self) -> None:
+        """Pass values on as they are."""
+        self.rounds = False
+
+    def disable_observer(self) -> None:
+        """Observe nothing."""
+        self.observes = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The nearest values of its grid. Raises NotCalibrated without a scale."""
+        if self.training and self.observes:
+            self.quantizer.observe(input.detach())
+            self.quantizer.update_scale()
+        if not self.rounds:
+            return input
+        self.quantizer.require()
+        grid = self.quantizer.grid
+        low, high = grid.bounds
+        scale = grid.scale.detach()
+        with torch.no_grad():
+            rounded = grid.quantize(input) * scale
+        inside = input.clamp(float(low * scale), float(high * scale))
+        return inside + (rounded - inside.detach())
+
+
+FakeQuantize = CalibFakeQuantize = FakeQuant(STATISTICS)
+_LearnableFakeQuantize, PACTFakeQuantize = FakeQuant(LEARNED), FakeQuant(PACT)
+FakeCast = FakeQuant("float")
+KINDS: dict[Any, Any] = {"fake_quant": FakeQuantize, "lsq": _LearnableFakeQuantize, "pact": PACTFakeQuantize}

@@ -1,0 +1,126 @@
+"""Horizon's qconfig_dict and hybrid_dict as a fxq.QConfigMapping, and setters as rules for the operators of a traced model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+import fxquant as fxq
+from fxquant import backends
+from fxquant.compat.horizon.served.qconfig import REFUSED, as_qconfig
+from fxquant.compat.horizon.served.templates import UNSAID, Asked, Place, QconfigSetter
+from fxquant.errors import ConfigurationError
+from fxquant.graph import computes_tensor, module_path, resolve
+from fxquant.quantization.mapping import DEFAULT, Chosen
+from fxquant.stubs import dequant_stub, quant_stub
+
+
+def _pairs(rules: Any) -> list[tuple[Any, Any]]:
+    return list(rules.items()) if isinstance(rules, Mapping) else [(kind, chosen) for kind, chosen in rules]
+
+
+def _only(given: Any, known: tuple[str, ...], what: str) -> Mapping[str, Any]:
+    if not isinstance(given, Mapping):
+        raise ConfigurationError(
+            f"a {type(given).__name__} is no {what}", because=f"it is a dict with {', '.join(map(repr, known))}", remedy="pass one"
+        )
+    for key in given:
+        if key not in known:
+            raise ConfigurationError(
+                f"{key!r} is no part of a {what}",
+                because=f"its keys are {', '.join(map(repr, known))}",
+                remedy="name rules by one of these",
+            )
+    return given
+
+
+def of_dict(qconfig_dict: Any) -> fxq.QConfigMapping:
+    """{"": global, "module_type": [(type, qconfig)], "module_name": [(name, qconfig)] or {name: qconfig}}. What none covers is float."""
+    if isinstance(qconfig_dict, fxq.QConfigMapping):
+        return qconfig_dict
+    if qconfig_dict is None or not isinstance(qconfig_dict, Mapping):
+        return fxq.QConfigMapping(default=as_qconfig(qconfig_dict))
+    parts = _only(qconfig_dict, ("", "module_type", "object_type", "module_name"), "qconfig_dict")
+    types = _pairs(parts.get("module_type", ())) + _pairs(parts.get("object_type", ()))
+    names = {name: as_qconfig(chosen) for name, chosen in _pairs(parts.get("module_name", ()))}
+    return fxq.QConfigMapping(as_qconfig(parts.get("")), {kind: as_qconfig(chosen) for kind, chosen in types}, names=names)
+
+
+def on_host(mapping: fxq.QConfigMapping, hybrid_dict: Any) -> fxq.QConfigMapping:
+    """The mapping with what hybrid_dict names on the host: {"module_type": [type], "module_name": [name]}."""
+    parts = _only(hybrid_dict, ("module_type", "module_name"), "hybrid_dict")
+    return mapping.set_host(*parts.get("module_type", ()), *parts.get("module_name", ()))
+
+
+# ---- setters --------------------------------------------------------------------------------------------------------------
+
+
+def of_setters(setters: Any, traced: fx.GraphModule, march: str) -> tuple[fxq.QConfigMapping, bool]:
+    """What setters ask of each operator of a traced model, and whether one of them asks for high-precision outputs.
+
+    Of several setters the first that speaks of an operator decides; a qconfig, a dict and a mapping are setters as well. The mapping has
+    a rule for each operator that is not quantized like the rest. Raises ConfigurationError for floats on a march that has none.
+    """
+    if setters is None:
+        setters = QconfigSetter()
+    several = list(setters) if isinstance(setters, tuple | list) else [setters]
+    if len(several) == 1 and not hasattr(several[0], "of"):
+        return of_dict(several[0]), False
+    wide = any(getattr(setter, "high_precision_outputs", False) for setter in several)
+
+    def chosen(place: Place) -> Chosen:
+        for setter in several:
+            asked = setter.of(place) if hasattr(setter, "of") else _of_mapping(of_dict(setter), place)
+            if asked is not UNSAID:
+                made: Chosen = asked.qconfig(place) if isinstance(asked, Asked) else asked
+                if isinstance(asked, Asked) and asked.has_floats and not backends.get(march).float16:
+                    raise REFUSED["float"].error(f"a float dtype of {place.path or 'all operators'} cannot be used on {march}")
+                return made
+        return None
+
+    default = chosen(Place("", "", None))
+    places = {place: chosen(place) for place in places_of(traced)}
+    names = _by_name(traced, places, default)
+    known = {part for place in places for part in _around(place)}
+    for setter in several:
+        names.update((name, default) for name in getattr(setter, "names", tuple)() if name and name not in known)  # `prepare` reports it
+    mapping = fxq.QConfigMapping(default, names=names)
+    for setter in several:
+        if getattr(setter, "save_dir", None) is not None:
+            fxq.save_qconfig(mapping, Path(setter.save_dir) / "qconfig.json")
+    return mapping, wide
+
+
+def _by_name(traced: fx.GraphModule, places: Mapping[Place, Chosen], default: Chosen) -> dict[str, Chosen]:
+    """Rules for the operators that are not quantized like the rest, by their nodes' names."""
+    names = {place.name: made for place, made in places.items() if made != default}
+    if default is None and any(made is not None and made.output.dtype == "int32" for made in names.values()):
+        # A layer's sum that is dequantized takes its batch norm along, and nothing else, which would read its operands as integers.
+        names.update((place.name, None) for place, made in places.items() if made is None and not place.is_batch_norm)
+    of_node = {place.name: made for place, made in places.items()}
+    for node in traced.graph.nodes:  # the grid of a stub is its own rule's, not that of what reads it
+        if node.target is quant_stub and any(of_node.get(user.name, of_node[node.name]) != of_node[node.name] for user in node.users):
+            names[node.name] = of_node[node.name]
+    return names
+
+
+def places_of(traced: fx.GraphModule) -> Iterator[Place]:
+    """The operators of a traced model: name, module path, and the class or function that each is written as."""
+    for node in traced.graph.nodes:
+        if computes_tensor(node) and node.target is not dequant_stub:
+            kind = type(resolve(traced, str(node.target))) if node.op == "call_module" else node.target
+            yield Place(node.name, module_path(node), kind)
+
+
+def _around(place: Place) -> list[str]:
+    parts = place.path.split(".")
+    return [place.name, *(".".join(parts[:end]) for end in range(1, len(parts) + 1))]
+
+
+def _of_mapping(mapping: fxq.QConfigMapping, place: Place) -> Any:
+    """What a mapping says of an operator; UNSAID where only its default of None covers it."""
+    rule, chosen = mapping.covering(place.name, place.path, (place.kind,))[0]
+    return UNSAID if rule == DEFAULT and chosen is None else chosen

@@ -1,0 +1,274 @@
+"""The plugin's modules and names: what serves each, since which release, and what differs. The modules are made from these rows."""
+
+from __future__ import annotations
+
+from fxquant.compat.mirror import Row, Tables, refuse, serve
+
+ALIASES = {"horizon_plugin_pytorch": "", "horizon_plugin_profiler": "profiler", "hbdk4": "hbdk4"}
+OWN = "its own observers and fake quantizes are fxquant's"
+NO_SCRIPT = "a TorchScript program holds no integer graph"
+
+MARCH = serve("march", "March set_march get_march", native='`target=` of `fxq.prepare`: "bayes-e", "nash-m", "x5" …')
+DTYPES = serve("dtypes", "qint4 qint8 qint16 qint32 qinfo QuantDType", note="names of fxquant's dtypes")
+
+PREPARING = [
+    *serve("preparing", "prepare_qat_fx prepare_qat", native="`fxq.prepare`, in state `CALIBRATE`",
+           note="without example_inputs, prepared by the first batch; in state QAT"),
+    *serve("preparing", "prepare PrepareMethod", "2.0", "`fxq.prepare`", "every method traces"),
+    *serve("preparing", "QATMode set_qat_mode get_qat_mode", native='`batch_norm="folded"`, `"live"`', note="two of them are one"),
+]  # fmt: skip
+FLOW = [
+    *serve("flow", "FakeQuantState set_fake_quantize", native="`fxq.set_state(prepared, state, \"module.path\")`"),
+    *serve("flow", "convert convert_fx", native="`fxq.convert`", note="what was prepared may go on; fast_mode has no effect"),
+    *serve("flow", "fuse_fx fuse_modules fuse_known_modules", native="none is needed", note="return the model, which `prepare` fuses"),
+    *serve("flow", "load_observer_params", native="`fxq.observations`"),
+    *serve("flow", "weight_reconstruction", native="`fxq.tuning.adaround`", note="keeps what lowers a layer's error on samples held out"),
+]  # fmt: skip
+STUBS = serve("stubs", "QuantStub DeQuantStub", native="none is needed", note="a QuantStub without a scale: see below")
+FUNCTIONAL_MODULES = serve("stubs", "FloatFunctional", note="one instance may be called several times")
+COMPILING = [
+    *serve("debug", "check_model", native="`fxq.check`", note="limits of the march, and what stays in float"),
+    *serve("compiling", "compile_model export_hbir", native="`fxq.export_horizon`, `fxq.compile_horizon`, `fxq.verify`",
+           note="runs the vendor's installed hb_mapper; inputs are float32 in memory"),
+    *serve("compiling", "perf_model", native="`fxq.estimate(compiled=)`", note="for nash, fxquant's own bounds alone"),
+    *serve("compiling", "visualize_model", native="`fxq.report`", note="a page of fxquant's own"),
+]  # fmt: skip
+
+NAMED_QCONFIGS = """
+default_qat_8bit_fake_quant_qconfig default_calib_8bit_fake_quant_qconfig default_qat_8bit_weight_16bit_act_fake_quant_qconfig
+default_calib_8bit_weight_16bit_act_fake_quant_qconfig default_qat_8bit_weight_32bit_out_fake_quant_qconfig
+default_calib_8bit_weight_32bit_out_fake_quant_qconfig default_qat_8bit_fixed_act_fake_quant_qconfig
+default_qat_8bit_weight_16bit_fixed_act_fake_quant_qconfig default_qat_8bit_lsq_quant_qconfig default_qat_16bit_lsq_quant_qconfig
+default_qat_8bit_pact_quant_qconfig default_qat_16bit_pact_quant_qconfig per_channel_qat_8bit_qconfig
+default_qat_out_8bit_fake_quant_qconfig default_calib_out_8bit_fake_quant_qconfig default_qat_16bit_fake_quant_qconfig
+default_calib_16bit_fake_quant_qconfig
+"""
+QCONFIG = [
+    *serve("qconfig", "QConfig get_default_qconfig replace_qconfig_dtype", native="`fxq.QConfig`"),
+    *serve("qconfig", "get_qconfig", "3.0", "`fxq.QConfig`"),
+    *serve("qconfig", "get_default_qat_qconfig get_default_calib_qconfig get_default_qat_out_qconfig", "0.9", "`fxq.QConfig`"),
+    *[Row(name, f"named:{name}", "1.0", "`fxq.QConfig`") for name in NAMED_QCONFIGS.split()],
+]
+FAKE = [
+    *serve("observing", "FakeQuantize CalibFakeQuantize _LearnableFakeQuantize PACTFakeQuantize",
+           native="`fxq.ActivationConfig(training=…)`", note="a description of what a quantizer is made from; called, a module"),
+    *serve("observing", "FakeCast", "2.0", "`None` in a `fxq.QConfigMapping`", "keeps an operator in float"),
+    *serve("qconfig", """default_8bit_fake_quant default_4bit_fake_quant default_16bit_fake_quant default_calib_fake_quant
+           default_8bit_fixed_act_fake_quant default_16bit_fixed_act_fake_quant default_8bit_lsq_quant default_4bit_lsq_quant
+           default_16bit_lsq_quant default_4bit_pact_quant default_8bit_pact_quant default_16bit_pact_quant default_fp16_fake_cast
+           default_weight_8bit_fake_quant default_weight_4bit_fake_quant default_weight_16bit_fake_quant default_weight_8bit_lsq_quant
+           default_weight_4bit_lsq_quant default_weight_16bit_lsq_quant per_channel_8bit_fake_quant""",
+           native="`fxq.ActivationConfig`, `fxq.WeightConfig`"),
+    *refuse("default_uint4_fake_quant", "the marches' integers are symmetric", "use default_4bit_fake_quant"),
+    *refuse("AdaRoundFakeQuantize", "rounding belongs to the weight", "pass fxq.WeightConfig(rounding=…), a class of fxq.Rounding"),
+    *refuse("DynamicFakeQuantize", "scales are those of calibration or training", "use FakeQuantize", "3.0"),
+    *refuse("GlobalFakeQuantSwitch", "states are set from outside", "call fxq.set_state(prepared, 'float', 'module.path')"),
+]  # fmt: skip
+OBSERVERS = [
+    *serve("observing", """MinMaxObserver MovingAverageMinMaxObserver PerChannelMinMaxObserver MovingAveragePerChannelMinMaxObserver
+           FixedScaleObserver ClipObserver PercentileObserver KLObserver MixObserver ClipStdObserver CalibObserver""",
+           native="observers of `fxq`, by class", note="names with settings"),
+    *serve("observing", "MSEObserver HistogramObserver", native="`fxq.HistogramObserver`", note="both have the least squared error"),
+    *serve("observing", "min_max fixed_scale clip percentile mse clip_std kl mix", native="observers of `fxq`, by class"),
+    *refuse("ObserverBase", OWN, "subclass fxq.Observer"),
+]  # fmt: skip
+TEMPLATES = [
+    *serve("templates", "ModuleNameQconfigSetter TemplateQconfigSetter", "2.0", "`fxq.QConfigMapping`"),
+    *serve("setters", """default_calibration_qconfig_setter default_qat_qconfig_setter default_qat_fixed_act_qconfig_setter
+           calibration_8bit_weight_16bit_act_qconfig_setter qat_8bit_weight_16bit_act_qconfig_setter
+           qat_8bit_weight_16bit_fixed_act_qconfig_setter sensitive_op_calibration_8bit_weight_16bit_act_qconfig_setter
+           sensitive_op_qat_8bit_weight_16bit_act_qconfig_setter sensitive_op_qat_8bit_weight_16bit_fixed_act_qconfig_setter
+           get_sensitive_op_qconfig_setter gemm_int8_calibration_qconfig_setter gemm_int8_qat_qconfig_setter""", "2.0",
+           "`fxq.QConfigMapping`", "last layers have 32-bit outputs"),
+    *serve("setters", "all_fp16_qconfig_setter", "2.0", "`QConfigMapping(default=None)`", "for nash-p and nash-h alone"),
+    *serve("templates", "GEMMInt8Template", "2.0", "`fxq.QConfig(input=…)`"),
+    *serve("templates", "HighPrecisionOutputTemplate", "2.0", "`fxq.high_precision_outputs`"),
+    *serve("templates", "GEMMToGridSampleGridInt16Template ConstTensorQuantTemplate DefaultTemplate", "2.0", "none is needed",
+           "accepted: done without being asked for"),
+]  # fmt: skip
+SETTERS = [
+    *serve("templates", "QconfigSetter", "3.0", "`fxq.QConfigMapping`", "enable_optimize has no effect: nothing falls back"),
+    *serve("templates", "ModuleNameTemplate ConvDtypeTemplate MatmulDtypeTemplate SensitivityTemplate", "3.0",
+           "rules of a `fxq.QConfigMapping`, `fxq.QConfig(output, weight, input)`"),
+    *refuse("SetDynamicQuantTemplate", "no march finds scales at run time", "leave it out, and calibrate", "3.0"),
+    *refuse("LoadFromFileTemplate", "the file holds the plugin's objects", "pass fxq.load_qconfig(path) as the setter", "3.0"),
+]  # fmt: skip
+CONSISTENCY = refuse("ConsistencyStrategy", "a consistency level is part of the march", "set_march('nash-e-level1'), or level2", "3.0")
+AUTO = refuse("auto_calibrate", "the search starts from the float model", "call fxq.search_observers(model, batches, target)")
+OLD_CALIBRATION = refuse(
+    "prepare_calibration prepare_calibration_fx",
+    "the plugin gave it up",
+    "prepare_qat_fx, and set_fake_quantize(model, FakeQuantState.CALIBRATION)",
+    "0.9",
+)
+OTHERS = [
+    *AUTO,
+    *OLD_CALIBRATION,
+    *refuse("fuse_conv_shared_modules", "a layer that is called several times is fused at each call", "leave it out"),
+    *refuse("split_compilable_model", "a compiled model is cut where devices change", "call fxq.export_segments"),
+    *refuse("get_default_qat_qconfig_dict", "it is a dict with one qconfig", 'pass {"": get_default_qat_qconfig()}', "0.9"),
+]
+
+DEBUG = [
+    *serve("debug", "featuremap_similarity", native="`fxq.compare`, `fxq.record`", note="rows, and similarity.txt"),
+    *serve("debug", "check_qconfig", native="`fxq.explain`", note="the text of `fxq.explain`, and qconfig_info.txt"),
+    *serve("debug", "check_deploy_device", native="`fxq.layers`"),
+    *serve("debug", "get_module_called_count", native="`fxq.checks.call_counts`"),
+    *serve("profiling", "model_profiler compare_weights check_unfused_operations", native="`fxq.report`, `fxq.checks`",
+           note="a page, and rows"),
+    *serve("analysis", "QuantAnalysis", "2.0", "`fxq.compare`, `fxq.sensitivity`"),
+    *refuse("get_raw_features", "values are read batch by batch", "call fxq.record(model, batches)"),
+    *refuse("profile_featuremap", "values are read batch by batch", "call fxq.record(model, batches, real=True)"),
+    *refuse("profile_module_constraints", "limits are checked on the whole graph", "call check_model, or fxq.check"),
+    *refuse("script_profile compare_script_models", NO_SCRIPT, "compare two forms bit for bit with fxq.verify"),
+    *refuse("set_preserve_qat_mode", "an integer graph is integer", "keep an operator in float with None in the qconfig_dict"),
+    *refuse("show_cuda_memory_consumption", "it is no part of quantization", "use torch.cuda.memory"),
+    *refuse("ModelProfiler HbirModelProfiler ConsistencyAnalyzer QatBcEditor HbmServerSession ModelProfilerv2",
+            "files of the vendor's compiler are not read", "call fxq.compare(reference, model, batches), or fxq.verify", "2.0"),
+]  # fmt: skip
+ONNX = serve(
+    "onnx",
+    "export_to_onnx export_quantized_onnx",
+    native="`fxq.export_onnx`",
+    note="*qdq* for a prepared model; *exact*, which runs, for an integer one",
+)
+JIT = [
+    *serve("jit", "save load", native="`fxq.save`, `fxq.load`", note="the integer graph is kept beside the program"),
+    *serve("jit", "to_device", note="refused with the remedy"),
+]
+COLOURS = serve(
+    "functional",
+    """rgb2yuv bgr2yuv rgb2centered_yuv bgr2centered_yuv rgb2gray bgr2gray rgb2centered_gray bgr2centered_gray rgb2bgr bgr2rgb
+    centered_yuv2rgb centered_yuv2bgr""",
+    native="modules of `fxq.nn`",
+)
+_NMS = refuse(
+    "nms batched_nms batched_nms_with_padding nms_rotated",
+    "boxes are chosen on the host",
+    "use torchvision.ops, or fxq.nn.DetectionPostProcess",
+)
+_POINTS = refuse(
+    "point_pillars_preprocess voxelization",
+    "points are put into cells on the host, before the model",
+    "write it in NumPy or PyTorch in front of the model",
+)
+NN_FUNCTIONAL = [
+    *serve("functional", "bgr_to_yuv444 point_pillars_scatter filter window_partition window_reverse", native="modules of `fxq.nn`"),
+    *_NMS,
+    *_POINTS,
+]
+FUNCTIONAL = [*COLOURS, *serve("functional", "sort stable_sort argmax", native="functions of `torch`"), *_NMS]
+NN = [
+    *serve("modules", """Abs Acos Acosh Asin Asinh Atan Atanh Ceil Cos Cosh Div Erf Exp Floor HardLog Log Reciprocal Remainder Rsqrt Selu
+           Sin Sinh Sqrt Tan Where Topk Sign Pow Norm SetItem""", native="functions of `torch`"),
+    *serve("modules", "Interpolate LayerNorm LayerNorm2d", native="`torch.nn`"),
+    *serve("modules", "GridSample", native="`fxq.nn.Warp`"),
+    Row("warp", "modules:GridSample", "1.0", "`fxq.nn.Warp`", "a module's class, called with mode and padding"),
+    *serve("modules", "BaseGridGenerator", native="`torch.meshgrid`"),
+    *serve("modules", """BgrToYuv444 Correlation AnchorGenerator PointPillarsScatter DetectionPostProcess RoIAlign LookUpTable SegmentLUT
+           MultiScaleDeformableAttention""", native="modules of `fxq.nn`",
+           note="an argument that cannot be served raises ConfigurationError"),
+    *serve("torch_modules", """Identity ChannelShuffle Softmax GroupNorm RMSNorm MultiheadAttention LSTM LSTMCell GRU GRUCell
+           TransformerEncoder TransformerEncoderLayer TransformerDecoder TransformerDecoderLayer""", "2.0", "`torch.nn`"),
+    Row("FloatFunctional", "stubs:FloatFunctional"),
+    *refuse("DetectionPostProcessV1", "its fixed-point boxes are one chip's alone", "use fxq.nn.DetectionPostProcess behind the model"),
+    *refuse("RcnnPostProcess", "boxes are chosen on the host", "use fxq.nn.DetectionPostProcess on the outputs of the model"),
+    *refuse("MultiScaleRoIAlign", "levels are chosen by the boxes' data", "use fxq.nn.MultiScaleRoIAlign, which reads every level"),
+    *refuse("BevPoolV2", "its ranks are constants of the model", "use fxq.nn.BEVPool(size, ranks_depth, ranks_feat, ranks_bev)", "3.0"),
+]  # fmt: skip
+WRAP = refuse(
+    "wrap Tracer replace_torch_op",
+    "functions and modules are kept whole by name",
+    "decorate a function with fxq.wrap, or pass leaf= to fxq.prepare",
+)
+MODEL_HELPER = [
+    *serve("debug", "get_module_called_count"),
+    *refuse("register_hook_on_leaf swap_ff_with_horizonff", "modules are traced, not replaced", "leave it out"),
+]
+HBDK4_EXPORT = serve(
+    "hbdk4",
+    "export pre_export get_hbir_input_flattener get_hbir_output_unflattener",
+    "2.0",
+    "`fxq.convert`",
+    "modules are fxquant's graphs",
+)
+HBDK4_COMPILER = [
+    *serve("hbdk4", "convert save load statistics Module March", "2.0", "`fxq.convert`, `fxq.save`", "files are fxquant's own"),
+    *serve(
+        "hbdk4", "compile hbm_perf visualize", "2.0", "`fxq.export_onnx`, `fxq.estimate`", "for nash, compile is refused with the remedy"
+    ),
+    *refuse(
+        "leap link Hbm", "the compiler's own language and runtime are closed", "write fxq.export_onnx, and run it with onnxruntime", "2.0"
+    ),
+]
+QTENSOR = refuse("QTensor", "integers of a graph are tensors of their own dtypes", "read them with fxq.record(model, batches)")
+VERSION = [Row("__version__", "version:__version__", "1.0", "", "the release whose names are served")]
+SERIALIZATION = refuse("save_with_version get_version_from_scriptmodule", NO_SCRIPT, "use horizon.jit.save, or fxq.save")
+
+QUANTIZATION = [
+    *PREPARING, *FLOW, *STUBS, *COMPILING, *QCONFIG, *FAKE, *OBSERVERS, *SETTERS, *TEMPLATES, *DTYPES, *OTHERS, *QTENSOR, *CONSISTENCY,
+    Row("March", "march:March"),
+]  # fmt: skip
+MODULES: dict[str, list[Row]] = {
+    "": [*MARCH, *QUANTIZATION, *DEBUG, *ONNX, *COLOURS, *FUNCTIONAL_MODULES, *VERSION],
+    "march": MARCH,
+    "dtype": DTYPES,
+    "qtensor": QTENSOR,
+    "qat_mode": [*[row for row in PREPARING if "qat_mode" in row.name or row.name == "QATMode"], *CONSISTENCY],
+    "version": VERSION,
+    "quantization": QUANTIZATION,
+    "quantization.qconfig": [*QCONFIG, *FAKE],
+    "quantization.qconfig_template": [*TEMPLATES, *SETTERS],
+    "quantization.qconfig_setter": [*SETTERS, *TEMPLATES],
+    "quantization.observer": OBSERVERS,
+    "quantization.observer_v2": OBSERVERS,
+    "quantization.fake_quantize": [*FAKE, *[row for row in FLOW if "ake" in row.name]],
+    "quantization.fake_cast": [row for row in FAKE if "ast" in row.name],
+    "quantization._learnable_fake_quantize": [row for row in FAKE if row.name == "_LearnableFakeQuantize"],
+    "quantization.pact_fake_quantize": [row for row in FAKE if row.name == "PACTFakeQuantize"],
+    "quantization.quantize_fx": [row for row in (*PREPARING, *FLOW, *OLD_CALIBRATION) if row.name.endswith("_fx")],
+    "quantization.quantize": [
+        row for row in (*PREPARING, *FLOW, *OLD_CALIBRATION) if row.name in ("prepare_qat", "convert", "prepare_calibration")
+    ],
+    "quantization.prepare": [row for row in PREPARING if row.name in ("prepare", "PrepareMethod")],
+    "quantization.fuse_modules": [row for row in (*FLOW, *OTHERS) if row.name.startswith("fuse_")],
+    "quantization.stubs": STUBS,
+    "quantization.auto_calibration": AUTO,
+    "quantization.weight_reconstruction": [row for row in FLOW if row.name == "weight_reconstruction"],
+    "quantization.hbdk4": HBDK4_EXPORT,
+    "nn": NN,
+    "nn.functional": NN_FUNCTIONAL,
+    "nn.quantized": [*FUNCTIONAL_MODULES, Row("QFunctional", "stubs:FloatFunctional"), Row("Quantize", "stubs:QuantStub")],
+    "nn.qat": [
+        *FUNCTIONAL_MODULES,
+        *STUBS,
+        *refuse("Conv2d ConvBN2d ConvReLU2d Linear", "modules are traced, not replaced", "name PyTorch's class: torch.nn.Conv2d"),
+    ],
+    "nn.intrinsic": refuse("ConvReLU2d ConvAdd2d ConvAddReLU2d", "operators are fused in the graph", "leave it out"),
+    "nn.layer_norm": [row for row in NN if row.name == "LayerNorm"],
+    "nn.grid_sample": [row for row in NN if row.name in ("GridSample", "warp")],
+    "nn.interpolate": [row for row in NN if row.name == "Interpolate"],
+    "functional": FUNCTIONAL,
+    "fx": WRAP,
+    "fx.fx_helper": WRAP,
+    "fx.jit_scheme": WRAP,
+    "jit": JIT,
+    "memory_opt": refuse("MemoryOptManager", "PyTorch saves memory itself", "use torch.utils.checkpoint"),
+    "utils": [],
+    "utils.onnx_helper": ONNX,
+    "utils.quant_profiler": DEBUG,
+    "utils.fx_helper": WRAP,
+    "utils.model_helper": MODEL_HELPER,
+    "utils.serialization": SERIALIZATION,
+    "utils.checkpoint": refuse("checkpoint CheckpointState", "PyTorch saves memory itself", "use torch.utils.checkpoint"),
+    "utils.load_state_dict_helper": refuse("get_version replace_mod_name", "checkpoints are read by load_state_dict", "leave it out"),
+    "profiler": DEBUG,
+    "profiler.utils": [],
+    "profiler.utils.model_helper": MODEL_HELPER,
+    "profiler.bc_editor": [],
+    "profiler.bc_editor.bc_editor": [row for row in DEBUG if row.name == "QatBcEditor"],
+    "hbdk4": [],
+    "hbdk4.compiler": HBDK4_COMPILER,
+}
+
+TABLES = Tables("fxquant.compat.horizon", "fxquant.compat.horizon.served", MODULES, ALIASES)

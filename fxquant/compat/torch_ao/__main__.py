@@ -1,0 +1,11 @@
+"""Run a program written for torch.ao.quantization as it is: `python -m fxquant.compat.torch_ao program.py [arguments]`."""
+
+from __future__ import annotations
+
+import sys
+
+from fxquant.compat.common import run_program
+from fxquant.compat.torch_ao import install
+
+if __name__ == "__main__":
+    sys.exit(run_program("fxquant.compat.torch_ao", install, sys.argv[1:]))

@@ -1,0 +1,171 @@
+"""PyTorch's quantization of exported programs (PT2E): its functions, and two of its quantizers as rules for targets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+import fxquant as fxq
+from fxquant.arguments import FLAG, checked
+from fxquant.compat.common import Refusal, refuse_given
+from fxquant.compat.torch_ao.switches import converted
+from fxquant.errors import ConfigurationError
+from fxquant.quantization.state import State
+
+PROGRAM = "_fxquant_program"  # on the module of an exported program, once `install` has run: the program
+ARGUMENTS = {
+    "use_reference_representation": Refusal(
+        "the integer graph is the one form there is", "write quantize and dequantize with fxq.export_onnx(…, style='qdq')"
+    ),
+    "is_dynamic": Refusal("layers that find scales at run time are chosen by a mapping", "pass fxq.QConfig(dynamic=True) to prepare_fx"),
+}
+
+
+class Quantizer:
+    """Rules for the operators of an exported program: a config for all, for types of modules or functions, and for names of modules.
+
+    target   what the integers are for
+    """
+
+    target = "x86"
+
+    def __init__(self) -> None:
+        self.mapping = fxq.QConfigMapping(default=None)
+
+    def set_global(self, quantization_config: fxq.QConfig | None) -> Quantizer:
+        """How everything is quantized that no other rule is about."""
+        self.mapping = self.mapping.set_global(quantization_config)
+        return self
+
+    def set_module_name(self, module_name: str, quantization_config: fxq.QConfig | None) -> Quantizer:
+        """How a module is quantized; None keeps it in float."""
+        self.mapping = self.mapping.set_module_name(module_name, quantization_config)
+        return self
+
+    def set_module_type(self, module_type: Any, quantization_config: fxq.QConfig | None) -> Quantizer:
+        """How modules of a class are quantized; None keeps them in float.
+
+        A program has operators and no classes: a class stands for the functions of PyTorch that its modules call.
+        """
+        for function in _FUNCTIONS.get(module_type, (module_type,)):
+            self.mapping = self.mapping.set_object_type(function, quantization_config)
+        return self
+
+    def set_function_type(self, function_type: Any, quantization_config: fxq.QConfig | None) -> Quantizer:
+        """How calls of a function, or of an ATen operator, are quantized; None keeps them in float."""
+        self.mapping = self.mapping.set_object_type(function_type, quantization_config)
+        return self
+
+    set_module_name_qconfig = set_module_name
+    set_module_type_qconfig = set_module_type
+    set_function_type_qconfig = set_operator_type = set_object_type = set_function_type
+
+
+_FUNCTIONS: dict[Any, tuple[Any, ...]] = {
+    nn.Linear: (nn.functional.linear,),
+    nn.Conv1d: (torch.conv1d,),
+    nn.Conv2d: (torch.conv2d,),
+    nn.Conv3d: (torch.conv3d,),
+}
+
+
+class X86InductorQuantizer(Quantizer):
+    """Rules for the target "x86": bytes with a zero point, weights of int8 for each channel."""
+
+
+class XNNPACKQuantizer(Quantizer):
+    """Rules for the target "qnnpack", whose integers are those of PyTorch's engine for ARM."""
+
+    target = "qnnpack"
+
+
+def get_default_x86_inductor_quantization_config(is_qat: bool = False, is_dynamic: bool = False, reduce_range: bool = False) -> fxq.QConfig:
+    """Activations of uint8 and weights of int8, for each channel. `reduce_range` has no effect: sums are proved to fit."""
+    refuse_given("get_default_x86_inductor_quantization_config", {"is_dynamic": is_dynamic or None}, {}, ARGUMENTS)
+    return fxq.QConfig()
+
+
+def get_symmetric_quantization_config(
+    is_per_channel: bool = False, is_qat: bool = False, is_dynamic: bool = False, act_qmin: int = -128, act_qmax: int = 127,
+    weight_qmin: int = -127, weight_qmax: int = 127,
+) -> fxq.QConfig:  # fmt: skip
+    """Activations of 8 bits, and symmetric weights of int8. The ranges are those of the dtypes."""
+    refuse_given("get_symmetric_quantization_config", {"is_dynamic": is_dynamic or None}, {}, ARGUMENTS)
+    return fxq.QConfig(weight=fxq.WeightConfig(per_channel=is_per_channel))
+
+
+def remember_programs() -> None:
+    """Have modules of exported programs say which program they are of: `prepare_pt2e` is given the module."""
+    made = torch.export.ExportedProgram.module
+    if getattr(made, "remembers", False):
+        return
+
+    def module(self: torch.export.ExportedProgram, *args: Any, **kwargs: Any) -> Any:
+        found = made(self, *args, **kwargs)
+        found.__dict__[PROGRAM] = self
+        return found
+
+    module.remembers = True  # type: ignore[attr-defined]
+    torch.export.ExportedProgram.module = module  # type: ignore[method-assign]
+
+
+def _prepared(called: str, model: Any, quantizer: Any) -> fx.GraphModule:
+    program = getattr(model, "__dict__", {}).get(PROGRAM, model)
+    if not isinstance(program, torch.export.ExportedProgram):
+        raise ConfigurationError(
+            f"{called} was given a {type(model).__name__}",
+            because="the module of a program does not say which program it is of",
+            remedy="pass the program itself, what torch.export.export returns, or call fxquant.compat.torch_ao.install() first",
+        )
+    if not isinstance(quantizer, Quantizer):
+        raise ConfigurationError(
+            f"the quantizer {type(quantizer).__name__} cannot be read",
+            because="a quantizer of PyTorch's writes on its own graph; here it is rules",
+            remedy="pass X86InductorQuantizer, XNNPACKQuantizer, or rules of a fxq.QConfigMapping to prepare_fx",
+        )
+    args, kwargs = program.example_inputs if program.example_inputs is not None else ((), {})
+    inputs = dict(kwargs) if kwargs and not args else tuple(args)
+    values = [node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")]
+    fixed = all(isinstance(size, int) for value in values if isinstance(value, torch.Tensor) for size in value.shape)
+    mapping: Any = quantizer.mapping
+    return fxq.prepare(program, inputs, quantizer.target, mapping, dynamic_shapes={} if fixed else None)  # type: ignore[arg-type]
+
+
+@checked()
+def prepare_pt2e(model: Any, quantizer: Any) -> fx.GraphModule:
+    """An exported program prepared for calibration, in state CALIBRATE. See `fxquant.prepare`."""
+    return _prepared("prepare_pt2e", model, quantizer)
+
+
+@checked()
+def prepare_qat_pt2e(model: Any, quantizer: Any) -> fx.GraphModule:
+    """An exported program prepared for training, in state TRAIN and in train mode."""
+    prepared = _prepared("prepare_qat_pt2e", model, quantizer)
+    fxq.set_state(prepared, State.TRAIN)
+    return prepared.train()
+
+
+@checked(use_reference_representation=FLAG, fold_quantize=FLAG)
+def convert_pt2e(model: fx.GraphModule, use_reference_representation: bool = False, fold_quantize: bool = True) -> fx.GraphModule:
+    """The integer graph of a prepared program. Weights are integers, whether `fold_quantize` is said or not."""
+    refuse_given(
+        "convert_pt2e", {"use_reference_representation": use_reference_representation}, {"use_reference_representation": False}, ARGUMENTS
+    )
+    return converted(model)
+
+
+def move_exported_model_to_eval(model: nn.Module) -> nn.Module:
+    """The model in eval mode."""
+    return model.eval()
+
+
+def move_exported_model_to_train(model: nn.Module) -> nn.Module:
+    """The model in train mode."""
+    return model.train()
+
+
+def allow_exported_model_train_eval(model: nn.Module) -> nn.Module:
+    """The model as it is: `train` and `eval` are its own."""
+    return model

@@ -1,0 +1,58 @@
+"""Names of PyTorch's quantization, and of PT2E's, with what serves each. What no row has is PyTorch's own object, which only describes."""
+
+from __future__ import annotations
+
+from fxquant.compat.mirror import Row, Tables, refuse, serve
+from fxquant.compat.torch_ao import own
+
+FX = serve("functions", "prepare_fx prepare_qat_fx convert_fx fuse_fx", native="`fxq.prepare`, `fxq.convert`")
+EAGER = serve(
+    "functions", "prepare prepare_qat convert quantize_dynamic", native="`fxq.prepare`, `fxq.convert`", note="example_inputs is needed"
+)
+FUSE = serve("functions", "fuse_modules fuse_modules_qat", native="none is needed", note="return the model")
+SWITCHES = serve(
+    "switches",
+    "disable_fake_quant disable_observer enable_fake_quant enable_observer freeze_bn_stats update_bn_stats get_observer_dict",
+    native="`fxq.set_state`, `fxq.freeze`",
+)
+REFUSED = [
+    *refuse("convert_to_reference_fx", "the integer graph is the one form there is",
+            "write quantize and dequantize with fxq.export_onnx(…, style='qdq')"),
+    *refuse("quantize", "it hides what is calibrated", "call fxq.quantize(model, batches, target='x86')"),
+    *refuse("quantize_qat", "it hides what is trained", "call prepare_qat, train, and call convert"),
+]  # fmt: skip
+PT2E = [
+    *serve("pt2e", "prepare_pt2e prepare_qat_pt2e convert_pt2e", "2.1", "`fxq.prepare`, `fxq.convert`"),
+    *serve("pt2e", "move_exported_model_to_eval move_exported_model_to_train allow_exported_model_train_eval", "2.3"),
+]
+X86 = serve("pt2e", "X86InductorQuantizer get_default_x86_inductor_quantization_config", "2.2", '`target="x86"`')
+XNNPACK = serve("pt2e", "XNNPACKQuantizer get_symmetric_quantization_config", "2.1", '`target="qnnpack"`')
+QUANTIZERS = refuse("Quantizer QuantizationAnnotation ComposableQuantizer EmbeddingQuantizer ArmInductorQuantizer",
+                    "a quantizer of PyTorch's writes on its own graph",
+                    "say it with rules: fxq.QConfigMapping", "2.1")  # fmt: skip
+
+OWN = ("qconfig", "qconfig_mapping", "observer", "stubs", "utils", "fx", "fx.custom_config", "backend_config", "quantization_mappings")
+MODULES: dict[str, list[Row]] = {
+    "": [*FX, *EAGER, *FUSE, *SWITCHES, *REFUSED],
+    "quantize_fx": [*FX, *[row for row in REFUSED if row.name.endswith("_fx")]],
+    "quantize": [*EAGER, *[row for row in REFUSED if not row.name.endswith("_fx")]],
+    "fuse_modules": FUSE,
+    "fake_quantize": SWITCHES[:4],
+    **{path: [] for path in OWN},
+    "quantize_pt2e": PT2E,
+    "quantizer": [*X86, *XNNPACK, *QUANTIZERS],
+    "quantizer.quantizer": QUANTIZERS,
+    "quantizer.x86_inductor_quantizer": X86,
+    "quantizer.xnnpack_quantizer": XNNPACK,
+    "pt2e": [],
+    "torchao": [],
+    "torchao.quantization": [],
+    "torchao.quantization.pt2e": [*PT2E, *X86, *XNNPACK],
+    "torchao.quantization.pt2e.quantize_pt2e": PT2E,
+    "torchao.quantization.pt2e.quantizer": [*X86, *QUANTIZERS],
+    "torchao.quantization.pt2e.quantizer.x86_inductor_quantizer": X86,
+}
+del MODULES["pt2e"]
+ALIASES = {"torch.ao.quantization": "", "torch.quantization": "", "torchao": "torchao"}
+
+TABLES = Tables("fxquant.compat.torch_ao", "fxquant.compat.torch_ao", MODULES, ALIASES, own.find)

@@ -1,0 +1,63 @@
+"""A QuantStub is quantized as the rules say of it; one that says nothing by itself leaves its place to what reads it.
+
+%q = quantize(%x)  (a stub)          →    %y = conv2d(%x, %w)          without a scale or a rule of its own
+%y = conv2d(%q, %w)
+
+%q = quantize(%x)  (a stub)          →    %q = quantize(%x)            with its scale, in the dtype that the rules give it
+%y = conv2d(%q, %w)                       %y = conv2d(%q, %w)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import fx
+
+from fxquant.graph import matched_rules, module_path, pass_on, set_matched_rules, state_demand, stated_demand
+from fxquant.numerics import ACTIVATION_TYPES
+from fxquant.pipeline import Context
+from fxquant.quantization.mapping import Chosen
+from fxquant.quantization.rules import decide, is_named
+from fxquant.stubs import is_stub
+
+
+def settle(gm: fx.GraphModule, context: Context) -> int:
+    """Every QuantStub that is left has a scale of its own, or a rule of its own: a quantize like any other from here on."""
+    changes = 0
+    for node in list(gm.graph.nodes):
+        if not is_stub(node):
+            continue
+        changes += 1
+        (rules,) = matched_rules(node)
+        set_matched_rules(node, tuple((rule, _of_output(chosen, context.target.default_activation)) for rule, chosen in rules))
+        demanded, config = stated_demand(node), decide(node).config
+        own = _is_own(node)
+        if demanded is None and not (own and config is not None and not config.dynamic):
+            operand = node.all_input_nodes[0]
+            if operand.op == "placeholder" and not module_path(operand):
+                operand.meta["module"] = module_path(node)  # whose quantize, if there is one, is this stub's
+            context.say(f"%{node.name} says where the integer part begins")
+            pass_on(operand, node)
+            node.replace_all_uses_with(operand)
+            node.graph.erase_node(node)
+            continue
+        if demanded is not None and config is not None and config.output.dtype is not None:
+            if own and config.output.fixed_scale is not None:
+                state_demand(node, None)  # what its rule gives is said of this stub alone, as its scale is, and later
+            elif not ACTIVATION_TYPES[config.output.dtype].affine:
+                state_demand(node, replace(demanded, dtype=config.output.dtype))
+    return changes
+
+
+def _is_own(node: fx.Node) -> bool:
+    """Whether a rule is about this stub alone: it names the stub, its class or its node, or stands on it."""
+    rule = matched_rules(node)[0][0][0]
+    return is_named(node) or (rule.kind in ("name", "attribute") and rule.key == module_path(node)) or rule.kind == "pattern"
+
+
+def _of_output(chosen: Chosen, default: str) -> Chosen:
+    """What a rule says of a stub: the stub is its output, and a 32-bit output is that of a layer's sum."""
+    if chosen is None or chosen.dynamic:
+        return chosen
+    output = replace(chosen.output, dtype=default) if chosen.output.dtype == "int32" else chosen.output
+    return replace(chosen, output=output, input=None)

@@ -1,0 +1,156 @@
+"""The mirrored modules: every name of the tables is served or refused, every import line of public documents is, and the page is theirs."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import fxquant as fxq
+from benchmarks.horizon_programs.__main__ import PROGRAMS, import_lines, judge, try_import
+from benchmarks.horizon_programs.expected import EXPECTED
+from fxquant.compat import horizon, torch_ao
+from fxquant.compat.common import Refusal
+from fxquant.compat.horizon.tables import MODULES, TABLES
+from fxquant.compat.mirror import page
+from fxquant.compat.torch_ao.tables import TABLES as TORCH_AO
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    before = {name: module for name, module in sys.modules.items() if name.startswith(tuple(TABLES.aliases))}
+    horizon.install(replace=True)
+    yield
+    for name in [name for name in sys.modules if name.startswith(tuple(TABLES.aliases))]:
+        del sys.modules[name]
+    sys.modules.update(before)
+
+
+def test_every_name_of_the_tables_is_served_or_refused_with_a_remedy() -> None:
+    refused = 0
+    for path, rows in MODULES.items():
+        module = importlib.import_module(".".join(filter(None, ("fxquant.compat.horizon", path))))
+        for row in rows:
+            if not isinstance(row.served, Refusal):
+                assert getattr(module, row.name) is not None, (path, row.name)
+                continue
+            refused += 1
+            assert not hasattr(module, row.name), (path, row.name)
+            with pytest.raises(ImportError, match=row.name) as caught:
+                exec(f"from {module.__name__} import {row.name}", {})
+            assert isinstance(caught.value, fxq.ConfigurationError)
+            assert caught.value.remedy == row.served.remedy
+            assert row.served.because
+    assert refused > 40
+
+
+def test_every_import_line_of_public_documents_is_served_or_refused(installed: None) -> None:
+    lines = import_lines()
+    found = [try_import(line) for line in lines]
+    assert len(lines) == len(set(lines)) > 140
+    assert found.count("served") > 0.7 * len(lines)
+
+
+def test_one_module_has_all_its_names(installed: None) -> None:
+    plugin = importlib.import_module("horizon_plugin_pytorch")
+    assert plugin is horizon
+    setters = importlib.import_module("horizon_plugin_pytorch.quantization.qconfig_setter")
+    assert setters is importlib.import_module("fxquant.compat.horizon.quantization.qconfig_setter") is plugin.quantization.qconfig_setter
+    assert isinstance(setters, ModuleType)
+    assert "ConvDtypeTemplate" in dir(setters)
+    with pytest.raises(ImportError, match="no nowhere"):
+        importlib.import_module("horizon_plugin_pytorch.nowhere")
+    assert not hasattr(plugin, "nonsense")
+
+
+def test_an_installed_package_is_not_hidden_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "horizon_plugin_pytorch", ModuleType("horizon_plugin_pytorch"))
+    with pytest.raises(fxq.ConfigurationError, match="is there already"):
+        horizon.install()
+
+
+def test_the_page_has_the_tables() -> None:
+    assert page(TABLES) in (ROOT / "docs" / "from-horizon.md").read_text(encoding="utf-8")
+
+
+def test_every_program_has_what_it_asks_for() -> None:
+    names = sorted(program.stem for program in PROGRAMS.glob("*.py"))
+    assert names == sorted(EXPECTED)
+    assert len(names) >= 40
+
+
+@pytest.mark.parametrize("name", ["v1_quick_start", "v1_hybrid", "v3_s100", "v3_order", "eager_stub_qconfig", "v1_old_calibration"])
+def test_a_program_runs_as_it_is(name: str, tmp_path: Path, installed: None) -> None:
+    assert judge(name, tmp_path) == ""
+
+
+@pytest.mark.parametrize(("name", "code", "words"), [("v3_all_int8", 0, ""), ("v2_auto_calibrate", 1, "search_observers")])
+def test_the_runner_runs_a_file(name: str, code: int, words: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fxquant.compat.horizon", str(PROGRAMS / f"{name}.py")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == code, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+PROGRAM = """
+import torch
+from torch import nn
+from torch.ao.quantization import get_default_qconfig_mapping
+from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
+from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import X86InductorQuantizer, get_default_x86_inductor_quantization_config
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
+x = torch.randn(4, 3, 8, 8)
+prepared = prepare_fx(model, get_default_qconfig_mapping("x86"), (x,))
+prepared(x)
+first = convert_fx(prepared)
+exported = torch.export.export(model, (x,)).module()
+quantizer = X86InductorQuantizer().set_global(get_default_x86_inductor_quantization_config())
+quantizer.set_module_type(nn.Linear, None)
+prepared = prepare_pt2e(exported, quantizer)
+prepared(x)
+second = convert_pt2e(prepared)
+for made in (first, second):
+    assert made.meta["target"].name == "x86"
+    noise = (made(x) - model(x)).square().sum() / model(x).square().sum()
+    assert noise < 0.01, noise
+try:
+    from torch.ao.quantization import quantize_qat
+except ImportError as error:
+    assert "prepare_qat" in str(error)
+else:
+    raise AssertionError("quantize_qat is served")
+"""
+
+
+def test_a_program_of_torch_ao_runs_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "fxquant.compat.torch_ao", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_rows_of_torch_ao_are_served() -> None:
+    for path in TORCH_AO.modules:
+        module = importlib.import_module(".".join(filter(None, ("fxquant.compat.torch_ao", path))))
+        for name in TORCH_AO.names(path):
+            assert callable(getattr(module, name)), (path, name)
+    assert not hasattr(torch_ao, "quantize_qat")
+    with pytest.raises(fxq.ConfigurationError, match="prepare_qat"):
+        torch_ao.quantize_qat  # noqa: B018

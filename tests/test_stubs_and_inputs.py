@@ -1,0 +1,110 @@
+"""A QuantStub is an operator for the rules, and the `input=` of a rule says on which grid an operator reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxquant as fxq
+from fxquant.compat.horizon import DeQuantStub, QuantStub
+
+A, Q, M, W = fxq.ActivationConfig, fxq.QConfig, fxq.QConfigMapping, fxq.WeightConfig
+BATCHES = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+
+
+class Stubbed(nn.Module):
+    def __init__(self, scale: float | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.quant, self.dequant, self.conv = QuantStub(scale=scale), DeQuantStub(), nn.Conv2d(3, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dequant(torch.relu(self.conv(self.quant(x))))
+
+
+def prepared_of(model: nn.Module, qconfig: Any, target: str = "bayes-e") -> Any:
+    return fxq.calibrate(fxq.prepare(model.eval(), BATCHES[0], target, qconfig), BATCHES, show_progress=False)
+
+
+def input_of(prepared: Any) -> tuple[str, float]:
+    """Dtype and scale of the model's input."""
+    first = fxq.layers(prepared)[0]
+    scale = fxq.qparams(prepared)[first.name]
+    assert isinstance(scale, float)
+    return first.dtype, scale
+
+
+WIDE = Q(A("int16"))
+
+
+@pytest.mark.parametrize("scale", [None, 1 / 64])
+@pytest.mark.parametrize(
+    ("rule", "dtype", "fixed"),
+    [
+        (None, "int8", None),
+        (WIDE, "int16", None),
+        (M().set_module_name("quant", WIDE), "int16", None),
+        (M().set_object_type(QuantStub, WIDE), "int16", None),
+        (M().set_module_name_regex("qua", WIDE), "int16", None),
+        (M().set_module_name("conv", WIDE), "int8", None),
+        (M().set_module_name("quant", Q(A("int16", scale=1 / 4096))), "int16", 1 / 4096),
+        (M().set_module_name("quant", Q(A("int8", threshold=4.0))), "int8", 4.0 / 128),
+    ],
+)
+def test_a_stub_is_an_operator_for_the_rules(scale: float | None, rule: Any, dtype: str, fixed: float | None) -> None:
+    prepared = prepared_of(Stubbed(scale), rule)
+    found = input_of(prepared)
+    assert found[0] == ("int16" if rule == M().set_module_name("conv", WIDE) and scale is None else dtype)  # the first reader's
+    if fixed is not None or scale is not None:
+        assert found[1] == (scale if fixed is None else fixed)
+    assert fxq.verify(prepared, fxq.convert(prepared), BATCHES, show_progress=False)
+
+
+def test_the_qconfig_on_a_stub_is_its_own() -> None:
+    model = Stubbed()
+    model.quant.qconfig = WIDE
+    prepared = prepared_of(model, None)
+    assert input_of(prepared)[0] == "int16"
+    assert [layer.dtype for layer in fxq.layers(prepared) if layer.macs] == ["int8"]
+    narrow = prepared_of(Stubbed(), None)
+    errors = [float((one(BATCHES[0]) - Stubbed().eval()(BATCHES[0])).detach().square().mean()) for one in (prepared, narrow)]
+    assert errors[0] < 0.7 * errors[1]  # the input's rounding is gone, that of the convolution's output is left
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.bn, self.other, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.bn(self.conv(x)))
+        x = self.other(x) + x
+        return self.head((x @ x).mean((2, 3)))
+
+
+def test_operators_read_the_dtype_that_their_rule_asks_for(tmp_path: Path) -> None:
+    narrow = Q(A("int16"), W("int8"), A("int8"))
+    rules = M(WIDE).set_object_type(nn.Conv2d, narrow).set_object_type(torch.matmul, narrow)
+    prepared = prepared_of(Chain(), rules, "nash-e")
+    found = {layer.name: layer.dtype for layer in fxq.layers(prepared)}
+    assert {name: dtype for name, dtype in found.items() if dtype == "int8"} == dict.fromkeys(
+        ("x_quantize", "conv_requantize", "other_requantize"), "int8"
+    )
+    assert (found["conv"], found["other"], found["matmul"], found["head"]) == ("int16",) * 4
+    integer = fxq.convert(prepared)
+    assert fxq.verify(prepared, integer, BATCHES, show_progress=False)
+    assert fxq.verify(integer, fxq.export_onnx(integer, tmp_path / "model.onnx"), BATCHES[:1], show_progress=False)
+    fxq.set_state(prepared, "train")
+    prepared.train()(BATCHES[0]).sum().backward()
+    assert all(parameter.grad is not None for parameter in prepared.parameters())
+
+
+def test_a_given_scale_of_an_input_requantizes_what_is_on_another() -> None:
+    prepared = prepared_of(Chain(), M().set_module_name("other", Q(A("int8"), input=A("int8", scale=1 / 16))), "nash-e")
+    assert fxq.qparams(prepared)["conv_requantize"] == 1 / 16
+    assert fxq.verify(prepared, fxq.convert(prepared), BATCHES, show_progress=False)
