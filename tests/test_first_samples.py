@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ import fxquant as fxq
 from fxquant.quantization.prepared import quantized_operators
 from fxquant.tuning import bias, first_samples
 from fxquant.tuning.first_samples import LARGEST, FirstSamples
+from fxquant.tuning.result import TunedLayer
+from fxquant.tuning.walk import cut
 from tests import contract
 
 FOUR_BITS = fxq.QConfig(weight=fxq.WeightConfig("int4"))
@@ -171,7 +174,7 @@ def test_a_layer_is_corrected_behind_its_limits() -> None:
     inputs = torch.randn(256, 32, generator=generator)
     prepared = fxq.prepare(model, inputs, qconfig=fxq.QConfig(weight=fxq.WeightConfig("int4")))
     fxq.calibrate(prepared, [inputs], round_weights=False, correct_bias=False, show_progress=False)
-    found = bias.corrections(prepared, first_samples.cut(prepared, [[inputs]], 16), [[inputs]], False)
+    found = bias.corrections(prepared, cut(prepared, [[inputs]], 16), [[inputs]], False)
     assert found
     bias.settle(prepared, found)
     learned = torch.cat([chunk for index, chunk in enumerate(inputs.split(16)) if index % 4 != 3])
@@ -189,7 +192,7 @@ def test_the_outputs_judge_all_corrections_together(caplog: pytest.LogCaptureFix
     learned, alike = (torch.rand(32, 32, generator=generator) for _ in range(2))
     prepared = fxq.prepare(model, learned, qconfig=FOUR_BITS)
     fxq.calibrate(prepared, [learned, -learned], round_weights=False, correct_bias=False, show_progress=False)
-    samples = first_samples.cut(prepared, [[learned]], 4)
+    samples = cut(prepared, [[learned]], 4)
     with caplog.at_level(logging.DEBUG, "fxquant"):
         assert bias.corrections(prepared, samples, [[-alike]], False) == {}
         assert not corrected(prepared)
@@ -204,12 +207,12 @@ def test_corrections_that_only_overshoot_are_halved(monkeypatch: pytest.MonkeyPa
     inputs = torch.rand(64, 32, generator=torch.Generator().manual_seed(0))
     prepared = fxq.prepare(nn.Linear(32, 16).eval(), inputs, qconfig=FOUR_BITS)
     fxq.calibrate(prepared, [inputs], round_weights=False, correct_bias=False, show_progress=False)
-    samples, judging = first_samples.cut(prepared, [[inputs]], 8), [[inputs]]
+    samples, judging = cut(prepared, [[inputs]], 8), [[inputs]]
     right = next(iter(bias.corrections(prepared, samples, judging, False).values()))
     whole, (operator,) = bias._correction, [each for each in quantized_operators(prepared).values() if each.operator.sums]
     operator.weight_quantizer.correct(None)
 
-    def doubled(*arguments: object) -> Tensor:
+    def doubled(*arguments: Any) -> Any:
         return 2.2 * whole(*arguments)
 
     monkeypatch.setattr(bias, "_correction", doubled)
@@ -218,10 +221,10 @@ def test_corrections_that_only_overshoot_are_halved(monkeypatch: pytest.MonkeyPa
     assert torch.allclose(torch.tensor(halved), 1.1 * torch.tensor(right), rtol=1e-3)
 
 
-def _kept(lesson: object, operator: object, correction: Tensor) -> object:
+def _kept(lesson: Any, operator: object, correction: Tensor) -> object:
     """A layer that keeps its correction, whatever its samples say."""
     bias._put(operator, correction.tolist())
-    return bias.TunedLayer("_0", (lesson.unit.weighted[0].name,), 1.0, 0.5, True, 1.0)
+    return TunedLayer("_0", (lesson.unit.weighted[0].name,), 1.0, 0.5, True, 1.0)
 
 
 def test_samples_are_taken_from_all_that_are_kept() -> None:

@@ -162,7 +162,8 @@ def test_a_method_leaves_the_model_as_it_was_and_continues(
     monkeypatch.setattr(module, "weight_of", lambda *given, original=module.weight_of: asked.append(0) or original(*given))
     resumed = method(stopped, BATCHES, checkpoint=tmp_path / "done")
     assert resumed.layers == rows
-    assert any(row.kept for row in rows[:STEP])  # what is from the file is in the model
+    if method is not fxq.tuning.correct_bias:  # whose outputs may judge that nothing is kept
+        assert any(row.kept for row in rows[:STEP])  # what is from the file is in the model
     assert same(bits(stopped), bits(whole))
     done = len(asked)
     asked.clear()

@@ -287,6 +287,7 @@ ALLOWED: dict[str, set[str]] = {
         "rescaling",
         "rows",
         "segments",
+        "serialization",
         "spec",
         "target",
     },

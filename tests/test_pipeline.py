@@ -103,12 +103,12 @@ class Around(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tiny = tiny()
+        self.stub, self.tiny = torch.ao.quantization.QuantStub(), tiny()
         self.mix, self.factors = nn.Linear(3, 3), nn.Parameter(torch.tensor([0.5, -1.0, 2.0]))
         self.register_buffer("mask", torch.tensor([0.0, -1e9, 0.0]))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.tiny(F.pad(x[..., 1:-1, 1:-1], (1, 1, 1, 1), "reflect"))
+        x = self.tiny(F.pad(self.stub(x)[..., 1:-1, 1:-1], (1, 1, 1, 1), "reflect"))
         x = self.mix(x) * self.factors
         x = torch.relu(Reversed.apply(self.mix(x))) + x.detach()
         x = torch.cat((x, 2 * x), 1)[:, :3] + x
@@ -305,8 +305,8 @@ def test_dump_by_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     fxq.prepare(tiny(), batch(), until="batchnorm.fold")
     assert sorted(file.name for file in (tmp_path / "new" / "directory").iterdir()) == [
         "00-trace.txt", "01-gradients.mark.txt", "02-canonical.rewrite.txt", "03-gradients.move.txt", "04-rules.match.txt",
-        "05-parts.pick.txt", "06-masks.recognise.txt", "07-pointwise.join.txt", "08-precision.widen.txt", "09-composite.expand.txt",
-        "10-dynamic.choose.txt", "11-batchnorm.fold.txt",
+        "05-stubs.settle.txt", "06-parts.pick.txt", "07-masks.recognise.txt", "08-pointwise.join.txt", "09-precision.widen.txt",
+        "10-composite.expand.txt", "11-dynamic.choose.txt", "12-batchnorm.fold.txt",
     ]  # fmt: skip
 
 

@@ -103,7 +103,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 WORKS: dict[str, tuple[str, str | None, Callable[[fx.GraphModule], Any]]] = {
     "adaround, 16 bits": ("bayes-e", "int16", lambda p: fxq.tuning.adaround(p, LEARNED, steps=STEPS, batch_size=8)),
-    "reconstruct, affine": ("x86", None, lambda p: fxq.tuning.reconstruct(p, LEARNED, steps=16 * STEPS, batch_size=8)),
+    "reconstruct, affine": ("x86", "int4", lambda p: fxq.tuning.reconstruct(p, LEARNED, steps=4 * STEPS, batch_size=8)),
     "reconstruct, 4 bits": ("bayes-e", "int4", lambda p: fxq.tuning.reconstruct(p, LEARNED, steps=4 * STEPS, batch_size=8)),
     "distill, 4 bits": ("bayes-e", "int8", lambda p: fxq.tuning.distill(p, LEARNED, steps=3 * STEPS, batch_size=8)),
     "distill, affine": ("x86", None, lambda p: fxq.tuning.distill(p, LEARNED, steps=3 * STEPS, batch_size=8)),

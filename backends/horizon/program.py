@@ -135,7 +135,7 @@ class Binary:
         with tempfile.TemporaryDirectory(prefix="fxquant-") as folder:
             work, out = Path(folder), Path(folder, "out")
             out.mkdir()
-            files = [_written(work / str(index), *each) for index, each in enumerate(zip(inputs, program.inputs, strict=True))]
+            files = [_written(work, index, *each) for index, each in enumerate(zip(inputs, program.inputs, strict=True))]
             sizes = ["x".join(map(str, feature.shape[1:3])) if feature.pyramid else "" for feature in program.inputs]
             images = ["--yuv-size", ",".join(sizes)] if any(sizes) else []
             given = ["-i", ",".join(files), *images, "-o", "out", "--memory", str(MEMORY)]
@@ -162,12 +162,13 @@ def _feature(entry: dict[str, Any]) -> Feature:
     return Feature(entry["feature name"], tuple(entry["valid dim"]), entry["element type name"], entry.get("input source") == "pyramid")
 
 
-def _written(path: Path, value: Tensor, feature: Feature) -> str:
+def _written(work: Path, index: int, value: Tensor, feature: Feature) -> str:
     """Write an input as the simulator reads it, and return the file's name."""
     value = value.reshape(feature.shape)
-    file = path.with_suffix(".yuv" if feature.pyramid else ".bin")
-    (nv12_of(value).numpy() if feature.pyramid else value.contiguous().numpy().astype(TYPES[feature.dtype])).tofile(file)
-    return file.name
+    name = f"{index}.{'yuv' if feature.pyramid else 'bin'}"
+    stored = nv12_of(value).numpy() if feature.pyramid else value.contiguous().numpy().astype(TYPES[feature.dtype])
+    stored.tofile(work / name)
+    return name
 
 
 def _read(folder: Path, index: int, feature: Feature) -> Tensor | None:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, fx
 
 from fxquant import backends
-from fxquant.api import save
 from fxquant.arguments import FOLDER, Kind, checked, words
 from fxquant.backends.horizon.export import refusals
 from fxquant.backends.horizon.formats import HB_MAPPER
@@ -30,6 +29,7 @@ from fxquant.conformance.rows import ROWS, Row
 from fxquant.errors import CompilationError, ConfigurationError, ExportError
 from fxquant.files import write_file, write_files
 from fxquant.progress import progress
+from fxquant.serialization import save_model
 
 DTYPES = ("int8", "int16")
 
@@ -198,7 +198,7 @@ def _written(place: Path, made: Made) -> dict[str, str]:
     write_files(place / manifest.BOARD, {Path(name).name: content for name, content in made.files.items()})
     model = f"{manifest.MODELS}/{made.program.name}.fxq"
     (place / manifest.MODELS).mkdir(exist_ok=True)
-    path = save(made.prepared, place / model)
+    path = save_model(made.prepared, place / model, backends.get)
     return {**{name: digest(content) for name, content in made.files.items()}, model: digest(path.read_bytes())}
 
 

@@ -14,7 +14,7 @@ from torch import fx
 import fxquant as fxq
 from fxquant import backends
 from fxquant.arguments import FILE, FLAG, FOLDER, Kind, checked, choice
-from fxquant.backends.horizon.export import VARIANTS
+from fxquant.backends.horizon.formats import HB_MAPPER
 from fxquant.backends.horizon.program import Binary
 from fxquant.compat.horizon.served.flow import integer_of
 from fxquant.compat.horizon.served.march import get_march
@@ -131,7 +131,7 @@ def perf_model(
     integer = integer_of(module, "perf_model")
     if hbm is not None:
         binary = Path(hbm).with_suffix(".bin")
-    elif integer.meta["target"].name in VARIANTS:
+    elif integer.meta["target"].name in HB_MAPPER.marches:
         integer, folder = _folder(integer, directory, march, name, opt, "perf_model")
         binary = fxq.compile_horizon(folder, show_progress=None if progressbar else False)
     found = fxq.estimate(integer, compiled=binary)

@@ -16,7 +16,7 @@ from torch import fx, nn
 import fxquant as fxq
 from fxquant import backends
 from fxquant.arguments import FILE, PATH, checked
-from fxquant.backends.horizon.export import VARIANTS
+from fxquant.backends.horizon.formats import HB_MAPPER
 from fxquant.compat.horizon.served.compiling import compile_model, perf_model
 from fxquant.compat.horizon.served.flow import integer_of
 from fxquant.errors import ConfigurationError
@@ -149,7 +149,7 @@ def compile(m: Any, path: Any, march: Any = None, opt: int = 2, jobs: int = 4, p
     """
     made = _module(m, "compile")
     target = made.model.meta["target"]
-    if target.name not in VARIANTS:
+    if target.name not in HB_MAPPER.marches:
         raise ConfigurationError(
             f"a model for {target.name} cannot be compiled here",
             because="the vendor's compiler for this march takes its own format alone, which is closed",
