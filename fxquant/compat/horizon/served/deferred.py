@@ -48,7 +48,9 @@ def shapes_of(state_dict: Any) -> Any:
     if shapes is None:
         return None
     return pytree.tree_map(
-        lambda value: torch.zeros(value[1], dtype=value[2]) if _is_shape(value) else value, shapes, is_leaf=lambda value: _is_shape(value)
+        lambda value: torch.zeros(value[1], dtype=value[2], device="cpu") if _is_shape(value) else value,
+        shapes,
+        is_leaf=lambda value: _is_shape(value),
     )
 
 

@@ -94,7 +94,9 @@ class BaseGridGenerator(nn.Module):
     def __init__(self, size: Any, with_third_channel: bool = False) -> None:
         super().__init__()
         height, width = (size, size) if isinstance(size, int) else size
-        y, x = torch.meshgrid(torch.arange(height, dtype=torch.float32), torch.arange(width, dtype=torch.float32), indexing="ij")
+        y, x = torch.meshgrid(
+            torch.arange(height, dtype=torch.float32, device=None), torch.arange(width, dtype=torch.float32, device=None), indexing="ij"
+        )
         self.register_buffer("grid", torch.stack([x, y, *([torch.ones_like(x)] if with_third_channel else [])], -1), persistent=False)
 
     def forward(self) -> Tensor:
@@ -215,7 +217,9 @@ class DetectionPostProcess(nn.Module):
         self.process = fxq.nn.DetectionPostProcess(keep, score_threshold, 1.0 if iou_threshold is None else iou_threshold)
 
     def forward(self, boxes: list[Tensor], scores: list[Tensor], regressions: list[Tensor], image_shapes: Any = None) -> Any:
-        scale = torch.tensor([1.0] * 4 if self.regression_scale is None else list(self.regression_scale))
+        scale = torch.tensor(
+            [1.0] * 4 if self.regression_scale is None else list(self.regression_scale), dtype=torch.float32, device=regressions[0].device
+        )
         found = torch.cat(list(scores), 1)
         if self.background is not None:
             found = torch.cat(
@@ -224,7 +228,7 @@ class DetectionPostProcess(nn.Module):
         boxes_, best, labels = self.process(found, torch.cat(list(regressions), 1) * scale, torch.cat(list(boxes), 0))
         if self.image_size is not None:
             height, width = self.image_size
-            boxes_ = boxes_.clamp(min=0).minimum(torch.tensor([width, height, width, height], dtype=boxes_.dtype))
+            boxes_ = boxes_.clamp(min=0).minimum(torch.tensor([width, height, width, height], dtype=boxes_.dtype, device=boxes_.device))
         kept = [labels[item] >= 0 for item in range(len(labels))]
         return tuple(tuple(each[item][keep] for item, keep in enumerate(kept)) for each in (boxes_, best, labels))
 
@@ -364,7 +368,7 @@ class MultiScaleDeformableAttention(nn.Module):
         values = self.value_proj(value).view(batch, value.shape[1], self.heads, -1)
         offsets = self.sampling_offsets(query).view(batch, queries, self.heads, self.levels, self.points, 2)
         weights = self.attention_weights(query).view(batch, queries, self.heads, self.levels * self.points).softmax(-1)
-        sizes = torch.tensor([[width, height] for height, width in spatial_shapes], dtype=query.dtype)
+        sizes = torch.tensor([[width, height] for height, width in spatial_shapes], dtype=query.dtype, device=query.device)
         where = reference_points[:, :, None, :, None, :] + offsets / sizes[None, None, None, :, None, :]
         found = self.output_proj(
             self.sample(values, where, weights.view(batch, queries, self.heads, self.levels, self.points), spatial_shapes)

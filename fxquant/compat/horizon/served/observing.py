@@ -117,7 +117,7 @@ class FakeQuantizer(nn.Module):
     @property
     def zero_point(self) -> Tensor:
         """Its zero point, int64."""
-        return torch.tensor(self.quantizer.grid.zero_point)
+        return torch.tensor(self.quantizer.grid.zero_point, dtype=torch.int64, device="cpu")
 
     def set_qparams(self, scale: Any, zero_point: Any = None) -> None:
         """Give it a scale, which batches do not move any more."""
