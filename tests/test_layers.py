@@ -315,6 +315,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.compat.horizon": BASE
     | {
         "",
+        "addresses",
         "backends",
         "batches",
         "tuning",

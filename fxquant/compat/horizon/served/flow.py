@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 
 import fxquant as fxq
+from fxquant.addresses import start
 from fxquant.arguments import FLAG, checked
 from fxquant.compat.common import refuse_given
 from fxquant.compat.horizon.served.deferred import Deferred, become
@@ -125,9 +126,9 @@ def integer_of(model: Any, called: str) -> fx.GraphModule:
     if isinstance(carried, fx.GraphModule):
         return carried
     if isinstance(model, torch.jit.ScriptModule):
-        places = {tensor.data_ptr() for tensor in model.state_dict().values() if tensor.numel()}
+        places = {start(tensor) for tensor in model.state_dict().values() if tensor.numel()}
         for known in _converted:
-            if places and places == {tensor.data_ptr() for tensor in known.state_dict().values() if tensor.numel()}:
+            if places and places == {start(tensor) for tensor in known.state_dict().values() if tensor.numel()}:
                 return known
     raise ConfigurationError(
         f"{called} cannot find the integer graph of this {type(model).__name__}",
