@@ -149,7 +149,7 @@ def test_a_conformance_kit_of_two_operators_is_equal_in_the_simulator_and_in_the
 
 def test_a_sum_of_32_bits_that_leaves_the_model_is_compared(tmp_path: Path) -> None:
     qconfig = fxq.QConfig(fxq.ActivationConfig("int32"))
-    prepared = fxq.prepare(nn.Conv2d(8, 6, 3).eval(), batches()[0], "bayes-e", fxq.QConfigMapping().set_module_name("", qconfig))
+    prepared = fxq.prepare(nn.Conv2d(8, 6, 3).eval(), batches()[0], "bayes-e", fxq.QConfigMapping().set_object_type(nn.Conv2d, qconfig))
     fxq.calibrate(prepared, batches(), show_progress=False)
     report = fxq.verify(integer := fxq.convert(prepared), fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net")), batches())
     assert report, str(report)

@@ -151,7 +151,7 @@ class SimulatedForm:
 
     def _arranged(self, value: Tensor, place: Place, feature: Feature) -> Tensor:
         """A tensor of the graph in the order of a program's; an image from a camera has its channels last."""
-        turned = self._last(value.dim(), place) or (value.dim() == 4 and feature.shape[1:] == (*value.shape[2:], value.shape[1]))
+        turned = self._last(value.dim(), place) or feature.pyramid or (value.dim() == 4 and feature.shape != tuple(value.shape))
         return (value.permute(0, 2, 3, 1) if turned else value).reshape(feature.shape)
 
     def _restored(self, value: Tensor, wanted: Tensor, place: Place) -> Tensor:
