@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import fxquant as fxq
-from fxquant.backends.horizon import export
 from fxquant.backends.horizon.tool import Tool
 from fxquant.compat import horizon
 from fxquant.compat.horizon.served import march
@@ -80,12 +79,11 @@ def test_a_planted_difference_is_located_inside_of_the_program(tmp_path: Path) -
     assert "self.a(x)" in report.first.source
 
 
-def test_the_upper_limit_that_the_compiler_drops_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_upper_limit_that_the_compiler_drops_is_dropped(tmp_path: Path) -> None:
     prepared = fxq.prepare(nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU6()).eval(), batches()[0], "bayes-e")
     fxq.calibrate(prepared, batches(), show_progress=False)
     fxq.set_qparams(prepared, {next(layer.name for layer in fxq.layers(prepared) if layer.integer and layer.macs): 0.06})
     integer = fxq.convert(prepared)
-    monkeypatch.setattr(export, "_check_node", lambda node: None)
     binary = fxq.compile_horizon(fxq.export_horizon(integer, tmp_path / "net"))
     assert fxq.verify(integer, binary, [20 * batch for batch in batches()]).mismatches == 0
 
