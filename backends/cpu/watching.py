@@ -27,7 +27,7 @@ class NativeWatch:
         self._run(remember=1, everything=0)
 
     def changed(self, everything: bool) -> bool:
-        """See `Watch`."""
+        """Return whether a watched span was edited: of all, or of those that are next."""
         return self._run(remember=0, everything=int(everything))
 
     def _run(self, remember: int, everything: int) -> bool:

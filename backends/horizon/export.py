@@ -144,7 +144,7 @@ def _configuration(
 
 
 def _layers(integer: fx.GraphModule, name: str, march: str) -> dict[str, Any]:
-    """What `compile_horizon` needs to know of the model."""
+    """Return what `compile_horizon` reads of the model: its name, its march, and the source line of each layer."""
     made = [node for node in integer.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
     sources = {node.name: source(node) for node in made if node.target not in PRIMITIVES or operation(node) is not None}
     return {"name": name, "march": march, "layers": sources}

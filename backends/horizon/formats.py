@@ -1,4 +1,4 @@
-"""What each of the vendor's compilers takes: one record for hb_mapper, one for hb_compile.
+"""The files that each of the vendor's compilers reads: one record for hb_mapper, one for hb_compile.
 
 The keys of hb_mapper's configuration are those that it accepts here. For hb_compile there are public documents alone, and no compiler has
 tried the files: D-Robotics, OpenExplore S100 3.5.0, "hb_compile" (the command and its configuration) and "PTQ FAQ" (opset 10 to 19, O0 to

@@ -1,4 +1,4 @@
-"""What the compiler's log says: how far it is, and why it stopped, as an error with the layer and the user's source line."""
+"""Read the compiler's log: how far it is, and why it stopped, as an error with the layer and the user's source line."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Program(NamedTuple):
 
 
 class LayerCost(NamedTuple):
-    """What the vendor's tool says of one layer of a program, in its own words."""
+    """The figures of one layer of a program, in the words of the vendor's tool."""
 
     layer: str
     operations: str
@@ -56,7 +56,7 @@ class LayerCost(NamedTuple):
 
 @dataclass(frozen=True)
 class CompiledCost:
-    """What the vendor's tool estimates of one BPU program, without the processor's part.
+    """The vendor's estimate for one BPU program, without the processor's part.
 
     name               of the program
     microseconds       latency of one run
@@ -146,7 +146,7 @@ class Binary:
             return [result for result in results if result is not None]
 
     def costs(self) -> list[CompiledCost]:
-        """What the tool estimates of each program: the figures that hb_perf shows."""
+        """Return the tool's estimate for each program: the figures that hb_perf shows."""
         with tempfile.TemporaryDirectory(prefix="fxquant-") as folder:
             work = Path(folder)
             self._run("hbdk-perf", str(self.hbm), "-o", folder, cwd=work, makes="*.json")

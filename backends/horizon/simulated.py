@@ -103,7 +103,7 @@ class SimulatedForm:
         return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
     def _inner(self, inputs: Sequence[Any]) -> Values:
-        """What the tool's runtime computes between the ends of the programs, which is what the programs compute there."""
+        """Return the tensors between the ends of the programs, as the tool's runtime of the quantized model computes them."""
         places = {name: place for name in self.connections.inner if (place := self.connections.place(name)) is not None}
         nodes = frozenset(place.node for place in places.values()) & self.reference.tensors.keys()
         graph = self.reference.run(inputs, Wanted(frozenset(), nodes))
