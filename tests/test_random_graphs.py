@@ -111,7 +111,7 @@ def test_a_planted_defect_is_shrunk_to_a_program_that_fails(monkeypatch: pytest.
     smallest, shrunk = shrink(case, outcome)
     assert (shrunk.kind, shrunk.like, len(smallest.steps)) == (FAILED, outcome.like, 1)
     assert math.prod(smallest.inputs[0].sizes) <= 2
-    assert (smallest.config, smallest.rules, smallest.optimizer) == (Config(), (), None)
+    assert (smallest.target, smallest.config, smallest.rules, smallest.optimizer) == ("nash-e", Config(), (), None)
     assert shrunk.program.count("\n") < 30, shrunk.program
     with pytest.raises(AssertionError, match="first difference at %neg"):
         exec(shrunk.program, {})
