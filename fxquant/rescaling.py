@@ -69,8 +69,8 @@ class Ratio:
             for row in rows
         ]
 
-    def rounded(self, exponent: Tensor) -> Tensor:
-        """The integers round_half_even(ratio · 2^exponent), exactly, as int64.
+    def rounded(self, exponent: Tensor, halves_up: bool = False) -> Tensor:
+        """Return the integers round_half_even(ratio · 2^exponent), exactly, as int64; `halves_up` rounds ties up.
 
         Computed in float64; an element so near a tie that the few roundings on the way could decide it is
         computed again with fractions. Requires results below 2^31.
@@ -88,15 +88,16 @@ class Ratio:
             ).exact()
             flat = result.flatten()
             for index, value in zip(chosen, fractions, strict=True):
-                flat[index] = round(value * Fraction(2) ** exponents[index])
+                flat[index] = _nearest(value * Fraction(2) ** exponents[index], halves_up)
             result = flat.view(shape)
         return result.to(torch.int64)
 
     def mantissa(self, bits: int, largest_exponent: int = 1000, carries: bool = True) -> tuple[Tensor, Tensor]:
-        """(M, k) with ratio ≈ M · 2^-k: M = round_half_even(ratio · 2^k) of `bits` bits, as int64 tensors.
+        """Return (M, k) with ratio ≈ M · 2^-k: M = round_half_even(ratio · 2^k) of `bits` bits, as int64 tensors.
 
         k is the one that puts M in [2^(bits-1), 2^bits), but at most `largest_exponent`: below that M has
-        fewer bits, down to 0. An M that rounds up to 2^bits is halved, with k less by one, if it `carries`; else it is 2^bits - 1.
+        fewer bits, down to 0. An M that rounds up to 2^bits is halved, with k less by one, if it `carries`. Without `carries` it is
+        2^bits - 1, and ties round up, as the vendor's compiler computes it.
         """
         with torch.no_grad():
             numbers = self.numbers()
@@ -104,7 +105,7 @@ class Ratio:
         if found is not None:
             return torch.tensor(found[0], dtype=torch.int64, device="cpu"), torch.tensor(found[1], dtype=torch.int64, device="cpu")
         k = (bits - torch.frexp(self.approximate()).exponent.to(torch.int64)).clamp_max(largest_exponent)
-        mantissa = self.rounded(k)
+        mantissa = self.rounded(k, halves_up=not carries)
         if not carries:
             return mantissa.clamp_max(2**bits - 1), k
         carried = mantissa >> bits  # 1 where rounding went up to 2^bits
@@ -112,6 +113,10 @@ class Ratio:
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _nearest(value: Fraction, halves_up: bool) -> int:
+    return math.floor(value + Fraction(1, 2)) if halves_up else round(value)
 
 
 def _quotient(numerators: list[float], denominators: list[float]) -> float:
@@ -137,7 +142,7 @@ def _mantissa(
     scaled = math.ldexp(value, k)
     if abs(scaled - math.floor(scaled) - 0.5) <= scaled * 2.0**-48:
         exact = Ratio(*(tuple(torch.tensor(f, dtype=torch.float64, device="cpu") for f in each) for each in (numerators, denominators)))
-        mantissa = round(exact.exact()[0] * Fraction(2) ** k)
+        mantissa = _nearest(exact.exact()[0] * Fraction(2) ** k, halves_up=not carries)
     else:
         mantissa = round(scaled)
     if not carries:

@@ -212,10 +212,10 @@ def requantize_fixed(accumulator: int, a: int, multiplier: int, b: int, intermed
 
 @functools.cache
 def measured_mantissa(ratio: Fraction, largest_exponent: int | None = None) -> tuple[int, int]:
-    """(M, k) with ratio ≈ M · 2^-k and M of 15 bits, at most 2^15 - 1: rounding never changes k."""
+    """(M, k) with ratio ≈ M · 2^-k and M of 15 bits, at most 2^15 - 1: rounding never changes k, and ties round up."""
     k = 14 - exponent_of(ratio)
     k = k if largest_exponent is None else min(k, largest_exponent)
-    return min(half_even(ratio * Fraction(2) ** k), 2**15 - 1), k
+    return min(half_up(ratio * Fraction(2) ** k), 2**15 - 1), k
 
 
 @functools.cache

@@ -245,7 +245,7 @@ def test_measured_parameters(name: str, dtype: IntType, layer: bool, rows: list[
 
 
 def test_measured_shifts_at_every_multiplier() -> None:
-    """A layer's last shift is 23 from the multiplier 32513 on, every other one is 22; no multiplier is rounded up to 2^15."""
+    """A layer's last shift is 23 from the multiplier 32513 on, every other one is 22; ties round up, but no multiplier to 2^15."""
     mantissas = torch.arange(2**14, 2**15, dtype=torch.float32)
     for layer, large in ((True, mantissas >= 32513), (False, torch.zeros(2**14, dtype=torch.bool))):
         for k in (1, 13, 22, 23, 24, 37, 40):
@@ -254,7 +254,7 @@ def test_measured_shifts_at_every_multiplier() -> None:
             last = torch.where(large & (k == exponent), 23, 22).clamp_max(exponent).int()
             assert torch.equal(made.right_shift, last)
             assert torch.equal(made.shift, exponent - last)
-            assert torch.equal(made.multiplier, torch.round(mantissas * 2.0 ** (exponent - k)).clamp_max(2**15 - 1).int())
+            assert torch.equal(made.multiplier, torch.floor(mantissas * 2.0 ** (exponent - k) + 0.5).clamp_max(2**15 - 1).int())
     above = Ratio((torch.tensor([2**16 - 1.0, 2**16 - 2.0]),))  # half a step below 2^15, and a whole one
     assert MEASURED["int8"].constants(above, INT8, 32, False).multiplier.tolist() == [2**15 - 1, 2**15 - 1]
 

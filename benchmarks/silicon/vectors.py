@@ -20,10 +20,11 @@ from torch import Tensor, fx
 import fxquant as fxq
 from benchmarks.silicon import tool
 from fxquant.conformance.compiled import compile_model
-from fxquant.conformance.probes import TOGETHER, Together, converted, images, mapping_of, output_steps, probe_target
+from fxquant.conformance.probes import SCALES, TOGETHER, Together, converted, images, mapping_of, output_steps, probe_target
 from fxquant.conformance.rows import ROWS, Row
 
 FOLDER = Path(__file__).parents[2] / "tests" / "golden" / "silicon"
+TIES = ".ties"  # behind the name of a file whose scales are powers of two, at which many results lie halfway between integers
 ELEMENTS = 512  # of an output that are kept, of each image
 IMAGES = 2
 
@@ -43,7 +44,7 @@ def record(rows: Sequence[Row], march: str, dtype: str, scales: str) -> Path:
         groups.append({"rows": [row.name for row in chosen], "scales": found})
         arrays.update({f"{index}/{number}": output for number, output in enumerate(outputs)})
     FOLDER.mkdir(parents=True, exist_ok=True)
-    path = FOLDER / f"{march}-{dtype}.npz"
+    path = FOLDER / f"{march}-{dtype}{'' if scales == SCALES[0] else TIES}.npz"
     np.savez_compressed(path, about=np.frombuffer(json.dumps({"scales": scales, "groups": groups}).encode(), np.uint8), **arrays)
     return path
 
