@@ -57,7 +57,8 @@ def multiplied(batch_norm: BatchNorm, factors: Tensor) -> BatchNorm:
 def running_gain(batch_norm: BatchNorm) -> Tensor:
     """g, with the running statistics."""
     assert batch_norm.running_var is not None
-    gain = torch.rsqrt(batch_norm.running_var + batch_norm.eps)
+    # float32 roots, and torch.rsqrt on GPUs, are not correctly rounded everywhere; a root in float64 and a division are
+    gain = torch.reciprocal(torch.sqrt((batch_norm.running_var + batch_norm.eps).double()).float())
     return gain if batch_norm.weight is None else gain * batch_norm.weight
 
 
