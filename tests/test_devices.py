@@ -41,13 +41,17 @@ def integers(model: fx.GraphModule, inputs: tuple[Tensor, ...]) -> dict[str, Ten
     """The values of all primitives but those that return float tensors, which no contract holds equal between devices."""
     found = contract.graph_values(model, *inputs)
     nodes = {node.name: node for node in model.graph.nodes}
-    held = {name for name, node in nodes.items() if node.target in PRIMITIVES and PRIMITIVES[node.target].kind in ("quantized", "accumulator")}
+    held = {
+        name for name, node in nodes.items() if node.target in PRIMITIVES and PRIMITIVES[node.target].kind in ("quantized", "accumulator")
+    }
     return {name: value.cpu() for name, value in found.items() if name in held}
 
 
 def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, str]:
     assert one.keys() == other.keys()
-    return {name: f"{int((one[name] != other[name]).sum())} of {one[name].numel()}" for name in one if not torch.equal(one[name], other[name])}
+    return {
+        name: f"{int((one[name] != other[name]).sum())} of {one[name].numel()}" for name in one if not torch.equal(one[name], other[name])
+    }
 
 
 @cuda

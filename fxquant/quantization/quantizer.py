@@ -78,6 +78,7 @@ class Quantizer(TrainableScale):
         self.range = None if observer is None else observer.range_observer()
         self.others = nn.ModuleDict() if observer is None else _beside(observer)
         self.paused = False  # whether batches pass by unobserved
+        self.balanced = False  # whether the range is chosen by the noise of each sample, not by the squared error of all
         self.unseen = False  # whether it follows its batches since it is too small for a sum that reads it: see `unseen`
         self._was_zero = Remembered(False)
         self.name, self.source, self.module_path = name, source, module
@@ -193,13 +194,34 @@ class Quantizer(TrainableScale):
     def update_scale(self) -> None:
         """Set the scale from what was observed since it was set last; unchanged if nothing was, or if it is fixed or frozen."""
         if self.observer is not None and self.observer.observed and not self.frozen and (self.pending or not self.calibrated):
-            observer = self.observer.of_output() if self.shown else self.observer
-            if self.dtype.affine:
-                self._cover(*observer.interval(self.dtype))
-            else:
-                self.assign(self._found(observer))
+            self._choose()
         if self.range is not None:
             self.batches_used.copy_(self.range.count)
+
+    @property
+    def chooser(self) -> Observer:
+        """The observer in the form that chooses the scale: of an output of the model, of samples that count alike, or as it is."""
+        assert self.observer is not None
+        return self.observer.of_output() if self.shown else self.observer.per_sample() if self.balanced else self.observer
+
+    def _choose(self) -> None:
+        observer = self.chooser
+        if self.dtype.affine:
+            self._cover(*observer.interval(self.dtype))
+        else:
+            self.assign(self._found(observer))
+
+    @property
+    def can_balance_samples(self) -> bool:
+        """Whether `balance_samples` can change the scale: it is observed, is no model output's, and the observer knows its samples."""
+        found = self.observer
+        return found is not None and found.observed and not self.frozen and not self.shown and found.per_sample() is not found
+
+    @torch.no_grad()
+    def balance_samples(self, balanced: bool) -> None:
+        """Choose the scale anew from what was observed, by the noise of each sample or by the squared error of all."""
+        self.balanced = balanced
+        self._choose()
 
     def _found(self, observer: Observer) -> Tensor:
         """The scale of a symmetric dtype that an observer finds."""
@@ -209,9 +231,10 @@ class Quantizer(TrainableScale):
     def covered(self) -> tuple[Tensor, Tensor]:
         """The range that calibration has found, of what was observed, whatever the scale has become since."""
         assert self.observer is not None
+        observer = self.observer.per_sample() if self.balanced else self.observer
         if self.dtype.affine:
-            return self.observer.interval(self.dtype)
-        threshold = self._rounded(self._found(self.observer)) * self.dtype.high
+            return observer.interval(self.dtype)
+        threshold = self._rounded(self._found(observer)) * self.dtype.high
         return -threshold, threshold
 
     @torch.no_grad()

@@ -1,5 +1,7 @@
-"""The first samples of a calibration, by which weights are rounded and biases corrected behind it.
+"""The first samples of a calibration, by which ranges are judged, weights rounded and biases corrected behind it.
 
+Ranges are chosen by the squared error of all samples, or by the noise of each, whichever leaves less noise in the outputs
+(`sample_ranges`), if there are samples enough to judge by.
 Weights of few bits are rounded by them (`second_moment`). What is left of their errors, what those of 8 bits make of an operand whose mean
 is not 0, and what clipped operands shift, is on average taken from biases (`bias`), if there are samples enough for a mean. Where an
 arithmetic only floors, of a sum that half a step was added to, biases make up for that, too: every number in the middle between two
@@ -12,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,9 +24,10 @@ import fxquant.quantization.distributed as ranks
 from fxquant.model import SAMPLES
 from fxquant.quantization.observers import Observer
 from fxquant.quantization.prepared import quantized_operators
+from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.rounding import Rounding
 from fxquant.quantization.weights import BiasCorrection, Coverage
-from fxquant.tuning import bias, second_moment
+from fxquant.tuning import bias, sample_ranges, second_moment
 from fxquant.tuning.units import weighted_nodes
 from fxquant.tuning.walk import HELD_OUT_OF, Samples, batch_axes, count_of, cut
 
@@ -64,14 +68,24 @@ class FirstSamples:
     """Collects them; none are kept where nothing is to be done by them.
 
     `round_weights` and `correct_bias` say what is done: True all layers, False none; None: weights of less than 8 bits are rounded, and
-    biases corrected if at least `ENOUGH` samples go by, in all ranks together.
+    biases corrected if at least `ENOUGH` samples go by, in all ranks together. `balance_samples` says whether ranges are chosen by the
+    noise of each sample; None: if so many samples go by, and the outputs are better for it. What was `observed` before counts as observed
+    of these samples.
 
     A calibration that goes on begins with what the one before has kept on the model, and does what that did to weights and biases again.
     Where batches were observed whose samples are not there (`lost`), what was done by them stays.
     """
 
-    def __init__(self, prepared: fx.GraphModule, round_weights: bool | None = None, correct_bias: bool | None = None) -> None:
+    def __init__(
+        self,
+        prepared: fx.GraphModule,
+        round_weights: bool | None = None,
+        correct_bias: bool | None = None,
+        balance_samples: bool | None = None,
+        observed: bool = False,
+    ) -> None:
         self.prepared = prepared
+        self.balances, self.observed_before = balance_samples, {} if observed else sample_ranges.counts(prepared)
         counts, known = _counts(prepared), prepared.__dict__.get(SAMPLES)
         self.kept: Kept = known if known is not None and known.counts == counts else Kept(counts=counts)
         self.lost = counts > 0 and self.kept is not known
@@ -92,7 +106,7 @@ class FirstSamples:
         else:  # every size is fixed: the first dimension is the batch, as a rule
             count = len(tensors[0]) if tensors and tensors[0].dim() else len(tensors[:1])
         kept.seen += count
-        if (self.rounds or self.corrects) and kept.samples < ENOUGH and kept.elements < LARGEST and tensors:
+        if (self.rounds or self.corrects or self.balances is None) and kept.samples < ENOUGH and kept.elements < LARGEST and tensors:
             kept.inputs = [_beside(inputs, each) for each in kept.inputs]
             kept.inputs.append([value.clone() if isinstance(value, Tensor) else value for value in inputs])  # a loader may reuse its memory
             kept.samples += count
@@ -113,7 +127,9 @@ class FirstSamples:
 
     def use(self, distributed: bool, show_progress: bool | None) -> None:
         """Round and correct by them; where ranks calibrate together, by those of the first."""
-        corrects = self.corrects and self._seen_by_all(distributed) >= self.enough
+        seen = self._seen_by_all(distributed)
+        corrects = self.corrects and seen >= self.enough
+        self._balance(seen, distributed, show_progress)
         if not self.rounds and not corrects:
             return
         with _all_or_nothing(self.prepared):
@@ -126,6 +142,19 @@ class FirstSamples:
                 self._again(self.kept.corrections, self._correct, distributed, show_progress) if corrects else self.kept.corrections
             )
             self.kept.roundings, self.kept.corrections = roundings, corrections
+
+    def _balance(self, seen: int, distributed: bool, show_progress: bool | None) -> None:
+        """Choose ranges by the noise of each sample where that is asked for, or better for the outputs."""
+        quantizers = sample_ranges.observed_since(self.prepared, self.observed_before)
+        chosen = self.balances
+        if chosen is None:
+            wanted = seen >= ENOUGH and bool(quantizers)
+            chosen = wanted and self._of_first_rank(distributed, partial(self._balances_better, quantizers, show_progress), False)
+        if chosen or any(quantizer.balanced for quantizer in quantizers.values()):
+            sample_ranges.put(quantizers, chosen)
+
+    def _balances_better(self, quantizers: Mapping[str, Quantizer], show_progress: bool | None) -> bool:
+        return sample_ranges.balances_better(self.prepared, quantizers, self._few()[0].chunks, show_progress)
 
     def _again(self, known: Given, method: Callable[[bool, bool | None], None], distributed: bool, show_progress: bool | None) -> Given:
         """What a method gives layers now; those that are left out have what is known."""

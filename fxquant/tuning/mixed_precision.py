@@ -26,6 +26,7 @@ from fxquant.tuning.first_samples import FirstSamples
 from fxquant.tuning.journal import Journal
 from fxquant.tuning.program import optimum
 from fxquant.tuning.resumption import model_digest
+from fxquant.tuning.sample_ranges import is_balanced
 from fxquant.tuning.samples import Metric, Reference, real_outputs_of, taken
 from fxquant.tuning.sensitivity import METRIC, WIDTH, WIDTHS, Sensitivity, as_prepared, decibels, find, score_of
 from fxquant.tuning.simulation import Simulation
@@ -174,7 +175,8 @@ class Work:
         for operator in quantized_operators(found).values():
             if not operator.plain:
                 operator.output.require()
-        first = FirstSamples(found, corrections.round_weights, corrections.correct_bias)  # as calibration does
+        balanced = is_balanced(self.prepared)
+        first = FirstSamples(found, corrections.round_weights, corrections.correct_bias, balanced, observed=True)  # as calibration does
         for inputs in self.samples:
             first.take(inputs)
         first.use(False, False)

@@ -123,7 +123,7 @@ def grid_for(quantizer: Quantizer, dtype: str, config: ActivationConfig | None =
         return quantizer.grid
     observer = quantizer.observer if config is None else taking_over(quantizer, config)
     assert observer is not None
-    observer = observer.of_output() if quantizer.shown else observer
+    observer = observer.of_output() if quantizer.shown else observer.per_sample() if quantizer.balanced else observer
     if kind.affine:
         scale, zero_point = grid_from_range(*observer.interval(kind), kind)
         return Grid(kind, scale, int(zero_point))

@@ -41,6 +41,7 @@ class HistogramObserver(Observer):
     items: Tensor
     ahead = 1.1  # how much larger later values are taken to be; 1 where what was seen counts alone
     each = True  # whether every item of a batch has a say, however loud it is
+    apart, worth = loudness.APART, loudness.WORTH  # octaves between items, and dB that another range gains, for it to be taken
 
     @checked()
     def __init__(self, bins: int = 2048, sample: int = 2**18) -> None:
@@ -153,6 +154,14 @@ class HistogramObserver(Observer):
         found.each = False
         return found
 
+    def per_sample(self) -> HistogramObserver:
+        """The same counts, of which the grid with the least noise of an item is taken, in dB and on average, however little it gains."""
+        if not self.each or not bool(self.items.any()):
+            return self
+        found = copy.copy(self)
+        found.apart, found.worth = 1, 0.0
+        return found
+
     @property
     def loud(self) -> bool:
         """Whether some items are so much louder than others that they may be cut off."""
@@ -160,7 +169,7 @@ class HistogramObserver(Observer):
         return items is not None and items.differ
 
     def _items(self) -> loudness.Items | None:
-        return loudness.Items(self.items, float(self.reach)) if self.each else None
+        return loudness.Items(self.items, float(self.reach), self.apart, self.worth) if self.each else None
 
     def _best(self, steps: Tensor, dtype: IntType) -> int:
         """Which of these steps of a symmetric dtype to take."""

@@ -81,18 +81,23 @@ def merged(states: Sequence[Mapping[str, Tensor]], name: str, reach: Tensor) -> 
 
 
 class Items:
-    """What a histogram knows of the loudness of its items."""
+    """What a histogram knows of the loudness of its items.
 
-    def __init__(self, counts: Tensor, reach: float) -> None:
+    apart  octaves between the loudest items and the quietest, for them to differ
+    worth  dB that the noise of an item has to be lowered by, on average, for another grid to be taken
+    """
+
+    def __init__(self, counts: Tensor, reach: float, apart: int = APART, worth: float = WORTH) -> None:
         there = torch.nonzero(counts.sum((0, 2))).flatten()
         self.counts = counts[:, there]
         tops = reach * torch.exp2(-there.double())
         self.magnitudes = (torch.arange(BINS, device=counts.device, dtype=torch.float64) + 0.5) * (tops / BINS).unsqueeze(1)
         self.power = (self.counts * self.magnitudes.square()).sum((0, 2))
-        self.differ = len(there) > 1 and int(there[-1] - there[0]) >= APART and bool((self.power > 0).sum() > 1)
+        self.differ = len(there) > 1 and int(there[-1] - there[0]) >= apart and bool((self.power > 0).sum() > 1)
+        self.worth = worth
 
     def better(self, pooled: Tensor, steps: Tensor, low: Tensor, high: Tensor, beyond: tuple[float, float]) -> int:
-        """Which grid to take: the one with the least pooled error, unless another at least halves the noise of an item.
+        """Which grid to take: the one with the least pooled error, unless another lowers the noise of an item by what that is worth.
 
         `pooled` is the error of everything together, for each grid; `steps`, `low` and `high` are the grids' scales and limits,
         magnitudes, float64 of that shape. `beyond` says how much further negative and positive values reach than was seen; as many
@@ -110,7 +115,7 @@ class Items:
         decibels = 10 * torch.log10(noise[live] / (2 * self.power[live]).unsqueeze(1) + ENOUGH)
         mean = (decibels * (share / share.sum()).unsqueeze(1)).sum(0)
         best = int(mean.argmin())
-        return best if float(mean[usual] - mean[best]) >= WORTH else usual
+        return best if float(mean[usual] - mean[best]) >= self.worth else usual
 
     def _noise(self, counts: Tensor, factor: float, steps: Tensor, limit: Tensor) -> Tensor:
         """The squared error of each octave on each grid, (octaves, grids)."""

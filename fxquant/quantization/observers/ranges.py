@@ -65,6 +65,10 @@ class Observer(nn.Module):
         """What chooses the scale where the tensor is an output of the model. Here: this observer."""
         return self
 
+    def per_sample(self) -> Observer:
+        """What chooses the scale by the noise of each sample, in decibels, in place of one error of all. Here: this observer."""
+        return self
+
     def reset(self) -> None:
         """Forget everything that was observed. Here: every buffer becomes zero."""
         for buffer in self.buffers():
