@@ -125,12 +125,14 @@ class Annotation:
     because  the reason, for `explain`
     config   the QConfig that applies to it
     group    the id of the group of tensors that share its scale, once scales are shared
+    on_host  whether it stays in float since it would break a limit of the target
     """
 
     dtype: str | None
     because: str
     config: Any = None
     group: int | None = None
+    on_host: bool = False
 
 
 def annotation(node: fx.Node) -> Annotation | None:
@@ -144,13 +146,13 @@ def annotate(node: fx.Node, value: Annotation) -> None:
     node.meta["annotation"] = value
 
 
-HOST_SINCE = "it runs on the host, since "  # begins the reason of what would break a limit of the target
+HOST_SINCE = "it runs on the host, since "  # how the reason of what stays `on_host` begins, and a file says that it does
 
 
 def is_on_host(node: fx.Node) -> bool:
     """Whether the node stays in float since it would break a limit of the target."""
     spec = annotation(node)
-    return spec is not None and spec.dtype is None and spec.because.startswith(HOST_SINCE)
+    return spec is not None and spec.on_host
 
 
 def observed(node: fx.Node) -> tuple[float, float] | None:
@@ -168,17 +170,18 @@ def refusal(node: fx.Node) -> str | None:
     return node.meta.get("refusal")
 
 
-def refuse(node: fx.Node, because: str) -> None:
-    """Write why the node could not be brought to canonical form."""
-    node.meta["refusal"] = because
+def refuse(node: fx.Node, because: str, *, python: bool = False) -> None:
+    """Write why the node could not be brought to canonical form; `python`: it calls the user's Python as it stands."""
+    node.meta["refusal"], node.meta["python"] = because, python
 
 
+# The reasons of what is kept as Python, which is how a file says that it is.
 WRAPPED, LEAF = "it is kept as Python, behind fxq.wrap", "it is kept whole, as leaf= says"
 
 
 def is_python(node: fx.Node) -> bool:
     """Whether a node calls the user's Python as it stands."""
-    return refusal(node) in (WRAPPED, LEAF)
+    return bool(node.meta.get("python"))
 
 
 def is_parameter(node: fx.Node) -> bool:

@@ -60,7 +60,7 @@ def _mend(gm: fx.GraphModule, node: fx.Node, limits: Limits, context: Context, s
         return 0  # an inner tensor of a composite of the model: the whole would have to be in float
     spec = annotation(node)
     assert spec is not None
-    annotate(node, replace(spec, dtype=None, because=f"{HOST_SINCE}{broken[0].sentence}"))
+    annotate(node, replace(spec, dtype=None, because=f"{HOST_SINCE}{broken[0].sentence}", on_host=True))
     context.say(f"%{node.name} stays in float: {broken[0].sentence}")
     return 1
 

@@ -29,6 +29,7 @@ from fxquant.graph import (
 )
 from fxquant.model import free_name
 from fxquant.ops import operator_of
+from fxquant.ops.normalization import batch_norm
 from fxquant.pipeline import Context
 from fxquant.quantization.rules import apart
 
@@ -39,9 +40,9 @@ def fold(gm: fx.GraphModule, context: Context) -> int:
     layers: list[fx.Node] = []
     for node in list(gm.graph.nodes):
         operator = operator_of(node)
-        if operator is None or operator.name != "batch_norm":
+        if operator is None or operator.function is not batch_norm:
             continue
-        layer, batch_norm = node.args
+        layer, statistics = node.args
         assert isinstance(layer, fx.Node)
         reason = _why_not(layer) or apart(layer, node)
         if reason is not None:
@@ -50,9 +51,9 @@ def fold(gm: fx.GraphModule, context: Context) -> int:
             continue
         # The layer moves down to the batch norm, whose statistics may be read from nodes in between.
         node.prepend(layer)
-        layer.kwargs = {**layer.kwargs, "batch_norm": batch_norm}
+        layer.kwargs = {**layer.kwargs, "batch_norm": statistics}
         node.replace_all_uses_with(layer)
-        if not isinstance(batch_norm, fx.Node):  # a function's, whose tensors do not say where it was called
+        if not isinstance(statistics, fx.Node):  # a function's, whose tensors do not say where it was called
             set_batch_norm_path(layer, module_path(node))
         absorb(layer, node)
         gm.graph.erase_node(node)
@@ -70,7 +71,8 @@ def _why_not(layer: fx.Node) -> str | None:
         return f"%{layer.name} is no layer with weights"
     if len(layer.users) > 1:
         return f"%{layer.name} has {len(layer.users)} users"
-    if operator.name == "linear" and len(shape_of(layer)) != 2:
+    assert operator.channels is not None
+    if operator.channels(operator.arguments(layer)) % len(shape_of(layer)) != 1:
         return f"the channels of %{layer.name} are its last dimension, and a batch norm's are dimension 1"
     reads = [operand for operand in layer.args[1:3] if isinstance(operand, fx.Node)]
     if not all(map(is_parameter, reads)):

@@ -32,12 +32,12 @@ from fxquant.graph import (
     stated_demand,
     ties,
 )
-from fxquant.ops import operator_of
+from fxquant.ops import Trait, operator_of
+from fxquant.ops.arithmetic import mul
 from fxquant.ops.parameters import multiplied_bias, multiplied_weight
+from fxquant.ops.shape import permute
 from fxquant.pipeline import Context
 from fxquant.quantization.rules import apart
-
-LAYERS = ("linear", "conv1d", "conv2d", "conv3d")  # the output channels of their weights are dimension 0
 
 
 def fold(gm: fx.GraphModule, context: Context) -> int:
@@ -75,7 +75,7 @@ def fold(gm: fx.GraphModule, context: Context) -> int:
 def _parts(gm: fx.GraphModule, node: fx.Node) -> tuple[list[fx.Node], fx.Node | None]:
     """The layer, with the permutations behind it, and the factors of its channels, of which a node is the product; None if it is none."""
     operator = operator_of(node)
-    if operator is None or operator.name != "mul" or part(node) is not None:
+    if operator is None or operator.function is not mul or part(node) is not None:
         return [], None
     for operand, factors in (node.args[:2], node.args[1::-1]):
         if not isinstance(operand, fx.Node) or not isinstance(factors, fx.Node) or is_parameter(operand) or not is_parameter(factors):
@@ -93,9 +93,9 @@ def _parts(gm: fx.GraphModule, node: fx.Node) -> tuple[list[fx.Node], fx.Node | 
 def _way_from_layer(node: fx.Node) -> list[fx.Node]:
     """A layer and the permutations that lead from it to the node; nothing where there is no layer."""
     way = [node]
-    while (record := operator_of(way[0])) is not None and record.name == "permute":
+    while (record := operator_of(way[0])) is not None and record.function is permute:
         way.insert(0, record.arguments(way[0])["input"])
-    return way if record is not None and record.name in LAYERS and record.channels is not None else []
+    return way if record is not None and Trait.OUTPUTS_FIRST in record.traits and record.channels is not None else []
 
 
 def _channels(way: list[fx.Node]) -> int:

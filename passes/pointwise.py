@@ -19,13 +19,12 @@ from torch import Tensor, fx
 
 from fxquant.facts import TensorFact
 from fxquant.graph import absorb, fact, is_parameter, refusal, resolve
-from fxquant.ops import operator_of
+from fxquant.ops import Trait, operator_of
 from fxquant.ops.curve import INPUT, Steps, curve, is_pointwise, written
 from fxquant.ops.unary import steep
 from fxquant.pipeline import Context
 from fxquant.quantization.rules import apart, decide
 
-CHOICES = ("where", "nan_to_num")
 MOST = 64  # parts of a function
 
 
@@ -34,7 +33,7 @@ def join(gm: fx.GraphModule, context: Context) -> int:
     changes, places = 0, {node: place for place, node in enumerate(gm.graph.nodes)}
     for node in reversed(list(gm.graph.nodes)):  # the last choice first: those before it are parts of it
         record = None if node._erased else operator_of(node)
-        if record is None or record.name not in CHOICES:
+        if record is None or Trait.CHOOSES not in record.traits:
             continue
         found = _source(gm, node, places)
         if found is None:

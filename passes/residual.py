@@ -11,6 +11,7 @@ from torch import fx
 from fxquant.facts import TensorFact
 from fxquant.graph import absorb, fact, is_parameter, set_unfused, stated_demand, ties
 from fxquant.ops import operator_of
+from fxquant.ops.arithmetic import add
 from fxquant.ops.floating import in_front_of_softmax, masks
 from fxquant.pipeline import Context
 from fxquant.quantization.rules import apart
@@ -23,7 +24,7 @@ def fuse(gm: fx.GraphModule, context: Context) -> int:
     changes = 0
     for node in list(gm.graph.nodes):
         operator = operator_of(node)
-        if operator is None or operator.name != "add" or operator.refuses(node, operator.arguments(node)) is not None:
+        if operator is None or operator.function is not add or operator.refuses(node, operator.arguments(node)) is not None:
             continue
         if node in masked:
             context.say(f"%{node.name} is not fused: it adds an attention mask in front of a softmax")

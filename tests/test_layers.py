@@ -248,6 +248,7 @@ ALLOWED: dict[str, set[str]] = {
         "lost_inputs",
         "node",
         "numerics",
+        "ops",
         "parts",
         "prepared",
         "progress",

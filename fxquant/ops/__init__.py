@@ -74,6 +74,7 @@ from fxquant.ops import (
 )
 from fxquant.ops.carrying import carried, copies
 from fxquant.ops.record import (
+    BY_NAME,
     FUNCTIONS,
     METHODS,
     MODULES,
@@ -99,9 +100,12 @@ from fxquant.ops.record import (
     settled,
     shares,
     sharing_operands,
+    traits_of,
 )
+from fxquant.ops.traits import Trait
 
 __all__ = [
+    "BY_NAME",
     "FUNCTIONS",
     "METHODS",
     "MODULES",
@@ -115,6 +119,7 @@ __all__ = [
     "Parameter",
     "Plain",
     "Same",
+    "Trait",
     "activation",
     "adaptive",
     "advanced",
@@ -189,6 +194,7 @@ __all__ = [
     "sharing_operands",
     "slices",
     "softmax",
+    "traits_of",
     "unary",
     "unpool",
     "views",

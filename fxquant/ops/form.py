@@ -23,6 +23,7 @@ from fxquant.primitives import shape
 from fxquant.primitives.record import Emitter
 
 PER_CHANNEL_OPSET = 13  # the first in which DequantizeLinear has an axis
+WHOLE_OPSET = 20  # the first with Gelu; HardSwish is older
 INT16_OPSET = 21  # the first in which DequantizeLinear knows int16
 LARGEST_BIAS = 2**23  # in steps; an operand that was narrowed has up to 2^8 as many steps
 
@@ -50,6 +51,7 @@ class Call:
     primitives: list[fx.Node]
     exported: Callable[[], str]
 
+    whole: ClassVar[bool] = False  # whether an operator of opset 20 that not every compiler knows is written where there is one
     by_layers: ClassVar[bool] = False  # whether what is computed as a layer with one weight is written as one, and averages as means
 
     def as_convolution(self) -> bool:
@@ -177,6 +179,12 @@ class Call:
         if float(self.constants["bias"][0].abs().max()) < LARGEST_BIAS:
             return sum_of(self.e.constant(bias))
         return self.do("Add", sum_of(), self.e.constant(bias.reshape(-1, *[1] * trailing)))
+
+
+class WholeCall(Call):
+    """One operator to be written for runtimes that know all operators of opset 20."""
+
+    whole = True
 
 
 def channel_axis(integers: Tensor, scale: Tensor, axis: int, arrange: Callable[[Tensor], Tensor]) -> int:
