@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fxquant import marks, sweeps
+from fxquant.offers import Offers
 from fxquant.primitives import PRIMITIVES, Role, elementwise, role_of
 from fxquant.tensor_passes import Rounded
 
@@ -269,17 +270,12 @@ class Joining(Protocol):
 
 
 SMALLEST = 2**8  # elements of a tensor
-_OFFERED: list[Joining] = []
-
-
-def offer(joining: Joining) -> None:
-    """Have these tried."""
-    _OFFERED.append(joining)
+OFFERS = Offers[Joining]()
 
 
 def offered(value: Tensor) -> Joining | None:
     """The passes for a tensor, where there are any."""
-    return next((joining for joining in _OFFERED if joining.takes(value)), None) if sweeps.admitted(value) else None
+    return OFFERS.first(value) if sweeps.admitted(value) else None
 
 
 def passes_for(value: Tensor) -> Joining:

@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[1]
 BASE = {"arguments", "clamping", "errors", "files", "numerics", "rescaling", "observers", "rounding", "spec", "mapping"}
 NOUNS = BASE | {
     "arithmetic", "batch_norm", "breaches", "copied", "copying", "factors", "facts", "graph", "learning", "lowering", "measures", "model",
-    "ops", "owners", "pipeline", "prepared", "primitives", "proof", "quantizer", "remedies", "rules", "stage", "state", "stubs", "target",
-    "text", "weights",
+    "ops", "owners", "pipeline", "prepared", "primitives", "proof", "quantizer", "remedies", "rules", "stage", "state",
+    "stubs", "target", "text", "weights",
 }  # fmt: skip
 ALLOWED: dict[str, set[str]] = {
     # nouns, from the bottom up
@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.files": {"errors"},
     "fxquant.numerics": {"errors"},
     "fxquant.rescaling": {"numerics"},
-    "fxquant.quantization.observers": {"arguments", "errors", "numerics", "observers"},
+    "fxquant.quantization.observers": {"arguments", "errors", "numerics", "observers", "offers"},
     "fxquant.clamping": set(),
     "fxquant.quantization.rounding": {"clamping"},
     "fxquant.quantization.spec": {"arguments", "errors", "numerics", "observers", "rounding"},
@@ -49,7 +49,19 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.stubs": {"facts", "graph"},
     "fxquant.copying": set(),
     "fxquant.model": {"forks", "codegen", "errors", "graph", "recomputation"},
-    "fxquant.kernels": {"addresses", "forks", "facts", "graph", "interpreter", "kernels", "model", "numerics", "primitives", "progress"},
+    "fxquant.kernels": {
+        "addresses",
+        "forks",
+        "facts",
+        "graph",
+        "interpreter",
+        "kernels",
+        "model",
+        "numerics",
+        "offers",
+        "primitives",
+        "progress",
+    },
     "fxquant.quantization.rules": {"graph", "mapping", "ops", "spec"},
     "fxquant.target": {"arguments", "arithmetic", "errors", "numerics"},
     "fxquant.quantization.remembered": set(),
@@ -59,9 +71,10 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.primitives": {"forks", "clamping", "errors", "facts", "numerics", "primitives"},
     "fxquant.arithmetic": {"numerics", "primitives", "rescaling"},
     "fxquant.tensor_passes": set(),
-    "fxquant.sweeps": {"addresses", "marks", "numerics", "primitives", "tensor_passes"},
-    "fxquant.marks": set(),
-    "fxquant.joining": {"marks", "numerics", "primitives", "sweeps", "tensor_passes"},
+    "fxquant.sweeps": {"addresses", "marks", "numerics", "offers", "primitives", "tensor_passes"},
+    "fxquant.offers": set(),
+    "fxquant.marks": {"offers"},
+    "fxquant.joining": {"marks", "numerics", "offers", "primitives", "sweeps", "tensor_passes"},
     "fxquant.curves": {"joining", "numerics"},
     "fxquant.narrow": {"joining", "primitives", "sweeps"},
     "fxquant.eager": BASE
