@@ -20,6 +20,7 @@ from fxquant.graph import HOST_SINCE, annotate, annotation, made_by, part
 from fxquant.ops import operand_nodes, operator_of, shares
 from fxquant.pipeline import Context
 from fxquant.remedies import REMEDIES, Rewriting
+from fxquant.rewriting import eliminate_dead
 from fxquant.stage import is_integer
 
 MOST_STEPS = 12  # remedies one behind another for one operator; each makes what is left smaller
@@ -38,9 +39,8 @@ def apply(gm: fx.GraphModule, context: Context) -> int:
         now = annotation(node)
         if spec is not None and now is not None and now.dtype not in (spec.dtype, None):
             narrowed.add(node)
-    for node in reversed(list(gm.graph.nodes) if changes else []):
-        if not node.users and operator_of(node) is not None:  # what a remedy reads past: the flatten in front of a layer
-            gm.graph.erase_node(node)
+    if changes:  # what a remedy reads past: the flatten in front of a layer
+        eliminate_dead(gm.graph.nodes, lambda node: operator_of(node) is not None)
     return changes
 
 

@@ -55,6 +55,7 @@ from fxquant.proof import Shapes
 from fxquant.quantization.prepared import QuantizedOperator
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import WeightQuantizer
+from fxquant.rewriting import eliminate_dead
 
 CONTAINER = "integer"  # where the constants stand in the integer model
 
@@ -272,7 +273,8 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
                 results[node] = made
             environment[node] = made.value if isinstance(made, Quantized) else made
             changes += 1
-    _eliminate_unused(graph)
+    # Parameters of the float model that were turned into constants are no longer read.
+    eliminate_dead(graph.nodes, lambda node: is_parameter(node) or (node.op == "call_function" and node.target in PRIMITIVES))
     replace_graph(gm, graph)
     _drop_unused(gm, container)
     return changes
@@ -340,13 +342,6 @@ def _referring(arguments: dict[str, Any], environment: dict[fx.Node, fx.Node]) -
         if not any(map(is_parameter, nodes)) or (isinstance(value, list) and not all(map(is_parameter, nodes))):
             plain[name] = fx.node.map_aggregate(value, refer) if nodes else value
     return plain
-
-
-def _eliminate_unused(graph: fx.Graph) -> None:
-    """Parameters of the float model that were turned into constants are no longer read."""
-    for node in reversed(list(graph.nodes)):
-        if not node.users and (is_parameter(node) or (node.op == "call_function" and node.target in PRIMITIVES)):
-            graph.erase_node(node)
 
 
 def _drop_unused(gm: fx.GraphModule, container: str) -> None:

@@ -27,7 +27,6 @@ from fxquant.graph import (
     parameter_value,
     part,
     set_fact,
-    set_unfused,
     shape_of,
     stated_demand,
     ties,
@@ -37,22 +36,22 @@ from fxquant.ops.arithmetic import mul
 from fxquant.ops.parameters import multiplied_bias, multiplied_weight
 from fxquant.ops.shape import permute
 from fxquant.pipeline import Context
-from fxquant.quantization.rules import apart
+from fxquant.rewriting import Fusion
 
 
 def fold(gm: fx.GraphModule, context: Context) -> int:
     """No factor for each channel is left behind a layer whose weight can have it."""
-    changes = 0
-    for node in list(gm.graph.nodes):
+    ways: dict[fx.Node, tuple[list[fx.Node], fx.Node]] = {}  # by the product
+
+    def match(node: fx.Node) -> list[fx.Node] | None:
         way, factors = _parts(gm, node)
         if factors is None:
-            continue
-        layer = way[0]
-        reason = _why_not(way) or apart(layer, node)
-        if reason is not None:
-            set_unfused(node, reason)
-            context.say(f"%{node.name} is not folded: {reason}")
-            continue
+            return None
+        ways[node] = way, factors
+        return way[:1]
+
+    def merge(layer: fx.Node, node: fx.Node) -> fx.Node:
+        way, factors = ways[node]
         # The layer moves down to the product, whose factors may be computed in between.
         for moved in way:
             node.prepend(moved)
@@ -60,16 +59,14 @@ def fold(gm: fx.GraphModule, context: Context) -> int:
         weight = _multiplied(layer, multiplied_weight, weight, factors)
         bias = None if bias is None else _multiplied(layer, multiplied_bias, bias, factors)
         layer.args = (input, weight, bias, *others)
-        node.replace_all_uses_with(way[-1])
         stopped = is_detached(layer) and not is_detached(node)
         for passed in way:  # none of them has the values any more that it had before
             absorb(passed, node)
             if stopped:
                 detach_arguments(passed, *([0] if passed is layer else []))
-        gm.graph.erase_node(node)
-        context.say(f"%{node.name} folded into %{layer.name}")
-        changes += 1
-    return changes
+        return way[-1]
+
+    return Fusion(match, lambda layer, node: _why_not(ways[node][0]), merge, "folded").run(gm, context)
 
 
 def _parts(gm: fx.GraphModule, node: fx.Node) -> tuple[list[fx.Node], fx.Node | None]:

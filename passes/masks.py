@@ -31,6 +31,7 @@ from fxquant.ops.shape import identity, permute
 from fxquant.ops.softmax import softmax
 from fxquant.pipeline import Context
 from fxquant.quantization.rules import decide
+from fxquant.rewriting import eliminate_dead
 
 
 def recognise(gm: fx.GraphModule, context: Context) -> int:
@@ -84,8 +85,7 @@ class Search:
         else:
             self._moved(clean, keep)
         self.build.discard()
-        for each in [scores, *self.seen, *self.moves]:
-            _erase(each)
+        eliminate_dead([scores, *self.seen, *self.moves], lambda each: each.op != "get_attr")
         return names
 
     def _empty(self) -> tuple[str, fx.Node | None]:
@@ -265,13 +265,3 @@ class Search:
             if key in node.meta:
                 made.meta[key] = node.meta[key]
         return made
-
-
-def _erase(node: fx.Node) -> None:
-    """A node that nothing reads any more, and what led to it alone, are gone."""
-    if node._erased or node.users or node.op in ("placeholder", "output", "get_attr"):
-        return
-    before = node.all_input_nodes
-    node.graph.erase_node(node)
-    for each in before:
-        _erase(each)

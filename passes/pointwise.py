@@ -24,6 +24,7 @@ from fxquant.ops.curve import INPUT, Steps, curve, is_pointwise, written
 from fxquant.ops.unary import steep
 from fxquant.pipeline import Context
 from fxquant.quantization.rules import apart, decide
+from fxquant.rewriting import eliminate_dead
 
 MOST = 64  # parts of a function
 
@@ -45,8 +46,7 @@ def join(gm: fx.GraphModule, context: Context) -> int:
             absorb(node, each)
         before = node.all_input_nodes
         node.target, node.args = curve, (source, steps)
-        for each in before:
-            _erase(each)
+        eliminate_dead(before, lambda each: each.op != "get_attr")
         changes += 1
     return changes
 
@@ -115,13 +115,3 @@ def _steps(gm: fx.GraphModule, node: Any, source: fx.Node) -> Steps:
     record = operator_of(node)
     assert record is not None
     return (record.name, *(_steps(gm, argument, source) for argument in node.args))
-
-
-def _erase(node: fx.Node) -> None:
-    """A node that nothing reads any more, and what led to it alone, are gone."""
-    if node._erased or node.users or node.op in ("placeholder", "output", "get_attr"):
-        return
-    before = node.all_input_nodes
-    node.graph.erase_node(node)
-    for each in before:
-        _erase(each)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 BASE = {"arguments", "clamping", "errors", "files", "numerics", "rescaling", "observers", "rounding", "spec", "mapping"}
 NOUNS = BASE | {
     "arithmetic", "batch_norm", "breaches", "copied", "copying", "factors", "facts", "graph", "learning", "lowering", "measures", "model",
-    "ops", "owners", "pipeline", "prepared", "primitives", "proof", "quantizer", "remedies", "rules", "stage", "state",
+    "ops", "owners", "pipeline", "prepared", "primitives", "proof", "quantizer", "remedies", "rewriting", "rules", "stage", "state",
     "stubs", "target", "text", "weights",
 }  # fmt: skip
 ALLOWED: dict[str, set[str]] = {
@@ -98,6 +98,7 @@ ALLOWED: dict[str, set[str]] = {
     "fxquant.analysis.text": {"arguments", "errors", "graph", "node", "facts", "numerics"},
     "fxquant.proof": {"arithmetic", "graph", "numerics", "primitives", "facts"},
     "fxquant.stage": {"errors", "graph", "numerics", "ops", "prepared", "primitives", "facts"},
+    "fxquant.rewriting": {"graph", "pipeline", "rules"},
     "fxquant.pipeline": BASE | {"progress", "stage", "target", "text"},
     "fxquant.quantization.batches": {"errors", "graph", "facts"},
     "fxquant.quantization.distributed": {"errors", "observers"},
