@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -146,7 +146,7 @@ def annotate(node: fx.Node, value: Annotation) -> None:
     node.meta["annotation"] = value
 
 
-HOST_SINCE = "it runs on the host, since "  # how the reason of what stays `on_host` begins, and a file says that it does
+HOST_SINCE = "it runs on the host, since "  # how the reason of what stays `on_host` begins
 
 
 def is_on_host(node: fx.Node) -> bool:
@@ -175,13 +175,20 @@ def refuse(node: fx.Node, because: str, *, python: bool = False) -> None:
     node.meta["refusal"], node.meta["python"] = because, python
 
 
-# The reasons of what is kept as Python, which is how a file says that it is.
 WRAPPED, LEAF = "it is kept as Python, behind fxq.wrap", "it is kept whole, as leaf= says"
 
 
 def is_python(node: fx.Node) -> bool:
     """Whether a node calls the user's Python as it stands."""
     return bool(node.meta.get("python"))
+
+
+def restore_flags(meta: dict[str, Any]) -> None:
+    """Set in the meta of a node, which was read from a file, what files say by the texts of reasons alone."""
+    if meta.get("refusal") in (WRAPPED, LEAF):
+        meta["python"] = True
+    if "annotation" in meta:
+        meta["annotation"] = replace(meta["annotation"], on_host=meta["annotation"].because.startswith(HOST_SINCE))
 
 
 def is_parameter(node: fx.Node) -> bool:

@@ -7,7 +7,6 @@ import keyword
 import logging
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from types import NoneType
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from fxquant import graph as node_facts
 from fxquant.carried import Carried
 from fxquant.errors import ExportError, FxQuantError
 from fxquant.facts import BATCH_SIZES, TensorFact
@@ -22,22 +22,7 @@ from fxquant.frontend import InputCheck, attach_input_check, is_traced
 from fxquant.frontend.branches import ReturnInTraining
 from fxquant.frontend.outputs import ReturnForm, is_form
 from fxquant.frontend.signature import CallSignature, attach_signature, is_signature
-from fxquant.graph import (
-    HOST_SINCE,
-    LEAF,
-    WRAPPED,
-    Annotation,
-    Constant,
-    Operation,
-    Part,
-    QParams,
-    Reference,
-    fact,
-    operation,
-    resolve,
-    spelling,
-    stage_of,
-)
+from fxquant.graph import Annotation, Constant, Operation, Part, QParams, Reference, fact, operation, resolve, spelling, stage_of
 from fxquant.hooks import are_calls, restore_hooks
 from fxquant.model import CALLS, CARRIED, Model, replace_graph
 from fxquant.ops import MODULES, Fixed, Own, Same
@@ -384,10 +369,7 @@ def _node_meta(content: dict[str, Any]) -> dict[str, Any]:
             raise Malformed(f"nothing about a node is called {name[:80]!r}")
         kinds = _META[name]
         meta[name] = decode(value) if kinds is None else expect(decode(value), *kinds)
-    if meta.get("refusal") in (WRAPPED, LEAF):
-        meta["python"] = True
-    if "annotation" in meta:
-        meta["annotation"] = replace(meta["annotation"], on_host=meta["annotation"].because.startswith(HOST_SINCE))
+    node_facts.restore_flags(meta)
     for entry in meta.get("qconfig", ()):
         if not (type(entry) is tuple and len(entry) == 2 and type(entry[0]) is str and isinstance(entry[1], QConfig | None)):
             raise Malformed("qconfig holds something else than paths with a QConfig each")
