@@ -19,7 +19,7 @@ from fxquant.copied import Step, steps_of
 from fxquant.facts import BatchDim, Size, TensorFact
 from fxquant.graph import fact, resolve
 from fxquant.ops import OPERATORS, arithmetic, attention, division, index, layer_norm, linear, shape, softmax, unary
-from fxquant.ops.form import WHOLE_OPSET, WholeCall
+from fxquant.ops.form import WHOLE_OPSET, Call
 from fxquant.primitives import PRIMITIVES
 
 OPSET = 18  # the first in which all of these operators are what they are now
@@ -259,7 +259,7 @@ def _recorded(node: fx.Node, input: fx.Node, **settings: Any) -> Plan:
     def write(e: Any, read: Read) -> str:
         arguments = {"input": read(input), **settings}
         assert record.onnx is not None
-        return record.onnx(WholeCall(e, record.name, arguments, {}, None, lambda value: value, node, [node], str))
+        return record.onnx(Call(e, record.name, arguments, {}, None, lambda value: value, node, [node], str, whole=True))
 
     return write
 

@@ -18,7 +18,7 @@ from fxquant.backends.onnx.emitter import Emitter
 from fxquant.facts import TensorFact
 from fxquant.graph import Operation, QParams, fact, operation, qparams, resolve
 from fxquant.ops import BY_NAME
-from fxquant.ops.form import WHOLE_OPSET, Call, WholeCall
+from fxquant.ops.form import WHOLE_OPSET, Call
 from fxquant.ops.unary import exact
 from fxquant.primitives.elementwise import lookup
 
@@ -83,8 +83,8 @@ def compute(e: Emitter, node: fx.Node, stored: str, zero: Callable[[fx.Node], st
     assert isinstance(known, Operation)
     real = e.node("DequantizeLinear", stored, e.constant(_scale(operand)), zero(operand))
     arguments = {name: real if name == "input" else value for name, value in known.arguments.items()}
-    written = WholeCall if e.opset >= WHOLE_OPSET else Call  # onnxruntime is quick at such operators
-    call = written(e, known.name, arguments, {}, None, lambda value: value, node, [node], _exported)
+    whole = e.opset >= WHOLE_OPSET  # onnxruntime is quick at such operators
+    call = Call(e, known.name, arguments, {}, None, lambda value: value, node, [node], _exported, whole)
     form = BY_NAME[known.name].onnx
     assert form is not None
     return e.node("QuantizeLinear", form(call), e.constant(_scale(node)), zero(node))

@@ -39,6 +39,7 @@ class Call:
     node        the node of the integer graph that is its result
     primitives  the nodes it was lowered to
     exported    writes its float function as PyTorch's exporter does
+    whole       whether an operator of opset 20 that not every compiler knows is written where there is one
     """
 
     e: Emitter
@@ -50,8 +51,8 @@ class Call:
     node: fx.Node
     primitives: list[fx.Node]
     exported: Callable[[], str]
+    whole: bool = False
 
-    whole: ClassVar[bool] = False  # whether an operator of opset 20 that not every compiler knows is written where there is one
     by_layers: ClassVar[bool] = False  # whether what is computed as a layer with one weight is written as one, and averages as means
 
     def as_convolution(self) -> bool:
@@ -179,12 +180,6 @@ class Call:
         if float(self.constants["bias"][0].abs().max()) < LARGEST_BIAS:
             return sum_of(self.e.constant(bias))
         return self.do("Add", sum_of(), self.e.constant(bias.reshape(-1, *[1] * trailing)))
-
-
-class WholeCall(Call):
-    """One operator to be written for runtimes that know all operators of opset 20."""
-
-    whole = True
 
 
 def channel_axis(integers: Tensor, scale: Tensor, axis: int, arrange: Callable[[Tensor], Tensor]) -> int:

@@ -50,34 +50,10 @@ from fxquant.primitives import (
 from fxquant.primitives.record import BY_NAME, POINTWISE, PRIMITIVES, Emitter, Primitive, Role, ZeroPoint, primitive, role_of
 
 __all__ = [
-    "BY_NAME",
-    "POINTWISE",
-    "PRIMITIVES",
-    "Emitter",
-    "Primitive",
-    "Role",
-    "ZeroPoint",
-    "accumulate",
-    "boundary",
-    "comparison",
-    "cubic",
-    "dynamic",
-    "elementwise",
-    "matrix",
-    "pool",
-    "position",
-    "primitive",
-    "product",
-    "requantize",
-    "resize",
-    "role_of",
-    "sampling",
-    "scatter",
-    "selection",
-    "shape",
-    "transposed",
-    "whole",
-]
+    "BY_NAME", "POINTWISE", "PRIMITIVES", "Emitter", "Primitive", "Role", "ZeroPoint", "accumulate", "boundary", "comparison",
+    "cubic", "dynamic", "elementwise", "matrix", "pool", "position", "primitive", "product", "requantize", "resize", "role_of",
+    "sampling", "scatter", "selection", "shape", "transposed", "whole",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Callable[..., Tensor]:

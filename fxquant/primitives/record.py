@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum
 from functools import cached_property, partial
 from threading import Lock
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -51,28 +51,17 @@ class Emitter(Protocol):
 class Role(Enum):
     """What a primitive is for what fuses, writes or runs several of them at once."""
 
-    CONVOLUTION = auto()
-    """Sums of products over windows, with a bias: (input, weight, bias, stride, padding, dilation, groups, …)."""
-    LINEAR = auto()
-    """Sums of products over the last dimension, with a bias: (input, weight, bias, …)."""
-    MATRIX_PRODUCT = auto()
-    """Sums of products of two activations: (input, other, …)."""
-    CHANNEL_SCALING = auto()
-    """A factor and a bias for each channel: (input, weight, bias, trailing)."""
-    RESIDUAL = auto()
-    """An accumulator and an activation times a factor: (accumulator, residual, multiplier, …)."""
-    ALIGNMENT = auto()
-    """Element by element, an operand brought to a common scale."""
-    ADDITION = auto()
-    """Element by element, a sum with signs: f(2x, 2y) = 2 f(x, y)."""
-    MULTIPLICATION = auto()
-    """Element by element, a product of two activations."""
-    REQUANTIZATION = auto()
-    """Element by element, an accumulator rounded into a grid: (accumulator, constants, …)."""
-    POINTWISE = auto()
-    """Element by element, any other function of one tensor or two, by numbers that are the same everywhere."""
-    MOVEMENT = auto()
-    """Returns elements of activations, in whatever place, and no others; its ONNX form takes floats as well."""
+    CONVOLUTION = "Sums of products over windows, with a bias: (input, weight, bias, stride, padding, dilation, groups, …)."
+    LINEAR = "Sums of products over the last dimension, with a bias: (input, weight, bias, …)."
+    MATRIX_PRODUCT = "Sums of products of two activations: (input, other, …)."
+    CHANNEL_SCALING = "A factor and a bias for each channel: (input, weight, bias, trailing)."
+    RESIDUAL = "An accumulator and an activation times a factor: (accumulator, residual, multiplier, …)."
+    ALIGNMENT = "Element by element, an operand brought to a common scale."
+    ADDITION = "Element by element, a sum with signs: f(2x, 2y) = 2 f(x, y)."
+    MULTIPLICATION = "Element by element, a product of two activations."
+    REQUANTIZATION = "Element by element, an accumulator rounded into a grid: (accumulator, constants, …)."
+    POINTWISE = "Element by element, any other function of one tensor or two, by numbers that are the same everywhere."
+    MOVEMENT = "Returns elements of activations, in whatever place, and no others; its ONNX form takes floats as well."
 
 
 POINTWISE = frozenset({Role.ALIGNMENT, Role.ADDITION, Role.MULTIPLICATION, Role.REQUANTIZATION, Role.POINTWISE})
@@ -81,12 +70,9 @@ POINTWISE = frozenset({Role.ALIGNMENT, Role.ADDITION, Role.MULTIPLICATION, Role.
 class ZeroPoint(Enum):
     """What a primitive f makes of integers as they are stored, q + z, in place of centred ones, q."""
 
-    CENTRED = auto()
-    """It reads centred integers alone."""
-    EQUIVARIANT = auto()
-    """f(q + z) = f(q) + z."""
-    INVARIANT = auto()
-    """f(q + z) = f(q)."""
+    CENTRED = "It reads centred integers alone."
+    EQUIVARIANT = "f(q + z) = f(q) + z."
+    INVARIANT = "f(q + z) = f(q)."
 
 
 @dataclass(frozen=True)

@@ -155,19 +155,14 @@ def suspicious_settings(prepared: fx.GraphModule) -> Rows[Setting]:
         node = nodes[layer.name]
         found += _of_layer(prepared, node, layer.name)
         read = [ends[each.name] for each in node.all_input_nodes if each.name in ends]
-        if _joins(layer.operator) and not layer.inner and read and max(read) > COMMON_RANGES * min(read):
+        joins = (operator := BY_NAME.get(layer.operator)) is not None and (operator.adds or operator.function is cat)
+        if joins and not layer.inner and read and max(read) > COMMON_RANGES * min(read):
             because = f"it joins ranges that are {max(read) / min(read):.0f} times apart: of the smaller values hardly a bit is left"
             found.append(
                 Setting(layer.name, "ranges", because, "fxq.equalize, or int16 for this layer and the operand of the larger range")
             )
     found += [Setting("", "qconfig", sentence, "change the rule, or leave it out") for sentence in prepared.meta.get("not_done", ())]
     return Rows("suspicious settings", tuple(found))
-
-
-def _joins(name: str | None) -> bool:
-    """Whether an operator brings the ranges of its operands onto one grid."""
-    operator = BY_NAME.get(name or "")
-    return operator is not None and (operator.adds or operator.function is cat)
 
 
 def _of_layer(prepared: fx.GraphModule, node: fx.Node, name: str) -> list[Setting]:
