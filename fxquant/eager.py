@@ -15,14 +15,13 @@ from fxquant.arithmetic import LAYER, VALUE, Arithmetic, FixedArithmetic, RealAr
 from fxquant.clamping import clamped
 from fxquant.lowering import Clamp, Lift, Lowering, Quantized, ResidualFactor, limited
 from fxquant.numerics import FLOAT32_EXACT, INT32, INT32_MAX, Grid, ends_of
-from fxquant.primitives import PRIMITIVES, shape
+from fxquant.primitives import PRIMITIVES
 from fxquant.quantization.learning import learned_step
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.rounding import straight_through
 from fxquant.quantization.weights import WeightQuantizer
 from fxquant.rescaling import Ratio
 
-VIEWS = (shape.reshape, shape.permute)
 FUSED = (RealArithmetic, FixedArithmetic)  # whose requantization `sweeps` has; another class may compose other primitives
 
 
@@ -88,7 +87,7 @@ class EagerLowering(Lowering):
             value = straight_through(record.surrogate(*arguments), exact)
         if record.kind == "quantized":
             self.whole = value
-        if primitive in VIEWS and id(arguments[0]) in self.known:
+        if record.view and id(arguments[0]) in self.known:
             real, grid = self.known[id(arguments[0])][1:]
             self.known[id(value)] = value, primitive(real, *arguments[1:]), grid
         return value

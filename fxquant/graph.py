@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -125,12 +125,14 @@ class Annotation:
     because  the reason, for `explain`
     config   the QConfig that applies to it
     group    the id of the group of tensors that share its scale, once scales are shared
+    on_host  whether it stays in float since it would break a limit of the target
     """
 
     dtype: str | None
     because: str
     config: Any = None
     group: int | None = None
+    on_host: bool = False
 
 
 def annotation(node: fx.Node) -> Annotation | None:
@@ -144,13 +146,13 @@ def annotate(node: fx.Node, value: Annotation) -> None:
     node.meta["annotation"] = value
 
 
-HOST_SINCE = "it runs on the host, since "  # begins the reason of what would break a limit of the target
+HOST_SINCE = "it runs on the host, since "  # how the reason of what stays `on_host` begins
 
 
 def is_on_host(node: fx.Node) -> bool:
     """Whether the node stays in float since it would break a limit of the target."""
     spec = annotation(node)
-    return spec is not None and spec.dtype is None and spec.because.startswith(HOST_SINCE)
+    return spec is not None and spec.on_host
 
 
 def observed(node: fx.Node) -> tuple[float, float] | None:
@@ -168,9 +170,9 @@ def refusal(node: fx.Node) -> str | None:
     return node.meta.get("refusal")
 
 
-def refuse(node: fx.Node, because: str) -> None:
-    """Write why the node could not be brought to canonical form."""
-    node.meta["refusal"] = because
+def refuse(node: fx.Node, because: str, *, python: bool = False) -> None:
+    """Write why the node could not be brought to canonical form; `python`: it calls the user's Python as it stands."""
+    node.meta["refusal"], node.meta["python"] = because, python
 
 
 WRAPPED, LEAF = "it is kept as Python, behind fxq.wrap", "it is kept whole, as leaf= says"
@@ -178,7 +180,15 @@ WRAPPED, LEAF = "it is kept as Python, behind fxq.wrap", "it is kept whole, as l
 
 def is_python(node: fx.Node) -> bool:
     """Whether a node calls the user's Python as it stands."""
-    return refusal(node) in (WRAPPED, LEAF)
+    return bool(node.meta.get("python"))
+
+
+def restore_flags(meta: dict[str, Any]) -> None:
+    """Set in the meta of a node, which was read from a file, what files say by the texts of reasons alone."""
+    if meta.get("refusal") in (WRAPPED, LEAF):
+        meta["python"] = True
+    if "annotation" in meta:
+        meta["annotation"] = replace(meta["annotation"], on_host=meta["annotation"].because.startswith(HOST_SINCE))
 
 
 def is_parameter(node: fx.Node) -> bool:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from fxquant import marks, sweeps
-from fxquant.primitives import elementwise, product
+from fxquant.offers import Offers
+from fxquant.primitives import PRIMITIVES, Role, elementwise, role_of
 from fxquant.tensor_passes import Rounded
 
 # ---- what is kept -----------------------------------------------------------------------------------------------------
@@ -34,15 +35,12 @@ class Deferred:
     slope: float | None = None
 
 
-_TERMS = (elementwise.align_fixed, elementwise.align_real)
-_SUMS = (elementwise.add, elementwise.subtract, elementwise.add_constant, elementwise.negate)
-_CHANNELS = (product.scale_channels, product.scale_channels_wide)
-_MADE = frozenset((*_TERMS, *_SUMS, *_CHANNELS, elementwise.multiply))
+_MADE = frozenset({Role.ALIGNMENT, Role.ADDITION, Role.CHANNEL_SCALING, Role.MULTIPLICATION})
 
 
 def defers(primitive: Callable[..., Tensor], arguments: Sequence[Any]) -> bool:
     """Whether a call may be kept: it is of such a primitive, on a tensor that passes are offered for."""
-    if primitive not in _MADE:
+    if role_of(primitive) not in _MADE:
         return False
     return any(isinstance(a, Deferred) or (isinstance(a, Tensor) and a.numel() >= SMALLEST and offered(a) is not None) for a in arguments)
 
@@ -115,13 +113,13 @@ def _form(value: Tensor | Deferred) -> Join | None:
     if primitive is elementwise.multiply:
         a, b, wide = arguments
         return Join(a, b, None, product=True, wide=wide) if isinstance(a, Tensor) and isinstance(b, Tensor) else None
-    if primitive in _CHANNELS:
+    if role_of(primitive) is Role.CHANNEL_SCALING:
         a, weight, bias, trailing = arguments
         fits = isinstance(a, Tensor) and a.dim() > 0 and trailing == 0 and weight.numel() == a.shape[-1]
         if not fits:
             return None
         c = torch.zeros(a.shape[-1], dtype=torch.float64, device=a.device) if bias is None else bias.double()
-        return Join(a, weight, c, product=True, wide=primitive is product.scale_channels_wide, each=True)
+        return Join(a, weight, c, product=True, wide=PRIMITIVES[primitive].wide, each=True)
     return _sum(value)
 
 
@@ -154,7 +152,7 @@ def _gather(value: Any, sign: float, terms: list[_Term], constants: list[Tensor]
     if not isinstance(value, Deferred):
         return False
     primitive, arguments = value.primitive, value.arguments
-    if primitive in _TERMS:
+    if role_of(primitive) is Role.ALIGNMENT:
         fixed = primitive is elementwise.align_fixed
         operand, wide = arguments[0], bool(arguments[-1]) if isinstance(arguments[-1], bool) else False
         if not isinstance(operand, Tensor) or arguments[1].numel() != 1:
@@ -272,17 +270,12 @@ class Joining(Protocol):
 
 
 SMALLEST = 2**8  # elements of a tensor
-_OFFERED: list[Joining] = []
-
-
-def offer(joining: Joining) -> None:
-    """Have these tried."""
-    _OFFERED.append(joining)
+OFFERS = Offers[Joining]()
 
 
 def offered(value: Tensor) -> Joining | None:
     """The passes for a tensor, where there are any."""
-    return next((joining for joining in _OFFERED if joining.takes(value)), None) if sweeps.admitted(value) else None
+    return OFFERS.first(value) if sweeps.admitted(value) else None
 
 
 def passes_for(value: Tensor) -> Joining:

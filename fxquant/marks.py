@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fxquant.offers import Offers
+
 FEW = 32  # times fewer places than elements, of 4 bytes each
 
 
@@ -23,12 +25,7 @@ class Marks(Protocol):
         """See `opened`."""
 
 
-_OFFERED: list[Marks] = []
-
-
-def offer(marks: Marks) -> None:
-    """Have these tried before those in PyTorch."""
-    _OFFERED.append(marks)
+OFFERS = Offers[Marks]()
 
 
 def kept(inside: Tensor, without: int) -> Tensor | None:
@@ -38,7 +35,7 @@ def kept(inside: Tensor, without: int) -> Tensor | None:
     if without * FEW > inside.numel() or inside.numel() >= 2**31:
         return inside
     flat = inside.as_strided((inside.numel(),), (1,))
-    offered = next((marks for marks in _OFFERED if marks.takes(flat)), None)
+    offered = OFFERS.first(flat)
     return torch.nonzero(flat == 0).flatten().int() if offered is None else offered.places(flat, without)
 
 
@@ -46,7 +43,7 @@ def opened(kept: Tensor | None, like: Tensor) -> Tensor | None:
     """The marks that were kept, as bytes that lie as another tensor does."""
     if kept is None or kept.dtype != torch.int32:
         return kept
-    offered = next((marks for marks in _OFFERED if marks.takes(kept)), None)
+    offered = OFFERS.first(kept)
     if offered is None:
         flat = torch.ones(like.numel(), dtype=torch.uint8, device=kept.device)
         flat[kept.long()] = 0

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from fxquant import joining, sweeps
-from fxquant.primitives.accumulate import linear
-from fxquant.primitives.product import matrix_product
+from fxquant.primitives import PRIMITIVES, Role
 
-PRODUCTS = (linear, matrix_product)  # of convolutions a step would cost 3 to 7 % more, and they are within float's memory anyway
+PRODUCTS = (Role.LINEAR, Role.MATRIX_PRODUCT)  # of convolutions a step would cost 3 to 7 % more, and they are within float's memory anyway
 SMALLEST = 2**12  # elements of a tensor
 _DTYPES = (torch.int8, torch.uint8, torch.int16)
 
 
 def kept_narrow(primitive: Any, arguments: tuple[Any, ...]) -> Any:
     """A context in which a primitive may be called: what it keeps of its operands is kept narrow, should it be one of `PRODUCTS`."""
-    narrow = primitive in PRODUCTS and torch.is_grad_enabled() and sweeps.admitted(*arguments[:2])
+    record = PRIMITIVES[primitive]
+    narrow = record.role in PRODUCTS and not record.wide and torch.is_grad_enabled() and sweeps.admitted(*arguments[:2])
     return torch.autograd.graph.saved_tensors_hooks(_narrow, _wide) if narrow else contextlib.nullcontext()
 
 

@@ -18,7 +18,7 @@ from fxquant.arithmetic import Arithmetic
 from fxquant.facts import BATCH_SIZES, BatchDim, TensorFact
 from fxquant.graph import QParams, fact, noted, origin, qparams, resolve, zero_point
 from fxquant.numerics import ACTIVATION_TYPES, INT32_MAX, INT48_MAX, PLAIN_TYPES, bits_of
-from fxquant.primitives import PRIMITIVES, boundary, elementwise, requantize
+from fxquant.primitives import PRIMITIVES, Role, boundary, elementwise, role_of
 from fxquant.primitives.bounds import Unproved, Value, as_double, constant_of, need, refuse
 
 
@@ -49,7 +49,7 @@ class Shapes:
 
 def _requantized(node: fx.Node) -> TensorFact | None:
     """The result of a requantization whose parameters broadcast to its operand: most do, and PyTorch takes long to say so."""
-    if node.target not in (requantize.requantize_fixed, requantize.requantize_real, boundary.quantize) or node.kwargs:
+    if (role_of(node.target) is not Role.REQUANTIZATION and node.target is not boundary.quantize) or node.kwargs:
         return None
     operand, *parameters = (fact(argument) for argument in node.args if isinstance(argument, fx.Node))
     dtype = next((argument for argument in node.args if isinstance(argument, torch.dtype)), None)
@@ -195,13 +195,12 @@ def _check_range(value: Value, kind: str, described: QParams | None) -> None:
 
 def _check_zero_points(node: fx.Node, described: QParams | None) -> None:
     """What is added to a result, or taken from an operand, is the zero point that the quantized tensor is said to have."""
-    arguments = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments  # type: ignore[arg-type]
-    if node.target in (boundary.quantize, requantize.requantize_real) and described is not None:
-        said, used = described.zero_point, arguments.get("zero_point", 0)
-    elif node.target in (elementwise.centre, boundary.dequantize):
-        said, used = zero_point(node.args[0]), arguments.get("zero_point", 0)  # type: ignore[arg-type]
-    else:
+    record = PRIMITIVES[node.target]  # type: ignore[index]
+    rounds = record.kind == "quantized"
+    if "zero_point" not in record.signature.parameters or (rounds and described is None):
         return
+    used = record.signature.bind(*node.args, **node.kwargs).arguments.get("zero_point", 0)
+    said = described.zero_point if rounds and described is not None else zero_point(node.args[0])  # type: ignore[arg-type]
     need(said == used, f"its zero point is {used!r}, and said to be {said}")
 
 

@@ -14,7 +14,10 @@ from fxquant.facts import TensorFact
 from fxquant.graph import annotation, fact, is_parameter, kernel, reads_shape_only, resolve
 from fxquant.numerics import PLAIN_TYPES, is_scale
 from fxquant.ops import on_grid_of, operator_of
+from fxquant.ops.boundary import DEQUANTIZE, QUANTIZE
+from fxquant.ops.weighted import FUSED
 from fxquant.primitives import PRIMITIVES
+from fxquant.primitives.boundary import quantize
 from fxquant.quantization.prepared import QuantizedOperator
 
 
@@ -47,7 +50,7 @@ def canonical_spelling(gm: fx.GraphModule) -> Iterator[Violation]:
         operator = operator_of(node)
         if operator is not None:
             try:
-                operator.bind(node.args, {k: v for k, v in node.kwargs.items() if k not in ("batch_norm", "residual", "clamp")})
+                operator.bind(node.args, {k: v for k, v in node.kwargs.items() if k not in FUSED})
             except TypeError as error:
                 yield Violation(node, f"its arguments are not canonical: {error}")
 
@@ -71,14 +74,14 @@ def bounded(gm: fx.GraphModule) -> Iterator[Violation]:
     for node in gm.graph.nodes:
         operator = operator_of(node)
         integer = is_integer(node)
-        if reads_shape_only(node) or (operator is not None and integer and operator.name == "quantize"):
+        if reads_shape_only(node) or (integer and operator is QUANTIZE):
             continue
         for operand in node.all_input_nodes:
             if is_parameter(operand) or not isinstance(fact(operand), TensorFact):
                 continue
             if integer and not is_integer(operand) and fact(operand).dtype.is_floating_point:
                 yield Violation(node, f"it is integer but reads the float %{operand.name}")
-            if not integer and is_quantized(operand) and not (operator is not None and operator.name == "dequantize"):
+            if not integer and is_quantized(operand) and operator is not DEQUANTIZE:
                 yield Violation(node, f"it is float but reads the integer %{operand.name}")
 
 
@@ -147,7 +150,7 @@ def only_primitives(gm: fx.GraphModule) -> Iterator[Violation]:
         for operand in node.all_input_nodes:
             value = fact(operand)
             if (
-                record.name != "quantize"
+                record.function is not quantize
                 and record.kind != "dynamic"
                 and operand.op != "get_attr"
                 and isinstance(value, TensorFact)

@@ -22,6 +22,7 @@ from torch import Tensor
 from fxquant import marks
 from fxquant.addresses import start
 from fxquant.numerics import power_of_two
+from fxquant.offers import Offers
 from fxquant.primitives.requantize import HALF_STEPS, half_step, requantize_fixed, requantize_real
 from fxquant.tensor_passes import Form as Form
 from fxquant.tensor_passes import Passes as Passes
@@ -62,20 +63,12 @@ def plain(*tensors: Tensor | None, dtypes: tuple[torch.dtype, ...] = (torch.floa
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 _TENSORS = Passes()
-_OFFERED: list[Any] = []
-
-
-def offer(passes: Any) -> None:
-    """Have these passes tried before those in PyTorch: `passes.takes(*tensors)` says whether they are for some tensors."""
-    _OFFERED.append(passes)
+OFFERS = Offers[Any]()  # tried before those in PyTorch
 
 
 def _passes(*tensors: Tensor | None) -> Passes:
     if _SWITCH.on and not torch.is_grad_enabled():  # a backward that is to be differentiated is made of PyTorch's operators
-        for passes in _OFFERED:
-            if passes.takes(tensors):
-                found: Passes = passes
-                return found
+        return OFFERS.first(tensors) or _TENSORS
     return _TENSORS
 
 

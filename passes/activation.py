@@ -11,57 +11,55 @@ from typing import Any
 
 from torch import fx
 
-from fxquant.graph import absorb, set_unfused
+from fxquant.graph import absorb
 from fxquant.ops import operator_of
-from fxquant.ops.activation import both
-from fxquant.ops.dropout import SCALING
+from fxquant.ops.activation import both, clamp
+from fxquant.ops.dropout import SCALING, dropout
 from fxquant.pipeline import Context
-from fxquant.quantization.rules import apart
+from fxquant.rewriting import Fusion
 
 
 def fuse(gm: fx.GraphModule, context: Context) -> int:
     """No clamp is left behind an operator that can absorb it: a fused clamp needs no scale and no step of its own."""
-    changes = 0
-    for node in list(gm.graph.nodes):
-        operator = operator_of(node)
-        if operator is None or operator.name != "clamp" or operator.refuses(node, operator.arguments(node)) is not None:
-            continue
-        clamp: tuple[Any, Any] = (node.args[1], node.args[2])
-        operand = node.args[0]
-        assert isinstance(operand, fx.Node)
-        producer = _limited(operand, clamp)
-        reason = _why_not(producer) or apart(producer, node)
-        if reason is not None:
-            set_unfused(node, reason)
-            context.say(f"%{node.name} is not fused: {reason}")
-            continue
-        if operator_of(producer) is operator:
-            first: Any = producer.args[1:3]
-            producer.args = (producer.args[0], *both(first, clamp))
-        else:
-            before: Any = producer.kwargs.get("clamp")
-            producer.kwargs = {**producer.kwargs, "clamp": clamp if before is None else both(before, clamp)}
-        node.replace_all_uses_with(operand)
-        absorb(producer, node)
-        gm.graph.erase_node(node)
-        context.say(f"%{node.name} fused into %{producer.name}")
-        changes += 1
-    return changes
+    return Fusion(_match, _why_not, _merge).run(gm, context)
 
 
-def _limited(operand: fx.Node, clamp: tuple[Any, ...]) -> fx.Node:
+def _match(node: fx.Node) -> list[fx.Node] | None:
+    operator = operator_of(node)
+    if operator is None or operator.function is not clamp or operator.refuses(node, operator.arguments(node)) is not None:
+        return None
+    operand = node.args[0]
+    assert isinstance(operand, fx.Node)
+    return [_limited(operand, node.args[1:3])]
+
+
+def _merge(producer: fx.Node, node: fx.Node) -> fx.Node:
+    operand, low, high = node.args
+    bounds: tuple[Any, Any] = (low, high)
+    assert isinstance(operand, fx.Node)
+    if operator_of(producer) is operator_of(node):
+        first: Any = producer.args[1:3]
+        producer.args = (producer.args[0], *both(first, bounds))
+    else:
+        before: Any = producer.kwargs.get("clamp")
+        producer.kwargs = {**producer.kwargs, "clamp": bounds if before is None else both(before, bounds)}
+    absorb(producer, node)
+    return operand
+
+
+def _limited(operand: fx.Node, bounds: tuple[Any, ...]) -> fx.Node:
     """The operator whose result is limited: what dropout reads, where the limit is 0 alone, which its positive factor does not move."""
     operator = operator_of(operand)
-    if operator is None or operator.name != "dropout" or operator.arguments(operand)["kind"] not in SCALING or len(operand.users) > 1:
+    if operator is None or operator.function is not dropout or operator.arguments(operand)["kind"] not in SCALING or len(operand.users) > 1:
         return operand
     before = operand.args[0]
-    return before if clamp in ((0, None), (0, math.inf)) and isinstance(before, fx.Node) else operand
+    return before if bounds in ((0, None), (0, math.inf)) and isinstance(before, fx.Node) else operand
 
 
-def _why_not(producer: fx.Node) -> str | None:
+def _why_not(producer: fx.Node, node: fx.Node) -> str | None:
     operator = operator_of(producer)
-    if operator is None or ("clamp" not in operator.absorbs and operator.name != "clamp"):
+    if operator is None or ("clamp" not in operator.absorbs and operator.function is not clamp):
         return f"%{producer.name} ends in no requantization"
-    if operator.name == "clamp" and operator.refuses(producer, operator.arguments(producer)) is not None:
+    if operator.function is clamp and operator.refuses(producer, operator.arguments(producer)) is not None:
         return f"the limits of %{producer.name} are computed"
     return f"%{producer.name} has {len(producer.users)} users" if len(producer.users) > 1 else None

@@ -20,6 +20,7 @@ from fxquant.graph import HOST_SINCE, annotate, annotation, made_by, part
 from fxquant.ops import operand_nodes, operator_of, shares
 from fxquant.pipeline import Context
 from fxquant.remedies import REMEDIES, Rewriting
+from fxquant.rewriting import eliminate_dead
 from fxquant.stage import is_integer
 
 MOST_STEPS = 12  # remedies one behind another for one operator; each makes what is left smaller
@@ -38,9 +39,8 @@ def apply(gm: fx.GraphModule, context: Context) -> int:
         now = annotation(node)
         if spec is not None and now is not None and now.dtype not in (spec.dtype, None):
             narrowed.add(node)
-    for node in reversed(list(gm.graph.nodes) if changes else []):
-        if not node.users and operator_of(node) is not None:  # what a remedy reads past: the flatten in front of a layer
-            gm.graph.erase_node(node)
+    if changes:  # what a remedy reads past: the flatten in front of a layer
+        eliminate_dead(gm.graph.nodes, lambda node: operator_of(node) is not None)
     return changes
 
 
@@ -60,7 +60,7 @@ def _mend(gm: fx.GraphModule, node: fx.Node, limits: Limits, context: Context, s
         return 0  # an inner tensor of a composite of the model: the whole would have to be in float
     spec = annotation(node)
     assert spec is not None
-    annotate(node, replace(spec, dtype=None, because=f"{HOST_SINCE}{broken[0].sentence}"))
+    annotate(node, replace(spec, dtype=None, because=f"{HOST_SINCE}{broken[0].sentence}", on_host=True))
     context.say(f"%{node.name} stays in float: {broken[0].sentence}")
     return 1
 

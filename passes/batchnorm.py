@@ -15,62 +15,51 @@ from __future__ import annotations
 import torch
 from torch import fx, nn
 
-from fxquant.graph import (
-    absorb,
-    attach,
-    inherit,
-    is_parameter,
-    module_path,
-    parameter_value,
-    resolve,
-    set_batch_norm_path,
-    set_unfused,
-    shape_of,
-)
+from fxquant.graph import absorb, attach, inherit, is_parameter, module_path, parameter_value, resolve, set_batch_norm_path, shape_of
 from fxquant.model import free_name
 from fxquant.ops import operator_of
+from fxquant.ops.normalization import batch_norm
 from fxquant.pipeline import Context
-from fxquant.quantization.rules import apart
+from fxquant.rewriting import Fusion, eliminate_dead
 
 
 def fold(gm: fx.GraphModule, context: Context) -> int:
     """No batch norm is left behind a layer that can absorb it."""
-    changes = 0
     layers: list[fx.Node] = []
-    for node in list(gm.graph.nodes):
-        operator = operator_of(node)
-        if operator is None or operator.name != "batch_norm":
-            continue
-        layer, batch_norm = node.args
-        assert isinstance(layer, fx.Node)
-        reason = _why_not(layer) or apart(layer, node)
-        if reason is not None:
-            set_unfused(node, reason)
-            context.say(f"%{node.name} is not folded: {reason}")
-            continue
+
+    def merge(layer: fx.Node, node: fx.Node) -> fx.Node:
         # The layer moves down to the batch norm, whose statistics may be read from nodes in between.
         node.prepend(layer)
-        layer.kwargs = {**layer.kwargs, "batch_norm": batch_norm}
-        node.replace_all_uses_with(layer)
-        if not isinstance(batch_norm, fx.Node):  # a function's, whose tensors do not say where it was called
+        statistics = node.args[1]
+        layer.kwargs = {**layer.kwargs, "batch_norm": statistics}
+        if not isinstance(statistics, fx.Node):  # a function's, whose tensors do not say where it was called
             set_batch_norm_path(layer, module_path(node))
         absorb(layer, node)
-        gm.graph.erase_node(node)
-        context.say(f"%{node.name} folded into %{layer.name}")
         layers.append(layer)
-        changes += 1
+        return layer
+
+    changes = Fusion(_match, _why_not, merge, "folded").run(gm, context)
     if context.batch_norm == "folded":
         _evaluate(gm, layers)
     return changes
 
 
-def _why_not(layer: fx.Node) -> str | None:
+def _match(node: fx.Node) -> list[fx.Node] | None:
+    operator = operator_of(node)
+    if operator is None or operator.function is not batch_norm:
+        return None
+    assert isinstance(node.args[0], fx.Node)
+    return [node.args[0]]
+
+
+def _why_not(layer: fx.Node, node: fx.Node) -> str | None:
     operator = operator_of(layer)
     if operator is None or "batch_norm" not in operator.absorbs:
         return f"%{layer.name} is no layer with weights"
     if len(layer.users) > 1:
         return f"%{layer.name} has {len(layer.users)} users"
-    if operator.name == "linear" and len(shape_of(layer)) != 2:
+    assert operator.channels is not None
+    if operator.channels(operator.arguments(layer)) % len(shape_of(layer)) != 1:
         return f"the channels of %{layer.name} are its last dimension, and a batch norm's are dimension 1"
     reads = [operand for operand in layer.args[1:3] if isinstance(operand, fx.Node)]
     if not all(map(is_parameter, reads)):
@@ -140,13 +129,9 @@ def _paths(gm: fx.GraphModule, layer: fx.Node, weight: fx.Node, bias: fx.Node | 
 
 def _drop_unread(gm: fx.GraphModule) -> None:
     """Parameters and batch norms that nothing reads any more are no part of the model."""
-    gone = []
-    for node in reversed(list(gm.graph.nodes)):
-        if is_parameter(node) and not node.users:
-            gone.append(str(node.target) if node.op == "get_attr" else "")
-            gm.graph.erase_node(node)
+    gone = [str(node.target) for node in eliminate_dead(gm.graph.nodes, is_parameter) if node.op == "get_attr"]
     read = {str(node.target) for node in gm.graph.nodes if node.op in ("get_attr", "call_module")}
-    for path in filter(None, gone):
+    for path in gone:
         if not any(other == path or other.startswith(path + ".") for other in read):
             parent, _, name = path.rpartition(".")
             delattr(resolve(gm, parent) if parent else gm, name)

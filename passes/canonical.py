@@ -41,6 +41,7 @@ from fxquant.ops.sizes import settle
 from fxquant.ops.unary import SHIFTED, with_offset
 from fxquant.ops.unbatched import give_batch
 from fxquant.pipeline import Context
+from fxquant.rewriting import eliminate_dead
 from fxquant.stubs import dequant_stub, mark_stub, outside, quant_stub
 
 PURE = ("math", "_operator", "builtins")  # modules whose functions do nothing but return a number
@@ -100,7 +101,7 @@ def rewrite(gm: fx.GraphModule, context: Context) -> int:
             continue
         _pass_by(node, context)
         _shift(node, context)
-    _eliminate_unused(gm.graph)
+    eliminate_dead(gm.graph.nodes, _is_unused)
     return changes
 
 
@@ -280,21 +281,19 @@ def _shift(node: fx.Node, context: Context) -> None:
         context.say(f"%{addition.name} is part of the table %{node.name}")
 
 
-def _eliminate_unused(graph: fx.Graph) -> None:
-    """What only another spelling read: sizes of a reshape that knows its shape by now, the transpose of a matrix that became a weight."""
-    for node in reversed(list(graph.nodes)):
-        known = fact(node)
-        number = _is_real_number(node) if known is None else not isinstance(known, TensorFact)
-        if not node.users and (
-            operator_of(node) is not None
-            or (isinstance(known, TensorFact) and 0 in known.shape and node.op in ("call_method", "call_function"))
-            or is_cast(node)
-            or is_power(node)
-            or made_anew(node) is not None
-            or is_arange(node)
-            or (number and node.op in ("call_method", "call_function"))
-        ):
-            graph.erase_node(node)
+def _is_unused(node: fx.Node) -> bool:
+    """Whether only another spelling read it: sizes of a reshape that knows its shape by now, the transpose of what became a weight."""
+    known, called = fact(node), node.op in ("call_method", "call_function")
+    number = _is_real_number(node) if known is None else not isinstance(known, TensorFact)
+    return (
+        operator_of(node) is not None
+        or (isinstance(known, TensorFact) and 0 in known.shape and called)
+        or is_cast(node)
+        or is_power(node)
+        or made_anew(node) is not None
+        or is_arange(node)
+        or (number and called)
+    )
 
 
 def _is_real_number(node: fx.Node) -> bool:

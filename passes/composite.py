@@ -22,6 +22,7 @@ from fxquant.ops.floating import needed_in_float, reads_no_activation
 from fxquant.ops.shape import MANY_SIZES, ManySizes
 from fxquant.pipeline import Context
 from fxquant.quantization.rules import decide
+from fxquant.rewriting import eliminate_dead
 
 
 def expand(gm: fx.GraphModule, context: Context) -> int:
@@ -51,7 +52,7 @@ def expand(gm: fx.GraphModule, context: Context) -> int:
                 read = node.all_input_nodes
                 _replace(node, result)
                 build.discard(*([result] if isinstance(result, fx.Node) else []))
-                _eliminate_unused(read)
+                eliminate_dead(read, lambda each: not each.is_impure())
                 context.say(f"%{node.name} is expanded into {len(build.parts)} parts")
                 changes += 1
                 continue
@@ -150,18 +151,6 @@ def _pass_on(node: fx.Node, result: fx.Node) -> None:
         source = operands[0]
     if wanted is not None and source is not result and stated_demand(source) is None:
         state_demand(source, wanted)
-
-
-def _eliminate_unused(nodes: list[fx.Node]) -> None:
-    """What nobody reads any more is gone, with what led to it alone: parts of a nest that nobody picks, zeros that were a first state."""
-    erased: set[fx.Node] = set()
-    while nodes:
-        node = nodes.pop()
-        if node in erased or node.users or node.is_impure():  # as the ends of the graph are
-            continue
-        nodes += node.all_input_nodes
-        node.graph.erase_node(node)
-        erased.add(node)
 
 
 def _flat(result: Any) -> list[fx.Node]:

@@ -34,6 +34,7 @@ from fxquant.graph import (
     set_fact,
 )
 from fxquant.ops import operator_of
+from fxquant.ops.activation import clamp
 from fxquant.ops.shape import identity
 from fxquant.pipeline import Context
 from fxquant.quantization.prepared import QuantizedOperator
@@ -175,7 +176,8 @@ def move(gm: fx.GraphModule, context: Context) -> int:
         while isinstance(operand, fx.Node) and len(operand.users) == 1 and len(node.users) == 1:
             reader = next(iter(node.users))
             record, source = operator_of(reader), operator_of(operand)
-            if record is None or record.name != "clamp" or source is None or not source.absorbs & {"clamp"} or not _is_constant(reader):
+            limits = record is not None and record.function is clamp and _is_constant(reader)
+            if not limits or source is None or not source.absorbs & {"clamp"}:
                 break
             reader.replace_input_with(node, operand)
             reader.replace_all_uses_with(node)

@@ -8,7 +8,7 @@ The calls are those the prepared operator makes itself in state VALIDATE; here t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,58 +50,13 @@ from fxquant.numerics import WEIGHT_INT8, Grid
 from fxquant.ops import map_operands, operator_of
 from fxquant.ops.boundary import DEQUANTIZE
 from fxquant.pipeline import Context
-from fxquant.primitives import (
-    PRIMITIVES,
-    boundary,
-    comparison,
-    elementwise,
-    pool,
-    position,
-    product,
-    resize,
-    sampling,
-    scatter,
-    selection,
-    shape,
-)
+from fxquant.primitives import PRIMITIVES, ZeroPoint, elementwise
 from fxquant.proof import Shapes
 from fxquant.quantization.prepared import QuantizedOperator
 from fxquant.quantization.quantizer import Quantizer
 from fxquant.quantization.weights import WeightQuantizer
+from fxquant.rewriting import eliminate_dead
 
-# Of integers that are z larger each of these gives results that are z larger, if its own numbers are moved along: they need no
-# centred integers, and leave them on the operand's grid.
-ON_THE_OPERANDS_GRID: Mapping[Any, Callable[[tuple[Any, ...], int], tuple[Any, ...]]] = {
-    **dict.fromkeys(
-        (
-            *(
-                shape.reshape,
-                shape.permute,
-                shape.concatenate,
-                shape.crop,
-                shape.select,
-                shape.rows,
-                shape.expand,
-                shape.tile,
-                pool.max_pool,
-            ),
-            *(product.maximum, product.minimum, resize.resize_linear, comparison.choose),
-            *(selection.take_along, selection.pick, selection.put_along, selection.least, scatter.extremum_along),
-        ),
-        lambda arguments, zero: arguments,
-    ),
-    shape.pad: lambda arguments, zero: (*arguments[:3], arguments[3] + zero),
-    position.unpool: lambda arguments, zero: (*arguments[:3], arguments[3] + zero),
-    sampling.sample: lambda arguments, zero: (*arguments[:7], arguments[7] + zero, *arguments[8:]),
-    elementwise.clamp: lambda arguments, zero: (arguments[0], arguments[1] + zero, arguments[2] + zero),
-}
-# These know of a zero point themselves, or find the same whatever it is.
-WITH_A_ZERO_POINT: Mapping[Any, Callable[[tuple[Any, ...], int], tuple[Any, ...]]] = {
-    **dict.fromkeys((selection.arg_extremum, selection.ranking), lambda arguments, zero: arguments),
-    elementwise.lookup: lambda arguments, zero: (*arguments[:2], arguments[2] + zero),
-    boundary.dequantize: lambda arguments, zero: (*arguments[:2], *(arguments[2:] or (torch.float32,)), zero),
-}
-TAKING_STORED = {**ON_THE_OPERANDS_GRID, **WITH_A_ZERO_POINT}
 CONTAINER = "integer"  # where the constants stand in the integer model
 
 
@@ -144,8 +99,8 @@ class GraphLowering(Lowering):
         nodes: list[fx.Node] = []
         fx.map_arg(arguments, nodes.append)
         zero = next((found for node in nodes if (found := zero_point(node))), 0)
-        if zero and primitive in TAKING_STORED:
-            arguments = TAKING_STORED[primitive](arguments, zero)
+        if zero and PRIMITIVES[primitive].zero_point is not ZeroPoint.CENTRED:
+            arguments = PRIMITIVES[primitive].stored_arguments(arguments, zero)
         elif zero:
             arguments = fx.map_arg(arguments, self._centre)
         return self._call(primitive, *arguments)
@@ -255,7 +210,8 @@ def _inherit_grid(node: fx.Node) -> None:
     """A primitive that only moves or limits integers leaves them on the grid they are on."""
     operand = node.args[0][0] if isinstance(node.args[0], list | tuple) else node.args[0]
     known = qparams(operand) if isinstance(operand, fx.Node) else None
-    if qparams(node) is None and known is not None and known.axis is None and node.target in ON_THE_OPERANDS_GRID:
+    stays = PRIMITIVES[node.target].zero_point is ZeroPoint.EQUIVARIANT  # type: ignore[index]
+    if stays and qparams(node) is None and known is not None and known.axis is None:
         set_qparams(node, known)
 
 
@@ -317,7 +273,8 @@ def lower(gm: fx.GraphModule, context: Context) -> int:
                 results[node] = made
             environment[node] = made.value if isinstance(made, Quantized) else made
             changes += 1
-    _eliminate_unused(graph)
+    # Parameters of the float model that were turned into constants are no longer read.
+    eliminate_dead(graph.nodes, lambda node: is_parameter(node) or (node.op == "call_function" and node.target in PRIMITIVES))
     replace_graph(gm, graph)
     _drop_unused(gm, container)
     return changes
@@ -385,13 +342,6 @@ def _referring(arguments: dict[str, Any], environment: dict[fx.Node, fx.Node]) -
         if not any(map(is_parameter, nodes)) or (isinstance(value, list) and not all(map(is_parameter, nodes))):
             plain[name] = fx.node.map_aggregate(value, refer) if nodes else value
     return plain
-
-
-def _eliminate_unused(graph: fx.Graph) -> None:
-    """Parameters of the float model that were turned into constants are no longer read."""
-    for node in reversed(list(graph.nodes)):
-        if not node.users and (is_parameter(node) or (node.op == "call_function" and node.target in PRIMITIVES)):
-            graph.erase_node(node)
 
 
 def _drop_unused(gm: fx.GraphModule, container: str) -> None:

@@ -27,32 +27,31 @@ from fxquant.graph import (
     parameter_value,
     part,
     set_fact,
-    set_unfused,
     shape_of,
     stated_demand,
     ties,
 )
-from fxquant.ops import operator_of
+from fxquant.ops import Trait, operator_of
+from fxquant.ops.arithmetic import mul
 from fxquant.ops.parameters import multiplied_bias, multiplied_weight
+from fxquant.ops.shape import permute
 from fxquant.pipeline import Context
-from fxquant.quantization.rules import apart
-
-LAYERS = ("linear", "conv1d", "conv2d", "conv3d")  # the output channels of their weights are dimension 0
+from fxquant.rewriting import Fusion
 
 
 def fold(gm: fx.GraphModule, context: Context) -> int:
     """No factor for each channel is left behind a layer whose weight can have it."""
-    changes = 0
-    for node in list(gm.graph.nodes):
+    ways: dict[fx.Node, tuple[list[fx.Node], fx.Node]] = {}  # by the product
+
+    def match(node: fx.Node) -> list[fx.Node] | None:
         way, factors = _parts(gm, node)
         if factors is None:
-            continue
-        layer = way[0]
-        reason = _why_not(way) or apart(layer, node)
-        if reason is not None:
-            set_unfused(node, reason)
-            context.say(f"%{node.name} is not folded: {reason}")
-            continue
+            return None
+        ways[node] = way, factors
+        return way[:1]
+
+    def merge(layer: fx.Node, node: fx.Node) -> fx.Node:
+        way, factors = ways[node]
         # The layer moves down to the product, whose factors may be computed in between.
         for moved in way:
             node.prepend(moved)
@@ -60,22 +59,20 @@ def fold(gm: fx.GraphModule, context: Context) -> int:
         weight = _multiplied(layer, multiplied_weight, weight, factors)
         bias = None if bias is None else _multiplied(layer, multiplied_bias, bias, factors)
         layer.args = (input, weight, bias, *others)
-        node.replace_all_uses_with(way[-1])
         stopped = is_detached(layer) and not is_detached(node)
         for passed in way:  # none of them has the values any more that it had before
             absorb(passed, node)
             if stopped:
                 detach_arguments(passed, *([0] if passed is layer else []))
-        gm.graph.erase_node(node)
-        context.say(f"%{node.name} folded into %{layer.name}")
-        changes += 1
-    return changes
+        return way[-1]
+
+    return Fusion(match, lambda layer, node: _why_not(ways[node][0]), merge, "folded").run(gm, context)
 
 
 def _parts(gm: fx.GraphModule, node: fx.Node) -> tuple[list[fx.Node], fx.Node | None]:
     """The layer, with the permutations behind it, and the factors of its channels, of which a node is the product; None if it is none."""
     operator = operator_of(node)
-    if operator is None or operator.name != "mul" or part(node) is not None:
+    if operator is None or operator.function is not mul or part(node) is not None:
         return [], None
     for operand, factors in (node.args[:2], node.args[1::-1]):
         if not isinstance(operand, fx.Node) or not isinstance(factors, fx.Node) or is_parameter(operand) or not is_parameter(factors):
@@ -93,9 +90,9 @@ def _parts(gm: fx.GraphModule, node: fx.Node) -> tuple[list[fx.Node], fx.Node | 
 def _way_from_layer(node: fx.Node) -> list[fx.Node]:
     """A layer and the permutations that lead from it to the node; nothing where there is no layer."""
     way = [node]
-    while (record := operator_of(way[0])) is not None and record.name == "permute":
+    while (record := operator_of(way[0])) is not None and record.function is permute:
         way.insert(0, record.arguments(way[0])["input"])
-    return way if record is not None and record.name in LAYERS and record.channels is not None else []
+    return way if record is not None and Trait.OUTPUTS_FIRST in record.traits and record.channels is not None else []
 
 
 def _channels(way: list[fx.Node]) -> int:

@@ -11,7 +11,7 @@ the softmax.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,14 +19,19 @@ from torch import fx
 
 from fxquant.facts import TensorFact
 from fxquant.graph import absorb, fact, inherit, is_parameter, refusal, set_fact
-from fxquant.ops import operator_of
-from fxquant.ops.arithmetic import add
+from fxquant.ops import Operator, Trait, operator_of
+from fxquant.ops.arithmetic import add, sub
 from fxquant.ops.composite import Builder
+from fxquant.ops.division import div
 from fxquant.ops.floating import given
 from fxquant.ops.hiding import ABSORBING, Hiding, far_below, level_of
 from fxquant.ops.masking import added, kept, masked_softmax, may_hide, parts_of, terms_of
+from fxquant.ops.selection import where
+from fxquant.ops.shape import identity, permute
+from fxquant.ops.softmax import softmax
 from fxquant.pipeline import Context
 from fxquant.quantization.rules import decide
+from fxquant.rewriting import eliminate_dead
 
 
 def recognise(gm: fx.GraphModule, context: Context) -> int:
@@ -35,7 +40,7 @@ def recognise(gm: fx.GraphModule, context: Context) -> int:
     changes = 0
     for node in list(gm.graph.nodes):
         record = operator_of(node)
-        if record is None or record.name != "softmax" or refusal(node) is not None:
+        if record is None or record.function is not softmax or refusal(node) is not None:
             continue
         if decide(node).config is None or not isinstance(fact(node), TensorFact):
             continue
@@ -80,8 +85,7 @@ class Search:
         else:
             self._moved(clean, keep)
         self.build.discard()
-        for each in [scores, *self.seen, *self.moves]:
-            _erase(each)
+        eliminate_dead([scores, *self.seen, *self.moves], lambda each: each.op != "get_attr")
         return names
 
     def _empty(self) -> tuple[str, fx.Node | None]:
@@ -110,18 +114,22 @@ class Search:
     def _without(self, node: fx.Node) -> fx.Node | None:
         """The node without the masks in it, as a new one; None where there is none, or where they cannot be taken out of it."""
         record = operator_of(node)
-        if record is None or (record.refuses(node, record.arguments(node)) not in (None, "") and record.name != "where"):
+        if record is None or (record.function is not where and record.refuses(node, record.arguments(node)) is not None):
             return None
-        arguments = record.arguments(node)
-        method = {
-            **dict.fromkeys(("add", "sub"), self._sum),
-            **dict.fromkeys(("mul", "div"), self._multiple),
-            **dict.fromkeys(("reshape", "permute", "expand"), self._move),
-            **dict.fromkeys(("maximum", "clamp"), self._limited),
-            "where": self._chosen,
-            "identity": self._same,
-        }.get(record.name)
-        return None if method is None else method(node, arguments)
+        method = self._method(record)
+        return None if method is None else method(node, record.arguments(node))
+
+    def _method(self, record: Operator) -> Callable[[fx.Node, dict[str, Any]], fx.Node | None] | None:
+        """What takes masks out of the operands of such an operator; None where nothing does."""
+        if record.function is where:
+            return self._chosen
+        if record.function is identity:
+            return self._same
+        if Trait.AFFINE in record.traits:
+            return self._sum if record.adds else self._multiple
+        if Trait.BOUNDED_BELOW in record.traits:
+            return self._limited
+        return self._move if Trait.REARRANGES in record.traits else None
 
     def _same(self, node: fx.Node, arguments: dict[str, Any]) -> fx.Node | None:
         found = self._without(arguments["input"])
@@ -134,7 +142,7 @@ class Search:
         left, right = arguments["input"], arguments["other"]
         if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
             return self._with(node, left if isinstance(left, fx.Node) else right)
-        negative = operator_of(node).name == "sub"  # type: ignore[union-attr]
+        negative = node.target is sub
         if self._shifts(node, left, right):
             return self._same(node, {"input": left})
         masked = right in self.plain or (left in self.plain and not negative)
@@ -208,7 +216,7 @@ class Search:
         number, operand = arguments["other"], arguments["input"]
         if isinstance(operand, int | float):
             number, operand = operand, number
-        if not isinstance(number, int | float) or not number > 0 or (operator_of(node).name == "div" and operand is arguments["other"]):  # type: ignore[union-attr]
+        if not isinstance(number, int | float) or not number > 0 or (node.target is div and operand is arguments["other"]):
             return None
         return self._with(node, operand)
 
@@ -226,9 +234,8 @@ class Search:
         if self.keeps:  # of masks in another shape
             return None
         operand = arguments["input"]
-        before, after, name = fact(operand).shape, fact(node).shape, operator_of(node).name  # type: ignore[union-attr]
-        outer = self.dim
-        if name == "permute":
+        before, after, outer = fact(operand).shape, fact(node).shape, self.dim
+        if node.target is permute:
             self.dim = arguments["dims"][outer]
         elif self.dim == len(after) - 1 and before and before[-1] == after[-1]:
             self.dim = len(before) - 1
@@ -258,13 +265,3 @@ class Search:
             if key in node.meta:
                 made.meta[key] = node.meta[key]
         return made
-
-
-def _erase(node: fx.Node) -> None:
-    """A node that nothing reads any more, and what led to it alone, are gone."""
-    if node._erased or node.users or node.op in ("placeholder", "output", "get_attr"):
-        return
-    before = node.all_input_nodes
-    node.graph.erase_node(node)
-    for each in before:
-        _erase(each)

@@ -28,6 +28,7 @@ from fxquant.ops.shape import permute, reshape
 from fxquant.ops.views import reach, write
 from fxquant.pipeline import Context
 from fxquant.quantization.rules import is_named
+from fxquant.rewriting import eliminate_dead
 
 
 def pick(gm: fx.GraphModule, context: Context) -> int:
@@ -42,10 +43,12 @@ def pick(gm: fx.GraphModule, context: Context) -> int:
         context.say(f"%{node.name} reads %{replaced.name}: it is a part of what %{node.args[0].name} holds together")
         node.replace_all_uses_with(replaced)
         changes += 1
-    for node in reversed(gm.graph.nodes):  # what is read no more, and what was made for nothing
-        if not node.users and operator_of(node) is not None and node.target in (getitem, cat, stack, permute, reshape, setitem, write):
-            gm.graph.erase_node(node)
+    eliminate_dead(gm.graph.nodes, _looked_through)  # what is read no more, and what was made for nothing
     return changes
+
+
+def _looked_through(node: fx.Node) -> bool:
+    return operator_of(node) is not None and node.target in (getitem, cat, stack, permute, reshape, setitem, write)
 
 
 def _replaced(node: fx.Node) -> fx.Node | None:

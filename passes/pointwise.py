@@ -19,13 +19,13 @@ from torch import Tensor, fx
 
 from fxquant.facts import TensorFact
 from fxquant.graph import absorb, fact, is_parameter, refusal, resolve
-from fxquant.ops import operator_of
+from fxquant.ops import Trait, operator_of
 from fxquant.ops.curve import INPUT, Steps, curve, is_pointwise, written
 from fxquant.ops.unary import steep
 from fxquant.pipeline import Context
 from fxquant.quantization.rules import apart, decide
+from fxquant.rewriting import eliminate_dead
 
-CHOICES = ("where", "nan_to_num")
 MOST = 64  # parts of a function
 
 
@@ -34,7 +34,7 @@ def join(gm: fx.GraphModule, context: Context) -> int:
     changes, places = 0, {node: place for place, node in enumerate(gm.graph.nodes)}
     for node in reversed(list(gm.graph.nodes)):  # the last choice first: those before it are parts of it
         record = None if node._erased else operator_of(node)
-        if record is None or record.name not in CHOICES:
+        if record is None or Trait.CHOOSES not in record.traits:
             continue
         found = _source(gm, node, places)
         if found is None:
@@ -46,8 +46,7 @@ def join(gm: fx.GraphModule, context: Context) -> int:
             absorb(node, each)
         before = node.all_input_nodes
         node.target, node.args = curve, (source, steps)
-        for each in before:
-            _erase(each)
+        eliminate_dead(before, lambda each: each.op != "get_attr")
         changes += 1
     return changes
 
@@ -116,13 +115,3 @@ def _steps(gm: fx.GraphModule, node: Any, source: fx.Node) -> Steps:
     record = operator_of(node)
     assert record is not None
     return (record.name, *(_steps(gm, argument, source) for argument in node.args))
-
-
-def _erase(node: fx.Node) -> None:
-    """A node that nothing reads any more, and what led to it alone, are gone."""
-    if node._erased or node.users or node.op in ("placeholder", "output", "get_attr"):
-        return
-    before = node.all_input_nodes
-    node.graph.erase_node(node)
-    for each in before:
-        _erase(each)

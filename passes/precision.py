@@ -12,20 +12,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxquant.graph import refusal, state_demand, stated_demand
-from fxquant.ops import WIDE, Own, demand, operator_of, shares
-from fxquant.ops.unary import UNARY, steep
+from fxquant.ops import WIDE, Own, Trait, demand, operator_of, shares, traits_of
+from fxquant.ops.arithmetic import mul, sub
+from fxquant.ops.boundary import quantize
+from fxquant.ops.division import true_divide
+from fxquant.ops.linear import matmul
+from fxquant.ops.pool import mean
+from fxquant.ops.unary import steep
 from fxquant.pipeline import Context
 from fxquant.quantization.rules import decide
-
-REDUCTIONS = ("mean", "sum")
-STATISTICS = ("var", "std", "norm")
-SCALING = ("add", "sub", "mul", "div")  # by a number
-DIVISIONS = ("true_divide", "floor_quotient", "trunc_quotient", "floor_remainder", "trunc_remainder")  # by their second operand
-SOFTMAX = ("softmax", "masked_softmax", "log_softmax")
-SCORES = ("matmul", "einsum", *SCALING)
 
 
 def widen(gm: fx.GraphModule, context: Context) -> int:
@@ -43,9 +42,9 @@ def widen(gm: fx.GraphModule, context: Context) -> int:
     return changes
 
 
-def _name(node: fx.Node) -> str:
+def _function(node: fx.Node) -> Any:
     record = operator_of(node)
-    return "" if record is None else record.name
+    return None if record is None else record.function
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
@@ -54,38 +53,41 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def _is_square(node: fx.Node) -> bool:
-    name = _name(node)
-    if name == "mul":
-        arguments = _arguments(node)
+    function, arguments = _function(node), _arguments(node)
+    if function is mul:
         return arguments["input"] is arguments["other"]
-    return name == "square" or (name == "pow" and _arguments(node)["exponent"] == 2)
+    return function is torch.square or (function is torch.pow and arguments["exponent"] == 2)
 
 
 def _centred(gm: fx.GraphModule) -> list[fx.Node]:
     """What is left of tensors without their mean, and that mean, where it is squared or multiplied and nothing else."""
     found: list[fx.Node] = []
     for node in gm.graph.nodes:
-        mean = _arguments(node)["other"] if _name(node) == "sub" else None
-        if not isinstance(mean, fx.Node) or _name(mean) != "mean" or mean.args[0] is not node.args[0]:
+        average = _arguments(node)["other"] if _function(node) is sub else None
+        if not isinstance(average, fx.Node) or _function(average) is not mean or average.args[0] is not node.args[0]:
             continue
-        if all(_name(reader) in ("mul", "true_divide", *STATISTICS) or _is_square(reader) for reader in node.users):
-            found += [mean, node] if len(mean.users) == 1 else [node]
+        if all(map(_multiplies_or_squares, node.users)):
+            found += [average, node] if len(average.users) == 1 else [node]
     return found
+
+
+def _multiplies_or_squares(reader: fx.Node) -> bool:
+    return _function(reader) is mul or _function(reader) is true_divide or Trait.STATISTIC in traits_of(reader) or _is_square(reader)
 
 
 def _squares(gm: fx.GraphModule) -> list[fx.Node]:
     """Squares that are summed, their sums, statistics, and what leads from these to a factor or a divisor alone."""
     found: list[fx.Node] = []
-    beginning = {node for node in gm.graph.nodes if _name(node) in STATISTICS or _is_square(node)}
+    beginning = {node for node in gm.graph.nodes if Trait.STATISTIC in traits_of(node) or _is_square(node)}
     if not beginning:
         return found
     after: dict[fx.Node, bool] = {}  # what is computed from squares: whether it is wide
     for node in reversed(gm.graph.nodes):
         readers = list(node.users)
-        if _name(node) in REDUCTIONS or _name(node) in STATISTICS or _follows(node):
+        if not traits_of(node).isdisjoint({Trait.SUMMATION, Trait.STATISTIC}) or _follows(node):
             after[node] = bool(readers) and all(after.get(reader, False) or _scales(reader, node) for reader in readers)
         elif _is_square(node):
-            after[node] = bool(readers) and all(_name(reader) in REDUCTIONS for reader in readers)
+            after[node] = bool(readers) and all(Trait.SUMMATION in traits_of(reader) for reader in readers)
     of_squares: set[fx.Node] = set()
     for node in gm.graph.nodes:
         if (node in beginning or any(operand in of_squares for operand in node.all_input_nodes)) and node in after:
@@ -97,28 +99,30 @@ def _squares(gm: fx.GraphModule) -> list[fx.Node]:
 
 def _follows(node: fx.Node) -> bool:
     """Whether a node is a function of one tensor: a table, or a sum, a product or a quotient with a number."""
-    arguments = _arguments(node)
-    if _name(node) in SCALING:
+    arguments, traits = _arguments(node), traits_of(node)
+    if Trait.AFFINE in traits:
         return any(isinstance(arguments[name], int | float) for name in ("input", "other"))
-    return _name(node) in UNARY or _name(node) in ("shifted", "reshape", "expand", "clamp")
+    return not traits.isdisjoint({Trait.ELEMENTWISE, Trait.RESHAPES})
 
 
 def _scales(reader: fx.Node, node: fx.Node) -> bool:
     """Whether a node is a factor or a divisor of something else."""
     arguments = _arguments(reader)
-    return _name(reader) in ("mul", *DIVISIONS) and arguments["input"] is not arguments["other"] and arguments["other"] is not None
+    scales = _function(reader) is mul or Trait.DIVIDES in traits_of(reader)
+    return scales and arguments["input"] is not arguments["other"] and arguments["other"] is not None
 
 
 def _scores(gm: fx.GraphModule) -> list[fx.Node]:
     """Products of matrices that are scores of a softmax, and what stands between."""
     leading: set[fx.Node] = set()
+    passing = {Trait.REARRANGES, Trait.MATRIX_PRODUCT, Trait.AFFINE}
     for node in reversed(gm.graph.nodes):
-        moves = _name(node) in ("reshape", "permute", "expand", "where", "identity")
-        if (moves or _name(node) in SCORES) and node.users and all(_name(reader) in SOFTMAX or reader in leading for reader in node.users):
+        passes_on = bool(node.users) and not passing.isdisjoint(traits_of(node))
+        if passes_on and all(Trait.SOFTMAX in traits_of(reader) or reader in leading for reader in node.users):
             leading.add(node)
     of_products: set[fx.Node] = set()
     for node in gm.graph.nodes:
-        if node in leading and (_name(node) == "matmul" or any(operand in of_products for operand in node.all_input_nodes)):
+        if node in leading and (_function(node) is matmul or any(operand in of_products for operand in node.all_input_nodes)):
             of_products.add(node)
     return [node for node in gm.graph.nodes if node in of_products]
 
@@ -130,11 +134,11 @@ def _before_poles(gm: fx.GraphModule) -> list[fx.Node]:
         record = operator_of(node)
         if record is not None and node.users and all(_divides(reader, node) or leading.get(reader, False) for reader in node.users):
             leading[node] = record.expand is None and not record.sums and "weight" not in record.arguments(node)
-    return [node for node in leading if demand(node) == Own() and _name(node) != "quantize"]
+    return [node for node in leading if demand(node) == Own() and _function(node) is not quantize]
 
 
 def _divides(reader: fx.Node, node: fx.Node) -> bool:
-    arguments = _arguments(reader)
-    if _name(reader) in DIVISIONS:
+    record, arguments = operator_of(reader), _arguments(reader)
+    if Trait.DIVIDES in traits_of(reader):
         return arguments["other"] is node and arguments["input"] is not node
-    return steep(_name(reader), arguments)
+    return record is not None and steep(record.name, arguments)

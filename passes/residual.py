@@ -9,43 +9,38 @@ from __future__ import annotations
 from torch import fx
 
 from fxquant.facts import TensorFact
-from fxquant.graph import absorb, fact, is_parameter, set_unfused, stated_demand, ties
+from fxquant.graph import absorb, fact, is_parameter, stated_demand, ties
 from fxquant.ops import operator_of
+from fxquant.ops.arithmetic import add
 from fxquant.ops.floating import in_front_of_softmax, masks
 from fxquant.pipeline import Context
-from fxquant.quantization.rules import apart
+from fxquant.rewriting import Fusion
 
 
 def fuse(gm: fx.GraphModule, context: Context) -> int:
     """No addition is left whose operand is a layer that can absorb it."""
     masked = masks(gm, in_front_of_softmax(gm))
     position = {node: index for index, node in enumerate(gm.graph.nodes)}
-    changes = 0
-    for node in list(gm.graph.nodes):
+
+    def match(node: fx.Node) -> list[fx.Node] | None:
         operator = operator_of(node)
-        if operator is None or operator.name != "add" or operator.refuses(node, operator.arguments(node)) is not None:
-            continue
+        if operator is None or operator.function is not add or operator.refuses(node, operator.arguments(node)) is not None:
+            return None
         if node in masked:
             context.say(f"%{node.name} is not fused: it adds an attention mask in front of a softmax")
-            continue
+            return None
         # The later layer absorbs: the other operand is then computed already.
-        candidates = sorted((a for a in node.args[:2] if isinstance(a, fx.Node)), key=position.__getitem__, reverse=True)
-        reasons = [_why_not(layer, node) or apart(layer, node) for layer in candidates]
-        if None not in reasons:
-            set_unfused(node, "; ".join(map(str, reasons)))
-            context.say(f"%{node.name} is not fused: {'; '.join(str(r) for r in reasons)}")
-            continue
-        layer = candidates[reasons.index(None)]
+        return sorted((a for a in node.args[:2] if isinstance(a, fx.Node)), key=position.__getitem__, reverse=True)
+
+    def merge(layer: fx.Node, node: fx.Node) -> fx.Node:
         residual = node.args[1] if node.args[0] is layer else node.args[0]
         node.prepend(layer)
         position[layer] = position[node]
         layer.kwargs = {**layer.kwargs, "residual": residual}
-        node.replace_all_uses_with(layer)
         absorb(layer, node)
-        gm.graph.erase_node(node)
-        context.say(f"%{node.name} fused into %{layer.name}")
-        changes += 1
-    return changes
+        return layer
+
+    return Fusion(match, _why_not, merge).run(gm, context)
 
 
 def _why_not(layer: fx.Node, addition: fx.Node) -> str | None:

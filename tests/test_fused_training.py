@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from fractions import Fraction
+from unittest import mock
 
 import pytest
 import torch
@@ -56,12 +57,8 @@ def prepared_on(target: str, qconfig: fxq.QConfig | None = None) -> fx.GraphModu
 
 @contextmanager
 def without_c() -> Iterator[None]:
-    before = sweeps._OFFERED[:], counting._OFFERED[:]
-    sweeps._OFFERED.clear(), counting._OFFERED.clear()
-    try:
+    with mock.patch.object(sweeps.OFFERS, "known", []), mock.patch.object(counting.OFFERS, "known", []):
         yield
-    finally:
-        sweeps._OFFERED[:], counting._OFFERED[:] = before
 
 
 def step(model: fx.GraphModule, x: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -137,7 +134,7 @@ def test_gradients_do_not_depend_on_the_number_of_threads() -> None:
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            passes = sweeps._OFFERED[0]
+            passes = sweeps.OFFERS.known[0]
             found.append(passes.finish_back(sums, form, None, sums, torch.ones(32), torch.full((32,), 0.005), how, sums, None))
     finally:
         torch.set_num_threads(before)
@@ -150,7 +147,7 @@ def test_a_clamp_between_two_steps_has_gradients_up_to_itself() -> None:
     how = sweeps.Rounded((torch.full((1,), 0.1),), 0, 0.0, 0, 120, (-128, 127), (0.0, 6.02), torch.tensor(0.05))
     form, ratio = sweeps.form_of(sums, 2), torch.full((1,), 0.005)
     given = sums, form, None, None, None, ratio, how, torch.ones_like(sums), None
-    found, wanted = sweeps._OFFERED[0].finish_back(*given)[0], sweeps.Passes().finish_back(*given)[0]
+    found, wanted = sweeps.OFFERS.known[0].finish_back(*given)[0], sweeps.Passes().finish_back(*given)[0]
     assert torch.equal(found, wanted)
     assert int((found[sums > 1200] != 0).sum()) == 4  # 1201 to 1204: beyond 120 steps of 0.05, and not beyond 6.02
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.ops import FUNCTIONS, OPERATORS
+from fxquant.ops import BY_NAME, FUNCTIONS, OPERATORS
 from tests import contract
 from tests.contract import compiled
 
@@ -98,6 +98,7 @@ def declared() -> Iterator[list[Callable[..., Tensor]]]:
     found: list[Callable[..., Tensor]] = []
     yield found
     for function in found:
+        del BY_NAME[OPERATORS[function].name]
         for table in (OPERATORS, FUNCTIONS):
             del table[function]
 

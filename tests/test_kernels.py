@@ -627,7 +627,7 @@ def test_an_edit_of_one_element_of_a_large_constant_is_found_by_turns(
     compiler: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if not compiler:
-        monkeypatch.setattr(constants, "_OFFERED", [])
+        monkeypatch.setattr(constants.WATCHES, "known", [])
     integer, x, weight = large()
     integer(x), integer(x)
     with caplog.at_level("WARNING", "fxquant"):

@@ -24,7 +24,7 @@ from fxquant.backends.onnx.emitter import Emitter
 from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.runtime import MEASURED_RUNTIMES, RUNTIMES, OnnxModel, Runner
 from fxquant.graph import is_inner, operation, qparams
-from fxquant.ops import OPERATORS
+from fxquant.ops import BY_NAME, OPERATORS
 from fxquant.primitives import elementwise
 from tests.contract import VNNI, assert_alive, compiled, graph_values, needs_vnni
 from tests.test_operators import RECURRENT, SAMPLES, WIDE_INSIDE, Pack, Sample, covering, inputs_of
@@ -485,8 +485,9 @@ def test_what_has_no_qdq_form_is_refused(operator: str, tmp_path: Path) -> None:
 
 def without_form(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let an operator's record say nothing of ONNX, as that of a new operator."""
-    record = next(record for record in OPERATORS.values() if record.name == name)
-    monkeypatch.setitem(OPERATORS, record.function, replace(record, onnx=None))
+    record = BY_NAME[name]
+    for table, key in ((OPERATORS, record.function), (BY_NAME, name)):
+        monkeypatch.setitem(table, key, replace(record, onnx=None))
 
 
 @needs_vnni

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant.ops import operator_of
 from fxquant.ops.arithmetic import add, mul, sub
-from fxquant.ops.record import FUNCTIONS, METHODS, MODULES, OPERATORS
+from fxquant.ops.record import BY_NAME, FUNCTIONS, METHODS, MODULES, OPERATORS
 
-TABLES: tuple[dict[Any, Any], ...] = (OPERATORS, FUNCTIONS, METHODS, MODULES)
+TABLES: tuple[dict[Any, Any], ...] = (OPERATORS, BY_NAME, FUNCTIONS, METHODS, MODULES)
 
 
 class Gated(nn.Module):

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS
+from fxquant.ops import BY_NAME, FUNCTIONS, METHODS, MODULES, OPERATORS
 from fxquant.ops.unary import UNARY
 
 ROOT = Path(__file__).parents[1]
@@ -63,7 +63,7 @@ def prints(shown: str, printed: str) -> bool:
 @pytest.fixture
 def _own_operators() -> Iterator[None]:
     """The operators that a page declares are unknown to the tests behind it."""
-    tables: tuple[dict[Any, Any], ...] = (OPERATORS, FUNCTIONS, METHODS, MODULES, UNARY)
+    tables: tuple[dict[Any, Any], ...] = (OPERATORS, BY_NAME, FUNCTIONS, METHODS, MODULES, UNARY)
     before = [dict(table) for table in tables]
     yield
     for table, known in zip(tables, before, strict=True):

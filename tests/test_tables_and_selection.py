@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import fxquant as fxq
 from fxquant import functional, graph
 from fxquant.graph import annotation
-from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS
+from fxquant.ops import BY_NAME, FUNCTIONS, METHODS, MODULES, OPERATORS
 from fxquant.ops.unary import UNARY
 from tests import contract, spellings_of_pairs
 from tests.contract import compiled
@@ -374,9 +374,9 @@ def test_a_function_of_ones_own_is_one_table(tmp_path: Path) -> None:
     assert float((integer(images[0]) - bent(images[0])).abs().max()) < 0.05
     with pytest.raises(fxq.ConfigurationError, match="bent_by_a_test"):
         fxq.unary("bent_by_a_test", torch.sin)
-    record = next(record for record in OPERATORS.values() if record.name == "bent_by_a_test")
+    function = BY_NAME.pop("bent_by_a_test").function
     for table in (OPERATORS, FUNCTIONS):
-        del table[record.function]
+        del table[function]
 
 
 def test_thresholds_are_exact() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxquant as fxq
-from fxquant.ops import FUNCTIONS, OPERATORS
+from fxquant.ops import BY_NAME, FUNCTIONS, OPERATORS
 from tests import contract
 from tests.contract import compiled
 
@@ -84,9 +84,9 @@ def test_a_function_of_several_is_one_table_and_one_operator() -> None:
     for nameless in (lambda x: x * 2 + 1, functools.partial(torch.clamp, min=0.5), nn.Tanh()):
         with pytest.raises(fxq.ConfigurationError, match=r"without a name[\s\S]*SegmentLUT\(function, name="):
             fxq.nn.SegmentLUT(nameless)
-    record = next(record for record in OPERATORS.values() if record.name == "bent_by_a_module")
+    function = BY_NAME.pop("bent_by_a_module").function
     for table in (OPERATORS, FUNCTIONS):
-        del table[record.function]
+        del table[function]
 
 
 def test_correlation_finds_by_how_much_an_image_is_moved() -> None:

@@ -167,14 +167,6 @@ form(whole.converted)(_plain("converted"))
 
 # ---- two operands -----------------------------------------------------------------------------------------------------
 
-PAIRS: dict[Any, tuple[str, str]] = {
-    elementwise.add: ("The sum of two accumulators.", "(Y)a + (Y)b"),
-    elementwise.subtract: ("The difference of two accumulators.", "(Y)a - (Y)b"),
-    elementwise.add_constant: ("An accumulator and a whole number.", "(Y)a + (Y)b"),
-    elementwise.multiply: ("Section 16: the product of two integers.", "(Y)a * (Y)b"),
-    product.maximum: ("The larger of two integers on one scale.", "a > b ? a : b"),
-    product.minimum: ("The smaller of two integers on one scale.", "a < b ? a : b"),
-}
 RELATIONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 LOGIC = {"and": "a && b", "or": "a || b", "xor": "!a != !b"}
 WHOLE = {
@@ -212,8 +204,12 @@ def _pair_form(primitive: Any, document: str, expression: str) -> None:
     form(primitive)(written)
 
 
-for _primitive, _text in PAIRS.items():
-    _pair_form(_primitive, *_text)
+_pair_form(elementwise.add, "The sum of two accumulators.", "(Y)a + (Y)b")
+_pair_form(elementwise.subtract, "The difference of two accumulators.", "(Y)a - (Y)b")
+_pair_form(elementwise.add_constant, "An accumulator and a whole number.", "(Y)a + (Y)b")
+_pair_form(elementwise.multiply, "Section 16: the product of two integers.", "(Y)a * (Y)b")
+_pair_form(product.maximum, "The larger of two integers on one scale.", "a > b ? a : b")
+_pair_form(product.minimum, "The smaller of two integers on one scale.", "a < b ? a : b")
 
 
 @form(comparison.compare)

@@ -17,10 +17,9 @@ from fxquant.backends.cpu import native
 from fxquant.backends.cpu.native import FIXED, REAL, SUM, Epilogue, Move, Sum
 from fxquant.graph import qparams
 from fxquant.kernels.layer import Layer, enumerated
-from fxquant.kernels.patterns import LINEARS
 from fxquant.kernels.record import ALIGNMENT, BIASED, Bound, Built, Held, Refused, Site
 from fxquant.numerics import INT32_MAX
-from fxquant.primitives import requantize
+from fxquant.primitives import Role, requantize, role_of
 
 LANES = 16  # output channels that are summed side by side
 
@@ -219,7 +218,8 @@ class Depthwise:
         layer = Layer.of(site)
         outer, inner, *_ = layer.weight.shape
         input = site.held(site.match.reads[0])
-        if site.match.parts["sum"].target in LINEARS or inner != 1 or not layer.window["groups"] == outer == input.channels:
+        is_linear = role_of(site.match.parts["sum"].target) is Role.LINEAR
+        if is_linear or inner != 1 or not layer.window["groups"] == outer == input.channels:
             raise Refused("it is no depthwise convolution")
         if site.result().dtype == torch.int32:
             raise Refused("its result is a sum")

@@ -67,4 +67,4 @@ def _admitted() -> bool:
 
 SMALLEST = 2**10  # elements of a tensor
 PLAIN = (Tensor, torch.nn.Parameter)
-counting.offer(NativeCounting())
+counting.OFFERS.add(NativeCounting())

@@ -123,8 +123,8 @@ class NativeMarks:
         return found
 
 
-marks.offer(NativeMarks())
-joining.offer(NativeJoining())
+marks.OFFERS.add(NativeMarks())
+joining.OFFERS.add(NativeJoining())
 
 
 def _made(join: Join) -> _Join:

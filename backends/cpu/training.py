@@ -158,7 +158,7 @@ class NativePasses(sweeps.Passes):
 
 
 SMALLEST = 2**12  # elements of a tensor
-sweeps.offer(NativePasses())
+sweeps.OFFERS.add(NativePasses())
 
 
 def _call(function: str, form: Form, numbers: dict[str, float] | None = None, /, **tensors: Tensor | None) -> Pass:

@@ -40,4 +40,4 @@ def _made(always: Sequence[Span], by_turns: Sequence[Span]) -> NativeWatch | Non
     return None if isinstance(native.library(), str) else NativeWatch(always, by_turns)
 
 
-constants.offer(_made)
+constants.WATCHES.add(_made)

@@ -24,6 +24,8 @@ from fxquant.errors import ConfigurationError, ExportError
 from fxquant.facts import TensorFact
 from fxquant.graph import Operation, fact, operation, qparams, source
 from fxquant.numerics import ACTIVATION_TYPES
+from fxquant.ops import BY_NAME
+from fxquant.ops.activation import clamp
 from fxquant.primitives import PRIMITIVES
 from fxquant.progress import working
 
@@ -222,7 +224,7 @@ def _check_bits(node: fx.Node) -> None:
 
 def _clamp(lowered: Operation) -> tuple[float | None, float | None]:
     """The limits that are fused into an operator, or that it is made of; None where there is none."""
-    if lowered.name == "clamp":
+    if BY_NAME[lowered.name].function is clamp:
         low, high = lowered.arguments.get("min"), lowered.arguments.get("max")
     else:
         low, high = lowered.arguments.get("clamp") or (None, None)

@@ -18,11 +18,11 @@ from torch.nn import functional as F
 from fxquant.copied import Step, steps_of
 from fxquant.facts import BatchDim, Size, TensorFact
 from fxquant.graph import fact, resolve
-from fxquant.ops import arithmetic, attention, division, index, layer_norm, linear, shape, softmax, unary
+from fxquant.ops import OPERATORS, arithmetic, attention, division, index, layer_norm, linear, shape, softmax, unary
+from fxquant.ops.form import WHOLE_OPSET, Call
 from fxquant.primitives import PRIMITIVES
 
 OPSET = 18  # the first in which all of these operators are what they are now
-GELU_OPSET = 20
 
 Read = Callable[[Any], str]  # the name of a node's value, or of a constant with a number's
 Plan = Callable[[Any, Read], str]  # appends what computes a node to an emitter, and returns the name of the result
@@ -252,12 +252,31 @@ def _attention(
     return write
 
 
+def _recorded(node: fx.Node, input: fx.Node, **settings: Any) -> Plan:
+    """As the record writes an operator of one tensor."""
+    record = OPERATORS[node.target]  # type: ignore[index]
+
+    def write(e: Any, read: Read) -> str:
+        arguments = {"input": read(input), **settings}
+        assert record.onnx is not None
+        return record.onnx(Call(e, record.name, arguments, {}, None, lambda value: value, node, [node], str, whole=True))
+
+    return write
+
+
+@form(F.silu, torch.sigmoid, torch.tanh)
+def _as_recorded(node: fx.Node, input: fx.Node) -> Plan:
+    return _recorded(node, input)
+
+
 @form(unary.gelu)
 def _gelu(node: fx.Node, input: fx.Node, approximate: str = "none") -> Plan:
+    """As its record says, but for old opsets: of operators in floats the order counts, and this one is in files already."""
+
     def write(e: Any, read: Read) -> str:
+        if e.opset >= WHOLE_OPSET:
+            return _recorded(node, input, approximate=approximate)(e, read)
         x = read(input)
-        if e.opset >= GELU_OPSET:
-            return str(e.node("Gelu", x, approximate=approximate))
         if approximate == "tanh":
             cube = e.node("Mul", e.node("Mul", x, e.node("Mul", x, x)), e.constant(0.044715))
             inner = e.node("Tanh", e.node("Mul", e.node("Add", x, cube), e.constant(math.sqrt(2 / math.pi))))
@@ -268,18 +287,9 @@ def _gelu(node: fx.Node, input: fx.Node, approximate: str = "none") -> Plan:
     return write
 
 
-@form(F.silu)
-def _silu(node: fx.Node, input: fx.Node) -> Plan:
-    return lambda e, read: e.node("Mul", read(input), e.node("Sigmoid", read(input)))
-
-
 @form(linear.matmul)
 def _matmul(node: fx.Node, input: fx.Node, other: fx.Node) -> Plan | None:
     return None if min(len(_sizes(input)), len(_sizes(other))) < 2 else lambda e, read: e.node("MatMul", read(input), read(other))
-
-
-def _unary(kind: str) -> Callable[..., Plan]:
-    return lambda node, input: lambda e, read: e.node(kind, read(input))
 
 
 def _binary(kind: str) -> Callable[..., Plan | None]:
@@ -293,5 +303,5 @@ def _binary(kind: str) -> Callable[..., Plan | None]:
     return plan
 
 
-FORMS |= {F.relu: _unary("Relu"), torch.sigmoid: _unary("Sigmoid"), torch.tanh: _unary("Tanh")}
+form(F.relu)(lambda node, input: lambda e, read: e.node("Relu", read(input)))
 FORMS |= {arithmetic.add: _binary("Add"), arithmetic.sub: _binary("Sub"), arithmetic.mul: _binary("Mul"), division.div: _binary("Div")}

@@ -17,8 +17,8 @@ from torch import Tensor, fx
 from fxquant.backends.onnx.emitter import Emitter
 from fxquant.facts import TensorFact
 from fxquant.graph import Operation, QParams, fact, operation, qparams, resolve
-from fxquant.ops.form import Call
-from fxquant.ops.record import operator_named
+from fxquant.ops import BY_NAME
+from fxquant.ops.form import WHOLE_OPSET, Call
 from fxquant.ops.unary import exact
 from fxquant.primitives.elementwise import lookup
 
@@ -44,7 +44,7 @@ def computes(integer: fx.GraphModule, node: fx.Node, opset: int) -> bool:
 
 def _has_form(node: fx.Node, known: Operation, opset: int) -> bool:
     """Whether the operator's record writes it, with these arguments, by operators of ONNX."""
-    if operator_named(known.name).onnx is None:
+    if BY_NAME[known.name].onnx is None:
         return False
     scratch = Emitter({}, opset)
     scratch.types.update(stored=torch.uint8, zero=torch.uint8)
@@ -83,9 +83,9 @@ def compute(e: Emitter, node: fx.Node, stored: str, zero: Callable[[fx.Node], st
     assert isinstance(known, Operation)
     real = e.node("DequantizeLinear", stored, e.constant(_scale(operand)), zero(operand))
     arguments = {name: real if name == "input" else value for name, value in known.arguments.items()}
-    call = Call(e, known.name, arguments, {}, None, lambda value: value, node, [node], _exported)
-    form = _WHOLE.get(known.name) if e.opset >= _WHOLE_OPSET else None
-    form = form or operator_named(known.name).onnx
+    whole = e.opset >= WHOLE_OPSET  # onnxruntime is quick at such operators
+    call = Call(e, known.name, arguments, {}, None, lambda value: value, node, [node], _exported, whole)
+    form = BY_NAME[known.name].onnx
     assert form is not None
     return e.node("QuantizeLinear", form(call), e.constant(_scale(node)), zero(node))
 
@@ -111,8 +111,3 @@ def _exported() -> str:
 
 
 _BYTES = 256
-_WHOLE_OPSET = 20  # the first with Gelu
-_WHOLE: dict[str, Callable[[Call], str]] = {  # by an operator that not every compiler knows, and onnxruntime is quick at
-    "gelu": lambda c: c.do("Gelu", c.input, approximate=c["approximate"]),
-    "hardswish": lambda c: c.do("HardSwish", c.input),
-}

@@ -24,6 +24,8 @@ from fxquant.backends.onnx.qdq import QdqWriter
 from fxquant.errors import ExportError
 from fxquant.graph import QParams
 from fxquant.numerics import ACTIVATION_TYPES, WEIGHT_INT8, scale_from_range
+from fxquant.ops import BY_NAME
+from fxquant.ops.convolution import conv1d
 from fxquant.ops.form import Call, channel_axis
 
 DOMAIN = "horizon"
@@ -57,7 +59,7 @@ class HorizonCall(Call):
 
         The tool dies of a Gemm whose weight is behind a pair, and puts such a MatMul, and every one-dimensional Conv, on the processor.
         """
-        return self.name == "conv1d" or not _derived(*self._per_channel("weight"))
+        return BY_NAME[self.name].function is conv1d or not _derived(*self._per_channel("weight"))
 
     def operand(self, role: str) -> str:
         if isinstance(self.arguments.get(role), str) or role not in self.constants:

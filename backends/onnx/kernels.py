@@ -23,19 +23,7 @@ from fxquant.backends.onnx.writer import Writer
 from fxquant.facts import TensorFact
 from fxquant.graph import fact, resolve, zero_point
 from fxquant.numerics import BOUNDARY_LIMIT
-from fxquant.primitives import (
-    PRIMITIVES,
-    Primitive,
-    accumulate,
-    comparison,
-    elementwise,
-    pool,
-    product,
-    resize,
-    selection,
-    shape,
-    transposed,
-)
+from fxquant.primitives import PRIMITIVES, Primitive, Role, ZeroPoint, elementwise, pool, role_of, shape
 from fxquant.primitives.boundary import as_float32, dequantize, quantize
 from fxquant.primitives.dynamic import dynamic_linear
 from fxquant.primitives.dynamic import emit as emit_dynamic
@@ -45,21 +33,13 @@ from fxquant.rescaling import LARGEST_NARROW_MULTIPLIER, NARROW_BITS
 ZERO_POINT = 128  # of what is stored as int8 elsewhere
 EIGHT_BITS = (torch.int8, torch.uint8)
 
-CONVOLUTIONS = (accumulate.convolution, accumulate.convolution_wide)
-LINEARS = (accumulate.linear, accumulate.linear_wide)
-PRODUCTS = (product.matrix_product, product.matrix_product_wide)
-# Their ONNX forms give the same elements, so many more, for elements that are so many more.
-SHIFTED: frozenset[Callable[..., Any]] = frozenset((
-    shape.reshape, shape.permute, shape.concatenate, shape.crop, shape.select, shape.expand, shape.tile,
-    product.maximum, product.minimum, resize.resize_linear, comparison.choose,
-    selection.take_along, selection.pick, selection.put_along, selection.least,
-))  # fmt: skip
-# Their ONNX forms begin with a cast of their quantized operands to float.
-READ_FLOATS: frozenset[Callable[..., Any]] = frozenset((
-    *CONVOLUTIONS, *LINEARS, *PRODUCTS, transposed.transposed_convolution, pool.sum_pool, pool.sum,
-    elementwise.align_real, elementwise.multiply, elementwise.widen, elementwise.negate, product.rectify, product.scale_channels,
-    accumulate.add_residual, accumulate.add_residual_shifted,
-))  # fmt: skip
+PRODUCTS = frozenset({Role.CONVOLUTION, Role.LINEAR, Role.MATRIX_PRODUCT})
+# Their ONNX forms give the same elements, so many more, for elements that are so many more; a table's rows are int8, as constants are.
+SHIFTED = [
+    function
+    for function, record in PRIMITIVES.items()
+    if record.zero_point is ZeroPoint.EQUIVARIANT and not record.shifted and not record.casts and function is not shape.rows
+]
 
 
 class FastWriter(Writer):
@@ -136,7 +116,7 @@ class FastWriter(Writer):
         assert isinstance(total, fx.Node)
         if len(total.users) != 1:
             return ()
-        if total.target in CONVOLUTIONS or total.target in LINEARS or total.target in PRODUCTS:
+        if role_of(total.target) in PRODUCTS:
             return (total,) if all(_is_8_bits(plain(operand)) for operand in total.args[:2]) else ()
         if total.target is elementwise.multiply:
             return (total,) if self.divisor(node, total) is not None else ()
@@ -153,7 +133,7 @@ class FastWriter(Writer):
     def _adds_exactly(self, node: fx.Node, total: fx.Node) -> bool:
         """Whether float32 adds two tensors of 8 bits, as fractions of a step of the result, exactly: ARITHMETIC.md, section 21."""
         terms = _terms(total)
-        if self.opset < functions.OPSET or total.target not in (elementwise.add, elementwise.subtract) or len(terms) != 2:
+        if self.opset < functions.OPSET or role_of(total.target) is not Role.ADDITION or len(terms) != 2:
             return False
         if not all(len(term.users) == 1 and _is_8_bits(plain(term.args[0])) and plain(term.args[0]).op != "get_attr" for term in terms):
             return False
@@ -292,11 +272,11 @@ def _requantize(
         bits = torch.iinfo(fact(accumulator).dtype).bits
         barrier = e.node("Relu" if low == 0 else "Round", value)  # as in `requantize_real`'s own form
         result = _rounded(w, node, barrier, factor, min(bits, 32))
-    elif parts[-1].target in CONVOLUTIONS:
+    elif role_of(parts[-1].target) is Role.CONVOLUTION:
         result = _convolution(w, node, factor, *parts[-1].args)
-    elif parts[-1].target in LINEARS:
+    elif role_of(parts[-1].target) is Role.LINEAR:
         result = _linear(w, node, factor, *parts[-1].args)
-    elif parts[-1].target in PRODUCTS:
+    elif role_of(parts[-1].target) is Role.MATRIX_PRODUCT:
         result = _product(w, node, factor, *parts[-1].args)
     elif parts[-1].target is elementwise.multiply:
         left, right = parts[-1].args[:2]
@@ -410,6 +390,17 @@ def _pad(w: FastWriter, node: fx.Node, input: fx.Node, begin: list[int], end: li
     )
 
 
+@form(*SHIFTED)
+def _moved(w: FastWriter, node: fx.Node, *arguments: Any) -> str | None:
+    if fact(node).dtype not in EIGHT_BITS:
+        return None
+
+    def take(value: Any) -> Any:
+        return w.shifted(value) if _is_8_bits(value) else w.values[value] if isinstance(value, fx.Node) else value
+
+    return w.exact(node, take)
+
+
 @form(pool.max_pool)
 def _max_pool(w: FastWriter, node: fx.Node, input: fx.Node, kernel: list[int], *_: Any) -> str | None:
     """On uint8 where the pixels of an image lie together for onnxruntime's convolutions; on float, five times faster, elsewhere."""
@@ -423,22 +414,11 @@ def _beside_convolution(w: FastWriter, value: fx.Node) -> bool:
     """Whether an image comes of a QLinearConv, directly or by additions and pools."""
     parts = w.parts_of(value)
     if parts:
-        return parts[-1].target in CONVOLUTIONS or any(_beside_convolution(w, plain(term.args[0])) for term in parts[:-1])
+        return role_of(parts[-1].target) is Role.CONVOLUTION or any(_beside_convolution(w, plain(term.args[0])) for term in parts[:-1])
     return value.target is pool.max_pool and _beside_convolution(w, value.args[0])  # type: ignore[arg-type]
 
 
-@form(*SHIFTED)
-def _moved(w: FastWriter, node: fx.Node, *arguments: Any) -> str | None:
-    if fact(node).dtype not in EIGHT_BITS:
-        return None
-
-    def take(value: Any) -> Any:
-        return w.shifted(value) if _is_8_bits(value) else w.values[value] if isinstance(value, fx.Node) else value
-
-    return w.exact(node, take)
-
-
-@form(*READ_FLOATS)
+@form(*(function for function, record in PRIMITIVES.items() if record.casts and record.kind == "accumulator"))
 def _reads_floats(w: FastWriter, node: fx.Node, *arguments: Any) -> str | None:
     return w.exact(node, w.real)
 

@@ -20,23 +20,12 @@ from fxquant.backends.onnx.writer import Writer
 from fxquant.errors import ConfigurationError, ExportError
 from fxquant.graph import Constant, Operation, QParams, Reference, operation, origin, qparams
 from fxquant.numerics import ACTIVATION_TYPES
-from fxquant.ops import OPERATORS, Operator, Own
+from fxquant.ops import BY_NAME, Operator, Own
+from fxquant.ops.boundary import DEQUANTIZE, QUANTIZE
 from fxquant.ops.form import INT16_OPSET, Call
-from fxquant.primitives import PRIMITIVES, Primitive, selection, shape
+from fxquant.ops.pad import pad
+from fxquant.primitives import PRIMITIVES, Primitive, Role, role_of, shape
 from fxquant.primitives.boundary import as_float32, dequantize
-
-# These move floats as well as integers.
-MOVING = {
-    selection.take_along,
-    selection.pick,
-    shape.reshape,
-    shape.permute,
-    shape.concatenate,
-    shape.crop,
-    shape.select,
-    shape.expand,
-    shape.tile,
-}
 
 
 class QdqWriter(Writer):
@@ -47,7 +36,6 @@ class QdqWriter(Writer):
 
     def __init__(self, integer: fx.GraphModule, io: str, opset: int) -> None:
         super().__init__(integer, io, opset)
-        self.operators = {record.name: record for record in OPERATORS.values()}
         self.nodes = {node.name: node for node in integer.graph.nodes}
         self.operations = {node.name: found for node in integer.graph.nodes if (found := operation(node)) is not None}
         self.lowered: dict[str, list[fx.Node]] = {}  # the primitives of each operator
@@ -92,20 +80,20 @@ class QdqWriter(Writer):
         if record.kind == "dynamic":  # real numbers come in and go out: there is no grid to write
             return super().emit(node, record)
         known = self.operations[origin(node)]
-        operator = self.operators[known.name]
-        if operator.onnx is None and all(other.target in MOVING for other in self.lowered[origin(node)]):
+        operator = BY_NAME[known.name]
+        if operator.onnx is None and all(role_of(other.target) is Role.MOVEMENT for other in self.lowered[origin(node)]):
             value = record.onnx(self.emitter, *fx.node.map_aggregate(node.args, self._moved))
-            if operation(node) is None and any(other.target in (shape.concatenate, shape.tile) for other in self.lowered[origin(node)]):
+            if operation(node) is None and any(map(_repeats, self.lowered[origin(node)])):
                 # onnxruntime cannot move QuantizeLinear of opset 21 behind parts or repetitions by itself: they are on the result's scale.
                 value = self._rounding(self.nodes[origin(node)])(value)
             self.reals[node.name] = value
         elif operation(node) is None:
             return None
-        elif known.name == "dequantize":
+        elif operator is DEQUANTIZE:
             value = self._dequantized(known.arguments["input"].node)
             dtype = known.arguments.get("dtype")
             return value if dtype is None else self.emitter.node("Cast", value, to=dtype)
-        elif known.name == "quantize":
+        elif operator is QUANTIZE:
             value = as_float32(self.emitter, str(self.values[self.nodes[known.arguments["input"].node]]))
         else:
             call = self._call(known, operator, node)
@@ -127,12 +115,12 @@ class QdqWriter(Writer):
             self.tensors[node.name] = {"kind": "float"}
             return None
         # What these give is within the range of what they are given; onnxruntime stumbles over a Clip behind some of them.
-        stays = not isinstance(operator.demand, Own) and operator.name != "pad"
+        stays = not isinstance(operator.demand, Own) and operator.function is not pad
         return self._quantized(value, described, limited=stays)
 
     def _named(self, result: str, name: str) -> str:
         result = super()._named(result, name)
-        if name in self.operations and self.operations[name].name != "dequantize":
+        if name in self.operations and self.operations[name].name != DEQUANTIZE.name:
             self.reals.pop(name, None)  # what reads it reads its quantized values
         return result
 
@@ -225,3 +213,8 @@ class QdqWriter(Writer):
         elif constant.zero_point:
             integers = integers.to(torch.int32) - constant.zero_point
         return integers, torch.tensor(constant.scale, dtype=torch.float32, device="cpu"), constant.axis
+
+
+def _repeats(node: fx.Node) -> bool:
+    """Whether a primitive puts parts, or repetitions, one behind another."""
+    return node.target is shape.concatenate or node.target is shape.tile

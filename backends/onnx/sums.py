@@ -20,12 +20,10 @@ from torch import Tensor, fx
 from fxquant.backends.onnx.metadata import PRECISE
 from fxquant.backends.onnx.writer import Writer
 from fxquant.graph import fact, resolve
-from fxquant.primitives import Primitive
-from fxquant.primitives.accumulate import attributes_of, convolution, convolution_wide, linear, linear_wide
+from fxquant.primitives import Primitive, Role, role_of
+from fxquant.primitives.accumulate import attributes_of
 from fxquant.primitives.requantize import requantize_fixed
 
-CONVOLUTIONS = (convolution, convolution_wide)
-LINEARS = (linear, linear_wide)
 ZERO_POINT = 128  # of what is stored as uint8
 BITWISE = 18  # the opset from which on there is BitwiseXor
 LEAST_PRODUCTS = 64  # in a sum: shorter ones are no slower in float32, whose layout onnxruntime keeps from layer to layer
@@ -46,12 +44,13 @@ class SumsWriter(Writer):
         return [node for node in self.integer.graph.nodes if node.name not in self.refused and self._is_kernel(node)]
 
     def _is_kernel(self, node: fx.Node) -> bool:
-        if node.target not in CONVOLUTIONS and node.target not in LINEARS:
+        role = role_of(node.target)
+        if role is not Role.CONVOLUTION and role is not Role.LINEAR:
             return False
         input, weight = node.args[0], self._weight(node)
         if weight is None or fact(input).dtype != torch.int8 or weight[0].numel() < LEAST_PRODUCTS:  # type: ignore[arg-type]
             return False
-        return node.target in LINEARS or bool(node.args[6] == 1)  # sums in groups are no faster
+        return role is Role.LINEAR or bool(node.args[6] == 1)  # sums in groups are no faster
 
     def _weight(self, node: fx.Node) -> Tensor | None:
         """The layer's weight, where it is a constant of 8 bits."""
@@ -67,14 +66,14 @@ class SumsWriter(Writer):
 
     def relies_on_vnni(self) -> bool:
         """Whether x86 processors without VNNI compute other numbers, whatever the session's options."""
-        return any(node.target in CONVOLUTIONS for node in self.kernels())
+        return any(role_of(node.target) is Role.CONVOLUTION for node in self.kernels())
 
     def emit(self, node: fx.Node, record: Primitive) -> str | None:
         if node.name in self.refused or not self._is_kernel(node):
             return super().emit(node, record)
         e = self.emitter
         input, weight, bias, *sizes = (self.operand(argument) for argument in node.args)
-        if node.target in CONVOLUTIONS:
+        if record.role is Role.CONVOLUTION:
             stored = e.constant((weight.to(torch.int16) + ZERO_POINT).to(torch.uint8))
             zeros = e.constant(0, torch.int8), e.constant(ZERO_POINT, torch.uint8)
             total = e.node("ConvInteger", input, stored, *zeros, **attributes_of(weight, *sizes[:4]))
@@ -85,7 +84,7 @@ class SumsWriter(Writer):
         if bias is not None:
             shape = [-1, *[1] * (weight.dim() - 2)]
             total = e.node("Add", total, e.constant(bias.to(torch.int32).reshape(shape)))
-        if node.target in (convolution_wide, linear_wide):
+        if record.wide:
             return e.node("Cast", total, to=torch.float64)
         whole = all(user.target is requantize_fixed for user in node.users)
         return total if whole else e.node("Cast", total, to=torch.float32)

@@ -8,10 +8,8 @@ of every layer that reads it. What anything else makes or reads has the label 0,
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,16 +18,15 @@ from torch import Tensor, fx
 from fxquant.analysis.node import quantized_operator
 from fxquant.facts import TensorFact
 from fxquant.graph import fact, is_parameter, shape_of
-from fxquant.ops import operand_nodes
+from fxquant.ops import Operator, Trait, operand_nodes
+from fxquant.ops.index import getitem
+from fxquant.ops.join import cat
+from fxquant.ops.linear import matmul
 from fxquant.ops.pad import elements, margins_of, pad
-from fxquant.ops.shape import numbers
+from fxquant.ops.pixels import channel_shuffle
+from fxquant.ops.shape import numbers, permute, reshape
 from fxquant.quantization.factors import ChannelFactors
 from fxquant.quantization.prepared import QuantizedOperator
-
-# Each of these works along as many of the last dimensions as its name says, and is homogeneous.
-SPATIAL = ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool")
-ELEMENTWISE = ("identity", "dropout", "clamp", "leaky_relu", "prelu", "abs", "neg", "requantize")
-REDUCING = ("mean", "sum", "amax", "amin")
 
 
 @dataclass(frozen=True)
@@ -173,8 +170,7 @@ class _Walk:
             return self._layer(node, module, arguments)
         if not homogeneous(*(arguments.get("clamp") or (None, None))) or not homogeneous(*module.observed):
             return None
-        name = module.operator.name
-        rule = _RULES.get(name) or _RULES.get(re.sub("[123]d$", "", name))
+        rule = _rule(module.operator)
         return None if rule is None else rule(self, node, arguments)
 
     def _layer(self, node: fx.Node, module: QuantizedOperator, arguments: Mapping[str, Any]) -> Tensor:
@@ -227,16 +223,12 @@ def _elementwise(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tenso
     return walk.labels[arguments["input"]]
 
 
-def _spatial(walk: _Walk, node: fx.Node, arguments: dict[str, Any], count: int) -> Tensor | None:
-    """Labels pass where they are the same along the last `count` dimensions: what is computed along them mixes no channels."""
+def _spatial(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
+    """Labels pass where they are the same along the dimensions behind the channels, which are the only ones that are mixed."""
     labels = walk.labels[arguments["input"]]
     if arguments.get("divisor_override"):
         return None
-    return labels if all(size == 1 for size in labels.shape[max(labels.dim() - count, 0) :]) and count <= labels.dim() else None
-
-
-def _resized(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
-    return _spatial(walk, node, arguments, len(shape_of(node)) - 2)
+    return labels if all(size == 1 for size in labels.shape[1:]) else None
 
 
 def _padded(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor | None:
@@ -353,18 +345,19 @@ def _shuffled(walk: _Walk, node: fx.Node, arguments: dict[str, Any]) -> Tensor |
     return labels.reshape(groups, -1, *labels.shape[1:]).transpose(0, 1).flatten(0, 1) if len(labels) > 1 else labels
 
 
-_RULES: Mapping[str, Rule] = {
-    **dict.fromkeys(ELEMENTWISE, _elementwise),
-    **{f"{name}{count}d": partial(_spatial, count=count) for name in SPATIAL for count in (1, 2, 3)},
-    "interpolate": _resized,
-    "pad": _padded,
-    **dict.fromkeys(REDUCING, _reducing),
-    **dict.fromkeys(("add", "sub", "maximum", "minimum"), _added),
-    **dict.fromkeys(("mul", "div"), _multiplied),
-    "cat": _joined,
-    "matmul": _product,
-    "reshape": _reshaped,
-    "permute": _permuted,
-    "getitem": _indexed,
-    "channel_shuffle": _shuffled,
-}
+_RULES: dict[Callable[..., Any], Rule] = {pad: _padded, cat: _joined, matmul: _product}
+_RULES |= {reshape: _reshaped, permute: _permuted, getitem: _indexed, channel_shuffle: _shuffled}
+
+
+def _rule(operator: Operator) -> Rule | None:
+    """How labels go through an operator; None where they do not."""
+    own, traits = _RULES.get(operator.function), operator.traits
+    if own is not None:
+        return own
+    if Trait.HOMOGENEOUS not in traits:
+        return _multiplied if Trait.AFFINE in traits else None
+    if Trait.SPATIAL in traits:
+        return _spatial
+    if Trait.REDUCTION in traits:
+        return _reducing
+    return _added if len(operator.operands) == 2 else _elementwise

@@ -18,7 +18,7 @@ from fxquant.analysis.node import quantized_operator, record_of
 from fxquant.facts import Size, TensorFact
 from fxquant.graph import Operation, Reference, annotation, fact, is_parameter, operation, resolve
 from fxquant.numerics import ACTIVATION_TYPES
-from fxquant.ops import FUNCTIONS, METHODS, MODULES, OPERATORS, Instead, Operator, Parameter
+from fxquant.ops import BY_NAME, FUNCTIONS, METHODS, MODULES, OPERATORS, Instead, Operator, Parameter
 from fxquant.ops.weighted import shape_of
 
 WEIGHT, BIAS = "weight", "bias"  # the roles of the constants of an operator with a weight
@@ -38,7 +38,7 @@ def cost_of(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node], 
     lowered = operation(node)
     if lowered is not None:
         # A loaded model may have a function of the user's that this process has not declared.
-        operator: Operator | None = next((record for record in OPERATORS.values() if record.name == lowered.name), None)
+        operator: Operator | None = BY_NAME.get(lowered.name)
         values = _lowered(lowered, nodes)
         sums = operator is not None and operator.sums
         held = [constant.node for role, constant in lowered.constants.items() if role in (WEIGHT, BIAS) or sums]

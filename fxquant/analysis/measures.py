@@ -17,6 +17,7 @@ from fxquant.analysis.site import MEASURES, Site, known, measure
 from fxquant.facts import Size, TensorFact
 from fxquant.graph import annotation, fact, is_parameter
 from fxquant.numerics import ACTIVATION_TYPES
+from fxquant.ops.activation import clamp
 from fxquant.ops.boundary import DEQUANTIZE
 
 __all__ = ["MEASURES", "Site", "windows"]
@@ -205,7 +206,7 @@ def _batch_place(site: Site) -> list[Any]:
 @measure("bounds")
 def _bounds(site: Site) -> list[Any]:
     """Of a clamp that is an operator by itself, or is fused into one."""
-    if site.operator.name == "clamp":
+    if site.operator.function is clamp:
         return [(site.arguments["min"], site.arguments["max"])]
     return [] if site.arguments.get("clamp") is None else [tuple(site.arguments["clamp"])]
 

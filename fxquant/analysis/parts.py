@@ -10,7 +10,7 @@ from torch import fx
 
 from fxquant.analysis.node import grid_of, quantized_operator
 from fxquant.graph import Reference, is_parameter, operation
-from fxquant.ops import OPERATORS, Operator, carried
+from fxquant.ops import BY_NAME, carried
 
 CLEARLY = 6.0  # dB: half of the steps
 
@@ -25,7 +25,7 @@ def coarser(model: fx.GraphModule, node: fx.Node, nodes: Mapping[str, fx.Node]) 
         return ()
     if module is not None:
         operator, arguments = module.operator, module.operator.bind_call(node.args, dict(node.kwargs))
-    elif lowered is not None and (found := _named(lowered.name)) is not None:
+    elif lowered is not None and (found := BY_NAME.get(lowered.name)) is not None:
         operator, arguments = found, lowered.arguments
     else:
         return ()
@@ -42,10 +42,6 @@ def told(parts: tuple[tuple[str, float], ...]) -> str:
     """A sentence about those that lose clearly; "" if none does."""
     lose = [f"%{name} loses {loss:.0f} dB" for name, loss in parts if loss >= CLEARLY]
     return f"one scale for all it holds, by which {' and '.join(lose)}: a rule that names it can give it more bits, or None" if lose else ""
-
-
-def _named(name: str) -> Operator | None:
-    return next((operator for operator in OPERATORS.values() if operator.name == name), None)
 
 
 def _is_node(value: Any) -> bool:

@@ -167,7 +167,7 @@ def record(handler: Any, op: str, target: Any, function: Any, args: Any, kwargs:
             template = UNKNOWN if guessed else _template(handler.evaluator, fake or function, args, kwargs, arguments, name)
             node = handler.graph.create_node(op, target, node_args, node_kwargs)
             handler.describe(node, template)
-            graph.refuse(node, because)
+            graph.refuse(node, because, python=True)
             return handler.wrap(node, template)
     finally:
         handler.paused = paused

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from fxquant.addresses import memory_start, start
 from fxquant.graph import resolve
+from fxquant.offers import Offers
 
 EACH_CALL = 2**16  # bytes
 SAMPLE, SAMPLES = 64, 4  # bytes of a sample, and how many of each tensor there are
@@ -36,12 +37,7 @@ class Watch(Protocol):
         """Whether a change was found: in the spans for every call, and in those by turns that are next, or in all."""
 
 
-_OFFERED: list[Callable[[Sequence[Span], Sequence[Span]], Watch | None]] = []
-
-
-def offer(make: Callable[[Sequence[Span], Sequence[Span]], Watch | None]) -> None:
-    """Have this tried before `Checksums`: it makes a `Watch` of the spans for every call and those by turns, or returns None."""
-    _OFFERED.append(make)
+WATCHES = Offers[Callable[[Sequence[Span], Sequence[Span]], Watch | None]]()  # of which one makes a watch, or none
 
 
 class Checksums:
@@ -112,7 +108,7 @@ class Constants:
         """Remember what memory holds now: kernels are built of it from here on."""
         if self.watch is None:
             always, by_turns = _spans([alias for _, _, _, _, alias, _ in self.found if alias is not None and start(alias)])
-            self.watch = next((made for make in _OFFERED if (made := make(always, by_turns)) is not None), None)
+            self.watch = next((made for make in WATCHES.known if (made := make(always, by_turns)) is not None), None)
             self.watch = self.watch or Checksums(always, by_turns)
 
     def changed(self, everything: bool = False) -> bool:

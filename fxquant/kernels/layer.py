@@ -11,10 +11,9 @@ from torch import Tensor, fx
 
 from fxquant.graph import QParams, qparams
 from fxquant.kernels.admission import evaluate
-from fxquant.kernels.patterns import LINEARS
 from fxquant.kernels.record import Held, Refused, Site
 from fxquant.numerics import ACTIVATION_TYPES, INT32_MAX, accumulator_bound, power_of_two
-from fxquant.primitives import requantize
+from fxquant.primitives import Role, requantize, role_of
 
 AROUND = (-1, 0, 1, 2)  # of the sum below a step of the result, those that are compared
 
@@ -79,7 +78,7 @@ class Layer:
         if root.target is requantize.accumulator_output:
             return
         sums = self._steps(site)
-        is_linear = site.match.parts["sum"].target in LINEARS
+        is_linear = role_of(site.match.parts["sum"].target) is Role.LINEAR
         constants = [site.constant(node) if isinstance(node, fx.Node) else node for node in root.args[1:]]
         given = sums if is_linear else sums[..., None, None]
         wanted: Tensor = root.target(given, *constants)  # type: ignore[operator]

@@ -12,23 +12,10 @@ from torch import fx
 from fxquant.facts import TensorFact
 from fxquant.graph import fact, qparams
 from fxquant.kernels.record import Match
-from fxquant.primitives import accumulate, boundary, comparison, dynamic, elementwise, pool, product, requantize, resize, selection, shape
+from fxquant.primitives import POINTWISE, PRIMITIVES, Role, ZeroPoint, boundary, dynamic, elementwise, pool, requantize, role_of, shape
 
 BYTES = (torch.int8, torch.uint8)
-CONVOLUTIONS = (accumulate.convolution, accumulate.convolution_wide)
-LINEARS = (accumulate.linear, accumulate.linear_wide)
-REQUANTIZATIONS = (requantize.requantize_real, requantize.requantize_fixed)
-MOVING = (
-    *(shape.reshape, shape.permute, shape.concatenate, shape.crop, shape.select, shape.rows, shape.expand, shape.tile),
-    *(pool.max_pool, product.maximum, product.minimum, resize.resize_linear, comparison.choose),
-    *(selection.take_along, selection.pick, selection.put_along, selection.least),
-)
-
-POINTWISE = (
-    *(elementwise.align_fixed, elementwise.align_real, elementwise.add, elementwise.subtract, elementwise.add_constant),
-    *(elementwise.multiply, elementwise.widen, elementwise.centre, elementwise.negate, elementwise.shift_right),
-    *(elementwise.clamp, elementwise.lookup, product.maximum, product.minimum, *REQUANTIZATIONS),
-)
+LAYERS = frozenset({Role.CONVOLUTION, Role.LINEAR})
 
 
 def known_tensor(node: Any, *dtypes: torch.dtype, ranks: Sequence[int] = (2, 3, 4)) -> bool:
@@ -46,9 +33,9 @@ def bytes_of(node: Any, ranks: Sequence[int] = (2, 3, 4)) -> fx.Node | None:
     return node  # type: ignore[no-any-return]
 
 
-def _only_for(node: Any, *targets: Any) -> bool:
-    """Whether a node is a call of one of these, and read by one node."""
-    return isinstance(node, fx.Node) and node.target in targets and len(node.users) == 1
+def _read_once(node: Any) -> bool:
+    """Whether a value is a node that one other reads."""
+    return isinstance(node, fx.Node) and len(node.users) == 1
 
 
 def sum_of_products(root: fx.Node) -> Match | None:
@@ -56,22 +43,25 @@ def sum_of_products(root: fx.Node) -> Match | None:
 
     Or the sum itself, where that is the output of a last layer.
     """
-    if root.target not in (*REQUANTIZATIONS, requantize.accumulator_output):
+    requantized = role_of(root.target) is Role.REQUANTIZATION
+    if not requantized and root.target is not requantize.accumulator_output:
         return None
     covers, total = [root], root.args[0]
     residual, factor, factor_shift = None, None, None
-    if _only_for(total, accumulate.add_residual, accumulate.add_residual_shifted):
+    if _read_once(total) and role_of(total.target) is Role.RESIDUAL:  # type: ignore[union-attr]
         covers.append(total)  # type: ignore[arg-type]
         total, added, factor, *shift = total.args  # type: ignore[union-attr]
         factor_shift = shift[0] if shift else None
         residual = bytes_of(added)
         if residual is None:
             return None
-    if not _only_for(total, *CONVOLUTIONS, *LINEARS) or not (root.target in REQUANTIZATIONS) <= known_tensor(root, *BYTES):
+    if not _read_once(total) or (requantized and not known_tensor(root, *BYTES)):
         return None
     assert isinstance(total, fx.Node)
+    if role_of(total.target) not in LAYERS:
+        return None
     covers.append(total)
-    is_linear = total.target in LINEARS
+    is_linear = role_of(total.target) is Role.LINEAR
     operand, weight, bias, *attributes = total.args
     input = bytes_of(operand, (2, 3) if is_linear else (4,))
     if input is None or not known_tensor(weight, torch.int8) or (bias is not None and not known_tensor(bias, torch.int32, ranks=(1,))):
@@ -112,8 +102,8 @@ def total(root: fx.Node) -> Match | None:
 
 def pointwise(root: fx.Node) -> Match | None:
     """Bytes from one tensor of bytes, or from two, element by element, with numbers that are the same everywhere."""
-    if root.target not in POINTWISE or not known_tensor(root, *BYTES) or qparams(root) is None:  # inside an operator there are such
-        return None
+    if role_of(root.target) not in POINTWISE or not known_tensor(root, *BYTES) or qparams(root) is None:
+        return None  # inside an operator bytes have no grid
     covers: list[fx.Node] = []
     reads: list[fx.Node] = []
     if not all(_pointwise(operand, covers, reads) for operand in root.all_input_nodes) or not 1 <= len(reads) <= 2:
@@ -141,7 +131,7 @@ def _pointwise(node: fx.Node, covers: list[fx.Node], reads: list[fx.Node]) -> bo
         if node not in reads:
             reads.append(node)
         return len(known.shape) in (2, 3, 4)
-    inner = node.target in POINTWISE and (len(node.users) == 1 or node.target is elementwise.centre)
+    inner = role_of(node.target) in POINTWISE and (len(node.users) == 1 or node.target is elementwise.centre)
     if not inner or not all(_pointwise(operand, covers, reads) for operand in node.all_input_nodes):
         return False
     if len(node.users) == 1:
@@ -171,20 +161,19 @@ def without_negatives(model: fx.GraphModule) -> frozenset[fx.Node]:
     """The quantized tensors that never hold negative centred integers."""
     found: set[fx.Node] = set()
     for node in model.graph.nodes:
-        if node.op != "call_function":
+        record = PRIMITIVES.get(node.target) if node.op == "call_function" else None
+        if record is None:
             continue
-        if node.target is requantize.requantize_fixed:
-            low = node.args[6]
-        elif node.target in (requantize.requantize_real, boundary.quantize, elementwise.clamp):
-            low = node.args[1 if node.target is elementwise.clamp else 2]
-        elif node.target in MOVING:
+        low = record.signature.bind(*node.args, **node.kwargs).arguments.get("low")
+        if isinstance(low, int):
+            never = low >= 0
+        elif record.zero_point is ZeroPoint.EQUIVARIANT and not record.shifted:
             operands = [
                 operand for operand in node.all_input_nodes if operand.op != "get_attr" and known_tensor(operand, *BYTES, ranks=range(9))
             ]
-            low = 0 if operands and len(operands) == len(node.all_input_nodes) and all(operand in found for operand in operands) else -1
-            low = low if node.target is not shape.pad else -1
+            never = bool(operands) and len(operands) == len(node.all_input_nodes) and found.issuperset(operands)
         else:
             continue
-        if low >= 0:
+        if never:
             found.add(node)
     return frozenset(found)

@@ -16,6 +16,7 @@ from fxquant.lowering import Lowering, Quantized
 from fxquant.numerics import Interval
 from fxquant.ops.form import Call
 from fxquant.ops.record import Instead, Operator, Own, Same, register
+from fxquant.ops.traits import Trait
 from fxquant.ops.unary import UNARY, by_table
 from fxquant.primitives import elementwise
 from fxquant.rescaling import Ratio
@@ -121,6 +122,7 @@ register(
         lambda node, arguments: Own() if _moves(node, arguments) else Same(),
         keeps=_kept,
         idle=lambda arguments: arguments["min"] in (None, -math.inf) and arguments["max"] in (None, math.inf),
+        traits=frozenset({Trait.ELEMENTWISE, Trait.HOMOGENEOUS, Trait.BOUNDED_BELOW}),
         functions={
             **dict.fromkeys((torch.clamp, torch.clamp_, torch.clip, torch.clip_), _limited),
             torch.clamp_min_: _at_least,

@@ -18,6 +18,7 @@ from fxquant.ops.form import Call
 from fxquant.ops.matrix import box, onnx_matrices, uneven_windows, weighted_sums, window_sizes
 from fxquant.ops.pool import LOWER_AVG_POOLS, lower_total, needs_batch, onnx_average_pool, spatial, too_many
 from fxquant.ops.record import Instead, Operator, Same, operator_named, register
+from fxquant.ops.traits import Trait
 from fxquant.primitives import pool, shape
 from fxquant.primitives.matrix import transform
 from fxquant.primitives.pool import POOLED_EXACT
@@ -115,6 +116,7 @@ def _adaptive_avg_pool(rank: int) -> Callable[..., Tensor]:
             idle=lambda arguments: True,
             absorbs=frozenset({"clamp"}),
             refuses=refuses_adaptive(rank, True),
+            traits=frozenset({Trait.SPATIAL, Trait.HOMOGENEOUS}),
             onnx=onnx,
         )
     )
@@ -176,6 +178,7 @@ def _adaptive_max_pool(rank: int) -> Callable[..., Tensor]:
             modules={getattr(nn, f"AdaptiveMaxPool{rank}d"): _module(rank)},
             idle=lambda arguments: True,
             refuses=refuses_adaptive(rank, False),
+            traits=frozenset({Trait.SPATIAL, Trait.HOMOGENEOUS}),
             onnx=onnx,
         )
     )

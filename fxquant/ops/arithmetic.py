@@ -26,6 +26,7 @@ from fxquant.ops.form import Call
 from fxquant.ops.record import Instead, Operator, register
 from fxquant.ops.selection import where
 from fxquant.ops.sums import Operand, lower_add, lower_sub
+from fxquant.ops.traits import Trait
 from fxquant.ops.weighted import Product, lower_uniform
 from fxquant.primitives import elementwise, product
 from fxquant.rescaling import Ratio
@@ -171,6 +172,7 @@ for _name, _function, _lower, _spellings, _methods in (
             methods=dict.fromkeys(_methods),
             absorbs=frozenset({"clamp"}),
             adds=True,
+            traits=frozenset({Trait.AFFINE, Trait.HOMOGENEOUS}),
             refuses=needs_activation,
             idle=_adds_zero if _name == "add" else _subtracts_zero,
             onnx=_onnx_add if _name == "add" else _onnx_sub,
@@ -236,6 +238,7 @@ register(
         idle=lambda arguments: _is(arguments["input"], 1) or _is(arguments["other"], 1),
         absorbs=frozenset({"clamp"}),
         refuses=_refuses_mul,
+        traits=frozenset({Trait.AFFINE}),
         onnx=_onnx_mul,
     )
 )
@@ -247,6 +250,7 @@ register(
         lambda lowering, input: _lower_mul(lowering, input, -1.0),
         functions=dict.fromkeys((torch.neg_, torch.negative, torch.negative_, operator.neg)),
         methods=dict.fromkeys(("neg", "neg_", "negative", "negative_", "__neg__")),
+        traits=frozenset({Trait.HOMOGENEOUS}),
         parameters={"input": inspect.Parameter.empty},
         onnx=lambda c: c.do("Mul", c.input, c.number(-1)) if c.by_layers else c.do("Neg", c.input),
     )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fxquant.lowering import Lowering, Quantized
 from fxquant.ops.record import Operator, Same, register
+from fxquant.ops.traits import Trait
 from fxquant.primitives import boundary
 
 
@@ -43,5 +44,13 @@ def _lower_requantize(lowering: Lowering, input: Quantized) -> Quantized:
 QUANTIZE = register(Operator("quantize", quantize, (), _lower_quantize))
 DEQUANTIZE = register(Operator("dequantize", dequantize, ("input",), _lower_dequantize, Same()))
 REQUANTIZE = register(
-    Operator("requantize", requantize, ("input",), _lower_requantize, keeps=lambda arguments, after: after, onnx=lambda c: c.input)
+    Operator(
+        "requantize",
+        requantize,
+        ("input",),
+        _lower_requantize,
+        keeps=lambda arguments, after: after,
+        onnx=lambda c: c.input,
+        traits=frozenset({Trait.HOMOGENEOUS}),
+    )
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from fxquant.graph import part
-from fxquant.ops.record import OPERATORS, Operator, Own, Same, demand, operator_of
+from fxquant.ops.record import BY_NAME, Operator, Own, Same, demand, operator_of
 
 
 def carried(operator: Operator) -> tuple[str, ...]:
@@ -23,5 +23,5 @@ def copies(node: fx.Node) -> bool:
         return False
     if whole is None:
         return True
-    composite = next((record for record in OPERATORS.values() if record.name == whole.composite), None)
+    composite = BY_NAME.get(whole.composite)
     return composite is not None and bool(carried(composite))  # a part of what was legalized computes

@@ -22,6 +22,7 @@ from fxquant.lowering import Lowering, Quantized
 from fxquant.numerics import BOUNDARY_LIMIT, Grid
 from fxquant.ops.form import Call
 from fxquant.ops.record import Operator, Plain, Same, register
+from fxquant.ops.traits import Trait
 from fxquant.primitives import comparison, selection
 from fxquant.rescaling import Ratio
 
@@ -260,6 +261,7 @@ register(
         ("input",),
         lambda lowering, input, nan, posinf, neginf: input,
         Same(),
+        traits=frozenset({Trait.CHOOSES}),
         functions={torch.nan_to_num: None, torch.nan_to_num_: None},
         methods={"nan_to_num": None, "nan_to_num_": None},
     )

@@ -26,6 +26,7 @@ from fxquant.ops.linear import matmul
 from fxquant.ops.pool import sum
 from fxquant.ops.record import Operator, Parameter, register
 from fxquant.ops.shape import numbers, permute, reshape
+from fxquant.ops.traits import Trait
 
 # ---- two operands ---------------------------------------------------------------------------------------------------
 
@@ -205,6 +206,7 @@ register(
         einsum,
         ("operands",),
         expand=_expand,
+        traits=frozenset({Trait.MATRIX_PRODUCT}),
         functions={
             torch.einsum: _einsum,
             torch.trace: lambda input: spelled("ii->", input),

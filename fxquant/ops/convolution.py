@@ -17,6 +17,7 @@ from fxquant.ops.computed import COMPUTED, convolved
 from fxquant.ops.form import Call
 from fxquant.ops.pad import pad_before
 from fxquant.ops.record import Operator, Parameter, register
+from fxquant.ops.traits import Trait
 from fxquant.ops.weighted import ABSORBED, BeforeResidual, Product, epilogue, lower_weighted, refuses_weighted, rescaled, shape_of, sizes
 from fxquant.primitives import accumulate, transposed
 from fxquant.primitives.accumulate import CONVOLUTIONS
@@ -270,6 +271,7 @@ def _register(kind: Kind, rank: int, module: type[nn.Module], extract: Callable[
             functions={kind.kernels[rank]: convolved(rank) if kind is PLAIN and rank in COMPUTED else None},
             modules={module: extract},
             read_off=frozenset({"output_size"} if kind is REVERSED else ()),
+            traits=frozenset({Trait.OUTPUTS_FIRST} if kind is PLAIN else ()),
             absorbs=ABSORBED,
             refuses=_refuses(rank),
             sums=True,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fxquant.lowering import Lowering, Quantized
-from fxquant.ops.record import OPERATORS, Operator, register
+from fxquant.ops.record import BY_NAME, Operator, register
 from fxquant.ops.unary import SINGULAR, UNARY, by_table
 
 INPUT = "input"
@@ -50,22 +50,13 @@ def _value(steps: Steps, input: Tensor) -> Any:
     name, *arguments = steps
     if name == _MAPPING:
         return {key: _value(value, input) for key, value in arguments[0]}
-    record = _records().get(name) if isinstance(name, str) and is_pointwise(name) else None
+    record = BY_NAME.get(name) if isinstance(name, str) and is_pointwise(name) else None
     if record is None:
         raise ValueError(f"{name!r} is no function of one tensor, element by element")
     values = [_value(argument, input) for argument in arguments]
     if name == "shifted":
         values[1] = arguments[1]  # the name of a function
     return record.function(*values)
-
-
-_RECORDS: dict[str, Operator] = {}
-
-
-def _records() -> dict[str, Operator]:
-    if len(_RECORDS) != len(OPERATORS):
-        _RECORDS.update((record.name, record) for record in OPERATORS.values())
-    return _RECORDS
 
 
 def _on_number(x: float, steps: Steps) -> float:

@@ -14,7 +14,7 @@ from torch.overrides import handle_torch_function, has_torch_function, has_torch
 
 from fxquant.arguments import CALLABLE, NAMES, checked, instance, such
 from fxquant.errors import ConfigurationError
-from fxquant.ops.record import OPERATORS, Operator, register
+from fxquant.ops.record import BY_NAME, Operator, register
 from fxquant.ops.unary import spelled
 from fxquant.ops.unary import unary as declare
 
@@ -113,7 +113,7 @@ def _give_name(called: Callable[..., Any], name: str) -> None:
 
 
 def _require_free(name: str) -> None:
-    known = any(record.name == name for record in OPERATORS.values())
+    known = name in BY_NAME
     if known or spelled(name):
         raise ConfigurationError(
             f"the function {name!r} cannot be declared",

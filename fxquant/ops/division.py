@@ -20,6 +20,7 @@ from fxquant.ops.composite import Builder
 from fxquant.ops.form import Call
 from fxquant.ops.functions import floor_divided, floor_quotient, is_tensor, quotient_of, trunc_divided, trunc_quotient
 from fxquant.ops.record import OPERATORS, WIDE, Instead, Operator, register
+from fxquant.ops.traits import Trait
 from fxquant.ops.unary import SHIFTED, of_inverse, with_offset
 from fxquant.primitives import elementwise
 from fxquant.rescaling import Ratio
@@ -111,9 +112,10 @@ register(
         functions=dict.fromkeys(_FUNCTIONS, _divided),
         methods={**dict.fromkeys(_METHODS, _divided), "__rtruediv__": _reversed, "__rdiv__": _reversed},
         idle=lambda arguments: isinstance(arguments["other"], int | float) and arguments["other"] == 1,
+        traits=frozenset({Trait.AFFINE}),
         absorbs=frozenset({"clamp"}),
         refuses=_refuses_div,
         onnx=_onnx_div,
     )
 )
-register(Operator("true_divide", true_divide, ("input", "other"), expand=_expand_true_divide))
+register(Operator("true_divide", true_divide, ("input", "other"), expand=_expand_true_divide, traits=frozenset({Trait.DIVIDES})))

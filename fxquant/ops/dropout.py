@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from fxquant.lowering import Lowering, Quantized
 from fxquant.ops.record import Operator, Same, register
+from fxquant.ops.traits import Trait
 
 DROPOUTS: dict[type, str] = {
     nn.Dropout: "dropout",
@@ -58,6 +59,7 @@ register(
         _lower_dropout,
         Same(),
         idle=lambda arguments: arguments["p"] == 0,
+        traits=frozenset({Trait.HOMOGENEOUS}),
         functions={
             **{getattr(F, kind): _drops(kind) for kind in DROPOUTS.values()},
             **{getattr(torch, kind): _drops(kind) for kind in ("dropout", "alpha_dropout", "feature_alpha_dropout")},

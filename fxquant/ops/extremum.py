@@ -17,6 +17,7 @@ from fxquant.ops.activation import clamp, clamp_between
 from fxquant.ops.composite import Builder
 from fxquant.ops.form import Call
 from fxquant.ops.record import Adapt, Instead, Operator, Same, register
+from fxquant.ops.traits import Trait
 from fxquant.primitives import pool, product, selection, shape
 from fxquant.rescaling import Ratio
 
@@ -138,6 +139,7 @@ for _name, _function, _primitive, _short, _operator, _adapt in (
             functions={getattr(torch, _name): None, _short: _adapt, **({torch.fmax: None} if _short is torch.max else {torch.fmin: None})},
             methods={_name: None, _short.__name__: _adapt, **({"fmax": None} if _short is torch.max else {"fmin": None})},
             refuses=_refuses_extremum,
+            traits=frozenset({Trait.HOMOGENEOUS} | ({Trait.BOUNDED_BELOW} if _name == "maximum" else set())),
             onnx=_onnx_extremum(_operator),
         )
     )
@@ -192,6 +194,7 @@ register(
         ("input",),
         _lower_amax,
         Same(),
+        traits=frozenset({Trait.REDUCTION, Trait.HOMOGENEOUS}),
         functions={torch.amax: None},
         methods={"amax": None},
         refuses=_refuses_amax,
@@ -216,6 +219,7 @@ register(
         ("input",),
         _lower_amin,
         Same(),
+        traits=frozenset({Trait.REDUCTION, Trait.HOMOGENEOUS}),
         functions={torch.amin: None},
         methods={"amin": None},
         refuses=_refuses_amax,

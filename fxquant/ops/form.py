@@ -23,6 +23,7 @@ from fxquant.primitives import shape
 from fxquant.primitives.record import Emitter
 
 PER_CHANNEL_OPSET = 13  # the first in which DequantizeLinear has an axis
+WHOLE_OPSET = 20  # the first with Gelu; HardSwish is older
 INT16_OPSET = 21  # the first in which DequantizeLinear knows int16
 LARGEST_BIAS = 2**23  # in steps; an operand that was narrowed has up to 2^8 as many steps
 
@@ -38,6 +39,7 @@ class Call:
     node        the node of the integer graph that is its result
     primitives  the nodes it was lowered to
     exported    writes its float function as PyTorch's exporter does
+    whole       whether an operator of opset 20 that not every compiler knows is written where there is one
     """
 
     e: Emitter
@@ -49,6 +51,7 @@ class Call:
     node: fx.Node
     primitives: list[fx.Node]
     exported: Callable[[], str]
+    whole: bool = False
 
     by_layers: ClassVar[bool] = False  # whether what is computed as a layer with one weight is written as one, and averages as means
 

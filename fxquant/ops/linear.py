@@ -18,6 +18,7 @@ from fxquant.numerics import FLOAT32_EXACT, INT32_MAX, INT48_MAX
 from fxquant.ops.equations import added_product, computed_linear, is_computed, with_vectors
 from fxquant.ops.form import Call
 from fxquant.ops.record import Instead, Operator, Parameter, register
+from fxquant.ops.traits import Trait
 from fxquant.ops.weighted import ABSORBED, BeforeResidual, Product, epilogue, lower_weighted, refuses_weighted, rescaled, shape_of
 from fxquant.primitives import accumulate, product
 from fxquant.quantization.batch_norm import BatchNorm, fold
@@ -92,6 +93,7 @@ register(
         ("input",),
         _lower_linear,
         functions={F.linear: _called},
+        traits=frozenset({Trait.OUTPUTS_FIRST}),
         modules={nn.Linear: lambda m: {"weight": Parameter("weight"), "bias": None if m.bias is None else Parameter("bias")}},
         absorbs=ABSORBED,
         refuses=refuses_weighted,
@@ -176,6 +178,7 @@ register(
         matmul,
         ("input", "other"),
         _lower_matmul,
+        traits=frozenset({Trait.MATRIX_PRODUCT}),
         functions={
             **dict.fromkeys((torch.matmul, torch.linalg.matmul, operator.matmul), with_vectors),
             torch.bmm: _two,

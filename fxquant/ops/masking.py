@@ -28,6 +28,7 @@ from fxquant.ops.pool import sum
 from fxquant.ops.record import WIDE, Operator, Same, operator_of, register
 from fxquant.ops.selection import where
 from fxquant.ops.softmax import AT_MOST_ONE
+from fxquant.ops.traits import Trait
 from fxquant.ops.unary import by_table
 
 LOWEST = -1e9  # saturates on every grid
@@ -222,4 +223,6 @@ def _expand(build: Builder, input: fx.Node, keep: fx.Node, dim: int, empty: str,
     return shares(build, input, keep, dim, empty=empty, otherwise=otherwise)
 
 
-register(Operator("masked_softmax", masked_softmax, ("input",), reads=("keep", "otherwise"), expand=_expand))
+register(
+    Operator("masked_softmax", masked_softmax, ("input",), reads=("keep", "otherwise"), expand=_expand, traits=frozenset({Trait.SOFTMAX}))
+)

@@ -24,6 +24,7 @@ from fxquant.ops.normalization import scale_channels
 from fxquant.ops.pool import mean, sum
 from fxquant.ops.record import WIDE, Operator, Parameter, register
 from fxquant.ops.shape import MANY_SIZES, numbers, reshape
+from fxquant.ops.traits import Trait
 from fxquant.ops.unary import shifted
 
 # ---- variance and deviation -----------------------------------------------------------------------------------------
@@ -140,6 +141,7 @@ for _name, _function, _expand, _spelling in (
             functions={_spelling: _statistics},
             methods={} if "_" in _name else {_name: _statistics},
             refuses=_refuses_statistics,
+            traits=frozenset() if "_" in _name else frozenset({Trait.STATISTIC}),
         )
     )
 

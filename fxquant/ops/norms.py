@@ -22,6 +22,7 @@ from fxquant.ops.moments import reduced, refuses_reduction
 from fxquant.ops.pool import sum
 from fxquant.ops.record import WIDE, Instead, Operator, register
 from fxquant.ops.selection import where
+from fxquant.ops.traits import Trait
 from fxquant.ops.unary import unary
 
 
@@ -157,6 +158,7 @@ register(
         norm,
         ("input",),
         expand=_expand_norm,
+        traits=frozenset({Trait.STATISTIC}),
         functions={
             torch.norm: _norm,
             torch.linalg.norm: _linalg_norm,

@@ -26,6 +26,7 @@ from fxquant.ops.extremum import maximum
 from fxquant.ops.functions import floor_quotient, floor_remainder, quotient_of, trunc_quotient, trunc_remainder
 from fxquant.ops.record import INNER, WIDE, Operator, register
 from fxquant.ops.selection import where
+from fxquant.ops.traits import Trait
 from fxquant.ops.unary import power, spelled, unary
 from fxquant.ops.whole import COMPARISONS, whole_remainder
 
@@ -125,7 +126,7 @@ _ROUNDED: tuple[tuple[str, Callable[..., Tensor], Callable[..., Any]], ...] = (
     ("trunc_remainder", trunc_remainder, _remainder(torch.trunc)),
 )
 for _name, _function, _expand in _ROUNDED:
-    register(Operator(_name, _function, ("input", "other"), expand=_expand))
+    register(Operator(_name, _function, ("input", "other"), expand=_expand, traits=frozenset({Trait.DIVIDES})))
 
 # ---- signs and steps ---------------------------------------------------------------------------------------------------
 

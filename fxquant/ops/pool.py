@@ -17,6 +17,7 @@ from fxquant.lowering import Clamp, Lowering, Quantized
 from fxquant.numerics import FLOAT32_EXACT, INT8
 from fxquant.ops.form import Call
 from fxquant.ops.record import Instead, Operator, Same, operator_named, register
+from fxquant.ops.traits import Trait
 from fxquant.ops.uneven_windows import lower_uneven, onnx_uneven, runs
 from fxquant.ops.weighted import Product, lower_uniform, sizes
 from fxquant.primitives import accumulate, elementwise, pool, shape
@@ -182,6 +183,7 @@ for _rank, _function, _lower, _module in (
             modules={_module: _max_pool_module(_rank)},
             idle=lambda arguments: set(sizes(arguments["kernel_size"], 1)) == {1},
             window=_window(_rank),
+            traits=frozenset({Trait.SPATIAL, Trait.HOMOGENEOUS}),
             refuses=refuses_max_pool(_rank),
             onnx=_onnx_max_pool,
         )
@@ -366,6 +368,7 @@ for _rank, _function, _lower, _avg_module in (
             idle=lambda arguments: set(sizes(arguments["kernel_size"], 1)) == {1} and arguments["divisor_override"] in (None, 1),
             absorbs=frozenset({"clamp"}),
             refuses=_refuses_avg_pool(_rank),
+            traits=frozenset({Trait.SPATIAL, Trait.HOMOGENEOUS}),
             onnx=onnx_average_pool,
         )
     )
@@ -465,6 +468,7 @@ for _name, _reduction, _lower_reduction, _spellings, _verb in (
             methods=dict.fromkeys((_name, f"nan{_name}"), _reduction_arguments),
             absorbs=frozenset({"clamp"}),
             refuses=_refuses_reduction(_verb),
+            traits=frozenset({Trait.REDUCTION, Trait.SUMMATION, Trait.HOMOGENEOUS}),
             onnx=_onnx_reduction,
         )
     )

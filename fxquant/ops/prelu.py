@@ -16,6 +16,7 @@ from fxquant.numerics import FLOAT32_EXACT, INT32_MAX, SMALLEST_SCALE, WEIGHT_IN
 from fxquant.ops.form import Call
 from fxquant.ops.record import Operator, Own, Parameter, register
 from fxquant.ops.slope import by_whole_slope
+from fxquant.ops.traits import Trait
 from fxquant.ops.weighted import shape_of
 from fxquant.primitives import elementwise, product
 from fxquant.primitives.comparison import choose, compare
@@ -112,6 +113,7 @@ register(
         ("input",),
         _lower_prelu,
         Own(shared_where="slope_bits"),
+        traits=frozenset({Trait.HOMOGENEOUS}),
         functions={F.prelu: None},
         methods={"prelu": None},
         modules={nn.PReLU: lambda m: {"weight": Parameter("weight")}},

@@ -21,7 +21,7 @@ from fxquant.ops.casting import to_integer, to_real, truncated
 from fxquant.ops.composite import Builder
 from fxquant.ops.record import OPERATORS, Operator, operator_of
 from fxquant.ops.selection import where
-from fxquant.ops.shape import numbers, reshape
+from fxquant.ops.shape import identity, numbers, reshape
 from fxquant.ops.whole import COMPARISONS
 from fxquant.primitives.comparison import RELATIONS
 from fxquant.primitives.whole import DTYPES
@@ -258,7 +258,6 @@ def _dims(function: Callable[..., Any]) -> Meaning:
     return meaning
 
 
-IDENTITY: Callable[..., Any] = next(function for function, record in OPERATORS.items() if record.name == "identity")
 MEANINGS: dict[str, Meaning] = {
     "add": _with(whole.whole_add),
     "sub": _with(whole.whole_sub),
@@ -288,6 +287,6 @@ MEANINGS: dict[str, Meaning] = {
     "cumsum": _with(whole_along.whole_cumsum),
     "argmax": _with(whole_along.whole_argmax),
     "argmin": _with(whole_along.whole_argmin),
-    **{name: lambda arguments, operand: (IDENTITY, arguments) for name in ("ceil", "floor", "trunc")},
-    "round": lambda arguments, operand: (IDENTITY, {"input": arguments["input"]}),
+    **{name: lambda arguments, operand: (identity, arguments) for name in ("ceil", "floor", "trunc")},
+    "round": lambda arguments, operand: (identity, {"input": arguments["input"]}),
 }  # fmt: skip

@@ -21,6 +21,7 @@ from fxquant.graph import fact, is_parameter, stated_demand
 from fxquant.lowering import Quantized
 from fxquant.numerics import EVERYTHING, PLAIN_TYPES, Interval
 from fxquant.ops.form import Call
+from fxquant.ops.traits import Trait
 
 # How the arguments of one spelling become canonical ones, by name; a string is the reason why they cannot.
 Adapt = Callable[..., "dict[str, Any] | str | Instead"]
@@ -159,6 +160,7 @@ class Operator:
                it demands no grid, and nothing of it is calibrated
     onnx       its float meaning in standard operators of ONNX: onnx(call) -> the name of the result's value. None: its primitives,
                where these only move elements, or else `function` as PyTorch's exporter writes it
+    traits     the criteria that it meets, by which passes and backends tell operators apart
     """
 
     name: str
@@ -193,6 +195,7 @@ class Operator:
     macs: Callable[[Mapping[str, Shape], Shape], Fraction | int] | None = None
     dynamic: bool = False
     onnx: Callable[[Call], str] | None = None
+    traits: frozenset[Trait] = frozenset()
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         # Copied and pickled by name: its functions are code.
@@ -231,13 +234,13 @@ class Operator:
 
 def operator_named(name: str) -> Operator:
     """The operator of this name, which there is."""
-    return next(operator for operator in OPERATORS.values() if operator.name == name)
+    return BY_NAME[name]
 
 
 _SIGNATURES: dict[Callable[..., Any], dict[str, Any]] = {}
 _ALIASES = {"self": "input", "x": "input", "tensor": "input"}
-
 OPERATORS: dict[Callable[..., Any], Operator] = {}  # by canonical function
+BY_NAME: dict[str, Operator] = {}
 FUNCTIONS: dict[Callable[..., Any], tuple[Operator, Adapt | None]] = {}
 METHODS: dict[str, tuple[Operator, Adapt | None]] = {}
 MODULES: dict[type, tuple[Operator, Callable[[Any], dict[str, Any] | str | Instead]]] = {}
@@ -251,6 +254,7 @@ def register(operator: Operator) -> Operator:
         signature = inspect.signature(operator.function).parameters.values()
         _SIGNATURES[operator.function] = {p.name: p.default for p in signature if p.kind is not inspect.Parameter.KEYWORD_ONLY}
     _claim(OPERATORS, operator.function, operator)
+    BY_NAME[operator.name] = operator
     for function, adapt in {operator.function: operator.adapt, **operator.functions}.items():
         _claim(FUNCTIONS, function, (operator, adapt))
     for method, adapt in operator.methods.items():
@@ -271,6 +275,12 @@ def operator_of(node: fx.Node) -> Operator | None:
     return OPERATORS.get(node.target) if node.op == "call_function" and not is_parameter(node) else None  # type: ignore[arg-type]
 
 
+def traits_of(node: fx.Node) -> frozenset[Trait]:
+    """The traits of a canonical node's operator; none of a node that is no known operator."""
+    operator = operator_of(node)
+    return frozenset() if operator is None else operator.traits
+
+
 def demand(node: fx.Node) -> Demand | None:
     """What a canonical node demands of its result's grid; None if the node is no known operator.
 
@@ -279,10 +289,9 @@ def demand(node: fx.Node) -> Demand | None:
     operator = operator_of(node)
     if operator is None:
         return None
-    stated: Demand | None = stated_demand(node)
+    known, stated = fact(node), stated_demand(node)
     if stated is not None:
-        return stated
-    known = fact(node)
+        return stated  # type: ignore[no-any-return]
     if moved_plain(operator, operator.arguments(node)) and isinstance(known, TensorFact):
         return Plain(str(known.dtype).removeprefix("torch."))
     return operator.demand if isinstance(operator.demand, Own | Same | Fixed | Plain) else operator.demand(node, operator.arguments(node))
@@ -296,12 +305,8 @@ def shares(node: fx.Node) -> bool:
 def sharing_operands(node: fx.Node, arithmetic: Arithmetic) -> list[fx.Node]:
     """The operands with which a node has one grid on a target of this arithmetic."""
     operator, demanded = operator_of(node), demand(node)
-    if (
-        operator is not None
-        and isinstance(demanded, Own)
-        and demanded.shared_where is not None
-        and getattr(arithmetic, demanded.shared_where)
-    ):
+    where = demanded.shared_where if isinstance(demanded, Own) else None
+    if operator is not None and where is not None and getattr(arithmetic, where):
         return operand_nodes(operator, operator.arguments(node))
     return on_grid_of(node)
 

@@ -35,6 +35,7 @@ from fxquant.ops.matrix import (
     weighted_sums,
 )
 from fxquant.ops.record import Operator, Own, Same, register
+from fxquant.ops.traits import Trait
 from fxquant.primitives import resize, shape
 from fxquant.rescaling import Ratio
 
@@ -318,6 +319,7 @@ register(
         lambda node, arguments: Same() if _stays(arguments) else Own(),
         keeps=lambda arguments, after: after if arguments["mode"] in NEAREST else EVERYTHING,  # what is averaged matters whole
         functions={F.interpolate: _interpolate_arguments},
+        traits=frozenset({Trait.SPATIAL, Trait.HOMOGENEOUS}),
         modules=dict.fromkeys((nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d), _interpolate_module),
         normalize=_plain_sizes,
         refuses=_refuses_interpolate,

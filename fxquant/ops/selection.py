@@ -14,6 +14,7 @@ from fxquant.lowering import Lowering, Quantized
 from fxquant.ops.constants import Branch, on_the_output, real
 from fxquant.ops.form import Call
 from fxquant.ops.record import Operator, register
+from fxquant.ops.traits import Trait
 from fxquant.primitives import comparison
 
 
@@ -77,6 +78,7 @@ register(
         functions={torch.where: _function, torch.masked_fill: _filled},
         methods={"where": _method, "masked_fill": _filled, "masked_fill_": _filled},
         refuses=_refuses_where,
+        traits=frozenset({Trait.CHOOSES, Trait.REARRANGES}),
         onnx=_onnx_where,
     )
 )

@@ -21,6 +21,7 @@ from fxquant.ops.composite import Builder
 from fxquant.ops.constants import on_the_output
 from fxquant.ops.form import Call
 from fxquant.ops.record import Demand, Instead, Operator, Own, Plain, Same, register
+from fxquant.ops.traits import Trait
 from fxquant.ops.unary import raised
 from fxquant.primitives import shape
 
@@ -78,6 +79,7 @@ register(
         ("input",),
         _lower_reshape,
         Same(),
+        traits=frozenset({Trait.RESHAPES, Trait.REARRANGES}),
         moves=True,
         functions={
             function: functools.partial(_any_sizes)  # one for each: a rule for flatten is not about squeeze
@@ -154,6 +156,7 @@ register(
         ("input",),
         _lower_identity,
         Same(),
+        traits=frozenset({Trait.HOMOGENEOUS, Trait.REARRANGES}),
         moves=True,
         idle=lambda arguments: True,
         functions={
@@ -238,6 +241,7 @@ register(
         ("input",),
         _lower_permute,
         Same(),
+        traits=frozenset({Trait.REARRANGES}),
         moves=True,
         functions={
             torch.permute: with_dims,
@@ -355,6 +359,7 @@ register(
         ("input",),
         _lower_expand,
         _demanded_by,
+        traits=frozenset({Trait.RESHAPES, Trait.REARRANGES}),
         moves=True,
         reads=("sizes",),
         refuses=_refuses_parameter,

@@ -21,6 +21,7 @@ from fxquant.ops.moments import reduced, refuses_reduction
 from fxquant.ops.pool import sum
 from fxquant.ops.record import WIDE, Fixed, Operator, register
 from fxquant.ops.shape import MANY_SIZES, many_sizes, numbers, rank_of, reshape
+from fxquant.ops.traits import Trait
 
 AT_MOST_ONE = Fixed(2.0**-15, "int16")
 
@@ -115,6 +116,7 @@ register(
         softmax,
         ("input",),
         expand=_expand_softmax,
+        traits=frozenset({Trait.SOFTMAX}),
         functions={torch.softmax: _method, F.softmax: _arguments, torch.special.softmax: _special},
         methods={"softmax": _method},
         modules={nn.Softmax: _module, nn.Softmax2d: lambda m: {"dim": -3}},
@@ -127,6 +129,7 @@ register(
         log_softmax,
         ("input",),
         expand=_expand_log_softmax,
+        traits=frozenset({Trait.SOFTMAX}),
         functions={torch.log_softmax: _method, F.log_softmax: _arguments, torch.special.log_softmax: _special},
         methods={"log_softmax": _method},
         modules={nn.LogSoftmax: _module},

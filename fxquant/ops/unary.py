@@ -22,6 +22,7 @@ from fxquant.numerics import EVERYTHING, Grid, Interval, IntType, table
 from fxquant.ops.form import Call
 from fxquant.ops.record import OPERATORS, Adapt, Instead, Operator, Own, operator_of, register
 from fxquant.ops.slope import by_whole_slope
+from fxquant.ops.traits import Trait
 
 UNARY: dict[str, tuple[Callable[..., Tensor], Callable[..., float]]] = {}  # on tensors, and on one Python float
 WITHOUT_NEGATIVE: set[str] = set()  # those of them that have no value below 0
@@ -130,6 +131,7 @@ def unary(
     module: tuple[type, Callable[[Any], dict[str, Any] | str]] | None = None,
     lowered: Callable[..., Quantized] | None = None,
     demand: Own = Own(),  # noqa: B008 - it does not change
+    traits: frozenset[Trait] = frozenset(),
     **settings: Any,
 ) -> Operator:
     """Declare a unary function.
@@ -140,7 +142,7 @@ def unary(
     take more than the settings, or other operands. `settings` are the function's own parameters with their defaults, which `exact` takes
     as well and a module holds under the same names. Outside of `varies` the function is constant. `onnx` is the operator of ONNX that
     computes it, or writes it in several; see `Operator.onnx`. `demand` is of its result's grid.
-    `lowered` is its integer meaning where that is not always a table.
+    `lowered` is its integer meaning where that is not always a table. `traits` are those it has besides that of every such function.
     """
 
     def lower(lowering: Lowering, input: Quantized, **chosen: Any) -> Quantized:
@@ -182,6 +184,7 @@ def unary(
             parameters={"input": inspect.Parameter.empty, **settings},
             adapt=others.get(function, arguments),
             onnx=(lambda c: c.do(onnx, c.input)) if isinstance(onnx, str) else onnx,
+            traits=traits | {Trait.ELEMENTWISE},
         )
     )
 
@@ -307,7 +310,7 @@ def _onnx_hardsigmoid(c: Call) -> str:
 
 
 def _onnx_hardswish(c: Call) -> str:
-    return c.do("Mul", c.input, _onnx_hardsigmoid(c))
+    return c.do("HardSwish", c.input) if c.whole else c.do("Mul", c.input, _onnx_hardsigmoid(c))
 
 
 def _onnx_mish(c: Call) -> str:
@@ -343,6 +346,8 @@ def _onnx_softplus(c: Call) -> str:
 
 def _onnx_gelu(c: Call) -> str:
     x = c.input
+    if c.whole:
+        return c.do("Gelu", x, approximate=c["approximate"])
     if c["approximate"] == "tanh":
         cube = c.do("Mul", c.do("Mul", x, x), x)
         inner = c.do("Mul", c.do("Add", x, c.do("Mul", cube, c.number(0.044715))), c.number(math.sqrt(2 / math.pi)))
@@ -376,7 +381,7 @@ unary(
     adapted=dict.fromkeys((torch.reciprocal, torch.reciprocal_, "reciprocal", "reciprocal_"), lambda input: of_inverse(input)),
 )
 unary("erf", torch.erf, math.erf, "erf", "erf_", onnx="Erf")
-unary("abs", torch.abs, abs, operator.abs, "abs", "abs_", "absolute", onnx="Abs")
+unary("abs", torch.abs, abs, operator.abs, "abs", "abs_", "absolute", onnx="Abs", traits=frozenset({Trait.HOMOGENEOUS}))
 unary("square", torch.square, lambda x: x * x, "square", "square_", onnx=lambda c: c.do("Mul", c.input, c.input))
 unary("sin", torch.sin, math.sin, "sin", "sin_", onnx="Sin")
 unary("cos", torch.cos, math.cos, "cos", "cos_", onnx="Cos")
@@ -389,6 +394,7 @@ unary(
     onnx=_onnx_leaky_relu,
     lowered=_lower_leaky_relu,
     demand=Own(shared_where="slope_bits"),
+    traits=frozenset({Trait.HOMOGENEOUS}),
 )
 unary("elu", F.elu, _elu, nn.ELU, alpha=1.0, onnx=lambda c: c.do("Elu", c.input, alpha=float(c["alpha"])))
 unary("softplus", F.softplus, _softplus, nn.Softplus, beta=1.0, threshold=20.0, onnx=_onnx_softplus)
@@ -445,7 +451,7 @@ def _onnx_shifted(c: Call) -> str:
     return function.onnx(replace(c, name=function.name, arguments=arguments))
 
 
-SHIFTED = register(Operator("shifted", shifted, ("input",), _lower_shifted, onnx=_onnx_shifted))
+SHIFTED = register(Operator("shifted", shifted, ("input",), _lower_shifted, onnx=_onnx_shifted, traits=frozenset({Trait.ELEMENTWISE})))
 
 
 def of_inverse(input: Any) -> dict[str, Any] | Instead:

@@ -56,7 +56,8 @@ SMALLEST_RESIDUAL_MULTIPLIER = 256  # of int8: below it, rounding k_c to a whole
 
 IN_PARTS = {accumulate.convolution: 1, accumulate.linear: -1}  # sums that can be formed in parts: the dimension of the input channels
 
-ABSORBED = frozenset({"batch_norm", "residual", "clamp"})
+FUSED = ("batch_norm", "residual", "clamp")  # the keywords of what is fused into a layer, in the order in which it is computed
+ABSORBED = frozenset(FUSED)
 
 BeforeResidual = Callable[[Tensor], None]
 

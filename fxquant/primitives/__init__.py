@@ -47,40 +47,20 @@ from fxquant.primitives import (
     transposed,
     whole,
 )
-from fxquant.primitives.record import PRIMITIVES, Emitter, Primitive, primitive
+from fxquant.primitives.record import BY_NAME, POINTWISE, PRIMITIVES, Emitter, Primitive, Role, ZeroPoint, primitive, role_of
 
 __all__ = [
-    "PRIMITIVES",
-    "Emitter",
-    "Primitive",
-    "accumulate",
-    "boundary",
-    "comparison",
-    "cubic",
-    "dynamic",
-    "elementwise",
-    "matrix",
-    "pool",
-    "position",
-    "primitive",
-    "product",
-    "requantize",
-    "resize",
-    "sampling",
-    "scatter",
-    "selection",
-    "shape",
-    "transposed",
-    "whole",
-]
+    "BY_NAME", "POINTWISE", "PRIMITIVES", "Emitter", "Primitive", "Role", "ZeroPoint", "accumulate", "boundary", "comparison",
+    "cubic", "dynamic", "elementwise", "matrix", "pool", "position", "primitive", "product", "requantize", "resize", "role_of",
+    "sampling", "scatter", "selection", "shape", "transposed", "whole",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Callable[..., Tensor]:
-    for function, record in PRIMITIVES.items():
-        if record.name == name:
-            return function
-    raise AttributeError(f"there is no primitive called {name!r}")
+    if name not in BY_NAME:
+        raise AttributeError(f"there is no primitive called {name!r}")
+    return BY_NAME[name].function
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *(record.name for record in PRIMITIVES.values())})
+    return sorted({*__all__, *BY_NAME})

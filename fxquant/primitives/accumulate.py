@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from fxquant.numerics import FLOAT32_EXACT, accumulator_bound, power_of_two
 from fxquant.primitives.bounds import FLOAT64_EXACT, Range, Value, bias_of, constant_of, exact_below, need, sum_of_products, within
-from fxquant.primitives.record import Emitter, full_precision, primitive, stored
+from fxquant.primitives.record import Emitter, Role, full_precision, primitive, stored
 
 DEQUANTIZES = 19  # the opset from which on ONNX's own evaluator has DequantizeLinear of int8
 CHANNELS_TOGETHER = 16  # runtimes have their quickest kernels for multiples of it
@@ -134,7 +134,7 @@ def _bounds_convolution(input: Value, weight: Value, bias: Value | None, groups:
     return sum_of_products(input, tensor, bias_of(bias), tensor.dim() - 2, exact_below(cut is not None))
 
 
-@primitive(_onnx_convolution, bounds=_bounds_convolution, kind="accumulator")
+@primitive(_onnx_convolution, bounds=_bounds_convolution, kind="accumulator", role=Role.CONVOLUTION, casts=True)
 def convolution(
     input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int
 ) -> Tensor:
@@ -219,7 +219,15 @@ def _onnx_convolution_wide(
     return e.call(name, body, input, e.constant(weight), *([] if shaped is None else [e.constant(shaped.double())]))
 
 
-@primitive(_onnx_convolution_wide, bounds=_bounds_convolution, surrogate=_convolution_real, kind="accumulator")
+@primitive(
+    _onnx_convolution_wide,
+    bounds=_bounds_convolution,
+    surrogate=_convolution_real,
+    kind="accumulator",
+    role=Role.CONVOLUTION,
+    wide=True,
+    casts=True,
+)
 def convolution_wide(
     input: Tensor,
     weight: Tensor,
@@ -256,7 +264,7 @@ def _bounds_linear(input: Value, weight: Value, bias: Value | None) -> Range:
     return sum_of_products(input, constant_of(weight, "weight"), bias_of(bias), 0, FLOAT32_EXACT)
 
 
-@primitive(_onnx_linear, bounds=_bounds_linear, kind="accumulator")
+@primitive(_onnx_linear, bounds=_bounds_linear, kind="accumulator", role=Role.LINEAR, casts=True)
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x · wᵀ + bias over the last dimension, as int32; |result| < 2^24 for every input of its dtype."""
     with full_precision(input):
@@ -288,7 +296,9 @@ def _bounds_linear_wide(input: Value, weight: Value, bias: Value | None) -> Rang
     return sum_of_products(input, constant_of(weight, "weight"), bias_of(bias), 0, FLOAT64_EXACT)
 
 
-@primitive(_onnx_linear_wide, bounds=_bounds_linear_wide, surrogate=_linear_real, kind="accumulator")
+@primitive(
+    _onnx_linear_wide, bounds=_bounds_linear_wide, surrogate=_linear_real, kind="accumulator", role=Role.LINEAR, wide=True, casts=True
+)
 def linear_wide(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`linear` beyond 2^24, summed in float64; int32, or int64 for int16 weights."""
     total = F.linear(input.double(), weight.double(), None if bias is None else bias.double())  # autocast leaves float64 alone
@@ -340,7 +350,14 @@ def _add_residual_real(accumulator: Tensor, residual: Tensor, multiplier: Tensor
     return accumulator + residual * (multiplier * power_of_two(-right_shift)).to(accumulator.dtype)
 
 
-@primitive(_onnx_add_residual_shifted, bounds=_bounds_add_residual_shifted, surrogate=_add_residual_real, kind="accumulator")
+@primitive(
+    _onnx_add_residual_shifted,
+    bounds=_bounds_add_residual_shifted,
+    surrogate=_add_residual_real,
+    kind="accumulator",
+    role=Role.RESIDUAL,
+    casts=True,
+)
 def add_residual_shifted(accumulator: Tensor, residual: Tensor, multiplier: Tensor, right_shift: Tensor) -> Tensor:
     """accumulator + ⌊residual · multiplier / 2^right_shift⌋, with integers per channel (int32), shaped to broadcast.
 
@@ -353,7 +370,7 @@ def add_residual_shifted(accumulator: Tensor, residual: Tensor, multiplier: Tens
     return accumulator + (wide >> right_shift).to(accumulator.dtype)
 
 
-@primitive(_onnx_add_residual, bounds=_bounds_add_residual, kind="accumulator")
+@primitive(_onnx_add_residual, bounds=_bounds_add_residual, kind="accumulator", role=Role.RESIDUAL, casts=True)
 def add_residual(accumulator: Tensor, residual: Tensor, multiplier: Tensor) -> Tensor:
     """accumulator + residual · multiplier, with whole multipliers per channel, shaped to broadcast."""
     if accumulator.is_floating_point():

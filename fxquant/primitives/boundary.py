@@ -8,7 +8,7 @@ from torch import Tensor
 from fxquant.clamping import clamped
 from fxquant.numerics import BOUNDARY_LIMIT, is_scale, quantized_value
 from fxquant.primitives.bounds import Range, Value, constant_of, need, stored_limits
-from fxquant.primitives.record import Emitter, primitive
+from fxquant.primitives.record import Emitter, ZeroPoint, primitive
 
 
 def as_float32(e: Emitter, input: str) -> str:
@@ -84,7 +84,7 @@ def _onnx_dequantize(e: Emitter, input: str, scale: Tensor, dtype: torch.dtype =
     return product if dtype == torch.float32 else e.node("Cast", product, to=dtype)
 
 
-@primitive(_onnx_dequantize, bounds=None, kind="float")
+@primitive(_onnx_dequantize, bounds=None, kind="float", zero_point=ZeroPoint.INVARIANT, shifted=("zero_point",))
 def dequantize(input: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32, zero_point: int = 0) -> Tensor:
     """float32(q - zero_point) · scale, rounded to `dtype`."""
     value = input.float()

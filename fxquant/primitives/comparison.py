@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fxquant.primitives.bounds import Range, Value, need
-from fxquant.primitives.record import Emitter, primitive
+from fxquant.primitives.record import Emitter, ZeroPoint, primitive
 from fxquant.primitives.shape import named
 
 RELATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -89,7 +89,7 @@ def _bounds_choose(input: Value, other: Value, condition: Value | None) -> Range
     return Range(torch.minimum(input.low.min(), other.low.min()), torch.maximum(input.high.max(), other.high.max()))
 
 
-@primitive(_onnx_choose, bounds=_bounds_choose)
+@primitive(_onnx_choose, bounds=_bounds_choose, zero_point=ZeroPoint.EQUIVARIANT)
 def choose(input: Tensor, other: Tensor, condition: Tensor) -> Tensor:
     """The element of `input` where the condition holds, else that of `other`; both are integers on one grid."""
     return torch.where(condition, input, other)

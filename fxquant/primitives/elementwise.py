@@ -8,7 +8,7 @@ from torch import Tensor
 from fxquant.clamping import clamped
 from fxquant.numerics import FLOAT32_EXACT, power_of_two
 from fxquant.primitives.bounds import Range, Value, constant_of, exact_below, multipliers, need, within
-from fxquant.primitives.record import Emitter, primitive
+from fxquant.primitives.record import Emitter, Role, ZeroPoint, primitive
 
 
 def _width(wide: bool) -> torch.dtype:
@@ -37,7 +37,7 @@ def _bounds_align_fixed(input: Value, multiplier: Value, right_shift: Value, wid
     return within(torch.ceil(factors * input.largest * torch.exp2(-shift)), exact_below(wide))
 
 
-@primitive(_onnx_align_fixed, bounds=_bounds_align_fixed, surrogate=_align_fixed_real, kind="accumulator")
+@primitive(_onnx_align_fixed, bounds=_bounds_align_fixed, surrogate=_align_fixed_real, kind="accumulator", role=Role.ALIGNMENT)
 def align_fixed(input: Tensor, multiplier: Tensor, right_shift: Tensor, wide: bool = False) -> Tensor:
     """⌊q · multiplier / 2^right_shift⌋ as int32: an operand on a finer common scale. |q · multiplier| < 2^24 unless `wide`."""
     if input.is_floating_point():
@@ -61,7 +61,7 @@ def _bounds_align_real(input: Value, multiplier: Value, wide: bool = False) -> R
     return within(torch.round(input.largest * multipliers(multiplier)), exact_below(wide))
 
 
-@primitive(_onnx_align_real, bounds=_bounds_align_real, surrogate=_align_real_real, kind="accumulator")
+@primitive(_onnx_align_real, bounds=_bounds_align_real, surrogate=_align_real_real, kind="accumulator", role=Role.ALIGNMENT, casts=True)
 def align_real(input: Tensor, multiplier: Tensor, wide: bool = False) -> Tensor:
     """round_half_even(float32(q) · multiplier) as int32: an operand on a finer common scale. Below 2^24 unless `wide`."""
     aligned = (input.float() * multiplier).round_()
@@ -82,7 +82,7 @@ def _bounds_add(input: Value, other: Value) -> Range:
     return within(input.magnitude + other.magnitude, input.exact)
 
 
-@primitive(_onnx_add, bounds=_bounds_add, kind="accumulator")
+@primitive(_onnx_add, bounds=_bounds_add, kind="accumulator", role=Role.ADDITION)
 def add(input: Tensor, other: Tensor) -> Tensor:
     """The sum of two accumulators on one scale."""
     return input + other
@@ -92,7 +92,7 @@ def _onnx_subtract(e: Emitter, input: str, other: str) -> str:
     return e.node("Sub", input, other)
 
 
-@primitive(_onnx_subtract, bounds=_bounds_add, kind="accumulator")
+@primitive(_onnx_subtract, bounds=_bounds_add, kind="accumulator", role=Role.ADDITION)
 def subtract(input: Tensor, other: Tensor) -> Tensor:
     """The difference of two accumulators on one scale."""
     return input - other
@@ -106,7 +106,7 @@ def _bounds_add_constant(input: Value, constant: Value) -> Range:
     return within(input.magnitude + constant.magnitude, input.exact)
 
 
-@primitive(_onnx_add_constant, bounds=_bounds_add_constant, kind="accumulator")
+@primitive(_onnx_add_constant, bounds=_bounds_add_constant, kind="accumulator", role=Role.ADDITION)
 def add_constant(input: Tensor, constant: Tensor) -> Tensor:
     """An accumulator and a whole number on its scale."""
     return input + constant.to(input.dtype)
@@ -122,7 +122,7 @@ def _bounds_multiply(input: Value, other: Value, wide: bool = False) -> Range:
     return within(input.largest * other.largest, exact_below(wide))
 
 
-@primitive(_onnx_multiply, bounds=_bounds_multiply, kind="accumulator")
+@primitive(_onnx_multiply, bounds=_bounds_multiply, kind="accumulator", role=Role.MULTIPLICATION, casts=True)
 def multiply(input: Tensor, other: Tensor, wide: bool = False) -> Tensor:
     """The product of two quantized tensors as int32; below 2^24 in magnitude unless `wide`."""
     if input.is_floating_point() or other.is_floating_point():
@@ -138,7 +138,7 @@ def _bounds_same_magnitude(input: Value) -> Range:
     return within(input.magnitude, input.exact)
 
 
-@primitive(_onnx_widen, bounds=_bounds_same_magnitude, kind="accumulator")
+@primitive(_onnx_widen, bounds=_bounds_same_magnitude, kind="accumulator", role=Role.POINTWISE, casts=True)
 def widen(input: Tensor) -> Tensor:
     """A quantized tensor as an accumulator."""
     return input if input.is_floating_point() else input.to(torch.int32)
@@ -153,7 +153,7 @@ def _bounds_centre(input: Value, zero_point: int) -> Range:
     return Range(input.low - zero_point, input.high - zero_point, input.exact)
 
 
-@primitive(_onnx_centre, bounds=_bounds_centre, kind="accumulator")
+@primitive(_onnx_centre, bounds=_bounds_centre, kind="accumulator", role=Role.POINTWISE)
 def centre(input: Tensor, zero_point: int) -> Tensor:
     """q - zero_point: the centred integers of an affine tensor, whose 0 is the real zero, as an accumulator."""
     return (input if input.is_floating_point() else input.to(torch.int32)) - zero_point
@@ -163,7 +163,7 @@ def _onnx_negate(e: Emitter, input: str) -> str:
     return e.node("Neg", input if e.dtype(input).is_floating_point else e.node("Cast", input, to=torch.float32))
 
 
-@primitive(_onnx_negate, bounds=_bounds_same_magnitude, kind="accumulator")
+@primitive(_onnx_negate, bounds=_bounds_same_magnitude, kind="accumulator", role=Role.ADDITION, casts=True)
 def negate(input: Tensor) -> Tensor:
     """The negative of a quantized tensor or accumulator, as an accumulator."""
     return -input if input.is_floating_point() else -input.to(torch.int32)
@@ -191,7 +191,7 @@ def _bounds_shift_right(input: Value, bits: int) -> Range:
     return Range(low, high, input.exact)
 
 
-@primitive(_onnx_shift_right, bounds=_bounds_shift_right, surrogate=_shift_right_real, kind="accumulator")
+@primitive(_onnx_shift_right, bounds=_bounds_shift_right, surrogate=_shift_right_real, kind="accumulator", role=Role.POINTWISE)
 def shift_right(input: Tensor, bits: int) -> Tensor:
     """⌊q / 2^bits + ½⌋ of a quantized tensor or an accumulator: the same values on a scale 2^bits larger."""
     if input.is_floating_point():
@@ -213,7 +213,7 @@ def _bounds_clamp(input: Value, low: int, high: int) -> Range:
     return Range(input.low.clamp(low, high), input.high.clamp(low, high))
 
 
-@primitive(_onnx_clamp, bounds=_bounds_clamp)
+@primitive(_onnx_clamp, bounds=_bounds_clamp, role=Role.POINTWISE, zero_point=ZeroPoint.EQUIVARIANT, shifted=("low", "high"))
 def clamp(input: Tensor, low: int, high: int) -> Tensor:
     """The integers, limited to [low, high]."""
     return clamped(input, low, high)
@@ -242,7 +242,7 @@ def _bounds_lookup(input: Value, table: Value, first: int | None = None) -> Rang
     return Range(table.low, table.high)
 
 
-@primitive(_onnx_lookup, bounds=_bounds_lookup)
+@primitive(_onnx_lookup, bounds=_bounds_lookup, role=Role.POINTWISE, zero_point=ZeroPoint.INVARIANT, shifted=("first",))
 def lookup(input: Tensor, table: Tensor, first: int | None = None) -> Tensor:
     """table[q - first], for q in the range that the table covers from `first` on; None is minus half its length, for a signed range."""
     index = input.to(torch.int32) - _first(table, first)

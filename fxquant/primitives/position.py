@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from fxquant.primitives.bounds import Range, Value, constant_of, exact_below, need
 from fxquant.primitives.pool import MAX_POOLS
-from fxquant.primitives.record import Emitter, primitive
+from fxquant.primitives.record import Emitter, ZeroPoint, primitive
 
 # An element and its position are one number, q · count + (count - 1 - position): the largest of a window is its largest element, and
 # of several equally large ones the first.
@@ -109,7 +109,7 @@ def _bounds_unpool(input: Value, indices: Value, sizes: list[int], outside: int)
     return Range(input.low.min().clamp_max(outside), input.high.max().clamp_min(outside))
 
 
-@primitive(_onnx_unpool, bounds=_bounds_unpool)
+@primitive(_onnx_unpool, bounds=_bounds_unpool, zero_point=ZeroPoint.EQUIVARIANT, shifted=("outside",))
 def unpool(input: Tensor, indices: Tensor, sizes: list[int], outside: int) -> Tensor:
     """Planes of this size with each element at its position, counted row by row, and `outside` elsewhere. No two have one position."""
     empty = torch.full((*input.shape[:2], math.prod(sizes)), float(outside), device=input.device, dtype=input.dtype)

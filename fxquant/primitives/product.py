@@ -10,7 +10,7 @@ from torch import Tensor
 from fxquant.numerics import FLOAT32_EXACT
 from fxquant.primitives.accumulate import accumulated, onnx_double
 from fxquant.primitives.bounds import FLOAT64_EXACT, Range, Value, bias_of, constant_of, exact_below, sum_of_products, within
-from fxquant.primitives.record import Emitter, full_precision, primitive, stored
+from fxquant.primitives.record import Emitter, Role, ZeroPoint, full_precision, primitive, stored
 
 # ---- matrix product of activations ------------------------------------------------------------------------------------
 
@@ -33,7 +33,7 @@ def _bounds_matrix_product(input: Value, other: Value) -> Range:
     return within(input.size(-1) * input.largest * other.largest, FLOAT32_EXACT)
 
 
-@primitive(_onnx_matrix_product, bounds=_bounds_matrix_product, kind="accumulator")
+@primitive(_onnx_matrix_product, bounds=_bounds_matrix_product, kind="accumulator", role=Role.MATRIX_PRODUCT, casts=True)
 def matrix_product(input: Tensor, other: Tensor) -> Tensor:
     """input · other over the last two dimensions, as int32; |result| < 2^24 for every input of their dtypes."""
     with full_precision(input):
@@ -48,7 +48,9 @@ def _bounds_matrix_product_wide(input: Value, other: Value) -> Range:
     return within(input.size(-1) * input.largest * other.largest, FLOAT64_EXACT)
 
 
-@primitive(_onnx_matrix_product_wide, bounds=_bounds_matrix_product_wide, kind="accumulator")
+@primitive(
+    _onnx_matrix_product_wide, bounds=_bounds_matrix_product_wide, kind="accumulator", role=Role.MATRIX_PRODUCT, wide=True, casts=True
+)
 def matrix_product_wide(input: Tensor, other: Tensor) -> Tensor:
     """`matrix_product` beyond 2^24, summed in float64; int32, or int64 where both operands are int16."""
     total = torch.matmul(input.double(), other.double())  # autocast leaves float64 alone
@@ -82,7 +84,7 @@ def _bounds_scale_channels(input: Value, weight: Value, bias: Value | None, trai
     return sum_of_products(input, constant_of(weight, "weight").reshape(-1, 1), bias_of(bias), trailing, FLOAT32_EXACT)
 
 
-@primitive(_onnx_scale_channels, bounds=_bounds_scale_channels, kind="accumulator")
+@primitive(_onnx_scale_channels, bounds=_bounds_scale_channels, kind="accumulator", role=Role.CHANNEL_SCALING, casts=True)
 def scale_channels(input: Tensor, weight: Tensor, bias: Tensor | None, trailing: int) -> Tensor:
     """x · weight + bias per channel, as int32; |result| < 2^24 for every input of its dtype."""
     return stored(_scaled(input.float(), weight, bias, trailing), input, torch.int32)
@@ -96,7 +98,14 @@ def _bounds_scale_channels_wide(input: Value, weight: Value, bias: Value | None,
     return sum_of_products(input, constant_of(weight, "weight").reshape(-1, 1), bias_of(bias), trailing, FLOAT64_EXACT)
 
 
-@primitive(_onnx_scale_channels_wide, bounds=_bounds_scale_channels_wide, surrogate=_scaled, kind="accumulator")
+@primitive(
+    _onnx_scale_channels_wide,
+    bounds=_bounds_scale_channels_wide,
+    surrogate=_scaled,
+    kind="accumulator",
+    role=Role.CHANNEL_SCALING,
+    wide=True,
+)
 def scale_channels_wide(input: Tensor, weight: Tensor, bias: Tensor | None, trailing: int) -> Tensor:
     """`scale_channels` beyond 2^24, formed in float64; int32, or int64 for int16 weights."""
     return accumulated(_scaled(input.double(), weight, bias, trailing), input, weight)
@@ -118,7 +127,7 @@ def _bounds_rectify(input: Value, positive: int, negative: Value, wide: bool = F
     return within(steepest * input.largest, exact_below(wide))
 
 
-@primitive(_onnx_rectify, bounds=_bounds_rectify, kind="accumulator")
+@primitive(_onnx_rectify, bounds=_bounds_rectify, kind="accumulator", casts=True)
 def rectify(input: Tensor, positive: int, negative: Tensor, wide: bool = False) -> Tensor:
     """positive · max(x, 0) + negative · min(x, 0), as int32; `negative` is shaped to broadcast. |result| < 2^24 unless `wide`."""
     value = input.double() if wide else input.float()
@@ -145,7 +154,7 @@ def _bounds_extremum(input: Value, other: Value) -> Range:
     return Range(torch.minimum(input.low.min(), other.low.min()), torch.maximum(input.high.max(), other.high.max()))
 
 
-@primitive(_onnx_maximum, bounds=_bounds_extremum)
+@primitive(_onnx_maximum, bounds=_bounds_extremum, role=Role.POINTWISE, zero_point=ZeroPoint.EQUIVARIANT)
 def maximum(input: Tensor, other: Tensor) -> Tensor:
     """The larger of two tensors on one scale, element by element."""
     return torch.maximum(input, other)
@@ -155,7 +164,7 @@ def _onnx_minimum(e: Emitter, input: str | Tensor, other: str | Tensor) -> str:
     return _onnx_extremum("Min", e, input, other)
 
 
-@primitive(_onnx_minimum, bounds=_bounds_extremum)
+@primitive(_onnx_minimum, bounds=_bounds_extremum, role=Role.POINTWISE, zero_point=ZeroPoint.EQUIVARIANT)
 def minimum(input: Tensor, other: Tensor) -> Tensor:
     """The smaller of two tensors on one scale, element by element."""
     return torch.minimum(input, other)

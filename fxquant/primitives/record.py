@@ -8,10 +8,12 @@ the same numbers as floats. The operands are bounded by proofs made when the gra
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from enum import Enum
+from functools import cached_property, partial
 from threading import Lock
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -46,6 +48,33 @@ class Emitter(Protocol):
         """The element type of a value in the ONNX graph."""
 
 
+class Role(Enum):
+    """What a primitive is for what fuses, writes or runs several of them at once."""
+
+    CONVOLUTION = "Sums of products over windows, with a bias: (input, weight, bias, stride, padding, dilation, groups, …)."
+    LINEAR = "Sums of products over the last dimension, with a bias: (input, weight, bias, …)."
+    MATRIX_PRODUCT = "Sums of products of two activations: (input, other, …)."
+    CHANNEL_SCALING = "A factor and a bias for each channel: (input, weight, bias, trailing)."
+    RESIDUAL = "An accumulator and an activation times a factor: (accumulator, residual, multiplier, …)."
+    ALIGNMENT = "Element by element, an operand brought to a common scale."
+    ADDITION = "Element by element, a sum with signs: f(2x, 2y) = 2 f(x, y)."
+    MULTIPLICATION = "Element by element, a product of two activations."
+    REQUANTIZATION = "Element by element, an accumulator rounded into a grid: (accumulator, constants, …)."
+    POINTWISE = "Element by element, any other function of one tensor or two, by numbers that are the same everywhere."
+    MOVEMENT = "Returns elements of activations, in whatever place, and no others; its ONNX form takes floats as well."
+
+
+POINTWISE = frozenset({Role.ALIGNMENT, Role.ADDITION, Role.MULTIPLICATION, Role.REQUANTIZATION, Role.POINTWISE})
+
+
+class ZeroPoint(Enum):
+    """What a primitive f makes of integers as they are stored, q + z, in place of centred ones, q."""
+
+    CENTRED = "It reads centred integers alone."
+    EQUIVARIANT = "f(q + z) = f(q) + z."
+    INVARIANT = "f(q + z) = f(q)."
+
+
 @dataclass(frozen=True)
 class Primitive:
     """A primitive's record.
@@ -60,6 +89,12 @@ class Primitive:
                 "dynamic" if it is a real number that was computed, by way of integers, from real ones
     chip_bits  the most bits of an operand of which the programs of the vendor's compiler for bernoulli2, bayes and bayes-e compute it
                within a step of its own 8 bits; with more they give other values altogether
+    role       what it is for what fuses several; None of what is computed alone
+    wide       whether it is the form of its role that sums in float64
+    view       whether PyTorch's result shares the operand's memory, element for element
+    casts      whether its ONNX form begins with a cast of its quantized operands to float32, so that a writer may give it floats
+    zero_point what becomes of a zero point that its operands are stored with
+    shifted    the parameters that are integers on the operands' grid, too: they are z larger for operands that are
     """
 
     name: str
@@ -69,9 +104,38 @@ class Primitive:
     surrogate: Callable[..., Tensor] | None
     kind: str
     chip_bits: int = 16
+    role: Role | None = None
+    wide: bool = False
+    view: bool = False
+    casts: bool = False
+    zero_point: ZeroPoint = ZeroPoint.CENTRED
+    shifted: tuple[str, ...] = ()
+
+    @cached_property
+    def signature(self) -> inspect.Signature:
+        """The parameters of the function."""
+        return inspect.signature(self.function)
+
+    def stored_arguments(self, arguments: tuple[Any, ...], zero: int) -> tuple[Any, ...]:
+        """The arguments, given those beside centred operands, where the operands are stored, `zero` larger."""
+        if not self.shifted:
+            return arguments
+        bound = self.signature.bind(*arguments)
+        bound.apply_defaults()
+        for name in self.shifted:
+            bound.arguments[name] += zero
+        return bound.args
 
 
-PRIMITIVES: dict[Callable[..., Any], Primitive] = {}
+PRIMITIVES: dict[Callable[..., Any], Primitive] = {}  # by function
+BY_NAME: dict[str, Primitive] = {}
+
+
+def role_of(target: Any) -> Role | None:
+    """The role of a primitive; None of one without, and of anything else."""
+    record = PRIMITIVES.get(target)
+    return None if record is None else record.role
+
 
 Function = TypeVar("Function", bound=Callable[..., Tensor])
 
@@ -82,12 +146,13 @@ def primitive(
     bounds: Callable[..., Range] | None,
     surrogate: Callable[..., Tensor] | None = None,
     kind: str = "quantized",
-    chip_bits: int = 16,
+    **facts: Any,
 ) -> Callable[[Function], Function]:
-    """Declare the decorated function an integer primitive."""
+    """Declare the decorated function an integer primitive; `facts` are the other fields of its record."""
 
     def declare(function: Function) -> Function:
-        PRIMITIVES[function] = Primitive(function.__name__, function, onnx, bounds, surrogate, kind, chip_bits)
+        record = Primitive(function.__name__, function, onnx, bounds, surrogate, kind, **facts)
+        PRIMITIVES[function] = BY_NAME[record.name] = record
         return function
 
     return declare

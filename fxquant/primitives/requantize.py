@@ -17,7 +17,7 @@ from fxquant.primitives.accumulate import DEQUANTIZES
 from fxquant.primitives.boundary import clipped, offset
 from fxquant.primitives.bounds import FLOAT64_EXACT, Range, Value, constant_of, multipliers, need, stored_limits, within
 from fxquant.primitives.quotient import QUOTIENT_LIMIT, Rounded, onnx_constants, onnx_rounded, rounded, steps_of_fixed, steps_of_half_step
-from fxquant.primitives.record import Emitter, primitive, stored
+from fxquant.primitives.record import Emitter, Role, primitive, stored
 
 HALF_STEP, NEAREST_HALF_STEP = "half_step", "nearest_half_step"
 HALF_STEPS = (HALF_STEP, NEAREST_HALF_STEP)
@@ -189,7 +189,7 @@ def _bounds_requantize_fixed(
     return Range(float(low), float(high))
 
 
-@primitive(_onnx_requantize_fixed, bounds=_bounds_requantize_fixed)
+@primitive(_onnx_requantize_fixed, bounds=_bounds_requantize_fixed, role=Role.REQUANTIZATION)
 def requantize_fixed(
     accumulator: Tensor,
     shift: Tensor,
@@ -274,7 +274,7 @@ def _bounds_requantize_real(accumulator: Value, multiplier: Value, low: int, hig
     return stored_limits(low, high, zero_point)
 
 
-@primitive(_onnx_requantize_real, bounds=_bounds_requantize_real)
+@primitive(_onnx_requantize_real, bounds=_bounds_requantize_real, role=Role.REQUANTIZATION)
 def requantize_real(accumulator: Tensor, multiplier: Tensor, low: int, high: int, dtype: torch.dtype, zero_point: int = 0) -> Tensor:
     """clip(round_half_even(float32(acc) · multiplier), low, high) + zero_point: one float32 product, rounded once."""
     value = (accumulator.float() * multiplier).round_().clamp_(low, high)

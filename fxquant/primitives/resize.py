@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fxquant.primitives.bounds import Range, Value, constant_of, exact_below, need
-from fxquant.primitives.record import Emitter, full_precision, primitive, stored
+from fxquant.primitives.record import Emitter, ZeroPoint, full_precision, primitive, stored
 
 
 def _onnx_resize_linear(
@@ -59,7 +59,7 @@ def _bounds_resize_linear(input: Value, rows: Value | None, columns: Value | Non
     return Range(input.low, input.high)
 
 
-@primitive(_onnx_resize_linear, bounds=_bounds_resize_linear, surrogate=_resize_linear_real)
+@primitive(_onnx_resize_linear, bounds=_bounds_resize_linear, surrogate=_resize_linear_real, zero_point=ZeroPoint.EQUIVARIANT)
 def resize_linear(input: Tensor, rows: Tensor | None, columns: Tensor | None, bits: int, wide: bool, nearest: bool = True) -> Tensor:
     """⌊rows · input · columnsᵀ + ½⌋ over the last two dimensions; each row of a matrix is weights of 2^-bits that sum to 1.
 

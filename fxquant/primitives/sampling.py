@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fxquant.primitives.bounds import Range, Value, exact_below, need
-from fxquant.primitives.record import Emitter, primitive, stored
+from fxquant.primitives.record import Emitter, ZeroPoint, primitive, stored
 
 # (index along an axis, weight in steps of 2^-bits) of the one or two neighbours of a position.
 
@@ -124,7 +124,7 @@ def _bounds_sample(
     return Range(input.low.min().clamp_max(outside), input.high.max().clamp_min(outside))
 
 
-@primitive(_onnx_sample, bounds=_bounds_sample)
+@primitive(_onnx_sample, bounds=_bounds_sample, zero_point=ZeroPoint.EQUIVARIANT, shifted=("outside",))
 def sample(
     input: Tensor, coordinates: Tensor, sizes: list[int], bits: int, mode: str, padding: str, corners: bool, outside: int, wide: bool
 ) -> Tensor:

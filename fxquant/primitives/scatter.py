@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fxquant.primitives.bounds import Range, Value, exact_below, need, within
-from fxquant.primitives.record import Emitter, primitive
+from fxquant.primitives.record import Emitter, ZeroPoint, primitive
 from fxquant.primitives.shape import named
 
 LEAST_OPSET = 18  # whose ScatterElements keeps the larger or the smaller of several elements
@@ -62,7 +62,7 @@ def _bounds_extremum_along(input: Value, source: Value, dim: int, index: Value |
     return Range(torch.minimum(input.low.min(), source.low.min()), torch.maximum(input.high.max(), source.high.max()))
 
 
-@primitive(_onnx_extremum_along, bounds=_bounds_extremum_along)
+@primitive(_onnx_extremum_along, bounds=_bounds_extremum_along, casts=True, zero_point=ZeroPoint.EQUIVARIANT)
 def extremum_along(input: Tensor, source: Tensor, dim: int, index: Tensor, terms: int, largest: bool) -> Tensor:
     """The largest, or smallest, of an element of `input` and those of `source` that have its place along `dim`; both are on one grid.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fxquant.primitives.bounds import Range, Value, need
-from fxquant.primitives.record import Emitter, primitive
+from fxquant.primitives.record import Emitter, Role, ZeroPoint, primitive
 from fxquant.primitives.shape import named
 
 
@@ -28,7 +28,7 @@ def _bounds_arg_extremum(input: Value, dim: int, keepdim: bool, largest: bool) -
     return Range(0.0, float(max(input.size(dim) - 1, 0)))
 
 
-@primitive(_onnx_arg_extremum, bounds=_bounds_arg_extremum, kind="plain")
+@primitive(_onnx_arg_extremum, bounds=_bounds_arg_extremum, kind="plain", zero_point=ZeroPoint.INVARIANT)
 def arg_extremum(input: Tensor, dim: int, keepdim: bool, largest: bool) -> Tensor:
     """Where the largest, or the smallest, element along `dim` is, as int64: the first of equal ones."""
     return torch.argmax(input, dim, keepdim) if largest else torch.argmin(input, dim, keepdim)
@@ -44,7 +44,7 @@ def _bounds_ranking(input: Value, dim: int, count: int, largest: bool) -> Range:
     return Range(0.0, float(input.size(dim) - 1))
 
 
-@primitive(_onnx_ranking, bounds=_bounds_ranking, kind="plain")
+@primitive(_onnx_ranking, bounds=_bounds_ranking, kind="plain", zero_point=ZeroPoint.INVARIANT)
 def ranking(input: Tensor, dim: int, count: int, largest: bool) -> Tensor:
     """Where the `count` largest, or smallest, elements along `dim` are, in their order, as int64: of equal ones the first comes first."""
     return torch.argsort(input, dim=dim, descending=largest, stable=True).narrow(dim, 0, count)
@@ -63,7 +63,7 @@ def _bounds_picked(input: Value, dim: int, index: Value | None) -> Range:
     return Range(input.low.min(), input.high.max())
 
 
-@primitive(_onnx_take_along, bounds=_bounds_picked)
+@primitive(_onnx_take_along, bounds=_bounds_picked, role=Role.MOVEMENT, zero_point=ZeroPoint.EQUIVARIANT)
 def take_along(input: Tensor, dim: int, index: Tensor) -> Tensor:
     """The elements at these places along `dim`: result[…, i, …] = input[…, index[…, i, …], …]."""
     return torch.gather(input, dim, index)
@@ -73,7 +73,7 @@ def _onnx_pick(e: Emitter, input: str | Tensor, dim: int, index: str | Tensor) -
     return e.node("Gather", named(e, input), named(e, index), axis=dim)
 
 
-@primitive(_onnx_pick, bounds=_bounds_picked)
+@primitive(_onnx_pick, bounds=_bounds_picked, role=Role.MOVEMENT, zero_point=ZeroPoint.EQUIVARIANT)
 def pick(input: Tensor, dim: int, index: Tensor) -> Tensor:
     """The slices along `dim` at these places; the dimensions of `index` stand in the place of `dim`. Negative ones count from the end."""
     places: tuple[Any, ...] = (*[slice(None)] * dim, index)
@@ -95,7 +95,7 @@ def _bounds_put_along(input: Value, source: Value, dim: int, index: Value | None
     return Range(torch.minimum(input.low.min(), source.low.min()), torch.maximum(input.high.max(), source.high.max()))
 
 
-@primitive(_onnx_put_along, bounds=_bounds_put_along)
+@primitive(_onnx_put_along, bounds=_bounds_put_along, zero_point=ZeroPoint.EQUIVARIANT)
 def put_along(input: Tensor, source: Tensor, dim: int, index: Tensor, number: bool = False) -> Tensor:
     """`input` with the elements of `source` at these places along `dim`, none of which is named twice; both are on one grid.
 
@@ -119,7 +119,7 @@ def _bounds_least(input: Value, dim: list[int], keepdim: bool) -> Range:
     return Range(input.low.min(), input.high.max())
 
 
-@primitive(_onnx_least, bounds=_bounds_least)
+@primitive(_onnx_least, bounds=_bounds_least, zero_point=ZeroPoint.EQUIVARIANT)
 def least(input: Tensor, dim: list[int], keepdim: bool) -> Tensor:
     """The smallest element along dimensions."""
     return torch.amin(input, dim, keepdim)

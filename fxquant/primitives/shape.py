@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fxquant.primitives.bounds import Range, Value, constant_of, need
-from fxquant.primitives.record import Emitter, primitive
+from fxquant.primitives.record import Emitter, Role, ZeroPoint, primitive
 
 
 def _sizes(e: Emitter, sizes: list[int | str]) -> str:
@@ -28,7 +28,7 @@ def _bounds_moved(input: Value, *_: Any, **__: Any) -> Range:
     return Range(input.low.min(), input.high.max(), input.exact)
 
 
-@primitive(_onnx_reshape, bounds=_bounds_moved)
+@primitive(_onnx_reshape, bounds=_bounds_moved, role=Role.MOVEMENT, view=True, zero_point=ZeroPoint.EQUIVARIANT)
 def reshape(input: Tensor, shape: list[int]) -> Tensor:
     """The same elements in another shape; one size may be -1."""
     return input.reshape(shape)
@@ -38,7 +38,7 @@ def _onnx_permute(e: Emitter, input: str, dims: list[int]) -> str:
     return e.node("Transpose", input, perm=list(dims))
 
 
-@primitive(_onnx_permute, bounds=_bounds_moved)
+@primitive(_onnx_permute, bounds=_bounds_moved, role=Role.MOVEMENT, view=True, zero_point=ZeroPoint.EQUIVARIANT)
 def permute(input: Tensor, dims: list[int]) -> Tensor:
     """The same elements with dimensions in another order."""
     return input.permute(dims)
@@ -57,7 +57,7 @@ def _bounds_concatenate(tensors: list[Value], dim: int) -> Range:
     return Range(torch.stack([t.low.min() for t in tensors]).min(), torch.stack([t.high.max() for t in tensors]).max())
 
 
-@primitive(_onnx_concatenate, bounds=_bounds_concatenate)
+@primitive(_onnx_concatenate, bounds=_bounds_concatenate, role=Role.MOVEMENT, zero_point=ZeroPoint.EQUIVARIANT)
 def concatenate(tensors: list[Tensor], dim: int) -> Tensor:
     """The tensors one after another along `dim`."""
     return torch.cat(tensors, dim)
@@ -76,7 +76,7 @@ def _onnx_crop(e: Emitter, input: str, dims: list[int], starts: list[int], stops
     return e.node("Slice", input, *(_vector(e, values) for values in (starts, stops, dims, steps)))
 
 
-@primitive(_onnx_crop, bounds=_bounds_moved)
+@primitive(_onnx_crop, bounds=_bounds_moved, role=Role.MOVEMENT, zero_point=ZeroPoint.EQUIVARIANT)
 def crop(input: Tensor, dims: list[int], starts: list[int], stops: list[int], steps: list[int]) -> Tensor:
     """Every `steps`-th element from `starts` up to, not including, `stops` along each of `dims`; negative bounds count from the end."""
     index = [slice(None)] * input.dim()
@@ -95,7 +95,7 @@ def _bounds_select(input: Value, dim: int, indices: Value) -> Range:
     return Range(input.low.min(), input.high.max())
 
 
-@primitive(_onnx_select, bounds=_bounds_select)
+@primitive(_onnx_select, bounds=_bounds_select, role=Role.MOVEMENT, zero_point=ZeroPoint.EQUIVARIANT)
 def select(input: Tensor, dim: int, indices: Tensor) -> Tensor:
     """The elements at these indices along `dim`, in this order."""
     return input.index_select(dim, indices)
@@ -109,7 +109,7 @@ def _bounds_rows(table: Value, indices: Value | None) -> Range:
     return Range(table.low.min(), table.high.max())
 
 
-@primitive(_onnx_rows, bounds=_bounds_rows)
+@primitive(_onnx_rows, bounds=_bounds_rows, zero_point=ZeroPoint.EQUIVARIANT)
 def rows(table: Tensor, indices: Tensor) -> Tensor:
     """For each of the indices, whole numbers from 0 up in a tensor of any shape, the row of the table there."""
     return F.embedding(indices, table)
@@ -119,7 +119,7 @@ def _onnx_expand(e: Emitter, input: str | Tensor, sizes: list[int | str]) -> str
     return e.node("Expand", named(e, input), _sizes(e, [1 if size == -1 else size for size in sizes]))
 
 
-@primitive(_onnx_expand, bounds=_bounds_moved)
+@primitive(_onnx_expand, bounds=_bounds_moved, role=Role.MOVEMENT, zero_point=ZeroPoint.EQUIVARIANT)
 def expand(input: Tensor, sizes: list[int]) -> Tensor:
     """Dimensions of size 1 repeated to these sizes, new ones in front; -1 keeps a size."""
     return input.expand(sizes)
@@ -129,7 +129,7 @@ def _onnx_tile(e: Emitter, input: str | Tensor, repeats: list[int | str]) -> str
     return e.node("Tile", named(e, input), _sizes(e, repeats))
 
 
-@primitive(_onnx_tile, bounds=_bounds_moved)
+@primitive(_onnx_tile, bounds=_bounds_moved, role=Role.MOVEMENT, zero_point=ZeroPoint.EQUIVARIANT)
 def tile(input: Tensor, repeats: list[int]) -> Tensor:
     """The whole tensor this many times along each of its dimensions."""
     return input.repeat(repeats)
@@ -149,7 +149,7 @@ def _bounds_pad(input: Value, begin: list[int], end: list[int], value: int) -> R
     return Range(input.low.min().clamp_max(value), input.high.max().clamp_min(value))
 
 
-@primitive(_onnx_pad, bounds=_bounds_pad)
+@primitive(_onnx_pad, bounds=_bounds_pad, zero_point=ZeroPoint.EQUIVARIANT, shifted=("value",))
 def pad(input: Tensor, begin: list[int], end: list[int], value: int) -> Tensor:
     """The tensor with `value` around it: this many times before and behind each dimension."""
     return F.pad(input, [size for pair in reversed(list(zip(begin, end, strict=True))) for size in pair], value=value)

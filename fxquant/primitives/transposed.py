@@ -100,7 +100,7 @@ def _bounds_transposed_convolution(
     return sum_of_products(input, tensor, bias_of(bias), tensor.dim() - 2, exact_below(cut is not None))
 
 
-@primitive(_onnx_transposed_convolution, bounds=_bounds_transposed_convolution, kind="accumulator")
+@primitive(_onnx_transposed_convolution, bounds=_bounds_transposed_convolution, kind="accumulator", casts=True)
 def transposed_convolution(
     input: Tensor,
     weight: Tensor,

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
+from torch.nn import functional as F
 
 from fxquant.ops.activation import clamp
 from fxquant.ops.arithmetic import add, mul, sub
+from fxquant.ops.extremum import maximum
 from fxquant.ops.record import OPERATORS
 from fxquant.remedies.rewriting import Rewriting, is_activation, remedy
 
@@ -27,7 +30,7 @@ def gate(b: Rewriting) -> Any:
 @remedy("of relu6", "hardsigmoid hardswish", None)
 def of_relu6(b: Rewriting) -> fx.Node | None:
     """relu6(x + 3) / 6, and for hardswish times x."""
-    value = gate(b) if b.operator.name == "hardsigmoid" else b(mul, b.input, gate(b))
+    value = gate(b) if b.operator.function is F.hardsigmoid else b(mul, b.input, gate(b))
     made: fx.Node = b(mul, value, 1 / 6)
     return made
 
@@ -35,7 +38,7 @@ def of_relu6(b: Rewriting) -> fx.Node | None:
 @remedy("of relu", "leaky_relu abs", None)
 def of_relu(b: Rewriting) -> fx.Node | None:
     """relu(x) - slope · relu(-x); a slope of -1 for abs."""
-    slope = -1.0 if b.operator.name == "abs" else float(b.arguments["negative_slope"])
+    slope = -1.0 if b.operator.function is torch.abs else float(b.arguments["negative_slope"])
     below = b(mul, b.input, -1.0, clamp=(0.0, None))
     made: fx.Node = b(sub, relu(b, b.input), below, slope)
     return made
@@ -48,7 +51,7 @@ def of_difference(b: Rewriting) -> fx.Node | None:
     if not is_activation(left) or not is_activation(right):
         return None
     above = b(sub, left, right, clamp=(0.0, None))
-    made: fx.Node = b(add, above, right) if b.operator.name == "maximum" else b(sub, left, above)
+    made: fx.Node = b(add, above, right) if b.operator.function is maximum else b(sub, left, above)
     return made
 
 

@@ -20,7 +20,7 @@ from fxquant.ops.arithmetic import add
 from fxquant.ops.join import cat
 from fxquant.ops.pad import pad
 from fxquant.ops.parameters import spread
-from fxquant.ops.weighted import sizes
+from fxquant.ops.weighted import FUSED, sizes
 from fxquant.remedies.rewriting import Rewriting, even, remedy
 
 PLAIN = "conv1d conv2d conv3d"
@@ -57,7 +57,7 @@ def undilated(b: Rewriting) -> fx.Node | None:
     """Zeros between the taps of the kernel; the sums are the same ones."""
     attributes = _attributes(b)
     wide = b.parameter(spread, b.arguments["weight"], attributes["dilation"])
-    fused = {name: b.arguments.get(name) for name in ("batch_norm", "residual", "clamp")}
+    fused = {name: b.arguments.get(name) for name in FUSED}
     return _call(b, b.input, wide, b.arguments["bias"], {**attributes, "dilation": [1] * len(attributes["dilation"])}, **fused)
 
 
@@ -171,7 +171,7 @@ def padded_before(b: Rewriting) -> fx.Node | None:
     attributes = _attributes(b)
     around = [size for size in reversed(attributes["padding"]) for _ in range(2)]
     padded = b(pad, b.input, around)
-    fused = {name: b.arguments.get(name) for name in ("batch_norm", "residual", "clamp")}
+    fused = {name: b.arguments.get(name) for name in FUSED}
     return _call(
         b, padded, b.arguments["weight"], b.arguments["bias"], {**attributes, "padding": [0] * len(attributes["padding"])}, **fused
     )

@@ -16,7 +16,7 @@ from fxquant.ops.index import WHOLE, getitem
 from fxquant.ops.join import cat
 from fxquant.ops.pad import OUTSIDE, margins_of
 from fxquant.ops.parameters import channel_weight
-from fxquant.ops.pool import avg_pool2d
+from fxquant.ops.pool import avg_pool1d, avg_pool2d
 from fxquant.ops.record import OPERATORS
 from fxquant.ops.shape import expand, identity, numbers, reshape
 from fxquant.ops.weighted import sizes
@@ -45,10 +45,10 @@ def as_depthwise(b: Rewriting) -> fx.Node | None:
     held = [1, *fact(constant).shape] if len(fact(constant).shape) == 3 else list(fact(constant).shape)
     if not isinstance(channels, int) or held != [1, channels, 1, 1]:
         return None
-    if b.operator.name == "mul":
+    if b.operator.function is mul:
         weight, bias = b.parameter(torch.reshape, constant, [channels, 1, 1, 1]), None
     else:
-        alpha = b.arguments["alpha"] * (1 if b.operator.name == "add" else -1)
+        alpha = b.arguments["alpha"] * (1 if b.operator.function is add else -1)
         of_operand, of_constant = (alpha, 1) if operand is right else (1, alpha)
         weight = b.parameter(channel_weight, constant, float(of_operand))
         bias = b.parameter(torch.mul, b.parameter(torch.reshape, constant, [channels]), float(of_constant))
@@ -122,7 +122,7 @@ def lifted(b: Rewriting) -> fx.Node | None:
         return None
     image = b(reshape, b.input, numbers([*shape[:2], 1, shape[2]]))
     clamp = b.arguments.get("clamp")
-    if b.operator.name == "avg_pool1d":
+    if b.operator.function is avg_pool1d:
         taken = {n: b.arguments[n] for n in ("kernel_size", "stride", "padding")}
         if taken["stride"] in (None, []):
             taken["stride"] = taken["kernel_size"]

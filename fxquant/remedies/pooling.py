@@ -182,7 +182,7 @@ def as_pooling(b: Rewriting) -> fx.Node | None:
     dims = sorted(int(d) % rank for d in (range(rank) if dim in (None, (), []) else dim if isinstance(dim, list | tuple) else [dim]))
     if any(not isinstance(b.shape[d], int) for d in dims):
         return None
-    clamp, keepdim, averages = b.arguments.get("clamp"), b.arguments["keepdim"], b.operator.name == "mean"
+    clamp, keepdim, averages = b.arguments.get("clamp"), b.arguments["keepdim"], b.operator.function is mean
     if rank == 4 and dims == [2, 3]:
         made = b(adaptive_avg_pool2d, b.input, 1, clamp=clamp if averages else None)
         if not averages:

@@ -40,7 +40,7 @@ def as_convolution(b: Rewriting) -> fx.Node | None:
 def _before_flatten(operand: fx.Node) -> fx.Node | None:
     """The image (N, C, H, W) that was flattened to (N, C·H·W), if it was."""
     operator = operator_of(operand)
-    if operator is None or operator.name != "reshape" or len(shape_of(operand)) != 2:
+    if operator is None or operator.function is not reshape or len(shape_of(operand)) != 2:
         return None
     image = operand.args[0]
     assert isinstance(image, fx.Node)

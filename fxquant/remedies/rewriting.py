@@ -28,8 +28,10 @@ from fxquant.model import free_name
 from fxquant.ops import Operator, Same
 from fxquant.ops.composite import Builder
 from fxquant.ops.index import WHOLE, getitem
+from fxquant.ops.linear import linear
 from fxquant.ops.parameters import folded_bias, folded_weight
 from fxquant.ops.record import demand, shares
+from fxquant.ops.weighted import FUSED
 from fxquant.target import Limit, Target
 
 Remedy = Callable[["Rewriting"], fx.Node | None]
@@ -106,8 +108,8 @@ class Rewriting(Builder):
     @property
     def partial(self) -> str:
         """The dtype of what is summed further: 16 bits where the target takes them there, so that as little as can be is lost."""
-        name = self.operator.name
-        narrow = name != "linear" and any(limit.measure == "bits" and name in limit.operators for limit in self.target.limits)
+        limited = any(limit.measure == "bits" and self.operator.name in limit.operators for limit in self.target.limits)
+        narrow = limited and self.operator.function is not linear
         if "int16" in self.target.activations and not narrow and self.dtype != "int4":
             return "int16"
         return "int8" if self.dtype in ("int32", "int16") else self.dtype
@@ -117,7 +119,7 @@ class Rewriting(Builder):
 
         `batch_norm`, `residual` and `clamp` are fused into it.
         """
-        fused = {name: value for name in ("batch_norm", "residual", "clamp") if (value := kwargs.pop(name, None)) is not None}
+        fused = {name: value for name in FUSED if (value := kwargs.pop(name, None)) is not None}
         made = super().__call__(function, *args, demand=demand, **kwargs)
         inherit(made, self.node, "adapt.apply")
         made.kwargs = fused

@@ -19,6 +19,8 @@ from fxquant.arguments import NUMBER, checked, instance
 from fxquant.errors import ConfigurationError, Interrupted
 from fxquant.frontend import trace
 from fxquant.graph import annotation, is_deployed, is_parameter, module_path, stage_of, unfused
+from fxquant.ops import BY_NAME
+from fxquant.ops.join import cat
 from fxquant.progress import in_one_piece, progress
 from fxquant.quantization.batches import as_batches, first_batches, length, no_batches
 from fxquant.quantization.spec import WeightConfig
@@ -153,7 +155,8 @@ def suspicious_settings(prepared: fx.GraphModule) -> Rows[Setting]:
         node = nodes[layer.name]
         found += _of_layer(prepared, node, layer.name)
         read = [ends[each.name] for each in node.all_input_nodes if each.name in ends]
-        if layer.operator in ("add", "sub", "cat") and not layer.inner and read and max(read) > COMMON_RANGES * min(read):
+        joins = (operator := BY_NAME.get(layer.operator)) is not None and (operator.adds or operator.function is cat)
+        if joins and not layer.inner and read and max(read) > COMMON_RANGES * min(read):
             because = f"it joins ranges that are {max(read) / min(read):.0f} times apart: of the smaller values hardly a bit is left"
             found.append(
                 Setting(layer.name, "ranges", because, "fxq.equalize, or int16 for this layer and the operand of the larger range")

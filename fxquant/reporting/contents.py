@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from fxquant.analysis.layers import Layer, layers, left_in_float
 from fxquant.analysis.node import quantized_operator
 from fxquant.graph import fused, made_by, model_meta, operation, resolve, stage_of
+from fxquant.ops import Trait
 from fxquant.quantization.batch_norm import running_gain
 from fxquant.quantization.prepared import QuantizedOperator
 from fxquant.reporting.advice import grid_text
@@ -186,7 +187,7 @@ def _prepared_weight(model: fx.GraphModule, node: fx.Node, module: QuantizedOper
     norm = held.get("batch_norm")
     if norm is None:
         return weight
-    if isinstance(norm, fx.Node) or "transpose" in module.operator.name:
+    if isinstance(norm, fx.Node) or Trait.OUTPUTS_FIRST not in module.operator.traits:
         return None
     gain = running_gain(norm).detach().double()
     return weight * gain.reshape(-1, *[1] * (weight.dim() - 1)) if weight.dim() and len(gain) == len(weight) else None

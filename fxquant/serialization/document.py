@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from fxquant import graph as node_facts
 from fxquant.carried import Carried
 from fxquant.errors import ExportError, FxQuantError
 from fxquant.facts import BATCH_SIZES, TensorFact
@@ -368,6 +369,7 @@ def _node_meta(content: dict[str, Any]) -> dict[str, Any]:
             raise Malformed(f"nothing about a node is called {name[:80]!r}")
         kinds = _META[name]
         meta[name] = decode(value) if kinds is None else expect(decode(value), *kinds)
+    node_facts.restore_flags(meta)
     for entry in meta.get("qconfig", ()):
         if not (type(entry) is tuple and len(entry) == 2 and type(entry[0]) is str and isinstance(entry[1], QConfig | None)):
             raise Malformed("qconfig holds something else than paths with a QConfig each")

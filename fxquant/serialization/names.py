@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from fxquant import functional
 from fxquant.frontend.opaque import WRAPPED, Wrapped
-from fxquant.ops import OPERATORS, Operator
+from fxquant.ops import BY_NAME, FUNCTIONS, METHODS, OPERATORS
 from fxquant.ops.parameters import FUNCTIONS as OF_PARAMETERS
 from fxquant.primitives import PRIMITIVES
 from fxquant.quantization.observers import (
@@ -40,70 +40,30 @@ from fxquant.stubs import FUNCTIONS as STUBS
 
 # ---- functions ------------------------------------------------------------------------------------------------------
 
+# Beside the functions and methods that spell operators: what else a model may call, or has in files under this name of several.
 _TORCH = """
-abs absolute acos acosh add addbmm addcdiv addcmul addmm addmv addr adjoint all alpha_dropout amax amin aminmax angle any arange arccos
-arccosh arcsin arcsinh arctan arctan2 arctanh argmax argmin argsort argwhere as_tensor asin asinh atan atan2 atanh atleast_1d atleast_2d
-atleast_3d baddbmm bernoulli bilinear bincount bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor
-block_diag bmm broadcast_tensors broadcast_to bucketize cartesian_prod cat cdist ceil celu channel_shuffle chunk clamp clamp_max clamp_min
-clip clone column_stack complex concat concatenate conj constant_pad_nd conv_tbc conv1d conv2d conv3d conv_transpose1d conv_transpose2d
-conv_transpose3d copysign cos cosh cosine_similarity count_nonzero cov cross cummax cummin cumprod cumsum deg2rad det detach diag
-diag_embed diagflat diagonal diagonal_scatter diff digamma dist div divide dot dropout dsplit dstack einsum embedding embedding_bag empty
-empty_like eq equal erf erfc erfinv exp exp2 expm1 eye feature_alpha_dropout feature_dropout fix flatten flip fliplr flipud float_power
-floor floor_divide fmax fmin fmod frac frexp frobenius_norm full full_like gather ge ger greater greater_equal grid_sampler
-grid_sampler_2d grid_sampler_3d group_norm gru gru_cell gt hardshrink heaviside histc hsplit hstack hypot imag index_add index_copy
-index_fill index_put index_reduce index_select inner instance_norm inverse isclose isfinite isin isinf isnan isneginf isposinf isreal
-istft kron kthvalue layer_norm ldexp le lerp less less_equal lgamma linspace log log10 log1p log2 log_softmax logaddexp logaddexp2
-logcumsumexp logdet logical_and logical_not logical_or logical_xor logit logspace logsumexp lstm lstm_cell lt masked_fill masked_scatter
-masked_select matmul matrix_exp matrix_power max max_pool1d max_pool1d_with_indices max_pool2d max_pool3d maximum mean median meshgrid min
-minimum mm mode moveaxis movedim msort mul multinomial multiply mv mvlgamma nan_to_num nanmean nanmedian nanquantile nansum narrow ne neg
-negative nextafter nonzero norm normal not_equal numel ones ones_like outer pairwise_distance pdist permute pinverse pixel_shuffle
-pixel_unshuffle polar polygamma positive pow prelu prod quantile rad2deg rand rand_like randint randint_like randn randn_like randperm
-range ravel real reciprocal relu remainder renorm repeat_interleave reshape rms_norm rnn_relu rnn_relu_cell rnn_tanh rnn_tanh_cell roll
-rot90 round row_stack rrelu rsqrt rsub scalar_tensor scatter scatter_add scatter_reduce searchsorted select select_scatter selu sgn
-sigmoid sign signbit sin sinc sinh slice_scatter slogdet softmax sort split split_with_sizes sqrt square squeeze stack std std_mean stft
-sub subtract sum svd swapaxes swapdims t take take_along_dim tan tanh tensor tensor_split tensordot threshold tile topk trace transpose
-trapezoid tril tril_indices triu triu_indices true_divide trunc unbind unflatten unique_consecutive unsqueeze var var_mean vdot
-view_as_complex view_as_real vsplit vstack where xlogy zeros zeros_like
-_weight_norm
+angle arange argwhere as_tensor bernoulli bincount block_diag cartesian_prod chunk complex conj conv_tbc cov det diagflat dsplit
+embedding_bag empty empty_like equal eye float_power frexp frobenius_norm full full_like histc hsplit imag index_reduce inverse istft
+linspace logcumsumexp logdet logspace masked_scatter masked_select matrix_exp mode multinomial mvlgamma nextafter nonzero normal numel
+ones ones_like pdist pinverse polar polygamma rand rand_like randint randint_like randn randn_like randperm range real scalar_tensor
+slogdet split split_with_sizes stft svd tensor tensor_split tril_indices triu_indices unbind unique_consecutive view_as_complex
+view_as_real vsplit zeros zeros_like _weight_norm
 """
 _FUNCTIONAL = """
-adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool1d_with_indices adaptive_max_pool2d
-adaptive_max_pool2d_with_indices adaptive_max_pool3d adaptive_max_pool3d_with_indices affine_grid alpha_dropout avg_pool1d avg_pool2d
-avg_pool3d batch_norm bilinear celu channel_shuffle cosine_similarity dropout dropout1d dropout2d dropout3d elu embedding embedding_bag
-feature_alpha_dropout fold gelu glu grid_sample group_norm gumbel_softmax hardshrink hardsigmoid hardswish hardtanh instance_norm
-interpolate layer_norm leaky_relu linear local_response_norm log_softmax logsigmoid lp_pool1d lp_pool2d lp_pool3d max_pool1d
-max_pool1d_with_indices max_pool2d max_pool2d_with_indices max_pool3d max_pool3d_with_indices max_unpool1d max_unpool2d max_unpool3d mish
-multi_head_attention_forward normalize one_hot pad pairwise_distance pixel_shuffle pixel_unshuffle prelu relu relu6 rms_norm rrelu
-scaled_dot_product_attention selu sigmoid silu softmax softmin softplus softshrink softsign tanh tanhshrink threshold unfold upsample
+adaptive_avg_pool1d avg_pool1d gumbel_softmax logsigmoid threshold upsample
 """
-_LINALG = (
-    "cross det diagonal eigh eigvalsh inv matmul matrix_exp matrix_norm matrix_power multi_dot norm pinv slogdet solve svd vector_norm"
-)
-_SPECIAL = "digamma entr erf erfc erfinv exp2 expit expm1 gammaln log1p log_ndtr log_softmax logit logsumexp ndtr ndtri sinc softmax xlogy"
+_LINALG = "det eigh eigvalsh inv matrix_exp pinv slogdet solve svd"
+_AS_OPERATORS = "erfcx i0 i0e i1 i1e"  # files have these by the names of their operators
 _FFT = "fft fft2 fftfreq fftn fftshift hfft ifft ifft2 ifftn ifftshift ihfft irfft irfft2 irfftn rfft rfft2 rfftfreq rfftn"
 _PYTHON = """
 abs add and_ eq floordiv ge getitem gt invert le lshift lt matmul mod mul ne neg or_ pos pow rshift sub truediv truth xor
 """
 
 _METHODS = """
-abs absolute acos acosh add addbmm addcdiv addcmul addmm addmv addr adjoint all amax amin aminmax angle any arccos arccosh arcsin arcsinh
-arctan arctan2 arctanh argmax argmin argsort argwhere asin asinh atan atan2 atanh baddbmm bernoulli bfloat16 bincount bitwise_and
-bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor bmm bool broadcast_to byte ceil char chunk clamp clamp_max
-clamp_min clip clone conj contiguous copysign cos cosh count_nonzero cov cpu cross cuda cummax cummin cumprod cumsum deg2rad det detach
-diag diag_embed diagflat diagonal diagonal_scatter diff digamma dim dist div divide dot double dsplit eq equal erf erfc erfinv exp exp2
-expand expand_as expm1 fix flatten flip fliplr flipud float float_power floor floor_divide fmax fmin fmod frac frexp gather ge ger greater
-greater_equal gt half hardshrink heaviside histc hsplit hypot index_add index_copy index_fill index_put index_reduce index_select inner int
-inverse isclose isfinite isinf isnan isneginf isposinf isreal istft kron kthvalue ldexp le lerp less less_equal lgamma log log10 log1p log2
-log_softmax logaddexp logaddexp2 logcumsumexp logdet logical_and logical_not logical_or logical_xor logit logsumexp long lt masked_fill
-masked_scatter masked_select matmul matrix_exp matrix_power max maximum mean median min minimum mm mode moveaxis movedim msort mul
-multinomial multiply mv mvlgamma nan_to_num nanmean nanmedian nanquantile nansum narrow ndimension ne neg negative nelement new_empty
-new_full new_ones new_tensor new_zeros nextafter nonzero norm not_equal numel outer permute pinverse polygamma positive pow prelu prod
-quantile rad2deg ravel reciprocal relu remainder renorm repeat repeat_interleave reshape reshape_as roll rot90 round rsqrt scatter
-scatter_add scatter_reduce select select_scatter sgn short sigmoid sign signbit sin sinc sinh size slice_scatter slogdet softmax sort split
-split_with_sizes sqrt square squeeze std stft sub subtract sum sum_to_size svd swapaxes swapdims t take take_along_dim tan tanh
-tensor_split tile to topk trace transpose tril triu true_divide trunc type type_as unbind unflatten unfold unique_consecutive unsqueeze var
-vdot view view_as vsplit where xlogy
-__and__ __or__ __xor__ __pow__ __rpow__ __rsub__ __rtruediv__ __rfloordiv__ __rmatmul__ __rmod__
+angle argwhere bernoulli bincount chunk conj cov cuda det diagflat dim dsplit equal float_power frexp histc hsplit index_reduce inverse
+istft logcumsumexp logdet masked_scatter masked_select matrix_exp mode multinomial mvlgamma ndimension nelement new_empty new_full
+new_ones new_tensor new_zeros nextafter nonzero numel pinverse polygamma size slogdet split split_with_sizes stft svd tensor_split
+unbind unique_consecutive vsplit __and__ __or__ __xor__ __pow__ __rpow__ __rsub__ __rtruediv__ __rfloordiv__ __rmatmul__ __rmod__
 """
 
 PROPERTIES = frozenset(("T", "mT", "H", "mH", "real", "imag"))  # what a node that calls `getattr` may read
@@ -113,20 +73,25 @@ def _listed(space: str, home: Any, names: str) -> Iterator[tuple[str, Callable[.
     return ((f"{space}:{name}", getattr(home, name)) for name in names.split())
 
 
+def _spelling(space: str, home: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """The functions of a module that spell operators, but for those that write on their operand."""
+    for function in FUNCTIONS:
+        name = getattr(function, "__name__", "").removeprefix(f"{space}_")
+        if name and not name.endswith("_") and getattr(home, name, None) is function:
+            yield f"{space}:{name}", function
+
+
 @functools.cache
 def _functions() -> dict[str, Callable[..., Any]]:
+    homes = ("torch", torch, _TORCH), ("functional", F, _FUNCTIONAL), ("linalg", torch.linalg, _LINALG), ("special", torch.special, "")
     table = dict(_listed("python", operator, _PYTHON))
     table.update(_listed("python", math, "ceil exp floor log log2 sqrt trunc"))
     table.update(_listed("python", builtins, "bool float getattr int max min round sum"))
-    for space, home, names in (
-        ("torch", torch, _TORCH),
-        ("functional", F, _FUNCTIONAL),
-        ("linalg", torch.linalg, _LINALG),
-        ("special", torch.special, _SPECIAL),
-        ("fft", torch.fft, _FFT),
-        ("fxquant", functional, "setitem write copy fill zero stopped"),
-    ):
+    for space, home, names in (*homes, ("fft", torch.fft, _FFT), ("fxquant", functional, "setitem write copy fill zero stopped")):
         table.update(_listed(space, home, names))
+    table.update({f"operator:{name}": BY_NAME[name].function for name in _AS_OPERATORS.split()})
+    for space, home, _ in homes:
+        table.update(_spelling(space, home))
     table.update({f"stub:{function.__name__}": function for function in STUBS})
     table.update({f"parameters:{function.__name__}": function for function in OF_PARAMETERS})
     table.update({f"operator:{record.name}": function for function, record in OPERATORS.items()})
@@ -157,18 +122,12 @@ def function_named(name: str) -> Callable[..., Any] | None:
 
 @functools.cache
 def _methods() -> frozenset[str]:
-    return frozenset(_METHODS.split())
+    return frozenset(_METHODS.split()).union(name for name in METHODS if not name.endswith("_"))
 
 
 def is_method(name: str) -> bool:
     """Whether a graph may call the tensor method of that name."""
     return name in _methods()
-
-
-def operator_named(name: str) -> Operator | None:
-    """The operator of the table with that name."""
-    function = _functions().get(f"operator:{name}")
-    return OPERATORS[function] if function is not None else None
 
 
 # ---- classes ----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fxquant.arithmetic import Arithmetic
 from fxquant.gradient import GradientRule
 from fxquant.numerics import ACTIVATION_TYPES, EVERYTHING, WEIGHT_TYPES, Interval
-from fxquant.ops import Operator
+from fxquant.ops import BY_NAME, Operator
 from fxquant.quantization.factors import LARGEST_EXPONENT, ChannelFactors
 from fxquant.quantization.learning import LSQ, METHODS, TrainableScale
 from fxquant.quantization.observers import MinMaxObserver, Observer
@@ -25,7 +25,7 @@ from fxquant.quantization.rounding import Rounding
 from fxquant.quantization.spec import FROZEN, STATISTICS
 from fxquant.quantization.state import State
 from fxquant.quantization.weights import BiasCorrection, Coverage, WeightQuantizer, WeightScale
-from fxquant.serialization.names import ARGUMENTS, LAYERS, operator_named
+from fxquant.serialization.names import ARGUMENTS, LAYERS
 from fxquant.serialization.values import DTYPES, Malformed, cannot_save, decode, encode, expect, look_up
 from fxquant.target import Target
 
@@ -132,7 +132,7 @@ class TreeWriter:
         }
 
     def _operator(self, module: QuantizedOperator, path: str) -> dict[str, Any]:
-        if operator_named(module.operator.name) is not module.operator or module.arithmetic != self.arithmetic:
+        if BY_NAME.get(module.operator.name) is not module.operator or module.arithmetic != self.arithmetic:
             cannot_save(
                 f"the operator {path}",
                 "its operator or its target's arithmetic is not one of fxquant's own, and a file holds no code",
@@ -369,7 +369,7 @@ class TreeReader:
 
     def _operator(self, arguments: dict[str, Any]) -> QuantizedOperator:
         plain = {name: expect(arguments[name], *kinds) for name, kinds in _OPERATOR.items()}
-        operator = operator_named(expect(arguments["operator"], str))
+        operator = BY_NAME.get(expect(arguments["operator"], str))
         output = self._as_quantizer(arguments["output"])
         weight_quantizer = self._module(arguments["weight_quantizer"])
         factors = self._module(arguments.get("factors"))

@@ -1,6 +1,6 @@
 """What observers look at a whole tensor for: the ends of its items, and how many of its elements lie in each bin.
 
-In PyTorch, here, on every device; and in one pass each, without copies, where a backend offers it for this processor (`offer`).
+In PyTorch, here, on every device; and in one pass each, without copies, where a backend offers it for this processor (`OFFERS`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from fxquant.offers import Offers
 
 
 class Counting(Protocol):
@@ -29,21 +31,12 @@ class Counting(Protocol):
         """See `signed`."""
 
 
-_OFFERED: list[Counting] = []
-
-
-def offer(counting: Counting) -> None:
-    """Have these tried before those in PyTorch."""
-    _OFFERED.append(counting)
-
-
-def _offered(value: Tensor) -> Counting | None:
-    return next((counting for counting in _OFFERED if counting.takes(value)), None)
+OFFERS = Offers[Counting]()
 
 
 def ends(rows: Tensor) -> tuple[Tensor, Tensor]:
     """The smallest and the largest element of each row; NaN where a row holds one."""
-    offered = _offered(rows)
+    offered = OFFERS.first(rows)
     if offered is not None:
         return offered.ends(rows)
     low, high = torch.aminmax(rows, dim=1)
@@ -56,7 +49,7 @@ def magnitudes(value: Tensor, count: int, bins: int, reach: float, negative: boo
     Of twice `count` elements or more so many are counted (see `sampled`). Without `negative` there are no negative values.
     """
     share = 1.0 if value.numel() < 2 * count else value.numel() / count
-    offered = _offered(value)
+    offered = OFFERS.first(value)
     if offered is not None:
         found, below = offered.magnitudes(value, None if share == 1.0 else places(value.numel(), count), bins, reach)
         return found, below if negative else None, share
@@ -67,7 +60,7 @@ def magnitudes(value: Tensor, count: int, bins: int, reach: float, negative: boo
 
 def signed(rows: Tensor, chosen: Sequence[int] | None, apart: int, bins: int, top: float) -> Tensor:
     """How many elements of the chosen rows, of which every so many count, lie in each bin of [-top, top]; None: of all rows."""
-    offered = _offered(rows)
+    offered = OFFERS.first(rows)
     if offered is not None:
         return offered.signed(rows, range(len(rows)) if chosen is None else chosen, apart, bins, top)
     few = rows[:, ::apart]
