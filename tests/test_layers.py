@@ -323,6 +323,7 @@ ALLOWED: dict[str, set[str]] = {
         "compat.horizon",
         "compat.common",
         "compat.mirror",
+        "frontend",
         "graph",
         "ops",
         "prepared",

@@ -177,11 +177,12 @@ NN = [
     *refuse("RcnnPostProcess", "which of its scores is the background, and how its boxes are rounded, is not public",
             "call horizon.nn.DetectionPostProcess with background_class_idx"),
 ]  # fmt: skip
-WRAP = refuse(
-    "wrap Tracer replace_torch_op",
-    "functions and modules are kept whole by name",
-    "decorate a function with fxq.wrap, or pass leaf= to fxq.prepare",
-)
+WRAP = [
+    *serve("wrapping", "wrap", native="`fxq.wrap`, `leaf=` of `fxq.prepare`",
+           note="what is wrapped is traced; with skip_compile=True it stays whole, in float, on the host"),
+    *serve("wrapping", "Tracer", "2.0", "none is needed", "dynamic_block marks nothing: what cannot be traced raises TraceError"),
+    *refuse("replace_torch_op", "operators of PyTorch are read as they are called", "call the module in forward"),
+]  # fmt: skip
 MODEL_HELPER = [
     *serve("debug", "get_module_called_count"),
     *refuse("register_hook_on_leaf swap_ff_with_horizonff", "modules are traced, not replaced", "leave it out"),

@@ -23,6 +23,7 @@ from fxquant.compat.horizon.served.march import required
 from fxquant.compat.horizon.served.qconfig import read_attributes
 from fxquant.compat.horizon.served.rules import of_dict, of_setters, on_host
 from fxquant.compat.horizon.served.stubs import scale_of_stubs
+from fxquant.compat.horizon.served.wrapping import leaves
 from fxquant.errors import ConfigurationError
 from fxquant.graph import stage_of
 from fxquant.quantization.state import State
@@ -166,14 +167,15 @@ class How:
         """The graph of a model, with what it computes only in train mode."""
         if isinstance(model, fx.GraphModule) and stage_of(model) is not None:
             return fxq.trace(model, example_inputs)
+        leaf = leaves(model)
         if self.training_branch is False:
-            return fxq.trace(model, example_inputs, self.dynamic_shapes)
+            return fxq.trace(model, example_inputs, self.dynamic_shapes, leaf=leaf)
         try:
-            return fxq.trace(model, example_inputs, self.dynamic_shapes, training_branch=True)
+            return fxq.trace(model, example_inputs, self.dynamic_shapes, leaf=leaf, training_branch=True)
         except fxq.TraceError as error:
             if self.training_branch:
                 raise
-            traced = fxq.trace(model, example_inputs, self.dynamic_shapes)
+            traced = fxq.trace(model, example_inputs, self.dynamic_shapes, leaf=leaf)
             logger.warning("%s: what forward does only in train mode is left out, since it cannot be traced\n%s", self.called, error)
             return traced
 
