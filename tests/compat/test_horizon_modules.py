@@ -441,6 +441,12 @@ OTHERS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "a window": (lambda: hF.window_partition(X, 2)[4], lambda: X[0, 2:4, 2:4]),
     "filter": (lambda: hF.filter(X, threshold=5.0)[1][3], lambda: X[1].permute(1, 2, 0)[X[1].amax(0) > 5]),
     "places of filter": (lambda: hF.filter(X, threshold=5.0)[0][2], lambda: (X[0].amax(0) > 5).nonzero()),
+    "rle": (
+        lambda: torch.cat(hF.rle(torch.tensor([[[3, 3], [3, -1]], [[0, 7], [7, 7]]]), torch.int8)),
+        lambda: torch.tensor([2, 3, 3, -1, 1, 2, 0, 1, 7, 3]),
+    ),
+    "rle of a long run": (lambda: hF.rle(torch.zeros(1, 600), torch.int8)[0], lambda: torch.tensor([3, 0, 255, 0, 255, 0, 90])),
+    "Matmul": (lambda: hnn.Matmul()(X, X.transpose(2, 3)), lambda: X @ X.transpose(2, 3)),
     "argmax": (lambda: functional.argmax(X, 1), lambda: X.max(1)[1]),
     "a stable sort": (lambda: functional.sort(X.flatten() * 0, 0)[1], lambda: torch.arange(X.numel())),
 }
@@ -462,6 +468,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "sampling_ratio": lambda: hnn.RoIAlign(2, sampling_ratio=-1),
     "interpolate_mode": lambda: hnn.MultiScaleRoIAlign(2, [4], interpolate_mode="nearest"),
     "box_clip_ratio": lambda: hnn.MultiScaleRoIAlign(2, [4], box_clip_ratio=(0.5, 0.0, 0.5, 0.0)),
+    "dtype": lambda: hF.rle(X, torch.int32),
     "output_shape": lambda: hnn.PointPillarsScatter()(X, X),
     "spatial_shapes": lambda: hnn.MultiScaleDeformableAttention(8)(X, spatial_shapes=torch.ones(1, 2)),
 }

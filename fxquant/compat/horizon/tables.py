@@ -10,6 +10,7 @@ NO_SCRIPT = "a TorchScript program holds no integer graph"
 HOST = "in float, on the host, one call of Python in a graph"
 
 MARCH = serve("march", "March set_march get_march", native='`target=` of `fxq.prepare`: "bayes-e", "nash-m", "x5" …')
+NASH = serve("march", "is_nash_series", "2.0")
 DTYPES = serve("dtypes", "qint4 qint8 qint16 qint32 qinfo QuantDType", note="names of fxquant's dtypes")
 
 PREPARING = [
@@ -148,6 +149,7 @@ NN_FUNCTIONAL = [
     Row("nms", "boxes:nms_of_scores", "1.0", "", HOST),
     *serve("boxes", "batched_nms", note=HOST),
     *serve("pillars", "point_pillars_preprocess voxelization", note=HOST),
+    *serve("functional", "rle", note=HOST),
     *refuse("decode get_top_n filter_by_max_score", "they are steps of one module", "call horizon.nn.DetectionPostProcess"),
 ]
 FUNCTIONAL = [
@@ -159,7 +161,7 @@ FUNCTIONAL = [
 FUNCTIONAL_IMPL = [Row("_voxelization", "pillars:voxelization", "1.0", "", HOST)]
 NN = [
     *serve("modules", """Abs Acos Acosh Asin Asinh Atan Atanh Ceil Cos Cosh Div Erf Exp Floor HardLog Log Reciprocal Remainder Rsqrt Selu
-           Sin Sinh Sqrt Tan Where Topk Sign Pow Norm SetItem""", native="functions of `torch`"),
+           Sin Sinh Sqrt Tan Where Topk Sign Matmul Pow Norm SetItem""", native="functions of `torch`"),
     *serve("modules", "Interpolate LayerNorm LayerNorm2d", native="`torch.nn`"),
     *serve("modules", "GridSample", native="`fxq.nn.Warp`"),
     Row("warp", "modules:GridSample", "1.0", "`fxq.nn.Warp`", "a module's class, called with mode and padding"),
@@ -183,6 +185,7 @@ WRAP = [
     *serve("wrapping", "Tracer", "2.0", "none is needed", "dynamic_block marks nothing: what cannot be traced raises TraceError"),
     *refuse("replace_torch_op", "operators of PyTorch are read as they are called", "call the module in forward"),
 ]  # fmt: skip
+CHECKED = serve("wrapping", "typechecked", note="checks nothing: arguments are checked where they are used")
 MODEL_HELPER = [
     *serve("debug", "get_module_called_count"),
     *refuse("register_hook_on_leaf swap_ff_with_horizonff", "modules are traced, not replaced", "leave it out"),
@@ -220,7 +223,7 @@ def _named(rows: list[Row], *names: str) -> list[Row]:
 
 MODULES: dict[str, list[Row]] = {
     "": [*MARCH, *QUANTIZATION, *DEBUG, *ONNX, *COLOURS, *FUNCTIONAL_MODULES, *VERSION],
-    "march": MARCH,
+    "march": [*MARCH, *NASH],
     "dtype": DTYPES,
     "qtensor": QTENSOR,
     "qat_mode": [*[row for row in PREPARING if "qat_mode" in row.name or row.name == "QATMode"], *CONSISTENCY],
@@ -247,15 +250,26 @@ MODULES: dict[str, list[Row]] = {
     "quantization.hbdk4": HBDK4_EXPORT,
     "nn": NN,
     "nn.functional": NN_FUNCTIONAL,
-    "nn.quantized": [*FUNCTIONAL_MODULES, Row("QFunctional", "stubs:FloatFunctional"), Row("Quantize", "stubs:QuantStub")],
+    "nn.quantized": [
+        *FUNCTIONAL_MODULES,
+        Row("QFunctional", "stubs:FloatFunctional"),
+        Row("Quantize", "stubs:QuantStub"),
+        Row("DeQuantize", "stubs:DeQuantStub"),
+    ],
+    "nn.qat.stubs": STUBS,
     "nn.qat": [
         *FUNCTIONAL_MODULES,
         *STUBS,
+        *_named(NN, "SetItem", "SegmentLUT"),
+        *serve("torch_modules", "GELU", native="`torch.nn`"),
         *refuse("Conv2d ConvBN2d ConvReLU2d Linear", "modules are traced, not replaced", "name PyTorch's class: torch.nn.Conv2d"),
     ],
     "nn.intrinsic": refuse("ConvReLU2d ConvAdd2d ConvAddReLU2d", "operators are fused in the graph", "leave it out"),
     "nn.layer_norm": [row for row in NN if row.name == "LayerNorm"],
     "nn.quantized.functional_impl": FUNCTIONAL_IMPL,
+    "nn.quantized.functional": _named(NN_FUNCTIONAL, "point_pillars_scatter", "point_pillars_preprocess"),
+    "nn.linear": _named(NN, "Identity"),
+    "nn.segment_lut": _named(NN, "SegmentLUT"),
     "nn.multi_scale_roi_align": [Row("bbox_clip_with_qtensor", "regions:bbox_clip"), *_named(NN, "MultiScaleRoIAlign")],
     "nn.detection_post_process": _named(NN, "DetectionPostProcess"),
     "nn.detection_post_process_v1": _named(NN, "DetectionPostProcessV1"),
@@ -267,22 +281,28 @@ MODULES: dict[str, list[Row]] = {
     "fx.fx_helper": WRAP,
     "fx.jit_scheme": WRAP,
     "jit": JIT,
-    "memory_opt": refuse("MemoryOptManager", "PyTorch saves memory itself", "use torch.utils.checkpoint"),
+    "memory_opt": refuse("MemoryOptManager MemoryOptSwitch", "PyTorch saves memory itself", "use torch.utils.checkpoint"),
     "utils": [],
     "utils.onnx_helper": ONNX,
     "utils.quant_profiler": DEBUG,
     "utils.fx_helper": WRAP,
+    "utils.typeguard": CHECKED,
+    "utils.quant_switch": [row for row in FAKE if row.name == "GlobalFakeQuantSwitch"],
     "utils.model_helper": MODEL_HELPER,
     "utils.serialization": SERIALIZATION,
     "utils.checkpoint": refuse("checkpoint CheckpointState", "PyTorch saves memory itself", "use torch.utils.checkpoint"),
     "utils.load_state_dict_helper": refuse("get_version replace_mod_name", "checkpoints are read by load_state_dict", "leave it out"),
     "profiler": DEBUG,
     "profiler.utils": [],
+    "profiler.utils.typeguard": CHECKED,
     "profiler.utils.model_helper": MODEL_HELPER,
     "profiler.bc_editor": [],
     "profiler.bc_editor.bc_editor": [row for row in DEBUG if row.name == "QatBcEditor"],
     "hbdk4": [],
     "hbdk4.compiler": HBDK4_COMPILER,
+    "hbdk4.compiler.hbm": refuse(
+        "Hbm Hbo", "the compiler's files and runtime are closed", "run fxq.export_onnx's file with onnxruntime", "2.0"
+    ),
 }
 
 TABLES = Tables("fxquant.compat.horizon", "fxquant.compat.horizon.served", MODULES, ALIASES)

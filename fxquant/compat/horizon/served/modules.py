@@ -38,7 +38,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "Atanh": torch.atanh, "Ceil": torch.ceil, "Cos": torch.cos, "Cosh": torch.cosh, "Div": torch.div, "Erf": torch.erf, "Exp": torch.exp,
     "Floor": torch.floor, "HardLog": torch.log, "Log": torch.log, "Reciprocal": torch.reciprocal, "Remainder": torch.remainder,
     "Rsqrt": torch.rsqrt, "Selu": F.selu, "Sin": torch.sin, "Sinh": torch.sinh, "Sqrt": torch.sqrt, "Tan": torch.tan, "Where": torch.where,
-    "Topk": torch.topk, "Sign": torch.sign,
+    "Topk": torch.topk, "Sign": torch.sign, "Matmul": torch.matmul,
 }  # fmt: skip
 globals().update({name: _module(name, function) for name, function in FUNCTIONS.items()})
 

@@ -58,3 +58,8 @@ class Tracer:
     def dynamic_block(model: nn.Module, name: str) -> Iterator[None]:
         """Mark a part of forward whose Python depends on data. It is traced as the rest is: what cannot be traced raises TraceError."""
         yield
+
+
+def typechecked(function: Any) -> Any:
+    """The function as it is: arguments are checked where they are used."""
+    return function
