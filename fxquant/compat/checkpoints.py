@@ -47,8 +47,8 @@ def _take_keys(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: A
     for key in foreign:
         del state_dict[key]
     norms = _norms(module) if foreign else {}
-    for key in [key for key in state_dict if FUSED in key]:
-        layer, _, rest = key.removeprefix(prefix).partition(FUSED)
+    for key in [key for key in state_dict if FUSED in key.removeprefix(prefix)]:
+        layer, rest = key.removeprefix(prefix).split(FUSED, 1)
         if layer in norms:
             state_dict[f"{prefix}{norms[layer]}.{rest}"] = state_dict.pop(key)
     if foreign:

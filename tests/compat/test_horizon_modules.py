@@ -17,10 +17,8 @@ from torch.nn import functional as F
 
 import fxquant as fxq
 from fxquant.compat import horizon
-from fxquant.compat.horizon import functional
-from fxquant.compat.horizon import nn as hnn
-from fxquant.compat.horizon.nn import functional as hF
 
+functional, hnn, hF = horizon.functional, horizon.nn, horizon.nn.functional
 G = torch.Generator().manual_seed(0)
 
 
